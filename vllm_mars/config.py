@@ -1,0 +1,185 @@
+"""The user's options: read from vLLM's speculative config, validated, carried to the workers."""
+
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+METHOD = "mars"
+LOCK_VARIABLE = "VLLM_MARS_LOCK"
+# Methods of vLLM itself that do not keep the target's distribution.
+LOSSY_VLLM_METHODS = ("synthetic", "fly")
+
+_PREFIX = "mars_"
+_METRICS = ("ratio", "gap")
+
+
+@dataclass(frozen=True)
+class MarsConfig:
+    """Validated options of margin-aware verification.
+
+    Attributes:
+        theta: smallest z2/z1 that still counts as strict, in (0, 1]; a runner-up is accepted above
+            it. 1 switches the relaxation off, near 0 every runner-up with a positive logit is
+            accepted.
+        metric: "ratio" (the paper's z2 > theta * z1) or "gap" (z2 > z1 - gap, shift-invariant).
+        gap: tolerance of metric "gap" in nats, >= 0; the runner-up's probability is then above
+            exp(-gap) times the first choice's. 0 with metric "ratio".
+        protected_token_ids: tokens at which verification stays strict; None means the
+            end-of-sequence and special tokens of the model, () none.
+
+    Raises:
+        ValueError: an option is of the wrong type, out of range, or does not go with the metric.
+    """
+
+    theta: float = 0.9
+    metric: Literal["ratio", "gap"] = "ratio"
+    gap: float = 0.0
+    protected_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.metric not in _METRICS:
+            raise ValueError(
+                f"mars_metric={self.metric!r} is not one of {', '.join(_METRICS)}; "
+                "'ratio' is the paper's z2 > theta * z1, 'gap' is z2 > z1 - gap."
+            )
+        _require_number("mars_theta", self.theta)
+        if not 0 < self.theta <= 1:
+            raise ValueError(
+                f"mars_theta={self.theta} is outside (0, 1]; 1 switches the relaxation off."
+            )
+        _require_number("mars_gap", self.gap)
+        if not (self.gap >= 0 and math.isfinite(self.gap)):
+            raise ValueError(
+                f"mars_gap={self.gap} is outside [0, inf); 0 switches the relaxation off."
+            )
+        if self.metric == "ratio" and self.gap != 0:
+            raise ValueError(
+                f"mars_gap={self.gap} belongs to metric 'gap'; add mars_metric='gap' or drop it."
+            )
+        if self.protected_token_ids is not None:
+            object.__setattr__(self, "protected_token_ids", _token_ids(self.protected_token_ids))
+
+    @property
+    def thresholds(self) -> tuple[float, float]:
+        """(theta, gap) of the one comparison `z2 > theta * z1 - gap` that serves both metrics."""
+        return (self.theta, 0.0) if self.metric == "ratio" else (1.0, self.gap)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the output can differ from vLLM's own."""
+        theta, gap = self.thresholds
+        return theta < 1 or gap > 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The options as plain JSON, for vLLM's `additional_config`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, options: Mapping[str, Any]) -> "MarsConfig":
+        """The inverse of `to_json`; runs the same checks."""
+        return cls(**options)
+
+
+def split_speculative_config(
+    speculative_config: Mapping[str, Any],
+) -> tuple[MarsConfig | None, dict[str, Any]]:
+    """Takes this project's options out of vLLM's speculative config.
+
+    Args:
+        speculative_config: the user's dict; dashes in keys count as underscores, as in vLLM. It is
+            not changed.
+
+    Returns:
+        The validated options, or None where "mars" is not the rejection sample method, and the dict
+        for vLLM, in which the method is then "standard".
+
+    Raises:
+        ValueError: a bad option, an unknown `mars_*` key, or `mars_*` keys without the method.
+    """
+    config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+    options = {key: config.pop(key) for key in list(config) if key.startswith(_PREFIX)}
+    method = config.get("rejection_sample_method", "standard")
+    if method != METHOD:
+        if options:
+            raise ValueError(
+                f"{_list(options)} is given, but rejection_sample_method is {method!r}; "
+                f"set it to {METHOD!r} or drop the option."
+            )
+        return None, config
+
+    names = {_PREFIX + field.name: field.name for field in dataclasses.fields(MarsConfig)}
+    for key in options:
+        if key not in names:
+            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0)
+            raise ValueError(
+                f"{key} is not an option of margin-aware verification; did you mean "
+                f"{nearest[0]}? The options are {', '.join(names)}."
+            )
+    # Only here is it known what the user wrote and what is a default.
+    if options.get("mars_metric", "ratio") == "gap":
+        if "mars_theta" in options:
+            raise ValueError(
+                "mars_theta belongs to metric 'ratio', but mars_metric is 'gap'; drop one of them."
+            )
+        if "mars_gap" not in options:
+            raise ValueError(
+                "mars_metric='gap' needs mars_gap (nats, >= 0), e.g. 0.5: runner-ups above "
+                "exp(-0.5) = 0.61 times the first choice's probability are accepted."
+            )
+    config["rejection_sample_method"] = "standard"
+    return MarsConfig(**{names[key]: value for key, value in options.items()}), config
+
+
+def check_lock(lossy: str | None) -> None:
+    """Refuses lossy verification where the environment locks the server to strict.
+
+    Args:
+        lossy: what is lossy about the server, in words, or None if nothing is.
+
+    Raises:
+        ValueError: the environment variable has an unknown value.
+        RuntimeError: the lock is on and the server is lossy.
+    """
+    lock = os.environ.get(LOCK_VARIABLE, "")
+    if lock not in ("", "strict"):
+        raise ValueError(f"{LOCK_VARIABLE}={lock!r} is not 'strict'; unset it to allow relaxation.")
+    if lock == "strict" and lossy is not None:
+        raise RuntimeError(
+            f"{LOCK_VARIABLE}=strict forbids lossy verification, but {lossy}; "
+            f"set mars_theta to 1, take another method, or unset {LOCK_VARIABLE}."
+        )
+
+
+def lossy_reason(config: MarsConfig | None, method: str) -> str | None:
+    """Says in words why a server with these options is lossy, or None if it is not."""
+    if config is None:
+        if method in LOSSY_VLLM_METHODS:
+            return f"rejection_sample_method={method!r} is lossy"
+        return None
+    if not config.lossy:
+        return None
+    return f"mars_gap={config.gap}" if config.metric == "gap" else f"mars_theta={config.theta}"
+
+
+def _require_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}, but must be a number.")
+
+
+def _token_ids(ids: object) -> tuple[int, ...]:
+    if not isinstance(ids, list | tuple) or any(
+        isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids
+    ):
+        raise ValueError(
+            f"mars_protected_token_ids={ids!r} is not a list of token ids (integers >= 0); "
+            "[] switches the protection off."
+        )
+    return tuple(ids)
+
+
+def _list(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in options.items())

@@ -1,0 +1,184 @@
+"""The vLLM plugin: takes the options in the front end and puts the samplers into the model runners.
+
+vLLM calls `register` in every process (API server, engine core, workers) before the worker class is
+imported. It only leaves import hooks, which run when, and if, vLLM imports the module concerned; so
+a process pays for nothing that it does not use. Each patch wraps one method, calls it unchanged
+where MARS is not asked for, and is listed in docs/coupling.md with the reason and when it can go.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+
+from vllm_mars.config import (
+    METHOD,
+    MarsConfig,
+    check_lock,
+    lossy_reason,
+    split_speculative_config,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+# The key in vLLM's `additional_config` under which the options travel to the workers.
+CONFIG_KEY = METHOD
+
+_MARKER = "_vllm_mars_patched"
+
+
+def register() -> None:
+    """Entry point in the group `vllm.general_plugins`; idempotent, silent, and cheap."""
+    for module, hook in (
+        ("vllm.engine.arg_utils", _patch_engine_args),
+        ("vllm.v1.worker.gpu_model_runner", _patch_runner_v1),
+        ("vllm.v1.worker.gpu.model_runner", _patch_runner_v2),
+    ):
+        wrapt.register_post_import_hook(functools.partial(_once, hook), module)
+
+
+def _once(hook: Callable[[ModuleType], None], module: ModuleType) -> None:
+    if not getattr(module, _MARKER, False):
+        hook(module)
+        setattr(module, _MARKER, True)
+
+
+# Why: vLLM knows a fixed set of rejection sample methods and its config classes forbid other
+# fields. Until: vLLM lets a plugin add a rejection sample method with options of its own.
+def _patch_engine_args(module: ModuleType) -> None:
+    def create_speculative_config(
+        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if instance.speculative_config is not None:
+            take_options(instance, kwargs.get("target_model_config") or args[0])
+        return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(
+        module, "EngineArgs.create_speculative_config", create_speculative_config
+    )
+
+
+# Why: the V1 runner names its rejection sampler class and offers no place for another.
+# Until: the V1 runner is gone, or asks the platform or a plugin for the class.
+def _patch_runner_v1(module: ModuleType) -> None:
+    def init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        wrapped(*args, **kwargs)
+        config = config_of(instance.vllm_config)
+        # Only the last pipeline stage samples.
+        if config is not None and hasattr(instance, "rejection_sampler"):
+            from vllm_mars.sampler_v1 import install
+
+            install(instance, config)
+
+    wrapt.wrap_function_wrapper(module, "GPUModelRunner.__init__", init)
+
+
+# Why and until: as for V1. The V2 runner builds its samplers once the model is loaded.
+def _patch_runner_v2(module: ModuleType) -> None:
+    def load_model(
+        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        result = wrapped(*args, **kwargs)
+        config = config_of(instance.vllm_config)
+        if config is not None and instance.rejection_sampler is not None:
+            from vllm_mars.sampler_v2 import install
+
+            install(instance, config)
+        return result
+
+    wrapt.wrap_function_wrapper(module, "GPUModelRunner.load_model", load_model)
+
+
+def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
+    """Moves this project's options from the speculative config to `additional_config`.
+
+    Args:
+        engine_args: vLLM's `EngineArgs`. Its `speculative_config` and `additional_config` are
+            replaced, not changed in place, and only if all checks pass.
+        model_config: the target model's configuration.
+
+    Raises:
+        ValueError: a bad option, or token ids outside the vocabulary.
+        NotImplementedError: MARS together with a feature that it cannot serve.
+        RuntimeError: an unsupported vLLM, or the environment forbids lossy verification.
+    """
+    given = engine_args.speculative_config
+    config, speculative_config = split_speculative_config(given)
+    method = speculative_config.get("rejection_sample_method", "standard")
+    check_lock(lossy_reason(config, method))
+    if config is None:
+        return
+
+    import vllm
+
+    from vllm_mars.compat import check_version
+
+    check_version(vllm.__version__)
+    _check_served(engine_args, speculative_config)
+    vocab = model_config.get_vocab_size()
+    outside = [token for token in config.protected_token_ids or () if token >= vocab]
+    if outside:
+        raise ValueError(
+            f"mars_protected_token_ids={outside} is outside the model's vocabulary [0, {vocab})."
+        )
+    engine_args.speculative_config = speculative_config
+    engine_args.additional_config = {
+        **engine_args.additional_config,
+        CONFIG_KEY: config.to_json(),
+    }
+
+
+def config_of(vllm_config: "VllmConfig") -> MarsConfig | None:
+    """The options that travelled with vLLM's config, or None where MARS is not asked for."""
+    additional = vllm_config.additional_config
+    if not isinstance(additional, dict) or CONFIG_KEY not in additional:
+        return None
+    config = MarsConfig.from_json(additional[CONFIG_KEY])
+    # The lock may be set on the worker's node alone.
+    check_lock(lossy_reason(config, METHOD))
+    return config
+
+
+def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
+    from vllm.platforms import current_platform
+
+    def refuse(what: str, reason: str, way_out: str) -> None:
+        raise NotImplementedError(
+            f"rejection_sample_method='mars' cannot serve {what}: {reason}; {way_out}."
+        )
+
+    if speculative_config.get("method") == "extract_hidden_states":
+        refuse(
+            "method='extract_hidden_states'",
+            "it drafts nothing that could be verified",
+            "drop rejection_sample_method",
+        )
+    if speculative_config.get("enable_adaptive_verification"):
+        refuse(
+            "enable_adaptive_verification",
+            "it cuts drafts by an estimate of strict acceptance",
+            "switch it off",
+        )
+    if getattr(engine_args, "watermark_config", None) is not None:
+        refuse(
+            "a watermark_config",
+            "relaxed tokens carry no watermark",
+            "drop the watermark or set another rejection_sample_method",
+        )
+    if not isinstance(engine_args.additional_config, dict):
+        refuse(
+            "an additional_config that is no dict",
+            "the options travel in it",
+            "pass a dict",
+        )
+    if not (
+        current_platform.is_cpu() or current_platform.is_cuda_alike() or current_platform.is_xpu()
+    ):
+        refuse(
+            f"the platform {current_platform.device_name}",
+            "its model runner is not vLLM's own",
+            "serve on CPU, CUDA, ROCm or XPU",
+        )

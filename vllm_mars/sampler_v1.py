@@ -1,0 +1,192 @@
+"""Margin-aware rejection sampler for vLLM's V1 model runner."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import (
+    RejectionSampler,
+    apply_sampling_constraints,
+    rejection_sample,
+)
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_mars.config import MarsConfig
+from vllm_mars.margin import MarginRule
+from vllm_mars.protection import protected_token_ids
+from vllm_mars.verify import verify_greedy
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+logger = init_logger("vllm.vllm_mars.sampler_v1")
+
+
+class MarsRejectionSampler(RejectionSampler):
+    """vLLM's V1 rejection sampler with the margin-aware rule.
+
+    A greedy batch that no logits processor touches is verified on the raw logits rows in one pass.
+    Any other batch takes vLLM's own path; in between, at each relaxed position, the draft token is
+    made the target's certain choice, so that vLLM's kernels accept it with the random numbers and
+    the corrections that they would have used anyway.
+
+    Args:
+        sampler: vLLM's sampler, for bonus tokens.
+        spec_config: vLLM's speculative config.
+        device: device of the logits.
+        config: the options.
+        protected_token_ids: tokens at which verification stays strict.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        spec_config: "SpeculativeConfig",
+        device: torch.device,
+        config: MarsConfig,
+        protected_token_ids: list[int],
+    ) -> None:
+        super().__init__(sampler, spec_config, device)
+        self.rule = MarginRule(config, protected_token_ids)
+
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """Verifies one step's drafts; arguments and result as in vLLM's `RejectionSampler.forward`.
+
+        Args:
+            metadata: draft tokens and row indices of the step.
+            draft_probs: `[num_draft, vocab]` float32, or None where the draft has none.
+            logits: `[num_draft + batch, vocab]` raw target logits.
+            sampling_metadata: the requests' sampling parameters.
+
+        Returns:
+            vLLM's SamplerOutput: `sampled_token_ids` is `[batch, max_spec_len + 1]` int32, -1 after
+            the last emitted token.
+        """
+        if takes_raw_logits(sampling_metadata):
+            return self._verify_raw_logits(metadata, logits)
+
+        bonus = self.sampler(
+            logits=logits[metadata.bonus_logits_indices],
+            sampling_metadata=replace(sampling_metadata, max_num_logprobs=-1),
+            predict_bonus_token=True,
+            logprobs_mode_override=(
+                "processed_logits" if self.is_processed_logprobs_mode else "raw_logits"
+            ),
+        )
+        raw = logits[metadata.target_logits_indices].to(torch.float32)
+        # The processors write in place; raw logprobs need the logits as they were.
+        processed = raw if self.is_processed_logprobs_mode else raw.clone()
+        processed = self.apply_logits_processors(processed, sampling_metadata, metadata)
+        processed = apply_sampling_constraints(
+            processed, metadata.cu_num_draft_tokens, sampling_metadata
+        )
+        with self.rule.relaxed_made_certain(
+            processed, metadata.draft_token_ids, metadata.cu_num_draft_tokens
+        ):
+            output_token_ids = rejection_sample(
+                metadata.draft_token_ids,
+                metadata.num_draft_tokens,
+                metadata.max_spec_len,
+                metadata.cu_num_draft_tokens,
+                draft_probs,
+                processed,
+                bonus.sampled_token_ids,
+                sampling_metadata,
+                use_fp64_gumbel=self.use_fp64_gumbel,
+            )
+        logprobs = None
+        if sampling_metadata.max_num_logprobs is not None:
+            logprobs = self._get_logprobs_tensors(
+                sampling_metadata.max_num_logprobs,
+                metadata,
+                logits,
+                processed if self.is_processed_logprobs_mode else raw,
+                bonus.logprobs_tensors.logprobs,
+                output_token_ids,
+            )
+        return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
+
+    def _verify_raw_logits(
+        self, metadata: SpecDecodeMetadata, logits: torch.Tensor
+    ) -> SamplerOutput:
+        theta, gap = self.rule.thresholds
+        output = verify_greedy(
+            logits,
+            metadata.draft_token_ids,
+            metadata.cu_num_draft_tokens,
+            None,
+            theta,
+            gap=gap,
+            protected=self.rule.protected_mask(logits),
+            target_rows=metadata.target_logits_indices,
+            bonus_rows=metadata.bonus_logits_indices,
+            max_draft_len=metadata.max_spec_len,
+        )
+        return SamplerOutput(sampled_token_ids=output.output_token_ids, logprobs_tensors=None)
+
+
+def takes_raw_logits(sampling_metadata: SamplingMetadata) -> bool:
+    """Whether every request is greedy and nothing changes or reports the logits in this step."""
+    thinking = sampling_metadata.thinking_budget_state_holder
+    return (
+        sampling_metadata.all_greedy
+        and sampling_metadata.max_num_logprobs is None
+        and not sampling_metadata.logprob_token_ids
+        and sampling_metadata.no_penalties
+        and sampling_metadata.allowed_token_ids_mask is None
+        and not sampling_metadata.bad_words_token_ids
+        and (thinking is None or not thinking.has_tracked_requests())
+        and all(map(_is_idle, sampling_metadata.logitsprocs.non_argmax_invariant))
+    )
+
+
+def _is_idle(processor: Any) -> bool:
+    """Whether a logits processor has no request to act on; one that is not known counts as busy."""
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return not processor.min_toks
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return not processor.biases
+    return False
+
+
+def install(runner: Any, config: MarsConfig) -> None:
+    """Puts a `MarsRejectionSampler` into a V1 model runner.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`, or a subclass of it, once built.
+        config: the options.
+
+    Raises:
+        RuntimeError: another extension has already replaced vLLM's rejection sampler.
+    """
+    own = runner.rejection_sampler
+    if type(own) is not RejectionSampler:
+        raise RuntimeError(
+            f"The rejection sampler is already {type(own).__module__}.{type(own).__qualname__}, "
+            "not vLLM's own; only one extension can verify drafts, so disable the other "
+            "(VLLM_PLUGINS lists the plugins to load)."
+        )
+    if current_platform.is_cpu():
+        from vllm_mars.cpu_kernels import mend
+
+        mend()
+    protected = protected_token_ids(config, runner.model_config)
+    runner.rejection_sampler = MarsRejectionSampler(
+        own.sampler, runner.speculative_config, runner.device, config, protected
+    )
+    runner.rejection_sampler.rule.log_start(logger, "V1", runner.device)

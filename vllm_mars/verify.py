@@ -1,0 +1,257 @@
+"""The public verification functions: argument checks, then the torch or the Triton backend."""
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_mars.kernels.reference import VerifyOutput
+
+Backend = Literal["auto", "torch", "triton"]
+
+_LOGIT_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
+_ID_DTYPES = ("torch.int32", "torch.int64")
+
+
+def _resolve_backend(backend: str, device_type: str) -> str:
+    if backend == "auto":
+        return "torch" if device_type == "cpu" else "triton"
+    if backend not in ("torch", "triton"):
+        raise ValueError(
+            f"backend={backend!r} is not one of 'auto', 'torch', 'triton'; "
+            "'auto' takes Triton on an accelerator and torch on a CPU."
+        )
+    return backend
+
+
+def _check(name: str, tensor: "torch.Tensor", dtypes: tuple[str, ...], device: object) -> None:
+    if str(tensor.dtype) not in dtypes:
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}, but must have one of {', '.join(dtypes)}."
+        )
+    if tensor.device != device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, but logits are on {device}; move it there."
+        )
+
+
+def _check_shape(name: str, tensor: "torch.Tensor", shapes: tuple[tuple[int, ...], ...]) -> None:
+    if tuple(tensor.shape) not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, but must have shape {allowed}.")
+
+
+def _check_threshold(
+    name: str,
+    value: "float | torch.Tensor",
+    shape: tuple[int, ...],
+    device: object,
+    upper: float,
+) -> None:
+    """Checks theta or gap; a tensor's values are not read, since that would wait for the device."""
+    if isinstance(value, float | int):
+        low_ok = value > 0 if name == "theta" else value >= 0
+        if not (low_ok and value <= upper and math.isfinite(value)):
+            rule = "(0, 1]; 1 is strict" if name == "theta" else "[0, inf); 0 adds no tolerance"
+            raise ValueError(f"{name}={value} is outside {rule}.")
+        return
+    _check(name, value, ("torch.float32",), device)
+    _check_shape(name, value, (shape,))
+
+
+def _check_common(
+    logits: "torch.Tensor",
+    draft_token_ids: "torch.Tensor",
+    cu_num_draft_tokens: "torch.Tensor",
+    theta: "float | torch.Tensor",
+    gap: "float | torch.Tensor",
+    protected: "torch.Tensor | None",
+    target_rows: "torch.Tensor | None",
+) -> None:
+    device = logits.device
+    if logits.ndim != 2:
+        raise ValueError(f"logits has {logits.ndim} dimensions, but must be [num_rows, vocab].")
+    _check("logits", logits, _LOGIT_DTYPES, device)
+    _check("draft_token_ids", draft_token_ids, _ID_DTYPES, device)
+    _check("cu_num_draft_tokens", cu_num_draft_tokens, ("torch.int32",), device)
+    if draft_token_ids.ndim != 1 or cu_num_draft_tokens.ndim != 1:
+        raise ValueError(
+            f"draft_token_ids has shape {list(draft_token_ids.shape)} and cu_num_draft_tokens "
+            f"{list(cu_num_draft_tokens.shape)}, but both must have one dimension."
+        )
+    num_draft, batch = draft_token_ids.shape[0], cu_num_draft_tokens.shape[0]
+    _check_threshold("theta", theta, (batch,), device, upper=1.0)
+    _check_threshold("gap", gap, (batch,), device, upper=math.inf)
+    if protected is not None:
+        _check("protected", protected, ("torch.bool",), device)
+        _check_shape("protected", protected, ((logits.shape[1],),))
+    if target_rows is not None:
+        _check("target_rows", target_rows, _ID_DTYPES, device)
+        _check_shape("target_rows", target_rows, ((num_draft,),))
+    elif logits.shape[0] < num_draft:
+        raise ValueError(
+            f"logits has {logits.shape[0]} rows for {num_draft} draft tokens; "
+            "give one row for each, or target_rows."
+        )
+
+
+def verify_greedy(
+    logits: "torch.Tensor",
+    draft_token_ids: "torch.Tensor",
+    cu_num_draft_tokens: "torch.Tensor",
+    bonus_token_ids: "torch.Tensor | None",
+    theta: "float | torch.Tensor",
+    *,
+    gap: "float | torch.Tensor" = 0.0,
+    protected: "torch.Tensor | None" = None,
+    target_rows: "torch.Tensor | None" = None,
+    bonus_rows: "torch.Tensor | None" = None,
+    max_draft_len: int | None = None,
+    with_top2: bool = False,
+    backend: Backend = "auto",
+    out: "VerifyOutput | None" = None,
+) -> "VerifyOutput":
+    """Verifies a batch of greedy drafts by the margin-aware rule.
+
+    A draft token is accepted if it is the row's argmax, or if it is the runner-up and the margin is
+    small: `z2 > theta * z1 - gap` (and `z1 > 0` where theta is below 1), neither token protected.
+        The
+    first position that is not accepted emits the argmax and ends the request's output; if all are
+    accepted the bonus token follows.
+
+    Args:
+        logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride.
+        draft_token_ids: `[num_draft]` int32 or int64; an id outside [0, vocab), such as the padding
+            -1, is always rejected.
+        cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the requests' draft lengths
+            (the convention of vLLM); a request may have none.
+        bonus_token_ids: `[batch]` or `[batch, 1]` int32 or int64, or None to emit no bonus token.
+        theta: float in (0, 1] or float32 `[batch]`. 1 with gap 0 is strict; near 0 every runner-up
+            with a positive logit is accepted. A tensor's values are taken as they are.
+        gap: float >= 0 in nats or float32 `[batch]`; with theta 1 this is the metric "gap".
+        protected: bool `[vocab]`; tokens at which the rule stays strict.
+        target_rows: `[num_draft]` int32 or int64, the row of `logits` of each draft position;
+            default 0..num_draft-1.
+        bonus_rows: `[batch]` int32 or int64, rows of `logits` whose argmax is the bonus token,
+            found in the same pass; only one of `bonus_token_ids` and `bonus_rows` may be given.
+        max_draft_len: longest draft of a request, which sets the output's width. Default: read from
+            `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
+        with_top2: also return the two largest logits and their ids at each draft position.
+        backend: "torch", "triton", or "auto": Triton on an accelerator, torch on a CPU.
+        out: outputs of an earlier call with the same shapes, overwritten and returned (Triton).
+
+    Returns:
+        A `VerifyOutput`; `output_token_ids` is -1 after the last emitted token.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
+
+    Source: arXiv 2601.15498. Deviation: outside the top 2 its research code rejects, here the token
+    still gets the strict test, so acceptance is never below strict.
+    """
+    _check_common(logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows)
+    device, batch = logits.device, cu_num_draft_tokens.shape[0]
+    if bonus_token_ids is not None:
+        if bonus_rows is not None:
+            raise ValueError("bonus_token_ids and bonus_rows are both given; give one of them.")
+        _check("bonus_token_ids", bonus_token_ids, _ID_DTYPES, device)
+        _check_shape("bonus_token_ids", bonus_token_ids, ((batch,), (batch, 1)))
+    if bonus_rows is not None:
+        _check("bonus_rows", bonus_rows, _ID_DTYPES, device)
+        _check_shape("bonus_rows", bonus_rows, ((batch,),))
+    if max_draft_len is None:
+        max_draft_len = _longest_draft(cu_num_draft_tokens)
+
+    if _resolve_backend(backend, device.type) == "triton":
+        from vllm_mars.kernels.greedy import verify_greedy as launch
+
+        return launch(
+            logits,
+            draft_token_ids,
+            cu_num_draft_tokens,
+            bonus_token_ids,
+            theta,
+            gap,
+            protected,
+            target_rows,
+            bonus_rows,
+            max_draft_len,
+            with_top2,
+            out,
+        )
+    if out is not None:
+        raise ValueError("out is given, but the torch backend allocates its outputs; drop out.")
+    from vllm_mars.kernels.reference import verify_greedy as reference
+
+    return reference(
+        logits,
+        draft_token_ids,
+        cu_num_draft_tokens,
+        bonus_token_ids,
+        theta,
+        gap,
+        protected,
+        target_rows,
+        bonus_rows,
+        max_draft_len,
+        with_top2,
+    )
+
+
+def relaxed_positions(
+    logits: "torch.Tensor",
+    draft_token_ids: "torch.Tensor",
+    cu_num_draft_tokens: "torch.Tensor",
+    theta: "float | torch.Tensor",
+    *,
+    gap: "float | torch.Tensor" = 0.0,
+    protected: "torch.Tensor | None" = None,
+    target_rows: "torch.Tensor | None" = None,
+    backend: Backend = "auto",
+) -> "torch.Tensor":
+    """Marks the draft positions that the margin accepts outright, for the sampling branch.
+
+    Args:
+        logits: `[num_rows, vocab]`, processed logits (temperature, top-k, top-p applied).
+        draft_token_ids: `[num_draft]` int32 or int64.
+        cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum.
+        theta: float in (0, 1] or float32 `[batch]`.
+        gap: float >= 0 or float32 `[batch]`.
+        protected: bool `[vocab]` or None.
+        target_rows: `[num_draft]` row of each draft position; default 0..num_draft-1.
+        backend: as in `verify_greedy`.
+
+    Returns:
+        bool `[num_draft]`: the draft token is one of the two largest and the margin is small. The
+        argmax counts: sampling accepts it there without a draw.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
+    """
+    _check_common(logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows)
+    if _resolve_backend(backend, logits.device.type) == "triton":
+        from vllm_mars.kernels.greedy import relaxed_positions as launch
+
+        return launch(
+            logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows
+        )
+    from vllm_mars.kernels import reference
+
+    num_draft = draft_token_ids.shape[0]
+    thresholds = [
+        value
+        if isinstance(value, float | int)
+        else reference.expand_to_positions(value, cu_num_draft_tokens, num_draft)
+        for value in (theta, gap)
+    ]
+    return reference.relaxed_positions(
+        logits, draft_token_ids, thresholds[0], thresholds[1], protected, target_rows
+    )
+
+
+def _longest_draft(cu_num_draft_tokens: "torch.Tensor") -> int:
+    if not cu_num_draft_tokens.shape[0]:
+        return 0
+    lengths = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1))
+    return int(lengths.max())
