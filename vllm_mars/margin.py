@@ -9,9 +9,6 @@ import torch
 from vllm_mars.config import MarsConfig
 from vllm_mars.verify import relaxed_positions
 
-# A logit that makes its token's probability exactly 1 in float32, whatever the others are.
-_CERTAIN = torch.finfo(torch.float32).max
-
 
 class MarginRule:
     """Thresholds and protected tokens of one engine.
@@ -55,7 +52,7 @@ class MarginRule:
         ones.
 
         Args:
-            logits: `[num_draft, vocab]` float32 processed logits, changed in place.
+            logits: `[num_draft, vocab]` processed logits, changed in place.
             draft_token_ids: `[num_draft]`; ids outside the vocabulary are never relaxed.
             cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum.
         """
@@ -73,7 +70,9 @@ class MarginRule:
         )
         index = draft_token_ids.long().clamp(0, logits.shape[1] - 1)[:, None]
         true_logits = logits.gather(1, index)
-        logits.scatter_(1, index, torch.where(relaxed[:, None], _CERTAIN, true_logits))
+        # The largest finite logit: its probability is exactly 1, and softmax meets no inf - inf.
+        certain = torch.finfo(logits.dtype).max
+        logits.scatter_(1, index, torch.where(relaxed[:, None], certain, true_logits))
         try:
             yield
         finally:
@@ -98,4 +97,22 @@ class MarginRule:
             "the output is LOSSY: it can differ from the target's own."
             if self.config.lossy
             else "the output is lossless (strict).",
+        )
+
+
+def require_own_sampler(sampler: object, own: type) -> None:
+    """Refuses a runner whose rejection sampler is not vLLM's own class.
+
+    Args:
+        sampler: the runner's rejection sampler.
+        own: vLLM's class.
+
+    Raises:
+        RuntimeError: the sampler is of another class; the message names it.
+    """
+    if type(sampler) is not own:
+        raise RuntimeError(
+            f"The rejection sampler is already {type(sampler).__module__}."
+            f"{type(sampler).__qualname__}, not vLLM's own; only one extension can verify drafts, "
+            "so disable the other one (VLLM_PLUGINS lists the plugins to load)."
         )

@@ -21,7 +21,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.margin import MarginRule
+from vllm_mars.margin import MarginRule, require_own_sampler
 from vllm_mars.protection import protected_token_ids
 from vllm_mars.verify import verify_greedy
 
@@ -175,18 +175,16 @@ def install(runner: Any, config: MarsConfig) -> None:
         RuntimeError: another extension has already replaced vLLM's rejection sampler.
     """
     own = runner.rejection_sampler
-    if type(own) is not RejectionSampler:
-        raise RuntimeError(
-            f"The rejection sampler is already {type(own).__module__}.{type(own).__qualname__}, "
-            "not vLLM's own; only one extension can verify drafts, so disable the other "
-            "(VLLM_PLUGINS lists the plugins to load)."
-        )
+    require_own_sampler(own, RejectionSampler)
     if current_platform.is_cpu():
         from vllm_mars.cpu_kernels import mend
 
         mend()
-    protected = protected_token_ids(config, runner.model_config)
     runner.rejection_sampler = MarsRejectionSampler(
-        own.sampler, runner.speculative_config, runner.device, config, protected
+        own.sampler,
+        runner.speculative_config,
+        runner.device,
+        config,
+        protected_token_ids(config, runner.model_config),
     )
     runner.rejection_sampler.rule.log_start(logger, "V1", runner.device)

@@ -1,0 +1,21 @@
+"""Settings and fixtures that all tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports vLLM or a Hugging Face library. Child servers inherit them.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# Lets a test hand a function to an engine's workers.
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+
+
+@pytest.fixture(scope="session")
+def packaged_model() -> Path:
+    """Directory of SmolLM2-135M-Instruct, made on first use."""
+    from vllm_mars.packaged_model import ensure_model
+
+    return ensure_model()

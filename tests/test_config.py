@@ -1,0 +1,109 @@
+"""The options: defaults, both metrics, and a clear error for everything else."""
+
+import json
+import math
+
+import pytest
+
+from vllm_mars import MarsConfig
+from vllm_mars.config import check_lock, lossy_reason, split_speculative_config
+
+MARS = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "mars"}
+
+
+def test_default_is_the_papers():
+    config, rest = split_speculative_config(MARS)
+    assert config == MarsConfig(theta=0.9, metric="ratio", protected_token_ids=None)
+    assert config.thresholds == (0.9, 0.0)
+    assert rest == {**MARS, "rejection_sample_method": "standard"}
+    assert "rejection_sample_method" in MARS, "the user's dict stays as it is"
+
+
+def test_dashes_count_as_underscores():
+    config, _ = split_speculative_config(
+        {"method": "ngram", "rejection-sample-method": "mars", "mars-theta": 0.8}
+    )
+    assert config is not None
+    assert config.theta == 0.8
+
+
+def test_gap_metric():
+    config, _ = split_speculative_config({**MARS, "mars_metric": "gap", "mars_gap": 0.5})
+    assert config is not None
+    assert config.thresholds == (1.0, 0.5)
+    assert config.lossy
+
+
+@pytest.mark.parametrize("method", [None, "standard", "block", "synthetic"])
+def test_other_methods_are_left_alone(method):
+    given = {"method": "ngram"} | ({"rejection_sample_method": method} if method else {})
+    assert split_speculative_config(given) == (None, given)
+
+
+def test_options_travel_as_json():
+    config = MarsConfig(theta=0.7, protected_token_ids=(1, 2))
+    assert MarsConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mars_theta": 1.7}, r"mars_theta=1.7 is outside \(0, 1\]; 1 switches the relaxation off"),
+        ({"mars_theta": 0}, r"mars_theta=0 is outside \(0, 1\]"),
+        ({"mars_theta": -0.1}, r"mars_theta=-0.1 is outside"),
+        ({"mars_theta": math.nan}, "mars_theta=nan is outside"),
+        ({"mars_theta": math.inf}, "mars_theta=inf is outside"),
+        ({"mars_theta": "0.9"}, "mars_theta='0.9' is a str, but must be a number"),
+        ({"mars_theta": True}, "mars_theta=True is a bool"),
+        ({"mars_theta": None}, "mars_theta=None is a NoneType"),
+        ({"mars_theta": [0.9]}, "is a list, but must be a number"),
+        ({"mars_metric": "entropy"}, "mars_metric='entropy' is not one of ratio, gap"),
+        ({"mars_metric": "gap"}, "mars_metric='gap' needs mars_gap"),
+        ({"mars_metric": "gap", "mars_gap": -1}, r"mars_gap=-1 is outside \[0, inf\)"),
+        ({"mars_metric": "gap", "mars_gap": math.inf}, "mars_gap=inf is outside"),
+        ({"mars_metric": "gap", "mars_gap": 1, "mars_theta": 0.9}, "belongs to metric 'ratio'"),
+        ({"mars_gap": 0.5}, "mars_gap=0.5 belongs to metric 'gap'"),
+        ({"mars_tetha": 0.9}, "mars_tetha is not an option .* did you mean mars_theta"),
+        ({"mars_protected_token_ids": 7}, "mars_protected_token_ids=7 is not a list of token ids"),
+        ({"mars_protected_token_ids": [1, -1]}, "is not a list of token ids"),
+        ({"mars_protected_token_ids": [True]}, "is not a list of token ids"),
+    ],
+)
+def test_bad_option_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        split_speculative_config({**MARS, **options})
+
+
+def test_options_without_the_method():
+    with pytest.raises(ValueError, match="mars_theta=0.9 is given, but rejection_sample_method is"):
+        split_speculative_config({"method": "ngram", "mars_theta": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "lossy"),
+    [
+        (MarsConfig(theta=1.0), "standard", False),
+        (MarsConfig(metric="gap"), "standard", False),
+        (MarsConfig(theta=0.99), "standard", True),
+        (MarsConfig(metric="gap", gap=0.1), "standard", True),
+        (None, "standard", False),
+        (None, "block", False),
+        (None, "fly", True),
+    ],
+)
+def test_lock(monkeypatch, config, method, lossy):
+    reason = lossy_reason(config, method)
+    monkeypatch.delenv("VLLM_MARS_LOCK", raising=False)
+    check_lock(reason)
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    if lossy:
+        with pytest.raises(RuntimeError, match="VLLM_MARS_LOCK=strict forbids lossy verification"):
+            check_lock(reason)
+    else:
+        check_lock(reason)
+
+
+def test_unknown_lock(monkeypatch):
+    monkeypatch.setenv("VLLM_MARS_LOCK", "yes")
+    with pytest.raises(ValueError, match="VLLM_MARS_LOCK='yes' is not 'strict'"):
+        check_lock(None)

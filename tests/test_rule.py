@@ -1,0 +1,277 @@
+"""The rule: hand-computed cases, properties, and the torch reference against the oracle."""
+
+import math
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_mars import verify_greedy
+from vllm_mars.verify import relaxed_positions
+
+NAN, INF = math.nan, math.inf
+BONUS = 3
+
+
+def verify_one(row, draft, theta=0.9, gap=0.0, protected=(), dtype=torch.float32):
+    """Verifies one draft token of one request; returns its emitted tokens and (accepted, relaxed)."""
+    logits = torch.tensor([row], dtype=dtype)
+    mask = torch.zeros(len(row), dtype=torch.bool)
+    mask[list(protected)] = True
+    output = verify_greedy(
+        logits,
+        torch.tensor([draft], dtype=torch.int32),
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([BONUS]),
+        theta,
+        gap=gap,
+        protected=mask if protected else None,
+        backend="torch",
+    )
+    tokens = [token for token in output.output_token_ids[0].tolist() if token != -1]
+    return tokens, int(output.num_accepted), int(output.num_relaxed)
+
+
+# fmt: off
+CASES = {
+    # name: (row, draft, options, emitted tokens, relaxed)
+    "argmax is accepted":            ([1.0, 2.0, 0.5, 0.0], 1, {}, [1, BONUS], 0),
+    "runner-up, small margin":       ([1.9, 2.0, 0.5, 0.0], 0, {}, [0, BONUS], 1),
+    "runner-up, margin at theta":    ([9.0, 10.0, 0.5, 0.0], 0, {}, [1], 0),
+    "runner-up, large margin":       ([1.0, 2.0, 0.5, 0.0], 0, {}, [1], 0),
+    "third, however near":           ([1.99, 2.0, 1.98, 0.0], 2, {}, [1], 0),
+    "tied runners-up, either":       ([1.9, 2.0, 1.9, 0.0], 2, {}, [2, BONUS], 1),
+    "tie at the top, lower id":      ([2.0, 2.0, 0.5, 0.0], 0, {}, [0, BONUS], 0),
+    "tie at the top, higher id":     ([2.0, 2.0, 0.5, 0.0], 1, {}, [1, BONUS], 1),
+    "tie at the top, theta 1":       ([2.0, 2.0, 0.5, 0.0], 1, {"theta": 1.0}, [0], 0),
+    "three-way tie, last":           ([2.0, 2.0, 2.0, 0.0], 2, {}, [2, BONUS], 1),
+    "theta 1 is strict":             ([1.9999, 2.0, 0.5, 0.0], 0, {"theta": 1.0}, [1], 0),
+    "theta near 0":                  ([0.01, 2.0, 0.0, 0.0], 0, {"theta": 0.001}, [0, BONUS], 1),
+    "z1 = 0":                        ([-0.1, 0.0, -1.0, -2.0], 0, {"theta": 0.01}, [1], 0),
+    "negative logits, ratio":        ([-1.1, -1.0, -3.0, -4.0], 0, {"theta": 0.5}, [1], 0),
+    "negative logits, gap":          ([-1.1, -1.0, -3.0, -4.0], 0, {"theta": 1.0, "gap": 0.2},
+                                      [0, BONUS], 1),
+    "gap exactly reached":           ([1.5, 2.0, 0.0, 0.0], 0, {"theta": 1.0, "gap": 0.5}, [1], 0),
+    "runner-up masked":              ([-INF, 2.0, -INF, -INF], 0, {"theta": 0.01}, [1], 0),
+    "NaN elsewhere":                 ([1.9, 2.0, NAN, 0.0], 0, {}, [2], 0),
+    "NaN at the draft token":        ([1.9, 2.0, NAN, 0.0], 2, {}, [2, BONUS], 0),
+    "padding":                       ([1.9, 2.0, 0.5, 0.0], -1, {}, [1], 0),
+    "id outside the vocabulary":     ([1.9, 2.0, 0.5, 0.0], 4, {}, [1], 0),
+    "draft token protected":         ([1.9, 2.0, 0.5, 0.0], 0, {"protected": [0]}, [1], 0),
+    "argmax protected":              ([1.9, 2.0, 0.5, 0.0], 0, {"protected": [1]}, [1], 0),
+    "protected argmax drafted":      ([1.9, 2.0, 0.5, 0.0], 1, {"protected": [1]}, [1, BONUS], 0),
+    "another token protected":       ([1.9, 2.0, 0.5, 0.0], 0, {"protected": [2]}, [0, BONUS], 1),
+    "infinite first choice":         ([1.9, INF, 0.5, 0.0], 0, {}, [1], 0),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_hand_computed(name, dtype):
+    row, draft, options, tokens, relaxed = CASES[name]
+    if dtype != torch.float32 and name in ("theta 1 is strict", "third, however near"):
+        pytest.skip("the margin is below the dtype's resolution")
+    assert verify_one(row, draft, dtype=dtype, **options) == (
+        tokens,
+        int(tokens[0] == draft),
+        relaxed,
+    )
+
+
+def test_top_two_are_accepted_outright_in_sampling():
+    logits = torch.tensor([[1.9, 2.0, 0.5], [1.9, 2.0, 0.5], [1.9, 2.0, 0.5], [1.0, 2.0, 0.5]])
+    drafts = torch.tensor([0, 1, 2, 1])
+    relaxed = relaxed_positions(logits, drafts, torch.tensor([4], dtype=torch.int32), 0.9)
+    assert relaxed.tolist() == [True, True, False, False]
+
+
+@st.composite
+def batches(draw):
+    """A ragged batch over few distinct logits, so that ties, masks and small margins are common."""
+    vocab = draw(st.integers(2, 9))
+    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    logit = st.one_of(
+        st.sampled_from([0.0, -0.0, 1.0, 1.9, 2.0, 10.0, -1.0, -INF]),
+        st.floats(-4, 12, width=16),
+        st.sampled_from([NAN, INF]) if draw(st.booleans()) else st.just(2.5),
+    )
+    row = st.lists(logit, min_size=vocab, max_size=vocab)
+    size = sum(lengths)
+    rows = draw(st.lists(row, min_size=size, max_size=size))
+    drafts = draw(st.lists(st.integers(-1, vocab - 1), min_size=size, max_size=size))
+    # Bias towards the argmax and its rivals, so that drafts get past the first position.
+    for i, values in enumerate(rows):
+        if draw(st.booleans()):
+            drafts[i] = oracle.argmax(values)
+    theta = st.one_of(st.sampled_from([1.0, 0.9, 0.5, 0.01]), st.floats(0.0625, 1, width=16))
+    gap = st.sampled_from([0.0, 0.0, 0.25, 3.0])
+    count = len(lengths)
+    return {
+        "vocab": vocab,
+        "lengths": lengths,
+        "rows": rows,
+        "drafts": drafts,
+        "bonus": draw(st.lists(st.integers(0, vocab - 1), min_size=count, max_size=count)),
+        "theta": draw(st.lists(theta, min_size=count, max_size=count)),
+        "gap": draw(st.lists(gap, min_size=count, max_size=count)),
+        "protected": draw(st.frozensets(st.integers(0, vocab - 1), max_size=3)),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+    }
+
+
+def run(batch, theta=None, gap=None):
+    mask = torch.zeros(batch["vocab"], dtype=torch.bool)
+    mask[list(batch["protected"])] = True
+    logits = torch.tensor(batch["rows"], dtype=batch["dtype"]).reshape(-1, batch["vocab"])
+    return logits, verify_greedy(
+        # A row of another value keeps the reduction over rows defined when there is no draft.
+        torch.cat([logits, torch.zeros(1, batch["vocab"], dtype=batch["dtype"])]),
+        torch.tensor(batch["drafts"], dtype=torch.int32),
+        torch.tensor(np.cumsum(batch["lengths"]), dtype=torch.int32),
+        torch.tensor(batch["bonus"]),
+        torch.tensor(batch["theta"]) if theta is None else theta,
+        gap=torch.tensor(batch["gap"]) if gap is None else gap,
+        protected=mask,
+        backend="torch",
+    )
+
+
+def requests_of(batch, logits):
+    start = 0
+    for i, length in enumerate(batch["lengths"]):
+        end = start + length
+        yield i, logits[start:end].float().tolist(), batch["drafts"][start:end]
+        start = end
+
+
+@settings(max_examples=400, deadline=None)
+@given(batches())
+def test_reference_equals_oracle(batch):
+    logits, output = run(batch)
+    for i, rows, drafts in requests_of(batch, logits):
+        expected = oracle.verify(
+            rows, drafts, batch["bonus"][i], batch["theta"][i], batch["gap"][i], batch["protected"]
+        )
+        row = output.output_token_ids[i].tolist()
+        assert row == expected.tokens + [-1] * (len(row) - len(expected.tokens))
+        assert int(output.num_accepted[i]) == expected.accepted
+        assert int(output.num_relaxed[i]) == expected.relaxed
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches())
+def test_relaxed_positions_equal_oracle(batch):
+    if not batch["drafts"]:
+        return
+    logits = torch.tensor(batch["rows"], dtype=batch["dtype"])
+    mask = torch.zeros(batch["vocab"], dtype=torch.bool)
+    mask[list(batch["protected"])] = True
+    relaxed = relaxed_positions(
+        logits,
+        torch.tensor(batch["drafts"]),
+        torch.tensor(np.cumsum(batch["lengths"]), dtype=torch.int32),
+        torch.tensor(batch["theta"]),
+        gap=torch.tensor(batch["gap"]),
+        protected=mask,
+    )
+    expected = [
+        oracle.is_relaxed(row, draft, batch["theta"][i], batch["gap"][i], batch["protected"])
+        for i, rows, drafts in requests_of(batch, logits)
+        for row, draft in zip(rows, drafts, strict=True)
+    ]
+    assert relaxed.tolist() == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.floats(0.0625, 1, width=16), st.floats(0.0625, 1, width=16))
+def test_acceptance_grows_as_theta_falls(batch, one, other):
+    low, high = sorted((one, other))
+    _, looser = run(batch, theta=low, gap=0.0)
+    _, tighter = run(batch, theta=high, gap=0.0)
+    _, strict = run(batch, theta=1.0, gap=0.0)
+    assert (looser.num_accepted >= tighter.num_accepted).all()
+    assert (tighter.num_accepted >= strict.num_accepted).all()
+    assert not strict.num_relaxed.any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches())
+def test_nothing_follows_the_first_rejection(batch):
+    _, output = run(batch)
+    for i, length in enumerate(batch["lengths"]):
+        accepted = int(output.num_accepted[i])
+        assert (output.output_token_ids[i, accepted + 1 :] == -1).all()
+        assert (output.output_token_ids[i, : min(accepted + 1, length + 1)] != -1).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.randoms(use_true_random=False))
+def test_batch_order_does_not_matter(batch, random):
+    order = list(range(len(batch["lengths"])))
+    random.shuffle(order)
+    starts = [0, *np.cumsum(batch["lengths"]).tolist()]
+    shuffled = {
+        **batch,
+        **{key: [batch[key][i] for i in order] for key in ("lengths", "bonus", "theta", "gap")},
+        **{
+            key: [x for i in order for x in batch[key][starts[i] : starts[i + 1]]]
+            for key in ("rows", "drafts")
+        },
+    }
+    _, output = run(batch)
+    _, reordered = run(shuffled)
+    assert torch.equal(output.output_token_ids[order], reordered.output_token_ids)
+    assert torch.equal(output.num_relaxed[order], reordered.num_relaxed)
+
+
+def test_rows_and_bonus_come_through_the_indices():
+    """Drafts of two requests with bonus rows between them, as vLLM lays its logits out."""
+    logits = torch.tensor(
+        [[0.0, 5.0, 4.9], [9.0, 0.0, 0.0], [5.0, 0.0, 4.8], [0.0, 0.0, 7.0]], dtype=torch.bfloat16
+    )
+    output = verify_greedy(
+        logits,
+        torch.tensor([2, 2], dtype=torch.int32),
+        torch.tensor([1, 2], dtype=torch.int32),
+        None,
+        0.9,
+        target_rows=torch.tensor([0, 2]),
+        bonus_rows=torch.tensor([1, 3]),
+        max_draft_len=3,
+    )
+    assert output.output_token_ids.tolist() == [[2, 0, -1, -1], [2, 2, -1, -1]]
+    assert output.num_relaxed.tolist() == [1, 1]
+
+
+def test_without_bonus_an_accepted_draft_ends_the_output():
+    output = verify_greedy(
+        torch.tensor([[0.0, 5.0]]),
+        torch.tensor([1]),
+        torch.tensor([1], dtype=torch.int32),
+        None,
+        1.0,
+    )
+    assert output.output_token_ids.tolist() == [[1, -1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top2_values_and_ids(dtype):
+    rows = [[2.0, 3.0, 3.0, 1.0], [-INF, -INF, 4.0, -INF], [1.0, NAN, 2.0, NAN], [-INF] * 4]
+    output = verify_greedy(
+        torch.tensor(rows, dtype=dtype),
+        torch.zeros(4, dtype=torch.int32),
+        torch.tensor([4], dtype=torch.int32),
+        None,
+        0.9,
+        with_top2=True,
+    )
+    assert output.top2_ids.tolist() == [[1, 2], [2, 0], [1, -1], [0, 1]]
+    torch.testing.assert_close(
+        output.top2_values,
+        torch.tensor([[3.0, 3.0], [4.0, -INF], [NAN, NAN], [-INF, -INF]]),
+        equal_nan=True,
+    )

@@ -1,0 +1,302 @@
+"""The V1 sampler beside vLLM's own: the same tokens at theta = 1, the rule below it."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from scipy import stats
+from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_mars import MarsConfig, MarsRejectionSampler, sampler_v1
+from vllm_mars.cpu_kernels import mend
+
+CPU = torch.device("cpu")
+VOCAB = 97
+LENGTHS = [3, 0, 5, 1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cpu_kernels():
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+    mend()
+
+
+def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs"):
+    return MarsRejectionSampler(Sampler(logprobs_mode), None, CPU, config, list(protected))
+
+
+def sampling(temperatures, *, seeds=None, output=None, drafts=None, **changes):
+    """SamplingMetadata of one request for each temperature; 0 is greedy."""
+    batch = len(temperatures)
+    generators = {}
+    for i, seed in enumerate(seeds or []):
+        if seed is not None:
+            generators[i] = torch.Generator().manual_seed(seed)
+    greedy = [temperature == 0 for temperature in temperatures]
+    penalties = {
+        name: torch.tensor(changes.pop(name, [neutral] * batch))
+        for name, neutral in (
+            ("frequency_penalties", 0.0),
+            ("presence_penalties", 0.0),
+            ("repetition_penalties", 1.0),
+        )
+    }
+    given = {
+        "temperature": None if all(greedy) else torch.tensor(temperatures),
+        "all_greedy": all(greedy),
+        "all_random": not any(greedy),
+        "top_p": None,
+        "top_k": None,
+        "generators": generators,
+        "max_num_logprobs": None,
+        "no_penalties": True,
+        "prompt_token_ids": None,
+        "output_token_ids": output or [[] for _ in temperatures],
+        "allowed_token_ids_mask": None,
+        "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+        "spec_token_ids": drafts,
+    }
+    return SamplingMetadata(**{**given, **penalties, **changes})
+
+
+def step(seed, lengths=LENGTHS, vocab=VOCAB, near=0.9, dtype=torch.float32):
+    """Random logits and drafts; a share `near` of the drafts is among the target's first three."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(lengths) + len(lengths)
+    logits = (torch.randn(rows, vocab, generator=generator) * 3 + 2).to(dtype)
+    metadata = SpecDecodeMetadata.make_dummy([[0] * n for n in lengths], CPU)
+    target = logits[metadata.target_logits_indices]
+    best = target.topk(3, dim=-1).indices
+    rank = torch.randint(0, 3, (len(target), 1), generator=generator)
+    drafts = best.gather(1, rank).squeeze(1)
+    elsewhere = torch.rand(len(target), generator=generator) > near
+    drafts[elsewhere] = torch.randint(-1, vocab, (int(elsewhere.sum()),), generator=generator)
+    metadata.draft_token_ids = drafts.int()
+    return metadata, logits
+
+
+def drafts_of(metadata):
+    return [part.tolist() for part in metadata.draft_token_ids.split(metadata.num_draft_tokens)]
+
+
+def probabilities(seed, rows, vocab=VOCAB):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.softmax(torch.randn(rows, vocab, generator=generator) * 2, dim=-1)
+
+
+GREEDY = [0.0] * 4
+SAMPLED = [0.7, 1.0, 1.3, 0.2]
+MIXED = [0.0, 1.0, 0.8, 0.0]
+SEEDS = [1, 2, None, 4]
+
+SETTINGS = {
+    "greedy": (GREEDY, {}),
+    "sampled": (SAMPLED, {}),
+    "mixed": (MIXED, {}),
+    "top-k and top-p": (
+        SAMPLED,
+        {"top_k": torch.tensor([2, 5, 97, 1]), "top_p": torch.tensor([0.9, 0.5, 1.0, 0.7])},
+    ),
+    "mixed with top-p": (MIXED, {"top_p": torch.tensor([1.0, 0.5, 0.9, 1.0])}),
+    "logprobs": (GREEDY, {"max_num_logprobs": 3}),
+    "sampled logprobs": (MIXED, {"max_num_logprobs": 2}),
+    "bad words": (GREEDY, {"bad_words_token_ids": {0: [[5], [7, 8]], 2: [[11]]}}),
+    "allowed tokens": (
+        MIXED,
+        {"allowed_token_ids_mask": (torch.arange(4 * VOCAB) % 3 == 0).reshape(4, VOCAB)},
+    ),
+    "penalties": (
+        MIXED,
+        {
+            "no_penalties": False,
+            "prompt_token_ids": torch.arange(8).reshape(4, 2),
+            "output": [[1, 2], [3], [4, 4, 4], [9]],
+            "frequency_penalties": [0.5, 0.0, 1.0, 0.2],
+            "presence_penalties": [0.1, 0.3, 0.0, 0.0],
+            "repetition_penalties": [1.2, 1.0, 1.5, 1.1],
+        },
+    ),
+}
+
+
+def both(setting, seed, config, *, draft_probs=False, logprobs_mode="raw_logprobs", protected=()):
+    """Runs vLLM's sampler and ours on one step with the same random numbers."""
+    temperatures, changes = SETTINGS[setting]
+    outputs = []
+    for sampler in (
+        RejectionSampler(Sampler(logprobs_mode), None, CPU),
+        mars_sampler(config, protected, logprobs_mode),
+    ):
+        metadata, logits = step(seed)
+        meta = sampling(temperatures, seeds=SEEDS, drafts=drafts_of(metadata), **changes)
+        torch.manual_seed(seed)
+        probs = probabilities(seed, sum(LENGTHS)) if draft_probs else None
+        outputs.append(sampler(metadata, probs, logits, meta))
+    return outputs
+
+
+@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("draft_probs", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(metric="gap")])
+def test_theta_1_is_vllm(config, setting, draft_probs, logprobs_mode):
+    for seed in range(8):
+        own, mars = both(
+            setting, seed, config, draft_probs=draft_probs, logprobs_mode=logprobs_mode
+        )
+        assert torch.equal(own.sampled_token_ids, mars.sampled_token_ids)
+        assert own.sampled_token_ids.dtype == mars.sampled_token_ids.dtype
+        if own.logprobs_tensors is None:
+            assert mars.logprobs_tensors is None
+            continue
+        for field in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
+            assert torch.equal(
+                getattr(own.logprobs_tensors, field), getattr(mars.logprobs_tensors, field)
+            ), field
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_theta_below_1_accepts_more(setting):
+    strict_total = relaxed_total = 0
+    for seed in range(20):
+        own, mars = both(setting, seed, MarsConfig(theta=0.5))
+        strict = (own.sampled_token_ids != -1).sum(1)
+        relaxed = (mars.sampled_token_ids != -1).sum(1)
+        assert (relaxed >= strict).all()
+        strict_total += int(strict.sum())
+        relaxed_total += int(relaxed.sum())
+    assert relaxed_total > strict_total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("processed", [False, True])
+def test_greedy_follows_the_rule(processed, dtype):
+    """Raw rows and vLLM's path with the relaxed drafts made certain give the oracle's tokens."""
+    protected = frozenset({3, 50})
+    sampler = mars_sampler(MarsConfig(theta=0.8), protected)
+    for seed in range(30):
+        metadata, logits = step(seed, dtype=dtype)
+        changes = {"max_num_logprobs": 0} if processed else {}
+        meta = sampling(GREEDY, drafts=drafts_of(metadata), **changes)
+        assert sampler_v1.takes_raw_logits(meta) is not processed
+        rows, bonus = metadata.target_logits_indices, metadata.bonus_logits_indices
+        target = logits[rows].float().split(LENGTHS)
+        expected = [
+            oracle.verify(part.tolist(), drafts, int(last), 0.8, 0.0, protected).tokens
+            for part, drafts, last in zip(
+                target, drafts_of(metadata), logits[bonus].argmax(-1), strict=True
+            )
+        ]
+        output = sampler(metadata, None, logits, meta).sampled_token_ids.tolist()
+        assert [[token for token in row if token != -1] for row in output] == expected
+
+
+def test_logprobs_of_a_relaxed_token_are_its_own():
+    logits = torch.tensor([[1.9, 2.0, 0.5, 0.0], [0.0, 3.0, 0.0, 0.0]])
+    metadata = SpecDecodeMetadata.make_dummy([[0]], CPU)
+    for mode, temperature in itertools.product(("raw_logprobs", "processed_logprobs"), (0.0, 0.5)):
+        meta = sampling([temperature], drafts=[[0]], max_num_logprobs=2)
+        sampler = mars_sampler(MarsConfig(theta=0.9), logprobs_mode=mode)
+        output = sampler(metadata, None, logits.clone(), meta)
+        assert output.sampled_token_ids[0, 0] == 0
+        scale = temperature if mode == "processed_logprobs" and temperature else 1.0
+        expected = (logits[0] / scale).log_softmax(-1)
+        assert output.logprobs_tensors.logprob_token_ids[0].tolist() == [0, 1, 0]
+        torch.testing.assert_close(
+            output.logprobs_tensors.logprobs[0], expected[torch.tensor([0, 1, 0])]
+        )
+        assert output.logprobs_tensors.selected_token_ranks[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "forbidden"),
+    [
+        ({"bad_words_token_ids": {0: [[0]]}}, 0),
+        ({"allowed_token_ids_mask": torch.tensor([[True, False, False, False]])}, 0),
+        ({"top_k": torch.tensor([1])}, 0),
+        ({"top_p": torch.tensor([0.3])}, 0),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_forbidden_draft_is_never_accepted(temperature, changes, forbidden):
+    if temperature == 0 and "top" in next(iter(changes)):
+        pytest.skip("greedy requests carry no top-k or top-p")
+    logits = torch.tensor([[1.99, 2.0, 1.0, 0.9], [0.0, 3.0, 0.0, 0.0]])
+    metadata = SpecDecodeMetadata.make_dummy([[0]], CPU)
+    sampler = mars_sampler(MarsConfig(theta=0.01))
+    for seed in range(50):
+        torch.manual_seed(seed)
+        meta = sampling([temperature], drafts=[[0]], **changes)
+        output = sampler(metadata, None, logits.clone(), meta)
+        assert output.sampled_token_ids[0, 0] != forbidden
+
+
+@pytest.mark.parametrize("theta", [1.0, 0.9, 0.5])
+@pytest.mark.parametrize("with_draft_probs", [False, True])
+def test_distribution_of_the_first_token(theta, with_draft_probs):
+    """Sampled tokens follow the rule enumerated by hand; at theta 1 they follow the target alone."""
+    count = 20_000
+    z = torch.tensor([1.9, 2.0, 1.2, 0.3, -1.0])
+    p = z.double().softmax(-1)
+    q = torch.tensor([0.4, 0.1, 0.3, 0.15, 0.05]).double()
+    torch.manual_seed(0)
+    if with_draft_probs:
+        drafts = torch.multinomial(q, count, replacement=True)
+    else:
+        drafts = torch.full((count,), 2)
+        q = torch.nn.functional.one_hot(torch.tensor(2), 5).double()
+    metadata = SpecDecodeMetadata.make_dummy([[0]] * count, CPU)
+    metadata.draft_token_ids = drafts.int()
+    output = mars_sampler(MarsConfig(theta=theta))(
+        metadata,
+        q.float().repeat(count, 1) if with_draft_probs else None,
+        z.repeat(2 * count, 1),
+        sampling([1.0] * count, drafts=drafts[:, None].tolist()),
+    )
+    observed = np.bincount(output.sampled_token_ids[:, 0].numpy(), minlength=5)
+
+    relaxed = torch.tensor(
+        [oracle.is_relaxed(z.tolist(), x, theta, 0.0, frozenset()) for x in range(5)]
+    )
+    accept = torch.where(relaxed, 1.0, (p / q.clamp(min=1e-30)).clamp(max=1))
+    residual = (p - q).clamp(min=0)
+    expected = q * accept + (q * (1 - accept)).sum() * residual / residual.sum()
+    if theta == 1:
+        torch.testing.assert_close(expected, p)
+    possible = expected.numpy() > 0
+    assert observed[~possible].sum() == 0
+    _, p_value = stats.chisquare(observed[possible], expected.numpy()[possible] * count)
+    assert p_value > 1e-4
+
+
+def test_padding_is_rejected_in_sampling():
+    logits = torch.tensor([[0.0, 9.0, 0.0], [0.0, 9.0, 0.0]])
+    metadata = SpecDecodeMetadata.make_dummy([[0]], CPU)
+    metadata.draft_token_ids = torch.tensor([-1], dtype=torch.int32)
+    output = mars_sampler(MarsConfig())(metadata, None, logits, sampling([1.0], drafts=[[-1]]))
+    assert output.sampled_token_ids[0, 1] == -1
+    assert 0 <= output.sampled_token_ids[0, 0] < 3
+
+
+def test_raw_logits_are_taken_only_when_nothing_touches_them():
+    plain = sampling(GREEDY)
+    assert sampler_v1.takes_raw_logits(plain)
+    for field, value in (
+        ("all_greedy", False),
+        ("max_num_logprobs", 0),
+        ("logprob_token_ids", {0: [1]}),
+        ("no_penalties", False),
+        ("allowed_token_ids_mask", torch.zeros(4, VOCAB, dtype=torch.bool)),
+        ("bad_words_token_ids", {0: [[1]]}),
+    ):
+        assert not sampler_v1.takes_raw_logits(dataclasses.replace(plain, **{field: value})), field

@@ -1,0 +1,52 @@
+"""Every wrong argument of the public functions is named, with the rule."""
+
+import pytest
+import torch
+
+from vllm_mars import verify_greedy
+
+
+def arguments(**changes):
+    given = {
+        "logits": torch.zeros(3, 5),
+        "draft_token_ids": torch.tensor([1, 2, 3]),
+        "cu_num_draft_tokens": torch.tensor([1, 3], dtype=torch.int32),
+        "bonus_token_ids": torch.tensor([0, 0]),
+        "theta": 0.9,
+    }
+    return given | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logits": torch.zeros(3, 5, dtype=torch.float64)}, "logits has dtype torch.float64"),
+        ({"logits": torch.zeros(5)}, "logits has 1 dimensions"),
+        ({"logits": torch.zeros(2, 5)}, "logits has 2 rows for 3 draft tokens"),
+        ({"draft_token_ids": torch.zeros(3)}, "draft_token_ids has dtype torch.float32"),
+        ({"draft_token_ids": torch.zeros(3, 1, dtype=torch.int32)}, "must have one dimension"),
+        (
+            {"cu_num_draft_tokens": torch.tensor([1, 3])},
+            "cu_num_draft_tokens has dtype torch.int64",
+        ),
+        ({"bonus_token_ids": torch.tensor([0])}, r"bonus_token_ids has shape \[1\]"),
+        ({"bonus_rows": torch.tensor([0, 1])}, "bonus_token_ids and bonus_rows are both given"),
+        ({"theta": 0.0}, r"theta=0.0 is outside \(0, 1\]"),
+        ({"theta": 1.5}, r"theta=1.5 is outside \(0, 1\]"),
+        ({"theta": float("nan")}, "theta=nan is outside"),
+        ({"theta": torch.ones(3)}, r"theta has shape \[3\], but must have shape \[2\]"),
+        ({"theta": torch.ones(2).double()}, "theta has dtype torch.float64"),
+        ({"gap": -1.0}, r"gap=-1.0 is outside \[0, inf\)"),
+        ({"gap": float("inf")}, "gap=inf is outside"),
+        ({"protected": torch.zeros(4, dtype=torch.bool)}, r"protected has shape \[4\]"),
+        ({"protected": torch.zeros(5)}, "protected has dtype torch.float32"),
+        ({"target_rows": torch.tensor([0, 1])}, r"target_rows has shape \[2\]"),
+        ({"backend": "cuda"}, "backend='cuda' is not one of"),
+        ({"logits": torch.zeros(3, 5, device="meta")}, "is on cpu, but logits are on meta"),
+    ],
+)
+def test_wrong_argument_is_named(changes, message):
+    given = arguments(**changes)
+    positional = [given.pop(name) for name in arguments()]
+    with pytest.raises(ValueError, match=message):
+        verify_greedy(*positional, **given)
