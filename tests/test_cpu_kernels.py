@@ -14,8 +14,8 @@ from vllm_mars.cpu_kernels import mend
 
 pytestmark = pytest.mark.skipif(HAS_TRITON, reason="vLLM runs its Triton kernels here")
 
-# In a process of its own, because a mend lasts as long as its process. The poisoned memory makes what
-# an uninitialised output holds certain.
+# In a process of its own, because a mend lasts as long as its process. The poisoned memory makes
+# what an uninitialised output holds certain.
 _PROBE = """
 import torch
 from vllm.platforms import current_platform

@@ -17,7 +17,7 @@ BONUS = 3
 
 
 def verify_one(row, draft, theta=0.9, gap=0.0, protected=(), dtype=torch.float32):
-    """Verifies one draft token of one request; returns its emitted tokens and (accepted, relaxed)."""
+    """Verifies one draft token; returns the emitted tokens, and how many are accepted, relaxed."""
     logits = torch.tensor([row], dtype=dtype)
     mask = torch.zeros(len(row), dtype=torch.bool)
     mask[list(protected)] = True

@@ -1,0 +1,191 @@
+"""The plugin in real processes: options, errors before a model is loaded, and nothing when unasked."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+}
+MARS = {**NGRAM, "rejection_sample_method": "mars"}
+
+
+def engine_config(model, speculative_config, **options):
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model=str(model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        speculative_config=speculative_config,
+        **options,
+    )
+    return arguments.create_engine_config()
+
+
+def run(*command, timeout=240, **environment):
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+    )
+
+
+def test_entry_point():
+    (entry,) = entry_points(group="vllm.general_plugins", name="mars")
+    assert entry.value == "vllm_mars.plugin:register"
+
+
+def test_import_is_light():
+    probe = run(
+        "-c",
+        "import sys, vllm_mars, vllm_mars.plugin; vllm_mars.plugin.register(); "
+        "vllm_mars.plugin.register(); vllm_mars.MarsConfig(); "
+        "print([m for m in ('vllm', 'triton', 'torch') if m in sys.modules])",
+    )
+    assert probe.stdout.strip() == "[]", probe.stderr
+
+
+def test_options_reach_the_workers_config(packaged_model):
+    given = {**MARS, "mars-theta": 0.8, "mars_protected_token_ids": [5, 2]}
+    before = json.dumps(given)
+    config = engine_config(packaged_model, given, additional_config={"other": 1})
+    assert config.additional_config["other"] == 1
+    assert config.additional_config["mars"] == {
+        "theta": 0.8,
+        "metric": "ratio",
+        "gap": 0.0,
+        "protected_token_ids": (5, 2),
+    }
+    assert config.speculative_config.rejection_sample_method == "standard"
+    assert json.dumps(given) == before
+
+
+def test_nothing_is_added_when_not_asked_for(packaged_model):
+    config = engine_config(packaged_model, NGRAM)
+    assert config.additional_config == {}
+    assert engine_config(packaged_model, None).speculative_config is None
+
+
+def test_options_lead_to_different_config_hashes(packaged_model):
+    hashes = {
+        engine_config(packaged_model, {**MARS, "mars_theta": theta}).compute_hash()
+        for theta in (0.8, 0.9)
+    }
+    assert len(hashes) == 2
+
+
+@pytest.mark.parametrize(
+    ("speculative_config", "options", "error", "message"),
+    [
+        ({**MARS, "mars_theta": 1.7}, {}, ValueError, r"mars_theta=1.7 is outside \(0, 1\]"),
+        ({**MARS, "mars_theta": float("nan")}, {}, ValueError, "mars_theta=nan is outside"),
+        ({**MARS, "mars_theta": "x"}, {}, ValueError, "mars_theta='x' is a str"),
+        ({**MARS, "mars_tetha": 0.9}, {}, ValueError, "did you mean mars_theta"),
+        ({**NGRAM, "mars_theta": 0.9}, {}, ValueError, "mars_theta=0.9 is given, but"),
+        (
+            {**MARS, "mars_protected_token_ids": [49152]},
+            {},
+            ValueError,
+            r"\[49152\] is outside the model's vocabulary \[0, 49152\)",
+        ),
+        (
+            {**MARS, "method": "extract_hidden_states"},
+            {},
+            NotImplementedError,
+            "cannot serve method='extract_hidden_states'",
+        ),
+        (
+            {**MARS, "enable_adaptive_verification": True},
+            {},
+            NotImplementedError,
+            "cannot serve enable_adaptive_verification",
+        ),
+        (
+            MARS,
+            {"watermark_config": {"algorithm": "gumbel", "key": 1}},
+            NotImplementedError,
+            "cannot serve a watermark_config",
+        ),
+    ],
+)
+def test_bad_options_fail_before_a_model_is_loaded(
+    packaged_model, speculative_config, options, error, message
+):
+    with pytest.raises(error, match=message):
+        engine_config(packaged_model, speculative_config, **options)
+    # Nothing half-patched stays behind: the next engine is configured as usual.
+    assert engine_config(packaged_model, NGRAM).additional_config == {}
+
+
+def test_llm_refuses_a_bad_theta(packaged_model):
+    from vllm import LLM
+
+    with pytest.raises(ValueError, match=r"mars_theta=2 is outside \(0, 1\]"):
+        LLM(str(packaged_model), speculative_config={**MARS, "mars_theta": 2})
+
+
+def test_serve_refuses_a_bad_theta(packaged_model):
+    server = run(
+        *("-m", "vllm_mars.vllm_cli", "serve", str(packaged_model)),
+        *("--host", "127.0.0.1", "--port", "0"),
+        *("--speculative-config", json.dumps({**MARS, "mars_theta": 2})),
+    )
+    assert server.returncode == 1
+    assert "mars_theta=2 is outside (0, 1]; 1 switches the relaxation off." in server.stderr
+    assert "Starting to load model" not in server.stdout + server.stderr
+
+
+@pytest.mark.parametrize(
+    ("lock", "theta", "message"),
+    [
+        ("strict", 0.9, "VLLM_MARS_LOCK=strict forbids lossy verification, but mars_theta=0.9"),
+        ("yes", 1.0, "VLLM_MARS_LOCK='yes' is not 'strict'"),
+        ("strict", 1.0, None),
+    ],
+)
+def test_lock(packaged_model, monkeypatch, lock, theta, message):
+    monkeypatch.setenv("VLLM_MARS_LOCK", lock)
+    given = {**MARS, "mars_theta": theta}
+    if message is None:
+        assert engine_config(packaged_model, given).additional_config["mars"]["theta"] == 1.0
+    else:
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            engine_config(packaged_model, given)
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.8.5.post1", "dev"])
+def test_unsupported_version(version):
+    from vllm_mars.compat import check_version
+
+    with pytest.raises(RuntimeError, match=f"vLLM {version} is not supported .* 0.32 and 0.33"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.1.dev3+cpu"])
+def test_supported_version(version):
+    from vllm_mars.compat import check_version
+
+    check_version(version)
+
+
+def test_a_second_owner_is_refused():
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    from vllm_mars.margin import require_own_sampler
+
+    class Other(RejectionSampler):
+        pass
+
+    with pytest.raises(RuntimeError, match="already test_plugin.*Other, not vLLM's own"):
+        require_own_sampler(Other.__new__(Other), RejectionSampler)
