@@ -69,12 +69,22 @@ def sampling(temperatures, *, seeds=None, output=None, drafts=None, **changes):
     return SamplingMetadata(**{**given, **penalties, **changes})
 
 
+def metadata_of(drafts):
+    """The metadata of a step in which each request's draft rows precede its bonus row."""
+    metadata = SpecDecodeMetadata.make_dummy(drafts, CPU)
+    is_bonus = torch.cat([torch.arange(len(d) + 1) == len(d) for d in drafts])
+    metadata.logits_indices = torch.arange(len(is_bonus), dtype=torch.int32)
+    metadata.bonus_logits_indices = is_bonus.nonzero().squeeze(1).int()
+    metadata.target_logits_indices = (~is_bonus).nonzero().squeeze(1).int()
+    return metadata
+
+
 def step(seed, lengths=LENGTHS, vocab=VOCAB, near=0.9, dtype=torch.float32):
     """Random logits and drafts; a share `near` of the drafts is among the target's first three."""
     generator = torch.Generator().manual_seed(seed)
     rows = sum(lengths) + len(lengths)
     logits = (torch.randn(rows, vocab, generator=generator) * 3 + 2).to(dtype)
-    metadata = SpecDecodeMetadata.make_dummy([[0] * n for n in lengths], CPU)
+    metadata = metadata_of([[0] * n for n in lengths])
     target = logits[metadata.target_logits_indices]
     best = target.topk(3, dim=-1).indices
     rank = torch.randint(0, 3, (len(target), 1), generator=generator)
@@ -203,7 +213,7 @@ def test_greedy_follows_the_rule(processed, dtype):
 
 def test_logprobs_of_a_relaxed_token_are_its_own():
     logits = torch.tensor([[1.9, 2.0, 0.5, 0.0], [0.0, 3.0, 0.0, 0.0]])
-    metadata = SpecDecodeMetadata.make_dummy([[0]], CPU)
+    metadata = metadata_of([[0]])
     for mode, temperature in itertools.product(("raw_logprobs", "processed_logprobs"), (0.0, 0.5)):
         meta = sampling([temperature], drafts=[[0]], max_num_logprobs=2)
         sampler = mars_sampler(MarsConfig(theta=0.9), logprobs_mode=mode)
@@ -232,7 +242,7 @@ def test_a_forbidden_draft_is_never_accepted(temperature, changes, forbidden):
     if temperature == 0 and "top" in next(iter(changes)):
         pytest.skip("greedy requests carry no top-k or top-p")
     logits = torch.tensor([[1.99, 2.0, 1.0, 0.9], [0.0, 3.0, 0.0, 0.0]])
-    metadata = SpecDecodeMetadata.make_dummy([[0]], CPU)
+    metadata = metadata_of([[0]])
     sampler = mars_sampler(MarsConfig(theta=0.01))
     for seed in range(50):
         torch.manual_seed(seed)
@@ -255,7 +265,7 @@ def test_distribution_of_the_first_token(theta, with_draft_probs):
     else:
         drafts = torch.full((count,), 2)
         q = torch.nn.functional.one_hot(torch.tensor(2), 5).double()
-    metadata = SpecDecodeMetadata.make_dummy([[0]] * count, CPU)
+    metadata = metadata_of([[0]] * count)
     metadata.draft_token_ids = drafts.int()
     output = mars_sampler(MarsConfig(theta=theta))(
         metadata,
@@ -282,7 +292,7 @@ def test_distribution_of_the_first_token(theta, with_draft_probs):
 
 def test_padding_is_rejected_in_sampling():
     logits = torch.tensor([[0.0, 9.0, 0.0], [0.0, 9.0, 0.0]])
-    metadata = SpecDecodeMetadata.make_dummy([[0]], CPU)
+    metadata = metadata_of([[0]])
     metadata.draft_token_ids = torch.tensor([-1], dtype=torch.int32)
     output = mars_sampler(MarsConfig())(metadata, None, logits, sampling([1.0], drafts=[[-1]]))
     assert output.sampled_token_ids[0, 1] == -1
@@ -301,3 +311,15 @@ def test_raw_logits_are_taken_only_when_nothing_touches_them():
         ("bad_words_token_ids", {0: [[1]]}),
     ):
         assert not sampler_v1.takes_raw_logits(dataclasses.replace(plain, **{field: value})), field
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("max_num_logprobs", [None, 2])
+def test_a_step_without_any_draft(temperature, max_num_logprobs):
+    logits = torch.tensor([[0.0, 9.0, 0.0], [20.0, 9.0, 0.0]])
+    metadata = metadata_of([[], []])
+    top_k = torch.tensor([1, 2]) if temperature else None
+    meta = sampling([temperature] * 2, top_k=top_k, max_num_logprobs=max_num_logprobs)
+    output = mars_sampler(MarsConfig())(metadata, None, logits, meta)
+    assert output.sampled_token_ids.tolist() == [[1], [0]]
+    assert (output.logprobs_tensors is None) == (max_num_logprobs is None)

@@ -79,6 +79,14 @@ class MarsRejectionSampler(RejectionSampler):
         """
         if takes_raw_logits(sampling_metadata):
             return self._verify_raw_logits(metadata, logits)
+        if not metadata.draft_token_ids.shape[0]:
+            # No request has a draft in this step. vLLM's own path ends in an error here if a request
+            # asks for top-k alone (seen in 0.32.0), and there is nothing to verify anyway.
+            return self.sampler(
+                logits=logits[metadata.bonus_logits_indices],
+                sampling_metadata=sampling_metadata,
+                predict_bonus_token=True,
+            )
 
         bonus = self.sampler(
             logits=logits[metadata.bonus_logits_indices],

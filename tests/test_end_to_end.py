@@ -1,0 +1,268 @@
+"""Real vLLM engines on the packaged model: identity at theta = 1, the rule below it."""
+
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+pytestmark = pytest.mark.engine
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+}
+PROMPTS = [
+    "Rewrite in the past tense: The fox jumps over the dog, and then the fox runs from the dog.",
+    "Write a Python function that returns the sum of a list of numbers, then call it twice.",
+    "List the days of the week, one on each line, with the word 'day' after each of them.",
+    "Repeat this sentence three times: The rain in Spain stays mainly in the plain.",
+    "What is the capital of France, and what is the capital of Italy?",
+    "Explain in three sentences why the sky is blue.",
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["cat", "dog", "bird"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+
+
+@dataclass
+class Run:
+    """What one engine produced."""
+
+    tokens: dict[str, list[list[int]]] = field(default_factory=dict)
+    prompts: list[list[int]] = field(default_factory=list)
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    worker: dict[str, Any] = field(default_factory=dict)
+    drafts: float = 0
+    accepted: float = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + self.accepted / self.drafts
+
+
+def look_at_worker(worker):
+    """Runs in the worker: the sampler's class, whose CPU kernel is in place, and the process."""
+    from vllm.v1.sample import rejection_sampler
+
+    sampler = getattr(worker.model_runner, "rejection_sampler", None)
+    implementation = rejection_sampler.expand_kernel._impl
+    return {
+        "sampler": f"{type(sampler).__module__}.{type(sampler).__qualname__}",
+        "mended": "vllm_mars" in getattr(implementation, "func", implementation).__module__,
+        "pid": os.getpid(),
+    }
+
+
+def mend_worker(worker):
+    from vllm_mars.cpu_kernels import mend
+
+    mend()
+
+
+@contextmanager
+def engine(model, speculative_config, **options):
+    from vllm import LLM
+
+    llm = LLM(
+        str(model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        disable_log_stats=False,
+        speculative_config=speculative_config,
+        **options,
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def sampling_batches():
+    """Greedy alone, and two batches that mix requests of every kind, all seeded."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=48)
+    sampled = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=40),
+        SamplingParams(temperature=1.0, top_k=20, top_p=0.95, seed=2, max_tokens=40),
+        SamplingParams(temperature=0, max_tokens=40),
+        SamplingParams(temperature=1.2, top_k=50, top_p=0.8, seed=4, max_tokens=40),
+        SamplingParams(temperature=0.5, seed=5, max_tokens=40),
+        SamplingParams(temperature=0, max_tokens=40),
+    ]
+    constrained = [
+        SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=32),
+        SamplingParams(temperature=0.7, seed=6, frequency_penalty=0.8, max_tokens=32),
+        SamplingParams(temperature=0, bad_words=["day", " day"], max_tokens=32),
+        SamplingParams(temperature=0, allowed_token_ids=list(range(100, 9000)), max_tokens=32),
+        SamplingParams(temperature=0, min_tokens=30, max_tokens=32, logprobs=2),
+        SamplingParams(temperature=0.9, seed=7, logprobs=1, max_tokens=32),
+    ]
+    return {"greedy": [greedy] * len(PROMPTS), "sampled": sampled, "constrained": constrained}
+
+
+def generate(model, speculative_config, batches=("greedy",), mend=False, **options):
+    run = Run()
+    with engine(model, speculative_config, **options) as llm:
+        (run.worker,) = llm.collective_rpc(look_at_worker)
+        if mend:
+            llm.collective_rpc(mend_worker)
+        chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+        for name in batches:
+            outputs = llm.chat(chats, sampling_batches()[name], use_tqdm=False)
+            run.prompts = [list(output.prompt_token_ids) for output in outputs]
+            run.tokens[name] = [list(output.outputs[0].token_ids) for output in outputs]
+            run.texts[name] = [output.outputs[0].text for output in outputs]
+            if name == "greedy":
+                metrics = {metric.name: metric for metric in llm.get_metrics()}
+                if speculative_config is not None:
+                    run.drafts = metrics["vllm:spec_decode_num_drafts"].value
+                    run.accepted = metrics["vllm:spec_decode_num_accepted_tokens"].value
+    return run
+
+
+ALL = ("greedy", "sampled", "constrained")
+
+
+@pytest.fixture(scope="module")
+def autoregressive(packaged_model):
+    return generate(packaged_model, None)
+
+
+@pytest.fixture(scope="module")
+def strict(packaged_model):
+    """vLLM's own verification with the plugin installed but not asked for."""
+    return generate(packaged_model, NGRAM, ALL, mend=True)
+
+
+@pytest.fixture(scope="module")
+def theta_1(packaged_model):
+    given = {**NGRAM, "rejection_sample_method": "mars", "mars_theta": 1.0}
+    return generate(packaged_model, given, ALL)
+
+
+@pytest.fixture(scope="module")
+def theta_09(packaged_model):
+    return generate(packaged_model, {**NGRAM, "rejection_sample_method": "mars"})
+
+
+def test_not_asked_for_changes_nothing(autoregressive, strict):
+    assert strict.worker["sampler"] == "vllm.v1.sample.rejection_sampler.RejectionSampler"
+    assert not strict.worker["mended"]
+    assert strict.tokens["greedy"] == autoregressive.tokens["greedy"]
+
+
+def test_the_plugin_reaches_the_worker_process(theta_1):
+    assert theta_1.worker["sampler"] == "vllm_mars.sampler_v1.MarsRejectionSampler"
+    assert theta_1.worker["mended"]
+    assert theta_1.worker["pid"] != os.getpid()
+
+
+@pytest.mark.parametrize("batch", ALL)
+def test_theta_1_is_vllm(strict, theta_1, batch):
+    assert theta_1.tokens[batch] == strict.tokens[batch]
+
+
+def test_theta_1_accepts_what_vllm_accepts(strict, theta_1):
+    assert (theta_1.drafts, theta_1.accepted) == (strict.drafts, strict.accepted)
+
+
+def test_theta_09_accepts_more(strict, theta_09):
+    assert theta_09.acceptance_length > strict.acceptance_length
+
+
+def test_relaxed_tokens_are_runners_up(packaged_model, theta_09):
+    """Checked by an independent forward pass: every token is first, or second within the margin."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(packaged_model, dtype=torch.float32).eval()
+    # The two implementations differ in rounding.
+    tolerance = 1e-3
+    relaxed = 0
+    for prompt, tokens in zip(theta_09.prompts, theta_09.tokens["greedy"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        (first, second), emitted = (
+            logits.topk(2).values.T,
+            logits.gather(1, torch.tensor(tokens)[:, None]).squeeze(1),
+        )
+        is_first = emitted >= first - tolerance
+        is_runner_up = (emitted >= second - tolerance) & (emitted > 0.9 * first - tolerance)
+        assert (is_first | is_runner_up).all()
+        relaxed += int((~is_first).sum())
+    assert relaxed > 0
+
+
+def test_constrained_output_stays_valid_at_theta_05(packaged_model):
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given = {**NGRAM, "rejection_sample_method": "mars", "mars_theta": 0.5}
+    with engine(packaged_model, given) as llm:
+
+        def ask(constraint, count, **options):
+            chats = [
+                [{"role": "user", "content": f"Describe pet number {i} as JSON: name, age, kind."}]
+                for i in range(count)
+            ]
+            parameters = [
+                SamplingParams(
+                    temperature=0.0 if i % 2 else 0.8,
+                    seed=i,
+                    max_tokens=80,
+                    structured_outputs=StructuredOutputsParams(**constraint),
+                )
+                for i in range(count)
+            ]
+            outputs = llm.chat(chats, parameters, use_tqdm=False)
+            return [output.outputs[0].text for output in outputs]
+
+        for text in ask({"json": SCHEMA}, 8):
+            jsonschema.validate(json.loads(text), SCHEMA)
+        assert set(ask({"choice": ["cat", "dog", "bird"]}, 6)) <= {"cat", "dog", "bird"}
+
+
+@pytest.fixture(scope="module")
+def draft_model(packaged_model, tmp_path_factory):
+    """A draft model of the target's first four layers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = tmp_path_factory.mktemp("draft")
+    model = AutoModelForCausalLM.from_pretrained(packaged_model, dtype=torch.float32)
+    model.model.layers = model.model.layers[:4]
+    model.config.num_hidden_layers = 4
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(packaged_model).save_pretrained(directory)
+    return directory
+
+
+def test_draft_model_with_probabilities(packaged_model, draft_model, autoregressive):
+    given = {
+        "method": "draft_model",
+        "model": str(draft_model),
+        "num_speculative_tokens": 3,
+        "draft_sample_method": "probabilistic",
+        "rejection_sample_method": "mars",
+        "mars_theta": 1.0,
+    }
+    run = generate(packaged_model, given, ("greedy", "sampled"))
+    assert run.worker["sampler"] == "vllm_mars.sampler_v1.MarsRejectionSampler"
+    assert run.tokens["greedy"] == autoregressive.tokens["greedy"]
+    assert run.drafts > 0
+    assert all(run.tokens["sampled"])
