@@ -1,4 +1,4 @@
-"""The plugin in real processes: options, errors before a model is loaded, and nothing when unasked."""
+"""The plugin in real processes: options, errors before a model is loaded, nothing when unasked."""
 
 import json
 import os

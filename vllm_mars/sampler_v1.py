@@ -80,25 +80,30 @@ class MarsRejectionSampler(RejectionSampler):
         if takes_raw_logits(sampling_metadata):
             return self._verify_raw_logits(metadata, logits)
         if not metadata.draft_token_ids.shape[0]:
-            # No request has a draft in this step. vLLM's own path ends in an error here if a request
-            # asks for top-k alone (seen in 0.32.0), and there is nothing to verify anyway.
+            # No request has a draft in this step. vLLM's own path ends in an error here if a
+            # request asks for top-k alone (seen in 0.32.0), and there is nothing to verify.
             return self.sampler(
                 logits=logits[metadata.bonus_logits_indices],
                 sampling_metadata=sampling_metadata,
                 predict_bonus_token=True,
             )
 
+        wants_logprobs = sampling_metadata.max_num_logprobs is not None
         bonus = self.sampler(
             logits=logits[metadata.bonus_logits_indices],
-            sampling_metadata=replace(sampling_metadata, max_num_logprobs=-1),
+            # -1 asks for the bonus rows themselves, which the logprobs below are made from.
+            sampling_metadata=replace(
+                sampling_metadata, max_num_logprobs=-1 if wants_logprobs else None
+            ),
             predict_bonus_token=True,
             logprobs_mode_override=(
                 "processed_logits" if self.is_processed_logprobs_mode else "raw_logits"
             ),
         )
         raw = logits[metadata.target_logits_indices].to(torch.float32)
-        # The processors write in place; raw logprobs need the logits as they were.
-        processed = raw if self.is_processed_logprobs_mode else raw.clone()
+        # The processors write in place, and only raw logprobs need the logits as they were.
+        keep_raw = wants_logprobs and not self.is_processed_logprobs_mode
+        processed = raw.clone() if keep_raw else raw
         processed = self.apply_logits_processors(processed, sampling_metadata, metadata)
         processed = apply_sampling_constraints(
             processed, metadata.cu_num_draft_tokens, sampling_metadata
@@ -118,7 +123,7 @@ class MarsRejectionSampler(RejectionSampler):
                 use_fp64_gumbel=self.use_fp64_gumbel,
             )
         logprobs = None
-        if sampling_metadata.max_num_logprobs is not None:
+        if wants_logprobs:
             logprobs = self._get_logprobs_tensors(
                 sampling_metadata.max_num_logprobs,
                 metadata,

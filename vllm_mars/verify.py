@@ -233,21 +233,23 @@ def relaxed_positions(
     if _resolve_backend(backend, logits.device.type) == "triton":
         from vllm_mars.kernels.greedy import relaxed_positions as launch
 
-        return launch(
+        launched: torch.Tensor = launch(
             logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows
         )
+        return launched
     from vllm_mars.kernels import reference
 
     num_draft = draft_token_ids.shape[0]
-    thresholds = [
+    theta, gap = (
         value
         if isinstance(value, float | int)
         else reference.expand_to_positions(value, cu_num_draft_tokens, num_draft)
         for value in (theta, gap)
-    ]
-    return reference.relaxed_positions(
-        logits, draft_token_ids, thresholds[0], thresholds[1], protected, target_rows
     )
+    relaxed: torch.Tensor = reference.relaxed_positions(
+        logits, draft_token_ids, theta, gap, protected, target_rows
+    )
+    return relaxed
 
 
 def _longest_draft(cu_num_draft_tokens: "torch.Tensor") -> int:

@@ -1,0 +1,47 @@
+# Everything runs in .venv, which `make` builds once. The CUDA build of vLLM where nvidia-smi answers,
+# else the CPU build; say BUILD=cpu or BUILD=cuda to choose.
+
+VENV := .venv
+BIN := $(VENV)/bin
+BUILD ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+	&& echo $$p && break; done)
+INSTALLED := $(VENV)/.installed-$(BUILD)
+
+.PHONY: install demo test lint format clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): setup.py pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.13 is needed; say PYTHON=/path/to/it" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable ".[$(BUILD),demo,test,bench]"
+	@# vLLM pulls these three in, but serves text models without them. A build that does not fit the
+	@# installed torch breaks `import transformers`, so it goes; one that imports stays.
+	@for module in torchvision torchaudio torchcodec; do \
+		if $(BIN)/python -m pip show --quiet $$module 2>/dev/null && \
+		   ! $(BIN)/python -c "import $$module" 2>/dev/null; then \
+			echo "$$module does not fit the installed torch: removing it from $(VENV)"; \
+			$(BIN)/python -m pip uninstall --quiet --yes $$module; \
+		fi; \
+	done
+	@touch $@
+
+demo: install
+	$(BIN)/vllm-mars demo $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

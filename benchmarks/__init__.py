@@ -1,0 +1,1 @@
+"""Measurements; each command writes one JSON file with versions and hardware."""
