@@ -1,0 +1,31 @@
+"""Looks at the process table, for tests that nothing is left running."""
+
+import os
+import time
+from pathlib import Path
+
+MARK = "VLLM_MARS_TEST_MARK"
+
+
+def marked(mark: str) -> list[int]:
+    """Returns the processes that inherited the environment variable MARK with this value."""
+    found = []
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            if state != "Z" and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(condition, timeout, what):
+    """Polls until the condition holds; fails the test after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout} s"
+        time.sleep(0.05)

@@ -1,0 +1,86 @@
+"""The command line: what it prints where, and how it fails."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm_mars import __version__
+from vllm_mars.cli import main
+from vllm_mars.prompts import load_prompts
+
+
+def test_version():
+    result = subprocess.run(
+        [sys.executable, "-m", "vllm_mars.cli", "--version"], capture_output=True, text=True
+    )
+    assert (result.returncode, result.stdout) == (0, f"vllm-mars {__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["demos"], ["demo", "--theta", "high"], ["model", "x"]])
+def test_wrong_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage: vllm-mars" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--theta", "1.7"], "mars_theta=1.7 is outside (0, 1]; 1 switches the relaxation off."),
+        (["--theta", "nan"], "mars_theta=nan is outside (0, 1]"),
+        (["--max-tokens", "0"], "max_tokens=0 is below 1"),
+        (["--repeats", "0"], "repeats=0 is below 1"),
+        (["--num-speculative-tokens", "-1"], "num_speculative_tokens=-1 is below 1"),
+        (["--startup-timeout", "0"], "startup_timeout=0.0 is not above 0"),
+        (["--prompts", "none.jsonl"], "prompts=none.jsonl cannot be read"),
+        (["--output", "/proc/none/demo.json"], "output=/proc/none/demo.json cannot be written"),
+    ],
+)
+def test_bad_values_fail_before_anything_starts(arguments, message, capsys):
+    assert main(["demo", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_the_lock_refuses_a_lossy_demo(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    assert main(["demo"]) == 1
+    assert "VLLM_MARS_LOCK=strict forbids lossy verification" in capsys.readouterr().err
+
+
+def test_packaged_prompts_are_of_many_kinds():
+    prompts = load_prompts()
+    assert len(prompts) >= 12
+    assert len({prompt.category for prompt in prompts}) >= 12
+    assert all(len(prompt.turns) == 1 for prompt in prompts)
+
+
+def test_prompt_files(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"question_id": 7, "category": "c", "turns": ["b", "d"]}\n')
+    assert [(p.id, p.category, p.turns) for p in load_prompts(path)] == [
+        ("1", "", ("a",)),
+        ("7", "c", ("b", "d")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("{", "line 1 is not JSON"),
+        ("[]", "line 1 is not a JSON object"),
+        ('{"prompt": "a"}\n{"text": "b"}', "line 2 has neither"),
+        ('{"turns": []}', "line 1 has neither"),
+        ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "id '1' appears twice"),
+    ],
+)
+def test_bad_prompt_files(tmp_path, text, message):
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_prompts(path)

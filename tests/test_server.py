@@ -1,0 +1,145 @@
+"""The server child: it answers, its failures are shown, and it never outlives its owner."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+
+import pytest
+from processes import MARK, marked, wait_until
+
+from vllm_mars.chat import DRAFT_TOKENS, GENERATED_TOKENS, ChatClient
+from vllm_mars.server import VllmServer, free_port, server_env
+
+ARGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
+
+
+@pytest.fixture
+def mark():
+    return uuid.uuid4().hex
+
+
+@pytest.mark.engine
+def test_serves_counts_and_ends(packaged_model, tmp_path, mark):
+    args = [*ARGS, "--speculative-config", NGRAM]
+    env = {MARK: mark}
+    server = VllmServer(packaged_model, args, log_path=tmp_path / "logs" / "server.log", env=env)
+    with server:
+        client = ChatClient(server)
+        messages = [{"role": "user", "content": "Repeat: red green blue, red green blue."}]
+        answer = client.ask(messages, 24)
+        text, tokens = client.score(messages, 24)
+        metrics = server.metrics()
+        assert len(marked(mark)) >= 3
+        with pytest.raises(RuntimeError, match=r"running already .*call close"):
+            server.start()
+    assert marked(mark) == []
+    assert text == answer.text
+    assert answer.output_tokens in (len(tokens), len(tokens) + 1)
+    assert not any(token.relaxed for token in tokens), "strict verification never relaxes"
+    assert answer.draft_tokens > 0
+    assert 0 <= answer.accepted_tokens <= answer.draft_tokens <= 2 * answer.drafts
+    assert metrics[GENERATED_TOKENS] == 2 * answer.output_tokens
+    assert metrics[DRAFT_TOKENS] >= answer.draft_tokens
+    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}' in metrics
+    with pytest.raises(RuntimeError, match=r"not running; call start"):
+        server.metrics()
+
+
+def test_a_failed_start_shows_the_end_of_the_log(tmp_path, mark):
+    server = VllmServer(tmp_path / "none", ARGS, log_path=tmp_path / "s.log", env={MARK: mark})
+    with pytest.raises(RuntimeError, match=r"ended while starting with exit status 1") as error:
+        server.__enter__()
+    assert str(tmp_path / "s.log") in str(error.value)
+    assert str(tmp_path / "none") in str(error.value).split("the end of", 1)[1]
+    assert marked(mark) == []
+
+
+@pytest.mark.engine
+def test_a_server_that_takes_too_long_is_ended(packaged_model, tmp_path, mark):
+    server = VllmServer(
+        packaged_model, ARGS, log_path=tmp_path / "s.log", env={MARK: mark}, startup_timeout=2.0
+    )
+    with pytest.raises(RuntimeError, match=r"within startup_timeout=2 s"), server:
+        pass
+    assert marked(mark) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_its_owner(packaged_model, tmp_path, mark, number):
+    """The owner goes while the engine starts: killed, or by a signal it does not handle."""
+    owner = textwrap.dedent(f"""
+        import time
+        from pathlib import Path
+        from vllm_mars.server import VllmServer
+        with VllmServer({str(packaged_model)!r}, {ARGS!r}, log_path=Path("s.log"), wait=False):
+            print("started", flush=True)
+            time.sleep(300)
+    """)
+    process = subprocess.Popen(
+        [sys.executable, "-c", owner],
+        cwd=tmp_path,
+        env={**os.environ, MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout.readline() == "started\n"
+    if number == signal.SIGKILL:
+        # Deep enough that the API server has children of its own.
+        wait_until(lambda: len(marked(mark)) >= 5, 120, "the engine core")
+    process.send_signal(number)
+    process.wait(60)
+    wait_until(lambda: marked(mark) == [], 30, "the end of all processes")
+
+
+def guarded(code, mark):
+    """Starts a Python program under the guard, with a grace time of one second."""
+    from vllm_mars import server
+
+    guard = server.Path(server.__file__).with_name("server_guard.py")
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(guard), "1", sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, MARK: mark},
+        start_new_session=True,
+        text=True,
+    )
+
+
+def test_the_guard_kills_what_ignores_sigterm(mark):
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)\n"
+    process = guarded(code + "time.sleep(300)", mark)
+    assert process.stdout.readline() == "1\n"
+    process.stdin.close()
+    process.wait(20)
+    assert marked(mark) == []
+
+
+def test_the_guard_ends_orphans_and_returns_the_status(mark):
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '300']); sys.exit(7)"
+    process = guarded(code, mark)
+    assert process.wait(20) == 7
+    assert marked(mark) == []
+
+
+def test_environment_defaults(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    local = server_env(str(tmp_path), {"EXTRA": "1"})
+    assert (local["HF_HUB_OFFLINE"], local["VLLM_CPU_KVCACHE_SPACE"]) == ("1", "7")
+    assert (local["EXTRA"], local["VLLM_NO_USAGE_STATS"]) == ("1", "1")
+    assert "HF_HUB_OFFLINE" not in server_env("someone/some-model")
+
+
+def test_ports_differ():
+    assert len({free_port() for _ in range(50)}) == 50
+
+
+def test_a_bad_timeout_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"startup_timeout=0 is not above 0"):
+        VllmServer("m", log_path=tmp_path / "s.log", startup_timeout=0)

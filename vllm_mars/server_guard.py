@@ -1,0 +1,74 @@
+"""Runs one command and ends its whole process tree when the standard input closes.
+
+`VllmServer` starts this file as a script and keeps the write end of its standard input. The kernel
+closes that end however the owner goes (return, exception, signal, SIGKILL), so no server outlives
+the program that started it. A parent-death signal would not do: it fires when the *thread* that
+started the child ends, reaches only the direct child, and exists on Linux only.
+
+The guard leads the session and process group of the command. On Linux it also adopts every process
+that the command orphans, so "no child left" means that the whole tree is gone.
+
+    python -I -S server_guard.py GRACE_SECONDS COMMAND [ARGUMENT ...]
+"""
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+POLL_SECONDS = 0.1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def reap() -> bool:
+    """Collects ended children and returns whether any child is left."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
+
+
+def end_group(grace_seconds: float) -> None:
+    """Asks the process group to end, waits, then kills what is left, this process included."""
+    os.killpg(0, signal.SIGTERM)
+    deadline = time.monotonic() + grace_seconds
+    while reap():
+        if time.monotonic() > deadline:
+            os.killpg(0, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+
+
+def main() -> int:
+    """Runs the command; returns its exit status, 128 + the signal's number, or 0 when asked to end.
+
+    Returns:
+        The status with which the guard exits.
+    """
+    grace_seconds, command = float(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Not SIG_IGN: an ignored signal stays ignored in the command, a handled one does not.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    status = 0
+    while True:
+        code = child.poll()
+        if code is not None:
+            status = code if code >= 0 else 128 - code
+            break
+        readable, _, _ = select.select([0], [], [], POLL_SECONDS)
+        if readable and not os.read(0, 1):
+            break
+    end_group(grace_seconds)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
