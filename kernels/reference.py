@@ -1,4 +1,4 @@
-"""Margin-aware verification in plain torch: the reference and the CPU backend.
+"""Margin-aware verification in plain torch: the definition that every backend is checked against.
 
 The rule (arXiv 2601.15498, Section 3), at one draft position with target logits z, draft token x,
 z1 >= z2 the two largest logits counted with multiplicity:
@@ -8,22 +8,13 @@ z1 >= z2 the two largest logits counted with multiplicity:
                 and neither x nor argmax z is protected
     accept(x)   strict(x) or relaxed(x)
 
-All comparisons are in float32: first `theta * z1`, rounded, then `- gap`, rounded; call the result
-t. A row that holds a NaN is never relaxed, because the NaN is its argmax and so its z1. A draft id
-outside [0, vocab) is padding and never accepted.
-
-z2 itself is not computed. With "larger" the number of logits above a pivot, relaxed(x) is
-
-    x is not the argmax:  z[x] > t  and  larger(z[x]) <= 1      (z[x] is z2, or ties with z1)
-    x is the argmax:      larger(t) >= 2                        (z1 and z2 are above t)
-
-so a step costs one pass for the argmax over all rows, and one count over the candidate rows alone,
-those that pass every other condition.
+All comparisons are in float32: first `theta * z1`, rounded, then `- gap`, rounded. A row that holds
+a NaN is never relaxed: torch's topk carries the NaN into z1. A draft id outside [0, vocab) is
+padding and never accepted. It runs on any device and reads the rows about four times.
 """
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 
@@ -48,63 +39,35 @@ class VerifyOutput(NamedTuple):
     top2_ids: torch.Tensor | None = None
 
 
-def _suits_numpy(logits: torch.Tensor) -> bool:
-    """Whether NumPy's vectorised loops can take the rows; they are several times torch's speed."""
-    return logits.device.type == "cpu" and logits.dtype == torch.float32
-
-
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Argmax of each row, int64; the lowest id of equal maxima, the first NaN if there is one."""
-    if _suits_numpy(logits):
-        return torch.from_numpy(logits.detach().numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
-
-
-def _count_larger(logits: torch.Tensor, rows: torch.Tensor, pivot: torch.Tensor) -> torch.Tensor:
-    """How many logits of each of the given rows are larger than the row's float32 pivot."""
-    if _suits_numpy(logits):
-        larger = logits.detach().numpy()[rows.numpy()] > pivot[:, None].numpy()
-        return torch.from_numpy(np.count_nonzero(larger, axis=-1))
-    return (logits[rows].float() > pivot[:, None]).sum(dim=-1)
-
-
-def expand_to_positions(
-    per_request: torch.Tensor, cu_num_draft_tokens: torch.Tensor, num_draft: int
+def _per_position(
+    value: float | torch.Tensor, cu_num_draft_tokens: torch.Tensor, num_draft: int
 ) -> torch.Tensor:
-    """Repeats `[batch]` values for each request's draft positions, giving `[num_draft]`."""
+    """A float, or `[batch]` values repeated for each request's draft positions, as float32."""
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(value, dtype=torch.float32, device=cu_num_draft_tokens.device)
     counts = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1))
-    return per_request.repeat_interleave(counts, output_size=num_draft)
+    return value.repeat_interleave(counts, output_size=num_draft)
 
 
 def _relaxed(
-    logits: torch.Tensor,
     rows: torch.Tensor,
     drafts: torch.Tensor,
     argmax: torch.Tensor,
-    considered: torch.Tensor,
-    theta: float | torch.Tensor,
-    gap: float | torch.Tensor,
+    theta: torch.Tensor,
+    gap: torch.Tensor,
     protected: torch.Tensor | None,
 ) -> torch.Tensor:
-    """relaxed(x) of the rule at the considered positions, False elsewhere; all `[num_draft]`."""
-    first = logits[rows, argmax].float()
-    draft_logits = logits[rows, drafts].float()
-    theta = torch.as_tensor(theta, dtype=torch.float32, device=logits.device)
-    threshold = theta * first - torch.as_tensor(gap, dtype=torch.float32, device=logits.device)
+    """relaxed(x) of the rule for `[num_draft, vocab]` rows, as bool `[num_draft]`."""
+    if rows.shape[1] < 2:
+        return torch.zeros_like(drafts, dtype=torch.bool)
+    # Values do not depend on how topk orders ties, so it may give them; ids it may not.
+    first, second = rows.topk(2, dim=-1).values.float().unbind(-1)
+    draft_logits = rows.gather(1, drafts[:, None]).squeeze(1).float()
     relaxed = (
-        considered
-        & (draft_logits > threshold)
-        & (draft_logits > -torch.inf)
-        & ((theta == 1) | (first > 0))
+        (draft_logits >= second) & (second > theta * first - gap) & ((theta == 1) | (first > 0))
     )
     if protected is not None:
         relaxed &= ~(protected[drafts] | protected[argmax])
-    candidates = relaxed.nonzero().squeeze(1)
-    if candidates.numel():
-        is_argmax = (drafts == argmax)[candidates]
-        pivot = torch.where(is_argmax, threshold[candidates], draft_logits[candidates])
-        larger = _count_larger(logits, rows[candidates], pivot)
-        relaxed[candidates] = torch.where(is_argmax, larger >= 2, larger <= 1)
     return relaxed
 
 
@@ -136,35 +99,19 @@ def top2(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def relaxed_positions(
     logits: torch.Tensor,
     draft_token_ids: torch.Tensor,
+    cu_num_draft_tokens: torch.Tensor,
     theta: float | torch.Tensor,
     gap: float | torch.Tensor,
     protected: torch.Tensor | None,
-    target_rows: torch.Tensor | None = None,
+    target_rows: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Where the margin accepts the draft token, strict or not: the relaxed(x) of the rule.
-
-    Unlike `verify_greedy` this counts the argmax as relaxed where the margin is small: in sampling
-    it is accepted outright there, without the draw that the strict rule would make.
-
-    Args:
-        logits: `[num_rows, vocab]`, processed (temperature, top-k, top-p applied).
-        draft_token_ids: `[num_draft]`.
-        theta: float or `[num_draft]` float32.
-        gap: float or `[num_draft]` float32.
-        protected: bool `[vocab]` or None.
-        target_rows: `[num_draft]` row of each position, or None for the rows 0..num_draft-1.
-
-    Returns:
-        bool `[num_draft]`.
-    """
-    if target_rows is None:
-        target_rows = torch.arange(draft_token_ids.shape[0], device=logits.device)
-        argmax = _argmax(logits[: draft_token_ids.shape[0]])
-    else:
-        target_rows = target_rows.long()
-        argmax = _argmax(logits)[target_rows]
+    """The torch form of `vllm_mars.verify.relaxed_positions`, which documents the arguments."""
+    num_draft = draft_token_ids.shape[0]
+    rows = logits[:num_draft] if target_rows is None else logits[target_rows]
     in_vocab, drafts = _in_vocabulary(draft_token_ids, logits.shape[1])
-    return _relaxed(logits, target_rows, drafts, argmax, in_vocab, theta, gap, protected)
+    theta = _per_position(theta, cu_num_draft_tokens, num_draft)
+    gap = _per_position(gap, cu_num_draft_tokens, num_draft)
+    return in_vocab & _relaxed(rows, drafts, rows.argmax(dim=-1), theta, gap, protected)
 
 
 def verify_greedy(
@@ -185,22 +132,14 @@ def verify_greedy(
     batch = cu_num_draft_tokens.shape[0]
     device = logits.device
 
-    # One pass over all rows, without gathering them first: the gather would cost another pass.
-    row_argmax = _argmax(logits)
-    if target_rows is None:
-        target_rows = torch.arange(num_draft, device=device)
-    target_rows = target_rows.long()
-    argmax = row_argmax[target_rows]
+    rows = logits[:num_draft] if target_rows is None else logits[target_rows]
+    argmax = rows.argmax(dim=-1)
     in_vocab, drafts = _in_vocabulary(draft_token_ids, logits.shape[1])
     strict = in_vocab & (drafts == argmax)
 
-    if isinstance(theta, torch.Tensor):
-        theta = expand_to_positions(theta, cu_num_draft_tokens, num_draft)
-    if isinstance(gap, torch.Tensor):
-        gap = expand_to_positions(gap, cu_num_draft_tokens, num_draft)
-    relaxed = _relaxed(
-        logits, target_rows, drafts, argmax, in_vocab & ~strict, theta, gap, protected
-    )
+    theta = _per_position(theta, cu_num_draft_tokens, num_draft)
+    gap = _per_position(gap, cu_num_draft_tokens, num_draft)
+    relaxed = in_vocab & ~strict & _relaxed(rows, drafts, argmax, theta, gap, protected)
 
     # Ragged to padded: position j of request i is draft token start[i] + j, if j < counts[i].
     ends = cu_num_draft_tokens.long()
@@ -222,10 +161,10 @@ def verify_greedy(
         num_relaxed = torch.zeros(batch, dtype=torch.int32, device=device)
 
     if bonus_rows is not None:
-        bonus_token_ids = row_argmax[bonus_rows.long()]
+        bonus_token_ids = logits[bonus_rows].argmax(dim=-1)
     if bonus_token_ids is not None:
         is_bonus = (offsets == counts[:, None]) & (num_accepted == counts)[:, None]
         output = torch.where(is_bonus, bonus_token_ids.reshape(-1, 1).int(), output)
 
-    values, ids = top2(logits[target_rows]) if with_top2 else (None, None)
+    values, ids = top2(rows) if with_top2 else (None, None)
     return VerifyOutput(output, num_accepted.int(), num_relaxed, values, ids)

@@ -1,4 +1,4 @@
-"""The rule: hand-computed cases, properties, and the torch reference against the oracle."""
+"""The rule: hand-computed cases, properties, and every CPU form of it against the oracle."""
 
 import math
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm_mars.kernels import reference
 
 from vllm_mars import verify_greedy
 from vllm_mars.verify import relaxed_positions
@@ -123,11 +124,11 @@ def batches(draw):
     }
 
 
-def run(batch, theta=None, gap=None):
+def run(batch, theta=None, gap=None, verify=verify_greedy):
     mask = torch.zeros(batch["vocab"], dtype=torch.bool)
     mask[list(batch["protected"])] = True
     logits = torch.tensor(batch["rows"], dtype=batch["dtype"]).reshape(-1, batch["vocab"])
-    return logits, verify_greedy(
+    return logits, verify(
         # A row of another value keeps the reduction over rows defined when there is no draft.
         torch.cat([logits, torch.zeros(1, batch["vocab"], dtype=batch["dtype"])]),
         torch.tensor(batch["drafts"], dtype=torch.int32),
@@ -136,7 +137,9 @@ def run(batch, theta=None, gap=None):
         torch.tensor(batch["theta"]) if theta is None else theta,
         gap=torch.tensor(batch["gap"]) if gap is None else gap,
         protected=mask,
-        backend="torch",
+        target_rows=None,
+        bonus_rows=None,
+        max_draft_len=max(batch["lengths"]),
     )
 
 
@@ -148,10 +151,11 @@ def requests_of(batch, logits):
         start = end
 
 
+@pytest.mark.parametrize("verify", [verify_greedy, reference.verify_greedy])
 @settings(max_examples=400, deadline=None)
-@given(batches())
-def test_reference_equals_oracle(batch):
-    logits, output = run(batch)
+@given(batch=batches())
+def test_backend_equals_oracle(verify, batch):
+    logits, output = run(batch, verify=verify)
     for i, rows, drafts in requests_of(batch, logits):
         expected = oracle.verify(
             rows, drafts, batch["bonus"][i], batch["theta"][i], batch["gap"][i], batch["protected"]
@@ -162,21 +166,23 @@ def test_reference_equals_oracle(batch):
         assert int(output.num_relaxed[i]) == expected.relaxed
 
 
+@pytest.mark.parametrize("mark", [relaxed_positions, reference.relaxed_positions])
 @settings(max_examples=300, deadline=None)
-@given(batches())
-def test_relaxed_positions_equal_oracle(batch):
+@given(batch=batches())
+def test_relaxed_positions_equal_oracle(mark, batch):
     if not batch["drafts"]:
         return
     logits = torch.tensor(batch["rows"], dtype=batch["dtype"])
     mask = torch.zeros(batch["vocab"], dtype=torch.bool)
     mask[list(batch["protected"])] = True
-    relaxed = relaxed_positions(
+    relaxed = mark(
         logits,
         torch.tensor(batch["drafts"]),
         torch.tensor(np.cumsum(batch["lengths"]), dtype=torch.int32),
         torch.tensor(batch["theta"]),
         gap=torch.tensor(batch["gap"]),
         protected=mask,
+        target_rows=None,
     )
     expected = [
         oracle.is_relaxed(row, draft, batch["theta"][i], batch["gap"][i], batch["protected"])

@@ -182,9 +182,12 @@ def verify_greedy(
         )
     if out is not None:
         raise ValueError("out is given, but the torch backend allocates its outputs; drop out.")
-    from vllm_mars.kernels.reference import verify_greedy as reference
+    if device.type == "cpu":
+        from vllm_mars.kernels.cpu import verify_greedy as verify
+    else:
+        from vllm_mars.kernels.reference import verify_greedy as verify
 
-    return reference(
+    return verify(
         logits,
         draft_token_ids,
         cu_num_draft_tokens,
@@ -231,23 +234,13 @@ def relaxed_positions(
     """
     _check_common(logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows)
     if _resolve_backend(backend, logits.device.type) == "triton":
-        from vllm_mars.kernels.greedy import relaxed_positions as launch
-
-        launched: torch.Tensor = launch(
-            logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows
-        )
-        return launched
-    from vllm_mars.kernels import reference
-
-    num_draft = draft_token_ids.shape[0]
-    theta, gap = (
-        value
-        if isinstance(value, float | int)
-        else reference.expand_to_positions(value, cu_num_draft_tokens, num_draft)
-        for value in (theta, gap)
-    )
-    relaxed: torch.Tensor = reference.relaxed_positions(
-        logits, draft_token_ids, theta, gap, protected, target_rows
+        from vllm_mars.kernels.greedy import relaxed_positions as mark
+    elif logits.device.type == "cpu":
+        from vllm_mars.kernels.cpu import relaxed_positions as mark
+    else:
+        from vllm_mars.kernels.reference import relaxed_positions as mark
+    relaxed: torch.Tensor = mark(
+        logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows
     )
     return relaxed
 
