@@ -50,3 +50,9 @@ def test_wrong_argument_is_named(changes, message):
     positional = [given.pop(name) for name in arguments()]
     with pytest.raises(ValueError, match=message):
         verify_greedy(*positional, **given)
+
+
+def test_the_triton_backend_is_refused():
+    given = arguments()
+    with pytest.raises(NotImplementedError, match="backend='triton' is not part of this release"):
+        verify_greedy(**given, backend="triton")

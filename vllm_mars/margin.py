@@ -7,7 +7,7 @@ from logging import Logger
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.verify import relaxed_positions
+from vllm_mars.verify import relaxed_positions, resolve_backend
 
 
 class MarginRule:
@@ -78,7 +78,7 @@ class MarginRule:
         finally:
             logits.scatter_(1, index, true_logits)
 
-    def log_start(self, logger: Logger, runner: str, device: torch.device) -> None:
+    def log_start(self, logger: Logger, runner: str) -> None:
         """Logs once, on the first tensor-parallel rank, what verification this engine does."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -93,7 +93,7 @@ class MarginRule:
             threshold,
             len(self.protected_token_ids),
             runner,
-            "torch" if device.type == "cpu" else "triton",
+            resolve_backend("auto"),
             "the output is LOSSY: it can differ from the target's own."
             if self.config.lossy
             else "the output is lossless (strict).",

@@ -1,4 +1,4 @@
-"""The public verification functions: argument checks, then the torch or the Triton backend."""
+"""The public verification functions: argument checks, then a backend."""
 
 import math
 from typing import TYPE_CHECKING, Literal
@@ -14,15 +14,26 @@ _LOGIT_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 _ID_DTYPES = ("torch.int32", "torch.int64")
 
 
-def _resolve_backend(backend: str, device_type: str) -> str:
-    if backend == "auto":
-        return "torch" if device_type == "cpu" else "triton"
-    if backend not in ("torch", "triton"):
+def resolve_backend(backend: str) -> str:
+    """The backend that a name stands for: "torch", which serves every device.
+
+    Args:
+        backend: "auto", "torch" or "triton".
+
+    Raises:
+        NotImplementedError: "triton", whose kernel is not part of this release.
+        ValueError: any other name.
+    """
+    if backend not in ("auto", "torch", "triton"):
         raise ValueError(
             f"backend={backend!r} is not one of 'auto', 'torch', 'triton'; "
-            "'auto' takes Triton on an accelerator and torch on a CPU."
+            "'auto' takes the fastest one for the device."
         )
-    return backend
+    if backend == "triton":
+        raise NotImplementedError(
+            "backend='triton' is not part of this release; take 'auto' or 'torch'."
+        )
+    return "torch"
 
 
 def _check(name: str, tensor: "torch.Tensor", dtypes: tuple[str, ...], device: object) -> None:
@@ -110,7 +121,6 @@ def verify_greedy(
     max_draft_len: int | None = None,
     with_top2: bool = False,
     backend: Backend = "auto",
-    out: "VerifyOutput | None" = None,
 ) -> "VerifyOutput":
     """Verifies a batch of greedy drafts by the margin-aware rule.
 
@@ -138,18 +148,19 @@ def verify_greedy(
         max_draft_len: longest draft of a request, which sets the output's width. Default: read from
             `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
         with_top2: also return the two largest logits and their ids at each draft position.
-        backend: "torch", "triton", or "auto": Triton on an accelerator, torch on a CPU.
-        out: outputs of an earlier call with the same shapes, overwritten and returned (Triton).
+        backend: "auto" or "torch", on any device; "triton" is not part of this release.
 
     Returns:
         A `VerifyOutput`; `output_token_ids` is -1 after the last emitted token.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
+        NotImplementedError: the backend is "triton".
 
     Source: arXiv 2601.15498. Deviation: outside the top 2 its research code rejects, here the token
     still gets the strict test, so acceptance is never below strict.
     """
+    resolve_backend(backend)
     _check_common(logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows)
     device, batch = logits.device, cu_num_draft_tokens.shape[0]
     if bonus_token_ids is not None:
@@ -163,25 +174,6 @@ def verify_greedy(
     if max_draft_len is None:
         max_draft_len = _longest_draft(cu_num_draft_tokens)
 
-    if _resolve_backend(backend, device.type) == "triton":
-        from vllm_mars.kernels.greedy import verify_greedy as launch
-
-        return launch(
-            logits,
-            draft_token_ids,
-            cu_num_draft_tokens,
-            bonus_token_ids,
-            theta,
-            gap,
-            protected,
-            target_rows,
-            bonus_rows,
-            max_draft_len,
-            with_top2,
-            out,
-        )
-    if out is not None:
-        raise ValueError("out is given, but the torch backend allocates its outputs; drop out.")
     if device.type == "cpu":
         from vllm_mars.kernels.cpu import verify_greedy as verify
     else:
@@ -233,9 +225,7 @@ def relaxed_positions(
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
     """
     _check_common(logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows)
-    if _resolve_backend(backend, logits.device.type) == "triton":
-        from vllm_mars.kernels.greedy import relaxed_positions as mark
-    elif logits.device.type == "cpu":
+    if logits.device.type == "cpu":
         from vllm_mars.kernels.cpu import relaxed_positions as mark
     else:
         from vllm_mars.kernels.reference import relaxed_positions as mark

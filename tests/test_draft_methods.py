@@ -1,0 +1,67 @@
+"""Draft methods beside ngram, on tiny random models: verified by MARS, and strict at theta = 1."""
+
+import pytest
+import tiny_models
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
+
+
+def generate(target, speculative_config):
+    """Greedy tokens of each prompt, and how many draft tokens were verified and accepted."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(target),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        disable_log_stats=False,
+        speculative_config=speculative_config,
+    )
+    try:
+        greedy = SamplingParams(temperature=0, max_tokens=40, detokenize=False, ignore_eos=True)
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+        metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    return (
+        [list(output.outputs[0].token_ids) for output in outputs],
+        metrics.get("vllm:spec_decode_num_draft_tokens", 0),
+        metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
+    )
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("target")
+    return directory, tiny_models.llama(directory)
+
+
+@pytest.fixture(scope="module")
+def autoregressive(target):
+    return generate(target[0], None)[0]
+
+
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_draft_method(target, autoregressive, tmp_path, method):
+    directory, model = target
+    getattr(tiny_models, method)(tmp_path / method, model)
+    given = {
+        "method": method,
+        "model": str(tmp_path / method),
+        "num_speculative_tokens": tiny_models.NUM_DRAFT_TOKENS,
+        "rejection_sample_method": "mars",
+    }
+    tokens, drafted, accepted = generate(directory, {**given, "mars_theta": 1.0})
+    assert tokens == autoregressive
+    assert drafted > 0
+    strict_share = accepted / drafted
+    if method == "medusa":
+        return  # Heads without training guess nothing.
+    _, drafted, accepted = generate(directory, {**given, "mars_metric": "gap", "mars_gap": 1000.0})
+    assert accepted / drafted > strict_share

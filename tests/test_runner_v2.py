@@ -1,0 +1,71 @@
+"""Model Runner V2 on a CPU, its Triton kernels run by the interpreter: identity, then the rule.
+
+Greedy only: the interpreter refuses a mask in one of vLLM's kernels for sampled requests.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+pytestmark = pytest.mark.engine
+
+INTERPRETED = Path(__file__).parent / "interpreted"
+PROMPTS = [[5, 6, 7, 8], [100, 3, 200], [7, 7, 7, 7]]
+GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    model = tiny_models.llama(target)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    model.save_pretrained(draft)
+    return target, draft
+
+
+def generate(models, **options):
+    target, draft = models
+    job = {
+        "model": str(target),
+        "speculative_config": {
+            "method": "draft_model",
+            "model": str(draft),
+            "num_speculative_tokens": 3,
+            **options,
+        },
+        "prompts": PROMPTS,
+        "sampling": [GREEDY] * len(PROMPTS),
+    }
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(INTERPRETED),
+        "TRITON_INTERPRET": "1",
+    }
+    child = subprocess.run(
+        [sys.executable, str(INTERPRETED / "generate.py"), json.dumps(job)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=environment,
+    )
+    lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, child.stdout[-3000:] + child.stderr[-3000:]
+    result = json.loads(lines[-1].removeprefix("RESULT "))
+    assert "vllm.v1.worker.gpu.model_runner" in result["runner"], "this was not Runner V2"
+    return result
+
+
+def test_theta_1_is_vllm_and_a_gap_accepts_more(models):
+    own = generate(models)
+    assert own["sampler"] == "RejectionSampler"
+    strict = generate(models, rejection_sample_method="mars", mars_theta=1.0)
+    assert strict["sampler"] == "MarsRejectionSamplerV2"
+    assert strict["tokens"] == own["tokens"]
+    relaxed = generate(models, rejection_sample_method="mars", mars_metric="gap", mars_gap=1000.0)
+    assert relaxed["accepted"] / relaxed["drafted"] > own["accepted"] / own["drafted"]

@@ -1,0 +1,85 @@
+"""Tiny models with random weights for tests of mechanics: a Llama target, drafts of each kind."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB = 512
+# The CPU attention kernels of vLLM take heads of 32 and more.
+HIDDEN = 128
+NUM_DRAFT_TOKENS = 3
+
+
+def llama(directory: Path) -> LlamaForCausalLM:
+    """Writes a two-layer Llama target and returns it."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        # Wide logits, so that margins of both kinds occur.
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # The layers add little, so that a hidden state is nearly its token's embedding: something
+        # that a draft without training can guess.
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.05)
+            layer.mlp.down_proj.weight.mul_(0.05)
+    model.save_pretrained(directory)
+    return model
+
+
+def eagle(directory: Path, target: LlamaForCausalLM) -> None:
+    """Writes an EAGLE head: the next hidden state is the token's embedding, blurred."""
+    prefix = "model.layers.0."
+    # An EAGLE layer has no input norm.
+    tensors = {
+        name.removeprefix("model."): tensor.contiguous()
+        for name, tensor in target.state_dict().items()
+        if name.startswith(prefix) and "input_layernorm" not in name
+    }
+    blurred = torch.eye(HIDDEN) + 0.02 * torch.randn(HIDDEN, HIDDEN)
+    tensors["fc.weight"] = torch.cat([blurred, torch.zeros(HIDDEN, HIDDEN)], 1)
+    config = {
+        **target.config.to_dict(),
+        "architectures": ["EagleLlamaForCausalLM"],
+        "num_hidden_layers": 1,
+    }
+    _write(directory, tensors, config)
+
+
+def medusa(directory: Path, target: LlamaForCausalLM) -> None:
+    """Writes Medusa heads whose output weights are the target's."""
+    tensors = {}
+    for head in range(NUM_DRAFT_TOKENS):
+        tensors[f"blocks.{head}.layers.0.weight"] = torch.zeros(HIDDEN, HIDDEN)
+        tensors[f"blocks.{head}.layers.0.bias"] = torch.zeros(HIDDEN)
+        tensors[f"lm_heads.{head}.weight"] = target.lm_head.weight.detach().clone()
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "truncated_vocab_size": VOCAB,
+        "num_heads": NUM_DRAFT_TOKENS,
+        "num_hidden_layers": 1,
+        "original_lm_head": False,
+    }
+    _write(directory, tensors, config)
+
+
+def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, object]) -> None:
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
