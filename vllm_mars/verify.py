@@ -223,7 +223,9 @@ def relaxed_positions(
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
+        NotImplementedError: the backend is "triton".
     """
+    resolve_backend(backend)
     _check_common(logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows)
     if logits.device.type == "cpu":
         from vllm_mars.kernels.cpu import relaxed_positions as mark
