@@ -52,7 +52,15 @@ def test_wrong_argument_is_named(changes, message):
         verify_greedy(*positional, **given)
 
 
-def test_the_triton_backend_is_refused():
-    given = arguments()
-    with pytest.raises(NotImplementedError, match="backend='triton' is not part of this release"):
-        verify_greedy(**given, backend="triton")
+def test_triton_on_a_cpu_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        NotImplementedError, match="backend='triton' needs logits on an accelerator"
+    ):
+        verify_greedy(**arguments(), backend="triton")
+
+
+def test_top2_of_the_triton_backend_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(NotImplementedError, match="with_top2 is not in the Triton backend"):
+        verify_greedy(**arguments(), backend="triton", with_top2=True)

@@ -78,7 +78,7 @@ class MarginRule:
         finally:
             logits.scatter_(1, index, true_logits)
 
-    def log_start(self, logger: Logger, runner: str) -> None:
+    def log_start(self, logger: Logger, runner: str, device: torch.device) -> None:
         """Logs once, on the first tensor-parallel rank, what verification this engine does."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -93,7 +93,7 @@ class MarginRule:
             threshold,
             len(self.protected_token_ids),
             runner,
-            resolve_backend("auto"),
+            resolve_backend("auto", device.type),
             "the output is LOSSY: it can differ from the target's own."
             if self.config.lossy
             else "the output is lossless (strict).",

@@ -129,4 +129,4 @@ def install(runner: Any, config: MarsConfig) -> None:
         config,
         protected_token_ids(config, runner.model_config),
     )
-    runner.rejection_sampler.rule.log_start(logger, "V2")
+    runner.rejection_sampler.rule.log_start(logger, "V2", runner.device)

@@ -1,6 +1,7 @@
 """The public verification functions: argument checks, then a backend."""
 
 import math
+import os
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -14,26 +15,34 @@ _LOGIT_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 _ID_DTYPES = ("torch.int32", "torch.int64")
 
 
-def resolve_backend(backend: str) -> str:
-    """The backend that a name stands for: "torch", which serves every device.
+def resolve_backend(backend: str, device_type: str) -> str:
+    """The backend that a name stands for on a device.
 
     Args:
-        backend: "auto", "torch" or "triton".
+        backend: "auto", "torch" or "triton"; auto is Triton on an accelerator and torch on a CPU.
+        device_type: type of the torch device, such as "cpu" or "cuda".
 
     Raises:
-        NotImplementedError: "triton", whose kernel is not part of this release.
+        NotImplementedError: "triton" on a CPU, outside Triton's interpreter.
         ValueError: any other name.
     """
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(
             f"backend={backend!r} is not one of 'auto', 'torch', 'triton'; "
-            "'auto' takes the fastest one for the device."
+            "'auto' takes Triton on an accelerator and torch on a CPU."
         )
-    if backend == "triton":
+    if backend == "auto":
+        return "torch" if device_type == "cpu" else "triton"
+    if backend == "triton" and device_type == "cpu" and not _is_interpreted():
         raise NotImplementedError(
-            "backend='triton' is not part of this release; take 'auto' or 'torch'."
+            "backend='triton' needs logits on an accelerator, but they are on the CPU; take "
+            "'auto', or set TRITON_INTERPRET=1 before triton is imported to interpret it."
         )
-    return "torch"
+    return backend
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _check(name: str, tensor: "torch.Tensor", dtypes: tuple[str, ...], device: object) -> None:
@@ -147,20 +156,21 @@ def verify_greedy(
             found in the same pass; only one of `bonus_token_ids` and `bonus_rows` may be given.
         max_draft_len: longest draft of a request, which sets the output's width. Default: read from
             `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
-        with_top2: also return the two largest logits and their ids at each draft position.
-        backend: "auto" or "torch", on any device; "triton" is not part of this release.
+        with_top2: also return the two largest logits and their ids at each draft position; not yet
+            in Triton, so it goes with backend "torch".
+        backend: "torch", "triton", or "auto": Triton on an accelerator, torch on a CPU.
 
     Returns:
         A `VerifyOutput`; `output_token_ids` is -1 after the last emitted token.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
-        NotImplementedError: the backend is "triton".
+        NotImplementedError: the backend is "triton" on a CPU, or with `with_top2`.
 
     Source: arXiv 2601.15498. Deviation: outside the top 2 its research code rejects, here the token
     still gets the strict test, so acceptance is never below strict.
     """
-    resolve_backend(backend)
+    resolved = resolve_backend(backend, logits.device.type)
     _check_common(logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows)
     device, batch = logits.device, cu_num_draft_tokens.shape[0]
     if bonus_token_ids is not None:
@@ -174,6 +184,23 @@ def verify_greedy(
     if max_draft_len is None:
         max_draft_len = _longest_draft(cu_num_draft_tokens)
 
+    if resolved == "triton" and with_top2:
+        raise NotImplementedError("with_top2 is not in the Triton backend; take backend='torch'.")
+    if resolved == "triton":
+        from vllm_mars.kernels.greedy import verify_greedy as launch
+
+        return launch(
+            logits,
+            draft_token_ids,
+            cu_num_draft_tokens,
+            bonus_token_ids,
+            theta,
+            gap,
+            protected,
+            target_rows,
+            bonus_rows,
+            max_draft_len,
+        )
     if device.type == "cpu":
         from vllm_mars.kernels.cpu import verify_greedy as verify
     else:
@@ -223,11 +250,13 @@ def relaxed_positions(
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
-        NotImplementedError: the backend is "triton".
+        NotImplementedError: the backend is "triton" on a CPU.
     """
-    resolve_backend(backend)
+    resolved = resolve_backend(backend, logits.device.type)
     _check_common(logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows)
-    if logits.device.type == "cpu":
+    if resolved == "triton":
+        from vllm_mars.kernels.greedy import relaxed_positions as mark
+    elif logits.device.type == "cpu":
         from vllm_mars.kernels.cpu import relaxed_positions as mark
     else:
         from vllm_mars.kernels.reference import relaxed_positions as mark

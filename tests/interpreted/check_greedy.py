@@ -1,0 +1,138 @@
+"""The Triton kernels, run by the interpreter, against the torch reference: exact on every token id.
+
+Run by `tests/test_kernel_interpreted.py`, which sets TRITON_INTERPRET=1 before triton loads.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.runtime.interpreter import InterpretedFunction
+from vllm_mars.kernels import greedy, reference
+
+from vllm_mars import verify_greedy
+from vllm_mars.verify import relaxed_positions
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def test_the_kernels_are_interpreted():
+    for kernel in (greedy.top2_kernel, greedy.accept_kernel, greedy.mark_kernel):
+        assert isinstance(kernel, InterpretedFunction)
+
+
+def check(logits, drafts, lengths, theta, **given):
+    """Both entries on the Triton backend against the reference."""
+    cu = torch.tensor(lengths).cumsum(0).int()
+    optional = {"gap": 0.0, "protected": None, "target_rows": None, **given}
+    bonus = {key: optional.pop(key, None) for key in ("bonus_token_ids", "bonus_rows")}
+    longest = max(lengths)
+    output = verify_greedy(
+        logits,
+        drafts,
+        cu,
+        bonus["bonus_token_ids"],
+        theta,
+        bonus_rows=bonus["bonus_rows"],
+        max_draft_len=longest,
+        backend="triton",
+        **optional,
+    )
+    expected = reference.verify_greedy(
+        logits, drafts, cu, theta=theta, max_draft_len=longest, **optional, **bonus
+    )
+    assert torch.equal(output.output_token_ids, expected.output_token_ids)
+    assert torch.equal(output.num_accepted, expected.num_accepted)
+    assert torch.equal(output.num_relaxed, expected.num_relaxed)
+    marked = relaxed_positions(logits, drafts, cu, theta, backend="triton", **optional)
+    assert torch.equal(
+        marked, reference.relaxed_positions(logits, drafts, cu, theta=theta, **optional)
+    )
+    return output
+
+
+@st.composite
+def batches(draw):
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    vocab = draw(st.sampled_from([1, 2, 5, 33, 111]))
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+    size, rows = sum(lengths), sum(lengths) + len(lengths)
+
+    def random(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    logits = torch.randn(rows, vocab, generator=generator) * 2 + 2
+    if draw(st.booleans()):
+        logits = logits.round()  # ties
+    for value in draw(st.lists(st.sampled_from([-math.inf, math.nan, math.inf, -0.0]), max_size=2)):
+        logits[random(rows, vocab) < 0.2] = value
+    logits = logits.to(draw(st.sampled_from(DTYPES)))
+    if draw(st.booleans()):
+        # A row stride that is neither the vocabulary nor aligned.
+        wide = torch.full((rows, vocab + 3), math.nan, dtype=logits.dtype)
+        wide[:, :vocab] = logits
+        logits = wide[:, :vocab]
+    target_rows = torch.randperm(rows, generator=generator)[:size] if draw(st.booleans()) else None
+    chosen = logits[:size] if target_rows is None else logits[target_rows]
+    rank = (random(size, 1) * min(3, vocab)).long()
+    drafts = chosen.float().topk(min(3, vocab)).indices.gather(1, rank).squeeze(1)
+    drafts[random(size) < 0.1] = -1
+    drafts[random(size) < 0.05] = vocab + 7
+    given = {"gap": draw(st.sampled_from([0.0, 0.3, random(len(lengths))]))}
+    bonus = draw(st.sampled_from(["none", "ids", "rows"]))
+    if bonus == "ids":
+        given["bonus_token_ids"] = (random(len(lengths), 1) * vocab).long()
+    if bonus == "rows":
+        given["bonus_rows"] = torch.randperm(rows, generator=generator)[: len(lengths)]
+    if draw(st.booleans()):
+        given["protected"] = random(vocab) < 0.2
+    theta = draw(st.sampled_from([1.0, 0.9, 0.5, 0.01, random(len(lengths)).clamp(min=0.01)]))
+    given["target_rows"] = target_rows
+    dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+    return logits, drafts.to(dtype), lengths, theta, given
+
+
+@settings(max_examples=250, deadline=None)
+@given(batches())
+def test_equals_reference(batch):
+    logits, drafts, lengths, theta, given = batch
+    check(logits, drafts, lengths, theta, **given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [32_000, 49_152, 128_256, 151_936])
+def test_large_vocabulary(vocab, dtype):
+    """Several splits and a last one that is not full; the maximum near the end of each row."""
+    torch.manual_seed(vocab)
+    logits = (torch.randn(5, vocab) + 1).to(dtype)
+    logits[:, -1] = 20.0
+    logits[:, vocab // 2] = 19.5
+    drafts = torch.tensor([vocab - 1, vocab // 2, 3, vocab // 2], dtype=torch.int32)
+    output = check(logits, drafts, [3, 1], 0.9, bonus_rows=torch.tensor([4, 4], dtype=torch.int32))
+    assert output.num_relaxed.tolist() == [1, 1]
+
+
+def test_many_positions_of_one_request():
+    torch.manual_seed(0)
+    logits = torch.randn(128, 33) + 2
+    drafts = logits.argmax(-1).int()
+    output = check(logits, drafts, [0, 128, 0], 0.9)
+    assert output.num_accepted.tolist() == [0, 128, 0]
+
+
+def test_nothing_to_verify():
+    check(torch.zeros(2, 5), torch.zeros(0, dtype=torch.int32), [0, 0], 0.9)
+
+
+def test_rows_past_2_to_the_31_elements():
+    """The second row starts past 2**31 elements; only the pages that are touched take memory."""
+    stride = 2**31 + 64
+    storage = torch.empty(stride + 128, dtype=torch.bfloat16)
+    logits = storage.as_strided((2, 100), (stride, 1))
+    logits[:] = torch.linspace(1, 8, 100).to(torch.bfloat16)
+    logits[:, 99] = 9.0
+    logits[:, 40] = 8.9
+    output = check(logits, torch.tensor([99, 40], dtype=torch.int32), [2], 0.9)
+    assert output.output_token_ids.tolist() == [[99, 40, -1]]
