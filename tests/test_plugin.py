@@ -189,3 +189,15 @@ def test_a_second_owner_is_refused():
 
     with pytest.raises(RuntimeError, match="already test_plugin.*Other, not vLLM's own"):
         require_own_sampler(Other.__new__(Other), RejectionSampler)
+
+
+def test_protected_by_default(packaged_model):
+    from vllm_mars import MarsConfig
+    from vllm_mars.protection import protected_token_ids
+
+    model_config = engine_config(packaged_model, None).model_config
+    protected = protected_token_ids(MarsConfig(), model_config)
+    # <|endoftext|>, <|im_start|>, <|im_end|> (the end of sequence), <repo_name>, ... of SmolLM2.
+    assert protected == list(range(17))
+    assert protected_token_ids(MarsConfig(protected_token_ids=[]), model_config) == []
+    assert protected_token_ids(MarsConfig(protected_token_ids=[9, 4, 9]), model_config) == [4, 9]

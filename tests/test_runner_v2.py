@@ -57,6 +57,7 @@ def generate(models, **options):
     lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, child.stdout[-3000:] + child.stderr[-3000:]
     result = json.loads(lines[-1].removeprefix("RESULT "))
+    result["log"] = child.stdout + child.stderr
     assert "vllm.v1.worker.gpu.model_runner" in result["runner"], "this was not Runner V2"
     return result
 
@@ -67,5 +68,12 @@ def test_theta_1_is_vllm_and_a_gap_accepts_more(models):
     strict = generate(models, rejection_sample_method="mars", mars_theta=1.0)
     assert strict["sampler"] == "MarsRejectionSamplerV2"
     assert strict["tokens"] == own["tokens"]
+    assert (
+        "Margin-aware verification (MARS) is on: metric=ratio, theta=1, 1 protected tokens, "
+        "model runner V2, torch backend; the output is lossless (strict)." in strict["log"]
+    )
+    assert "Margin-aware" not in own["log"]
     relaxed = generate(models, rejection_sample_method="mars", mars_metric="gap", mars_gap=1000.0)
+    assert "metric=gap, gap=1000 nats" in relaxed["log"]
+    assert "the output is LOSSY: it can differ from the target's own." in relaxed["log"]
     assert relaxed["accepted"] / relaxed["drafted"] > own["accepted"] / own["drafted"]
