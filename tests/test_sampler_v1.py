@@ -327,7 +327,7 @@ def test_a_step_without_any_draft(temperature, max_num_logprobs):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_protection(temperature):
-    """At a small margin a draft is always accepted, but strictly if it or the argmax is protected."""
+    """A small margin accepts the draft, unless it or the argmax is protected: then it is strict."""
     count = 200
     logits = torch.tensor([[30.0, 31.0, 0.0]]).repeat(2 * count, 1)
     metadata = metadata_of([[0]] * count)
