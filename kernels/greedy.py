@@ -119,25 +119,36 @@ def _reduce_splits(best_ptr, second_ptr, row, mask, num_splits, SPLITS: tl.const
 
 
 @triton.jit
-def _relaxed(
+def _judge(
+    best_ptr,
+    second_ptr,
     logits_ptr,
     logits_stride,
-    logits_row,
-    draft,
-    mask,
-    packed,
-    second,
+    draft_token_ids_ptr,
+    protected_ptr,
+    target_rows_ptr,
+    position,
+    is_draft,
     theta,
     gap,
-    protected_ptr,
     vocab,
+    num_splits,
+    SPLITS: tl.constexpr,
+    HAS_TARGET_ROWS: tl.constexpr,
     HAS_PROTECTED: tl.constexpr,
 ):
-    """relaxed(x) of the rule at each given position."""
+    """Draft token, argmax and relaxed(x) of the rule at each given position."""
+    packed, second = _reduce_splits(best_ptr, second_ptr, position, is_draft, num_splits, SPLITS)
     first = _unpack_value(packed)
-    in_vocab = mask & (draft >= 0) & (draft < vocab)
+    argmax = _unpack_id(packed)
+    draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
+    if HAS_TARGET_ROWS:
+        row = tl.load(target_rows_ptr + position, mask=is_draft, other=0).to(tl.int64)
+    else:
+        row = position.to(tl.int64)
+    in_vocab = is_draft & (draft >= 0) & (draft < vocab)
     draft_logit = tl.load(
-        logits_ptr + logits_row * logits_stride + draft, mask=in_vocab, other=float("-inf")
+        logits_ptr + row * logits_stride + draft, mask=in_vocab, other=float("-inf")
     ).to(tl.float32)
     theta = theta + tl.zeros(first.shape, tl.float32)
     # Launched without fusion, so that theta * z1 is rounded before gap is taken off, as in torch.
@@ -146,9 +157,9 @@ def _relaxed(
     relaxed = relaxed & ((theta == 1.0) | (first > 0.0))
     if HAS_PROTECTED:
         of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
-        of_argmax = tl.load(protected_ptr + _unpack_id(packed), mask=in_vocab, other=0)
+        of_argmax = tl.load(protected_ptr + argmax, mask=in_vocab, other=0)
         relaxed = relaxed & (of_draft == 0) & (of_argmax == 0)
-    return relaxed
+    return draft, argmax, relaxed
 
 
 @triton.jit(do_not_specialize=["num_draft", "max_draft_len", "theta", "gap"])
@@ -204,28 +215,25 @@ def accept_kernel(
     is_draft = offset < length
     position = start + offset
 
-    packed, second = _reduce_splits(best_ptr, second_ptr, position, is_draft, num_splits, SPLITS)
-    argmax = _unpack_id(packed)
-    draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
-    if HAS_TARGET_ROWS:
-        logits_row = tl.load(target_rows_ptr + position, mask=is_draft, other=0).to(tl.int64)
-    else:
-        logits_row = position.to(tl.int64)
-    strict = is_draft & (draft == argmax)
-    relaxed = _relaxed(
+    draft, argmax, relaxed = _judge(
+        best_ptr,
+        second_ptr,
         logits_ptr,
         logits_stride,
-        logits_row,
-        draft,
+        draft_token_ids_ptr,
+        protected_ptr,
+        target_rows_ptr,
+        position,
         is_draft,
-        packed,
-        second,
         theta,
         gap,
-        protected_ptr,
         vocab,
+        num_splits,
+        SPLITS,
+        HAS_TARGET_ROWS,
         HAS_PROTECTED,
     )
+    strict = is_draft & (draft == argmax)
     accepted = tl.min(tl.where(is_draft & ~(strict | relaxed), offset, length), axis=0)
     kept = offset < accepted
     num_relaxed = tl.sum((kept & relaxed & ~strict).to(tl.int32), axis=0)
@@ -292,26 +300,22 @@ def mark_kernel(
     for block in range(0, end - start, POSITIONS):
         position = start + block + tl.arange(0, POSITIONS)
         is_draft = position < end
-        packed, second = _reduce_splits(
-            best_ptr, second_ptr, position, is_draft, num_splits, SPLITS
-        )
-        draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
-        if HAS_TARGET_ROWS:
-            logits_row = tl.load(target_rows_ptr + position, mask=is_draft, other=0).to(tl.int64)
-        else:
-            logits_row = position.to(tl.int64)
-        relaxed = _relaxed(
+        _, _, relaxed = _judge(
+            best_ptr,
+            second_ptr,
             logits_ptr,
             logits_stride,
-            logits_row,
-            draft,
+            draft_token_ids_ptr,
+            protected_ptr,
+            target_rows_ptr,
+            position,
             is_draft,
-            packed,
-            second,
             theta,
             gap,
-            protected_ptr,
             vocab,
+            num_splits,
+            SPLITS,
+            HAS_TARGET_ROWS,
             HAS_PROTECTED,
         )
         tl.store(relaxed_ptr + position, relaxed, mask=is_draft)
@@ -341,8 +345,11 @@ def verify_greedy(
     target_rows: torch.Tensor | None,
     bonus_rows: torch.Tensor | None,
     max_draft_len: int,
+    with_top2: bool = False,
 ) -> VerifyOutput:
     """The Triton form of `vllm_mars.verify_greedy`, which documents the arguments."""
+    if with_top2:
+        raise NotImplementedError("with_top2 is not in the Triton backend; take backend='torch'.")
     batch = cu_num_draft_tokens.shape[0]
     num_draft = draft_token_ids.shape[0]
     device = logits.device

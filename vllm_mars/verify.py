@@ -184,24 +184,9 @@ def verify_greedy(
     if max_draft_len is None:
         max_draft_len = _longest_draft(cu_num_draft_tokens)
 
-    if resolved == "triton" and with_top2:
-        raise NotImplementedError("with_top2 is not in the Triton backend; take backend='torch'.")
     if resolved == "triton":
-        from vllm_mars.kernels.greedy import verify_greedy as launch
-
-        return launch(
-            logits,
-            draft_token_ids,
-            cu_num_draft_tokens,
-            bonus_token_ids,
-            theta,
-            gap,
-            protected,
-            target_rows,
-            bonus_rows,
-            max_draft_len,
-        )
-    if device.type == "cpu":
+        from vllm_mars.kernels.greedy import verify_greedy as verify
+    elif device.type == "cpu":
         from vllm_mars.kernels.cpu import verify_greedy as verify
     else:
         from vllm_mars.kernels.reference import verify_greedy as verify
