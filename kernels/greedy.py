@@ -1,121 +1,42 @@
-"""Margin-aware verification of greedy drafts in two Triton kernels that read each logits row once.
+"""Margin-aware verification of greedy drafts in two Triton launches that read each row once.
 
 The rule is the one of `reference` (arXiv 2601.15498, Section 3). Symbols: V vocabulary, N draft
 positions, B requests, R = N + B rows that are read (N without `bonus_rows`), S splits of a row.
 
-    top2_kernel    grid (R, S)   streams V / S logits, keeps the two largest of each lane, reduces
-                                 them, and writes one partial result
-    accept_kernel  grid (B,)     reduces the partials of one request's rows, applies the rule, and
+    top2_kernel    grid (R, S)   z1 with its id, and z2, of each split of a row: see `top2`
+    accept_kernel  grid (B,)     joins the splits of one request's rows, applies the rule, and
                                  writes the request's outputs
     mark_kernel    grid (B,)     in its place for `relaxed_positions`: writes relaxed(x) alone
 
-Buffers between the two: best [R, S] int64 (value and id of z1, packed), second [R, S] float32 (z2).
-
-Bytes moved: R * V * itemsize once, plus 12 * R * S twice, plus the outputs. Not materialised:
-gathered rows, float32 copies, softmax, masks of the logits' size.
-
-Packing: a float32 maps to an int32 of the same order, NaN to the largest. It stands above the
-complement of the id in an int64, so that one integer maximum finds the largest value and, of
-equals, the lowest id, and a NaN wins over everything, as in torch.argmax.
+Bytes moved: the rows once, one logit of each draft token again, the partial results of `top2`, and
+the outputs. Not materialised: anything of the logits' size.
 """
 
 import torch
 import triton
 import triton.language as tl
-from vllm_mars.kernels.reference import VerifyOutput
+from vllm_mars.kernels.reference import VerifyOutput, new_output
+from vllm_mars.kernels.top2 import reduce_rows, reduce_splits, unpack_id, unpack_value
 
-_WORKSPACE: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-
-@triton.jit
-def _pack(value, token_id):
-    """Orders (value, lowest id) pairs as int64; -0.0 counts as 0.0 and NaN as the largest."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ordered = tl.where(value != value, 0x7FFFFFFF, ordered)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token_id).to(tl.int64)
-
-
-@triton.jit
-def _unpack_value(packed):
-    ordered = (packed >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _unpack_id(packed):
-    return 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["num_draft"])
-def top2_kernel(
-    # [num_rows, num_splits]
-    best_ptr,
-    # [num_rows, num_splits]
-    second_ptr,
-    # [*, vocab]
-    logits_ptr,
-    logits_stride,
-    # [num_draft] or None
-    target_rows_ptr,
-    # [batch] or None
-    bonus_rows_ptr,
-    num_draft,
-    vocab,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_TARGET_ROWS: tl.constexpr,
-):
-    row = tl.program_id(0)
-    split = tl.program_id(1)
-    # int64 before the multiply: a row can start past 2**31 elements.
-    if row < num_draft:
-        if HAS_TARGET_ROWS:
-            logits_row = tl.load(target_rows_ptr + row).to(tl.int64)
-        else:
-            logits_row = row.to(tl.int64)
-    else:
-        logits_row = tl.load(bonus_rows_ptr + row - num_draft).to(tl.int64)
-    row_ptr = logits_ptr + logits_row * logits_stride
-
-    start = split * SPLIT
-    lane = tl.arange(0, BLOCK)
-    # A lane that meets nothing above -inf stands for its first id.
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_id = start + lane
-    second = tl.full([BLOCK], float("-inf"), tl.float32)
-    for offset in range(0, SPLIT, BLOCK):
-        token_id = start + offset + lane
-        # -inf is neutral to a maximum, and a masked lane's ids lie behind all real ones.
-        value = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
-        value = value.to(tl.float32)
-        # Strictly larger: of equal logits the lowest id stays. The first NaN wins for good.
-        better = (value > best) | ((value != value) & (best == best))
-        second = tl.maximum(second, tl.where(better, best, value))
-        best = tl.where(better, value, best)
-        best_id = tl.where(better, token_id, best_id)
-
-    packed = _pack(best, best_id)
-    winner = tl.max(packed, axis=0)
-    # z2 is the largest of what the winning lane holds second and the other lanes hold first.
-    rest = tl.max(tl.where(packed == winner, second, best), axis=0)
-    out = row.to(tl.int64) * tl.num_programs(1) + split
-    tl.store(best_ptr + out, winner)
-    tl.store(second_ptr + out, rest)
-
-
-@triton.jit
-def _reduce_splits(best_ptr, second_ptr, row, mask, num_splits, SPLITS: tl.constexpr):
-    """z1's packed pair and z2 of each given row, from the partials of its splits."""
-    splits = tl.arange(0, SPLITS)
-    index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
-    valid = mask[:, None] & (splits < num_splits)[None, :]
-    packed = tl.load(best_ptr + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
-    seconds = tl.load(second_ptr + index, mask=valid, other=float("-inf"))
-    winner = tl.max(packed, axis=1)
-    firsts = tl.where(valid, _unpack_value(packed), float("-inf"))
-    second = tl.max(tl.where(packed == winner[:, None], seconds, firsts), axis=1)
-    return winner, second
+# Small index arrays, often views that start anywhere: their alignment would multiply the compiled
+# variants and gain nothing.
+_UNALIGNED = [
+    "output_token_ids_ptr",
+    "num_accepted_ptr",
+    "num_relaxed_ptr",
+    "relaxed_ptr",
+    "top2_values_ptr",
+    "top2_ids_ptr",
+    "draft_token_ids_ptr",
+    "bonus_token_ids_ptr",
+    "protected_ptr",
+    "target_rows_ptr",
+    "cu_num_draft_tokens_ptr",
+    "theta",
+    "gap",
+]
+# Small batches share variants: fewer than 8 positions cost no less.
+_MIN_POSITIONS = 8
 
 
 @triton.jit
@@ -128,6 +49,7 @@ def _judge(
     protected_ptr,
     target_rows_ptr,
     position,
+    is_row,
     is_draft,
     theta,
     gap,
@@ -136,11 +58,14 @@ def _judge(
     SPLITS: tl.constexpr,
     HAS_TARGET_ROWS: tl.constexpr,
     HAS_PROTECTED: tl.constexpr,
+    WITH_TOP2: tl.constexpr,
 ):
-    """Draft token, argmax and relaxed(x) of the rule at each given position."""
-    packed, second = _reduce_splits(best_ptr, second_ptr, position, is_draft, num_splits, SPLITS)
-    first = _unpack_value(packed)
-    argmax = _unpack_id(packed)
+    """Draft token, relaxed(x), and the top 2 (values, then ids) at each given position."""
+    packed, second, second_id = reduce_splits(
+        best_ptr, second_ptr, position, is_row, num_splits, vocab, SPLITS, WITH_TOP2
+    )
+    first = unpack_value(packed)
+    argmax = unpack_id(packed)
     draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
     if HAS_TARGET_ROWS:
         row = tl.load(target_rows_ptr + position, mask=is_draft, other=0).to(tl.int64)
@@ -159,10 +84,13 @@ def _judge(
         of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
         of_argmax = tl.load(protected_ptr + argmax, mask=in_vocab, other=0)
         relaxed = relaxed & (of_draft == 0) & (of_argmax == 0)
-    return draft, argmax, relaxed
+    return draft, relaxed, first, second, argmax, second_id
 
 
-@triton.jit(do_not_specialize=["num_draft", "max_draft_len", "theta", "gap"])
+@triton.jit(
+    do_not_specialize=["num_draft", "max_draft_len", "theta", "gap", "num_splits"],
+    do_not_specialize_on_alignment=_UNALIGNED,
+)
 def accept_kernel(
     # [batch, max_draft_len + 1]
     output_token_ids_ptr,
@@ -170,6 +98,10 @@ def accept_kernel(
     num_accepted_ptr,
     # [batch]
     num_relaxed_ptr,
+    # [num_draft, 2] or None
+    top2_values_ptr,
+    # [num_draft, 2] or None
+    top2_ids_ptr,
     # [num_rows, num_splits]
     best_ptr,
     # [num_rows, num_splits]
@@ -199,23 +131,31 @@ def accept_kernel(
     POSITIONS: tl.constexpr,
     HAS_TARGET_ROWS: tl.constexpr,
     HAS_PROTECTED: tl.constexpr,
+    # "no"; "ids" or "rows" as given; "last": a request's last row is its bonus row, and a row's
+    # draft token stands one entry behind it.
     BONUS: tl.constexpr,
     THETA_PER_REQUEST: tl.constexpr,
     GAP_PER_REQUEST: tl.constexpr,
+    WITH_TOP2: tl.constexpr,
 ):
     request = tl.program_id(0)
     end = tl.load(cu_num_draft_tokens_ptr + request)
     start = tl.load(cu_num_draft_tokens_ptr + request - 1, mask=request > 0, other=0)
-    length = end - start
     if THETA_PER_REQUEST:
         theta = tl.load(theta + request)
     if GAP_PER_REQUEST:
         gap = tl.load(gap + request)
     offset = tl.arange(0, POSITIONS)
-    is_draft = offset < length
     position = start + offset
+    is_row = position < end
+    if BONUS == "last":
+        # Never accepted, the bonus row emits its argmax like a row whose draft is rejected.
+        is_draft = position < end - 1
+        draft_token_ids_ptr += 1
+    else:
+        is_draft = is_row
 
-    draft, argmax, relaxed = _judge(
+    draft, relaxed, first, second, argmax, second_id = _judge(
         best_ptr,
         second_ptr,
         logits_ptr,
@@ -224,6 +164,7 @@ def accept_kernel(
         protected_ptr,
         target_rows_ptr,
         position,
+        is_row,
         is_draft,
         theta,
         gap,
@@ -232,32 +173,43 @@ def accept_kernel(
         SPLITS,
         HAS_TARGET_ROWS,
         HAS_PROTECTED,
+        WITH_TOP2,
     )
     strict = is_draft & (draft == argmax)
-    accepted = tl.min(tl.where(is_draft & ~(strict | relaxed), offset, length), axis=0)
+    length = end - start
+    accepted = tl.min(tl.where(is_row & ~(strict | relaxed), offset, length), axis=0)
     kept = offset < accepted
     num_relaxed = tl.sum((kept & relaxed & ~strict).to(tl.int32), axis=0)
 
     token = tl.where(kept, draft, -1)
-    token = tl.where(is_draft & (offset == accepted), argmax.to(tl.int64), token)
+    token = tl.where(is_row & (offset == accepted), argmax.to(tl.int64), token)
     if BONUS == "ids":
         bonus = tl.load(bonus_token_ids_ptr + request).to(tl.int64)
         token = tl.where((offset == length) & (accepted == length), bonus, token)
     if BONUS == "rows":
         row = num_draft + request + tl.zeros([1], tl.int32)
-        of_bonus, _ = _reduce_splits(best_ptr, second_ptr, row, row >= 0, num_splits, SPLITS)
-        bonus = tl.max(_unpack_id(of_bonus), axis=0).to(tl.int64)
+        of_bonus, _, _ = reduce_splits(
+            best_ptr, second_ptr, row, row >= 0, num_splits, vocab, SPLITS, WITH_TOP2
+        )
+        bonus = tl.max(unpack_id(of_bonus), axis=0).to(tl.int64)
         token = tl.where((offset == length) & (accepted == length), bonus, token)
     tl.store(
         output_token_ids_ptr + request.to(tl.int64) * (max_draft_len + 1) + offset,
-        token.to(tl.int32),
+        token.to(output_token_ids_ptr.dtype.element_ty),
         mask=offset <= max_draft_len,
     )
     tl.store(num_accepted_ptr + request, accepted)
     tl.store(num_relaxed_ptr + request, num_relaxed)
+    if WITH_TOP2:
+        tl.store(top2_values_ptr + 2 * position, first, mask=is_row)
+        tl.store(top2_values_ptr + 2 * position + 1, second, mask=is_row)
+        tl.store(top2_ids_ptr + 2 * position, argmax, mask=is_row)
+        tl.store(top2_ids_ptr + 2 * position + 1, second_id, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["theta", "gap"])
+@triton.jit(
+    do_not_specialize=["theta", "gap", "num_splits"], do_not_specialize_on_alignment=_UNALIGNED
+)
 def mark_kernel(
     # [num_draft]
     relaxed_ptr,
@@ -300,7 +252,7 @@ def mark_kernel(
     for block in range(0, end - start, POSITIONS):
         position = start + block + tl.arange(0, POSITIONS)
         is_draft = position < end
-        _, _, relaxed = _judge(
+        _, relaxed, _, _, _, _ = _judge(
             best_ptr,
             second_ptr,
             logits_ptr,
@@ -310,6 +262,7 @@ def mark_kernel(
             target_rows_ptr,
             position,
             is_draft,
+            is_draft,
             theta,
             gap,
             vocab,
@@ -317,21 +270,14 @@ def mark_kernel(
             SPLITS,
             HAS_TARGET_ROWS,
             HAS_PROTECTED,
+            False,
         )
         tl.store(relaxed_ptr + position, relaxed, mask=is_draft)
 
 
-def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
-    """Settings of `top2_kernel`: (elements of a split, block size, warps). Not tuned on hardware.
-
-    A block of 4,096 elements and 8 warps gives each thread 16 of them: two 16-byte loads of a
-    16-bit dtype, four of float32. Few rows are split so that about 512 programs fill the chip; many
-    rows take fewer splits, so that partial results stay few.
-    """
-    block = min(4096, triton.next_power_of_2(vocab))
-    blocks = triton.cdiv(vocab, block)
-    splits = max(1, min(blocks, 512 // max(1, num_rows)))
-    return triton.cdiv(blocks, splits) * block, block, 8 if block >= 2048 else 4
+def num_positions(max_draft_len: int) -> int:
+    """POSITIONS of `accept_kernel`: a power of 2 that holds the drafts and the bonus token."""
+    return max(_MIN_POSITIONS, triton.next_power_of_2(max_draft_len + 1))
 
 
 def verify_greedy(
@@ -346,26 +292,40 @@ def verify_greedy(
     bonus_rows: torch.Tensor | None,
     max_draft_len: int,
     with_top2: bool = False,
+    out: VerifyOutput | None = None,
+    bonus_row_is_last: bool = False,
 ) -> VerifyOutput:
-    """The Triton form of `vllm_mars.verify_greedy`, which documents the arguments."""
-    if with_top2:
-        raise NotImplementedError("with_top2 is not in the Triton backend; take backend='torch'.")
+    """The Triton form of `vllm_mars.verify_greedy`, which documents the arguments.
+
+    With `bonus_row_is_last` it is that of `vllm_mars.verify.verify_input_tokens`: draft_token_ids
+    are input tokens, and cu_num_draft_tokens counts the rows of each request, its bonus row too.
+    """
     batch = cu_num_draft_tokens.shape[0]
     num_draft = draft_token_ids.shape[0]
-    device = logits.device
-    output = VerifyOutput(
-        torch.empty((batch, max_draft_len + 1), dtype=torch.int32, device=device),
-        torch.empty(batch, dtype=torch.int32, device=device),
-        torch.empty(batch, dtype=torch.int32, device=device),
-    )
+    if out is None:
+        out = new_output(batch, max_draft_len, num_draft if with_top2 else None, logits.device)
     if not batch:
-        return output
-    num_rows = num_draft + (0 if bonus_rows is None else batch)
-    best, second, num_splits = _reduce_rows(logits, target_rows, bonus_rows, num_draft, num_rows)
+        return out
+    if bonus_row_is_last:
+        bonus = "last"
+    elif bonus_rows is not None:
+        bonus = "rows"
+    else:
+        bonus = "no" if bonus_token_ids is None else "ids"
+    best, second, num_splits, padded_splits = reduce_rows(
+        logits,
+        target_rows,
+        bonus_rows,
+        num_draft,
+        num_draft + (0 if bonus_rows is None else batch),
+        with_top2,
+    )
     accept_kernel[(batch,)](
-        output.output_token_ids,
-        output.num_accepted,
-        output.num_relaxed,
+        out.output_token_ids,
+        out.num_accepted,
+        out.num_relaxed,
+        out.top2_values,
+        out.top2_ids,
         best,
         second,
         logits,
@@ -381,16 +341,17 @@ def verify_greedy(
         max_draft_len,
         logits.shape[1],
         num_splits,
-        SPLITS=triton.next_power_of_2(num_splits),
-        POSITIONS=triton.next_power_of_2(max_draft_len + 1),
+        SPLITS=padded_splits,
+        POSITIONS=num_positions(max_draft_len),
         HAS_TARGET_ROWS=target_rows is not None,
         HAS_PROTECTED=protected is not None,
-        BONUS="rows" if bonus_rows is not None else "ids" if bonus_token_ids is not None else "no",
+        BONUS=bonus,
         THETA_PER_REQUEST=isinstance(theta, torch.Tensor),
         GAP_PER_REQUEST=isinstance(gap, torch.Tensor),
+        WITH_TOP2=with_top2,
         enable_fp_fusion=False,
     )
-    return output
+    return out
 
 
 def relaxed_positions(
@@ -407,7 +368,9 @@ def relaxed_positions(
     relaxed = torch.empty(num_draft, dtype=torch.bool, device=logits.device)
     if not num_draft:
         return relaxed
-    best, second, num_splits = _reduce_rows(logits, target_rows, None, num_draft, num_draft)
+    best, second, num_splits, padded_splits = reduce_rows(
+        logits, target_rows, None, num_draft, num_draft
+    )
     mark_kernel[(cu_num_draft_tokens.shape[0],)](
         relaxed,
         best,
@@ -422,8 +385,8 @@ def relaxed_positions(
         gap,
         logits.shape[1],
         num_splits,
-        SPLITS=triton.next_power_of_2(num_splits),
-        POSITIONS=16,
+        SPLITS=padded_splits,
+        POSITIONS=_MIN_POSITIONS,
         HAS_TARGET_ROWS=target_rows is not None,
         HAS_PROTECTED=protected is not None,
         THETA_PER_REQUEST=isinstance(theta, torch.Tensor),
@@ -431,44 +394,3 @@ def relaxed_positions(
         enable_fp_fusion=False,
     )
     return relaxed
-
-
-def _reduce_rows(
-    logits: torch.Tensor,
-    target_rows: torch.Tensor | None,
-    bonus_rows: torch.Tensor | None,
-    num_draft: int,
-    num_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Launches `top2_kernel`; returns its partial results and the number of splits."""
-    vocab = logits.shape[1]
-    split, block, warps = launch_settings(vocab, num_rows)
-    num_splits = triton.cdiv(vocab, split)
-    best, second = _workspace(logits.device, num_rows * num_splits)
-    if num_rows:
-        top2_kernel[(num_rows, num_splits)](
-            best,
-            second,
-            logits,
-            logits.stride(0),
-            target_rows,
-            bonus_rows,
-            num_draft,
-            vocab,
-            SPLIT=split,
-            BLOCK=block,
-            HAS_TARGET_ROWS=target_rows is not None,
-            num_warps=warps,
-        )
-    return best, second, num_splits
-
-
-def _workspace(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial-result buffers, kept per device and power-of-2 size: no allocation once warm."""
-    size = triton.next_power_of_2(max(size, 1024))
-    if (device, size) not in _WORKSPACE:
-        _WORKSPACE[device, size] = (
-            torch.empty(size, dtype=torch.int64, device=device),
-            torch.empty(size, dtype=torch.float32, device=device),
-        )
-    return _WORKSPACE[device, size]

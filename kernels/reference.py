@@ -29,7 +29,8 @@ class VerifyOutput(NamedTuple):
         top2_values: `[num_draft, 2]` float32 or None, z1 and z2 of each draft position. A row that
             holds a NaN gives NaN for both.
         top2_ids: `[num_draft, 2]` int32 or None, their ids; of equal logits the lower ids, in
-            order. A row that holds a NaN gives the first NaN's id and -1.
+            order. A row that holds a NaN gives the first NaN's id and -1, a vocabulary of one token
+            gives 0 and -1.
     """
 
     output_token_ids: torch.Tensor
@@ -37,6 +38,25 @@ class VerifyOutput(NamedTuple):
     num_relaxed: torch.Tensor
     top2_values: torch.Tensor | None = None
     top2_ids: torch.Tensor | None = None
+
+
+def new_output(
+    batch: int,
+    max_draft_len: int,
+    num_draft: int | None,
+    device: torch.device,
+    token_dtype: torch.dtype = torch.int32,
+) -> VerifyOutput:
+    """An uninitialised `VerifyOutput`; with top-2 buffers if `num_draft` is given."""
+    return VerifyOutput(
+        torch.empty((batch, max_draft_len + 1), dtype=token_dtype, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+        None if num_draft is None else torch.empty((num_draft, 2), device=device),
+        None
+        if num_draft is None
+        else torch.empty((num_draft, 2), dtype=torch.int32, device=device),
+    )
 
 
 def _per_position(
@@ -87,12 +107,10 @@ def top2(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     first, first_id = values.max(dim=-1, keepdim=True)
     second, second_id = values.scatter(1, first_id, -torch.inf).max(dim=-1, keepdim=True)
     # A row whose every other logit is -inf: the masked maximum ties with the mask itself.
-    second_id = torch.where(
-        (second_id == first_id) & (first_id == 0) & (logits.shape[1] > 1), 1, second_id
-    )
+    second_id = torch.where((second_id == first_id) & (first_id == 0), 1, second_id)
     nan = first.isnan()
     second = torch.where(nan, torch.nan, second)
-    second_id = torch.where(nan, -1, second_id)
+    second_id = torch.where(nan | (second_id >= logits.shape[1]), -1, second_id)
     return torch.cat([first, second], 1), torch.cat([first_id, second_id], 1).int()
 
 

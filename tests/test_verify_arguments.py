@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from vllm_mars.kernels.reference import VerifyOutput
 
 from vllm_mars import verify_greedy
+from vllm_mars.verify import verify_input_tokens
 
 
 def arguments(**changes):
@@ -22,6 +24,11 @@ def arguments(**changes):
     [
         ({"logits": torch.zeros(3, 5, dtype=torch.float64)}, "logits has dtype torch.float64"),
         ({"logits": torch.zeros(5)}, "logits has 1 dimensions"),
+        ({"logits": torch.zeros(5, 3).T}, r"logits has strides \[1, 3\]"),
+        (
+            {"draft_token_ids": torch.zeros(6, dtype=torch.int32)[::2]},
+            r"draft_token_ids has strides \[2\], but must be contiguous",
+        ),
         ({"logits": torch.zeros(2, 5)}, "logits has 2 rows for 3 draft tokens"),
         ({"draft_token_ids": torch.zeros(3)}, "draft_token_ids has dtype torch.float32"),
         ({"draft_token_ids": torch.zeros(3, 1, dtype=torch.int32)}, "must have one dimension"),
@@ -60,7 +67,71 @@ def test_triton_on_a_cpu_is_refused(monkeypatch):
         verify_greedy(**arguments(), backend="triton")
 
 
-def test_top2_of_the_triton_backend_is_refused(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(NotImplementedError, match="with_top2 is not in the Triton backend"):
-        verify_greedy(**arguments(), backend="triton", with_top2=True)
+def poisoned(batch=2, width=3, num_draft=3, **changes):
+    buffers = {
+        "output_token_ids": torch.full((batch, width), -7, dtype=torch.int32),
+        "num_accepted": torch.full((batch,), -7, dtype=torch.int32),
+        "num_relaxed": torch.full((batch,), -7, dtype=torch.int32),
+        "top2_values": torch.full((num_draft, 2), -7.0),
+        "top2_ids": torch.full((num_draft, 2), -7, dtype=torch.int32),
+    }
+    return VerifyOutput(**(buffers | changes))
+
+
+def test_results_go_into_the_given_buffers():
+    torch.manual_seed(0)
+    given = arguments(logits=torch.randn(3, 5))
+    expected = verify_greedy(**given, with_top2=True)
+    out = poisoned()
+    assert verify_greedy(**given, with_top2=True, out=out) is out
+    for buffer, result in zip(out, expected, strict=True):
+        assert torch.equal(buffer, result)
+
+
+def test_top2_buffers_stay_untouched_unless_asked_for():
+    out = poisoned()
+    verify_greedy(**arguments(), out=out)
+    assert torch.equal(out.top2_ids, poisoned().top2_ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_accepted": torch.zeros(2)}, "out.num_accepted has dtype torch.float32"),
+        (
+            {"output_token_ids": torch.zeros(2, 4, dtype=torch.int32)},
+            r"out.output_token_ids has shape \[2, 4\], but must have shape \[2, 3\]",
+        ),
+        ({"top2_ids": None}, "out.top2_ids is None, but with_top2 needs a buffer there"),
+        (
+            {"num_relaxed": torch.zeros(4, dtype=torch.int32)[::2]},
+            r"out.num_relaxed has strides \[2\], but must be contiguous",
+        ),
+    ],
+)
+def test_wrong_buffer_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        verify_greedy(**arguments(), with_top2=True, out=poisoned(**changes))
+
+
+def test_input_tokens_are_the_same_rule_in_another_layout():
+    """Requests of 2, 0 and 1 drafts; row by row: drafts, then the bonus row."""
+    torch.manual_seed(1)
+    logits = torch.randn(6, 5) + 2
+    inputs = torch.tensor([4, 1, 2, 0, 3, 3])
+    ends = torch.tensor([3, 4, 6], dtype=torch.int32)
+    expected = verify_greedy(
+        logits,
+        torch.tensor([1, 2, 3]),
+        torch.tensor([2, 2, 3], dtype=torch.int32),
+        None,
+        0.8,
+        target_rows=torch.tensor([0, 1, 4]),
+        bonus_rows=torch.tensor([2, 3, 5]),
+        max_draft_len=2,
+    )
+    output = verify_input_tokens(logits, inputs, ends, 0.8, 2)
+    assert output.output_token_ids.dtype == torch.int64
+    assert output.output_token_ids.tolist() == expected.output_token_ids.tolist()
+    assert torch.equal(output.num_accepted, expected.num_accepted)
+    assert torch.equal(output.num_relaxed, expected.num_relaxed)

@@ -46,13 +46,22 @@ def _is_interpreted() -> bool:
 
 
 def _check(name: str, tensor: "torch.Tensor", dtypes: tuple[str, ...], device: object) -> None:
-    if str(tensor.dtype) not in dtypes:
-        raise ValueError(
-            f"{name} has dtype {tensor.dtype}, but must have one of {', '.join(dtypes)}."
-        )
+    _check_dtype(name, tensor, dtypes)
     if tensor.device != device:
         raise ValueError(
             f"{name} is on {tensor.device}, but logits are on {device}; move it there."
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has strides {list(tensor.stride())}, but must be contiguous; "
+            "pass a contiguous copy."
+        )
+
+
+def _check_dtype(name: str, tensor: "torch.Tensor", dtypes: tuple[str, ...]) -> None:
+    if str(tensor.dtype) not in dtypes:
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}, but must have one of {', '.join(dtypes)}."
         )
 
 
@@ -92,7 +101,12 @@ def _check_common(
     device = logits.device
     if logits.ndim != 2:
         raise ValueError(f"logits has {logits.ndim} dimensions, but must be [num_rows, vocab].")
-    _check("logits", logits, _LOGIT_DTYPES, device)
+    _check_dtype("logits", logits, _LOGIT_DTYPES)
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
+        raise ValueError(
+            f"logits has strides {list(logits.stride())}, but a row's elements must be adjacent; "
+            "pass a contiguous copy."
+        )
     _check("draft_token_ids", draft_token_ids, _ID_DTYPES, device)
     _check("cu_num_draft_tokens", cu_num_draft_tokens, ("torch.int32",), device)
     if draft_token_ids.ndim != 1 or cu_num_draft_tokens.ndim != 1:
@@ -116,6 +130,31 @@ def _check_common(
         )
 
 
+def _check_out(
+    out: "VerifyOutput",
+    batch: int,
+    max_draft_len: int,
+    num_draft: int | None,
+    device: object,
+) -> None:
+    """Checks the caller's buffers; `num_draft` is given where the top-2 ones are wanted."""
+    ids = ("torch.int32",)
+    wanted = {
+        "output_token_ids": ((batch, max_draft_len + 1), ids),
+        "num_accepted": ((batch,), ids),
+        "num_relaxed": ((batch,), ids),
+    }
+    if num_draft is not None:
+        wanted["top2_values"] = ((num_draft, 2), ("torch.float32",))
+        wanted["top2_ids"] = ((num_draft, 2), ids)
+    for name, (shape, dtypes) in wanted.items():
+        buffer = getattr(out, name)
+        if buffer is None:
+            raise ValueError(f"out.{name} is None, but with_top2 needs a buffer there.")
+        _check(f"out.{name}", buffer, dtypes, device)
+        _check_shape(f"out.{name}", buffer, (shape,))
+
+
 def verify_greedy(
     logits: "torch.Tensor",
     draft_token_ids: "torch.Tensor",
@@ -129,18 +168,19 @@ def verify_greedy(
     bonus_rows: "torch.Tensor | None" = None,
     max_draft_len: int | None = None,
     with_top2: bool = False,
+    out: "VerifyOutput | None" = None,
     backend: Backend = "auto",
 ) -> "VerifyOutput":
     """Verifies a batch of greedy drafts by the margin-aware rule.
 
     A draft token is accepted if it is the row's argmax, or if it is the runner-up and the margin is
     small: `z2 > theta * z1 - gap` (and `z1 > 0` where theta is below 1), neither token protected.
-        The
-    first position that is not accepted emits the argmax and ends the request's output; if all are
-    accepted the bonus token follows.
+    The first position that is not accepted emits the argmax and ends the request's output; if all
+    are accepted the bonus token follows.
 
     Args:
-        logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride.
+        logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride. All other tensors
+            are contiguous.
         draft_token_ids: `[num_draft]` int32 or int64; an id outside [0, vocab), such as the padding
             -1, is always rejected.
         cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the requests' draft lengths
@@ -156,16 +196,19 @@ def verify_greedy(
             found in the same pass; only one of `bonus_token_ids` and `bonus_rows` may be given.
         max_draft_len: longest draft of a request, which sets the output's width. Default: read from
             `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
-        with_top2: also return the two largest logits and their ids at each draft position; not yet
-            in Triton, so it goes with backend "torch".
+        with_top2: also return the two largest logits and their ids at each draft position.
+        out: contiguous buffers to write, in the shapes and dtypes of the result; with them, and
+            `max_draft_len` given, the Triton backend allocates nothing once it has seen a batch of
+            this size. Calls on one device must be on one stream, since they share a workspace.
         backend: "torch", "triton", or "auto": Triton on an accelerator, torch on a CPU.
 
     Returns:
-        A `VerifyOutput`; `output_token_ids` is -1 after the last emitted token.
+        A `VerifyOutput`, `out` if it is given; `output_token_ids` is -1 after the last emitted
+        token.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
-        NotImplementedError: the backend is "triton" on a CPU, or with `with_top2`.
+        NotImplementedError: the backend is "triton" on a CPU.
 
     Source: arXiv 2601.15498. Deviation: outside the top 2 its research code rejects, here the token
     still gets the strict test, so acceptance is never below strict.
@@ -184,14 +227,11 @@ def verify_greedy(
     if max_draft_len is None:
         max_draft_len = _longest_draft(cu_num_draft_tokens)
 
-    if resolved == "triton":
-        from vllm_mars.kernels.greedy import verify_greedy as verify
-    elif device.type == "cpu":
-        from vllm_mars.kernels.cpu import verify_greedy as verify
-    else:
-        from vllm_mars.kernels.reference import verify_greedy as verify
+    num_draft = draft_token_ids.shape[0]
+    if out is not None:
+        _check_out(out, batch, max_draft_len, num_draft if with_top2 else None, device)
 
-    return verify(
+    arguments = (
         logits,
         draft_token_ids,
         cu_num_draft_tokens,
@@ -204,6 +244,106 @@ def verify_greedy(
         max_draft_len,
         with_top2,
     )
+    if resolved == "triton":
+        from vllm_mars.kernels.greedy import verify_greedy as verify_in_triton
+
+        return verify_in_triton(*arguments, out)
+    if device.type == "cpu":
+        from vllm_mars.kernels.cpu import verify_greedy as verify
+    else:
+        from vllm_mars.kernels.reference import verify_greedy as verify
+    output: VerifyOutput = verify(*arguments)
+    if out is None:
+        return output
+    for buffer, result in zip(out, output, strict=True):
+        if buffer is not None and result is not None:
+            buffer.copy_(result)
+    return out
+
+
+def verify_input_tokens(
+    logits: "torch.Tensor",
+    input_token_ids: "torch.Tensor",
+    cu_num_logits: "torch.Tensor",
+    theta: "float | torch.Tensor",
+    max_draft_len: int,
+    *,
+    gap: "float | torch.Tensor" = 0.0,
+    protected: "torch.Tensor | None" = None,
+    backend: Backend = "auto",
+) -> "VerifyOutput":
+    """`verify_greedy` in the layout of vLLM's Model Runner V2.
+
+    Args:
+        logits: `[num_logits, vocab]`; each request's draft rows, then its bonus row.
+        input_token_ids: `[num_logits]` int32 or int64, the model's input token at each row, so that
+            a row's draft token stands one entry behind it; -1 is always rejected.
+        cu_num_logits: `[batch]` int32, inclusive prefix sum of the requests' rows, each at least 1.
+        theta: float in (0, 1] or float32 `[batch]`.
+        max_draft_len: longest draft of a request; one less than the longest run of rows.
+        gap: float >= 0 or float32 `[batch]`.
+        protected: bool `[vocab]` or None.
+        backend: as in `verify_greedy`.
+
+    Returns:
+        A `VerifyOutput` whose `output_token_ids` is int64, as that runner wants it.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
+        NotImplementedError: the backend is "triton" on a CPU.
+    """
+    import torch
+
+    resolved = resolve_backend(backend, logits.device.type)
+    if resolved != "triton":
+        drafts = next_input_tokens(input_token_ids, cu_num_logits)
+        # A bonus row is a position whose draft is always rejected: it emits its argmax.
+        output = verify_greedy(
+            logits,
+            drafts,
+            cu_num_logits,
+            None,
+            theta,
+            gap=gap,
+            protected=protected,
+            max_draft_len=max_draft_len + 1,
+            backend=backend,
+        )
+        tokens = output.output_token_ids[:, : max_draft_len + 1].to(torch.int64)
+        return output._replace(output_token_ids=tokens)
+
+    from vllm_mars.kernels.greedy import verify_greedy as verify_in_triton
+    from vllm_mars.kernels.reference import new_output
+
+    _check_common(logits, input_token_ids, cu_num_logits, theta, gap, protected, None)
+    return verify_in_triton(
+        logits,
+        input_token_ids,
+        cu_num_logits,
+        None,
+        theta,
+        gap,
+        protected,
+        None,
+        None,
+        max_draft_len,
+        out=new_output(
+            cu_num_logits.shape[0], max_draft_len, None, logits.device, token_dtype=torch.int64
+        ),
+        bonus_row_is_last=True,
+    )
+
+
+def next_input_tokens(
+    input_token_ids: "torch.Tensor", cu_num_logits: "torch.Tensor"
+) -> "torch.Tensor":
+    """The draft token of each row, and -1 for each request's last row; all `[num_logits]`.
+
+    Args:
+        input_token_ids: `[num_logits]`, the model's input token at each row.
+        cu_num_logits: `[batch]` int32, inclusive prefix sum of the requests' rows.
+    """
+    return input_token_ids.roll(-1).index_fill(0, cu_num_logits.long() - 1, -1)
 
 
 def relaxed_positions(

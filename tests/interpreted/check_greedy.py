@@ -3,6 +3,7 @@
 Run by `tests/test_kernel_interpreted.py`, which sets TRITON_INTERPRET=1 before triton loads.
 """
 
+import functools
 import math
 
 import pytest
@@ -10,26 +11,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpretedFunction
-from vllm_mars.kernels import greedy, reference
+from vllm_mars.kernels import greedy, reference, top2
 
 from vllm_mars import verify_greedy
-from vllm_mars.verify import relaxed_positions
+from vllm_mars.verify import relaxed_positions, verify_input_tokens
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def test_the_kernels_are_interpreted():
-    for kernel in (greedy.top2_kernel, greedy.accept_kernel, greedy.mark_kernel):
+    for kernel in (top2.top2_kernel, greedy.accept_kernel, greedy.mark_kernel):
         assert isinstance(kernel, InterpretedFunction)
 
 
 def check(logits, drafts, lengths, theta, **given):
-    """Both entries on the Triton backend against the reference."""
+    """Both entries on the Triton backend, with and without poisoned buffers, against reference."""
     cu = torch.tensor(lengths).cumsum(0).int()
     optional = {"gap": 0.0, "protected": None, "target_rows": None, **given}
     bonus = {key: optional.pop(key, None) for key in ("bonus_token_ids", "bonus_rows")}
     longest = max(lengths)
-    output = verify_greedy(
+    verify = functools.partial(
+        verify_greedy,
         logits,
         drafts,
         cu,
@@ -41,16 +43,28 @@ def check(logits, drafts, lengths, theta, **given):
         **optional,
     )
     expected = reference.verify_greedy(
-        logits, drafts, cu, theta=theta, max_draft_len=longest, **optional, **bonus
+        logits, drafts, cu, theta=theta, max_draft_len=longest, with_top2=True, **optional, **bonus
     )
-    assert torch.equal(output.output_token_ids, expected.output_token_ids)
-    assert torch.equal(output.num_accepted, expected.num_accepted)
-    assert torch.equal(output.num_relaxed, expected.num_relaxed)
+    output = verify()
+    for name in ("output_token_ids", "num_accepted", "num_relaxed"):
+        assert torch.equal(getattr(output, name), getattr(expected, name))
+    assert output.top2_values is None
+    out = poisoned(len(lengths), longest, len(drafts))
+    verify(with_top2=True, out=out)
+    for buffer, result in zip(out, expected, strict=True):
+        torch.testing.assert_close(buffer, result, rtol=0, atol=0, equal_nan=True)
     marked = relaxed_positions(logits, drafts, cu, theta, backend="triton", **optional)
     assert torch.equal(
         marked, reference.relaxed_positions(logits, drafts, cu, theta=theta, **optional)
     )
     return output
+
+
+def poisoned(batch, longest, num_draft):
+    out = reference.new_output(batch, longest, num_draft, torch.device("cpu"))
+    for buffer in out:
+        buffer.fill_(-7)
+    return out
 
 
 @st.composite
@@ -99,6 +113,27 @@ def batches(draw):
 def test_equals_reference(batch):
     logits, drafts, lengths, theta, given = batch
     check(logits, drafts, lengths, theta, **given)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_input_token_layout_equals_the_other(batch):
+    logits, drafts, lengths, theta, given = batch
+    # One row more for each request: its bonus row.
+    rows = sum(lengths) + len(lengths)
+    ends = (torch.tensor(lengths) + 1).cumsum(0).int()
+    inputs = torch.full((rows,), 3, dtype=drafts.dtype)
+    is_bonus = torch.zeros(rows, dtype=torch.bool)
+    is_bonus[ends.long() - 1] = True
+    # A draft token is the input of the row after its own.
+    inputs[(~is_bonus).nonzero().squeeze(1) + 1] = drafts
+    longest = max(lengths)
+    options = {"gap": given["gap"], "protected": given.get("protected")}
+    output = verify_input_tokens(logits, inputs, ends, theta, longest, backend="triton", **options)
+    expected = verify_input_tokens(logits, inputs, ends, theta, longest, backend="torch", **options)
+    for name in ("output_token_ids", "num_accepted", "num_relaxed"):
+        assert torch.equal(getattr(output, name), getattr(expected, name))
+    assert output.output_token_ids.dtype == torch.int64
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,273 @@
+"""The two largest logits of each row, in one Triton kernel that reads each row once.
+
+Symbols: V vocabulary, R rows that are read, S splits of a row.
+
+    top2_kernel    grid (R, S)   streams V / S logits, keeps the two largest values of each lane and
+                                 the chunk of 16 bytes that the largest came from, reduces them,
+                                 looks up the id, and writes one partial result
+    reduce_splits  a device function with which the next kernel joins a row's partial results
+
+Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2), or int64 (value
+and id of z2, packed) where the ids are asked for.
+
+Bytes moved: R * V * itemsize once, plus 12 * R * S twice. Not materialised: gathered rows, float32
+copies, softmax, masks of the logits' size.
+
+Packing: a float32 maps to an int32 of the same order, NaN to the largest. It stands above the
+complement of the id in an int64, so that one integer maximum finds the largest value and, of
+equals, the lowest id, and a NaN wins over everything, as in torch.argmax.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_WORKSPACE: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+# Indices and partial results start where vLLM's views of them start, so their alignment would
+# only multiply the compiled variants; nothing is gained from it.
+_UNALIGNED = ["target_rows_ptr", "bonus_rows_ptr"]
+
+
+@triton.jit
+def _pack(value, token_id):
+    """Orders (value, lowest id) pairs as int64; -0.0 counts as 0.0 and NaN as the largest."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered = tl.where(value != value, 0x7FFFFFFF, ordered)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token_id).to(tl.int64)
+
+
+@triton.jit
+def unpack_value(packed):
+    """The float32 of a packed pair."""
+    ordered = (packed >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpack_id(packed):
+    """The token id of a packed pair, as int32."""
+    return 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _top2_of_pairs(first, second, CHUNKS: tl.constexpr):
+    """Joins the two largest values of neighbouring groups, given as [CHUNKS, 2]."""
+    first_a, first_b = tl.split(first)
+    second_a, second_b = tl.split(second)
+    # FMNMX.NAN: a NaN anywhere becomes the first; what then stands second is never looked at.
+    first = tl.maximum(first_a, first_b, propagate_nan=tl.PropagateNan.ALL)
+    second = tl.maximum(tl.minimum(first_a, first_b), tl.maximum(second_a, second_b))
+    return first, second
+
+
+@triton.jit
+def _top2_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The two largest values of each chunk, [CHUNKS] each, by a tree within one thread."""
+    a, b = tl.split(tl.reshape(value, [CHUNKS, CHUNK // 2, 2]))
+    first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    second = tl.minimum(a, b)
+    if CHUNK == 8:
+        first, second = _top2_of_pairs(
+            tl.reshape(first, [CHUNKS, 2, 2]), tl.reshape(second, [CHUNKS, 2, 2]), CHUNKS
+        )
+    return _top2_of_pairs(first, second, CHUNKS)
+
+
+@triton.jit
+def _find(row_ptr, chunk, value, other_than, vocab, CHUNK: tl.constexpr):
+    """The lowest id of a chunk, but for one, whose logit is the value, or a NaN as it is."""
+    token_id = chunk * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf")).to(tl.float32)
+    value = value + tl.zeros([CHUNK], tl.float32)
+    found = (logit == value) | ((logit != logit) & (value != value))
+    found = found & (token_id != other_than)
+    return tl.min(tl.where(found, token_id, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit(
+    do_not_specialize=["num_draft", "blocks_per_split"],
+    do_not_specialize_on_alignment=_UNALIGNED,
+)
+def top2_kernel(
+    # [num_rows, num_splits]
+    best_ptr,
+    # [num_rows, num_splits]
+    second_ptr,
+    # [*, vocab]
+    logits_ptr,
+    logits_stride,
+    # [num_draft] or None
+    target_rows_ptr,
+    # [batch] or None
+    bonus_rows_ptr,
+    num_draft,
+    vocab,
+    blocks_per_split,
+    BLOCK: tl.constexpr,
+    # Logits of one 16-byte load: 8 of a 16-bit dtype, 4 of float32.
+    CHUNK: tl.constexpr,
+    HAS_TARGET_ROWS: tl.constexpr,
+    WITH_IDS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    # int64 before the multiply: a row can start past 2**31 elements.
+    if row < num_draft:
+        if HAS_TARGET_ROWS:
+            logits_row = tl.load(target_rows_ptr + row).to(tl.int64)
+        else:
+            logits_row = row.to(tl.int64)
+    else:
+        logits_row = tl.load(bonus_rows_ptr + row - num_draft).to(tl.int64)
+    row_ptr = logits_ptr + logits_row * logits_stride
+
+    CHUNKS: tl.constexpr = BLOCK // CHUNK
+    # Ids are followed for chunks, not for logits: that is two thirds of the loop's instructions.
+    chunk = split * blocks_per_split * CHUNKS + tl.arange(0, CHUNKS)
+    # A lane that meets nothing above -inf stands for its first chunk.
+    best = tl.full([CHUNKS], float("-inf"), tl.float32)
+    best_chunk = chunk
+    second = tl.full([CHUNKS], float("-inf"), tl.float32)
+    second_chunk = chunk
+    for _ in range(0, blocks_per_split):
+        token_id = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        # -inf is neutral to a maximum.
+        value = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
+        first, runner_up = _top2_of_chunks(value.to(tl.float32), CHUNKS, CHUNK)
+        # Strictly larger: of equal logits the lowest id stays. The first NaN wins for good.
+        better = (first > best) | ((first != first) & (best == best))
+        if WITH_IDS:
+            # Of equals the older chunk: best is older than chunk, and no newer than second.
+            displaced_chunk = tl.where(best >= runner_up, best_chunk, chunk)
+            kept_chunk = tl.where(first > second, chunk, second_chunk)
+            second_chunk = tl.where(better, displaced_chunk, kept_chunk)
+        second = tl.where(better, tl.maximum(best, runner_up), tl.maximum(first, second))
+        best = tl.where(better, first, best)
+        best_chunk = tl.where(better, chunk, best_chunk)
+        chunk += CHUNKS
+
+    packed = _pack(best, best_chunk)
+    winner = tl.max(packed, axis=0)
+    loses = packed != winner
+    first = unpack_value(winner)
+    # The winning chunk once more, from the cache, for the id within it.
+    first_id = _find(row_ptr, unpack_id(winner), first, -1, vocab, CHUNK)
+    out = row.to(tl.int64) * tl.num_programs(1) + split
+    tl.store(best_ptr + out, _pack(first, first_id))
+    # z2 is the largest of what the winning lane holds second and the other lanes hold first.
+    if WITH_IDS:
+        runner_up = tl.max(tl.where(loses, packed, _pack(second, second_chunk)), axis=0)
+        z2 = unpack_value(runner_up)
+        second_id = _find(row_ptr, unpack_id(runner_up), z2, first_id, vocab, CHUNK)
+        tl.store(second_ptr + out, _pack(z2, second_id))
+    else:
+        tl.store(second_ptr + out, tl.max(tl.where(loses, best, second), axis=0))
+
+
+@triton.jit
+def reduce_splits(
+    best_ptr,
+    second_ptr,
+    row,
+    mask,
+    num_splits,
+    vocab,
+    SPLITS: tl.constexpr,
+    WITH_IDS: tl.constexpr,
+):
+    """z1's packed pair, z2, and z2's id where asked for, of each given row."""
+    splits = tl.arange(0, SPLITS)
+    index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
+    valid = mask[:, None] & (splits < num_splits)[None, :]
+    packed = tl.load(best_ptr + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
+    winner = tl.max(packed, axis=1)
+    loses = packed != winner[:, None]
+    if WITH_IDS:
+        seconds = tl.load(second_ptr + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
+        rest = tl.max(tl.where(loses, packed, seconds), axis=1)
+        second = unpack_value(rest)
+        first = unpack_value(winner)
+        # Lanes do not tell which -inf came first; behind z1 it is the lowest other id.
+        lowest_other = tl.where(unpack_id(winner) == 0, 1, 0)
+        second_id = tl.where(second == float("-inf"), lowest_other, unpack_id(rest))
+        is_nan = first != first
+        second = tl.where(is_nan, first, second)
+        second_id = tl.where(is_nan | (second_id >= vocab), -1, second_id)
+    else:
+        seconds = tl.load(second_ptr + index, mask=valid, other=float("-inf"))
+        firsts = tl.where(valid, unpack_value(packed), float("-inf"))
+        second = tl.max(tl.where(loses, firsts, seconds), axis=1)
+        second_id = tl.full(second.shape, -1, tl.int32)
+    return winner, second, second_id
+
+
+def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
+    """Settings of `top2_kernel`: (blocks of a split, block size, warps). Not tuned on hardware.
+
+    A block of 4,096 elements and 8 warps gives each thread 16 of them: two 16-byte loads of a
+    16-bit dtype, four of float32. Few rows are split into single blocks, to fill the chip; many
+    rows take fewer splits, down to about 2,048 programs, so that partial results stay few while a
+    last wave that is not full costs little. `python -m benchmarks.kernel --tune` measures it.
+    """
+    block = min(4096, max(256, triton.next_power_of_2(vocab)))
+    blocks = triton.cdiv(vocab, block)
+    splits = max(1, min(blocks, 2048 // max(1, num_rows)))
+    return triton.cdiv(blocks, splits), block, 8 if block >= 2048 else 4
+
+
+def reduce_rows(
+    logits: torch.Tensor,
+    target_rows: torch.Tensor | None,
+    bonus_rows: torch.Tensor | None,
+    num_draft: int,
+    num_rows: int,
+    with_ids: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Launches `top2_kernel`.
+
+    Returns:
+        best and second, the number of splits of each row, and SPLITS for `reduce_splits`: a power
+        of 2 that depends on the vocabulary alone, so that batches of all sizes share one variant.
+    """
+    vocab = logits.shape[1]
+    blocks_per_split, block, warps = launch_settings(vocab, num_rows)
+    num_splits = triton.cdiv(vocab, blocks_per_split * block)
+    best, second, second_with_id = _workspace(logits.device, num_rows * num_splits)
+    if with_ids:
+        second = second_with_id
+    if num_rows:
+        top2_kernel[(num_rows, num_splits)](
+            best,
+            second,
+            logits,
+            logits.stride(0),
+            target_rows,
+            bonus_rows,
+            num_draft,
+            vocab,
+            blocks_per_split,
+            BLOCK=block,
+            CHUNK=16 // logits.element_size(),
+            HAS_TARGET_ROWS=target_rows is not None,
+            WITH_IDS=with_ids,
+            num_warps=warps,
+        )
+    return best, second, num_splits, triton.next_power_of_2(triton.cdiv(vocab, block))
+
+
+def _workspace(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Buffers for best and both forms of second: none is allocated once a batch size is warm.
+
+    They are kept per device and power-of-2 size, so calls on one device must follow each other on
+    one stream, as a sampler's steps do.
+    """
+    size = triton.next_power_of_2(max(size, 4096))
+    if (device, size) not in _WORKSPACE:
+        _WORKSPACE[device, size] = (
+            torch.empty(size, dtype=torch.int64, device=device),
+            torch.empty(size, dtype=torch.float32, device=device),
+            torch.empty(size, dtype=torch.int64, device=device),
+        )
+    return _WORKSPACE[device, size]
