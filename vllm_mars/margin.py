@@ -7,7 +7,7 @@ from logging import Logger
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.verify import relaxed_positions, resolve_backend
+from vllm_mars.verify import Backend, relaxed_positions, resolve_backend
 
 
 class MarginRule:
@@ -16,12 +16,16 @@ class MarginRule:
     Args:
         config: the options.
         protected_token_ids: tokens at which verification stays strict.
+        backend: as in `vllm_mars.verify_greedy`.
     """
 
-    def __init__(self, config: MarsConfig, protected_token_ids: list[int]) -> None:
+    def __init__(
+        self, config: MarsConfig, protected_token_ids: list[int], backend: Backend = "auto"
+    ) -> None:
         self.config = config
         self.thresholds = config.thresholds
         self.protected_token_ids = protected_token_ids
+        self.backend = backend
         self._protected: torch.Tensor | None = None
 
     def protected_mask(self, logits: torch.Tensor) -> torch.Tensor | None:
@@ -67,6 +71,7 @@ class MarginRule:
             theta,
             gap=gap,
             protected=self.protected_mask(logits),
+            backend=self.backend,
         )
         index = draft_token_ids.long().clamp(0, logits.shape[1] - 1)[:, None]
         true_logits = logits.gather(1, index)
@@ -93,7 +98,7 @@ class MarginRule:
             threshold,
             len(self.protected_token_ids),
             runner,
-            resolve_backend("auto", device.type),
+            resolve_backend(self.backend, device.type),
             "the output is LOSSY: it can differ from the target's own."
             if self.config.lossy
             else "the output is lossless (strict).",

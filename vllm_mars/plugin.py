@@ -41,9 +41,17 @@ def register() -> None:
 
 
 def _once(hook: Callable[[ModuleType], None], module: ModuleType) -> None:
-    if not getattr(module, _MARKER, False):
+    if getattr(module, _MARKER, False):
+        return
+    try:
         hook(module)
-        setattr(module, _MARKER, True)
+    except AttributeError as error:
+        # Without the hook, a server that asks for MARS would verify strictly and not say so.
+        raise RuntimeError(
+            f"vllm-mars cannot hook into {module.__name__}: {error}. Install a vLLM that vllm-mars "
+            "supports, or keep the plugin from being loaded (VLLM_PLUGINS lists those to load)."
+        ) from error
+    setattr(module, _MARKER, True)
 
 
 # Why: vLLM knows a fixed set of rejection sample methods and its config classes forbid other
@@ -67,8 +75,17 @@ def _patch_runner_v1(module: ModuleType) -> None:
     def init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> None:
         wrapped(*args, **kwargs)
         config = config_of(instance.vllm_config)
+        if config is None:
+            return
+        from vllm.platforms import current_platform
+
+        from vllm_mars.compat import check_interfaces
+
+        check_interfaces("V1")
+        if current_platform.is_cpu():
+            check_interfaces("cpu")
         # Only the last pipeline stage samples.
-        if config is not None and hasattr(instance, "rejection_sampler"):
+        if hasattr(instance, "rejection_sampler"):
             from vllm_mars.sampler_v1 import install
 
             install(instance, config)
@@ -81,8 +98,13 @@ def _patch_runner_v2(module: ModuleType) -> None:
     def load_model(
         wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        result = wrapped(*args, **kwargs)
         config = config_of(instance.vllm_config)
+        if config is not None:
+            from vllm_mars.compat import check_interfaces
+
+            # Before the model is loaded, which can take minutes.
+            check_interfaces("V2")
+        result = wrapped(*args, **kwargs)
         if config is not None and instance.rejection_sampler is not None:
             from vllm_mars.sampler_v2 import install
 
@@ -114,9 +136,10 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
 
     import vllm
 
-    from vllm_mars.compat import check_version
+    from vllm_mars.compat import check_interfaces, check_version
 
     check_version(vllm.__version__)
+    check_interfaces("options")
     _check_served(engine_args, speculative_config)
     vocab = model_config.get_vocab_size()
     outside = [token for token in config.protected_token_ids or () if token >= vocab]

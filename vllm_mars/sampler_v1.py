@@ -24,6 +24,7 @@ from vllm_mars.config import MarsConfig
 from vllm_mars.margin import MarginRule, require_own_sampler
 from vllm_mars.protection import protected_token_ids
 from vllm_mars.verify import verify_greedy
+from vllm_mars.warmup import warm_up_v1
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -57,6 +58,7 @@ class MarsRejectionSampler(RejectionSampler):
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self.rule = MarginRule(config, protected_token_ids)
+        self._longest_draft_to_warm_up = spec_config.num_speculative_tokens if spec_config else 0
 
     def forward(
         self,
@@ -77,6 +79,9 @@ class MarsRejectionSampler(RejectionSampler):
             vLLM's SamplerOutput: `sampled_token_ids` is `[batch, max_spec_len + 1]` int32, -1 after
             the last emitted token.
         """
+        if self._longest_draft_to_warm_up:
+            warm_up_v1(self.rule, logits, self._longest_draft_to_warm_up)
+            self._longest_draft_to_warm_up = 0
         if takes_raw_logits(sampling_metadata):
             return self._verify_raw_logits(metadata, logits)
         if not metadata.draft_token_ids.shape[0]:
@@ -149,6 +154,7 @@ class MarsRejectionSampler(RejectionSampler):
             target_rows=metadata.target_logits_indices,
             bonus_rows=metadata.bonus_logits_indices,
             max_draft_len=metadata.max_spec_len,
+            backend=self.rule.backend,
         )
         return SamplerOutput(sampled_token_ids=output.output_token_ids, logprobs_tensors=None)
 

@@ -12,6 +12,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sam
 from vllm_mars.config import MarsConfig
 from vllm_mars.margin import MarginRule, require_own_sampler
 from vllm_mars.protection import protected_token_ids
+from vllm_mars.verify import next_input_tokens, verify_input_tokens
+from vllm_mars.warmup import warm_up_v2
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -22,9 +24,10 @@ logger = init_logger("vllm.vllm_mars.sampler_v2")
 class MarsRejectionSamplerV2(RejectionSampler):
     """vLLM's V2 rejection sampler with the margin-aware rule.
 
-    Every batch takes vLLM's own path; before its kernels see the processed logits, the draft token
-    of each relaxed position is made the target's certain choice, and afterwards the logits are
-    restored.
+    Greedy requests whose logits nothing changes are verified on the raw logits rows in one pass.
+    Any other batch takes vLLM's own path; before its kernels see the processed logits, the draft
+    token of each relaxed position is made the target's certain choice, and afterwards the logits
+    are restored.
 
     Args:
         sampler: vLLM's V2 sampler.
@@ -44,6 +47,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self.rule = MarginRule(config, protected_token_ids)
+        self._is_warm = False
 
     def _verify(
         self,
@@ -79,6 +83,26 @@ class MarsRejectionSamplerV2(RejectionSampler):
             The processed logits, the sampled tokens `[num_reqs, num_speculative_steps + 1]` and
             their number per request.
         """
+        # vLLM looks at the tokens that target and draft share.
+        vocab = logits.shape[1] if draft_logits is None else draft_logits.shape[-1]
+        if not self._is_warm:
+            warm_up_v2(self.rule, logits[:, :vocab], self.num_speculative_steps)
+            self._is_warm = True
+        ends = cu_num_logits[1:]
+        if self._takes_raw_logits(idx_mapping_np):
+            theta, gap = self.rule.thresholds
+            output = verify_input_tokens(
+                logits[:, :vocab],
+                verify_draft_sampled,
+                ends,
+                theta,
+                self.num_speculative_steps,
+                gap=gap,
+                protected=self.rule.protected_mask(logits[:, :vocab]),
+                backend=self.rule.backend,
+            )
+            return logits, output.output_token_ids, output.num_accepted + 1
+
         processed = self.sampler.apply_sampling_params(
             logits,
             expanded_idx_mapping,
@@ -89,10 +113,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        ends = cu_num_logits[1:]
-        # The row before a request's end is its bonus row, which verifies no draft.
-        row_drafts = verify_draft_sampled.roll(-1).index_fill(0, ends.long() - 1, -1)
-        with self.rule.relaxed_made_certain(processed, row_drafts, ends):
+        row_drafts = next_input_tokens(verify_draft_sampled, ends)
+        with self.rule.relaxed_made_certain(processed[:, :vocab], row_drafts, ends):
             sampled, num_sampled = rejection_sample(
                 processed,
                 draft_logits,
@@ -108,6 +130,12 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 use_fp64=self.sampler.use_fp64_gumbel,
             )
         return processed, sampled, num_sampled
+
+    def _takes_raw_logits(self, idx_mapping_np: np.ndarray) -> bool:
+        """Whether every request of the chunk is greedy and nothing changes its logits."""
+        processed = self.sampler.needs_logits_processing[idx_mapping_np]
+        temperature = self.sampler.sampling_states.temperature.np[idx_mapping_np]
+        return not (processed.any() or temperature.any())
 
 
 def install(runner: Any, config: MarsConfig) -> None:
