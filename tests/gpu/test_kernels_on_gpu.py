@@ -1,0 +1,148 @@
+"""The kernels on a real GPU: exact, without a sync, without allocations, inside a CUDA graph."""
+
+import math
+
+import pytest
+import torch
+from vllm_mars.kernels import reference
+
+from vllm_mars import verify_greedy
+from vllm_mars.verify import relaxed_positions, verify_input_tokens
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
+
+DEVICE = torch.device("cuda")
+VOCABS = [111, 32_000, 49_152, 128_256, 151_936]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def batch(vocab, dtype, lengths, seed=0):
+    """Arguments of `verify_greedy` with near and exact ties, padding drafts, NaN and -inf."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def random(*shape):
+        return torch.rand(*shape, generator=generator, device=DEVICE)
+
+    size, rows = sum(lengths), sum(lengths) + len(lengths)
+    logits = (torch.randn(rows, vocab, generator=generator, device=DEVICE) * 2 + 2).to(dtype)
+    logits[:, vocab // 3] = 20
+    logits[random(rows) < 0.7, vocab - 1] = 19.5
+    logits[random(rows) < 0.2, vocab - 2] = 20
+    logits[random(rows) < 0.05, vocab // 2] = math.nan
+    logits[random(rows) < 0.05, 1:] = -math.inf
+    target_rows = torch.randperm(rows, generator=generator, device=DEVICE)[:size].int()
+    best = logits[target_rows].float().topk(3).indices
+    drafts = best.gather(1, (random(size, 1) * 3).long()).squeeze(1).int()
+    drafts[random(size) < 0.05] = -1
+    return {
+        "logits": logits,
+        "draft_token_ids": drafts,
+        "cu_num_draft_tokens": torch.tensor(lengths, device=DEVICE).cumsum(0).int(),
+        "bonus_token_ids": None,
+        "theta": random(len(lengths)).clamp(min=0.1),
+        "gap": 0.0,
+        "protected": random(vocab) < 0.01,
+        "target_rows": target_rows,
+        "bonus_rows": torch.randperm(rows, generator=generator, device=DEVICE)[: len(lengths)],
+        "max_draft_len": max(lengths),
+        "with_top2": True,
+    }
+
+
+def call(given, **more):
+    given = dict(given)
+    names = ("logits", "draft_token_ids", "cu_num_draft_tokens", "bonus_token_ids", "theta")
+    positional = [given.pop(name) for name in names]
+    return verify_greedy(*positional, **given, backend="triton", **more)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("lengths", [[5], [0, 3, 8, 1] * 16, [128, 0, 7], [2] * 1024], ids=len)
+def test_equals_reference(vocab, dtype, lengths):
+    if len(lengths) * vocab > 1024 * 50_000:
+        pytest.skip("the reference's copies would not fit")
+    given = batch(vocab, dtype, lengths)
+    out = reference.new_output(len(lengths), max(lengths), sum(lengths), DEVICE)
+    for buffer in out:
+        buffer.fill_(-7)
+    call(given, out=out)
+    for buffer, expected in zip(out, reference.verify_greedy(**given), strict=True):
+        torch.testing.assert_close(buffer, expected, rtol=0, atol=0, equal_nan=True)
+    common = {
+        key: given[key]
+        for key in (
+            "logits",
+            "draft_token_ids",
+            "cu_num_draft_tokens",
+            "theta",
+            "gap",
+            "protected",
+            "target_rows",
+        )
+    }
+    positional = [common.pop(name) for name in list(common)[:4]]
+    marked = relaxed_positions(*positional, **common, backend="triton")
+    assert torch.equal(marked, relaxed_positions(*positional, **common, backend="torch"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_input_token_layout(dtype):
+    logits = batch(128_256, dtype, [3] * 8)["logits"]
+    inputs = logits.float().topk(2).indices[:, 1].roll(1).int()
+    ends = torch.arange(4, len(logits) + 1, 4, device=DEVICE).int()
+    given = (logits, inputs, ends, 0.9, 3)
+    output = verify_input_tokens(*given, backend="triton")
+    expected = verify_input_tokens(*given, backend="torch")
+    for ours, theirs in zip(output[:3], expected[:3], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_rows_past_2_to_the_31_elements():
+    vocab = 151_936
+    rows = 2**31 // vocab + 2
+    logits = torch.zeros(rows, vocab, dtype=torch.bfloat16, device=DEVICE)
+    logits[-1, 7], logits[-1, 9] = 20.0, 19.5
+    output = verify_greedy(
+        logits,
+        torch.tensor([9], device=DEVICE),
+        torch.tensor([1], dtype=torch.int32, device=DEVICE),
+        None,
+        0.9,
+        target_rows=torch.tensor([rows - 1], device=DEVICE),
+        max_draft_len=1,
+        backend="triton",
+    )
+    assert output.output_token_ids.tolist() == [[9, -1]]
+    assert output.num_relaxed.tolist() == [1]
+
+
+def test_no_sync_and_no_allocation_once_warm():
+    given = batch(128_256, torch.bfloat16, [5] * 8)
+    out = call(given)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(given, out=out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_replays_in_a_cuda_graph():
+    first, second = (batch(49_152, torch.bfloat16, [4] * 16, seed) for seed in (1, 2))
+    out = call(first)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(first, out=out)
+    for name, tensor in first.items():
+        if isinstance(tensor, torch.Tensor):
+            tensor.copy_(second[name])
+    for buffer in out:
+        buffer.fill_(-7)
+    graph.replay()
+    for buffer, expected in zip(out, reference.verify_greedy(**second), strict=True):
+        torch.testing.assert_close(buffer, expected, rtol=0, atol=0, equal_nan=True)
