@@ -213,7 +213,13 @@ def test_constrained_output_stays_valid_at_theta_05(packaged_model):
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    given = {**NGRAM, "rejection_sample_method": "mars", "mars_theta": 0.5}
+    given = {
+        **NGRAM,
+        "rejection_sample_method": "mars",
+        "mars_theta": 0.5,
+        # By default such requests are verified strictly, and the mask would not be put to the test.
+        "mars_structured": "relaxed",
+    }
     with engine(packaged_model, given) as llm:
 
         def ask(constraint, count, **options):
@@ -236,6 +242,66 @@ def test_constrained_output_stays_valid_at_theta_05(packaged_model):
         for text in ask({"json": SCHEMA}, 8):
             jsonschema.validate(json.loads(text), SCHEMA)
         assert set(ask({"choice": ["cat", "dog", "bird"]}, 6)) <= {"cat", "dog", "bird"}
+
+
+def test_each_request_has_its_own_theta(packaged_model, autoregressive):
+    """In one batch: strict ones equal autoregressive text, and each equals itself alone."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def params(**options):
+        return SamplingParams(temperature=0, max_tokens=48, **options)
+
+    thetas = [1.0, 0.3, None, 0.7, 1, 0.3]
+    mixed = [
+        params(extra_args=None if theta is None else {"mars_theta": theta}) for theta in thetas
+    ]
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    given = {
+        **NGRAM,
+        "rejection_sample_method": "mars",
+        "mars_theta": 0.98,
+        "mars_theta_min": 0.3,
+    }
+    with engine(packaged_model, given, enable_prefix_caching=False) as llm:
+
+        def ask(chats, parameters):
+            outputs = llm.chat(chats, parameters, use_tqdm=False)
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+        together = ask(chats, mixed)
+        alone = [ask([chat], [one])[0] for chat, one in zip(chats, mixed, strict=True)]
+        assert together == alone
+        all_relaxed = ask(chats, [params(extra_args={"mars_theta": 0.3})] * len(chats))
+        default = ask(chats, [params()] * len(chats))
+        for theta, tokens, strict, loose, usual in zip(
+            thetas,
+            together,
+            autoregressive.tokens["greedy"],
+            all_relaxed,
+            default,
+            strict=True,
+        ):
+            assert tokens == {1.0: strict, 0.3: loose, None: usual}.get(theta, tokens)
+        assert all_relaxed != default != autoregressive.tokens["greedy"]
+
+        constraint = StructuredOutputsParams(json=SCHEMA)
+        constrained = [
+            params(extra_args={"mars_theta": theta}, structured_outputs=constraint)
+            for theta in (0.3, 1)
+        ]
+        asked = [{"role": "user", "content": "Describe a pet as JSON: name, age, kind."}]
+        relaxed_json, strict_json = ask([asked] * 2, constrained)
+        assert relaxed_json == strict_json
+
+        for extra_args, message in (
+            ({"mars_theta": 0.2}, r"mars_theta=0.2 is below this server's limit of 0.3"),
+            ({"mars_theta": 2}, r"mars_theta=2 is outside \(0, 1\]"),
+        ):
+            with pytest.raises(VLLMValidationError, match=message):
+                ask(chats[:1], [params(extra_args=extra_args)])
+        assert ask(chats[:1], mixed[:1]) == together[:1]
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 METHOD = "mars"
+OPTION_PREFIX = "mars_"
 LOCK_VARIABLE = "VLLM_MARS_LOCK"
 # Methods of vLLM itself that do not keep the target's distribution.
 LOSSY_VLLM_METHODS = ("synthetic", "fly")
 
-_PREFIX = "mars_"
 _METRICS = ("ratio", "gap")
+_STRUCTURED = ("strict", "relaxed")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ class MarsConfig:
             exp(-gap) times the first choice's. 0 with metric "ratio".
         protected_token_ids: tokens at which verification stays strict; None means the
             end-of-sequence and special tokens of the model, () none.
+        client_control: whether a request may choose its own theta (or gap).
+        theta_min: lower limit of a request's own theta, in [0, 1]; 0 sets none. It does not bind
+            the server's own `theta`.
+        gap_max: upper limit of a request's own gap in nats, >= 0; None sets none.
+        structured: "strict" verifies requests with structured output strictly, "relaxed" does not
+            tell them apart (the grammar's mask holds either way).
 
     Raises:
         ValueError: an option is of the wrong type, out of range, or does not go with the metric.
@@ -39,6 +46,10 @@ class MarsConfig:
     metric: Literal["ratio", "gap"] = "ratio"
     gap: float = 0.0
     protected_token_ids: tuple[int, ...] | None = None
+    client_control: bool = True
+    theta_min: float = 0.0
+    gap_max: float | None = None
+    structured: Literal["strict", "relaxed"] = "strict"
 
     def __post_init__(self) -> None:
         if self.metric not in _METRICS:
@@ -46,22 +57,44 @@ class MarsConfig:
                 f"mars_metric={self.metric!r} is not one of {', '.join(_METRICS)}; "
                 "'ratio' is the paper's z2 > theta * z1, 'gap' is z2 > z1 - gap."
             )
-        _require_number("mars_theta", self.theta)
-        if not 0 < self.theta <= 1:
-            raise ValueError(
-                f"mars_theta={self.theta} is outside (0, 1]; 1 switches the relaxation off."
-            )
-        _require_number("mars_gap", self.gap)
-        if not (self.gap >= 0 and math.isfinite(self.gap)):
-            raise ValueError(
-                f"mars_gap={self.gap} is outside [0, inf); 0 switches the relaxation off."
-            )
+        check_theta(self.theta)
+        check_gap(self.gap)
         if self.metric == "ratio" and self.gap != 0:
             raise ValueError(
                 f"mars_gap={self.gap} belongs to metric 'gap'; add mars_metric='gap' or drop it."
             )
         if self.protected_token_ids is not None:
             object.__setattr__(self, "protected_token_ids", _token_ids(self.protected_token_ids))
+        self._check_client_options()
+
+    def _check_client_options(self) -> None:
+        if not isinstance(self.client_control, bool):
+            raise ValueError(
+                f"mars_client_control={self.client_control!r} is not true or false; false refuses "
+                "requests that choose their own theta."
+            )
+        _require_number("mars_theta_min", self.theta_min)
+        if not 0 <= self.theta_min <= 1:
+            raise ValueError(
+                f"mars_theta_min={self.theta_min} is outside [0, 1]; 0 sets no limit, 1 lets "
+                "requests only switch the relaxation off."
+            )
+        if self.gap_max is not None:
+            _require_number("mars_gap_max", self.gap_max)
+            if not 0 <= self.gap_max < math.inf:
+                raise ValueError(
+                    f"mars_gap_max={self.gap_max} is outside [0, inf); leave it out to set no "
+                    "limit."
+                )
+        if self.metric == "ratio" and self.gap_max is not None:
+            raise ValueError("mars_gap_max belongs to metric 'gap'; the limit here is theta_min.")
+        if self.metric == "gap" and self.theta_min:
+            raise ValueError("mars_theta_min belongs to metric 'ratio'; the limit here is gap_max.")
+        if self.structured not in _STRUCTURED:
+            raise ValueError(
+                f"mars_structured={self.structured!r} is not one of {', '.join(_STRUCTURED)}; "
+                "'strict' never relaxes a request with structured output."
+            )
 
     @property
     def thresholds(self) -> tuple[float, float]:
@@ -70,9 +103,15 @@ class MarsConfig:
 
     @property
     def lossy(self) -> bool:
-        """Whether the output can differ from vLLM's own."""
+        """Whether the output can differ from vLLM's own for a request that chooses nothing."""
         theta, gap = self.thresholds
         return theta < 1 or gap > 0
+
+    @property
+    def clients_may_relax(self) -> bool:
+        """Whether a request can choose lossy verification for itself."""
+        limit = self.theta_min < 1 if self.metric == "ratio" else self.gap_max != 0
+        return self.client_control and limit
 
     def to_json(self) -> dict[str, Any]:
         """The options as plain JSON, for vLLM's `additional_config`."""
@@ -101,7 +140,7 @@ def split_speculative_config(
         ValueError: a bad option, an unknown `mars_*` key, or `mars_*` keys without the method.
     """
     config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
-    options = {key: config.pop(key) for key in list(config) if key.startswith(_PREFIX)}
+    options = {key: config.pop(key) for key in list(config) if key.startswith(OPTION_PREFIX)}
     method = config.get("rejection_sample_method", "standard")
     if method != METHOD:
         if options:
@@ -111,7 +150,7 @@ def split_speculative_config(
             )
         return None, config
 
-    names = {_PREFIX + field.name: field.name for field in dataclasses.fields(MarsConfig)}
+    names = {OPTION_PREFIX + field.name: field.name for field in dataclasses.fields(MarsConfig)}
     for key in options:
         if key not in names:
             nearest = difflib.get_close_matches(key, names, n=1, cutoff=0)
@@ -132,6 +171,25 @@ def split_speculative_config(
             )
     config["rejection_sample_method"] = "standard"
     return MarsConfig(**{names[key]: value for key, value in options.items()}), config
+
+
+def check_theta(theta: object) -> None:
+    """Raises ValueError unless theta is a number in (0, 1]."""
+    _require_number("mars_theta", theta)
+    if not 0 < theta <= 1:  # type: ignore[operator]
+        raise ValueError(f"mars_theta={theta} is outside (0, 1]; 1 switches the relaxation off.")
+
+
+def check_gap(gap: object) -> None:
+    """Raises ValueError unless gap is a finite number >= 0."""
+    _require_number("mars_gap", gap)
+    if not 0 <= gap < math.inf:  # type: ignore[operator]
+        raise ValueError(f"mars_gap={gap} is outside [0, inf); 0 switches the relaxation off.")
+
+
+def lock_is_on() -> bool:
+    """Whether the environment forbids lossy verification on this machine."""
+    return os.environ.get(LOCK_VARIABLE) == "strict"
 
 
 def check_lock(lossy: str | None) -> None:

@@ -9,6 +9,9 @@ import torch
 from vllm_mars.config import MarsConfig
 from vllm_mars.verify import Backend, relaxed_positions, resolve_backend
 
+# (theta, gap) of the comparison z2 > theta * z1 - gap: floats, or float32 [batch] each.
+Thresholds = tuple[float, float] | tuple[torch.Tensor, torch.Tensor]
+
 
 class MarginRule:
     """Thresholds and protected tokens of one engine.
@@ -47,6 +50,7 @@ class MarginRule:
         logits: torch.Tensor,
         draft_token_ids: torch.Tensor,
         cu_num_draft_tokens: torch.Tensor,
+        thresholds: Thresholds,
     ) -> Iterator[None]:
         """Makes the draft token the target's certain choice where relaxed, within the context.
 
@@ -59,11 +63,12 @@ class MarginRule:
             logits: `[num_draft, vocab]` processed logits, changed in place.
             draft_token_ids: `[num_draft]`; ids outside the vocabulary are never relaxed.
             cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum.
+            thresholds: theta and gap of the batch or of each of its requests.
         """
-        if not self.config.lossy:
+        theta, gap = thresholds
+        if not isinstance(theta, torch.Tensor) and (theta, gap) == (1, 0):
             yield
             return
-        theta, gap = self.thresholds
         relaxed = relaxed_positions(
             logits,
             draft_token_ids,
@@ -99,10 +104,15 @@ class MarginRule:
             len(self.protected_token_ids),
             runner,
             resolve_backend(self.backend, device.type),
-            "the output is LOSSY: it can differ from the target's own."
-            if self.config.lossy
-            else "the output is lossless (strict).",
+            self._loss(),
         )
+
+    def _loss(self) -> str:
+        if self.config.lossy:
+            return "the output is LOSSY: it can differ from the target's own."
+        if self.config.clients_may_relax:
+            return "the output is lossless (strict) unless a request chooses otherwise."
+        return "the output is lossless (strict)."
 
 
 def require_own_sampler(sampler: object, own: type) -> None:

@@ -23,6 +23,7 @@ from vllm_mars.config import (
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.sampling_params import SamplingParams
 
 # The key in vLLM's `additional_config` under which the options travel to the workers.
 CONFIG_KEY = METHOD
@@ -34,6 +35,7 @@ def register() -> None:
     """Entry point in the group `vllm.general_plugins`; idempotent, silent, and cheap."""
     for module, hook in (
         ("vllm.engine.arg_utils", _patch_engine_args),
+        ("vllm.v1.engine.input_processor", _patch_input_processor),
         ("vllm.v1.worker.gpu_model_runner", _patch_runner_v1),
         ("vllm.v1.worker.gpu.model_runner", _patch_runner_v2),
     ):
@@ -67,6 +69,24 @@ def _patch_engine_args(module: ModuleType) -> None:
     wrapt.wrap_function_wrapper(
         module, "EngineArgs.create_speculative_config", create_speculative_config
     )
+
+
+# Why: a request's own options are checked where a bad value is that client's error 400; the V1
+# runner takes no logits processors beside speculation, whose validation hook would serve.
+# Until: vLLM lets a plugin validate `extra_args`.
+def _patch_input_processor(module: ModuleType) -> None:
+    def validate_params(
+        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        result = wrapped(*args, **kwargs)
+        params = kwargs["params"] if "params" in kwargs else args[0]
+        if getattr(params, "extra_args", None):
+            config = config_of(instance.vllm_config)
+            if config is not None:
+                check_request(params, config)
+        return result
+
+    wrapt.wrap_function_wrapper(module, "InputProcessor._validate_params", validate_params)
 
 
 # Why: the V1 runner names its rejection sampler class and offers no place for another.
@@ -152,6 +172,22 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         **engine_args.additional_config,
         CONFIG_KEY: config.to_json(),
     }
+
+
+def check_request(params: "SamplingParams", config: MarsConfig) -> None:
+    """Refuses a request whose own options are bad or not allowed.
+
+    Raises:
+        VLLMValidationError: vLLM's error that the server answers with HTTP 400.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_mars.requests import thresholds_of
+
+    try:
+        thresholds_of(params, config)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
 def config_of(vllm_config: "VllmConfig") -> MarsConfig | None:

@@ -21,8 +21,9 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.margin import MarginRule, require_own_sampler
+from vllm_mars.margin import MarginRule, Thresholds, require_own_sampler
 from vllm_mars.protection import protected_token_ids
+from vllm_mars.requests_v1 import RequestThresholdsV1
 from vllm_mars.verify import verify_greedy
 from vllm_mars.warmup import warm_up_v1
 
@@ -46,6 +47,7 @@ class MarsRejectionSampler(RejectionSampler):
         device: device of the logits.
         config: the options.
         protected_token_ids: tokens at which verification stays strict.
+        requests: thresholds that requests chose for themselves; None where none can.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class MarsRejectionSampler(RejectionSampler):
         device: torch.device,
         config: MarsConfig,
         protected_token_ids: list[int],
+        requests: RequestThresholdsV1 | None = None,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self.rule = MarginRule(config, protected_token_ids)
+        self.requests = requests
         self._longest_draft_to_warm_up = spec_config.num_speculative_tokens if spec_config else 0
 
     def forward(
@@ -114,7 +118,10 @@ class MarsRejectionSampler(RejectionSampler):
             processed, metadata.cu_num_draft_tokens, sampling_metadata
         )
         with self.rule.relaxed_made_certain(
-            processed, metadata.draft_token_ids, metadata.cu_num_draft_tokens
+            processed,
+            metadata.draft_token_ids,
+            metadata.cu_num_draft_tokens,
+            self._thresholds(metadata),
         ):
             output_token_ids = rejection_sample(
                 metadata.draft_token_ids,
@@ -139,10 +146,15 @@ class MarsRejectionSampler(RejectionSampler):
             )
         return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
 
+    def _thresholds(self, metadata: SpecDecodeMetadata) -> Thresholds:
+        if self.requests is None:
+            return self.rule.thresholds
+        return self.requests.of_batch(len(metadata.num_draft_tokens))
+
     def _verify_raw_logits(
         self, metadata: SpecDecodeMetadata, logits: torch.Tensor
     ) -> SamplerOutput:
-        theta, gap = self.rule.thresholds
+        theta, gap = self._thresholds(metadata)
         output = verify_greedy(
             logits,
             metadata.draft_token_ids,
@@ -199,11 +211,14 @@ def install(runner: Any, config: MarsConfig) -> None:
         from vllm_mars.cpu_kernels import mend
 
         mend()
+    requests = RequestThresholdsV1(config, runner.max_num_reqs, runner.device)
+    runner.input_batch.logitsprocs.argmax_invariant.append(requests)
     runner.rejection_sampler = MarsRejectionSampler(
         own.sampler,
         runner.speculative_config,
         runner.device,
         config,
         protected_token_ids(config, runner.model_config),
+        requests,
     )
     runner.rejection_sampler.rule.log_start(logger, "V1", runner.device)

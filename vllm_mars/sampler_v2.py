@@ -10,8 +10,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.margin import MarginRule, require_own_sampler
+from vllm_mars.margin import MarginRule, Thresholds, require_own_sampler
 from vllm_mars.protection import protected_token_ids
+from vllm_mars.requests_v2 import RequestThresholdsV2
 from vllm_mars.verify import next_input_tokens, verify_input_tokens
 from vllm_mars.warmup import warm_up_v2
 
@@ -35,6 +36,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: device of the logits.
         config: the options.
         protected_token_ids: tokens at which verification stays strict.
+        requests: thresholds that requests chose for themselves; None where none can.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: torch.device,
         config: MarsConfig,
         protected_token_ids: list[int],
+        requests: RequestThresholdsV2 | None = None,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self.rule = MarginRule(config, protected_token_ids)
+        self.requests = requests
         self._is_warm = False
 
     def _verify(
@@ -89,8 +93,11 @@ class MarsRejectionSamplerV2(RejectionSampler):
             warm_up_v2(self.rule, logits[:, :vocab], self.num_speculative_steps)
             self._is_warm = True
         ends = cu_num_logits[1:]
+        thresholds: Thresholds = self.rule.thresholds
+        if self.requests is not None:
+            thresholds = self.requests.of_batch(idx_mapping, idx_mapping_np)
         if self._takes_raw_logits(idx_mapping_np):
-            theta, gap = self.rule.thresholds
+            theta, gap = thresholds
             output = verify_input_tokens(
                 logits[:, :vocab],
                 verify_draft_sampled,
@@ -114,7 +121,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             seq_lens_upper_bound_np,
         )
         row_drafts = next_input_tokens(verify_draft_sampled, ends)
-        with self.rule.relaxed_made_certain(processed[:, :vocab], row_drafts, ends):
+        with self.rule.relaxed_made_certain(processed[:, :vocab], row_drafts, ends, thresholds):
             sampled, num_sampled = rejection_sample(
                 processed,
                 draft_logits,
@@ -150,11 +157,14 @@ def install(runner: Any, config: MarsConfig) -> None:
     """
     own = runner.rejection_sampler
     require_own_sampler(own, RejectionSampler)
+    requests = RequestThresholdsV2(config, runner.max_num_reqs)
+    own.sampler.logits_processors.append(requests)
     runner.rejection_sampler = MarsRejectionSamplerV2(
         own.sampler,
         runner.speculative_config,
         runner.device,
         config,
         protected_token_ids(config, runner.model_config),
+        requests,
     )
     runner.rejection_sampler.rule.log_start(logger, "V2", runner.device)

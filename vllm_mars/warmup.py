@@ -5,9 +5,11 @@ in about a second each. The samplers call this on their first call, which is vLL
 start; what varies from step to step afterwards is no part of a variant, or is met here.
 """
 
+import itertools
+
 import torch
 
-from vllm_mars.margin import MarginRule
+from vllm_mars.margin import MarginRule, Thresholds
 from vllm_mars.verify import (
     relaxed_positions,
     resolve_backend,
@@ -31,22 +33,22 @@ def warm_up_v1(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
     first_row, second_row, end = (_ids(row, logits.device) for row in (0, 1, 1))
     # The last length of each width that `accept_kernel` is compiled for.
     longest = {num_positions(length): length for length in range(num_speculative_tokens + 1)}
-    for rows in _row_layouts(logits):
-        theta, gap = rule.thresholds
-        for max_draft_len in longest.values():
-            verify_greedy(
-                rows,
-                first_row,
-                end,
-                None,
-                theta,
-                gap=gap,
-                protected=rule.protected_mask(rows),
-                target_rows=first_row,
-                bonus_rows=second_row,
-                max_draft_len=max_draft_len,
-                backend=rule.backend,
-            )
+    for rows, (theta, gap), max_draft_len in itertools.product(
+        _row_layouts(logits), _thresholds(rule, logits.device), longest.values()
+    ):
+        verify_greedy(
+            rows,
+            first_row,
+            end,
+            None,
+            theta,
+            gap=gap,
+            protected=rule.protected_mask(rows),
+            target_rows=first_row,
+            bonus_rows=second_row,
+            max_draft_len=max_draft_len,
+            backend=rule.backend,
+        )
     _mark(rule, torch.zeros((2, logits.shape[1]), device=logits.device))
 
 
@@ -54,35 +56,42 @@ def warm_up_v2(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
     """Compiles what the V2 sampler reaches; arguments as in `warm_up_v1`."""
     if resolve_backend(rule.backend, logits.device.type) != "triton":
         return
-    theta, gap = rule.thresholds
     inputs = torch.zeros(2, dtype=torch.int32, device=logits.device)
     for rows in _row_layouts(logits):
-        verify_input_tokens(
-            rows,
-            inputs,
-            _ids(2, logits.device),
-            theta,
-            num_speculative_tokens,
-            gap=gap,
-            protected=rule.protected_mask(rows),
-            backend=rule.backend,
-        )
+        for theta, gap in _thresholds(rule, logits.device):
+            verify_input_tokens(
+                rows,
+                inputs,
+                _ids(2, logits.device),
+                theta,
+                num_speculative_tokens,
+                gap=gap,
+                protected=rule.protected_mask(rows),
+                backend=rule.backend,
+            )
         # Where sampling changes no logit, vLLM hands the raw ones on.
         _mark(rule, rows)
     _mark(rule, torch.zeros((2, logits.shape[1]), device=logits.device))
 
 
 def _mark(rule: MarginRule, rows: torch.Tensor) -> None:
+    for theta, gap in _thresholds(rule, rows.device):
+        relaxed_positions(
+            rows,
+            _ids(0, rows.device),
+            _ids(1, rows.device),
+            theta,
+            gap=gap,
+            protected=rule.protected_mask(rows),
+            backend=rule.backend,
+        )
+
+
+def _thresholds(rule: MarginRule, device: torch.device) -> list[Thresholds]:
+    """Thresholds as a batch brings them: the server's alone, or each request's own."""
     theta, gap = rule.thresholds
-    relaxed_positions(
-        rows,
-        _ids(0, rows.device),
-        _ids(1, rows.device),
-        theta,
-        gap=gap,
-        protected=rule.protected_mask(rows),
-        backend=rule.backend,
-    )
+    own = (torch.full((1,), theta, device=device), torch.full((1,), gap, device=device))
+    return [rule.thresholds, own]
 
 
 def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:
