@@ -57,6 +57,20 @@ def test_options_travel_as_json():
         ({"mars_theta": True}, "mars_theta=True is a bool"),
         ({"mars_theta": None}, "mars_theta=None is a NoneType"),
         ({"mars_theta": [0.9]}, "is a list, but must be a number"),
+        ({"mars_client_control": 1}, "mars_client_control=1 is not true or false"),
+        ({"mars_theta_min": 1.5}, r"mars_theta_min=1.5 is outside \[0, 1\]; 0 sets no limit"),
+        ({"mars_theta_min": "x"}, "mars_theta_min='x' is a str, but must be a number"),
+        ({"mars_gap_max": 1}, "mars_gap_max belongs to metric 'gap'; the limit here is theta_min"),
+        (
+            {"mars_metric": "gap", "mars_gap": 1, "mars_gap_max": -1},
+            r"mars_gap_max=-1 is outside \[0, inf\)",
+        ),
+        (
+            {"mars_metric": "gap", "mars_gap": 1, "mars_theta_min": 0.5},
+            "mars_theta_min belongs to metric 'ratio'; the limit here is gap_max",
+        ),
+        ({"mars_structured": True}, "mars_structured=True is not one of strict, relaxed"),
+        ({"mars_gap": 10**400, "mars_metric": "gap"}, r"mars_gap=10+ is outside \[0, inf\)"),
         ({"mars_metric": "entropy"}, "mars_metric='entropy' is not one of ratio, gap"),
         ({"mars_metric": "gap"}, "mars_metric='gap' needs mars_gap"),
         ({"mars_metric": "gap", "mars_gap": -1}, r"mars_gap=-1 is outside \[0, inf\)"),
@@ -107,3 +121,18 @@ def test_unknown_lock(monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "yes")
     with pytest.raises(ValueError, match="VLLM_MARS_LOCK='yes' is not 'strict'"):
         check_lock(None)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"theta_min": 0.5}, True),
+        ({"theta_min": 1}, False),
+        ({"client_control": False}, False),
+        ({"metric": "gap", "theta": 1.0, "gap_max": 0}, False),
+        ({"metric": "gap", "theta": 1.0}, True),
+    ],
+)
+def test_whether_clients_may_relax(options, expected):
+    assert MarsConfig(**options).clients_may_relax is expected

@@ -2,8 +2,8 @@
 
 import dataclasses
 import difflib
-import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -81,7 +81,7 @@ class MarsConfig:
             )
         if self.gap_max is not None:
             _require_number("mars_gap_max", self.gap_max)
-            if not 0 <= self.gap_max < math.inf:
+            if not 0 <= self.gap_max <= sys.float_info.max:
                 raise ValueError(
                     f"mars_gap_max={self.gap_max} is outside [0, inf); leave it out to set no "
                     "limit."
@@ -183,7 +183,7 @@ def check_theta(theta: object) -> None:
 def check_gap(gap: object) -> None:
     """Raises ValueError unless gap is a finite number >= 0."""
     _require_number("mars_gap", gap)
-    if not 0 <= gap < math.inf:  # type: ignore[operator]
+    if not 0 <= gap <= sys.float_info.max:  # type: ignore[operator]
         raise ValueError(f"mars_gap={gap} is outside [0, inf); 0 switches the relaxation off.")
 
 
