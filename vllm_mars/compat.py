@@ -13,9 +13,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-SUPPORTED = ((0, 32), (0, 33))
+# The oldest and the newest. In between `check_interfaces` decides: Model Runner V2 fits from 0.32.
+SUPPORTED = ((0, 26), (0, 33))
 
-_RELEASES = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+_RELEASES = " to ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
 
 
 class Touch(NamedTuple):
@@ -55,7 +56,12 @@ def _attributes(owner: str, *names: str) -> dict[str, Touch]:
     return {f"{owner}.{name}": _EXISTS for name in names}
 
 
-# Module -> name -> use, for all that any group needs in a worker.
+_SAMPLING_PARAMS = {
+    "SamplingParams": _EXISTS,
+    **_attributes("SamplingParams", "extra_args", "structured_outputs"),
+}
+
+# Module -> name -> use, for all that both runners need.
 _RUNNER: Interfaces = {
     "vllm.config": {"ModelConfig": _EXISTS, "SpeculativeConfig": _EXISTS, "VllmConfig": _EXISTS},
     "vllm.config.model": {
@@ -64,11 +70,12 @@ _RUNNER: Interfaces = {
     },
     "vllm.distributed": {"get_tensor_model_parallel_rank": Touch("call")},
     "vllm.logger": {"init_logger": Touch("call", "name")},
+    "vllm.sampling_params": _SAMPLING_PARAMS,
     "vllm.tokenizers": {"cached_tokenizer_from_config": Touch("call", "model_config")},
 }
 
 INTERFACES: Mapping[str, Interfaces] = {
-    # The front end, which reads the options. Every module here is loaded by then anyway.
+    # The front end, which reads the options; it has loaded these modules by then.
     "options": {
         "vllm": {"__version__": _EXISTS},
         "vllm.config": {"ModelConfig": _EXISTS, "VllmConfig": _EXISTS},
@@ -87,12 +94,25 @@ INTERFACES: Mapping[str, Interfaces] = {
             "Platform.is_cuda_alike": Touch("call"),
             "Platform.is_xpu": Touch("call"),
         },
-        # Hooked by name when they are imported; a hook on a module that is gone would never run.
+        # Hooked when they are imported, so a hook on a module that is gone would never run. These
+        # are looked for, not imported.
+        "vllm.v1.engine": {"input_processor": _EXISTS},
         "vllm.v1.worker": {"gpu_model_runner": _EXISTS},
         "vllm.v1.worker.gpu": {"model_runner": _EXISTS},
     },
+    # The front end, which checks each request's own options.
+    "requests": {
+        "vllm.exceptions": {"VLLMValidationError": Touch("call", "message, *, parameter")},
+        "vllm.sampling_params": _SAMPLING_PARAMS,
+        "vllm.v1.engine.input_processor": {
+            "InputProcessor.__init__": Touch("wrap"),
+            "InputProcessor._validate_params": Touch("wrap", "params"),
+            "InputProcessor.vllm_config": _EXISTS,
+        },
+    },
     "V1": {
         **_RUNNER,
+        "vllm.config.speculative": {"SpeculativeConfig.num_speculative_tokens": _EXISTS},
         "vllm.platforms": {"current_platform": _EXISTS},
         "vllm.v1.outputs": {
             "LogprobsTensors.logprobs": _EXISTS,
@@ -104,10 +124,18 @@ INTERFACES: Mapping[str, Interfaces] = {
             "LogitBiasLogitsProcessor.biases": _EXISTS,
             "MinTokensLogitsProcessor": _EXISTS,
             "MinTokensLogitsProcessor.min_toks": _EXISTS,
+            "process_dict_updates": Touch("call", "req_entries, batch_update, new_state"),
         },
-        "vllm.v1.sample.logits_processor.state": {
-            "LogitsProcessors.non_argmax_invariant": _EXISTS,
+        "vllm.v1.sample.logits_processor.interface": {
+            "BatchUpdate": _EXISTS,
+            "LogitsProcessor": _EXISTS,
+            "LogitsProcessor.apply": Touch("override", "logits"),
+            "LogitsProcessor.is_argmax_invariant": Touch("override"),
+            "LogitsProcessor.update_state": Touch("override", "batch_update"),
         },
+        "vllm.v1.sample.logits_processor.state": _attributes(
+            "LogitsProcessors", "argmax_invariant", "non_argmax_invariant"
+        ),
         "vllm.v1.sample.metadata": {
             "SamplingMetadata": _EXISTS,
             **_attributes(
@@ -160,25 +188,38 @@ INTERFACES: Mapping[str, Interfaces] = {
                 *("max_spec_len", "num_draft_tokens", "target_logits_indices"),
             ),
         },
+        "vllm.v1.worker.gpu_input_batch": {"InputBatch.logitsprocs": _EXISTS},
         "vllm.v1.worker.gpu_model_runner": {
             "GPUModelRunner.__init__": Touch("wrap"),
             **_attributes(
                 "GPUModelRunner",
-                *("device", "model_config", "rejection_sampler", "speculative_config"),
-                "vllm_config",
+                *("device", "input_batch", "max_num_reqs", "model_config", "rejection_sampler"),
+                *("speculative_config", "vllm_config"),
             ),
         },
     },
     "V2": {
         **_RUNNER,
-        "vllm.v1.worker.gpu.buffer_utils": _attributes("UvaBackedTensor", "gpu", "np"),
+        "vllm.v1.worker.gpu.buffer_utils": {
+            "UvaBackedTensor": Touch("call", "size, *, dtype"),
+            "UvaBackedTensor.copy_to_uva": Touch("call"),
+            **_attributes("UvaBackedTensor", "gpu", "np"),
+        },
         "vllm.v1.worker.gpu.model_runner": {
+            "GPUModelRunner.__init__": Touch("wrap"),
             "GPUModelRunner.load_model": Touch("wrap"),
             **_attributes(
                 "GPUModelRunner",
-                *("device", "model_config", "rejection_sampler", "speculative_config"),
-                "vllm_config",
+                *("device", "max_num_reqs", "model_config", "rejection_sampler"),
+                *("speculative_config", "vllm_config"),
             ),
+        },
+        "vllm.v1.worker.gpu.sample.logits_processor.interface": {
+            "LogitsContext": _EXISTS,
+            "LogitsProcessor": _EXISTS,
+            "LogitsProcessor.add_request": Touch("override", "req_idx, sampling_params"),
+            "LogitsProcessor.apply": Touch("override", "logits, ctx"),
+            "LogitsProcessor.apply_staged_writes": Touch("override"),
         },
         "vllm.v1.worker.gpu.sample.sampler": {
             "Sampler": _EXISTS,
@@ -188,7 +229,9 @@ INTERFACES: Mapping[str, Interfaces] = {
                 "expanded_local_pos, seq_lens_upper_bound_np",
             ),
             **_attributes(
-                "Sampler", "needs_logits_processing", "sampling_states", "use_fp64_gumbel"
+                "Sampler",
+                *("logits_processors", "needs_logits_processing", "sampling_states"),
+                "use_fp64_gumbel",
             ),
         },
         "vllm.v1.worker.gpu.sample.states": _attributes("SamplingStates", "seeds", "temperature"),
@@ -239,6 +282,9 @@ INTERFACES: Mapping[str, Interfaces] = {
 }
 
 
+_WAY_OUT = {"V2": "Set VLLM_USE_V2_MODEL_RUNNER=0, install"}
+
+
 def touches(group: str) -> Iterator[tuple[str, str, Touch]]:
     """Yields (module, name within it, use) of each symbol that a group of `INTERFACES` needs."""
     for module, names in INTERFACES[group].items():
@@ -259,7 +305,7 @@ def check_version(version: str) -> None:
     if match is None or (release := (int(match[1]), int(match[2]))) < SUPPORTED[0]:
         raise RuntimeError(
             f"vLLM {version} is not supported by vllm-mars, which knows {_RELEASES}; "
-            "install one of these or drop rejection_sample_method 'mars'."
+            "install one of them or drop rejection_sample_method 'mars'."
         )
     if release > SUPPORTED[-1]:
         from vllm.logger import init_logger
@@ -293,8 +339,8 @@ def check_interfaces(group: str) -> None:
 
         raise RuntimeError(
             f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs ({group}): "
-            f"{'; '.join(differences)}. Install vLLM {_RELEASES}, look for a newer vllm-mars, or "
-            "drop rejection_sample_method 'mars'."
+            f"{'; '.join(differences)}. {_WAY_OUT.get(group, 'Install')} a vLLM that it knows "
+            f"({_RELEASES}), look for a newer vllm-mars, or drop rejection_sample_method 'mars'."
         )
 
 
@@ -311,17 +357,17 @@ def difference(touch: Touch, symbol: Symbol | None) -> str | None:
         return None
     if symbol.kind in ("attribute", "module"):
         return f"is an attribute, but a function of ({touch.parameters}) is expected"
-    present = [p for p in symbol.parameters.split(", ") if p]
-    names = [p.rstrip("=") for p in present]
-    positional, _, keyword = (f" {touch.parameters} ").partition(" *, ")
-    first, named = _split(positional), _split(keyword)
-    fits = names[: len(first)] == first
+    present = _split(symbol.parameters)
+    names = [name.rstrip("=") for name in present]
+    positional, _, keyword = touch.parameters.partition("*")
+    first, named = _split(positional), set(_split(keyword))
     if touch.use == "override":
         fits = names == first
-    elif touch.use == "call":
-        others = present[len(first) :]
-        required = {p for p in others if not p.startswith("*") and not p.endswith("=")}
-        fits = fits and set(named) <= {p.rstrip("=") for p in others} and required <= set(named)
+    else:
+        fits = names[: len(first)] == first
+    if touch.use == "call":
+        required = {name for name in present[len(first) :] if name[0] != "*" and name[-1] != "="}
+        fits = fits and required <= named <= set(names[len(first) :])
     if fits:
         return None
     verb = {"override": "overridden", "call": "passed", "wrap": "read"}[touch.use]
@@ -342,7 +388,7 @@ def installed_symbol(module: str, name: str, touch: Touch) -> Symbol | None:
     """
     try:
         found: Any = importlib.import_module(module)
-    except ModuleNotFoundError:
+    except ImportError:
         return None
     owner = None
     for part in name.split("."):
@@ -365,7 +411,7 @@ def _undefined(owner: Any, name: str) -> Symbol | None:
         is_package = hasattr(owner, "__path__")
         found = is_package and importlib.util.find_spec(f"{owner.__name__}.{name}")
         return Symbol("module") if found else None
-    for base in owner.__mro__:
+    for base in getattr(owner, "__mro__", ()):
         members = vars(base)
         if name in members.get("__annotations__", ()):
             return Symbol("attribute")
@@ -383,7 +429,9 @@ def _parameters(function: Any) -> str:
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and not any(p[0] == "*" for p in notation):
             notation.append("*")
-        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
-        default = "" if parameter.default is parameter.empty else "="
-        notation.append(stars.get(parameter.kind, "") + name + default)
-    return ", ".join(p for p in notation if p != "self")
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            name = f"*{name}"
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            name = f"**{name}"
+        notation.append(name if parameter.default is parameter.empty else f"{name}=")
+    return ", ".join(name for name in notation if name != "self")

@@ -45,15 +45,18 @@ def register() -> None:
 def _once(hook: Callable[[ModuleType], None], module: ModuleType) -> None:
     if getattr(module, _MARKER, False):
         return
+    setattr(module, _MARKER, True)
     try:
         hook(module)
     except AttributeError as error:
-        # Without the hook, a server that asks for MARS would verify strictly and not say so.
-        raise RuntimeError(
-            f"vllm-mars cannot hook into {module.__name__}: {error}. Install a vLLM that vllm-mars "
-            "supports, or keep the plugin from being loaded (VLLM_PLUGINS lists those to load)."
-        ) from error
-    setattr(module, _MARKER, True)
+        # A server that does not ask for MARS goes on; one that does is refused by a check.
+        from vllm.logger import init_logger
+
+        init_logger("vllm.vllm_mars.plugin").warning(
+            "vllm-mars cannot hook into %s (%s); it is of no use to this vLLM.",
+            module.__name__,
+            error,
+        )
 
 
 # Why: vLLM knows a fixed set of rejection sample methods and its config classes forbid other
@@ -75,6 +78,13 @@ def _patch_engine_args(module: ModuleType) -> None:
 # runner takes no logits processors beside speculation, whose validation hook would serve.
 # Until: vLLM lets a plugin validate `extra_args`.
 def _patch_input_processor(module: ModuleType) -> None:
+    def init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        wrapped(*args, **kwargs)
+        if config_of(instance.vllm_config) is not None:
+            from vllm_mars.compat import check_interfaces
+
+            check_interfaces("requests")
+
     def validate_params(
         wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
@@ -86,6 +96,7 @@ def _patch_input_processor(module: ModuleType) -> None:
                 check_request(params, config)
         return result
 
+    wrapt.wrap_function_wrapper(module, "InputProcessor.__init__", init)
     wrapt.wrap_function_wrapper(module, "InputProcessor._validate_params", validate_params)
 
 
@@ -115,22 +126,26 @@ def _patch_runner_v1(module: ModuleType) -> None:
 
 # Why and until: as for V1. The V2 runner builds its samplers once the model is loaded.
 def _patch_runner_v2(module: ModuleType) -> None:
-    def load_model(
-        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        config = config_of(instance.vllm_config)
-        if config is not None:
+    def init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        wrapped(*args, **kwargs)
+        if config_of(instance.vllm_config) is not None:
             from vllm_mars.compat import check_interfaces
 
             # Before the model is loaded, which can take minutes.
             check_interfaces("V2")
+
+    def load_model(
+        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         result = wrapped(*args, **kwargs)
+        config = config_of(instance.vllm_config)
         if config is not None and instance.rejection_sampler is not None:
             from vllm_mars.sampler_v2 import install
 
             install(instance, config)
         return result
 
+    wrapt.wrap_function_wrapper(module, "GPUModelRunner.__init__", init)
     wrapt.wrap_function_wrapper(module, "GPUModelRunner.load_model", load_model)
 
 

@@ -1,0 +1,518 @@
+"""What is known of vLLM's interfaces: the list against releases, the list against our own code."""
+
+import ast
+import importlib.util
+import inspect
+import json
+import logging
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import wrapt
+from interfaces import extract
+
+from vllm_mars import compat, plugin
+from vllm_mars.compat import Symbol, Touch
+
+ROOT = Path(__file__).parent.parent
+TABLES = Path(extract.__file__).parent
+# With Model Runner V2, and the oldest, which has the V1 runner alone.
+SUPPORTED = ("0.32.0", "0.33.0")
+OLDEST = "0.26.0"
+OF_V1 = ("options", "requests", "V1")
+REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
+
+
+def read_table(release):
+    rows = json.loads((TABLES / f"vllm-{release}.json").read_text())
+    return {key: Symbol(**row) for key, row in rows.items()}
+
+
+def differences(release, group):
+    table = read_table(release)
+    return {
+        f"{module}:{name}": found
+        for module, name, touch in compat.touches(group)
+        if (found := compat.difference(touch, table.get(f"{module}:{name}")))
+    }
+
+
+@pytest.mark.parametrize("group", compat.INTERFACES)
+@pytest.mark.parametrize("release", SUPPORTED)
+def test_supported_releases_have_what_is_needed(release, group):
+    assert differences(release, group) == {}
+
+
+@pytest.mark.parametrize("group", OF_V1)
+def test_the_oldest_release_has_what_v1_needs(group):
+    assert differences(OLDEST, group) == {}
+
+
+def test_the_oldest_release_differs_in_v2():
+    """The same check on a release whose V2 sampler is built otherwise: it must see that."""
+    sampler = "vllm.v1.worker.gpu.sample.sampler:Sampler"
+    rejection_sampler = "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler"
+    found = differences(OLDEST, "V2")
+    assert {key for key in found if "logits_processor.interface" not in key} == {
+        f"{sampler}.apply_sampling_params",
+        f"{sampler}.logits_processors",
+        f"{sampler}.needs_logits_processing",
+        f"{rejection_sampler}._verify",
+    }
+    assert found[f"{rejection_sampler}._verify"] == "is missing"
+    assert (
+        "(logits, expanded_idx_mapping, idx_mapping_np, "
+        in found[f"{sampler}.apply_sampling_params"]
+    )
+
+
+def test_there_is_a_table_for_both_ends():
+    ends = tuple(tuple(map(int, end.split(".")[:2])) for end in (OLDEST, SUPPORTED[-1]))
+    assert ends == compat.SUPPORTED
+
+
+def installed_release():
+    import vllm
+
+    release = vllm.__version__.split("+")[0]
+    if not (TABLES / f"vllm-{release}.json").exists():
+        pytest.skip(f"no table for the installed vLLM {release}")
+    return release
+
+
+def test_the_table_is_what_the_installed_files_give():
+    release = installed_release()
+    package = Path(importlib.util.find_spec("vllm").origin).parent
+    committed = json.loads((TABLES / f"vllm-{release}.json").read_text())
+    assert extract.table(package.parent) == committed
+
+
+@pytest.mark.parametrize("group", compat.INTERFACES)
+def test_the_installed_vllm_is_seen_as_the_table_has_it(group):
+    """Imported and parsed, a symbol has the same parameters."""
+    table = read_table(installed_release())
+    for module, name, touch in compat.touches(group):
+        found = compat.installed_symbol(module, name, touch)
+        expected = table[f"{module}:{name}"]
+        assert found is not None, f"{module}.{name}"
+        assert found.parameters == expected.parameters, f"{module}.{name}"
+        if touch.use != "exists":
+            assert found.kind == expected.kind, f"{module}.{name}"
+
+
+@pytest.mark.parametrize("group", compat.INTERFACES)
+def test_the_installed_vllm_passes(group):
+    compat.check_interfaces(group)
+
+
+def test_options_are_checked_without_loading_a_hooked_module():
+    probe = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            "import sys, vllm.engine.arg_utils; from vllm_mars import compat; "
+            "compat.check_interfaces('options'); "
+            "print([m for m in ('input_processor', 'gpu_model_runner', 'gpu.model_runner') "
+            "for n in sys.modules if n.startswith('vllm.') and n.endswith(m)])",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert probe.stdout.strip() == "[]", probe.stderr
+
+
+def changed_forward(self, metadata, draft_probs, logits, sampling_metadata, step):
+    """Stands in for a method of a future vLLM, which takes one argument more."""
+
+
+def test_a_changed_signature_is_refused(monkeypatch):
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    monkeypatch.setattr(RejectionSampler, "forward", changed_forward)
+    with pytest.raises(RuntimeError) as refused:
+        compat.check_interfaces("V1")
+    import vllm
+
+    assert str(refused.value) == (
+        f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs (V1): "
+        f"{REJECTION_SAMPLER}.RejectionSampler.forward has parameters (metadata, draft_probs, "
+        "logits, sampling_metadata, step), but (metadata, draft_probs, logits, sampling_metadata) "
+        "are overridden. Install a vLLM that it knows (0.26 to 0.33), look for a newer "
+        "vllm-mars, or drop rejection_sample_method 'mars'."
+    )
+
+
+def test_all_that_is_missing_is_named(monkeypatch):
+    from vllm.v1.sample import rejection_sampler
+
+    monkeypatch.delattr(rejection_sampler, "apply_sampling_constraints")
+    monkeypatch.setattr(rejection_sampler.RejectionSampler, "__init__", lambda self: None)
+    monkeypatch.setitem(sys.modules, "vllm.v1.sample.thinking_budget_state", None)
+    # A class has become a function.
+    monkeypatch.setattr("vllm.v1.sample.sampler.Sampler", lambda: None)
+    with pytest.raises(RuntimeError) as refused:
+        compat.check_interfaces("V1")
+    for missing in (
+        f"{REJECTION_SAMPLER}.apply_sampling_constraints is missing",
+        f"{REJECTION_SAMPLER}.RejectionSampler.use_fp64_gumbel is missing",
+        f"{REJECTION_SAMPLER}.RejectionSampler has parameters (), but (sampler, spec_config, devic",
+        "thinking_budget_state.ThinkingBudgetStateHolder.has_tracked_requests is missing",
+        "vllm.v1.sample.sampler.Sampler.forward is missing",
+    ):
+        assert missing in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("touch", "parameters", "fits"),
+    [
+        (Touch("override", "a, b"), "a, b=", True),
+        (Touch("override", "a, b"), "b, a", False),
+        (Touch("override", "a, b"), "a, b, c=", False),
+        (Touch("override", "a, b"), "a", False),
+        (Touch("call", "a, b"), "a, b, c=, *args, d=, **kwargs", True),
+        (Touch("call", "a, b"), "a, c=, b=", False),
+        (Touch("call", "a, b"), "a, b, c", False),
+        (Touch("call", "a, b"), "a, b, *, c", False),
+        (Touch("call", "a, *, c"), "a, b=, c=", True),
+        (Touch("call", "a, *, c"), "a, *, c", True),
+        (Touch("call", "a, *, c"), "a, **kwargs", False),
+        (Touch("call", "*, a, b"), "b, a", True),
+        (Touch("call"), "", True),
+        (Touch("call"), "a", False),
+        (Touch("wrap", "a"), "a, b, *, c", True),
+        (Touch("wrap", "a"), "b, a", False),
+        (Touch("wrap"), "a, b", True),
+    ],
+)
+def test_uses(touch, parameters, fits):
+    found = compat.difference(touch, Symbol("function", parameters))
+    if fits:
+        assert found is None
+    else:
+        assert found.startswith(f"has parameters ({parameters}), but ({touch.parameters}) are ")
+
+
+def test_an_attribute_in_place_of_a_function_is_a_difference():
+    found = compat.difference(Touch("call", "a"), Symbol("attribute"))
+    assert found == "is an attribute, but a function of (a) is expected"
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.8.5.post1", "dev"])
+def test_older_and_unreadable_versions_are_refused(version):
+    with pytest.raises(RuntimeError, match=f"vLLM {version} is not supported .* 0.26 to 0.33"):
+        compat.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.1.dev3+cpu"])
+def test_supported_versions_pass_in_silence(warnings, version):
+    compat.check_version(version)
+    assert not warnings
+
+
+class Options:
+    """Stands in for vLLM's `EngineArgs`."""
+
+    def __init__(self):
+        self.speculative_config = {"method": "ngram", "rejection_sample_method": "mars"}
+        self.additional_config = {}
+
+
+class Model:
+    def get_vocab_size(self):
+        return 100
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """The warnings of `compat`, each with its arguments filled in."""
+    import vllm.logger
+
+    given = []
+
+    class Logger:
+        def warning_once(self, text, *arguments):
+            given.append(text % arguments)
+
+    monkeypatch.setattr(vllm.logger, "init_logger", lambda name: Logger())
+    return given
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "1.0"])
+def test_a_newer_version_with_the_same_interfaces_is_warned_of(monkeypatch, warnings, version):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    options = Options()
+    plugin.take_options(options, Model())
+    assert options.additional_config["mars"]["theta"] == 0.9
+    assert warnings == [
+        f"vLLM {version} is newer than the releases that vllm-mars knows (0.26 to 0.33); its "
+        "interfaces are checked at start, its behaviour is untested."
+    ]
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.34.0"])
+def test_a_version_with_other_interfaces_is_refused(monkeypatch, warnings, version):
+    import vllm
+    from vllm.config.model import ModelConfig
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr(ModelConfig, "get_vocab_size", lambda self, parallel_config: 0)
+    options = Options()
+    with pytest.raises(
+        RuntimeError,
+        match=rf"vLLM {version} has other interfaces than vllm-mars needs \(options\): .*"
+        r"ModelConfig.get_vocab_size has parameters \(parallel_config\), but \(\) are passed",
+    ):
+        plugin.take_options(options, Model())
+    assert "mars" not in options.additional_config
+
+
+class Config:
+    additional_config = {"mars": {"theta": 0.9}}
+
+
+class Runner:
+    """Stands in for a model runner of vLLM; records what was done to it."""
+
+    def __init__(self, config=Config):
+        self.vllm_config = config
+        self.rejection_sampler = None
+        self.loaded = False
+
+    def load_model(self):
+        self.loaded = True
+
+
+def runner_module(runner):
+    module = type(sys)("stand_in_runner")
+    module.GPUModelRunner = type("GPUModelRunner", (runner,), {})
+    return module
+
+
+def test_the_v2_hook_checks_before_the_model_is_loaded(monkeypatch):
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    module = runner_module(Runner)
+    plugin._patch_runner_v2(module)
+    monkeypatch.setattr(Sampler, "apply_sampling_params", lambda self, logits: logits)
+    message = r"needs \(V2\): .*Sampler.apply_sampling_params has.* Set VLLM_USE_V2_MODEL_RUNNER=0,"
+    with pytest.raises(RuntimeError, match=message):
+        module.GPUModelRunner()
+
+    class Unasked:
+        additional_config = {}
+
+    unasked = module.GPUModelRunner(Unasked)
+    unasked.load_model()
+    assert unasked.loaded
+
+
+@pytest.mark.parametrize(
+    ("group", "owner", "name"),
+    [
+        ("V1", "vllm.v1.sample.rejection_sampler", "rejection_sample"),
+        ("cpu", "vllm.triton_utils.dispatcher", "KernelOverride"),
+    ],
+)
+def test_the_v1_hook_checks_before_a_sampler_is_replaced(monkeypatch, group, owner, name):
+    from vllm.platforms import current_platform
+
+    if group == "cpu" and not current_platform.is_cpu():
+        pytest.skip("the CPU kernels are checked on a CPU")
+    module = runner_module(Runner)
+    plugin._patch_runner_v1(module)
+    monkeypatch.delattr(importlib.import_module(owner), name)
+    with pytest.raises(RuntimeError, match=rf"needs \({group}\): .*{owner}.{name} is missing"):
+        module.GPUModelRunner()
+
+
+def test_the_request_hook_checks_when_the_front_end_is_built(monkeypatch):
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    module = type(sys)("stand_in_input_processor")
+    members = {"_validate_params": lambda self, params: None}
+    module.InputProcessor = type("InputProcessor", (Runner,), members)
+    plugin._patch_input_processor(module)
+    module.InputProcessor()
+    monkeypatch.setattr(InputProcessor, "_validate_params", lambda self, request: None)
+    message = (
+        r"needs \(requests\): .*_validate_params has parameters \(request\), but \(params\) are"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        module.InputProcessor()
+
+
+def test_a_hook_that_finds_nothing_to_wrap(monkeypatch, caplog):
+    """A server without MARS goes on, one with it is refused."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    module = runner_module(object)
+    plugin._once(plugin._patch_runner_v2, module)
+    assert "vllm-mars cannot hook into stand_in_runner (" in caplog.text
+    assert "it is of no use to this vLLM" in caplog.text
+
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    monkeypatch.delattr(GPUModelRunner, "load_model")
+    without_load_model = runner_module(type("Stripped", (), {"__init__": Runner.__init__}))
+    plugin._once(plugin._patch_runner_v2, without_load_model)
+    with pytest.raises(RuntimeError, match="GPUModelRunner.load_model is missing"):
+        without_load_model.GPUModelRunner()
+
+
+def our_sources():
+    return sorted((ROOT / "vllm_mars").glob("*.py"))
+
+
+def test_every_import_of_vllm_is_listed():
+    """The list cannot fall behind: what our sources import from vLLM is in it."""
+    listed = {(m, n) for group in compat.INTERFACES for m, n, _ in compat.touches(group)}
+    modules = {module for module, _ in listed}
+    for source in our_sources():
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                for alias in node.names:
+                    assert (node.module, alias.name) in listed, f"{source.name}: {alias.name}"
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == "vllm":
+                        assert alias.name in modules, f"{source.name}: {alias.name}"
+
+
+def test_every_hook_is_listed():
+    listed = {
+        f"{module}.{name}"
+        for group in compat.INTERFACES
+        for module, name, _ in compat.touches(group)
+    }
+    hooked, wrapped = {}, {}
+    for node in ast.walk(ast.parse((ROOT / "vllm_mars/plugin.py").read_text())):
+        match node:
+            case ast.Tuple(elts=[ast.Constant(value=str(module)), ast.Name(id=hook)]):
+                hooked[hook] = module
+            case ast.FunctionDef(name=hook):
+                for call in ast.walk(node):
+                    if ast.unparse(call).startswith("wrapt.wrap_function_wrapper("):
+                        if isinstance(call, ast.Call):
+                            wrapped.setdefault(hook, []).append(call.args[1].value)
+    assert hooked
+    assert hooked.keys() == wrapped.keys()
+    for hook, module in hooked.items():
+        for name in wrapped[hook]:
+            assert f"{module}.{name}" in listed, hook
+        # The hook would never run if the module were gone, so its place is in the list as well.
+        assert module in listed or module == "vllm.engine.arg_utils", hook
+
+
+def our_subclasses():
+    """Each class of ours that is derived from one of vLLM's, with that class."""
+    for source in our_sources():
+        module = importlib.import_module(f"vllm_mars.{source.stem}")
+        for ours in vars(module).values():
+            if inspect.isclass(ours) and ours.__module__ == module.__name__:
+                for base in ours.__bases__:
+                    if base.__module__.startswith("vllm."):
+                        yield ours, base
+
+
+def test_every_override_is_listed_with_our_parameters():
+    checked = set()
+    for ours, base in our_subclasses():
+        overridden = {
+            f"{base.__name__}.{name}": ", ".join(list(inspect.signature(member).parameters)[1:])
+            for name, member in vars(ours).items()
+            if inspect.isfunction(member) and hasattr(base, name) and name != "__init__"
+        }
+        listed = {
+            name: touch.parameters
+            for group in compat.INTERFACES
+            for module, name, touch in compat.touches(group)
+            if module == base.__module__ and touch.use == "override"
+        }
+        assert overridden == listed, ours
+        checked.add(ours.__name__)
+    assert {"MarsRejectionSampler", "MarsRejectionSamplerV2"} <= checked
+
+
+FILES = {
+    "vllm/__init__.py": "from .inner import *\nfrom vllm.inner.deep import renamed as other\n",
+    "vllm/inner/__init__.py": "if True:\n    from .deep import Child\n",
+    "vllm/inner/deep.py": """
+from dataclasses import dataclass
+from vllm.inner.base import Base
+
+class Child(Base):
+    def method(self, a, /, b=1, *rest, c, d=2, **more): ...
+    @staticmethod
+    def static(a): ...
+    @property
+    def prop(self): ...
+
+@dataclass
+class Fields:
+    first: int
+    second: int = 0
+
+def renamed(*, key): ...
+try:
+    flag = 1
+except ImportError:
+    flag = 0
+""",
+    "vllm/inner/base.py": """
+class Base:
+    def __init__(self, given):
+        self.stored, self.count = given, 0
+""",
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_extraction(tmp_path, packed):
+    """A directory and a wheel give the same: re-exports, bases, attributes and parameters."""
+    root = tmp_path / "vllm.whl" if packed else tmp_path
+    if packed:
+        with zipfile.ZipFile(root, "w") as wheel:
+            for name, text in FILES.items():
+                wheel.writestr(name, text)
+    else:
+        for name, text in FILES.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+    release = extract.Release(root)
+    call, exists = Touch("call"), Touch("exists")
+    for module, name, touch, expected in (
+        ("vllm", "Child", call, Symbol("class", "given")),
+        ("vllm", "Child.method", call, Symbol("method", "a, b=, *rest, c, d=, **more")),
+        ("vllm.inner", "Child.static", call, Symbol("method", "a")),
+        ("vllm.inner.deep", "Child.prop", exists, Symbol("attribute")),
+        ("vllm", "Child.stored", exists, Symbol("attribute")),
+        ("vllm", "Child.count", exists, Symbol("attribute")),
+        ("vllm", "other", call, Symbol("function", "*, key")),
+        ("vllm.inner.deep", "Fields", call, Symbol("class", "first, second=")),
+        ("vllm.inner.deep", "Fields.second", exists, Symbol("attribute")),
+        ("vllm.inner.deep", "flag", exists, Symbol("attribute")),
+        ("vllm.inner", "deep", exists, Symbol("module")),
+        ("vllm", "Child.absent", exists, None),
+        ("vllm", "absent", exists, None),
+        ("vllm.absent", "absent", exists, None),
+    ):
+        assert release.symbol(module, name, touch) == expected, name
+
+
+def test_wrapped_methods_are_seen_through():
+    """A class stays readable after this plugin, or another, has wrapped its constructor."""
+    module = runner_module(Runner)
+    wrapt.wrap_function_wrapper(module, "GPUModelRunner.__init__", lambda w, i, a, k: w(*a, **k))
+    sys.modules["stand_in_runner"] = module
+    try:
+        for name, expected in (("loaded", Symbol("attribute")), ("absent", None)):
+            found = compat.installed_symbol(
+                "stand_in_runner", f"GPUModelRunner.{name}", Touch("exists")
+            )
+            assert found == expected
+    finally:
+        del sys.modules["stand_in_runner"]
