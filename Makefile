@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	&& echo $$p && break; done)
 INSTALLED := $(VENV)/.installed-$(BUILD)
 
-.PHONY: install demo test lint format clean
+.PHONY: install demo test fuzz lint format clean
 
 install: $(INSTALLED)
 
@@ -35,6 +35,12 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
+
+# Random calls against an oracle, such as every night: make fuzz MINUTES=60 SEED=$$RANDOM
+MINUTES ?= 10
+SEED ?= 0
+fuzz: install
+	$(BIN)/python tests/fuzz.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

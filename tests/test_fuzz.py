@@ -1,0 +1,47 @@
+"""A short run of the fuzzer on every target, and proof that it finds what is wrong."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fuzz
+import numpy as np
+import oracle
+
+SCRIPT = Path(__file__).with_name("fuzz.py")
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ},
+    )
+
+
+def test_no_difference_on_any_target(tmp_path):
+    output = tmp_path / "fuzz.json"
+    child = run("--minutes", "2", "--most", "400", "--seed", "7", "--output", str(output))
+    assert child.returncode == 0, child.stdout + child.stderr
+    calls = dict(re.findall(r"^(\w+): (\d+) calls, seed 7, no difference$", child.stdout, re.M))
+    assert set(calls) == set(fuzz.CHECKS)
+    assert all(int(number) >= 20 for number in calls.values()), child.stdout
+    assert output.exists()
+
+
+def test_a_call_can_be_run_again():
+    child = run("--target", "public", "--seed", "7", "--only", "5")
+    assert child.stdout == "public: 1 calls, seed 7, no difference\n"
+
+
+def test_a_wrong_rule_is_found(monkeypatch):
+    """With another rule in the oracle, relaxed tokens differ before long."""
+    monkeypatch.setattr(oracle, "is_relaxed", lambda *row: False)
+    found = [fuzz.check_public(np.random.default_rng([0, 0, number])) for number in range(200)]
+    messages = [message for message in found if message is not None]
+    assert messages
+    assert "the oracle" in messages[0]
