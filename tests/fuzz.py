@@ -226,16 +226,24 @@ def sampler_call(rng: Any) -> tuple[Call, Any, list[dict[str, float]]]:
     return call, config, own or [{} for _ in call.drafts]
 
 
-def differences(found: list[list[int]], call: Call) -> str | None:
-    """Compares emitted tokens with the oracle's."""
-    wanted = [result.tokens for result in expected(call)]
-    if found == wanted:
+def differences(found: list[list[int]], call: Call, compared: int) -> str | None:
+    """Compares the tokens that the first requests emit with the oracle's."""
+    wanted = [result.tokens for result in expected(call)][:compared]
+    if found[:compared] == wanted:
         return None
     return f"the sampler gives {found}, the oracle {wanted}, for {call.describe()}"
 
 
+def num_greedy(rng: Any, call: Call) -> int:
+    """How many requests are greedy: all, or all but a last one that is sampled.
+
+    A batch with a sampled request takes vLLM's own path.
+    """
+    return len(call.drafts) - int(len(call.drafts) > 1 and rng.random() < 0.4)
+
+
 def check_v1(rng: Any) -> str | None:
-    """The V1 sampler, on the raw rows and on vLLM's path, with masks and own thresholds."""
+    """The V1 sampler on all of its paths, with masks and own thresholds; greedy requests count."""
     import torch
     from vllm import SamplingParams
     from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -263,9 +271,11 @@ def check_v1(rng: Any) -> str | None:
     metadata.draft_token_ids = ids
     metadata.target_logits_indices, metadata.bonus_logits_indices = rows, bonus_rows
     neutral = torch.zeros(batch)
+    greedy = num_greedy(rng, call)
+    temperature = torch.tensor([float(request >= greedy) for request in range(batch)])
     sampling = SamplingMetadata(
-        temperature=None,
-        all_greedy=True,
+        temperature=None if greedy == batch else temperature,
+        all_greedy=greedy == batch,
         all_random=False,
         top_p=None,
         top_k=None,
@@ -285,11 +295,11 @@ def check_v1(rng: Any) -> str | None:
     )
     sampler = MarsRejectionSampler(Sampler(), None, cpu, config, list(call.protected), requests)
     output = sampler(metadata, None, call.logits.clone(), sampling).sampled_token_ids
-    return differences([[t for t in row if t >= 0] for row in output.tolist()], call)
+    return differences([[t for t in row if t >= 0] for row in output.tolist()], call, greedy)
 
 
 def check_v2(rng: Any) -> str | None:
-    """The V2 sampler in the interpreter, on the raw rows and on vLLM's path."""
+    """The V2 sampler on all of its paths, in the interpreter; greedy requests count."""
     import torch
     from steps_v2 import Request, Step, emitted
     from vllm import SamplingParams
@@ -304,11 +314,14 @@ def check_v2(rng: Any) -> str | None:
         call.logits = call.logits.masked_fill(~keep, -math.inf)
     # Of a row without any finite logit vLLM's kernels take no token in particular.
     call.logits[~call.logits.isfinite().any(1), 0] = 0.0
+    greedy = num_greedy(rng, call)
     requests = [
         Request(
-            SamplingParams(temperature=0, extra_args=extra_args or None), drafts, [0, 1, 0, 1, 0]
+            SamplingParams(temperature=int(index >= greedy), extra_args=extra_args or None),
+            drafts,
+            [0, 1, 0, 1, 0],
         )
-        for extra_args, drafts in zip(own, call.drafts, strict=True)
+        for index, (extra_args, drafts) in enumerate(zip(own, call.drafts, strict=True))
     ]
     step = Step(requests, call.logits)
     sampler = step.sampler(config, protected=tuple(call.protected))
@@ -317,9 +330,9 @@ def check_v2(rng: Any) -> str | None:
         sampler.requests.add_request(int(state), request.sampling)
     sampler.requests.apply_staged_writes()
     if rng.random() < 0.5:
-        # Marked as touched by a processor, a batch takes vLLM's own path.
+        # A batch that is marked as touched by a processor goes as a float32 copy.
         sampler.sampler.needs_logits_processing[step.states] = True
-    return differences(emitted(sampler(call.logits.clone(), step.batch())), call)
+    return differences(emitted(sampler(call.logits.clone(), step.batch())), call, greedy)
 
 
 CHECKS: dict[str, Callable[[Any], str | None]] = {

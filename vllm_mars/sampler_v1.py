@@ -36,10 +36,10 @@ logger = init_logger("vllm.vllm_mars.sampler_v1")
 class MarsRejectionSampler(RejectionSampler):
     """vLLM's V1 rejection sampler with the margin-aware rule.
 
-    A greedy batch that no logits processor touches is verified on the raw logits rows in one pass.
-    Any other batch takes vLLM's own path; in between, at each relaxed position, the draft token is
-    made the target's certain choice, so that vLLM's kernels accept it with the random numbers and
-    the corrections that they would have used anyway.
+    A greedy batch is verified in one pass: on the raw logits rows where no logits processor touches
+    them, else on the processed ones. Any other batch takes vLLM's own path; in between, at each
+    relaxed position, the draft token is made the target's certain choice, so that vLLM's kernels
+    accept it with the random numbers and the corrections that they would have used anyway.
 
     Args:
         sampler: vLLM's sampler, for bonus tokens.
@@ -87,7 +87,13 @@ class MarsRejectionSampler(RejectionSampler):
             warm_up_v1(self.rule, logits, self._longest_draft_to_warm_up)
             self._longest_draft_to_warm_up = 0
         if takes_raw_logits(sampling_metadata):
-            return self._verify_raw_logits(metadata, logits)
+            output_token_ids = self._verify_greedy(
+                metadata,
+                logits,
+                target_rows=metadata.target_logits_indices,
+                bonus_rows=metadata.bonus_logits_indices,
+            )
+            return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=None)
         if not metadata.draft_token_ids.shape[0]:
             # No request has a draft in this step. vLLM's own path ends in an error here if a
             # request asks for top-k alone (seen in 0.32.0), and there is nothing to verify.
@@ -117,23 +123,28 @@ class MarsRejectionSampler(RejectionSampler):
         processed = apply_sampling_constraints(
             processed, metadata.cu_num_draft_tokens, sampling_metadata
         )
-        with self.rule.relaxed_made_certain(
-            processed,
-            metadata.draft_token_ids,
-            metadata.cu_num_draft_tokens,
-            self._thresholds(metadata),
-        ):
-            output_token_ids = rejection_sample(
-                metadata.draft_token_ids,
-                metadata.num_draft_tokens,
-                metadata.max_spec_len,
-                metadata.cu_num_draft_tokens,
-                draft_probs,
-                processed,
-                bonus.sampled_token_ids,
-                sampling_metadata,
-                use_fp64_gumbel=self.use_fp64_gumbel,
+        if sampling_metadata.all_greedy:
+            output_token_ids = self._verify_greedy(
+                metadata, processed, bonus_token_ids=bonus.sampled_token_ids
             )
+        else:
+            with self.rule.relaxed_made_certain(
+                processed,
+                metadata.draft_token_ids,
+                metadata.cu_num_draft_tokens,
+                self._thresholds(metadata),
+            ):
+                output_token_ids = rejection_sample(
+                    metadata.draft_token_ids,
+                    metadata.num_draft_tokens,
+                    metadata.max_spec_len,
+                    metadata.cu_num_draft_tokens,
+                    draft_probs,
+                    processed,
+                    bonus.sampled_token_ids,
+                    sampling_metadata,
+                    use_fp64_gumbel=self.use_fp64_gumbel,
+                )
         logprobs = None
         if wants_logprobs:
             logprobs = self._get_logprobs_tensors(
@@ -151,24 +162,30 @@ class MarsRejectionSampler(RejectionSampler):
             return self.rule.thresholds
         return self.requests.of_batch(len(metadata.num_draft_tokens))
 
-    def _verify_raw_logits(
-        self, metadata: SpecDecodeMetadata, logits: torch.Tensor
-    ) -> SamplerOutput:
+    def _verify_greedy(
+        self,
+        metadata: SpecDecodeMetadata,
+        logits: torch.Tensor,
+        bonus_token_ids: torch.Tensor | None = None,
+        target_rows: torch.Tensor | None = None,
+        bonus_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         theta, gap = self._thresholds(metadata)
         output = verify_greedy(
             logits,
             metadata.draft_token_ids,
             metadata.cu_num_draft_tokens,
-            None,
+            bonus_token_ids,
             theta,
             gap=gap,
             protected=self.rule.protected_mask(logits),
-            target_rows=metadata.target_logits_indices,
-            bonus_rows=metadata.bonus_logits_indices,
+            target_rows=target_rows,
+            bonus_rows=bonus_rows,
             max_draft_len=metadata.max_spec_len,
             backend=self.rule.backend,
         )
-        return SamplerOutput(sampled_token_ids=output.output_token_ids, logprobs_tensors=None)
+        output_token_ids: torch.Tensor = output.output_token_ids
+        return output_token_ids
 
 
 def takes_raw_logits(sampling_metadata: SamplingMetadata) -> bool:

@@ -25,10 +25,10 @@ logger = init_logger("vllm.vllm_mars.sampler_v2")
 class MarsRejectionSamplerV2(RejectionSampler):
     """vLLM's V2 rejection sampler with the margin-aware rule.
 
-    Greedy requests whose logits nothing changes are verified on the raw logits rows in one pass.
-    Any other batch takes vLLM's own path; before its kernels see the processed logits, the draft
-    token of each relaxed position is made the target's certain choice, and afterwards the logits
-    are restored.
+    Where all requests are greedy they are verified in one pass, on the raw logits rows if nothing
+    changes them. Any other batch takes vLLM's own path; before its kernels see the processed
+    logits, the draft token of each relaxed position is made the target's certain choice, and
+    afterwards the logits are restored.
 
     Args:
         sampler: vLLM's V2 sampler.
@@ -96,20 +96,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         thresholds: Thresholds = self.rule.thresholds
         if self.requests is not None:
             thresholds = self.requests.of_batch(idx_mapping, idx_mapping_np)
-        if self._takes_raw_logits(idx_mapping_np):
-            theta, gap = thresholds
-            output = verify_input_tokens(
-                logits[:, :vocab],
-                verify_draft_sampled,
-                ends,
-                theta,
-                self.num_speculative_steps,
-                gap=gap,
-                protected=self.rule.protected_mask(logits[:, :vocab]),
-                backend=self.rule.backend,
-            )
-            return logits, output.output_token_ids, output.num_accepted + 1
-
+        # Without a request that needs it, this is the logits themselves, as they are.
         processed = self.sampler.apply_sampling_params(
             logits,
             expanded_idx_mapping,
@@ -120,8 +107,23 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
+        shared = processed[:, :vocab]
+        if not self.sampler.sampling_states.temperature.np[idx_mapping_np].any():
+            theta, gap = thresholds
+            output = verify_input_tokens(
+                shared,
+                verify_draft_sampled,
+                ends,
+                theta,
+                self.num_speculative_steps,
+                gap=gap,
+                protected=self.rule.protected_mask(shared),
+                backend=self.rule.backend,
+            )
+            return processed, output.output_token_ids, output.num_accepted + 1
+
         row_drafts = next_input_tokens(verify_draft_sampled, ends)
-        with self.rule.relaxed_made_certain(processed[:, :vocab], row_drafts, ends, thresholds):
+        with self.rule.relaxed_made_certain(shared, row_drafts, ends, thresholds):
             sampled, num_sampled = rejection_sample(
                 processed,
                 draft_logits,
@@ -137,12 +139,6 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 use_fp64=self.sampler.use_fp64_gumbel,
             )
         return processed, sampled, num_sampled
-
-    def _takes_raw_logits(self, idx_mapping_np: np.ndarray) -> bool:
-        """Whether every request of the chunk is greedy and nothing changes its logits."""
-        processed = self.sampler.needs_logits_processing[idx_mapping_np]
-        temperature = self.sampler.sampling_states.temperature.np[idx_mapping_np]
-        return not (processed.any() or temperature.any())
 
 
 def install(runner: Any, config: MarsConfig) -> None:

@@ -33,23 +33,27 @@ def warm_up_v1(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
     first_row, second_row, end = (_ids(row, logits.device) for row in (0, 1, 1))
     # The last length of each width that `accept_kernel` is compiled for.
     longest = {num_positions(length): length for length in range(num_speculative_tokens + 1)}
-    for rows, (theta, gap), max_draft_len in itertools.product(
-        _row_layouts(logits), _thresholds(rule, logits.device), longest.values()
-    ):
-        verify_greedy(
-            rows,
-            first_row,
-            end,
-            None,
-            theta,
-            gap=gap,
-            protected=rule.protected_mask(rows),
-            target_rows=first_row,
-            bonus_rows=second_row,
-            max_draft_len=max_draft_len,
-            backend=rule.backend,
-        )
-    _mark(rule, torch.zeros((2, logits.shape[1]), device=logits.device))
+    processed = torch.zeros((2, logits.shape[1]), device=logits.device)
+    for rows in (*_row_layouts(logits), processed):
+        # Raw rows are found by their indices; processed ones lie in order, their bonus is sampled.
+        is_raw = rows is not processed
+        for (theta, gap), max_draft_len in itertools.product(
+            _thresholds(rule, logits.device), longest.values()
+        ):
+            verify_greedy(
+                rows,
+                first_row,
+                end,
+                None if is_raw else first_row,
+                theta,
+                gap=gap,
+                protected=rule.protected_mask(rows),
+                target_rows=first_row if is_raw else None,
+                bonus_rows=second_row if is_raw else None,
+                max_draft_len=max_draft_len,
+                backend=rule.backend,
+            )
+    _mark(rule, processed)
 
 
 def warm_up_v2(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: int) -> None:
@@ -57,7 +61,8 @@ def warm_up_v2(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
     if resolve_backend(rule.backend, logits.device.type) != "triton":
         return
     inputs = torch.zeros(2, dtype=torch.int32, device=logits.device)
-    for rows in _row_layouts(logits):
+    # Where sampling changes no logit, vLLM hands the raw ones on.
+    for rows in (*_row_layouts(logits), torch.zeros((2, logits.shape[1]), device=logits.device)):
         for theta, gap in _thresholds(rule, logits.device):
             verify_input_tokens(
                 rows,
@@ -69,9 +74,7 @@ def warm_up_v2(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
                 protected=rule.protected_mask(rows),
                 backend=rule.backend,
             )
-        # Where sampling changes no logit, vLLM hands the raw ones on.
         _mark(rule, rows)
-    _mark(rule, torch.zeros((2, logits.shape[1]), device=logits.device))
 
 
 def _mark(rule: MarginRule, rows: torch.Tensor) -> None:

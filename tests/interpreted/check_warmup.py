@@ -93,14 +93,23 @@ def test_v1(seen, shape):
             max_draft_len=max(lengths),
             backend="triton",
         )
-        relaxed_positions(
-            logits.float().contiguous()[: len(drafts)],
-            drafts,
-            cu,
-            0.9,
-            protected=rule.protected_mask(logits),
-            backend="triton",
-        )
+        # What a processor has touched is float32, in order, and its bonus tokens are sampled.
+        options = {"protected": rule.protected_mask(logits), "backend": "triton"}
+        processed = logits.float().contiguous()[: len(drafts)]
+        bonus = torch.zeros(len(lengths), 1, dtype=torch.int32)
+        batch = len(lengths)
+        for theta, gap in ((0.9, 0.0), (torch.full((batch,), 0.9), torch.zeros(batch))):
+            verify_greedy(
+                processed,
+                drafts,
+                cu,
+                bonus,
+                theta,
+                gap=gap,
+                max_draft_len=max(lengths),
+                **options,
+            )
+            relaxed_positions(processed, drafts, cu, theta, gap=gap, **options)
     assert seen == warm
 
 
