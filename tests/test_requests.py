@@ -1,5 +1,7 @@
 """A request's own options: what is read, what is refused, and how a batch follows them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm import SamplingParams
@@ -17,6 +19,11 @@ GAP = MarsConfig(metric="gap", theta=1.0, gap=0.5, gap_max=2.0)
 
 def params(**extra_args):
     return SamplingParams(temperature=0, extra_args=extra_args or None)
+
+
+def served_with(config):
+    """As much of vLLM's config as carries the options."""
+    return SimpleNamespace(additional_config={"mars": config.to_json()})
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,7 @@ def test_refused(config, extra_args, message):
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises(VLLMValidationError, match=message) as raised:
-        check_request(params(**extra_args), config)
+        check_request(params(**extra_args), served_with(config))
     assert raised.value.parameter == "vllm_xargs"
 
 

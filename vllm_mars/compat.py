@@ -96,7 +96,7 @@ INTERFACES: Mapping[str, Interfaces] = {
         },
         # Hooked when they are imported, so a hook on a module that is gone would never run. These
         # are looked for, not imported.
-        "vllm.v1.engine": {"input_processor": _EXISTS},
+        "vllm.v1.engine": {"async_llm": _EXISTS, "input_processor": _EXISTS},
         "vllm.v1.worker": {"gpu_model_runner": _EXISTS},
         "vllm.v1.worker.gpu": {"model_runner": _EXISTS},
     },
@@ -104,6 +104,10 @@ INTERFACES: Mapping[str, Interfaces] = {
     "requests": {
         "vllm.exceptions": {"VLLMValidationError": Touch("call", "message, *, parameter")},
         "vllm.sampling_params": _SAMPLING_PARAMS,
+        "vllm.v1.engine.async_llm": {
+            "AsyncLLM.generate": Touch("wrap", "prompt, sampling_params"),
+            "AsyncLLM.vllm_config": _EXISTS,
+        },
         "vllm.v1.engine.input_processor": {
             "InputProcessor.__init__": Touch("wrap"),
             "InputProcessor._validate_params": Touch("wrap", "params"),

@@ -35,6 +35,7 @@ def register() -> None:
     """Entry point in the group `vllm.general_plugins`; idempotent, silent, and cheap."""
     for module, hook in (
         ("vllm.engine.arg_utils", _patch_engine_args),
+        ("vllm.v1.engine.async_llm", _patch_async_llm),
         ("vllm.v1.engine.input_processor", _patch_input_processor),
         ("vllm.v1.worker.gpu_model_runner", _patch_runner_v1),
         ("vllm.v1.worker.gpu.model_runner", _patch_runner_v2),
@@ -89,15 +90,24 @@ def _patch_input_processor(module: ModuleType) -> None:
         wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
         result = wrapped(*args, **kwargs)
-        params = kwargs["params"] if "params" in kwargs else args[0]
-        if getattr(params, "extra_args", None):
-            config = config_of(instance.vllm_config)
-            if config is not None:
-                check_request(params, config)
+        check_request(kwargs["params"] if "params" in kwargs else args[0], instance.vllm_config)
         return result
 
     wrapt.wrap_function_wrapper(module, "InputProcessor.__init__", init)
     wrapt.wrap_function_wrapper(module, "InputProcessor._validate_params", validate_params)
+
+
+# Why: the server answers a streaming request with status 200 before `_validate_params` sees it.
+# Until: vLLM validates before it streams.
+def _patch_async_llm(module: ModuleType) -> None:
+    def generate(
+        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
+        check_request(params, instance.vllm_config)
+        return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "AsyncLLM.generate", generate)
 
 
 # Why: the V1 runner names its rejection sampler class and offers no place for another.
@@ -189,12 +199,21 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     }
 
 
-def check_request(params: "SamplingParams", config: MarsConfig) -> None:
+def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
     """Refuses a request whose own options are bad or not allowed.
+
+    Args:
+        params: the request's parameters; those of a pooling request hold no options.
+        vllm_config: the server's configuration.
 
     Raises:
         VLLMValidationError: vLLM's error that the server answers with HTTP 400.
     """
+    if not getattr(params, "extra_args", None):
+        return
+    config = config_of(vllm_config)
+    if config is None:
+        return
     from vllm.exceptions import VLLMValidationError
 
     from vllm_mars.requests import thresholds_of

@@ -104,7 +104,10 @@ class Release:
             wanted = touch.use != "exists"
             return Symbol("class", self._constructor(module, node) if wanted else "")
         decorators = [ast.unparse(d) for d in getattr(node, "decorator_list", ())]
-        is_called = isinstance(node, ast.FunctionDef) and "property" not in decorators
+        is_called = (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and "property" not in decorators
+        )
         if not is_called or touch.use == "exists":
             return Symbol("attribute")
         skipped = 1 if owner and "staticmethod" not in decorators else 0

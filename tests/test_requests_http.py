@@ -1,0 +1,180 @@
+"""A request's own theta over real HTTP, with the official client, in a server that streams."""
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from vllm_mars.server import VllmServer
+
+pytestmark = pytest.mark.engine
+
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+    "rejection_sample_method": "mars",
+    "mars_theta": 0.98,
+    "mars_theta_min": 0.3,
+}
+SUBJECTS = ("a fox and a dog", "the days of the week", "a red boat", "three cats on a mat")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["cat", "dog", "bird"]},
+    },
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def server(packaged_model, tmp_path_factory):
+    args = [
+        *("--enforce-eager", "--dtype", "float32", "--max-model-len", "512"),
+        # Chunked or cached prefills round differently; tokens are compared here.
+        *("--max-num-seqs", "16", "--no-enable-prefix-caching", "--served-model-name", "model"),
+        *("--speculative-config", json.dumps(SPECULATION)),
+    ]
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with VllmServer(packaged_model, args, log_path=log) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+def body(theta):
+    """What a client adds to its request."""
+    return {} if theta is None else {"extra_body": {"vllm_xargs": {"mars_theta": theta}}}
+
+
+def ask(client, subject, theta, **options):
+    """The text of one streamed answer."""
+    prompt = f"Repeat twice, word for word: {subject}. Then explain it in two sentences."
+    stream = client.chat.completions.create(
+        model="model",
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=40,
+        stream=True,
+        **body(theta),
+        **options,
+    )
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+
+def test_streams_of_mixed_theta_are_each_what_they_are_alone(client):
+    requests = [(subject, theta) for subject in SUBJECTS for theta in (1, 0.3, None, 0.7)]
+    alone = [ask(client, *request) for request in requests]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        together = list(pool.map(lambda request: ask(client, *request), requests))
+    assert together == alone
+    strict = [text for text, (_, theta) in zip(alone, requests, strict=True) if theta == 1]
+    loose = [text for text, (_, theta) in zip(alone, requests, strict=True) if theta == 0.3]
+    assert strict != loose, "theta of a request has no effect"
+
+
+def test_every_endpoint_takes_it(client):
+    prompt = "one two three four, one two three"
+    texts = {}
+    for theta in (1, 0.3):
+        completion = client.completions.create(
+            model="model", prompt=prompt, temperature=0, max_tokens=24, **body(theta)
+        )
+        response = client.responses.create(
+            model="model", input=prompt, temperature=0, max_output_tokens=24, **body(theta)
+        )
+        chat = client.chat.completions.create(
+            model="model",
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0,
+            max_tokens=24,
+            **body(theta),
+        )
+        texts[theta] = (
+            completion.choices[0].text,
+            response.output_text,
+            chat.choices[0].message.content,
+        )
+    assert all(texts[1])
+    # Responses and chat see the same prompt, so each theta gives the same text through both.
+    assert all(responses == chat for _, responses, chat in texts.values())
+
+
+def refusals():
+    """(vllm_xargs, what the error says) of requests that are refused."""
+    return [
+        ({"mars_theta": 0}, "mars_theta=0 is outside (0, 1]"),
+        ({"mars_theta": 2}, "mars_theta=2 is outside (0, 1]"),
+        ({"mars_theta": math.nan}, "mars_theta=nan is outside (0, 1]"),
+        ({"mars_theta": 10**30}, "extra_args integers must be between"),
+        ({"mars_theta": 2**63}, "mars_theta=9223372036854775808 is outside (0, 1]"),
+        ({"mars_theta": "x"}, "mars_theta='x' is a str, but must be a number"),
+        ({"mars_theta": [0.9]}, "mars_theta=[0.9] is a list, but must be a number"),
+        ({"mars_theta": 0.2}, "below this server's limit of 0.3; choose a value in [0.3, 1]"),
+        ({"mars_tehta": 0.9}, "did you mean mars_theta?"),
+        ({"mars_gap": 1.0}, "mars_gap belongs to metric 'gap'"),
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_values_are_that_clients_error_alone(server, client, stream):
+    """While another request runs in the batch: 400 with the field and the range."""
+    expected = ask(client, SUBJECTS[0], 0.7)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask, client, SUBJECTS[0], 0.7)
+        for xargs, message in refusals():
+            # The client would not send NaN, but others can.
+            response = httpx.post(
+                f"{server.base_url}/v1/chat/completions",
+                content=json.dumps(
+                    {
+                        "model": "model",
+                        "messages": [{"role": "user", "content": "Hi"}],
+                        "max_tokens": 4,
+                        "stream": stream,
+                        "vllm_xargs": xargs,
+                    }
+                ),
+                headers={"content-type": "application/json"},
+                timeout=120,
+                trust_env=False,
+            )
+            assert response.status_code == 400, (xargs, response.text)
+            assert message in response.json()["error"]["message"], (xargs, response.text)
+        assert running.result() == expected
+    assert ask(client, SUBJECTS[0], 0.7) == expected
+
+
+def test_a_refusal_reaches_the_official_client(client):
+    with pytest.raises(openai.BadRequestError, match=r"limit of 0.3") as refused:
+        ask(client, SUBJECTS[0], 0.1)
+    assert refused.value.param == "vllm_xargs"
+
+
+def test_structured_output_is_strict_and_valid(client):
+    """The schema holds, and the text is that of strict verification, whatever theta is."""
+    texts = [
+        ask(
+            client,
+            "a pet as JSON",
+            theta,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True},
+            },
+        )
+        for theta in (0.3, 1)
+    ]
+    jsonschema.validate(json.loads(texts[0]), SCHEMA)
+    assert texts[0] == texts[1]
