@@ -29,7 +29,7 @@ def models(tmp_path_factory):
     return target, draft
 
 
-def generate(models, **options):
+def generate(models, sampling=(GREEDY, GREEDY, GREEDY), **options):
     target, draft = models
     job = {
         "model": str(target),
@@ -40,7 +40,7 @@ def generate(models, **options):
             **options,
         },
         "prompts": PROMPTS,
-        "sampling": [GREEDY] * len(PROMPTS),
+        "sampling": list(sampling),
     }
     environment = {
         **os.environ,
@@ -74,7 +74,17 @@ def test_theta_1_is_vllm_and_a_gap_accepts_more(models):
         "chooses otherwise." in strict["log"]
     )
     assert "Margin-aware" not in own["log"]
-    relaxed = generate(models, rejection_sample_method="mars", mars_metric="gap", mars_gap=1000.0)
+    # In one batch: the first request stays strict, the others take what the server gives.
+    first_strict = [{**GREEDY, "extra_args": {"mars_gap": 0}}, GREEDY, GREEDY]
+    relaxed = generate(
+        models,
+        first_strict,
+        rejection_sample_method="mars",
+        mars_metric="gap",
+        mars_gap=1000.0,
+    )
+    assert relaxed["tokens"][0] == own["tokens"][0]
+    assert relaxed["tokens"][1:] != own["tokens"][1:]
     assert "metric=gap, gap=1000 nats" in relaxed["log"]
     assert "the output is LOSSY: it can differ from the target's own." in relaxed["log"]
     assert relaxed["accepted"] / relaxed["drafted"] > own["accepted"] / own["drafted"]

@@ -1,0 +1,66 @@
+"""What the installed plugin costs a server that does not ask for MARS: its imports at start.
+
+`python -m benchmarks.startup --output benchmarks/results/startup-cpu.json`
+
+Each run is a new process that imports what vLLM's API server has loaded when it loads plugins, and
+then times the plugin's import and registration. Nothing of the plugin runs in a step: where MARS is
+not asked for, its hooks wrap the start of an engine and the admission of a request.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_mars.provenance import describe_run
+
+PROBE = """
+import sys, time
+import vllm.engine.arg_utils
+modules = len(sys.modules)
+start = time.perf_counter()
+from vllm_mars.plugin import register
+register()
+print(time.perf_counter() - start, len(sys.modules) - modules)
+"""
+
+
+def main() -> int:
+    """Runs the benchmark; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--output", type=Path, help="JSON file; default: standard output only")
+    args = parser.parse_args()
+    # vLLM must not load the plugin itself before the clock runs.
+    environment = {**os.environ, "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
+    milliseconds, modules = [], 0
+    for _ in range(args.runs):
+        probe = subprocess.run(
+            [sys.executable, "-c", PROBE],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        seconds, count = probe.stdout.split()[-2:]
+        milliseconds.append(float(seconds) * 1e3)
+        modules = int(count)
+    median = statistics.median(milliseconds)
+    print(f"plugin: {median:.1f} ms (median of {args.runs} processes), {modules} modules")
+    if args.output:
+        result = {
+            "schema": "vllm-mars/startup/1",
+            **describe_run(None),
+            "median_ms": median,
+            "runs_ms": milliseconds,
+            "modules": modules,
+        }
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
