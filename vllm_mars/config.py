@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -153,11 +153,7 @@ def split_speculative_config(
     names = {OPTION_PREFIX + field.name: field.name for field in dataclasses.fields(MarsConfig)}
     for key in options:
         if key not in names:
-            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0)
-            raise ValueError(
-                f"{key} is not an option of margin-aware verification; did you mean "
-                f"{nearest[0]}? The options are {', '.join(names)}."
-            )
+            raise unknown_option(key, "margin-aware verification", list(names))
     # Only here is it known what the user wrote and what is a default.
     if options.get("mars_metric", "ratio") == "gap":
         if "mars_theta" in options:
@@ -171,6 +167,15 @@ def split_speculative_config(
             )
     config["rejection_sample_method"] = "standard"
     return MarsConfig(**{names[key]: value for key, value in options.items()}), config
+
+
+def unknown_option(key: str, whose: str, names: Sequence[str]) -> ValueError:
+    """The error for a key that does not exist, with the nearest one that does."""
+    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0)
+    return ValueError(
+        f"{key} is not an option of {whose}; did you mean {nearest[0]}? The options are "
+        f"{', '.join(names)}."
+    )
 
 
 def check_theta(theta: object) -> None:

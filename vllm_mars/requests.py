@@ -5,7 +5,6 @@ bad value is that client's error 400 and no other request notices; the workers r
 the request enters their batch.
 """
 
-import difflib
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.config import (
@@ -15,6 +14,7 @@ from vllm_mars.config import (
     check_gap,
     check_theta,
     lock_is_on,
+    unknown_option,
 )
 
 if TYPE_CHECKING:
@@ -54,11 +54,7 @@ def _is_ours(key: object) -> bool:
 def _check_allowed(own: dict[str, Any], config: MarsConfig) -> None:
     for key in own:
         if key not in _KEYS:
-            nearest = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0)
-            raise ValueError(
-                f"{key} is not an option of a request; did you mean {nearest[0]}? The options are "
-                f"{', '.join(_KEYS)}."
-            )
+            raise unknown_option(key, "a request", _KEYS)
     if not config.client_control:
         raise ValueError(
             f"{', '.join(own)}: this server does not let requests choose their verification "
