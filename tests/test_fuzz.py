@@ -25,11 +25,11 @@ def run(*arguments):
 
 def test_no_difference_on_any_target(tmp_path):
     output = tmp_path / "fuzz.json"
-    child = run("--minutes", "2", "--most", "400", "--seed", "7", "--output", str(output))
+    child = run("--minutes", "1", "--most", "400", "--seed", "7", "--output", str(output))
     assert child.returncode == 0, child.stdout + child.stderr
     calls = dict(re.findall(r"^(\w+): (\d+) calls, seed 7, no difference$", child.stdout, re.M))
     assert set(calls) == set(fuzz.CHECKS)
-    assert all(int(number) >= 20 for number in calls.values()), child.stdout
+    assert all(int(number) >= 10 for number in calls.values()), child.stdout
     assert output.exists()
 
 

@@ -108,7 +108,7 @@ def batches(draw):
     return logits, drafts.to(dtype), lengths, theta, given
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(batches())
 def test_equals_reference(batch):
     logits, drafts, lengths, theta, given = batch
