@@ -27,9 +27,8 @@ class RequestThresholdsV1(LogitsProcessor):
 
     def __init__(self, config: MarsConfig, max_num_reqs: int, device: torch.device) -> None:
         self._config = config
+        self._max_num_reqs = max_num_reqs
         self._device = device
-        self._theta = torch.empty(max_num_reqs, pin_memory=device.type == "cuda")
-        self._gap = torch.empty_like(self._theta)
         # Requests whose thresholds are not the server's, by their place in the batch.
         self._own: dict[int, tuple[float, float]] = {}
         self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -59,16 +58,15 @@ class RequestThresholdsV1(LogitsProcessor):
         if not self._own:
             return self._config.thresholds
         if self._on_device is None:
-            theta, gap = self._config.thresholds
-            self._theta.fill_(theta)
-            self._gap.fill_(gap)
-            for index, (own_theta, own_gap) in self._own.items():
-                self._theta[index] = own_theta
-                self._gap[index] = own_gap
-            # A copy, also on a CPU: the buffers are written again while a step may still read.
-            self._on_device = (
-                self._theta.to(self._device, non_blocking=True, copy=True),
-                self._gap.to(self._device, non_blocking=True, copy=True),
-            )
-        theta_of_slot, gap_of_slot = self._on_device
-        return theta_of_slot[:batch], gap_of_slot[:batch]
+            of_place = [
+                self._own.get(place, self._config.thresholds) for place in range(self._max_num_reqs)
+            ]
+            theta, gap = zip(*of_place, strict=True)
+            self._on_device = self._to_device(theta), self._to_device(gap)
+        theta_of_place, gap_of_place = self._on_device
+        return theta_of_place[:batch], gap_of_place[:batch]
+
+    def _to_device(self, values: tuple[float, ...]) -> torch.Tensor:
+        # New memory each time: an earlier copy may not have been made yet, with steps queued ahead.
+        pinned = torch.tensor(values, pin_memory=self._device.type == "cuda")
+        return pinned.to(self._device, non_blocking=True)
