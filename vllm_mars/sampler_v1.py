@@ -94,9 +94,13 @@ class MarsRejectionSampler(RejectionSampler):
                 bonus_rows=metadata.bonus_logits_indices,
             )
             return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=None)
-        if not metadata.draft_token_ids.shape[0]:
-            # No request has a draft in this step. vLLM's own path ends in an error here if a
-            # request asks for top-k alone (seen in 0.32.0), and there is nothing to verify.
+        if (
+            not metadata.draft_token_ids.shape[0]
+            and sampling_metadata.top_k is not None
+            and sampling_metadata.top_p is None
+        ):
+            # No request has a draft in this step, so there is nothing to verify; with top-k alone
+            # vLLM's own path ends in an error here (seen in 0.32.0).
             return self.sampler(
                 logits=logits[metadata.bonus_logits_indices],
                 sampling_metadata=sampling_metadata,

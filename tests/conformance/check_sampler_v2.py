@@ -1,0 +1,302 @@
+"""One verification step of Model Runner V2: vLLM's own sampler beside MARS.
+
+Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter.
+"""
+
+import math
+import unittest.mock
+
+import oracle
+import pytest
+import steps_v2
+import torch
+from steps_v2 import Request, Step, emitted, random_step
+from vllm import SamplingParams
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+from vllm_mars import MarsConfig
+
+STRICT = [MarsConfig(theta=1.0), MarsConfig(metric="gap", theta=1.0, gap=0.0)]
+LENGTHS = [3, 0, 5, 1, 2]
+
+
+def params(temperature=0.0, seed=None, bad_words=None, **options):
+    sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=50, **options)
+    sampling._bad_words_token_ids = bad_words
+    return sampling
+
+
+def each(temperatures, **options):
+    """The same parameters at several temperatures, each request with a seed of its own."""
+    return [params(t, seed, **options) for seed, t in enumerate(temperatures, 1)]
+
+
+GREEDY = [0.0] * 5
+SAMPLED = [0.7, 1.0, 1.3, 0.2, 1.0]
+MIXED = [0.0, 1.0, 0.8, 0.0, 1.2]
+SETTINGS = {
+    "greedy": each(GREEDY),
+    "temperature 1": each([1.0] * 5),
+    "sampled": each(SAMPLED),
+    "mixed": each(MIXED),
+    "top-k": [params(t, 7, top_k=k) for t, k in zip(SAMPLED, [2, 5, 97, 1, -1], strict=True)],
+    "top-p": [params(t, 8, top_p=p) for t, p in zip(MIXED, [1.0, 0.5, 0.9, 1.0, 0.2], strict=True)],
+    "top-k and top-p": each(SAMPLED, top_k=4, top_p=0.8),
+    "min-p": [
+        params(t, 9, min_p=p) for t, p in zip(SAMPLED, [0.02, 0.0, 0.1, 0.3, 0.05], strict=True)
+    ],
+    "penalties": each(MIXED, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.4),
+    "greedy penalties": each(GREEDY, repetition_penalty=1.5),
+    "bad words": each(MIXED, bad_words=[[5], [7, 8], [5, 11]]),
+    "allowed tokens": each(MIXED, allowed_token_ids=list(range(0, 97, 2))),
+    "logit bias": each(MIXED, logit_bias={3: 6.0, 4: -100.0}),
+    "min tokens": each(MIXED, min_tokens=20, stop_token_ids=list(range(0, 97, 3))),
+    "greedy logprobs": each(GREEDY, logprobs=3),
+    "mixed logprobs": each(MIXED, logprobs=2, top_p=0.9),
+    "all logprobs": each(MIXED, logprobs=-1),
+    "one logprob": [*each(MIXED[:4]), params(1.0, 5, logprobs=0)],
+}
+
+
+def assert_equal(own, mars):
+    assert emitted(mars) == emitted(own)
+    assert torch.equal(mars.num_sampled, own.num_sampled)
+    assert torch.equal(mars.num_rejected, own.num_rejected)
+    assert mars.sampled_token_ids.shape == own.sampled_token_ids.shape
+    assert mars.sampled_token_ids.dtype == own.sampled_token_ids.dtype
+    assert (own.logprobs_tensors is None) == (mars.logprobs_tensors is None)
+    if own.logprobs_tensors is not None:
+        for field in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
+            one, other = (getattr(o.logprobs_tensors, field) for o in (own, mars))
+            assert torch.equal(one, other), field
+        assert (
+            own.logprobs_tensors.cu_num_generated_tokens
+            == mars.logprobs_tensors.cu_num_generated_tokens
+        )
+
+
+@pytest.mark.parametrize("with_draft_logits", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_theta_1_is_vllm(setting, with_draft_logits):
+    step = random_step(1, SETTINGS[setting], LENGTHS, with_draft_logits=with_draft_logits)
+    # The drafts of a request that has sampled nothing since its prefill are placeholders.
+    step.requests[4].prefill_len = len(step.requests[4].tokens)
+    modes = ["raw_logprobs", "processed_logprobs"] if "logprob" in setting else ["raw_logprobs"]
+    for mode in modes:
+        own = step.run(None, logprobs_mode=mode)
+        assert_equal(own, step.run(STRICT[with_draft_logits], logprobs_mode=mode))
+    assert max(map(len, emitted(own))) > 1, "no draft was accepted, so little was compared"
+
+
+@pytest.mark.parametrize("vocab", [1500, 9000])
+@pytest.mark.parametrize("temperatures", [GREEDY, MIXED])
+def test_theta_1_is_vllm_over_several_blocks(temperatures, vocab):
+    """vLLM resamples in blocks of 1,024 tokens, and takes maxima over blocks of 8,192."""
+    step = random_step(1, each(temperatures), LENGTHS, vocab=vocab, with_draft_logits=True)
+    assert_equal(step.run(None), step.run(MarsConfig(theta=1.0)))
+
+
+def test_a_prefill_that_is_not_done_emits_nothing():
+    tokens = list(range(20))
+    requests = [Request(params(), [4, 5]), Request(params(1.0, 1), [], tokens, prefill_len=20)]
+    step = Step(requests, torch.randn(4, 97), steps=2)
+    for config in (None, MarsConfig(theta=1.0), MarsConfig(theta=0.5)):
+        batch = step.batch()
+        batch.seq_lens[1] = 10
+        output = step.sampler(config)(step.logits.clone(), batch)
+        assert output.num_sampled[0] > 0
+        assert output.num_sampled[1] == output.num_rejected[1] == 0
+
+
+def rows_of(step, logits):
+    """The draft rows of each request, as lists."""
+    counts = [len(request.drafts) + 1 for request in step.requests]
+    return [rows[:-1].tolist() for rows in logits.split(counts)]
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_greedy_below_1_follows_the_rule(processed):
+    """On the raw rows, and on vLLM's path with the relaxed drafts made certain."""
+    protected = frozenset({3, 50})
+    sampling = each(GREEDY, **({"logit_bias": {96: -1.0}} if processed else {}))
+    relaxed = 0
+    for seed in range(12):
+        step = random_step(seed, sampling, LENGTHS)
+        invalid = torch.rand(len(step.logits), generator=torch.Generator().manual_seed(seed)) < 0.1
+        logits = step.logits.clone()
+        if processed:
+            logits[:, 96] -= 1.0
+        output = step.run(MarsConfig(theta=0.7), protected=tuple(protected), invalid_drafts=invalid)
+        expected, row = [], 0
+        for request, rows in zip(step.requests, rows_of(step, logits), strict=True):
+            count = len(request.drafts)
+            drafts = [
+                -1 if bad else draft
+                for draft, bad in zip(
+                    request.drafts, invalid[row + 1 : row + 1 + count], strict=True
+                )
+            ]
+            bonus = int(logits[row + count].argmax())
+            verified = oracle.verify(rows, drafts, bonus, 0.7, 0.0, protected)
+            expected.append(verified.tokens)
+            relaxed += verified.relaxed
+            row += count + 1
+        assert emitted(output) == expected
+    assert relaxed > 0
+
+
+def strict_by_position(step):
+    """What vLLM's sampler does at each position on its own.
+
+    Its random numbers depend on seed and position alone, so each position is a request of its own
+    that has the tokens before it behind it. Returns, for each request and each of its rows, whether
+    the draft was accepted and the token that is emitted otherwise (at the last row: the bonus).
+    """
+    requests, rows, draft_rows, row = [], [], [], 0
+    for index, request in enumerate(step.requests):
+        for i in range(len(request.drafts) + 1):
+            requests.append(
+                Request(
+                    request.sampling, request.drafts[i : i + 1], request.tokens + request.drafts[:i]
+                )
+            )
+            rows += [row + i, row + i + 1] if i < len(request.drafts) else [row + i]
+            if step.draft_logits is not None:
+                at = min(i, step.steps - 1)
+                draft_rows.append(step.draft_logits[step.states[index], at][None])
+        row += len(request.drafts) + 1
+    draft_logits = torch.stack(draft_rows) if draft_rows else None
+    results = iter(emitted(Step(requests, step.logits[rows], draft_logits, steps=1).run(None)))
+    return [
+        [
+            (len(tokens) == 2, tokens[0])
+            for _, tokens in zip([*request.drafts, None], results, strict=False)
+        ]
+        for request in step.requests
+    ]
+
+
+def processed_logits(step):
+    sampler, batch = step.sampler(None), step.batch()
+    return sampler.sampler.apply_sampling_params(
+        step.logits.clone(),
+        batch.expanded_idx_mapping,
+        batch.idx_mapping,
+        batch.idx_mapping_np,
+        batch.positions,
+        batch.input_ids,
+        batch.expanded_local_pos,
+        batch.seq_lens_cpu_upper_bound.numpy(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "with_draft_logits"),
+    [
+        (MarsConfig(theta=0.6), False),
+        (MarsConfig(theta=0.6), True),
+        (MarsConfig(metric="gap", theta=1.0, gap=1.0), True),
+    ],
+)
+@pytest.mark.parametrize("setting", ["sampled", "mixed", "top-k and top-p", "min-p"])
+def test_sampled_below_1_follows_the_rule(setting, config, with_draft_logits):
+    """Accepted where the margin or vLLM's own test accepts; else vLLM's own correction."""
+    protected = frozenset(range(0, 97, 10))
+    step = random_step(2, SETTINGS[setting], LENGTHS, with_draft_logits=with_draft_logits)
+    output = step.run(config, protected=tuple(protected))
+    rows = rows_of(step, processed_logits(step))
+    relaxed = 0
+    for request, own, request_rows, tokens in zip(
+        step.requests, strict_by_position(step), rows, emitted(output), strict=True
+    ):
+        expected = []
+        for draft, row, (accepted, _) in zip(request.drafts, request_rows, own, strict=False):
+            margin = oracle.is_relaxed(row, draft, *config.thresholds, protected)
+            if not (accepted or margin):
+                break
+            relaxed += not accepted
+            expected.append(draft)
+        assert tokens == [*expected, own[len(expected)][1]]
+    assert relaxed > 0
+
+
+@pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(theta=0.6)])
+@pytest.mark.parametrize("setting", ["greedy", "mixed logprobs"])
+def test_chunks_change_nothing(monkeypatch, setting, config):
+    """Chunks hold whole requests, so a limit below a request's rows still takes them together."""
+    step = random_step(2, SETTINGS[setting], LENGTHS, with_draft_logits=True)
+    whole = step.run(config)
+    for limit, chunks in ((1, 5), (5, 3), (11, 2)):
+        monkeypatch.setattr(rejection_sampler, "get_max_chunk_logits", lambda _, n=limit: n)
+        sampler = step.sampler(config)
+        verify = unittest.mock.Mock(wraps=sampler._verify)
+        monkeypatch.setattr(sampler, "_verify", verify)
+        output = sampler(step.logits.clone(), step.batch(), step.draft_logits)
+        assert verify.call_count == chunks
+        assert_equal(whole, output)
+
+
+@pytest.mark.parametrize("temperatures", [GREEDY, MIXED])
+@pytest.mark.parametrize("with_draft_logits", [False, True])
+def test_invalid_drafts(temperatures, with_draft_logits):
+    """What grammar forbids: as vLLM at theta 1, and accepted at no theta."""
+    for seed in range(3):
+        step = random_step(seed, each(temperatures), LENGTHS, with_draft_logits=with_draft_logits)
+        invalid = torch.rand(len(step.logits), generator=torch.Generator().manual_seed(seed)) < 0.4
+        own = step.run(None, invalid_drafts=invalid)
+        assert_equal(own, step.run(MarsConfig(theta=1.0), invalid_drafts=invalid))
+        relaxed = step.run(MarsConfig(metric="gap", gap=1000.0), invalid_drafts=invalid)
+        row = 0
+        for request, tokens in zip(step.requests, emitted(relaxed), strict=True):
+            count = len(request.drafts)
+            bad = invalid[row + 1 : row + 1 + count].tolist()
+            assert len(tokens) - 1 <= (bad.index(True) if True in bad else count)
+            row += count + 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_logprobs_of_a_relaxed_token_are_its_own(mode, temperature):
+    logits = torch.tensor([[1.9, 2.0, 0.5, 0.0], [0.0, 3.0, 0.0, 0.0]])
+    step = Step([Request(params(temperature, 1, logprobs=2), [0], [3, 1, 2, 1])], logits)
+    output = step.run(MarsConfig(theta=0.9), logprobs_mode=mode)
+    assert emitted(output)[0][0] == 0
+    scale = temperature if mode == "processed_logprobs" and temperature else 1.0
+    expected = (logits[0] / scale).log_softmax(-1)
+    tensors = output.logprobs_tensors
+    assert tensors.logprob_token_ids[0].tolist() == [0, 1, 0]
+    torch.testing.assert_close(tensors.logprobs[0], expected[torch.tensor([0, 1, 0])])
+    assert tensors.selected_token_ranks[0] == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bad_words": [[0]]},
+        {"allowed_token_ids": [1, 2]},
+        {"logit_bias": {0: -math.inf}},
+        {"min_tokens": 9, "stop_token_ids": [0]},
+        {"top_k": 1},
+        {"top_p": 0.3},
+        {"min_p": 0.995},
+    ],
+)
+def test_a_forbidden_draft_is_never_accepted(options):
+    logits = torch.tensor([[1.99, 2.0, 1.0, 0.9], [0.0, 3.0, 0.0, 0.0]])
+    samples_only = {"top_k", "top_p", "min_p"} & set(options)
+    temperatures = [1.0] * 20 if samples_only else [0.0] * 4 + [1.0] * 16
+    requests = [
+        Request(params(temperature, seed, **options), [0], [3, 1, 2, 1])
+        for seed, temperature in enumerate(temperatures)
+    ]
+    output = Step(requests, logits.repeat(20, 1)).run(MarsConfig(theta=0.01))
+    assert all(tokens[0] != 0 for tokens in emitted(output))
+
+
+def test_steps_are_real():
+    """The steps reach vLLM's kernels through Triton's interpreter."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+    assert isinstance(rejection_sampler_utils._rejection_kernel, InterpretedFunction)
+    assert steps_v2.RejectionSampler is rejection_sampler.RejectionSampler

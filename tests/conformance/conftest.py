@@ -1,0 +1,31 @@
+"""Conformance with an installed vLLM.
+
+    pytest tests/conformance
+
+in an environment with this package and the vLLM in question (its CPU build) says whether MARS, at
+theta = 1 or gap 0, answers exactly as that vLLM's own sampler does, and below 1 exactly as the rule
+says: through real engines with tiny random models and at the samplers themselves, on both model
+runners. Nothing is downloaded but for one test with the packaged model.
+
+    test_engine_v1.py, test_engine_v2.py    engines: one workload for vLLM's sampler and for MARS
+    test_sampler_v2.py                      one verification step of V2 (that of V1 is in
+                                            tests/test_sampler_v1.py)
+    test_distribution.py                    sampled tokens against the enumerated rule, V1 and V2
+
+Model Runner V2 needs Triton, so on a CPU it runs in Triton's interpreter (tests/interpreted).
+"""
+
+import pytest
+import tiny_models
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folders `target`, `draft` (a model of the target's first layer) and `eagle` (a head)."""
+    directory = tmp_path_factory.mktemp("models")
+    model = tiny_models.llama(directory / "target")
+    tiny_models.eagle(directory / "eagle", model)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    model.save_pretrained(directory / "draft")
+    return directory

@@ -1,0 +1,102 @@
+"""Real engines on the V1 model runner: MARS at theta = 1 answers as vLLM's own sampler does."""
+
+import pytest
+import workload
+
+pytestmark = pytest.mark.engine
+
+CROWD = workload.crowded(8, 20, 70)
+STOPS = workload.stop_strings(40)
+TOGETHER = {
+    f"greedy {i}": (workload.prompt(90 + i, 4 + i), workload.greedy(max_tokens=12 + 5 * (i % 3)))
+    for i in range(9)
+} | {"sampled": (workload.prompt(99), workload.sampled(31))}
+# Those that ask for strict verification whatever the server does.
+STRICT = ("greedy 8", "sampled")
+BATCHES = [list(batch.values()) for batch in (CROWD, STOPS, TOGETHER)]
+
+
+def draft_model(models, **options):
+    return {
+        "method": "draft_model",
+        "model": str(models / "draft"),
+        "num_speculative_tokens": 3,
+        "draft_sample_method": "probabilistic",
+        **options,
+    }
+
+
+def eagle(models, **options):
+    return {
+        "method": "eagle",
+        "model": str(models / "eagle"),
+        "num_speculative_tokens": 3,
+        **options,
+    }
+
+
+def test_every_kind_of_request(models):
+    """All kinds at once; then prompts that come in chunks, and again from the cache."""
+    requests, long = workload.every_kind(), workload.long_prompts(110, 8, with_seeds=False)
+    batches = [list(requests.values()), list(long.values()), list(long.values())]
+    options = {
+        "model": str(models / "target"),
+        "max_num_seqs": 12,
+        # Twelve short prompts fit into a step, one long prompt does not.
+        "max_num_batched_tokens": 80,
+        "block_size": 32,
+    }
+    own = workload.run(draft_model(models), batches, **options)
+    mars = workload.run(draft_model(models, **workload.STRICT), batches, **options)
+    workload.assert_same_batches([requests, long, long], own, mars)
+    assert own["metrics"][-1]["vllm:prefix_cache_hits"] > 0
+    assert workload.finish_reasons(own, 0) == {"length", "stop"}
+
+
+@pytest.fixture(scope="module")
+def small_cache(models, packaged_model):
+    """Engine arguments: few blocks, the tokenizer for stop strings, the other logprobs."""
+    return {
+        "model": str(models / "target"),
+        "tokenizer": str(packaged_model),
+        "skip_tokenizer_init": False,
+        "max_num_seqs": 8,
+        "block_size": 32,
+        "num_gpu_blocks_override": 14,
+        "logprobs_mode": "processed_logprobs",
+    }
+
+
+@pytest.fixture(scope="module")
+def own(models, small_cache):
+    return workload.run(eagle(models), BATCHES, **small_cache)
+
+
+def test_small_cache(models, small_cache, own):
+    """Requests are preempted and resume; stop strings; gap 0 as the strict MARS."""
+    mars = workload.run(eagle(models, **workload.STRICT_GAP), BATCHES, **small_cache)
+    assert own["metrics"][-1]["vllm:num_preemptions"] > 0
+    workload.assert_same_batches([CROWD, STOPS, TOGETHER], own, mars)
+    assert "stop" in workload.finish_reasons(own, 1)
+
+
+def test_below_1_a_batch_answers_as_each_request_alone(models, own):
+    """And a request that asks for theta 1 in a lossy server gets vLLM's own answer."""
+    theta_1 = {"extra_args": {"mars_theta": 1.0}}
+    together = [
+        (prompt, {**sampling, **theta_1} if name in STRICT else sampling)
+        for name, (prompt, sampling) in TOGETHER.items()
+    ]
+    mars = workload.run(
+        eagle(models, rejection_sample_method="mars", mars_theta=0.3),
+        [together, *([one] for one in together)],
+        model=str(models / "target"),
+        max_num_seqs=12,
+    )
+    batch, alone = mars["batches"][0], [answers for (answers,) in mars["batches"][1:]]
+    workload.assert_same(list(TOGETHER), batch, alone)
+    expected = dict(zip(TOGETHER, own["batches"][2], strict=True))
+    answers = dict(zip(TOGETHER, batch, strict=True))
+    for name in STRICT:
+        assert answers[name][0]["tokens"] == expected[name][0]["tokens"], name
+    assert any(answers[name] != expected[name] for name in answers), "nothing was relaxed"

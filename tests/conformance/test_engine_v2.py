@@ -1,0 +1,78 @@
+"""Real engines on Model Runner V2, whose Triton kernels the interpreter runs: few and small."""
+
+import pytest
+import workload
+
+pytestmark = pytest.mark.engine
+
+
+def draft_model(models, **options):
+    return {
+        "method": "draft_model",
+        "model": str(models / "draft"),
+        "num_speculative_tokens": 3,
+        "draft_sample_method": "probabilistic",
+        **options,
+    }
+
+
+def eagle(models, **options):
+    return {
+        "method": "eagle",
+        "model": str(models / "eagle"),
+        "num_speculative_tokens": 3,
+        **options,
+    }
+
+
+def run(speculative_config, batches, models, **options):
+    return workload.run(
+        speculative_config,
+        [list(batch.values()) for batch in batches],
+        v2=True,
+        model=str(models / "target"),
+        **options,
+    )
+
+
+def test_draft_model(models):
+    """Drafts with probabilities, all kinds of requests; a gap accepts more.
+
+    All kinds come at once, with prompts that are cut into chunks, then some again from the cache.
+    """
+    requests = workload.every_kind(7) | workload.long_prompts(70, 4, with_seeds=True)
+    again = {name: requests[name] for name in ("greedy", "sampled", "greedy, long prompt")}
+    options = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "block_size": 32}
+    own = run(draft_model(models), [requests, again], models, **options)
+    mars = run(draft_model(models, **workload.STRICT), [requests, again], models, **options)
+    assert own["has_draft_logits"]
+    workload.assert_same_batches([requests, again], own, mars)
+    assert own["metrics"][-1]["vllm:prefix_cache_hits"] > 0
+    assert workload.finish_reasons(own, 0) == {"length", "stop"}
+    assert (
+        "Margin-aware verification (MARS) is on: metric=ratio, theta=1, 1 protected tokens, "
+        "model runner V2, torch backend; the output is lossless" in mars["log"]
+    )
+    assert "Margin-aware" not in own["log"]
+    relaxed = run(draft_model(models, **workload.RELAXED), [again], models, **options)
+    assert workload.accepted_share(relaxed, 0) > workload.accepted_share(own, 1)
+
+
+def test_eagle_and_a_small_cache(models):
+    """Requests are preempted and resume; the other logprobs; gap 0; then a gap accepts more."""
+    crowd = workload.crowded(4, 20, 20)
+    options = {
+        "max_num_seqs": 4,
+        "block_size": 32,
+        "num_gpu_blocks_override": 6,
+        "logprobs_mode": "processed_logprobs",
+    }
+    own = run(eagle(models), [crowd], models, **options)
+    mars = run(eagle(models, **workload.STRICT_GAP), [crowd], models, **options)
+    assert not own["has_draft_logits"]
+    assert own["metrics"][-1]["vllm:num_preemptions"] > 0
+    workload.assert_same_batches([crowd], own, mars)
+    relaxed = run(eagle(models, **workload.RELAXED), [crowd], models, **options)
+    assert "metric=gap, gap=1000 nats" in relaxed["log"]
+    assert "the output is LOSSY: it can differ from the target's own." in relaxed["log"]
+    assert workload.accepted_share(relaxed, 0) > workload.accepted_share(own, 0)
