@@ -1,6 +1,6 @@
 """Model Runner V2 on a CPU, its Triton kernels run by the interpreter: identity, then the rule.
 
-Greedy only: the interpreter refuses a mask in one of vLLM's kernels for sampled requests.
+In one batch requests differ in their gap. Every other kind of request is in tests/conformance.
 """
 
 import json

@@ -15,12 +15,12 @@ from vllm_mars import MarsConfig
 @pytest.mark.parametrize(
     ("with_draft_probs", "top_k", "theta", "count"),
     [
-        (False, None, 1.0, 500),
-        (False, None, 0.9, 500),
-        (True, None, 1.0, 500),
-        (True, None, 0.9, 500),
-        (False, 3, 0.9, 200),
-        (True, 3, 0.9, 200),
+        (False, None, 1.0, 400),
+        (False, None, 0.9, 400),
+        (True, None, 1.0, 400),
+        (True, None, 0.9, 400),
+        (False, 3, 0.9, 150),
+        (True, 3, 0.9, 150),
     ],
 )
 def test_distribution(with_draft_probs, top_k, theta, count):

@@ -116,33 +116,36 @@ def rows_of(step, logits):
 
 @pytest.mark.parametrize("processed", [False, True])
 def test_greedy_below_1_follows_the_rule(processed):
-    """On the raw rows, and on vLLM's path with the relaxed drafts made certain."""
-    protected = frozenset({3, 50})
+    """On the raw rows, and where a logits processor changes them."""
+    theta, protected = 0.85, frozenset(range(0, 97, 3))
     sampling = each(GREEDY, **({"logit_bias": {96: -1.0}} if processed else {}))
-    relaxed = 0
+    relaxed = blocked = 0
     for seed in range(12):
-        step = random_step(seed, sampling, LENGTHS)
+        step = random_step(seed, sampling, LENGTHS, ranks=(0, 1, 1))
         invalid = torch.rand(len(step.logits), generator=torch.Generator().manual_seed(seed)) < 0.1
         logits = step.logits.clone()
         if processed:
             logits[:, 96] -= 1.0
-        output = step.run(MarsConfig(theta=0.7), protected=tuple(protected), invalid_drafts=invalid)
+        output = step.run(
+            MarsConfig(theta=theta), protected=tuple(protected), invalid_drafts=invalid
+        )
         expected, row = [], 0
         for request, rows in zip(step.requests, rows_of(step, logits), strict=True):
             count = len(request.drafts)
+            is_invalid = invalid[row + 1 : row + 1 + count].tolist()
             drafts = [
-                -1 if bad else draft
-                for draft, bad in zip(
-                    request.drafts, invalid[row + 1 : row + 1 + count], strict=True
-                )
+                -1 if bad else draft for draft, bad in zip(request.drafts, is_invalid, strict=True)
             ]
             bonus = int(logits[row + count].argmax())
-            verified = oracle.verify(rows, drafts, bonus, 0.7, 0.0, protected)
+            verified = oracle.verify(rows, drafts, bonus, theta, 0.0, protected)
             expected.append(verified.tokens)
             relaxed += verified.relaxed
+            unprotected = oracle.verify(rows, drafts, bonus, theta, 0.0, frozenset())
+            blocked += verified.tokens != unprotected.tokens
             row += count + 1
         assert emitted(output) == expected
     assert relaxed > 0
+    assert blocked > 0
 
 
 def strict_by_position(step):
@@ -193,19 +196,26 @@ def processed_logits(step):
 @pytest.mark.parametrize(
     ("config", "with_draft_logits"),
     [
-        (MarsConfig(theta=0.6), False),
-        (MarsConfig(theta=0.6), True),
+        (MarsConfig(theta=0.85), False),
+        (MarsConfig(theta=0.85), True),
         (MarsConfig(metric="gap", theta=1.0, gap=1.0), True),
     ],
 )
 @pytest.mark.parametrize("setting", ["sampled", "mixed", "top-k and top-p", "min-p"])
 def test_sampled_below_1_follows_the_rule(setting, config, with_draft_logits):
     """Accepted where the margin or vLLM's own test accepts; else vLLM's own correction."""
-    protected = frozenset(range(0, 97, 10))
-    step = random_step(2, SETTINGS[setting], LENGTHS, with_draft_logits=with_draft_logits)
+    step = random_step(
+        4,
+        SETTINGS[setting] * 2,
+        LENGTHS * 2,
+        with_draft_logits=with_draft_logits,
+        ranks=(0, 1, 1),
+    )
+    # Of every second request, so that the margin is blocked at some positions and not at others.
+    protected = frozenset(draft for request in step.requests[::2] for draft in request.drafts)
     output = step.run(config, protected=tuple(protected))
     rows = rows_of(step, processed_logits(step))
-    relaxed = 0
+    relaxed = blocked = 0
     for request, own, request_rows, tokens in zip(
         step.requests, strict_by_position(step), rows, emitted(output), strict=True
     ):
@@ -213,11 +223,29 @@ def test_sampled_below_1_follows_the_rule(setting, config, with_draft_logits):
         for draft, row, (accepted, _) in zip(request.drafts, request_rows, own, strict=False):
             margin = oracle.is_relaxed(row, draft, *config.thresholds, protected)
             if not (accepted or margin):
+                blocked += oracle.is_relaxed(row, draft, *config.thresholds, frozenset())
                 break
             relaxed += not accepted
             expected.append(draft)
         assert tokens == [*expected, own[len(expected)][1]]
     assert relaxed > 0
+    assert blocked > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("config", "threshold"),
+    [(MarsConfig(theta=0.9), 1.8), (MarsConfig(metric="gap", theta=1.0, gap=0.5), 1.5)],
+)
+def test_the_threshold_is_sharp(config, threshold, temperature):
+    """Runners-up just above it are all accepted; just below it strict verification decides."""
+    for offset, all_accepted in ((1e-3, True), (-1e-3, False)):
+        rows = torch.tensor([[threshold + offset, 2.0, 1.0, 0.5], [0.0, 0.0, 0.0, 9.0]])
+        requests = [Request(params(temperature, seed), [0], [3, 1, 2, 1]) for seed in range(20)]
+        step = Step(requests, rows.repeat(20, 1))
+        accepted = [tokens[0] == 0 for tokens in emitted(step.run(config))]
+        assert all(accepted) == all_accepted
+        assert any(accepted) or temperature == 0
 
 
 @pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(theta=0.6)])

@@ -181,11 +181,12 @@ class Step:
 
 
 def random_step(
-    seed, samplings, lengths, *, vocab=97, with_draft_logits=False, near=0.9, **changes
+    seed, samplings, lengths, *, vocab=97, with_draft_logits=False, ranks=(0, 0, 0, 1, 2), near=0.9
 ):
-    """Random logits and drafts: half the drafts the target's first, the rest mostly near it.
+    """Random logits and drafts.
 
-    A share `near` of the drafts is among the target's first three.
+    A share `near` of the drafts are the target's tokens of a rank drawn from `ranks` (0 is its
+    first choice); the rest are any tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = sum(lengths) + len(lengths)
@@ -193,19 +194,19 @@ def random_step(
     steps = max(lengths)
     requests, row = [], 0
     for sampling, length in zip(samplings, lengths, strict=True):
-        best = logits[row : row + length].topk(3, dim=-1).indices
-        rank = torch.randint(-2, 3, (length, 1), generator=generator).clamp(min=0)
+        best = logits[row : row + length].topk(max(ranks) + 1, dim=-1).indices
+        rank = torch.tensor(ranks)[torch.randint(len(ranks), (length, 1), generator=generator)]
         drafts = best.gather(1, rank).squeeze(1)
         elsewhere = torch.rand(length, generator=generator) > near
         drafts[elsewhere] = torch.randint(0, vocab, (int(elsewhere.sum()),), generator=generator)
-        requests.append(Request(sampling, drafts.tolist(), **changes))
+        requests.append(Request(sampling, drafts.tolist()))
         row += length + 1
     draft_logits = None
     if with_draft_logits:
         draft_logits = torch.randn(len(lengths), steps, vocab, generator=generator) * 2
         for index, request in enumerate(requests):
             # A draft token is one that the draft model finds likely.
-            draft_logits[index, torch.arange(len(request.drafts)), request.drafts] += 5
+            draft_logits[index, torch.arange(len(request.drafts)), request.drafts] += 8
     return Step(requests, logits, draft_logits, steps)
 
 

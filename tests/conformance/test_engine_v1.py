@@ -37,7 +37,7 @@ def eagle(models, **options):
 
 def test_every_kind_of_request(models):
     """All kinds at once; then prompts that come in chunks, and again from the cache."""
-    requests, long = workload.every_kind(), workload.long_prompts(110, 8, with_seeds=False)
+    requests, long = workload.every_kind(), workload.long_prompts(110, 8, seed=None)
     batches = [list(requests.values()), list(long.values()), list(long.values())]
     options = {
         "model": str(models / "target"),

@@ -40,7 +40,7 @@ def test_draft_model(models):
 
     All kinds come at once, with prompts that are cut into chunks, then some again from the cache.
     """
-    requests = workload.every_kind(7) | workload.long_prompts(70, 4, with_seeds=True)
+    requests = workload.every_kind(7) | workload.long_prompts(70, 4, seed=14)
     again = {name: requests[name] for name in ("greedy", "sampled", "greedy, long prompt")}
     options = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "block_size": 32}
     own = run(draft_model(models), [requests, again], models, **options)

@@ -31,4 +31,4 @@ def run_checks(checks: str, at_least: int) -> None:
 
 
 def test_sampler_v2():
-    run_checks("check_sampler_v2.py", 75)
+    run_checks("check_sampler_v2.py", 79)
