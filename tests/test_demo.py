@@ -33,6 +33,8 @@ def start_demo(tmp_path, model, mark, *arguments):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that starts the tests in the background makes them ignore it, children too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
