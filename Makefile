@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	&& echo $$p && break; done)
 INSTALLED := $(VENV)/.installed-$(BUILD)
 
-.PHONY: install demo test fuzz lint format clean
+.PHONY: install demo test fuzz soak lint format clean
 
 install: $(INSTALLED)
 
@@ -41,6 +41,10 @@ MINUTES ?= 10
 SEED ?= 0
 fuzz: install
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
+# Mixed load on a real server, watched for leaks: make soak MINUTES=20
+soak: install
+	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -64,7 +64,7 @@ def variants() -> list[Variant]:
         whose = "theta per request" if per_request else "one theta"
         result.append(_accept(f"accept, bonus rows, {whose}", "rows", per_request))
         result.append(_accept(f"accept, bonus row last, {whose}", "last", per_request))
-        result.append(_mark(f"mark, {whose}", per_request))
+        result.append(_judge(f"judge, {whose}", per_request))
     result.append(_accept("accept, bonus ids, one theta", "ids", False))
     result.append(_accept("accept, no bonus, with ids", "no", False, ids=True))
     result.append(_accept("accept, bonus rows, 128 drafts", "rows", False, max_draft_len=128))
@@ -96,7 +96,7 @@ def _top2(name: str, dtype: str, *, rows: bool, ids: bool = False, odd: bool = F
 
 
 def _judged(per_request: bool) -> dict[str, str]:
-    """Types of the arguments that `accept_kernel` and `mark_kernel` share."""
+    """Types of the arguments that `accept_kernel` and `judge_kernel` share."""
     threshold = "*fp32" if per_request else "fp32"
     return {
         "best_ptr": "*i64",
@@ -108,6 +108,7 @@ def _judged(per_request: bool) -> dict[str, str]:
         "cu_num_draft_tokens_ptr": "*i32",
         "theta": threshold,
         "gap": threshold,
+        "share": "i32",
         "vocab": "i32",
         "num_splits": "i32",
     }
@@ -119,6 +120,8 @@ def _shared_constants(per_request: bool, rows: bool) -> dict[str, Any]:
         "SPLITS": triton.next_power_of_2(triton.cdiv(VOCAB, block)),
         "HAS_TARGET_ROWS": rows,
         "HAS_PROTECTED": True,
+        "HAS_BLOCKED": False,
+        "HAS_BUDGET": False,
         "THETA_PER_REQUEST": per_request,
         "GAP_PER_REQUEST": per_request,
     }
@@ -146,19 +149,22 @@ def _accept(
         "POSITIONS": greedy.num_positions(max_draft_len),
         "BONUS": bonus,
         "WITH_TOP2": ids,
+        "WITH_VERDICTS": False,
+        "DRY_RUN": False,
     }
     options = {"enable_fp_fusion": False}
     return Variant(name, greedy.accept_kernel, types, constants, options=options)
 
 
-def _mark(name: str, per_request: bool) -> Variant:
-    types = {**_judged(per_request), "logits_ptr": "*fp32", "relaxed_ptr": "*i1"}
+def _judge(name: str, per_request: bool) -> Variant:
+    types = {**_judged(per_request), "logits_ptr": "*fp32", "verdicts_ptr": "*i8"}
     constants = {
         **_shared_constants(per_request, rows=False),
         "POSITIONS": greedy.num_positions(0),
+        "WITH_VALUES": False,
     }
     options = {"enable_fp_fusion": False}
-    return Variant(name, greedy.mark_kernel, types, constants, options=options)
+    return Variant(name, greedy.judge_kernel, types, constants, options=options)
 
 
 def compile_variant(variant: Variant, target: GPUTarget) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_mars import verify_greedy
-from vllm_mars.verify import relaxed_positions, verify_input_tokens
+from vllm_mars.verify import judge_positions, verify_input_tokens
 
 THETA = 0.9
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -219,15 +219,15 @@ def mars_v2(step: Step) -> Variant:
     )
 
 
-def mars_relaxed(step: Step) -> Variant:
-    """The marks of the sampling branch; it reads the draft rows only."""
+def mars_judge(step: Step) -> Variant:
+    """The verdicts of the sampling branch; it reads the draft rows only."""
     if step.logits.dtype != torch.float32:
         raise NotApplicableError(
             "float32 only: sampled requests have processed logits of that dtype"
         )
     batch, k, vocab, _ = step.shape
     call = functools.partial(
-        relaxed_positions,
+        judge_positions,
         step.logits,
         step.drafts,
         step.ends,
@@ -236,9 +236,9 @@ def mars_relaxed(step: Step) -> Variant:
         target_rows=step.target_rows,
     )
     return Variant(
-        run=lambda: (call(backend="triton"),),
+        run=lambda: (call(backend="triton").verdicts,),
         answer=lambda outputs: _only(outputs).view(batch, k),
-        expected=call(backend="torch").view(batch, k),
+        expected=call(backend="torch").verdicts.view(batch, k),
         bytes=batch * k * vocab * 4,
     )
 
@@ -394,7 +394,7 @@ OURS: dict[str, Callable[[Step], Variant]] = {
     "mars": mars,
     "mars, theta per request": mars_per_request,
     "mars, V2 layout": mars_v2,
-    "mars relaxed_positions": mars_relaxed,
+    "mars judge_positions": mars_judge,
     "empty kernel": empty,
 }
 BASELINES: dict[str, Callable[[Step], Variant]] = {

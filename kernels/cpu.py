@@ -1,8 +1,8 @@
 """Margin-aware verification on a CPU: the same results as `reference`, at the cost of one argmax.
 
 NumPy's vectorised argmax takes a third of the time of torch's, and its small operations a quarter,
-which counts for a single request. z2 is not computed. With t = theta * z1 - gap and "larger" the
-number of logits above a pivot, relaxed(x) is
+which counts for a single request. z2 is computed only for a caller that wants verdicts. With
+t = theta * z1 - gap and "larger" the number of logits above a pivot, relaxed(x) is
 
     x is not the argmax:  z[x] > t  and  larger(z[x]) <= 1      (z[x] is z2, or ties with z1)
     x is the argmax:      larger(t) >= 2                        (z1 and z2 are above t)
@@ -13,7 +13,14 @@ pass every other condition. float32 logits are read in place; others are convert
 
 import numpy as np
 import torch
-from vllm_mars.kernels.reference import VerifyOutput, top2
+from vllm_mars.kernels.reference import (
+    SHARE_BITS,
+    Judgement,
+    RelaxedBudget,
+    Verdict,
+    VerifyOutput,
+    top2,
+)
 
 
 def verify_greedy(
@@ -28,6 +35,10 @@ def verify_greedy(
     bonus_rows: torch.Tensor | None,
     max_draft_len: int,
     with_top2: bool = False,
+    blocked: torch.Tensor | None = None,
+    budget: RelaxedBudget | None = None,
+    with_verdicts: bool = False,
+    dry_run: bool = False,
 ) -> VerifyOutput:
     """The CPU form of `vllm_mars.verify_greedy`, which documents the arguments."""
     rows = _as_numpy(logits)
@@ -40,7 +51,7 @@ def verify_greedy(
     counts = np.diff(ends, prepend=0)
 
     accepted = drafts == argmax
-    relaxed = _relaxed(
+    verdicts = _verdicts(
         rows,
         target,
         drafts,
@@ -49,7 +60,12 @@ def verify_greedy(
         _per_position(theta, counts),
         _per_position(gap, counts),
         protected,
+        blocked,
     )
+    if budget is not None:
+        _keep_budget(verdicts, counts, ends, budget)
+    verdicts[accepted] = Verdict.FIRST
+    relaxed = (verdicts == Verdict.RELAXED) & (not dry_run)
     accepted |= relaxed
 
     # Ragged to padded: position j of request i is draft token start[i] + j, if j < counts[i].
@@ -81,16 +97,22 @@ def verify_greedy(
     values, ids = None, None
     if with_top2:
         values, ids = top2(logits[torch.from_numpy(target).long()])
+    elif with_verdicts:
+        # Behind the first rejection nobody looks, but in a dry run.
+        behind = 0 if dry_run else (ends - counts + num_accepted).repeat(counts)
+        looked_at = np.flatnonzero(dry_run | (np.arange(num_draft) <= behind))
+        values = _top2_values(rows, target, argmax, looked_at)
     return VerifyOutput(
         torch.from_numpy(output),
         torch.from_numpy(num_accepted.astype(np.int32)),
         torch.from_numpy(num_relaxed.astype(np.int32)),
         values,
         ids,
+        torch.from_numpy(verdicts) if with_verdicts else None,
     )
 
 
-def relaxed_positions(
+def judge_positions(
     logits: torch.Tensor,
     draft_token_ids: torch.Tensor,
     cu_num_draft_tokens: torch.Tensor,
@@ -98,15 +120,19 @@ def relaxed_positions(
     gap: float | torch.Tensor,
     protected: torch.Tensor | None,
     target_rows: torch.Tensor | None,
-) -> torch.Tensor:
-    """The CPU form of `vllm_mars.verify.relaxed_positions`, which documents the arguments."""
+    blocked: torch.Tensor | None = None,
+    budget: RelaxedBudget | None = None,
+    with_top2_values: bool = False,
+) -> Judgement:
+    """The CPU form of `vllm_mars.verify.judge_positions`, which documents the arguments."""
     drafts = draft_token_ids.numpy()
     rows = _as_numpy(logits)
     target = np.arange(len(drafts)) if target_rows is None else target_rows.numpy()
     # Rows that are not asked for may come along; reading them costs less than a copy of the others.
     argmax = rows.argmax(axis=-1)[target]
-    counts = np.diff(cu_num_draft_tokens.numpy(), prepend=0)
-    relaxed = _relaxed(
+    ends = cu_num_draft_tokens.numpy().astype(np.int64)
+    counts = np.diff(ends, prepend=0)
+    verdicts = _verdicts(
         rows,
         target,
         drafts,
@@ -115,8 +141,14 @@ def relaxed_positions(
         _per_position(theta, counts),
         _per_position(gap, counts),
         protected,
+        blocked,
     )
-    return torch.from_numpy(relaxed)
+    if budget is not None:
+        _keep_budget(verdicts, counts, ends, budget)
+    values = None
+    if with_top2_values:
+        values = _top2_values(rows, target, argmax, np.arange(len(drafts)))
+    return Judgement(torch.from_numpy(verdicts), values)
 
 
 def _as_numpy(logits: torch.Tensor) -> np.ndarray:
@@ -129,7 +161,7 @@ def _per_position(value: float | torch.Tensor, counts: np.ndarray) -> np.ndarray
     return np.float32(value)
 
 
-def _relaxed(
+def _verdicts(
     rows: np.ndarray,
     target: np.ndarray,
     drafts: np.ndarray,
@@ -138,17 +170,15 @@ def _relaxed(
     theta: np.ndarray | np.float32,
     gap: np.ndarray | np.float32,
     protected: torch.Tensor | None,
+    blocked: torch.Tensor | None,
 ) -> np.ndarray:
-    """relaxed(x) of the rule at the considered positions, False elsewhere; all `[num_draft]`."""
+    """The verdicts but for the budget, NONE where not considered; all int8 `[num_draft]`."""
     relaxed = (drafts >= 0) & (drafts < rows.shape[1]) & considered
     safe = np.where(relaxed, drafts, 0)
     first, draft_logits = rows[target, argmax], rows[target, safe]
     threshold = theta * first - gap
     relaxed &= draft_logits > threshold
     relaxed &= (theta == 1) | (first > 0)
-    if protected is not None:
-        mask = protected.numpy()
-        relaxed &= ~(mask[safe] | mask[argmax])
     candidates = np.flatnonzero(relaxed)
     if candidates.size:
         is_argmax = (safe == argmax)[candidates]
@@ -161,4 +191,43 @@ def _relaxed(
             ]
         )
         relaxed[candidates] = np.where(is_argmax, larger >= 2, larger <= 1)
-    return relaxed
+    verdicts = relaxed.astype(np.int8)
+    if protected is not None:
+        mask = protected.numpy()
+        verdicts[relaxed & (mask[safe] | mask[argmax])] = Verdict.PROTECTED
+    if blocked is not None:
+        np.copyto(verdicts, blocked.numpy(), where=relaxed & (blocked.numpy() != 0))
+    return verdicts
+
+
+def _keep_budget(
+    verdicts: np.ndarray, counts: np.ndarray, ends: np.ndarray, budget: RelaxedBudget
+) -> None:
+    """Writes BUDGET where a request's budget is used up."""
+    request_of = np.arange(len(counts)).repeat(counts)
+    begin = ends - counts
+    used = budget.num_relaxed.numpy().astype(np.int64)
+    produced = budget.num_output_tokens.numpy().astype(np.int64)
+    for position in np.flatnonzero(verdicts == Verdict.RELAXED):
+        request = request_of[position]
+        output_tokens = produced[request] + position - begin[request] + 1
+        if used[request] < (budget.share_units * output_tokens) >> SHARE_BITS:
+            used[request] += 1
+        else:
+            verdicts[position] = Verdict.BUDGET
+
+
+def _top2_values(
+    rows: np.ndarray, target: np.ndarray, argmax: np.ndarray, looked_at: np.ndarray
+) -> torch.Tensor:
+    """z1 and z2 at the positions that are looked at, NaN elsewhere; float32 `[num_draft, 2]`."""
+    values = np.full((len(target), 2), np.nan, dtype=np.float32)
+    for position in looked_at:
+        row, token = rows[target[position]], argmax[position]
+        first = row[token]
+        if first == first:
+            # Taken out for a moment, which costs less than a copy or a sort of the row.
+            row[token] = -np.inf
+            values[position] = first, row.max()
+            row[token] = first
+    return torch.from_numpy(values)

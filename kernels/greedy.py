@@ -6,7 +6,7 @@ positions, B requests, R = N + B rows that are read (N without `bonus_rows`), S 
     top2_kernel    grid (R, S)   z1 with its id, and z2, of each split of a row: see `top2`
     accept_kernel  grid (B,)     joins the splits of one request's rows, applies the rule, and
                                  writes the request's outputs
-    mark_kernel    grid (B,)     in its place for `relaxed_positions`: writes relaxed(x) alone
+    judge_kernel   grid (B,)     in its place for `judge_positions`: writes the verdicts alone
 
 Bytes moved: the rows once, one logit of each draft token again, the partial results of `top2`, and
 the outputs. Not materialised: anything of the logits' size.
@@ -15,8 +15,15 @@ the outputs. Not materialised: anything of the logits' size.
 import torch
 import triton
 import triton.language as tl
-from vllm_mars.kernels.reference import VerifyOutput, new_output
-from vllm_mars.kernels.top2 import reduce_rows, reduce_splits, unpack_id, unpack_value
+from vllm_mars.kernels.judge import judge, store_values, within_budget
+from vllm_mars.kernels.reference import (
+    Judgement,
+    RelaxedBudget,
+    Verdict,
+    VerifyOutput,
+    new_output,
+)
+from vllm_mars.kernels.top2 import reduce_rows, reduce_splits, unpack_id
 
 # Small index arrays, often views that start anywhere: their alignment would multiply the compiled
 # variants and gain nothing.
@@ -24,12 +31,15 @@ _UNALIGNED = [
     "output_token_ids_ptr",
     "num_accepted_ptr",
     "num_relaxed_ptr",
-    "relaxed_ptr",
+    "verdicts_ptr",
     "top2_values_ptr",
     "top2_ids_ptr",
     "draft_token_ids_ptr",
     "bonus_token_ids_ptr",
     "protected_ptr",
+    "blocked_ptr",
+    "budget_used_ptr",
+    "budget_produced_ptr",
     "target_rows_ptr",
     "cu_num_draft_tokens_ptr",
     "theta",
@@ -38,57 +48,12 @@ _UNALIGNED = [
 # Small batches share variants: fewer than 8 positions cost no less.
 _MIN_POSITIONS = 8
 
-
-@triton.jit
-def _judge(
-    best_ptr,
-    second_ptr,
-    logits_ptr,
-    logits_stride,
-    draft_token_ids_ptr,
-    protected_ptr,
-    target_rows_ptr,
-    position,
-    is_row,
-    is_draft,
-    theta,
-    gap,
-    vocab,
-    num_splits,
-    SPLITS: tl.constexpr,
-    HAS_TARGET_ROWS: tl.constexpr,
-    HAS_PROTECTED: tl.constexpr,
-    WITH_TOP2: tl.constexpr,
-):
-    """Draft token, relaxed(x), and the top 2 (values, then ids) at each given position."""
-    packed, second, second_id = reduce_splits(
-        best_ptr, second_ptr, position, is_row, num_splits, vocab, SPLITS, WITH_TOP2
-    )
-    first = unpack_value(packed)
-    argmax = unpack_id(packed)
-    draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
-    if HAS_TARGET_ROWS:
-        row = tl.load(target_rows_ptr + position, mask=is_draft, other=0).to(tl.int64)
-    else:
-        row = position.to(tl.int64)
-    in_vocab = is_draft & (draft >= 0) & (draft < vocab)
-    draft_logit = tl.load(
-        logits_ptr + row * logits_stride + draft, mask=in_vocab, other=float("-inf")
-    ).to(tl.float32)
-    theta = theta + tl.zeros(first.shape, tl.float32)
-    # Launched without fusion, so that theta * z1 is rounded before gap is taken off, as in torch.
-    threshold = theta * first - gap
-    relaxed = in_vocab & (draft_logit >= second) & (second > threshold)
-    relaxed = relaxed & ((theta == 1.0) | (first > 0.0))
-    if HAS_PROTECTED:
-        of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
-        of_argmax = tl.load(protected_ptr + argmax, mask=in_vocab, other=0)
-        relaxed = relaxed & (of_draft == 0) & (of_argmax == 0)
-    return draft, relaxed, first, second, argmax, second_id
+_RELAXED = tl.constexpr(int(Verdict.RELAXED))
+_FIRST = tl.constexpr(int(Verdict.FIRST))
 
 
 @triton.jit(
-    do_not_specialize=["num_draft", "max_draft_len", "theta", "gap", "num_splits"],
+    do_not_specialize=["num_draft", "max_draft_len", "theta", "gap", "share", "num_splits"],
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def accept_kernel(
@@ -102,6 +67,8 @@ def accept_kernel(
     top2_values_ptr,
     # [num_draft, 2] or None
     top2_ids_ptr,
+    # [num_draft] or None
+    verdicts_ptr,
     # [num_rows, num_splits]
     best_ptr,
     # [num_rows, num_splits]
@@ -116,6 +83,12 @@ def accept_kernel(
     # [vocab] or None
     protected_ptr,
     # [num_draft] or None
+    blocked_ptr,
+    # [batch] or None
+    budget_used_ptr,
+    # [batch] or None
+    budget_produced_ptr,
+    # [num_draft] or None
     target_rows_ptr,
     # [batch], inclusive prefix sum
     cu_num_draft_tokens_ptr,
@@ -123,6 +96,8 @@ def accept_kernel(
     theta,
     # float, or [batch]
     gap,
+    # of the budget, in units of 2**-SHARE_BITS
+    share,
     num_draft,
     max_draft_len,
     vocab,
@@ -131,12 +106,17 @@ def accept_kernel(
     POSITIONS: tl.constexpr,
     HAS_TARGET_ROWS: tl.constexpr,
     HAS_PROTECTED: tl.constexpr,
+    HAS_BLOCKED: tl.constexpr,
+    HAS_BUDGET: tl.constexpr,
     # "no"; "ids" or "rows" as given; "last": a request's last row is its bonus row, and a row's
     # draft token stands one entry behind it.
     BONUS: tl.constexpr,
     THETA_PER_REQUEST: tl.constexpr,
     GAP_PER_REQUEST: tl.constexpr,
     WITH_TOP2: tl.constexpr,
+    WITH_VERDICTS: tl.constexpr,
+    # The margin accepts nothing: verdicts alone tell what it would.
+    DRY_RUN: tl.constexpr,
 ):
     request = tl.program_id(0)
     end = tl.load(cu_num_draft_tokens_ptr + request)
@@ -155,13 +135,14 @@ def accept_kernel(
     else:
         is_draft = is_row
 
-    draft, relaxed, first, second, argmax, second_id = _judge(
+    draft, verdict, first, second, argmax, second_id = judge(
         best_ptr,
         second_ptr,
         logits_ptr,
         logits_stride,
         draft_token_ids_ptr,
         protected_ptr,
+        blocked_ptr,
         target_rows_ptr,
         position,
         is_row,
@@ -173,13 +154,22 @@ def accept_kernel(
         SPLITS,
         HAS_TARGET_ROWS,
         HAS_PROTECTED,
+        HAS_BLOCKED,
         WITH_TOP2,
     )
     strict = is_draft & (draft == argmax)
+    verdict = tl.where(strict, _FIRST, verdict)
+    if HAS_BUDGET:
+        used = tl.load(budget_used_ptr + request)
+        produced = tl.load(budget_produced_ptr + request).to(tl.int64)
+        verdict, _ = within_budget(verdict, offset, used, produced, share)
+    relaxed = verdict == _RELAXED
+    if DRY_RUN:
+        relaxed = relaxed & False
     length = end - start
     accepted = tl.min(tl.where(is_row & ~(strict | relaxed), offset, length), axis=0)
     kept = offset < accepted
-    num_relaxed = tl.sum((kept & relaxed & ~strict).to(tl.int32), axis=0)
+    num_relaxed = tl.sum((kept & relaxed).to(tl.int32), axis=0)
 
     token = tl.where(kept, draft, -1)
     token = tl.where(is_row & (offset == accepted), argmax.to(tl.int64), token)
@@ -200,19 +190,24 @@ def accept_kernel(
     )
     tl.store(num_accepted_ptr + request, accepted)
     tl.store(num_relaxed_ptr + request, num_relaxed)
+    if WITH_TOP2 or WITH_VERDICTS:
+        store_values(top2_values_ptr, position, first, second, is_row)
+    if WITH_VERDICTS:
+        tl.store(verdicts_ptr + position, verdict.to(tl.int8), mask=is_row)
     if WITH_TOP2:
-        tl.store(top2_values_ptr + 2 * position, first, mask=is_row)
-        tl.store(top2_values_ptr + 2 * position + 1, second, mask=is_row)
         tl.store(top2_ids_ptr + 2 * position, argmax, mask=is_row)
         tl.store(top2_ids_ptr + 2 * position + 1, second_id, mask=is_row)
 
 
 @triton.jit(
-    do_not_specialize=["theta", "gap", "num_splits"], do_not_specialize_on_alignment=_UNALIGNED
+    do_not_specialize=["theta", "gap", "share", "num_splits"],
+    do_not_specialize_on_alignment=_UNALIGNED,
 )
-def mark_kernel(
+def judge_kernel(
     # [num_draft]
-    relaxed_ptr,
+    verdicts_ptr,
+    # [num_draft, 2] or None
+    top2_values_ptr,
     # [num_rows, num_splits]
     best_ptr,
     # [num_rows, num_splits]
@@ -225,6 +220,12 @@ def mark_kernel(
     # [vocab] or None
     protected_ptr,
     # [num_draft] or None
+    blocked_ptr,
+    # [batch] or None
+    budget_used_ptr,
+    # [batch] or None
+    budget_produced_ptr,
+    # [num_draft] or None
     target_rows_ptr,
     # [batch], inclusive prefix sum
     cu_num_draft_tokens_ptr,
@@ -232,14 +233,19 @@ def mark_kernel(
     theta,
     # float, or [batch]
     gap,
+    # of the budget, in units of 2**-SHARE_BITS
+    share,
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
     POSITIONS: tl.constexpr,
     HAS_TARGET_ROWS: tl.constexpr,
     HAS_PROTECTED: tl.constexpr,
+    HAS_BLOCKED: tl.constexpr,
+    HAS_BUDGET: tl.constexpr,
     THETA_PER_REQUEST: tl.constexpr,
     GAP_PER_REQUEST: tl.constexpr,
+    WITH_VALUES: tl.constexpr,
 ):
     request = tl.program_id(0)
     end = tl.load(cu_num_draft_tokens_ptr + request)
@@ -248,17 +254,22 @@ def mark_kernel(
         theta = tl.load(theta + request)
     if GAP_PER_REQUEST:
         gap = tl.load(gap + request)
+    if HAS_BUDGET:
+        used = tl.load(budget_used_ptr + request)
+        produced = tl.load(budget_produced_ptr + request).to(tl.int64)
+    offset = tl.arange(0, POSITIONS)
     # The longest draft is not known on the host: a request's positions go in blocks.
     for block in range(0, end - start, POSITIONS):
-        position = start + block + tl.arange(0, POSITIONS)
+        position = start + block + offset
         is_draft = position < end
-        _, relaxed, _, _, _, _ = _judge(
+        _, verdict, first, second, _, _ = judge(
             best_ptr,
             second_ptr,
             logits_ptr,
             logits_stride,
             draft_token_ids_ptr,
             protected_ptr,
+            blocked_ptr,
             target_rows_ptr,
             position,
             is_draft,
@@ -270,9 +281,16 @@ def mark_kernel(
             SPLITS,
             HAS_TARGET_ROWS,
             HAS_PROTECTED,
+            HAS_BLOCKED,
             False,
         )
-        tl.store(relaxed_ptr + position, relaxed, mask=is_draft)
+        if HAS_BUDGET:
+            verdict, num_relaxed = within_budget(verdict, offset, used, produced, share)
+            used += num_relaxed
+            produced += POSITIONS
+        tl.store(verdicts_ptr + position, verdict.to(tl.int8), mask=is_draft)
+        if WITH_VALUES:
+            store_values(top2_values_ptr, position, first, second, is_draft)
 
 
 def num_positions(max_draft_len: int) -> int:
@@ -292,6 +310,10 @@ def verify_greedy(
     bonus_rows: torch.Tensor | None,
     max_draft_len: int,
     with_top2: bool = False,
+    blocked: torch.Tensor | None = None,
+    budget: RelaxedBudget | None = None,
+    with_verdicts: bool = False,
+    dry_run: bool = False,
     out: VerifyOutput | None = None,
     bonus_row_is_last: bool = False,
 ) -> VerifyOutput:
@@ -303,7 +325,7 @@ def verify_greedy(
     batch = cu_num_draft_tokens.shape[0]
     num_draft = draft_token_ids.shape[0]
     if out is None:
-        out = new_output(batch, max_draft_len, num_draft if with_top2 else None, logits.device)
+        out = new_output(batch, max_draft_len, num_draft, logits.device, with_top2, with_verdicts)
     if not batch:
         return out
     if bonus_row_is_last:
@@ -326,6 +348,7 @@ def verify_greedy(
         out.num_relaxed,
         out.top2_values,
         out.top2_ids,
+        out.verdicts,
         best,
         second,
         logits,
@@ -333,10 +356,14 @@ def verify_greedy(
         draft_token_ids,
         bonus_token_ids,
         protected,
+        blocked,
+        None if budget is None else budget.num_relaxed,
+        None if budget is None else budget.num_output_tokens,
         target_rows,
         cu_num_draft_tokens,
         theta,
         gap,
+        0 if budget is None else budget.share_units,
         num_draft,
         max_draft_len,
         logits.shape[1],
@@ -345,16 +372,20 @@ def verify_greedy(
         POSITIONS=num_positions(max_draft_len),
         HAS_TARGET_ROWS=target_rows is not None,
         HAS_PROTECTED=protected is not None,
+        HAS_BLOCKED=blocked is not None,
+        HAS_BUDGET=budget is not None,
         BONUS=bonus,
         THETA_PER_REQUEST=isinstance(theta, torch.Tensor),
         GAP_PER_REQUEST=isinstance(gap, torch.Tensor),
         WITH_TOP2=with_top2,
+        WITH_VERDICTS=with_verdicts,
+        DRY_RUN=dry_run,
         enable_fp_fusion=False,
     )
     return out
 
 
-def relaxed_positions(
+def judge_positions(
     logits: torch.Tensor,
     draft_token_ids: torch.Tensor,
     cu_num_draft_tokens: torch.Tensor,
@@ -362,35 +393,48 @@ def relaxed_positions(
     gap: float | torch.Tensor,
     protected: torch.Tensor | None,
     target_rows: torch.Tensor | None,
-) -> torch.Tensor:
-    """The Triton form of `vllm_mars.verify.relaxed_positions`, which documents the arguments."""
+    blocked: torch.Tensor | None = None,
+    budget: RelaxedBudget | None = None,
+    with_top2_values: bool = False,
+) -> Judgement:
+    """The Triton form of `vllm_mars.verify.judge_positions`, which documents the arguments."""
     num_draft = draft_token_ids.shape[0]
-    relaxed = torch.empty(num_draft, dtype=torch.bool, device=logits.device)
+    device = logits.device
+    verdicts = torch.empty(num_draft, dtype=torch.int8, device=device)
+    values = torch.empty((num_draft, 2), device=device) if with_top2_values else None
     if not num_draft:
-        return relaxed
+        return Judgement(verdicts, values)
     best, second, num_splits, padded_splits = reduce_rows(
         logits, target_rows, None, num_draft, num_draft
     )
-    mark_kernel[(cu_num_draft_tokens.shape[0],)](
-        relaxed,
+    judge_kernel[(cu_num_draft_tokens.shape[0],)](
+        verdicts,
+        values,
         best,
         second,
         logits,
         logits.stride(0),
         draft_token_ids,
         protected,
+        blocked,
+        None if budget is None else budget.num_relaxed,
+        None if budget is None else budget.num_output_tokens,
         target_rows,
         cu_num_draft_tokens,
         theta,
         gap,
+        0 if budget is None else budget.share_units,
         logits.shape[1],
         num_splits,
         SPLITS=padded_splits,
         POSITIONS=_MIN_POSITIONS,
         HAS_TARGET_ROWS=target_rows is not None,
         HAS_PROTECTED=protected is not None,
+        HAS_BLOCKED=blocked is not None,
+        HAS_BUDGET=budget is not None,
         THETA_PER_REQUEST=isinstance(theta, torch.Tensor),
         GAP_PER_REQUEST=isinstance(gap, torch.Tensor),
+        WITH_VALUES=with_top2_values,
         enable_fp_fusion=False,
     )
-    return relaxed
+    return Judgement(verdicts, values)

@@ -253,14 +253,14 @@ def check_v1(rng: Any) -> str | None:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
     from vllm_mars import MarsRejectionSampler
-    from vllm_mars.requests_v1 import RequestThresholdsV1
+    from vllm_mars.requests_v1 import RequestsV1
 
     call, config, own = sampler_call(rng)
     cpu, batch, vocab = torch.device("cpu"), len(call.drafts), call.logits.shape[1]
     if rng.random() < 0.4:
         call.allowed = torch.from_numpy(rng.random((batch, vocab)) < 0.7)
         call.allowed[:, 0] = True
-    requests = RequestThresholdsV1(config, batch, cpu)
+    requests = RequestsV1(config, batch, cpu)
     added = [
         (index, SamplingParams(temperature=0, extra_args=extra_args or None), None, [])
         for index, extra_args in enumerate(own)
@@ -304,8 +304,6 @@ def check_v2(rng: Any) -> str | None:
     from steps_v2 import Request, Step, emitted
     from vllm import SamplingParams
 
-    from vllm_mars.requests_v2 import RequestThresholdsV2
-
     call, config, own = sampler_call(rng)
     if rng.random() < 0.5:
         # The mask of grammar stands in the logits before verification.
@@ -324,11 +322,7 @@ def check_v2(rng: Any) -> str | None:
         for index, (extra_args, drafts) in enumerate(zip(own, call.drafts, strict=True))
     ]
     step = Step(requests, call.logits)
-    sampler = step.sampler(config, protected=tuple(call.protected))
-    sampler.requests = RequestThresholdsV2(config, len(requests) + 2)
-    for state, request in zip(step.states, requests, strict=True):
-        sampler.requests.add_request(int(state), request.sampling)
-    sampler.requests.apply_staged_writes()
+    sampler = step.sampler(config, protected=tuple(call.protected), follow_requests=True)
     if rng.random() < 0.5:
         # A batch that is marked as touched by a processor goes as a float32 copy.
         sampler.sampler.needs_logits_processing[step.states] = True

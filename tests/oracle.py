@@ -3,8 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
+from vllm_mars.kernels.reference import Verdict
 
 
 @dataclass
@@ -14,6 +16,7 @@ class Verified:
     tokens: list[int]
     accepted: int
     relaxed: int
+    verdicts: list[Verdict]
 
 
 def argmax(row: Sequence[float]) -> int:
@@ -42,6 +45,48 @@ def is_relaxed(
         return bool(np.float32(second) > np.float32(scaled - np.float32(gap)))
 
 
+@dataclass
+class Budget:
+    """No more than `share` of a request's output tokens, `relaxed` of `produced` so far."""
+
+    share: Fraction
+    relaxed: int
+    produced: int
+
+
+def judge(
+    rows: Sequence[Sequence[float]],
+    drafts: Sequence[int],
+    theta: float,
+    gap: float,
+    protected: frozenset[int],
+    blocked: Sequence[int] | None = None,
+    budget: Budget | None = None,
+    first_choice_counts: bool = True,
+) -> list[Verdict]:
+    """The verdict at each of a request's positions, each as if the ones before were accepted."""
+    verdicts = []
+    relaxed = budget.relaxed if budget else 0
+    for position, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+        verdict = Verdict.NONE
+        if not first_choice_counts and draft == argmax(row):
+            verdict = Verdict.FIRST
+        else:
+            if is_relaxed(row, draft, theta, gap, protected):
+                verdict = Verdict.RELAXED
+            elif is_relaxed(row, draft, theta, gap, frozenset()):
+                verdict = Verdict.PROTECTED
+            if verdict and blocked is not None and blocked[position]:
+                verdict = Verdict(blocked[position])
+        if verdict == Verdict.RELAXED and budget:
+            if relaxed + 1 <= budget.share * (budget.produced + position + 1):
+                relaxed += 1
+            else:
+                verdict = Verdict.BUDGET
+        verdicts.append(verdict)
+    return verdicts
+
+
 def verify(
     rows: Sequence[Sequence[float]],
     drafts: Sequence[int],
@@ -49,16 +94,22 @@ def verify(
     theta: float,
     gap: float,
     protected: frozenset[int],
+    blocked: Sequence[int] | None = None,
+    budget: Budget | None = None,
+    dry_run: bool = False,
 ) -> Verified:
     """Greedy verification of one request."""
+    verdicts = judge(
+        rows, drafts, theta, gap, protected, blocked, budget, first_choice_counts=False
+    )
     tokens: list[int] = []
     relaxed = 0
-    for row, draft in zip(rows, drafts, strict=True):
+    for row, draft, verdict in zip(rows, drafts, verdicts, strict=True):
         first_choice = argmax(row)
         if draft != first_choice:
-            if not is_relaxed(row, draft, theta, gap, protected):
-                return Verified([*tokens, first_choice], len(tokens), relaxed)
+            if dry_run or verdict != Verdict.RELAXED:
+                return Verified([*tokens, first_choice], len(tokens), relaxed, verdicts)
             relaxed += 1
         tokens.append(draft)
-    accepted = len(tokens)
-    return Verified(tokens if bonus is None else [*tokens, bonus], accepted, relaxed)
+    emitted = tokens if bonus is None else [*tokens, bonus]
+    return Verified(emitted, len(tokens), relaxed, verdicts)

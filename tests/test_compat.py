@@ -15,14 +15,15 @@ import wrapt
 from interfaces import extract
 
 from vllm_mars import compat, plugin
-from vllm_mars.compat import Symbol, Touch
+from vllm_mars.compat import Symbol
+from vllm_mars.interfaces import INTERFACES, Touch
 
 ROOT = Path(__file__).parent.parent
 TABLES = Path(extract.__file__).parent
 # With Model Runner V2, and the oldest, which has the V1 runner alone.
 SUPPORTED = ("0.32.0", "0.33.0")
 OLDEST = "0.26.0"
-OF_V1 = ("options", "requests", "V1")
+OF_V1 = ("options", "requests", "scheduler", "metrics", "V1")
 REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
 
 
@@ -40,7 +41,7 @@ def differences(release, group):
     }
 
 
-@pytest.mark.parametrize("group", compat.INTERFACES)
+@pytest.mark.parametrize("group", INTERFACES)
 @pytest.mark.parametrize("release", SUPPORTED)
 def test_supported_releases_have_what_is_needed(release, group):
     assert differences(release, group) == {}
@@ -90,7 +91,7 @@ def test_the_table_is_what_the_installed_files_give():
     assert extract.table(package.parent) == committed
 
 
-@pytest.mark.parametrize("group", compat.INTERFACES)
+@pytest.mark.parametrize("group", INTERFACES)
 def test_the_installed_vllm_is_seen_as_the_table_has_it(group):
     """Imported and parsed, a symbol has the same parameters."""
     table = read_table(installed_release())
@@ -103,7 +104,7 @@ def test_the_installed_vllm_is_seen_as_the_table_has_it(group):
             assert found.kind == expected.kind, f"{module}.{name}"
 
 
-@pytest.mark.parametrize("group", compat.INTERFACES)
+@pytest.mark.parametrize("group", INTERFACES)
 def test_the_installed_vllm_passes(group):
     compat.check_interfaces(group)
 
@@ -275,6 +276,10 @@ class Config:
     additional_config = {"mars": {"theta": 0.9}}
 
 
+class Unasked:
+    additional_config = {}
+
+
 class Runner:
     """Stands in for a model runner of vLLM; records what was done to it."""
 
@@ -302,9 +307,6 @@ def test_the_v2_hook_checks_before_the_model_is_loaded(monkeypatch):
     message = r"needs \(V2\): .*Sampler.apply_sampling_params has.* Set VLLM_USE_V2_MODEL_RUNNER=0,"
     with pytest.raises(RuntimeError, match=message):
         module.GPUModelRunner()
-
-    class Unasked:
-        additional_config = {}
 
     unasked = module.GPUModelRunner(Unasked)
     unasked.load_model()
@@ -346,6 +348,31 @@ def test_the_request_hook_checks_when_the_front_end_is_built(monkeypatch):
         module.InputProcessor()
 
 
+@pytest.mark.parametrize(
+    ("group", "hook", "owner", "name"),
+    [
+        ("scheduler", "_patch_scheduler", "core.sched.scheduler", "Scheduler.update_from_output"),
+        ("metrics", "_patch_stat_loggers", "metrics.loggers", "PrometheusStatLogger.record"),
+        ("metrics", "_patch_stat_loggers", "metrics.loggers", "LoggingStatLogger.record"),
+    ],
+)
+def test_the_hooks_of_the_metrics_check_first(monkeypatch, group, hook, owner, name):
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    module = type(sys)("stand_in_metrics")
+    module.SchedulerStats = SchedulerStats
+    for stand_in in ("Scheduler", "PrometheusStatLogger", "LoggingStatLogger"):
+        setattr(module, stand_in, type(stand_in, (Runner,), {}))
+    getattr(plugin, hook)(module)
+    class_name, method = name.split(".")
+    vllm_class = getattr(importlib.import_module(f"vllm.v1.{owner}"), class_name)
+    monkeypatch.setattr(vllm_class, method, lambda self, step: None)
+    with pytest.raises(RuntimeError, match=rf"needs \({group}\): .*{name} has parameters \(step\)"):
+        getattr(module, class_name)()
+    unasked = getattr(module, class_name)(Unasked)
+    assert vars(unasked).keys() == {"vllm_config", "rejection_sampler", "loaded"}
+
+
 def test_a_hook_that_finds_nothing_to_wrap(monkeypatch, caplog):
     """A server without MARS goes on, one with it is refused."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
@@ -369,7 +396,7 @@ def our_sources():
 
 def test_every_import_of_vllm_is_listed():
     """The list cannot fall behind: what our sources import from vLLM is in it."""
-    listed = {(m, n) for group in compat.INTERFACES for m, n, _ in compat.touches(group)}
+    listed = {(m, n) for group in INTERFACES for m, n, _ in compat.touches(group)}
     modules = {module for module, _ in listed}
     for source in our_sources():
         for node in ast.walk(ast.parse(source.read_text())):
@@ -384,9 +411,7 @@ def test_every_import_of_vllm_is_listed():
 
 def test_every_hook_is_listed():
     listed = {
-        f"{module}.{name}"
-        for group in compat.INTERFACES
-        for module, name, _ in compat.touches(group)
+        f"{module}.{name}" for group in INTERFACES for module, name, _ in compat.touches(group)
     }
     hooked, wrapped = {}, {}
     for node in ast.walk(ast.parse((ROOT / "vllm_mars/plugin.py").read_text())):
@@ -399,9 +424,11 @@ def test_every_hook_is_listed():
                         if isinstance(call, ast.Call):
                             wrapped.setdefault(hook, []).append(call.args[1].value)
     assert hooked
-    assert hooked.keys() == wrapped.keys()
+    # That hook wraps nothing: it gives classes one more field.
+    assert hooked.keys() - wrapped.keys() == {"_patch_stats"}
+    assert wrapped.keys() <= hooked.keys()
     for hook, module in hooked.items():
-        for name in wrapped[hook]:
+        for name in wrapped.get(hook, ()):
             assert f"{module}.{name}" in listed, hook
         # The hook would never run if the module were gone, so its place is in the list as well.
         assert module in listed or module == "vllm.engine.arg_utils", hook
@@ -428,7 +455,7 @@ def test_every_override_is_listed_with_our_parameters():
         }
         listed = {
             name: touch.parameters
-            for group in compat.INTERFACES
+            for group in INTERFACES
             for module, name, touch in compat.touches(group)
             if module == base.__module__ and touch.use == "override"
         }

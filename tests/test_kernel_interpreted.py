@@ -11,14 +11,17 @@ import pytest
 CHECKS = Path(__file__).parent / "interpreted"
 
 
-@pytest.mark.parametrize(("checks", "at_least"), [("check_greedy.py", 18), ("check_warmup.py", 7)])
+@pytest.mark.parametrize(
+    ("checks", "at_least"),
+    [("check_greedy.py", 18), ("check_warmup.py", 9), ("check_counting.py", 5)],
+)
 def test_under_the_interpreter(checks, at_least):
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS / checks)],
         capture_output=True,
         text=True,
         timeout=500,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(CHECKS.parent)},
     )
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
     passed = re.search(r"(\d+) passed", child.stdout)

@@ -7,11 +7,12 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
+from vllm_mars.kernels.reference import Verdict
 
 from vllm_mars import MarsConfig
 from vllm_mars.plugin import check_request
-from vllm_mars.requests import thresholds_of
-from vllm_mars.requests_v1 import RequestThresholdsV1
+from vllm_mars.requests import RequestOptions, in_force, options_of
+from vllm_mars.requests_v1 import RequestsV1
 
 RATIO = MarsConfig(theta=0.9, theta_min=0.8)
 GAP = MarsConfig(metric="gap", theta=1.0, gap=0.5, gap_max=2.0)
@@ -39,7 +40,7 @@ def served_with(config):
     ],
 )
 def test_thresholds(config, extra_args, expected):
-    assert thresholds_of(params(**extra_args), config) == expected
+    assert options_of(params(**extra_args), config).thresholds == expected
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,8 @@ def test_thresholds(config, extra_args, expected):
         (RATIO, {"mars_theta": None}, "mars_theta=None is a NoneType, but must be a number"),
         (RATIO, {"mars_theta": 0.7}, r"below this server's limit of 0.8; choose .* \[0.8, 1\]"),
         (RATIO, {"mars_tehta": 0.9}, "mars_tehta is not an option of a request; .* mars_theta?"),
+        (RATIO, {"mars_return": 2}, "mars_return=2 is not true or false"),
+        (RATIO, {"mars_return": "yes"}, "mars_return='yes' is not true or false"),
         (RATIO, {"mars_gap": 1}, "mars_gap belongs to metric 'gap', but this server's is 'ratio'"),
         (GAP, {"mars_theta": 0.9}, "mars_theta belongs to metric 'ratio', but this server's is"),
         (GAP, {"mars_gap": 2.5}, r"mars_gap=2.5 is above this server's limit of 2.0"),
@@ -79,20 +82,42 @@ def test_refused(config, extra_args, message):
 def test_the_lock_holds_for_requests(monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     strict = MarsConfig(theta=1.0)
-    assert thresholds_of(params(mars_theta=1), strict) == (1.0, 0.0)
+    assert options_of(params(mars_theta=1), strict).theta == 1
     with pytest.raises(ValueError, match="mars_theta=0.9 is lossy, but this server is locked"):
-        thresholds_of(params(mars_theta=0.9), strict)
+        options_of(params(mars_theta=0.9), strict)
     with pytest.raises(ValueError, match="mars_gap=1 is lossy, but this server is locked"):
-        thresholds_of(params(mars_gap=1), MarsConfig(metric="gap", theta=1.0))
+        options_of(params(mars_gap=1), MarsConfig(metric="gap", theta=1.0))
 
 
-@pytest.mark.parametrize(("structured", "theta"), [("strict", 1.0), ("relaxed", 0.85)])
-def test_structured_output(structured, theta):
+@pytest.mark.parametrize(("structured", "is_strict"), [("strict", True), ("relaxed", False)])
+def test_structured_output(structured, is_strict):
     config = MarsConfig(structured=structured)
     constrained = SamplingParams(
         structured_outputs=StructuredOutputsParams(regex="a+"), extra_args={"mars_theta": 0.85}
     )
-    assert thresholds_of(constrained, config) == (theta, 0.0)
+    options = options_of(constrained, config)
+    assert options == RequestOptions(0.85, 0.0, is_structured=is_strict)
+    assert in_force(options, config) == {"theta": 1.0 if is_strict else 0.85}
+
+
+def test_what_is_in_force():
+    assert in_force(options_of(params(), RATIO), RATIO) == {"theta": 0.9}
+    assert in_force(options_of(params(mars_gap=1), GAP), GAP) == {"gap": 1.0}
+    shadow = MarsConfig(theta=0.9, shadow=True)
+    assert in_force(options_of(params(mars_theta=0.8), shadow), shadow) == {"theta": 1.0}
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(True, True), (1, True), (False, False), (0, False)])
+def test_return_is_asked_for(value, wanted):
+    # Where clients may not choose their verification they may still ask what it did.
+    closed = MarsConfig(client_control=False)
+    assert options_of(params(mars_return=value), closed).wants_return == wanted
+
+
+def thresholds(state, batch):
+    """Theta and gap of a batch without drafts."""
+    none = torch.zeros(0, dtype=torch.int32)
+    return state.limits(batch, none, torch.zeros(batch, dtype=torch.int32))[:2]
 
 
 class TestV1Batch:
@@ -100,21 +125,21 @@ class TestV1Batch:
 
     @pytest.fixture
     def batch(self):
-        state = RequestThresholdsV1(RATIO, 8, torch.device("cpu"))
+        state = RequestsV1(RATIO, 8, torch.device("cpu"))
         added = [(0, params(), None, []), (1, params(mars_theta=0.8), None, [])]
         state.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
         return state
 
     @staticmethod
     def theta(state, size):
-        theta, gap = state.of_batch(size)
+        theta, gap = thresholds(state, size)
         assert torch.equal(gap, torch.zeros(size))
         return [round(value, 4) for value in theta.tolist()]
 
     def test_the_servers_own_stay_floats(self):
-        state = RequestThresholdsV1(RATIO, 8, torch.device("cpu"))
+        state = RequestsV1(RATIO, 8, torch.device("cpu"))
         state.update_state(BatchUpdate(1, removed=[], added=[(0, params(), None, [])], moved=[]))
-        assert state.of_batch(1) == (0.9, 0.0)
+        assert thresholds(state, 1) == (0.9, 0.0)
 
     def test_added(self, batch):
         assert self.theta(batch, 2) == [0.9, 0.8]
@@ -133,7 +158,7 @@ class TestV1Batch:
 
     def test_removed(self, batch):
         batch.update_state(BatchUpdate(1, removed=[1], added=[], moved=[]))
-        assert batch.of_batch(1) == (0.9, 0.0)
+        assert thresholds(batch, 1) == (0.9, 0.0)
 
     def test_replaced(self, batch):
         """vLLM does not list a place as removed that a new request takes at once."""
@@ -142,8 +167,93 @@ class TestV1Batch:
         assert self.theta(batch, 2) == [0.9, 1.0]
 
     def test_an_earlier_step_keeps_its_values(self, batch):
-        theta, _ = batch.of_batch(2)
+        theta, _ = thresholds(batch, 2)
         added = [(0, params(mars_theta=1), None, [])]
         batch.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
-        batch.of_batch(2)
+        thresholds(batch, 2)
         assert round(theta[0].item(), 4) == 0.9
+
+
+class TestV1Budget:
+    """No more than a quarter of a request's tokens; what was relaxed moves with its request."""
+
+    CONFIG = MarsConfig(max_relaxed_share=0.25)
+
+    def state(self, *outputs):
+        state = RequestsV1(self.CONFIG, 4, torch.device("cpu"))
+        added = [(place, params(), None, output) for place, output in enumerate(outputs)]
+        state.update_state(BatchUpdate(len(outputs), removed=[], added=added, moved=[]))
+        return state
+
+    @staticmethod
+    def budget(state, batch):
+        none = torch.zeros(0, dtype=torch.int32)
+        budget = state.limits(batch, none, torch.zeros(batch, dtype=torch.int32)).budget
+        assert budget.num_relaxed.dtype == budget.num_output_tokens.dtype == torch.int32
+        return budget.num_relaxed.tolist(), budget.num_output_tokens.tolist()
+
+    def test_counts_follow_the_output(self):
+        output = [5, 5]
+        state = self.state([], output)
+        state.relaxed(torch.tensor([3, 1], dtype=torch.int32))
+        output += [6, 6, 6]
+        assert self.budget(state, 2) == ([3, 1], [0, 5])
+
+    def test_a_request_that_comes_back_has_used_its_budget_up(self):
+        assert self.budget(self.state([1] * 9, []), 2) == ([2, 0], [9, 0])
+
+    def test_swapped_moved_and_replaced(self):
+        state = self.state([1], [2], [3])
+        state.relaxed(torch.tensor([1, 2, 3], dtype=torch.int32))
+        swap = (0, 1, MoveDirectionality.SWAP)
+        move = (2, 3, MoveDirectionality.UNIDIRECTIONAL)
+        state.update_state(BatchUpdate(4, removed=[2], added=[], moved=[swap]))
+        assert self.budget(state, 2)[0] == [2, 1]
+        added = [(0, params(), None, [1] * 8)]
+        state.update_state(BatchUpdate(4, removed=[], added=added, moved=[move]))
+        assert self.budget(state, 4)[0] == [2, 1, 3, 3]
+
+    def test_without_a_budget_nothing_is_kept(self):
+        state = RequestsV1(RATIO, 2, torch.device("cpu"))
+        state.relaxed(torch.tensor([3], dtype=torch.int32))
+        none = torch.zeros(0, dtype=torch.int32)
+        assert state.limits(1, none, torch.zeros(1, dtype=torch.int32)).budget is None
+
+
+class TestV1Sections:
+    """Strict positions of a draft, by the tokens before it: 8 opens a strict span, 9 closes it."""
+
+    CONFIG = MarsConfig(strict_spans=((8, 9),))
+
+    @staticmethod
+    def blocked(state, *drafts):
+        ids = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
+        ends = torch.tensor([len(draft) for draft in drafts]).cumsum(0).int()
+        return state.limits(len(drafts), ids, ends).blocked
+
+    def test_spans_of_prompt_output_and_draft(self):
+        state = RequestsV1(self.CONFIG, 4, torch.device("cpu"))
+        output = []
+        added = [(0, params(), [1, 8], output), (1, params(), [1, 8, 9], [])]
+        state.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
+        span = int(Verdict.SPAN)
+        found = self.blocked(state, [3, 9, 3], [8, 3])
+        assert found.tolist() == [span, span, 0, 0, span]
+        assert found.dtype == torch.int8
+        output += [4, 9, 4]
+        assert self.blocked(state, [3], []).tolist() == [0]
+        output += [8]
+        assert self.blocked(state, [3], [3]).tolist() == [span, 0]
+
+    def test_structured_requests_are_strict_throughout(self):
+        state = RequestsV1(MarsConfig(), 4, torch.device("cpu"))
+        constrained = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+        added = [(0, params(), [1], []), (1, constrained, [1], [])]
+        state.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
+        structured = int(Verdict.STRUCTURED)
+        assert self.blocked(state, [3], [3, 4]).tolist() == [0, structured, structured]
+
+    def test_nothing_is_blocked_where_nothing_can_be(self):
+        state = RequestsV1(MarsConfig(), 4, torch.device("cpu"))
+        state.update_state(BatchUpdate(1, removed=[], added=[(0, params(), [8], [])], moved=[]))
+        assert self.blocked(state, [3]) is None

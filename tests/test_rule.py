@@ -1,6 +1,7 @@
 """The rule: hand-computed cases, properties, and every CPU form of it against the oracle."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import oracle
@@ -9,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_mars.kernels import reference
+from vllm_mars.kernels.reference import RelaxedBudget, Verdict
 
 from vllm_mars import verify_greedy
-from vllm_mars.verify import relaxed_positions
+from vllm_mars.verify import judge_positions
 
 NAN, INF = math.nan, math.inf
 BONUS = 3
@@ -86,8 +88,13 @@ def test_hand_computed(name, dtype):
 def test_top_two_are_accepted_outright_in_sampling():
     logits = torch.tensor([[1.9, 2.0, 0.5], [1.9, 2.0, 0.5], [1.9, 2.0, 0.5], [1.0, 2.0, 0.5]])
     drafts = torch.tensor([0, 1, 2, 1])
-    relaxed = relaxed_positions(logits, drafts, torch.tensor([4], dtype=torch.int32), 0.9)
-    assert relaxed.tolist() == [True, True, False, False]
+    judged = judge_positions(logits, drafts, torch.tensor([4], dtype=torch.int32), 0.9)
+    assert judged.verdicts.tolist() == [1, 1, 0, 0]
+
+
+# What a caller may block a position with, and (relaxed, produced) tokens of a request so far.
+BLOCKED = st.sampled_from([0, 0, Verdict.SPAN, Verdict.STRUCTURED])
+BUDGET = st.integers(0, 40).flatmap(lambda n: st.tuples(st.integers(0, n // 4), st.just(n)))
 
 
 @st.composite
@@ -121,10 +128,40 @@ def batches(draw):
         "gap": draw(st.lists(gap, min_size=count, max_size=count)),
         "protected": draw(st.frozensets(st.integers(0, vocab - 1), max_size=3)),
         "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        "blocked": draw(st.none() | st.lists(BLOCKED, min_size=size, max_size=size)),
+        "budget": draw(st.none() | st.lists(BUDGET, min_size=count, max_size=count)),
+        "share": draw(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.7, 1.0])),
     }
 
 
-def run(batch, theta=None, gap=None, verify=verify_greedy):
+def limits(batch):
+    """The batch's `blocked` and `budget` as tensors."""
+    blocked, budget = batch["blocked"], batch["budget"]
+    if budget is not None:
+        relaxed, produced = torch.tensor(budget, dtype=torch.int32).unbind(1)
+        budget = RelaxedBudget(batch["share"], relaxed.contiguous(), produced.contiguous())
+    return {
+        "blocked": None if blocked is None else torch.tensor(blocked, dtype=torch.int8),
+        "budget": budget,
+    }
+
+
+def oracle_limits(batch, request):
+    """The same of one request, for the oracle."""
+    start = sum(batch["lengths"][:request])
+    end = start + batch["lengths"][request]
+    budget = batch["budget"]
+    if budget is not None:
+        # The share as it is meant, not as a float.
+        share = Fraction(batch["share"]).limit_denominator(10)
+        budget = oracle.Budget(share, *budget[request])
+    return {
+        "blocked": None if batch["blocked"] is None else batch["blocked"][start:end],
+        "budget": budget,
+    }
+
+
+def run(batch, theta=None, gap=None, verify=verify_greedy, **options):
     mask = torch.zeros(batch["vocab"], dtype=torch.bool)
     mask[list(batch["protected"])] = True
     logits = torch.tensor(batch["rows"], dtype=batch["dtype"]).reshape(-1, batch["vocab"])
@@ -140,6 +177,7 @@ def run(batch, theta=None, gap=None, verify=verify_greedy):
         target_rows=None,
         bonus_rows=None,
         max_draft_len=max(batch["lengths"]),
+        **options,
     )
 
 
@@ -153,29 +191,53 @@ def requests_of(batch, logits):
 
 @pytest.mark.parametrize("verify", [verify_greedy, reference.verify_greedy])
 @settings(max_examples=400, deadline=None)
-@given(batch=batches())
-def test_backend_equals_oracle(verify, batch):
-    logits, output = run(batch, verify=verify)
+@given(batch=batches(), dry_run=st.booleans())
+def test_backend_equals_oracle(verify, batch, dry_run):
+    given = {"with_verdicts": True, "dry_run": dry_run, **limits(batch)}
+    logits, output = run(batch, verify=verify, **given)
+    verdicts = []
     for i, rows, drafts in requests_of(batch, logits):
         expected = oracle.verify(
-            rows, drafts, batch["bonus"][i], batch["theta"][i], batch["gap"][i], batch["protected"]
+            rows,
+            drafts,
+            batch["bonus"][i],
+            batch["theta"][i],
+            batch["gap"][i],
+            batch["protected"],
+            dry_run=dry_run,
+            **oracle_limits(batch, i),
         )
+        verdicts += expected.verdicts
         row = output.output_token_ids[i].tolist()
         assert row == expected.tokens + [-1] * (len(row) - len(expected.tokens))
         assert int(output.num_accepted[i]) == expected.accepted
         assert int(output.num_relaxed[i]) == expected.relaxed
+    assert output.verdicts.tolist() == verdicts
+    check_values(batch, logits, output, everywhere=dry_run)
 
 
-@pytest.mark.parametrize("mark", [relaxed_positions, reference.relaxed_positions])
+def check_values(batch, logits, output, everywhere):
+    """The top 2 of each position that was looked at, both NaN where the row holds one."""
+    start = 0
+    for i, rows, _ in requests_of(batch, logits):
+        looked_at = len(rows) if everywhere else int(output.num_accepted[i]) + 1
+        for row, values in zip(rows[:looked_at], output.top2_values[start:].tolist(), strict=False):
+            expected = sorted(row, reverse=True)[:2] if not any(map(math.isnan, row)) else [NAN] * 2
+            if len(row) > 1:
+                np.testing.assert_array_equal(values, expected)
+        start += len(rows)
+
+
+@pytest.mark.parametrize("judge", [judge_positions, reference.judge_positions])
 @settings(max_examples=300, deadline=None)
 @given(batch=batches())
-def test_relaxed_positions_equal_oracle(mark, batch):
+def test_judge_positions_equals_oracle(judge, batch):
     if not batch["drafts"]:
         return
     logits = torch.tensor(batch["rows"], dtype=batch["dtype"])
     mask = torch.zeros(batch["vocab"], dtype=torch.bool)
     mask[list(batch["protected"])] = True
-    relaxed = mark(
+    judged = judge(
         logits,
         torch.tensor(batch["drafts"]),
         torch.tensor(np.cumsum(batch["lengths"]), dtype=torch.int32),
@@ -183,13 +245,21 @@ def test_relaxed_positions_equal_oracle(mark, batch):
         gap=torch.tensor(batch["gap"]),
         protected=mask,
         target_rows=None,
+        with_top2_values=True,
+        **limits(batch),
     )
-    expected = [
-        oracle.is_relaxed(row, draft, batch["theta"][i], batch["gap"][i], batch["protected"])
-        for i, rows, drafts in requests_of(batch, logits)
-        for row, draft in zip(rows, drafts, strict=True)
-    ]
-    assert relaxed.tolist() == expected
+    expected = []
+    for i, rows, drafts in requests_of(batch, logits):
+        expected += oracle.judge(
+            rows,
+            drafts,
+            batch["theta"][i],
+            batch["gap"][i],
+            batch["protected"],
+            **oracle_limits(batch, i),
+        )
+    assert judged.verdicts.tolist() == expected
+    torch.testing.assert_close(judged.top2_values, reference.top2(logits)[0], equal_nan=True)
 
 
 @settings(max_examples=100, deadline=None)

@@ -74,6 +74,7 @@ def poisoned(batch=2, width=3, num_draft=3, **changes):
         "num_relaxed": torch.full((batch,), -7, dtype=torch.int32),
         "top2_values": torch.full((num_draft, 2), -7.0),
         "top2_ids": torch.full((num_draft, 2), -7, dtype=torch.int32),
+        "verdicts": torch.full((num_draft,), -7, dtype=torch.int8),
     }
     return VerifyOutput(**(buffers | changes))
 
@@ -81,9 +82,10 @@ def poisoned(batch=2, width=3, num_draft=3, **changes):
 def test_results_go_into_the_given_buffers():
     torch.manual_seed(0)
     given = arguments(logits=torch.randn(3, 5))
-    expected = verify_greedy(**given, with_top2=True)
+    wanted = {"with_top2": True, "with_verdicts": True}
+    expected = verify_greedy(**given, **wanted)
     out = poisoned()
-    assert verify_greedy(**given, with_top2=True, out=out) is out
+    assert verify_greedy(**given, **wanted, out=out) is out
     for buffer, result in zip(out, expected, strict=True):
         assert torch.equal(buffer, result)
 
@@ -103,6 +105,7 @@ def test_top2_buffers_stay_untouched_unless_asked_for():
             r"out.output_token_ids has shape \[2, 4\], but must have shape \[2, 3\]",
         ),
         ({"top2_ids": None}, "out.top2_ids is None, but with_top2 needs a buffer there"),
+        ({"verdicts": None}, "out.verdicts is None, but with_verdicts needs a buffer there"),
         (
             {"num_relaxed": torch.zeros(4, dtype=torch.int32)[::2]},
             r"out.num_relaxed has strides \[2\], but must be contiguous",
@@ -111,7 +114,7 @@ def test_top2_buffers_stay_untouched_unless_asked_for():
 )
 def test_wrong_buffer_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
-        verify_greedy(**arguments(), with_top2=True, out=poisoned(**changes))
+        verify_greedy(**arguments(), with_top2=True, with_verdicts=True, out=poisoned(**changes))
 
 
 def test_input_tokens_are_the_same_rule_in_another_layout():

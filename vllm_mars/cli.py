@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "model":
             return _model(args)
+        if args.command == "top":
+            return _top(args)
         return _demo(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -48,7 +50,7 @@ def _model(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    _require_demo_packages()
+    _require_packages("the demo", "openai", "prometheus_client", "rich")
     from vllm_mars.demo import DemoOptions, run_demo
 
     options = {
@@ -59,13 +61,20 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
-def _require_demo_packages() -> None:
+def _top(args: argparse.Namespace) -> int:
+    _require_packages("top", "prometheus_client", "rich")
+    from vllm_mars.top import run_top
+
+    run_top(args.url, args.interval, args.once)
+    return 0
+
+
+def _require_packages(what: str, *names: str) -> None:
     import importlib.util
 
-    names = ("openai", "prometheus_client", "rich")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise RuntimeError(f"the demo needs {', '.join(missing)}; pip install 'vllm-mars[demo]'.")
+        raise RuntimeError(f"{what} needs {', '.join(missing)}; pip install 'vllm-mars[demo]'.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,6 +97,18 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--verify", action="store_true", help="check every checksum; make it again if one is wrong"
     )
+
+    top = commands.add_parser(
+        "top",
+        help="watch a running server's speculation and relaxed tokens",
+        description="Shows, from a running server's /metrics, tokens per second, acceptance "
+        "length, relaxed tokens and the ratio of the two largest logits. Ctrl-C ends it.",
+    )
+    top.add_argument("url", metavar="URL", help="the server, such as http://localhost:8000")
+    top.add_argument(
+        "--interval", type=float, default=2.0, metavar="SECONDS", help="between readings; default 2"
+    )
+    top.add_argument("--once", action="store_true", help="print the figures once and exit")
 
     demo = commands.add_parser(
         "demo",

@@ -16,6 +16,15 @@ LOSSY_VLLM_METHODS = ("synthetic", "fly")
 
 _METRICS = ("ratio", "gap")
 _STRUCTURED = ("strict", "relaxed")
+_SCOPES = ("all", "reasoning")
+_SHADOW_THETAS = (0.84, 0.88, 0.9, 0.92, 0.96)
+# A field that the front end fills in, not the user.
+_RESOLVED = {"resolved": True}
+
+# A start and an end token: ids, or, as a user may write them, their text. Without an end the span
+# lasts to the end of the request.
+Token = int | str
+Span = tuple[Token, Token | None]
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,14 @@ class MarsConfig:
         gap_max: upper limit of a request's own gap in nats, >= 0; None sets none.
         structured: "strict" verifies requests with structured output strictly, "relaxed" does not
             tell them apart (the grammar's mask holds either way).
+        strict_spans: pairs of tokens between which verification is strict; None means the markers
+            of the server's tool parser, () none.
+        scope: "all", or "reasoning" to relax only inside the model's thinking section.
+        max_relaxed_share: most of a request's output tokens that may be relaxed, in [0, 1].
+        shadow: verify strictly, and count what each of `shadow_thetas` would have accepted.
+        shadow_thetas: thresholds to count, each in (0, 1], in any order.
+        thinking: ids of the tokens that begin and end the thinking section; filled in by the front
+            end where `scope` asks for it.
 
     Raises:
         ValueError: an option is of the wrong type, out of range, or does not go with the metric.
@@ -50,6 +67,12 @@ class MarsConfig:
     theta_min: float = 0.0
     gap_max: float | None = None
     structured: Literal["strict", "relaxed"] = "strict"
+    strict_spans: tuple[Span, ...] | None = None
+    scope: Literal["all", "reasoning"] = "all"
+    max_relaxed_share: float = 1.0
+    shadow: bool = False
+    shadow_thetas: tuple[float, ...] = _SHADOW_THETAS
+    thinking: tuple[int, int] | None = dataclasses.field(default=None, metadata=_RESOLVED)
 
     def __post_init__(self) -> None:
         if self.metric not in _METRICS:
@@ -66,6 +89,8 @@ class MarsConfig:
         if self.protected_token_ids is not None:
             object.__setattr__(self, "protected_token_ids", _token_ids(self.protected_token_ids))
         self._check_client_options()
+        self._check_scope()
+        self._check_shadow()
 
     def _check_client_options(self) -> None:
         if not isinstance(self.client_control, bool):
@@ -96,6 +121,41 @@ class MarsConfig:
                 "'strict' never relaxes a request with structured output."
             )
 
+    def _check_scope(self) -> None:
+        if self.strict_spans is not None:
+            object.__setattr__(self, "strict_spans", _spans(self.strict_spans))
+        if self.scope not in _SCOPES:
+            raise ValueError(
+                f"mars_scope={self.scope!r} is not one of {', '.join(_SCOPES)}; 'reasoning' "
+                "relaxes only inside the model's thinking section."
+            )
+        if self.thinking is not None:
+            object.__setattr__(self, "thinking", tuple(self.thinking))
+        _require_number("mars_max_relaxed_share", self.max_relaxed_share)
+        if not 0 <= self.max_relaxed_share <= 1:
+            raise ValueError(
+                f"mars_max_relaxed_share={self.max_relaxed_share} is outside [0, 1]; 1 sets no "
+                "limit, 0.1 lets a tenth of a request's tokens be relaxed."
+            )
+
+    def _check_shadow(self) -> None:
+        if not isinstance(self.shadow, bool):
+            raise ValueError(
+                f"mars_shadow={self.shadow!r} is not true or false; true verifies strictly and "
+                "counts what other thetas would have accepted."
+            )
+        thetas = self.shadow_thetas
+        if not isinstance(thetas, list | tuple) or not thetas:
+            raise ValueError(
+                f"mars_shadow_thetas={thetas!r} is not a list of numbers in (0, 1], such as "
+                f"{list(_SHADOW_THETAS)}."
+            )
+        for theta in thetas:
+            check_theta(theta, "mars_shadow_thetas")
+        object.__setattr__(self, "shadow_thetas", tuple(sorted(set(map(float, thetas)))))
+        if self.shadow and self.metric != "ratio":
+            raise ValueError("mars_shadow counts thetas, so it needs mars_metric 'ratio'.")
+
     @property
     def thresholds(self) -> tuple[float, float]:
         """(theta, gap) of the one comparison `z2 > theta * z1 - gap` that serves both metrics."""
@@ -105,13 +165,14 @@ class MarsConfig:
     def lossy(self) -> bool:
         """Whether the output can differ from vLLM's own for a request that chooses nothing."""
         theta, gap = self.thresholds
-        return theta < 1 or gap > 0
+        return (theta < 1 or gap > 0) and not self.shadow and self.max_relaxed_share > 0
 
     @property
     def clients_may_relax(self) -> bool:
         """Whether a request can choose lossy verification for itself."""
         limit = self.theta_min < 1 if self.metric == "ratio" else self.gap_max != 0
-        return self.client_control and limit
+        may = self.client_control and not self.shadow and self.max_relaxed_share > 0
+        return may and limit
 
     def to_json(self) -> dict[str, Any]:
         """The options as plain JSON, for vLLM's `additional_config`."""
@@ -150,11 +211,19 @@ def split_speculative_config(
             )
         return None, config
 
-    names = {OPTION_PREFIX + field.name: field.name for field in dataclasses.fields(MarsConfig)}
+    names = {
+        OPTION_PREFIX + field.name: field.name
+        for field in dataclasses.fields(MarsConfig)
+        if field.metadata != _RESOLVED
+    }
     for key in options:
         if key not in names:
             raise unknown_option(key, "margin-aware verification", list(names))
     # Only here is it known what the user wrote and what is a default.
+    if "mars_shadow_thetas" in options and not options.get("mars_shadow"):
+        raise ValueError(
+            "mars_shadow_thetas belongs to the shadow mode; add mars_shadow=true or drop it."
+        )
     if options.get("mars_metric", "ratio") == "gap":
         if "mars_theta" in options:
             raise ValueError(
@@ -178,11 +247,11 @@ def unknown_option(key: str, whose: str, names: Sequence[str]) -> ValueError:
     )
 
 
-def check_theta(theta: object) -> None:
+def check_theta(theta: object, name: str = "mars_theta") -> None:
     """Raises ValueError unless theta is a number in (0, 1]."""
-    _require_number("mars_theta", theta)
+    _require_number(name, theta)
     if not 0 < theta <= 1:  # type: ignore[operator]
-        raise ValueError(f"mars_theta={theta} is outside (0, 1]; 1 switches the relaxation off.")
+        raise ValueError(f"{name}={theta} is outside (0, 1]; 1 switches the relaxation off.")
 
 
 def check_gap(gap: object) -> None:
@@ -242,6 +311,28 @@ def _token_ids(ids: object) -> tuple[int, ...]:
             "[] switches the protection off."
         )
     return tuple(ids)
+
+
+def _spans(spans: object) -> tuple[Span, ...]:
+    def is_token(token: object) -> bool:
+        is_id = isinstance(token, int) and not isinstance(token, bool) and token >= 0
+        return is_id or (isinstance(token, str) and token != "")
+
+    def is_span(span: object) -> bool:
+        return (
+            isinstance(span, list | tuple)
+            and len(span) == 2
+            and is_token(span[0])
+            and (span[1] is None or is_token(span[1]))
+        )
+
+    if not isinstance(spans, list | tuple) or not all(map(is_span, spans)):
+        raise ValueError(
+            f"mars_strict_spans={spans!r} is not a list of pairs of a start and an end token "
+            '(text or id; null for an end that never comes), such as [["<tool_call>", '
+            '"</tool_call>"]]; [] switches it off.'
+        )
+    return tuple(tuple(span) for span in spans)
 
 
 def _list(options: Mapping[str, Any]) -> str:

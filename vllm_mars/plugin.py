@@ -37,6 +37,9 @@ def register() -> None:
         ("vllm.engine.arg_utils", _patch_engine_args),
         ("vllm.v1.engine.async_llm", _patch_async_llm),
         ("vllm.v1.engine.input_processor", _patch_input_processor),
+        ("vllm.v1.core.sched.scheduler", _patch_scheduler),
+        ("vllm.v1.metrics.loggers", _patch_stat_loggers),
+        ("vllm.v1.metrics.stats", _patch_stats),
         ("vllm.v1.worker.gpu_model_runner", _patch_runner_v1),
         ("vllm.v1.worker.gpu.model_runner", _patch_runner_v2),
     ):
@@ -63,6 +66,16 @@ def _once(hook: Callable[[ModuleType], None], module: ModuleType) -> None:
 # Why: vLLM knows a fixed set of rejection sample methods and its config classes forbid other
 # fields. Until: vLLM lets a plugin add a rejection sample method with options of its own.
 def _patch_engine_args(module: ModuleType) -> None:
+    def from_cli_args(
+        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        engine_args = wrapped(*args, **kwargs)
+        if engine_args.speculative_config is not None:
+            from vllm_mars.sections import remember_tool_parser
+
+            remember_tool_parser(engine_args, kwargs["args"] if "args" in kwargs else args[0])
+        return engine_args
+
     def create_speculative_config(
         wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
@@ -70,6 +83,7 @@ def _patch_engine_args(module: ModuleType) -> None:
             take_options(instance, kwargs.get("target_model_config") or args[0])
         return wrapped(*args, **kwargs)
 
+    wrapt.wrap_function_wrapper(module, "EngineArgs.from_cli_args", from_cli_args)
     wrapt.wrap_function_wrapper(
         module, "EngineArgs.create_speculative_config", create_speculative_config
     )
@@ -108,6 +122,68 @@ def _patch_async_llm(module: ModuleType) -> None:
         return wrapped(*args, **kwargs)
 
     wrapt.wrap_function_wrapper(module, "AsyncLLM.generate", generate)
+
+
+# Why: vLLM carries a fixed set of statistics from the workers to the front end.
+# Until: a worker can add to `SchedulerStats`.
+def _patch_scheduler(module: ModuleType) -> None:
+    def init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        wrapped(*args, **kwargs)
+        config = config_of(instance.vllm_config)
+        if config is not None:
+            from vllm_mars.compat import check_interfaces
+            from vllm_mars.metrics_transport import carry_counts
+            from vllm_mars.returned import collect_relaxed, is_supported
+
+            check_interfaces("scheduler")
+            carry_counts(instance)
+            if is_supported():
+                check_interfaces("return")
+                collect_relaxed(instance, config)
+
+    wrapt.wrap_function_wrapper(module, "Scheduler.__init__", init)
+
+
+# Why: the messages between vLLM's processes carry the fields of its dataclasses and nothing else.
+# Until: as for the scheduler.
+def _patch_stats(module: ModuleType) -> None:
+    from vllm_mars.metrics_transport import declare_field
+
+    # For decoders, which are made later; without MARS the fields are never set and never sent.
+    declare_field(module.SchedulerStats)
+    if hasattr(module, "RequestSpecDecodeMetrics"):
+        from vllm_mars.returned import declare_request_field
+
+        declare_request_field(module.RequestSpecDecodeMetrics)
+
+
+# Why: a stat logger plugin of vLLM's own kind would switch statistics on where they are off, and
+# its metrics are unregistered again when vLLM makes its own. Until: neither is so.
+def _patch_stat_loggers(module: ModuleType) -> None:
+    def init_prometheus(
+        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        wrapped(*args, **kwargs)
+        if config_of(instance.vllm_config) is not None:
+            from vllm_mars.compat import check_interfaces
+            from vllm_mars.metrics import add_metrics
+
+            check_interfaces("metrics")
+            add_metrics(instance)
+
+    def init_logging(
+        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        wrapped(*args, **kwargs)
+        if config_of(instance.vllm_config) is not None:
+            from vllm_mars.compat import check_interfaces
+            from vllm_mars.metrics import add_log_line
+
+            check_interfaces("metrics")
+            add_log_line(instance)
+
+    wrapt.wrap_function_wrapper(module, "PrometheusStatLogger.__init__", init_prometheus)
+    wrapt.wrap_function_wrapper(module, "LoggingStatLogger.__init__", init_logging)
 
 
 # Why: the V1 runner names its rejection sampler class and offers no place for another.
@@ -185,13 +261,17 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
 
     check_version(vllm.__version__)
     check_interfaces("options")
-    _check_served(engine_args, speculative_config)
+    _check_served(engine_args, speculative_config, config)
     vocab = model_config.get_vocab_size()
     outside = [token for token in config.protected_token_ids or () if token >= vocab]
     if outside:
         raise ValueError(
             f"mars_protected_token_ids={outside} is outside the model's vocabulary [0, {vocab})."
         )
+    from vllm_mars.sections import resolve_sections
+
+    check_interfaces("sections")
+    config = resolve_sections(config, engine_args, model_config)
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {
         **engine_args.additional_config,
@@ -216,10 +296,14 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
         return
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_mars.requests import thresholds_of
+    from vllm_mars.requests import options_of
 
     try:
-        thresholds_of(params, config)
+        if options_of(params, config).wants_return:
+            from vllm_mars.returned import is_supported
+
+            if not is_supported():
+                raise ValueError("mars_return needs vLLM 0.32 or newer here; leave it out.")
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
@@ -235,7 +319,7 @@ def config_of(vllm_config: "VllmConfig") -> MarsConfig | None:
     return config
 
 
-def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
+def _check_served(engine_args: Any, speculative_config: dict[str, Any], config: MarsConfig) -> None:
     from vllm.platforms import current_platform
 
     def refuse(what: str, reason: str, way_out: str) -> None:
@@ -254,6 +338,13 @@ def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
             "enable_adaptive_verification",
             "it cuts drafts by an estimate of strict acceptance",
             "switch it off",
+        )
+    is_sharded = getattr(engine_args, "enable_batch_sharded_sampling", False)
+    if config.max_relaxed_share < 1 and is_sharded:
+        refuse(
+            "mars_max_relaxed_share with enable_batch_sharded_sampling",
+            "a request's rank, and with it what was relaxed of it, changes from step to step",
+            "drop one of them",
         )
     if getattr(engine_args, "watermark_config", None) is not None:
         refuse(

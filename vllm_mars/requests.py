@@ -5,7 +5,7 @@ bad value is that client's error 400 and no other request notices; the workers r
 the request enters their batch.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mars.config import (
     LOCK_VARIABLE,
@@ -20,16 +20,40 @@ from vllm_mars.config import (
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-_KEYS = ("mars_theta", "mars_gap")
+_THRESHOLDS = ("mars_theta", "mars_gap")
+_RETURN = "mars_return"
+_KEYS = (*_THRESHOLDS, _RETURN)
 
 
-def thresholds_of(params: "SamplingParams", config: MarsConfig) -> tuple[float, float]:
-    """(theta, gap) in force for one request.
+class RequestOptions(NamedTuple):
+    """What one request chose, or has from the server.
+
+    Attributes:
+        theta: of the comparison `z2 > theta * z1 - gap`.
+        gap: of the same.
+        is_structured: whether all of it is verified strictly, because its output is structured.
+        wants_return: whether the client asked what was relaxed.
+    """
+
+    theta: float
+    gap: float
+    is_structured: bool = False
+    wants_return: bool = False
+
+    @property
+    def thresholds(self) -> tuple[float, float]:
+        """(theta, gap)."""
+        return self.theta, self.gap
+
+
+def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
+    """The options of one request.
 
     Args:
         params: the request's parameters; its `extra_args` may hold `mars_theta`, a number in (0, 1]
-            where 1 is strict, or `mars_gap` where the server's metric is "gap".
-        config: the server's options.
+            where 1 is strict, `mars_gap` where the server's metric is "gap", and `mars_return`.
+        config: the server's options. In shadow mode the thresholds are checked, but nothing is
+            relaxed.
 
     Raises:
         ValueError: an unknown `mars_*` key, a bad value, or one that the server does not allow.
@@ -42,9 +66,20 @@ def thresholds_of(params: "SamplingParams", config: MarsConfig) -> tuple[float, 
         theta = _own_theta(own["mars_theta"], config)
     if "mars_gap" in own:
         gap = _own_gap(own["mars_gap"], config)
-    if config.structured == "strict" and params.structured_outputs is not None:
-        return 1.0, 0.0
-    return theta, gap
+    return RequestOptions(
+        theta,
+        gap,
+        config.structured == "strict" and params.structured_outputs is not None,
+        _wants_return(own.get(_RETURN, False)),
+    )
+
+
+def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float]:
+    """The threshold that verification follows, as `mars_return` reports it."""
+    strict = options.is_structured or config.shadow
+    if config.metric == "gap":
+        return {"gap": 0.0 if strict else options.gap}
+    return {"theta": 1.0 if strict else options.theta}
 
 
 def _is_ours(key: object) -> bool:
@@ -55,9 +90,10 @@ def _check_allowed(own: dict[str, Any], config: MarsConfig) -> None:
     for key in own:
         if key not in _KEYS:
             raise unknown_option(key, "a request", _KEYS)
-    if not config.client_control:
+    thresholds = [key for key in own if key in _THRESHOLDS]
+    if thresholds and not config.client_control:
         raise ValueError(
-            f"{', '.join(own)}: this server does not let requests choose their verification "
+            f"{', '.join(thresholds)}: this server does not let requests choose their verification "
             "(mars_client_control is false); leave it out."
         )
 
@@ -96,3 +132,12 @@ def _own_gap(gap: object, config: MarsConfig) -> float:
             f"({LOCK_VARIABLE}=strict); choose 0 or leave it out."
         )
     return float(gap)
+
+
+def _wants_return(value: object) -> bool:
+    # JSON's true arrives as 1.
+    if not isinstance(value, bool | int) or value not in (0, 1):
+        raise ValueError(
+            f"{_RETURN}={value!r} is not true or false; true adds what was relaxed to the answer."
+        )
+    return bool(value)

@@ -21,9 +21,11 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.margin import MarginRule, Thresholds, require_own_sampler
+from vllm_mars.kernels.reference import Judgement
+from vllm_mars.margin import Limits, MarginRule, require_own_sampler
+from vllm_mars.metrics_transport import report
 from vllm_mars.protection import protected_token_ids
-from vllm_mars.requests_v1 import RequestThresholdsV1
+from vllm_mars.requests_v1 import RequestsV1
 from vllm_mars.verify import verify_greedy
 from vllm_mars.warmup import warm_up_v1
 
@@ -47,7 +49,7 @@ class MarsRejectionSampler(RejectionSampler):
         device: device of the logits.
         config: the options.
         protected_token_ids: tokens at which verification stays strict.
-        requests: thresholds that requests chose for themselves; None where none can.
+        requests: the requests of the runner's batch; None where there is no runner.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class MarsRejectionSampler(RejectionSampler):
         device: torch.device,
         config: MarsConfig,
         protected_token_ids: list[int],
-        requests: RequestThresholdsV1 | None = None,
+        requests: RequestsV1 | None = None,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self.rule = MarginRule(config, protected_token_ids)
@@ -132,12 +134,10 @@ class MarsRejectionSampler(RejectionSampler):
                 metadata, processed, bonus_token_ids=bonus.sampled_token_ids
             )
         else:
+            limits = self._limits(metadata)
             with self.rule.relaxed_made_certain(
-                processed,
-                metadata.draft_token_ids,
-                metadata.cu_num_draft_tokens,
-                self._thresholds(metadata),
-            ):
+                processed, metadata.draft_token_ids, metadata.cu_num_draft_tokens, limits
+            ) as judgement:
                 output_token_ids = rejection_sample(
                     metadata.draft_token_ids,
                     metadata.num_draft_tokens,
@@ -149,6 +149,12 @@ class MarsRejectionSampler(RejectionSampler):
                     sampling_metadata,
                     use_fp64_gumbel=self.use_fp64_gumbel,
                 )
+            if judgement is not None:
+                # A step emits the accepted drafts and one more token.
+                num_accepted = (output_token_ids >= 0).sum(1) - 1
+                num_relaxed = self._record(metadata, limits, judgement, num_accepted)
+                if self.requests is not None and num_relaxed is not None:
+                    self.requests.relaxed(num_relaxed)
         logprobs = None
         if wants_logprobs:
             logprobs = self._get_logprobs_tensors(
@@ -161,10 +167,33 @@ class MarsRejectionSampler(RejectionSampler):
             )
         return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
 
-    def _thresholds(self, metadata: SpecDecodeMetadata) -> Thresholds:
+    def _limits(self, metadata: SpecDecodeMetadata) -> Limits:
         if self.requests is None:
-            return self.rule.thresholds
-        return self.requests.of_batch(len(metadata.num_draft_tokens))
+            return Limits(*self.rule.thresholds)
+        return self.requests.limits(
+            len(metadata.num_draft_tokens), metadata.draft_token_ids, metadata.cu_num_draft_tokens
+        )
+
+    def _returns(self, metadata: SpecDecodeMetadata) -> dict[int, str]:
+        if self.requests is None:
+            return {}
+        return self.requests.returns(len(metadata.num_draft_tokens))
+
+    def _record(
+        self,
+        metadata: SpecDecodeMetadata,
+        limits: Limits,
+        judgement: Judgement,
+        num_accepted: torch.Tensor,
+    ) -> torch.Tensor | None:
+        return self.rule.record(
+            limits,
+            judgement,
+            num_accepted,
+            metadata.draft_token_ids,
+            metadata.cu_num_draft_tokens,
+            self._returns(metadata),
+        )
 
     def _verify_greedy(
         self,
@@ -174,20 +203,22 @@ class MarsRejectionSampler(RejectionSampler):
         target_rows: torch.Tensor | None = None,
         bonus_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        theta, gap = self._thresholds(metadata)
+        limits = self._limits(metadata)
         output = verify_greedy(
             logits,
             metadata.draft_token_ids,
             metadata.cu_num_draft_tokens,
             bonus_token_ids,
-            theta,
-            gap=gap,
-            protected=self.rule.protected_mask(logits),
             target_rows=target_rows,
             bonus_rows=bonus_rows,
             max_draft_len=metadata.max_spec_len,
-            backend=self.rule.backend,
+            **self.rule.greedy_arguments(logits, limits),
         )
+        if output.verdicts is not None:
+            judgement = Judgement(output.verdicts, output.top2_values)
+            self._record(metadata, limits, judgement, output.num_accepted)
+        if self.requests is not None:
+            self.requests.relaxed(output.num_relaxed)
         output_token_ids: torch.Tensor = output.output_token_ids
         return output_token_ids
 
@@ -232,8 +263,14 @@ def install(runner: Any, config: MarsConfig) -> None:
         from vllm_mars.cpu_kernels import mend
 
         mend()
-    requests = RequestThresholdsV1(config, runner.max_num_reqs, runner.device)
-    runner.input_batch.logitsprocs.argmax_invariant.append(requests)
+    batch = runner.input_batch
+    requests = RequestsV1(
+        config, runner.max_num_reqs, runner.device, lambda: runner.input_batch.req_ids
+    )
+    batch.logitsprocs.argmax_invariant.append(requests)
+    if requests.needs_output_tokens:
+        # With asynchronous scheduling vLLM fills the lists in only where somebody reads them.
+        batch.logitsprocs_need_output_token_ids = True
     runner.rejection_sampler = MarsRejectionSampler(
         own.sampler,
         runner.speculative_config,
@@ -242,4 +279,5 @@ def install(runner: Any, config: MarsConfig) -> None:
         protected_token_ids(config, runner.model_config),
         requests,
     )
+    report(runner, runner.rejection_sampler.rule)
     runner.rejection_sampler.rule.log_start(logger, "V1", runner.device)

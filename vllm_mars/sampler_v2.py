@@ -10,9 +10,11 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.margin import MarginRule, Thresholds, require_own_sampler
+from vllm_mars.kernels.reference import Judgement
+from vllm_mars.margin import Limits, MarginRule, require_own_sampler
+from vllm_mars.metrics_transport import report
 from vllm_mars.protection import protected_token_ids
-from vllm_mars.requests_v2 import RequestThresholdsV2
+from vllm_mars.requests_v2 import RequestsV2
 from vllm_mars.verify import next_input_tokens, verify_input_tokens
 from vllm_mars.warmup import warm_up_v2
 
@@ -36,7 +38,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: device of the logits.
         config: the options.
         protected_token_ids: tokens at which verification stays strict.
-        requests: thresholds that requests chose for themselves; None where none can.
+        requests: the requests in the runner's slots; None where there is no runner.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: torch.device,
         config: MarsConfig,
         protected_token_ids: list[int],
-        requests: RequestThresholdsV2 | None = None,
+        requests: RequestsV2 | None = None,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self.rule = MarginRule(config, protected_token_ids)
@@ -93,9 +95,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
             warm_up_v2(self.rule, logits[:, :vocab], self.num_speculative_steps)
             self._is_warm = True
         ends = cu_num_logits[1:]
-        thresholds: Thresholds = self.rule.thresholds
+        limits, returns = Limits(*self.rule.thresholds), {}
         if self.requests is not None:
-            thresholds = self.requests.of_batch(idx_mapping, idx_mapping_np)
+            limits = self.requests.limits(idx_mapping, idx_mapping_np, verify_draft_sampled, ends)
+            returns = self.requests.returns(idx_mapping_np)
         # Without a request that needs it, this is the logits themselves, as they are.
         processed = self.sampler.apply_sampling_params(
             logits,
@@ -109,21 +112,23 @@ class MarsRejectionSamplerV2(RejectionSampler):
         )
         shared = processed[:, :vocab]
         if not self.sampler.sampling_states.temperature.np[idx_mapping_np].any():
-            theta, gap = thresholds
             output = verify_input_tokens(
                 shared,
                 verify_draft_sampled,
                 ends,
-                theta,
-                self.num_speculative_steps,
-                gap=gap,
-                protected=self.rule.protected_mask(shared),
-                backend=self.rule.backend,
+                max_draft_len=self.num_speculative_steps,
+                **self.rule.greedy_arguments(shared, limits),
             )
+            if output.verdicts is not None:
+                row_drafts = next_input_tokens(verify_draft_sampled, ends)
+                judgement = Judgement(output.verdicts, output.top2_values)
+                self.rule.record(limits, judgement, output.num_accepted, row_drafts, ends, returns)
+            if self.requests is not None:
+                self.requests.relaxed(output.num_relaxed, idx_mapping)
             return processed, output.output_token_ids, output.num_accepted + 1
 
         row_drafts = next_input_tokens(verify_draft_sampled, ends)
-        with self.rule.relaxed_made_certain(shared, row_drafts, ends, thresholds):
+        with self.rule.relaxed_made_certain(shared, row_drafts, ends, limits) as judgement:
             sampled, num_sampled = rejection_sample(
                 processed,
                 draft_logits,
@@ -138,6 +143,12 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 self.num_speculative_steps,
                 use_fp64=self.sampler.use_fp64_gumbel,
             )
+        if judgement is not None:
+            relaxed = self.rule.record(
+                limits, judgement, num_sampled - 1, row_drafts, ends, returns
+            )
+            if self.requests is not None and relaxed is not None:
+                self.requests.relaxed(relaxed, idx_mapping)
         return processed, sampled, num_sampled
 
 
@@ -153,7 +164,7 @@ def install(runner: Any, config: MarsConfig) -> None:
     """
     own = runner.rejection_sampler
     require_own_sampler(own, RejectionSampler)
-    requests = RequestThresholdsV2(config, runner.max_num_reqs)
+    requests = RequestsV2(config, runner.req_states)
     own.sampler.logits_processors.append(requests)
     runner.rejection_sampler = MarsRejectionSamplerV2(
         own.sampler,
@@ -163,4 +174,5 @@ def install(runner: Any, config: MarsConfig) -> None:
         protected_token_ids(config, runner.model_config),
         requests,
     )
+    report(runner, runner.rejection_sampler.rule)
     runner.rejection_sampler.rule.log_start(logger, "V2", runner.device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-    from vllm_mars.kernels.reference import VerifyOutput
+    from vllm_mars.kernels.reference import Judgement, RelaxedBudget, VerifyOutput
 
 Backend = Literal["auto", "torch", "triton"]
 
@@ -97,6 +97,8 @@ def _check_common(
     gap: "float | torch.Tensor",
     protected: "torch.Tensor | None",
     target_rows: "torch.Tensor | None",
+    blocked: "torch.Tensor | None" = None,
+    budget: "RelaxedBudget | None" = None,
 ) -> None:
     device = logits.device
     if logits.ndim != 2:
@@ -120,6 +122,15 @@ def _check_common(
     if protected is not None:
         _check("protected", protected, ("torch.bool",), device)
         _check_shape("protected", protected, ((logits.shape[1],),))
+    if blocked is not None:
+        _check("blocked", blocked, ("torch.int8",), device)
+        _check_shape("blocked", blocked, ((num_draft,),))
+    if budget is not None:
+        if not 0 <= budget.share <= 1:
+            raise ValueError(f"budget.share={budget.share} is outside [0, 1]; 1 allows all.")
+        for name in ("num_relaxed", "num_output_tokens"):
+            _check(f"budget.{name}", getattr(budget, name), ("torch.int32",), device)
+            _check_shape(f"budget.{name}", getattr(budget, name), ((batch,),))
     if target_rows is not None:
         _check("target_rows", target_rows, _ID_DTYPES, device)
         _check_shape("target_rows", target_rows, ((num_draft,),))
@@ -134,23 +145,29 @@ def _check_out(
     out: "VerifyOutput",
     batch: int,
     max_draft_len: int,
-    num_draft: int | None,
+    num_draft: int,
     device: object,
+    with_top2: bool,
+    with_verdicts: bool,
 ) -> None:
-    """Checks the caller's buffers; `num_draft` is given where the top-2 ones are wanted."""
+    """Checks the caller's buffers."""
     ids = ("torch.int32",)
     wanted = {
         "output_token_ids": ((batch, max_draft_len + 1), ids),
         "num_accepted": ((batch,), ids),
         "num_relaxed": ((batch,), ids),
     }
-    if num_draft is not None:
+    if with_top2 or with_verdicts:
         wanted["top2_values"] = ((num_draft, 2), ("torch.float32",))
+    if with_top2:
         wanted["top2_ids"] = ((num_draft, 2), ids)
+    if with_verdicts:
+        wanted["verdicts"] = ((num_draft,), ("torch.int8",))
     for name, (shape, dtypes) in wanted.items():
         buffer = getattr(out, name)
         if buffer is None:
-            raise ValueError(f"out.{name} is None, but with_top2 needs a buffer there.")
+            asked = "with_verdicts" if with_verdicts and name != "top2_ids" else "with_top2"
+            raise ValueError(f"out.{name} is None, but {asked} needs a buffer there.")
         _check(f"out.{name}", buffer, dtypes, device)
         _check_shape(f"out.{name}", buffer, (shape,))
 
@@ -168,6 +185,10 @@ def verify_greedy(
     bonus_rows: "torch.Tensor | None" = None,
     max_draft_len: int | None = None,
     with_top2: bool = False,
+    blocked: "torch.Tensor | None" = None,
+    budget: "RelaxedBudget | None" = None,
+    with_verdicts: bool = False,
+    dry_run: bool = False,
     out: "VerifyOutput | None" = None,
     backend: Backend = "auto",
 ) -> "VerifyOutput":
@@ -197,6 +218,12 @@ def verify_greedy(
         max_draft_len: longest draft of a request, which sets the output's width. Default: read from
             `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
         with_top2: also return the two largest logits and their ids at each draft position.
+        blocked: `[num_draft]` int8 or None; not 0 where the rule stays strict. The value, a
+            `Verdict`, is the verdict there if the margin would have accepted.
+        budget: how many output tokens of each request may be relaxed, or None for no limit.
+        with_verdicts: also return the verdicts, and the values of the top 2. On a CPU the latter
+            are NaN behind a request's first rejected position, but in a dry run.
+        dry_run: verify strictly; the verdicts tell what the margin would have done.
         out: contiguous buffers to write, in the shapes and dtypes of the result; with them, and
             `max_draft_len` given, the Triton backend allocates nothing once it has seen a batch of
             this size. Calls on one device must be on one stream, since they share a workspace.
@@ -214,7 +241,17 @@ def verify_greedy(
     still gets the strict test, so acceptance is never below strict.
     """
     resolved = resolve_backend(backend, logits.device.type)
-    _check_common(logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows)
+    _check_common(
+        logits,
+        draft_token_ids,
+        cu_num_draft_tokens,
+        theta,
+        gap,
+        protected,
+        target_rows,
+        blocked,
+        budget,
+    )
     device, batch = logits.device, cu_num_draft_tokens.shape[0]
     if bonus_token_ids is not None:
         if bonus_rows is not None:
@@ -229,7 +266,7 @@ def verify_greedy(
 
     num_draft = draft_token_ids.shape[0]
     if out is not None:
-        _check_out(out, batch, max_draft_len, num_draft if with_top2 else None, device)
+        _check_out(out, batch, max_draft_len, num_draft, device, with_top2, with_verdicts)
 
     arguments = (
         logits,
@@ -243,6 +280,10 @@ def verify_greedy(
         bonus_rows,
         max_draft_len,
         with_top2,
+        blocked,
+        budget,
+        with_verdicts,
+        dry_run,
     )
     if resolved == "triton":
         from vllm_mars.kernels.greedy import verify_greedy as verify_in_triton
@@ -270,6 +311,10 @@ def verify_input_tokens(
     *,
     gap: "float | torch.Tensor" = 0.0,
     protected: "torch.Tensor | None" = None,
+    blocked: "torch.Tensor | None" = None,
+    budget: "RelaxedBudget | None" = None,
+    with_verdicts: bool = False,
+    dry_run: bool = False,
     backend: Backend = "auto",
 ) -> "VerifyOutput":
     """`verify_greedy` in the layout of vLLM's Model Runner V2.
@@ -283,6 +328,10 @@ def verify_input_tokens(
         max_draft_len: longest draft of a request; one less than the longest run of rows.
         gap: float >= 0 or float32 `[batch]`.
         protected: bool `[vocab]` or None.
+        blocked: `[num_logits]` int8 or None; as the next three, as in `verify_greedy`.
+        budget: or None.
+        with_verdicts: of all rows; a bonus row's verdict is NONE.
+        dry_run: verify strictly.
         backend: as in `verify_greedy`.
 
     Returns:
@@ -307,6 +356,10 @@ def verify_input_tokens(
             gap=gap,
             protected=protected,
             max_draft_len=max_draft_len + 1,
+            blocked=blocked,
+            budget=budget,
+            with_verdicts=with_verdicts,
+            dry_run=dry_run,
             backend=backend,
         )
         tokens = output.output_token_ids[:, : max_draft_len + 1].to(torch.int64)
@@ -315,7 +368,9 @@ def verify_input_tokens(
     from vllm_mars.kernels.greedy import verify_greedy as verify_in_triton
     from vllm_mars.kernels.reference import new_output
 
-    _check_common(logits, input_token_ids, cu_num_logits, theta, gap, protected, None)
+    _check_common(
+        logits, input_token_ids, cu_num_logits, theta, gap, protected, None, blocked, budget
+    )
     return verify_in_triton(
         logits,
         input_token_ids,
@@ -327,8 +382,17 @@ def verify_input_tokens(
         None,
         None,
         max_draft_len,
+        blocked=blocked,
+        budget=budget,
+        with_verdicts=with_verdicts,
+        dry_run=dry_run,
         out=new_output(
-            cu_num_logits.shape[0], max_draft_len, None, logits.device, token_dtype=torch.int64
+            cu_num_logits.shape[0],
+            max_draft_len,
+            logits.shape[0],
+            logits.device,
+            with_verdicts=with_verdicts,
+            token_dtype=torch.int64,
         ),
         bonus_row_is_last=True,
     )
@@ -346,7 +410,7 @@ def next_input_tokens(
     return input_token_ids.roll(-1).index_fill(0, cu_num_logits.long() - 1, -1)
 
 
-def relaxed_positions(
+def judge_positions(
     logits: "torch.Tensor",
     draft_token_ids: "torch.Tensor",
     cu_num_draft_tokens: "torch.Tensor",
@@ -355,9 +419,12 @@ def relaxed_positions(
     gap: "float | torch.Tensor" = 0.0,
     protected: "torch.Tensor | None" = None,
     target_rows: "torch.Tensor | None" = None,
+    blocked: "torch.Tensor | None" = None,
+    budget: "RelaxedBudget | None" = None,
+    with_top2_values: bool = False,
     backend: Backend = "auto",
-) -> "torch.Tensor":
-    """Marks the draft positions that the margin accepts outright, for the sampling branch.
+) -> "Judgement":
+    """Says at which draft positions the margin accepts outright, for the sampling branch.
 
     Args:
         logits: `[num_rows, vocab]`, processed logits (temperature, top-k, top-p applied).
@@ -367,28 +434,50 @@ def relaxed_positions(
         gap: float >= 0 or float32 `[batch]`.
         protected: bool `[vocab]` or None.
         target_rows: `[num_draft]` row of each draft position; default 0..num_draft-1.
+        blocked: as in `verify_greedy`.
+        budget: as in `verify_greedy`; it is spent on each position that the margin accepts.
+        with_top2_values: also return z1 and z2 at each draft position.
         backend: as in `verify_greedy`.
 
     Returns:
-        bool `[num_draft]`: the draft token is one of the two largest and the margin is small. The
-        argmax counts: sampling accepts it there without a draw.
+        A `Judgement`. RELAXED is where the draft token is one of the two largest, the margin is
+        small and nothing forbids it. The argmax counts: sampling accepts it there without a draw.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
         NotImplementedError: the backend is "triton" on a CPU.
     """
     resolved = resolve_backend(backend, logits.device.type)
-    _check_common(logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows)
-    if resolved == "triton":
-        from vllm_mars.kernels.greedy import relaxed_positions as mark
-    elif logits.device.type == "cpu":
-        from vllm_mars.kernels.cpu import relaxed_positions as mark
-    else:
-        from vllm_mars.kernels.reference import relaxed_positions as mark
-    relaxed: torch.Tensor = mark(
-        logits, draft_token_ids, cu_num_draft_tokens, theta, gap, protected, target_rows
+    _check_common(
+        logits,
+        draft_token_ids,
+        cu_num_draft_tokens,
+        theta,
+        gap,
+        protected,
+        target_rows,
+        blocked,
+        budget,
     )
-    return relaxed
+    if resolved == "triton":
+        from vllm_mars.kernels.greedy import judge_positions as judge
+    elif logits.device.type == "cpu":
+        from vllm_mars.kernels.cpu import judge_positions as judge
+    else:
+        from vllm_mars.kernels.reference import judge_positions as judge
+    judgement: Judgement = judge(
+        logits,
+        draft_token_ids,
+        cu_num_draft_tokens,
+        theta,
+        gap,
+        protected,
+        target_rows,
+        blocked,
+        budget,
+        with_top2_values,
+    )
+    return judgement
 
 
 def _longest_draft(cu_num_draft_tokens: "torch.Tensor") -> int:

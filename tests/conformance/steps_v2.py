@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_mars import MarsConfig, MarsRejectionSamplerV2
+from vllm_mars.requests_v2 import RequestsV2
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 64
@@ -94,8 +95,11 @@ class Step:
         sampler = self.sampler(config, protected=protected, logprobs_mode=logprobs_mode)
         return sampler(self.logits.clone(), self.batch(), self.draft_logits, invalid_drafts)
 
-    def sampler(self, config, *, protected=(), logprobs_mode="raw_logprobs"):
-        """vLLM's rejection sampler or ours, whose state holds the requests."""
+    def sampler(self, config, *, protected=(), logprobs_mode="raw_logprobs", follow_requests=False):
+        """vLLM's rejection sampler or ours, whose state holds the requests.
+
+        With `follow_requests` ours also knows what they chose for themselves, as in a runner.
+        """
         vocab = self.logits.shape[1]
         states = RequestState(
             max_num_reqs=len(self.requests) + 2,
@@ -114,6 +118,10 @@ class Step:
             logprobs_mode,
             num_speculative_tokens=self.steps,
         )
+        requests = None
+        if follow_requests:
+            requests = RequestsV2(config, states)
+            sampler.logits_processors.append(requests)
         for state, request in zip(self.states, self.requests, strict=True):
             states.free_indices = [int(state)]
             filled = self._prefill_len(request)
@@ -138,7 +146,7 @@ class Step:
         )
         if config is None:
             return RejectionSampler(sampler, spec_config, CPU)
-        return MarsRejectionSamplerV2(sampler, spec_config, CPU, config, list(protected))
+        return MarsRejectionSamplerV2(sampler, spec_config, CPU, config, list(protected), requests)
 
     @staticmethod
     def _prefill_len(request):

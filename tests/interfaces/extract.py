@@ -13,7 +13,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_mars.compat import INTERFACES, Symbol, Touch, touches
+from vllm_mars.compat import Symbol, touches
+from vllm_mars.interfaces import INTERFACES, Touch
 
 
 class Release:

@@ -14,13 +14,13 @@ from triton.runtime.interpreter import InterpretedFunction
 from vllm_mars.kernels import greedy, reference, top2
 
 from vllm_mars import verify_greedy
-from vllm_mars.verify import relaxed_positions, verify_input_tokens
+from vllm_mars.verify import judge_positions, verify_input_tokens
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def test_the_kernels_are_interpreted():
-    for kernel in (top2.top2_kernel, greedy.accept_kernel, greedy.mark_kernel):
+    for kernel in (top2.top2_kernel, greedy.accept_kernel, greedy.judge_kernel):
         assert isinstance(kernel, InterpretedFunction)
 
 
@@ -42,26 +42,34 @@ def check(logits, drafts, lengths, theta, **given):
         backend="triton",
         **optional,
     )
+    dry_run = optional.pop("dry_run", False)
+    everything = {"with_top2": True, "with_verdicts": True, "dry_run": dry_run}
     expected = reference.verify_greedy(
-        logits, drafts, cu, theta=theta, max_draft_len=longest, with_top2=True, **optional, **bonus
+        logits, drafts, cu, theta=theta, max_draft_len=longest, **everything, **optional, **bonus
     )
-    output = verify()
+    output = verify(dry_run=dry_run)
     for name in ("output_token_ids", "num_accepted", "num_relaxed"):
         assert torch.equal(getattr(output, name), getattr(expected, name))
-    assert output.top2_values is None
+    assert output.top2_values is None and output.verdicts is None
+    judged = verify(with_verdicts=True, dry_run=dry_run)
+    assert torch.equal(judged.verdicts, expected.verdicts)
+    torch.testing.assert_close(judged.top2_values, expected.top2_values, equal_nan=True)
     out = poisoned(len(lengths), longest, len(drafts))
-    verify(with_top2=True, out=out)
+    verify(**everything, out=out)
     for buffer, result in zip(out, expected, strict=True):
         torch.testing.assert_close(buffer, result, rtol=0, atol=0, equal_nan=True)
-    marked = relaxed_positions(logits, drafts, cu, theta, backend="triton", **optional)
-    assert torch.equal(
-        marked, reference.relaxed_positions(logits, drafts, cu, theta=theta, **optional)
-    )
+    optional["with_top2_values"] = True
+    judged = judge_positions(logits, drafts, cu, theta, backend="triton", **optional)
+    wanted = reference.judge_positions(logits, drafts, cu, theta=theta, **optional)
+    assert torch.equal(judged.verdicts, wanted.verdicts)
+    torch.testing.assert_close(judged.top2_values, wanted.top2_values, equal_nan=True)
     return output
 
 
 def poisoned(batch, longest, num_draft):
-    out = reference.new_output(batch, longest, num_draft, torch.device("cpu"))
+    out = reference.new_output(
+        batch, longest, num_draft, torch.device("cpu"), with_top2=True, with_verdicts=True
+    )
     for buffer in out:
         buffer.fill_(-7)
     return out
@@ -102,6 +110,15 @@ def batches(draw):
         given["bonus_rows"] = torch.randperm(rows, generator=generator)[: len(lengths)]
     if draw(st.booleans()):
         given["protected"] = random(vocab) < 0.2
+    if draw(st.booleans()):
+        kinds = torch.tensor([0, 0, reference.Verdict.SPAN, reference.Verdict.STRUCTURED])
+        given["blocked"] = kinds[(random(size) * len(kinds)).long()].to(torch.int8)
+    if draw(st.booleans()):
+        produced = (random(len(lengths)) * 50).int()
+        used = (produced * random(len(lengths)) * 0.4).int()
+        share = draw(st.sampled_from([0.0, 0.2, 0.7, 1.0]))
+        given["budget"] = reference.RelaxedBudget(share, used, produced)
+    given["dry_run"] = draw(st.booleans())
     theta = draw(st.sampled_from([1.0, 0.9, 0.5, 0.01, random(len(lengths)).clamp(min=0.01)]))
     given["target_rows"] = target_rows
     dtype = draw(st.sampled_from([torch.int32, torch.int64]))
@@ -128,11 +145,16 @@ def test_input_token_layout_equals_the_other(batch):
     # A draft token is the input of the row after its own.
     inputs[(~is_bonus).nonzero().squeeze(1) + 1] = drafts
     longest = max(lengths)
-    options = {"gap": given["gap"], "protected": given.get("protected")}
+    options = {name: given.get(name) for name in ("gap", "protected", "budget", "dry_run")}
+    if "blocked" in given:
+        options["blocked"] = torch.zeros(rows, dtype=torch.int8)
+        options["blocked"][~is_bonus] = given["blocked"]
+    options["with_verdicts"] = True
     output = verify_input_tokens(logits, inputs, ends, theta, longest, backend="triton", **options)
     expected = verify_input_tokens(logits, inputs, ends, theta, longest, backend="torch", **options)
     for name in ("output_token_ids", "num_accepted", "num_relaxed"):
         assert torch.equal(getattr(output, name), getattr(expected, name))
+    assert torch.equal(output.verdicts, expected.verdicts)
     assert output.output_token_ids.dtype == torch.int64
 
 

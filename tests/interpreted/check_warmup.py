@@ -7,14 +7,23 @@ import itertools
 
 import pytest
 import torch
-from vllm_mars.kernels import greedy, top2
+from vllm_mars.kernels import counting, greedy, sections, top2
+from vllm_mars.kernels.reference import RelaxedBudget
 
 from vllm_mars import MarsConfig
-from vllm_mars.margin import MarginRule
-from vllm_mars.verify import relaxed_positions, verify_greedy, verify_input_tokens
+from vllm_mars.counters import CounterLayout, Counters
+from vllm_mars.margin import Limits, MarginRule
+from vllm_mars.sections import Sections
+from vllm_mars.verify import verify_greedy, verify_input_tokens
 from vllm_mars.warmup import warm_up_v1, warm_up_v2
 
-SPECIALIZED = {"logits_stride", "vocab", "logits_ptr", "best_ptr", "second_ptr"}
+SPECIALIZED = {"logits_stride", "vocab", "logits_ptr", "best_ptr", "second_ptr", "counts_ptr"}
+LONGEST = 9
+CONFIGS = [
+    MarsConfig(theta=0.9),
+    MarsConfig(theta=0.9, structured="relaxed", max_relaxed_share=0.5),
+    MarsConfig(theta=0.9, strict_spans=((3, 4),), shadow=True),
+]
 
 
 class Recorder:
@@ -52,7 +61,9 @@ def seen(monkeypatch):
     for module, name in (
         (top2, "top2_kernel"),
         (greedy, "accept_kernel"),
-        (greedy, "mark_kernel"),
+        (greedy, "judge_kernel"),
+        (counting, "count_kernel"),
+        (sections, "block_kernel"),
     ):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), keys))
     return keys
@@ -61,71 +72,127 @@ def seen(monkeypatch):
 def steps(vocab, stride, dtype):
     """Ragged batches of up to 5 drafts, as vLLM's steps bring them."""
     torch.manual_seed(0)
-    for lengths in ([1], [5], [0, 3], [5, 0, 2, 4], [1] * 9, [9, 7]):
+    for lengths in ([0, 3], [9, 7]):
         rows = sum(lengths) + len(lengths)
         logits = torch.randn(rows, stride).to(dtype)[:, :vocab]
         yield lengths, logits
 
 
-@pytest.fixture(params=[(512, 512), (8_209, 8_256), (512, 768)], ids=str)
-def shape(request):
-    return request.param
+@pytest.fixture(
+    params=[
+        ((512, 512), CONFIGS[0]),
+        ((8_209, 8_256), CONFIGS[0]),
+        ((512, 768), CONFIGS[1]),
+        ((512, 512), CONFIGS[2]),
+    ],
+    ids=["default", "odd vocabulary", "budget", "shadow"],
+)
+def served(request):
+    """(vocabulary, stride) of a model, and the rule of an engine that counts."""
+    shape, config = request.param
+    rule = MarginRule(config, [2], backend="triton")
+    rule.counters = Counters(CounterLayout(LONGEST, config.shadow_thetas), torch.device("cpu"))
+    return shape, rule
 
 
-def test_v1(seen, shape):
-    vocab, stride = shape
-    rule = MarginRule(MarsConfig(theta=0.9), [2], backend="triton")
+def all_limits(config, batch, num_draft):
+    """What the requests of a step can bring."""
+    budget = None
+    if config.max_relaxed_share < 1:
+        none = torch.zeros(batch, dtype=torch.int32)
+        budget = RelaxedBudget(config.max_relaxed_share, none, none)
+    blocked = torch.zeros(num_draft, dtype=torch.int8)
+    positions = [blocked] if config.strict_spans else [None, blocked]
+    if not config.strict_spans and config.structured == "relaxed":
+        positions = [None]
+    thresholds = ((0.9, 0.0), (torch.full((batch,), 0.9), torch.zeros(batch)))
+    for (theta, gap), blocked in itertools.product(thresholds, positions):
+        yield Limits(theta, gap, blocked, budget)
+
+
+def record(rule, limits, judgement, drafts, ends):
+    accepted = torch.zeros(len(ends), dtype=torch.int32)
+    rule.record(limits, judgement, accepted, drafts, ends, {})
+
+
+def block(rule, drafts, ends):
+    """The kernel that V2's requests launch before each step that can have strict positions."""
+    if rule.config.strict_spans or rule.config.structured == "strict":
+        slots = [torch.zeros(5, dtype=torch.int32) for _ in range(3)]
+        walk = Sections(rule.config)
+        sections.blocked_rows(
+            *slots,
+            torch.arange(len(ends), dtype=torch.int32) % 5,
+            torch.zeros((5, 33), dtype=torch.int32),
+            torch.zeros(5, dtype=torch.int32),
+            drafts,
+            ends,
+            walk.tables(torch.device("cpu")),
+            walk.thinking,
+            walk.only_thinking,
+        )
+
+
+def test_v1(seen, served):
+    (vocab, stride), rule = served
     # The dummy run's logits are contiguous, whatever the model's are.
-    warm_up_v1(rule, torch.zeros(3, vocab, dtype=torch.bfloat16), 9)
+    warm_up_v1(rule, torch.zeros(3, vocab, dtype=torch.bfloat16), LONGEST)
     warm = set(seen)
     for lengths, logits in steps(vocab, stride, torch.bfloat16):
         drafts = torch.zeros(sum(lengths), dtype=torch.int32)
         cu = torch.tensor(lengths).cumsum(0).int()
-        verify_greedy(
-            logits,
-            drafts,
-            cu,
-            None,
-            0.9,
-            protected=rule.protected_mask(logits),
-            target_rows=torch.arange(len(drafts), dtype=torch.int32),
-            bonus_rows=torch.arange(len(lengths), dtype=torch.int32),
-            max_draft_len=max(lengths),
-            backend="triton",
-        )
-        # What a processor has touched is float32, in order, and its bonus tokens are sampled.
-        options = {"protected": rule.protected_mask(logits), "backend": "triton"}
-        processed = logits.float().contiguous()[: len(drafts)]
-        bonus = torch.zeros(len(lengths), 1, dtype=torch.int32)
         batch = len(lengths)
-        for theta, gap in ((0.9, 0.0), (torch.full((batch,), 0.9), torch.zeros(batch))):
+        # What a processor has touched is float32, in order, and its bonus tokens are sampled.
+        processed = logits.float().contiguous()[: len(drafts)]
+        bonus = torch.zeros(batch, 1, dtype=torch.int32)
+        block(rule, drafts, cu)
+        for limits in all_limits(rule.config, batch, len(drafts)):
+            longest = max(lengths)
+            verify_greedy(
+                logits,
+                drafts,
+                cu,
+                None,
+                target_rows=torch.arange(len(drafts), dtype=torch.int32),
+                bonus_rows=torch.arange(batch, dtype=torch.int32),
+                max_draft_len=longest,
+                **rule.greedy_arguments(logits, limits),
+            )
             verify_greedy(
                 processed,
                 drafts,
                 cu,
                 bonus,
-                theta,
-                gap=gap,
-                max_draft_len=max(lengths),
-                **options,
+                max_draft_len=longest,
+                **rule.greedy_arguments(processed, limits),
             )
-            relaxed_positions(processed, drafts, cu, theta, gap=gap, **options)
+            with rule.relaxed_made_certain(processed, drafts, cu, limits) as judgement:
+                pass
+            record(rule, limits, judgement, drafts, cu)
     assert seen == warm
 
 
-def test_v2(seen, shape):
-    vocab, stride = shape
-    rule = MarginRule(MarsConfig(theta=0.9), [2], backend="triton")
-    warm_up_v2(rule, torch.zeros(3, vocab, dtype=torch.bfloat16), 9)
+def test_v2(seen, served):
+    (vocab, stride), rule = served
+    warm_up_v2(rule, torch.zeros(3, vocab, dtype=torch.bfloat16), LONGEST)
     warm = set(seen)
     for lengths, logits in steps(vocab, stride, torch.bfloat16):
         inputs = torch.zeros(len(logits), dtype=torch.int32)
         # The runner's prefix sum starts with a 0 that is cut off: a view that is not aligned.
         ends = torch.tensor([0, *itertools.accumulate(length + 1 for length in lengths)]).int()[1:]
-        options = {"protected": rule.protected_mask(logits), "backend": "triton"}
-        verify_input_tokens(logits, inputs, ends, 0.9, 9, **options)
-        for processed in (logits, logits.float().contiguous()):
-            relaxed_positions(processed, inputs, ends, 0.9, **options)
+        block(rule, inputs, ends)
+        for limits in all_limits(rule.config, len(lengths), len(logits)):
+            verify_input_tokens(
+                logits,
+                inputs,
+                ends,
+                max_draft_len=LONGEST,
+                **rule.greedy_arguments(logits, limits),
+            )
+            for processed in (logits, logits.float().contiguous()):
+                with rule.relaxed_made_certain(processed, inputs, ends, limits) as judgement:
+                    pass
+                record(rule, limits, judgement, inputs, ends)
     assert seen == warm
 
 

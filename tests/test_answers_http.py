@@ -1,0 +1,168 @@
+"""Constrained answers, what an answer tells, and vLLM's own benchmark, over real HTTP."""
+
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import openai
+import pytest
+
+from vllm_mars.server import VllmServer
+
+pytestmark = pytest.mark.engine
+
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+    "rejection_sample_method": "mars",
+    "mars_theta": 0.5,
+    # The harder case: the margin may relax, and only the grammar's mask keeps the form.
+    "mars_structured": "relaxed",
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["cat", "dog", "bird"]},
+    },
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+REGEX = r"[A-Z][a-z]{2,5}-[0-9]{3}"
+CHOICES = ["Paris", "Rome", "Madrid"]
+TOOL = {"type": "function", "function": {"name": "add_pet", "parameters": SCHEMA}}
+SUBJECTS = ("a cat called Tom", "a dog called Rex", "a bird", "the cat of a friend", "my own pet")
+TIMES = 200
+
+
+@pytest.fixture(scope="module")
+def server(packaged_model, tmp_path_factory):
+    args = [
+        *("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024"),
+        *("--max-num-seqs", "16", "--served-model-name", "model"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--speculative-config", json.dumps(SPECULATION)),
+    ]
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with VllmServer(packaged_model, args, log_path=log) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+def create(client, number, **options):
+    """One answer about a subject; every other request is sampled."""
+    return client.chat.completions.create(
+        model="model",
+        messages=[{"role": "user", "content": f"Describe {SUBJECTS[number % len(SUBJECTS)]}."}],
+        temperature=0.8 * (number // len(SUBJECTS) % 2),
+        seed=number,
+        max_tokens=60,
+        **options,
+    ).choices[0]
+
+
+def schema(client, number):
+    json_schema = {"name": "pet", "schema": SCHEMA, "strict": True}
+    choice = create(
+        client, number, response_format={"type": "json_schema", "json_schema": json_schema}
+    )
+    jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+
+
+def regex(client, number):
+    choice = create(client, number, extra_body={"structured_outputs": {"regex": REGEX}})
+    assert re.fullmatch(REGEX, choice.message.content), choice.message.content
+
+
+def choice(client, number):
+    answer = create(client, number, extra_body={"structured_outputs": {"choice": CHOICES}})
+    assert answer.message.content in CHOICES
+
+
+def tool_call(client, number):
+    named = {"type": "function", "function": {"name": "add_pet"}}
+    answer = create(client, number, tools=[TOOL], tool_choice=named)
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "add_pet"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+
+def test_constrained_answers_are_valid(server, client):
+    kinds = (schema, regex, choice, tool_call)
+    with ThreadPoolExecutor(16) as pool:
+        jobs = [pool.submit(kinds[n % len(kinds)], client, n // len(kinds)) for n in range(TIMES)]
+        for job in jobs:
+            job.result()
+    relaxed = sum(
+        value
+        for name, value in server.metrics().items()
+        if name.startswith("vllm:mars_relaxed_tokens_total")
+    )
+    assert relaxed > 0, "nothing was relaxed, so the mask was not needed"
+
+
+def test_an_answer_tells_what_was_relaxed(client):
+    def ask(**extra):
+        request = {
+            "model": "model",
+            "messages": [{"role": "user", "content": "Say it twice: one two three four five."}],
+            "temperature": 0,
+            "max_tokens": 40,
+            **extra,
+        }
+        return client.chat.completions.create(**request)
+
+    def told(answer):
+        return answer.metrics["speculative_decoding"]["mars"]
+
+    wanted = {"extra_body": {"vllm_xargs": {"mars_return": True}}}
+    whole = told(ask(**wanted))
+    assert whole["theta"] == 0.5
+    assert whole["num_relaxed_tokens"] == len(whole["relaxed_positions"])
+    chunks = list(ask(**wanted, stream=True, stream_options={"include_usage": True}))
+    assert told(chunks[-1]) == whole
+    strict = told(ask(extra_body={"vllm_xargs": {"mars_return": True, "mars_theta": 1}}))
+    assert strict == {"theta": 1.0, "num_relaxed_tokens": 0, "relaxed_positions": []}
+    assert ask().model_extra.get("metrics") is None
+
+    completion = client.completions.create(
+        model="model", prompt="one two three one two", temperature=0, max_tokens=24, **wanted
+    )
+    assert told(completion)["theta"] == 0.5
+
+
+def test_markers_that_are_no_tokens_are_said(server):
+    """The tool parser's <tool_call> is several tokens of this model."""
+    log = server.log_path.read_text()
+    assert "No strict spans: the markers of the tool parser hermes are not single tokens" in log
+
+
+def test_vllms_benchmark_runs_against_it(server, packaged_model, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Describe {s}."}) + "\n" for s in SUBJECTS))
+    child = subprocess.run(
+        [
+            *(sys.executable, "-m", "vllm_mars.vllm_cli", "bench", "serve"),
+            *("--base-url", server.base_url, "--model", "model"),
+            *("--tokenizer", str(packaged_model), "--dataset-name", "custom"),
+            *("--dataset-path", str(prompts), "--custom-output-len", "16", "--num-prompts", "5"),
+            *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-2000:]
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert result["completed"] == 5
+    assert result["spec_decode_acceptance_length"] >= 1

@@ -1,0 +1,200 @@
+"""Strict spans, the budget, the shadow mode and `mars_return` in real engines on a tiny model.
+
+What `mars_return` says is held against the target itself: its positions are exactly those whose
+token is not the target's first choice.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import tiny_models
+import torch
+
+from vllm_mars import MarsConfig
+from vllm_mars.sections import Sections
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
+SHARE = 0.125
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A target, and a draft that is its first layer."""
+    directory, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    target = tiny_models.llama(directory)
+    first_layer = tiny_models.llama(draft)
+    first_layer.model.layers = first_layer.model.layers[:1]
+    first_layer.config.num_hidden_layers = 1
+    first_layer.save_pretrained(draft)
+    return directory, draft, target
+
+
+class Engine:
+    """A running engine."""
+
+    def __init__(self, llm):
+        self.llm = llm
+
+    def ask(self, prompts=PROMPTS, **sampling):
+        """CompletionOutput of each prompt."""
+        from vllm import SamplingParams
+
+        extra_args = {"mars_return": True, **sampling.pop("extra_args", {})}
+        params = SamplingParams(
+            **{"temperature": 0, "max_tokens": 48, "ignore_eos": True, **sampling},
+            detokenize=False,
+            extra_args=extra_args,
+        )
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [out.outputs[0] for out in self.llm.generate(given, params, use_tqdm=False)]
+
+    def metrics(self, name):
+        """Values of a metric by its labels, but for those of vLLM's engines."""
+        own = ("model_name", "engine")
+        return {
+            tuple(value for label, value in metric.labels.items() if label not in own): metric.value
+            for metric in self.llm.get_metrics()
+            if metric.name == name
+        }
+
+
+@pytest.fixture
+def engine(models, monkeypatch):
+    # Threads that wait for each other cost a tiny model more than they give.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+    @contextmanager
+    def start(**options):
+        from vllm import LLM
+
+        llm = LLM(
+            str(models[0]),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=128,
+            max_num_seqs=4,
+            disable_log_stats=False,
+            speculative_config={
+                "method": "draft_model",
+                "model": str(models[1]),
+                "num_speculative_tokens": 3,
+                "rejection_sample_method": "mars",
+                **options,
+            },
+        )
+        try:
+            yield Engine(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+    return start
+
+
+def not_first_choices(target, prompt, tokens):
+    """Positions of an answer whose token is not the target's first choice."""
+    with torch.inference_mode():
+        logits = target(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return (logits.argmax(-1) != torch.tensor(tokens)).nonzero().flatten().tolist()
+
+
+def returned(output):
+    return output.spec_decode_metrics.to_dict()["mars"]
+
+
+def test_return_names_what_is_not_the_targets_first_choice(engine, models):
+    """Each request by its own gap; seen beside requests that do not ask, and those cut short."""
+    with engine(mars_metric="gap", mars_gap=1000.0) as running:
+        outputs = running.ask()
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            found = returned(output)
+            assert found["gap"] == 1000.0
+            tokens = list(output.token_ids)
+            assert found["relaxed_positions"] == not_first_choices(models[2], prompt, tokens)
+            assert found["num_relaxed_tokens"] == len(found["relaxed_positions"])
+        relaxed = sum(returned(output)["num_relaxed_tokens"] for output in outputs)
+        assert relaxed > 0
+        assert sum(running.metrics("vllm:mars_relaxed_tokens").values()) >= relaxed
+
+        for output in running.ask(extra_args={"mars_gap": 0}):
+            expected = {"gap": 0.0, "num_relaxed_tokens": 0, "relaxed_positions": []}
+            assert returned(output) == expected
+        cut = running.ask(max_tokens=5)
+        for whole, part in zip(outputs, cut, strict=True):
+            positions = returned(whole)["relaxed_positions"]
+            assert returned(part)["relaxed_positions"] == [p for p in positions if p < 5]
+        silent = running.ask(extra_args={"mars_return": False})
+        assert all(output.spec_decode_metrics is None for output in silent)
+
+        # Sampled requests are told what the margin accepted without a draw.
+        hot = running.ask(temperature=1.0, seed=3, extra_args={"mars_gap": 2.0})
+        assert any(returned(output)["num_relaxed_tokens"] for output in hot)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_budget_holds_after_every_token(engine, temperature):
+    with engine(mars_metric="gap", mars_gap=1000.0, mars_max_relaxed_share=SHARE) as running:
+        outputs = running.ask(temperature=temperature, seed=1, max_tokens=64)
+        most = 0
+        for output in outputs:
+            positions = returned(output)["relaxed_positions"]
+            for count, position in enumerate(positions, start=1):
+                assert count <= SHARE * (position + 1)
+            most = max(most, len(positions))
+        assert most > 1
+        assert running.metrics("vllm:mars_refused_positions")["budget",] > 0
+
+
+def test_nothing_is_relaxed_inside_a_span(engine):
+    loose = {"mars_metric": "gap", "mars_gap": 1000.0}
+    with engine(**loose) as running:
+        free = running.ask()
+    # A token that occurs opens the span, the next one of that answer closes it.
+    tokens = list(free[0].token_ids)
+    start = max(set(tokens), key=tokens.count)
+    end = next(token for token in tokens if token != start)
+    spans = ((start, end), (PROMPTS[3][-1], None))
+    with engine(**loose, mars_strict_spans=[list(span) for span in spans]) as running:
+        outputs = running.ask()
+        refused = running.metrics("vllm:mars_refused_positions")["span",]
+    assert refused > 0
+    walk = Sections(MarsConfig(strict_spans=spans))
+    inside = relaxed = 0
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        state = walk.advance(0, prompt)
+        for position, token in enumerate(output.token_ids):
+            is_relaxed = position in returned(output)["relaxed_positions"]
+            inside += walk.is_strict(state)
+            relaxed += is_relaxed
+            assert not (is_relaxed and walk.is_strict(state))
+            state = walk.advance(state, [token])
+    assert inside > 0
+    assert relaxed > 0
+    # The prompt opened a span that nothing closes.
+    assert returned(outputs[3])["relaxed_positions"] == []
+
+
+def test_shadow_mode_is_strict_and_counts_what_others_would_accept(engine):
+    thetas = [0.05, 0.5, 0.99]
+    with engine(mars_theta=1.0) as running:
+        strict = running.ask()
+        accepted = running.metrics("vllm:spec_decode_num_accepted_tokens")[()]
+    with engine(mars_theta=0.05, mars_shadow=True, mars_shadow_thetas=thetas) as running:
+        shadow = running.ask(extra_args={"mars_theta": 0.05})
+        counted = running.metrics("vllm:mars_shadow_accepted_tokens")
+        assert running.metrics("vllm:spec_decode_num_accepted_tokens")[()] == accepted
+        assert sum(running.metrics("vllm:mars_relaxed_tokens").values()) == 0
+        assert sum(running.metrics("vllm:mars_low_margin_positions").values()) > 0
+    assert [out.token_ids for out in shadow] == [out.token_ids for out in strict]
+    assert returned(shadow[0]) == {"theta": 1.0, "num_relaxed_tokens": 0, "relaxed_positions": []}
+    by_theta = [
+        sum(counted[f"{theta:g}", str(position)] for position in range(3)) for theta in thetas
+    ]
+    assert by_theta == sorted(by_theta, reverse=True)
+    assert by_theta[0] > by_theta[2] >= accepted > 0
+    # The first position does not depend on what is accepted before it: with theta near 1 it is as
+    # strict verification has it, but for logits that nearly tie.
+    assert by_theta[2] <= 1.2 * accepted

@@ -1,0 +1,372 @@
+"""What is counted, against a slow loop, and that no count is lost or taken twice."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from vllm_mars.kernels.reference import Verdict
+
+from vllm_mars.counters import (
+    INTERVAL,
+    RATIO_EDGES,
+    RATIO_UNIT,
+    REASONS,
+    REFUSALS,
+    CounterLayout,
+    Counters,
+    count_positions,
+    count_shadow,
+)
+
+CPU = torch.device("cpu")
+LONGEST = 5
+
+
+def test_layout_covers_the_vector_once():
+    layout = CounterLayout(3)
+    names = ("verified", "accepted", "relaxed", "low_margin", "ratio", "ratio_sum", "refused")
+    slices = [getattr(layout, name) for name in names]
+    entries = [index for entry in slices for index in range(entry.start, entry.stop)]
+    assert entries == list(range(layout.size))
+    assert [entry.stop - entry.start for entry in slices] == [3, 3, 3, 3, 16, 1, 4]
+    assert REASONS == ("protected", "span", "budget", "structured")
+    assert [entry.stop - entry.start for entry in (layout.refused, layout.shadow)] == [4, 0]
+    shadow = CounterLayout(3, (0.8, 0.9)).shadow
+    assert (shadow.start, shadow.stop) == (layout.size, layout.size + 6)
+
+
+def slow_counts(layout, case):
+    """The same in a loop over requests and positions, in float32 as the samplers compare."""
+    counts = [0] * layout.size
+    begin = 0
+    for request, end in enumerate(case["cu_num_draft_tokens"].tolist()):
+        for position, row in enumerate(range(begin, end)):
+            accepted = case["num_accepted"][request].item()
+            if position < accepted:
+                counts[layout.accepted.start + position] += 1
+                counts[layout.relaxed.start + position] += case["verdicts"][row].item() == 1
+            if position > accepted or case["draft_token_ids"][row] < 0:
+                continue
+            counts[layout.verified.start + position] += 1
+            first, second = map(np.float32, case["top2_values"][row].tolist())
+            theta, gap = (np.float32(case[name][request].item()) for name in ("theta", "gap"))
+            counts[layout.low_margin.start + position] += bool(second > theta * first - gap)
+            if (verdict := case["verdicts"][row].item()) in REFUSALS:
+                counts[layout.refused.start + REFUSALS.index(verdict)] += 1
+            if not first > 0 or math.isnan(second / first):
+                continue
+            ratio = second / first
+            bucket = sum(ratio > np.float32(edge) for edge in RATIO_EDGES)
+            counts[layout.ratio.start + bucket] += 1
+            clamped = float(min(max(ratio, np.float32(0)), np.float32(1)))
+            units = math.floor(clamped / RATIO_UNIT + 0.5)
+            counts[layout.ratio_sum.start] += units
+        begin = end
+    return counts
+
+
+def random_case(generator, batch):
+    """Requests with 0 to `LONGEST` drafts, and logits with ties, zeros, infinities and NaN."""
+
+    def rand(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    lengths = torch.randint(0, LONGEST + 1, (batch,), generator=generator)
+    num_draft = int(lengths.sum())
+    largest = torch.randn(num_draft, generator=generator) * 8 + 6
+    top2 = torch.stack([largest, largest - largest.abs() * rand(num_draft) * 1.2], dim=1)
+    top2[rand(num_draft) < 0.1, 1] = -math.inf
+    top2[rand(num_draft) < 0.05] = math.nan
+    top2[rand(num_draft) < 0.05] = 0
+    tie = rand(num_draft) < 0.1
+    top2[tie, 1] = top2[tie, 0]
+    exact = rand(num_draft) < 0.1
+    top2[exact] = torch.tensor([10.0, 9.0])
+    return {
+        "top2_values": top2,
+        "verdicts": torch.randint(0, 7, (num_draft,), generator=generator, dtype=torch.int8),
+        "num_accepted": (rand(batch) * (lengths + 1)).int().minimum(lengths),
+        "cu_num_draft_tokens": lengths.cumsum(0).int(),
+        "theta": rand(batch) * 0.5 + 0.5,
+        "gap": torch.where(rand(batch) < 0.3, rand(batch), 0.0),
+        "draft_token_ids": torch.where(rand(num_draft) < 0.1, -1, 7).int(),
+    }
+
+
+@pytest.mark.parametrize("batch", [1, 2, 64])
+def test_counts_are_those_of_a_slow_loop(batch):
+    generator = torch.Generator().manual_seed(batch)
+    layout = CounterLayout(LONGEST)
+    counters = Counters(layout, CPU)
+    expected = np.zeros(layout.size, dtype=np.int64)
+    for _ in range(40):
+        case = random_case(generator, batch)
+        count_positions(counters, **case)
+        expected += slow_counts(layout, case)
+    assert counters.device_counts.tolist() == expected.tolist()
+    assert all(expected[layout.refused]) and any(expected[layout.relaxed])
+
+
+@pytest.mark.parametrize(("theta", "gap"), [(1.0, 0.0), (0.9, 0.0), (1.0, 0.5)])
+def test_thresholds_of_the_whole_batch(theta, gap):
+    case = random_case(torch.Generator().manual_seed(3), 8)
+    each = {"theta": torch.full((8,), theta), "gap": torch.full((8,), gap)}
+    layout = CounterLayout(LONGEST)
+    one, own = Counters(layout, CPU), Counters(layout, CPU)
+    count_positions(one, **{**case, "theta": theta, "gap": gap})
+    count_positions(own, **{**case, **each})
+    assert one.device_counts.tolist() == own.device_counts.tolist()
+    assert (sum(one.device_counts[layout.low_margin]) == 0) == ((theta, gap) == (1, 0))
+
+
+def one_position(first, second, **changes):
+    """The counts of a single draft token that is rejected."""
+    counters = Counters(CounterLayout(1), CPU)
+    given = {
+        "top2_values": torch.tensor([[first, second]]),
+        "verdicts": torch.tensor([0], dtype=torch.int8),
+        "draft_token_ids": torch.tensor([7]),
+        "num_accepted": torch.tensor([0]),
+        "cu_num_draft_tokens": torch.tensor([1], dtype=torch.int32),
+        "theta": 0.9,
+        "gap": 0.0,
+    }
+    count_positions(counters, **{**given, **changes})
+    return counters
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "bucket", "total"),
+    [
+        (10.0, 9.0, RATIO_EDGES.index(0.9), 0.9),
+        (10.0, 9.001, RATIO_EDGES.index(0.92), 0.9001),
+        (4.0, 4.0, RATIO_EDGES.index(1.0), 1.0),
+        (4.0, 0.0, 0, 0.0),
+        (4.0, -4.0, 0, 0.0),
+        (4.0, -math.inf, 0, 0.0),
+        (math.inf, 1.0, 0, 0.0),
+        (0.0, 0.0, None, 0.0),
+        (-1.0, -2.0, None, 0.0),
+        (math.nan, 1.0, None, 0.0),
+        (math.inf, math.inf, None, 0.0),
+    ],
+)
+def test_histogram(first, second, bucket, total):
+    """An edge belongs to the bucket below it; ratios under 0 count as 0 in the sum."""
+    counters = one_position(first, second)
+    counts = counters.device_counts.tolist()
+    histogram = counts[counters.layout.ratio]
+    assert histogram == [int(index == bucket) for index in range(len(histogram))]
+    assert counts[counters.layout.ratio_sum.start] * RATIO_UNIT == pytest.approx(total, abs=1e-4)
+    assert counts[counters.layout.verified] == [1]
+
+
+def test_nothing_is_behind_the_first_rejection():
+    counters = Counters(CounterLayout(4), CPU)
+    count_positions(
+        counters,
+        torch.tensor([[10.0, 9.5]] * 4),
+        torch.tensor([Verdict.RELAXED, Verdict.SPAN, Verdict.SPAN, Verdict.RELAXED]).to(torch.int8),
+        torch.tensor([1]),
+        torch.tensor([5, 5, 5, 5]),
+        torch.tensor([4], dtype=torch.int32),
+        0.9,
+        0.0,
+    )
+    counts, layout = counters.device_counts.tolist(), counters.layout
+    assert counts[layout.verified] == counts[layout.low_margin] == [1, 1, 0, 0]
+    assert counts[layout.accepted] == counts[layout.relaxed] == [1, 0, 0, 0]
+    assert counts[layout.refused] == [0, 1, 0, 0]
+
+
+def test_a_dry_run_relaxes_and_refuses_nothing():
+    counters = one_position(
+        10.0, 9.5, verdicts=torch.tensor([Verdict.SPAN], dtype=torch.int8), dry_run=True
+    )
+    counts, layout = counters.device_counts.tolist(), counters.layout
+    assert counts[layout.low_margin] == [1]
+    assert counts[layout.refused] == [0, 0, 0, 0]
+
+
+def slow_shadow(layout, case):
+    """What each theta accepts, request by request: the longest prefix of acceptable positions."""
+    counts = np.zeros((len(layout.shadow_thetas), LONGEST), dtype=np.int64)
+    begin = 0
+    for request, end in enumerate(case["cu_num_draft_tokens"].tolist()):
+        for index, theta in enumerate(layout.shadow_thetas):
+            for position, row in enumerate(range(begin, end)):
+                first, second = map(np.float32, case["top2_values"][row].tolist())
+                verdict = case["verdicts"][row].item()
+                is_low = second > np.float32(theta) * first and first > 0
+                if case["draft_token_ids"][row] < 0 or not (
+                    position < case["num_accepted"][request].item()
+                    or verdict == Verdict.FIRST
+                    or (verdict == Verdict.RELAXED and is_low)
+                ):
+                    break
+                counts[index, position] += 1
+        begin = end
+    return counts
+
+
+def test_shadow_counts_are_those_of_a_slow_loop():
+    generator = torch.Generator().manual_seed(9)
+    layout = CounterLayout(LONGEST, (0.5, 0.8, 0.95))
+    counters = Counters(layout, CPU)
+    expected = np.zeros((3, LONGEST), dtype=np.int64)
+    for _ in range(40):
+        case = random_case(generator, 8)
+        del case["theta"], case["gap"]
+        count_shadow(counters, **case)
+        expected += slow_shadow(layout, case)
+    assert counters.device_counts[layout.shadow].tolist() == expected.flatten().tolist()
+    assert expected[0, 2] > expected[2, 2] > 0, "the looser theta accepts more"
+
+
+def test_a_step_without_drafts_counts_nothing():
+    counters = one_position(
+        1.0,
+        0.5,
+        top2_values=torch.empty(0, 2),
+        verdicts=torch.empty(0, dtype=torch.int8),
+        draft_token_ids=torch.empty(0, dtype=torch.int32),
+        cu_num_draft_tokens=torch.zeros(1, dtype=torch.int32),
+    )
+    assert not counters.device_counts.any()
+    assert counters.take_delta() is None
+
+
+def test_taken_on_a_cpu_at_once():
+    counters = Counters(CounterLayout(1), CPU)
+    with torch.inference_mode():
+        counters.device_counts[0] += 2
+    assert counters.take_delta() == [2] + [0] * (counters.layout.size - 1)
+    assert counters.take_delta() is None
+    with torch.inference_mode():
+        counters.device_counts[-1] += 1
+    assert counters.take_delta() == [0] * (counters.layout.size - 1) + [1]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_interval_holds_on_a_cpu_too():
+    clock = Clock()
+    counters = Counters(CounterLayout(1), CPU, interval=1.0, clock=clock)
+    counters.device_counts[0] += 1
+    assert counters.take_delta()[0] == 1
+    counters.device_counts[0] += 1
+    clock.now = 0.9
+    assert counters.take_delta() is None
+    assert counters.take_delta(flush=True)[0] == 1
+    counters.device_counts[0] += 1
+    clock.now = 1.5
+    assert counters.take_delta() is None
+    clock.now = 2.0
+    assert counters.take_delta()[0] == 1
+
+
+class Stream:
+    """Stands in for an accelerator: copies are done when it is told so, or waited for."""
+
+    def __init__(self):
+        self.queue = []
+        self.done = 0
+        self.waits = 0
+
+    def run(self, until=None):
+        self.done = max(self.done, len(self.queue) if until is None else until)
+        for work in self.queue[: self.done]:
+            work()
+        self.queue[: self.done] = [lambda: None] * self.done
+
+
+class Event:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def record(self):
+        self.place = len(self.stream.queue)
+
+    def query(self):
+        return self.stream.done >= self.place
+
+    def synchronize(self):
+        self.stream.waits += 1
+        self.stream.run(self.place)
+
+
+class AcceleratorCounters(Counters):
+    """Counters whose copies wait in a `Stream`."""
+
+    def __init__(self, stream, clock):
+        super().__init__(CounterLayout(1), CPU, INTERVAL, clock)
+        self._on_host = False
+        self._host = torch.zeros(self.layout.size, dtype=torch.int64)
+        self.stream = stream
+
+    @property
+    def _host_counts(self):
+        return self._host
+
+    def _start_copy(self):
+        counts = self.device_counts.clone()
+        self.stream.queue.append(lambda: self._host.copy_(counts))
+        self._copied = Event(self.stream)
+        self._copied.record()
+
+
+def test_a_copy_is_returned_by_a_later_call_without_a_wait():
+    stream, clock = Stream(), Clock()
+    counters = AcceleratorCounters(stream, clock)
+    counters.device_counts[0] += 1
+    assert counters.take_delta() is None
+    counters.device_counts[0] += 5
+    clock.now = 10.0
+    assert counters.take_delta() is None
+    assert len(stream.queue) == 1, "one copy at a time"
+    stream.run()
+    assert counters.take_delta()[0] == 1
+    assert counters.take_delta() is None
+    stream.run()
+    assert counters.take_delta()[0] == 5
+    assert counters.take_delta() is None
+    assert len(stream.queue) == 2, "one copy an interval"
+    assert stream.waits == 0
+
+
+def test_a_flush_takes_all_behind_a_copy_that_is_under_way():
+    stream, clock = Stream(), Clock()
+    counters = AcceleratorCounters(stream, clock)
+    counters.device_counts[0] += 1
+    assert counters.take_delta() is None
+    counters.device_counts[0] += 2
+    assert counters.take_delta(flush=True)[0] == 3
+    assert stream.waits == 1
+    assert counters.take_delta(flush=True) is None
+
+
+def test_no_count_is_lost_or_doubled():
+    generator = np.random.default_rng(7)
+    stream, clock = Stream(), Clock()
+    counters = AcceleratorCounters(stream, clock)
+    taken = np.zeros(counters.layout.size, dtype=np.int64)
+    for _ in range(3000):
+        clock.now += generator.exponential(0.4)
+        counters.device_counts.add_(
+            torch.from_numpy(generator.integers(0, 3, counters.layout.size))
+        )
+        if generator.random() < 0.3:
+            stream.run()
+        increase = counters.take_delta(flush=generator.random() < 0.05)
+        if increase is not None:
+            assert min(increase) >= 0
+            taken += increase
+    taken += counters.take_delta(flush=True) or 0
+    assert taken.tolist() == counters.device_counts.tolist()

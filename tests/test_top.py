@@ -1,0 +1,217 @@
+"""`vllm-mars top` against a stand-in server: what it reads, shows and refuses."""
+
+import http.server
+import io
+import threading
+from contextlib import contextmanager
+
+import pytest
+from rich.console import Console
+
+from vllm_mars import top
+from vllm_mars.cli import main
+from vllm_mars.top import Snapshot, metrics_url, read_metrics, run_top, show
+
+METRICS = """
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="m"} 300.0
+vllm:generation_tokens_total{engine="1",model_name="m"} 100.0
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 60.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 20.0
+# TYPE vllm:mars_relaxed_tokens_total counter
+vllm:mars_relaxed_tokens_total{engine="0",model_name="m",position="0"} 15.0
+vllm:mars_relaxed_tokens_total{engine="0",model_name="m",position="1"} 5.0
+# TYPE vllm:mars_verified_positions_total counter
+vllm:mars_verified_positions_total{engine="0",model_name="m",position="0"} 100.0
+vllm:mars_verified_positions_total{engine="0",model_name="m",position="1"} 60.0
+# TYPE vllm:mars_low_margin_positions_total counter
+vllm:mars_low_margin_positions_total{engine="0",model_name="m",position="0"} 40.0
+vllm:mars_low_margin_positions_total{engine="0",model_name="m",position="1"} 24.0
+# TYPE vllm:mars_refused_positions_total counter
+vllm:mars_refused_positions_total{engine="0",model_name="m",reason="protected"} 3.0
+vllm:mars_refused_positions_total{engine="0",model_name="m",reason="budget"} 11.0
+# TYPE vllm:mars_logit_ratio histogram
+vllm:mars_logit_ratio_bucket{engine="0",le="0.5",model_name="m"} 40.0
+vllm:mars_logit_ratio_bucket{engine="0",le="0.9",model_name="m"} 96.0
+vllm:mars_logit_ratio_bucket{engine="0",le="1.0",model_name="m"} 160.0
+vllm:mars_logit_ratio_bucket{engine="0",le="+Inf",model_name="m"} 160.0
+vllm:mars_logit_ratio_count{engine="0",model_name="m"} 160.0
+vllm:mars_logit_ratio_sum{engine="0",model_name="m"} 120.0
+"""
+
+
+@contextmanager
+def serving(*answers):
+    """Serves the answers one after the other, the last one again and again."""
+    remaining = list(answers)
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):  # noqa: N802
+            asked.append(self.path)
+            text = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+            self.send_response(200 if text is not None else 404)
+            self.end_headers()
+            self.wfile.write((text or "").encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def shown(total, recent=None, seconds=0.0):
+    # Too narrow for two tables side by side.
+    console = Console(width=60, record=True, file=io.StringIO())
+    show(total, recent, seconds, console)
+    return console.export_text()
+
+
+def cells(text, name):
+    """The cells of the row that begins with `name`, bars included."""
+    (row,) = [line for line in text.splitlines() if line.startswith(f"│ {name} ")]
+    return [cell.strip() for cell in row.rstrip().strip("│").split("│")][1:]
+
+
+def read(text):
+    with serving(text) as (address, _):
+        return read_metrics(metrics_url(address))
+
+
+def test_figures_since_the_start():
+    text = shown(read(METRICS))
+    assert cells(text, "generated tokens") == ["400"]
+    assert cells(text, "mean acceptance length") == ["1.80"]
+    assert cells(text, "relaxed tokens") == ["20"]
+    assert cells(text, "relaxed, of accepted") == ["25.0 %"]
+    assert cells(text, "low margin, of verified") == ["40.0 %"]
+    assert "tokens/s" not in text
+    assert cells(text, "       0") == ["60.0 %", "█" * 14 + "▍", "15.0 %", "███▋"]
+    assert cells(text, "  0.9") == ["35.0 %", "█" * 21]
+    assert cells(text, " +Inf") == ["0.0 %", ""]
+    assert "│     11 │         3 │" in text.split("┃ budget ┃ protected ┃")[1]
+
+
+def test_the_last_interval_beside_it():
+    total = read(METRICS)
+    later = read(METRICS.replace("} 300.0", "} 350.0"))
+    idle = shown(later, later.since(total), 2.5)
+    assert cells(idle, "tokens/s") == ["20.0", ""]
+    assert cells(idle, "mean acceptance length") == ["-", "1.80"]
+    assert cells(idle, "relaxed, of accepted") == ["-", "25.0 %"]
+    assert "by position (since start)" in idle
+
+    busy = METRICS.replace(
+        'drafts_total{engine="0",model_name="m"} 100', 'drafts_total{engine="0",model_name="m"} 110'
+    )
+    busy = busy.replace('"0"} 60', '"0"} 65')
+    later = read(busy)
+    text = shown(later, later.since(total), 2.5)
+    assert cells(text, "mean acceptance length") == ["1.50", "1.77"]
+    assert "by position (last 2.5 s)" in text
+    assert cells(text, "       0")[0] == "50.0 %"
+
+
+def test_a_server_that_has_begun_anew_counts_from_zero():
+    old = Snapshot({"a": {"": 5.0}, "b": {"x": 2.0}})
+    new = Snapshot({"a": {"": 1.0}, "b": {"x": 3.0}})
+    assert new.since(old) is new
+
+
+def test_nothing_has_happened_yet():
+    idle = "\n".join(
+        line if line.startswith("#") else line.rpartition(" ")[0] + " 0.0"
+        for line in METRICS.strip().splitlines()
+    )
+    text = shown(read(idle))
+    assert cells(text, "mean acceptance length") == ["-"]
+    assert cells(text, "relaxed, of accepted") == ["-"]
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("localhost:8000", "http://localhost:8000/metrics"),
+        ("http://a:1/", "http://a:1/metrics"),
+        ("https://a/v1", "https://a/metrics"),
+        ("https://a/x/metrics", "https://a/x/metrics"),
+        ("http://[::1]:8000/v1/", "http://[::1]:8000/metrics"),
+    ],
+)
+def test_addresses(url, expected):
+    assert metrics_url(url) == expected
+
+
+def test_once(capsys):
+    with serving(METRICS) as (address, asked):
+        assert main(["top", address, "--once"]) == 0
+    assert asked == ["/metrics"]
+    assert "25.0 %" in capsys.readouterr().out
+
+
+def test_live_until_ctrl_c(monkeypatch, capsys):
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(top.time, "sleep", sleep)
+    with serving(METRICS) as (address, asked):
+        run_top(address, interval=0.5)
+    assert waits == [0.5] * 3
+    assert len(asked) == 3
+    assert "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "/metrics does not answer: HTTP Error 404"),
+        ("<html>hello</html>", "/metrics answers, but not with Prometheus metrics"),
+        (
+            "# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total 3.0\n",
+            "/metrics has no metrics vllm:mars_*; start the server with rejection_sample_method "
+            "'mars'",
+        ),
+        ("", "/metrics has no metrics vllm:mars_*"),
+    ],
+)
+def test_other_servers_are_refused(capsys, answer, message):
+    with serving(answer) as (address, _):
+        assert main(["top", address, "--once"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_that_is_gone(capsys):
+    with serving(METRICS) as (address, _):
+        pass
+    assert main(["top", address]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: http://{address}/metrics does not answer: ")
+    assert "give the address of a running vLLM server" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ftp://a"], "URL 'ftp://a' is not an HTTP address"),
+        (["http://"], "URL 'http://' is not an HTTP address"),
+        (["a", "--interval", "0"], "interval=0 is not above 0; give seconds, such as 2."),
+        (["a", "--interval", "nan"], "interval=nan is not above 0"),
+    ],
+)
+def test_bad_arguments(capsys, arguments, message):
+    assert main(["top", *arguments]) == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,299 @@
+"""`vllm-mars top`: a server's speculation and margin-aware verification, live in a terminal."""
+
+import contextlib
+import math
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.columns import Columns
+    from rich.console import Console
+    from rich.table import Table
+
+TIMEOUT = 10.0
+BAR_WIDTH = 24
+
+_RELAXED = "vllm:mars_relaxed_tokens_total"
+_VERIFIED = "vllm:mars_verified_positions_total"
+_LOW_MARGIN = "vllm:mars_low_margin_positions_total"
+_REFUSED = "vllm:mars_refused_positions_total"
+_RATIO = "vllm:mars_logit_ratio_bucket"
+_DRAFTS = "vllm:spec_decode_num_drafts_total"
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+_GENERATED = "vllm:generation_tokens_total"
+
+# Sample name -> the label by which it is told apart; engines and models are added up.
+_LABELS = {
+    _RELAXED: "position",
+    _VERIFIED: "position",
+    _LOW_MARGIN: "position",
+    _REFUSED: "reason",
+    _RATIO: "le",
+    _DRAFTS: None,
+    _ACCEPTED: "position",
+    _GENERATED: None,
+}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The metrics of one moment, or their increase between two.
+
+    Attributes:
+        values: sample name -> label value ("" where there is none) -> value.
+    """
+
+    values: Mapping[str, Mapping[str, float]]
+
+    def total(self, name: str) -> float:
+        """The sum over all label values."""
+        return sum(self.values.get(name, {}).values())
+
+    def by_label(self, name: str) -> dict[str, float]:
+        """Value by label, positions and edges in their order."""
+        values = self.values.get(name, {})
+        return dict(sorted(values.items(), key=lambda item: _order(item[0])))
+
+    def since(self, earlier: "Snapshot") -> "Snapshot":
+        """The increase since another snapshot; everything, if the server has begun anew."""
+        increase = {
+            name: {
+                label: value - earlier.values.get(name, {}).get(label, 0.0)
+                for label, value in values.items()
+            }
+            for name, values in self.values.items()
+        }
+        if any(value < 0 for values in increase.values() for value in values.values()):
+            return self
+        return Snapshot(increase)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a draft led to, the bonus or correction among them; NaN without drafts."""
+        drafts = self.total(_DRAFTS)
+        return 1 + self.total(_ACCEPTED) / drafts if drafts else math.nan
+
+    @property
+    def histogram(self) -> dict[str, float]:
+        """Positions per bucket, by upper edge."""
+        buckets, below = {}, 0.0
+        for edge, cumulated in self.by_label(_RATIO).items():
+            buckets[edge], below = cumulated - below, cumulated
+        return buckets
+
+
+def _order(label: str) -> tuple[float, str]:
+    try:
+        return float(label), ""
+    except ValueError:
+        return 0.0, label
+
+
+def metrics_url(url: str) -> str:
+    """The address of a server's metrics.
+
+    Args:
+        url: the server's address, with or without the scheme, `/v1` or `/metrics`.
+
+    Raises:
+        ValueError: it is no HTTP address.
+    """
+    full = url if "://" in url else f"http://{url}"
+    parts = urllib.parse.urlsplit(full)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(
+            f"URL {url!r} is not an HTTP address; give the server's, such as http://localhost:8000."
+        )
+    base = full.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
+    return f"{base}/metrics"
+
+
+def read_metrics(url: str) -> Snapshot:
+    """Reads a server's metrics once.
+
+    Args:
+        url: as `metrics_url` returns it.
+
+    Raises:
+        RuntimeError: nothing answers there, or not with the metrics of margin-aware verification.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    handlers = []
+    if urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1"):
+        # A proxy from the environment would not reach a loopback address.
+        handlers.append(urllib.request.ProxyHandler({}))
+    try:
+        with urllib.request.build_opener(*handlers).open(url, timeout=TIMEOUT) as answer:
+            text = answer.read().decode()
+    except (OSError, ValueError) as error:
+        raise RuntimeError(
+            f"{url} does not answer: {error}; give the address of a running vLLM server."
+        ) from error
+    values: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name in _LABELS:
+                    label = _LABELS[sample.name]
+                    values[sample.name][sample.labels[label] if label else ""] += sample.value
+    except (ValueError, KeyError) as error:
+        raise RuntimeError(
+            f"{url} answers, but not with Prometheus metrics ({error}); give the address of a "
+            "running vLLM server."
+        ) from error
+    if _VERIFIED not in values:
+        raise RuntimeError(
+            f"{url} has no metrics vllm:mars_*; start the server with rejection_sample_method "
+            "'mars' and without --disable-log-stats."
+        )
+    return Snapshot({name: dict(labels) for name, labels in values.items()})
+
+
+def run_top(url: str, interval: float = 2.0, once: bool = False) -> None:
+    """Shows a server until Ctrl-C.
+
+    Args:
+        url: the server's address.
+        interval: seconds between two readings, > 0.
+        once: print the figures since the server's start and return.
+
+    Raises:
+        ValueError: a bad address or interval.
+        RuntimeError: the server does not answer or has no such metrics.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    if not 0 < interval < math.inf:
+        raise ValueError(f"interval={interval:g} is not above 0; give seconds, such as 2.")
+    address = metrics_url(url)
+    total = read_metrics(address)
+    if once:
+        show(total, None, 0.0, Console())
+        return
+    read_at = time.monotonic()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(view(total, None, 0.0), auto_refresh=False) as live,
+    ):
+        while True:
+            time.sleep(interval)
+            latest, now = read_metrics(address), time.monotonic()
+            live.update(view(latest, latest.since(total), now - read_at), refresh=True)
+            total, read_at = latest, now
+
+
+def show(total: Snapshot, recent: Snapshot | None, seconds: float, console: "Console") -> None:
+    """Prints the view once."""
+    console.print(view(total, recent, seconds))
+
+
+def view(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Columns":
+    """The figures as rich shows them.
+
+    Args:
+        total: since the server's start.
+        recent: the increase within the last `seconds`, or None where there is none yet.
+        seconds: length of that time.
+    """
+    from rich.columns import Columns
+    from rich.console import Group
+
+    # The charts show the last interval, unless it was idle.
+    shown, when = total, "since start"
+    if recent is not None and recent.total(_DRAFTS):
+        shown, when = recent, f"last {seconds:.1f} s"
+    left = Group(_figures(total, recent, seconds), _positions(shown, when), _refusals(total))
+    # Side by side, where the terminal is wide enough, they fit into its height.
+    return Columns([left, _histogram(shown, when)])
+
+
+def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table":
+    from rich.table import Table
+
+    columns = [("since start", total)]
+    if recent is not None:
+        columns.insert(0, (f"last {seconds:.1f} s", recent))
+    table = Table(title="Margin-aware verification")
+    table.add_column("")
+    for title, _ in columns:
+        table.add_column(title, justify="right")
+    if recent is not None:
+        table.add_row("tokens/s", f"{recent.total(_GENERATED) / seconds:.1f}", "")
+    for name, cells in (
+        ("generated tokens", [f"{c.total(_GENERATED):.0f}" for _, c in columns]),
+        ("mean acceptance length", [_number(c.acceptance_length, 2) for _, c in columns]),
+        ("relaxed tokens", [f"{c.total(_RELAXED):.0f}" for _, c in columns]),
+        (
+            "relaxed, of accepted",
+            [_percent(c.total(_RELAXED), c.total(_ACCEPTED)) for _, c in columns],
+        ),
+        (
+            "low margin, of verified",
+            [_percent(c.total(_LOW_MARGIN), c.total(_VERIFIED)) for _, c in columns],
+        ),
+    ):
+        table.add_row(name, *cells)
+    return table
+
+
+def _positions(shown: Snapshot, when: str) -> "Table":
+    """Per draft position, the share of drafts accepted there and the share relaxed there."""
+    from rich.table import Table
+
+    table = Table(title=f"Of all drafts, by position ({when})")
+    for column in ("position", "accepted", "", "relaxed", ""):
+        table.add_column(column, justify="left" if not column else "right")
+    drafts = shown.total(_DRAFTS)
+    relaxed = shown.by_label(_RELAXED)
+    for position, accepted in shown.by_label(_ACCEPTED).items():
+        shares = [accepted, relaxed.get(position, 0.0)]
+        cells = [(_percent(part, drafts), _bar(part, drafts)) for part in shares]
+        table.add_row(position, *(cell for pair in cells for cell in pair))
+    return table
+
+
+def _histogram(shown: Snapshot, when: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(title=f"z2/z1 at verified positions ({when})")
+    for column in ("up to", "share", ""):
+        table.add_column(column, justify="left" if not column else "right")
+    buckets = shown.histogram
+    positions, most = sum(buckets.values()), max(buckets.values(), default=0.0)
+    for edge, count in buckets.items():
+        table.add_row(edge, _percent(count, positions), _bar(count, most))
+    return table
+
+
+def _refusals(total: Snapshot) -> "Table":
+    from rich.table import Table
+
+    table = Table(title="Not relaxed because (since start)")
+    reasons = total.by_label(_REFUSED)
+    for reason in reasons:
+        table.add_column(reason, justify="right")
+    table.add_row(*(f"{count:.0f}" for count in reasons.values()))
+    return table
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _number(value: float, digits: int) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _bar(part: float, whole: float) -> str:
+    blocks: Sequence[str] = " ▏▎▍▌▋▊▉"
+    eighths = round(8 * BAR_WIDTH * min(part / whole, 1.0)) if whole else 0
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (blocks[rest] if rest else "")
