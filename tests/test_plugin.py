@@ -63,7 +63,7 @@ def test_options_reach_the_workers_config(packaged_model):
     before = json.dumps(given)
     config = engine_config(packaged_model, given, additional_config={"other": 1})
     assert config.additional_config["other"] == 1
-    expected = MarsConfig(theta=0.8, protected_token_ids=(5, 2))
+    expected = MarsConfig(theta=0.8, protected_token_ids=(5, 2), strict_spans=())
     assert config.additional_config["mars"] == expected.to_json()
     assert config.speculative_config.rejection_sample_method == "standard"
     assert json.dumps(given) == before
