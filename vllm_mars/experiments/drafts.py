@@ -1,0 +1,40 @@
+"""Names of drafts, and how vLLM is told to use them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_mars.experiments.records import NGRAM, NO_DRAFT
+
+
+def draft_name(draft: str) -> str:
+    """The draft's name in a cell: "ngram", "none", or the last part of its directory or name."""
+    return draft if draft in (NGRAM, NO_DRAFT) else Path(draft).name
+
+
+def draft_config(draft: str) -> dict[str, Any]:
+    """vLLM's speculative config of a draft, without the number of tokens.
+
+    Args:
+        draft: "ngram", or the directory or name of a draft model or an EAGLE-3 head.
+
+    Raises:
+        ValueError: the directory has no config.json that can be read.
+    """
+    if draft == NGRAM:
+        return {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+    if not Path(draft).is_dir():
+        return {"model": draft}
+    path = Path(draft) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        architectures = [str(name).lower() for name in config.get("architectures") or []]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"draft={draft} has no config.json that can be read ({error}); give the directory of a "
+            "draft model or an EAGLE-3 head, or 'ngram'."
+        ) from error
+    # vLLM recognises the others by themselves; from a head's directory it cannot tell EAGLE-3.
+    if any("eagle3" in name for name in architectures):
+        return {"method": "eagle3", "model": draft}
+    return {"model": draft}
