@@ -253,7 +253,8 @@ class _Shorten:
 
     def __call__(self, command: list[str] | tuple[str, ...]) -> tuple[str, ...]:
         names = {draft: draft_name(draft) for draft in self.drafts}
-        names |= {self.model: Path(self.model).name, f"{self.work_dir}/": ""}
+        names |= {self.model: Path(self.model).name}
+        names |= {f"{self.work_dir}/": "", str(self.work_dir): "."}
         short = []
         for argument in command:
             argument = "python" if argument == sys.executable else argument

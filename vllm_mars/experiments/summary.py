@@ -18,7 +18,7 @@ class Row:
     Attributes:
         key: of its first repeat.
         cells: its measured repeats; empty where none was.
-        problem: why a repeat is missing, "" where none is.
+        problem: status of a repeat that is missing and why, "" where none is.
         tokens_per_second: median over the repeats.
         speedup: median over the repeats of the ratio to the autoregressive cell of the same repeat;
             None where there is none.
@@ -62,7 +62,9 @@ def rows(cells: Sequence[Cell], margin: float = 0.05, nll_margin: float = 0.05) 
             Row(
                 key=group[0].key,
                 cells=ok,
-                problem=next((cell.reason for cell in group if cell.status != "ok"), ""),
+                problem=next(
+                    (f"{cell.status}: {cell.reason}" for cell in group if cell.status != "ok"), ""
+                ),
                 tokens_per_second=_median(c.speed.tokens_per_second for c in ok if c.speed),
                 speedup=_ratio(ok, measured, "autoregressive"),
                 over_standard=_ratio(ok, measured, "standard"),
@@ -146,7 +148,7 @@ def _cells_of(row: Row) -> list[str]:
     key = row.key
     start = [key.rule, f"{key.draft} K{key.k}" if key.k else ""]
     if not row.cells:
-        return [*start, row.problem.splitlines()[0][:60]]
+        return [*start, row.problem.split(":")[0]]
     tasks = [item for item in map(row.estimate, _TASKS) if item is not None]
     score = sum(item.value * item.samples for item in tasks)
     samples = sum(item.samples for item in tasks)
