@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_mars.config import METHOD, MarsConfig, check_lock
+from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
 from vllm_mars.experiments.datasets import PACKAGED_TASKS, Dataset
 from vllm_mars.experiments.drafts import draft_config, draft_name
 from vllm_mars.experiments.records import METHODS, NGRAM, NO_DRAFT, CellKey, Method, Metric
@@ -113,7 +113,7 @@ class SweepOptions:
             if METHOD in self.methods:
                 check_lock(f"mars_gap={gap}" if config.lossy else None)
         if "fly" in self.methods:
-            check_lock(None)
+            check_lock(lossy_reason(None, "fly"))
 
     def short(self) -> "SweepOptions":
         """The same within about five minutes on two idle cores: fewer and shorter answers."""

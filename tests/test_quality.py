@@ -1,0 +1,362 @@
+"""Scores, statistics and the confinement of generated code, on cases with known answers."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from vllm_mars.experiments import confined
+from vllm_mars.experiments.confined import confinement, run_confined
+from vllm_mars.experiments.datasets import Item
+from vllm_mars.experiments.judge import Judge, estimates, mean_scores, reference_cell
+from vllm_mars.experiments.records import (
+    Acceptance,
+    Cell,
+    CellKey,
+    Output,
+    Settings,
+    Speed,
+)
+from vllm_mars.experiments.scores import divergence, likeness, program, task_scores
+from vllm_mars.experiments.statistics import estimate, non_inferiority
+from vllm_mars.experiments.summary import rows
+
+
+def scored(values):
+    return {str(i): float(value) for i, value in enumerate(values)}
+
+
+def test_interval_of_a_mean_is_that_of_the_normal_distribution():
+    values = np.random.default_rng(1).normal(5, 2, 400)
+    found = estimate("x", scored(values))
+    half = 1.96 * values.std() / 20
+    assert found.value == pytest.approx(values.mean())
+    assert found.low == pytest.approx(values.mean() - half, abs=0.05)
+    assert found.high == pytest.approx(values.mean() + half, abs=0.05)
+    assert found.samples == 400 and found.reference is None and found.p_value is None
+
+
+def test_the_bootstrap_is_paired():
+    # Prompts differ widely, but each loses exactly 0.1: unpaired, the interval would hold 0.
+    reference = scored(range(50))
+    found = estimate("x", {p: v - 0.1 for p, v in reference.items()}, reference, margin=0.2)
+    assert found.difference_low == pytest.approx(-0.1) == found.difference_high
+    assert found.high - found.low > 5
+    assert found.non_inferior is True
+
+
+def test_intervals_cover_the_truth():
+    rng = np.random.default_rng(2)
+    hits = 0
+    for seed in range(200):
+        values, reference = rng.normal(0.5, 1, 30), rng.normal(0, 1, 30)
+        found = estimate("x", scored(values), scored(reference), seed=seed)
+        hits += found.difference_low <= 0.5 <= found.difference_high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_recovery():
+    found = estimate("x", scored([1, 0, 1, 0]), scored([1, 1, 1, 1]))
+    assert (found.value, found.reference, found.recovery) == (0.5, 1.0, 0.5)
+    assert found.recovery_low >= 0 and found.recovery_high <= 1
+    assert estimate("x", scored([1]), scored([0])).recovery is None
+    assert estimate("nll", scored([1]), scored([1]), higher_is_better=False).recovery is None
+
+
+def test_only_prompts_in_both_count():
+    found = estimate("x", {"a": 1.0, "b": 0.0}, {"b": 1.0, "c": 1.0})
+    assert (found.samples, found.value, found.difference) == (1, 0.0, -1.0)
+    with pytest.raises(ValueError, match="no prompt has a score in both"):
+        estimate("x", {"a": 1.0}, {"b": 1.0})
+
+
+def test_non_inferiority_against_a_t_test_by_hand():
+    # Mean 0, standard deviation 1 over 4 prompts: t = (0 + 1) / (1 / 2) = 2 with 3 degrees of
+    # freedom, one-sided p = 0.0697.
+    gains = np.array([-1.0, -0.5, 0.5, 1.0]) / np.std([-1.0, -0.5, 0.5, 1.0], ddof=1)
+    assert non_inferiority(gains, 1.0) == pytest.approx(0.0697, abs=1e-4)
+    assert non_inferiority(np.zeros(3), 0.1) == 0
+    assert non_inferiority(np.full(3, -0.1), 0.1) == 1
+
+
+def test_non_inferiority_errs_as_rarely_as_it_says():
+    rng = np.random.default_rng(3)
+    # Exactly at the margin: at most 5 % may pass.
+    passed = [non_inferiority(rng.normal(-0.1, 0.3, 20), 0.1) < 0.05 for _ in range(500)]
+    assert sum(passed) / 500 < 0.08
+    # Without a loss, and with enough prompts, nearly all pass.
+    passed = [non_inferiority(rng.normal(0, 0.3, 200), 0.1) < 0.05 for _ in range(100)]
+    assert sum(passed) > 95
+
+
+def test_a_lower_nll_is_no_loss():
+    low, high = scored([1.0, 1.2, 0.9]), scored([2.0, 2.1, 2.2])
+    assert estimate("nll", low, high, margin=0.1, higher_is_better=False).non_inferior
+    assert not estimate("nll", high, low, margin=0.1, higher_is_better=False).non_inferior
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "score"),
+    [
+        ("8", "3 + 5 = 8\n#### 8", 1),
+        ("8", "#### 8.0", 1),
+        ("1,002", "#### $1002", 1),
+        ("8", "#### 9 and 8 apples", 0),
+        ("8", "She has 8 apples.", 1),
+        ("-3.5", "it is -3.5", 1),
+        ("8", "no idea", 0),
+        ("8", "", 0),
+    ],
+)
+def test_exact_match(answer, text, score):
+    assert task_scores(Item("a", "", "?", answer=answer), text) == {"exact_match": score}
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('{"a": 1}', 1),
+        ('```json\n{"a": 1}\n```', 1),
+        ('Here it is:\n```\n{"a": 1}\n```\nDone.', 1),
+        ('{"a": "1"}', 0),
+        ('{"a": 1', 0),
+        ('It is {"a": 1}', 0),
+        ("", 0),
+    ],
+)
+def test_json_validity(text, score):
+    assert task_scores(Item("a", "", "?", schema=SCHEMA), text) == {"json_valid": score}
+
+
+def test_a_wrong_schema_is_named():
+    with pytest.raises(RuntimeError, match="the schema of prompt 'a' is wrong"):
+        task_scores(Item("a", "", "?", schema={"type": "nonsense"}), "{}")
+
+
+CODE = Item(
+    "a",
+    "",
+    "?",
+    test="def check(candidate):\n    assert candidate(2, 3) == 5\n",
+    entry_point="add",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Sure:\n```python\ndef add(a, b):\n    return a + b\n```\n", 1),
+        ("def add(a, b):\n    return a + b", 1),
+        ("```python\ndef add(a, b):\n    return a - b\n```", 0),
+        ("```python\ndef other(a, b):\n    return a + b\n```", 0),
+        ("I cannot.", 0),
+        # An early end is not a pass.
+        ("import sys\ndef add(a, b):\n    sys.exit(0)", 0),
+        ("import os\ndef add(a, b):\n    os._exit(0)", 0),
+    ],
+)
+def test_pass_at_1(text, score):
+    assert task_scores(CODE, text) == {"pass_at_1": score}
+
+
+def test_an_answer_may_continue_the_function_of_its_prompt():
+    stub = "import math\n\n\ndef root(x):\n    '''Root.'''\n"
+    item = Item("a", "", "?", None, "def check(c):\n    assert c(4) == 2\n", "root", stub)
+    assert run_confined(program(item, "    return math.sqrt(x)\n")).passed
+    whole = "```python\ndef root(x):\n    return math.sqrt(x)\n```"
+    assert run_confined(program(item, whole)).passed
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("while True: pass", "SIGXCPU|SIGKILL"),
+        ("x = bytearray(10**10)", "MemoryError"),
+        (
+            "import socket; socket.create_connection(('127.0.0.1', 9), 1)",
+            "socket.* is not allowed to generated code",
+        ),
+        ("import subprocess; subprocess.run(['true'])", "is not allowed to generated code"),
+        ("import os; os.fork()", "os.fork is not allowed"),
+        ("import os; os.system('true')", "os.system is not allowed"),
+        ("import ctypes; ctypes.CDLL(None)", "ctypes.dlopen is not allowed"),
+        ("open('x', 'w').write('a' * 10**8)", "File too large|SIGXFSZ"),
+        ("import os; assert not os.environ.get('PATH'), os.environ", ""),
+        ("assert not input()", "EOF"),
+        ("raise ValueError('no')", "ValueError: no"),
+    ],
+)
+def test_what_generated_code_cannot_do(code, reason, monkeypatch):
+    monkeypatch.setattr(confined, "CPU_SECONDS", 1)
+    begin = time.monotonic()
+    verdict = run_confined(code)
+    assert time.monotonic() - begin < confined.WALL_SECONDS
+    if reason:
+        assert not verdict.passed
+        import re
+
+        assert re.search(reason, verdict.reason), verdict
+    else:
+        assert verdict.passed, verdict
+
+
+def test_code_that_sleeps_is_ended(monkeypatch):
+    monkeypatch.setattr(confined, "WALL_SECONDS", 1.0)
+    verdict = run_confined("import time; time.sleep(60)")
+    assert not verdict.passed and "longer than 1 s" in verdict.reason
+
+
+def test_no_network_even_past_the_audit_hook():
+    """Where the confinement claims a network namespace, it holds a loopback alone."""
+    if "network namespace" not in confinement():
+        pytest.skip("this machine gives ordinary users no network namespace")
+    code = "assert [l.split(':')[0].strip() for l in open('/proc/net/dev')][2:] in ([], ['lo'])"
+    assert run_confined(code).passed
+
+
+def test_confinement_in_words():
+    words = confinement()
+    assert "audit hook that refuses sockets and processes" in words
+    assert "512 MiB" in words
+
+
+def test_likeness():
+    assert likeness("", "") == {"rouge_l": 1.0, "chrf": 1.0, "agreement": 1.0}
+    assert likeness("the cat", "the cat")["chrf"] == 1.0
+    found = likeness("the cat sat", "the cat ran")
+    # Two of three words in order.
+    assert found["rouge_l"] == pytest.approx(2 / 3)
+    assert 0 < found["chrf"] < 1 and found["agreement"] == 0
+    assert likeness("", "the cat")["rouge_l"] == 0
+
+
+def test_divergence():
+    assert divergence([1, 2, 3], [1, 2, 3]) == {"common_prefix": 1.0}
+    assert divergence([1, 9, 3], [1, 2, 3, 4]) == {"common_prefix": 0.25, "first_divergence": 1.0}
+    assert divergence([1, 2], [1, 2, 3, 4]) == {"common_prefix": 0.5, "first_divergence": 2.0}
+    assert divergence([], []) == {"common_prefix": 1.0}
+    assert divergence([1], []) == {"common_prefix": 0.0, "first_divergence": 0.0}
+
+
+def cell(method, texts, repeat=0, concurrency=1, seconds=2.0, temperature=0.0):
+    mars = method == "mars"
+    plain = method == "autoregressive"
+    key = CellKey(
+        "model",
+        "none" if plain else "ngram",
+        method,
+        "ratio" if mars else None,
+        0.9 if mars else None,
+        None,
+        True if mars else None,
+        0 if plain else 4,
+        temperature,
+        concurrency,
+        "x",
+        repeat,
+    )
+    outputs = tuple(
+        Output(name, text, 5, len(text.split()), "stop", seconds, 0.5, 0.0) for name, text in texts
+    )
+    return Cell(
+        key=key,
+        status="ok",
+        reason="",
+        settings=Settings(64, {"x": 2}, 0, ()),
+        theta_set_by="request" if mars else None,
+        speed=Speed(seconds, len(outputs), 0, 10, sum(o.output_tokens for o in outputs)),
+        acceptance=None if plain else Acceptance(2, 8, 4, (2, 1, 1, 0)),
+        outputs=outputs,
+        created="",
+        node="",
+        git_commit=None,
+        versions={},
+        hardware={},
+        command=(),
+    )
+
+
+PLAIN = [("a", "one two three"), ("b", "#### 8")]
+OTHER = [("a", "one two four"), ("b", "#### 9"), ("b", "#### 8")]
+
+
+def judged(cells, items):
+    from dataclasses import replace
+
+    from vllm_mars.experiments.datasets import Dataset
+
+    found = {}
+    judge = Judge([Dataset("x", items)], margin=0.1, nll_margin=0.1, scorer=None)
+    judge.judge(cells, found.__setitem__)
+    return [replace(c, quality=found.get(c.key)) for c in cells]
+
+
+def test_a_judged_cell():
+    items = (Item("a", "", "?"), Item("b", "", "?", answer="8"))
+    plain, mars = judged([cell("autoregressive", PLAIN), cell("mars", OTHER)], items)
+    assert plain.quality.estimate("agreement") is None
+    assert plain.quality.estimate("exact_match").value == 1
+    exact = mars.quality.estimate("exact_match")
+    # Of a prompt that was asked twice the first answer counts.
+    assert (exact.samples, exact.value, exact.recovery) == (1, 0.0, 0.0)
+    assert mars.quality.estimate("agreement").value == 0
+    assert mars.quality.estimate("seconds").difference == 0
+    assert [prompt.prompt_id for prompt in mars.quality.prompts] == ["a", "b"]
+    assert mars.quality.notes == ()
+
+
+def test_the_reference_is_the_nearest_autoregressive_cell():
+    cells = [
+        cell("autoregressive", PLAIN, repeat=r, concurrency=c, temperature=t)
+        for r in (0, 1)
+        for c in (1, 4)
+        for t in (0.0, 1.0)
+    ]
+    for repeat, concurrency, expected in ((1, 4, (1, 4)), (2, 4, (0, 4)), (1, 16, (1, 1))):
+        key = cell("mars", OTHER, repeat, concurrency).key
+        found = reference_cell(key, cells).key
+        assert (found.repeat, found.concurrency, found.temperature) == (*expected, 0.0)
+    assert reference_cell(cell("mars", OTHER, temperature=0.5).key, cells) is None
+    (alone,) = judged([cell("mars", OTHER)], ())
+    assert alone.quality.notes[0].startswith("No autoregressive cell with these prompts")
+
+
+def test_rows_take_ratios_within_a_repeat():
+    cells = [
+        cell("autoregressive", PLAIN, 0, seconds=2.0),
+        cell("mars", PLAIN, 0, seconds=1.0),
+        cell("standard", PLAIN, 0, seconds=1.5),
+        # The machine is three times slower in the second pass.
+        cell("autoregressive", PLAIN, 1, seconds=6.0),
+        cell("mars", PLAIN, 1, seconds=3.0),
+        cell("standard", PLAIN, 1, seconds=4.5),
+    ]
+    plain, mars, standard = rows(judged(cells, ()))
+    assert (plain.speedup, mars.speedup) == (1.0, 2.0)
+    assert mars.over_standard == pytest.approx(1.5) and standard.over_standard == 1
+    assert plain.over_standard is None
+    assert mars.acceptance_length == 3.0 and plain.acceptance_length is None
+    assert mars.estimate("seconds").value == 2.0
+    assert len(mars.cells) == 2
+
+
+def test_scores_are_averaged_over_repeats_before_prompts():
+    first, second = judged([cell("mars", PLAIN), cell("mars", PLAIN, 1, seconds=4.0)], ())
+    assert mean_scores([first, second])["a"]["seconds"] == 3.0
+    found = estimates({"a": {"nll": 1.0}}, {"b": {"nll": 1.0}}, 0.1, 0.1)
+    assert found == [], "no prompt in both"
+
+
+def test_importing_the_records_imports_nothing_heavy():
+    heavy = "vllm, torch, numpy, pydantic, pandas"
+    code = (
+        "import sys, vllm_mars.cli, vllm_mars.experiments.records\n"
+        f"print([m for m in '{heavy}'.split(', ') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr

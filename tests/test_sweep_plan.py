@@ -1,0 +1,279 @@
+"""Which cells and servers a sweep plans, and what it refuses before anything starts."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from vllm_mars.cli import main
+from vllm_mars.experiments.datasets import PACKAGED_TASKS, load_dataset
+from vllm_mars.experiments.drafts import draft_config, draft_name
+from vllm_mars.experiments.plan import ServerSpec, SweepOptions, check_names, plan
+from vllm_mars.experiments.platform import Platform
+from vllm_mars.experiments.summary import rows
+
+TASKS = load_dataset(str(PACKAGED_TASKS), 4)
+CPU = Platform("cpu", None, "0.32.0", ("standard", "synthetic", "block"))
+CUDA = Platform("cuda", "H200", "0.33.0", ("standard", "synthetic", "block", "fly"))
+
+
+def keys_of(groups):
+    return [key for group in groups for key, _ in group.cells]
+
+
+def test_the_default_grid():
+    (group,) = plan(SweepOptions(), "model", [TASKS], 0)
+    keys = [key for key, _ in group.cells]
+    assert len(keys) == len(set(keys))
+    counts = Counter((key.rule, key.temperature, key.concurrency) for key in keys)
+    # Three repeats of everything.
+    assert set(counts.values()) == {3}
+    rules = {"autoregressive", "standard", "block", "fly"}
+    thetas = {f"mars {theta:g}" for theta in (0.84, 0.88, 0.9, 0.92, 0.96, 1.0)}
+    extra = {"mars gap 0.5", "mars gap 1", "mars gap 2", "mars 0.9 unprotected"}
+    assert {c[0] for c in counts if c[1:] == (0.0, 1)} == rules | thetas | extra
+    assert {c[0] for c in counts if c[1:] == (1.0, 1)} == rules | thetas
+    for load in (4, 16, 64):
+        assert {c[0] for c in counts if c[1:] == (0.0, load)} == rules | {"mars 0.9"}
+    assert not [c for c in counts if c[1] == 1.0 and c[2] > 1]
+    for key, index in group.cells:
+        assert group.servers[index].method == key.method
+        assert group.servers[index].metric == key.metric
+
+
+def test_the_full_grid_is_the_product():
+    options = SweepOptions(full_grid=True, repeats=1)
+    keys = keys_of(plan(options, "model", [TASKS], 0))
+    assert len(keys) == len(set(keys)) == (4 + 6 + 3 + 1) * 2 * 4
+
+
+def test_repeats_start_with_another_server_and_turn_thetas_round():
+    options = SweepOptions(
+        methods=("autoregressive", "standard", "mars"), gaps=(), unprotected=False
+    ).short()
+    keys = keys_of(plan(options, "model", [TASKS], 0))
+    first = {repeat: [k.rule for k in keys if k.repeat == repeat][:5] for repeat in (0, 1, 2)}
+    assert first[0] == ["autoregressive", "standard", "mars 0.84", "mars 0.9", "mars 1"]
+    assert first[1] == ["standard", "mars 1", "mars 0.9", "mars 0.84", "autoregressive"]
+    assert first[2] == ["mars 0.84", "mars 0.9", "mars 1", "autoregressive", "standard"]
+
+
+def test_servers_that_do_not_fit_side_by_side_are_split():
+    options = SweepOptions(repeats=2)
+    whole = set(keys_of(plan(options, "model", [TASKS], 0)))
+    for side_by_side in (1, 2, 7):
+        groups = plan(options, "model", [TASKS], side_by_side)
+        assert max(len(group.servers) for group in groups) <= side_by_side
+        keys = keys_of(groups)
+        assert len(keys) == len(set(keys))
+        assert set(keys) == whole
+
+
+def test_several_drafts_share_the_autoregressive_cells(tmp_path):
+    options = SweepOptions(drafts=("ngram", str(tmp_path)), ks=(2, 4), repeats=1)
+    groups = plan(options, "model", [TASKS], 0)
+    assert [len(group.servers) for group in groups] == [7, 6, 6, 6]
+    keys = keys_of(groups)
+    assert len(keys) == len(set(keys))
+    plain = [key for key in keys if key.method == "autoregressive"]
+    # Two temperatures at the first concurrency, three more concurrencies.
+    assert len(plain) == 5
+
+
+def test_a_group_without_measured_cells_keeps_only_servers_that_it_needs():
+    (group,) = plan(SweepOptions(repeats=1), "model", [TASKS], 0)
+    gaps = {key for key in keys_of([group]) if key.metric == "gap"}
+    left = group.without(set(keys_of([group])) - gaps)
+    assert {key for key, _ in left.cells} == gaps
+    assert [server.metric for server in left.servers] == ["gap"]
+    assert {index for _, index in left.cells} == {0}
+    assert group.without(set()) == group
+    assert group.without(set(keys_of([group]))).cells == ()
+
+
+def test_speculative_configs(tmp_path):
+    assert ServerSpec("autoregressive").speculative_config() is None
+    ngram = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 1,
+    }
+    assert ServerSpec("standard", "ngram", 3).speculative_config() == ngram
+    assert ServerSpec("block", "ngram", 3).speculative_config() == {
+        **ngram,
+        "rejection_sample_method": "block",
+    }
+    # A request that chooses nothing is verified strictly.
+    assert ServerSpec("mars", "ngram", 3, "ratio", True).speculative_config() == {
+        **ngram,
+        "rejection_sample_method": "mars",
+        "mars_theta": 1.0,
+        "mars_metric": "ratio",
+    }
+    gap = ServerSpec("mars", "org/draft", 2, "gap", False)
+    assert gap.speculative_config() == {
+        "model": "org/draft",
+        "num_speculative_tokens": 2,
+        "rejection_sample_method": "mars",
+        "mars_gap": 0.0,
+        "mars_metric": "gap",
+        "mars_protected_token_ids": [],
+    }
+    assert gap.label == "mars-gap-unprotected-draft-K2"
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, {"method": "eagle3"}),
+        ({"architectures": ["LlamaForCausalLM"]}, {}),
+        ({"architectures": None}, {}),
+    ],
+)
+def test_a_directory_of_a_draft(tmp_path, config, method):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert draft_config(str(tmp_path)) == {"model": str(tmp_path), **method}
+    assert draft_name(str(tmp_path)) == tmp_path.name
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_directory_that_is_no_draft_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"has no config\.json that can be read .*or 'ngram'"):
+        draft_config(str(tmp_path))
+
+
+def test_methods_that_cannot_run_say_why():
+    for method in ("autoregressive", "standard", "mars"):
+        assert CPU.why_not(ServerSpec(method)) is None
+    assert "0.32.0 has no rejection_sample_method 'fly' (it has" in CPU.why_not(ServerSpec("fly"))
+    assert "V2 model runner alone" in CPU.why_not(ServerSpec("block"))
+    newer = Platform("cpu", None, "0.33.0", CUDA.methods)
+    assert newer.why_not(ServerSpec("fly")) == "vLLM's 'fly' is not there on a CPU."
+    assert CUDA.why_not(ServerSpec("fly")) is None
+    assert CUDA.why_not(ServerSpec("block")) is None
+    assert "V2 model runner alone" in CUDA.why_not_in_log(ServerSpec("block"), "V1")
+    assert CUDA.why_not_in_log(ServerSpec("block"), "INFO Using V2 Model Runner") is None
+    assert CUDA.why_not_in_log(ServerSpec("standard"), "") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"thetas": (0.9, 1.7)}, r"mars_theta=1\.7 is outside \(0, 1\]"),
+        ({"gaps": (-1.0,)}, r"mars_gap=-1\.0 is outside \[0, inf\)"),
+        ({"methods": ("best",)}, "methods='best' is not one of autoregressive, standard"),
+        ({"methods": ()}, "methods is empty; give at least one"),
+        ({"ks": (4, 0)}, "ks=0 is below 1"),
+        ({"ks": (4, 4)}, r"ks=\(4, 4\) holds a value twice"),
+        ({"concurrencies": (0,)}, "concurrencies=0 is below 1"),
+        ({"temperatures": (-0.5,)}, r"temperatures=-0\.5 is below 0"),
+        ({"repeats": 0}, "repeats=0 is below 1"),
+        ({"max_tokens": 0}, "max_tokens=0 is below 1"),
+        ({"thetas": (), "gaps": ()}, "method 'mars' needs thetas or gaps"),
+    ],
+)
+def test_a_bad_option_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        SweepOptions(**change)
+
+
+def test_the_lock_forbids_lossy_rules(monkeypatch):
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    with pytest.raises(RuntimeError, match=r"VLLM_MARS_LOCK=strict forbids .* mars_theta=0\.84"):
+        SweepOptions()
+    with pytest.raises(RuntimeError, match=r"forbids .* mars_gap=0\.5"):
+        SweepOptions(thetas=(1.0,), reference_theta=1.0)
+    with pytest.raises(RuntimeError, match="forbids .*method='fly' is lossy"):
+        SweepOptions(methods=("standard", "fly"))
+    SweepOptions(methods=("standard",))
+    SweepOptions(methods=("standard", "mars"), thetas=(1.0,), gaps=(), reference_theta=1.0)
+
+
+def test_two_datasets_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="two datasets are named 'tasks'"):
+        check_names(SweepOptions(), [TASKS, TASKS])
+    drafts = (str(tmp_path / "a" / "x"), str(tmp_path / "b" / "x"))
+    with pytest.raises(ValueError, match="two drafts are named 'x'"):
+        check_names(SweepOptions(drafts=drafts), [TASKS])
+
+
+def test_packaged_tasks():
+    everything = load_dataset(str(PACKAGED_TASKS), 0)
+    assert everything.count == len(everything.items) == 24
+    assert everything.name == "tasks"
+    assert [item.category for item in TASKS.items] == ["math", "code", "json", "summary"]
+    assert sum(item.answer is not None for item in everything.items) == 6
+    assert sum(item.test is not None for item in everything.items) == 6
+    assert sum(item.schema is not None for item in everything.items) == 6
+
+
+def test_published_formats_are_read(tmp_path):
+    path = tmp_path / "x.jsonl"
+    lines = [
+        {"question": "1 + 1?", "answer": "It is <<1+1=2>>2.\n#### 1,002"},
+        {
+            "task_id": "HumanEval/0",
+            "prompt": "def f(x):\n",
+            "entry_point": "f",
+            "test": "def check(candidate):\n    pass\n",
+            "canonical_solution": "    return x\n",
+        },
+        {"question_id": 7, "turns": ["first", "second"], "reference": ["a", "#### -3.5"]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    math, code, turns = load_dataset(str(path), 0).items
+    assert (math.id, math.answer) == ("1", "1,002")
+    assert math.prompt.endswith("1 + 1?") and "####" in math.prompt
+    assert (code.id, code.entry_point, code.code) == ("HumanEval/0", "f", "def f(x):\n")
+    assert code.prompt.endswith("```python\ndef f(x):\n```")
+    assert (turns.id, turns.prompt, turns.answer) == ("7", "first", "-3.5")
+
+
+def test_datasets_of_vllm():
+    dataset = load_dataset("vllm:sharegpt:some/file.json", 8)
+    assert dataset.name == "vllm-sharegpt" and dataset.count == 8
+    assert dataset.vllm_args == ("--dataset-name", "sharegpt", "--dataset-path", "some/file.json")
+    assert load_dataset("vllm:random", 2).vllm_args == ("--dataset-name", "random")
+    with pytest.raises(ValueError, match="say how many prompts vLLM draws"):
+        load_dataset("vllm:random", 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty; give one JSON object per line"),
+        ("{", "line 1 is not JSON"),
+        ("[]", "line 1 is not a JSON object"),
+        ('{"prompt": 3}', "line 1 has neither 'prompt', 'turns' nor 'question'"),
+        ('{"prompt": "a", "schema": 3}', "line 1: 'schema' is not an object"),
+        ('{"prompt": "a", "test": "x"}', "line 1: 'test' needs to be code, with the 'entry_point'"),
+        ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": "1"}', "id '1' appears twice"),
+    ],
+)
+def test_a_bad_prompt_file_is_named(tmp_path, content, message):
+    path = tmp_path / "x.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_dataset(str(path), 0)
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_dataset(str(tmp_path / "none.jsonl"), 0)
+
+
+def test_the_command_names_what_is_wrong(tmp_path, capsys):
+    output = tmp_path / "x.jsonl"
+    for arguments, message in (
+        (["--theta", "2"], "mars_theta=2.0 is outside (0, 1]"),
+        (["--dataset", str(tmp_path / "none")], "none cannot be read"),
+        (["--output", str(tmp_path)], "is a directory; name a file"),
+        (["--draft", str(tmp_path)], "has no config.json"),
+    ):
+        assert main(["sweep", "--output", str(output), *arguments]) == 1
+        assert message in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_no_cells_give_no_rows():
+    assert rows([]) == []
