@@ -87,6 +87,7 @@ INTERFACES: Mapping[str, Interfaces] = {
         "vllm.v1.core.sched": {"scheduler": _EXISTS},
         "vllm.v1.engine": {"async_llm": _EXISTS, "input_processor": _EXISTS},
         "vllm.v1.metrics": {"loggers": _EXISTS, "stats": _EXISTS},
+        "vllm.v1.executor": {"abstract": _EXISTS},
         "vllm.v1.worker": {"gpu_model_runner": _EXISTS},
         "vllm.v1.worker.gpu": {"model_runner": _EXISTS},
     },
@@ -161,6 +162,17 @@ INTERFACES: Mapping[str, Interfaces] = {
             ),
             "SchedulerStats": _EXISTS,
         },
+    },
+    # The engine core, which asks every worker what it verifies with.
+    "executor": {
+        "vllm.config.parallel": {"ParallelConfig.node_rank_within_dp": _EXISTS},
+        "vllm.v1.executor.abstract": {
+            "Executor.__init__": Touch("wrap"),
+            "Executor.collective_rpc": Touch("call", "method"),
+            "Executor.shutdown": Touch("call"),
+            **_attributes("Executor", "parallel_config", "vllm_config"),
+        },
+        "vllm.v1.worker.worker_base": _attributes("WorkerBase", "model_runner", "rank"),
     },
     "V1": {
         **_RUNNER,

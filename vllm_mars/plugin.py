@@ -40,6 +40,7 @@ def register() -> None:
         ("vllm.v1.core.sched.scheduler", _patch_scheduler),
         ("vllm.v1.metrics.loggers", _patch_stat_loggers),
         ("vllm.v1.metrics.stats", _patch_stats),
+        ("vllm.v1.executor.abstract", _patch_executor),
         ("vllm.v1.worker.gpu_model_runner", _patch_runner_v1),
         ("vllm.v1.worker.gpu.model_runner", _patch_runner_v2),
     ):
@@ -186,6 +187,25 @@ def _patch_stat_loggers(module: ModuleType) -> None:
     wrapt.wrap_function_wrapper(module, "LoggingStatLogger.__init__", init_logging)
 
 
+# Why: vLLM skips a plugin that a worker's machine lacks, and that rank would verify strictly.
+# Until: vLLM compares the plugins of its processes.
+def _patch_executor(module: ModuleType) -> None:
+    def init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        wrapped(*args, **kwargs)
+        if config_of(instance.vllm_config) is None:
+            return
+        from vllm_mars.compat import check_interfaces
+
+        check_interfaces("executor")
+        # On further nodes of one engine only the first can ask, and it asks all of them.
+        if instance.parallel_config.node_rank_within_dp == 0:
+            from vllm_mars.ranks import require_same_everywhere
+
+            require_same_everywhere(instance)
+
+    wrapt.wrap_function_wrapper(module, "Executor.__init__", init)
+
+
 # Why: the V1 runner names its rejection sampler class and offers no place for another.
 # Until: the V1 runner is gone, or asks the platform or a plugin for the class.
 def _patch_runner_v1(module: ModuleType) -> None:
@@ -258,6 +278,7 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     import vllm
 
     from vllm_mars.compat import check_interfaces, check_version
+    from vllm_mars.ranks import TravellingOptions
 
     check_version(vllm.__version__)
     check_interfaces("options")
@@ -275,7 +296,7 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {
         **engine_args.additional_config,
-        CONFIG_KEY: config.to_json(),
+        CONFIG_KEY: TravellingOptions(config.to_json()),
     }
 
 

@@ -1,0 +1,161 @@
+"""A rank without the extension, with another version or another sampler stops the start by name."""
+
+import copy
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+
+import cloudpickle
+import pytest
+
+from vllm_mars import __version__, plugin, ranks
+from vllm_mars.ranks import TravellingOptions
+
+NODE = socket.gethostname()
+OURS = "vllm_mars.sampler_v1.MarsRejectionSampler"
+VLLMS = "vllm.v1.sample.rejection_sampler.RejectionSampler"
+
+
+def test_options_arrive_as_they_left():
+    options = TravellingOptions(theta=0.9, metric="ratio")
+    for arrived in (pickle.loads(pickle.dumps(options)), copy.deepcopy(options)):
+        assert type(arrived) is TravellingOptions
+        assert arrived == {"theta": 0.9, "metric": "ratio"}
+    # vLLM hashes its config through JSON.
+    assert json.dumps(options) == '{"theta": 0.9, "metric": "ratio"}'
+
+
+def test_vllm_carries_them_as_they_are(packaged_model):
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(
+        model=str(packaged_model),
+        additional_config={"other": 1},
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 4,
+            "rejection_sample_method": "mars",
+        },
+    ).create_engine_config()
+    assert type(config.additional_config["mars"]) is TravellingOptions
+    arrived = pickle.loads(pickle.dumps(config))
+    assert plugin.config_of(arrived) == plugin.config_of(config)
+
+
+def test_another_version_is_refused_where_it_arrives(monkeypatch):
+    monkeypatch.setattr(ranks, "__version__", "0.0.1")
+    travelling = pickle.dumps(TravellingOptions(theta=0.9))
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError) as refused:
+        pickle.loads(travelling)
+    assert str(refused.value) == (
+        f"vllm-mars {__version__} is installed on the node {NODE}, but the server's options are of "
+        "vllm-mars 0.0.1; install 0.0.1 there."
+    )
+
+
+def test_arriving_options_leave_the_hooks():
+    """A process whose plugins are filtered verifies as asked."""
+    travelling = pickle.dumps(TravellingOptions(theta=0.9)).hex()
+    probe = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            f"import pickle; pickle.loads(bytes.fromhex('{travelling}')); "
+            "import vllm.v1.executor.abstract as module; print(module._vllm_mars_patched)",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "VLLM_PLUGINS": ""},
+    )
+    assert probe.stdout.strip().endswith("True"), probe.stderr
+
+
+ANSWER = """
+import pickle, sys
+
+class Sampler: pass
+class Runner: rejection_sampler = Sampler()
+class Worker: rank, model_runner = 3, Runner()
+
+{before}
+print(pickle.loads(bytes.fromhex("{question}"))(Worker()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "version"),
+    [
+        # -I hides the packages of this checkout and of the user.
+        ("assert not any('vllm' in name for name in sys.modules)", None),
+        ("sys.modules['vllm_mars'] = type('', (), {'__version__': '7'})", None),
+        (
+            "sys.modules['vllm_mars'] = type('', (), {'__version__': '7'}); "
+            "sys.modules['vllm_mars.plugin'] = sys",
+            "7",
+        ),
+    ],
+)
+def test_a_worker_answers_without_the_extension(before, version):
+    question = cloudpickle.dumps(ranks.question()).hex()
+    source = ANSWER.format(before=before, question=question)
+    # cloudpickle, which every vLLM has, is all that a worker needs.
+    path = (
+        f"import sys; sys.path.append({os.path.dirname(os.path.dirname(cloudpickle.__file__))!r})"
+    )
+    worker = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"{path}\n{source}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert worker.stdout.strip() == str((3, NODE, version, "__main__.Sampler")), worker.stderr
+
+
+class Executor:
+    """Stands in for vLLM's executor; its workers give these answers."""
+
+    def __init__(self, *answers):
+        self.answers = answers
+        self.ended = False
+
+    def collective_rpc(self, method):
+        assert callable(method)
+        return list(self.answers)
+
+    def shutdown(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize(
+    ("answers", "fault"),
+    [
+        ([(0, "a", __version__, OURS), (1, "b", None, VLLMS)], "rank 1 on the node b has no vllm"),
+        (
+            [(0, "a", "0.0.1", OURS), (1, "b", None, None)],
+            f"rank 0 on the node a has vllm-mars 0.0.1, not {__version__}; rank 1 on the node "
+            "b has no vllm-mars loaded. Install",
+        ),
+        (
+            [(0, "a", __version__, OURS), (1, "b", __version__, VLLMS)],
+            f"rank 1 on the node b verifies with {VLLMS}. Install vllm-mars {__version__} on every",
+        ),
+        ([(0, "a", __version__, None)], "no rank has a rejection sampler"),
+    ],
+)
+def test_a_rank_that_differs_is_named(answers, fault):
+    executor = Executor(*answers)
+    with pytest.raises(RuntimeError) as refused:
+        ranks.require_same_everywhere(executor)
+    assert f"verification is asked for, but {fault}" in str(refused.value)
+    assert executor.ended
+
+
+def test_equal_ranks_and_stages_without_a_sampler_pass():
+    executor = Executor((0, "a", __version__, None), (1, "b", __version__, OURS))
+    ranks.require_same_everywhere(executor)
+    assert not executor.ended

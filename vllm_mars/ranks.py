@@ -1,0 +1,122 @@
+"""Every rank of a server verifies with the same version of this extension, or none starts.
+
+A server's processes may run on many machines, each with packages of its own. vLLM skips a plugin
+that a machine lacks, and the ranks there would verify strictly without a word. Two checks:
+
+- The options travel with the version that wrote them. Wherever vLLM's config is unpickled, before a
+  model is loaded, another version is an error, and a missing one is Python's ModuleNotFoundError.
+- Once the workers are up, the executor asks each of them what it verifies with. That reaches
+  workers with a command line of their own too, such as those of further nodes under `mp`.
+"""
+
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from vllm_mars import __version__
+
+
+class TravellingOptions(dict[str, Any]):
+    """The options as plain JSON, which know the version of the extension when pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack, (__version__, dict(self))
+
+
+def unpack(version: str, options: Mapping[str, Any]) -> TravellingOptions:
+    """What unpickling calls, in every process that the options reach by pickle.
+
+    It also leaves the hooks, so that a process whose plugins are filtered verifies as asked.
+
+    Args:
+        version: the version that pickled the options.
+        options: the options.
+
+    Raises:
+        RuntimeError: this process has another version of the extension.
+    """
+    if version != __version__:
+        raise RuntimeError(
+            f"vllm-mars {__version__} is installed on the node {socket.gethostname()}, but the "
+            f"server's options are of vllm-mars {version}; install {version} there."
+        )
+    from vllm_mars.plugin import register
+
+    register()
+    return TravellingOptions(options)
+
+
+class Rank(NamedTuple):
+    """What one worker says of itself.
+
+    Attributes:
+        rank: its global rank.
+        node: its host name.
+        version: the extension that is loaded there, or None.
+        sampler: module and class of its rejection sampler, or None where the rank has none, as on
+            every pipeline stage but the last.
+    """
+
+    rank: int
+    node: str
+    version: str | None
+    sampler: str | None
+
+
+def question() -> Callable[[Any], tuple[int, str, str | None, str | None]]:
+    """A function for each worker to run, which answers with the fields of its `Rank`.
+
+    It is defined inside another one so that cloudpickle ships it by value, also to a worker that
+    could not import this module.
+    """
+
+    def answer(worker: Any) -> tuple[int, str, str | None, str | None]:
+        import socket
+        import sys
+
+        sampler = getattr(worker.model_runner, "rejection_sampler", None)
+        kind = type(sampler)
+        return (
+            worker.rank,
+            socket.gethostname(),
+            # Not the package alone: it may be imported where its plugin is filtered.
+            getattr(sys.modules.get("vllm_mars"), "__version__", None)
+            if "vllm_mars.plugin" in sys.modules
+            else None,
+            None if sampler is None else f"{kind.__module__}.{kind.__qualname__}",
+        )
+
+    return answer
+
+
+def require_same_everywhere(executor: Any) -> None:
+    """Refuses a server of which a rank verifies with anything but this extension.
+
+    Args:
+        executor: vLLM's executor, its workers loaded. On an error it is shut down.
+
+    Raises:
+        RuntimeError: the message names each such rank, its node, and what is there.
+    """
+    ranks = [Rank(*answer) for answer in executor.collective_rpc(question())]
+    faults = [fault for rank in ranks if (fault := _fault(rank))]
+    if not faults and all(rank.sampler is None for rank in ranks):
+        faults = ["no rank has a rejection sampler"]
+    if faults:
+        executor.shutdown()
+        raise RuntimeError(
+            f"margin-aware verification is asked for, but {'; '.join(faults)}. Install vllm-mars "
+            f"{__version__} on every node, start every node's vLLM with the same speculative "
+            "config, and let VLLM_PLUGINS, where it is set, hold 'mars'."
+        )
+
+
+def _fault(rank: Rank) -> str | None:
+    where = f"rank {rank.rank} on the node {rank.node}"
+    if rank.version is None:
+        return f"{where} has no vllm-mars loaded"
+    if rank.version != __version__:
+        return f"{where} has vllm-mars {rank.version}, not {__version__}"
+    if rank.sampler is not None and not rank.sampler.startswith("vllm_mars."):
+        return f"{where} verifies with {rank.sampler}"
+    return None
