@@ -8,6 +8,8 @@ from setuptools import setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "vllm_mars/__init__.py").read_text(), re.M)[1]
 
+# Not ray[llm], which pins a vLLM of its own; `ray.serve.llm` needs pyarrow beyond ray[serve].
+RAY = ["ray[serve]>=2.60", "pyarrow"]
 DEMO = ["accelerate", "filelock", "gguf", "openai", "prometheus-client", "rich", "transformers"]
 # pandas is what `vllm bench serve` reads prompt files with.
 EXPERIMENTS = [
@@ -36,7 +38,8 @@ setup(
         "cuda": ["vllm>=0.26,<0.34"],
         "demo": DEMO,
         "experiments": EXPERIMENTS,
-        "test": [*EXPERIMENTS, "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "ray": RAY,
+        "test": [*EXPERIMENTS, *RAY, "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
         "bench": ["matplotlib"],
     },
     entry_points={

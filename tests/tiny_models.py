@@ -5,7 +5,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB = 512
 # The CPU attention kernels of vLLM take heads of 32 and more.
@@ -38,6 +41,22 @@ def llama(directory: Path) -> LlamaForCausalLM:
             layer.mlp.down_proj.weight.mul_(0.05)
     model.save_pretrained(directory)
     return model
+
+
+def tokenizer(directory: Path) -> None:
+    """Writes a tokenizer beside a target: each word is one token, and so is each role of a chat."""
+    words = ["<unk>", "<s>", "</s>", "user", "assistant"]
+    words += [f"w{number}" for number in range(len(words), VOCAB)]
+    built = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, "<unk>"))
+    built.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=built, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.chat_template = (
+        "{% for message in messages %}{{ message.role + ' ' + message.content + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
+    )
+    fast.save_pretrained(directory)
 
 
 def eagle(directory: Path, target: LlamaForCausalLM) -> None:

@@ -1,0 +1,48 @@
+"""Ray clusters on one machine, for tests: of pretended nodes, and always ended."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+ON_RAY = Path(__file__).parent / "on_ray"
+# The executor on a CPU, what workers are asked, and no reports to the outside. Children inherit it.
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, [str(ON_RAY), str(ON_RAY.parent.parent), os.environ.get("PYTHONPATH")])
+    ),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A loaded machine may take longer than Ray waits, or look to it as if memory ran out.
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+OBJECT_STORE_BYTES = 200 * 2**20
+
+
+@contextlib.contextmanager
+def cluster(*nodes, **environment):
+    """A cluster with a node for each dict of Ray's options, such as `{"num_gpus": 1}`.
+
+    The first is the head. The options take `env_vars`, which that node's workers inherit. Yields
+    Ray's `Cluster`; on exit all of its processes are gone.
+    """
+    from ray.cluster_utils import Cluster
+
+    with (
+        # A short path: Ray's sockets lie below it.
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory,
+        mock.patch.dict(os.environ, {**ENVIRONMENT, **environment}),
+    ):
+        started = Cluster()
+        try:
+            for options in nodes:
+                started.add_node(
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    temp_dir=directory,
+                    **options,
+                )
+            yield started
+        finally:
+            started.shutdown()

@@ -1,0 +1,35 @@
+"""Lets vLLM's Ray executor run on a CPU, and makes one node differ from the others. For tests.
+
+Python imports this file in every process whose PYTHONPATH names its directory. vLLM's CPU platform
+has no Ray device, which its Ray executors refuse; here the GPUs that a test cluster pretends to
+have stand for slots of the machine. Nothing of vLLM's computation changes.
+
+VLLM_MARS_TEST_NODE in the environment of a node: "without" hides vllm_mars there, "version X" makes
+it version X.
+"""
+
+import os
+import sys
+
+import wrapt
+
+
+def _give_the_cpu_a_ray_device(module):
+    module.CpuPlatform.ray_device_key = "GPU"
+
+
+class _Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "vllm_mars":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+wrapt.register_post_import_hook(_give_the_cpu_a_ray_device, "vllm.platforms.cpu")
+
+_node = os.environ.get("VLLM_MARS_TEST_NODE", "")
+if _node == "without":
+    sys.meta_path.insert(0, _Hide())
+elif _node.startswith("version "):
+    wrapt.register_post_import_hook(
+        lambda module: setattr(module, "__version__", _node.removeprefix("version ")), "vllm_mars"
+    )

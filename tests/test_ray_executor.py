@@ -1,0 +1,138 @@
+"""`vllm serve` on vLLM's Ray executor: two ranks, and a node that lacks the extension."""
+
+import json
+import os
+import re
+import urllib.request
+
+import pytest
+import tiny_models
+from clusters import cluster
+from processes import MARK, marked, wait_until
+from test_tensor_parallel import PROMPTS, generate
+
+from vllm_mars import __version__
+from vllm_mars.server import VllmServer
+
+pytest.importorskip("ray")
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each rank"),
+]
+
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    tiny_models.eagle(directory / "eagle", tiny_models.llama(directory / "target"))
+    tiny_models.tokenizer(directory / "target")
+    return directory
+
+
+def speculation(models):
+    """A gap that takes every runner-up would show rounding; this one takes some."""
+    return {
+        "method": "eagle",
+        "model": str(models / "eagle"),
+        "num_speculative_tokens": tiny_models.NUM_DRAFT_TOKENS,
+        "rejection_sample_method": "mars",
+        "mars_metric": "gap",
+        "mars_gap": 2.0,
+    }
+
+
+def two_ranks(models, ray_cluster, log_path, mark):
+    """The server, which is not started yet."""
+    args = [
+        *("--enforce-eager", "--dtype", "float32", "--served-model-name", "tiny"),
+        *("--max-model-len", "128", "--max-num-seqs", "4"),
+        *("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"),
+        *("--worker-extension-cls", "look.Look"),
+        *("--speculative-config", json.dumps(speculation(models))),
+    ]
+    env = {
+        "RAY_ADDRESS": ray_cluster.address,
+        # On one memory node vLLM wants to be told which cores are whose.
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        MARK: mark,
+    }
+    return VllmServer(models / "target", args, log_path=log_path, env=env)
+
+
+def post(server, path, body):
+    request = urllib.request.Request(
+        server.base_url + path,
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def complete(server, prompt):
+    """The tokens of one greedy answer."""
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return post(server, "/v1/completions", body)["choices"][0]["token_ids"]
+
+
+def test_two_ranks_on_ray_serve_what_one_generates(models, tmp_path):
+    with (
+        cluster({"num_cpus": 2, "num_gpus": 2}) as two_slots,
+        two_ranks(models, two_slots, tmp_path / "server.log", "served") as server,
+    ):
+        served = [complete(server, prompt) for prompt in PROMPTS]
+        ranks = post(server, "/collective_rpc", {"method": "look"})["results"]
+        metrics = server.metrics()
+    expected, _, _ = generate(models / "target", speculation(models), ranks=1)
+    assert served == expected
+    assert sorted(rank for rank, _, _ in ranks) == [0, 1]
+    assert {module for _, module, _ in ranks} == {"vllm_mars.sampler_v1"}
+    last = PROMPTS[-1] + served[-1]
+    for rank, _, tokens in ranks:
+        # The last token of all is never fed back.
+        assert tokens[: len(last) - 1] == last[:-1], f"rank {rank}"
+    # Each is counted once, not once for each rank.
+    assert metrics["vllm:generation_tokens_total"] == TOKENS * len(PROMPTS)
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens_total"]
+    drafted = metrics["vllm:spec_decode_num_draft_tokens_total"]
+    assert 0 < accepted < drafted <= tiny_models.NUM_DRAFT_TOKENS * TOKENS * len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("node", "messages"),
+    [
+        # Ray's own error, which names the rank and the node.
+        ("without", [r"_TP1:RayWorkerProc.*ip=[\d.]+", "No module named 'vllm_mars'"]),
+        (
+            "version 0.0.1",
+            [
+                r"_TP1:RayWorkerProc.*ip=[\d.]+",
+                f"vllm-mars 0.0.1 is installed on the node {os.uname().nodename}, but the server's "
+                f"options are of vllm-mars {__version__}; install {__version__} there.",
+            ],
+        ),
+    ],
+)
+def test_a_node_that_differs_is_refused_by_name(models, tmp_path, node, messages):
+    head = {"num_cpus": 1, "num_gpus": 1}
+    differs = {"num_cpus": 1, "num_gpus": 1, "env_vars": {"VLLM_MARS_TEST_NODE": node}}
+    with cluster(head, differs) as two_nodes:
+        log = tmp_path / "server.log"
+        with pytest.raises(RuntimeError, match="ended while starting with exit status 1"):
+            two_ranks(models, two_nodes, log, node).__enter__()
+        wait_until(lambda: not marked(node), 20, "the server's processes end")
+    text = log.read_text()
+    for message in messages:
+        assert re.search(message, text), message
+    assert "Starting to load model" not in text
