@@ -27,6 +27,7 @@ def cluster(*nodes, **environment):
     The first is the head. The options take `env_vars`, which that node's workers inherit. Yields
     Ray's `Cluster`; on exit all of its processes are gone.
     """
+    import ray
     from ray.cluster_utils import Cluster
 
     with (
@@ -45,4 +46,6 @@ def cluster(*nodes, **environment):
                 )
             yield started
         finally:
+            # The driver first, or the cluster refuses to end.
+            ray.shutdown()
             started.shutdown()

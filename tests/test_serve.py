@@ -33,10 +33,7 @@ def ray_cluster():
     }
     with cluster({"num_cpus": 8, "num_gpus": 0}, **environment) as started:
         ray.init(address=started.address, log_to_driver=False)
-        try:
-            yield started
-        finally:
-            ray.shutdown()
+        yield started
     wait_until(lambda: not marked(MARK_VALUE), 60, "all processes of the cluster end")
 
 

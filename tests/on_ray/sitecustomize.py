@@ -5,7 +5,8 @@ has no Ray device, which its Ray executors refuse; here the GPUs that a test clu
 have stand for slots of the machine. Nothing of vLLM's computation changes.
 
 VLLM_MARS_TEST_NODE in the environment of a node: "without" hides vllm_mars there, "version X" makes
-it version X.
+it version X; anything else is its name. VLLM_MARS_TEST_MEASURE=stand-in spares a sweep's tasks their
+servers.
 """
 
 import os
@@ -33,3 +34,12 @@ elif _node.startswith("version "):
     wrapt.register_post_import_hook(
         lambda module: setattr(module, "__version__", _node.removeprefix("version ")), "vllm_mars"
     )
+
+if os.environ.get("VLLM_MARS_TEST_MEASURE") == "stand-in":
+
+    def _stand_in(module):
+        from stand_in_measure import measure
+
+        module.measure = measure
+
+    wrapt.register_post_import_hook(_stand_in, "vllm_mars.experiments.ray_cells")

