@@ -5,8 +5,8 @@ has no Ray device, which its Ray executors refuse; here the GPUs that a test clu
 have stand for slots of the machine. Nothing of vLLM's computation changes.
 
 VLLM_MARS_TEST_NODE in the environment of a node: "without" hides vllm_mars there, "version X" makes
-it version X; anything else is its name. VLLM_MARS_TEST_MEASURE=stand-in spares a sweep's tasks their
-servers.
+it version X; anything else is its name. VLLM_MARS_TEST_MEASURE=stand-in spares a sweep's tasks
+their servers.
 """
 
 import os
