@@ -7,9 +7,9 @@ need T(B) for B tokens without speculation, and with it T(B * width) plus the dr
 tokens: width is K + 1 where every step drafts K, L the acceptance length. So the gain is
 L * T(B) / (T(B * width) + drafting).
 
-Three servers run side by side (autoregressive, strict, MARS) and answer the same prompts in turn,
+Two servers run side by side and answer the same prompts in turn, autoregressive, strict and MARS,
 at each concurrency, so that what else the machine does meets all of them. floor and slope are
-fitted to the autoregressive server alone; of the others the prediction takes L and width only.
+fitted to the autoregressive answers alone; of the others the prediction takes L and width only.
 """
 
 import argparse
@@ -26,22 +26,26 @@ from typing import Any
 
 import openai
 
+from vllm_mars.chat import GENERATED_TOKENS
 from vllm_mars.packaged_model import ensure_model
 from vllm_mars.prompts import load_prompts
 from vllm_mars.provenance import describe_run, vllm_device
 from vllm_mars.server import VllmServer
 
-DRAFTS = 4
-NGRAM = {
+METRICS_SECONDS = 10.0
+SPECULATION = {
     "method": "ngram",
-    "num_speculative_tokens": DRAFTS,
+    "num_speculative_tokens": 4,
     "prompt_lookup_max": 4,
     "prompt_lookup_min": 1,
+    "rejection_sample_method": "mars",
 }
-MODES: dict[str, dict[str, Any] | None] = {
-    "autoregressive": None,
-    "strict": NGRAM,
-    "mars": {**NGRAM, "rejection_sample_method": "mars", "mars_theta": 0.9},
+SERVERS: dict[str, dict[str, Any] | None] = {"autoregressive": None, "speculative": SPECULATION}
+# Which server a mode asks, and the theta of its requests; theta 1 is vLLM's own verification.
+MODES: dict[str, tuple[str, float | None]] = {
+    "autoregressive": ("autoregressive", None),
+    "strict": ("speculative", 1.0),
+    "mars": ("speculative", 0.9),
 }
 
 
@@ -101,16 +105,20 @@ def fit(points: list[tuple[float, float]]) -> StepTime:
 
 
 def measure(
-    server: VllmServer, prompts: list[str], concurrency: int, tokens: int
+    server: VllmServer, theta: float | None, prompts: list[str], concurrency: int, tokens: int
 ) -> dict[str, Any]:
     """Asks all prompts, so many at a time; returns time and counters.
 
     Args:
         server: running.
+        theta: of the requests, or None on a server without MARS.
         prompts: one request each.
         concurrency: requests at a time.
         tokens: length of every answer, whatever the model would say.
     """
+    body: dict[str, Any] = {"ignore_eos": True}
+    if theta is not None:
+        body["vllm_xargs"] = {"mars_theta": theta}
     client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
 
     def ask(prompt: str) -> int:
@@ -119,7 +127,7 @@ def measure(
             messages=[{"role": "user", "content": prompt}],
             temperature=0,
             max_tokens=tokens,
-            extra_body={"ignore_eos": True},
+            extra_body=body,
         )
         assert answer.usage is not None
         return answer.usage.completion_tokens
@@ -129,7 +137,14 @@ def measure(
     with client, ThreadPoolExecutor(concurrency) as pool:
         generated = sum(pool.map(ask, prompts))
     seconds = time.perf_counter() - begin
-    after = server.metrics()
+    # The server counts a step after it has sent its tokens.
+    deadline = time.monotonic() + METRICS_SECONDS
+    while True:
+        after = server.metrics()
+        if after[GENERATED_TOKENS] - before[GENERATED_TOKENS] >= generated:
+            break
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the server did not count all tokens within {METRICS_SECONDS} s.")
     delta = {
         name: after.get(key, 0.0) - before.get(key, 0.0)
         for name, key in {
@@ -214,26 +229,27 @@ def main() -> int:
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-mars-")))
         servers = {}
-        for mode, speculation in MODES.items():
+        for name, speculation in SERVERS.items():
             extra = ["--speculative-config", json.dumps(speculation)] if speculation else []
             server = VllmServer(
-                ensure_model(), common + extra, log_path=logs / f"{mode}.log", wait=False
+                ensure_model(), common + extra, log_path=logs / f"{name}.log", wait=False
             )
-            servers[mode] = stack.enter_context(server)
+            servers[name] = stack.enter_context(server)
         for server in servers.values():
             server.wait_until_ready()
-            measure(server, prompts[:1], 1, 8)
+            measure(server, None, prompts[:1], 1, 8)
         for repeat in range(args.repeats):
             for concurrency in args.concurrency:
-                for mode, server in servers.items():
-                    row = measure(server, prompts, concurrency, args.tokens)
+                for mode, (name, theta) in MODES.items():
+                    row = measure(servers[name], theta, prompts, concurrency, args.tokens)
                     rows.append({"repeat": repeat, "concurrency": concurrency, "mode": mode, **row})
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     result = {
         "schema": "vllm-mars/load/1",
         **describe_run(gpu),
         "options": {k: v for k, v in vars(args).items() if k != "output"},
-        "speculation": MODES,
+        "speculation": SPECULATION,
+        "modes": MODES,
         **summarise(rows),
         "raw": rows,
     }

@@ -20,7 +20,13 @@ NUM_STREAMS = 200
 IN_FLIGHT = 24
 TOKENS = 24
 PROMPTS = [f"w{10 + n} w{20 + n} w{30 + n} w{10 + n} w{20 + n}" for n in range(10)]
-ENGINE = {"max_model_len": 128, "max_num_seqs": 32, "enable_prefix_caching": False}
+# Without the override the cache would take VLLM_CPU_KVCACHE_SPACE in each replica.
+ENGINE = {
+    "max_model_len": 128,
+    "max_num_seqs": 32,
+    "enable_prefix_caching": False,
+    "num_gpu_blocks_override": 256,
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +36,9 @@ def ray_cluster():
         MARK: MARK_VALUE,
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # A loaded machine answers late.
+        "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",
+        "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
     }
     with cluster({"num_cpus": 8, "num_gpus": 0}, **environment) as started:
         ray.init(address=started.address, log_to_driver=False)
@@ -176,10 +185,10 @@ async def load(url, expected, kill_after, kill):
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_replica_is_killed_under_load(url):
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-    wait_until(lambda: len(replicas()) == 2, 300, "two replicas")
+    wait_until(lambda: len(replicas()) == 2, 600, "two replicas")
     before = replicas()
 
     async def alone():
@@ -196,7 +205,7 @@ def test_a_replica_is_killed_under_load(url):
     assert len(broken) <= IN_FLIGHT
     assert not [error for error in broken if isinstance(error, openai.APITimeoutError)]
 
-    wait_until(lambda: len(replicas()) == 2, 300, "the dead replica comes back")
+    wait_until(lambda: len(replicas()) == 2, 600, "the dead replica comes back")
     after = replicas()
     assert before[0] not in after
     assert before[1] in after
