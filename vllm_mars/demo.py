@@ -274,7 +274,7 @@ def run_demo(options: DemoOptions) -> Results:
 
     console = Console(stderr=True)
     prompts = load_prompts(options.prompts)
-    _require_writable(options.output)
+    require_writable(options.output)
     device, gpu = vllm_device()
     model = options.model or str(ensure_model())
     results = Results(options, model, describe_run(gpu))
@@ -300,7 +300,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     Path(file.name).replace(path)
 
 
-def _require_writable(output: Path) -> None:
+def require_writable(output: Path) -> None:
+    """Makes the directory of a result file, before anything expensive runs.
+
+    Raises:
+        RuntimeError: the file could not be written.
+    """
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

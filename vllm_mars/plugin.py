@@ -268,7 +268,13 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         NotImplementedError: MARS together with a feature that it cannot serve.
         RuntimeError: an unsupported vLLM, or the environment forbids lossy verification.
     """
-    given = engine_args.speculative_config
+    from vllm.logger import init_logger
+
+    from vllm_mars.calibration import resolve_auto
+
+    given, notes = resolve_auto(engine_args.speculative_config, model_config)
+    for note in notes:
+        init_logger("vllm.vllm_mars.plugin").warning("%s", note)
     config, speculative_config = split_speculative_config(given)
     method = speculative_config.get("rejection_sample_method", "standard")
     check_lock(lossy_reason(config, method))

@@ -1,0 +1,304 @@
+"""`vllm-mars calibrate` on a tiny model, and `"auto:FILE"` in the speculative config."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import tiny_models
+import torch
+
+from vllm_mars.calibration import (
+    draft_name,
+    identify,
+    read_calibration,
+    resolve_auto,
+    weights_checksum,
+)
+from vllm_mars.cli import main
+from vllm_mars.config import split_speculative_config
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+}
+MARS = {**NGRAM, "rejection_sample_method": "mars"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    tiny_models.llama(directory)
+    tiny_models.tokenizer(directory)
+    return directory
+
+
+def config_of(directory):
+    from vllm.config import ModelConfig
+
+    return ModelConfig(str(directory), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def model_config(model):
+    return config_of(model)
+
+
+def resolved(model, speculative_config):
+    """What the workers get of these options."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(
+        model=str(model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        speculative_config=speculative_config,
+    ).create_engine_config()
+    return config.additional_config["mars"]
+
+
+def prompt_lines(count):
+    """Prompts that repeat themselves, so that ngram drafts are made."""
+    words = random.Random(0)
+    for _ in range(count):
+        phrase = " ".join(f"t{words.randrange(3, 512)}" for _ in range(6))
+        yield json.dumps({"turns": [f"{phrase} {phrase}", phrase]}) + "\n"
+
+
+@pytest.fixture(scope="module")
+def calibrated(model, tmp_path_factory):
+    """The command on the tiny model: its file and its output."""
+    directory = tmp_path_factory.mktemp("calibrated")
+    (directory / "prompts.jsonl").write_text("".join(prompt_lines(12)))
+    output = directory / "out" / "calibration.json"
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "vllm_mars.cli", "calibrate", str(model), "--budget", "0.0004"),
+            *("--prompts", str(directory / "prompts.jsonl"), "--max-tokens", "24"),
+            *("--output", str(output), "--engine-arg=--max-model-len=256"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    return output, result.stdout
+
+
+@pytest.mark.engine
+def test_calibrate(model, calibrated):
+    path, printed = calibrated
+    content = read_calibration(path)
+    assert (content["metric"], content["budget"]) == ("ratio", 0.0004)
+    assert content["model"]["weights"] == weights_checksum(model)
+    assert content["draft"] == {"name": "ngram", "num_speculative_tokens": 4}
+    assert content["samples"]["recorded_prompts"] == content["samples"]["held_out_prompts"] == 6
+    assert content["samples"]["recorded_positions"] > 50
+    assert content["versions"]["vllm"]
+
+    curve = content["curve"]
+    costs = [point["cost"] for point in curve]
+    assert costs == sorted(costs, reverse=True), "a looser threshold costs more"
+    lengths = [point["acceptance_length"] for point in curve]
+    assert lengths == sorted(lengths, reverse=True), "and accepts more"
+    assert costs[0] > content["budget"] > costs[-1] == 0
+    tries = content["confirmations"]
+    assert all(not item["kept"] for item in tries[:-1])
+    assert tries[-1]["kept"] or content["threshold"] == 1
+    assert content["threshold"] in {1.0, tries[-1]["threshold"]}
+    for item in tries:
+        # The tokens' cost was predicted on other prompts.
+        assert item["cost"]["value"] == pytest.approx(item["predicted"], abs=0.05)
+        assert item["cost"]["low"] <= item["cost"]["value"] <= item["cost"]["high"]
+    margins = content["margins"]
+    assert sum(margins["runner_up"]) < sum(margins["positions"])
+    assert f'Serve with "mars_theta": "auto:{path}"' in printed
+    assert "held-out prompts" in printed
+
+    # The whole way: what was written is what a server takes.
+    assert resolved(model, {**MARS, "mars_theta": f"auto:{path}"})["theta"] == content["threshold"]
+
+
+def write(tmp_path, model_config, /, **changes):
+    """A calibration of the model, with some entries changed; None leaves one out."""
+    content = {
+        "kind": "calibration",
+        "schema": 1,
+        "metric": "ratio",
+        "threshold": 0.97,
+        "model": identify(model_config),
+        "draft": {"name": "ngram", "num_speculative_tokens": 4},
+    } | changes
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps({name: it for name, it in content.items() if it is not None}))
+    return path
+
+
+def test_auto_reaches_the_workers_as_a_number(tmp_path, model, model_config):
+    path = write(tmp_path, model_config)
+    options = resolved(model, {**MARS, "mars-theta": f"auto:{path}", "mars_theta_min": 0.9})
+    assert (options["theta"], options["theta_min"]) == (0.97, 0.9)
+
+
+def test_auto_takes_a_gap(tmp_path, model_config):
+    path = write(tmp_path, model_config, metric="gap", threshold=0.4)
+    given = {**MARS, "mars_metric": "gap", "mars_gap": f"auto:{path}"}
+    assert resolve_auto(given, model_config) == ({**given, "mars_gap": 0.4}, [])
+    assert given["mars_gap"].startswith("auto:"), "the user's dict stays as it is"
+
+
+def test_the_model_may_be_elsewhere(tmp_path, model, model_config):
+    """The weights decide, not where they lie."""
+    path = write(tmp_path, model_config)
+    (tmp_path / "elsewhere").symlink_to(model)
+    given = {**MARS, "mars_theta": f"auto:{path}"}
+    options, notes = resolve_auto(given, config_of(tmp_path / "elsewhere"))
+    assert (options["mars_theta"], notes) == (0.97, [])
+
+
+def test_another_draft_is_noted(tmp_path, model_config):
+    path = write(tmp_path, model_config, draft={"name": "my-head", "num_speculative_tokens": 7})
+    _, (note,) = resolve_auto({**MARS, "mars_theta": f"auto:{path}"}, model_config)
+    assert "calibrated with drafts by my-head of 7 tokens, but this server's are by ngram" in note
+
+
+def test_weights_that_were_not_compared_are_noted(tmp_path, model_config):
+    identity = {**identify(model_config), "name": "on-a-hub", "weights": None}
+    path = write(tmp_path, model_config, model=identity)
+    _, (note,) = resolve_auto({**MARS, "mars_theta": f"auto:{path}"}, model_config)
+    assert "calibrated on 'on-a-hub'; the weights of this server's" in note
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "sweep"}, "is not a calibration; give a file that `vllm-mars calibrate` wrote"),
+        ({"schema": 2}, "has schema 2, not 1; calibrate again with this release"),
+        ({"threshold": None}, "lacks threshold; give a file"),
+        ({"model": None, "draft": None}, "lacks model, draft"),
+        ({"model": "tiny"}, " model is no JSON object"),
+        ({"metric": "entropy"}, "has metric 'entropy', not ratio or gap"),
+        ({"threshold": 1.7}, r"holds a bad threshold: mars_theta=1.7 is outside \(0, 1\]"),
+        ({"threshold": "0.9"}, "holds a bad threshold: mars_theta='0.9' is a str"),
+        (
+            {"metric": "gap", "threshold": 0.5},
+            'is a calibration of metric \'gap\'; write "mars_metric": "gap", "mars_gap": "auto:',
+        ),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, model_config, changes, message):
+    path = write(tmp_path, model_config, **changes)
+    with pytest.raises(ValueError, match=f"^mars_theta='auto:{path}'.{message}"):
+        resolve_auto({**MARS, "mars_theta": f"auto:{path}"}, model_config)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: .*No such file.*; give a file"),
+        ("{", "is not JSON"),
+        ("[]", "is not a"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path, model_config, content, message):
+    path = tmp_path / "calibration.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=f"mars_theta='auto:{path}' {message}"):
+        resolve_auto({**MARS, "mars_theta": f"auto:{path}"}, model_config)
+
+
+def test_another_training_of_the_model(tmp_path, model_config):
+    """Same architecture, other weights."""
+    path = write(tmp_path, model_config)
+    other = tmp_path / "other"
+    tuned = tiny_models.llama(other)
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.down_proj.weight.mul_(1.001)
+    tuned.save_pretrained(other)
+    message = (
+        "was calibrated on another model than 'other': 'tiny-llama0' differs in weights. A "
+        "threshold fits one model: run `vllm-mars calibrate` on this one, or write the number 0.97"
+    )
+    with pytest.raises(ValueError, match=message):
+        resolve_auto({**MARS, "mars_theta": f"auto:{path}"}, config_of(other))
+
+
+def test_another_architecture(tmp_path, model_config):
+    facts = {"name": "big", "architectures": ["LlamaForCausalLM"], "vocab_size": 512}
+    facts |= {"hidden_size": 4096, "num_hidden_layers": 2, "weights": None}
+    path = write(tmp_path, model_config, model=facts)
+    with pytest.raises(ValueError, match="'big' differs in hidden_size 4096 and not 128"):
+        resolve_auto({**MARS, "mars_theta": f"auto:{path}"}, model_config)
+
+
+def test_auto_without_the_method(tmp_path, model_config):
+    given = {**NGRAM, "mars_theta": "auto:x"}
+    assert resolve_auto(given, model_config) == (given, [])
+    with pytest.raises(ValueError, match="mars_theta='auto:x' is given, but rejection_sample_me"):
+        split_speculative_config(given)
+
+
+def test_a_request_cannot_name_a_file():
+    from vllm import SamplingParams
+
+    from vllm_mars import MarsConfig
+    from vllm_mars.requests import thresholds_of
+
+    with pytest.raises(ValueError, match="mars_theta='auto:x' is a str, but must be a number"):
+        thresholds_of(SamplingParams(extra_args={"mars_theta": "auto:x"}), MarsConfig())
+
+
+def test_checksum_sees_sizes_begins_and_middles(tmp_path):
+    path = tmp_path / "model.safetensors"
+    content = bytearray(5_000_000)
+    seen = set()
+    for change in (None, 0, 2_490_000, 4_999_999):
+        if change is not None:
+            content[change] ^= 1
+        path.write_bytes(content)
+        seen.add(weights_checksum(tmp_path))
+    path.write_bytes(content + b"\0")
+    seen.add(weights_checksum(path))
+    assert len(seen) == 5
+    assert weights_checksum(tmp_path / "none") is None
+
+
+def test_draft_names():
+    assert draft_name(NGRAM) == "ngram"
+    assert draft_name({"method": "eagle3", "model": "/models/my-head/"}) == "my-head"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "0"], "budget=0.0 is outside (0, inf); give nats per token, such as 0.01"),
+        (["--budget", "nan"], "budget=nan is outside"),
+        (["--metric", "entropy"], "metric='entropy' is not one of ratio, gap"),
+        (["--max-tokens", "0"], "max_tokens=0 is below 1"),
+        (["--num-speculative-tokens", "0"], "num_speculative_tokens=0 is below 1"),
+        (["--prompts", "none.jsonl"], "prompts=none.jsonl cannot be read"),
+        (["--output", "/proc/none/it.json"], "output=/proc/none/it.json cannot be written"),
+    ],
+)
+def test_bad_values_fail_before_anything_starts(arguments, message, capsys):
+    assert main(["calibrate", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_one_prompt_is_not_enough(tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}')
+    assert main(["calibrate", "--prompts", str(tmp_path / "p.jsonl")]) == 1
+    assert "holds one prompt; two or more are needed" in capsys.readouterr().err
+
+
+def test_the_lock_refuses(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    assert main(["calibrate"]) == 1
+    assert "VLLM_MARS_LOCK=strict forbids lossy verification" in capsys.readouterr().err

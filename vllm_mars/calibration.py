@@ -1,0 +1,208 @@
+"""The file of `vllm-mars calibrate`, and `"auto:FILE"` in the speculative config that reads it.
+
+The threshold is taken out of the file where vLLM's front end reads its options; the workers get the
+number and need no access to the file.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_mars.config import METHOD, check_gap, check_theta
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+AUTO = "auto:"
+KIND = "calibration"
+SCHEMA = 1
+# Which option takes the threshold of which metric.
+OPTION = {"ratio": "mars_theta", "gap": "mars_gap"}
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_FIRST_BYTES = 1 << 20
+_PROBES = 16
+_PROBE_BYTES = 1 << 16
+_FACTS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
+
+
+def resolve_auto(
+    speculative_config: Mapping[str, Any], model_config: "ModelConfig"
+) -> tuple[dict[str, Any], list[str]]:
+    """Replaces `"auto:FILE"` by the threshold in the file.
+
+    Args:
+        speculative_config: the user's dict; it is not changed.
+        model_config: the target model of the server.
+
+    Returns:
+        The dict with numbers, and what the user should know: a draft other than the calibrated one,
+        or weights that could not be compared.
+
+    Raises:
+        ValueError: the file cannot be read, is no calibration, is of the other metric, or of
+            another model.
+    """
+    config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+    if config.get("rejection_sample_method") != METHOD:
+        return dict(speculative_config), []
+    notes: list[str] = []
+    for metric, option in OPTION.items():
+        value = config.get(option)
+        if not isinstance(value, str) or not value.startswith(AUTO):
+            continue
+        given = f"{option}={value!r}"
+        calibration = read_calibration(Path(value.removeprefix(AUTO)), given)
+        if calibration["metric"] != metric:
+            other = calibration["metric"]
+            raise ValueError(
+                f"{given} is a calibration of metric {other!r}; write "
+                f'"mars_metric": "{other}", "{OPTION[other]}": "{value}".'
+            )
+        notes += _check_model(given, calibration, model_config)
+        notes += _compare_draft(given, calibration, config)
+        config[option] = calibration["threshold"]
+    return config, notes
+
+
+def read_calibration(path: Path, given: str | None = None) -> dict[str, Any]:
+    """Reads and checks a file of `vllm-mars calibrate`.
+
+    Args:
+        path: the file.
+        given: how errors name it; the path by default.
+
+    Raises:
+        ValueError: it cannot be read or is no calibration of this schema.
+    """
+    given = given or str(path)
+    way_out = "give a file that `vllm-mars calibrate` wrote."
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{given} cannot be read: {error}; {way_out}") from error
+    except ValueError as error:
+        raise ValueError(f"{given} is not JSON: {error}; {way_out}") from error
+    if not isinstance(content, dict) or content.get("kind") != KIND:
+        raise ValueError(f"{given} is not a calibration; {way_out}")
+    if content.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{given} has schema {content.get('schema')!r}, not {SCHEMA}; calibrate again with "
+            "this release."
+        )
+    missing = [name for name in ("metric", "threshold", "model", "draft") if name not in content]
+    if missing:
+        raise ValueError(f"{given} lacks {', '.join(missing)}; {way_out}")
+    if content["metric"] not in OPTION:
+        raise ValueError(f"{given} has metric {content['metric']!r}, not ratio or gap; {way_out}")
+    for name in ("model", "draft"):
+        if not isinstance(content[name], dict):
+            raise ValueError(f"{given}: {name} is no JSON object; {way_out}")
+    check = check_theta if content["metric"] == "ratio" else check_gap
+    try:
+        check(content["threshold"])
+    except ValueError as error:
+        raise ValueError(f"{given} holds a bad threshold: {error}") from error
+    return content
+
+
+def identify(model_config: "ModelConfig") -> dict[str, Any]:
+    """What a calibration remembers of its model.
+
+    Args:
+        model_config: vLLM's configuration of the target.
+
+    Returns:
+        `name`, the facts of the architecture, and `weights`: a checksum of the weight files in the
+        model's directory, None where the model is no local directory or file.
+    """
+    hf_config = model_config.hf_text_config
+    # As JSON gives them back.
+    facts = {name: _plain(getattr(hf_config, name, None)) for name in _FACTS}
+    return {
+        "name": Path(str(model_config.model)).name,
+        **facts,
+        "weights": weights_checksum(Path(str(model_config.model))),
+    }
+
+
+def weights_checksum(model: Path) -> str | None:
+    """A sha256 over sizes and samples of the weight files; quick also for large models.
+
+    Args:
+        model: a directory with weight files, or one such file.
+
+    Returns:
+        Hexadecimal digits, None where there is no such file here. It takes the begin of each file
+        and probes spread over it: enough to tell trainings of one model apart, not to find a
+        single damaged byte.
+    """
+    if model.is_dir():
+        files = sorted({path for pattern in _WEIGHTS for path in model.glob(pattern)})
+    else:
+        files = [model] if model.is_file() else []
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_FIRST_BYTES))
+            for probe in range(1, _PROBES + 1):
+                file.seek(max(0, size * probe // _PROBES - _PROBE_BYTES))
+                digest.update(file.read(_PROBE_BYTES))
+    return digest.hexdigest()
+
+
+def draft_name(speculative_config: Mapping[str, Any]) -> str:
+    """The draft in one word: its model's last name, or the method without a model."""
+    model = speculative_config.get("model")
+    return Path(str(model)).name if model else str(speculative_config.get("method"))
+
+
+def _check_model(
+    given: str, calibration: Mapping[str, Any], model_config: "ModelConfig"
+) -> list[str]:
+    model, ours = calibration["model"], identify(model_config)
+    differing = [name for name in _FACTS if model.get(name) != ours[name]]
+    if not differing and None not in (model.get("weights"), ours["weights"]):
+        differing = ["weights"] if model["weights"] != ours["weights"] else []
+        notes = []
+    else:
+        notes = [
+            f"{given} was calibrated on {model.get('name')!r}; the weights of this server's "
+            f"{ours['name']!r} are not in a local directory, so they were not compared."
+        ]
+    if differing:
+        what = ", ".join(
+            "weights" if name == "weights" else f"{name} {model.get(name)!r} and not {ours[name]!r}"
+            for name in differing
+        )
+        raise ValueError(
+            f"{given} was calibrated on another model than {ours['name']!r}: "
+            f"{model.get('name')!r} differs in {what}. A threshold fits one model: run `vllm-mars "
+            f"calibrate` on this one, "
+            f"or write the number {calibration['threshold']:g} if you mean it."
+        )
+    return notes
+
+
+def _compare_draft(
+    given: str, calibration: Mapping[str, Any], speculative_config: Mapping[str, Any]
+) -> list[str]:
+    draft = calibration["draft"]
+    then = (draft.get("name"), draft.get("num_speculative_tokens"))
+    now = (draft_name(speculative_config), speculative_config.get("num_speculative_tokens"))
+    if then == now:
+        return []
+    return [
+        f"{given} was calibrated with drafts by {then[0]} of {then[1]} tokens, but this server's "
+        f"are by {now[0]} of {now[1]}: the loss can differ; run `vllm-mars calibrate` with them."
+    ]
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

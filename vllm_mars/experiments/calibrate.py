@@ -1,0 +1,444 @@
+"""Finds the loosest threshold whose loss stays within a budget, for one model and draft.
+
+1. One strict pass over half of the prompts records the target's two largest logits wherever a draft
+   is verified. From that alone every threshold is simulated, and what its relaxed tokens cost
+   predicted: the mean over all tokens of log p(target's first choice) - log p(token), in nats.
+2. The other half is answered strictly and with the loosest threshold whose predicted cost is within
+   the budget. Two things must be within it there: that cost as it turns out, and the increase of
+   the answers' mean negative log-likelihood (NLL) per token over the strict answers. The second
+   also sees where a relaxed token leads, and is noisy, since the texts part ways. If one of them is
+   not, the next try may only spend `SHRINK` of the predicted cost, until one is kept, or none is
+   left but strict.
+
+"Within the budget" means in at least `CONFIDENCE` of the bootstrap samples over prompts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_mars.calibration import KIND, OPTION, SCHEMA, draft_name
+from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
+from vllm_mars.demo import require_writable, write_json
+from vllm_mars.experiments.offline import Conversation, OfflineEngine, offline_engine
+from vllm_mars.experiments.simulate import Steps, simulate, steps_of
+from vllm_mars.packaged_model import ensure_model
+from vllm_mars.prompts import PACKAGED, Prompt, load_prompts
+from vllm_mars.provenance import describe_run, vllm_device
+
+BOOTSTRAP_SAMPLES = 2000
+CONFIDENCE = 0.9
+SHRINK = 0.7
+MAX_TRIES = 8
+# Perplexity grows by at most 1 %.
+BUDGET = 0.01
+
+# From loose to strict; finer where large logits make a small step a large one.
+_THETAS = (
+    *(round(0.3 + 0.02 * i, 3) for i in range(25)),
+    *(round(0.8 + 0.005 * i, 3) for i in range(36)),
+    *(round(0.98 + 0.002 * i, 3) for i in range(11)),
+)
+_GAPS = (*(round(4 - 0.1 * i, 3) for i in range(30)), *(round(1 - 0.02 * i, 3) for i in range(51)))
+GRIDS = {"ratio": _THETAS, "gap": _GAPS}
+STRICT = {"ratio": 1.0, "gap": 0.0}
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """What to calibrate.
+
+    Attributes:
+        model: directory or name of the target; None takes the packaged one.
+        draft: "ngram", or a draft model's directory or name.
+        num_speculative_tokens: draft tokens per step, at least 1.
+        metric: "ratio" or "gap".
+        budget: loss that is allowed, nats per token, above 0.
+        prompts: prompt file; every second prompt is held out for the confirmation.
+        max_tokens: longest answer of a turn, at least 1.
+        output: the file that `"auto:FILE"` reads.
+        engine_args: further arguments as `vllm serve` takes them.
+
+    Raises:
+        ValueError: a value is out of range.
+        RuntimeError: the environment forbids lossy verification.
+    """
+
+    model: str | None = None
+    draft: str = "ngram"
+    num_speculative_tokens: int = 4
+    metric: str = "ratio"
+    budget: float = BUDGET
+    prompts: Path = PACKAGED
+    max_tokens: int = 128
+    output: Path = Path("build/calibration.json")
+    engine_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.metric not in OPTION:
+            raise ValueError(f"metric={self.metric!r} is not one of {', '.join(OPTION)}.")
+        if not 0 < self.budget < math.inf:
+            raise ValueError(
+                f"budget={self.budget} is outside (0, inf); give nats per token, such as {BUDGET}."
+            )
+        for name in ("num_speculative_tokens", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is below 1; give a positive number."
+                )
+        # Its requests are lossy, whatever threshold comes out.
+        check_lock(lossy_reason(MarsConfig(), METHOD))
+
+    def speculative_config(self) -> dict[str, Any]:
+        """Draft and its length, as vLLM takes them."""
+        config: dict[str, Any] = {"num_speculative_tokens": self.num_speculative_tokens}
+        if self.draft == "ngram":
+            return config | {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+        return config | {"model": self.draft}
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a threshold would do, by simulation; per token means per output token.
+
+    Attributes:
+        threshold: theta or gap.
+        cost: predicted cost of the relaxed tokens, nats per token.
+        high: 90th percentile of its bootstrap samples.
+        relaxed: relaxed tokens per token.
+        acceptance_length: mean tokens per step with drafts.
+    """
+
+    threshold: float
+    cost: float
+    high: float
+    relaxed: float
+    acceptance_length: float
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A loss on the held-out prompts, nats per token.
+
+    Attributes:
+        value: over all prompts.
+        low, high: 2.5th and 97.5th percentile of the bootstrap samples.
+        kept_share: share of bootstrap samples within the budget.
+    """
+
+    value: float
+    low: float
+    high: float
+    kept_share: float
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """What a threshold did, on prompts that were held out.
+
+    Attributes:
+        threshold: theta or gap.
+        predicted: the simulation's cost for it.
+        cost: mean of log p(first choice) - log p(token).
+        nll_increase: increase of the mean NLL per token over the strict answers.
+        relaxed: relaxed tokens per token.
+        nll, strict_nll: mean NLL per token with the threshold and strictly.
+        tokens, strict_tokens: tokens of all answers.
+        changed: conversations whose text differs from the strict one.
+    """
+
+    threshold: float
+    predicted: float
+    cost: Measure
+    nll_increase: Measure
+    relaxed: float
+    nll: float
+    strict_nll: float
+    tokens: int
+    strict_tokens: int
+    changed: int
+
+    @property
+    def kept_share(self) -> float:
+        """The smaller of both shares of bootstrap samples within the budget."""
+        return min(self.cost.kept_share, self.nll_increase.kept_share)
+
+    @property
+    def kept(self) -> bool:
+        """Whether both losses are within the budget in enough bootstrap samples."""
+        return self.kept_share >= CONFIDENCE
+
+
+@dataclass
+class Calibration:
+    """Everything measured, and the threshold that came out."""
+
+    options: CalibrateOptions
+    run: dict[str, Any]
+    model: dict[str, Any]
+    prompts: tuple[int, int]
+    recorded: tuple[int, int]
+    curve: list[Point]
+    margins: dict[str, Any]
+    confirmations: list[Confirmation] = field(default_factory=list)
+    threshold: float = 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the file's content (docs/calibration.md)."""
+        options = self.options
+        confirmed = self.confirmations[-1] if self.confirmations else None
+        return {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "metric": options.metric,
+            "threshold": self.threshold,
+            "budget": options.budget,
+            "budget_kept_share": confirmed.kept_share if confirmed and confirmed.kept else 1.0,
+            "model": self.model,
+            "draft": {
+                "name": draft_name(options.speculative_config()),
+                "num_speculative_tokens": options.num_speculative_tokens,
+            },
+            **self.run,
+            "config": {
+                "prompts": options.prompts.name,
+                "max_tokens": options.max_tokens,
+                "temperature": 0,
+                "engine_args": list(options.engine_args),
+                "bootstrap_samples": BOOTSTRAP_SAMPLES,
+            },
+            "samples": {
+                "recorded_prompts": self.prompts[0],
+                "held_out_prompts": self.prompts[1],
+                "recorded_tokens": self.recorded[0],
+                "recorded_positions": self.recorded[1],
+            },
+            "curve": [vars(point) for point in self.curve],
+            "confirmations": [
+                {**dataclasses.asdict(item), "kept": item.kept} for item in self.confirmations
+            ],
+            "margins": self.margins,
+        }
+
+
+def run_calibrate(options: CalibrateOptions) -> Calibration:
+    """Calibrates, prints the curve and writes the file.
+
+    Args:
+        options: what to calibrate.
+
+    Raises:
+        ValueError: the prompts cannot be read, are fewer than two, or gave no drafts.
+        RuntimeError: the model cannot be made, or vLLM failed.
+    """
+    from rich.console import Console
+
+    from vllm_mars.experiments.calibrate_report import print_calibration
+
+    console = Console(stderr=True)
+    prompts = load_prompts(options.prompts)
+    if len(prompts) < 2:
+        raise ValueError(
+            f"prompts={options.prompts} holds one prompt; two or more are needed, since every "
+            "second one is held out."
+        )
+    require_writable(options.output)
+    device, gpu = vllm_device()
+    model = options.model or str(ensure_model())
+    run = describe_run(gpu)
+    with offline_engine(
+        model,
+        options.speculative_config(),
+        options.metric,
+        options.max_tokens,
+        device,
+        options.engine_args,
+    ) as engine:
+        console.print("recording one strict pass")
+        result = record(engine, options, run, prompts[0::2], len(prompts[1::2]))
+        confirm(engine, result, prompts[1::2], console.print)
+    print_calibration(result, Console())
+    write_json(options.output, result.to_json())
+    console.print(f"wrote {options.output}", soft_wrap=True)
+    return result
+
+
+def record(
+    engine: OfflineEngine,
+    options: CalibrateOptions,
+    run: dict[str, Any],
+    prompts: Sequence[Prompt],
+    held_out: int,
+) -> Calibration:
+    """Records one strict pass and simulates the grid of thresholds on it."""
+    conversations = engine.lead(prompts, STRICT[options.metric])
+    group_of = {
+        request: group
+        for group, conversation in enumerate(conversations)
+        for request in conversation.requests
+    }
+    steps = steps_of(engine.take_records(), group_of, engine.protected)
+    tokens = np.array([conversation.tokens for conversation in conversations], float)
+    return Calibration(
+        options=options,
+        run=run,
+        model=engine.model,
+        prompts=(len(prompts), held_out),
+        recorded=(int(tokens.sum()), len(steps.step)),
+        curve=[point(steps, tokens, value, options.metric) for value in GRIDS[options.metric]],
+        margins=margins(steps),
+    )
+
+
+def point(steps: Steps, strict_tokens: Floats, threshold: float, metric: str) -> Point:
+    """Simulates one threshold.
+
+    Args:
+        steps: the recorded drafts, grouped by prompt.
+        strict_tokens: `[groups]`, tokens of each prompt's strict answers.
+        threshold: theta or gap.
+        metric: which of them.
+    """
+    groups = len(strict_tokens)
+    outcome = simulate(steps, *thresholds(threshold, metric))
+    strict = simulate(steps, 1.0)
+    # Steps without drafts, which are not recorded, emit the same under every threshold.
+    more = np.bincount(steps.group, outcome.accepted - strict.accepted, groups)
+    cost = np.bincount(steps.group, outcome.cost, groups)
+    tokens = strict_tokens + more
+    chosen = resamples(groups)
+    samples = cost[chosen].sum(1) / tokens[chosen].sum(1)
+    return Point(
+        threshold=threshold,
+        cost=float(cost.sum() / tokens.sum()),
+        high=float(np.quantile(samples, CONFIDENCE)),
+        relaxed=float(outcome.relaxed.sum() / tokens.sum()),
+        acceptance_length=float(1 + outcome.accepted.mean()),
+    )
+
+
+def confirm(
+    engine: OfflineEngine, result: Calibration, prompts: Sequence[Prompt], say: Any
+) -> None:
+    """Tries thresholds on held-out prompts until one keeps the budget; sets `result.threshold`."""
+    options = result.options
+    strict = engine.lead(prompts, STRICT[options.metric])
+    allowed = options.budget
+    for _ in range(MAX_TRIES):
+        candidate = loosest(result.curve, allowed)
+        tried = [item.threshold for item in result.confirmations]
+        if candidate.threshold == STRICT[options.metric]:
+            break
+        allowed *= SHRINK
+        if candidate.threshold in tried:
+            continue
+        say(f"confirming {OPTION[options.metric]} {candidate.threshold:g} on held-out prompts")
+        relaxed = engine.lead(prompts, candidate.threshold)
+        confirmation = compare(strict, relaxed, candidate, options.budget)
+        result.confirmations.append(confirmation)
+        if confirmation.kept:
+            result.threshold = candidate.threshold
+            return
+    result.threshold = STRICT[options.metric]
+
+
+def loosest(curve: Sequence[Point], allowed: float) -> Point:
+    """The first point, of a curve from loose to strict, after which all stay within `allowed`."""
+    found = curve[-1]
+    for candidate in reversed(curve):
+        if candidate.high > allowed:
+            break
+        found = candidate
+    return found
+
+
+def compare(
+    strict: Sequence[Conversation],
+    relaxed: Sequence[Conversation],
+    candidate: Point,
+    budget: float,
+) -> Confirmation:
+    """Compares the same prompts, answered strictly and with a threshold."""
+
+    def column(conversations: Sequence[Conversation], name: str) -> Floats:
+        return np.array([getattr(item, name) for item in conversations], float)
+
+    chosen = resamples(len(strict))
+    tokens, strict_tokens = column(relaxed, "tokens"), column(strict, "tokens")
+    nll, strict_nll = column(relaxed, "nll"), column(strict, "nll")
+    cost = column(relaxed, "cost")
+
+    def measure(numerator: Floats, minus: Floats) -> Measure:
+        """Of numerator / tokens - minus / strict tokens."""
+        samples = numerator[chosen].sum(1) / tokens[chosen].sum(1) - (
+            minus[chosen].sum(1) / strict_tokens[chosen].sum(1)
+        )
+        low, high = np.quantile(samples, (0.025, 0.975))
+        return Measure(
+            value=float(numerator.sum() / tokens.sum() - minus.sum() / strict_tokens.sum()),
+            low=float(low),
+            high=float(high),
+            kept_share=float((samples <= budget).mean()),
+        )
+
+    return Confirmation(
+        threshold=candidate.threshold,
+        predicted=candidate.cost,
+        cost=measure(cost, np.zeros_like(cost)),
+        nll_increase=measure(nll, strict_nll),
+        relaxed=float(column(relaxed, "relaxed").sum() / tokens.sum()),
+        nll=float(nll.sum() / tokens.sum()),
+        strict_nll=float(strict_nll.sum() / strict_tokens.sum()),
+        tokens=int(tokens.sum()),
+        strict_tokens=int(strict_tokens.sum()),
+        changed=sum(one.texts != other.texts for one, other in zip(strict, relaxed, strict=True)),
+    )
+
+
+def thresholds(threshold: float, metric: str) -> tuple[float, float]:
+    """(theta, gap) of the one comparison that serves both metrics."""
+    return (threshold, 0.0) if metric == "ratio" else (1.0, threshold)
+
+
+def resamples(groups: int) -> NDArray[np.int64]:
+    """`[BOOTSTRAP_SAMPLES, groups]` groups, drawn with replacement, the same each time."""
+    return np.random.default_rng(0).integers(0, groups, (BOOTSTRAP_SAMPLES, groups))
+
+
+def margins(steps: Steps, bins: int = 50) -> dict[str, Any]:
+    """Histograms of z2 / z1 over the positions that strict verification reaches, for the report.
+
+    Returns:
+        `edges`, and of each bin the `positions`, those whose draft is the `runner_up` and not the
+        first choice, and `probability_ratio`, the mean of p2 / p1 (None for an empty bin).
+        Positions with z1 <= 0 are `not_positive`.
+    """
+    stop = steps.start + simulate(steps, 1.0).accepted
+    reached = np.arange(len(steps.step)) <= stop[steps.step]
+    positive = reached & (steps.first_logit > 0)
+    ratio = steps.second_logit[positive].astype(float) / steps.first_logit[positive]
+    runner_up = (steps.may_relax & ~steps.is_first)[positive]
+    probability = np.exp((steps.second_logit - steps.first_logit)[positive].astype(float))
+    edges = np.linspace(0, 1, bins + 1)
+    ratio = np.clip(ratio, 0, 1)
+    positions, _ = np.histogram(ratio, edges)
+    runners_up, _ = np.histogram(ratio[runner_up], edges)
+    sums, _ = np.histogram(ratio, edges, weights=probability)
+    return {
+        "edges": [round(float(edge), 4) for edge in edges],
+        "positions": positions.tolist(),
+        "runner_up": runners_up.tolist(),
+        "probability_ratio": [
+            float(total / count) if count else None
+            for total, count in zip(sums, positions, strict=True)
+        ],
+        "not_positive": int((reached & ~positive).sum()),
+    }
