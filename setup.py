@@ -13,7 +13,7 @@ RAY = ["ray[serve]>=2.60", "pyarrow"]
 DEMO = ["accelerate", "filelock", "gguf", "openai", "prometheus-client", "rich", "transformers"]
 # pandas is what `vllm bench serve` reads prompt files with.
 EXPERIMENTS = [
-    *(*DEMO, "jsonschema", "numpy", "pandas", "pydantic"),
+    *(*DEMO, "jinja2", "jsonschema", "matplotlib", "numpy", "pandas", "pydantic"),
     *("rouge-score", "sacrebleu", "scipy"),
 ]
 
@@ -30,7 +30,7 @@ setup(
     package_dir={"vllm_mars": "vllm_mars", "vllm_mars.kernels": "kernels"},
     package_data={
         "vllm_mars": ["prompts.jsonl", "py.typed"],
-        "vllm_mars.experiments": ["tasks.jsonl"],
+        "vllm_mars.experiments": ["report.html.j2", "tasks.jsonl"],
     },
     install_requires=["wrapt>=1.16"],
     extras_require={
@@ -39,7 +39,16 @@ setup(
         "demo": DEMO,
         "experiments": EXPERIMENTS,
         "ray": RAY,
-        "test": [*EXPERIMENTS, *RAY, "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "test": [
+            *EXPERIMENTS,
+            *RAY,
+            "hypothesis",
+            "mypy",
+            "playwright",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+        ],
         "bench": ["matplotlib"],
     },
     entry_points={

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_mars import __version__
-from vllm_mars.experiments import calibrate_command, sweep_command
+from vllm_mars.experiments import calibrate_command, report_command, sweep_command
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _top(args)
         if args.command == "calibrate":
             return calibrate_command.run(args)
+        if args.command == "report":
+            return report_command.run(args)
         if args.command == "sweep":
             return sweep_command.run(args)
         return _demo(args)
@@ -145,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         help="one more argument of `vllm serve`, as --server-arg=--max-model-len=1024; repeatable",
     )
     calibrate_command.add_parser(commands)
+    report_command.add_parser(commands)
     sweep_command.add_parser(commands)
     return parser
 
