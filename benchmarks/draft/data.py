@@ -1,0 +1,240 @@
+"""Training data: the target's own answers, in shards, with the hidden states that a head is fed.
+
+    DIRECTORY/00000.safetensors    tokens [n] int32, lengths [s], prompt_tokens [s],
+                                   states [n, aux, hidden] bfloat16 (zero at each last token)
+    DIRECTORY/00000.jsonl          the same answers as text; later shards take passages from it
+    DIRECTORY/data.json            what made them
+
+A shard depends on the seed and its number alone, so that an interrupted run goes on where it was,
+and several workers make different shards of the same data.
+"""
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from benchmarks.draft import prompts
+from benchmarks.draft.target import Target
+from vllm_mars.prompts import PACKAGED, load_prompts
+
+# Follow-ups and passages come from the shard this far back, which the same worker of one or two
+# has made.
+EARLIER = 2
+MANIFEST = "data.json"
+# The share of a prompt file's prompts among all, where one is given.
+FILE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What to make.
+
+    Attributes:
+        seed: the same seed gives the same prompts and, on the same machine, the same answers.
+        shards: how many.
+        shard_prompts: conversations in a shard.
+        batch: how many are answered at once.
+        max_prompt_tokens: longer conversations are drawn again.
+        max_tokens: longest answer.
+        greedy_share: share of answers at temperature 0, in [0, 1]; the others at 0.6 to 1.
+        aux_layers: hidden states to keep, as `Target` counts them; the last one must be
+            num_hidden_layers, from which the target's distribution follows.
+        prompt_file: JSON lines of further prompts, or None.
+    """
+
+    seed: int = 0
+    shards: int = 12
+    shard_prompts: int = 512
+    batch: int = 128
+    max_prompt_tokens: int = 384
+    max_tokens: int = 160
+    greedy_share: float = 0.7
+    aux_layers: tuple[int, ...] = (2, 15, 27, 30)
+    prompt_file: str | None = None
+
+
+Encode = Callable[[prompts.Messages], list[int]]
+Decode = Callable[[torch.Tensor], str]
+
+
+def make_shard(
+    directory: Path,
+    number: int,
+    options: DataOptions,
+    target: Target,
+    encode: Encode,
+    decode: Decode,
+    advance: Callable[[int, int], None] = lambda answered, tokens: None,
+) -> bool:
+    """Makes one shard unless it is there.
+
+    Args:
+        directory: where the shards are.
+        number: the shard's number; the shard EARLIER before it must be there.
+        options: what to make.
+        target: whose answers.
+        encode: conversation to token ids, with the start of the answer.
+        decode: token ids of an answer to text.
+        advance: told after each answer: 1, and its number of tokens.
+
+    Returns:
+        Whether it had to be made.
+    """
+    final = directory / f"{number:05d}.safetensors"
+    if final.is_file():
+        return False
+    rng = random.Random(f"{options.seed} {number}")
+    conversations = _draw(directory, number, options, encode, rng)
+    # Padding is little where the lengths of a batch are alike.
+    conversations.sort(key=lambda pair: len(pair[1]))
+    generator = torch.Generator(target.device).manual_seed(rng.getrandbits(62))
+    tokens, prompt_tokens, states, lines = [], [], [], []
+    for first in range(0, len(conversations), options.batch):
+        batch = conversations[first : first + options.batch]
+        heat = [
+            0.0 if rng.random() < options.greedy_share else rng.uniform(0.6, 1.0) for _ in batch
+        ]
+        ids = [pair[1] for pair in batch]
+        for answer in target.answer(ids, heat, options.max_tokens, generator):
+            tokens.append(answer.tokens.int())
+            prompt_tokens.append(answer.prompt_tokens)
+            states.append(answer.states.bfloat16())
+            states.append(torch.zeros_like(states[-1][:1]))
+            generated = answer.tokens[answer.prompt_tokens :]
+            line = {
+                "messages": batch[answer.index][0],
+                "answer": decode(generated),
+                "temperature": heat[answer.index],
+            }
+            lines.append(json.dumps(line, ensure_ascii=False))
+            advance(1, len(generated))
+    _replace(final.with_suffix(".jsonl"), "\n".join(lines).encode() + b"\n")
+    unfinished = final.with_suffix(f".tmp-{os.getpid()}")
+    content = {
+        "tokens": torch.cat(tokens),
+        "lengths": torch.tensor([len(one) for one in tokens]),
+        "prompt_tokens": torch.tensor(prompt_tokens),
+        "states": torch.cat(states),
+    }
+    save_file(content, unfinished)
+    unfinished.replace(final)
+    return True
+
+
+def write_manifest(directory: Path, options: DataOptions, target_sha256: str) -> None:
+    """Writes what makes the data, or compares it with what made the shards that are there.
+
+    Raises:
+        ValueError: the directory holds other data.
+    """
+    wanted = {**asdict(options), "target_sha256": target_sha256}
+    if options.prompt_file:
+        wanted["prompt_file_sha256"] = hashlib.sha256(
+            Path(options.prompt_file).read_bytes()
+        ).hexdigest()
+    wanted.pop("shards")  # More shards of the same data are welcome.
+    wanted = json.loads(json.dumps(wanted))
+    path = directory / MANIFEST
+    directory.mkdir(parents=True, exist_ok=True)
+    if not path.is_file():
+        _replace(path, json.dumps(wanted, indent=2).encode() + b"\n")
+        return
+    found = json.loads(path.read_text())
+    for name in wanted.keys() | found.keys():
+        if wanted.get(name) != found.get(name):
+            raise ValueError(
+                f"{directory} holds data made with {name}={found.get(name)!r}, not "
+                f"{wanted.get(name)!r}; name another directory, or remove this one."
+            )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of data; tensors are read when asked for.
+
+    Attributes:
+        path: the file.
+        lengths: tokens of each sequence.
+        prompt_tokens: how many of them are the prompt's.
+    """
+
+    path: Path
+    lengths: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]
+
+    @classmethod
+    def open(cls, path: Path) -> "Shard":
+        """Reads the lengths."""
+        with safe_open(path, framework="pt") as file:
+            return cls(
+                path,
+                tuple(file.get_tensor("lengths").tolist()),
+                tuple(file.get_tensor("prompt_tokens").tolist()),
+            )
+
+    def read(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the tokens and the states of each sequence."""
+        with safe_open(self.path, framework="pt") as file:
+            tokens, states = file.get_tensor("tokens").long(), file.get_tensor("states")
+        lengths = list(self.lengths)
+        return list(tokens.split(lengths)), list(states.split(lengths))
+
+
+def finished_shards(directory: Path) -> list[Path]:
+    """Returns the shards that are complete, in the order of their numbers."""
+    return sorted(directory.glob("[0-9]*.safetensors"))
+
+
+def _draw(
+    directory: Path, number: int, options: DataOptions, encode: Encode, rng: random.Random
+) -> list[tuple[prompts.Messages, list[int]]]:
+    earlier: list[tuple[prompts.Messages, str]] = []
+    if number >= EARLIER:
+        path = directory / f"{number - EARLIER:05d}.jsonl"
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line: dict[str, Any] = json.loads(text)
+            earlier.append((line["messages"], line["answer"]))
+    further = file_prompts(Path(options.prompt_file)) if options.prompt_file else []
+    conversations = []
+    while len(conversations) < options.shard_prompts:
+        if further and rng.random() < FILE_SHARE:
+            messages = [{"role": "user", "content": rng.choice(further)}]
+        else:
+            messages = prompts.draw(rng, earlier)
+        ids = encode(messages)
+        if len(ids) <= options.max_prompt_tokens:
+            conversations.append((messages, ids))
+    return conversations
+
+
+def file_prompts(path: Path) -> list[str]:
+    """Returns the first turns of a prompt file.
+
+    Raises:
+        ValueError: the file cannot be read, or holds a prompt that the demo measures on.
+    """
+    measured = {turn for prompt in load_prompts(PACKAGED) for turn in prompt.turns}
+    texts = []
+    for prompt in load_prompts(path):
+        if measured & set(prompt.turns):
+            raise ValueError(
+                f"prompts={path}: {prompt.id} is one of the demo's prompts, on which a draft must "
+                "not be trained; remove it."
+            )
+        texts.append(prompt.turns[0])
+    return texts
+
+
+def _replace(path: Path, content: bytes) -> None:
+    unfinished = path.with_suffix(f".tmp-{os.getpid()}")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)

@@ -1,0 +1,273 @@
+"""The EAGLE-3 head in torch: one decoder layer over the target's hidden states.
+
+With h_t the target's states at token t, x the tokens and N an RMS norm, a step drafts from anchor t:
+
+    f_0 = fc(cat(N_0(a_0), N_1(a_1), ...))           a_i: the kept hidden states of h_t
+    e_j = N_e(embedding(x_{t+1+j})),  r_j = N_h(f_j)
+    o_j = r_j + attention(cat(e_j, r_j));  o_j += mlp(N_m(o_j))
+    f_{j+1} = o_j;  logits_j = lm_head(N(o_j))       which guess x_{t+2+j}
+
+At step j the query is at position t + j. It sees the keys of step 0 at anchors up to t, and its own
+of the steps 1..j: what vLLM's cache holds while it drafts. These are the options `fc_norm` and
+`norm_before_residual` of vLLM's `Eagle3LlamaForCausalLM`, and the names of the
+tensors are those that it and the speculators library read.
+
+Paper: EAGLE-3, arXiv 2503.01840 (training-time test, section 3.2).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.draft.target import Target, rotate
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Sizes of a head. `hidden_size`, `vocab_size` and the rotary base are the target's."""
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    aux_layers: tuple[int, ...]
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+
+
+class Attention(nn.Module):
+    """Projections of the attention; `Eagle3Head` computes it."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        width = config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+
+class Mlp(nn.Module):
+    """Gated linear unit, as in Llama."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns what the layer adds to its residual."""
+        gated: torch.Tensor = self.down_proj(
+            functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden)
+        )
+        return gated
+
+
+class Layer(nn.Module):
+    """The parts of the one decoder layer."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = Mlp(config)
+
+
+class Eagle3Head(nn.Module):
+    """The head, without the embedding, which is the target's.
+
+    Args:
+        config: its sizes.
+        draft_tokens: [draft_vocab_size] int64, ascending: the target's id of each draft token.
+    """
+
+    draft_tokens: torch.Tensor
+    frequencies: torch.Tensor
+
+    def __init__(self, config: HeadConfig, draft_tokens: torch.Tensor) -> None:
+        super().__init__()
+        self.config = config
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps) for _ in config.aux_layers)
+        self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
+        self.layers = nn.ModuleList([Layer(config)])
+        self.norm = nn.RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.register_buffer("draft_tokens", draft_tokens, persistent=False)
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.register_buffer("frequencies", config.rope_theta**-exponents, persistent=False)
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns f_0 of hidden states [..., aux, hidden]."""
+        parts = [
+            norm(states[..., index, :].float()) for index, norm in enumerate(self.fc_norm)
+        ]
+        combined: torch.Tensor = self.fc(torch.cat(parts, -1))
+        return combined
+
+    def steps(
+        self,
+        states: torch.Tensor,
+        embeddings: torch.Tensor,
+        anchors: torch.Tensor,
+        count: int,
+    ) -> Iterator[torch.Tensor]:
+        """Runs the drafting steps from many anchors at once, fed with the true tokens.
+
+        Args:
+            states: [batch, length, aux, hidden], the target's at each token.
+            embeddings: [batch, length + count, hidden]; [:, t] embeds the token after t.
+            anchors: [batch, queries] int64, places in `length` to draft from.
+            count: how many steps.
+
+        Yields:
+            Each step's normed output, [batch, queries, hidden]: what lm_head takes in.
+        """
+        layer = self.layers[0]
+        combined = self.combine(states)
+        places = torch.arange(states.shape[1], device=states.device)
+        # Keys of step 0 are there for each token, whether it is an anchor or not.
+        inputs, _ = self._inputs(embeddings[:, : states.shape[1]], combined)
+        key = self._heads(layer.self_attn.k_proj(inputs), places)
+        value = self._heads(layer.self_attn.v_proj(inputs))
+        hidden_mask = places > anchors[:, None, :, None]
+        hidden = _pick(combined, anchors)
+        further: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for step in range(count):
+            inputs, residual = self._inputs(_pick(embeddings, anchors + step), hidden)
+            query = self._heads(layer.self_attn.q_proj(inputs), anchors + step)
+            if step:
+                further.append(
+                    (
+                        self._heads(layer.self_attn.k_proj(inputs), anchors + step),
+                        self._heads(layer.self_attn.v_proj(inputs)),
+                    )
+                )
+            attended = self._attend(query, key, value, hidden_mask, further)
+            residual = residual + layer.self_attn.o_proj(attended).float()
+            residual = residual + layer.mlp(layer.post_attention_layernorm(residual)).float()
+            hidden = residual
+            yield self.norm(residual)
+
+    def _inputs(
+        self, embeddings: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.layers[0]
+        residual = layer.hidden_norm(hidden.float())
+        return torch.cat([layer.input_layernorm(embeddings.float()), residual], -1), residual
+
+    def _heads(
+        self, projected: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Splits into [batch, heads, length, head_dim], rotated where positions are given."""
+        split = projected.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2).float()
+        if positions is None:
+            return split
+        angles = positions[..., None].float() * self.frequencies
+        cos, sin = (torch.cat([part] * 2, -1) for part in (angles.cos(), angles.sin()))
+        if cos.dim() == 3:
+            cos, sin = cos[:, None], sin[:, None]
+        return rotate(split, cos, sin)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        hidden_mask: torch.Tensor,
+        further: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            further = [
+                (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+                for k, v in further
+            ]
+        query = query * self.config.head_dim**-0.5
+        scores = (query @ key.transpose(-1, -2)).float().masked_fill(hidden_mask, float("-inf"))
+        # An anchor sees one key of each later step: its own.
+        own = [(query * k).sum(-1, keepdim=True) for k, _ in further]
+        weights = torch.cat([scores, *own], -1).softmax(-1)
+        length = key.shape[2]
+        attended = (weights[..., :length] @ value).float()
+        for index, (_, v) in enumerate(further):
+            attended = attended + weights[..., length + index, None] * v
+        return attended.transpose(1, 2).flatten(2)
+
+
+def new_head(
+    target: Target,
+    draft_tokens: torch.Tensor,
+    *,
+    intermediate_size: int | None = None,
+    num_key_value_heads: int | None = None,
+    aux_layers: tuple[int, ...] | None = None,
+    seed: int = 0,
+) -> Eagle3Head:
+    """Makes an untrained head that starts from the target's own weights where shapes allow.
+
+    Args:
+        target: the target.
+        draft_tokens: [draft_vocab_size] int64, ascending.
+        intermediate_size: width of the MLP; the target's by default.
+        num_key_value_heads: as many as attention heads by default: the token just chosen comes in
+            through the values alone, so that narrow ones would be its bottleneck.
+        aux_layers: the hidden states it is fed; the target's by default.
+        seed: of the random weights.
+    """
+    given = target.config
+    config = HeadConfig(
+        vocab_size=given.vocab_size,
+        draft_vocab_size=len(draft_tokens),
+        hidden_size=given.hidden_size,
+        intermediate_size=intermediate_size or given.intermediate_size,
+        num_attention_heads=given.num_attention_heads,
+        num_key_value_heads=num_key_value_heads or given.num_attention_heads,
+        head_dim=given.head_dim,
+        aux_layers=aux_layers or target.aux_layers,
+        rms_norm_eps=given.rms_norm_eps,
+        rope_theta=given.rope_parameters["rope_theta"],
+        max_position_embeddings=given.max_position_embeddings,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = Eagle3Head(config, draft_tokens.cpu())
+        for name, parameter in head.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=given.initializer_range)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(parameter)
+    last = target.layers[-1]
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.lm_head[draft_tokens].float())
+        head.norm.weight.copy_(target.final_norm)
+        layer = head.layers[0]
+        layer.input_layernorm.weight.copy_(target.layers[0]["attention_norm"])
+        layer.post_attention_layernorm.weight.copy_(last["mlp_norm"])
+        if config.intermediate_size == given.intermediate_size:
+            gate, up = last["gate_up"].float().chunk(2)
+            layer.mlp.gate_proj.weight.copy_(gate)
+            layer.mlp.up_proj.weight.copy_(up)
+            layer.mlp.down_proj.weight.copy_(last["down"])
+        # The residual starts as what the target's own lm_head takes in.
+        if config.aux_layers[-1] == given.num_hidden_layers:
+            head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+    return head.to(target.device)
+
+
+def _pick(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Returns values[b, places[b, q]] as [batch, queries, hidden]."""
+    return values.gather(1, places[..., None].expand(-1, -1, values.shape[-1]))

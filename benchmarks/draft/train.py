@@ -1,0 +1,353 @@
+"""Distils a target into an EAGLE-3 head: training-time test on the target's own answers.
+
+Each batch drafts from every token of the answers at once, as many steps ahead as will be drafted;
+the loss is the cross-entropy with the target's distribution over the draft vocabulary (its
+divergence from it, up to a constant). Where the target's first choice is no draft token nothing
+can be learned, and the position counts as missed.
+
+A run is a plan of steps that follows from its options alone, so that one that was interrupted goes
+on at its last checkpoint and ends with the same head. It waits for shards that are still made.
+"""
+
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from benchmarks.draft.data import Shard
+from benchmarks.draft.head import Eagle3Head
+from benchmarks.draft.target import Target
+
+CHECKPOINT = "checkpoint.pt"
+LOG = "log.jsonl"
+WAIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How to train.
+
+    Attributes:
+        seed: of the order of the batches.
+        shards: how many shards of the data are used.
+        epochs: passes over them; may be a fraction.
+        steps_ahead: drafting steps that are trained, at least 1.
+        batch: sequences in a batch.
+        optimizer: "muon" for the matrices of the layer and AdamW for the rest, or "adamw".
+        learning_rate: peak; of matrices under Muon.
+        adam_learning_rate: peak for AdamW.
+        weight_decay: decoupled.
+        warm_up: steps until the peak.
+        cool_down: share of the steps in which the rate falls to zero, at the end.
+        step_decay: a step's loss weighs this power of it.
+        ramp: share of the steps, at the start, that train two drafting steps only, which is faster.
+        checkpoint_every: steps between checkpoints.
+    """
+
+    seed: int = 0
+    shards: int = 12
+    epochs: float = 1.0
+    steps_ahead: int = 4
+    batch: int = 32
+    optimizer: str = "muon"
+    learning_rate: float = 3e-3
+    adam_learning_rate: float = 8e-4
+    weight_decay: float = 0.01
+    warm_up: int = 10
+    cool_down: float = 0.5
+    step_decay: float = 0.8
+    ramp: float = 0.4
+    checkpoint_every: int = 16
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("muon", "adamw"):
+            raise ValueError(f"optimizer={self.optimizer!r} is unknown; take 'muon' or 'adamw'.")
+        for name in ("shards", "epochs", "steps_ahead", "batch", "checkpoint_every"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} is not above 0.")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of similar length, padded at the end.
+
+    Attributes:
+        tokens: [batch, length + steps_ahead + 1] int64.
+        states: [batch, length, aux, hidden].
+        anchors: [batch, queries] int64, tokens to draft from: from the last token of the prompt.
+        valid: [batch, queries] int64, how many tokens follow the one after the anchor.
+    """
+
+    tokens: torch.Tensor
+    states: torch.Tensor
+    anchors: torch.Tensor
+    valid: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        tokens: list[torch.Tensor],
+        states: list[torch.Tensor],
+        prompt_tokens: list[int],
+        steps_ahead: int,
+        device: str,
+    ) -> "Batch":
+        """Pads sequences into a batch."""
+        length = max(map(len, tokens))
+        padded = torch.zeros(len(tokens), length + steps_ahead + 1, dtype=torch.int64)
+        kept = torch.zeros(len(tokens), length, *states[0].shape[1:], dtype=states[0].dtype)
+        # The last anchor is two tokens before the end: one is known, one is guessed.
+        answers = [max(1, len(t) - p - 1) for t, p in zip(tokens, prompt_tokens, strict=True)]
+        offsets = torch.arange(max(answers))
+        anchors = torch.tensor(prompt_tokens)[:, None] - 1 + offsets
+        valid = (torch.tensor([len(one) for one in tokens])[:, None] - 2 - anchors).clamp(min=0)
+        for row, (ids, state) in enumerate(zip(tokens, states, strict=True)):
+            padded[row, : len(ids)] = ids
+            kept[row, : len(state)] = state
+        anchors = anchors.clamp(max=length - 1)
+        return cls(padded.to(device), kept.to(device), anchors.to(device), valid.to(device))
+
+
+class Trainer:
+    """A run in a directory: head, optimisers, plan and checkpoints.
+
+    Args:
+        directory: of the checkpoint and the log.
+        options: how to train.
+        target: the target, for its embedding and its distribution.
+        head: the head to train, as it starts.
+        shard_path: number of a shard to its file, which may not be there yet.
+        shard_sequences: sequences in each shard.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        options: TrainOptions,
+        target: Target,
+        head: Eagle3Head,
+        shard_path: Callable[[int], Path],
+        shard_sequences: int,
+    ) -> None:
+        self.directory = directory
+        self.options = options
+        self.target = target
+        self.head = head
+        self.shard_path = shard_path
+        self.shard_batches = math.ceil(shard_sequences / options.batch)
+        self.total = round(options.epochs * options.shards * self.shard_batches)
+        self.done = 0
+        self.aux = [target.aux_layers.index(layer) for layer in head.config.aux_layers]
+        self.last = target.aux_layers.index(target.config.num_hidden_layers)
+        self.draft_head = target.lm_head[head.draft_tokens]
+        self.to_draft = torch.full((target.config.vocab_size,), -1, device=target.device)
+        self.to_draft[head.draft_tokens] = torch.arange(
+            len(head.draft_tokens), device=target.device
+        )
+        self.optimizers = self._optimizers()
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        options = self.options
+        matrices, others = [], []
+        for name, parameter in self.head.named_parameters():
+            by_muon = parameter.dim() == 2 and not name.startswith("lm_head")
+            (matrices if by_muon and options.optimizer == "muon" else others).append(parameter)
+        adam = torch.optim.AdamW(
+            others, options.adam_learning_rate, (0.9, 0.95), weight_decay=options.weight_decay
+        )
+        optimizers: list[torch.optim.Optimizer] = [adam]
+        if matrices:
+            optimizers.append(
+                torch.optim.Muon(
+                    matrices,
+                    options.learning_rate,
+                    options.weight_decay,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["peak"] = group["lr"]
+        return optimizers
+
+    def resume(self) -> None:
+        """Goes on at the checkpoint of the directory, if there is one.
+
+        Raises:
+            ValueError: it belongs to a run with other options.
+        """
+        path = self.directory / CHECKPOINT
+        if not path.is_file():
+            return
+        saved = torch.load(path, weights_only=True, map_location=self.target.device)
+        wanted = self._identity()
+        for name, value in wanted.items():
+            if saved["identity"].get(name) != value:
+                raise ValueError(
+                    f"{path} is of a run with {name}={saved['identity'].get(name)!r}, not "
+                    f"{value!r}; name another directory, or remove it."
+                )
+        self.head.load_state_dict(saved["head"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.done = saved["done"]
+
+    def save(self) -> None:
+        """Writes the checkpoint, complete or not at all."""
+        unfinished = self.directory / f"{CHECKPOINT}.tmp-{os.getpid()}"
+        torch.save(
+            {
+                "identity": self._identity(),
+                "head": self.head.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "done": self.done,
+            },
+            unfinished,
+        )
+        unfinished.replace(self.directory / CHECKPOINT)
+
+    def _identity(self) -> dict[str, Any]:
+        identity = asdict(self.options)
+        # A run may be made longer or shorter, and saved more or less often.
+        for name in ("shards", "epochs", "checkpoint_every", "cool_down", "ramp"):
+            identity.pop(name)
+        identity["draft_tokens"] = int(self.head.draft_tokens.sum())
+        return identity
+
+    def run(self, until: int | None = None, report: Callable[[dict[str, Any]], None] = print) -> None:
+        """Trains to the end of the plan.
+
+        Args:
+            until: stop at this step instead, with a checkpoint.
+            report: called with each step's figures, which also go into the log.
+        """
+        stop = self.total if until is None else min(until, self.total)
+        batches = self._plan(self.done)
+        with (self.directory / LOG).open("a", encoding="utf-8") as log:
+            while self.done < stop:
+                batch = next(batches)
+                start = time.perf_counter()
+                figures = self._step(batch)
+                self.done += 1
+                figures["step"] = self.done
+                figures["total"] = self.total
+                figures["seconds"] = round(time.perf_counter() - start, 3)
+                log.write(json.dumps(figures) + "\n")
+                log.flush()
+                report(figures)
+                if self.done % self.options.checkpoint_every == 0 or self.done == stop:
+                    self.save()
+
+    def _plan(self, first: int) -> Iterator[Batch]:
+        """Yields the batches from the step `first` on."""
+        options = self.options
+        for number in range(first // self.shard_batches, math.ceil(options.epochs) * options.shards):
+            epoch, place = divmod(number, options.shards)
+            order = list(range(options.shards))
+            # The first pass takes the shards as they are made.
+            if epoch:
+                random.Random(f"{options.seed} {epoch}").shuffle(order)
+            skip = first % self.shard_batches if number == first // self.shard_batches else 0
+            yield from self._shard(order[place], f"{options.seed} {epoch} {place}", skip)
+
+    def _shard(self, number: int, seed: str, skip: int) -> Iterator[Batch]:
+        path = self.shard_path(number)
+        while not path.is_file():
+            time.sleep(WAIT_SECONDS)
+        shard = Shard.open(path)
+        tokens, states = shard.read()
+        # Little padding where the lengths are alike.
+        order = sorted(range(len(tokens)), key=lambda index: shard.lengths[index])
+        size = self.options.batch
+        groups = [order[start : start + size] for start in range(0, len(order), size)]
+        random.Random(seed).shuffle(groups)
+        for group in groups[skip:]:
+            yield Batch.of(
+                [tokens[index] for index in group],
+                [states[index] for index in group],
+                [shard.prompt_tokens[index] for index in group],
+                self.options.steps_ahead,
+                self.target.device,
+            )
+
+    def _step(self, batch: Batch) -> dict[str, Any]:
+        share = self.done / self.total
+        factor = min(1.0, (self.done + 1) / self.options.warm_up)
+        factor *= min(1.0, (1 - share) / self.options.cool_down)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * factor
+            optimizer.zero_grad()
+        losses, correct, counts = self._losses(batch)
+        loss = sum(
+            self.options.step_decay**step * one / counts[0] for step, one in enumerate(losses)
+        )
+        assert isinstance(loss, torch.Tensor), "at least one step is trained"
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return {
+            "loss": [round(float(one.detach()) / max(1, n), 4) for one, n in zip(losses, counts, strict=True)],
+            "accuracy": [round(c / max(1, n), 4) for c, n in zip(correct, counts, strict=True)],
+            "tokens": counts[0],
+        }
+
+    def _losses(self, batch: Batch) -> tuple[list[torch.Tensor], list[int], list[int]]:
+        """Returns per step: the summed loss, right guesses, guesses."""
+        count = self._steps_ahead()
+        device_type = torch.device(self.target.device).type
+        losses, correct, counts = [], [], []
+        embeddings = self.target.embedding[batch.tokens[:, 1:]]
+        with torch.autocast(device_type, torch.bfloat16):
+            # The state one token before the guessed one gives the target's distribution. Step j
+            # of an anchor guesses what step 0 of the j-th anchor after it does.
+            first = batch.valid > 0
+            place = torch.full_like(batch.anchors, -1)
+            place[first] = torch.arange(int(first.sum()), device=place.device)
+            row, after = torch.nonzero(first)[:, 0], batch.anchors[first] + 1
+            with torch.no_grad():
+                last = self.target.normed(batch.states[row, after, self.last])
+                wanted = functional.linear(last, self.draft_head).float().softmax(-1)
+                chosen = self.to_draft[batch.tokens[row, after + 1]]
+            outputs = self.head.steps(batch.states[:, :, self.aux], embeddings, batch.anchors, count)
+            for step, hidden in enumerate(outputs):
+                rows = batch.valid > step
+                index = place[:, step:][rows[:, : place.shape[1] - step]]
+                logits = self.head.lm_head(hidden[rows]).float()
+                cross = -(wanted[index] * logits.log_softmax(-1)).sum(-1)
+                losses.append((cross * (chosen[index] >= 0)).sum())
+                correct.append(int((logits.detach().argmax(-1) == chosen[index]).sum()))
+                counts.append(len(index))
+        return losses, correct, counts
+
+    def _steps_ahead(self) -> int:
+        ramp = self.done < self.options.ramp * self.total
+        return min(2, self.options.steps_ahead) if ramp else self.options.steps_ahead
+
+
+def choose_draft_tokens(paths: list[Path], size: int, vocab_size: int) -> torch.Tensor:
+    """Returns the `size` most frequent tokens of the answers, ascending.
+
+    Where the answers hold fewer, the prompts' tokens and then the lowest ids fill up; a byte-pair
+    vocabulary numbers frequent tokens low.
+    """
+    answers, others = (torch.zeros(vocab_size) for _ in range(2))
+    for path in paths:
+        shard = Shard.open(path)
+        tokens, _ = shard.read()
+        for ids, prompt_tokens in zip(tokens, shard.prompt_tokens, strict=True):
+            answers += torch.bincount(ids[prompt_tokens:], minlength=vocab_size)
+            others += torch.bincount(ids[:prompt_tokens], minlength=vocab_size)
+    rank = answers * (others.sum() + 1) + others
+    order = torch.sort(rank, descending=True, stable=True).indices
+    return order[:size].sort().values
