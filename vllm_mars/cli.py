@@ -122,12 +122,15 @@ def _parser() -> argparse.ArgumentParser:
         help="compare autoregressive, strict and margin-aware decoding on real vLLM servers",
         description="Serves a model three times, asks each server the same prompts one at a time "
         "and compares speed, acceptance and answers. Options that are not given: %(prog)s "
-        "takes the packaged model and prompts, ngram drafts of 4 tokens, theta 0.9.",
+        "takes the packaged model and prompts, theta 0.9, and the model's EAGLE-3 head where there "
+        "is one, else ngram drafts of 4 tokens.",
     )
     demo.add_argument("--model", metavar="MODEL", help="default: the packaged model")
-    demo.add_argument("--draft", metavar="ngram|MODEL", help="ngram (default) or a draft model")
+    demo.add_argument("--draft", metavar="ngram|MODEL", help="ngram, or a draft model or head")
     demo.add_argument("--theta", type=float, help="mars_theta, in (0, 1]; default 0.9")
-    demo.add_argument("--num-speculative-tokens", type=int, metavar="K", help="default 4")
+    demo.add_argument(
+        "--num-speculative-tokens", type=int, metavar="K", help="default: the head's, else 4"
+    )
     demo.add_argument(
         "--prompts", type=Path, metavar="FILE", help="JSON lines with 'prompt' or 'turns'"
     )

@@ -12,12 +12,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_mars.chat import Answer, ChatClient, ScoredToken
 from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
+from vllm_mars.draft_head import check_head, is_head, packaged_head
 from vllm_mars.packaged_model import ensure_model
 from vllm_mars.prompts import PACKAGED, Prompt, load_prompts
 from vllm_mars.provenance import describe_run, vllm_device
@@ -28,6 +29,8 @@ MODES = ("autoregressive", "strict", "mars")
 # Repeats itself, so that drafts are made, verified and accepted.
 WARM_UP = [{"role": "user", "content": "Say ten times: the red cat and the red dog."}]
 WARM_UP_TOKENS = 32
+# Draft tokens per step where neither the user nor the draft says how many.
+NUM_SPECULATIVE_TOKENS = 4
 # The prompts that one server answers before the next takes its turn.
 BLOCK = 4
 # After its last step vLLM 0.32 polls shared memory for a second before it sleeps, which would slow
@@ -50,9 +53,11 @@ class DemoOptions:
 
     Attributes:
         model: directory or name of the model; None takes the packaged one.
-        draft: "ngram", or a draft model's directory or name.
+        draft: "ngram", or a draft model's directory or name; None takes the packaged model's
+            EAGLE-3 head where there is one, else ngram.
         theta: mars_theta of the MARS server, in (0, 1].
-        num_speculative_tokens: draft tokens per step, at least 1.
+        num_speculative_tokens: draft tokens per step, at least 1; None takes what the head names
+            as its best, else 4.
         prompts: prompt file.
         max_tokens: longest answer, at least 1.
         repeats: timed passes over the prompts, at least 1; of each answer's times the median
@@ -67,9 +72,9 @@ class DemoOptions:
     """
 
     model: str | None = None
-    draft: str = "ngram"
+    draft: str | None = None
     theta: float = 0.9
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int | None = None
     prompts: Path = PACKAGED
     max_tokens: int = 128
     repeats: int = 1
@@ -82,22 +87,46 @@ class DemoOptions:
         check_lock(lossy_reason(config, METHOD))
         for name in ("num_speculative_tokens", "max_tokens", "repeats"):
             value = getattr(self, name)
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is below 1; give a positive number.")
         if self.startup_timeout <= 0:
             raise ValueError(
                 f"startup_timeout={self.startup_timeout} is not above 0; give seconds, such as 600."
             )
 
+    def resolved(self, model: str) -> "DemoOptions":
+        """Returns the options with what None stands for, once the model is known.
+
+        Raises:
+            ValueError: the draft is a head that is damaged or made for another target.
+        """
+        draft = self.draft
+        if draft is None:
+            head = packaged_head() if self.model is None else None
+            draft = "ngram" if head is None else str(head)
+        tokens = self.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
+        if draft != "ngram" and is_head(Path(draft)):
+            checked = check_head(Path(draft), Path(model))
+            tokens = self.num_speculative_tokens or checked.num_speculative_tokens
+        return replace(self, draft=draft, num_speculative_tokens=tokens)
+
+    @property
+    def draft_name(self) -> str:
+        """The draft's name without the directories it lies in, for tables and files."""
+        return Path(self.draft or "ngram").name
+
     def speculative_config(self, mode: str) -> dict[str, Any] | None:
         """Returns vLLM's speculative config of a mode; None for autoregressive decoding."""
         if mode == "autoregressive":
             return None
-        config: dict[str, Any] = {"num_speculative_tokens": self.num_speculative_tokens}
-        if self.draft == "ngram":
+        tokens = self.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
+        config: dict[str, Any] = {"num_speculative_tokens": tokens}
+        if self.draft in (None, "ngram"):
             config |= {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
         else:
             config |= {"model": self.draft}
+            if is_head(Path(str(self.draft))):
+                config |= {"method": "eagle3"}
         if mode == "mars":
             config |= {"rejection_sample_method": METHOD, "mars_theta": self.theta}
         return config
@@ -216,6 +245,13 @@ class Results:
         """Returns the answer with the most relaxed tokens."""
         return max(self.scored, key=lambda scored: scored.relaxed)
 
+    def _named_config(self, mode: str) -> dict[str, Any] | None:
+        """Returns a mode's speculative config with the draft's name for its path."""
+        config = self.options.speculative_config(mode)
+        if config is not None and "model" in config:
+            config["model"] = self.options.draft_name
+        return config
+
     def to_json(self) -> dict[str, Any]:
         """Returns the result file's content (docs/demo.md)."""
         options = self.options
@@ -224,12 +260,12 @@ class Results:
             **self.run,
             "config": {
                 "model": Path(self.model).name,
-                "draft": options.draft,
+                "draft": options.draft_name,
                 "num_speculative_tokens": options.num_speculative_tokens,
                 "max_tokens": options.max_tokens,
                 "repeats": options.repeats,
                 "prompts": options.prompts.name,
-                "speculative_config": {m: options.speculative_config(m) for m in MODES},
+                "speculative_config": {m: self._named_config(m) for m in MODES},
                 "server_args": list(options.server_args),
             },
             "comparison": self.comparison(),
@@ -277,6 +313,7 @@ def run_demo(options: DemoOptions) -> Results:
     require_writable(options.output)
     device, gpu = vllm_device()
     model = options.model or str(ensure_model())
+    options = options.resolved(model)
     results = Results(options, model, describe_run(gpu))
     with contextlib.ExitStack() as stack:
         clients = _start_servers(stack, options, model, device, console)
@@ -357,7 +394,7 @@ def _start_servers(
 def _server_env(options: DemoOptions, on_cpu: bool) -> dict[str, str]:
     """Returns variables for the servers, none of which the user has set."""
     env = dict(CPU_ENV) if on_cpu else {}
-    if options.draft != "ngram" and not Path(options.draft).is_dir():
+    if options.draft not in (None, "ngram") and not Path(options.draft).is_dir():
         # A local model alone would keep the server from asking the hub for the draft model.
         env["HF_HUB_OFFLINE"] = "0"
     return {name: value for name, value in env.items() if name not in os.environ}

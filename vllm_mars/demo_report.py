@@ -49,7 +49,7 @@ def _comparison_table(results: "Results") -> Table:
     speed = {mode: figures[mode]["tokens_per_second"] for mode in LABELS}
     mars = figures["mars"]
     table = Table(
-        title=f"{len(results.scored)} answers, {options.draft} drafts of "
+        title=f"{len(results.scored)} answers, {options.draft_name} drafts of "
         f"{options.num_speculative_tokens} tokens, one request at a time",
         caption=f"relaxed: {mars['relaxed_tokens']} of {mars['output_tokens']} output tokens; "
         f"{mars['verified_tokens']} draft tokens verified",

@@ -117,7 +117,9 @@ def _config(directory: Path) -> dict[str, Any]:
             and config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] >= 1
         )
     except OSError as error:
-        raise ValueError(f"draft={directory} has no config.json that can be read: {error}; {WAY_OUT}.") from error
+        raise ValueError(
+            f"draft={directory} has no config.json that can be read: {error}; {WAY_OUT}."
+        ) from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(
             f"draft={directory} is not an EAGLE-3 head of vllm-mars: config.json is broken or "
@@ -136,9 +138,12 @@ def _check_weights(directory: Path, config: dict[str, Any]) -> None:
     try:
         checksum = sha256(path)
     except OSError as error:
-        raise ValueError(f"draft={directory} has no {WEIGHTS} that can be read: {error}; {WAY_OUT}.") from error
-    if checksum != config[WEIGHTS_KEY]:
         raise ValueError(
-            f"draft={directory} is damaged: its {WEIGHTS} of {path.stat().st_size} bytes has sha256 "
-            f"{checksum}, and config.json says {config[WEIGHTS_KEY]}; copy it again, or {WAY_OUT}."
+            f"draft={directory} has no {WEIGHTS} that can be read: {error}; {WAY_OUT}."
+        ) from error
+    if checksum != config[WEIGHTS_KEY]:
+        size = path.stat().st_size
+        raise ValueError(
+            f"draft={directory} is damaged: its {WEIGHTS} of {size} bytes has sha256 {checksum}, "
+            f"and config.json says {config[WEIGHTS_KEY]}; copy it again, or {WAY_OUT}."
         )

@@ -17,7 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.draft.head import Eagle3Head, HeadConfig
-from vllm_mars.draft_head import TARGET_KEY
+from vllm_mars.draft_head import TARGET_KEY, WEIGHTS_KEY
+from vllm_mars.packaged_model import sha256
 
 VERSION = "0.9.0"
 
@@ -50,8 +51,10 @@ def export(
     tensors["d2t"] = ids - torch.arange(len(ids))
     unfinished = directory / f"model.tmp-{os.getpid()}"
     save_file(tensors, unfinished)
-    unfinished.replace(directory / "model.safetensors")
     content = describe(head.config, target_name, target_sha256, num_speculative_tokens)
+    content[WEIGHTS_KEY] = sha256(unfinished)
+    unfinished.chmod(0o644)
+    unfinished.replace(directory / "model.safetensors")
     unfinished.write_text(json.dumps(content, indent=2) + "\n")
     unfinished.replace(directory / "config.json")
 

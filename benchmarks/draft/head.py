@@ -1,6 +1,6 @@
 """The EAGLE-3 head in torch: one decoder layer over the target's hidden states.
 
-With h_t the target's states at token t, x the tokens and N an RMS norm, a step drafts from anchor t:
+With h_t the target's states at token t, x the tokens, N an RMS norm: a step drafts from anchor t
 
     f_0 = fc(cat(N_0(a_0), N_1(a_1), ...))           a_i: the kept hidden states of h_t
     e_j = N_e(embedding(x_{t+1+j})),  r_j = N_h(f_j)
@@ -17,6 +17,7 @@ Paper: EAGLE-3, arXiv 2503.01840 (training-time test, section 3.2).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -109,11 +110,19 @@ class Eagle3Head(nn.Module):
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         self.register_buffer("frequencies", config.rope_theta**-exponents, persistent=False)
 
+    @property
+    def layer(self) -> Layer:
+        """The one decoder layer."""
+        return cast(Layer, self.layers[0])
+
+    @property
+    def state_norms(self) -> list[nn.RMSNorm]:
+        """The norms of the hidden states that come in."""
+        return [cast(nn.RMSNorm, norm) for norm in self.fc_norm]
+
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         """Returns f_0 of hidden states [..., aux, hidden]."""
-        parts = [
-            norm(states[..., index, :].float()) for index, norm in enumerate(self.fc_norm)
-        ]
+        parts = [norm(states[..., index, :].float()) for index, norm in enumerate(self.state_norms)]
         combined: torch.Tensor = self.fc(torch.cat(parts, -1))
         return combined
 
@@ -135,7 +144,7 @@ class Eagle3Head(nn.Module):
         Yields:
             Each step's normed output, [batch, queries, hidden]: what lm_head takes in.
         """
-        layer = self.layers[0]
+        layer = self.layer
         combined = self.combine(states)
         places = torch.arange(states.shape[1], device=states.device)
         # Keys of step 0 are there for each token, whether it is an anchor or not.
@@ -164,7 +173,7 @@ class Eagle3Head(nn.Module):
     def _inputs(
         self, embeddings: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.layers[0]
+        layer = self.layer
         residual = layer.hidden_norm(hidden.float())
         return torch.cat([layer.input_layernorm(embeddings.float()), residual], -1), residual
 
@@ -193,8 +202,7 @@ class Eagle3Head(nn.Module):
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
             further = [
-                (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
-                for k, v in further
+                (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)) for k, v in further
             ]
         query = query * self.config.head_dim**-0.5
         scores = (query @ key.transpose(-1, -2)).float().masked_fill(hidden_mask, float("-inf"))
@@ -254,7 +262,7 @@ def new_head(
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head[draft_tokens].float())
         head.norm.weight.copy_(target.final_norm)
-        layer = head.layers[0]
+        layer = head.layer
         layer.input_layernorm.weight.copy_(target.layers[0]["attention_norm"])
         layer.post_attention_layernorm.weight.copy_(last["mlp_norm"])
         if config.intermediate_size == given.intermediate_size:

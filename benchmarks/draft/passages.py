@@ -5,12 +5,16 @@ import re
 
 from benchmarks.draft import words
 
-ADJECTIVES = """happy quiet bright ancient clever gentle rough simple strange busy careful famous fresh
-heavy honest hungry lonely modern narrow patient proud rare sharp silent smooth steady stubborn sudden
-thirsty tiny useful vast warm wild wise young broken cheap curious deep eager fragile generous""".split()
-INGREDIENTS = """potatoes; rice; chicken; lentils; tomatoes; eggs; mushrooms; spinach; carrots; beans; salmon;
-apples; oats; pasta; pumpkin; cheese; onions; bananas; chickpeas; bread; yogurt; corn""".replace("\n", " ")
-INGREDIENTS = [name.strip() for name in INGREDIENTS.split(";")]
+ADJECTIVES = """
+happy quiet bright ancient clever gentle rough simple strange busy careful famous fresh heavy
+honest hungry lonely modern narrow patient proud rare sharp silent smooth steady stubborn sudden
+thirsty tiny useful vast warm wild wise young broken cheap curious deep eager fragile generous
+""".split()
+INGREDIENTS = """
+potatoes; rice; chicken; lentils; tomatoes; eggs; mushrooms; spinach; carrots; beans; salmon;
+apples; oats; pasta; pumpkin; cheese; onions; bananas; chickpeas; bread; yogurt; corn
+""".replace("\n", " ")
+INGREDIENTS = [" ".join(name.split()) for name in INGREDIENTS.split(";")]
 
 SENTENCES = (
     "The {adjective} {job} walked to {place} on {day}.",
@@ -46,14 +50,20 @@ NOTES = (
     "Tickets cost {price} dollars, and children under {days} pay nothing.",
     "The recipe needs {price} grams of {ingredient}, two spoons of oil and some {ingredient2}.",
     "Mix the {ingredient} with the {ingredient2} and bake it for {two} minutes.",
-    "The books {title} by {name} {last} ({year}) and {title2} by {name2} {last2} ({year2}) sold best.",
+    "The books {title} by {name} {last} ({year}) and {title2} by {name2} {last2} "
+    "({year2}) sold best.",
 )
 MESSAGES = (
-    "hey {name}, the {item} did not arrive on {day} and we need them by {day2}. can you call {company}?",
-    "Dear {name}, thank you for your order of {count} {item}. We will deliver them to {place} on {day}.",
-    "hi all, the talk about {topic} moves to room {room} at {hour}:00. please bring your own {item}!!",
-    "Hello, I stayed in room {room} for {days} nights and the heating was broken. I want my money back.",
-    "dear sir, i bought {two} {item} in {month} and half of them are broken. what will you do about it?",
+    "hey {name}, the {item} did not arrive on {day} and we need them by {day2}. can "
+    "you call {company}?",
+    "Dear {name}, thank you for your order of {count} {item}. We will deliver them "
+    "to {place} on {day}.",
+    "hi all, the talk about {topic} moves to room {room} at {hour}:00. please bring "
+    "your own {item}!!",
+    "Hello, I stayed in room {room} for {days} nights and the heating was broken. I "
+    "want my money back.",
+    "dear sir, i bought {two} {item} in {month} and half of them are broken. what "
+    "will you do about it?",
     "Hi {name2}, are you free on {day} at {hour}:00? {name} wants to talk about {topic} with us.",
 )
 OPENINGS = (
@@ -65,7 +75,9 @@ OPENINGS = (
     "Experts do not agree about {topic}.",
 )
 TITLES = ("The", "A", "My", "Our")
-TITLE_NOUNS = "River House Garden Winter Road Mirror Island Letter Secret Harbour Song Clock".split()
+TITLE_NOUNS = (
+    "River House Garden Winter Road Mirror Island Letter Secret Harbour Song Clock".split()
+)
 
 
 def compose(rng: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""Starts a head from a linear guess, fitted in closed form, so that training does not begin at zero.
+"""Starts a head from a linear guess, fitted in closed form: training does not begin at zero.
 
 With y_t the target's last hidden state at token t, normed, and e_t the normed embedding of token t,
 least squares give C and B of
@@ -54,8 +54,8 @@ def start_linear(head: Eagle3Head, target: Target, paths: list[Path]) -> None:
         )
     size, width = config.hidden_size, config.head_dim
     hidden_part, embedding_part = _fit(target, paths)
-    layer = head.layers[0]
-    for norm in (*head.fc_norm, layer.input_layernorm, layer.hidden_norm):
+    layer = head.layer
+    for norm in (*head.state_norms, layer.input_layernorm, layer.hidden_norm):
         norm.weight.fill_(1.0)
     head.norm.weight.copy_(target.final_norm)
     head.fc.weight.mul_(0.1)

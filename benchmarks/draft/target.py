@@ -227,9 +227,7 @@ def _choose(
 class _Batch:
     """The rows that are still being answered; slot s of a row is its s-th token with padding."""
 
-    def __init__(
-        self, target: Target, prompts: list[list[int]], longest: int, slots: int
-    ) -> None:
+    def __init__(self, target: Target, prompts: list[list[int]], longest: int, slots: int) -> None:
         config, device = target.config, target.device
         count = len(prompts)
         self.target = target

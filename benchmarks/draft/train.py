@@ -223,7 +223,9 @@ class Trainer:
         identity["draft_tokens"] = int(self.head.draft_tokens.sum())
         return identity
 
-    def run(self, until: int | None = None, report: Callable[[dict[str, Any]], None] = print) -> None:
+    def run(
+        self, until: int | None = None, report: Callable[[dict[str, Any]], None] = print
+    ) -> None:
         """Trains to the end of the plan.
 
         Args:
@@ -247,10 +249,43 @@ class Trainer:
                 if self.done % self.options.checkpoint_every == 0 or self.done == stop:
                     self.save()
 
+    def data_tokens(self) -> dict[str, int]:
+        """Returns how many tokens the shards hold, of prompts and of answers."""
+        shards = [Shard.open(self.shard_path(number)) for number in range(self.options.shards)]
+        prompts = sum(sum(shard.prompt_tokens) for shard in shards)
+        return {
+            "prompt_tokens": prompts,
+            "answer_tokens": sum(sum(shard.lengths) for shard in shards) - prompts,
+        }
+
+    def log_sum(self, name: str) -> float:
+        """Returns the sum of a figure over the steps done."""
+        return float(round(sum(line[name] for line in self._log()), 1))
+
+    def log_means(self, count: int) -> dict[str, list[float]]:
+        """Returns the mean loss and accuracy by drafting step, over the last `count` steps."""
+        last = self._log()[-count:]
+        wide = [line for line in last if len(line["loss"]) == len(last[-1]["loss"])]
+        return {
+            name: [
+                round(sum(column) / len(column), 4)
+                for column in zip(*(line[name] for line in wide), strict=True)
+            ]
+            for name in ("loss", "accuracy")
+        }
+
+    def _log(self) -> list[dict[str, Any]]:
+        """Returns the log, a step that was done again counted once."""
+        lines = (self.directory / LOG).read_text(encoding="utf-8").splitlines()
+        steps = {line["step"]: line for line in map(json.loads, lines)}
+        return [steps[step] for step in sorted(steps) if step <= self.done]
+
     def _plan(self, first: int) -> Iterator[Batch]:
         """Yields the batches from the step `first` on."""
         options = self.options
-        for number in range(first // self.shard_batches, math.ceil(options.epochs) * options.shards):
+        for number in range(
+            first // self.shard_batches, math.ceil(options.epochs) * options.shards
+        ):
             epoch, place = divmod(number, options.shards)
             order = list(range(options.shards))
             # The first pass takes the shards as they are made.
@@ -297,7 +332,10 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
         return {
-            "loss": [round(float(one.detach()) / max(1, n), 4) for one, n in zip(losses, counts, strict=True)],
+            "loss": [
+                round(float(one.detach()) / max(1, n), 4)
+                for one, n in zip(losses, counts, strict=True)
+            ],
             "accuracy": [round(c / max(1, n), 4) for c, n in zip(correct, counts, strict=True)],
             "tokens": counts[0],
         }
@@ -319,7 +357,9 @@ class Trainer:
                 last = self.target.normed(batch.states[row, after, self.last])
                 wanted = functional.linear(last, self.draft_head).float().softmax(-1)
                 chosen = self.to_draft[batch.tokens[row, after + 1]]
-            outputs = self.head.steps(batch.states[:, :, self.aux], embeddings, batch.anchors, count)
+            outputs = self.head.steps(
+                batch.states[:, :, self.aux], embeddings, batch.anchors, count
+            )
             for step, hidden in enumerate(outputs):
                 rows = batch.valid > step
                 index = place[:, step:][rows[:, : place.shape[1] - step]]

@@ -1,0 +1,149 @@
+"""Makes an EAGLE-3 head for a target, or measures drafts of different quality.
+
+python -m benchmarks.draft make --setting cpu
+python -m benchmarks.draft ladder --output benchmarks/results/draft-ladder-cpu.json
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.draft import ladder, pipeline
+from vllm_mars.packaged_model import cache_root, ensure_model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 0, or 1 after an error."""
+    args = _parser().parse_args(argv)
+    try:
+        return _ladder(args) if args.command == "ladder" else _make(args)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _make(args: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    setting = pipeline.SETTINGS[args.setting]
+    shards = args.shards or setting.data.shards
+    setting = replace(
+        setting,
+        data=replace(setting.data, shards=shards, seed=args.seed, prompt_file=args.prompts),
+        train=replace(
+            setting.train,
+            shards=shards,
+            seed=args.seed,
+            epochs=args.epochs or setting.train.epochs,
+        ),
+    )
+    if setting.device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("setting=gpu needs CUDA, which torch does not see; take --setting cpu.")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    model = args.model or ensure_model()
+    work = args.work or cache_root() / f"draft-{model.name}"
+    output = args.output or work / "head"
+    console = Console(stderr=True)
+    target = pipeline.read_target(model, setting)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        if args.stage in ("all", "data"):
+            answers = setting.data.shards * setting.data.shard_prompts
+            there = sum(
+                pipeline.shard_path(work, number).is_file() for number in range(setting.data.shards)
+            )
+            task = progress.add_task(
+                "answers", total=answers, completed=there * setting.data.shard_prompts
+            )
+            pipeline.make_data(
+                work,
+                model,
+                setting,
+                target,
+                lambda answered, tokens: progress.update(task, advance=answered),
+                tuple(args.part),
+            )
+        if args.stage in ("all", "train"):
+            task = progress.add_task("steps", total=None)
+
+            def report(figures: dict[str, Any]) -> None:
+                progress.update(
+                    task,
+                    total=figures["total"],
+                    completed=figures["step"],
+                    description="loss {loss[0]:.2f}, right {accuracy[0]:.2f}".format(**figures),
+                )
+
+            trainer = pipeline.train(work, model, setting, target, report)
+            pipeline.write(trainer, output, model, setting)
+            console.print(f"wrote {output}", soft_wrap=True)
+    return 0
+
+
+def _ladder(args: argparse.Namespace) -> int:
+    model = args.model or ensure_model()
+    work = args.work or cache_root() / f"draft-{model.name}"
+    result = ladder.climb(
+        model,
+        work,
+        args.head,
+        prompts=args.prompts,
+        max_tokens=args.max_tokens,
+        theta=args.theta,
+        num_speculative_tokens=args.num_speculative_tokens,
+        report=lambda line: print(json.dumps(line), file=sys.stderr),
+    )
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(ladder.table(result))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.draft", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    make = commands.add_parser("make", help="data, training and export; goes on where it was")
+    make.add_argument("--setting", choices=sorted(pipeline.SETTINGS), required=True)
+    make.add_argument("--stage", choices=("all", "data", "train"), default="all")
+    make.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged model")
+    make.add_argument("--work", type=Path, metavar="DIR", help="default: in the user's cache")
+    make.add_argument("--output", type=Path, metavar="DIR", help="default: WORK/head")
+    make.add_argument("--prompts", metavar="FILE", help="further prompts, JSON lines")
+    make.add_argument("--shards", type=int, metavar="N", help="of data")
+    make.add_argument("--epochs", type=float, metavar="N", help="passes over the data")
+    make.add_argument("--seed", type=int, default=0, metavar="N")
+    make.add_argument("--threads", type=int, metavar="N", help="of torch")
+    make.add_argument(
+        "--part",
+        type=int,
+        nargs=2,
+        default=(0, 1),
+        metavar=("I", "N"),
+        help="with --stage data: shards I, I + N, ... alone, for N = 2 processes",
+    )
+
+    steps = commands.add_parser("ladder", help="acceptance of drafts of different quality")
+    steps.add_argument("--output", type=Path, required=True, metavar="FILE")
+    steps.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged model")
+    steps.add_argument("--work", type=Path, metavar="DIR", help="where `make` worked")
+    steps.add_argument("--head", type=Path, metavar="DIR", help="default: the packaged head")
+    steps.add_argument("--prompts", type=Path, metavar="FILE", help="default: the demo's")
+    steps.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    steps.add_argument("--theta", type=float, default=0.9)
+    steps.add_argument("--num-speculative-tokens", type=int, default=3, metavar="K")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

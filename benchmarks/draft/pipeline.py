@@ -1,0 +1,182 @@
+"""From a target to a head: data, training, export and evaluation, each stage going on where it was.
+
+WORK/data/      shards (data.py)
+WORK/train/     checkpoint and log (train.py)
+WORK/half/      the head after half of the steps, for the ladder of drafts
+OUTPUT/         the head, with config.json, training.json and README.md
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.draft.data import DataOptions, make_shard, write_manifest
+from benchmarks.draft.export import export
+from benchmarks.draft.head import Eagle3Head, new_head
+from benchmarks.draft.prompts import Messages
+from benchmarks.draft.start import start_linear
+from benchmarks.draft.target import Target
+from benchmarks.draft.train import Trainer, TrainOptions, choose_draft_tokens
+from vllm_mars.draft_head import model_checksum
+from vllm_mars.provenance import git_commit
+
+# Shards that the draft vocabulary and the linear start are taken from; the first to be made.
+FIRST_SHARDS = 2
+# Losses and accuracies of training are given as their means over so many steps.
+LAST_STEPS = 32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that makes a head.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        data: the data.
+        train: the training.
+        draft_vocab_size: tokens that the head can guess.
+        num_speculative_tokens: drafts per step that the head's config names.
+    """
+
+    device: str
+    data: DataOptions
+    train: TrainOptions
+    draft_vocab_size: int = 4096
+    num_speculative_tokens: int = 3
+
+
+SETTINGS = {
+    "cpu": Setting("cpu", DataOptions(shards=8), TrainOptions(shards=8)),
+    # Not run: written for a machine that nobody had.
+    "gpu": Setting(
+        "cuda",
+        DataOptions(shards=32, shard_prompts=2048, batch=1024),
+        TrainOptions(shards=32, epochs=4, steps_ahead=5, batch=64, ramp=0.0),
+        num_speculative_tokens=4,
+    ),
+}
+
+
+def read_target(model: Path, setting: Setting) -> Target:
+    """Reads the target, with the hidden states that vLLM feeds by default, and its last one."""
+    layers = setting.data.aux_layers
+    return Target(model, layers, device=setting.device)
+
+
+def for_target(setting: Setting, num_hidden_layers: int) -> Setting:
+    """Returns the setting with the hidden states of a target of so many layers.
+
+    The first three are those that vLLM takes by default: an early, a middle and a late one. The
+    last is what the target's own distribution follows from.
+    """
+    count = num_hidden_layers
+    layers = tuple(sorted({min(2, count), count // 2, max(0, count - 3), count}))
+    return replace(setting, data=replace(setting.data, aux_layers=layers))
+
+
+def make_data(
+    work: Path,
+    model: Path,
+    setting: Setting,
+    target: Target,
+    report: Callable[[int, int], None] = lambda answered, tokens: None,
+    part: tuple[int, int] = (0, 1),
+) -> None:
+    """Makes the shards that are missing.
+
+    Args:
+        work: the work directory.
+        model: the target's directory, with a tokenizer and a chat template.
+        setting: what to make.
+        target: the target.
+        report: told after each answer: 1, and its number of tokens.
+        part: (i, n): only the shards whose number is i modulo n, so that n processes share the
+            work; n is 1 or 2.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def encode(messages: Messages) -> list[int]:
+        ids: list[int] = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True
+        )["input_ids"]
+        return ids
+
+    def decode(tokens: torch.Tensor) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    write_manifest(work / "data", setting.data, model_checksum(model))
+    for number in range(part[0], setting.data.shards, part[1]):
+        make_shard(work / "data", number, setting.data, target, encode, decode, report)
+
+
+def make_head(work: Path, setting: Setting, target: Target) -> Eagle3Head:
+    """Returns the head as training starts it."""
+    first = [shard_path(work, number) for number in range(min(FIRST_SHARDS, setting.data.shards))]
+    tokens = choose_draft_tokens(first, setting.draft_vocab_size, target.config.vocab_size)
+    head = new_head(target, tokens, seed=setting.train.seed)
+    start_linear(head, target, first[:1])
+    return head
+
+
+def shard_path(work: Path, number: int) -> Path:
+    """Returns the path of a shard."""
+    return work / "data" / f"{number:05d}.safetensors"
+
+
+def train(
+    work: Path,
+    model: Path,
+    setting: Setting,
+    target: Target,
+    report: Callable[[dict[str, Any]], None] = lambda figures: None,
+) -> Trainer:
+    """Trains to the end of the plan, with the half-trained head on the way."""
+    head = make_head(work, setting, target)
+    trainer = Trainer(
+        work / "train",
+        setting.train,
+        target,
+        head,
+        lambda number: shard_path(work, number),
+        setting.data.shard_prompts,
+    )
+    trainer.resume()
+    half = trainer.total // 2
+    if trainer.done <= half:
+        trainer.run(half, report)
+        write(trainer, work / "half", model, setting)
+    trainer.run(report=report)
+    return trainer
+
+
+def write(trainer: Trainer, directory: Path, model: Path, setting: Setting) -> None:
+    """Exports a trainer's head, with training.json beside it."""
+    export(
+        trainer.head,
+        directory,
+        target_name=model.name,
+        target_sha256=model_checksum(model),
+        num_speculative_tokens=setting.num_speculative_tokens,
+    )
+    record = {
+        "target": {"name": model.name, "sha256": model_checksum(model)},
+        "device": setting.device,
+        "data": asdict(setting.data) | trainer.data_tokens(),
+        "train": asdict(setting.train),
+        "steps": trainer.done,
+        "planned_steps": trainer.total,
+        "seen_tokens": trainer.log_sum("tokens"),
+        "training_seconds": trainer.log_sum("seconds"),
+        "last_steps": trainer.log_means(LAST_STEPS),
+        "parameters": sum(parameter.numel() for parameter in trainer.head.parameters()),
+        "git_commit": git_commit(),
+        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+    }
+    (directory / "training.json").write_text(json.dumps(record, indent=2) + "\n")
