@@ -66,7 +66,7 @@ def prompt_lines(count):
     """Prompts that repeat themselves, so that ngram drafts are made."""
     words = random.Random(0)
     for _ in range(count):
-        phrase = " ".join(f"t{words.randrange(3, 512)}" for _ in range(6))
+        phrase = " ".join(f"w{words.randrange(5, 512)}" for _ in range(6))
         yield json.dumps({"turns": [f"{phrase} {phrase}", phrase]}) + "\n"
 
 

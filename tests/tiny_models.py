@@ -102,17 +102,3 @@ def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, 
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
-
-
-def tokenizer(directory: Path) -> None:
-    """Writes a tokenizer whose words are t0 to t511, with a chat template that adds nothing."""
-    words = WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0")
-    backend = Tokenizer(words)
-    backend.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        unk_token="t0",
-        bos_token="t1",
-        eos_token="t2",
-        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
-    ).save_pretrained(directory)

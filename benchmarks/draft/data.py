@@ -204,7 +204,7 @@ def _draw(
             line: dict[str, Any] = json.loads(text)
             earlier.append((line["messages"], line["answer"]))
     further = file_prompts(Path(options.prompt_file)) if options.prompt_file else []
-    conversations = []
+    conversations: list[tuple[prompts.Messages, list[int]]] = []
     while len(conversations) < options.shard_prompts:
         if further and rng.random() < FILE_SHARE:
             messages = [{"role": "user", "content": rng.choice(further)}]

@@ -10,11 +10,12 @@ happy quiet bright ancient clever gentle rough simple strange busy careful famou
 honest hungry lonely modern narrow patient proud rare sharp silent smooth steady stubborn sudden
 thirsty tiny useful vast warm wild wise young broken cheap curious deep eager fragile generous
 """.split()
-INGREDIENTS = """
+INGREDIENTS = words.listed(
+    """
 potatoes; rice; chicken; lentils; tomatoes; eggs; mushrooms; spinach; carrots; beans; salmon;
 apples; oats; pasta; pumpkin; cheese; onions; bananas; chickpeas; bread; yogurt; corn
-""".replace("\n", " ")
-INGREDIENTS = [" ".join(name.split()) for name in INGREDIENTS.split(";")]
+"""
+)
 
 SENTENCES = (
     "The {adjective} {job} walked to {place} on {day}.",

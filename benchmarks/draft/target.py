@@ -164,7 +164,7 @@ class Target:
             self._keep(index, residual, states)
             qkv = functional.linear(self._norm(residual, layer["attention_norm"]), layer["qkv"])
             qkv = qkv.view(rows, length, heads + 2 * kv_heads, head_dim).transpose(1, 2)
-            query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+            query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
             cache[index, 0, :, :, start:end] = rotate(key.float(), cos, sin).to(self.dtype)
             cache[index, 1, :, :, start:end] = value
             query = rotate(query.float(), cos, sin).to(self.dtype)

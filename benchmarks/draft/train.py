@@ -157,7 +157,8 @@ class Trainer:
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         options = self.options
-        matrices, others = [], []
+        matrices: list[torch.nn.Parameter] = []
+        others: list[torch.nn.Parameter] = []
         for name, parameter in self.head.named_parameters():
             by_muon = parameter.dim() == 2 and not name.startswith("lm_head")
             (matrices if by_muon and options.optimizer == "muon" else others).append(parameter)

@@ -1,5 +1,11 @@
 """Words that the prompt templates are filled with."""
 
+
+def listed(text: str) -> list[str]:
+    """Entries between semicolons, each on one line."""
+    return [" ".join(entry.split()) for entry in text.split(";")]
+
+
 SCIENCE = """
 photosynthesis; gravity; magnetism; volcanoes; earthquakes; tides and the moon; black holes; the
 water cycle; DNA; vaccines; antibiotics; evolution; the immune system; the solar system; comets;
@@ -62,23 +68,26 @@ Nakamura Okafor Petrov Quinn Rossi Santos Tanaka Usman Vargas Weber Yilmaz Zhang
 Dawson Ellis Foster Grant Hughes Keller Larsen Mendes Novotny
 """.split()
 
-PLACES = """
+PLACES = listed(
+    """
 Lisbon; Kyoto; Nairobi; Montreal; Oslo; Cairo; Lima; Prague; Sydney; Dublin; Hanoi; Warsaw;
 Mumbai; Boston; Athens; Vienna; Bogota; Helsinki; Seoul; Casablanca; a village by the sea; a
 small mountain town; a quiet suburb; an old harbour; a desert oasis; a busy train station; a
 forest cabin; a research station at the South Pole; a floating market; a castle on a hill
-""".replace("\n", " ")
-PLACES = [place.strip() for place in PLACES.split(";")]
+"""
+)
 
-JOBS = """
+JOBS = listed(
+    """
 teacher; nurse; carpenter; pilot; baker; farmer; librarian; engineer; firefighter; gardener;
 doctor; dentist; lawyer; musician; painter; sailor; cook; tailor; plumber; electrician;
 journalist; photographer; scientist; shop owner; bus driver; postman; vet; architect;
 translator; detective
 """
-JOBS = [job.strip() for job in JOBS.split(";")]
+)
 
-CHARACTERS = """
+CHARACTERS = listed(
+    """
 a shy dragon; an old clockmaker; a lost puppy; a brave mouse; a talking tree; a young inventor;
 a tired king; a curious octopus; a ghost who is afraid of the dark; twin sisters; a retired
 pirate; a boy who collects clouds; a girl who can speak with birds; a lazy wizard; an honest
@@ -87,9 +96,10 @@ knight without a horse; a fox and a hen; a violin that plays by itself; an astro
 first trip; a grandmother with a secret; a postman in the mountains; a painter who sees no
 colours; two rival cooks; a river
 """
-CHARACTERS = [" ".join(name.split()) for name in CHARACTERS.split(";")]
+)
 
-EVENTS = """
+EVENTS = listed(
+    """
 finds a map in an old book; must cross a dark forest; opens a tiny shop; learns to swim; hears a
 strange noise at night; gets a letter without a sender; loses something precious; makes an
 unlikely friend; wins a race by accident; repairs a broken bridge; misses the last train; finds
@@ -97,14 +107,15 @@ a hidden door; plans a surprise; has to tell the truth; meets an old enemy; save
 a flood; wakes up in another century; plants a magic seed; enters a cooking contest; keeps a
 promise; forgets a name
 """
-EVENTS = [" ".join(event.split()) for event in EVENTS.split(";")]
+)
 
-ITEMS = """
+ITEMS = listed(
+    """
 pens; notebooks; apples; oranges; lamps; chairs; tables; shirts; books; cups; plates; tickets;
 bottles of water; bags of rice; boxes of screws; bicycles; keyboards; candles; blankets; maps;
 eggs; jars of honey; flowers; towels; umbrellas; batteries; kites; clocks; mirrors; hammers
 """
-ITEMS = [item.strip().replace("\n", " ") for item in ITEMS.split(";")]
+)
 
 COMPANY = """
 Northwind; Bluebird; Redstone; Silverline; Maple; Harbour; Sunrise; Granite; Willow; Falcon;
@@ -131,7 +142,8 @@ MONTHS = """
 January February March April May June July August September October November December
 """.split()
 
-CODE_TASKS = """
+CODE_TASKS = listed(
+    """
 reverses a string; counts the vowels in a text; returns the largest number of a list; sorts a
 list of dictionaries by a key; removes duplicates from a list; checks whether a word is a
 palindrome; computes the factorial of n; returns the n-th Fibonacci number; merges two sorted
@@ -145,7 +157,7 @@ minutes; generates a random password; searches a sorted list; splits a list into
 computes compound interest; draws a triangle of stars; parses a date; counts the lines of a
 file; capitalises each word; removes punctuation; multiplies two matrices
 """
-CODE_TASKS = [" ".join(task.split()) for task in CODE_TASKS.split(";")]
+)
 
 SNIPPETS = [
     "def {f}({a}, {b}):\n    result = []\n    for x in {a}:\n        if x > {b}:\n"

@@ -87,7 +87,8 @@ class Plot:
         buffer = io.StringIO()
         with rc_context(_style(_STAND_IN, **{"svg.hashsalt": self.name})):
             figure = self._figure(_STAND_IN)
-            FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
+            canvas: Any = FigureCanvasSVG(figure)
+            canvas.print_svg(buffer, metadata={"Date": None, "Creator": None})
         text = buffer.getvalue()
         text = text[text.index("<svg") :]
         text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
