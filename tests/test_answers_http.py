@@ -35,7 +35,10 @@ SCHEMA = {
 }
 REGEX = r"[A-Z][a-z]{2,5}-[0-9]{3}"
 CHOICES = ["Paris", "Rome", "Madrid"]
-TOOL = {"type": "function", "function": {"name": "add_pet", "parameters": SCHEMA}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add_pet", "parameters": SCHEMA, "strict": True},
+}
 SUBJECTS = ("a cat called Tom", "a dog called Rex", "a bird", "the cat of a friend", "my own pet")
 TIMES = 200
 WHITESPACE = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
@@ -69,7 +72,7 @@ def create(client, number, **options):
         messages=[{"role": "user", "content": f"Describe {SUBJECTS[number % len(SUBJECTS)]}."}],
         temperature=0.8 * (number // len(SUBJECTS) % 2),
         seed=number,
-        max_tokens=60,
+        max_tokens=80,
         **options,
     ).choices[0]
 
