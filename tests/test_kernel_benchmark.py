@@ -72,7 +72,7 @@ def test_dry_run_checks_every_cell_and_writes_both_files(tmp_path):
             assert variant["checked"] == (name != "empty kernel" and not name.endswith("fly"))
         ran = {name for name, variant in variants.items() if "skipped" not in variant}
         assert {"mars", "mars, theta per request", "torch argmax, strict"} < ran
-        assert ("mars relaxed_positions" in ran) == (cell["dtype"] == "fp32")
+        assert ("mars judge_positions" in ran) == (cell["dtype"] == "fp32")
         if has_vllm_cpu:
             assert {"vLLM V1, strict", "vLLM V2, strict", "vLLM V2, block"} < ran
 

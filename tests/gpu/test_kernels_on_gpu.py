@@ -7,7 +7,7 @@ import torch
 from vllm_mars.kernels import reference
 
 from vllm_mars import verify_greedy
-from vllm_mars.verify import relaxed_positions, verify_input_tokens
+from vllm_mars.verify import judge_positions, verify_input_tokens
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -83,8 +83,12 @@ def test_equals_reference(vocab, dtype, lengths):
         )
     }
     positional = [common.pop(name) for name in list(common)[:4]]
-    marked = relaxed_positions(*positional, **common, backend="triton")
-    assert torch.equal(marked, relaxed_positions(*positional, **common, backend="torch"))
+    ours, theirs = (
+        judge_positions(*positional, **common, with_top2_values=True, backend=backend)
+        for backend in ("triton", "torch")
+    )
+    assert torch.equal(ours.verdicts, theirs.verdicts)
+    torch.testing.assert_close(ours.top2_values, theirs.top2_values, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
