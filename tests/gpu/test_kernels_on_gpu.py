@@ -47,6 +47,13 @@ def batch(vocab, dtype, lengths, seed=0):
         "bonus_rows": torch.randperm(rows, generator=generator, device=DEVICE)[: len(lengths)],
         "max_draft_len": max(lengths),
         "with_top2": True,
+        "with_verdicts": True,
+        "blocked": (random(sum(lengths)) < 0.1).to(torch.int8) * reference.Verdict.SPAN,
+        "budget": reference.RelaxedBudget(
+            0.3,
+            torch.zeros(len(lengths), dtype=torch.int32, device=DEVICE),
+            torch.full((len(lengths),), 7, dtype=torch.int32, device=DEVICE),
+        ),
     }
 
 
@@ -64,7 +71,9 @@ def test_equals_reference(vocab, dtype, lengths):
     if len(lengths) * vocab > 1024 * 50_000:
         pytest.skip("the reference's copies would not fit")
     given = batch(vocab, dtype, lengths)
-    out = reference.new_output(len(lengths), max(lengths), sum(lengths), DEVICE)
+    out = reference.new_output(
+        len(lengths), max(lengths), sum(lengths), DEVICE, with_top2=True, with_verdicts=True
+    )
     for buffer in out:
         buffer.fill_(-7)
     call(given, out=out)
@@ -80,6 +89,8 @@ def test_equals_reference(vocab, dtype, lengths):
             "gap",
             "protected",
             "target_rows",
+            "blocked",
+            "budget",
         )
     }
     positional = [common.pop(name) for name in list(common)[:4]]
