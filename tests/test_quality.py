@@ -345,6 +345,25 @@ def test_rows_take_ratios_within_a_repeat():
     assert len(mars.cells) == 2
 
 
+def test_metrics_are_compared_at_equal_acceptance():
+    from dataclasses import replace
+
+    from vllm_mars.experiments.summary import equal_acceptance
+
+    ratio = cell("mars", PLAIN)
+    gaps = []
+    # Acceptance lengths 2, 4 and 6 beside the 3 of the ratio.
+    for gap, accepted in ((0.5, 2), (1.0, 6), (2.0, 10)):
+        key = replace(ratio.key, metric="gap", theta=None, gap=gap)
+        gaps.append(replace(ratio, key=key, acceptance=Acceptance(2, 16, accepted, (accepted,))))
+    (equal,) = equal_acceptance(rows([ratio, *gaps]))
+    assert equal.gap == pytest.approx(0.75) and equal.nll is None
+    assert equal.row.key == ratio.key
+    assert equal_acceptance(rows([ratio, gaps[1], gaps[2]])) == []
+    other_k = replace(gaps[0], key=replace(gaps[0].key, k=5))
+    assert equal_acceptance(rows([ratio, other_k, gaps[1]])) == []
+
+
 def test_scores_are_averaged_over_repeats_before_prompts():
     first, second = judged([cell("mars", PLAIN), cell("mars", PLAIN, 1, seconds=4.0)], ())
     assert mean_scores([first, second])["a"]["seconds"] == 3.0

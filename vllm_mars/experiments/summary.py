@@ -1,5 +1,6 @@
 """Rows of a sweep's results: one for each rule at each point of the grid, over its repeats."""
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,67 @@ def rows(cells: Sequence[Cell], margin: float = 0.05, nll_margin: float = 0.05) 
     return found
 
 
+@dataclass(frozen=True)
+class EqualAcceptance:
+    """Metric "gap" at the acceptance length of a row of metric "ratio".
+
+    Attributes:
+        row: the row of metric "ratio".
+        gap: the gap with that acceptance length, between two that were measured.
+        nll: NLL there, in nats per token; None where it was not judged.
+    """
+
+    row: Row
+    gap: float
+    nll: float | None
+
+
+def equal_acceptance(found: Sequence[Row]) -> list[EqualAcceptance]:
+    """Compares the metrics where they accept as much, by linear interpolation between gaps.
+
+    Args:
+        found: rows of one or more sweeps.
+
+    Returns:
+        One entry for each row of metric "ratio" whose acceptance length lies between those of two
+        gaps with the same draft, K and point of the grid.
+    """
+    equal = []
+    for row in found:
+        if row.key.metric != "ratio" or row.acceptance_length is None or not row.key.protected:
+            continue
+        same = {**vars(row.key), "metric": "gap", "theta": None}
+        gaps = sorted(
+            (
+                other
+                for other in found
+                if {**vars(other.key), "gap": None, "repeat": row.key.repeat} == same
+                and other.acceptance_length is not None
+            ),
+            key=lambda other: other.acceptance_length or 0.0,
+        )
+        for below, above in itertools.pairwise(gaps):
+            low, high = below.acceptance_length or 0.0, above.acceptance_length or 0.0
+            if not low <= row.acceptance_length <= high or low == high:
+                continue
+            share = (row.acceptance_length - low) / (high - low)
+            ends = [other.estimate("nll") for other in (below, above)]
+            nlls = [end.value for end in ends if end is not None]
+            equal.append(
+                EqualAcceptance(
+                    row,
+                    _between(below.key.gap or 0.0, above.key.gap or 0.0, share),
+                    _between(nlls[0], nlls[1], share) if len(nlls) == 2 else None,
+                )
+            )
+            break
+    return equal
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return low + share * (high - low)
+
+
 def _without_repeat(key: CellKey) -> tuple[Any, ...]:
     return tuple(value for name, value in vars(key).items() if name != "repeat")
 
@@ -142,6 +204,16 @@ def print_rows(found: Sequence[Row], console: Any) -> None:
         for row in group:
             table.add_row(*_cells_of(row))
         console.print(table)
+    for equal in equal_acceptance(found):
+        nll = equal.row.estimate("nll")
+        if nll is not None and equal.nll is not None:
+            console.print(
+                f"{equal.row.key.label.rsplit(',', 1)[0]}: a gap of {equal.gap:.2f} accepts as "
+                f"much, {equal.row.acceptance_length:.2f}; NLL {equal.nll:.3f} beside "
+                f"{nll.value:.3f}",
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def _cells_of(row: Row) -> list[str]:
