@@ -8,7 +8,16 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 VOCAB = 512
 # The CPU attention kernels of vLLM take heads of 32 and more.
@@ -102,3 +111,48 @@ def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, 
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
+
+
+_SHAPE = {
+    **{"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 32, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2},
+    "initializer_range": 0.2,
+}
+
+
+def qwen3(directory: Path) -> PreTrainedModel:
+    """Writes a two-layer model of the Qwen3 type (norms on queries and keys) and returns it."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=False))
+    model.save_pretrained(directory)
+    return model
+
+
+def gemma2(directory: Path) -> PreTrainedModel:
+    """Writes a two-layer model of the Gemma 2 type, whose logits are capped at 6."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        **_SHAPE,
+        pad_token_id=0,
+        query_pre_attn_scalar=32,
+        sliding_window=256,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=6.0,
+    )
+    model = Gemma2ForCausalLM(config)
+    with torch.no_grad():
+        # The input's embedding is the output's, so each token would predict itself, but for signs
+        # that a norm (1 + weight) turns over.
+        model.model.norm.weight.copy_(2.0 * (torch.rand(HIDDEN) < 0.5) - 2)
+    model.save_pretrained(directory)
+    return model
+
+
+def blurred(directory: Path, target: PreTrainedModel, noise: float) -> None:
+    """Writes a draft model: the target with noise on its weights; the target is changed, too."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in target.parameters():
+            weight.add_(noise * weight.std() * torch.randn_like(weight))
+    target.save_pretrained(directory)

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 SIZE = (4.8, 3.4)
 DPI = 200
 SERIES = 8
+LEGEND_COLUMNS, LEGEND_ROW = 2, 0.19
 MARKERS = "osD^vPX*"
 
 _STYLE: dict[str, Any] = {
@@ -75,12 +76,14 @@ class Plot:
         title: in one line.
         note: what one sees, or must know.
         draw: draws it.
+        named: series that a legend below the axes names.
     """
 
     name: str
     title: str
     note: str
     draw: Draw
+    named: int = 0
 
     def svg(self) -> str:
         """The drawing as an `<svg>` element without size, in the page's colours."""
@@ -113,8 +116,11 @@ class Plot:
             figure.savefig(path, dpi=DPI)
 
     def _figure(self, palette: Palette) -> Figure:
-        figure = Figure(figsize=SIZE, layout="constrained")
+        rows = math.ceil(self.named / LEGEND_COLUMNS)
+        figure = Figure(figsize=(SIZE[0], SIZE[1] + LEGEND_ROW * rows), layout="constrained")
         self.draw(figure.add_subplot(), palette)
+        if rows:
+            figure.legend(loc="outside lower center", ncols=LEGEND_COLUMNS)
         return figure
 
 
@@ -151,16 +157,15 @@ def lines(series: Sequence[Series], x_label: str, y_label: str, *, log2: bool = 
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         _label(axes, x_label, y_label)
-        axes.legend(ncols=1 if len(series) < 5 else 2)
 
     return draw
 
 
 def pareto(series: Sequence[Series], x_label: str, y_label: str, *, higher: bool) -> Draw:
-    """Draws one labelled point for each rule, and the line of those that no other beats in both.
+    """Draws a point for each rule, and the line of those that no other beats in both.
 
     Args:
-        series: rules of a kind (one colour), each a point.
+        series: the rules, each a point.
         x_label: where more is better.
         y_label: quality.
         higher: whether more quality is a larger y; else the axis is turned, so that up is better.
@@ -176,11 +181,12 @@ def pareto(series: Sequence[Series], x_label: str, y_label: str, *, higher: bool
                 if item.low:
                     error = [[y - item.low[place]], [item.high[place] - y]]
                     axes.errorbar(x, y, error, color=colour, alpha=0.5, linewidth=1)
-                axes.plot(x, y, marker=_marker(item.colour or 0), color=colour, linestyle="none")
-                axes.annotate(item.label, (x, y), (4, 4), textcoords="offset points", fontsize=7.5)
+            axes.plot(
+                item.x, item.y, marker=_marker(index), color=colour, linestyle="", label=item.label
+            )
         if not higher:
             axes.invert_yaxis()
-        axes.margins(x=0.15, y=0.1)
+        axes.margins(x=0.1, y=0.1)
         _label(axes, x_label, y_label)
 
     return draw
@@ -297,7 +303,8 @@ def _colour(palette: Palette, series: Series, index: int) -> str:
 
 
 def _marker(index: int) -> str:
-    return MARKERS[index % len(MARKERS)]
+    # Another pairing with the colours in each round.
+    return MARKERS[(index + index // SERIES) % len(MARKERS)]
 
 
 def _short(value: float) -> str:

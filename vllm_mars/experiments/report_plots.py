@@ -15,7 +15,7 @@ from vllm_mars.experiments.plots import (
     lines,
     pareto,
 )
-from vllm_mars.experiments.records import METHODS, CellKey
+from vllm_mars.experiments.records import CellKey
 from vllm_mars.experiments.summary import Row
 
 Calibrations = Sequence[tuple[str, dict[str, Any]]]
@@ -54,6 +54,7 @@ def pareto_plots(found: Sequence[Row]) -> list[Plot]:
                     f"{label}, {_words(point)}",
                     f"Beaten by no other rule: {', '.join(sorted(best))}.",
                     pareto(series, "x autoregressive speed", label, higher=higher),
+                    len(series),
                 )
             )
     return plots
@@ -65,12 +66,12 @@ def _quality_point(row: Row, name: str, compared: bool) -> Series | None:
     estimate = row.estimate(name)
     if speed is None:
         return None
-    label, colour = _label(row.key), METHODS.index(row.key.method)
+    label = _label(row.key)
     if own:
         # It does not differ from itself, and its recovery and likeness are 1, where there are any.
         if estimate is None and compared:
             return None
-        return Series(label, [speed], [0.0 if name == "nll" else 1.0], colour=colour)
+        return Series(label, [speed], [0.0 if name == "nll" else 1.0])
     if estimate is None:
         return None
     y, low, high = (
@@ -82,7 +83,7 @@ def _quality_point(row: Row, name: str, compared: bool) -> Series | None:
     )
     if y is None or low is None or high is None:
         return None
-    return Series(label, [speed], [y], [low], [high], colour)
+    return Series(label, [speed], [y], [low], [high])
 
 
 def acceptance_plots(found: Sequence[Row]) -> list[Plot]:
@@ -104,7 +105,7 @@ def acceptance_plots(found: Sequence[Row]) -> list[Plot]:
         if series:
             title = f"Accepted drafts by position, {_words(point)}"
             draw = lines(series, "draft position", "accepted / steps")
-            plots.append(Plot(_slug("acceptance", *point), title, "", draw))
+            plots.append(Plot(_slug("acceptance", *point), title, "", draw, len(series)))
     return plots
 
 
@@ -124,7 +125,7 @@ def load_plots(found: Sequence[Row]) -> list[Plot]:
         if series:
             title = f"Speed by concurrency, {_words(point)}"
             draw = lines(series, "requests in flight", "output tokens / s", log2=True)
-            plots.append(Plot(_slug("load", *point), title, "", draw))
+            plots.append(Plot(_slug("load", *point), title, "", draw, len(series)))
     return plots
 
 
