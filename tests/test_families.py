@@ -1,0 +1,84 @@
+"""Other architectures, tiny and with random weights: Qwen3's, and Gemma 2's with capped logits."""
+
+import pytest
+import tiny_models
+import torch
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 70, 107]]
+# Above it a runner-up counts as close.
+THETA = 0.9
+TOKENS = 24
+
+
+def generate(target, speculative_config, thetas):
+    """Greedy tokens of each prompt with each theta; None leaves it to the server."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(target),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        speculative_config=speculative_config,
+    )
+    try:
+        found = []
+        for theta in thetas:
+            params = SamplingParams(
+                **{"temperature": 0, "max_tokens": TOKENS, "detokenize": False, "ignore_eos": True},
+                extra_args=None if theta is None else {"mars_theta": theta},
+            )
+            prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+        return found
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def relaxed_rows(model, answers):
+    """The target's logits at each token that is not its first choice, and those tokens."""
+    rows, tokens = [], []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        emitted = torch.tensor(answer)
+        off = logits.gather(1, emitted[:, None])[:, 0] < logits.max(-1).values - 1e-3
+        rows.append(logits[off])
+        tokens.append(emitted[off])
+    return torch.cat(rows), torch.cat(tokens)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_family(family, tmp_path):
+    model = getattr(tiny_models, family)(tmp_path / "target").eval()
+    tiny_models.blurred(tmp_path / "draft", model, noise=0.07)
+    draft = {
+        "method": "draft_model",
+        "model": str(tmp_path / "draft"),
+        "num_speculative_tokens": 3,
+    }
+    (plain,) = generate(tmp_path / "target", draft, [None])
+    mars = {**draft, "rejection_sample_method": "mars", "mars_theta": 1.0}
+    strict, loose = generate(tmp_path / "target", mars, [1.0, THETA])
+    assert strict == plain
+    assert loose != strict
+
+    # The draft changed the weights in memory.
+    target = type(model).from_pretrained(tmp_path / "target").eval()
+    rows, tokens = relaxed_rows(target, loose)
+    assert len(tokens) > 0
+    values, ids = rows.topk(2)
+    assert (ids[:, 1] == tokens).all(), "only runners-up"
+    assert (values[:, 1] > THETA * values[:, 0] - 1e-3).all()
+    assert not len(relaxed_rows(target, strict)[1])
+    if family == "gemma2":
+        cap = target.config.final_logit_softcapping
+        uncapped = cap * torch.atanh(values / cap)
+        assert (values.abs() < cap).all()
+        # Theta acts on what the model puts out: some of these are not close before the cap.
+        assert (uncapped[:, 1] < THETA * uncapped[:, 0]).any()
