@@ -43,11 +43,18 @@ def packaged_head() -> Path | None:
 
 
 def is_head(directory: Path) -> bool:
-    """Whether a directory says that it is an EAGLE-3 head of this project."""
+    """Whether `check_head` must look at a draft before a server does.
+
+    Returns:
+        True for a directory whose config.json says that it is a head of this project, or cannot be
+        read at all; False for other drafts, and for what is no directory.
+    """
+    if not directory.is_dir():
+        return False
     try:
         return TARGET_KEY in json.loads((directory / "config.json").read_text())
     except (OSError, ValueError, TypeError):
-        return False
+        return True
 
 
 def check_head(directory: Path, model: Path) -> DraftHead:

@@ -1,0 +1,288 @@
+"""The making of an EAGLE-3 head, on a tiny target: data, training, resuming, export, vLLM."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import tiny_models
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks.draft import prompts
+from benchmarks.draft.data import DataOptions, Shard, file_prompts, make_shard, write_manifest
+from benchmarks.draft.engine import measure
+from benchmarks.draft.evaluate import Walk, evaluate_offline
+from benchmarks.draft.export import export
+from benchmarks.draft.head import new_head
+from benchmarks.draft.start import start_linear
+from benchmarks.draft.target import Target
+from benchmarks.draft.train import Batch, Trainer, TrainOptions, choose_draft_tokens
+from vllm_mars.draft_head import check_head, model_checksum
+from vllm_mars.prompts import load_prompts
+
+AUX = (0, 1, 2)
+DATA = DataOptions(
+    shards=3,
+    shard_prompts=12,
+    batch=5,
+    max_prompt_tokens=24,
+    max_tokens=12,
+    aux_layers=AUX,
+)
+TRAIN = TrainOptions(shards=2, epochs=1.0, steps_ahead=3, batch=4, warm_up=2, checkpoint_every=3)
+
+
+def encode(messages):
+    return [3 + byte for byte in messages[-1]["content"].encode()][:24]
+
+
+def decode(tokens):
+    return " ".join(f"Word{token}." for token in tokens.tolist())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("target")
+    tiny_models.llama(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def target(model):
+    return Target(model, AUX, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def shards(target, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    for number in range(DATA.shards):
+        assert make_shard(directory, number, DATA, target, encode, decode)
+    return directory
+
+
+def trainer(directory, target, shards, options=TRAIN):
+    paths = [shards / f"{number:05d}.safetensors" for number in range(DATA.shards)]
+    head = new_head(target, choose_draft_tokens(paths, 256, tiny_models.VOCAB))
+    start_linear(head, target, paths[:1])
+    made = Trainer(directory, options, target, head, paths.__getitem__, DATA.shard_prompts)
+    made.resume()
+    return made
+
+
+def greedy(target, given, max_tokens):
+    generator = torch.Generator()
+    found = target.answer(given, [0.0] * len(given), max_tokens, generator)
+    return sorted(found, key=lambda sequence: sequence.index)
+
+
+def test_answers_and_states_are_those_of_transformers(model, target):
+    given = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
+    reference = LlamaForCausalLM.from_pretrained(model)
+    for sequence in greedy(target, given, 20):
+        with torch.inference_mode():
+            output = reference(sequence.tokens[None], output_hidden_states=True)
+        start = sequence.prompt_tokens
+        assert sequence.tokens[:start].tolist() == given[sequence.index]
+        assert len(sequence.tokens) - start == 20 or sequence.tokens[-1] == 2
+        assert torch.equal(sequence.tokens[start:], output.logits[0, start - 1 : -1].argmax(-1))
+        # transformers gives its last state after the norm, the others as they are.
+        for index in range(2):
+            expected = output.hidden_states[index][0, :-1]
+            torch.testing.assert_close(sequence.states[:, index], expected, rtol=1e-4, atol=1e-5)
+        last = reference.model.norm(sequence.states[:, 2])
+        torch.testing.assert_close(last, output.hidden_states[2][0, :-1], rtol=1e-4, atol=1e-4)
+
+
+def test_sampled_answers_follow_the_seed(target):
+    def sampled(seed):
+        generator = torch.Generator().manual_seed(seed)
+        found = target.answer([[9, 8, 7]] * 6, [1.0] * 6, 16, generator)
+        return sorted((sequence.index, sequence.tokens.tolist()) for sequence in found)
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+    assert len({tuple(tokens) for _, tokens in sampled(1)}) > 1
+
+
+def test_a_shard_follows_from_seed_and_number(target, shards, tmp_path):
+    for number in (0, 2):
+        if number:
+            (tmp_path / "00000.jsonl").write_bytes((shards / "00000.jsonl").read_bytes())
+        assert make_shard(tmp_path, number, DATA, target, encode, decode)
+        name = f"{number:05d}.safetensors"
+        assert (tmp_path / name).read_bytes() == (shards / name).read_bytes()
+    assert not make_shard(tmp_path, 2, DATA, target, encode, decode)
+    make_shard(tmp_path / "..", 1, replace(DATA, seed=1), target, encode, decode)
+    other = (tmp_path / ".." / "00001.safetensors").read_bytes()
+    assert other != (shards / "00001.safetensors").read_bytes()
+
+
+def test_data_of_other_options_is_refused(tmp_path):
+    write_manifest(tmp_path, DATA, "abc")
+    write_manifest(tmp_path, replace(DATA, shards=9), "abc")
+    with pytest.raises(ValueError, match=r"holds data made with max_tokens=12, not 13; name"):
+        write_manifest(tmp_path, replace(DATA, max_tokens=13), "abc")
+    with pytest.raises(ValueError, match=r"holds data made with target_sha256='abc', not 'abd'"):
+        write_manifest(tmp_path, DATA, "abd")
+
+
+def test_the_demos_prompts_are_no_training_prompts(tmp_path):
+    measured = {turn for prompt in load_prompts() for turn in prompt.turns}
+    rng = random.Random(0)
+    drawn = {prompts.draw(rng, [])[-1]["content"] for _ in range(2000)}
+    assert not measured & drawn
+    assert len(drawn) > 1900
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Say hello."}\n')
+    assert file_prompts(path) == ["Say hello."]
+    path.write_text(json.dumps({"id": "x", "prompt": sorted(measured)[0]}) + "\n")
+    with pytest.raises(ValueError, match=r"x is one of the demo's prompts, .* remove it"):
+        file_prompts(path)
+
+
+def test_follow_ups_and_passages_come_from_earlier_answers():
+    rng = random.Random(0)
+    earlier = [([{"role": "user", "content": "Q"}], "One red fox. Two red foxes. Three. Cut")]
+    drawn = [prompts.draw(rng, earlier) for _ in range(500)]
+    follow_ups = [messages for messages in drawn if len(messages) == 3]
+    assert 30 < len(follow_ups) < 90
+    assert follow_ups[0][1] == {"role": "assistant", "content": earlier[0][1]}
+    assert sum("Two red foxes." in messages[-1]["content"] for messages in drawn) > 10
+    assert not any("Cut" in messages[-1]["content"] for messages in drawn)
+
+
+def test_an_interrupted_run_ends_with_the_same_head(target, shards, tmp_path):
+    whole = trainer(tmp_path / "whole", target, shards)
+    whole.run(report=lambda figures: None)
+    assert whole.done == whole.total == 6
+    parts = trainer(tmp_path / "parts", target, shards)
+    parts.run(4, lambda figures: None)
+    again = trainer(tmp_path / "parts", target, shards)
+    assert again.done == 4
+    steps = []
+    again.run(report=lambda figures: steps.append(figures["step"]))
+    assert steps == [5, 6]
+    for one, other in zip(whole.head.parameters(), again.head.parameters(), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match=r"is of a run with batch=4, not 5; name another"):
+        trainer(tmp_path / "parts", target, shards, replace(TRAIN, batch=5))
+
+
+def test_training_lowers_the_loss_of_each_step(target, shards, tmp_path):
+    options = replace(TRAIN, epochs=6.0, ramp=0.0)
+    made = trainer(tmp_path, target, shards, options)
+    figures = []
+    made.run(report=figures.append)
+    for step in range(3):
+        first, last = (
+            sum(line["loss"][step] for line in part) for part in (figures[:6], figures[-6:])
+        )
+        assert last < first
+    assert made.data_tokens()["answer_tokens"] > 100
+    assert len(made.log_means(4)["accuracy"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "sgd"}, r"optimizer='sgd' is unknown; take 'muon' or 'adamw'"),
+        ({"batch": 0}, r"batch=0 is not above 0"),
+        ({"epochs": -1.0}, r"epochs=-1\.0 is not above 0"),
+    ],
+)
+def test_bad_options(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TRAIN, **change)
+
+
+def test_a_linear_start_needs_the_last_state_and_a_value_for_each_head(target, shards):
+    paths = [shards / "00000.safetensors"]
+    tokens = torch.arange(256)
+    with pytest.raises(ValueError, match=r"aux_layers=\(0, 1\) does not end with .* state, 2"):
+        start_linear(new_head(target, tokens, aux_layers=(0, 1)), target, paths)
+    with pytest.raises(ValueError, match=r"num_key_value_heads=2 is not num_attention_heads=4"):
+        start_linear(new_head(target, tokens, num_key_value_heads=2), target, paths)
+
+
+def test_anchors_end_where_nothing_is_left_to_guess():
+    states = [torch.zeros(6, 3, 8), torch.zeros(4, 3, 8)]
+    batch = Batch.of([torch.arange(6), torch.arange(4)], states, [2, 2], 3, "cpu")
+    # The first drafts after token 1, the prompt's last, knowing token 2: tokens 3, 4 and 5.
+    assert batch.anchors[0].tolist() == [1, 2, 3]
+    assert batch.valid.tolist() == [[3, 2, 1], [1, 0, 0]]
+
+
+def test_drafting_from_all_tokens_at_once_equals_one_after_the_other(target, shards):
+    """The masks of the training steps against plain decoding with a growing cache."""
+    paths = [shards / "00000.safetensors"]
+    head = new_head(target, torch.arange(256), num_key_value_heads=2)
+    tokens, states = (parts[0] for parts in Shard.open(paths[0]).read())
+    batch = Batch.of([tokens], [states], [4], 3, "cpu")
+    embeddings = target.embedding[batch.tokens[:, 1:]]
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if name.endswith("o_proj.weight"):
+                torch.nn.init.normal_(parameter, std=0.2)
+        together = list(head.steps(batch.states, embeddings, batch.anchors, 3))
+        for column, anchor in enumerate(batch.anchors[0].tolist()):
+            # Only what is known at the anchor: nothing after it may matter.
+            alone = head.steps(
+                batch.states[:, : anchor + 1],
+                embeddings[:, : anchor + 4],
+                torch.tensor([[anchor]]),
+                3,
+            )
+            for step, hidden in enumerate(alone):
+                torch.testing.assert_close(
+                    together[step][:, column], hidden[:, 0], rtol=1e-3, atol=1e-4
+                )
+
+
+def test_the_walk_of_verification():
+    walk = Walk()
+    # Two right, then the target's own token; one right; none, at the last.
+    right = [[True, True, False]] + [[True] * 3] * 2 + [[True, False, True], [True] * 3]
+    walk.take([*right, [False] * 3])
+    assert (walk.drafts, walk.accepted) == (3, [2, 1, 0])
+    assert walk.length == 2.0
+    assert walk.to_json()["acceptance_by_position"] == [0.6667, 0.3333, 0.0]
+
+
+@pytest.mark.engine
+def test_vllm_drafts_what_we_expect_of_the_head(model, target, shards, tmp_path):
+    """Positions, inputs and hidden states agree if the counts of acceptance do."""
+    made = trainer(tmp_path / "run", target, shards, replace(TRAIN, epochs=2.0))
+    made.run(report=lambda figures: None)
+    export(
+        made.head,
+        tmp_path / "head",
+        target_name="tiny",
+        target_sha256=model_checksum(model),
+        num_speculative_tokens=3,
+        dtype=torch.float32,
+    )
+    found = check_head(tmp_path / "head", model)
+    given = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
+    max_tokens = 100
+    answers = greedy(target, given, max_tokens)
+    expected = evaluate_offline(made.head, target, answers, 3)
+    figures = measure(
+        model,
+        {"method": "eagle3", "model": str(found.directory), "num_speculative_tokens": 3},
+        given,
+        max_tokens=max_tokens,
+        theta=0.5,
+        engine={"max_model_len": 128},
+    )
+    strict = figures["strict"]
+    assert strict["tokens"] == [
+        sequence.tokens[sequence.prompt_tokens :].tolist() for sequence in answers
+    ]
+    assert expected.length > 1.2
+    # The engine also drafts past the end of an answer, once at most.
+    assert abs(strict["drafts"] - expected.drafts) <= len(given)
+    for position, accepted in enumerate(expected.accepted):
+        seen = strict["acceptance_by_position"][position] * strict["drafts"]
+        assert abs(seen - accepted) <= len(given)
+    assert figures["relaxed"]["mean_acceptance_length"] > strict["mean_acceptance_length"]
