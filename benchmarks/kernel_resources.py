@@ -15,14 +15,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_mars.kernels import greedy, top2
+from vllm_mars.kernels import counting, greedy, sections, top2
 
 from vllm_mars.provenance import describe_run
 
@@ -68,6 +68,12 @@ def variants() -> list[Variant]:
     result.append(_accept("accept, bonus ids, one theta", "ids", False))
     result.append(_accept("accept, no bonus, with ids", "no", False, ids=True))
     result.append(_accept("accept, bonus rows, 128 drafts", "rows", False, max_draft_len=128))
+    # An engine that counts, with all that requests can bring.
+    result.append(_with_limits(_accept("accept, bonus rows, all limits", "rows", True)))
+    result.append(_with_limits(_accept("accept, bonus row last, all limits", "last", True)))
+    result.append(_with_limits(_judge("judge, all limits", True)))
+    result.append(_count())
+    result.append(_block())
     return result
 
 
@@ -165,6 +171,50 @@ def _judge(name: str, per_request: bool) -> Variant:
     }
     options = {"enable_fp_fusion": False}
     return Variant(name, greedy.judge_kernel, types, constants, options=options)
+
+
+def _with_limits(variant: Variant) -> Variant:
+    """The same with blocked positions, a budget, and verdicts for the counters."""
+    types = {
+        **variant.types,
+        "blocked_ptr": "*i8",
+        "budget_used_ptr": "*i32",
+        "budget_produced_ptr": "*i32",
+        "top2_values_ptr": "*fp32",
+        "verdicts_ptr": "*i8",
+    }
+    constants = {**variant.constants, "HAS_BLOCKED": True, "HAS_BUDGET": True}
+    wanted = "WITH_VALUES" if "WITH_VALUES" in constants else "WITH_VERDICTS"
+    return replace(variant, types=types, constants={**constants, wanted: True})
+
+
+def _count() -> Variant:
+    types = {
+        "counts_ptr": "*i64",
+        "top2_values_ptr": "*fp32",
+        "verdicts_ptr": "*i8",
+        "num_accepted_ptr": "*i32",
+        "draft_token_ids_ptr": "*i32",
+        "cu_num_draft_tokens_ptr": "*i32",
+        "edges_ptr": "*fp32",
+        **{"theta": "fp32", "gap": "fp32", "units": "fp32"},
+        **dict.fromkeys(("longest", "ratio_start", "ratio_sum", "refused_start"), "i32"),
+        "num_edges": "i32",
+    }
+    constants = {
+        **{"EDGES": 16, "POSITIONS": 8, "DRY_RUN": False},
+        **{"THETA_PER_REQUEST": False, "GAP_PER_REQUEST": False},
+    }
+    options = {"enable_fp_fusion": False}
+    return Variant("count", counting.count_kernel, types, constants, warps=1, options=options)
+
+
+def _block() -> Variant:
+    names = sections.block_kernel.arg_names
+    types = {name: "*i32" if name.endswith("_ptr") else "i32" for name in names}
+    types["blocked_ptr"] = "*i8"
+    del types["ONLY_THINKING"]
+    return Variant("block", sections.block_kernel, types, {"ONLY_THINKING": True}, warps=1)
 
 
 def compile_variant(variant: Variant, target: GPUTarget) -> Any:
