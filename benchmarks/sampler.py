@@ -97,21 +97,28 @@ def step(batch: int, temperature: float, top_p: float | None) -> tuple[Any, torc
 
 
 def measure_samplers(runs: int) -> list[dict[str, Any]]:
-    """vLLM's sampler against MARS at theta 0.9, for greedy and sampled batches of 1 and 32."""
+    """vLLM's sampler against MARS at theta 0.9, without and with the counters of a server."""
     from vllm.platforms import current_platform
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
 
     from vllm_mars import MarsConfig, MarsRejectionSampler
+    from vllm_mars.counters import CounterLayout, Counters
     from vllm_mars.cpu_kernels import mend
 
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
     mend()
     device = torch.device("cpu")
+    mars, counting = (
+        MarsRejectionSampler(Sampler(), None, device, MarsConfig(theta=THETA), [0, 1, 2])
+        for _ in range(2)
+    )
+    counting.rule.counters = Counters(CounterLayout(NUM_DRAFT_TOKENS), device)
     samplers = {
         "vllm": RejectionSampler(Sampler(), None, device),
-        "mars": MarsRejectionSampler(Sampler(), None, device, MarsConfig(theta=THETA), [0, 1, 2]),
+        "mars": mars,
+        "mars_counting": counting,
     }
     results = []
     for batch in (1, 32):
@@ -130,12 +137,14 @@ def measure_samplers(runs: int) -> list[dict[str, Any]]:
                 runs,
             )
             ratios = [m / v for m, v in zip(seconds["mars"], seconds["vllm"], strict=True)]
+            added = [c - m for c, m in zip(seconds["mars_counting"], seconds["mars"], strict=True)]
             results.append(
                 {
                     "batch": batch,
                     "requests": name,
                     **{key: summary(values) for key, values in seconds.items()},
                     "median_ratio_mars_to_vllm": statistics.median(ratios),
+                    "median_ms_counting_adds": statistics.median(added) * 1e3,
                 }
             )
     return results
@@ -196,6 +205,7 @@ def main() -> int:
             f"batch {row['batch']:>2}, {row['requests']:<27}"
             f" vLLM {row['vllm']['median_ms']:8.2f} ms   MARS {row['mars']['median_ms']:8.2f} ms"
             f"   ratio {row['median_ratio_mars_to_vllm']:.2f}"
+            f"   counting adds {row['median_ms_counting_adds']:.2f} ms"
         )
     for name, values in result["reductions_160_rows"].items():
         print(f"{name:<53} {values['median_ms']:8.2f} ms")
