@@ -16,6 +16,10 @@ ENVIRONMENT = {
     # A loaded machine may take longer than Ray waits, or look to it as if memory ran out.
     "RAY_raylet_start_wait_time_s": "180",
     "RAY_memory_monitor_refresh_ms": "0",
+    # Not behind everything else that runs, as Ray has it.
+    "RAY_worker_niceness": "0",
+    # Idle workers end soon; each holds half a gigabyte of imports.
+    "RAY_num_workers_soft_limit": "1",
 }
 OBJECT_STORE_BYTES = 200 * 2**20
 
