@@ -13,8 +13,7 @@ ENVIRONMENT = {
         filter(None, [str(ON_RAY), str(ON_RAY.parent.parent), os.environ.get("PYTHONPATH")])
     ),
     "RAY_USAGE_STATS_ENABLED": "0",
-    # A loaded machine may take longer than Ray waits, or look to it as if memory ran out.
-    "RAY_raylet_start_wait_time_s": "180",
+    # Ray would end tasks where other programs fill the memory.
     "RAY_memory_monitor_refresh_ms": "0",
     # Not behind everything else that runs, as Ray has it.
     "RAY_worker_niceness": "0",
