@@ -130,7 +130,8 @@ class MarginRule:
         Yields:
             What was judged, or None where nothing can be relaxed and nothing is counted.
         """
-        if self.counters is None and limits[:2] == (1.0, 0.0):
+        is_own = isinstance(limits.theta, torch.Tensor)
+        if self.counters is None and not is_own and (limits.theta, limits.gap) == (1, 0):
             yield None
             return
         judgement = judge_positions(
