@@ -74,17 +74,30 @@ def test_theta_1_is_vllm_and_a_gap_accepts_more(models):
         "chooses otherwise." in strict["log"]
     )
     assert "Margin-aware" not in own["log"]
-    # In one batch: the first request stays strict, the others take what the server gives.
-    first_strict = [{**GREEDY, "extra_args": {"mars_gap": 0}}, GREEDY, GREEDY]
+    # In one batch: the first request stays strict, the second's prompt opens a span that never
+    # ends, the third takes what the server gives, within its budget.
+    tell = {"mars_return": True}
+    first_strict = [
+        {**GREEDY, "extra_args": {"mars_gap": 0, **tell}},
+        {**GREEDY, "extra_args": tell},
+        {**GREEDY, "extra_args": tell},
+    ]
     relaxed = generate(
         models,
         first_strict,
         rejection_sample_method="mars",
         mars_metric="gap",
         mars_gap=1000.0,
+        mars_max_relaxed_share=0.5,
+        mars_strict_spans=[[3, None]],
     )
-    assert relaxed["tokens"][0] == own["tokens"][0]
-    assert relaxed["tokens"][1:] != own["tokens"][1:]
+    assert relaxed["tokens"][:2] == own["tokens"][:2]
+    assert relaxed["tokens"][2] != own["tokens"][2]
+    positions = [told["relaxed_positions"] for told in relaxed["returned"]]
+    assert positions[:2] == [[], []]
+    assert positions[2]
+    for count, position in enumerate(positions[2], start=1):
+        assert count <= 0.5 * (position + 1)
     assert "metric=gap, gap=1000 nats" in relaxed["log"]
     assert "the output is LOSSY: it can differ from the target's own." in relaxed["log"]
     assert relaxed["accepted"] / relaxed["drafted"] > own["accepted"] / own["drafted"]

@@ -39,12 +39,16 @@ def main() -> None:
             use_tqdm=False,
         )
         metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        answers = [output.outputs[0] for output in outputs]
     finally:
         llm.llm_engine.engine_core.shutdown()
     result = {
         **worker,
-        "tokens": tokens,
+        "tokens": [list(answer.token_ids) for answer in answers],
+        "returned": [
+            answer.spec_decode_metrics and answer.spec_decode_metrics.to_dict()["mars"]
+            for answer in answers
+        ],
         "drafted": metrics.get("vllm:spec_decode_num_draft_tokens"),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
     }
