@@ -1,4 +1,4 @@
-"""Makes an EAGLE-3 head for a target, or measures drafts of different quality.
+"""Makes an EAGLE-3 head for a target, and measures it beside other drafts.
 
 python -m benchmarks.draft make --setting cpu
 python -m benchmarks.draft ladder --output benchmarks/results/draft-ladder-cpu.json
@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.draft import ladder, pipeline
+from benchmarks.draft.evaluate import evaluate_heads
+from vllm_mars.demo import write_json
 from vllm_mars.packaged_model import cache_root, ensure_model
+from vllm_mars.prompts import PACKAGED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, or 1 after an error."""
     args = _parser().parse_args(argv)
     try:
-        return _ladder(args) if args.command == "ladder" else _make(args)
+        run = {"make": _make, "evaluate": _evaluate, "ladder": _ladder}[args.command]
+        return run(args)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
@@ -90,6 +94,20 @@ def _make(args: argparse.Namespace) -> int:
     return 0
 
 
+def _evaluate(args: argparse.Namespace) -> int:
+    result = evaluate_heads(
+        args.model or ensure_model(),
+        args.heads,
+        args.prompts or PACKAGED,
+        args.max_tokens,
+        args.num_speculative_tokens,
+    )
+    write_json(args.output, result)
+    for name, figures in result["heads"].items():
+        print(name, figures["mean_acceptance_length"], figures["acceptance_by_position"])
+    return 0
+
+
 def _ladder(args: argparse.Namespace) -> int:
     model = args.model or ensure_model()
     work = args.work or cache_root() / f"draft-{model.name}"
@@ -103,8 +121,7 @@ def _ladder(args: argparse.Namespace) -> int:
         num_speculative_tokens=args.num_speculative_tokens,
         report=lambda line: print(json.dumps(line), file=sys.stderr),
     )
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.output, result)
     print(ladder.table(result))
     return 0
 
@@ -132,6 +149,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar=("I", "N"),
         help="with --stage data: shards I, I + N, ... alone, for N = 2 processes",
     )
+
+    offline = commands.add_parser("evaluate", help="strict acceptance of heads, without vLLM")
+    offline.add_argument("heads", type=Path, nargs="+", metavar="HEAD", help="their directories")
+    offline.add_argument("--output", type=Path, required=True, metavar="FILE")
+    offline.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged model")
+    offline.add_argument("--prompts", type=Path, metavar="FILE", help="default: the demo's")
+    offline.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    offline.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K")
 
     steps = commands.add_parser("ladder", help="acceptance of drafts of different quality")
     steps.add_argument("--output", type=Path, required=True, metavar="FILE")

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.draft import prompts
-from benchmarks.draft.target import Target
+from benchmarks.draft.target import Sequence, Target
 from vllm_mars.prompts import PACKAGED, load_prompts
 
 # Follow-ups and passages come from the shard this far back, which the same worker of one or two
@@ -97,7 +97,7 @@ def make_shard(
     # Padding is little where the lengths of a batch are alike.
     conversations.sort(key=lambda pair: len(pair[1]))
     generator = torch.Generator(target.device).manual_seed(rng.getrandbits(62))
-    tokens, prompt_tokens, states, lines = [], [], [], []
+    answers, lines = [], []
     for first in range(0, len(conversations), options.batch):
         batch = conversations[first : first + options.batch]
         heat = [
@@ -105,10 +105,7 @@ def make_shard(
         ]
         ids = [pair[1] for pair in batch]
         for answer in target.answer(ids, heat, options.max_tokens, generator):
-            tokens.append(answer.tokens.int())
-            prompt_tokens.append(answer.prompt_tokens)
-            states.append(answer.states.bfloat16())
-            states.append(torch.zeros_like(states[-1][:1]))
+            answers.append(answer)
             generated = answer.tokens[answer.prompt_tokens :]
             line = {
                 "messages": batch[answer.index][0],
@@ -118,16 +115,24 @@ def make_shard(
             lines.append(json.dumps(line, ensure_ascii=False))
             advance(1, len(generated))
     _replace(final.with_suffix(".jsonl"), "\n".join(lines).encode() + b"\n")
-    unfinished = final.with_suffix(f".tmp-{os.getpid()}")
+    save_shard(final, answers)
+    return True
+
+
+def save_shard(path: Path, answers: list[Sequence]) -> None:
+    """Writes answers as a shard, complete or not at all."""
+    states = []
+    for answer in answers:
+        states += [answer.states.bfloat16(), torch.zeros_like(answer.states[:1]).bfloat16()]
+    unfinished = path.with_suffix(f".tmp-{os.getpid()}")
     content = {
-        "tokens": torch.cat(tokens),
-        "lengths": torch.tensor([len(one) for one in tokens]),
-        "prompt_tokens": torch.tensor(prompt_tokens),
+        "tokens": torch.cat([answer.tokens for answer in answers]).int(),
+        "lengths": torch.tensor([len(answer.tokens) for answer in answers]),
+        "prompt_tokens": torch.tensor([answer.prompt_tokens for answer in answers]),
         "states": torch.cat(states),
     }
     save_file(content, unfinished)
-    unfinished.replace(final)
-    return True
+    unfinished.replace(path)
 
 
 def write_manifest(directory: Path, options: DataOptions, target_sha256: str) -> None:

@@ -14,9 +14,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.draft.export import load
 from benchmarks.draft.head import Eagle3Head
 from benchmarks.draft.target import Sequence, Target
 from benchmarks.draft.train import Batch
+from vllm_mars.draft_head import check_head
+from vllm_mars.prompts import load_prompts
+from vllm_mars.provenance import describe_run
+
+SCHEMA = 1
 
 
 @dataclass
@@ -105,7 +111,66 @@ def evaluate_offline(
     return walk
 
 
-def read_server(path: Path) -> Walk:
-    """Returns the counts of the strict server of a demo's result file."""
-    strict = json.loads(path.read_text())["strict"]
-    return Walk(sum(answer["drafts"] for answer in strict["answers"]), [strict["accepted_tokens"]])
+def evaluate_heads(
+    model: Path, heads: list[Path], prompts: Path, max_tokens: int, steps: int
+) -> dict[str, Any]:
+    """Compares heads offline on the target's greedy answers, in float32.
+
+    Args:
+        model: the target's directory.
+        heads: directories of heads that are fed the same hidden states.
+        prompts: prompt file; of each conversation the first turn is asked.
+        max_tokens: longest answer.
+        steps: drafts per step.
+
+    Returns:
+        The result file's content; `heads` has the figures of each by its directory's name.
+
+    Raises:
+        ValueError: a head is damaged or for another target.
+    """
+    for directory in heads:
+        check_head(directory, model)
+    read = {directory.name: load(directory) for directory in heads}
+    layers = {layer for head in read.values() for layer in head.config.aux_layers}
+    target = Target(model, tuple(sorted(layers)), dtype=torch.float32)
+    ids = sorted(encode_prompts(model, prompts), key=len)
+    answers = list(target.answer(ids, [0.0] * len(ids), max_tokens, torch.Generator()))
+    return {
+        "schema": SCHEMA,
+        **describe_run(None),
+        "config": {
+            "model": model.name,
+            "prompts": prompts.name,
+            "max_tokens": max_tokens,
+            "num_speculative_tokens": steps,
+        },
+        "heads": {
+            name: {
+                "steps": _trained_steps(directory),
+                **evaluate_offline(read[name], target, answers, steps).to_json(),
+            }
+            for name, directory in zip(read, heads, strict=True)
+        },
+    }
+
+
+def encode_prompts(model: Path, prompts: Path) -> list[list[int]]:
+    """Returns the token ids of each conversation's first turn, with the start of the answer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt.turns[0]}],
+            add_generation_prompt=True,
+            tokenize=True,
+        )["input_ids"]
+        for prompt in load_prompts(prompts)
+    ]
+
+
+def _trained_steps(directory: Path) -> int:
+    """Returns how many steps a head was trained; 0 where nothing says so."""
+    path = directory / "training.json"
+    return int(json.loads(path.read_text())["steps"]) if path.is_file() else 0

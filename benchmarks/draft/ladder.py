@@ -18,12 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.draft import engine
+from benchmarks.draft.evaluate import encode_prompts
 from benchmarks.draft.export import export, load
 from benchmarks.draft.head import new_head
 from benchmarks.draft.start import start_linear
 from benchmarks.draft.target import Target
 from vllm_mars.draft_head import model_checksum, packaged_head
-from vllm_mars.prompts import PACKAGED, load_prompts
+from vllm_mars.prompts import PACKAGED
 from vllm_mars.provenance import describe_run
 
 SCHEMA = 1
@@ -62,7 +63,7 @@ def climb(
     trained = head or packaged_head()
     if trained is None:
         raise ValueError("there is no trained head; name one with --head, or make one first.")
-    ids = _encode(model, prompts or PACKAGED)
+    ids = encode_prompts(model, prompts or PACKAGED)
     drafts = make_drafts(model, work, trained, num_speculative_tokens)
     result: dict[str, Any] = {
         "schema": SCHEMA,
@@ -168,17 +169,3 @@ def table(result: dict[str, Any]) -> str:
         )
         lines.append(f"| {' | '.join(cells)} | {ratio:.2f} |")
     return "\n".join(lines)
-
-
-def _encode(model: Path, prompts: Path) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt.turns[0]}],
-            add_generation_prompt=True,
-            tokenize=True,
-        )["input_ids"]
-        for prompt in load_prompts(prompts)
-    ]

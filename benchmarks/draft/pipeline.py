@@ -51,7 +51,7 @@ class Setting:
 
 
 SETTINGS = {
-    "cpu": Setting("cpu", DataOptions(shards=8), TrainOptions(shards=8)),
+    "cpu": Setting("cpu", DataOptions(shards=12), TrainOptions(shards=12, epochs=3.0)),
     # Not run: written for a machine that nobody had.
     "gpu": Setting(
         "cuda",

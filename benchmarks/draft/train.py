@@ -55,16 +55,16 @@ class TrainOptions:
     seed: int = 0
     shards: int = 12
     epochs: float = 1.0
-    steps_ahead: int = 4
-    batch: int = 32
+    steps_ahead: int = 3
+    batch: int = 16
     optimizer: str = "muon"
-    learning_rate: float = 3e-3
-    adam_learning_rate: float = 8e-4
+    learning_rate: float = 2e-3
+    adam_learning_rate: float = 3e-4
     weight_decay: float = 0.01
     warm_up: int = 10
     cool_down: float = 0.5
     step_decay: float = 0.8
-    ramp: float = 0.4
+    ramp: float = 0.5
     checkpoint_every: int = 16
 
     def __post_init__(self) -> None:
