@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	&& echo $$p && break; done)
 INSTALLED := $(VENV)/.installed-$(BUILD)
 
-.PHONY: install demo test fuzz soak lint format clean
+.PHONY: install demo draft test fuzz soak lint format clean
 
 install: $(INSTALLED)
 
@@ -32,6 +32,11 @@ $(INSTALLED): setup.py pyproject.toml Makefile
 
 demo: install
 	$(BIN)/vllm-mars demo $(ARGS)
+
+# Distils an EAGLE-3 head from the packaged model (docs/draft.md); goes on where it was interrupted.
+SETTING ?= cpu
+draft: install
+	$(BIN)/python -m benchmarks.draft make --setting $(SETTING) $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
