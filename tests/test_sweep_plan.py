@@ -30,7 +30,7 @@ def test_the_default_grid():
     assert set(counts.values()) == {3}
     rules = {"autoregressive", "standard", "block", "fly"}
     thetas = {f"mars {theta:g}" for theta in (0.84, 0.88, 0.9, 0.92, 0.96, 1.0)}
-    extra = {"mars gap 0.5", "mars gap 1", "mars gap 2", "mars 0.9 unprotected"}
+    extra = {"mars gap 0.5", "mars gap 1", "mars gap 2", "mars gap 3", "mars 0.9 unprotected"}
     assert {c[0] for c in counts if c[1:] == (0.0, 1)} == rules | thetas | extra
     assert {c[0] for c in counts if c[1:] == (1.0, 1)} == rules | thetas
     for load in (4, 16, 64):
@@ -44,7 +44,7 @@ def test_the_default_grid():
 def test_the_full_grid_is_the_product():
     options = SweepOptions(full_grid=True, repeats=1)
     keys = keys_of(plan(options, "model", [TASKS], 0))
-    assert len(keys) == len(set(keys)) == (4 + 6 + 3 + 1) * 2 * 4
+    assert len(keys) == len(set(keys)) == (4 + 6 + 4 + 1) * 2 * 4
 
 
 def test_repeats_start_with_another_server_and_turn_thetas_round():

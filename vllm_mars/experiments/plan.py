@@ -65,7 +65,7 @@ class SweepOptions:
     drafts: tuple[str, ...] = (NGRAM,)
     methods: tuple[Method, ...] = METHODS
     thetas: tuple[float, ...] = THETAS
-    gaps: tuple[float, ...] = (0.5, 1.0, 2.0)
+    gaps: tuple[float, ...] = (0.5, 1.0, 2.0, 3.0)
     unprotected: bool = True
     ks: tuple[int, ...] = (4,)
     temperatures: tuple[float, ...] = (0.0, 1.0)
