@@ -54,6 +54,19 @@ def model(tmp_path_factory):
     return str(directory)
 
 
+def test_options_of_a_command_line_are_text():
+    from vllm_mars.serve import SPECULATION, Options
+
+    options = Options.model_validate(
+        {"min_replicas": "2", "engine_kwargs": '{"tensor_parallel_size": 4}', "routing": "load"}
+    )
+    assert options.min_replicas == 2
+    assert options.engine_kwargs == {"tensor_parallel_size": 4}
+    assert options.speculative_config == SPECULATION
+    with pytest.raises(ValueError, match="routing"):
+        Options(routing="random")
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
