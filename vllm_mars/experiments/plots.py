@@ -24,6 +24,7 @@ DPI = 200
 SERIES = 8
 LEGEND_COLUMNS, LEGEND_ROW = 2, 0.19
 MARKERS = "osD^vPX*"
+LINE_STYLES = ("--", "-", ":", "-.")
 
 _STYLE: dict[str, Any] = {
     "font.size": 9,
@@ -53,7 +54,7 @@ LIGHT = Palette(
     "#1c1c1c",
     "#d9d9d9",
     "#ffffff",
-    ("#0072b2", "#d55e00", "#009e73", "#a8548a", "#8a6d00", "#3a8fc4", "#595959", "#b03060"),
+    ("#0072b2", "#d55e00", "#009e73", "#a8548a", "#8a6d00", "#3a8fc4", "#8c8c8c", "#b03060"),
 )
 # Stand-ins that occur nowhere else, and the CSS variables they become.
 _VARIABLES = {
@@ -246,17 +247,10 @@ def histogram(
                 label=item.label,
             )
         for place, (value, label) in enumerate(marks):
-            axes.axvline(value, color=palette.ink, linewidth=1.2, linestyle=(0, (4, 2)))
-            axes.annotate(
-                label,
-                (value, 1 - 0.1 * place),
-                (-4, -2),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                ha="right",
-                va="top",
-                fontsize=8,
-            )
+            style = LINE_STYLES[place % len(LINE_STYLES)]
+            axes.axvline(value, color=palette.ink, linewidth=1.4, linestyle=style, label=label)
+        first = next((edge for edge, count in zip(edges, series[0].y, strict=False) if count), 0)
+        axes.set_xlim(first, edges[-1])
         axes.grid(False, axis="x")
         _label(axes, x_label, y_label)
         axes.legend(loc="upper left")
@@ -280,8 +274,8 @@ def curve(
             predicted.x, predicted.y, predicted.high, color=palette.series[0], alpha=0.25
         )
         axes.axhline(budget, color=palette.ink, linewidth=1, linestyle=(0, (4, 2)))
-        axes.annotate("budget", (1, budget), (-2, 2), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
+        axes.annotate("budget", (0, budget), (4, 2), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", fontsize=8)  # fmt: skip
         if measured.x:
             error = [
                 [y - low for y, low in zip(measured.y, measured.low, strict=True)],
@@ -290,7 +284,7 @@ def curve(
             axes.errorbar(measured.x, measured.y, error, color=palette.series[1], marker="D",
                           linestyle="none", label=measured.label, zorder=3)  # fmt: skip
         for value, label in marks:
-            axes.axvline(value, color=palette.grid, linewidth=2, zorder=0, label=label)
+            axes.axvline(value, color=palette.ink, linewidth=1, linestyle=":", label=label)
         _label(axes, x_label, y_label)
         axes.legend()
 

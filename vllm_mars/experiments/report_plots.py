@@ -169,9 +169,9 @@ def margin_plots(calibrations: Calibrations) -> list[Plot]:
         margins = content.get("margins")
         if not margins:
             continue
-        marks = [(0.9, "0.9")]
+        marks = [(0.9, "theta 0.9")]
         if content["metric"] == "ratio" and content["threshold"] != 0.9:
-            marks.append((content["threshold"], f"calibrated {content['threshold']:g}"))
+            marks.append((content["threshold"], f"calibrated: {content['threshold']:g}"))
         above = sum(
             count
             for edge, count in zip(margins["edges"], margins["positions"], strict=False)
