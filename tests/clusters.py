@@ -36,8 +36,10 @@ def cluster(*nodes, **environment):
     with (
         # A short path: Ray's sockets lie below it.
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory,
-        mock.patch.dict(os.environ, {**ENVIRONMENT, **environment}),
+        mock.patch.dict(os.environ, {**ENVIRONMENT, "RAY_TMPDIR": directory, **environment}),
     ):
+        # Ray notes its newest cluster below this, and makes it only where `ray start` is called.
+        (Path(directory) / "ray").mkdir()
         started = Cluster()
         try:
             for options in nodes:
