@@ -97,7 +97,8 @@ def make_shard(
     # Padding is little where the lengths of a batch are alike.
     conversations.sort(key=lambda pair: len(pair[1]))
     generator = torch.Generator(target.device).manual_seed(rng.getrandbits(62))
-    answers, lines = [], []
+    answers: list[Sequence] = []
+    lines: list[str] = []
     for first in range(0, len(conversations), options.batch):
         batch = conversations[first : first + options.batch]
         heat = [

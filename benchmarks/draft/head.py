@@ -181,8 +181,8 @@ class Eagle3Head(nn.Module):
         self, projected: torch.Tensor, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Splits into [batch, heads, length, head_dim], rotated where positions are given."""
-        by_head = projected.view(*projected.shape[:-1], -1, self.config.head_dim)
-        split = by_head.transpose(1, 2).float()
+        shape = (*projected.shape[:-1], -1, self.config.head_dim)
+        split = projected.view(shape).transpose(1, 2).float()
         if positions is None:
             return split
         angles = positions[..., None].float() * self.frequencies

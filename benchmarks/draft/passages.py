@@ -10,12 +10,10 @@ happy quiet bright ancient clever gentle rough simple strange busy careful famou
 honest hungry lonely modern narrow patient proud rare sharp silent smooth steady stubborn sudden
 thirsty tiny useful vast warm wild wise young broken cheap curious deep eager fragile generous
 """.split()
-INGREDIENTS = words.listed(
-    """
+INGREDIENTS = words.split("""
 potatoes; rice; chicken; lentils; tomatoes; eggs; mushrooms; spinach; carrots; beans; salmon;
 apples; oats; pasta; pumpkin; cheese; onions; bananas; chickpeas; bread; yogurt; corn
-"""
-)
+""")
 
 SENTENCES = (
     "The {adjective} {job} walked to {place} on {day}.",

@@ -1,9 +1,9 @@
 """Words that the prompt templates are filled with."""
 
 
-def listed(text: str) -> list[str]:
-    """Entries between semicolons, each on one line."""
-    return [" ".join(entry.split()) for entry in text.split(";")]
+def split(text: str) -> list[str]:
+    """Returns what semicolons separate, without line breaks."""
+    return [" ".join(part.split()) for part in text.split(";")]
 
 
 SCIENCE = """
@@ -68,26 +68,21 @@ Nakamura Okafor Petrov Quinn Rossi Santos Tanaka Usman Vargas Weber Yilmaz Zhang
 Dawson Ellis Foster Grant Hughes Keller Larsen Mendes Novotny
 """.split()
 
-PLACES = listed(
-    """
+PLACES = split("""
 Lisbon; Kyoto; Nairobi; Montreal; Oslo; Cairo; Lima; Prague; Sydney; Dublin; Hanoi; Warsaw;
 Mumbai; Boston; Athens; Vienna; Bogota; Helsinki; Seoul; Casablanca; a village by the sea; a
 small mountain town; a quiet suburb; an old harbour; a desert oasis; a busy train station; a
 forest cabin; a research station at the South Pole; a floating market; a castle on a hill
-"""
-)
+""")
 
-JOBS = listed(
-    """
+JOBS = split("""
 teacher; nurse; carpenter; pilot; baker; farmer; librarian; engineer; firefighter; gardener;
 doctor; dentist; lawyer; musician; painter; sailor; cook; tailor; plumber; electrician;
 journalist; photographer; scientist; shop owner; bus driver; postman; vet; architect;
 translator; detective
-"""
-)
+""")
 
-CHARACTERS = listed(
-    """
+CHARACTERS = split("""
 a shy dragon; an old clockmaker; a lost puppy; a brave mouse; a talking tree; a young inventor;
 a tired king; a curious octopus; a ghost who is afraid of the dark; twin sisters; a retired
 pirate; a boy who collects clouds; a girl who can speak with birds; a lazy wizard; an honest
@@ -95,27 +90,22 @@ thief; a snowman in summer; a lonely whale; a travelling baker; a cat that runs 
 knight without a horse; a fox and a hen; a violin that plays by itself; an astronaut on her
 first trip; a grandmother with a secret; a postman in the mountains; a painter who sees no
 colours; two rival cooks; a river
-"""
-)
+""")
 
-EVENTS = listed(
-    """
+EVENTS = split("""
 finds a map in an old book; must cross a dark forest; opens a tiny shop; learns to swim; hears a
 strange noise at night; gets a letter without a sender; loses something precious; makes an
 unlikely friend; wins a race by accident; repairs a broken bridge; misses the last train; finds
 a hidden door; plans a surprise; has to tell the truth; meets an old enemy; saves a village from
 a flood; wakes up in another century; plants a magic seed; enters a cooking contest; keeps a
 promise; forgets a name
-"""
-)
+""")
 
-ITEMS = listed(
-    """
+ITEMS = split("""
 pens; notebooks; apples; oranges; lamps; chairs; tables; shirts; books; cups; plates; tickets;
 bottles of water; bags of rice; boxes of screws; bicycles; keyboards; candles; blankets; maps;
 eggs; jars of honey; flowers; towels; umbrellas; batteries; kites; clocks; mirrors; hammers
-"""
-)
+""")
 
 COMPANY = """
 Northwind; Bluebird; Redstone; Silverline; Maple; Harbour; Sunrise; Granite; Willow; Falcon;
@@ -142,8 +132,7 @@ MONTHS = """
 January February March April May June July August September October November December
 """.split()
 
-CODE_TASKS = listed(
-    """
+CODE_TASKS = split("""
 reverses a string; counts the vowels in a text; returns the largest number of a list; sorts a
 list of dictionaries by a key; removes duplicates from a list; checks whether a word is a
 palindrome; computes the factorial of n; returns the n-th Fibonacci number; merges two sorted
@@ -156,8 +145,7 @@ balanced; groups names by their first letter; transposes a matrix; formats secon
 minutes; generates a random password; searches a sorted list; splits a list into chunks;
 computes compound interest; draws a triangle of stars; parses a date; counts the lines of a
 file; capitalises each word; removes punctuation; multiplies two matrices
-"""
-)
+""")
 
 SNIPPETS = [
     "def {f}({a}, {b}):\n    result = []\n    for x in {a}:\n        if x > {b}:\n"
