@@ -9,7 +9,7 @@ import tiny_models
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.draft import prompts, start
+from benchmarks.draft import pipeline, prompts, start
 from benchmarks.draft.data import (
     DataOptions,
     Shard,
@@ -193,6 +193,21 @@ def test_training_lowers_the_loss_of_each_step(target, shards, tmp_path):
         assert last < first
     assert made.data_tokens()["answer_tokens"] > 100
     assert len(made.log_means(4)["accuracy"]) == 3
+
+
+def test_the_pipeline_writes_the_half_trained_and_the_trained_head(model, target, shards, tmp_path):
+    (tmp_path / "data").symlink_to(shards)
+    setting = pipeline.Setting("cpu", replace(DATA, shards=2), TRAIN, draft_vocab_size=256)
+    trained = pipeline.train(tmp_path, model, setting, target)
+    pipeline.write(trained, tmp_path / "head", model, setting)
+    assert check_head(tmp_path / "head", model).num_speculative_tokens == 3
+    assert check_head(tmp_path / "half", model)
+    record = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert (record["steps"], record["planned_steps"]) == (6, 6)
+    assert json.loads((tmp_path / "half" / "training.json").read_text())["steps"] == 3
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert f"sha256 `{model_checksum(model)}`" in card
+    assert "6 of 6 steps, seed 0" in card
 
 
 @pytest.mark.parametrize(

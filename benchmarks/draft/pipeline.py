@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.draft.card import model_card
 from benchmarks.draft.data import DataOptions, make_shard, write_manifest
 from benchmarks.draft.export import export
 from benchmarks.draft.head import Eagle3Head, new_head
@@ -157,7 +158,7 @@ def train(
 
 
 def write(trainer: Trainer, directory: Path, model: Path, setting: Setting) -> None:
-    """Exports a trainer's head, with training.json beside it."""
+    """Exports a trainer's head, with training.json and its model card beside it."""
     export(
         trainer.head,
         directory,
@@ -175,8 +176,10 @@ def write(trainer: Trainer, directory: Path, model: Path, setting: Setting) -> N
         "seen_tokens": trainer.log_sum("tokens"),
         "training_seconds": trainer.log_sum("seconds"),
         "last_steps": trainer.log_means(LAST_STEPS),
+        "draft_vocab_size": trainer.head.config.draft_vocab_size,
         "parameters": sum(parameter.numel() for parameter in trainer.head.parameters()),
         "git_commit": git_commit(),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
     }
     (directory / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    (directory / "README.md").write_text(model_card(record))
