@@ -74,7 +74,7 @@ def start_sweep(directory, mark, *arguments):
     )
 
 
-@pytest.mark.timeout(2000)
+@pytest.mark.timeout(2700)
 def test_a_sweep_that_is_ended_continues(directory, start):
     output = directory / "run.jsonl"
     mark = uuid.uuid4().hex
@@ -94,7 +94,7 @@ def test_a_sweep_that_is_ended_continues(directory, start):
         file.write('{"kind": "cell", "sch')
 
     process = start(mark)
-    out, err = process.communicate(timeout=1200)
+    out, err = process.communicate(timeout=1800)
     assert process.returncode == 0, err
     assert marked(mark) == []
     cells = read_cells(output)
