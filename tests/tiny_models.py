@@ -136,7 +136,8 @@ def gemma2(directory: Path) -> PreTrainedModel:
         **_SHAPE,
         pad_token_id=0,
         query_pre_attn_scalar=32,
-        sliding_window=256,
+        # As a draft model vLLM takes layers of one kind only.
+        layer_types=["full_attention"] * 2,
         attn_logit_softcapping=50.0,
         final_logit_softcapping=6.0,
     )
