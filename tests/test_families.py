@@ -7,8 +7,8 @@ import torch
 pytestmark = pytest.mark.engine
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 70, 107]]
-# Above it a runner-up counts as close.
-THETA = 0.9
+# Capped logits lie closer together, so a stricter theta tells whether it is they that count.
+THETA = {"qwen3": 0.9, "gemma2": 0.97}
 TOKENS = 24
 
 
@@ -55,6 +55,7 @@ def relaxed_rows(model, answers):
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_family(family, tmp_path):
+    theta = THETA[family]
     model = getattr(tiny_models, family)(tmp_path / "target").eval()
     tiny_models.blurred(tmp_path / "draft", model, noise=0.07)
     draft = {
@@ -64,7 +65,7 @@ def test_family(family, tmp_path):
     }
     (plain,) = generate(tmp_path / "target", draft, [None])
     mars = {**draft, "rejection_sample_method": "mars", "mars_theta": 1.0}
-    strict, loose = generate(tmp_path / "target", mars, [1.0, THETA])
+    strict, loose = generate(tmp_path / "target", mars, [1.0, theta])
     assert strict == plain
     assert loose != strict
 
@@ -74,11 +75,11 @@ def test_family(family, tmp_path):
     assert len(tokens) > 0
     values, ids = rows.topk(2)
     assert (ids[:, 1] == tokens).all(), "only runners-up"
-    assert (values[:, 1] > THETA * values[:, 0] - 1e-3).all()
+    assert (values[:, 1] > theta * values[:, 0] - 1e-3).all()
     assert not len(relaxed_rows(target, strict)[1])
     if family == "gemma2":
         cap = target.config.final_logit_softcapping
         uncapped = cap * torch.atanh(values / cap)
         assert (values.abs() < cap).all()
         # Theta acts on what the model puts out: some of these are not close before the cap.
-        assert (uncapped[:, 1] < THETA * uncapped[:, 0]).any()
+        assert (uncapped[:, 1] < theta * uncapped[:, 0]).any()
