@@ -258,10 +258,10 @@ def test_a_request_cannot_name_a_file():
     from vllm import SamplingParams
 
     from vllm_mars import MarsConfig
-    from vllm_mars.requests import thresholds_of
+    from vllm_mars.requests import options_of
 
     with pytest.raises(ValueError, match="mars_theta='auto:x' is a str, but must be a number"):
-        thresholds_of(SamplingParams(extra_args={"mars_theta": "auto:x"}), MarsConfig())
+        options_of(SamplingParams(extra_args={"mars_theta": "auto:x"}), MarsConfig())
 
 
 def test_checksum_sees_sizes_begins_and_middles(tmp_path):
