@@ -86,6 +86,8 @@ def test_no_process_outlives_its_owner(packaged_model, tmp_path, mark, number):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        # A shell that starts the tests in the background makes them ignore SIGINT, children too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "started\n"
     if number == signal.SIGKILL:
