@@ -204,14 +204,14 @@ def _check_versions() -> None:
 
     own = versions()
     probe = ray.remote(num_cpus=0, max_retries=0)(versions)
-    asked = {}
+    # One machine can be several nodes.
+    asked = []
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         if node["Alive"]:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked[node["NodeManagerHostname"], node["NodeManagerAddress"]] = probe.options(
-                scheduling_strategy=there
-            ).remote()
-    for (host, address), answer in asked.items():
+            answer = probe.options(scheduling_strategy=there).remote()
+            asked.append((node["NodeManagerHostname"], node["NodeManagerAddress"], answer))
+    for host, address, answer in asked:
         found = ray.get(answer, timeout=PROBE_SECONDS)
         for package, version in own.items():
             if found[package] != version:
