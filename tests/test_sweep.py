@@ -138,10 +138,8 @@ def check_cells(cells, directory):
         row = summary[name]
         assert row.estimate("agreement").value == 1, "a strict rule gives the target's text"
         assert row.estimate("nll").difference == 0
-        assert row.acceptance_length > 1
-    # Whether this model takes a runner-up is a matter of its random weights.
+    # Whether drafts are made and runners-up are taken is a matter of the random weights.
     lossy = summary["mars 0.3"]
-    assert lossy.acceptance_length >= summary["standard"].acceptance_length
     assert lossy.estimate("exact_match").samples == lossy.estimate("json_valid").samples == 1
 
 
@@ -157,7 +155,7 @@ def check_measured(cell, directory):
     assert (cell.acceptance is None) == (key.method == "autoregressive")
     if cell.acceptance is not None:
         assert sum(cell.acceptance.accepted_by_position) == cell.acceptance.accepted_tokens
-        assert len(cell.acceptance.accepted_by_position) == key.k == 4
+        assert len(cell.acceptance.accepted_by_position) in (0, key.k)
     mars = key.method == "mars"
     assert cell.theta_set_by == ("request" if mars else None)
     assert (json.dumps({"vllm_xargs": {"mars_theta": key.theta}}) in cell.client_command) == mars

@@ -24,7 +24,7 @@ from vllm_mars.experiments.datasets import Dataset
 from vllm_mars.experiments.drafts import draft_name
 from vllm_mars.experiments.plan import Group, ServerSpec, SweepOptions
 from vllm_mars.experiments.platform import Platform, ask_platform
-from vllm_mars.experiments.records import Cell, CellKey, Settings, Status
+from vllm_mars.experiments.records import Acceptance, Cell, CellKey, Settings, Status
 from vllm_mars.provenance import describe_run
 from vllm_mars.server import VllmServer
 
@@ -219,6 +219,9 @@ def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
             server.check_alive("while it was measured")
             return run.cell(key, "failed", reason)
         return run.cell(key, "failed", f"{reason}\n{server.log_tail()}")
+    if acceptance is None and key.k:
+        # vLLM leaves its counters out where nothing was drafted, as ngram may in short answers.
+        acceptance = Acceptance(0, 0, 0, ())
     shorten = _Shorten(model, run.work_dir, options.drafts)
     return run.cell(
         key,
