@@ -23,6 +23,8 @@ from vllm_mars.experiments.runners import LocalRunner, Runner
 from vllm_mars.experiments.summary import print_rows, rows
 from vllm_mars.packaged_model import ensure_model
 
+FILE_WIDTH = 200
+
 
 @dataclasses.dataclass
 class _Progress:
@@ -109,7 +111,10 @@ def run_sweep(
             console.print("judging the answers", highlight=False)
             runner.judge(options, model, datasets, cells, partial(append_quality, output))
             cells = read_cells(output)
-    print_rows(rows(cells, options.margin, options.nll_margin), Console())
+    # A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
+    width = None if sys.stdout.isatty() else FILE_WIDTH
+    found = rows(cells, options.margin, options.nll_margin)
+    print_rows(found, Console(width=width))
     console.print(f"wrote {output}", soft_wrap=True)
     return cells
 
