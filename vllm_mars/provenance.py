@@ -35,17 +35,20 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def vllm_device() -> tuple[str, str | None]:
-    """Asks vLLM, in a child process, which platform it takes.
+def ask_vllm(code: str) -> dict[str, Any]:
+    """Runs code that imports vLLM in a child process, which takes some seconds.
+
+    Args:
+        code: a Python program whose last line of output is a JSON object.
 
     Returns:
-        The device type ("cpu", "cuda", ...) and the accelerator's name, None on CPU.
+        That object.
 
     Raises:
         RuntimeError: vLLM is not installed or cannot be imported.
     """
     result = subprocess.run(
-        [sys.executable, "-c", _ASK_PLATFORM],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         errors="replace",
@@ -56,7 +59,20 @@ def vllm_device() -> tuple[str, str | None]:
         raise RuntimeError(
             "vLLM cannot be imported; pip install 'vllm-mars[cpu]' or 'vllm-mars[cuda]'.\n" + tail
         )
-    answer = json.loads(result.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+def vllm_device() -> tuple[str, str | None]:
+    """Asks vLLM, in a child process, which platform it takes.
+
+    Returns:
+        The device type ("cpu", "cuda", ...) and the accelerator's name, None on CPU.
+
+    Raises:
+        RuntimeError: vLLM is not installed or cannot be imported.
+    """
+    answer = ask_vllm(_ASK_PLATFORM)
     return answer["device"], None if answer["device"] == "cpu" else answer["name"]
 
 

@@ -1,11 +1,9 @@
 """What the installed vLLM can verify here, asked in a child process that imports it."""
 
-import json
-import subprocess
-import sys
 from dataclasses import dataclass
 
 from vllm_mars.experiments.plan import ServerSpec
+from vllm_mars.provenance import ask_vllm
 
 V2_LINE = "Using V2 Model Runner"
 
@@ -74,17 +72,5 @@ def ask_platform() -> Platform:
     Raises:
         RuntimeError: vLLM is not installed or cannot be imported.
     """
-    result = subprocess.run(
-        [sys.executable, "-c", _ASK],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        stdin=subprocess.DEVNULL,
-    )
-    if result.returncode != 0:
-        tail = "\n".join(result.stderr.splitlines()[-15:])
-        raise RuntimeError(
-            "vLLM cannot be imported; pip install 'vllm-mars[cpu]' or 'vllm-mars[cuda]'.\n" + tail
-        )
-    answer = json.loads(result.stdout.splitlines()[-1])
+    answer = ask_vllm(_ASK)
     return Platform(answer["device"], answer["gpu"], answer["vllm"], tuple(answer["methods"]))
