@@ -14,7 +14,7 @@ DEMO = ["accelerate", "filelock", "gguf", "openai", "prometheus-client", "rich",
 # pandas is what `vllm bench serve` reads prompt files with.
 EXPERIMENTS = [
     *(*DEMO, "jinja2", "jsonschema", "matplotlib", "numpy", "pandas", "pydantic"),
-    *("rouge-score", "sacrebleu", "scipy"),
+    *("lm-eval[api]>=0.4.10", "rouge-score", "sacrebleu", "scipy"),
 ]
 
 setup(

@@ -129,6 +129,22 @@ def write_requests(dataset: Dataset, concurrency: int, path: Path) -> list[str]:
     return [item.id for item in items]
 
 
+def request_body(key: CellKey, seed: int) -> dict[str, Any]:
+    """Returns what the cell's requests carry beside prompt, length and temperature.
+
+    Args:
+        key: the cell.
+        seed: of the sweep; a repeat at a temperature above 0 has its own.
+    """
+    body: dict[str, Any] = {}
+    if key.method == "mars":
+        threshold = {"mars_theta": key.theta} if key.metric == "ratio" else {"mars_gap": key.gap}
+        body["vllm_xargs"] = threshold
+    if key.temperature > 0:
+        body["seed"] = seed + key.repeat
+    return body
+
+
 def bench_args(
     key: CellKey,
     dataset: Dataset,
@@ -152,12 +168,7 @@ def bench_args(
         max_tokens: longest answer.
         seed: of this repeat's requests.
     """
-    body: dict[str, Any] = {}
-    if key.method == "mars":
-        threshold = {"mars_theta": key.theta} if key.metric == "ratio" else {"mars_gap": key.gap}
-        body["vllm_xargs"] = threshold
-    if key.temperature > 0:
-        body["seed"] = seed + key.repeat
+    body = request_body(key, seed)
     source = (
         # The server applies the chat template.
         ["--dataset-name", "custom", "--dataset-path", str(requests), "--skip-chat-template"]

@@ -10,6 +10,7 @@ A line is a JSON object. What it holds decides how answers to it are scored:
     id | question_id | task_id, category
 """
 
+import importlib.util
 import json
 import re
 from dataclasses import dataclass, replace
@@ -57,24 +58,27 @@ class Dataset:
 
     Attributes:
         name: as the cells have it.
-        items: the requests; empty for a dataset of vLLM.
+        items: the requests; empty for a dataset of vLLM and a task of lm-eval.
         vllm_args: arguments with which `vllm bench serve` makes the requests itself; empty for a
             file.
-        count: requests of a cell at low concurrency.
+        count: requests of a cell at low concurrency; 0 for all of a task.
+        task: name or YAML file of a task of lm-eval, which asks and scores; "" for all others.
     """
 
     name: str
     items: tuple[Item, ...]
     vllm_args: tuple[str, ...] = ()
     count: int = 0
+    task: str = ""
 
 
 def load_dataset(source: str, num_prompts: int) -> Dataset:
-    """Reads a prompt file, or names a dataset of vLLM.
+    """Reads a prompt file, or names a dataset of vLLM or a task of lm-eval.
 
     Args:
         source: path of a JSON lines file, "vllm:NAME" or "vllm:NAME:PATH" with a name that
-            `vllm bench serve --dataset-name` takes.
+            `vllm bench serve --dataset-name` takes, or "lm-eval:TASK" with a name that `lm_eval
+            run --tasks` takes or the YAML file of a task.
         num_prompts: how many, taken from the categories in turn; 0 takes all.
 
     Raises:
@@ -89,12 +93,15 @@ def load_dataset(source: str, num_prompts: int) -> Dataset:
             )
         args = ("--dataset-name", name, *(("--dataset-path", path[0]) if path else ()))
         return Dataset(f"vllm-{name}", (), args, num_prompts)
+    if source.startswith("lm-eval:"):
+        return _task(source.removeprefix("lm-eval:"), num_prompts)
     path_ = Path(source)
     try:
         lines = path_.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"datasets={source} cannot be read: {error}; give a JSONL file or vllm:NAME."
+            f"datasets={source} cannot be read: {error}; give a JSONL file, vllm:NAME or "
+            "lm-eval:TASK."
         ) from error
     items = [
         _parse(line, f"{path_}, line {number}", number)
@@ -110,6 +117,24 @@ def load_dataset(source: str, num_prompts: int) -> Dataset:
         seen.add(item.id)
     chosen = _spread(items, num_prompts) if num_prompts else items
     return Dataset(path_.stem, tuple(chosen), (), len(chosen))
+
+
+def _task(task: str, num_prompts: int) -> Dataset:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            f"datasets=lm-eval:{task} needs lm-eval; pip install 'vllm-mars[experiments]'."
+        )
+    path = Path(task)
+    if path.suffix == ".yaml":
+        if not path.is_file():
+            raise ValueError(
+                f"datasets=lm-eval:{task}: there is no such file; name a task of lm-eval or the "
+                "YAML file of one."
+            )
+        task = str(path.resolve())
+    elif not task:
+        raise ValueError("datasets='lm-eval:' names no task; write lm-eval:TASK.")
+    return Dataset(f"lm-eval-{path.stem}", (), (), num_prompts, task)
 
 
 def _parse(line: str, where: str, number: int) -> Item:

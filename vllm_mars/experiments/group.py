@@ -25,6 +25,12 @@ from vllm_mars.experiments.drafts import draft_name
 from vllm_mars.experiments.plan import Group, ServerSpec, SweepOptions
 from vllm_mars.experiments.platform import Platform, ask_platform
 from vllm_mars.experiments.records import Acceptance, Cell, CellKey, Settings, Status
+from vllm_mars.experiments.task_client import (
+    acceptance_between,
+    read_answers,
+    run_task,
+    task_config,
+)
 from vllm_mars.provenance import describe_run
 from vllm_mars.server import VllmServer
 
@@ -193,46 +199,84 @@ def _wait(live: _Live, platform: Platform) -> None:
 def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
     if live.problem:
         return run.cell(key, live.status, live.problem)
-    options, server, model = run.job.options, live.server, run.job.model
+    server = live.server
     dataset = next(d for d in run.job.datasets if d.name == key.dataset)
-    requests, result = run.work_dir / "requests.jsonl", run.work_dir / "result.json"
     try:
         _restart_if_dead(live, run.platform)
-        ids = write_requests(dataset, key.concurrency, requests) if dataset.items else []
-        args = bench_args(
-            key,
-            dataset,
-            base_url=server.base_url,
-            model=model,
-            requests=requests,
-            result=result,
-            max_tokens=options.max_tokens,
-            seed=options.seed,
-        )
-        result.unlink(missing_ok=True)
-        wake(server.base_url, model)
-        client.run(args, options.cell_timeout)
-        speed, acceptance, outputs = read_result(result, ids, options.max_tokens)
+        wake(server.base_url, run.job.model)
+        if dataset.task:
+            measured = _ask_task(run, server, dataset, key)
+        else:
+            measured = _ask_bench(run, client, server, dataset, key)
     except RuntimeError as error:
         reason = str(error)
         with contextlib.suppress(RuntimeError):
             server.check_alive("while it was measured")
             return run.cell(key, "failed", reason)
         return run.cell(key, "failed", f"{reason}\n{server.log_tail()}")
+    shorten = _Shorten(run.job.model, run.work_dir, run.job.options.drafts)
+    for name, command in (
+        ("server_command", server.command()),
+        ("client_command", measured["client_command"]),
+    ):
+        measured[name] = shorten(command)
+    return run.cell(key, "ok", "", **measured)
+
+
+def _ask_bench(
+    run: _Run, client: BenchClient, server: VllmServer, dataset: Dataset, key: CellKey
+) -> dict[str, Any]:
+    """Lets `vllm bench serve` ask; returns the fields of the cell that this gives."""
+    options = run.job.options
+    requests, result = run.work_dir / "requests.jsonl", run.work_dir / "result.json"
+    ids = write_requests(dataset, key.concurrency, requests) if dataset.items else []
+    args = bench_args(
+        key,
+        dataset,
+        base_url=server.base_url,
+        model=run.job.model,
+        requests=requests,
+        result=result,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+    )
+    result.unlink(missing_ok=True)
+    client.run(args, options.cell_timeout)
+    speed, acceptance, outputs = read_result(result, ids, options.max_tokens)
     if acceptance is None and key.k:
         # vLLM leaves its counters out where nothing was drafted, as ngram may in short answers.
         acceptance = Acceptance(0, 0, 0, ())
-    shorten = _Shorten(model, run.work_dir, options.drafts)
-    return run.cell(
-        key,
-        "ok",
-        "",
-        speed=speed,
-        acceptance=acceptance,
-        outputs=outputs,
-        server_command=shorten(server.command()),
-        client_command=shorten(("python", "-m", "vllm_mars.vllm_cli", "bench", "serve", *args)),
-    )
+    return {
+        "speed": speed,
+        "acceptance": acceptance,
+        "outputs": outputs,
+        "client_command": ["python", "-m", "vllm_mars.vllm_cli", "bench", "serve", *args],
+    }
+
+
+def _ask_task(run: _Run, server: VllmServer, dataset: Dataset, key: CellKey) -> dict[str, Any]:
+    """Lets lm-eval ask and score; returns the fields of the cell that this gives."""
+    options = run.job.options
+    with tempfile.TemporaryDirectory(dir=run.work_dir) as name:
+        directory = Path(name)
+        config = task_config(
+            key,
+            dataset,
+            base_url=server.base_url,
+            model=run.job.model,
+            directory=directory,
+            max_tokens=options.max_tokens,
+            seed=options.seed,
+        )
+        before = server.metrics()
+        run_task(config, directory, run.log_dir / "lm-eval.log", options.cell_timeout)
+        acceptance = acceptance_between(before, server.metrics(), key.k)
+        return {
+            "acceptance": acceptance,
+            "task_answers": read_answers(directory),
+            # The configuration is written out: the file that the command names is gone by then.
+            "client_command": ["python", "-m", "lm_eval", "run", "--config", json.dumps(config)],
+        }
 
 
 def _restart_if_dead(live: _Live, platform: Platform) -> None:

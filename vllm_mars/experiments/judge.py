@@ -12,8 +12,9 @@ from vllm_mars.experiments.records import (
     Output,
     PromptQuality,
     Quality,
+    TaskAnswer,
 )
-from vllm_mars.experiments.scores import TASK_SCORES, divergence, likeness, task_scores
+from vllm_mars.experiments.scores import divergence, is_task_score, likeness, task_scores
 from vllm_mars.experiments.statistics import estimate
 from vllm_mars.experiments.target_scores import Scored, TargetScorer
 
@@ -102,7 +103,7 @@ class Judge:
     def _item(self, cell: Cell, prompt_id: str) -> Item | None:
         return self._items.get((cell.key.dataset, prompt_id))
 
-    def _scored(self, cell: Cell, output: Output) -> Scored | None:
+    def _scored(self, cell: Cell, output: Output | TaskAnswer) -> Scored | None:
         item = self._item(cell, output.prompt_id)
         return self._target.get((item.prompt, output.text)) if item else None
 
@@ -114,6 +115,9 @@ class Judge:
         """The scores of a cell's answers that need no other cell."""
         scores: Scores = {}
         for prompt_id, output in answers(cell).items():
+            if isinstance(output, TaskAnswer):
+                scores[prompt_id] = dict(output.scores)
+                continue
             values = {"seconds": output.seconds, "output_tokens": float(output.output_tokens)}
             item = self._item(cell, prompt_id)
             if item is not None:
@@ -155,7 +159,8 @@ class Judge:
         wrong = [
             output.prompt_id
             for output in answers(cell).values()
-            if (scored := self._scored(cell, output)) is not None
+            if isinstance(output, Output)
+            and (scored := self._scored(cell, output)) is not None
             and scored.prompt_tokens != output.prompt_tokens
         ]
         if wrong:
@@ -165,9 +170,9 @@ class Judge:
             )
 
 
-def answers(cell: Cell) -> dict[str, Output]:
+def answers(cell: Cell) -> dict[str, Output | TaskAnswer]:
     """The cell's answer to each prompt; the first where a prompt was asked more than once."""
-    first: dict[str, Output] = {}
+    first: dict[str, Output | TaskAnswer] = {one.prompt_id: one for one in cell.task_answers}
     for output in cell.outputs:
         first.setdefault(output.prompt_id, output)
     return first
@@ -229,7 +234,7 @@ def estimates(
         limit = None
         if name == "nll":
             limit = nll_margin
-        elif name in TASK_SCORES:
+        elif is_task_score(name):
             limit = margin * sum(other.values()) / len(other)
         found.append(
             estimate(name, own, other, margin=limit, higher_is_better=name not in LOWER_IS_BETTER)

@@ -39,7 +39,8 @@ class SweepOptions:
         ks: draft tokens per step, each at least 1.
         temperatures: sampling temperatures, each >= 0.
         concurrencies: most requests in flight, each at least 1.
-        datasets: prompt files, or vLLM's names as "vllm:NAME" or "vllm:NAME:PATH".
+        datasets: prompt files, vLLM's names as "vllm:NAME" or "vllm:NAME:PATH", or tasks of lm-eval
+            as "lm-eval:TASK" or "lm-eval:FILE.yaml".
         num_prompts: prompts of each dataset, spread over its categories; 0 takes all.
         max_tokens: longest answer.
         repeats: passes over the grid.

@@ -28,6 +28,7 @@ from vllm_mars.experiments.records import (
     Quality,
     Settings,
     Speed,
+    TaskAnswer,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ SCHEMA = 1
 
 # Everything that a line holds; unknown fields, text for numbers and NaN are refused.
 _RECORDS = (
-    *(CellKey, Settings, Output, Speed, Acceptance),
+    *(CellKey, Settings, Output, TaskAnswer, Speed, Acceptance),
     *(OffChoice, PromptQuality, Estimate, Quality, Cell),
 )
 _T = TypeVar("_T")

@@ -170,6 +170,21 @@ class Output:
 
 
 @dataclass(frozen=True)
+class TaskAnswer:
+    """One answer that lm-eval asked for and scored; it tells neither times nor token counts.
+
+    Attributes:
+        prompt_id: TASK/NUMBER of the document.
+        text: the answer.
+        scores: by lm-eval's name, METRIC,FILTER; more is better.
+    """
+
+    prompt_id: str
+    text: str
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Speed:
     """Raw speed of a cell; prefill is included.
 
@@ -327,12 +342,14 @@ class Cell:
         settings: what all cells of the file share.
         theta_set_by: "request" where each request carried mars_theta or mars_gap, "server" where
             the server was started with it, None where there is no threshold.
-        speed, acceptance: None where the cell is not "ok"; `acceptance` also without speculation.
+        speed: None where the cell is not "ok", or its dataset is a task of lm-eval.
+        acceptance: None where the cell is not "ok", or without speculation.
         outputs: the answers in the order of the dataset.
         created: UTC time, ISO 8601.
         node: host that measured it.
         git_commit, versions, hardware, command: as `vllm_mars.provenance.describe_run`.
         server_command, client_command: what was run, the model's path shortened to its name.
+        task_answers: the answers of a task of lm-eval, instead of outputs.
         quality: as the file's quality line of the same key has it; None before it was judged.
     """
 
@@ -352,10 +369,14 @@ class Cell:
     command: tuple[str, ...]
     server_command: tuple[str, ...] = ()
     client_command: tuple[str, ...] = ()
+    task_answers: tuple[TaskAnswer, ...] = ()
     quality: Quality | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if (self.status == "ok") != (self.speed is not None):
-            raise ValueError(f"status={self.status!r}: a cell has a speed exactly when it is 'ok'.")
+        if (self.status == "ok") != (self.speed is not None or bool(self.task_answers)):
+            raise ValueError(
+                f"status={self.status!r}: a cell has a speed or answers of a task exactly when it "
+                "is 'ok'."
+            )
         if (self.status == "ok") == bool(self.reason):
             raise ValueError(f"status={self.status!r}: a cell has a reason unless it is 'ok'.")

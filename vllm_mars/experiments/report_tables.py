@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_mars.calibration import OPTION
 from vllm_mars.experiments.records import Cell, Estimate, OffChoice
+from vllm_mars.experiments.scores import is_task_score
 from vllm_mars.experiments.summary import Row
 
 Calibrations = Sequence[tuple[str, dict[str, Any]]]
@@ -96,12 +97,13 @@ def quality_table(found: Sequence[Row]) -> list[Table]:
     body = []
     for row in found:
         for estimate in row.estimates:
-            if estimate.name in _NAMES:
+            if estimate.name in _NAMES or is_task_score(estimate.name):
                 key = row.key
+                score = _NAMES.get(estimate.name, estimate.name)
                 body.append(
                     [
                         *(key.rule, f"{key.draft} K{key.k}" if key.k else "", key.dataset),
-                        *(_NAMES[estimate.name], f"{key.temperature:g}", f"{key.concurrency}"),
+                        *(score, f"{key.temperature:g}", f"{key.concurrency}"),
                         _interval(estimate.value, estimate.low, estimate.high),
                         _interval(
                             estimate.difference,

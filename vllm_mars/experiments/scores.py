@@ -16,6 +16,11 @@ _ANY_NUMBER = re.compile(r"-?\d[\d,]*\.?\d*|-?\.\d+")
 _FENCE = re.compile(r"```[a-zA-Z]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
+def is_task_score(name: str) -> bool:
+    """Whether a score says how well a task was done; lm-eval's names hold a comma."""
+    return name in TASK_SCORES or "," in name
+
+
 def task_scores(item: Item, text: str) -> dict[str, float]:
     """Scores an answer by what its prompt's line gives: number, test or schema.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_mars.experiments.judge import estimates, mean_scores, reference_cell
 from vllm_mars.experiments.records import Cell, CellKey, Estimate
+from vllm_mars.experiments.scores import TASK_SCORES, is_task_score
 
 Point = tuple[str, str, float, int]
 
@@ -20,7 +21,7 @@ class Row:
         key: of its first repeat.
         cells: its measured repeats; empty where none was.
         problem: status of a repeat that is missing and why, "" where none is.
-        tokens_per_second: median over the repeats.
+        tokens_per_second: median over the repeats; None for a task of lm-eval, which is not timed.
         speedup: median over the repeats of the ratio to the autoregressive cell of the same repeat;
             None where there is none.
         over_standard: the same beside "standard" with the same draft and K.
@@ -153,8 +154,8 @@ def _ratio(cells: Iterable[Cell], measured: Sequence[Cell], method: str) -> floa
             same_draft = method == "autoregressive" or (
                 (other.key.draft, other.key.k) == (key.draft, key.k)
             )
-            if other.key.method == method and same_draft and _point(other.key) == _point(key):
-                assert cell.speed is not None and other.speed is not None, "both were measured"
+            same = other.key.method == method and same_draft and _point(other.key) == _point(key)
+            if same and cell.speed is not None and other.speed is not None:
                 ratios.append(cell.speed.tokens_per_second / other.speed.tokens_per_second)
     return _median(ratios)
 
@@ -221,9 +222,6 @@ def _cells_of(row: Row) -> list[str]:
     start = [key.rule, f"{key.draft} K{key.k}" if key.k else ""]
     if not row.cells:
         return [*start, row.problem.split(":")[0]]
-    tasks = [item for item in map(row.estimate, _TASKS) if item is not None]
-    score = sum(item.value * item.samples for item in tasks)
-    samples = sum(item.samples for item in tasks)
     return [
         *start,
         _number(row.tokens_per_second, ".1f"),
@@ -233,12 +231,17 @@ def _cells_of(row: Row) -> list[str]:
         _mean(row, "output_tokens", ".1f"),
         _mean(row, "nll", ".3f"),
         _mean(row, "agreement", ".2f"),
-        _number(score / samples if samples else None, ".2f"),
+        _number(_task_score(row), ".2f"),
         str(max((item.samples for item in row.estimates), default="")),
     ]
 
 
-_TASKS = ("exact_match", "pass_at_1", "json_valid")
+def _task_score(row: Row) -> float | None:
+    """The mean over all prompts with a task; of lm-eval's scores the task's first."""
+    tasks = [item for item in map(row.estimate, TASK_SCORES) if item is not None]
+    tasks = tasks or [item for item in row.estimates if is_task_score(item.name)][:1]
+    samples = sum(item.samples for item in tasks)
+    return sum(item.value * item.samples for item in tasks) / samples if samples else None
 
 
 def _number(value: float | None, form: str) -> str:

@@ -41,8 +41,10 @@ class _Progress:
         append_cell(self.output, cell)
         self.done.add(cell.key)
         figures = cell.reason.splitlines()[0] if cell.reason else ""
-        if cell.speed is not None:
-            figures = f"{cell.speed.tokens_per_second:.1f} tokens/s"
+        if cell.status == "ok":
+            figures = f"{len(cell.task_answers)} answers scored by lm-eval"
+            if cell.speed is not None:
+                figures = f"{cell.speed.tokens_per_second:.1f} tokens/s"
             if cell.acceptance is not None:
                 figures += f", acceptance length {cell.acceptance.mean_length:.2f}"
         head = f"[{len(self.done)}/{self.total}] {cell.key.label}: "

@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     add("--temperature", dest="temperatures", nargs="+", type=float, metavar="T")
     add("--concurrency", dest="concurrencies", nargs="+", type=int, metavar="N")
     add("--dataset", dest="datasets", nargs="+", metavar="FILE",
-        help="JSON lines, or vllm:NAME[:PATH] with a name of vllm bench serve")  # fmt: skip
+        help="JSON lines, vllm:NAME[:PATH] of vllm bench serve, lm-eval:TASK[.yaml]")  # fmt: skip
     add("--num-prompts", type=int, metavar="N", help="of each dataset; 0 takes all; default 16")
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 96")
     add("--repeats", type=int, metavar="N", help="passes over the grid; default 3")
