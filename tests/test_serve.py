@@ -102,7 +102,7 @@ def test_a_node_with_another_version_is_refused_by_name(ray_cluster, model, monk
     node = ray_cluster.add_node(num_cpus=0, env_vars={"VLLM_MARS_TEST_NODE": "version 0.0.1"})
     try:
         with pytest.raises(
-            RuntimeError, match=rf"node {os.uname().nodename} \(.*\) has vllm-mars 0.0.1, but "
+            RuntimeError, match=rf"node \w+ \({os.uname().nodename}, .*\) has vllm-mars 0.0.1, but "
         ):
             app(Options(model=model))
     finally:

