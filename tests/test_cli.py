@@ -66,6 +66,9 @@ def test_prompt_files(tmp_path):
         ("1", "", ("a",)),
         ("7", "c", ("b", "d")),
     ]
+    # JSON allows the line separator of Unicode within a text.
+    path.write_text('{"prompt": "a\u2028b"}\r\n', encoding="utf-8")
+    assert [p.turns for p in load_prompts(path)] == [("a\u2028b",)]
 
 
 @pytest.mark.parametrize(

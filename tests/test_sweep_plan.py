@@ -244,7 +244,7 @@ def test_datasets_of_vllm():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is empty; give one JSON object per line"),
+        ("", "is empty; give one JSON object with .prompt. per line"),
         ("{", "line 1 is not JSON"),
         ("[]", "line 1 is not a JSON object"),
         ('{"prompt": 3}', "line 1 has neither 'prompt', 'turns' nor 'question'"),

@@ -1,8 +1,10 @@
 """Prompt files: JSON lines with `prompt` or `turns`."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 PACKAGED = Path(__file__).with_name("prompts.jsonl")
 
@@ -22,6 +24,14 @@ class Prompt:
     turns: tuple[str, ...]
 
 
+class _HasId(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_HasId)
+
+
 def load_prompts(path: Path = PACKAGED) -> list[Prompt]:
     """Reads a prompt file.
 
@@ -35,32 +45,58 @@ def load_prompts(path: Path = PACKAGED) -> list[Prompt]:
     Raises:
         ValueError: the file cannot be read, is empty, or a line is not such an object.
     """
+    return read_json_lines(path, _parse, option="prompts")
+
+
+def read_json_lines(
+    path: Path,
+    parse: Callable[[dict[str, Any], str, int], Named],
+    *,
+    option: str,
+    instead: str = "a JSONL file",
+) -> list[Named]:
+    """Reads a file of JSON objects, one per line; empty lines are skipped.
+
+    Args:
+        path: the file.
+        parse: makes a record of an object, its place in words and its line number; raises
+            ValueError where it cannot.
+        option: what the user called the file, for errors.
+        instead: what the user can give, for errors.
+
+    Returns:
+        The records in the order of the file, at least one.
+
+    Raises:
+        ValueError: the file cannot be read or is empty, a line is not a JSON object, or two records
+            have one id.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines, which also cuts at characters that JSON allows within a text.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts={path} cannot be read: {error}; give a JSONL file.") from error
-    prompts = [
-        _parse(line, f"{path}, line {number}", number)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not prompts:
-        raise ValueError(f"prompts={path} is empty; give one JSON object with 'prompt' per line.")
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise ValueError(f"prompts={path}: id {prompt.id!r} appears twice; ids must differ.")
-        seen.add(prompt.id)
-    return prompts
+        raise ValueError(f"{option}={path} cannot be read: {error}; give {instead}.") from error
+    records: dict[str, Named] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is not JSON: {error}; write one object per line.") from error
+        if not isinstance(item, dict):
+            raise ValueError(f"{where} is not a JSON object; write {{'prompt': '...'}}.")
+        record = parse(item, where, number)
+        if record.id in records:
+            raise ValueError(f"{option}={path}: id {record.id!r} appears twice; ids must differ.")
+        records[record.id] = record
+    if not records:
+        raise ValueError(f"{option}={path} is empty; give one JSON object with 'prompt' per line.")
+    return list(records.values())
 
 
-def _parse(line: str, where: str, number: int) -> Prompt:
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}; write one object per line.") from error
-    if not isinstance(item, dict):
-        raise ValueError(f"{where} is not a JSON object; write {{'prompt': '...'}}.")
+def _parse(item: dict[str, Any], where: str, number: int) -> Prompt:
     turns = item.get("turns", [item["prompt"]] if "prompt" in item else None)
     if (
         not isinstance(turns, list)

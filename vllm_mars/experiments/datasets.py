@@ -11,11 +11,12 @@ A line is a JSON object. What it holds decides how answers to it are scored:
 """
 
 import importlib.util
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from vllm_mars.prompts import read_json_lines
 
 PACKAGED_TASKS = Path(__file__).with_name("tasks.jsonl")
 
@@ -85,38 +86,22 @@ def load_dataset(source: str, num_prompts: int) -> Dataset:
         ValueError: the file cannot be read, is empty, has an id twice, or a line is wrong.
     """
     if source.startswith("vllm:"):
-        _, name, *path = source.split(":", 2)
+        _, name, *file = source.split(":", 2)
         if not name or not num_prompts:
             raise ValueError(
                 f"datasets={source!r} with num_prompts={num_prompts}: write vllm:NAME or "
                 "vllm:NAME:PATH, and say how many prompts vLLM draws (1 or more)."
             )
-        args = ("--dataset-name", name, *(("--dataset-path", path[0]) if path else ()))
+        args = ("--dataset-name", name, *(("--dataset-path", file[0]) if file else ()))
         return Dataset(f"vllm-{name}", (), args, num_prompts)
     if source.startswith("lm-eval:"):
         return _task(source.removeprefix("lm-eval:"), num_prompts)
-    path_ = Path(source)
-    try:
-        lines = path_.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"datasets={source} cannot be read: {error}; give a JSONL file, vllm:NAME or "
-            "lm-eval:TASK."
-        ) from error
-    items = [
-        _parse(line, f"{path_}, line {number}", number)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not items:
-        raise ValueError(f"datasets={source} is empty; give one JSON object per line.")
-    seen: set[str] = set()
-    for item in items:
-        if item.id in seen:
-            raise ValueError(f"datasets={source}: id {item.id!r} appears twice; ids must differ.")
-        seen.add(item.id)
+    path = Path(source)
+    items = read_json_lines(
+        path, _parse, option="datasets", instead="a JSONL file, vllm:NAME or lm-eval:TASK"
+    )
     chosen = _spread(items, num_prompts) if num_prompts else items
-    return Dataset(path_.stem, tuple(chosen), (), len(chosen))
+    return Dataset(path.stem, tuple(chosen), (), len(chosen))
 
 
 def _task(task: str, num_prompts: int) -> Dataset:
@@ -137,13 +122,7 @@ def _task(task: str, num_prompts: int) -> Dataset:
     return Dataset(f"lm-eval-{path.stem}", (), (), num_prompts, task)
 
 
-def _parse(line: str, where: str, number: int) -> Item:
-    try:
-        data = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}; write one object per line.") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{where} is not a JSON object; write {{'prompt': '...'}}.")
+def _parse(data: dict[str, Any], where: str, number: int) -> Item:
     turns = data.get("turns")
     prompt = turns[0] if isinstance(turns, list) and turns else data.get("prompt")
     if prompt is None and isinstance(data.get("question"), str):
