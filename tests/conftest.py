@@ -19,3 +19,13 @@ def packaged_model() -> Path:
     from vllm_mars.packaged_model import ensure_model
 
     return ensure_model()
+
+
+@pytest.fixture
+def clean_registry():
+    """No metric of vLLM in Prometheus's registry, before and after."""
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    unregister_vllm_metrics()
+    yield
+    unregister_vllm_metrics()

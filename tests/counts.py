@@ -1,0 +1,59 @@
+"""Counts of an invented step, and what is exported of them."""
+
+import prometheus_client
+
+from vllm_mars import metrics
+from vllm_mars.counters import RATIO_EDGES, RATIO_UNIT, REASONS, CounterLayout
+
+LAYOUT = CounterLayout(3)
+
+
+def counts_of(**entries):
+    """A vector with these entries, each name's in their order."""
+    counts = [0] * LAYOUT.size
+    for name, values in entries.items():
+        counts[getattr(LAYOUT, name)] = values
+    return counts
+
+
+COUNTS = counts_of(
+    verified=[10, 6, 3],
+    accepted=[6, 3, 2],
+    relaxed=[2, 1, 0],
+    low_margin=[5, 3, 1],
+    ratio=[1, *[0] * 8, 9, *[0] * 4, 8, 0],
+    ratio_sum=[int(16.0 / RATIO_UNIT)],
+    refused=[4, 0, 1, 0],
+)
+
+
+def exported(registry=prometheus_client.REGISTRY):
+    """Samples of this project's metrics: name and labels other than the model -> value."""
+    return {
+        (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "model_name")): (
+            sample.value
+        )
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name.startswith("vllm:mars_") and not sample.name.endswith("_created")
+    }
+
+
+def check_exported(samples, engine, times):
+    """Whether the samples of an engine are `times` the counts of `COUNTS`."""
+    for name, entry in (
+        (metrics.RELAXED, "relaxed"),
+        (metrics.VERIFIED, "verified"),
+        (metrics.LOW_MARGIN, "low_margin"),
+    ):
+        for position, count in enumerate(COUNTS[getattr(LAYOUT, entry)]):
+            assert samples[f"{name}_total", engine, str(position)] == times * count
+    for reason, count in zip(REASONS, COUNTS[LAYOUT.refused], strict=True):
+        assert samples[f"{metrics.REFUSED}_total", engine, reason] == times * count
+    below = 0
+    for edge, count in zip([*RATIO_EDGES, float("inf")], COUNTS[LAYOUT.ratio], strict=True):
+        below += times * count
+        le = "+Inf" if edge == float("inf") else str(edge)
+        assert samples[f"{metrics.RATIO}_bucket", engine, le] == below
+    assert samples[f"{metrics.RATIO}_count", engine] == below == times * 18
+    assert samples[f"{metrics.RATIO}_sum", engine] == times * 16

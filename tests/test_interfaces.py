@@ -1,0 +1,239 @@
+"""The list of what is used of vLLM: against its releases, and against our own sources."""
+
+import ast
+import importlib.util
+import inspect
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from interfaces import extract
+
+from vllm_mars import compat
+from vllm_mars.compat import Symbol
+from vllm_mars.interfaces import INTERFACES, Touch
+
+ROOT = Path(__file__).parent.parent
+TABLES = Path(extract.__file__).parent
+# With Model Runner V2, and the oldest, which has the V1 runner alone.
+SUPPORTED = ("0.32.0", "0.33.0")
+OLDEST = "0.26.0"
+OF_V1 = ("options", "sections", "requests", "scheduler", "metrics", "executor", "V1")
+
+
+def read_table(release):
+    rows = json.loads((TABLES / f"vllm-{release}.json").read_text())
+    return {key: Symbol(**row) for key, row in rows.items()}
+
+
+def differences(release, group):
+    table = read_table(release)
+    return {
+        f"{module}:{name}": found
+        for module, name, touch in compat.touches(group)
+        if (found := compat.difference(touch, table.get(f"{module}:{name}")))
+    }
+
+
+@pytest.mark.parametrize("group", INTERFACES)
+@pytest.mark.parametrize("release", SUPPORTED)
+def test_supported_releases_have_what_is_needed(release, group):
+    assert differences(release, group) == {}
+
+
+@pytest.mark.parametrize("group", OF_V1)
+def test_the_oldest_release_has_what_v1_needs(group):
+    assert differences(OLDEST, group) == {}
+
+
+def test_the_oldest_release_differs_in_v2():
+    """The same check on a release whose V2 sampler is built otherwise: it must see that."""
+    sampler = "vllm.v1.worker.gpu.sample.sampler:Sampler"
+    rejection_sampler = "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler"
+    found = differences(OLDEST, "V2")
+    assert {key for key in found if "logits_processor.interface" not in key} == {
+        f"{sampler}.apply_sampling_params",
+        f"{sampler}.logits_processors",
+        f"{sampler}.needs_logits_processing",
+        f"{rejection_sampler}._verify",
+    }
+    assert found[f"{rejection_sampler}._verify"] == "is missing"
+    assert (
+        "(logits, expanded_idx_mapping, idx_mapping_np, "
+        in found[f"{sampler}.apply_sampling_params"]
+    )
+
+
+def test_there_is_a_table_for_both_ends():
+    ends = tuple(tuple(map(int, end.split(".")[:2])) for end in (OLDEST, SUPPORTED[-1]))
+    assert ends == compat.SUPPORTED
+
+
+def installed_release():
+    import vllm
+
+    release = vllm.__version__.split("+")[0]
+    if not (TABLES / f"vllm-{release}.json").exists():
+        pytest.skip(f"no table for the installed vLLM {release}")
+    return release
+
+
+def test_the_table_is_what_the_installed_files_give():
+    release = installed_release()
+    package = Path(importlib.util.find_spec("vllm").origin).parent
+    committed = json.loads((TABLES / f"vllm-{release}.json").read_text())
+    assert extract.table(package.parent) == committed
+
+
+@pytest.mark.parametrize("group", INTERFACES)
+def test_the_installed_vllm_is_seen_as_the_table_has_it(group):
+    """Imported and parsed, a symbol has the same parameters."""
+    table = read_table(installed_release())
+    for module, name, touch in compat.touches(group):
+        found = compat.installed_symbol(module, name, touch)
+        expected = table[f"{module}:{name}"]
+        assert found is not None, f"{module}.{name}"
+        assert found.parameters == expected.parameters, f"{module}.{name}"
+        if touch.use != "exists":
+            assert found.kind == expected.kind, f"{module}.{name}"
+
+
+def our_sources():
+    return sorted((ROOT / "vllm_mars").glob("*.py"))
+
+
+def test_every_import_of_vllm_is_listed():
+    """The list cannot fall behind: what our sources import from vLLM is in it."""
+    listed = {(m, n) for group in INTERFACES for m, n, _ in compat.touches(group)}
+    modules = {module for module, _ in listed}
+    for source in our_sources():
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                for alias in node.names:
+                    assert (node.module, alias.name) in listed, f"{source.name}: {alias.name}"
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == "vllm":
+                        assert alias.name in modules, f"{source.name}: {alias.name}"
+
+
+def test_every_hook_is_listed():
+    listed = {
+        f"{module}.{name}" for group in INTERFACES for module, name, _ in compat.touches(group)
+    }
+    hooked, wrapped = {}, {}
+    for node in ast.walk(ast.parse((ROOT / "vllm_mars/plugin.py").read_text())):
+        match node:
+            case ast.Tuple(elts=[ast.Constant(value=str(module)), ast.Name(id=hook)]):
+                hooked[hook] = module
+            case ast.FunctionDef(name=hook):
+                for call in ast.walk(node):
+                    if ast.unparse(call).startswith("wrapt.wrap_function_wrapper("):
+                        if isinstance(call, ast.Call):
+                            wrapped.setdefault(hook, []).append(call.args[1].value)
+    assert hooked
+    # That hook wraps nothing: it gives classes one more field.
+    assert hooked.keys() - wrapped.keys() == {"_patch_stats"}
+    assert wrapped.keys() <= hooked.keys()
+    for hook, module in hooked.items():
+        for name in wrapped.get(hook, ()):
+            assert f"{module}.{name}" in listed, hook
+        # The hook would never run if the module were gone, so its place is in the list as well.
+        assert module in listed or module == "vllm.engine.arg_utils", hook
+
+
+def our_subclasses():
+    """Each class of ours that is derived from one of vLLM's, with that class."""
+    for source in our_sources():
+        module = importlib.import_module(f"vllm_mars.{source.stem}")
+        for ours in vars(module).values():
+            if inspect.isclass(ours) and ours.__module__ == module.__name__:
+                for base in ours.__bases__:
+                    if base.__module__.startswith("vllm."):
+                        yield ours, base
+
+
+def test_every_override_is_listed_with_our_parameters():
+    checked = set()
+    for ours, base in our_subclasses():
+        overridden = {
+            f"{base.__name__}.{name}": ", ".join(list(inspect.signature(member).parameters)[1:])
+            for name, member in vars(ours).items()
+            if inspect.isfunction(member) and hasattr(base, name) and name != "__init__"
+        }
+        listed = {
+            name: touch.parameters
+            for group in INTERFACES
+            for module, name, touch in compat.touches(group)
+            if module == base.__module__ and touch.use == "override"
+        }
+        assert overridden == listed, ours
+        checked.add(ours.__name__)
+    assert {"MarsRejectionSampler", "MarsRejectionSamplerV2"} <= checked
+
+
+FILES = {
+    "vllm/__init__.py": "from .inner import *\nfrom vllm.inner.deep import renamed as other\n",
+    "vllm/inner/__init__.py": "if True:\n    from .deep import Child\n",
+    "vllm/inner/deep.py": """
+from dataclasses import dataclass
+from vllm.inner.base import Base
+
+class Child(Base):
+    def method(self, a, /, b=1, *rest, c, d=2, **more): ...
+    @staticmethod
+    def static(a): ...
+    @property
+    def prop(self): ...
+
+@dataclass
+class Fields:
+    first: int
+    second: int = 0
+
+def renamed(*, key): ...
+try:
+    flag = 1
+except ImportError:
+    flag = 0
+""",
+    "vllm/inner/base.py": """
+class Base:
+    def __init__(self, given):
+        self.stored, self.count = given, 0
+""",
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_extraction(tmp_path, packed):
+    """A directory and a wheel give the same: re-exports, bases, attributes and parameters."""
+    root = tmp_path / "vllm.whl" if packed else tmp_path
+    if packed:
+        with zipfile.ZipFile(root, "w") as wheel:
+            for name, text in FILES.items():
+                wheel.writestr(name, text)
+    else:
+        for name, text in FILES.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+    release = extract.Release(root)
+    call, exists = Touch("call"), Touch("exists")
+    for module, name, touch, expected in (
+        ("vllm", "Child", call, Symbol("class", "given")),
+        ("vllm", "Child.method", call, Symbol("method", "a, b=, *rest, c, d=, **more")),
+        ("vllm.inner", "Child.static", call, Symbol("method", "a")),
+        ("vllm.inner.deep", "Child.prop", exists, Symbol("attribute")),
+        ("vllm", "Child.stored", exists, Symbol("attribute")),
+        ("vllm", "Child.count", exists, Symbol("attribute")),
+        ("vllm", "other", call, Symbol("function", "*, key")),
+        ("vllm.inner.deep", "Fields", call, Symbol("class", "first, second=")),
+        ("vllm.inner.deep", "Fields.second", exists, Symbol("attribute")),
+        ("vllm.inner.deep", "flag", exists, Symbol("attribute")),
+        ("vllm.inner", "deep", exists, Symbol("module")),
+        ("vllm", "Child.absent", exists, None),
+        ("vllm", "absent", exists, None),
+        ("vllm.absent", "absent", exists, None),
+    ):
+        assert release.symbol(module, name, touch) == expected, name

@@ -1,0 +1,110 @@
+"""Counts of real servers: what /metrics and the log say beside vLLM's own counters."""
+
+import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from vllm_mars import metrics
+from vllm_mars.server import VllmServer
+
+pytestmark = pytest.mark.engine
+
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+    "rejection_sample_method": "mars",
+}
+PROMPTS = [
+    "Repeat this sentence three times: The rain in Spain stays mainly in the plain.",
+    "Write a Python function that returns the sum of a list of numbers, then call it twice.",
+    "List the days of the week, one on each line, with the word 'day' after each of them.",
+    "Explain in three sentences why the sky is blue.",
+]
+
+
+def serve(model, log, *arguments, interval="1"):
+    return VllmServer(
+        model,
+        [
+            *("--enforce-eager", "--dtype", "float32", "--max-model-len", "512"),
+            *("--served-model-name", "model", "--speculative-config", json.dumps(SPECULATION)),
+            *arguments,
+        ],
+        log_path=log,
+        env={"VLLM_LOG_STATS_INTERVAL": interval},
+    )
+
+
+def ask_all(server, theta=None):
+    """Answers all prompts at once and returns by how much the metrics rose."""
+    before = server.metrics()
+    extra = {"vllm_xargs": {"mars_theta": theta}} if theta else {}
+    with (
+        openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none") as client,
+        ThreadPoolExecutor(len(PROMPTS)) as pool,
+    ):
+
+        def ask(prompt):
+            client.chat.completions.create(
+                model="model",
+                messages=[{"role": "user", "content": prompt}],
+                temperature=0,
+                max_tokens=48,
+                extra_body=extra,
+            )
+
+        list(pool.map(ask, PROMPTS))
+    # The step that ends the last request comes after its answer.
+    for _ in range(20):
+        time.sleep(0.5)
+        after = server.metrics()
+        if after[VERIFIED_FIRST] - before[VERIFIED_FIRST] == after[DRAFTS] - before[DRAFTS]:
+            break
+    return {name: value - before.get(name, 0) for name, value in after.items()}
+
+
+VERIFIED_FIRST = f'{metrics.VERIFIED}_total{{position="0"}}'
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+
+
+def check_increase(rise):
+    """Whether the counts of this project and of vLLM tell the same story."""
+
+    def of_positions(name):
+        return [rise[f'{name}_total{{position="{position}"}}'] for position in range(3)]
+
+    verified, relaxed = of_positions(metrics.VERIFIED), of_positions(metrics.RELAXED)
+    low_margin = of_positions(metrics.LOW_MARGIN)
+    accepted = of_positions("vllm:spec_decode_num_accepted_tokens_per_pos")
+    assert verified[0] == rise[DRAFTS] > 0
+    # Every accepted draft token but a request's last has the next position verified.
+    assert all(after <= before for before, after in zip(accepted, verified[1:], strict=False))
+    assert all(a <= v for a, v in zip(accepted, verified, strict=True))
+    assert all(r <= min(a, m) for r, a, m in zip(relaxed, accepted, low_margin, strict=True))
+    observed = rise[f"{metrics.RATIO}_count"]
+    assert 0.9 * sum(verified) <= observed <= sum(verified)
+    assert 0 < rise[f"{metrics.RATIO}_sum"] <= observed
+    return sum(relaxed), sum(low_margin)
+
+
+def test_a_real_server_counts_exports_and_logs(packaged_model, tmp_path):
+    log = tmp_path / "server.log"
+    with serve(packaged_model, log) as server:
+        relaxed, _ = check_increase(ask_all(server))
+        assert relaxed > 0
+        assert check_increase(ask_all(server, theta=1)) == (0, 0)
+    lines = re.findall(r"Engine 000: MARS metrics: Relaxed: (\d+) tokens", log.read_text())
+    assert sum(map(int, lines)) == relaxed
+
+
+def test_several_api_servers_add_up(packaged_model, tmp_path):
+    with serve(packaged_model, tmp_path / "server.log", "--api-server-count", "2") as server:
+        for _ in range(2):
+            relaxed, _ = check_increase(ask_all(server))
+            assert relaxed > 0

@@ -1,0 +1,213 @@
+"""Counts on their way from the worker to the front end, over vLLM's own wire."""
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from counts import COUNTS, LAYOUT
+
+from vllm_mars import MarsConfig
+from vllm_mars.counters import Counters
+from vllm_mars.margin import MarginRule
+from vllm_mars.metrics_transport import (
+    FIELD,
+    carrier_of,
+    carry_counts,
+    declare_field,
+    report,
+    with_counts,
+)
+
+
+def runner_output(**fields):
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    return ModelRunnerOutput(**{"req_ids": ["a"], "req_id_to_index": {"a": 0}, **fields})
+
+
+class Runner:
+    """Stands in for a model runner: `sampled` and `executed` are what it returns."""
+
+    speculative_config = SimpleNamespace(num_speculative_tokens=3)
+    device = torch.device("cpu")
+
+    def __init__(self):
+        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+        self.sampled = None
+        self.executed = EMPTY_MODEL_RUNNER_OUTPUT
+
+    def execute_model(self, scheduler_output):
+        return self.executed
+
+    def sample_tokens(self, grammar_output):
+        return self.sampled
+
+
+@pytest.fixture
+def on_rank(monkeypatch):
+    import vllm.distributed
+
+    def set_rank(rank):
+        monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_rank", lambda: rank)
+
+    return set_rank
+
+
+def test_counts_leave_with_the_outputs_of_steps(on_rank):
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+    on_rank(0)
+    runner = Runner()
+    rule = MarginRule(MarsConfig(), [])
+    report(runner, rule)
+    counters = rule.counters
+    # vLLM's memory profiling.
+    counters.device_counts += 7
+    runner.sampled = runner_output()
+    assert runner.sample_tokens(None) is runner.sampled
+    assert not hasattr(runner.sampled, FIELD)
+    counters.device_counts += torch.tensor(COUNTS)
+    assert getattr(runner.sample_tokens(None), FIELD) == COUNTS
+
+    # Nothing is lost where a step has no output of its own, and nothing lands in the shared one.
+    counters.device_counts += torch.tensor(COUNTS)
+    for shared in (None, EMPTY_MODEL_RUNNER_OUTPUT):
+        runner.sampled = shared
+        assert runner.sample_tokens(None) is shared
+    last = runner.execute_model(None)
+    assert getattr(last, FIELD) == COUNTS
+    assert dataclasses.astuple(last) == dataclasses.astuple(EMPTY_MODEL_RUNNER_OUTPUT)
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, FIELD)
+    assert runner.execute_model(None) is EMPTY_MODEL_RUNNER_OUTPUT
+    assert getattr(pickle.loads(pickle.dumps(last)), FIELD) == COUNTS
+
+
+def test_only_a_step_without_tokens_flushes(on_rank):
+    counters = Counters(LAYOUT, torch.device("cpu"))
+    counters.device_counts += 1
+    for output in (None, runner_output(), torch.zeros(1)):
+        assert with_counts(output, counters) is output
+        assert not hasattr(output, FIELD)
+    assert getattr(with_counts(runner_output(req_ids=[]), counters), FIELD)[0] == 1
+
+
+def test_other_ranks_do_not_count(on_rank):
+    on_rank(1)
+    runner = Runner()
+    rule = MarginRule(MarsConfig(), [])
+    report(runner, rule)
+    assert rule.counters is None
+    runner.sampled = runner_output()
+    runner.sample_tokens(None)
+    assert not hasattr(runner.sampled, FIELD)
+
+
+def test_asynchronous_outputs_carry_the_counts():
+    """Both runners' classes, built without the CUDA stream that their constructors need."""
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
+
+    for kind, name in (
+        (AsyncGPUModelRunnerOutput, "_model_runner_output"),
+        (AsyncOutput, "model_runner_output"),
+    ):
+        pending, output = kind.__new__(kind), runner_output()
+        setattr(pending, name, output)
+        assert carrier_of(pending) is output
+
+
+class Scheduler:
+    """Stands in for vLLM's scheduler."""
+
+    log_stats = True
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        return self.make_stats(None)
+
+    def make_stats(self, spec_decoding_stats=None):
+        from vllm.v1.metrics.stats import SchedulerStats
+
+        return SchedulerStats() if self.log_stats else None
+
+
+def test_the_scheduler_passes_the_counts_on():
+    scheduler = Scheduler()
+    carry_counts(scheduler)
+
+    def step(increase=None):
+        output = runner_output()
+        if increase is not None:
+            setattr(output, FIELD, increase)
+        stats = scheduler.update_from_output(None, output)
+        assert not hasattr(output, FIELD)
+        return stats and getattr(stats, FIELD)
+
+    assert step() is None
+    assert step(COUNTS) == COUNTS
+    assert step() is None
+    scheduler.log_stats = False
+    assert step([1] * LAYOUT.size) is None
+    assert step(COUNTS) is None
+    scheduler.log_stats = True
+    assert step() == [count + 1 for count in COUNTS]
+
+
+@pytest.fixture
+def wire():
+    """Sends statistics as the engine core does and returns what a front end decodes."""
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    declare_field(SchedulerStats)
+    declare_field(SchedulerStats)
+
+    def send(stats):
+        message = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+        return MsgpackDecoder(EngineCoreOutputs).decode(message).scheduler_stats
+
+    return send
+
+
+def test_counts_survive_the_wire(wire):
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    stats = SchedulerStats(num_running_reqs=2)
+    assert getattr(wire(stats), FIELD) is None
+    setattr(stats, FIELD, COUNTS)
+    received = wire(stats)
+    assert getattr(received, FIELD) == COUNTS
+    assert received == stats
+    # What the dataclass can do otherwise, it still can.
+    assert dataclasses.replace(SchedulerStats(), num_running_reqs=2) == stats
+    assert getattr(copy.copy(received), FIELD) == COUNTS
+
+
+MESSAGE = """
+import vllm.plugins
+vllm.plugins.load_general_plugins()
+import vllm.v1.metrics.loggers
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackEncoder
+outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats(), timestamp=1.0)
+print(hasattr(SchedulerStats, "mars_counts"), MsgpackEncoder().encode(outputs)[0].hex())
+"""
+
+
+def test_a_server_without_mars_sends_the_same_bytes(monkeypatch):
+    def message(plugins):
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+        command = [sys.executable, "-c", MESSAGE]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=240).stdout
+        return output.splitlines()[-1].split()
+
+    (declared, with_plugin), (undeclared, without) = message("mars"), message("none")
+    assert (declared, undeclared) == ("True", "False")
+    assert with_plugin == without
