@@ -81,12 +81,18 @@ def test_a_node_that_is_lost_costs_no_cell_and_doubles_none(two_nodes, options):
     assert nodes.count("b") < 6, "the node was not lost"
 
 
-def test_what_is_refused_within_seconds(two_nodes, options):
+def test_what_is_refused_within_seconds(two_nodes, options, monkeypatch):
+    import ray
+
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"ray=127.0.0.1:1 does not answer: .*is the head node"):
         RayRunner(options, "127.0.0.1:1")
     with pytest.raises(RuntimeError, match="ray='nowhere' is not an address; write HOST:PORT"):
         RayRunner(options, "nowhere")
+    with monkeypatch.context() as other:
+        other.setattr(ray, "__version__", "2.0.0")
+        with pytest.raises(RuntimeError, match=r"(?s)ray=.*Version mismatch.*Ray: 2\.0\.0"):
+            RayRunner(options, two_nodes.address)
     missing = dataclasses.replace(options, model="/nowhere")
     RayRunner(missing, two_nodes.address).close()
     assert time.monotonic() - begin < 60
