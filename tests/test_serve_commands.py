@@ -147,7 +147,7 @@ def test_serve_deploy_and_serve_run(command, model, tmp_path):
         )
     try:
         wait_until(
-            lambda: process.poll() is not None or "Deployed app" in log.read_text(),
+            lambda: process.poll() is not None or "is ready at" in log.read_text(),
             *(600, "the application runs"),
         )
         assert process.poll() is None, log.read_text()

@@ -10,9 +10,13 @@ MARS by default, and refuses at once what would otherwise fail or wait inside a 
 Options that are not words or numbers are JSON. docs/scale.md has the file for `serve deploy`.
 """
 
+import contextlib
 import json
+import logging
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+import click
 import ray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from ray.serve import Application
@@ -100,7 +104,7 @@ class PackagedModelServer(LLMServer):
 
 
 def app(options: Options) -> Application:
-    """Builds the application, on the cluster that this process is connected to.
+    """Builds the application, for the cluster that it will be on.
 
     Args:
         options: see `Options`.
@@ -118,9 +122,10 @@ def app(options: Options) -> Application:
             "it out."
         )
     on_cpu = _vllm_is_for_cpus()
-    check_nodes(node for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
-    if not options.wait_for_nodes:
-        _check_resources(options, on_cpu)
+    with _connected():
+        check_nodes(node for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
+        if not options.wait_for_nodes:
+            _check_resources(options, on_cpu)
     model = options.model or str(ensure_model())
     name = model.rstrip("/").rsplit("/", 1)[-1] if options.model else PACKAGED_MODEL
     deployment: dict[str, Any] = {
@@ -158,6 +163,24 @@ def _vllm_is_for_cpus() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """Connects to the cluster that the application will be on, unless this process is connected.
+
+    `serve run` builds the application first and connects after that, with options of its own.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    command = click.get_current_context(silent=True)
+    address = command.params.get("address") if command else None
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def _check_resources(options: Options, on_cpu: bool) -> None:
