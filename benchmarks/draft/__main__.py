@@ -119,7 +119,8 @@ def _ladder(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens,
         theta=args.theta,
         num_speculative_tokens=args.num_speculative_tokens,
-        report=lambda line: print(json.dumps(line), file=sys.stderr),
+        known=json.loads(args.output.read_text()) if args.output.is_file() else None,
+        report=lambda so_far: write_json(args.output, so_far),
     )
     write_json(args.output, result)
     print(ladder.table(result))

@@ -40,6 +40,7 @@ def climb(
     max_tokens: int,
     theta: float,
     num_speculative_tokens: int,
+    known: dict[str, Any] | None = None,
     report: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Measures each draft.
@@ -52,7 +53,9 @@ def climb(
         max_tokens: longest answer.
         theta: of the relaxed answers.
         num_speculative_tokens: drafts per step, the same for all.
-        report: told each draft's figures.
+        known: the result of a run that was interrupted; its drafts are not measured again if its
+            `config` is the same.
+        report: told the result after each draft.
 
     Returns:
         The result file's content: the head of a result, `config`, `drafts` by name.
@@ -77,12 +80,16 @@ def climb(
         },
         "drafts": {},
     }
+    if known and known.get("config") == result["config"]:
+        result["drafts"] = known["drafts"]
     for name, config in drafts.items():
+        if name in result["drafts"]:
+            continue
         figures = engine.measure(model, config, ids, max_tokens=max_tokens, theta=theta)
         for mode in figures.values():
             mode.pop("tokens")
         result["drafts"][name] = figures
-        report({"draft": name, **figures})
+        report(result)
     return result
 
 

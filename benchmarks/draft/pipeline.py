@@ -48,7 +48,7 @@ class Setting:
     data: DataOptions
     train: TrainOptions
     draft_vocab_size: int = 4096
-    num_speculative_tokens: int = 3
+    num_speculative_tokens: int = 4
 
 
 SETTINGS = {
@@ -58,7 +58,6 @@ SETTINGS = {
         "cuda",
         DataOptions(shards=32, shard_prompts=2048, batch=1024),
         TrainOptions(shards=32, epochs=4, steps_ahead=5, batch=64, ramp=0.0),
-        num_speculative_tokens=4,
     ),
 }
 
