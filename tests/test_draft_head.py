@@ -164,6 +164,15 @@ def test_the_demo_drafts_with_the_head(head, model, monkeypatch):
     assert DemoOptions().resolved(str(model)).draft == "ngram"
 
 
+def test_the_head_of_this_checkout_fits_the_packaged_model(packaged_model):
+    directory = draft_head.packaged_head()
+    checked = draft_head.check_head(directory, packaged_model)
+    assert checked.num_speculative_tokens == 4
+    assert (directory / "model.safetensors").stat().st_size < 20e6
+    options = DemoOptions().resolved(str(packaged_model))
+    assert (options.draft, options.num_speculative_tokens) == (str(directory), 4)
+
+
 def test_the_demo_refuses_a_damaged_head_before_it_starts_a_server(
     head, model, tmp_path, monkeypatch
 ):
