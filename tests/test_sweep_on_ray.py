@@ -5,15 +5,18 @@ import dataclasses
 import time
 
 import pytest
+import tiny_models
 from clusters import cluster
 from processes import MARK, marked, wait_until
 
 pytest.importorskip("ray")
 
+from vllm_mars.cli import main
 from vllm_mars.experiments.datasets import load_dataset
 from vllm_mars.experiments.group import Job
 from vllm_mars.experiments.plan import SweepOptions, plan
 from vllm_mars.experiments.ray_cells import RayRunner
+from vllm_mars.experiments.record_file import read_cells
 from vllm_mars.experiments.records import Settings
 
 MARK_VALUE = "sweep"
@@ -115,3 +118,29 @@ def test_a_cluster_that_cannot_is_refused(options, resources, node, message):
         with pytest.raises(RuntimeError, match=message):
             RayRunner(options, started.address)
         assert not ray.is_initialized()
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_real_servers_are_measured_and_judged_in_tasks(tmp_path):
+    tiny_models.llama(tmp_path / "tiny")
+    tiny_models.tokenizer(tmp_path / "tiny")
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "w20 w21 w22 w20 w21 w22 w20 w21"}\n')
+    threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with cluster({"num_cpus": 2, "num_gpus": 0}, **{MARK: MARK_VALUE}, **threads) as started:
+        arguments = [
+            *("--ray", started.address, "--model", str(tmp_path / "tiny")),
+            *("--dataset", str(prompts), "--output", str(output), "--repeats", "1"),
+            *("--method", "autoregressive", "mars", "--theta", "0.5", "1", "--gap"),
+            *("--no-unprotected", "--temperature", "0", "--concurrency", "1"),
+            *("--max-tokens", "8", "--server-arg=--max-model-len=256"),
+        ]
+        assert main(["sweep", *arguments]) == 0
+    wait_until(lambda: not marked(MARK_VALUE), 30, "all servers and processes of the cluster end")
+    cells = {cell.key.rule: cell for cell in read_cells(output)}
+    assert set(cells) == {"autoregressive", "mars 0.5", "mars 1"}
+    for cell in cells.values():
+        assert cell.status == "ok" and cell.speed.output_tokens > 0
+        assert cell.quality.estimate("nll").value > 0
+    assert cells["mars 1"].quality.estimate("agreement").value == 1
