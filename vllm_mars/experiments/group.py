@@ -275,7 +275,10 @@ def _ask_task(run: _Run, server: VllmServer, dataset: Dataset, key: CellKey) -> 
             "acceptance": acceptance,
             "task_answers": read_answers(directory),
             # The configuration is written out: the file that the command names is gone by then.
-            "client_command": ["python", "-m", "lm_eval", "run", "--config", json.dumps(config)],
+            "client_command": [
+                *("python", "-m", "lm_eval", "run", "--config"),
+                json.dumps(config | {"tasks": [Path(dataset.task).name]}),
+            ],
         }
 
 
