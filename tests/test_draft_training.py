@@ -197,10 +197,12 @@ def test_training_lowers_the_loss_of_each_step(target, shards, tmp_path):
 
 def test_the_pipeline_writes_the_half_trained_and_the_trained_head(model, target, shards, tmp_path):
     (tmp_path / "data").symlink_to(shards)
-    setting = pipeline.Setting("cpu", replace(DATA, shards=2), TRAIN, draft_vocab_size=256)
+    setting = replace(
+        pipeline.SETTINGS["cpu"], data=replace(DATA, shards=2), train=TRAIN, draft_vocab_size=256
+    )
     trained = pipeline.train(tmp_path, model, setting, target)
     pipeline.write(trained, tmp_path / "head", model, setting)
-    assert check_head(tmp_path / "head", model).num_speculative_tokens == 3
+    assert check_head(tmp_path / "head", model).num_speculative_tokens == 4
     assert check_head(tmp_path / "half", model)
     record = json.loads((tmp_path / "head" / "training.json").read_text())
     assert (record["steps"], record["planned_steps"]) == (6, 6)
