@@ -169,7 +169,7 @@ def test_no_number_that_json_lacks_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"speed": None}, "has a speed exactly when it is 'ok'"),
+        ({"speed": None}, "has a speed or answers of a task exactly when it is 'ok'"),
         ({"reason": "x"}, "has a reason unless it is 'ok'"),
     ],
 )

@@ -21,7 +21,8 @@ from vllm_mars.server import free_port
 pytest.importorskip("ray")
 pytestmark = pytest.mark.engine
 
-MARK_VALUE = "serve commands"
+# Of this run alone: its processes are killed at the end.
+MARK_VALUE = f"serve commands {os.getpid()}"
 BIN = Path(sys.executable).parent
 TOKENS = 8
 ENGINE = {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 64}
