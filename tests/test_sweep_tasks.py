@@ -98,6 +98,18 @@ def test_lm_eval_asks_and_scores(directory, monkeypatch, tmp_path):
     assert "exact_match,none" in (tmp_path / "report.html").read_text()
 
 
+def test_an_answer_with_a_line_separator_is_one_line(tmp_path):
+    sample = {"doc_id": 0, "resps": [["a\u2028b"]], "filter": "none", "metrics": ["exact_match"]}
+    (tmp_path / "results_1.json").write_text(
+        '{"higher_is_better": {"echo": {"exact_match": true}}}'
+    )
+    (tmp_path / "samples_echo_2.jsonl").write_text(
+        json.dumps({**sample, "exact_match": 1.0}, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    (answer,) = read_answers(tmp_path)
+    assert (answer.text, answer.scores) == ("a\u2028b", {"exact_match,none": 1.0})
+
+
 def test_a_task_that_is_none_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"none\.yaml: there is no such file"):
         load_dataset(f"lm-eval:{tmp_path}/none.yaml", 0)

@@ -206,7 +206,8 @@ def _draw(
     earlier: list[tuple[prompts.Messages, str]] = []
     if number >= EARLIER:
         path = directory / f"{number - EARLIER:05d}.jsonl"
-        for text in path.read_text(encoding="utf-8").splitlines():
+        # Not splitlines, which also cuts at characters that JSON allows within a text.
+        for text in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
             line: dict[str, Any] = json.loads(text)
             earlier.append((line["messages"], line["answer"]))
     further = file_prompts(Path(options.prompt_file)) if options.prompt_file else []

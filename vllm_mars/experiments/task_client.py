@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_mars.chat import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS
 from vllm_mars.experiments.bench_client import request_body
 from vllm_mars.experiments.datasets import Dataset
 from vllm_mars.experiments.records import Acceptance, CellKey, TaskAnswer
 
 CONFIG = "lm-eval.json"
-_DRAFTS = "vllm:spec_decode_num_drafts_total"
-_DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
-_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 _ACCEPTED_AT = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{}"}}'
 
 
@@ -65,7 +63,7 @@ def task_config(
     }
 
 
-def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: float) -> list[str]:
+def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: float) -> None:
     """Runs lm-eval with this configuration.
 
     Args:
@@ -73,9 +71,6 @@ def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: f
         directory: takes the configuration and the results.
         log_path: file that takes what lm-eval prints.
         timeout: in seconds.
-
-    Returns:
-        The command line.
 
     Raises:
         RuntimeError: it failed or took longer than `timeout`; no process of it is left.
@@ -101,7 +96,6 @@ def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: f
     if status:
         tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-15:])
         raise RuntimeError(f"lm-eval ended with status {status}.\n{tail}")
-    return command
 
 
 def read_answers(directory: Path) -> tuple[TaskAnswer, ...]:
@@ -123,7 +117,8 @@ def read_answers(directory: Path) -> tuple[TaskAnswer, ...]:
         scores: dict[str, dict[str, float]] = {}
         for task, better in results["higher_is_better"].items():
             for path in sorted(directory.rglob(f"samples_{task}_2*.jsonl")):
-                for line in path.read_text(encoding="utf-8").splitlines():
+                # Not splitlines, which also cuts at characters that JSON allows within a text.
+                for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
                     sample = json.loads(line)
                     name = f"{task}/{sample['doc_id']}"
                     texts[name] = str(sample["resps"][0][0])
@@ -158,8 +153,8 @@ def acceptance_between(
         return round(after.get(name, 0.0) - before.get(name, 0.0))
 
     return Acceptance(
-        drafts=gained(_DRAFTS),
-        draft_tokens=gained(_DRAFT_TOKENS),
-        accepted_tokens=gained(_ACCEPTED),
+        drafts=gained(DRAFTS),
+        draft_tokens=gained(DRAFT_TOKENS),
+        accepted_tokens=gained(ACCEPTED_TOKENS),
         accepted_by_position=tuple(gained(_ACCEPTED_AT.format(place)) for place in range(k)),
     )
