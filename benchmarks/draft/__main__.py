@@ -122,7 +122,6 @@ def _ladder(args: argparse.Namespace) -> int:
         known=json.loads(args.output.read_text()) if args.output.is_file() else None,
         report=lambda so_far: write_json(args.output, so_far),
     )
-    write_json(args.output, result)
     print(ladder.table(result))
     return 0
 
