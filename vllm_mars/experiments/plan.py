@@ -73,7 +73,7 @@ class SweepOptions:
     concurrencies: tuple[int, ...] = (1, 4, 16, 64)
     datasets: tuple[str, ...] = (str(PACKAGED_TASKS),)
     num_prompts: int = 16
-    max_tokens: int = 96
+    max_tokens: int = 80
     repeats: int = 3
     seed: int = 0
     reference_theta: float = 0.9

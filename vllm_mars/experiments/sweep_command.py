@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
     add("--dataset", dest="datasets", nargs="+", metavar="FILE",
         help="JSON lines, vllm:NAME[:PATH] of vllm bench serve, lm-eval:TASK[.yaml]")  # fmt: skip
     add("--num-prompts", type=int, metavar="N", help="of each dataset; 0 takes all; default 16")
-    add("--max-tokens", type=int, metavar="N", help="longest answer; default 96")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default 80")
     add("--repeats", type=int, metavar="N", help="passes over the grid; default 3")
     add("--seed", type=int, help="of requests at a temperature above 0")
     add("--reference-theta", type=float, metavar="THETA", help="theta under load; default 0.9")
