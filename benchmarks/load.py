@@ -26,7 +26,8 @@ from typing import Any
 
 import openai
 
-from vllm_mars.chat import GENERATED_TOKENS
+from vllm_mars.chat import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS, GENERATED_TOKENS
+from vllm_mars.drafts import NGRAM_CONFIG
 from vllm_mars.packaged_model import ensure_model
 from vllm_mars.prompts import load_prompts
 from vllm_mars.provenance import describe_run, vllm_device
@@ -34,10 +35,8 @@ from vllm_mars.server import VllmServer
 
 METRICS_SECONDS = 10.0
 SPECULATION = {
-    "method": "ngram",
+    **NGRAM_CONFIG,
     "num_speculative_tokens": 4,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 1,
     "rejection_sample_method": "mars",
 }
 SERVERS: dict[str, dict[str, Any] | None] = {"autoregressive": None, "speculative": SPECULATION}
@@ -150,9 +149,9 @@ def measure(
         for name, key in {
             "steps": "vllm:iteration_tokens_total_count",
             "step_tokens": "vllm:iteration_tokens_total_sum",
-            "drafts": "vllm:spec_decode_num_drafts_total",
-            "draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
-            "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+            "drafts": DRAFTS,
+            "draft_tokens": DRAFT_TOKENS,
+            "accepted": ACCEPTED_TOKENS,
             "prompt_tokens": "vllm:prompt_tokens_total",
         }.items()
     }

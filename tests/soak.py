@@ -30,13 +30,12 @@ from typing import Any
 import openai
 import psutil
 
+from vllm_mars.drafts import NGRAM_CONFIG
 from vllm_mars.server import VllmServer
 
 SPECULATION = {
-    "method": "ngram",
+    **NGRAM_CONFIG,
     "num_speculative_tokens": 4,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 1,
     "rejection_sample_method": "mars",
     "mars_theta": 0.9,
     "mars_max_relaxed_share": 0.5,

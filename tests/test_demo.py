@@ -11,6 +11,7 @@ import pytest
 from processes import MARK, marked, wait_until
 
 from vllm_mars.demo import MODES, DemoOptions
+from vllm_mars.drafts import NGRAM_CONFIG
 
 pytestmark = pytest.mark.engine
 
@@ -110,12 +111,7 @@ def test_speculative_configs():
     options = DemoOptions(theta=0.8, num_speculative_tokens=3)
     assert options.speculative_config("autoregressive") is None
     strict = options.speculative_config("strict")
-    assert strict == {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 4,
-        "prompt_lookup_min": 1,
-    }
+    assert strict == {**NGRAM_CONFIG, "num_speculative_tokens": 3}
     assert options.speculative_config("mars") == {
         **strict,
         "rejection_sample_method": "mars",

@@ -10,14 +10,11 @@ import jsonschema
 import pytest
 import torch
 
+from vllm_mars.drafts import NGRAM_CONFIG
+
 pytestmark = pytest.mark.engine
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 1,
-}
+NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
 PROMPTS = [
     "Rewrite in the past tense: The fox jumps over the dog, and then the fox runs from the dog.",
     "Write a Python function that returns the sum of a list of numbers, then call it twice.",

@@ -12,6 +12,7 @@ from counts import COUNTS, LAYOUT, check_exported, exported
 
 from vllm_mars import metrics
 from vllm_mars.counters import RATIO_EDGES, REASONS, CounterLayout
+from vllm_mars.drafts import NGRAM_CONFIG
 from vllm_mars.metrics_transport import FIELD
 
 pytestmark = pytest.mark.usefixtures("clean_registry")
@@ -117,12 +118,7 @@ def test_other_layouts_are_noticed():
         metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}).observe(COUNTS)
 
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 3,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 1,
-}
+NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 3}
 MARS = {**NGRAM, "rejection_sample_method": "mars"}
 
 

@@ -9,13 +9,9 @@ from importlib.metadata import entry_points
 import pytest
 
 from vllm_mars import MarsConfig
+from vllm_mars.drafts import NGRAM_CONFIG
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 1,
-}
+NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
 MARS = {**NGRAM, "rejection_sample_method": "mars"}
 
 

@@ -9,15 +9,14 @@ import jsonschema
 import openai
 import pytest
 
+from vllm_mars.drafts import NGRAM_CONFIG
 from vllm_mars.server import VllmServer
 
 pytestmark = pytest.mark.engine
 
 SPECULATION = {
-    "method": "ngram",
+    **NGRAM_CONFIG,
     "num_speculative_tokens": 4,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 1,
     "rejection_sample_method": "mars",
     "mars_theta": 0.98,
     "mars_theta_min": 0.3,

@@ -5,14 +5,13 @@ import argparse
 import pytest
 
 from vllm_mars import MarsConfig
+from vllm_mars.drafts import NGRAM_CONFIG
 from vllm_mars.plugin import config_of
 from vllm_mars.sections import THINKING, Sections
 
 NGRAM = {
-    "method": "ngram",
+    **NGRAM_CONFIG,
     "num_speculative_tokens": 4,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 1,
     "rejection_sample_method": "mars",
 }
 # Single tokens of the packaged model.

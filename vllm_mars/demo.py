@@ -19,6 +19,7 @@ from typing import Any
 from vllm_mars.chat import Answer, ChatClient, ScoredToken
 from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
 from vllm_mars.draft_head import check_head, is_head, packaged_head
+from vllm_mars.drafts import NGRAM, draft_config, draft_name
 from vllm_mars.packaged_model import ensure_model
 from vllm_mars.prompts import PACKAGED, Prompt, load_prompts
 from vllm_mars.provenance import describe_run, vllm_device
@@ -103,9 +104,9 @@ class DemoOptions:
         draft = self.draft
         if draft is None:
             head = packaged_head() if self.model is None else None
-            draft = "ngram" if head is None else str(head)
+            draft = NGRAM if head is None else str(head)
         tokens = self.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
-        if draft != "ngram" and is_head(Path(draft)):
+        if draft != NGRAM and is_head(Path(draft)):
             checked = check_head(Path(draft), Path(model))
             tokens = self.num_speculative_tokens or checked.num_speculative_tokens
         return replace(self, draft=draft, num_speculative_tokens=tokens)
@@ -113,20 +114,14 @@ class DemoOptions:
     @property
     def draft_name(self) -> str:
         """The draft's name without the directories it lies in, for tables and files."""
-        return Path(self.draft or "ngram").name
+        return draft_name(self.draft or NGRAM)
 
     def speculative_config(self, mode: str) -> dict[str, Any] | None:
         """Returns vLLM's speculative config of a mode; None for autoregressive decoding."""
         if mode == "autoregressive":
             return None
         tokens = self.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
-        config: dict[str, Any] = {"num_speculative_tokens": tokens}
-        if self.draft in (None, "ngram"):
-            config |= {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-        else:
-            config |= {"model": self.draft}
-            if is_head(Path(str(self.draft))):
-                config |= {"method": "eagle3"}
+        config = {"num_speculative_tokens": tokens, **draft_config(self.draft or NGRAM)}
         if mode == "mars":
             config |= {"rejection_sample_method": METHOD, "mars_theta": self.theta}
         return config
@@ -394,7 +389,7 @@ def _start_servers(
 def _server_env(options: DemoOptions, on_cpu: bool) -> dict[str, str]:
     """Returns variables for the servers, none of which the user has set."""
     env = dict(CPU_ENV) if on_cpu else {}
-    if options.draft not in (None, "ngram") and not Path(options.draft).is_dir():
+    if options.draft not in (None, NGRAM) and not Path(options.draft).is_dir():
         # A local model alone would keep the server from asking the hub for the draft model.
         env["HF_HUB_OFFLINE"] = "0"
     return {name: value for name, value in env.items() if name not in os.environ}

@@ -24,15 +24,14 @@ from ray.serve.llm import LLMConfig, build_openai_app
 from ray.serve.llm.deployment import LLMServer
 
 from vllm_mars.config import split_speculative_config
+from vllm_mars.drafts import NGRAM_CONFIG
 from vllm_mars.packaged_model import ensure_model
 from vllm_mars.ray_nodes import check_nodes
 
 PACKAGED_MODEL = "SmolLM2-135M-Instruct"
 SPECULATION = {
-    "method": "ngram",
+    **NGRAM_CONFIG,
     "num_speculative_tokens": 4,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 1,
     "rejection_sample_method": "mars",
     "mars_theta": 0.9,
 }

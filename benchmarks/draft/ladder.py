@@ -24,6 +24,7 @@ from benchmarks.draft.head import new_head
 from benchmarks.draft.start import start_linear
 from benchmarks.draft.target import Target
 from vllm_mars.draft_head import model_checksum, packaged_head
+from vllm_mars.drafts import NGRAM_CONFIG
 from vllm_mars.prompts import PACKAGED
 from vllm_mars.provenance import describe_run
 
@@ -124,7 +125,7 @@ def make_drafts(
             num_speculative_tokens=num_speculative_tokens,
         )
     found: dict[str, engine.Config] = {
-        "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1},
+        "ngram": dict(NGRAM_CONFIG),
         f"layers-{FIRST_LAYERS}": {"method": "draft_model", "model": str(layers)},
     }
     for name, directory in (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mars.demo import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
+from vllm_mars.drafts import draft_name
 from vllm_mars.experiments.bench_client import (
     BenchClient,
     bench_args,
@@ -21,7 +22,6 @@ from vllm_mars.experiments.bench_client import (
     write_requests,
 )
 from vllm_mars.experiments.datasets import Dataset
-from vllm_mars.experiments.drafts import draft_name
 from vllm_mars.experiments.plan import Group, ServerSpec, SweepOptions
 from vllm_mars.experiments.platform import Platform, ask_platform
 from vllm_mars.experiments.records import Acceptance, Cell, CellKey, Settings, Status

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
+from vllm_mars.drafts import NGRAM, NO_DRAFT, draft_config, draft_name
 from vllm_mars.experiments.datasets import PACKAGED_TASKS, Dataset
-from vllm_mars.experiments.drafts import draft_config, draft_name
-from vllm_mars.experiments.records import METHODS, NGRAM, NO_DRAFT, CellKey, Method, Metric
+from vllm_mars.experiments.records import METHODS, CellKey, Method, Metric
 
 THETAS = (0.84, 0.88, 0.90, 0.92, 0.96, 1.0)
 

@@ -8,12 +8,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vllm_mars.drafts import NO_DRAFT
+
 Method = Literal["autoregressive", "standard", "block", "fly", "mars"]
 Metric = Literal["ratio", "gap"]
 Status = Literal["ok", "failed", "unavailable"]
 METHODS: tuple[Method, ...] = ("autoregressive", "standard", "block", "fly", "mars")
-NO_DRAFT = "none"
-NGRAM = "ngram"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vllm_mars.drafts import draft_config
 from vllm_mars.experiments.datasets import load_dataset
-from vllm_mars.experiments.drafts import draft_config
 from vllm_mars.experiments.group import Job
 from vllm_mars.experiments.plan import Group, SweepOptions, check_names, plan
 from vllm_mars.experiments.record_file import (

@@ -1,10 +1,13 @@
-"""Names of drafts, and how vLLM is told to use them."""
+"""Drafts: their names, and how vLLM is told to use them."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.experiments.records import NGRAM, NO_DRAFT
+NGRAM = "ngram"
+NO_DRAFT = "none"
+# vLLM's, without the number of tokens.
+NGRAM_CONFIG = {"method": NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
 
 
 def draft_name(draft: str) -> str:
@@ -22,7 +25,7 @@ def draft_config(draft: str) -> dict[str, Any]:
         ValueError: the directory has no config.json that can be read.
     """
     if draft == NGRAM:
-        return {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+        return dict(NGRAM_CONFIG)
     if not Path(draft).is_dir():
         return {"model": draft}
     path = Path(draft) / "config.json"

@@ -1,0 +1,54 @@
+"""What vLLM is told of a draft, by every command alike."""
+
+import json
+
+import pytest
+
+from vllm_mars.demo import DemoOptions
+from vllm_mars.drafts import draft_config, draft_name
+from vllm_mars.experiments.calibrate import CalibrateOptions
+from vllm_mars.experiments.plan import ServerSpec
+
+
+def test_names():
+    assert draft_config("ngram") == {
+        "method": "ngram",
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 1,
+    }
+    assert draft_config("org/draft") == {"model": "org/draft"}
+    assert draft_name("org/draft") == "draft"
+
+
+def test_every_command_says_that_a_directory_is_an_eagle3_head(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    draft = str(tmp_path)
+    wanted = {"method": "eagle3", "model": draft, "num_speculative_tokens": 3}
+    for options in (
+        DemoOptions(draft=draft, num_speculative_tokens=3).speculative_config("strict"),
+        CalibrateOptions(draft=draft, num_speculative_tokens=3).speculative_config(),
+        ServerSpec("standard", draft, 3).speculative_config(),
+    ):
+        assert options == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, {"method": "eagle3"}),
+        ({"architectures": ["LlamaForCausalLM"]}, {}),
+        ({"architectures": None}, {}),
+    ],
+)
+def test_a_directory_of_a_draft(tmp_path, config, method):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert draft_config(str(tmp_path)) == {"model": str(tmp_path), **method}
+    assert draft_name(str(tmp_path)) == tmp_path.name
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_directory_that_is_no_draft_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"has no config\.json that can be read .*or 'ngram'"):
+        draft_config(str(tmp_path))
