@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from vllm_mars.cli import main
+from vllm_mars.drafts import NGRAM_CONFIG
 from vllm_mars.experiments.datasets import PACKAGED_TASKS, load_dataset
-from vllm_mars.experiments.drafts import draft_config, draft_name
 from vllm_mars.experiments.plan import ServerSpec, SweepOptions, check_names, plan
 from vllm_mars.experiments.platform import Platform
 from vllm_mars.experiments.summary import rows
@@ -93,12 +93,7 @@ def test_a_group_without_measured_cells_keeps_only_servers_that_it_needs():
 
 def test_speculative_configs(tmp_path):
     assert ServerSpec("autoregressive").speculative_config() is None
-    ngram = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 4,
-        "prompt_lookup_min": 1,
-    }
+    ngram = {**NGRAM_CONFIG, "num_speculative_tokens": 3}
     assert ServerSpec("standard", "ngram", 3).speculative_config() == ngram
     assert ServerSpec("block", "ngram", 3).speculative_config() == {
         **ngram,
@@ -123,28 +118,6 @@ def test_speculative_configs(tmp_path):
     assert gap.label == "mars-gap-unprotected-draft-K2"
 
 
-@pytest.mark.parametrize(
-    ("config", "method"),
-    [
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, {"method": "eagle3"}),
-        ({"architectures": ["LlamaForCausalLM"]}, {}),
-        ({"architectures": None}, {}),
-    ],
-)
-def test_a_directory_of_a_draft(tmp_path, config, method):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert draft_config(str(tmp_path)) == {"model": str(tmp_path), **method}
-    assert draft_name(str(tmp_path)) == tmp_path.name
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_a_directory_that_is_no_draft_is_refused(tmp_path, content):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"has no config\.json that can be read .*or 'ngram'"):
-        draft_config(str(tmp_path))
-
-
 def test_methods_that_cannot_run_say_why():
     for method in ("autoregressive", "standard", "mars"):
         assert CPU.why_not(ServerSpec(method)) is None
@@ -154,6 +127,11 @@ def test_methods_that_cannot_run_say_why():
     assert newer.why_not(ServerSpec("fly")) == "vLLM's 'fly' is not there on a CPU."
     assert CUDA.why_not(ServerSpec("fly")) is None
     assert CUDA.why_not(ServerSpec("block")) is None
+    assert CPU.why_not_at(ServerSpec("standard"), 0.0) is None
+    assert "compare with mars 1" in CPU.why_not_at(ServerSpec("standard"), 0.7)
+    assert CUDA.why_not_at(ServerSpec("standard"), 0.7) is None
+    for method in ("autoregressive", "mars"):
+        assert CPU.why_not_at(ServerSpec(method), 0.7) is None
     assert "V2 model runner alone" in CUDA.why_not_in_log(ServerSpec("block"), "V1")
     assert CUDA.why_not_in_log(ServerSpec("block"), "INFO Using V2 Model Runner") is None
     assert CUDA.why_not_in_log(ServerSpec("standard"), "") is None

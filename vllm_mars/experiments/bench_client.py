@@ -129,20 +129,16 @@ def write_requests(dataset: Dataset, concurrency: int, path: Path) -> list[str]:
     return [item.id for item in items]
 
 
-def request_body(key: CellKey, seed: int) -> dict[str, Any]:
+def request_body(key: CellKey) -> dict[str, Any]:
     """Returns what the cell's requests carry beside prompt, length and temperature.
 
-    Args:
-        key: the cell.
-        seed: of the sweep; a repeat at a temperature above 0 has its own.
+    No seed: requests with one seed draw the same random numbers, and answers to different prompts
+    would be lucky or unlucky together.
     """
-    body: dict[str, Any] = {}
-    if key.method == "mars":
-        threshold = {"mars_theta": key.theta} if key.metric == "ratio" else {"mars_gap": key.gap}
-        body["vllm_xargs"] = threshold
-    if key.temperature > 0:
-        body["seed"] = seed + key.repeat
-    return body
+    if key.method != "mars":
+        return {}
+    threshold = {"mars_theta": key.theta} if key.metric == "ratio" else {"mars_gap": key.gap}
+    return {"vllm_xargs": threshold}
 
 
 def bench_args(
@@ -166,9 +162,9 @@ def bench_args(
         requests: the file of `write_requests`; not used for a dataset of vLLM.
         result: file that takes the result.
         max_tokens: longest answer.
-        seed: of this repeat's requests.
+        seed: with which a dataset of vLLM draws its prompts.
     """
-    body = request_body(key, seed)
+    body = request_body(key)
     source = (
         # The server applies the chat template.
         ["--dataset-name", "custom", "--dataset-path", str(requests), "--skip-chat-template"]

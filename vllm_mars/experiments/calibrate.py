@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from vllm_mars.calibration import KIND, OPTION, SCHEMA, draft_name
 from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
 from vllm_mars.demo import require_writable, write_json
-from vllm_mars.drafts import NGRAM, draft_config
 from vllm_mars.experiments.offline import Conversation, OfflineEngine, offline_engine
 from vllm_mars.experiments.simulate import Steps, simulate, steps_of
 from vllm_mars.packaged_model import ensure_model
@@ -74,7 +73,7 @@ class CalibrateOptions:
     """
 
     model: str | None = None
-    draft: str = NGRAM
+    draft: str = "ngram"
     num_speculative_tokens: int = 4
     metric: str = "ratio"
     budget: float = BUDGET
@@ -100,10 +99,10 @@ class CalibrateOptions:
 
     def speculative_config(self) -> dict[str, Any]:
         """Draft and its length, as vLLM takes them."""
-        return {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            **draft_config(self.draft),
-        }
+        config: dict[str, Any] = {"num_speculative_tokens": self.num_speculative_tokens}
+        if self.draft == "ngram":
+            return config | {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+        return config | {"model": self.draft}
 
 
 @dataclass(frozen=True)

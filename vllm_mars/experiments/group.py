@@ -156,7 +156,7 @@ def failed(job: Job, key: CellKey, reason: str, node: str = "") -> Cell:
 
 def _server(run: _Run, spec: ServerSpec) -> VllmServer:
     options, on_cpu = run.job.options, run.platform.device == "cpu"
-    args = [*SERVER_ARGS]
+    args = [*SERVER_ARGS, "--seed", str(options.seed)]
     if on_cpu:
         args += CPU_ARGS
     else:
@@ -199,6 +199,9 @@ def _wait(live: _Live, platform: Platform) -> None:
 def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
     if live.problem:
         return run.cell(key, live.status, live.problem)
+    unfit = run.platform.why_not_at(live.spec, key.temperature)
+    if unfit:
+        return run.cell(key, "unavailable", unfit)
     server = live.server
     dataset = next(d for d in run.job.datasets if d.name == key.dataset)
     try:
@@ -266,7 +269,6 @@ def _ask_task(run: _Run, server: VllmServer, dataset: Dataset, key: CellKey) -> 
             model=run.job.model,
             directory=directory,
             max_tokens=options.max_tokens,
-            seed=options.seed,
         )
         before = server.metrics()
         run_task(config, directory, run.log_dir / "lm-eval.log", options.cell_timeout)

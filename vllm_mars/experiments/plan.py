@@ -44,7 +44,8 @@ class SweepOptions:
         num_prompts: prompts of each dataset, spread over its categories; 0 takes all.
         max_tokens: longest answer.
         repeats: passes over the grid.
-        seed: of requests at a temperature above 0.
+        seed: of every server, from which requests at a temperature above 0 draw, and of the
+            prompts that a dataset of vLLM draws.
         reference_theta: the theta of the parts "load" and "extra"; the nearest of `thetas`.
         full_grid: whether every combination is measured.
         side_by_side: servers that run at the same time, so that their cells can take turns; 0 takes

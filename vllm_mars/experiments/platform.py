@@ -55,11 +55,26 @@ class Platform:
             return _V1
         return None
 
+    def why_not_at(self, spec: ServerSpec, temperature: float) -> str | None:
+        """Why this server would give wrong answers at a temperature."""
+        if (
+            self.device == "cpu"
+            and temperature > 0
+            and spec.method not in ("autoregressive", "mars")
+        ):
+            return _CPU_KERNELS
+        return None
+
     def why_not_in_log(self, spec: ServerSpec, log: str) -> str | None:
         """The same for a server that runs, by its log."""
         return _V1 if spec.method == "block" and V2_LINE not in log else None
 
 
+_CPU_KERNELS = (
+    "vLLM's CPU kernels give wrong tokens to sampled requests under speculation, and only a server "
+    "that asks for MARS mends them (vllm_mars/cpu_kernels.py); compare with mars 1, which verifies "
+    "as 'standard'."
+)
 _V1 = (
     "vLLM verifies blocks in its V2 model runner alone; this server has V1, which takes 'block' "
     "and verifies as 'standard'."

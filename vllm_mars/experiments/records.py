@@ -132,7 +132,7 @@ class Settings:
     Attributes:
         max_tokens: longest answer; answers end by themselves where the model ends them.
         prompts: number of prompts of each dataset, by dataset.
-        seed: seed of the requests at temperature > 0; each prompt and repeat has its own.
+        seed: of every server, from which requests at temperature > 0 draw.
         server_args: arguments of every server besides those of the method.
     """
 

@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     add("--num-prompts", type=int, metavar="N", help="of each dataset; 0 takes all; default 16")
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 80")
     add("--repeats", type=int, metavar="N", help="passes over the grid; default 3")
-    add("--seed", type=int, help="of requests at a temperature above 0")
+    add("--seed", type=int, help="of every server; default 0")
     add("--reference-theta", type=float, metavar="THETA", help="theta under load; default 0.9")
     add("--full-grid", action="store_true", default=None, help="measure every combination")
     add("--side-by-side", type=int, metavar="N", help="servers at a time; 0: all on a CPU, else 1")

@@ -25,7 +25,6 @@ def task_config(
     model: str,
     directory: Path,
     max_tokens: int,
-    seed: int,
 ) -> dict[str, Any]:
     """Returns the configuration of `lm_eval run` for a cell.
 
@@ -36,9 +35,7 @@ def task_config(
         model: the target, as the server was given it.
         directory: takes the results.
         max_tokens: longest answer.
-        seed: of this repeat's requests.
     """
-    body = request_body(key, seed)
     return {
         "model": "local-chat-completions",
         "model_args": {
@@ -47,7 +44,6 @@ def task_config(
             "num_concurrent": key.concurrency,
             "max_retries": 1,
             "tokenized_requests": False,
-            "seed": body.pop("seed", seed),
         },
         "tasks": [dataset.task],
         "limit": dataset.count or None,
@@ -56,7 +52,9 @@ def task_config(
             "max_gen_toks": max_tokens,
             "temperature": key.temperature,
             "do_sample": key.temperature > 0,
-            **body,
+            # lm-eval gives all requests one seed, so that they draw the same random numbers.
+            "seed": None,
+            **request_body(key),
         },
         "log_samples": True,
         "output_path": str(directory),
