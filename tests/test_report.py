@@ -110,6 +110,7 @@ def write_calibration(path):
     content = {
         **{"kind": "calibration", "schema": 1, "metric": "ratio", "threshold": 0.96},
         **{"budget": 0.01, "model": {"name": "tiny"}, "draft": {"name": "ngram"}},
+        "recovery": None,
         "samples": {"held_out_prompts": 8},
         "curve": [
             {"threshold": t / 100, "cost": (100 - t) / 400, "high": (100 - t) / 350}
@@ -195,6 +196,18 @@ def test_missing_data_is_named(tmp_path, section, command):
     assert command in found[section].missing
     assert not found[section].plots
     assert not found["margins"].missing
+
+
+def test_a_calibration_with_a_task_score_as_budget(tmp_path):
+    path = write_calibration(tmp_path / "c.json")
+    content = json.loads(path.read_text()) | {"budget": None, "recovery": 0.98}
+    left = {"value": 0.99, "low": 0.95, "high": 1.0, "kept_share": 0.91}
+    content["confirmations"][0]["recovery"] = left
+    path.write_text(json.dumps(content))
+    write_report([path], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    for cell in ("recovery 0.98", "0.990 [0.950, 1.000]", "91%"):
+        assert cell in text
 
 
 def test_a_sweep_alone_lacks_margins(tmp_path):

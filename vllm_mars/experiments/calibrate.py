@@ -10,12 +10,16 @@
    not, the next try may only spend `SHRINK` of the predicted cost, until one is kept, or none is
    left but strict.
 
+With a share of a task's score to keep (`recovery`) instead of a budget in nats, nothing about the
+loss can be predicted: the other half, then tasks, is answered strictly and with thresholds between
+which the search halves the curve, as if a stricter one never lost more.
+
 "Within the budget" means in at least `CONFIDENCE` of the bootstrap samples over prompts.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,10 @@ from numpy.typing import NDArray
 from vllm_mars.calibration import KIND, OPTION, SCHEMA, draft_name
 from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
 from vllm_mars.demo import require_writable, write_json
+from vllm_mars.drafts import NGRAM, draft_config
+from vllm_mars.experiments.datasets import Item, load_dataset
 from vllm_mars.experiments.offline import Conversation, OfflineEngine, offline_engine
+from vllm_mars.experiments.scores import task_scores
 from vllm_mars.experiments.simulate import Steps, simulate, steps_of
 from vllm_mars.packaged_model import ensure_model
 from vllm_mars.prompts import PACKAGED, Prompt, load_prompts
@@ -62,7 +69,10 @@ class CalibrateOptions:
         num_speculative_tokens: draft tokens per step, at least 1.
         metric: "ratio" or "gap".
         budget: loss that is allowed, nats per token, above 0.
-        prompts: prompt file; every second prompt is held out for the confirmation.
+        recovery: share of the strict answers' task score that must be kept, in (0, 1]; where it is
+            given, `budget` does not count.
+        prompts: prompt file, with `recovery` one of tasks (`experiments.datasets`); every second
+            prompt is held out for the confirmation.
         max_tokens: longest answer of a turn, at least 1.
         output: the file that `"auto:FILE"` reads.
         engine_args: further arguments as `vllm serve` takes them.
@@ -73,10 +83,11 @@ class CalibrateOptions:
     """
 
     model: str | None = None
-    draft: str = "ngram"
+    draft: str = NGRAM
     num_speculative_tokens: int = 4
     metric: str = "ratio"
     budget: float = BUDGET
+    recovery: float | None = None
     prompts: Path = PACKAGED
     max_tokens: int = 128
     output: Path = Path("build/calibration.json")
@@ -89,6 +100,11 @@ class CalibrateOptions:
             raise ValueError(
                 f"budget={self.budget} is outside (0, inf); give nats per token, such as {BUDGET}."
             )
+        if self.recovery is not None and not 0 < self.recovery <= 1:
+            raise ValueError(
+                f"recovery={self.recovery} is outside (0, 1]; give a share of the strict answers' "
+                "task score, such as 0.98."
+            )
         for name in ("num_speculative_tokens", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -99,10 +115,10 @@ class CalibrateOptions:
 
     def speculative_config(self) -> dict[str, Any]:
         """Draft and its length, as vLLM takes them."""
-        config: dict[str, Any] = {"num_speculative_tokens": self.num_speculative_tokens}
-        if self.draft == "ngram":
-            return config | {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-        return config | {"model": self.draft}
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            **draft_config(self.draft),
+        }
 
 
 @dataclass(frozen=True)
@@ -126,7 +142,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Measure:
-    """A loss on the held-out prompts, nats per token.
+    """A loss on the held-out prompts in nats per token, or the share of a score that is left.
 
     Attributes:
         value: over all prompts.
@@ -149,6 +165,7 @@ class Confirmation:
         predicted: the simulation's cost for it.
         cost: mean of log p(first choice) - log p(token).
         nll_increase: increase of the mean NLL per token over the strict answers.
+        recovery: task score / strict task score, where that is the budget.
         relaxed: relaxed tokens per token.
         nll, strict_nll: mean NLL per token with the threshold and strictly.
         tokens, strict_tokens: tokens of all answers.
@@ -165,15 +182,18 @@ class Confirmation:
     tokens: int
     strict_tokens: int
     changed: int
+    recovery: Measure | None = None
 
     @property
     def kept_share(self) -> float:
-        """The smaller of both shares of bootstrap samples within the budget."""
+        """Share of bootstrap samples within the budget; the smaller one of the two in nats."""
+        if self.recovery is not None:
+            return self.recovery.kept_share
         return min(self.cost.kept_share, self.nll_increase.kept_share)
 
     @property
     def kept(self) -> bool:
-        """Whether both losses are within the budget in enough bootstrap samples."""
+        """Whether the budget is kept in enough bootstrap samples."""
         return self.kept_share >= CONFIDENCE
 
 
@@ -191,17 +211,25 @@ class Calibration:
     confirmations: list[Confirmation] = field(default_factory=list)
     threshold: float = 1.0
 
+    @property
+    def confirmed(self) -> Confirmation | None:
+        """The try that the threshold comes from; None where only strict keeps the budget."""
+        return next(
+            (t for t in self.confirmations if t.kept and t.threshold == self.threshold), None
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Returns the file's content (docs/calibration.md)."""
         options = self.options
-        confirmed = self.confirmations[-1] if self.confirmations else None
+        confirmed = self.confirmed
         return {
             "kind": KIND,
             "schema": SCHEMA,
             "metric": options.metric,
             "threshold": self.threshold,
-            "budget": options.budget,
-            "budget_kept_share": confirmed.kept_share if confirmed and confirmed.kept else 1.0,
+            "budget": options.budget if options.recovery is None else None,
+            "recovery": options.recovery,
+            "budget_kept_share": confirmed.kept_share if confirmed else 1.0,
             "model": self.model,
             "draft": {
                 "name": draft_name(options.speculative_config()),
@@ -236,7 +264,8 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
         options: what to calibrate.
 
     Raises:
-        ValueError: the prompts cannot be read, are fewer than two, or gave no drafts.
+        ValueError: the prompts cannot be read, are fewer than two, gave no drafts, are no tasks
+            where `recovery` needs them, or none of the held-out ones is done strictly.
         RuntimeError: the model cannot be made, or vLLM failed.
     """
     from rich.console import Console
@@ -244,7 +273,12 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
     from vllm_mars.experiments.calibrate_report import print_calibration
 
     console = Console(stderr=True)
-    prompts = load_prompts(options.prompts)
+    tasks: dict[str, Item] = {}
+    if options.recovery is None:
+        prompts = load_prompts(options.prompts)
+    else:
+        tasks = load_tasks(options.prompts)
+        prompts = [Prompt(task.id, task.category, (task.prompt,)) for task in tasks.values()]
     if len(prompts) < 2:
         raise ValueError(
             f"prompts={options.prompts} holds one prompt; two or more are needed, since every "
@@ -264,11 +298,30 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
     ) as engine:
         console.print("recording one strict pass")
         result = record(engine, options, run, prompts[0::2], len(prompts[1::2]))
-        confirm(engine, result, prompts[1::2], console.print)
+        confirm(engine, result, prompts[1::2], tasks, console.print)
     print_calibration(result, Console())
     write_json(options.output, result.to_json())
     console.print(f"wrote {options.output}", soft_wrap=True)
     return result
+
+
+def load_tasks(path: Path) -> dict[str, Item]:
+    """Reads a file of tasks.
+
+    Returns:
+        The tasks by id, in the order of the file.
+
+    Raises:
+        ValueError: the file cannot be read, or a line has nothing to score its answer by.
+    """
+    items = load_dataset(str(path), 0).items
+    for item in items:
+        if item.answer is None and item.test is None and item.schema is None:
+            raise ValueError(
+                f"prompts={path}: {item.id!r} has nothing to score its answer by, which recovery "
+                "needs; add 'answer' with '#### NUMBER', 'test' with 'entry_point', or 'schema'."
+            )
+    return {item.id: item for item in items}
 
 
 def record(
@@ -326,28 +379,102 @@ def point(steps: Steps, strict_tokens: Floats, threshold: float, metric: str) ->
 
 
 def confirm(
-    engine: OfflineEngine, result: Calibration, prompts: Sequence[Prompt], say: Any
+    engine: OfflineEngine,
+    result: Calibration,
+    prompts: Sequence[Prompt],
+    tasks: Mapping[str, Item],
+    say: Callable[[str], Any],
 ) -> None:
-    """Tries thresholds on held-out prompts until one keeps the budget; sets `result.threshold`."""
-    options = result.options
+    """Tries thresholds on held-out prompts; sets `result.threshold` to the one to serve with.
+
+    Args:
+        engine: of the model.
+        result: with the predicted curve; takes the tries.
+        prompts: the held-out ones.
+        tasks: by id, where `recovery` is the budget; else empty.
+        say: takes a line of progress.
+
+    Raises:
+        ValueError: `recovery` is the budget, and the strict answers score nothing.
+    """
+    options, wanted = result.options, result.options.recovery
     strict = engine.lead(prompts, STRICT[options.metric])
-    allowed = options.budget
-    for _ in range(MAX_TRIES):
-        candidate = loosest(result.curve, allowed)
-        tried = [item.threshold for item in result.confirmations]
-        if candidate.threshold == STRICT[options.metric]:
-            break
-        allowed *= SHRINK
-        if candidate.threshold in tried:
-            continue
+    strict_scores = None if wanted is None else scores(strict, tasks)
+    if strict_scores is not None and not strict_scores.any():
+        raise ValueError(
+            f"prompts={options.prompts}: the strict answers to the {len(prompts)} held-out tasks "
+            "score 0, so there is nothing to recover; give tasks that this model can do."
+        )
+
+    def keeps(candidate: Point) -> bool:
         say(f"confirming {OPTION[options.metric]} {candidate.threshold:g} on held-out prompts")
         relaxed = engine.lead(prompts, candidate.threshold)
         confirmation = compare(strict, relaxed, candidate, options.budget)
+        if wanted is not None and strict_scores is not None:
+            left = recovery(scores(relaxed, tasks), strict_scores, wanted)
+            confirmation = dataclasses.replace(confirmation, recovery=left)
         result.confirmations.append(confirmation)
-        if confirmation.kept:
-            result.threshold = candidate.threshold
-            return
-    result.threshold = STRICT[options.metric]
+        return confirmation.kept
+
+    if strict_scores is None:
+        found = _by_prediction(result.curve, options.budget, keeps)
+    else:
+        found = _by_halves(result.curve, keeps)
+    result.threshold = found.threshold
+
+
+def _by_prediction(curve: Sequence[Point], budget: float, keeps: Callable[[Point], bool]) -> Point:
+    """The loosest point that is predicted to keep the budget and does; spends less at each try."""
+    tried = []
+    for _ in range(MAX_TRIES):
+        candidate = loosest(curve, budget)
+        if candidate is curve[-1]:
+            break
+        budget *= SHRINK
+        if candidate not in tried and keeps(candidate):
+            return candidate
+        tried.append(candidate)
+    return curve[-1]
+
+
+def _by_halves(curve: Sequence[Point], keeps: Callable[[Point], bool]) -> Point:
+    """The loosest point that keeps the budget, if all stricter ones do; the last, strict, does."""
+    low, high = 0, len(curve) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if keeps(curve[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return curve[high]
+
+
+def scores(conversations: Sequence[Conversation], tasks: Mapping[str, Item]) -> Floats:
+    """`[conversations]`, the mean of each answer's task scores, in [0, 1]."""
+    found = [task_scores(tasks[item.prompt.id], item.texts[0]) for item in conversations]
+    return np.array([np.mean(list(item.values())) for item in found])
+
+
+def recovery(relaxed: Floats, strict: Floats, wanted: float) -> Measure:
+    """How much of a task score is left.
+
+    Args:
+        relaxed, strict: `[prompts]`, scores of the same prompts; not all strict ones are 0.
+        wanted: share that must be left.
+
+    Returns:
+        The share, its interval over the bootstrap samples in which strict scores something, and
+        how many of all samples have what is wanted.
+    """
+    chosen = resamples(len(strict))
+    left, whole = relaxed[chosen].sum(1), strict[chosen].sum(1)
+    low, high = np.quantile(left[whole > 0] / whole[whole > 0], (0.025, 0.975))
+    return Measure(
+        value=float(relaxed.sum() / strict.sum()),
+        low=float(low),
+        high=float(high),
+        kept_share=float((left >= wanted * whole).mean()),
+    )
 
 
 def loosest(curve: Sequence[Point], allowed: float) -> Point:

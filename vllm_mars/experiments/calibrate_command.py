@@ -20,15 +20,23 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the packaged model")
     parser.add_argument("--draft", metavar="ngram|MODEL", help="ngram (default) or a draft model")
     parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="default 4")
-    parser.add_argument(
+    loss = parser.add_mutually_exclusive_group()
+    loss.add_argument(
         "--budget", type=float, metavar="NATS", help="loss per token that is allowed; default 0.01"
+    )
+    loss.add_argument(
+        "--recovery",
+        type=float,
+        metavar="SHARE",
+        help="share of the strict answers' task score that is kept, instead of a budget in nats",
     )
     parser.add_argument("--metric", metavar="ratio|gap", help="default ratio")
     parser.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="JSON lines with 'prompt' or 'turns', best 100 and more; every second one is held out",
+        help="JSON lines with 'prompt' or 'turns', best 100 and more; every second one is held "
+        "out; with --recovery lines with a task, as `vllm-mars sweep` takes them",
     )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default 128")
     parser.add_argument(
@@ -52,10 +60,13 @@ def run(args: argparse.Namespace) -> int:
             f"a calibration needs {', '.join(missing)}; pip install 'vllm-mars[experiments]'."
         )
     from vllm_mars.experiments.calibrate import CalibrateOptions, run_calibrate
+    from vllm_mars.experiments.datasets import PACKAGED_TASKS
 
     options = {
         name: value for name, value in vars(args).items() if name != "command" and value is not None
     }
+    if "recovery" in options:
+        options.setdefault("prompts", PACKAGED_TASKS)
     options["engine_args"] = tuple(options.get("engine_args", ()))
     run_calibrate(CalibrateOptions(**options))
     return 0

@@ -20,18 +20,19 @@ def print_calibration(result: "Calibration", console: Console) -> None:
         console.print(_confirmations(result))
     options = result.options
     option = OPTION[options.metric]
-    kept = result.confirmations[-1] if result.confirmations else None
-    if kept is not None and kept.kept:
+    if options.recovery is None:
+        budget, larger = f"the budget of {options.budget:g} nats per token", "a larger --budget"
+    else:
+        budget, larger = f"{options.recovery:.4g} of the task score", "a smaller --recovery"
+    if result.confirmed is not None:
         console.print(
-            f"{option} {result.threshold:g} keeps the budget of {options.budget:g} nats per token "
-            f"in {kept.kept_share:.0%} of the bootstrap samples over {result.prompts[1]} held-out "
-            "prompts."
+            f"{option} {result.threshold:g} keeps {budget} in {result.confirmed.kept_share:.0%} of "
+            f"the bootstrap samples over {result.prompts[1]} held-out prompts."
         )
     else:
         console.print(
-            f"No {option} short of strict keeps the budget of {options.budget:g} nats per token on "
-            f"{result.prompts[1]} held-out prompts; {option} is {result.threshold:g}, strict. More "
-            "prompts or a larger --budget may give one.",
+            f"No {option} short of strict keeps {budget} on {result.prompts[1]} held-out prompts; "
+            f"{option} is {result.threshold:g}, strict. More prompts or {larger} may give one.",
             style="bold",
         )
     console.print(f'Serve with "{option}": "auto:{options.output}".', soft_wrap=True)
@@ -67,9 +68,12 @@ def _confirmations(result: "Calibration") -> Table:
     table = Table(
         title=f"Measured on {result.prompts[1]} held-out prompts, against strict decoding",
         caption="cost as above, NLL: increase of the answers' mean NLL per token, both with their "
-        "95 % interval; kept: share of bootstrap samples with both within the budget",
+        "95 % interval; recovery: task score / strict task score; kept: share of bootstrap samples "
+        "within the budget",
     )
-    for name in (OPTION[result.options.metric], "predicted", "cost", "NLL", "relaxed", "kept"):
+    option, tasks = OPTION[result.options.metric], result.options.recovery is not None
+    names = (option, "predicted", "cost", "NLL", *(["recovery"] if tasks else []))
+    for name in (*names, "relaxed", "kept"):
         table.add_column(name, justify="right")
     for item in result.confirmations:
         table.add_row(
@@ -77,11 +81,12 @@ def _confirmations(result: "Calibration") -> Table:
             f"{item.predicted:.4f}",
             _measure(item.cost),
             _measure(item.nll_increase),
+            *(() if item.recovery is None else (_measure(item.recovery, ".3f"),)),
             f"{item.relaxed:.2%}",
             f"{item.kept_share:.0%}",
         )
     return table
 
 
-def _measure(measure: "Measure") -> str:
-    return f"{measure.value:+.4f} [{measure.low:+.4f}, {measure.high:+.4f}]"
+def _measure(measure: "Measure", form: str = "+.4f") -> str:
+    return f"{measure.value:{form}} [{measure.low:{form}}, {measure.high:{form}}]"

@@ -261,21 +261,22 @@ def histogram(
 def curve(
     predicted: Series,
     measured: Series,
-    budget: float,
+    budget: float | None,
     marks: Sequence[tuple[float, str]],
     x_label: str,
     y_label: str,
 ) -> Draw:
-    """Draws a predicted curve with its upper bound, measured points and the budget."""
+    """Draws a predicted curve with its upper bound, measured points and the budget, if any."""
 
     def draw(axes: Axes, palette: Palette) -> None:
         axes.plot(predicted.x, predicted.y, color=palette.series[0], label=predicted.label)
         axes.fill_between(
             predicted.x, predicted.y, predicted.high, color=palette.series[0], alpha=0.25
         )
-        axes.axhline(budget, color=palette.ink, linewidth=1, linestyle=(0, (4, 2)))
-        axes.annotate("budget", (0, budget), (4, 2), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", fontsize=8)  # fmt: skip
+        if budget is not None:
+            axes.axhline(budget, color=palette.ink, linewidth=1, linestyle=(0, (4, 2)))
+            axes.annotate("budget", (0, budget), (4, 2), xycoords=("axes fraction", "data"),
+                          textcoords="offset points", fontsize=8)  # fmt: skip
         if measured.x:
             error = [
                 [y - low for y, low in zip(measured.y, measured.low, strict=True)],

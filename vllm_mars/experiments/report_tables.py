@@ -144,21 +144,29 @@ def calibration_table(calibrations: Calibrations) -> list[Table]:
     for name, content in calibrations:
         samples = content.get("samples", {})
         for item in content.get("confirmations", []):
-            cost, nll = item["cost"], item["nll_increase"]
+            cost, nll, left = item["cost"], item["nll_increase"], item.get("recovery")
+            deciding = [cost, nll] if left is None else [left]
             body.append(
                 [
                     *(name, f"{OPTION[content['metric']]} {item['threshold']:g}"),
-                    *(f"{content['budget']:g}", f"{item['predicted']:.4f}"),
+                    *(_budget(content), f"{item['predicted']:.4f}"),
                     _interval(cost["value"], cost["low"], cost["high"], ".4f"),
                     _interval(nll["value"], nll["low"], nll["high"], "+.4f"),
-                    f"{min(cost['kept_share'], nll['kept_share']):.0%}",
+                    _interval(left["value"], left["low"], left["high"]) if left else "",
+                    f"{min(measure['kept_share'] for measure in deciding):.0%}",
                     *("yes" if item["kept"] else "no", str(samples.get("held_out_prompts", ""))),
                 ]
             )
     head = ("calibration", "threshold", "budget", "predicted cost", "cost", "NLL increase")
-    more = ("samples within", "kept", "prompts")
+    more = ("recovery", "samples within", "kept", "prompts")
     title = "Calibration on held-out prompts: nats per token, with their 95 % intervals"
     return [Table(title, (*head, *more), body, words=2)] if body else []
+
+
+def _budget(calibration: dict[str, Any]) -> str:
+    if calibration["budget"] is not None:
+        return f"{calibration['budget']:g}"
+    return f"recovery {calibration['recovery']:g}"
 
 
 def relaxed_answers(cells: Iterable[Cell]) -> list[Relaxed]:
