@@ -38,8 +38,10 @@ SETTING ?= cpu
 draft: install
 	$(BIN)/python -m benchmarks.draft make --setting $(SETTING) $(ARGS)
 
+# Files of tests run side by side: two at a time, but where engines would share a GPU one by one.
+WORKERS ?= $(if $(filter cpu,$(BUILD)),2,0)
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 # Random calls against an oracle, such as every night: make fuzz MINUTES=60 SEED=$$RANDOM
 MINUTES ?= 10

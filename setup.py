@@ -47,6 +47,7 @@ setup(
             "playwright",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
         ],
         "bench": ["matplotlib"],

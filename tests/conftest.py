@@ -9,6 +9,10 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# Engines of one thread on any core: on busy cores, threads that wait for each other make a tiny
+# model 30 times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # Lets a test hand a function to an engine's workers.
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
@@ -19,6 +23,17 @@ def packaged_model() -> Path:
     from vllm_mars.packaged_model import ensure_model
 
     return ensure_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """Directory "tiny" of a Llama with random weights and a tokenizer; not to be written to."""
+    import tiny_models
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_models.llama(directory)
+    tiny_models.tokenizer(directory)
+    return directory
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -21,22 +22,19 @@ from vllm_mars.calibration import (
 )
 from vllm_mars.cli import main
 from vllm_mars.config import split_speculative_config
+from vllm_mars.drafts import NGRAM_CONFIG
+from vllm_mars.experiments.calibrate import (
+    CalibrateOptions,
+    Measure,
+    load_tasks,
+    recovery,
+    run_calibrate,
+)
+from vllm_mars.experiments.offline import offline_engine
+from vllm_mars.prompts import Prompt
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 1,
-}
+NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
 MARS = {**NGRAM, "rejection_sample_method": "mars"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny-llama")
-    tiny_models.llama(directory)
-    tiny_models.tokenizer(directory)
-    return directory
 
 
 def config_of(directory):
@@ -46,8 +44,8 @@ def config_of(directory):
 
 
 @pytest.fixture(scope="module")
-def model_config(model):
-    return config_of(model)
+def model_config(tiny_model):
+    return config_of(tiny_model)
 
 
 def resolved(model, speculative_config):
@@ -73,21 +71,20 @@ def prompt_lines(count):
 
 
 @pytest.fixture(scope="module")
-def calibrated(model, tmp_path_factory):
+def calibrated(tiny_model, tmp_path_factory):
     """The command on the tiny model: its file and its output."""
     directory = tmp_path_factory.mktemp("calibrated")
     (directory / "prompts.jsonl").write_text("".join(prompt_lines(12)))
     output = directory / "out" / "calibration.json"
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "vllm_mars.cli", "calibrate", str(model), "--budget", "0.0004"),
-            *("--prompts", str(directory / "prompts.jsonl"), "--max-tokens", "24"),
-            *("--output", str(output), "--engine-arg=--max-model-len=256"),
+            *(sys.executable, "-m", "vllm_mars.cli", "calibrate", str(tiny_model)),
+            *("--prompts", str(directory / "prompts.jsonl"), "--output", str(output)),
+            *("--budget", "0.0004", "--max-tokens", "24", "--engine-arg=--max-model-len=256"),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
     try:
@@ -101,11 +98,11 @@ def calibrated(model, tmp_path_factory):
 
 
 @pytest.mark.engine
-def test_calibrate(model, calibrated):
+def test_calibrate(tiny_model, calibrated):
     path, printed = calibrated
     content = read_calibration(path)
     assert (content["metric"], content["budget"]) == ("ratio", 0.0004)
-    assert content["model"]["weights"] == weights_checksum(model)
+    assert content["model"]["weights"] == weights_checksum(tiny_model)
     assert content["draft"] == {"name": "ngram", "num_speculative_tokens": 4}
     assert content["samples"]["recorded_prompts"] == content["samples"]["held_out_prompts"] == 6
     assert content["samples"]["recorded_positions"] > 50
@@ -131,7 +128,67 @@ def test_calibrate(model, calibrated):
     assert "held-out prompts" in printed
 
     # The whole way: what was written is what a server takes.
-    assert resolved(model, {**MARS, "mars_theta": f"auto:{path}"})["theta"] == content["threshold"]
+    options = resolved(tiny_model, {**MARS, "mars_theta": f"auto:{path}"})
+    assert options["theta"] == content["threshold"]
+
+
+@pytest.mark.engine
+def test_a_task_score_as_budget(tiny_model, tmp_path):
+    """Tasks whose right answers are the strict ones, but for one that strict fails too."""
+    prompts = [json.loads(line)["turns"][0] for line in prompt_lines(16)]
+    asked = [Prompt(str(number), "", (text,)) for number, text in enumerate(prompts)]
+    speculation = CalibrateOptions().speculative_config()
+    arguments = (str(tiny_model), speculation, "ratio", 24, "cpu", ("--max-model-len=256",))
+    tasks, output = tmp_path / "tasks.jsonl", tmp_path / "calibration.json"
+
+    def last_number(text):
+        return text.rsplit("w", 1)[1]
+
+    with offline_engine(*arguments) as engine:
+        right = [last_number(item.texts[0]) for item in engine.lead(asked, 1.0)]
+    right[1] = "-1"
+    lines = zip(prompts, right, strict=True)
+    tasks.write_text(
+        "".join(json.dumps({"prompt": p, "answer": f"#### {n}"}) + "\n" for p, n in lines)
+    )
+    options = CalibrateOptions(
+        model=str(tiny_model),
+        recovery=0.7,
+        prompts=tasks,
+        max_tokens=24,
+        output=output,
+        engine_args=("--max-model-len=256",),
+    )
+    result = run_calibrate(options)
+    content = read_calibration(output)
+    assert (content["budget"], content["recovery"]) == (None, 0.7)
+    tried = {item.threshold: item for item in result.confirmations}
+    held_out = asked[1::2]
+    with offline_engine(*arguments) as engine:
+        for theta, item in tried.items():
+            answers = [last_number(one.texts[0]) for one in engine.lead(held_out, theta)]
+            same = sum(a == b for a, b in zip(answers, right[1::2], strict=True))
+            assert item.recovery.value == pytest.approx(same / (len(held_out) - 1))
+            assert item.kept == (item.recovery.kept_share >= 0.9)
+    assert len(tried) > 1 and not all(item.kept for item in tried.values())
+    # No looser one that was tried keeps it.
+    kept = [theta for theta, item in tried.items() if item.kept]
+    assert content["threshold"] == min([*kept, 1.0])
+
+
+def test_recovery_of_known_scores():
+    strict, relaxed = np.array([1.0, 1, 0, 1]), np.array([1.0, 0, 1, 1])
+    assert recovery(strict, strict, 1.0) == Measure(1.0, 1.0, 1.0, 1.0)
+    left = recovery(relaxed, strict, 0.9)
+    assert left.value == 1.0 and left.low < 1 < left.high and 0 < left.kept_share < 1
+    assert recovery(0 * strict, strict, 0.1).kept_share < 0.01
+
+
+def test_recovery_needs_tasks_that_strict_decoding_does(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"id": "a", "prompt": "x", "answer": "#### 1"}\n{"id": "b", "prompt": "x"}')
+    with pytest.raises(ValueError, match="'b' has nothing to score its answer by, which recovery"):
+        load_tasks(path)
 
 
 def write(tmp_path, model_config, /, **changes):
@@ -149,9 +206,9 @@ def write(tmp_path, model_config, /, **changes):
     return path
 
 
-def test_auto_reaches_the_workers_as_a_number(tmp_path, model, model_config):
+def test_auto_reaches_the_workers_as_a_number(tmp_path, tiny_model, model_config):
     path = write(tmp_path, model_config)
-    options = resolved(model, {**MARS, "mars-theta": f"auto:{path}", "mars_theta_min": 0.9})
+    options = resolved(tiny_model, {**MARS, "mars-theta": f"auto:{path}", "mars_theta_min": 0.9})
     assert (options["theta"], options["theta_min"]) == (0.97, 0.9)
 
 
@@ -162,10 +219,10 @@ def test_auto_takes_a_gap(tmp_path, model_config):
     assert given["mars_gap"].startswith("auto:"), "the user's dict stays as it is"
 
 
-def test_the_model_may_be_elsewhere(tmp_path, model, model_config):
+def test_the_model_may_be_elsewhere(tmp_path, tiny_model, model_config):
     """The weights decide, not where they lie."""
     path = write(tmp_path, model_config)
-    (tmp_path / "elsewhere").symlink_to(model)
+    (tmp_path / "elsewhere").symlink_to(tiny_model)
     given = {**MARS, "mars_theta": f"auto:{path}"}
     options, notes = resolve_auto(given, config_of(tmp_path / "elsewhere"))
     assert (options["mars_theta"], notes) == (0.97, [])
@@ -232,7 +289,7 @@ def test_another_training_of_the_model(tmp_path, model_config):
         tuned.model.layers[1].mlp.down_proj.weight.mul_(1.001)
     tuned.save_pretrained(other)
     message = (
-        "was calibrated on another model than 'other': 'tiny-llama0' differs in weights. A "
+        "was calibrated on another model than 'other': 'tiny' differs in weights. A "
         "threshold fits one model: run `vllm-mars calibrate` on this one, or write the number 0.97"
     )
     with pytest.raises(ValueError, match=message):
@@ -289,6 +346,7 @@ def test_draft_names():
     [
         (["--budget", "0"], "budget=0.0 is outside (0, inf); give nats per token, such as 0.01"),
         (["--budget", "nan"], "budget=nan is outside"),
+        (["--recovery", "98"], "recovery=98.0 is outside (0, 1]; give a share of the strict"),
         (["--metric", "entropy"], "metric='entropy' is not one of ratio, gap"),
         (["--max-tokens", "0"], "max_tokens=0 is below 1"),
         (["--num-speculative-tokens", "0"], "num_speculative_tokens=0 is below 1"),

@@ -61,11 +61,7 @@ class Engine:
 
 
 @pytest.fixture
-def engine(models, monkeypatch):
-    # Threads that wait for each other cost a tiny model more than they give.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
+def engine(models):
     @contextmanager
     def start(**options):
         from vllm import LLM

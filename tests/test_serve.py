@@ -9,7 +9,6 @@ from pathlib import Path
 
 import openai
 import pytest
-import tiny_models
 from clusters import cluster
 from processes import MARK, marked, wait_until
 
@@ -34,8 +33,6 @@ def ray_cluster():
     """Eight pretended CPUs; leaves no process."""
     environment = {
         MARK: MARK_VALUE,
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # A loaded machine answers late.
         "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",
         "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
@@ -44,14 +41,6 @@ def ray_cluster():
         ray.init(address=started.address, log_to_driver=False)
         yield started
     wait_until(lambda: not marked(MARK_VALUE), 60, "all processes of the cluster end")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_models.llama(directory)
-    tiny_models.tokenizer(directory)
-    return str(directory)
 
 
 def test_options_of_a_command_line_are_text():
@@ -87,16 +76,16 @@ def test_options_of_a_command_line_are_text():
         ),
     ],
 )
-def test_what_is_refused_before_anything_starts(ray_cluster, model, options, error, message):
+def test_what_is_refused_before_anything_starts(ray_cluster, tiny_model, options, error, message):
     from vllm_mars.serve import Options, app
 
     begin = time.monotonic()
     with pytest.raises(error, match=message):
-        app(Options(model=model, **options))
+        app(Options(model=str(tiny_model), **options))
     assert time.monotonic() - begin < 60
 
 
-def test_a_node_with_another_version_is_refused_by_name(ray_cluster, model, monkeypatch):
+def test_a_node_with_another_version_is_refused_by_name(ray_cluster, tiny_model, monkeypatch):
     from vllm_mars.serve import Options, app
 
     node = ray_cluster.add_node(num_cpus=0, env_vars={"VLLM_MARS_TEST_NODE": "version 0.0.1"})
@@ -104,13 +93,13 @@ def test_a_node_with_another_version_is_refused_by_name(ray_cluster, model, monk
         with pytest.raises(
             RuntimeError, match=rf"node \w+ \({os.uname().nodename}, .*\) has vllm-mars 0.0.1, but "
         ):
-            app(Options(model=model))
+            app(Options(model=str(tiny_model)))
     finally:
         ray_cluster.remove_node(node)
 
 
 @pytest.fixture(scope="module")
-def url(ray_cluster, model):
+def url(ray_cluster, tiny_model):
     from ray import serve
 
     from vllm_mars.serve import SPECULATION, Options, app
@@ -119,7 +108,7 @@ def url(ray_cluster, model):
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     options = Options(
-        model=model,
+        model=str(tiny_model),
         model_id="tiny",
         min_replicas=2,
         engine_kwargs=ENGINE,

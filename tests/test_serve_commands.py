@@ -11,11 +11,11 @@ from pathlib import Path
 
 import openai
 import pytest
-import tiny_models
 import yaml
 from clusters import ENVIRONMENT
 from processes import MARK, marked, wait_until
 
+from vllm_mars.drafts import NGRAM_CONFIG
 from vllm_mars.server import free_port
 
 pytest.importorskip("ray")
@@ -27,21 +27,11 @@ BIN = Path(sys.executable).parent
 TOKENS = 8
 ENGINE = {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 64}
 SPECULATION = {
-    "method": "ngram",
+    **NGRAM_CONFIG,
     "num_speculative_tokens": 3,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 1,
     "rejection_sample_method": "mars",
     "mars_theta": 0.9,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_models.llama(directory)
-    tiny_models.tokenizer(directory)
-    return str(directory)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +43,6 @@ def command():
             **os.environ,
             **ENVIRONMENT,
             MARK: MARK_VALUE,
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "RAY_TMPDIR": directory,
             # With a token in the home directory `ray start` asks for it, and `serve` sends none.
             "RAY_AUTH_MODE": "disabled",
@@ -111,10 +99,14 @@ def answer(url):
 
 
 @pytest.mark.timeout(1200)
-def test_serve_deploy_and_serve_run(command, model, tmp_path):
+def test_serve_deploy_and_serve_run(command, tiny_model, tmp_path):
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    arguments = {"model": model, "engine_kwargs": ENGINE, "speculative_config": SPECULATION}
+    arguments = {
+        "model": str(tiny_model),
+        "engine_kwargs": ENGINE,
+        "speculative_config": SPECULATION,
+    }
     file = tmp_path / "serve.yaml"
     application = {"name": "mars", "import_path": "vllm_mars.serve:app", "route_prefix": "/"}
     config = {

@@ -2,13 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import uuid
 
 import pytest
-import tiny_models
 from processes import MARK, marked, wait_until
 
 from vllm_mars.experiments.bench_client import BenchClient, read_result
@@ -22,18 +22,15 @@ PROMPTS = [
     {"id": "math", "prompt": "w30 w31 w30 w31", "answer": "#### 8"},
     {"id": "json", "prompt": "w40 w41 w42 w43 w40 w41", "schema": {"type": "object"}},
 ]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tiny_model, tmp_path_factory):
     """A model, a prompt file, and a draft that has a configuration but no weights."""
     path = tmp_path_factory.mktemp("sweep")
-    tiny_models.llama(path / "tiny")
-    tiny_models.tokenizer(path / "tiny")
+    (path / "tiny").symlink_to(tiny_model)
     (path / "broken").mkdir()
-    config = json.loads((path / "tiny" / "config.json").read_text())
-    (path / "broken" / "config.json").write_text(json.dumps(config))
+    shutil.copy(tiny_model / "config.json", path / "broken")
     (path / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
     return path
 
@@ -66,7 +63,7 @@ def start_sweep(directory, mark, *arguments):
             *("--max-tokens", "12", "--repeats", "2", "--server-arg=--max-model-len=256"),
             *arguments,
         ],
-        env={**os.environ, **ENVIRONMENT, MARK: mark},
+        env={**os.environ, MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -159,6 +156,7 @@ def check_measured(cell, directory):
     mars = key.method == "mars"
     assert cell.theta_set_by == ("request" if mars else None)
     assert (json.dumps({"vllm_xargs": {"mars_theta": key.theta}}) in cell.client_command) == mars
+    assert '"seed"' not in " ".join(cell.client_command), "answers must not share their luck"
     assert directory not in " ".join((*cell.server_command, *cell.client_command))
     assert "--max-model-len=256" in cell.server_command
     assert cell.versions["vllm"] and cell.hardware["cores"]

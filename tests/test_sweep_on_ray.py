@@ -5,7 +5,6 @@ import dataclasses
 import time
 
 import pytest
-import tiny_models
 from clusters import cluster
 from processes import MARK, marked, wait_until
 
@@ -122,15 +121,12 @@ def test_a_cluster_that_cannot_is_refused(options, resources, node, message):
 
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
-def test_real_servers_are_measured_and_judged_in_tasks(tmp_path):
-    tiny_models.llama(tmp_path / "tiny")
-    tiny_models.tokenizer(tmp_path / "tiny")
+def test_real_servers_are_measured_and_judged_in_tasks(tiny_model, tmp_path):
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
     prompts.write_text('{"id": "a", "prompt": "w20 w21 w22 w20 w21 w22 w20 w21"}\n')
-    threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with cluster({"num_cpus": 2, "num_gpus": 0}, **{MARK: MARK_VALUE}, **threads) as started:
+    with cluster({"num_cpus": 2, "num_gpus": 0}, **{MARK: MARK_VALUE}) as started:
         arguments = [
-            *("--ray", started.address, "--model", str(tmp_path / "tiny")),
+            *("--ray", started.address, "--model", str(tiny_model)),
             *("--dataset", str(prompts), "--output", str(output), "--repeats", "1"),
             *("--method", "autoregressive", "mars", "--theta", "0.5", "1", "--gap"),
             *("--no-unprotected", "--temperature", "0", "--concurrency", "1"),

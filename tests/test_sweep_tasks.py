@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import tiny_models
 import yaml
 
 from vllm_mars.cli import main
@@ -14,14 +13,6 @@ from vllm_mars.experiments.summary import rows
 from vllm_mars.experiments.task_client import read_answers, run_task
 
 PROMPTS = ["w20 w21 w22 w20 w21 w22 w20 w21", "w30 w31 w30 w31", "w40 w41 w42 w40"]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tasks")
-    tiny_models.llama(path / "tiny")
-    tiny_models.tokenizer(path / "tiny")
-    return path
 
 
 def write_task(directory, targets):
@@ -44,11 +35,10 @@ def write_task(directory, targets):
     return f"lm-eval:{directory / 'echo.yaml'}"
 
 
-def sweep(directory, name, dataset, *arguments):
-    output = directory / name
+def sweep(model, output, dataset, *arguments):
     status = main(
         [
-            *("sweep", "--model", str(directory / "tiny"), "--dataset", dataset),
+            *("sweep", "--model", str(model), "--dataset", dataset),
             *("--output", str(output), "--temperature", "0", "--concurrency", "2"),
             *("--gap", "--no-unprotected", "--repeats", "1", "--num-prompts", "0"),
             *("--max-tokens", "12", "--server-arg=--max-model-len=256", *arguments),
@@ -60,20 +50,19 @@ def sweep(directory, name, dataset, *arguments):
 
 @pytest.mark.engine
 @pytest.mark.timeout(1800)
-def test_lm_eval_asks_and_scores(directory, monkeypatch, tmp_path):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    dataset = write_task(directory, ["?", "?", "?"])
-    (plain,) = sweep(directory, "plain.jsonl", dataset, "--method", "autoregressive")
+def test_lm_eval_asks_and_scores(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    dataset = write_task(tmp_path, ["?", "?", "?"])
+    (plain,) = sweep(tiny_model, tmp_path / "plain.jsonl", dataset, "--method", "autoregressive")
     texts = [answer.text for answer in plain.task_answers]
     assert len(texts) == 3 and all(texts) and plain.acceptance is None and plain.speed is None
     assert plain.quality.estimate("exact_match,none").value == 0
 
     # Two documents whose answers are right by definition, one that is wrong.
-    write_task(directory, [*texts[:2], "?"])
+    write_task(tmp_path, [*texts[:2], "?"])
+    run = tmp_path / "run.jsonl"
     cells = sweep(
-        *(directory, "run.jsonl", dataset, "--theta", "0.3", "1", "--reference-theta", "0.3"),
+        *(tiny_model, run, dataset, "--theta", "0.3", "1", "--reference-theta", "0.3"),
         *("--method", "autoregressive", "standard", "mars"),
     )
     by_rule = {row.key.rule: row for row in rows(cells)}
@@ -88,13 +77,14 @@ def test_lm_eval_asks_and_scores(directory, monkeypatch, tmp_path):
     for cell in cells:
         assert (cell.acceptance is None) == (cell.key.method == "autoregressive")
         command = " ".join(cell.client_command)
-        assert str(directory / "tiny") not in command and "local-chat-completions" in command
+        assert str(tiny_model) not in command and "local-chat-completions" in command
+        assert '"seed": null' in command
         asked = f'"vllm_xargs": {{"mars_theta": {cell.key.theta}}}' in command
         assert asked == (cell.key.method == "mars")
         if cell.acceptance:
             assert sum(cell.acceptance.accepted_by_position) == cell.acceptance.accepted_tokens
             assert cell.acceptance.drafts > 0
-    write_report([directory / "run.jsonl"], tmp_path / "report.html")
+    write_report([run], tmp_path / "report.html")
     assert "exact_match,none" in (tmp_path / "report.html").read_text()
 
 

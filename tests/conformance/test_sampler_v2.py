@@ -21,7 +21,6 @@ def run_checks(checks: str, at_least: int) -> None:
             **os.environ,
             "PYTHONPATH": f"{INTERPRETED}{os.pathsep}{HERE.parent}",
             "TRITON_INTERPRET": "1",
-            "OMP_NUM_THREADS": "1",
         },
     )
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
