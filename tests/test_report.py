@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from vllm_mars.cli import main
 from vllm_mars.experiments.plots import Plot, Series, frontier, lines, pareto
@@ -267,6 +268,13 @@ def test_a_plot_follows_the_page_and_stays_the_same():
     assert 'aria-label="a &quot;title&quot;"' in svg
     assert "DejaVu" not in svg
     assert pareto([Series("s", [1], [2])], "x", "y", higher=True)
+
+
+def test_a_long_title_stays_within_the_png(tmp_path):
+    draw = pareto([Series("s", [1], [2])], "x", "y", higher=True)
+    Plot("p", "pass@1, recovery, temperature 0, " * 4, "", draw).png(tmp_path / "p.png")
+    image = imread(tmp_path / "p.png")
+    assert (image[:, [0, -1], :3] == 1).all(), "nothing is drawn at the sides"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ serves light and dark.
 import io
 import math
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from matplotlib.figure import Figure
 # A phone of 390 pixels shows it at about its own size.
 SIZE = (4.8, 3.4)
 DPI = 200
+# Characters that fit into a line above the axes.
+TITLE_WIDTH = 60
 SERIES = 8
 LEGEND_COLUMNS, LEGEND_ROW = 2, 0.19
 MARKERS = "osD^vPX*"
@@ -111,7 +114,7 @@ class Plot:
         """Writes the drawing, on white, as a PNG file."""
         with rc_context(_style(LIGHT)):
             figure = self._figure(LIGHT)
-            figure.axes[0].set_title(self.title, fontsize=9)
+            figure.axes[0].set_title(textwrap.fill(self.title, TITLE_WIDTH), fontsize=9)
             FigureCanvasAgg(figure)
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=DPI)
