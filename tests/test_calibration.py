@@ -140,6 +140,7 @@ def test_a_task_score_as_budget(tiny_model, tmp_path):
     speculation = CalibrateOptions().speculative_config()
     arguments = (str(tiny_model), speculation, "ratio", 24, "cpu", ("--max-model-len=256",))
     tasks, output = tmp_path / "tasks.jsonl", tmp_path / "calibration.json"
+    environment = dict(os.environ)
 
     def last_number(text):
         return text.rsplit("w", 1)[1]
@@ -174,6 +175,7 @@ def test_a_task_score_as_budget(tiny_model, tmp_path):
     # No looser one that was tried keeps it.
     kept = [theta for theta, item in tried.items() if item.kept]
     assert content["threshold"] == min([*kept, 1.0])
+    assert os.environ == environment, "what the engine needs is not left to others"
 
 
 def test_recovery_of_known_scores():

@@ -108,6 +108,8 @@ def offline_engine(
 ) -> Iterator[OfflineEngine]:
     """Starts an engine that is strict unless a request says otherwise, and ends it on exit.
 
+    The environment variables that it needs are set meanwhile.
+
     Args:
         model: directory or name of the target.
         speculative_config: draft and its length, without this project's options.
@@ -116,35 +118,48 @@ def offline_engine(
         device: vLLM's device type, such as "cpu".
         engine_args: further arguments as `vllm serve` takes them.
     """
-    # What is recorded is the same on both runners, and V1 shows it at one place.
+    with _environment(model):
+        from vllm import LLM, EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        strict = {"mars_theta": 1.0} if metric == "ratio" else {"mars_metric": "gap", "mars_gap": 0}
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        arguments = EngineArgs.from_cli_args(
+            parser.parse_args(
+                [
+                    *("--model", model, "--no-enable-prefix-caching"),
+                    *(CPU_ARGS if device == "cpu" else ()),
+                    *engine_args,
+                ]
+            )
+        )
+        arguments.speculative_config = {
+            **speculative_config,
+            "rejection_sample_method": "mars",
+            **strict,
+        }
+        arguments.worker_extension_cls = RECORDER
+        llm = LLM.from_engine_args(arguments)
+        try:
+            yield OfflineEngine(llm, metric, max_tokens)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+
+@contextlib.contextmanager
+def _environment(model: str) -> Iterator[None]:
+    """Sets what vLLM and its workers read, and puts back what was there."""
+    before = dict(os.environ)
     for name, value in {**server_env(model), "VLLM_LOGGING_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
+    # What is recorded is the same on both runners, and V1 shows it at one place.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    from vllm import LLM, EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    strict = {"mars_theta": 1.0} if metric == "ratio" else {"mars_metric": "gap", "mars_gap": 0}
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    arguments = EngineArgs.from_cli_args(
-        parser.parse_args(
-            [
-                *("--model", model, "--no-enable-prefix-caching"),
-                *(CPU_ARGS if device == "cpu" else ()),
-                *engine_args,
-            ]
-        )
-    )
-    arguments.speculative_config = {
-        **speculative_config,
-        "rejection_sample_method": "mars",
-        **strict,
-    }
-    arguments.worker_extension_cls = RECORDER
-    llm = LLM.from_engine_args(arguments)
     try:
-        yield OfflineEngine(llm, metric, max_tokens)
+        yield
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _messages(conversation: Conversation, turn: int) -> list[dict[str, str]]:
