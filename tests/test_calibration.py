@@ -147,25 +147,25 @@ def test_a_task_score_as_budget(tiny_model, tmp_path):
 
     with offline_engine(*arguments) as engine:
         right = [last_number(item.texts[0]) for item in engine.lead(asked, 1.0)]
-    right[1] = "-1"
-    lines = zip(prompts, right, strict=True)
-    tasks.write_text(
-        "".join(json.dumps({"prompt": p, "answer": f"#### {n}"}) + "\n" for p, n in lines)
-    )
-    options = CalibrateOptions(
-        model=str(tiny_model),
-        recovery=0.7,
-        prompts=tasks,
-        max_tokens=24,
-        output=output,
-        engine_args=("--max-model-len=256",),
-    )
-    result = run_calibrate(options)
-    content = read_calibration(output)
-    assert (content["budget"], content["recovery"]) == (None, 0.7)
-    tried = {item.threshold: item for item in result.confirmations}
-    held_out = asked[1::2]
-    with offline_engine(*arguments) as engine:
+        right[1] = "-1"
+        lines = zip(prompts, right, strict=True)
+        tasks.write_text(
+            "".join(json.dumps({"prompt": p, "answer": f"#### {n}"}) + "\n" for p, n in lines)
+        )
+        result = run_calibrate(
+            CalibrateOptions(
+                model=str(tiny_model),
+                recovery=0.7,
+                prompts=tasks,
+                max_tokens=24,
+                output=output,
+                engine_args=("--max-model-len=256",),
+            )
+        )
+        content = read_calibration(output)
+        assert (content["budget"], content["recovery"]) == (None, 0.7)
+        tried = {item.threshold: item for item in result.confirmations}
+        held_out = asked[1::2]
         for theta, item in tried.items():
             answers = [last_number(one.texts[0]) for one in engine.lead(held_out, theta)]
             same = sum(a == b for a, b in zip(answers, right[1::2], strict=True))
