@@ -164,6 +164,7 @@ def test_a_task_score_as_budget(tiny_model, tmp_path):
         )
         content = read_calibration(output)
         assert (content["budget"], content["recovery"]) == (None, 0.7)
+        assert content["samples"]["solved_prompts"] == 7
         tried = {item.threshold: item for item in result.confirmations}
         held_out = asked[1::2]
         for theta, item in tried.items():

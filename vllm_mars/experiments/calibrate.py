@@ -199,7 +199,13 @@ class Confirmation:
 
 @dataclass
 class Calibration:
-    """Everything measured, and the threshold that came out."""
+    """Everything measured, and the threshold that came out.
+
+    Attributes:
+        prompts: recorded and held out.
+        recorded: tokens and positions.
+        solved: held-out tasks for which strict decoding scores anything; None without tasks.
+    """
 
     options: CalibrateOptions
     run: dict[str, Any]
@@ -210,6 +216,7 @@ class Calibration:
     margins: dict[str, Any]
     confirmations: list[Confirmation] = field(default_factory=list)
     threshold: float = 1.0
+    solved: int | None = None
 
     @property
     def confirmed(self) -> Confirmation | None:
@@ -246,6 +253,7 @@ class Calibration:
             "samples": {
                 "recorded_prompts": self.prompts[0],
                 "held_out_prompts": self.prompts[1],
+                "solved_prompts": self.solved,
                 "recorded_tokens": self.recorded[0],
                 "recorded_positions": self.recorded[1],
             },
@@ -405,6 +413,9 @@ def confirm(
             f"prompts={options.prompts}: the strict answers to the {len(prompts)} held-out tasks "
             "score 0, so there is nothing to recover; give tasks that this model can do."
         )
+
+    if strict_scores is not None:
+        result.solved = int((strict_scores > 0).sum())
 
     def keeps(candidate: Point) -> bool:
         say(f"confirming {OPTION[options.metric]} {candidate.threshold:g} on held-out prompts")

@@ -24,6 +24,10 @@ def print_calibration(result: "Calibration", console: Console) -> None:
         budget, larger = f"the budget of {options.budget:g} nats per token", "a larger --budget"
     else:
         budget, larger = f"{options.recovery:.4g} of the task score", "a smaller --recovery"
+        console.print(
+            f"Strict decoding does {result.solved} of the {result.prompts[1]} held-out tasks; only "
+            "with these can recovery be told."
+        )
     if result.confirmed is not None:
         console.print(
             f"{option} {result.threshold:g} keeps {budget} in {result.confirmed.kept_share:.0%} of "
