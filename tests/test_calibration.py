@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from vllm_mars.drafts import NGRAM_CONFIG
 from vllm_mars.experiments.calibrate import (
     CalibrateOptions,
     Measure,
+    confirm,
     load_tasks,
     recovery,
     run_calibrate,
@@ -172,6 +174,13 @@ def test_a_task_score_as_budget(tiny_model, tmp_path):
             same = sum(a == b for a, b in zip(answers, right[1::2], strict=True))
             assert item.recovery.value == pytest.approx(same / (len(held_out) - 1))
             assert item.kept == (item.recovery.kept_share >= 0.9)
+        # Where strict decoding does none of the tasks, nothing is tried.
+        failed = [replace(task, answer="-1") for task in load_tasks(tasks).values()]
+        questions = [Prompt(task.id, "", (task.prompt,)) for task in failed]
+        with pytest.raises(
+            ValueError, match="to the 16 held-out tasks score 0, so there is"
+        ):
+            confirm(engine, result, questions, {task.id: task for task in failed}, print)
     assert len(tried) > 1 and not all(item.kept for item in tried.values())
     # No looser one that was tried keeps it.
     kept = [theta for theta, item in tried.items() if item.kept]

@@ -408,14 +408,13 @@ def confirm(
     options, wanted = result.options, result.options.recovery
     strict = engine.lead(prompts, STRICT[options.metric])
     strict_scores = None if wanted is None else scores(strict, tasks)
-    if strict_scores is not None and not strict_scores.any():
-        raise ValueError(
-            f"prompts={options.prompts}: the strict answers to the {len(prompts)} held-out tasks "
-            "score 0, so there is nothing to recover; give tasks that this model can do."
-        )
-
     if strict_scores is not None:
         result.solved = int((strict_scores > 0).sum())
+        if not result.solved:
+            raise ValueError(
+                f"prompts={options.prompts}: the strict answers to the {len(prompts)} held-out "
+                "tasks score 0, so there is nothing to recover; give tasks that this model can do."
+            )
 
     def keeps(candidate: Point) -> bool:
         say(f"confirming {OPTION[options.metric]} {candidate.threshold:g} on held-out prompts")

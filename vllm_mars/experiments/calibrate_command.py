@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-NEEDED = ("filelock", "numpy", "rich")
+NEEDED = ("filelock", "jsonschema", "numpy", "rich")
 
 
 def add_parser(commands: Any) -> None:
