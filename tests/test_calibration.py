@@ -177,9 +177,7 @@ def test_a_task_score_as_budget(tiny_model, tmp_path):
         # Where strict decoding does none of the tasks, nothing is tried.
         failed = [replace(task, answer="-1") for task in load_tasks(tasks).values()]
         questions = [Prompt(task.id, "", (task.prompt,)) for task in failed]
-        with pytest.raises(
-            ValueError, match="to the 16 held-out tasks score 0, so there is"
-        ):
+        with pytest.raises(ValueError, match="to the 16 held-out tasks score 0, so there is"):
             confirm(engine, result, questions, {task.id: task for task in failed}, print)
     assert len(tried) > 1 and not all(item.kept for item in tried.values())
     # No looser one that was tried keeps it.
