@@ -26,12 +26,11 @@ from vllm_mars.config import split_speculative_config
 from vllm_mars.drafts import NGRAM_CONFIG
 from vllm_mars.experiments.calibrate import (
     CalibrateOptions,
-    Measure,
     confirm,
     load_tasks,
-    recovery,
     run_calibrate,
 )
+from vllm_mars.experiments.losses import Measure, recovery
 from vllm_mars.experiments.offline import offline_engine
 from vllm_mars.prompts import Prompt
 

@@ -7,15 +7,10 @@ import torch
 from vllm_mars.kernels.reference import top2
 
 from vllm_mars import verify_greedy
-from vllm_mars.experiments.calibrate import (
-    Point,
-    compare,
-    loosest,
-    margins,
-    point,
-    resamples,
-)
+from vllm_mars.experiments.calibrate import loosest
+from vllm_mars.experiments.losses import compare
 from vllm_mars.experiments.offline import Conversation
+from vllm_mars.experiments.predictions import Point, margins, point, resamples
 from vllm_mars.experiments.recording import FIELDS, RecordingWorker
 from vllm_mars.experiments.simulate import simulate, steps_of
 from vllm_mars.prompts import Prompt

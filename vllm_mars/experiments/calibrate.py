@@ -14,7 +14,8 @@ With a share of a task's score to keep (`recovery`) instead of a budget in nats,
 loss can be predicted: the other half, then tasks, is answered strictly and with thresholds between
 which the search halves the curve, as if a stricter one never lost more.
 
-"Within the budget" means in at least `CONFIDENCE` of the bootstrap samples over prompts.
+"Within the budget" means in at least `predictions.CONFIDENCE` of the bootstrap samples over
+prompts.
 """
 
 import dataclasses
@@ -25,38 +26,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_mars.calibration import KIND, OPTION, SCHEMA, draft_name
 from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
 from vllm_mars.demo import require_writable, write_json
 from vllm_mars.drafts import NGRAM, draft_config
 from vllm_mars.experiments.datasets import Item, load_dataset
-from vllm_mars.experiments.offline import Conversation, OfflineEngine, offline_engine
-from vllm_mars.experiments.scores import task_scores
-from vllm_mars.experiments.simulate import Steps, simulate, steps_of
+from vllm_mars.experiments.losses import Confirmation, compare, recovery, scores
+from vllm_mars.experiments.offline import OfflineEngine, offline_engine
+from vllm_mars.experiments.predictions import (
+    BOOTSTRAP_SAMPLES,
+    GRIDS,
+    STRICT,
+    Point,
+    margins,
+    point,
+)
+from vllm_mars.experiments.simulate import steps_of
 from vllm_mars.packaged_model import ensure_model
 from vllm_mars.prompts import PACKAGED, Prompt, load_prompts
 from vllm_mars.provenance import describe_run, vllm_device
 
-BOOTSTRAP_SAMPLES = 2000
-CONFIDENCE = 0.9
 SHRINK = 0.7
 MAX_TRIES = 8
 # Perplexity grows by at most 1 %.
 BUDGET = 0.01
-
-# From loose to strict; finer where large logits make a small step a large one.
-_THETAS = (
-    *(round(0.3 + 0.02 * i, 3) for i in range(25)),
-    *(round(0.8 + 0.005 * i, 3) for i in range(36)),
-    *(round(0.98 + 0.002 * i, 3) for i in range(11)),
-)
-_GAPS = (*(round(4 - 0.1 * i, 3) for i in range(30)), *(round(1 - 0.02 * i, 3) for i in range(51)))
-GRIDS = {"ratio": _THETAS, "gap": _GAPS}
-STRICT = {"ratio": 1.0, "gap": 0.0}
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -119,82 +113,6 @@ class CalibrateOptions:
             "num_speculative_tokens": self.num_speculative_tokens,
             **draft_config(self.draft),
         }
-
-
-@dataclass(frozen=True)
-class Point:
-    """What a threshold would do, by simulation; per token means per output token.
-
-    Attributes:
-        threshold: theta or gap.
-        cost: predicted cost of the relaxed tokens, nats per token.
-        high: 90th percentile of its bootstrap samples.
-        relaxed: relaxed tokens per token.
-        acceptance_length: mean tokens per step with drafts.
-    """
-
-    threshold: float
-    cost: float
-    high: float
-    relaxed: float
-    acceptance_length: float
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A loss on the held-out prompts in nats per token, or the share of a score that is left.
-
-    Attributes:
-        value: over all prompts.
-        low, high: 2.5th and 97.5th percentile of the bootstrap samples.
-        kept_share: share of bootstrap samples within the budget.
-    """
-
-    value: float
-    low: float
-    high: float
-    kept_share: float
-
-
-@dataclass(frozen=True)
-class Confirmation:
-    """What a threshold did, on prompts that were held out.
-
-    Attributes:
-        threshold: theta or gap.
-        predicted: the simulation's cost for it.
-        cost: mean of log p(first choice) - log p(token).
-        nll_increase: increase of the mean NLL per token over the strict answers.
-        recovery: task score / strict task score, where that is the budget.
-        relaxed: relaxed tokens per token.
-        nll, strict_nll: mean NLL per token with the threshold and strictly.
-        tokens, strict_tokens: tokens of all answers.
-        changed: conversations whose text differs from the strict one.
-    """
-
-    threshold: float
-    predicted: float
-    cost: Measure
-    nll_increase: Measure
-    relaxed: float
-    nll: float
-    strict_nll: float
-    tokens: int
-    strict_tokens: int
-    changed: int
-    recovery: Measure | None = None
-
-    @property
-    def kept_share(self) -> float:
-        """Share of bootstrap samples within the budget; the smaller one of the two in nats."""
-        if self.recovery is not None:
-            return self.recovery.kept_share
-        return min(self.cost.kept_share, self.nll_increase.kept_share)
-
-    @property
-    def kept(self) -> bool:
-        """Whether the budget is kept in enough bootstrap samples."""
-        return self.kept_share >= CONFIDENCE
 
 
 @dataclass
@@ -359,33 +277,6 @@ def record(
     )
 
 
-def point(steps: Steps, strict_tokens: Floats, threshold: float, metric: str) -> Point:
-    """Simulates one threshold.
-
-    Args:
-        steps: the recorded drafts, grouped by prompt.
-        strict_tokens: `[groups]`, tokens of each prompt's strict answers.
-        threshold: theta or gap.
-        metric: which of them.
-    """
-    groups = len(strict_tokens)
-    outcome = simulate(steps, *thresholds(threshold, metric))
-    strict = simulate(steps, 1.0)
-    # Steps without drafts, which are not recorded, emit the same under every threshold.
-    more = np.bincount(steps.group, outcome.accepted - strict.accepted, groups)
-    cost = np.bincount(steps.group, outcome.cost, groups)
-    tokens = strict_tokens + more
-    chosen = resamples(groups)
-    samples = cost[chosen].sum(1) / tokens[chosen].sum(1)
-    return Point(
-        threshold=threshold,
-        cost=float(cost.sum() / tokens.sum()),
-        high=float(np.quantile(samples, CONFIDENCE)),
-        relaxed=float(outcome.relaxed.sum() / tokens.sum()),
-        acceptance_length=float(1 + outcome.accepted.mean()),
-    )
-
-
 def confirm(
     engine: OfflineEngine,
     result: Calibration,
@@ -459,34 +350,6 @@ def _by_halves(curve: Sequence[Point], keeps: Callable[[Point], bool]) -> Point:
     return curve[high]
 
 
-def scores(conversations: Sequence[Conversation], tasks: Mapping[str, Item]) -> Floats:
-    """`[conversations]`, the mean of each answer's task scores, in [0, 1]."""
-    found = [task_scores(tasks[item.prompt.id], item.texts[0]) for item in conversations]
-    return np.array([np.mean(list(item.values())) for item in found])
-
-
-def recovery(relaxed: Floats, strict: Floats, wanted: float) -> Measure:
-    """How much of a task score is left.
-
-    Args:
-        relaxed, strict: `[prompts]`, scores of the same prompts; not all strict ones are 0.
-        wanted: share that must be left.
-
-    Returns:
-        The share, its interval over the bootstrap samples in which strict scores something, and
-        how many of all samples have what is wanted.
-    """
-    chosen = resamples(len(strict))
-    left, whole = relaxed[chosen].sum(1), strict[chosen].sum(1)
-    low, high = np.quantile(left[whole > 0] / whole[whole > 0], (0.025, 0.975))
-    return Measure(
-        value=float(relaxed.sum() / strict.sum()),
-        low=float(low),
-        high=float(high),
-        kept_share=float((left >= wanted * whole).mean()),
-    )
-
-
 def loosest(curve: Sequence[Point], allowed: float) -> Point:
     """The first point, of a curve from loose to strict, after which all stay within `allowed`."""
     found = curve[-1]
@@ -495,87 +358,3 @@ def loosest(curve: Sequence[Point], allowed: float) -> Point:
             break
         found = candidate
     return found
-
-
-def compare(
-    strict: Sequence[Conversation],
-    relaxed: Sequence[Conversation],
-    candidate: Point,
-    budget: float,
-) -> Confirmation:
-    """Compares the same prompts, answered strictly and with a threshold."""
-
-    def column(conversations: Sequence[Conversation], name: str) -> Floats:
-        return np.array([getattr(item, name) for item in conversations], float)
-
-    chosen = resamples(len(strict))
-    tokens, strict_tokens = column(relaxed, "tokens"), column(strict, "tokens")
-    nll, strict_nll = column(relaxed, "nll"), column(strict, "nll")
-    cost = column(relaxed, "cost")
-
-    def measure(numerator: Floats, minus: Floats) -> Measure:
-        """Of numerator / tokens - minus / strict tokens."""
-        samples = numerator[chosen].sum(1) / tokens[chosen].sum(1) - (
-            minus[chosen].sum(1) / strict_tokens[chosen].sum(1)
-        )
-        low, high = np.quantile(samples, (0.025, 0.975))
-        return Measure(
-            value=float(numerator.sum() / tokens.sum() - minus.sum() / strict_tokens.sum()),
-            low=float(low),
-            high=float(high),
-            kept_share=float((samples <= budget).mean()),
-        )
-
-    return Confirmation(
-        threshold=candidate.threshold,
-        predicted=candidate.cost,
-        cost=measure(cost, np.zeros_like(cost)),
-        nll_increase=measure(nll, strict_nll),
-        relaxed=float(column(relaxed, "relaxed").sum() / tokens.sum()),
-        nll=float(nll.sum() / tokens.sum()),
-        strict_nll=float(strict_nll.sum() / strict_tokens.sum()),
-        tokens=int(tokens.sum()),
-        strict_tokens=int(strict_tokens.sum()),
-        changed=sum(one.texts != other.texts for one, other in zip(strict, relaxed, strict=True)),
-    )
-
-
-def thresholds(threshold: float, metric: str) -> tuple[float, float]:
-    """(theta, gap) of the one comparison that serves both metrics."""
-    return (threshold, 0.0) if metric == "ratio" else (1.0, threshold)
-
-
-def resamples(groups: int) -> NDArray[np.int64]:
-    """`[BOOTSTRAP_SAMPLES, groups]` groups, drawn with replacement, the same each time."""
-    return np.random.default_rng(0).integers(0, groups, (BOOTSTRAP_SAMPLES, groups))
-
-
-def margins(steps: Steps, bins: int = 50) -> dict[str, Any]:
-    """Histograms of z2 / z1 over the positions that strict verification reaches, for the report.
-
-    Returns:
-        `edges`, and of each bin the `positions`, those whose draft is the `runner_up` and not the
-        first choice, and `probability_ratio`, the mean of p2 / p1 (None for an empty bin).
-        Positions with z1 <= 0 are `not_positive`.
-    """
-    stop = steps.start + simulate(steps, 1.0).accepted
-    reached = np.arange(len(steps.step)) <= stop[steps.step]
-    positive = reached & (steps.first_logit > 0)
-    ratio = steps.second_logit[positive].astype(float) / steps.first_logit[positive]
-    runner_up = (steps.may_relax & ~steps.is_first)[positive]
-    probability = np.exp((steps.second_logit - steps.first_logit)[positive].astype(float))
-    edges = np.linspace(0, 1, bins + 1)
-    ratio = np.clip(ratio, 0, 1)
-    positions, _ = np.histogram(ratio, edges)
-    runners_up, _ = np.histogram(ratio[runner_up], edges)
-    sums, _ = np.histogram(ratio, edges, weights=probability)
-    return {
-        "edges": [round(float(edge), 4) for edge in edges],
-        "positions": positions.tolist(),
-        "runner_up": runners_up.tolist(),
-        "probability_ratio": [
-            float(total / count) if count else None
-            for total, count in zip(sums, positions, strict=True)
-        ],
-        "not_positive": int((reached & ~positive).sum()),
-    }

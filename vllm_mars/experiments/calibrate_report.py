@@ -8,7 +8,8 @@ from rich.table import Table
 from vllm_mars.calibration import OPTION
 
 if TYPE_CHECKING:
-    from vllm_mars.experiments.calibrate import Calibration, Measure
+    from vllm_mars.experiments.calibrate import Calibration
+    from vllm_mars.experiments.losses import Measure
 
 MAX_ROWS = 14
 
