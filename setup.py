@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "vllm_mars/__init__.py").read_text(), re.M)[1]
@@ -26,11 +26,13 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     # An importable top-level `kernels` would clash with a well-known package.
-    packages=["vllm_mars", "vllm_mars.experiments", "vllm_mars.kernels"],
+    packages=[*find_packages(include=["vllm_mars*"]), "vllm_mars.kernels"],
     package_dir={"vllm_mars": "vllm_mars", "vllm_mars.kernels": "kernels"},
     package_data={
-        "vllm_mars": ["prompts.jsonl", "py.typed"],
-        "vllm_mars.experiments": ["report.html.j2", "tasks.jsonl"],
+        "vllm_mars": ["py.typed"],
+        "vllm_mars.local": ["prompts.jsonl"],
+        "vllm_mars.experiments.report": ["report.html.j2"],
+        "vllm_mars.experiments.sweep": ["tasks.jsonl"],
     },
     install_requires=["wrapt>=1.16"],
     extras_require={

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm_mars.kernels import counting, greedy, sections, top2
 
-from vllm_mars.provenance import describe_run
+from vllm_mars.local.provenance import describe_run
 
 SCHEMA = "vllm-mars/kernel-resources/1"
 TARGETS = {

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_mars.provenance import describe_run
+from vllm_mars.local.provenance import describe_run
 
 NUM_DRAFT_TOKENS = 4
 VOCAB = 49_152
@@ -103,8 +103,8 @@ def measure_samplers(runs: int) -> list[dict[str, Any]]:
     from vllm.v1.sample.sampler import Sampler
 
     from vllm_mars import MarsConfig, MarsRejectionSampler
-    from vllm_mars.counters import CounterLayout, Counters
-    from vllm_mars.cpu_kernels import mend
+    from vllm_mars.runner.counters import CounterLayout, Counters
+    from vllm_mars.runner.cpu_kernels import mend
 
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_mars.provenance import describe_run
+from vllm_mars.local.provenance import describe_run
 
 PROBE = """
 import sys, time

@@ -1,4 +1,4 @@
-"""Counts of verified positions, added in one launch: see `vllm_mars.counters.CounterLayout`."""
+"""Counts of verified positions in one launch: see `vllm_mars.runner.counters.CounterLayout`."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from vllm_mars.kernels.reference import Verdict
 
 if TYPE_CHECKING:
-    from vllm_mars.counters import Counters
+    from vllm_mars.runner.counters import Counters
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))
 _PROTECTED = tl.constexpr(int(Verdict.PROTECTED))
@@ -116,8 +116,8 @@ def count_positions(
     gap: float | torch.Tensor,
     dry_run: bool,
 ) -> None:
-    """The Triton form of `vllm_mars.counters.count_positions`, which documents the arguments."""
-    from vllm_mars.counters import RATIO_UNIT
+    """The Triton form of `vllm_mars.runner.counters.count_positions`, which says what it takes."""
+    from vllm_mars.runner.counters import RATIO_UNIT
 
     layout = counters.layout
     edges = counters.ratio_edges

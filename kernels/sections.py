@@ -1,7 +1,8 @@
 """Why each draft position is strict, for vLLM's Model Runner V2: one launch, nothing on the host.
 
-`vllm_mars.sections` defines the states, the markers and the walk. One program serves one request:
-it takes in the tokens that were committed since the last step, then walks through the drafts.
+`vllm_mars.runner.sections` defines the states, the markers and the walk. One program serves one
+request: it takes in the tokens that were committed since the last step, then walks through the
+drafts.
 """
 
 import torch

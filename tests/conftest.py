@@ -20,7 +20,7 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 @pytest.fixture(scope="session")
 def packaged_model() -> Path:
     """Directory of SmolLM2-135M-Instruct, made on first use."""
-    from vllm_mars.packaged_model import ensure_model
+    from vllm_mars.local.packaged_model import ensure_model
 
     return ensure_model()
 

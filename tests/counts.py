@@ -2,8 +2,8 @@
 
 import prometheus_client
 
-from vllm_mars import metrics
-from vllm_mars.counters import RATIO_EDGES, RATIO_UNIT, REASONS, CounterLayout
+from vllm_mars.engine import metrics
+from vllm_mars.runner.counters import RATIO_EDGES, RATIO_UNIT, REASONS, CounterLayout
 
 LAYOUT = CounterLayout(3)
 

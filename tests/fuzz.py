@@ -253,7 +253,7 @@ def check_v1(rng: Any) -> str | None:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
     from vllm_mars import MarsRejectionSampler
-    from vllm_mars.requests_v1 import RequestsV1
+    from vllm_mars.runner.requests_v1 import RequestsV1
 
     call, config, own = sampler_call(rng)
     cpu, batch, vocab = torch.device("cpu"), len(call.drafts), call.logits.shape[1]
@@ -349,7 +349,7 @@ def run_target(target: str, seed: int, seconds: float, most: int, only: int | No
     if target == "v1":
         from vllm.platforms import current_platform
 
-        from vllm_mars.cpu_kernels import mend
+        from vllm_mars.runner.cpu_kernels import mend
 
         current_platform.import_kernels()
         current_platform.register_triton_kernel_overrides()
@@ -400,7 +400,7 @@ def main() -> int:
             return child.returncode
         calls[target] = int(child.stdout.split(" calls")[0].split()[-1])
     if args.output:
-        from vllm_mars.provenance import describe_run
+        from vllm_mars.local.provenance import describe_run
 
         result = {"schema": "vllm-mars/fuzz/1", **describe_run(None), "seed": args.seed}
         args.output.write_text(json.dumps({**result, "calls": calls, "differences": 0}, indent=1))

@@ -30,8 +30,8 @@ from typing import Any
 import openai
 import psutil
 
-from vllm_mars.drafts import NGRAM_CONFIG
-from vllm_mars.server import VllmServer
+from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.local.server import VllmServer
 
 SPECULATION = {
     **NGRAM_CONFIG,
@@ -282,8 +282,8 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="default: the packaged model")
     parser.add_argument("--output", type=Path, help="JSON file with what was seen")
     args = parser.parse_args()
-    from vllm_mars.packaged_model import ensure_model
-    from vllm_mars.provenance import describe_run
+    from vllm_mars.local.packaged_model import ensure_model
+    from vllm_mars.local.provenance import describe_run
 
     options = [
         *("--enforce-eager", "--dtype", "float32", "--max-model-len", "512"),

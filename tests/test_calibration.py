@@ -23,16 +23,16 @@ from vllm_mars.calibration import (
 )
 from vllm_mars.cli import main
 from vllm_mars.config import split_speculative_config
-from vllm_mars.drafts import NGRAM_CONFIG
-from vllm_mars.experiments.calibrate import (
+from vllm_mars.experiments.calibrate.losses import Measure, recovery
+from vllm_mars.experiments.calibrate.offline import offline_engine
+from vllm_mars.experiments.calibrate.search import (
     CalibrateOptions,
     confirm,
     load_tasks,
     run_calibrate,
 )
-from vllm_mars.experiments.losses import Measure, recovery
-from vllm_mars.experiments.offline import offline_engine
-from vllm_mars.prompts import Prompt
+from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.local.prompts import Prompt
 
 NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
 MARS = {**NGRAM, "rejection_sample_method": "mars"}

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_mars import __version__
 from vllm_mars.cli import main
-from vllm_mars.prompts import load_prompts
+from vllm_mars.local.prompts import load_prompts
 
 
 def test_version():

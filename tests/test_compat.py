@@ -8,9 +8,10 @@ import sys
 import pytest
 import wrapt
 
-from vllm_mars import compat, plugin
-from vllm_mars.compat import Symbol
-from vllm_mars.interfaces import INTERFACES, Touch
+from vllm_mars import plugin
+from vllm_mars.engine import compat
+from vllm_mars.engine.compat import Symbol
+from vllm_mars.engine.interfaces import INTERFACES, Touch
 
 REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
 
@@ -24,7 +25,7 @@ def test_options_are_checked_without_loading_a_hooked_module():
     probe = subprocess.run(
         [
             *(sys.executable, "-c"),
-            "import sys, vllm.engine.arg_utils; from vllm_mars import compat; "
+            "import sys, vllm.engine.arg_utils; from vllm_mars.engine import compat; "
             "compat.check_interfaces('options'); "
             "print([m for m in ('input_processor', 'gpu_model_runner', 'gpu.model_runner') "
             "for n in sys.modules if n.startswith('vllm.') and n.endswith(m)])",

@@ -11,7 +11,7 @@ import tiny_models
 import torch
 
 from vllm_mars import MarsConfig
-from vllm_mars.sections import Sections
+from vllm_mars.runner.sections import Sections
 
 pytestmark = pytest.mark.engine
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm_mars.kernels.reference import Verdict
 
-from vllm_mars.counters import (
+from vllm_mars.runner.counters import (
     INTERVAL,
     RATIO_EDGES,
     RATIO_UNIT,

@@ -10,7 +10,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-from vllm_mars.cpu_kernels import mend
+from vllm_mars.runner.cpu_kernels import mend
 
 pytestmark = pytest.mark.skipif(HAS_TRITON, reason="vLLM runs its Triton kernels here")
 

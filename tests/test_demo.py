@@ -10,8 +10,8 @@ import uuid
 import pytest
 from processes import MARK, marked, wait_until
 
-from vllm_mars.demo import MODES, DemoOptions
-from vllm_mars.drafts import NGRAM_CONFIG
+from vllm_mars.demo.run import MODES, DemoOptions
+from vllm_mars.local.drafts import NGRAM_CONFIG
 
 pytestmark = pytest.mark.engine
 

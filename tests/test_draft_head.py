@@ -9,9 +9,10 @@ import torch
 from benchmarks.draft.export import export, load
 from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
-from vllm_mars import demo, draft_head
-from vllm_mars.demo import DemoOptions
-from vllm_mars.draft_head import check_head, is_head, model_checksum
+from vllm_mars.demo import run as demo
+from vllm_mars.demo.run import DemoOptions
+from vllm_mars.local import draft_head
+from vllm_mars.local.draft_head import check_head, is_head, model_checksum
 
 AUX = (0, 1, 2)
 

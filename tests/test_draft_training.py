@@ -24,8 +24,8 @@ from benchmarks.draft.export import export
 from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
 from benchmarks.draft.train import Batch, Trainer, TrainOptions, choose_draft_tokens
-from vllm_mars.draft_head import check_head, model_checksum
-from vllm_mars.prompts import load_prompts
+from vllm_mars.local.draft_head import check_head, model_checksum
+from vllm_mars.local.prompts import load_prompts
 
 AUX = (0, 1, 2)
 DATA = DataOptions(

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from vllm_mars.demo import DemoOptions
-from vllm_mars.drafts import draft_config, draft_name
-from vllm_mars.experiments.calibrate import CalibrateOptions
-from vllm_mars.experiments.plan import ServerSpec
+from vllm_mars.demo.run import DemoOptions
+from vllm_mars.experiments.calibrate.search import CalibrateOptions
+from vllm_mars.experiments.sweep.plan import ServerSpec
+from vllm_mars.local.drafts import draft_config, draft_name
 
 
 def test_names():

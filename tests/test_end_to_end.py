@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import torch
 
-from vllm_mars.drafts import NGRAM_CONFIG
+from vllm_mars.local.drafts import NGRAM_CONFIG
 
 pytestmark = pytest.mark.engine
 
@@ -65,7 +65,7 @@ def look_at_worker(worker):
 
 
 def mend_worker(worker):
-    from vllm_mars.cpu_kernels import mend
+    from vllm_mars.runner.cpu_kernels import mend
 
     mend()
 
@@ -166,7 +166,7 @@ def test_not_asked_for_changes_nothing(autoregressive, strict):
 
 
 def test_the_plugin_reaches_the_worker_process(theta_1):
-    assert theta_1.worker["sampler"] == "vllm_mars.sampler_v1.MarsRejectionSampler"
+    assert theta_1.worker["sampler"] == "vllm_mars.runner.sampler_v1.MarsRejectionSampler"
     assert theta_1.worker["mended"]
     assert theta_1.worker["pid"] != os.getpid()
 
@@ -325,7 +325,7 @@ def test_draft_model_with_probabilities(packaged_model, draft_model, autoregress
         "mars_theta": 1.0,
     }
     run = generate(packaged_model, given, ("greedy", "sampled"))
-    assert run.worker["sampler"] == "vllm_mars.sampler_v1.MarsRejectionSampler"
+    assert run.worker["sampler"] == "vllm_mars.runner.sampler_v1.MarsRejectionSampler"
     assert run.tokens["greedy"] == autoregressive.tokens["greedy"]
     assert run.drafts > 0
     assert all(run.tokens["sampled"])

@@ -10,10 +10,10 @@ import prometheus_client
 import pytest
 from counts import COUNTS, LAYOUT, check_exported, exported
 
-from vllm_mars import metrics
-from vllm_mars.counters import RATIO_EDGES, REASONS, CounterLayout
-from vllm_mars.drafts import NGRAM_CONFIG
-from vllm_mars.metrics_transport import FIELD
+from vllm_mars.engine import metrics
+from vllm_mars.engine.transport import FIELD
+from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.runner.counters import RATIO_EDGES, REASONS, CounterLayout
 
 pytestmark = pytest.mark.usefixtures("clean_registry")
 
@@ -45,8 +45,8 @@ def test_all_series_are_there_before_anything_is_counted():
 
 OBSERVE = """
 import json, sys
-from vllm_mars.counters import CounterLayout
-from vllm_mars.metrics import MarsProm
+from vllm_mars.runner.counters import CounterLayout
+from vllm_mars.engine.metrics import MarsProm
 counts = json.loads(sys.argv[1])
 prom = MarsProm(CounterLayout(3), {0: ["m", "0"], 1: ["m", "1"]})
 prom.observe(counts, 0)

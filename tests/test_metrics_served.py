@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from vllm_mars import metrics
-from vllm_mars.drafts import NGRAM_CONFIG
-from vllm_mars.server import VllmServer
+from vllm_mars.engine import metrics
+from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.local.server import VllmServer
 
 pytestmark = pytest.mark.engine
 

@@ -12,9 +12,7 @@ import torch
 from counts import COUNTS, LAYOUT
 
 from vllm_mars import MarsConfig
-from vllm_mars.counters import Counters
-from vllm_mars.margin import MarginRule
-from vllm_mars.metrics_transport import (
+from vllm_mars.engine.transport import (
     FIELD,
     carrier_of,
     carry_counts,
@@ -22,6 +20,8 @@ from vllm_mars.metrics_transport import (
     report,
     with_counts,
 )
+from vllm_mars.runner.counters import Counters
+from vllm_mars.runner.margin import MarginRule
 
 
 def runner_output(**fields):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
-from vllm_mars import packaged_model as pm
+from vllm_mars.local import packaged_model as pm
 
 
 @pytest.fixture(scope="session")

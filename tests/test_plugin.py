@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from vllm_mars import MarsConfig
-from vllm_mars.drafts import NGRAM_CONFIG
+from vllm_mars.local.drafts import NGRAM_CONFIG
 
 NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
 MARS = {**NGRAM, "rejection_sample_method": "mars"}
@@ -161,7 +161,7 @@ def test_lock(packaged_model, monkeypatch, lock, theta, message):
 def test_a_second_owner_is_refused():
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-    from vllm_mars.margin import require_own_sampler
+    from vllm_mars.runner.margin import require_own_sampler
 
     class Other(RejectionSampler):
         pass
@@ -172,7 +172,7 @@ def test_a_second_owner_is_refused():
 
 def test_protected_by_default(packaged_model):
     from vllm_mars import MarsConfig
-    from vllm_mars.protection import protected_token_ids
+    from vllm_mars.runner.protection import protected_token_ids
 
     model_config = engine_config(packaged_model, None).model_config
     protected = protected_token_ids(MarsConfig(), model_config)

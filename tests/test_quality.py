@@ -7,11 +7,13 @@ import time
 import numpy as np
 import pytest
 
-from vllm_mars.experiments import confined
-from vllm_mars.experiments.confined import confinement, run_confined
-from vllm_mars.experiments.datasets import Item
-from vllm_mars.experiments.judge import Judge, estimates, mean_scores, reference_cell
-from vllm_mars.experiments.records import (
+from vllm_mars.experiments.quality import confined
+from vllm_mars.experiments.quality.confined import confinement, run_confined
+from vllm_mars.experiments.quality.intervals import estimate, non_inferiority
+from vllm_mars.experiments.quality.judge import Judge, estimates, mean_scores, reference_cell
+from vllm_mars.experiments.quality.scores import divergence, likeness, program, task_scores
+from vllm_mars.experiments.sweep.datasets import Item
+from vllm_mars.experiments.sweep.records import (
     Acceptance,
     Cell,
     CellKey,
@@ -19,9 +21,7 @@ from vllm_mars.experiments.records import (
     Settings,
     Speed,
 )
-from vllm_mars.experiments.scores import divergence, likeness, program, task_scores
-from vllm_mars.experiments.statistics import estimate, non_inferiority
-from vllm_mars.experiments.summary import rows
+from vllm_mars.experiments.sweep.summary import rows
 
 
 def scored(values):
@@ -288,7 +288,7 @@ OTHER = [("a", "one two four"), ("b", "#### 9"), ("b", "#### 8")]
 def judged(cells, items):
     from dataclasses import replace
 
-    from vllm_mars.experiments.datasets import Dataset
+    from vllm_mars.experiments.sweep.datasets import Dataset
 
     found = {}
     judge = Judge([Dataset("x", items)], margin=0.1, nll_margin=0.1, scorer=None)
@@ -348,7 +348,7 @@ def test_rows_take_ratios_within_a_repeat():
 def test_metrics_are_compared_at_equal_acceptance():
     from dataclasses import replace
 
-    from vllm_mars.experiments.summary import equal_acceptance
+    from vllm_mars.experiments.sweep.summary import equal_acceptance
 
     ratio = cell("mars", PLAIN)
     gaps = []
@@ -374,7 +374,7 @@ def test_scores_are_averaged_over_repeats_before_prompts():
 def test_importing_the_records_imports_nothing_heavy():
     heavy = "vllm, torch, numpy, pydantic, pandas"
     code = (
-        "import sys, vllm_mars.cli, vllm_mars.experiments.records\n"
+        "import sys, vllm_mars.cli, vllm_mars.experiments.sweep.records\n"
         f"print([m for m in '{heavy}'.split(', ') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -11,11 +11,12 @@ import sys
 import cloudpickle
 import pytest
 
-from vllm_mars import __version__, plugin, ranks
-from vllm_mars.ranks import TravellingOptions
+from vllm_mars import __version__, plugin
+from vllm_mars.engine import ranks
+from vllm_mars.engine.ranks import TravellingOptions
 
 NODE = socket.gethostname()
-OURS = "vllm_mars.sampler_v1.MarsRejectionSampler"
+OURS = "vllm_mars.runner.sampler_v1.MarsRejectionSampler"
 VLLMS = "vllm.v1.sample.rejection_sampler.RejectionSampler"
 
 

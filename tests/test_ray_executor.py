@@ -12,7 +12,7 @@ from processes import MARK, marked, wait_until
 from test_tensor_parallel import PROMPTS, generate
 
 from vllm_mars import __version__
-from vllm_mars.server import VllmServer
+from vllm_mars.local.server import VllmServer
 
 pytest.importorskip("ray")
 
@@ -97,7 +97,7 @@ def test_two_ranks_on_ray_serve_what_one_generates(models, tmp_path):
     expected, _, _ = generate(models / "target", speculation(models), ranks=1)
     assert served == expected
     assert sorted(rank for rank, _, _ in ranks) == [0, 1]
-    assert {module for _, module, _ in ranks} == {"vllm_mars.sampler_v1"}
+    assert {module for _, module, _ in ranks} == {"vllm_mars.runner.sampler_v1"}
     last = PROMPTS[-1] + served[-1]
     for rank, _, tokens in ranks:
         # The last token of all is never fed back.

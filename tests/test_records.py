@@ -5,8 +5,13 @@ import json
 
 import pytest
 
-from vllm_mars.experiments.record_file import append_cell, append_quality, read_cells, repair_end
-from vllm_mars.experiments.records import (
+from vllm_mars.experiments.sweep.record_file import (
+    append_cell,
+    append_quality,
+    read_cells,
+    repair_end,
+)
+from vllm_mars.experiments.sweep.records import (
     Acceptance,
     Cell,
     CellKey,

@@ -10,9 +10,11 @@ import pytest
 from matplotlib.image import imread
 
 from vllm_mars.cli import main
-from vllm_mars.experiments.plots import Plot, Series, frontier, lines, pareto
-from vllm_mars.experiments.record_file import append_cell, append_quality
-from vllm_mars.experiments.records import (
+from vllm_mars.experiments.report.page import load_runs, sections, write_report
+from vllm_mars.experiments.report.plots import Plot, Series, frontier, lines, pareto
+from vllm_mars.experiments.report.tables import Piece, pieces
+from vllm_mars.experiments.sweep.record_file import append_cell, append_quality
+from vllm_mars.experiments.sweep.records import (
     Acceptance,
     Cell,
     CellKey,
@@ -24,8 +26,6 @@ from vllm_mars.experiments.records import (
     Settings,
     Speed,
 )
-from vllm_mars.experiments.report import load_runs, sections, write_report
-from vllm_mars.experiments.report_tables import Piece, pieces
 
 SCREENSHOTS = Path(__file__).parent.parent / "build" / "report-screenshots"
 ANSWER = "The red fox <b>jumps</b> over\nthe lazy dog."

@@ -12,7 +12,7 @@ from vllm_mars.kernels.reference import Verdict
 from vllm_mars import MarsConfig
 from vllm_mars.plugin import check_request
 from vllm_mars.requests import RequestOptions, in_force, options_of
-from vllm_mars.requests_v1 import RequestsV1
+from vllm_mars.runner.requests_v1 import RequestsV1
 
 RATIO = MarsConfig(theta=0.9, theta_min=0.8)
 GAP = MarsConfig(metric="gap", theta=1.0, gap=0.5, gap_max=2.0)

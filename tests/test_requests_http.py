@@ -9,8 +9,8 @@ import jsonschema
 import openai
 import pytest
 
-from vllm_mars.drafts import NGRAM_CONFIG
-from vllm_mars.server import VllmServer
+from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.local.server import VllmServer
 
 pytestmark = pytest.mark.engine
 

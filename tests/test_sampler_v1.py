@@ -15,8 +15,9 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_mars import MarsConfig, MarsRejectionSampler, sampler_v1
-from vllm_mars.cpu_kernels import mend
+from vllm_mars import MarsConfig, MarsRejectionSampler
+from vllm_mars.runner import sampler_v1
+from vllm_mars.runner.cpu_kernels import mend
 
 CPU = torch.device("cpu")
 VOCAB = 97

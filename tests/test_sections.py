@@ -5,9 +5,9 @@ import argparse
 import pytest
 
 from vllm_mars import MarsConfig
-from vllm_mars.drafts import NGRAM_CONFIG
+from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.plugin import config_of
-from vllm_mars.sections import THINKING, Sections
+from vllm_mars.runner.sections import THINKING, Sections
 
 NGRAM = {
     **NGRAM_CONFIG,

@@ -102,8 +102,8 @@ def test_a_node_with_another_version_is_refused_by_name(ray_cluster, tiny_model,
 def url(ray_cluster, tiny_model):
     from ray import serve
 
+    from vllm_mars.local.server import free_port
     from vllm_mars.serve import SPECULATION, Options, app
-    from vllm_mars.server import free_port
 
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})

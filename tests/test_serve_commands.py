@@ -15,8 +15,8 @@ import yaml
 from clusters import ENVIRONMENT
 from processes import MARK, marked, wait_until
 
-from vllm_mars.drafts import NGRAM_CONFIG
-from vllm_mars.server import free_port
+from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.local.server import free_port
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.engine

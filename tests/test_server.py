@@ -10,8 +10,8 @@ import uuid
 import pytest
 from processes import MARK, marked, wait_until
 
-from vllm_mars.chat import DRAFT_TOKENS, GENERATED_TOKENS, ChatClient
-from vllm_mars.server import VllmServer, free_port, server_env
+from vllm_mars.demo.chat import DRAFT_TOKENS, GENERATED_TOKENS, ChatClient
+from vllm_mars.local.server import VllmServer, free_port, server_env
 
 ARGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
@@ -74,7 +74,7 @@ def test_no_process_outlives_its_owner(packaged_model, tmp_path, mark, number):
     owner = textwrap.dedent(f"""
         import time
         from pathlib import Path
-        from vllm_mars.server import VllmServer
+        from vllm_mars.local.server import VllmServer
         with VllmServer({str(packaged_model)!r}, {ARGS!r}, log_path=Path("s.log"), wait=False):
             print("started", flush=True)
             time.sleep(300)
@@ -100,7 +100,7 @@ def test_no_process_outlives_its_owner(packaged_model, tmp_path, mark, number):
 
 def guarded(code, mark):
     """Starts a Python program under the guard, with a grace time of one second."""
-    from vllm_mars import server
+    from vllm_mars.local import server
 
     guard = server.Path(server.__file__).with_name("server_guard.py")
     return subprocess.Popen(

@@ -7,13 +7,13 @@ import torch
 from vllm_mars.kernels.reference import top2
 
 from vllm_mars import verify_greedy
-from vllm_mars.experiments.calibrate import loosest
-from vllm_mars.experiments.losses import compare
-from vllm_mars.experiments.offline import Conversation
-from vllm_mars.experiments.predictions import Point, margins, point, resamples
-from vllm_mars.experiments.recording import FIELDS, RecordingWorker
-from vllm_mars.experiments.simulate import simulate, steps_of
-from vllm_mars.prompts import Prompt
+from vllm_mars.experiments.calibrate.losses import compare
+from vllm_mars.experiments.calibrate.offline import Conversation
+from vllm_mars.experiments.calibrate.predictions import Point, margins, point, resamples
+from vllm_mars.experiments.calibrate.recording import FIELDS, RecordingWorker
+from vllm_mars.experiments.calibrate.search import loosest
+from vllm_mars.experiments.calibrate.simulate import simulate, steps_of
+from vllm_mars.local.prompts import Prompt
 
 # request, step, position, draft, first, second, draft logit, first logit, second logit, normaliser
 RECORDS = [

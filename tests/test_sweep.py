@@ -11,9 +11,9 @@ import uuid
 import pytest
 from processes import MARK, marked, wait_until
 
-from vllm_mars.experiments.bench_client import BenchClient, read_result
-from vllm_mars.experiments.record_file import read_cells
-from vllm_mars.experiments.summary import rows
+from vllm_mars.experiments.sweep.bench_client import BenchClient, read_result
+from vllm_mars.experiments.sweep.record_file import read_cells
+from vllm_mars.experiments.sweep.summary import rows
 
 pytestmark = pytest.mark.engine
 

@@ -11,12 +11,12 @@ from processes import MARK, marked, wait_until
 pytest.importorskip("ray")
 
 from vllm_mars.cli import main
-from vllm_mars.experiments.datasets import load_dataset
-from vllm_mars.experiments.group import Job
-from vllm_mars.experiments.plan import SweepOptions, plan
-from vllm_mars.experiments.ray_cells import RayRunner
-from vllm_mars.experiments.record_file import read_cells
-from vllm_mars.experiments.records import Settings
+from vllm_mars.experiments.sweep.datasets import load_dataset
+from vllm_mars.experiments.sweep.group import Job
+from vllm_mars.experiments.sweep.plan import SweepOptions, plan
+from vllm_mars.experiments.sweep.ray_cells import RayRunner
+from vllm_mars.experiments.sweep.record_file import read_cells
+from vllm_mars.experiments.sweep.records import Settings
 
 MARK_VALUE = "sweep"
 

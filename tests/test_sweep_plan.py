@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 
 from vllm_mars.cli import main
-from vllm_mars.drafts import NGRAM_CONFIG
-from vllm_mars.experiments.datasets import PACKAGED_TASKS, load_dataset
-from vllm_mars.experiments.plan import ServerSpec, SweepOptions, check_names, plan
-from vllm_mars.experiments.platform import Platform
-from vllm_mars.experiments.summary import rows
+from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, load_dataset
+from vllm_mars.experiments.sweep.methods_here import Platform
+from vllm_mars.experiments.sweep.plan import ServerSpec, SweepOptions, check_names, plan
+from vllm_mars.experiments.sweep.summary import rows
+from vllm_mars.local.drafts import NGRAM_CONFIG
 
 TASKS = load_dataset(str(PACKAGED_TASKS), 4)
 CPU = Platform("cpu", None, "0.32.0", ("standard", "synthetic", "block"))

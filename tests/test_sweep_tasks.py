@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from vllm_mars.cli import main
-from vllm_mars.experiments.datasets import load_dataset
-from vllm_mars.experiments.record_file import read_cells
-from vllm_mars.experiments.report import write_report
-from vllm_mars.experiments.summary import rows
-from vllm_mars.experiments.task_client import read_answers, run_task
+from vllm_mars.experiments.quality.task_client import read_answers, run_task
+from vllm_mars.experiments.report.page import write_report
+from vllm_mars.experiments.sweep.datasets import load_dataset
+from vllm_mars.experiments.sweep.record_file import read_cells
+from vllm_mars.experiments.sweep.summary import rows
 
 PROMPTS = ["w20 w21 w22 w20 w21 w22 w20 w21", "w30 w31 w30 w31", "w40 w41 w42 w40"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm_mars.config import MarsConfig
-    from vllm_mars.sampler_v1 import MarsRejectionSampler
-    from vllm_mars.sampler_v2 import MarsRejectionSamplerV2
+    from vllm_mars.runner.sampler_v1 import MarsRejectionSampler
+    from vllm_mars.runner.sampler_v2 import MarsRejectionSamplerV2
     from vllm_mars.verify import verify_greedy
 
 __version__ = "0.1.0"
@@ -23,8 +23,8 @@ __all__ = [
 
 _MODULE_OF = {
     "MarsConfig": "vllm_mars.config",
-    "MarsRejectionSampler": "vllm_mars.sampler_v1",
-    "MarsRejectionSamplerV2": "vllm_mars.sampler_v2",
+    "MarsRejectionSampler": "vllm_mars.runner.sampler_v1",
+    "MarsRejectionSamplerV2": "vllm_mars.runner.sampler_v2",
     "verify_greedy": "vllm_mars.verify",
 }
 

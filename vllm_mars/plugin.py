@@ -72,7 +72,7 @@ def _patch_engine_args(module: ModuleType) -> None:
     ) -> Any:
         engine_args = wrapped(*args, **kwargs)
         if engine_args.speculative_config is not None:
-            from vllm_mars.sections import remember_tool_parser
+            from vllm_mars.runner.sections import remember_tool_parser
 
             remember_tool_parser(engine_args, kwargs["args"] if "args" in kwargs else args[0])
         return engine_args
@@ -97,7 +97,7 @@ def _patch_input_processor(module: ModuleType) -> None:
     def init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> None:
         wrapped(*args, **kwargs)
         if config_of(instance.vllm_config) is not None:
-            from vllm_mars.compat import check_interfaces
+            from vllm_mars.engine.compat import check_interfaces
 
             check_interfaces("requests")
 
@@ -132,9 +132,9 @@ def _patch_scheduler(module: ModuleType) -> None:
         wrapped(*args, **kwargs)
         config = config_of(instance.vllm_config)
         if config is not None:
-            from vllm_mars.compat import check_interfaces
-            from vllm_mars.metrics_transport import carry_counts
-            from vllm_mars.returned import collect_relaxed, is_supported
+            from vllm_mars.engine.compat import check_interfaces
+            from vllm_mars.engine.returned import collect_relaxed, is_supported
+            from vllm_mars.engine.transport import carry_counts
 
             check_interfaces("scheduler")
             carry_counts(instance)
@@ -148,12 +148,12 @@ def _patch_scheduler(module: ModuleType) -> None:
 # Why: the messages between vLLM's processes carry the fields of its dataclasses and nothing else.
 # Until: as for the scheduler.
 def _patch_stats(module: ModuleType) -> None:
-    from vllm_mars.metrics_transport import declare_field
+    from vllm_mars.engine.transport import declare_field
 
     # For decoders, which are made later; without MARS the fields are never set and never sent.
     declare_field(module.SchedulerStats)
     if hasattr(module, "RequestSpecDecodeMetrics"):
-        from vllm_mars.returned import declare_request_field
+        from vllm_mars.engine.returned import declare_request_field
 
         declare_request_field(module.RequestSpecDecodeMetrics)
 
@@ -166,8 +166,8 @@ def _patch_stat_loggers(module: ModuleType) -> None:
     ) -> None:
         wrapped(*args, **kwargs)
         if config_of(instance.vllm_config) is not None:
-            from vllm_mars.compat import check_interfaces
-            from vllm_mars.metrics import add_metrics
+            from vllm_mars.engine.compat import check_interfaces
+            from vllm_mars.engine.metrics import add_metrics
 
             check_interfaces("metrics")
             add_metrics(instance)
@@ -177,8 +177,8 @@ def _patch_stat_loggers(module: ModuleType) -> None:
     ) -> None:
         wrapped(*args, **kwargs)
         if config_of(instance.vllm_config) is not None:
-            from vllm_mars.compat import check_interfaces
-            from vllm_mars.metrics import add_log_line
+            from vllm_mars.engine.compat import check_interfaces
+            from vllm_mars.engine.metrics import add_log_line
 
             check_interfaces("metrics")
             add_log_line(instance)
@@ -194,12 +194,12 @@ def _patch_executor(module: ModuleType) -> None:
         wrapped(*args, **kwargs)
         if config_of(instance.vllm_config) is None:
             return
-        from vllm_mars.compat import check_interfaces
+        from vllm_mars.engine.compat import check_interfaces
 
         check_interfaces("executor")
         # On further nodes of one engine only the first can ask, and it asks all of them.
         if instance.parallel_config.node_rank_within_dp == 0:
-            from vllm_mars.ranks import require_same_everywhere
+            from vllm_mars.engine.ranks import require_same_everywhere
 
             require_same_everywhere(instance)
 
@@ -216,14 +216,14 @@ def _patch_runner_v1(module: ModuleType) -> None:
             return
         from vllm.platforms import current_platform
 
-        from vllm_mars.compat import check_interfaces
+        from vllm_mars.engine.compat import check_interfaces
 
         check_interfaces("V1")
         if current_platform.is_cpu():
             check_interfaces("cpu")
         # Only the last pipeline stage samples.
         if hasattr(instance, "rejection_sampler"):
-            from vllm_mars.sampler_v1 import install
+            from vllm_mars.runner.sampler_v1 import install
 
             install(instance, config)
 
@@ -235,7 +235,7 @@ def _patch_runner_v2(module: ModuleType) -> None:
     def init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> None:
         wrapped(*args, **kwargs)
         if config_of(instance.vllm_config) is not None:
-            from vllm_mars.compat import check_interfaces
+            from vllm_mars.engine.compat import check_interfaces
 
             # Before the model is loaded, which can take minutes.
             check_interfaces("V2")
@@ -246,7 +246,7 @@ def _patch_runner_v2(module: ModuleType) -> None:
         result = wrapped(*args, **kwargs)
         config = config_of(instance.vllm_config)
         if config is not None and instance.rejection_sampler is not None:
-            from vllm_mars.sampler_v2 import install
+            from vllm_mars.runner.sampler_v2 import install
 
             install(instance, config)
         return result
@@ -283,8 +283,8 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
 
     import vllm
 
-    from vllm_mars.compat import check_interfaces, check_version
-    from vllm_mars.ranks import TravellingOptions
+    from vllm_mars.engine.compat import check_interfaces, check_version
+    from vllm_mars.engine.ranks import TravellingOptions
 
     check_version(vllm.__version__)
     check_interfaces("options")
@@ -295,7 +295,7 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         raise ValueError(
             f"mars_protected_token_ids={outside} is outside the model's vocabulary [0, {vocab})."
         )
-    from vllm_mars.sections import resolve_sections
+    from vllm_mars.runner.sections import resolve_sections
 
     check_interfaces("sections")
     config = resolve_sections(config, engine_args, model_config)
@@ -327,7 +327,7 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
 
     try:
         if options_of(params, config).wants_return:
-            from vllm_mars.returned import is_supported
+            from vllm_mars.engine.returned import is_supported
 
             if not is_supported():
                 raise ValueError("mars_return needs vLLM 0.32 or newer here; leave it out.")

@@ -24,9 +24,9 @@ from ray.serve.llm import LLMConfig, build_openai_app
 from ray.serve.llm.deployment import LLMServer
 
 from vllm_mars.config import split_speculative_config
-from vllm_mars.drafts import NGRAM_CONFIG
-from vllm_mars.packaged_model import ensure_model
-from vllm_mars.ray_nodes import check_nodes
+from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.local.packaged_model import ensure_model
+from vllm_mars.local.ray_nodes import check_nodes
 
 PACKAGED_MODEL = "SmolLM2-135M-Instruct"
 SPECULATION = {

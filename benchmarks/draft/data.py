@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from benchmarks.draft import prompts
 from benchmarks.draft.target import Sequence, Target
-from vllm_mars.prompts import PACKAGED, load_prompts
+from vllm_mars.local.prompts import PACKAGED, load_prompts
 
 # Follow-ups and passages come from the shard this far back, which the same worker of one or two
 # has made.

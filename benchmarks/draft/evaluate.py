@@ -18,9 +18,9 @@ from benchmarks.draft.export import load
 from benchmarks.draft.head import Eagle3Head
 from benchmarks.draft.target import Sequence, Target
 from benchmarks.draft.train import Batch
-from vllm_mars.draft_head import check_head
-from vllm_mars.prompts import load_prompts
-from vllm_mars.provenance import describe_run
+from vllm_mars.local.draft_head import check_head
+from vllm_mars.local.prompts import load_prompts
+from vllm_mars.local.provenance import describe_run
 
 SCHEMA = 1
 

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.draft.head import Eagle3Head, HeadConfig
-from vllm_mars.draft_head import TARGET_KEY, WEIGHTS_KEY
-from vllm_mars.packaged_model import sha256
+from vllm_mars.local.draft_head import TARGET_KEY, WEIGHTS_KEY
+from vllm_mars.local.packaged_model import sha256
 
 VERSION = "0.9.0"
 

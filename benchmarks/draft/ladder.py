@@ -23,10 +23,10 @@ from benchmarks.draft.export import export, load
 from benchmarks.draft.head import new_head
 from benchmarks.draft.start import start_linear
 from benchmarks.draft.target import Target
-from vllm_mars.draft_head import model_checksum, packaged_head
-from vllm_mars.drafts import NGRAM_CONFIG
-from vllm_mars.prompts import PACKAGED
-from vllm_mars.provenance import describe_run
+from vllm_mars.local.draft_head import model_checksum, packaged_head
+from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.local.prompts import PACKAGED
+from vllm_mars.local.provenance import describe_run
 
 SCHEMA = 1
 FIRST_LAYERS = 4

@@ -23,8 +23,8 @@ from benchmarks.draft.prompts import Messages
 from benchmarks.draft.start import start_linear
 from benchmarks.draft.target import Target
 from benchmarks.draft.train import Trainer, TrainOptions, choose_draft_tokens
-from vllm_mars.draft_head import model_checksum
-from vllm_mars.provenance import git_commit
+from vllm_mars.local.draft_head import model_checksum
+from vllm_mars.local.provenance import git_commit
 
 # Shards that the draft vocabulary and the linear start are taken from; the first to be made.
 FIRST_SHARDS = 2

@@ -29,7 +29,7 @@ def look_at_worker(worker):
 
 
 def mend_worker(worker):
-    from vllm_mars.cpu_kernels import mend
+    from vllm_mars.runner.cpu_kernels import mend
 
     mend()
 

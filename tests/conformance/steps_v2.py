@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_mars import MarsConfig, MarsRejectionSamplerV2
-from vllm_mars.requests_v2 import RequestsV2
+from vllm_mars.runner.requests_v2 import RequestsV2
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 64

@@ -8,7 +8,7 @@ from test_sampler_v2 import run_checks
 from vllm.platforms import current_platform
 
 from vllm_mars import MarsConfig
-from vllm_mars.cpu_kernels import mend
+from vllm_mars.runner.cpu_kernels import mend
 
 COUNT = 20_000
 

@@ -8,7 +8,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_mars import MarsConfig
-from vllm_mars.cpu_kernels import mend
+from vllm_mars.runner.cpu_kernels import mend
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_counters import LONGEST, random_case
 
-from vllm_mars.counters import CounterLayout, Counters, count_positions
+from vllm_mars.runner.counters import CounterLayout, Counters, count_positions
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

@@ -1,4 +1,4 @@
-"""Writes the table of what one vLLM release has under each name that `vllm_mars.compat` lists.
+"""Writes the table of what one vLLM release has under each name in `vllm_mars.engine.interfaces`.
 
     python tests/interfaces/extract.py WHEEL_OR_DIRECTORY --output tests/interfaces/vllm-0.33.0.json
 
@@ -13,8 +13,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_mars.compat import Symbol, touches
-from vllm_mars.interfaces import INTERFACES, Touch
+from vllm_mars.engine.compat import Symbol, touches
+from vllm_mars.engine.interfaces import INTERFACES, Touch
 
 
 class Release:
@@ -29,7 +29,7 @@ class Release:
         self._parsed: dict[str, ast.Module | None] = {}
 
     def symbol(self, module: str, name: str, touch: Touch) -> Symbol | None:
-        """What the release has under a name, as `vllm_mars.compat.installed_symbol` says it."""
+        """What the release has under a name, in the words of `engine.compat.installed_symbol`."""
         first, _, member = name.partition(".")
         found = self._lookup(module, first)
         if found is None:
@@ -143,7 +143,7 @@ def _bound_names(node: ast.stmt) -> list[str]:
 
 
 def _parameters(arguments: ast.arguments, skipped: int) -> str:
-    """A function's parameters in the notation of `vllm_mars.compat.Symbol`."""
+    """A function's parameters in the notation of `vllm_mars.engine.compat.Symbol`."""
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
     names = [a.arg + ("=" if i >= required else "") for i, a in enumerate(positional)][skipped:]

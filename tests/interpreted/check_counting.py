@@ -11,8 +11,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from vllm_mars.kernels import counting, sections
 
 from vllm_mars import MarsConfig
-from vllm_mars.counters import CounterLayout, Counters, count_positions
-from vllm_mars.sections import Sections
+from vllm_mars.runner.counters import CounterLayout, Counters, count_positions
+from vllm_mars.runner.sections import Sections
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,11 @@ from vllm_mars.kernels import counting, greedy, sections, top2
 from vllm_mars.kernels.reference import RelaxedBudget
 
 from vllm_mars import MarsConfig
-from vllm_mars.counters import CounterLayout, Counters
-from vllm_mars.margin import Limits, MarginRule
-from vllm_mars.sections import Sections
+from vllm_mars.runner.counters import CounterLayout, Counters
+from vllm_mars.runner.margin import Limits, MarginRule
+from vllm_mars.runner.sections import Sections
+from vllm_mars.runner.warmup import warm_up_v1, warm_up_v2
 from vllm_mars.verify import verify_greedy, verify_input_tokens
-from vllm_mars.warmup import warm_up_v1, warm_up_v2
 
 SPECIALIZED = {"logits_stride", "vocab", "logits_ptr", "best_ptr", "second_ptr", "counts_ptr"}
 LONGEST = 9

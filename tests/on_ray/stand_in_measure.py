@@ -3,7 +3,7 @@
 import os
 import time
 
-from vllm_mars.experiments.group import failed
+from vllm_mars.experiments.sweep.group import failed
 
 SECONDS = 1.0
 

@@ -1,1 +1,1 @@
-"""Measurements of speed against quality: what `vllm-mars sweep` runs, and the file it writes."""
+"""The laboratory: speed against quality on a model and draft of your own."""

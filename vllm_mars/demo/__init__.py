@@ -1,0 +1,1 @@
+"""The comparison of three servers, `vllm-mars demo`."""

@@ -1,0 +1,203 @@
+"""Timed and scored chat requests to one vLLM server, through the official OpenAI client."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from vllm_mars.local.server import VllmServer
+
+REQUEST_TIMEOUT = 600.0
+METRICS_TIMEOUT = 5.0
+
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
+GENERATED_TOKENS = "vllm:generation_tokens_total"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One timed answer.
+
+    Attributes:
+        text: the answer's text.
+        seconds: from sending the request to the end of the stream.
+        first_token_seconds: from sending the request to the first text.
+        prompt_tokens: tokens of the prompt with the chat template.
+        output_tokens: tokens of the answer.
+        drafts: verification steps; 0 without speculative decoding.
+        draft_tokens: draft tokens that were verified.
+        accepted_tokens: draft tokens that were accepted.
+        finish_reason: "stop" or "length".
+    """
+
+    text: str
+    seconds: float
+    first_token_seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    finish_reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """An output token beside the target's first choice at its position.
+
+    Attributes:
+        text: the token's text.
+        logprob: its log probability under the target.
+        best_text: text of the target's most probable token.
+        best_logprob: log probability of that token.
+    """
+
+    text: str
+    logprob: float
+    best_text: str
+    best_logprob: float
+
+    @property
+    def relaxed(self) -> bool:
+        """Whether only the margin accepted it: a greedy target emits its best token otherwise."""
+        return self.logprob < self.best_logprob
+
+
+class ChatClient:
+    """Sends greedy chat requests to a server, one at a time."""
+
+    def __init__(self, server: VllmServer) -> None:
+        """Connects to a server that is ready."""
+        import openai
+
+        self.server = server
+        # Not through a proxy (the address is a loopback one); a retry would spoil the timing.
+        self._client = openai.OpenAI(
+            base_url=f"{server.base_url}/v1",
+            api_key="none",
+            timeout=REQUEST_TIMEOUT,
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(trust_env=False),
+        )
+        try:
+            # Not the directory's name where the server was given another.
+            self._model = self._client.models.list().data[0].id
+        except openai.OpenAIError as error:
+            raise self._failure(error) from error
+
+    def ask(self, messages: Sequence[dict[str, str]], max_tokens: int) -> Answer:
+        """Streams one greedy answer and measures it.
+
+        Args:
+            messages: the conversation, as the OpenAI API takes it.
+            max_tokens: limit of the answer's length.
+
+        Raises:
+            RuntimeError: the server failed, ended or did not answer in time; the message holds the
+                end of its log.
+        """
+        import openai
+
+        before = self.server.metrics()
+        text: list[str] = []
+        first = 0.0
+        finish_reason = ""
+        usage = None
+        start = time.perf_counter()
+        try:
+            stream = self._client.chat.completions.create(
+                model=self._model,
+                messages=cast(Any, messages),
+                max_tokens=max_tokens,
+                temperature=0.0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            for chunk in stream:
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    if choice.delta.content:
+                        first = first or time.perf_counter() - start
+                        text.append(choice.delta.content)
+                    finish_reason = choice.finish_reason or finish_reason
+        except openai.OpenAIError as error:
+            raise self._failure(error) from error
+        seconds = time.perf_counter() - start
+        if usage is None or not finish_reason:
+            raise self._failure("the stream ended early")
+        after = self._metrics_after(before.get(GENERATED_TOKENS, 0.0) + usage.completion_tokens)
+        drafts, draft_tokens, accepted_tokens = (
+            int(after.get(name, 0.0) - before.get(name, 0.0))
+            for name in (DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS)
+        )
+        return Answer(
+            text="".join(text),
+            seconds=seconds,
+            first_token_seconds=first,
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens,
+            drafts=drafts,
+            draft_tokens=draft_tokens,
+            accepted_tokens=accepted_tokens,
+            finish_reason=finish_reason,
+        )
+
+    def score(
+        self, messages: Sequence[dict[str, str]], max_tokens: int
+    ) -> tuple[str, list[ScoredToken]]:
+        """Gets one greedy answer with the target's first choice at each position.
+
+        Returns:
+            The answer's text and its tokens.
+
+        Raises:
+            RuntimeError: as `ask`.
+        """
+        import openai
+
+        try:
+            completion = self._client.chat.completions.create(
+                model=self._model,
+                messages=cast(Any, messages),
+                max_tokens=max_tokens,
+                temperature=0.0,
+                logprobs=True,
+                # vLLM lists the emitted token first and then the best: two hold both.
+                top_logprobs=2,
+            )
+        except openai.OpenAIError as error:
+            raise self._failure(error) from error
+        choice = completion.choices[0]
+        if choice.logprobs is None or choice.logprobs.content is None:
+            raise self._failure("the answer has no logprobs")
+        tokens = []
+        for token in choice.logprobs.content:
+            best = max(token.top_logprobs, key=lambda top: top.logprob)
+            tokens.append(ScoredToken(token.token, token.logprob, best.token, best.logprob))
+        return choice.message.content or "", tokens
+
+    def _metrics_after(self, generated_tokens: float) -> dict[str, float]:
+        """Reads the metrics once they count the answer, which may be shortly after its end."""
+        deadline = time.monotonic() + METRICS_TIMEOUT
+        while True:
+            metrics = self.server.metrics()
+            if metrics.get(GENERATED_TOKENS, 0.0) >= generated_tokens:
+                return metrics
+            if time.monotonic() > deadline:
+                raise self._failure(
+                    f"{GENERATED_TOKENS}={metrics.get(GENERATED_TOKENS)} is below "
+                    f"{generated_tokens:g}; is the server shared?"
+                )
+            time.sleep(0.02)
+
+    def _failure(self, problem: object) -> RuntimeError:
+        self.server.check_alive("while answering")
+        return RuntimeError(
+            f"a request to {self.server.base_url} failed: {problem}\n{self.server.log_tail()}"
+        )

@@ -1,0 +1,1 @@
+"""Inside vLLM's front end and engine core: options, what is carried between processes, metrics."""

@@ -1,0 +1,257 @@
+"""The counts in the front end: Prometheus metrics beside vLLM's own, and a line in its log.
+
+The metrics are made per engine and with the labels of vLLM's, in the classes that vLLM's stat
+logger uses, so that several API servers add up and every engine has its own series.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import prometheus_client
+
+from vllm_mars.engine.transport import FIELD, add_counts, layout_of
+from vllm_mars.runner.counters import RATIO_EDGES, RATIO_UNIT, REASONS, CounterLayout
+
+RELAXED = "vllm:mars_relaxed_tokens"
+VERIFIED = "vllm:mars_verified_positions"
+LOW_MARGIN = "vllm:mars_low_margin_positions"
+REFUSED = "vllm:mars_refused_positions"
+RATIO = "vllm:mars_logit_ratio"
+
+# Counter, help, label, name in `CounterLayout`.
+_COUNTERS = (
+    (RELAXED, "Draft tokens accepted only by the margin, by position.", "position", "relaxed"),
+    (
+        VERIFIED,
+        "Draft positions looked at: up to and including the first rejected one, by position.",
+        "position",
+        "verified",
+    ),
+    (
+        LOW_MARGIN,
+        "Verified positions whose two largest logits are within the margin, by position.",
+        "position",
+        "low_margin",
+    ),
+    (
+        REFUSED,
+        "Verified positions that the margin would have relaxed, by what forbade it.",
+        "reason",
+        "refused",
+    ),
+)
+SHADOW = "vllm:mars_shadow_accepted_tokens"
+_LABELS = ("model_name", "engine")
+
+
+class BucketHistogram(prometheus_client.Histogram):
+    """A histogram that is fed with counts per bucket instead of single values."""
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Adds observations, in one step per bucket.
+
+        prometheus_client has no public way to add more than one at a time. These are the values
+        that its `observe` adds to, also where several processes share them.
+
+        Args:
+            counts: new observations of each bucket, not cumulated.
+            total: their sum.
+        """
+        for bucket, count in zip(self._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+        self._sum.inc(total)
+
+
+class MarsProm:
+    """The metrics of margin-aware verification of all engines that a front end sees.
+
+    Args:
+        layout: which count is what.
+        engines: the values of the labels `model_name` and `engine`, by engine.
+        counter_class: vLLM's choice of a counter class, prometheus_client's or Ray's.
+        histogram_class: the same of a histogram class. Only prometheus_client's can be fed with
+            counts; with another there is no histogram, and the log says so once.
+    """
+
+    def __init__(
+        self,
+        layout: CounterLayout,
+        engines: dict[int, list[object]],
+        counter_class: Any = prometheus_client.Counter,
+        histogram_class: Any = prometheus_client.Histogram,
+    ) -> None:
+        self._layout = layout
+        self._counters: list[tuple[slice, dict[int, list[Any]]]] = []
+        for name, documentation, label, entry in _COUNTERS:
+            entries: slice = getattr(layout, entry)
+            values = REASONS if label == "reason" else range(entries.stop - entries.start)
+            counter = counter_class(
+                name=name, documentation=documentation, labelnames=[*_LABELS, label]
+            )
+            children = {
+                engine: [counter.labels(*labels, str(value)) for value in values]
+                for engine, labels in engines.items()
+            }
+            self._counters.append((entries, children))
+        if layout.shadow_thetas:
+            self._add_shadow(counter_class, engines)
+        self._histograms: dict[int, Any] = {}
+        if issubclass(histogram_class, prometheus_client.Histogram):
+            histogram = BucketHistogram(
+                name=RATIO,
+                documentation="Second largest logit over the largest at verified positions where "
+                "that is positive.",
+                buckets=RATIO_EDGES,
+                labelnames=_LABELS,
+            )
+            self._histograms = {
+                engine: histogram.labels(*labels) for engine, labels in engines.items()
+            }
+        else:
+            _logger().warning_once(
+                "%s is not exported: a %s cannot be fed with counts.",
+                RATIO,
+                histogram_class.__name__,
+            )
+
+    def _add_shadow(self, counter_class: Any, engines: dict[int, list[object]]) -> None:
+        counter = counter_class(
+            name=SHADOW,
+            documentation="Draft tokens that verification with this theta would have accepted, by "
+            "position.",
+            labelnames=[*_LABELS, "theta", "position"],
+        )
+        positions = range(self._layout.num_speculative_tokens)
+        values = itertools.product(self._layout.shadow_thetas, positions)
+        names = [(f"{theta:g}", str(position)) for theta, position in values]
+        children = {
+            engine: [counter.labels(*labels, *name) for name in names]
+            for engine, labels in engines.items()
+        }
+        self._counters.append((self._layout.shadow, children))
+
+    def observe(self, counts: list[int], engine: int = 0) -> None:
+        """Adds an increase of one engine's counts."""
+        _check_length(counts, self._layout)
+        for entries, children in self._counters:
+            for child, count in zip(children[engine], counts[entries], strict=True):
+                if count:
+                    child.inc(count)
+        if self._histograms:
+            (units,) = counts[self._layout.ratio_sum]
+            self._histograms[engine].add(counts[self._layout.ratio], units * RATIO_UNIT)
+
+
+class MarsLogging:
+    """Sums the counts of an interval up for a line in the log.
+
+    Args:
+        layout: which count is what.
+    """
+
+    def __init__(self, layout: CounterLayout) -> None:
+        self._layout = layout
+        self._counts = [0] * layout.size
+
+    def observe(self, counts: list[int]) -> None:
+        """Adds an increase of the counts."""
+        _check_length(counts, self._layout)
+        self._counts = add_counts(self._counts, counts)
+
+    def log(self, logger: Any, prefix: str = "") -> None:
+        """Logs the sums since the last call, or nothing if no position was verified.
+
+        Args:
+            logger: where to.
+            prefix: what the line begins with.
+        """
+        counts, self._counts = self._counts, [0] * self._layout.size
+        verified, relaxed = counts[self._layout.verified], counts[self._layout.relaxed]
+        if not any(verified):
+            return
+        logger.info(
+            "%sMARS metrics: Relaxed: %d tokens (%.1f%% of accepted), "
+            "Low margin: %.1f%% of verified positions, Per-position relaxed rate: %s",
+            prefix,
+            sum(relaxed),
+            100 * share(sum(relaxed), sum(counts[self._layout.accepted])),
+            100 * share(sum(counts[self._layout.low_margin]), sum(verified)),
+            ", ".join(f"{share(r, v):.3f}" for r, v in zip(relaxed, verified, strict=True)),
+        )
+
+
+def share(part: float, whole: float) -> float:
+    """`part / whole`, and 0 where there is nothing."""
+    return part / whole if whole else 0.0
+
+
+def add_metrics(stat_logger: Any) -> None:
+    """Makes vLLM's Prometheus stat logger export the counts as well.
+
+    Args:
+        stat_logger: a `PrometheusStatLogger`, once built, of a server that asks for MARS. Its
+            `record` is wrapped, on this instance alone.
+    """
+    prom = MarsProm(
+        _layout_of(stat_logger),
+        stat_logger.per_engine_labelvalues,
+        stat_logger._counter_cls,
+        stat_logger._histogram_cls,
+    )
+    _observe_records(stat_logger, prom.observe)
+
+
+def add_log_line(stat_logger: Any) -> None:
+    """Makes vLLM's logging stat logger log the counts as well, after its own lines.
+
+    Args:
+        stat_logger: a `LoggingStatLogger`, once built, of a server that asks for MARS. Its `record`
+            and `log` are wrapped, on this instance alone.
+    """
+    logging = MarsLogging(_layout_of(stat_logger))
+    log = stat_logger.log
+
+    @functools.wraps(log)
+    def log_and_add() -> None:
+        log()
+        logging.log(_logger(), stat_logger.log_prefix)
+
+    stat_logger.log = log_and_add
+    _observe_records(stat_logger, lambda counts, engine: logging.observe(counts))
+
+
+def _observe_records(stat_logger: Any, observe: Callable[[list[int], int], None]) -> None:
+    record = stat_logger.record
+
+    @functools.wraps(record)
+    def record_and_observe(*args: Any, **kwargs: Any) -> None:
+        record(*args, **kwargs)
+        stats = kwargs["scheduler_stats"] if "scheduler_stats" in kwargs else args[0]
+        counts = getattr(stats, FIELD, None)
+        if counts is not None:
+            observe(counts, kwargs.get("engine_idx", 0))
+
+    stat_logger.record = record_and_observe
+
+
+def _layout_of(stat_logger: Any) -> CounterLayout:
+    from vllm_mars.plugin import config_of
+
+    config = config_of(stat_logger.vllm_config)
+    assert config is not None, "only servers that ask for MARS export its metrics"
+    return layout_of(config, stat_logger.vllm_config.speculative_config)
+
+
+def _check_length(counts: list[int], layout: CounterLayout) -> None:
+    assert len(counts) == layout.size, (
+        f"{len(counts)} counts came, not {layout.size}; do all nodes run the same vllm-mars?"
+    )
+
+
+def _logger() -> Any:
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.vllm_mars.engine.metrics")

@@ -1,0 +1,85 @@
+"""`mars_return`: what was relaxed of one request, in its answer.
+
+The engine core collects it in vLLM's `RequestSpecDecodeMetrics`, which is given one more field and
+which the server puts into a response as `metrics.speculative_decoding`. vLLM fills that only where
+`--per-request-spec-decode-metrics` is set; here it is made for each request that asks.
+"""
+
+import functools
+from typing import Any
+
+from vllm_mars.config import MarsConfig
+from vllm_mars.engine.transport import RELAXED_FIELD, REQUEST_FIELD, declare_field
+from vllm_mars.requests import in_force, options_of
+
+
+def declare_request_field(metrics: type) -> None:
+    """Gives vLLM's `RequestSpecDecodeMetrics` the field, and its `to_dict` an entry if it is set.
+
+    Args:
+        metrics: the class, which `vllm_mars.engine.transport.declare_field` has not seen.
+    """
+    declare_field(metrics, REQUEST_FIELD, dict[str, Any] | None)
+    to_dict = metrics.to_dict  # type: ignore[attr-defined]
+
+    @functools.wraps(to_dict)
+    def with_mars(self: Any) -> dict[str, Any]:
+        payload: dict[str, Any] = to_dict(self)
+        found = getattr(self, REQUEST_FIELD)
+        if found is not None:
+            payload[REQUEST_FIELD] = found
+        return payload
+
+    metrics.to_dict = with_mars  # type: ignore[attr-defined]
+
+
+def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
+    """Makes a scheduler collect what was relaxed for the requests that ask.
+
+    Args:
+        scheduler: vLLM's `Scheduler`, or a subclass of it. Its `add_request` and
+            `update_from_output` are wrapped, on this instance alone.
+        config: the server's options.
+    """
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+    add_request, update_from_output = scheduler.add_request, scheduler.update_from_output
+    longest = scheduler.vllm_config.speculative_config.num_speculative_tokens
+
+    def add_and_begin(request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = add_request(request, *args, **kwargs)
+        params = request.sampling_params
+        if params is not None and (options := options_of(params, config)).wants_return:
+            if request.spec_decode_metrics is None:
+                request.spec_decode_metrics = RequestSpecDecodeMetrics.new(longest)
+            found = {**in_force(options, config), "num_relaxed_tokens": 0, "relaxed_positions": []}
+            setattr(request.spec_decode_metrics, REQUEST_FIELD, found)
+        return result
+
+    def update_and_collect(scheduler_output: Any, model_runner_output: Any) -> Any:
+        relaxed = vars(model_runner_output).pop(RELAXED_FIELD, None) or {}
+        # A request that ends in this step is no longer in the scheduler's list afterwards.
+        before = {
+            request: request.num_output_tokens
+            for request_id in relaxed
+            if (request := scheduler.requests.get(request_id)) is not None
+        }
+        result = update_from_output(scheduler_output, model_runner_output)
+        for request, begin in before.items():
+            # What a stop cut off is no part of the answer.
+            produced = request.num_output_tokens - begin
+            positions = [begin + o for o in relaxed[request.request_id] if o < produced]
+            found = getattr(request.spec_decode_metrics, REQUEST_FIELD)
+            found["relaxed_positions"] += positions
+            found["num_relaxed_tokens"] += len(positions)
+        return result
+
+    scheduler.add_request = add_and_begin
+    scheduler.update_from_output = update_and_collect
+
+
+def is_supported() -> bool:
+    """Whether this vLLM has a place for it."""
+    from vllm.v1.metrics import stats
+
+    return hasattr(stats, "RequestSpecDecodeMetrics")

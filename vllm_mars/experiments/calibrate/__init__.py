@@ -1,0 +1,1 @@
+"""`vllm-mars calibrate`: the loosest threshold that keeps a budget of loss."""

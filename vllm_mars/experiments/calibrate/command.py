@@ -1,0 +1,72 @@
+"""The subcommand `vllm-mars calibrate`."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+NEEDED = ("filelock", "jsonschema", "numpy", "rich")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to `vllm-mars`."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="find the smallest theta whose loss stays within a budget",
+        description="Finds the smallest mars_theta (or the largest mars_gap) whose loss under the "
+        "target stays within a budget, for one model and draft, and writes a file that the "
+        'speculative config accepts: "mars_theta": "auto:FILE".',
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the packaged model")
+    parser.add_argument("--draft", metavar="ngram|MODEL", help="ngram (default) or a draft model")
+    parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="default 4")
+    loss = parser.add_mutually_exclusive_group()
+    loss.add_argument(
+        "--budget", type=float, metavar="NATS", help="loss per token that is allowed; default 0.01"
+    )
+    loss.add_argument(
+        "--recovery",
+        type=float,
+        metavar="SHARE",
+        help="share of the strict answers' task score that is kept, instead of a budget in nats",
+    )
+    parser.add_argument("--metric", metavar="ratio|gap", help="default ratio")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines with 'prompt' or 'turns', best 100 and more; every second one is held "
+        "out; with --recovery lines with a task, as `vllm-mars sweep` takes them",
+    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default 128")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="default build/calibration.json"
+    )
+    parser.add_argument(
+        "--engine-arg",
+        dest="engine_args",
+        action="append",
+        metavar="ARG",
+        help="one more argument as `vllm serve` takes it, as --engine-arg=--max-model-len=1024; "
+        "repeatable",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns 0."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(
+            f"a calibration needs {', '.join(missing)}; pip install 'vllm-mars[experiments]'."
+        )
+    from vllm_mars.experiments.calibrate.search import CalibrateOptions, run_calibrate
+    from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS
+
+    options = {
+        name: value for name, value in vars(args).items() if name != "command" and value is not None
+    }
+    if "recovery" in options:
+        options.setdefault("prompts", PACKAGED_TASKS)
+    options["engine_args"] = tuple(options.get("engine_args", ()))
+    run_calibrate(CalibrateOptions(**options))
+    return 0

@@ -1,0 +1,97 @@
+"""What `vllm-mars calibrate` prints."""
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_mars.calibration import OPTION
+
+if TYPE_CHECKING:
+    from vllm_mars.experiments.calibrate.losses import Measure
+    from vllm_mars.experiments.calibrate.search import Calibration
+
+MAX_ROWS = 14
+
+
+def print_calibration(result: "Calibration", console: Console) -> None:
+    """Prints the predicted curve, the confirmations and the threshold that came out."""
+    console.print(_curve(result))
+    if result.confirmations:
+        console.print(_confirmations(result))
+    options = result.options
+    option = OPTION[options.metric]
+    if options.recovery is None:
+        budget, larger = f"the budget of {options.budget:g} nats per token", "a larger --budget"
+    else:
+        budget, larger = f"{options.recovery:.4g} of the task score", "a smaller --recovery"
+        console.print(
+            f"Strict decoding does {result.solved} of the {result.prompts[1]} held-out tasks; only "
+            "with these can recovery be told."
+        )
+    if result.confirmed is not None:
+        console.print(
+            f"{option} {result.threshold:g} keeps {budget} in {result.confirmed.kept_share:.0%} of "
+            f"the bootstrap samples over {result.prompts[1]} held-out prompts."
+        )
+    else:
+        console.print(
+            f"No {option} short of strict keeps {budget} on {result.prompts[1]} held-out prompts; "
+            f"{option} is {result.threshold:g}, strict. More prompts or {larger} may give one.",
+            style="bold",
+        )
+    console.print(f'Serve with "{option}": "auto:{options.output}".', soft_wrap=True)
+
+
+def _curve(result: "Calibration") -> Table:
+    samples = f"{result.recorded[1]} positions in {result.recorded[0]} tokens"
+    table = Table(
+        title=f"Predicted from one strict pass: {samples} of {result.prompts[0]} prompts",
+        caption="cost: what the relaxed tokens' log p lacks to the target's first choice, nats per "
+        "token, beside the 90th percentile of its bootstrap samples",
+    )
+    for name in (OPTION[result.options.metric], "cost", "90 %", "relaxed", "acceptance length"):
+        table.add_column(name, justify="right")
+    curve = result.curve
+    shown = {round(i * (len(curve) - 1) / (MAX_ROWS - 1)) for i in range(MAX_ROWS)}
+    tried = {item.threshold for item in result.confirmations} | {result.threshold}
+    for index, point in enumerate(curve):
+        if index not in shown and point.threshold not in tried:
+            continue
+        table.add_row(
+            f"{point.threshold:g}",
+            f"{point.cost:.4f}",
+            f"{point.high:.4f}",
+            f"{point.relaxed:.2%}",
+            f"{point.acceptance_length:.2f}",
+            style="bold" if point.threshold == result.threshold else None,
+        )
+    return table
+
+
+def _confirmations(result: "Calibration") -> Table:
+    table = Table(
+        title=f"Measured on {result.prompts[1]} held-out prompts, against strict decoding",
+        caption="cost as above, NLL: increase of the answers' mean NLL per token, both with their "
+        "95 % interval; recovery: task score / strict task score; kept: share of bootstrap samples "
+        "within the budget",
+    )
+    option, tasks = OPTION[result.options.metric], result.options.recovery is not None
+    names = (option, "predicted", "cost", "NLL", *(["recovery"] if tasks else []))
+    for name in (*names, "relaxed", "kept"):
+        table.add_column(name, justify="right")
+    for item in result.confirmations:
+        table.add_row(
+            f"{item.threshold:g}",
+            f"{item.predicted:.4f}",
+            _measure(item.cost),
+            _measure(item.nll_increase),
+            *(() if item.recovery is None else (_measure(item.recovery, ".3f"),)),
+            f"{item.relaxed:.2%}",
+            f"{item.kept_share:.0%}",
+        )
+    return table
+
+
+def _measure(measure: "Measure", form: str = "+.4f") -> str:
+    return f"{measure.value:{form}} [{measure.low:{form}}, {measure.high:{form}}]"

@@ -1,0 +1,360 @@
+"""Finds the loosest threshold whose loss stays within a budget, for one model and draft.
+
+1. One strict pass over half of the prompts records the target's two largest logits wherever a draft
+   is verified. From that alone every threshold is simulated, and what its relaxed tokens cost
+   predicted: the mean over all tokens of log p(target's first choice) - log p(token), in nats.
+2. The other half is answered strictly and with the loosest threshold whose predicted cost is within
+   the budget. Two things must be within it there: that cost as it turns out, and the increase of
+   the answers' mean negative log-likelihood (NLL) per token over the strict answers. The second
+   also sees where a relaxed token leads, and is noisy, since the texts part ways. If one of them is
+   not, the next try may only spend `SHRINK` of the predicted cost, until one is kept, or none is
+   left but strict.
+
+With a share of a task's score to keep (`recovery`) instead of a budget in nats, nothing about the
+loss can be predicted: the other half, then tasks, is answered strictly and with thresholds between
+which the search halves the curve, as if a stricter one never lost more.
+
+"Within the budget" means in at least `predictions.CONFIDENCE` of the bootstrap samples over
+prompts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_mars.calibration import KIND, OPTION, SCHEMA, draft_name
+from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
+from vllm_mars.demo.run import require_writable, write_json
+from vllm_mars.experiments.calibrate.losses import Confirmation, compare, recovery, scores
+from vllm_mars.experiments.calibrate.offline import OfflineEngine, offline_engine
+from vllm_mars.experiments.calibrate.predictions import (
+    BOOTSTRAP_SAMPLES,
+    GRIDS,
+    STRICT,
+    Point,
+    margins,
+    point,
+)
+from vllm_mars.experiments.calibrate.simulate import steps_of
+from vllm_mars.experiments.sweep.datasets import Item, load_dataset
+from vllm_mars.local.drafts import NGRAM, draft_config
+from vllm_mars.local.packaged_model import ensure_model
+from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
+from vllm_mars.local.provenance import describe_run, vllm_device
+
+SHRINK = 0.7
+MAX_TRIES = 8
+# Perplexity grows by at most 1 %.
+BUDGET = 0.01
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """What to calibrate.
+
+    Attributes:
+        model: directory or name of the target; None takes the packaged one.
+        draft: "ngram", or a draft model's directory or name.
+        num_speculative_tokens: draft tokens per step, at least 1.
+        metric: "ratio" or "gap".
+        budget: loss that is allowed, nats per token, above 0.
+        recovery: share of the strict answers' task score that must be kept, in (0, 1]; where it is
+            given, `budget` does not count.
+        prompts: prompt file, with `recovery` one of tasks (`experiments.datasets`); every second
+            prompt is held out for the confirmation.
+        max_tokens: longest answer of a turn, at least 1.
+        output: the file that `"auto:FILE"` reads.
+        engine_args: further arguments as `vllm serve` takes them.
+
+    Raises:
+        ValueError: a value is out of range.
+        RuntimeError: the environment forbids lossy verification.
+    """
+
+    model: str | None = None
+    draft: str = NGRAM
+    num_speculative_tokens: int = 4
+    metric: str = "ratio"
+    budget: float = BUDGET
+    recovery: float | None = None
+    prompts: Path = PACKAGED
+    max_tokens: int = 128
+    output: Path = Path("build/calibration.json")
+    engine_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.metric not in OPTION:
+            raise ValueError(f"metric={self.metric!r} is not one of {', '.join(OPTION)}.")
+        if not 0 < self.budget < math.inf:
+            raise ValueError(
+                f"budget={self.budget} is outside (0, inf); give nats per token, such as {BUDGET}."
+            )
+        if self.recovery is not None and not 0 < self.recovery <= 1:
+            raise ValueError(
+                f"recovery={self.recovery} is outside (0, 1]; give a share of the strict answers' "
+                "task score, such as 0.98."
+            )
+        for name in ("num_speculative_tokens", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is below 1; give a positive number."
+                )
+        # Its requests are lossy, whatever threshold comes out.
+        check_lock(lossy_reason(MarsConfig(), METHOD))
+
+    def speculative_config(self) -> dict[str, Any]:
+        """Draft and its length, as vLLM takes them."""
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            **draft_config(self.draft),
+        }
+
+
+@dataclass
+class Calibration:
+    """Everything measured, and the threshold that came out.
+
+    Attributes:
+        prompts: recorded and held out.
+        recorded: tokens and positions.
+        solved: held-out tasks for which strict decoding scores anything; None without tasks.
+    """
+
+    options: CalibrateOptions
+    run: dict[str, Any]
+    model: dict[str, Any]
+    prompts: tuple[int, int]
+    recorded: tuple[int, int]
+    curve: list[Point]
+    margins: dict[str, Any]
+    confirmations: list[Confirmation] = field(default_factory=list)
+    threshold: float = 1.0
+    solved: int | None = None
+
+    @property
+    def confirmed(self) -> Confirmation | None:
+        """The try that the threshold comes from; None where only strict keeps the budget."""
+        return next(
+            (t for t in self.confirmations if t.kept and t.threshold == self.threshold), None
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the file's content (docs/calibration.md)."""
+        options = self.options
+        confirmed = self.confirmed
+        return {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "metric": options.metric,
+            "threshold": self.threshold,
+            "budget": options.budget if options.recovery is None else None,
+            "recovery": options.recovery,
+            "budget_kept_share": confirmed.kept_share if confirmed else 1.0,
+            "model": self.model,
+            "draft": {
+                "name": draft_name(options.speculative_config()),
+                "num_speculative_tokens": options.num_speculative_tokens,
+            },
+            **self.run,
+            "config": {
+                "prompts": options.prompts.name,
+                "max_tokens": options.max_tokens,
+                "temperature": 0,
+                "engine_args": list(options.engine_args),
+                "bootstrap_samples": BOOTSTRAP_SAMPLES,
+            },
+            "samples": {
+                "recorded_prompts": self.prompts[0],
+                "held_out_prompts": self.prompts[1],
+                "solved_prompts": self.solved,
+                "recorded_tokens": self.recorded[0],
+                "recorded_positions": self.recorded[1],
+            },
+            "curve": [vars(point) for point in self.curve],
+            "confirmations": [
+                {**dataclasses.asdict(item), "kept": item.kept} for item in self.confirmations
+            ],
+            "margins": self.margins,
+        }
+
+
+def run_calibrate(options: CalibrateOptions) -> Calibration:
+    """Calibrates, prints the curve and writes the file.
+
+    Args:
+        options: what to calibrate.
+
+    Raises:
+        ValueError: the prompts cannot be read, are fewer than two, gave no drafts, are no tasks
+            where `recovery` needs them, or none of the held-out ones is done strictly.
+        RuntimeError: the model cannot be made, or vLLM failed.
+    """
+    from rich.console import Console
+
+    from vllm_mars.experiments.calibrate.result import print_calibration
+
+    console = Console(stderr=True)
+    tasks: dict[str, Item] = {}
+    if options.recovery is None:
+        prompts = load_prompts(options.prompts)
+    else:
+        tasks = load_tasks(options.prompts)
+        prompts = [Prompt(task.id, task.category, (task.prompt,)) for task in tasks.values()]
+    if len(prompts) < 2:
+        raise ValueError(
+            f"prompts={options.prompts} holds one prompt; two or more are needed, since every "
+            "second one is held out."
+        )
+    require_writable(options.output)
+    device, gpu = vllm_device()
+    model = options.model or str(ensure_model())
+    run = describe_run(gpu)
+    with offline_engine(
+        model,
+        options.speculative_config(),
+        options.metric,
+        options.max_tokens,
+        device,
+        options.engine_args,
+    ) as engine:
+        console.print("recording one strict pass")
+        result = record(engine, options, run, prompts[0::2], len(prompts[1::2]))
+        confirm(engine, result, prompts[1::2], tasks, console.print)
+    print_calibration(result, Console())
+    write_json(options.output, result.to_json())
+    console.print(f"wrote {options.output}", soft_wrap=True)
+    return result
+
+
+def load_tasks(path: Path) -> dict[str, Item]:
+    """Reads a file of tasks.
+
+    Returns:
+        The tasks by id, in the order of the file.
+
+    Raises:
+        ValueError: the file cannot be read, or a line has nothing to score its answer by.
+    """
+    items = load_dataset(str(path), 0).items
+    for item in items:
+        if item.answer is None and item.test is None and item.schema is None:
+            raise ValueError(
+                f"prompts={path}: {item.id!r} has nothing to score its answer by, which recovery "
+                "needs; add 'answer' with '#### NUMBER', 'test' with 'entry_point', or 'schema'."
+            )
+    return {item.id: item for item in items}
+
+
+def record(
+    engine: OfflineEngine,
+    options: CalibrateOptions,
+    run: dict[str, Any],
+    prompts: Sequence[Prompt],
+    held_out: int,
+) -> Calibration:
+    """Records one strict pass and simulates the grid of thresholds on it."""
+    conversations = engine.lead(prompts, STRICT[options.metric])
+    group_of = {
+        request: group
+        for group, conversation in enumerate(conversations)
+        for request in conversation.requests
+    }
+    steps = steps_of(engine.take_records(), group_of, engine.protected)
+    tokens = np.array([conversation.tokens for conversation in conversations], float)
+    return Calibration(
+        options=options,
+        run=run,
+        model=engine.model,
+        prompts=(len(prompts), held_out),
+        recorded=(int(tokens.sum()), len(steps.step)),
+        curve=[point(steps, tokens, value, options.metric) for value in GRIDS[options.metric]],
+        margins=margins(steps),
+    )
+
+
+def confirm(
+    engine: OfflineEngine,
+    result: Calibration,
+    prompts: Sequence[Prompt],
+    tasks: Mapping[str, Item],
+    say: Callable[[str], Any],
+) -> None:
+    """Tries thresholds on held-out prompts; sets `result.threshold` to the one to serve with.
+
+    Args:
+        engine: of the model.
+        result: with the predicted curve; takes the tries.
+        prompts: the held-out ones.
+        tasks: by id, where `recovery` is the budget; else empty.
+        say: takes a line of progress.
+
+    Raises:
+        ValueError: `recovery` is the budget, and the strict answers score nothing.
+    """
+    options, wanted = result.options, result.options.recovery
+    strict = engine.lead(prompts, STRICT[options.metric])
+    strict_scores = None if wanted is None else scores(strict, tasks)
+    if strict_scores is not None:
+        result.solved = int((strict_scores > 0).sum())
+        if not result.solved:
+            raise ValueError(
+                f"prompts={options.prompts}: the strict answers to the {len(prompts)} held-out "
+                "tasks score 0, so there is nothing to recover; give tasks that this model can do."
+            )
+
+    def keeps(candidate: Point) -> bool:
+        say(f"confirming {OPTION[options.metric]} {candidate.threshold:g} on held-out prompts")
+        relaxed = engine.lead(prompts, candidate.threshold)
+        confirmation = compare(strict, relaxed, candidate, options.budget)
+        if wanted is not None and strict_scores is not None:
+            left = recovery(scores(relaxed, tasks), strict_scores, wanted)
+            confirmation = dataclasses.replace(confirmation, recovery=left)
+        result.confirmations.append(confirmation)
+        return confirmation.kept
+
+    if strict_scores is None:
+        found = _by_prediction(result.curve, options.budget, keeps)
+    else:
+        found = _by_halves(result.curve, keeps)
+    result.threshold = found.threshold
+
+
+def _by_prediction(curve: Sequence[Point], budget: float, keeps: Callable[[Point], bool]) -> Point:
+    """The loosest point that is predicted to keep the budget and does; spends less at each try."""
+    tried = []
+    for _ in range(MAX_TRIES):
+        candidate = loosest(curve, budget)
+        if candidate is curve[-1]:
+            break
+        budget *= SHRINK
+        if candidate not in tried and keeps(candidate):
+            return candidate
+        tried.append(candidate)
+    return curve[-1]
+
+
+def _by_halves(curve: Sequence[Point], keeps: Callable[[Point], bool]) -> Point:
+    """The loosest point that keeps the budget, if all stricter ones do; the last, strict, does."""
+    low, high = 0, len(curve) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if keeps(curve[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return curve[high]
+
+
+def loosest(curve: Sequence[Point], allowed: float) -> Point:
+    """The first point, of a curve from loose to strict, after which all stay within `allowed`."""
+    found = curve[-1]
+    for candidate in reversed(curve):
+        if candidate.high > allowed:
+            break
+        found = candidate
+    return found

@@ -1,0 +1,1 @@
+"""What relaxed answers lose: scores beside the autoregressive answers, and paired intervals."""

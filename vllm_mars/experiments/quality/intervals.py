@@ -1,0 +1,88 @@
+"""Paired estimates over prompts: bootstrap intervals and a non-inferiority test."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from scipy import stats
+
+from vllm_mars.experiments.sweep.records import Estimate
+
+RESAMPLES = 10_000
+ALPHA = 0.05
+
+
+def estimate(
+    name: str,
+    values: Mapping[str, float],
+    reference: Mapping[str, float] | None = None,
+    *,
+    margin: float | None = None,
+    higher_is_better: bool = True,
+    seed: int = 0,
+) -> Estimate:
+    """Estimates a mean score and, beside the reference's, its difference and recovery.
+
+    The interval is the percentile bootstrap over prompts, which are resampled together with their
+    reference. The test is a one-sided paired t-test of "the mean loss is at least the margin".
+
+    Args:
+        name: of the score.
+        values: score by prompt; at least one.
+        reference: the same of the reference; only prompts in both count. None for a score that is
+            itself a comparison.
+        margin: loss that counts as none, in units of the score, above 0; None does not test.
+        higher_is_better: whether a loss is a lower score.
+        seed: of the resampling.
+
+    Returns:
+        The estimate. Recovery is there where higher is better and the reference's mean is above 0.
+
+    Raises:
+        ValueError: no prompt is in both.
+    """
+    prompts = [prompt for prompt in values if reference is None or prompt in reference]
+    if not prompts:
+        raise ValueError(f"{name}: no prompt has a score in both; measure the same prompts.")
+    own = np.array([values[prompt] for prompt in prompts], dtype=float)
+    rows = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
+    own_means = own[rows].mean(1)
+    low, high = _interval(own_means)
+    base = {"name": name, "samples": len(own), "value": float(own.mean()), "low": low, "high": high}
+    if reference is None:
+        return Estimate(**base)  # type: ignore[arg-type]
+    other = np.array([reference[prompt] for prompt in prompts], dtype=float)
+    other_means = other[rows].mean(1)
+    difference = own - other
+    difference_low, difference_high = _interval(own_means - other_means)
+    compared = {
+        "reference": float(other.mean()),
+        "difference": float(difference.mean()),
+        "difference_low": difference_low,
+        "difference_high": difference_high,
+    }
+    if higher_is_better and other.mean() > 0:
+        compared["recovery"] = float(own.mean() / other.mean())
+        # Resamples whose reference is 0 have no ratio.
+        ratios = own_means[other_means > 0] / other_means[other_means > 0]
+        compared["recovery_low"], compared["recovery_high"] = _interval(ratios)
+    if margin is not None and margin > 0 and len(own) > 1:
+        p_value = non_inferiority(difference if higher_is_better else -difference, margin)
+        compared |= {"margin": margin, "p_value": p_value, "non_inferior": p_value < ALPHA}
+    return Estimate(**base, **compared)  # type: ignore[arg-type]
+
+
+def non_inferiority(gains: np.ndarray, margin: float) -> float:
+    """One-sided p-value of "the mean of the paired gains is -margin or less".
+
+    Args:
+        gains: per prompt, at least two; a loss is negative.
+        margin: above 0.
+    """
+    if np.ptp(gains) == 0:
+        return 0.0 if gains[0] > -margin else 1.0
+    return float(stats.ttest_1samp(gains, -margin, alternative="greater").pvalue)
+
+
+def _interval(means: np.ndarray) -> tuple[float, float]:
+    low, high = np.percentile(means, [100 * ALPHA / 2, 100 * (1 - ALPHA / 2)])
+    return float(low), float(high)

@@ -1,0 +1,259 @@
+"""Quality of measured cells, beside the autoregressive cell on the same prompts."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from vllm_mars.experiments.quality.confined import confinement
+from vllm_mars.experiments.quality.intervals import estimate
+from vllm_mars.experiments.quality.scores import divergence, is_task_score, likeness, task_scores
+from vllm_mars.experiments.quality.target_scores import Scored, TargetScorer
+from vllm_mars.experiments.sweep.datasets import Dataset, Item
+from vllm_mars.experiments.sweep.records import (
+    Cell,
+    CellKey,
+    Estimate,
+    OffChoice,
+    Output,
+    PromptQuality,
+    Quality,
+    TaskAnswer,
+)
+
+# Scores that compare with the autoregressive answer already.
+COMPARISONS = ("rouge_l", "chrf", "agreement", "common_prefix", "first_divergence")
+LOWER_IS_BETTER = ("nll", "seconds", "output_tokens")
+
+Scores = dict[str, dict[str, float]]
+
+
+class Judge:
+    """Scores answers, each different one once.
+
+    What a cell's answers are worth follows from their texts: the judge can run long after the
+    cells were measured.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        *,
+        margin: float,
+        nll_margin: float,
+        scorer: TargetScorer | None,
+    ) -> None:
+        """Describes the judge.
+
+        Args:
+            datasets: the prompts.
+            margin: loss of a task score that counts as none, as a share of the autoregressive mean.
+            nll_margin: increase of NLL in nats per token that counts as none.
+            scorer: the target; None leaves out what needs it.
+        """
+        self._items = {(d.name, item.id): item for d in datasets for item in d.items}
+        self._margin = margin
+        self._nll_margin = nll_margin
+        self._scorer = scorer
+        self._target: dict[tuple[str, str], Scored] = {}
+        self._tasks: dict[tuple[str, str, str], dict[str, float]] = {}
+
+    def judge(self, cells: Iterable[Cell], emit: Callable[[CellKey, Quality], None]) -> int:
+        """Judges the cells that were measured and not yet judged.
+
+        Args:
+            cells: of one file, autoregressive ones included.
+            emit: takes the quality of each cell.
+
+        Returns:
+            How many were judged.
+
+        Raises:
+            RuntimeError: the target's server fails, or a prompt's JSON schema is wrong.
+        """
+        measured = [cell for cell in cells if cell.status == "ok"]
+        todo = [cell for cell in measured if cell.quality is None]
+        references = [reference_cell(cell.key, measured) for cell in todo]
+        self._ask_target([*todo, *(cell for cell in references if cell is not None)])
+        for cell, reference in zip(todo, references, strict=True):
+            scores = self._scores(cell)
+            other = None
+            if reference is not None and reference.key != cell.key:
+                other = self._scores(reference)
+                self._compare(cell, reference, scores)
+            quality = Quality(
+                tuple(
+                    PromptQuality(name, values, self._off_choice(cell, name))
+                    for name, values in scores.items()
+                ),
+                tuple(estimates(scores, other, self._margin, self._nll_margin)),
+                tuple(self._notes(cell, reference)),
+            )
+            emit(cell.key, quality)
+        return len(todo)
+
+    def _ask_target(self, cells: Iterable[Cell]) -> None:
+        if self._scorer is None:
+            return
+        pairs = [
+            (item.prompt, output.text)
+            for cell in cells
+            for output in answers(cell).values()
+            if output.text and (item := self._item(cell, output.prompt_id)) is not None
+        ]
+        self._target |= self._scorer.score_all(pair for pair in pairs if pair not in self._target)
+
+    def _item(self, cell: Cell, prompt_id: str) -> Item | None:
+        return self._items.get((cell.key.dataset, prompt_id))
+
+    def _scored(self, cell: Cell, output: Output | TaskAnswer) -> Scored | None:
+        item = self._item(cell, output.prompt_id)
+        return self._target.get((item.prompt, output.text)) if item else None
+
+    def _off_choice(self, cell: Cell, prompt_id: str) -> tuple[OffChoice, ...]:
+        scored = self._scored(cell, answers(cell)[prompt_id])
+        return scored.off_choice if scored else ()
+
+    def _scores(self, cell: Cell) -> Scores:
+        """The scores of a cell's answers that need no other cell."""
+        scores: Scores = {}
+        for prompt_id, output in answers(cell).items():
+            if isinstance(output, TaskAnswer):
+                scores[prompt_id] = dict(output.scores)
+                continue
+            values = {"seconds": output.seconds, "output_tokens": float(output.output_tokens)}
+            item = self._item(cell, prompt_id)
+            if item is not None:
+                values |= self._task_scores(cell.key.dataset, item, output.text)
+            scored = self._scored(cell, output)
+            if scored is not None:
+                values["nll"] = scored.nll
+            scores[prompt_id] = values
+        return scores
+
+    def _task_scores(self, dataset: str, item: Item, text: str) -> dict[str, float]:
+        key = (dataset, item.id, text)
+        if key not in self._tasks:
+            self._tasks[key] = task_scores(item, text)
+        return self._tasks[key]
+
+    def _compare(self, cell: Cell, reference: Cell, scores: Scores) -> None:
+        """Adds the scores that compare with the autoregressive answers."""
+        theirs = answers(reference)
+        for prompt_id, output in answers(cell).items():
+            if prompt_id not in theirs:
+                continue
+            other = theirs[prompt_id].text
+            scores[prompt_id] |= likeness(output.text, other)
+            if self._scorer is not None:
+                scores[prompt_id] |= divergence(
+                    self._scorer.token_ids(output.text), self._scorer.token_ids(other)
+                )
+
+    def _notes(self, cell: Cell, reference: Cell | None) -> Iterable[str]:
+        if reference is None:
+            yield "No autoregressive cell with these prompts and this temperature was measured."
+        elif reference.key.repeat != cell.key.repeat:
+            yield f"Compared with the autoregressive repeat {reference.key.repeat}."
+        if reference is not None and reference.key.concurrency != cell.key.concurrency:
+            yield f"Compared with concurrency {reference.key.concurrency}."
+        if any(item.test for item in self._items.values()):
+            yield confinement()
+        wrong = [
+            output.prompt_id
+            for output in answers(cell).values()
+            if isinstance(output, Output)
+            and (scored := self._scored(cell, output)) is not None
+            and scored.prompt_tokens != output.prompt_tokens
+        ]
+        if wrong:
+            yield (
+                f"The server's prompt has another length than the judge's at {', '.join(wrong)}: "
+                "the NLL there is not under the same prompt."
+            )
+
+
+def answers(cell: Cell) -> dict[str, Output | TaskAnswer]:
+    """The cell's answer to each prompt; the first where a prompt was asked more than once."""
+    first: dict[str, Output | TaskAnswer] = {one.prompt_id: one for one in cell.task_answers}
+    for output in cell.outputs:
+        first.setdefault(output.prompt_id, output)
+    return first
+
+
+def reference_cell(key: CellKey, measured: Sequence[Cell]) -> Cell | None:
+    """The autoregressive cell on the same prompts at the same temperature.
+
+    Args:
+        key: of the cell that is compared.
+        measured: cells with answers.
+
+    Returns:
+        The one of the same concurrency and repeat, else the nearest there is, else None.
+    """
+    wanted = key.reference()
+    same = [
+        cell
+        for cell in measured
+        if cell.key.method == "autoregressive"
+        and (cell.key.model, cell.key.dataset) == (key.model, key.dataset)
+        and cell.key.temperature == key.temperature
+    ]
+    return min(
+        same,
+        key=lambda cell: (
+            cell.key.concurrency != wanted.concurrency,
+            cell.key.repeat != wanted.repeat,
+            cell.key.concurrency,
+            cell.key.repeat,
+        ),
+        default=None,
+    )
+
+
+def estimates(
+    scores: Mapping[str, Mapping[str, float]],
+    reference: Mapping[str, Mapping[str, float]] | None,
+    margin: float,
+    nll_margin: float,
+) -> list[Estimate]:
+    """Estimates every score's mean, and its loss beside the reference's.
+
+    Args:
+        scores: by prompt, then by name.
+        reference: the same of the autoregressive cell; None for that one itself.
+        margin: loss of a task score that counts as none, as a share of the reference's mean.
+        nll_margin: the same of NLL, in nats per token.
+    """
+    found = []
+    for name in dict.fromkeys(name for values in scores.values() for name in values):
+        own = _column(scores, name)
+        if reference is None or name in COMPARISONS:
+            found.append(estimate(name, own))
+            continue
+        other = _column(reference, name)
+        if not own.keys() & other.keys():
+            continue
+        limit = None
+        if name == "nll":
+            limit = nll_margin
+        elif is_task_score(name):
+            limit = margin * sum(other.values()) / len(other)
+        found.append(
+            estimate(name, own, other, margin=limit, higher_is_better=name not in LOWER_IS_BETTER)
+        )
+    return found
+
+
+def mean_scores(cells: Iterable[Cell]) -> Scores:
+    """Each prompt's scores, averaged over judged cells such as the repeats of one rule."""
+    collected: dict[str, dict[str, list[float]]] = {}
+    for cell in cells:
+        for prompt in cell.quality.prompts if cell.quality else ():
+            for name, value in prompt.scores.items():
+                collected.setdefault(prompt.prompt_id, {}).setdefault(name, []).append(value)
+    return {
+        prompt: {name: sum(values) / len(values) for name, values in by_name.items()}
+        for prompt, by_name in collected.items()
+    }
+
+
+def _column(scores: Mapping[str, Mapping[str, float]], name: str) -> dict[str, float]:
+    return {prompt: values[name] for prompt, values in scores.items() if name in values}

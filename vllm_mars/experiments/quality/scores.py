@@ -1,0 +1,130 @@
+"""Scores of one answer: task scores, and likeness to the autoregressive answer."""
+
+import functools
+import json
+import re
+from typing import Any
+
+from vllm_mars.experiments.quality.confined import run_confined
+from vllm_mars.experiments.sweep.datasets import Item
+
+# Higher is better, between 0 and 1, and the autoregressive answers have them as well.
+TASK_SCORES = ("exact_match", "pass_at_1", "json_valid")
+
+_MARKED = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
+_ANY_NUMBER = re.compile(r"-?\d[\d,]*\.?\d*|-?\.\d+")
+_FENCE = re.compile(r"```[a-zA-Z]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def is_task_score(name: str) -> bool:
+    """Whether a score says how well a task was done; lm-eval's names hold a comma."""
+    return name in TASK_SCORES or "," in name
+
+
+def task_scores(item: Item, text: str) -> dict[str, float]:
+    """Scores an answer by what its prompt's line gives: number, test or schema.
+
+    Args:
+        item: the request.
+        text: the answer.
+
+    Returns:
+        "exact_match", "pass_at_1", "json_valid", each 0 or 1, where the item has what it needs.
+
+    Raises:
+        RuntimeError: the item's schema is not a JSON schema.
+    """
+    scores = {}
+    if item.answer is not None:
+        scores["exact_match"] = float(_number(text) == _value(item.answer))
+    if item.test is not None:
+        scores["pass_at_1"] = float(run_confined(program(item, text)).passed)
+    if item.schema is not None:
+        scores["json_valid"] = float(fits_schema(text, item.schema, item.id))
+    return scores
+
+
+def program(item: Item, text: str) -> str:
+    """The program that tests an answer: its first code block (else all of it), then the test."""
+    block = _FENCE.search(text)
+    code = block.group(1) if block else text
+    if f"def {item.entry_point}" not in code:
+        # The answer continues the function that the request begins.
+        code = item.code + code
+    elif item.code:
+        # Imports above the function that the answer may not repeat.
+        code = item.code.split(f"def {item.entry_point}")[0] + code
+    return f"{code}\n\n{item.test}\n\ncheck({item.entry_point})\n"
+
+
+def fits_schema(text: str, schema: dict[str, Any], name: str = "") -> bool:
+    """Whether the whole answer, or its only code block, is JSON that fits the schema."""
+    import jsonschema
+
+    blocks = _FENCE.findall(text)
+    try:
+        value = json.loads(blocks[0] if len(blocks) == 1 else text)
+    except ValueError:
+        return False
+    try:
+        jsonschema.validate(value, schema)
+    except jsonschema.ValidationError:
+        return False
+    except jsonschema.SchemaError as error:
+        raise RuntimeError(f"the schema of prompt {name!r} is wrong: {error.message}.") from error
+    return True
+
+
+def likeness(text: str, reference: str) -> dict[str, float]:
+    """Compares an answer with the autoregressive one.
+
+    Returns:
+        "rouge_l" (F1) and "chrf", both in [0, 1], and "agreement", 1 if the texts are equal.
+        Of two empty texts all are 1.
+    """
+    if text == reference:
+        return {"rouge_l": 1.0, "chrf": 1.0, "agreement": 1.0}
+    rouge, chrf = _scorers()
+    return {
+        "rouge_l": float(rouge.score(reference, text)["rougeL"].fmeasure),
+        "chrf": float(chrf.sentence_score(text, [reference]).score) / 100,
+        "agreement": 0.0,
+    }
+
+
+def divergence(ids: list[int], reference_ids: list[int]) -> dict[str, float]:
+    """Compares two answers token by token.
+
+    Returns:
+        "common_prefix": the share of the reference's tokens before the first difference, in [0, 1];
+        "first_divergence": their number, only where the answers differ.
+    """
+    pairs = zip(ids, reference_ids, strict=False)
+    common = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+    if common is None:
+        common = min(len(ids), len(reference_ids))
+    scores = {"common_prefix": common / len(reference_ids) if reference_ids else float(not ids)}
+    if ids != reference_ids:
+        scores["first_divergence"] = float(common)
+    return scores
+
+
+@functools.cache
+def _scorers() -> tuple[Any, Any]:
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics.chrf import CHRF
+
+    return RougeScorer(["rougeL"], use_stemmer=False), CHRF()
+
+
+def _number(text: str) -> float | None:
+    """The number after the last ####, else the last number of the answer."""
+    found = _MARKED.findall(text) or _ANY_NUMBER.findall(text)
+    return _value(found[-1]) if found else None
+
+
+def _value(number: str) -> float | None:
+    try:
+        return float(number.replace(",", "").rstrip("."))
+    except ValueError:
+        return None

@@ -1,0 +1,158 @@
+"""One cell's task, asked and scored by lm-eval: the evaluation harness of EleutherAI."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_mars.demo.chat import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS
+from vllm_mars.experiments.sweep.bench_client import request_body
+from vllm_mars.experiments.sweep.datasets import Dataset
+from vllm_mars.experiments.sweep.records import Acceptance, CellKey, TaskAnswer
+
+CONFIG = "lm-eval.json"
+_ACCEPTED_AT = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{}"}}'
+
+
+def task_config(
+    key: CellKey,
+    dataset: Dataset,
+    *,
+    base_url: str,
+    model: str,
+    directory: Path,
+    max_tokens: int,
+) -> dict[str, Any]:
+    """Returns the configuration of `lm_eval run` for a cell.
+
+    Args:
+        key: the cell.
+        dataset: names the task.
+        base_url: the server, without `/v1`.
+        model: the target, as the server was given it.
+        directory: takes the results.
+        max_tokens: longest answer.
+    """
+    return {
+        "model": "local-chat-completions",
+        "model_args": {
+            "model": model,
+            "base_url": f"{base_url}/v1/chat/completions",
+            "num_concurrent": key.concurrency,
+            "max_retries": 1,
+            "tokenized_requests": False,
+        },
+        "tasks": [dataset.task],
+        "limit": dataset.count or None,
+        "apply_chat_template": True,
+        "gen_kwargs": {
+            "max_gen_toks": max_tokens,
+            "temperature": key.temperature,
+            "do_sample": key.temperature > 0,
+            # lm-eval gives all requests one seed, so that they draw the same random numbers.
+            "seed": None,
+            **request_body(key),
+        },
+        "log_samples": True,
+        "output_path": str(directory),
+    }
+
+
+def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: float) -> None:
+    """Runs lm-eval with this configuration.
+
+    Args:
+        config: of `task_config`.
+        directory: takes the configuration and the results.
+        log_path: file that takes what lm-eval prints.
+        timeout: in seconds.
+
+    Raises:
+        RuntimeError: it failed or took longer than `timeout`; no process of it is left.
+    """
+    path = directory / CONFIG
+    path.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "lm_eval", "run", "--config", str(path)]
+    # A proxy would not reach a loopback address.
+    environment = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+    try:
+        status = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"lm-eval took longer than cell_timeout={timeout:g} s.") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if status:
+        tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-15:])
+        raise RuntimeError(f"lm-eval ended with status {status}.\n{tail}")
+
+
+def read_answers(directory: Path) -> tuple[TaskAnswer, ...]:
+    """Reads the samples that lm-eval saved.
+
+    Args:
+        directory: `output_path` of its configuration.
+
+    Returns:
+        One answer for each document, with every metric of which more is better, named as lm-eval
+        does: "exact_match,strict-match" is exact_match after the filter strict-match.
+
+    Raises:
+        RuntimeError: there are none, or they have another format.
+    """
+    try:
+        results = json.loads(next(directory.rglob("results_*.json")).read_text(encoding="utf-8"))
+        texts: dict[str, str] = {}
+        scores: dict[str, dict[str, float]] = {}
+        for task, better in results["higher_is_better"].items():
+            for path in sorted(directory.rglob(f"samples_{task}_2*.jsonl")):
+                # Not splitlines, which also cuts at characters that JSON allows within a text.
+                for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
+                    sample = json.loads(line)
+                    name = f"{task}/{sample['doc_id']}"
+                    texts[name] = str(sample["resps"][0][0])
+                    for metric in sample["metrics"]:
+                        if better.get(metric):
+                            score = float(sample[metric])
+                            scores.setdefault(name, {})[f"{metric},{sample['filter']}"] = score
+    except (OSError, StopIteration, ValueError, KeyError, IndexError, TypeError) as error:
+        raise RuntimeError(
+            f"{directory} holds no samples of lm-eval: {error!r}; does its format differ?"
+        ) from error
+    if not scores:
+        raise RuntimeError(
+            "lm-eval scored nothing of which more is better; take a task with such a metric."
+        )
+    return tuple(TaskAnswer(name, texts[name], scores[name]) for name in scores)
+
+
+def acceptance_between(
+    before: dict[str, float], after: dict[str, float], k: int
+) -> Acceptance | None:
+    """Returns what a server's counters of speculative decoding gained.
+
+    Args:
+        before, after: `VllmServer.metrics`.
+        k: draft tokens per step; 0 without speculation, which gives None.
+    """
+    if not k:
+        return None
+
+    def gained(name: str) -> int:
+        return round(after.get(name, 0.0) - before.get(name, 0.0))
+
+    return Acceptance(
+        drafts=gained(DRAFTS),
+        draft_tokens=gained(DRAFT_TOKENS),
+        accepted_tokens=gained(ACCEPTED_TOKENS),
+        accepted_by_position=tuple(gained(_ACCEPTED_AT.format(place)) for place in range(k)),
+    )

@@ -1,0 +1,276 @@
+"""One cell's requests, sent and timed by `vllm bench serve`."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from vllm_mars.experiments.sweep.datasets import Dataset
+from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed
+
+CLOSE_SECONDS = 5.0
+WAKE_TOKENS = 4
+WAKE_TIMEOUT = 120.0
+
+
+class BenchClient:
+    """A process that runs `vllm bench serve` for one list of arguments after another.
+
+    It starts with the first call of `run` and ends with `close`, with its owner, or when a run
+    takes too long.
+    """
+
+    def __init__(self, log_path: Path) -> None:
+        """Describes the client.
+
+        Args:
+            log_path: file that takes what vLLM prints.
+        """
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, args: Sequence[str], timeout: float) -> None:
+        """Runs the benchmark with these arguments of `vllm bench serve`.
+
+        Raises:
+            RuntimeError: it failed, ended or took longer than `timeout` seconds.
+        """
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None, "made with pipes"
+        try:
+            process.stdin.write(json.dumps(list(args)).encode() + b"\n")
+            process.stdin.flush()
+            readable, _, _ = select.select([process.stdout], [], [], timeout)
+            if not readable:
+                raise RuntimeError(f"vllm bench serve took longer than cell_timeout={timeout:g} s.")
+            answer = process.stdout.readline()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise RuntimeError(f"vllm bench serve ended: {error}\n{self._tail()}") from error
+            raise
+        if not answer:
+            self.close()
+            raise RuntimeError(f"vllm bench serve ended; see its log.\n{self._tail()}")
+        error_text = json.loads(answer)["error"]
+        if error_text is not None:
+            raise RuntimeError(f"vllm bench serve failed: {error_text}")
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            with self._log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "vllm_mars.experiments.sweep.bench_process"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    # A proxy would not reach a loopback address.
+                    env={**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
+                    # Ctrl-C is the owner's to handle.
+                    start_new_session=True,
+                )
+        return self._process
+
+    def _tail(self) -> str:
+        try:
+            return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-15:])
+        except OSError as error:
+            return f"--- {self._log_path} cannot be read: {error} ---"
+
+    def close(self) -> None:
+        """Ends the process; harmless when repeated."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    # Unsent input of a process that has ended.
+                    pass
+        process.terminate()
+        try:
+            process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def request_count(dataset: Dataset, concurrency: int) -> int:
+    """Requests of a cell: every prompt, and again until as many are there as fly at once."""
+    return max(dataset.count, concurrency)
+
+
+def write_requests(dataset: Dataset, concurrency: int, path: Path) -> list[str]:
+    """Writes the prompt file of a cell and returns the prompt ids in the order of its lines."""
+    count = request_count(dataset, concurrency)
+    items = [dataset.items[i % len(dataset.items)] for i in range(count)]
+    path.write_text("".join(json.dumps({"prompt": item.prompt}) + "\n" for item in items))
+    return [item.id for item in items]
+
+
+def request_body(key: CellKey) -> dict[str, Any]:
+    """Returns what the cell's requests carry beside prompt, length and temperature.
+
+    No seed: requests with one seed draw the same random numbers, and answers to different prompts
+    would be lucky or unlucky together.
+    """
+    if key.method != "mars":
+        return {}
+    threshold = {"mars_theta": key.theta} if key.metric == "ratio" else {"mars_gap": key.gap}
+    return {"vllm_xargs": threshold}
+
+
+def bench_args(
+    key: CellKey,
+    dataset: Dataset,
+    *,
+    base_url: str,
+    model: str,
+    requests: Path,
+    result: Path,
+    max_tokens: int,
+    seed: int,
+) -> list[str]:
+    """Returns the arguments of `vllm bench serve` for a cell.
+
+    Args:
+        key: the cell.
+        dataset: its prompts.
+        base_url: the server, without `/v1`.
+        model: the target, as the server was given it.
+        requests: the file of `write_requests`; not used for a dataset of vLLM.
+        result: file that takes the result.
+        max_tokens: longest answer.
+        seed: with which a dataset of vLLM draws its prompts.
+    """
+    body = request_body(key)
+    source = (
+        # The server applies the chat template.
+        ["--dataset-name", "custom", "--dataset-path", str(requests), "--skip-chat-template"]
+        if dataset.items
+        else [*dataset.vllm_args]
+    )
+    return [
+        *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
+        *("--base-url", base_url, "--model", model),
+        *source,
+        *("--disable-shuffle", "--output-len", str(max_tokens)),
+        *("--num-prompts", str(request_count(dataset, key.concurrency))),
+        *("--max-concurrency", str(key.concurrency)),
+        *("--temperature", f"{key.temperature:g}", "--seed", str(seed)),
+        *(("--extra-body", json.dumps(body)) if body else ()),
+        *("--ready-check-timeout-sec", "0", "--disable-tqdm"),
+        *("--save-result", "--save-detailed"),
+        *("--result-dir", str(result.parent), "--result-filename", result.name),
+    ]
+
+
+def read_result(
+    path: Path, prompt_ids: Sequence[str], max_tokens: int
+) -> tuple[Speed, Acceptance | None, tuple[Output, ...]]:
+    """Reads a result of `vllm bench serve --save-detailed`.
+
+    Args:
+        path: the file.
+        prompt_ids: the prompt of each request; empty for a dataset of vLLM, whose prompts are
+            numbered.
+        max_tokens: limit of the requests; the file does not say why an answer ended, so one of this
+            length counts as cut off.
+
+    Raises:
+        RuntimeError: requests failed, or the file is not such a result.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        first = min(data["start_times"])
+        outputs = tuple(
+            Output(
+                prompt_id=prompt_ids[i] if prompt_ids else str(i),
+                text=text,
+                prompt_tokens=data["input_lens"][i],
+                output_tokens=data["output_lens"][i],
+                finish_reason=_finish(error, data["output_lens"][i], max_tokens),
+                seconds=data["latencies"][i],
+                first_token_seconds=data["ttfts"][i],
+                start=data["start_times"][i] - first,
+                error=error,
+            )
+            for i, (text, error) in enumerate(
+                zip(data["generated_texts"], data["errors"], strict=True)
+            )
+        )
+        failed = [output for output in outputs if output.finish_reason == "error"]
+        if failed or data["failed"]:
+            reason = (failed[0].error.strip().splitlines() or ["no reason"])[-1] if failed else "?"
+            raise RuntimeError(f"{data['failed']} of {len(outputs)} requests failed: {reason}")
+        speed = Speed(
+            seconds=data["duration"],
+            requests=data["completed"],
+            failed=data["failed"],
+            prompt_tokens=data["total_input_tokens"],
+            output_tokens=data["total_output_tokens"],
+        )
+        if "spec_decode_num_drafts" not in data:
+            return speed, None, outputs
+        drafts = data["spec_decode_num_drafts"]
+        rates = data["spec_decode_per_position_acceptance_rates"]
+        acceptance = Acceptance(
+            drafts=drafts,
+            draft_tokens=data["spec_decode_draft_tokens"],
+            accepted_tokens=data["spec_decode_accepted_tokens"],
+            # vLLM divides the counts by the drafts.
+            accepted_by_position=tuple(round(rate * drafts) for rate in rates),
+        )
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise RuntimeError(
+            f"{path} is not a result of vllm bench serve --save-detailed: {error!r}; does this "
+            "vLLM's format differ?"
+        ) from error
+    return speed, acceptance, outputs
+
+
+def _finish(error: str, output_tokens: int, max_tokens: int) -> Any:
+    if error:
+        return "error"
+    return "length" if output_tokens >= max_tokens else "stop"
+
+
+def wake(base_url: str, model: str) -> None:
+    """Sends a short untimed request: a server that slept answers its first one late.
+
+    Raises:
+        RuntimeError: the server does not answer.
+    """
+    body = {"model": model, "prompt": "Hi", "max_tokens": WAKE_TOKENS, "temperature": 0}
+    request = urllib.request.Request(
+        f"{base_url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=WAKE_TIMEOUT) as answer:
+            answer.read()
+    except OSError as error:
+        raise RuntimeError(f"{base_url} does not answer: {error}") from error

@@ -1,0 +1,91 @@
+"""The arguments of `vllm-mars sweep`."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from vllm_mars.experiments.sweep.plan import SweepOptions
+from vllm_mars.experiments.sweep.records import METHODS
+
+NEEDED = ("filelock", "jsonschema", "pandas", "pydantic", "rich", "rouge_score", "sacrebleu")
+_OTHER = ("command", "output", "ray", "retry_failed", "short")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to `vllm-mars`."""
+    parser = commands.add_parser(
+        "sweep",
+        help="measure speed and quality over a grid of methods, theta, K, drafts and load",
+        description="Serves a model with every method, measures each cell of the grid with "
+        "`vllm bench serve`, judges the answers against the autoregressive ones and writes one "
+        "JSON line per cell. An interrupted sweep continues where it was. Without options: the "
+        "packaged model, ngram drafts, up to an hour on two CPU cores; see docs/experiments.md.",
+    )
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FILE", default=Path("build/sweep.jsonl"))
+    add("--short", action="store_true", help="a form of five minutes: fewer and shorter answers")
+    add("--model", metavar="MODEL", help="default: the packaged model")
+    add("--draft", dest="drafts", nargs="+", metavar="ngram|DIR", help="drafts; default ngram")
+    add("--method", dest="methods", nargs="+", choices=METHODS, metavar="METHOD",
+        help=f"of {', '.join(METHODS)}; default all")  # fmt: skip
+    add("--theta", dest="thetas", nargs="*", type=float, metavar="THETA", help="of metric ratio")
+    add("--gap", dest="gaps", nargs="*", type=float, metavar="NATS", help="of metric gap")
+    add("--no-unprotected", dest="unprotected", action="store_false", default=None,
+        help="leave out MARS without protected tokens")  # fmt: skip
+    add("--k", dest="ks", nargs="+", type=int, metavar="K", help="draft tokens per step; default 4")
+    add("--temperature", dest="temperatures", nargs="+", type=float, metavar="T")
+    add("--concurrency", dest="concurrencies", nargs="+", type=int, metavar="N")
+    add("--dataset", dest="datasets", nargs="+", metavar="FILE",
+        help="JSON lines, vllm:NAME[:PATH] of vllm bench serve, lm-eval:TASK[.yaml]")  # fmt: skip
+    add("--num-prompts", type=int, metavar="N", help="of each dataset; 0 takes all; default 16")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default 80")
+    add("--repeats", type=int, metavar="N", help="passes over the grid; default 3")
+    add("--seed", type=int, help="of every server; default 0")
+    add("--reference-theta", type=float, metavar="THETA", help="theta under load; default 0.9")
+    add("--full-grid", action="store_true", default=None, help="measure every combination")
+    add("--side-by-side", type=int, metavar="N", help="servers at a time; 0: all on a CPU, else 1")
+    add("--tensor-parallel", type=int, metavar="N")
+    add("--pipeline-parallel", type=int, metavar="N")
+    add("--startup-timeout", type=float, metavar="SECONDS", help="per server; default 600")
+    add("--cell-timeout", type=float, metavar="SECONDS", help="per cell; default 3600")
+    add("--margin", type=float, metavar="SHARE",
+        help="loss that counts as none, as a share of the task score; default 0.05")  # fmt: skip
+    add("--nll-margin", type=float, metavar="NATS", help="the same of NLL per token; default 0.05")
+    add("--no-judge", dest="judge", action="store_false", default=None, help="measure speed alone")
+    add("--retry-failed", action="store_true", help="measure failed cells again")
+    add("--ray", metavar="ADDRESS", help="measure on this Ray cluster; 'auto' finds a local one")
+    add("--server-arg", dest="server_args", action="append", metavar="ARG",
+        help="one more argument of every server, as --server-arg=--max-model-len=4096")  # fmt: skip
+
+
+def options_of(args: argparse.Namespace) -> SweepOptions:
+    """The sweep's options; an option that is given overrides the short form's."""
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+        if name not in _OTHER and value is not None
+    }
+    base = SweepOptions().short() if args.short else SweepOptions()
+    return dataclasses.replace(base, **given)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Returns:
+        0, or 1 where no cell at all could be measured.
+    """
+    import importlib.util
+
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(
+            f"a sweep needs {', '.join(missing)}; pip install 'vllm-mars[experiments]'."
+        )
+    from vllm_mars.experiments.sweep.run import run_sweep
+
+    cells = run_sweep(
+        options_of(args), args.output, ray_address=args.ray, retry_failed=args.retry_failed
+    )
+    return 0 if any(cell.status == "ok" for cell in cells) else 1

@@ -1,0 +1,164 @@
+"""Prompt files of a sweep, with what their answers are judged by.
+
+A line is a JSON object. What it holds decides how answers to it are scored:
+
+    prompt | turns           the request; of several turns only the first is asked
+    question, answer         a line of GSM8K as published: the request is the question
+    answer | reference       with "#### NUMBER" at its end: exact match of the number
+    test, entry_point        HumanEval as published: the answer's code must pass the test
+    schema                   a JSON schema that the answer must fit
+    id | question_id | task_id, category
+"""
+
+import importlib.util
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_mars.local.prompts import read_json_lines
+
+PACKAGED_TASKS = Path(__file__).with_name("tasks.jsonl")
+
+_MATH = (
+    "Solve this problem step by step. Write the final answer, a number, in the last line after "
+    "####.\n\n"
+)
+_CODE = "Complete this function. Answer with the whole function in one Python code block.\n\n"
+_NUMBER = re.compile(r"####\s*(-?[\d.,]*\d)")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request and what its answer is judged by.
+
+    Attributes:
+        id: unique within the file.
+        category: kind of task, or "".
+        prompt: what the user says.
+        answer: the number that the answer must give, or None.
+        test: Python code that defines `check(candidate)`, or None.
+        entry_point: name of the function that `test` calls, or "".
+        code: the beginning of the program that the request shows, or "".
+        schema: a JSON schema, or None.
+    """
+
+    id: str
+    category: str
+    prompt: str
+    answer: str | None = None
+    test: str | None = None
+    entry_point: str = ""
+    code: str = ""
+    schema: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Requests of a sweep.
+
+    Attributes:
+        name: as the cells have it.
+        items: the requests; empty for a dataset of vLLM and a task of lm-eval.
+        vllm_args: arguments with which `vllm bench serve` makes the requests itself; empty for a
+            file.
+        count: requests of a cell at low concurrency; 0 for all of a task.
+        task: name or YAML file of a task of lm-eval, which asks and scores; "" for all others.
+    """
+
+    name: str
+    items: tuple[Item, ...]
+    vllm_args: tuple[str, ...] = ()
+    count: int = 0
+    task: str = ""
+
+
+def load_dataset(source: str, num_prompts: int) -> Dataset:
+    """Reads a prompt file, or names a dataset of vLLM or a task of lm-eval.
+
+    Args:
+        source: path of a JSON lines file, "vllm:NAME" or "vllm:NAME:PATH" with a name that
+            `vllm bench serve --dataset-name` takes, or "lm-eval:TASK" with a name that `lm_eval
+            run --tasks` takes or the YAML file of a task.
+        num_prompts: how many, taken from the categories in turn; 0 takes all.
+
+    Raises:
+        ValueError: the file cannot be read, is empty, has an id twice, or a line is wrong.
+    """
+    if source.startswith("vllm:"):
+        _, name, *file = source.split(":", 2)
+        if not name or not num_prompts:
+            raise ValueError(
+                f"datasets={source!r} with num_prompts={num_prompts}: write vllm:NAME or "
+                "vllm:NAME:PATH, and say how many prompts vLLM draws (1 or more)."
+            )
+        args = ("--dataset-name", name, *(("--dataset-path", file[0]) if file else ()))
+        return Dataset(f"vllm-{name}", (), args, num_prompts)
+    if source.startswith("lm-eval:"):
+        return _task(source.removeprefix("lm-eval:"), num_prompts)
+    path = Path(source)
+    items = read_json_lines(
+        path, _parse, option="datasets", instead="a JSONL file, vllm:NAME or lm-eval:TASK"
+    )
+    chosen = _spread(items, num_prompts) if num_prompts else items
+    return Dataset(path.stem, tuple(chosen), (), len(chosen))
+
+
+def _task(task: str, num_prompts: int) -> Dataset:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            f"datasets=lm-eval:{task} needs lm-eval; pip install 'vllm-mars[experiments]'."
+        )
+    path = Path(task)
+    if path.suffix == ".yaml":
+        if not path.is_file():
+            raise ValueError(
+                f"datasets=lm-eval:{task}: there is no such file; name a task of lm-eval or the "
+                "YAML file of one."
+            )
+        task = str(path.resolve())
+    elif not task:
+        raise ValueError("datasets='lm-eval:' names no task; write lm-eval:TASK.")
+    return Dataset(f"lm-eval-{path.stem}", (), (), num_prompts, task)
+
+
+def _parse(data: dict[str, Any], where: str, number: int) -> Item:
+    turns = data.get("turns")
+    prompt = turns[0] if isinstance(turns, list) and turns else data.get("prompt")
+    if prompt is None and isinstance(data.get("question"), str):
+        prompt = _MATH + data["question"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"{where} has neither 'prompt', 'turns' nor 'question' (texts); add one.")
+    name = next((data[key] for key in ("id", "question_id", "task_id") if key in data), number)
+    item = Item(str(name), str(data.get("category", "")), prompt, _answer(data))
+    if "schema" in data:
+        if not isinstance(data["schema"], dict):
+            raise ValueError(f"{where}: 'schema' is not an object; write a JSON schema.")
+        item = replace(item, schema=data["schema"])
+    if "test" in data:
+        if not isinstance(data["test"], str) or not isinstance(data.get("entry_point"), str):
+            raise ValueError(f"{where}: 'test' needs to be code, with the 'entry_point' it calls.")
+        item = replace(item, test=data["test"], entry_point=data["entry_point"])
+        if turns is None and "task_id" in data:
+            item = replace(item, prompt=f"{_CODE}```python\n{prompt}```", code=prompt)
+    return item
+
+
+def _answer(data: dict[str, Any]) -> str | None:
+    text = data.get("answer", data.get("reference"))
+    if isinstance(text, list):
+        text = "\n".join(str(part) for part in text)
+    found = _NUMBER.findall(text) if isinstance(text, str) else []
+    return found[-1] if found else None
+
+
+def _spread(items: list[Item], count: int) -> list[Item]:
+    """The first items of each category in turn, in the order of the file."""
+    by_category: dict[str, list[Item]] = {}
+    for item in items:
+        by_category.setdefault(item.category, []).append(item)
+    ranked = [(rank, item) for group in by_category.values() for rank, item in enumerate(group)]
+    order = {item.id: place for place, item in enumerate(items)}
+    ranked.sort(key=lambda pair: (pair[0], order[pair[1].id]))
+    chosen = [item for _, item in ranked[:count]]
+    return sorted(chosen, key=lambda item: order[item.id])

@@ -1,0 +1,324 @@
+"""Which cells a sweep measures, in which order, and which servers they need.
+
+The grid is a union of parts, since the product of all axes would take days:
+
+    quality   every rule (method and threshold) at every temperature, at the first concurrency
+    load      the methods, MARS at the reference theta alone, at the other concurrencies and the
+              first temperature
+    extra     metric "gap", and MARS without protected tokens at the reference theta, at the first
+              concurrency and the first temperature
+
+each for every draft, K and dataset; `full_grid` takes the product instead.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
+from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, Dataset
+from vllm_mars.experiments.sweep.records import METHODS, CellKey, Method, Metric
+from vllm_mars.local.drafts import NGRAM, NO_DRAFT, draft_config, draft_name
+
+THETAS = (0.84, 0.88, 0.90, 0.92, 0.96, 1.0)
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What to measure. The defaults take up to an hour on two CPU cores with the packaged model.
+
+    Attributes:
+        model: directory or name of the target; None takes the packaged model.
+        drafts: "ngram", and directories or names of draft models or heads.
+        methods: verification methods.
+        thetas: thresholds of MARS with metric "ratio", each in (0, 1].
+        gaps: tolerances of MARS with metric "gap" in nats, each >= 0.
+        unprotected: whether MARS is also measured without protected tokens.
+        ks: draft tokens per step, each at least 1.
+        temperatures: sampling temperatures, each >= 0.
+        concurrencies: most requests in flight, each at least 1.
+        datasets: prompt files, vLLM's names as "vllm:NAME" or "vllm:NAME:PATH", or tasks of lm-eval
+            as "lm-eval:TASK" or "lm-eval:FILE.yaml".
+        num_prompts: prompts of each dataset, spread over its categories; 0 takes all.
+        max_tokens: longest answer.
+        repeats: passes over the grid.
+        seed: of every server, from which requests at a temperature above 0 draw, and of the
+            prompts that a dataset of vLLM draws.
+        reference_theta: the theta of the parts "load" and "extra"; the nearest of `thetas`.
+        full_grid: whether every combination is measured.
+        side_by_side: servers that run at the same time, so that their cells can take turns; 0 takes
+            all of one draft and K on a CPU and 1 elsewhere.
+        tensor_parallel, pipeline_parallel: of every server.
+        server_args: further arguments of every `vllm serve`.
+        startup_timeout: seconds that a server may take to start.
+        cell_timeout: seconds that a cell may take.
+        margin: loss that still counts as none, as a share of the autoregressive score.
+        nll_margin: increase of NLL in nats per token that still counts as none.
+        judge: whether quality is judged.
+
+    Raises:
+        ValueError: a value is out of range or unknown.
+        RuntimeError: the environment forbids lossy verification, but a rule is lossy.
+    """
+
+    model: str | None = None
+    drafts: tuple[str, ...] = (NGRAM,)
+    methods: tuple[Method, ...] = METHODS
+    thetas: tuple[float, ...] = THETAS
+    gaps: tuple[float, ...] = (0.5, 1.0, 2.0, 3.0)
+    unprotected: bool = True
+    ks: tuple[int, ...] = (4,)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    concurrencies: tuple[int, ...] = (1, 4, 16, 64)
+    datasets: tuple[str, ...] = (str(PACKAGED_TASKS),)
+    num_prompts: int = 16
+    max_tokens: int = 80
+    repeats: int = 3
+    seed: int = 0
+    reference_theta: float = 0.9
+    full_grid: bool = False
+    side_by_side: int = 0
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    server_args: tuple[str, ...] = ()
+    startup_timeout: float = 600.0
+    cell_timeout: float = 3600.0
+    margin: float = 0.05
+    nll_margin: float = 0.05
+    judge: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            for item in value if isinstance(value, tuple) else (value,):
+                if item < least:
+                    raise ValueError(f"{name}={item} is below {least}; give {least} or more.")
+        for name in ("drafts", "methods", "ks", "temperatures", "concurrencies", "datasets"):
+            values = getattr(self, name)
+            if not values:
+                raise ValueError(f"{name} is empty; give at least one.")
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name}={values} holds a value twice.")
+        for method in self.methods:
+            if method not in METHODS:
+                raise ValueError(f"methods={method!r} is not one of {', '.join(METHODS)}.")
+        if METHOD in self.methods and not self.thetas and not self.gaps:
+            raise ValueError("method 'mars' needs thetas or gaps; give some or leave it out.")
+        for theta in (*self.thetas, self.reference_theta):
+            config = MarsConfig(theta=theta)
+            if METHOD in self.methods:
+                check_lock(f"mars_theta={theta}" if config.lossy else None)
+        for gap in self.gaps:
+            config = MarsConfig(metric="gap", gap=gap)
+            if METHOD in self.methods:
+                check_lock(f"mars_gap={gap}" if config.lossy else None)
+        if "fly" in self.methods:
+            check_lock(lossy_reason(None, "fly"))
+
+    def short(self) -> "SweepOptions":
+        """The same within about five minutes on two idle cores: fewer and shorter answers."""
+        return dataclasses.replace(
+            self,
+            thetas=(0.84, 0.90, 1.0),
+            gaps=(),
+            unprotected=False,
+            temperatures=(0.0,),
+            concurrencies=(1, 4),
+            num_prompts=4,
+            max_tokens=32,
+        )
+
+
+_LEAST = {
+    **{"ks": 1, "temperatures": 0, "concurrencies": 1, "num_prompts": 0, "max_tokens": 1},
+    **{"repeats": 1, "side_by_side": 0, "tensor_parallel": 1, "pipeline_parallel": 1},
+    **{"startup_timeout": 1, "cell_timeout": 1, "margin": 0, "nll_margin": 0},
+}
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server configuration; requests choose theta or gap.
+
+    Attributes:
+        method: verification method.
+        draft: "ngram", a directory or a name; "none" without speculation.
+        k: draft tokens per step; 0 without speculation.
+        metric: of "mars", else None.
+        protected: of "mars", else None.
+    """
+
+    method: Method
+    draft: str = NO_DRAFT
+    k: int = 0
+    metric: Metric | None = None
+    protected: bool | None = None
+
+    def speculative_config(self) -> dict[str, Any] | None:
+        """vLLM's speculative config; None for autoregressive decoding."""
+        if self.method == "autoregressive":
+            return None
+        config = {"num_speculative_tokens": self.k, **draft_config(self.draft)}
+        if self.method != "standard":
+            config["rejection_sample_method"] = self.method
+        if self.method == METHOD:
+            # A request that chooses nothing is strict.
+            config |= {"mars_theta": 1.0} if self.metric == "ratio" else {"mars_gap": 0.0}
+            config["mars_metric"] = self.metric
+            if not self.protected:
+                config["mars_protected_token_ids"] = []
+        return config
+
+    @property
+    def label(self) -> str:
+        """A short name, also of the log file, such as "mars-ratio-ngram-K4"."""
+        parts = [self.method, self.metric, None if self.protected is not False else "unprotected"]
+        if self.k:
+            parts += [draft_name(self.draft), f"K{self.k}"]
+        return "-".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that are measured together, on servers that run at the same time.
+
+    Attributes:
+        servers: the servers.
+        cells: each cell with the index of its server, in the order of measurement.
+    """
+
+    servers: tuple[ServerSpec, ...]
+    cells: tuple[tuple[CellKey, int], ...]
+
+    def without(self, keys: set[CellKey]) -> "Group":
+        """The group without these cells and without the servers that no cell needs then."""
+        left = [(key, self.servers[index]) for key, index in self.cells if key not in keys]
+        servers = tuple(spec for spec in self.servers if any(spec == used for _, used in left))
+        return Group(servers, tuple((key, servers.index(spec)) for key, spec in left))
+
+
+def plan(
+    options: SweepOptions, model_name: str, datasets: Sequence[Dataset], side_by_side: int
+) -> list[Group]:
+    """Lists the groups of a sweep.
+
+    Args:
+        options: what to measure.
+        model_name: the target's name in the cells.
+        datasets: the prompts of `options.datasets`.
+        side_by_side: servers at the same time; 0 sets no limit.
+
+    Returns:
+        The groups in the order of measurement. Within a group servers take turns, and each repeat
+        starts with another one.
+    """
+    groups = []
+    specs = list(_servers(options))
+    for draft, k in itertools.product(options.drafts, options.ks):
+        mine = [s for s in specs if (s.draft, s.k) in ((draft, k), (NO_DRAFT, 0))]
+        # The autoregressive server is shared: with the first draft alone.
+        if (draft, k) != (options.drafts[0], options.ks[0]):
+            mine = [s for s in mine if s.k]
+        if not side_by_side or len(mine) <= side_by_side:
+            passes = [
+                _pass(options, model_name, datasets, mine, repeat)
+                for repeat in range(options.repeats)
+            ]
+            groups.append(Group(tuple(mine), tuple(itertools.chain.from_iterable(passes))))
+            continue
+        for repeat in range(options.repeats):
+            turned = _turned(mine, repeat)
+            for start in range(0, len(turned), side_by_side):
+                batch = turned[start : start + side_by_side]
+                cells = _pass(options, model_name, datasets, batch, repeat)
+                groups.append(Group(tuple(batch), tuple(cells)))
+    return [group for group in groups if group.cells]
+
+
+def _servers(options: SweepOptions) -> Iterator[ServerSpec]:
+    if "autoregressive" in options.methods:
+        yield ServerSpec("autoregressive")
+    for draft, k in itertools.product(options.drafts, options.ks):
+        for method in options.methods:
+            if method == METHOD:
+                if options.thetas:
+                    yield ServerSpec(method, draft, k, "ratio", True)
+                if options.gaps:
+                    yield ServerSpec(method, draft, k, "gap", True)
+                if options.unprotected and options.thetas:
+                    yield ServerSpec(method, draft, k, "ratio", False)
+            elif method != "autoregressive":
+                yield ServerSpec(method, draft, k)
+
+
+def _pass(
+    options: SweepOptions,
+    model_name: str,
+    datasets: Sequence[Dataset],
+    servers: list[ServerSpec],
+    repeat: int,
+) -> Iterator[tuple[CellKey, int]]:
+    """One pass over the grid on these servers."""
+    points = itertools.product(datasets, options.temperatures, options.concurrencies)
+    for dataset, temperature, concurrency in points:
+        for spec in _turned(servers, repeat):
+            thresholds = _thresholds(options, spec, temperature, concurrency)
+            for theta, gap in thresholds[:: -1 if repeat % 2 else 1]:
+                key = CellKey(
+                    model=model_name,
+                    draft=draft_name(spec.draft),
+                    method=spec.method,
+                    metric=spec.metric,
+                    theta=theta,
+                    gap=gap,
+                    protected=spec.protected,
+                    k=spec.k,
+                    temperature=float(temperature),
+                    concurrency=concurrency,
+                    dataset=dataset.name,
+                    repeat=repeat,
+                )
+                yield key, servers.index(spec)
+
+
+def _thresholds(
+    options: SweepOptions, spec: ServerSpec, temperature: float, concurrency: int
+) -> list[tuple[float | None, float | None]]:
+    """(theta, gap) of the cells that this server has at this point of the grid."""
+    first_load = concurrency == options.concurrencies[0]
+    first = first_load and temperature == options.temperatures[0]
+    loaded = not first_load and temperature == options.temperatures[0]
+    everywhere = options.full_grid
+    if spec.method != METHOD:
+        return [(None, None)] if everywhere or first_load or loaded else []
+    if spec.metric == "gap":
+        return [(None, float(gap)) for gap in options.gaps] if everywhere or first else []
+    thetas = [float(theta) for theta in options.thetas]
+    reference = min(thetas, key=lambda theta: abs(theta - options.reference_theta))
+    if not spec.protected:
+        return [(reference, None)] if everywhere or first else []
+    if everywhere or first_load:
+        return [(theta, None) for theta in thetas]
+    return [(reference, None)] if loaded else []
+
+
+def _turned(servers: list[ServerSpec], repeat: int) -> list[ServerSpec]:
+    """The servers with another one first."""
+    start = repeat % len(servers)
+    return servers[start:] + servers[:start]
+
+
+def check_names(options: SweepOptions, datasets: Sequence[Dataset]) -> None:
+    """Raises ValueError if two drafts or datasets would have one name in the cells."""
+    for what, names in (
+        ("drafts", [draft_name(draft) for draft in options.drafts]),
+        ("datasets", [dataset.name for dataset in datasets]),
+    ):
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ValueError(
+                f"two {what} are named {twice.pop()!r}; rename a file or directory, since cells "
+                "are told apart by these names."
+            )

@@ -1,0 +1,241 @@
+"""Measures the cells of a sweep as tasks on a Ray cluster.
+
+A task is a group of cells with its servers. It asks for the GPUs that its servers need, tensor
+parallel times pipeline parallel each; on a cluster without GPUs for all cores of a node, since two
+servers on one processor would disturb each other's times. A task yields each cell as soon as it is
+measured and the driver keeps the first one of each key, so a node that is lost costs the cell that
+it was measuring: what is left of its group runs again elsewhere.
+"""
+
+import contextlib
+import logging
+import socket
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm_mars.experiments.sweep.datasets import Dataset
+from vllm_mars.experiments.sweep.group import Job, failed, measure
+from vllm_mars.experiments.sweep.plan import SweepOptions
+from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
+from vllm_mars.experiments.sweep.runners import judge_cells
+from vllm_mars.local.packaged_model import ensure_model
+from vllm_mars.local.ray_nodes import check_nodes
+
+CONNECT_SECONDS = 5.0
+POLL_SECONDS = 1.0
+# Nodes that may be lost under one group before its cells count as failed.
+ATTEMPTS = 4
+
+
+@dataclass
+class _Task:
+    """A group under way."""
+
+    job: Job
+    stream: Any
+    attempts: int
+    done: set[CellKey] = field(default_factory=set)
+
+
+class RayRunner:
+    """Measures on a Ray cluster; the constructor checks that the cluster can."""
+
+    def __init__(self, options: SweepOptions, address: str) -> None:
+        """Connects and checks, within seconds.
+
+        Args:
+            options: of the sweep.
+            address: of the cluster, as `ray.init` takes it: "HOST:PORT", "ray://HOST:PORT", or
+                "auto" for the cluster that runs on this machine.
+
+        Raises:
+            RuntimeError: Ray is not installed, the address does not answer, the cluster has another
+                version of Ray, Python, vLLM or this package, a node lacks the model or a draft, or
+                no node has the GPUs that a group needs.
+        """
+        try:
+            import ray
+        except ImportError as error:
+            raise RuntimeError("--ray needs Ray; pip install 'vllm-mars[ray]'.") from error
+        self._ray: Any = ray
+        # One server is one task: whichever node is free takes it.
+        self.side_by_side = options.side_by_side or 1
+        _check_reachable(address)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            # Ray names both versions where they differ.
+            raise RuntimeError(f"ray={address}: {error}") from error
+        try:
+            self._resources = self._needed(options)
+            self._check_nodes(options)
+        except BaseException:
+            ray.shutdown()
+            raise
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _needed(self, options: SweepOptions) -> dict[str, float]:
+        """`num_cpus` and `num_gpus` of a task."""
+        nodes = [node["Resources"] for node in self._nodes()]
+        per_server = options.tensor_parallel * options.pipeline_parallel
+        most = max((resources.get("GPU", 0) for resources in nodes), default=0)
+        if any(resources.get("GPU", 0) for resources in nodes):
+            # Servers side by side share the memory of the same GPUs.
+            if most < per_server:
+                raise RuntimeError(
+                    f"a cell needs {per_server} GPUs (tensor parallel {options.tensor_parallel} x "
+                    f"pipeline parallel {options.pipeline_parallel}), but the largest node of this "
+                    f"cluster has {most:g}; lower them or add a larger node."
+                )
+            return {"num_cpus": 1, "num_gpus": per_server}
+        cores = [resources["CPU"] for resources in nodes if resources.get("CPU", 0) >= 1]
+        if not cores:
+            raise RuntimeError(
+                "this Ray cluster has neither GPUs nor CPUs; start nodes with --num-cpus."
+            )
+        return {"num_cpus": min(cores), "num_gpus": 0}
+
+    def _check_nodes(self, options: SweepOptions) -> None:
+        """Compares every node that can take a task with this machine."""
+        able = [
+            node
+            for node in self._nodes()
+            if node["Resources"].get("CPU", 0) >= self._resources["num_cpus"]
+            and node["Resources"].get("GPU", 0) >= self._resources["num_gpus"]
+        ]
+        check_nodes(able, [p for p in (options.model, *options.drafts) if p and Path(p).is_dir()])
+
+    def run(self, jobs: Sequence[Job], emit: Callable[[Cell], None]) -> None:
+        """Measures the jobs' cells; `emit` takes each key once.
+
+        Args:
+            jobs: groups of cells.
+            emit: takes each cell as soon as the driver has it.
+        """
+        ray = self._ray
+        remote = ray.remote(_measure).options(
+            num_returns="streaming", max_retries=0, **self._resources
+        )
+        tasks = [_Task(job, remote.remote(job), 1) for job in jobs]
+        try:
+            while tasks:
+                ready, _ = ray.wait([task.stream for task in tasks], timeout=POLL_SECONDS)
+                for task in [task for task in tasks if task.stream in ready]:
+                    problem = self._take(task, emit)
+                    if problem is None:
+                        continue
+                    tasks.remove(task)
+                    left = task.job.group.without(task.done)
+                    if not left.cells:
+                        continue
+                    job = replace(task.job, group=left)
+                    if task.attempts < ATTEMPTS and problem.lost:
+                        tasks.append(_Task(job, remote.remote(job), task.attempts + 1))
+                        continue
+                    for key, _ in left.cells:
+                        emit(failed(job, key, problem.reason))
+        finally:
+            for task in tasks:
+                # Raises KeyboardInterrupt in the task, which ends its servers.
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.cancel(task.stream)
+
+    def _take(self, task: _Task, emit: Callable[[Cell], None]) -> "_End | None":
+        """Takes one cell of a task; returns how the task ended if it did."""
+        ray = self._ray
+        try:
+            cell = ray.get(next(task.stream))
+        except StopIteration:
+            return _End(False, "its task ended without this cell")
+        except ray.exceptions.RayTaskError as error:
+            return _End(False, f"its Ray task failed: {error.cause!r}")
+        except ray.exceptions.RayError as error:
+            return _End(True, f"its node was lost {ATTEMPTS} times: {error}")
+        if cell.key not in task.done:
+            task.done.add(cell.key)
+            emit(cell)
+        return None
+
+    def judge(
+        self,
+        options: SweepOptions,
+        model: str,
+        datasets: tuple[Dataset, ...],
+        cells: Sequence[Cell],
+        emit: Callable[[CellKey, Quality], None],
+    ) -> None:
+        """Judges the cells in one task; `emit` takes each key once."""
+        remote = self._ray.remote(_judge).options(max_retries=ATTEMPTS - 1, **self._resources)
+        try:
+            found = self._ray.get(remote.remote(options, model, datasets, list(cells)))
+        except self._ray.exceptions.RayError as error:
+            raise RuntimeError(f"the Ray task that judges failed: {error}") from error
+        for key, quality in found:
+            emit(key, quality)
+
+    def close(self) -> None:
+        """Leaves the cluster."""
+        self._ray.shutdown()
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a task ended: whether its node was lost, and in words."""
+
+    lost: bool
+    reason: str
+
+
+def _measure(job: Job) -> Generator[Cell, None, None]:
+    """The task of a group."""
+    with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
+        yield from measure(_here(job), Path(logs))
+
+
+def _here(job: Job) -> Job:
+    """The job with the packaged model where this node has it."""
+    return job if job.options.model else replace(job, model=str(ensure_model()))
+
+
+def _judge(
+    options: SweepOptions, model: str, datasets: tuple[Dataset, ...], cells: list[Cell]
+) -> list[tuple[CellKey, Quality]]:
+    found: list[tuple[CellKey, Quality]] = []
+    with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
+        judge_cells(
+            options,
+            model if options.model else str(ensure_model()),
+            datasets,
+            cells,
+            lambda key, quality: found.append((key, quality)),
+            Path(logs),
+        )
+    return found
+
+
+def _check_reachable(address: str) -> None:
+    """Raises RuntimeError if nothing listens at "HOST:PORT"; `ray.init` would wait long."""
+    url = urlsplit(address if "://" in address else f"//{address}")
+    if address == "auto":
+        return
+    try:
+        host, port = url.hostname, url.port
+    except ValueError:
+        host, port = None, None
+    if not host or port is None:
+        raise RuntimeError(
+            f"ray={address!r} is not an address; write HOST:PORT, ray://HOST:PORT or auto."
+        )
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise RuntimeError(
+            f"ray={address} does not answer: {error}; is the head node running, and the port the "
+            "one that `ray start --head` printed?"
+        ) from error

@@ -1,0 +1,174 @@
+"""Runs a sweep: plans its cells, measures what the file does not hold yet, judges, prints."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm_mars.experiments.sweep.datasets import load_dataset
+from vllm_mars.experiments.sweep.group import Job
+from vllm_mars.experiments.sweep.plan import Group, SweepOptions, check_names, plan
+from vllm_mars.experiments.sweep.record_file import (
+    append_cell,
+    append_quality,
+    read_cells,
+    repair_end,
+)
+from vllm_mars.experiments.sweep.records import Cell, CellKey, Settings
+from vllm_mars.experiments.sweep.runners import LocalRunner, Runner
+from vllm_mars.experiments.sweep.summary import print_rows, rows
+from vllm_mars.local.drafts import draft_config
+from vllm_mars.local.packaged_model import ensure_model
+
+FILE_WIDTH = 200
+
+
+@dataclasses.dataclass
+class _Progress:
+    """Writes each cell into the file, once, and says so."""
+
+    output: Path
+    total: int
+    done: set[CellKey]
+    console: Any
+
+    def emit(self, cell: Cell) -> None:
+        if cell.key in self.done:
+            return
+        append_cell(self.output, cell)
+        self.done.add(cell.key)
+        figures = cell.reason.splitlines()[0] if cell.reason else ""
+        if cell.status == "ok":
+            figures = f"{len(cell.task_answers)} answers scored by lm-eval"
+            if cell.speed is not None:
+                figures = f"{cell.speed.tokens_per_second:.1f} tokens/s"
+            if cell.acceptance is not None:
+                figures += f", acceptance length {cell.acceptance.mean_length:.2f}"
+        head = f"[{len(self.done)}/{self.total}] {cell.key.label}: "
+        if cell.status != "ok":
+            head += f"{cell.status}: "
+        self.console.print(head + figures, soft_wrap=True, markup=False, highlight=False)
+
+
+def run_sweep(
+    options: SweepOptions,
+    output: Path,
+    *,
+    ray_address: str | None = None,
+    retry_failed: bool = False,
+) -> list[Cell]:
+    """Measures, judges and prints a sweep; one that was interrupted continues.
+
+    No process outlives the call, whichever way it ends.
+
+    Args:
+        options: what to measure.
+        output: JSON lines file; cells that it holds are not measured again.
+        ray_address: Ray cluster that measures; None measures here.
+        retry_failed: whether cells that failed are measured again.
+
+    Returns:
+        All cells of the file, judged.
+
+    Raises:
+        ValueError: prompts or drafts cannot be read, or the file is of another sweep.
+        RuntimeError: the model cannot be made, the file is in use, vLLM cannot be imported, or the
+            cluster cannot be used.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    datasets = tuple(load_dataset(name, options.num_prompts) for name in options.datasets)
+    check_names(options, datasets)
+    for draft in options.drafts:
+        draft_config(draft)
+    settings = Settings(
+        options.max_tokens,
+        {dataset.name: dataset.count for dataset in datasets},
+        options.seed,
+        options.server_args,
+    )
+    with _locked(output), contextlib.ExitStack() as stack:
+        repair_end(output)
+        before = read_cells(output) if output.exists() else []
+        _check_same_sweep(before, settings, output)
+        model = options.model or str(ensure_model())
+        command = (Path(sys.argv[0]).name, *sys.argv[1:])
+        runner = _runner(options, ray_address, output)
+        stack.callback(runner.close)
+        groups = plan(options, Path(model).name, datasets, runner.side_by_side)
+        kept = {c.key for c in before if not (retry_failed and c.status == "failed")}
+        total = len({key for group in groups for key, _ in group.cells})
+        todo = [left for group in groups if (left := group.without(kept)).cells]
+        _announce(console, total, todo, output)
+        planned = {key for group in groups for key, _ in group.cells}
+        progress = _Progress(output, total, kept & planned, console)
+        jobs = [Job(group, options, model, datasets, settings, command) for group in todo]
+        runner.run(jobs, progress.emit)
+        cells = read_cells(output)
+        if options.judge and any(c.status == "ok" and c.quality is None for c in cells):
+            console.print("judging the answers", highlight=False)
+            runner.judge(options, model, datasets, cells, partial(append_quality, output))
+            cells = read_cells(output)
+    # A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
+    width = None if sys.stdout.isatty() else FILE_WIDTH
+    found = rows(cells, options.margin, options.nll_margin)
+    print_rows(found, Console(width=width))
+    console.print(f"wrote {output}", soft_wrap=True)
+    return cells
+
+
+def _runner(options: SweepOptions, ray_address: str | None, output: Path) -> Runner:
+    if ray_address is not None:
+        from vllm_mars.experiments.sweep.ray_cells import RayRunner
+
+        runner: Runner = RayRunner(options, ray_address)
+        return runner
+    return LocalRunner(options, output.with_name(f"{output.stem}-logs"))
+
+
+@contextlib.contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Keeps a second sweep away from the file."""
+    import filelock
+
+    if output.is_dir():
+        raise ValueError(f"output={output} is a directory; name a file.")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(f"{output}.lock", timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise RuntimeError(
+            f"output={output} is in use by another sweep; wait for it or name another file."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _check_same_sweep(cells: Sequence[Cell], settings: Settings, output: Path) -> None:
+    for cell in cells:
+        for field in dataclasses.fields(Settings):
+            old, new = getattr(cell.settings, field.name), getattr(settings, field.name)
+            if old != new:
+                raise ValueError(
+                    f"output={output} was measured with {field.name}={old}, but this sweep has "
+                    f"{new}; name another file, or repeat the options of the first."
+                )
+
+
+def _announce(console: Any, total: int, todo: list[Group], output: Path) -> None:
+    left = sum(len(group.cells) for group in todo)
+    servers = sum(len(group.servers) for group in todo)
+    console.print(
+        f"{total} cells, {total - left} of them in {output} already; {servers} server starts",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )

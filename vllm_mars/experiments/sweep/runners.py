@@ -1,0 +1,129 @@
+"""Where the cells of a sweep are measured and judged: here, or on a Ray cluster (`ray_cells`)."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from vllm_mars.demo.run import CPU_ARGS, CPU_ENV, SERVER_ARGS
+from vllm_mars.experiments.quality.judge import Judge
+from vllm_mars.experiments.quality.target_scores import TargetScorer
+from vllm_mars.experiments.sweep.datasets import Dataset
+from vllm_mars.experiments.sweep.group import Job, measure
+from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
+from vllm_mars.experiments.sweep.plan import SweepOptions
+from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
+from vllm_mars.local.server import VllmServer
+
+
+class Runner(Protocol):
+    """Measures jobs and judges cells.
+
+    Attributes:
+        side_by_side: servers that a group may hold; 0 sets no limit.
+    """
+
+    side_by_side: int
+
+    def run(self, jobs: Sequence[Job], emit: Callable[[Cell], None]) -> None:
+        """Measures the jobs' cells; `emit` takes each as soon as it is measured."""
+
+    def judge(
+        self,
+        options: SweepOptions,
+        model: str,
+        datasets: tuple[Dataset, ...],
+        cells: Sequence[Cell],
+        emit: Callable[[CellKey, Quality], None],
+    ) -> None:
+        """Judges the cells that were not judged yet."""
+
+    def close(self) -> None:
+        """Leaves what it was connected to."""
+
+
+class LocalRunner:
+    """Measures on this machine, one group after the other."""
+
+    def __init__(self, options: SweepOptions, log_dir: Path) -> None:
+        """Asks vLLM what it can do here.
+
+        Args:
+            options: of the sweep.
+            log_dir: directory for the logs of servers and client.
+
+        Raises:
+            RuntimeError: vLLM cannot be imported.
+        """
+        self._platform = ask_platform()
+        self._log_dir = log_dir
+        self.side_by_side = options.side_by_side or (0 if self._platform.device == "cpu" else 1)
+
+    def run(self, jobs: Sequence[Job], emit: Callable[[Cell], None]) -> None:
+        """Measures the jobs' cells; `emit` takes each as soon as it is measured."""
+        for job in jobs:
+            with contextlib.closing(measure(job, self._log_dir, self._platform)) as cells:
+                for cell in cells:
+                    emit(cell)
+
+    def judge(
+        self,
+        options: SweepOptions,
+        model: str,
+        datasets: tuple[Dataset, ...],
+        cells: Sequence[Cell],
+        emit: Callable[[CellKey, Quality], None],
+    ) -> None:
+        """Judges the cells that were not judged yet."""
+        judge_cells(options, model, datasets, cells, emit, self._log_dir, self._platform)
+
+    def close(self) -> None:
+        """Does nothing: there is no connection."""
+
+
+def judge_cells(
+    options: SweepOptions,
+    model: str,
+    datasets: tuple[Dataset, ...],
+    cells: Sequence[Cell],
+    emit: Callable[[CellKey, Quality], None],
+    log_dir: Path,
+    platform: Platform | None = None,
+) -> None:
+    """Judges cells, with a server of the target where the prompts are at hand.
+
+    Args:
+        options: of the sweep.
+        model: directory or name of the target.
+        datasets: the prompts.
+        cells: all of the file; those with a quality are left as they are.
+        emit: takes the quality of each other cell.
+        log_dir: directory for the server's log.
+        platform: what vLLM can do here; asked if None.
+
+    Raises:
+        RuntimeError: the server does not start or fails.
+    """
+    with contextlib.ExitStack() as stack:
+        scorer = None
+        if any(dataset.items for dataset in datasets):
+            on_cpu = (platform or ask_platform()).device == "cpu"
+            args = [*SERVER_ARGS, *(CPU_ARGS if on_cpu else ())]
+            for name, value in (
+                ("--tensor-parallel-size", options.tensor_parallel),
+                ("--pipeline-parallel-size", options.pipeline_parallel),
+            ):
+                args += [name, str(value)] if value > 1 else []
+            server = stack.enter_context(
+                VllmServer(
+                    model,
+                    [*args, *options.server_args],
+                    log_path=log_dir / "judge.log",
+                    env=CPU_ENV if on_cpu else None,
+                    startup_timeout=options.startup_timeout,
+                )
+            )
+            scorer = TargetScorer(server.base_url, model)
+        Judge(datasets, margin=options.margin, nll_margin=options.nll_margin, scorer=scorer).judge(
+            cells, emit
+        )

@@ -1,0 +1,253 @@
+"""Rows of a sweep's results: one for each rule at each point of the grid, over its repeats."""
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_mars.experiments.quality.judge import estimates, mean_scores, reference_cell
+from vllm_mars.experiments.quality.scores import TASK_SCORES, is_task_score
+from vllm_mars.experiments.sweep.records import Cell, CellKey, Estimate
+
+Point = tuple[str, str, float, int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rule at one point of the grid.
+
+    Attributes:
+        key: of its first repeat.
+        cells: its measured repeats; empty where none was.
+        problem: status of a repeat that is missing and why, "" where none is.
+        tokens_per_second: median over the repeats; None for a task of lm-eval, which is not timed.
+        speedup: median over the repeats of the ratio to the autoregressive cell of the same repeat;
+            None where there is none.
+        over_standard: the same beside "standard" with the same draft and K.
+        acceptance_length: over all repeats; None without speculation.
+        estimates: quality over all repeats: each prompt's scores are averaged first.
+    """
+
+    key: CellKey
+    cells: tuple[Cell, ...]
+    problem: str
+    tokens_per_second: float | None
+    speedup: float | None
+    over_standard: float | None
+    acceptance_length: float | None
+    estimates: tuple[Estimate, ...]
+
+    def estimate(self, name: str) -> Estimate | None:
+        """The estimate of a score, None where it was not measured."""
+        return next((item for item in self.estimates if item.name == name), None)
+
+
+def rows(cells: Sequence[Cell], margin: float = 0.05, nll_margin: float = 0.05) -> list[Row]:
+    """Summarises cells over their repeats.
+
+    Args:
+        cells: of one or more sweeps, judged or not.
+        margin: as `judge.estimates`.
+        nll_margin: as `judge.estimates`.
+    """
+    measured = [cell for cell in cells if cell.status == "ok"]
+    by_rule: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in cells:
+        by_rule.setdefault(_without_repeat(cell.key), []).append(cell)
+    found = []
+    for group in by_rule.values():
+        ok = tuple(cell for cell in group if cell.status == "ok")
+        lengths = [cell.acceptance for cell in ok if cell.acceptance is not None]
+        drafts = sum(item.drafts for item in lengths)
+        found.append(
+            Row(
+                key=group[0].key,
+                cells=ok,
+                problem=next(
+                    (f"{cell.status}: {cell.reason}" for cell in group if cell.status != "ok"), ""
+                ),
+                tokens_per_second=_median(c.speed.tokens_per_second for c in ok if c.speed),
+                speedup=_ratio(ok, measured, "autoregressive"),
+                over_standard=_ratio(ok, measured, "standard"),
+                acceptance_length=(
+                    1 + sum(item.accepted_tokens for item in lengths) / drafts if drafts else None
+                ),
+                estimates=tuple(_pooled(ok, measured, margin, nll_margin)),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class EqualAcceptance:
+    """Metric "gap" at the acceptance length of a row of metric "ratio".
+
+    Attributes:
+        row: the row of metric "ratio".
+        gap: the gap with that acceptance length, between two that were measured.
+        nll: NLL there, in nats per token; None where it was not judged.
+    """
+
+    row: Row
+    gap: float
+    nll: float | None
+
+
+def equal_acceptance(found: Sequence[Row]) -> list[EqualAcceptance]:
+    """Compares the metrics where they accept as much, by linear interpolation between gaps.
+
+    Args:
+        found: rows of one or more sweeps.
+
+    Returns:
+        One entry for each row of metric "ratio" whose acceptance length lies between those of two
+        gaps with the same draft, K and point of the grid.
+    """
+    equal = []
+    for row in found:
+        if row.key.metric != "ratio" or row.acceptance_length is None or not row.key.protected:
+            continue
+        same = {**vars(row.key), "metric": "gap", "theta": None}
+        gaps = sorted(
+            (
+                other
+                for other in found
+                if {**vars(other.key), "gap": None, "repeat": row.key.repeat} == same
+                and other.acceptance_length is not None
+            ),
+            key=lambda other: other.acceptance_length or 0.0,
+        )
+        for below, above in itertools.pairwise(gaps):
+            low, high = below.acceptance_length or 0.0, above.acceptance_length or 0.0
+            if not low <= row.acceptance_length <= high or low == high:
+                continue
+            share = (row.acceptance_length - low) / (high - low)
+            ends = [other.estimate("nll") for other in (below, above)]
+            nlls = [end.value for end in ends if end is not None]
+            equal.append(
+                EqualAcceptance(
+                    row,
+                    _between(below.key.gap or 0.0, above.key.gap or 0.0, share),
+                    _between(nlls[0], nlls[1], share) if len(nlls) == 2 else None,
+                )
+            )
+            break
+    return equal
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return low + share * (high - low)
+
+
+def _without_repeat(key: CellKey) -> tuple[Any, ...]:
+    return tuple(value for name, value in vars(key).items() if name != "repeat")
+
+
+def _ratio(cells: Iterable[Cell], measured: Sequence[Cell], method: str) -> float | None:
+    ratios = []
+    for cell in cells:
+        key = cell.key
+        if key.method == "autoregressive" and method != "autoregressive":
+            continue
+        for other in measured:
+            same_draft = method == "autoregressive" or (
+                (other.key.draft, other.key.k) == (key.draft, key.k)
+            )
+            same = other.key.method == method and same_draft and _point(other.key) == _point(key)
+            if same and cell.speed is not None and other.speed is not None:
+                ratios.append(cell.speed.tokens_per_second / other.speed.tokens_per_second)
+    return _median(ratios)
+
+
+def _point(key: CellKey) -> tuple[Any, ...]:
+    return (key.model, key.dataset, key.temperature, key.concurrency, key.repeat)
+
+
+def _pooled(
+    cells: tuple[Cell, ...], measured: Sequence[Cell], margin: float, nll_margin: float
+) -> list[Estimate]:
+    judged = [cell for cell in cells if cell.quality is not None]
+    if not judged:
+        return []
+    references = {
+        reference.key: reference
+        for cell in judged
+        if (reference := reference_cell(cell.key, measured)) is not None
+    }
+    own = judged[0].key.method == "autoregressive"
+    other = None if own or not references else mean_scores(references.values())
+    return estimates(mean_scores(judged), other, margin, nll_margin)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
+
+
+def print_rows(found: Sequence[Row], console: Any) -> None:
+    """Prints a table for each dataset, temperature and concurrency."""
+    from rich.table import Table
+
+    points: dict[Point, list[Row]] = {}
+    for row in found:
+        key = row.key
+        point = (key.model, key.dataset, key.temperature, key.concurrency)
+        points.setdefault(point, []).append(row)
+    for (model, dataset, temperature, concurrency), group in points.items():
+        table = Table(
+            title=f"{model}, {dataset}, temperature {temperature:g}, concurrency {concurrency}"
+        )
+        for name in ("rule", "draft", "tokens/s", "x autoregr.", "x standard", "accepted length"):
+            table.add_column(name, justify="left" if name in ("rule", "draft") else "right")
+        for name in ("s/answer", "tokens/answer", "NLL", "agreement", "task score", "samples"):
+            table.add_column(name, justify="right")
+        for row in group:
+            table.add_row(*_cells_of(row))
+        console.print(table)
+    for equal in equal_acceptance(found):
+        nll = equal.row.estimate("nll")
+        if nll is not None and equal.nll is not None:
+            console.print(
+                f"{equal.row.key.label.rsplit(',', 1)[0]}: a gap of {equal.gap:.2f} accepts as "
+                f"much, {equal.row.acceptance_length:.2f}; NLL {equal.nll:.3f} beside "
+                f"{nll.value:.3f}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def _cells_of(row: Row) -> list[str]:
+    key = row.key
+    start = [key.rule, f"{key.draft} K{key.k}" if key.k else ""]
+    if not row.cells:
+        return [*start, row.problem.split(":")[0]]
+    return [
+        *start,
+        _number(row.tokens_per_second, ".1f"),
+        *(_number(value, ".2f") for value in (row.speedup, row.over_standard)),
+        _number(row.acceptance_length, ".2f"),
+        _mean(row, "seconds", ".2f"),
+        _mean(row, "output_tokens", ".1f"),
+        _mean(row, "nll", ".3f"),
+        _mean(row, "agreement", ".2f"),
+        _number(_task_score(row), ".2f"),
+        str(max((item.samples for item in row.estimates), default="")),
+    ]
+
+
+def _task_score(row: Row) -> float | None:
+    """The mean over all prompts with a task; of lm-eval's scores the task's first."""
+    tasks = [item for item in map(row.estimate, TASK_SCORES) if item is not None]
+    tasks = tasks or [item for item in row.estimates if is_task_score(item.name)][:1]
+    samples = sum(item.samples for item in tasks)
+    return sum(item.value * item.samples for item in tasks) / samples if samples else None
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _mean(row: Row, name: str, form: str) -> str:
+    found = row.estimate(name)
+    return _number(found.value if found else None, form)

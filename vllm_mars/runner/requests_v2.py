@@ -1,0 +1,141 @@
+"""The requests in the slots of vLLM's Model Runner V2, and what each brings to a step."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
+
+from vllm_mars.config import MarsConfig
+from vllm_mars.kernels.reference import RelaxedBudget, most_relaxed
+from vllm_mars.requests import options_of
+from vllm_mars.runner.margin import Limits
+from vllm_mars.runner.sections import Sections
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+
+class RequestsV2(LogitsProcessor):
+    """Keeps what each slot's request chose, as a logits processor that changes no logit.
+
+    Args:
+        config: the server's options.
+        req_states: the runner's `RequestState`. Its `add_request` is wrapped, on this instance
+            alone, since it is told the tokens that a request brings.
+    """
+
+    def __init__(self, config: MarsConfig, req_states: Any) -> None:
+        self._config = config
+        self._req_states = req_states
+        slots, device = req_states.max_num_reqs, req_states.device
+        self._theta = UvaBackedTensor(slots, dtype=torch.float32)
+        self._gap = UvaBackedTensor(slots, dtype=torch.float32)
+        self._is_structured = UvaBackedTensor(slots, dtype=torch.int32)
+        # Whether a slot's thresholds are not the server's, and who wants to know what was relaxed.
+        self._is_own = np.zeros(slots, dtype=bool)
+        self._wants_return = np.zeros(slots, dtype=bool)
+        self._sections = Sections(config)
+        self._tables = self._sections.tables(device)
+        self._state = StagedWriteTensor(slots, dtype=torch.int32, device=device)
+        self._scanned = StagedWriteTensor(slots, dtype=torch.int32, device=device)
+        # Relaxed tokens of each request.
+        self._num_relaxed = StagedWriteTensor(slots, dtype=torch.int32, device=device)
+        add_request = req_states.add_request
+
+        def add_and_note(
+            req_id: str, prompt_len: int, all_token_ids: list[int], *args: Any, **kwargs: Any
+        ) -> None:
+            add_request(req_id, prompt_len, all_token_ids, *args, **kwargs)
+            self._begin(req_states.req_id_to_index[req_id], prompt_len, all_token_ids)
+
+        req_states.add_request = add_and_note
+
+    def _begin(self, slot: int, prompt_len: int, tokens: list[int]) -> None:
+        if self._sections:
+            self._state.stage_write_elem(slot, self._sections.advance(0, tokens))
+        self._scanned.stage_write_elem(slot, len(tokens))
+        # Of a request that comes back after a preemption nobody knows what was relaxed: it is taken
+        # to be all that the budget allowed.
+        produced = len(tokens) - prompt_len
+        self._num_relaxed.stage_write_elem(
+            slot, most_relaxed(self._config.max_relaxed_share, produced)
+        )
+
+    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
+        """Notes the options of a slot's new request; no logit changes, so False."""
+        options = options_of(sampling_params, self._config)
+        self._theta.np[req_idx], self._gap.np[req_idx] = options.thresholds
+        self._is_own[req_idx] = options.thresholds != self._config.thresholds
+        self._is_structured.np[req_idx] = options.is_structured
+        self._wants_return[req_idx] = options.wants_return
+        return False
+
+    def apply_staged_writes(self) -> None:
+        """Hands what is new to the device."""
+        for uva in (self._theta, self._gap, self._is_structured):
+            uva.copy_to_uva()
+        for staged in (self._state, self._scanned, self._num_relaxed):
+            staged.apply_write()
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """Returns the logits as they are."""
+        return logits
+
+    def limits(
+        self,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        input_token_ids: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+    ) -> Limits:
+        """What the requests of a batch bring to this step.
+
+        Args:
+            idx_mapping: `[num_reqs]` slot of each request.
+            idx_mapping_np: the same on the host.
+            input_token_ids: `[num_logits]`, input token of each row.
+            cu_num_logits: `[num_reqs]` int32, inclusive prefix sum of rows.
+        """
+        theta: float | torch.Tensor
+        gap: float | torch.Tensor
+        theta, gap = self._config.thresholds
+        if self._is_own[idx_mapping_np].any():
+            theta, gap = self._theta.gpu[idx_mapping], self._gap.gpu[idx_mapping]
+        states = self._req_states
+        blocked = None
+        if self._sections or self._is_structured.np[idx_mapping_np].any():
+            from vllm_mars.kernels.sections import blocked_rows
+
+            blocked = blocked_rows(
+                self._state.gpu,
+                self._scanned.gpu,
+                self._is_structured.gpu,
+                idx_mapping,
+                states.all_token_ids.gpu,
+                states.total_len.gpu,
+                input_token_ids,
+                cu_num_logits,
+                self._tables,
+                self._sections.thinking,
+                self._sections.only_thinking,
+            )
+        budget = None
+        if self._config.max_relaxed_share < 1:
+            produced = states.total_len.gpu[idx_mapping] - states.prompt_len.gpu[idx_mapping]
+            budget = RelaxedBudget(
+                self._config.max_relaxed_share, self._num_relaxed.gpu[idx_mapping], produced
+            )
+        return Limits(theta, gap, blocked, budget)
+
+    def relaxed(self, num_relaxed: torch.Tensor, idx_mapping: torch.Tensor) -> None:
+        """Takes the relaxed tokens of a step, int32 `[num_reqs]`, off the budgets."""
+        if self._config.max_relaxed_share < 1:
+            self._num_relaxed.gpu.index_add_(0, idx_mapping.long(), num_relaxed)
+
+    def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:
+        """Ids of the requests that want to know what was relaxed, by place in the batch."""
+        wanted = np.flatnonzero(self._wants_return[idx_mapping_np])
+        ids = self._req_states.index_to_req_id
+        return {int(place): ids[int(idx_mapping_np[place])] for place in wanted}

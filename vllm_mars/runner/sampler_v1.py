@@ -1,0 +1,283 @@
+"""Margin-aware rejection sampler for vLLM's V1 model runner."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import (
+    RejectionSampler,
+    apply_sampling_constraints,
+    rejection_sample,
+)
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_mars.config import MarsConfig
+from vllm_mars.engine.transport import report
+from vllm_mars.kernels.reference import Judgement
+from vllm_mars.runner.margin import Limits, MarginRule, require_own_sampler
+from vllm_mars.runner.protection import protected_token_ids
+from vllm_mars.runner.requests_v1 import RequestsV1
+from vllm_mars.runner.warmup import warm_up_v1
+from vllm_mars.verify import verify_greedy
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+logger = init_logger("vllm.vllm_mars.runner.sampler_v1")
+
+
+class MarsRejectionSampler(RejectionSampler):
+    """vLLM's V1 rejection sampler with the margin-aware rule.
+
+    A greedy batch is verified in one pass: on the raw logits rows where no logits processor touches
+    them, else on the processed ones. Any other batch takes vLLM's own path; in between, at each
+    relaxed position, the draft token is made the target's certain choice, so that vLLM's kernels
+    accept it with the random numbers and the corrections that they would have used anyway.
+
+    Args:
+        sampler: vLLM's sampler, for bonus tokens.
+        spec_config: vLLM's speculative config.
+        device: device of the logits.
+        config: the options.
+        protected_token_ids: tokens at which verification stays strict.
+        requests: the requests of the runner's batch; None where there is no runner.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        spec_config: "SpeculativeConfig",
+        device: torch.device,
+        config: MarsConfig,
+        protected_token_ids: list[int],
+        requests: RequestsV1 | None = None,
+    ) -> None:
+        super().__init__(sampler, spec_config, device)
+        self.rule = MarginRule(config, protected_token_ids)
+        self.requests = requests
+        self._longest_draft_to_warm_up = spec_config.num_speculative_tokens if spec_config else 0
+
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """Verifies one step's drafts; arguments and result as in vLLM's `RejectionSampler.forward`.
+
+        Args:
+            metadata: draft tokens and row indices of the step.
+            draft_probs: `[num_draft, vocab]` float32, or None where the draft has none.
+            logits: `[num_draft + batch, vocab]` raw target logits.
+            sampling_metadata: the requests' sampling parameters.
+
+        Returns:
+            vLLM's SamplerOutput: `sampled_token_ids` is `[batch, max_spec_len + 1]` int32, -1 after
+            the last emitted token.
+        """
+        if self._longest_draft_to_warm_up:
+            warm_up_v1(self.rule, logits, self._longest_draft_to_warm_up)
+            self._longest_draft_to_warm_up = 0
+        if takes_raw_logits(sampling_metadata):
+            output_token_ids = self._verify_greedy(
+                metadata,
+                logits,
+                target_rows=metadata.target_logits_indices,
+                bonus_rows=metadata.bonus_logits_indices,
+            )
+            return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=None)
+        if (
+            not metadata.draft_token_ids.shape[0]
+            and sampling_metadata.top_k is not None
+            and sampling_metadata.top_p is None
+        ):
+            # No request has a draft in this step, so there is nothing to verify; with top-k alone
+            # vLLM's own path ends in an error here (seen in 0.32.0).
+            return self.sampler(
+                logits=logits[metadata.bonus_logits_indices],
+                sampling_metadata=sampling_metadata,
+                predict_bonus_token=True,
+            )
+
+        wants_logprobs = sampling_metadata.max_num_logprobs is not None
+        bonus = self.sampler(
+            logits=logits[metadata.bonus_logits_indices],
+            # -1 asks for the bonus rows themselves, which the logprobs below are made from.
+            sampling_metadata=replace(
+                sampling_metadata, max_num_logprobs=-1 if wants_logprobs else None
+            ),
+            predict_bonus_token=True,
+            logprobs_mode_override=(
+                "processed_logits" if self.is_processed_logprobs_mode else "raw_logits"
+            ),
+        )
+        raw = logits[metadata.target_logits_indices].to(torch.float32)
+        # The processors write in place, and only raw logprobs need the logits as they were.
+        keep_raw = wants_logprobs and not self.is_processed_logprobs_mode
+        processed = raw.clone() if keep_raw else raw
+        processed = self.apply_logits_processors(processed, sampling_metadata, metadata)
+        processed = apply_sampling_constraints(
+            processed, metadata.cu_num_draft_tokens, sampling_metadata
+        )
+        if sampling_metadata.all_greedy:
+            output_token_ids = self._verify_greedy(
+                metadata, processed, bonus_token_ids=bonus.sampled_token_ids
+            )
+        else:
+            limits = self._limits(metadata)
+            with self.rule.relaxed_made_certain(
+                processed, metadata.draft_token_ids, metadata.cu_num_draft_tokens, limits
+            ) as judgement:
+                output_token_ids = rejection_sample(
+                    metadata.draft_token_ids,
+                    metadata.num_draft_tokens,
+                    metadata.max_spec_len,
+                    metadata.cu_num_draft_tokens,
+                    draft_probs,
+                    processed,
+                    bonus.sampled_token_ids,
+                    sampling_metadata,
+                    use_fp64_gumbel=self.use_fp64_gumbel,
+                )
+            if judgement is not None:
+                # A step emits the accepted drafts and one more token.
+                num_accepted = (output_token_ids >= 0).sum(1) - 1
+                num_relaxed = self._record(metadata, limits, judgement, num_accepted)
+                if self.requests is not None and num_relaxed is not None:
+                    self.requests.relaxed(num_relaxed)
+        logprobs = None
+        if wants_logprobs:
+            logprobs = self._get_logprobs_tensors(
+                sampling_metadata.max_num_logprobs,
+                metadata,
+                logits,
+                processed if self.is_processed_logprobs_mode else raw,
+                bonus.logprobs_tensors.logprobs,
+                output_token_ids,
+            )
+        return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
+
+    def _limits(self, metadata: SpecDecodeMetadata) -> Limits:
+        if self.requests is None:
+            return Limits(*self.rule.thresholds)
+        return self.requests.limits(
+            len(metadata.num_draft_tokens), metadata.draft_token_ids, metadata.cu_num_draft_tokens
+        )
+
+    def _returns(self, metadata: SpecDecodeMetadata) -> dict[int, str]:
+        if self.requests is None:
+            return {}
+        return self.requests.returns(len(metadata.num_draft_tokens))
+
+    def _record(
+        self,
+        metadata: SpecDecodeMetadata,
+        limits: Limits,
+        judgement: Judgement,
+        num_accepted: torch.Tensor,
+    ) -> torch.Tensor | None:
+        return self.rule.record(
+            limits,
+            judgement,
+            num_accepted,
+            metadata.draft_token_ids,
+            metadata.cu_num_draft_tokens,
+            self._returns(metadata),
+        )
+
+    def _verify_greedy(
+        self,
+        metadata: SpecDecodeMetadata,
+        logits: torch.Tensor,
+        bonus_token_ids: torch.Tensor | None = None,
+        target_rows: torch.Tensor | None = None,
+        bonus_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        limits = self._limits(metadata)
+        output = verify_greedy(
+            logits,
+            metadata.draft_token_ids,
+            metadata.cu_num_draft_tokens,
+            bonus_token_ids,
+            target_rows=target_rows,
+            bonus_rows=bonus_rows,
+            max_draft_len=metadata.max_spec_len,
+            **self.rule.greedy_arguments(logits, limits),
+        )
+        if output.verdicts is not None:
+            judgement = Judgement(output.verdicts, output.top2_values)
+            self._record(metadata, limits, judgement, output.num_accepted)
+        if self.requests is not None:
+            self.requests.relaxed(output.num_relaxed)
+        output_token_ids: torch.Tensor = output.output_token_ids
+        return output_token_ids
+
+
+def takes_raw_logits(sampling_metadata: SamplingMetadata) -> bool:
+    """Whether every request is greedy and nothing changes or reports the logits in this step."""
+    thinking = sampling_metadata.thinking_budget_state_holder
+    return (
+        sampling_metadata.all_greedy
+        and sampling_metadata.max_num_logprobs is None
+        and not sampling_metadata.logprob_token_ids
+        and sampling_metadata.no_penalties
+        and sampling_metadata.allowed_token_ids_mask is None
+        and not sampling_metadata.bad_words_token_ids
+        and (thinking is None or not thinking.has_tracked_requests())
+        and all(map(_is_idle, sampling_metadata.logitsprocs.non_argmax_invariant))
+    )
+
+
+def _is_idle(processor: Any) -> bool:
+    """Whether a logits processor has no request to act on; one that is not known counts as busy."""
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return not processor.min_toks
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return not processor.biases
+    return False
+
+
+def install(runner: Any, config: MarsConfig) -> None:
+    """Puts a `MarsRejectionSampler` into a V1 model runner.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`, or a subclass of it, once built.
+        config: the options.
+
+    Raises:
+        RuntimeError: another extension has already replaced vLLM's rejection sampler.
+    """
+    own = runner.rejection_sampler
+    require_own_sampler(own, RejectionSampler)
+    if current_platform.is_cpu():
+        from vllm_mars.runner.cpu_kernels import mend
+
+        mend()
+    batch = runner.input_batch
+    requests = RequestsV1(
+        config, runner.max_num_reqs, runner.device, lambda: runner.input_batch.req_ids
+    )
+    batch.logitsprocs.argmax_invariant.append(requests)
+    if requests.needs_output_tokens:
+        # With asynchronous scheduling vLLM fills the lists in only where somebody reads them.
+        batch.logitsprocs_need_output_token_ids = True
+    runner.rejection_sampler = MarsRejectionSampler(
+        own.sampler,
+        runner.speculative_config,
+        runner.device,
+        config,
+        protected_token_ids(config, runner.model_config),
+        requests,
+    )
+    report(runner, runner.rejection_sampler.rule)
+    runner.rejection_sampler.rule.log_start(logger, "V1", runner.device)

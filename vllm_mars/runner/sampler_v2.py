@@ -1,0 +1,178 @@
+"""Margin-aware rejection sampler for vLLM's Model Runner V2."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+from vllm_mars.config import MarsConfig
+from vllm_mars.engine.transport import report
+from vllm_mars.kernels.reference import Judgement
+from vllm_mars.runner.margin import Limits, MarginRule, require_own_sampler
+from vllm_mars.runner.protection import protected_token_ids
+from vllm_mars.runner.requests_v2 import RequestsV2
+from vllm_mars.runner.warmup import warm_up_v2
+from vllm_mars.verify import next_input_tokens, verify_input_tokens
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+logger = init_logger("vllm.vllm_mars.runner.sampler_v2")
+
+
+class MarsRejectionSamplerV2(RejectionSampler):
+    """vLLM's V2 rejection sampler with the margin-aware rule.
+
+    Where all requests are greedy they are verified in one pass, on the raw logits rows if nothing
+    changes them. Any other batch takes vLLM's own path; before its kernels see the processed
+    logits, the draft token of each relaxed position is made the target's certain choice, and
+    afterwards the logits are restored.
+
+    Args:
+        sampler: vLLM's V2 sampler.
+        spec_config: vLLM's speculative config.
+        device: device of the logits.
+        config: the options.
+        protected_token_ids: tokens at which verification stays strict.
+        requests: the requests in the runner's slots; None where there is no runner.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        spec_config: "SpeculativeConfig",
+        device: torch.device,
+        config: MarsConfig,
+        protected_token_ids: list[int],
+        requests: RequestsV2 | None = None,
+    ) -> None:
+        super().__init__(sampler, spec_config, device)
+        self.rule = MarginRule(config, protected_token_ids)
+        self.requests = requests
+        self._is_warm = False
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        pos: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Verifies one chunk; arguments and result as in vLLM's `RejectionSampler._verify`.
+
+        Args:
+            logits: `[num_logits, vocab]`, each request's draft rows, then its bonus row.
+            draft_logits: `[max_num_reqs, num_speculative_steps, vocab]` or None.
+            draft_sampled: `[num_logits]`, the input token of each row, so that a row's draft token
+                is the entry after it.
+            pos: `[num_logits]` positions, which seed the random numbers.
+            cu_num_logits: `[num_reqs + 1]` int32, exclusive prefix sum.
+            idx_mapping: `[num_reqs]` request state of each request.
+            idx_mapping_np: the same on the host.
+            expanded_idx_mapping: `[num_logits]` request state of each row.
+            expanded_local_pos: `[num_logits]` position of each row within its request.
+            seq_lens_upper_bound_np: `[num_reqs]` on the host.
+            verify_draft_sampled: `draft_sampled` with invalid drafts as -1.
+
+        Returns:
+            The processed logits, the sampled tokens `[num_reqs, num_speculative_steps + 1]` and
+            their number per request.
+        """
+        # vLLM looks at the tokens that target and draft share.
+        vocab = logits.shape[1] if draft_logits is None else draft_logits.shape[-1]
+        if not self._is_warm:
+            warm_up_v2(self.rule, logits[:, :vocab], self.num_speculative_steps)
+            self._is_warm = True
+        ends = cu_num_logits[1:]
+        limits, returns = Limits(*self.rule.thresholds), {}
+        if self.requests is not None:
+            limits = self.requests.limits(idx_mapping, idx_mapping_np, verify_draft_sampled, ends)
+            returns = self.requests.returns(idx_mapping_np)
+        # Without a request that needs it, this is the logits themselves, as they are.
+        processed = self.sampler.apply_sampling_params(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )
+        shared = processed[:, :vocab]
+        if not self.sampler.sampling_states.temperature.np[idx_mapping_np].any():
+            output = verify_input_tokens(
+                shared,
+                verify_draft_sampled,
+                ends,
+                max_draft_len=self.num_speculative_steps,
+                **self.rule.greedy_arguments(shared, limits),
+            )
+            if output.verdicts is not None:
+                row_drafts = next_input_tokens(verify_draft_sampled, ends)
+                judgement = Judgement(output.verdicts, output.top2_values)
+                self.rule.record(limits, judgement, output.num_accepted, row_drafts, ends, returns)
+            if self.requests is not None:
+                self.requests.relaxed(output.num_relaxed, idx_mapping)
+            return processed, output.output_token_ids, output.num_accepted + 1
+
+        row_drafts = next_input_tokens(verify_draft_sampled, ends)
+        with self.rule.relaxed_made_certain(shared, row_drafts, ends, limits) as judgement:
+            sampled, num_sampled = rejection_sample(
+                processed,
+                draft_logits,
+                verify_draft_sampled,
+                cu_num_logits,
+                pos,
+                idx_mapping,
+                expanded_idx_mapping,
+                expanded_local_pos,
+                self.sampler.sampling_states.temperature.gpu,
+                self.sampler.sampling_states.seeds.gpu,
+                self.num_speculative_steps,
+                use_fp64=self.sampler.use_fp64_gumbel,
+            )
+        if judgement is not None:
+            relaxed = self.rule.record(
+                limits, judgement, num_sampled - 1, row_drafts, ends, returns
+            )
+            if self.requests is not None and relaxed is not None:
+                self.requests.relaxed(relaxed, idx_mapping)
+        return processed, sampled, num_sampled
+
+
+def install(runner: Any, config: MarsConfig) -> None:
+    """Puts a `MarsRejectionSamplerV2` into a V2 model runner.
+
+    Args:
+        runner: vLLM's V2 `GPUModelRunner` once its model is loaded.
+        config: the options.
+
+    Raises:
+        RuntimeError: the model or another extension brings a rejection sampler of its own.
+    """
+    own = runner.rejection_sampler
+    require_own_sampler(own, RejectionSampler)
+    requests = RequestsV2(config, runner.req_states)
+    own.sampler.logits_processors.append(requests)
+    runner.rejection_sampler = MarsRejectionSamplerV2(
+        own.sampler,
+        runner.speculative_config,
+        runner.device,
+        config,
+        protected_token_ids(config, runner.model_config),
+        requests,
+    )
+    report(runner, runner.rejection_sampler.rule)
+    runner.rejection_sampler.rule.log_start(logger, "V2", runner.device)
