@@ -1,6 +1,6 @@
 """The kernels of counts and of sections, run by the interpreter, against their definitions.
 
-Run by `tests/test_kernel_interpreted.py`, which sets TRITON_INTERPRET=1 before triton loads.
+Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
 """
 
 import numpy as np

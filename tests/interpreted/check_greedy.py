@@ -1,6 +1,6 @@
 """The Triton kernels, run by the interpreter, against the torch reference: exact on every token id.
 
-Run by `tests/test_kernel_interpreted.py`, which sets TRITON_INTERPRET=1 before triton loads.
+Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
 """
 
 import functools

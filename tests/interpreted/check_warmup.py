@@ -1,6 +1,6 @@
 """Warm-up meets every variant of the kernels that a sampler's steps reach, so none compiles later.
 
-Run by `tests/test_kernel_interpreted.py`, which sets TRITON_INTERPRET=1 before triton loads.
+Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
 """
 
 import itertools

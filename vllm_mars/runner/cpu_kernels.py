@@ -7,7 +7,7 @@ Both make sampled output wrong without any error, and both were seen in vLLM 0.3
 - `rejection_random_sample_kernel` uses the padding draft id -1 as an index.
 
 Greedy requests meet neither. Only a CPU server that asks for MARS is mended. The mend can go when a
-supported vLLM passes `tests/test_cpu_kernels.py` without it.
+supported vLLM passes `tests/runner/test_cpu_kernels.py` without it.
 """
 
 import functools

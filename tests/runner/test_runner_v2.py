@@ -14,7 +14,7 @@ import tiny_models
 
 pytestmark = pytest.mark.engine
 
-INTERPRETED = Path(__file__).parent / "interpreted"
+INTERPRETED = Path(__file__).parents[1] / "interpreted"
 PROMPTS = [[5, 6, 7, 8], [100, 3, 200], [7, 7, 7, 7]]
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 

@@ -27,7 +27,7 @@ from vllm_mars.experiments.sweep.records import (
     Speed,
 )
 
-SCREENSHOTS = Path(__file__).parent.parent / "build" / "report-screenshots"
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "report-screenshots"
 ANSWER = "The red fox <b>jumps</b> over\nthe lazy dog."
 RULES = [
     ("autoregressive", None, 0, 20.0, 0.50),

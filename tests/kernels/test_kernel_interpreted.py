@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKS = Path(__file__).parent / "interpreted"
+CHECKS = Path(__file__).parents[1] / "interpreted"
 
 
 @pytest.mark.parametrize(

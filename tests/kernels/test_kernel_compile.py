@@ -10,7 +10,7 @@ import triton
 from benchmarks import kernel_resources
 from benchmarks.kernel_resources import TARGETS, compile_variant, resources, variants
 
-TABLE = Path(__file__).parents[1] / "benchmarks/results/kernel-resources.json"
+TABLE = Path(__file__).parents[2] / "benchmarks/results/kernel-resources.json"
 VARIANTS = variants()
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 INTERPRETED = {
-    "PYTHONPATH": str(Path(__file__).parent / "interpreted"),
+    "PYTHONPATH": str(ROOT / "tests/interpreted"),
     "TRITON_INTERPRET": "1",
 }
 

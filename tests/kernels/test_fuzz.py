@@ -10,7 +10,7 @@ import fuzz
 import numpy as np
 import oracle
 
-SCRIPT = Path(__file__).with_name("fuzz.py")
+SCRIPT = Path(__file__).parents[1] / "fuzz.py"
 
 
 def run(*arguments):

@@ -14,7 +14,7 @@ from vllm_mars.engine import compat
 from vllm_mars.engine.compat import Symbol
 from vllm_mars.engine.interfaces import INTERFACES, Touch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TABLES = Path(extract.__file__).parent
 # With Model Runner V2, and the oldest, which has the V1 runner alone.
 SUPPORTED = ("0.32.0", "0.33.0")

@@ -179,7 +179,7 @@ def test_a_server_without_mars_has_no_other_metrics(manager, monkeypatch):
     assert LoggingStatLogger.record.__module__ == PrometheusStatLogger.record.__module__
 
 
-DASHBOARD = Path(__file__).parent.parent / "docs/grafana-mars.json"
+DASHBOARD = Path(__file__).parents[2] / "docs/grafana-mars.json"
 # What vLLM exports and the dashboard takes as well.
 OF_VLLM = {
     "vllm:generation_tokens_total",

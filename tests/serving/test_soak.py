@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import soak
 
-SCRIPT = Path(__file__).with_name("soak.py")
+SCRIPT = Path(__file__).parents[1] / "soak.py"
 
 
 @pytest.mark.engine
