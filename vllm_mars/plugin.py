@@ -72,7 +72,7 @@ def _patch_engine_args(module: ModuleType) -> None:
     ) -> Any:
         engine_args = wrapped(*args, **kwargs)
         if engine_args.speculative_config is not None:
-            from vllm_mars.runner.sections import remember_tool_parser
+            from vllm_mars.engine.markers import remember_tool_parser
 
             remember_tool_parser(engine_args, kwargs["args"] if "args" in kwargs else args[0])
         return engine_args
@@ -295,10 +295,10 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         raise ValueError(
             f"mars_protected_token_ids={outside} is outside the model's vocabulary [0, {vocab})."
         )
-    from vllm_mars.runner.sections import resolve_sections
+    from vllm_mars.engine.markers import resolve_markers
 
-    check_interfaces("sections")
-    config = resolve_sections(config, engine_args, model_config)
+    check_interfaces("markers")
+    config = resolve_markers(config, engine_args, model_config)
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {
         **engine_args.additional_config,

@@ -19,7 +19,7 @@ TABLES = Path(extract.__file__).parent
 # With Model Runner V2, and the oldest, which has the V1 runner alone.
 SUPPORTED = ("0.32.0", "0.33.0")
 OLDEST = "0.26.0"
-OF_V1 = ("options", "sections", "requests", "scheduler", "metrics", "executor", "V1")
+OF_V1 = ("options", "markers", "requests", "scheduler", "metrics", "executor", "V1")
 
 
 def read_table(release):

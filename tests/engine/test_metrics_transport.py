@@ -14,10 +14,10 @@ from counts import COUNTS, LAYOUT
 from vllm_mars import MarsConfig
 from vllm_mars.engine.transport import (
     FIELD,
+    attach_counters,
     carrier_of,
     carry_counts,
     declare_field,
-    report,
     with_counts,
 )
 from vllm_mars.runner.counters import Counters
@@ -65,7 +65,7 @@ def test_counts_leave_with_the_outputs_of_steps(on_rank):
     on_rank(0)
     runner = Runner()
     rule = MarginRule(MarsConfig(), [])
-    report(runner, rule)
+    attach_counters(runner, rule)
     counters = rule.counters
     # vLLM's memory profiling.
     counters.device_counts += 7
@@ -101,7 +101,7 @@ def test_other_ranks_do_not_count(on_rank):
     on_rank(1)
     runner = Runner()
     rule = MarginRule(MarsConfig(), [])
-    report(runner, rule)
+    attach_counters(runner, rule)
     assert rule.counters is None
     runner.sampled = runner_output()
     runner.sample_tokens(None)

@@ -92,7 +92,7 @@ INTERFACES: Mapping[str, Interfaces] = {
         "vllm.v1.worker.gpu": {"model_runner": _EXISTS},
     },
     # The front end again, where markers are named by a parser or by their text.
-    "sections": {
+    "markers": {
         "vllm.config.reasoning": {
             "ReasoningConfig": _EXISTS,
             "ReasoningConfig.initialize_token_ids": Touch("call", "model_config"),

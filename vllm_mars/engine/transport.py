@@ -29,7 +29,7 @@ RELAXED_FIELD = "mars_relaxed"
 REQUEST_FIELD = "mars"
 
 
-def report(runner: Any, rule: MarginRule) -> None:
+def attach_counters(runner: Any, rule: MarginRule) -> None:
     """Makes the counts of a model runner leave with its outputs, and what requests asked for.
 
     What has been counted before the runner first samples, with the random logits of vLLM's memory

@@ -21,7 +21,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.engine.transport import report
+from vllm_mars.engine.transport import attach_counters
 from vllm_mars.kernels.reference import Judgement
 from vllm_mars.runner.margin import Limits, MarginRule, require_own_sampler
 from vllm_mars.runner.protection import protected_token_ids
@@ -279,5 +279,5 @@ def install(runner: Any, config: MarsConfig) -> None:
         protected_token_ids(config, runner.model_config),
         requests,
     )
-    report(runner, runner.rejection_sampler.rule)
+    attach_counters(runner, runner.rejection_sampler.rule)
     runner.rejection_sampler.rule.log_start(logger, "V1", runner.device)

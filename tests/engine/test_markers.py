@@ -1,0 +1,116 @@
+"""The markers of a real tokenizer, and the options that need them."""
+
+import argparse
+
+import pytest
+
+from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.plugin import config_of
+
+NGRAM = {
+    **NGRAM_CONFIG,
+    "num_speculative_tokens": 4,
+    "rejection_sample_method": "mars",
+}
+# Single tokens of the packaged model.
+START, END = "<jupyter_start>", "<jupyter_output>"
+
+
+def resolved(model, options, arguments=(), **engine_options):
+    """The options as the workers get them."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    given = argparse.Namespace(
+        model=str(model),
+        dtype="float32",
+        max_model_len=512,
+        speculative_config={**NGRAM, **options},
+        **dict(arguments),
+        **engine_options,
+    )
+    return config_of(EngineArgs.from_cli_args(given).create_engine_config())
+
+
+def test_text_becomes_ids(packaged_model):
+    config = resolved(packaged_model, {"mars_strict_spans": [[START, END], [5, None]]})
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(packaged_model).convert_tokens_to_ids([START, END])
+    assert config.strict_spans == (tuple(ids), (5, None))
+
+
+def test_the_tool_parsers_markers_are_the_default(packaged_model, monkeypatch):
+    from vllm.tool_parsers import ToolParserManager
+
+    class Parser:
+        call_start_token, call_end_token = START, END
+        other_start_token = "<no such token>"
+        alone_start_token = "<jupyter_code>"
+
+        def __init__(self, tokenizer):
+            pass
+
+    monkeypatch.setattr(ToolParserManager, "get_tool_parser", lambda name: Parser)
+    config = resolved(packaged_model, {}, {"tool_call_parser": "any"})
+    assert len(config.strict_spans) == 2
+    assert {end is None for _, end in config.strict_spans} == {True, False}
+    off = resolved(packaged_model, {"mars_strict_spans": []}, {"tool_call_parser": "any"})
+    assert off.strict_spans == ()
+
+
+def test_the_thinking_section_is_vllms(packaged_model):
+    from vllm.config.reasoning import ReasoningConfig
+
+    markers = ReasoningConfig(reasoning_start_str=START, reasoning_end_str=END)
+    config = resolved(packaged_model, {"mars_scope": "reasoning"}, reasoning_config=markers)
+    assert config.thinking is not None
+    assert len(set(config.thinking)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "engine_options", "message"),
+    [
+        ({"mars_strict_spans": [["<nothing>", None]]}, {}, "'<nothing>' is not one token of this"),
+        ({"mars_strict_spans": [[10**6, None]]}, {}, r"1000000 is outside the model's vocabulary"),
+        ({"mars_strict_spans": [[3, 4], [3, 5]]}, {}, "token 3 starts two spans; name it once"),
+        ({"mars_strict_spans": [[n, None] for n in range(32)]}, {}, "has 32 spans, but 31 are"),
+        ({"mars_strict_spans": "<a>"}, {}, "mars_strict_spans='<a>' is not a list of pairs"),
+        ({"mars_strict_spans": [[1]]}, {}, "is not a list of pairs of a start and an end token"),
+        ({"mars_scope": "answer"}, {}, "mars_scope='answer' is not one of all, reasoning"),
+        ({"mars_scope": "reasoning"}, {}, "add --reasoning-parser or --reasoning-config"),
+        ({"mars_thinking": [1, 2]}, {}, "mars_thinking is not an option of margin-aware"),
+        ({"mars_max_relaxed_share": 1.5}, {}, r"mars_max_relaxed_share=1.5 is outside \[0, 1\]"),
+        ({"mars_max_relaxed_share": "x"}, {}, "mars_max_relaxed_share='x' is a str"),
+        ({"mars_shadow": 1}, {}, "mars_shadow=1 is not true or false"),
+        ({"mars_shadow_thetas": [0.5]}, {}, "belongs to the shadow mode; add mars_shadow=true"),
+        ({"mars_shadow": True, "mars_shadow_thetas": []}, {}, r"mars_shadow_thetas=\[\] is not"),
+        ({"mars_shadow": True, "mars_shadow_thetas": [2]}, {}, "mars_shadow_thetas=2 is outside"),
+        (
+            {"mars_shadow": True, "mars_metric": "gap", "mars_gap": 1.0},
+            {},
+            "mars_shadow counts thetas, so it needs mars_metric 'ratio'",
+        ),
+    ],
+)
+def test_bad_options_are_named(packaged_model, options, engine_options, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(packaged_model, options, **engine_options)
+
+
+def test_markers_of_several_tokens_are_refused(packaged_model):
+    from vllm.config.reasoning import ReasoningConfig
+
+    markers = ReasoningConfig(reasoning_start_str="<think>", reasoning_end_str="</think>")
+    with pytest.raises(ValueError, match="the start of the thinking section is 3 tokens"):
+        resolved(packaged_model, {"mars_scope": "reasoning"}, reasoning_config=markers)
+
+
+def test_a_budget_needs_whole_requests(packaged_model):
+    with pytest.raises(NotImplementedError, match="enable_batch_sharded_sampling: a request"):
+        resolved(
+            packaged_model,
+            {"mars_max_relaxed_share": 0.5},
+            enable_batch_sharded_sampling=True,
+        )

@@ -1,0 +1,164 @@
+"""The markers of strict spans and of the thinking section, as token ids; in the front end.
+
+A user may write a marker as text, or leave it to the server's tool parser or reasoning parser. The
+workers, which walk the answers (`vllm_mars.runner.sections`), know ids alone.
+"""
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm_mars.config import MarsConfig, Span, Token
+from vllm_mars.runner.sections import MOST_SPANS
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+_TOOL_PARSER = "_mars_tool_call_parser"
+
+
+def resolve_markers(
+    config: MarsConfig, engine_args: Any, model_config: "ModelConfig"
+) -> MarsConfig:
+    """Replaces the markers' text by ids, and fills in the defaults; in the front end.
+
+    Args:
+        config: the user's options.
+        engine_args: vLLM's `EngineArgs`; its reasoning parser or configuration gives the thinking
+            section, the parser of its tool calls, as `remember_tool_parser` noted it, the default
+            of the spans.
+        model_config: gives the tokenizer.
+
+    Raises:
+        ValueError: a marker is not one token, or there is no thinking section to be known.
+    """
+    if config.strict_spans is None:
+        name = getattr(engine_args, _TOOL_PARSER, None)
+        spans = _spans_of_tool_parser(name, model_config) if name else ()
+    else:
+        spans = _span_ids(config.strict_spans, model_config)
+    thinking = None
+    if config.scope == "reasoning":
+        thinking = _thinking_ids(engine_args, model_config)
+    return replace(config, strict_spans=spans, thinking=thinking)
+
+
+def remember_tool_parser(engine_args: Any, arguments: Any) -> None:
+    """Notes on the engine arguments which tool parser the command line names.
+
+    vLLM's engine has no other way to know: the parser is the API server's alone.
+
+    Args:
+        engine_args: vLLM's `EngineArgs`, just made.
+        arguments: the namespace that it was made from.
+    """
+    name = getattr(arguments, "tool_call_parser", None)
+    if name is not None:
+        setattr(engine_args, _TOOL_PARSER, name)
+
+
+def _span_ids(
+    spans: tuple[Span, ...], model_config: "ModelConfig"
+) -> tuple[tuple[int, int | None], ...]:
+    vocab = model_config.get_vocab_size()
+    texts = [token for span in spans for token in span if isinstance(token, str)]
+    tokens = _tokenizer(model_config).get_vocab() if texts else {}
+
+    def id_of(token: Token) -> int:
+        if isinstance(token, str):
+            if token not in tokens:
+                raise ValueError(
+                    f"mars_strict_spans: {token!r} is not one token of this model; give a single "
+                    "token (its text or id) that marks the span."
+                )
+        number = tokens[token] if isinstance(token, str) else token
+        if number >= vocab:
+            raise ValueError(
+                f"mars_strict_spans: {number} is outside the model's vocabulary [0, {vocab})."
+            )
+        return number
+
+    ids = [(id_of(start), None if end is None else id_of(end)) for start, end in spans]
+    starts = [start for start, _ in ids]
+    twice = sorted({start for start in starts if starts.count(start) > 1})
+    if twice:
+        raise ValueError(f"mars_strict_spans: token {twice[0]} starts two spans; name it once.")
+    if len(ids) > MOST_SPANS:
+        raise ValueError(
+            f"mars_strict_spans has {len(ids)} spans, but {MOST_SPANS} are the most; leave out "
+            "those that cannot occur."
+        )
+    return tuple(ids)
+
+
+def _spans_of_tool_parser(
+    name: str, model_config: "ModelConfig"
+) -> tuple[tuple[int, int | None], ...]:
+    """The markers of a tool parser that are single tokens: its `*_start_token`, `*_end_token`."""
+    from vllm.logger import init_logger
+    from vllm.tool_parsers import ToolParserManager
+
+    logger = init_logger("vllm.vllm_mars.engine.markers")
+    tokenizer = _tokenizer(model_config)
+    try:
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+    except (KeyError, RuntimeError, ValueError) as error:
+        # vLLM's own check of the parser is the one that counts.
+        logger.warning("No strict spans: the tool parser %s cannot be made (%s).", name, error)
+        return ()
+    vocab = tokenizer.get_vocab()
+    spans: dict[int, int | None] = {}
+    for attribute in dir(parser):
+        match = re.fullmatch(r"(.*)start_token", attribute)
+        start = getattr(parser, attribute, None) if match else None
+        end = getattr(parser, f"{match[1]}end_token", None) if match else None
+        if isinstance(start, str) and start in vocab:
+            spans[vocab[start]] = vocab.get(end) if isinstance(end, str) else None
+    if not spans:
+        logger.warning(
+            "No strict spans: the markers of the tool parser %s are not single tokens of this "
+            "model; mars_strict_spans can name others.",
+            name,
+        )
+    return tuple(spans.items())[:MOST_SPANS]
+
+
+def _thinking_ids(engine_args: Any, model_config: "ModelConfig") -> tuple[int, int]:
+    from vllm.config.reasoning import ReasoningConfig
+
+    given = engine_args.reasoning_config
+    reasoning = ReasoningConfig(
+        reasoning_parser=engine_args.reasoning_parser or getattr(given, "reasoning_parser", ""),
+        reasoning_start_str=getattr(given, "reasoning_start_str", ""),
+        reasoning_end_str=getattr(given, "reasoning_end_str", ""),
+    )
+    if reasoning.reasoning_parser or reasoning.reasoning_start_str:
+        reasoning.initialize_token_ids(model_config)
+    start = reasoning.reasoning_start_token_ids
+    # Newer releases tell the parser's own end from the one that a thinking budget forces.
+    end = getattr(reasoning, "natural_reasoning_end_token_ids", None)
+    end = end or reasoning.reasoning_end_token_ids
+    if not start or not end:
+        raise ValueError(
+            "mars_scope='reasoning' needs the markers of the thinking section, but this server has "
+            "none; add --reasoning-parser or --reasoning-config, or drop mars_scope."
+        )
+    for text, ids in (("start", start), ("end", end)):
+        if len(ids) != 1:
+            raise ValueError(
+                f"mars_scope='reasoning': the {text} of the thinking section is {len(ids)} tokens "
+                f"({ids}) of this model, but must be one; drop mars_scope."
+            )
+    return start[0], end[0]
+
+
+def _tokenizer(model_config: "ModelConfig") -> Any:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    if tokenizer is None:
+        raise ValueError(
+            "mars_strict_spans needs a tokenizer for text (--skip-tokenizer-init is set); name "
+            "the tokens by their ids."
+        )
+    return tokenizer
