@@ -26,11 +26,11 @@ from typing import Any
 
 import openai
 
-from vllm_mars.demo.chat import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS, GENERATED_TOKENS
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
+from vllm_mars.local.scrape import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS, GENERATED_TOKENS
 from vllm_mars.local.server import VllmServer
 
 METRICS_SECONDS = 10.0

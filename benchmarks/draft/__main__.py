@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.draft import ladder, pipeline
 from benchmarks.draft.evaluate import evaluate_heads
-from vllm_mars.demo.run import write_json
 from vllm_mars.local.packaged_model import cache_root, ensure_model
 from vllm_mars.local.prompts import PACKAGED
+from vllm_mars.local.result_file import write_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:

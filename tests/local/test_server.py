@@ -10,7 +10,8 @@ import uuid
 import pytest
 from processes import MARK, marked, wait_until
 
-from vllm_mars.demo.chat import DRAFT_TOKENS, GENERATED_TOKENS, ChatClient
+from vllm_mars.demo.chat import ChatClient
+from vllm_mars.local.scrape import DRAFT_TOKENS, GENERATED_TOKENS
 from vllm_mars.local.server import VllmServer, free_port, server_env
 
 ARGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]

@@ -5,15 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from vllm_mars.local.scrape import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS, GENERATED_TOKENS
 from vllm_mars.local.server import VllmServer
 
 REQUEST_TIMEOUT = 600.0
 METRICS_TIMEOUT = 5.0
-
-DRAFTS = "vllm:spec_decode_num_drafts_total"
-DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
-ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
-GENERATED_TOKENS = "vllm:generation_tokens_total"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,9 @@ from vllm_mars.local.drafts import NGRAM, draft_config, draft_name
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
+from vllm_mars.local.result_file import require_writable, write_json
 from vllm_mars.local.server import POLL_SECONDS, VllmServer
+from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
 
 SCHEMA = 1
 MODES = ("autoregressive", "strict", "mars")
@@ -34,16 +35,9 @@ WARM_UP_TOKENS = 32
 NUM_SPECULATIVE_TOKENS = 4
 # The prompts that one server answers before the next takes its turn.
 BLOCK = 4
-# After its last step vLLM 0.32 polls shared memory for a second before it sleeps, which would slow
-# the next server. The first answer after a change of server was seen to start 0.9 s late, so each
-# turn begins with an untimed request.
-SETTLE_SECONDS = 1.5
+# The first answer after a change of server was seen to start 0.9 s late, so each turn begins with
+# an untimed request.
 WAKE_TOKENS = 4
-# Each request pays for its own prefill, so that repeats measure the same as the first pass.
-SERVER_ARGS = ("--max-model-len", "2048", "--no-enable-prefix-caching")
-# Without AVX-512 float32 is faster than bfloat16 on a CPU; compiling would take minutes.
-CPU_ARGS = ("--enforce-eager", "--dtype", "float32")
-CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 # Three servers share one GPU.
 GPU_ARGS = ("--gpu-memory-utilization", "0.28")
 
@@ -318,32 +312,6 @@ def run_demo(options: DemoOptions) -> Results:
     write_json(options.output, results.to_json())
     console.print(f"wrote {options.output}", soft_wrap=True)
     return results
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file of JSON, complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
-    ) as file:
-        json.dump(content, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-    Path(file.name).chmod(0o644)
-    Path(file.name).replace(path)
-
-
-def require_writable(output: Path) -> None:
-    """Makes the directory of a result file, before anything expensive runs.
-
-    Raises:
-        RuntimeError: the file could not be written.
-    """
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RuntimeError(f"output={output} cannot be written: {error}; name another.") from error
-    if output.is_dir() or not os.access(output.parent, os.W_OK):
-        raise RuntimeError(f"output={output} cannot be written; name a file in another directory.")
 
 
 def _start_servers(

@@ -29,7 +29,6 @@ import numpy as np
 
 from vllm_mars.calibration import KIND, OPTION, SCHEMA, draft_name
 from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
-from vllm_mars.demo.run import require_writable, write_json
 from vllm_mars.experiments.calibrate.losses import Confirmation, compare, recovery, scores
 from vllm_mars.experiments.calibrate.offline import OfflineEngine, offline_engine
 from vllm_mars.experiments.calibrate.predictions import (
@@ -46,6 +45,7 @@ from vllm_mars.local.drafts import NGRAM, draft_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
+from vllm_mars.local.result_file import require_writable, write_json
 
 SHRINK = 0.7
 MAX_TRIES = 8

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.demo.chat import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS
 from vllm_mars.experiments.sweep.bench_client import request_body
 from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, TaskAnswer
+from vllm_mars.local.scrape import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS
 
 CONFIG = "lm-eval.json"
 _ACCEPTED_AT = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{}"}}'

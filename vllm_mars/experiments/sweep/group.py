@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.demo.run import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
 from vllm_mars.experiments.quality.task_client import (
     acceptance_between,
     read_answers,
@@ -33,6 +32,7 @@ from vllm_mars.experiments.sweep.records import Acceptance, Cell, CellKey, Setti
 from vllm_mars.local.drafts import draft_name
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.server import VllmServer
+from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
 
 GPU_MEMORY = 0.9
 

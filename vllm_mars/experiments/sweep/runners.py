@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from vllm_mars.demo.run import CPU_ARGS, CPU_ENV, SERVER_ARGS
 from vllm_mars.experiments.quality.judge import Judge
 from vllm_mars.experiments.quality.target_scores import TargetScorer
 from vllm_mars.experiments.sweep.datasets import Dataset
@@ -14,6 +13,7 @@ from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
 from vllm_mars.experiments.sweep.plan import SweepOptions
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
 from vllm_mars.local.server import VllmServer
+from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS
 
 
 class Runner(Protocol):

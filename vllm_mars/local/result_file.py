@@ -1,0 +1,33 @@
+"""Result files: JSON, written complete or not at all."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file of JSON, complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
+    ) as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+    Path(file.name).chmod(0o644)
+    Path(file.name).replace(path)
+
+
+def require_writable(output: Path) -> None:
+    """Makes the directory of a result file, before anything expensive runs.
+
+    Raises:
+        RuntimeError: the file could not be written.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeError(f"output={output} cannot be written: {error}; name another.") from error
+    if output.is_dir() or not os.access(output.parent, os.W_OK):
+        raise RuntimeError(f"output={output} cannot be written; name a file in another directory.")

@@ -1,0 +1,15 @@
+"""How servers and engines are told to run vLLM, wherever this project starts one."""
+
+from typing import Any
+
+# Each request pays for its own prefill, so that repeats measure the same as the first pass.
+SERVER_ARGS = ("--max-model-len", "2048", "--no-enable-prefix-caching")
+# Without AVX-512 float32 is faster than bfloat16 on a CPU; compiling would take minutes.
+CPU_ENGINE_ARGS: dict[str, Any] = {"enforce_eager": True, "dtype": "float32"}
+# The same for the command line.
+CPU_ARGS = ("--enforce-eager", "--dtype", "float32")
+# GiB.
+CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+# After its last step vLLM 0.32 polls shared memory for a second before it sleeps, which slows
+# another server on the same cores.
+SETTLE_SECONDS = 1.5
