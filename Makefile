@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	&& echo $$p && break; done)
 INSTALLED := $(VENV)/.installed-$(BUILD)
 
-.PHONY: install demo draft test fuzz soak lint format clean
+.PHONY: install demo draft test nightly fuzz soak lint format clean
 
 install: $(INSTALLED)
 
@@ -38,10 +38,17 @@ SETTING ?= cpu
 draft: install
 	$(BIN)/python -m benchmarks.draft make --setting $(SETTING) $(ARGS)
 
-# Files of tests run side by side: two at a time, but where engines would share a GPU one by one.
+# Tests that share an engine run on one worker, files without one side by side: two at a time, but
+# where engines would share a GPU one by one.
 WORKERS ?= $(if $(filter cpu,$(BUILD)),2,0)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder \
+	--durations 20
 test: install
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) --junitxml build/$@.xml -m "not nightly" $(ARGS)
+
+# All of them: also the exhaustive grids and the long lives.
+nightly: install
+	$(PYTEST) --junitxml build/$@.xml $(ARGS)
 
 # Random calls against an oracle, such as every night: make fuzz MINUTES=60 SEED=$$RANDOM
 MINUTES ?= 10

@@ -17,6 +17,18 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of engines run first, as they take longest; a file stays on one worker of pytest-xdist.
+
+    Files that share an engine name a group of their own: `pytest.mark.xdist_group("name")`.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def packaged_model() -> Path:
     """Directory of SmolLM2-135M-Instruct, made on first use."""
