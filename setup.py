@@ -30,7 +30,7 @@ setup(
     package_dir={"vllm_mars": "vllm_mars", "vllm_mars.kernels": "kernels"},
     package_data={
         "vllm_mars": ["py.typed"],
-        "vllm_mars.local": ["prompts.jsonl"],
+        "vllm_mars.local": ["prompts.jsonl", "heads/*/*"],
         "vllm_mars.experiments.report": ["report.html.j2"],
         "vllm_mars.experiments.sweep": ["tasks.jsonl"],
     },

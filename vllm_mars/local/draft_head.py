@@ -17,8 +17,7 @@ from vllm_mars.local.packaged_model import MANIFEST, damage, sha256
 TARGET_KEY = "vllm_mars_target"
 WEIGHTS_KEY = "vllm_mars_weights_sha256"
 WEIGHTS = "model.safetensors"
-# Beside the package in a checkout; it is no part of the wheel.
-PACKAGED_HEAD = Path(__file__).resolve().parents[2] / "benchmarks/draft/heads/smollm2-135m-eagle3"
+PACKAGED_HEAD = Path(__file__).with_name("heads") / "smollm2-135m-eagle3"
 WAY_OUT = "take another, make one with `python -m benchmarks.draft`, or draft with ngram"
 
 
