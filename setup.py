@@ -52,7 +52,6 @@ setup(
             "pytest-xdist",
             "ruff",
         ],
-        "bench": ["matplotlib"],
     },
     entry_points={
         "vllm.general_plugins": ["mars = vllm_mars.plugin:register"],

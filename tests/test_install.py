@@ -1,0 +1,96 @@
+"""install.py: what pip is told holds for uv too, and pip goes on where uv cannot be installed."""
+
+import os
+import subprocess
+import sys
+import venv
+
+import pytest
+
+from install import __file__ as script
+from install import uv_environment
+
+PROJECT = """
+from setuptools import setup
+setup(name="told", version="1", py_modules=[], extras_require={"cpu": [], "demo": []})
+"""
+
+
+def test_uv_is_told_what_pip_is_told():
+    told = uv_environment(
+        "global.index-url='https://one/simple'\n"
+        "global.extra-index-url='https://two/simple\\nfile:///three'\n"
+        "install.find-links='/wheels\\n/more'\n"
+        "global.cert='/etc/ssl/cert.pem'\n"
+        "global.timeout='60'\n"
+    )
+    assert told == {
+        "UV_DEFAULT_INDEX": "https://one/simple",
+        "UV_INDEX": "https://two/simple file:///three",
+        "UV_FIND_LINKS": "/wheels,/more",
+        "SSL_CERT_FILE": "/etc/ssl/cert.pem",
+        "UV_HTTP_TIMEOUT": "60",
+    }
+
+
+def test_the_environment_outweighs_pips_config_file():
+    listed = "\n".join(
+        [
+            ":env:.find-links='/from/environment'",
+            "global.find-links='/from/file'",
+            "global.extra-index-url='file:///a=b'",
+            "install.extra-index-url='file:///c'",
+            "freeze.find-links='/for/another/command'",
+        ]
+    )
+    assert uv_environment(listed) == {
+        "UV_FIND_LINKS": "/from/environment",
+        "UV_INDEX": "file:///c",
+    }
+
+
+def test_pip_prints_what_is_parsed(tmp_path):
+    """The format of `pip config list`, from this environment's own pip."""
+    config = tmp_path / "pip.conf"
+    config.write_text("[global]\nextra-index-url =\n  https://one/simple\n  https://two/simple\n")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
+    environment |= {"PIP_CONFIG_FILE": str(config), "PIP_FIND_LINKS": "/wheels /more"}
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    told = uv_environment(listed.stdout)
+    assert told["UV_INDEX"].endswith("https://one/simple https://two/simple")
+    assert told["UV_FIND_LINKS"] == "/wheels,/more"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("constraint", ["uv<100", "uv<0.0.1"])
+def test_installs_with_uv_and_else_with_pip(tmp_path, constraint):
+    """A project of nothing, from whatever index this machine has."""
+    (tmp_path / "setup.py").write_text(PROJECT)
+    (tmp_path / "constraint.txt").write_text(constraint)
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env/bin/python"
+    install = subprocess.run(
+        [python, script, "cpu", "demo"],
+        cwd=tmp_path,
+        env={**os.environ, "PIP_CONSTRAINT": str(tmp_path / "constraint.txt")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert install.returncode == 0, install.stdout
+    by_pip = constraint == "uv<0.0.1"
+    assert ("could not be installed; pip installs" in install.stdout) == by_pip
+    assert "neither a file nor a directory" not in install.stdout
+    shown = subprocess.run([python, "-m", "pip", "show", "-q", "told"])
+    assert shown.returncode == 0
+
+
+@pytest.mark.nightly
+def test_says_where_a_cpu_build_of_torch_comes_from(tmp_path):
+    (tmp_path / "setup.py").write_text(PROJECT.replace('"cpu": []', '"cpu": ["torch==0.0.1+cpu"]'))
+    install = subprocess.run(
+        [sys.executable, script, "cpu"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert install.returncode != 0
+    assert "name PyTorch's index of CPU wheels in PIP_EXTRA_INDEX_URL" in install.stderr
