@@ -42,6 +42,7 @@ def test_without_a_gpu_it_says_so_and_ends_with_2():
     assert "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes" in child.stderr
 
 
+@pytest.mark.nightly
 def test_dry_run_checks_every_cell_and_writes_both_files(tmp_path):
     output, picture = tmp_path / "new" / "kernel.json", tmp_path / "kernel.png"
     child = run("--dry-run", "--output", str(output), "--plot", str(picture), **INTERPRETED)

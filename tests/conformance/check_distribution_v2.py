@@ -1,6 +1,6 @@
 """What Model Runner V2 samples, against the enumerated rule.
 
-Run by `test_distribution.py`, in a process whose Triton is the interpreter. It takes 20 ms for a
+Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter. It takes 20 ms for a
 request, hence few of them; `check_sampler_v2.py` compares token by token.
 """
 
@@ -15,12 +15,12 @@ from vllm_mars import MarsConfig
 @pytest.mark.parametrize(
     ("with_draft_probs", "top_k", "theta", "count"),
     [
-        (False, None, 1.0, 400),
-        (False, None, 0.9, 400),
-        (True, None, 1.0, 400),
+        pytest.param(False, None, 1.0, 400, marks=pytest.mark.nightly),
+        pytest.param(False, None, 0.9, 400, marks=pytest.mark.nightly),
+        pytest.param(True, None, 1.0, 400, marks=pytest.mark.nightly),
         (True, None, 0.9, 400),
         (False, 3, 0.9, 150),
-        (True, 3, 0.9, 150),
+        pytest.param(True, 3, 0.9, 150, marks=pytest.mark.nightly),
     ],
 )
 def test_distribution(with_draft_probs, top_k, theta, count):

@@ -6,6 +6,8 @@ Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter.
 import math
 import unittest.mock
 
+import fuzz
+import numpy as np
 import oracle
 import pytest
 import steps_v2
@@ -75,8 +77,19 @@ def assert_equal(own, mars):
         )
 
 
-@pytest.mark.parametrize("with_draft_logits", [False, True])
-@pytest.mark.parametrize("setting", SETTINGS)
+def by_day(is_by_day):
+    return [] if is_by_day else pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("setting", "with_draft_logits"),
+    [
+        # By day every second setting has draft probabilities, and the others have none.
+        pytest.param(setting, with_draft_logits, marks=by_day(number % 2 == with_draft_logits))
+        for number, setting in enumerate(SETTINGS)
+        for with_draft_logits in (False, True)
+    ],
+)
 def test_theta_1_is_vllm(setting, with_draft_logits):
     step = random_step(1, SETTINGS[setting], LENGTHS, with_draft_logits=with_draft_logits)
     # The drafts of a request that has sampled nothing since its prefill are placeholders.
@@ -88,8 +101,8 @@ def test_theta_1_is_vllm(setting, with_draft_logits):
     assert max(map(len, emitted(own))) > 1, "no draft was accepted, so little was compared"
 
 
-@pytest.mark.parametrize("vocab", [1500, 9000])
-@pytest.mark.parametrize("temperatures", [GREEDY, MIXED])
+@pytest.mark.parametrize("vocab", [1500, pytest.param(9000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("temperatures", [pytest.param(GREEDY, marks=pytest.mark.nightly), MIXED])
 def test_theta_1_is_vllm_over_several_blocks(temperatures, vocab):
     """vLLM resamples in blocks of 1,024 tokens, and takes maxima over blocks of 8,192."""
     step = random_step(1, each(temperatures), LENGTHS, vocab=vocab, with_draft_logits=True)
@@ -201,7 +214,13 @@ def processed_logits(step):
         (MarsConfig(metric="gap", theta=1.0, gap=1.0), True),
     ],
 )
-@pytest.mark.parametrize("setting", ["sampled", "mixed", "top-k and top-p", "min-p"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, marks=by_day(setting == "mixed"))
+        for setting in ("sampled", "mixed", "top-k and top-p", "min-p")
+    ],
+)
 def test_sampled_below_1_follows_the_rule(setting, config, with_draft_logits):
     """Accepted where the margin or vLLM's own test accepts; else vLLM's own correction."""
     step = random_step(
@@ -319,6 +338,11 @@ def test_a_forbidden_draft_is_never_accepted(options):
     ]
     output = Step(requests, logits.repeat(20, 1)).run(MarsConfig(theta=0.01))
     assert all(tokens[0] != 0 for tokens in emitted(output))
+
+
+def test_random_calls():
+    for number in range(8):
+        assert fuzz.check_v2(np.random.default_rng([7, number])) is None
 
 
 def test_steps_are_real():

@@ -72,6 +72,7 @@ def own(models, small_cache):
     return workload.run(eagle(models), BATCHES, **small_cache)
 
 
+@pytest.mark.nightly
 def test_small_cache(models, small_cache, own):
     """Requests are preempted and resume; stop strings; gap 0 as the strict MARS."""
     mars = workload.run(eagle(models, **workload.STRICT_GAP), BATCHES, **small_cache)
@@ -80,6 +81,7 @@ def test_small_cache(models, small_cache, own):
     assert "stop" in workload.finish_reasons(own, 1)
 
 
+@pytest.mark.nightly
 def test_below_1_a_batch_answers_as_each_request_alone(models, own):
     """And a request that asks for theta 1 in a lossy server gets vLLM's own answer."""
     theta_1 = {"extra_args": {"mars_theta": 1.0}}

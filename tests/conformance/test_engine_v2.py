@@ -35,6 +35,18 @@ def run(speculative_config, batches, models, **options):
     )
 
 
+def test_theta_1_is_vllm(models):
+    """A greedy and a sampled request; the night has all kinds."""
+    every = workload.every_kind(6)
+    requests = {name: every[name] for name in ("greedy", "sampled")}
+    own = run(draft_model(models), [requests], models)
+    mars = run(draft_model(models, **workload.STRICT), [requests], models)
+    assert own["has_draft_logits"]
+    workload.assert_same_batches([requests], own, mars)
+    assert 0 < workload.accepted_share(own, 0) < 1
+
+
+@pytest.mark.nightly
 def test_draft_model(models):
     """Drafts with probabilities, all kinds of requests; a gap accepts more.
 
@@ -58,6 +70,7 @@ def test_draft_model(models):
     assert workload.accepted_share(relaxed, 0) > workload.accepted_share(own, 1)
 
 
+@pytest.mark.nightly
 def test_eagle_and_a_small_cache(models):
     """Requests are preempted and resume; the other logprobs; gap 0; then a gap accepts more."""
     crowd = workload.crowded(4, 20, 20)

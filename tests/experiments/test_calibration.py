@@ -133,6 +133,7 @@ def test_calibrate(tiny_model, calibrated):
     assert options["theta"] == content["threshold"]
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_a_task_score_as_budget(tiny_model, tmp_path):
     """Tasks whose right answers are the strict ones, but for one that strict fails too."""

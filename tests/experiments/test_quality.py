@@ -214,7 +214,11 @@ def test_code_that_sleeps_is_ended(monkeypatch):
 def test_no_network_even_past_the_audit_hook():
     """Where the confinement claims a network namespace, it holds a loopback alone."""
     if "network namespace" not in confinement():
-        pytest.skip("this machine gives ordinary users no network namespace")
+        pytest.skip(
+            "this machine gives ordinary users no network namespace; the sysctls "
+            "kernel.unprivileged_userns_clone=1 or kernel.apparmor_restrict_unprivileged_userns=0 "
+            "allow it"
+        )
     code = "assert [l.split(':')[0].strip() for l in open('/proc/net/dev')][2:] in ([], ['lo'])"
     assert run_confined(code).passed
 

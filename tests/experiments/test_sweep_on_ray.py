@@ -8,7 +8,7 @@ import pytest
 from clusters import cluster
 from processes import MARK, marked, wait_until
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
 
 from vllm_mars.cli import main
 from vllm_mars.experiments.sweep.datasets import load_dataset
@@ -119,6 +119,7 @@ def test_a_cluster_that_cannot_is_refused(options, resources, node, message):
         assert not ray.is_initialized()
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
 def test_real_servers_are_measured_and_judged_in_tasks(tiny_model, tmp_path):

@@ -48,6 +48,7 @@ def sweep(model, output, dataset, *arguments):
     return read_cells(output)
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.timeout(1800)
 def test_lm_eval_asks_and_scores(tiny_model, monkeypatch, tmp_path):

@@ -4,8 +4,11 @@ Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set b
 """
 
 import functools
+import itertools
 import math
 
+import fuzz
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -125,15 +128,28 @@ def batches(draw):
     return logits, drafts.to(dtype), lengths, theta, given
 
 
-@settings(max_examples=150, deadline=None)
-@given(batches())
+def for_batches(by_day, at_night):
+    """Calls a test with so many drawn batches."""
+
+    def decorate(test):
+        @pytest.mark.parametrize(
+            "count", [by_day, pytest.param(at_night, marks=pytest.mark.nightly)]
+        )
+        def with_batches(count):
+            settings(max_examples=count, deadline=None)(given(batches())(test))()
+
+        return with_batches
+
+    return decorate
+
+
+@for_batches(12, 150)
 def test_equals_reference(batch):
     logits, drafts, lengths, theta, given = batch
     check(logits, drafts, lengths, theta, **given)
 
 
-@settings(max_examples=60, deadline=None)
-@given(batches())
+@for_batches(8, 60)
 def test_input_token_layout_equals_the_other(batch):
     logits, drafts, lengths, theta, given = batch
     # One row more for each request: its bonus row.
@@ -158,8 +174,17 @@ def test_input_token_layout_equals_the_other(batch):
     assert output.output_token_ids.dtype == torch.int64
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [32_000, 49_152, 128_256, 151_936])
+# Each dtype once. The larger sizes differ in the number of splits alone, and take 15 to 30 s.
+BY_DAY = {(32_000, torch.float32), (32_000, torch.float16), (49_152, torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case in BY_DAY else pytest.mark.nightly)
+        for case in itertools.product([32_000, 49_152, 128_256, 151_936], DTYPES)
+    ],
+)
 def test_large_vocabulary(vocab, dtype):
     """Several splits and a last one that is not full; the maximum near the end of each row."""
     torch.manual_seed(vocab)
@@ -177,6 +202,11 @@ def test_many_positions_of_one_request():
     drafts = logits.argmax(-1).int()
     output = check(logits, drafts, [0, 128, 0], 0.9)
     assert output.num_accepted.tolist() == [0, 128, 0]
+
+
+def test_random_calls():
+    for number in range(8):
+        assert fuzz.check_triton(np.random.default_rng([7, number])) is None
 
 
 def test_nothing_to_verify():

@@ -80,12 +80,12 @@ def steps(vocab, stride, dtype):
 
 @pytest.fixture(
     params=[
-        ((512, 512), CONFIGS[0]),
-        ((1_033, 1_040), CONFIGS[0]),
-        ((512, 768), CONFIGS[1]),
-        ((512, 512), CONFIGS[2]),
+        # The next one meets what this does, but for a vocabulary that is a multiple of 16.
+        pytest.param(((512, 512), CONFIGS[0]), id="default", marks=pytest.mark.nightly),
+        pytest.param(((1_033, 1_040), CONFIGS[0]), id="odd vocabulary"),
+        pytest.param(((512, 768), CONFIGS[1]), id="budget"),
+        pytest.param(((512, 512), CONFIGS[2]), id="shadow"),
     ],
-    ids=["default", "odd vocabulary", "budget", "shadow"],
 )
 def served(request):
     """(vocabulary, stride) of a model, and the rule of an engine that counts."""

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer on every target, and proof that it finds what is wrong."""
+"""A short run of the fuzzer, at night on every target, and proof that it finds what is wrong."""
 
 import os
 import re
@@ -9,6 +9,11 @@ from pathlib import Path
 import fuzz
 import numpy as np
 import oracle
+import pytest
+import torch
+from vllm.platforms import current_platform
+
+from vllm_mars.runner.cpu_kernels import mend
 
 SCRIPT = Path(__file__).parents[1] / "fuzz.py"
 
@@ -23,6 +28,19 @@ def run(*arguments):
     )
 
 
+@pytest.mark.parametrize("target", ["public", "v1"])
+def test_no_difference(target):
+    """A few calls; those in the interpreter are among its checks."""
+    if target == "v1":
+        current_platform.import_kernels()
+        current_platform.register_triton_kernel_overrides()
+        mend()
+    with torch.inference_mode():
+        for number in range(60):
+            assert fuzz.CHECKS[target](np.random.default_rng([7, number])) is None
+
+
+@pytest.mark.nightly
 def test_no_difference_on_any_target(tmp_path):
     output = tmp_path / "fuzz.json"
     child = run("--minutes", "1", "--most", "400", "--seed", "7", "--output", str(output))

@@ -14,7 +14,7 @@ from test_tensor_parallel import PROMPTS, generate
 from vllm_mars import __version__
 from vllm_mars.local.server import VllmServer
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
 
 pytestmark = [
     pytest.mark.engine,
@@ -109,6 +109,7 @@ def test_two_ranks_on_ray_serve_what_one_generates(models, tmp_path):
     assert 0 < accepted < drafted <= tiny_models.NUM_DRAFT_TOKENS * TOKENS * len(PROMPTS)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("node", "messages"),
     [

@@ -1,6 +1,7 @@
-"""The Ray Serve application: two replicas, one killed under load, and what is refused at once."""
+"""The Ray Serve application: its answers, a replica killed under load, what is refused at once."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ import pytest
 from clusters import cluster
 from processes import MARK, marked, wait_until
 
-ray = pytest.importorskip("ray")
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
 
 MARK_VALUE = "serve"
 NUM_STREAMS = 200
@@ -98,8 +99,9 @@ def test_a_node_with_another_version_is_refused_by_name(ray_cluster, tiny_model,
         ray_cluster.remove_node(node)
 
 
-@pytest.fixture(scope="module")
-def url(ray_cluster, tiny_model):
+@contextlib.contextmanager
+def application(model, min_replicas):
+    """The address of a running application."""
     from ray import serve
 
     from vllm_mars.local.server import free_port
@@ -108,9 +110,9 @@ def url(ray_cluster, tiny_model):
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     options = Options(
-        model=str(tiny_model),
+        model=str(model),
         model_id="tiny",
-        min_replicas=2,
+        min_replicas=min_replicas,
         engine_kwargs=ENGINE,
         speculative_config={**SPECULATION, "mars_theta": 0.5},
         routing="load",
@@ -162,8 +164,8 @@ async def ask(client, prompt):
     return "".join(parts)
 
 
-async def load(url, expected, kill_after, kill):
-    """Asks NUM_STREAMS streams; returns those that broke off."""
+async def load(url, expected, num_streams, kill_after=None, kill=None):
+    """Asks so many streams; returns those that broke off."""
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     slots, done, broken = asyncio.Semaphore(IN_FLIGHT), 0, []
 
@@ -182,16 +184,12 @@ async def load(url, expected, kill_after, kill):
                 kill()
 
     async with client:
-        await asyncio.gather(*map(one, range(NUM_STREAMS)))
+        await asyncio.gather(*map(one, range(num_streams)))
     return broken
 
 
-@pytest.mark.engine
-@pytest.mark.timeout(1500)
-def test_a_replica_is_killed_under_load(url):
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-    wait_until(lambda: len(replicas()) == 2, 600, "two replicas")
-    before = replicas()
+def answers_alone(url):
+    """The answer to each prompt while nothing else is asked."""
 
     async def alone():
         asking = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
@@ -200,25 +198,18 @@ def test_a_replica_is_killed_under_load(url):
 
     expected = asyncio.run(alone())
     assert len(set(expected.values())) > 1
-    broken = asyncio.run(
-        load(url, expected, NUM_STREAMS // 3, lambda: os.kill(before[0], signal.SIGKILL))
-    )
-    # Those on the dead replica at most, and none waited for its timeout.
-    assert len(broken) <= IN_FLIGHT
-    assert not [error for error in broken if isinstance(error, openai.APITimeoutError)]
+    return expected
 
-    wait_until(lambda: len(replicas()) == 2, 600, "the dead replica comes back")
-    after = replicas()
-    assert before[0] not in after
-    assert before[1] in after
-    assert asyncio.run(load(url, expected, None, None)) == []
+
+def check_the_front(url):
+    """A bad value of a request is the client's error; health and metrics are Ray's own."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     with pytest.raises(openai.BadRequestError, match=r"mars_theta=7 is outside \(0, 1\]"):
         client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": PROMPTS[0]}],
             extra_body={"vllm_xargs": {"mars_theta": 7}},
         )
-    # Health and metrics are Ray's own.
     with urllib.request.urlopen(f"{url}/-/healthz", timeout=30) as answer:
         assert answer.read() == b"success"
     (port,) = {node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]}
@@ -228,3 +219,36 @@ def test_a_replica_is_killed_under_load(url):
             return answer.read().decode()
 
     wait_until(lambda: "ray_vllm_spec_decode_num_accepted_tokens" in metrics(), 60, "metrics")
+
+
+@pytest.mark.engine
+def test_one_replica_answers(ray_cluster, tiny_model):
+    with application(tiny_model, 1) as url:
+        wait_until(lambda: len(replicas()) == 1, 300, "a replica")
+        assert asyncio.run(load(url, answers_alone(url), IN_FLIGHT)) == []
+        check_the_front(url)
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+@pytest.mark.timeout(1500)
+def test_a_replica_is_killed_under_load(ray_cluster, tiny_model):
+    with application(tiny_model, 2) as url:
+        wait_until(lambda: len(replicas()) == 2, 600, "two replicas")
+        before = replicas()
+        expected = answers_alone(url)
+
+        def kill():
+            os.kill(before[0], signal.SIGKILL)
+
+        broken = asyncio.run(load(url, expected, NUM_STREAMS, NUM_STREAMS // 3, kill))
+        # Those on the dead replica at most, and none waited for its timeout.
+        assert len(broken) <= IN_FLIGHT
+        assert not [error for error in broken if isinstance(error, openai.APITimeoutError)]
+
+        wait_until(lambda: len(replicas()) == 2, 600, "the dead replica comes back")
+        after = replicas()
+        assert before[0] not in after
+        assert before[1] in after
+        assert asyncio.run(load(url, expected, NUM_STREAMS)) == []
+        check_the_front(url)

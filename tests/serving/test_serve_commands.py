@@ -18,8 +18,8 @@ from processes import MARK, marked, wait_until
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.local.server import free_port
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.engine
+pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 # Of this run alone: its processes are killed at the end.
 MARK_VALUE = f"serve commands {os.getpid()}"

@@ -12,6 +12,7 @@ import soak
 SCRIPT = Path(__file__).parents[1] / "soak.py"
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_a_short_soak(packaged_model, tmp_path):
     output = tmp_path / "soak.json"
