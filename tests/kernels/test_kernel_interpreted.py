@@ -9,7 +9,7 @@ CHECKS = [f"interpreted/check_{name}.py" for name in ("greedy", "warmup", "count
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
     ("selection", "at_least"),
-    [("not nightly", 24), pytest.param("nightly", 10, marks=pytest.mark.nightly)],
+    [("not nightly", 22), pytest.param("nightly", 13, marks=pytest.mark.nightly)],
 )
 def test_under_the_interpreter(selection, at_least):
     run_checks(CHECKS, selection, at_least)
