@@ -10,6 +10,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 DEMO := $(VENV)/.demo-$(BUILD)
 ALL := $(VENV)/.all-$(BUILD)
 
+# Each engine imports vLLM anew: without bytecode on disk that takes twice as long.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo draft test nightly fuzz soak lint format clean
 
 # The demo needs less than the tests, so each has a stamp; both install with uv (install.py).
