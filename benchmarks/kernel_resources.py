@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm_mars.kernels import counting, greedy, sections, top2
+from vllm_mars.kernels.terms import CounterStarts
 
 from vllm_mars.local.provenance import describe_run
 
@@ -59,14 +60,13 @@ def variants() -> list[Variant]:
         result.append(_top2(f"top2, rows by index, {dtype}", dtype, rows=True))
         result.append(_top2(f"top2, rows in order, {dtype}", dtype, rows=False))
     result.append(_top2("top2, rows by index, bf16, odd stride", "bf16", rows=True, odd=True))
-    result.append(_top2("top2, rows by index, bf16, with ids", "bf16", rows=True, ids=True))
     for per_request in (False, True):
         whose = "theta per request" if per_request else "one theta"
         result.append(_accept(f"accept, bonus rows, {whose}", "rows", per_request))
         result.append(_accept(f"accept, bonus row last, {whose}", "last", per_request))
         result.append(_judge(f"judge, {whose}", per_request))
     result.append(_accept("accept, bonus ids, one theta", "ids", False))
-    result.append(_accept("accept, no bonus, with ids", "no", False, ids=True))
+    result.append(_accept("accept, no bonus", "no", False))
     result.append(_accept("accept, bonus rows, 128 drafts", "rows", False, max_draft_len=128))
     # An engine that counts, with all that requests can bring.
     result.append(_with_limits(_accept("accept, bonus rows, all limits", "rows", True)))
@@ -77,11 +77,11 @@ def variants() -> list[Variant]:
     return result
 
 
-def _top2(name: str, dtype: str, *, rows: bool, ids: bool = False, odd: bool = False) -> Variant:
+def _top2(name: str, dtype: str, *, rows: bool, odd: bool = False) -> Variant:
     _, block, warps = top2.launch_settings(VOCAB, 64)
     types = {
         "best_ptr": "*i64",
-        "second_ptr": "*i64" if ids else "*fp32",
+        "second_ptr": "*fp32",
         "logits_ptr": f"*{dtype}",
         "logits_stride": "i32",
         "bonus_rows_ptr": "*i32",
@@ -95,7 +95,6 @@ def _top2(name: str, dtype: str, *, rows: bool, ids: bool = False, odd: bool = F
         "BLOCK": block,
         "CHUNK": 16 // DTYPES[dtype],
         "HAS_TARGET_ROWS": rows,
-        "WITH_IDS": ids,
     }
     aligned = Variant.aligned[:3] if odd else Variant.aligned
     return Variant(name, top2.top2_kernel, types, constants, warps, aligned, dtype)
@@ -133,9 +132,7 @@ def _shared_constants(per_request: bool, rows: bool) -> dict[str, Any]:
     }
 
 
-def _accept(
-    name: str, bonus: str, per_request: bool, *, ids: bool = False, max_draft_len: int = 5
-) -> Variant:
+def _accept(name: str, bonus: str, per_request: bool, *, max_draft_len: int = 5) -> Variant:
     types = {
         **_judged(per_request),
         "output_token_ids_ptr": "*i64" if bonus == "last" else "*i32",
@@ -148,13 +145,10 @@ def _accept(
         types["bonus_token_ids_ptr"] = "*i64"
     if bonus != "last":
         types["target_rows_ptr"] = "*i32"
-    if ids:
-        types |= {"second_ptr": "*i64", "top2_values_ptr": "*fp32", "top2_ids_ptr": "*i32"}
     constants = {
         **_shared_constants(per_request, rows=bonus != "last"),
         "POSITIONS": greedy.num_positions(max_draft_len),
         "BONUS": bonus,
-        "WITH_TOP2": ids,
         "WITH_VERDICTS": False,
         "DRY_RUN": False,
     }
@@ -198,7 +192,7 @@ def _count() -> Variant:
         "cu_num_draft_tokens_ptr": "*i32",
         "edges_ptr": "*fp32",
         **{"theta": "fp32", "gap": "fp32", "units": "fp32"},
-        **dict.fromkeys(("longest", "ratio_start", "ratio_sum", "refused_start"), "i32"),
+        **dict.fromkeys((f"{name}_start" for name in CounterStarts._fields), "i32"),
         "num_edges": "i32",
     }
     constants = {

@@ -105,13 +105,17 @@ def measure_samplers(runs: int) -> list[dict[str, Any]]:
     from vllm_mars import MarsConfig, MarsRejectionSampler
     from vllm_mars.runner.counters import CounterLayout, Counters
     from vllm_mars.runner.cpu_kernels import mend
+    from vllm_mars.runner.requests_v1 import RequestsV1
 
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
     mend()
     device = torch.device("cpu")
+    config = MarsConfig(theta=THETA)
     mars, counting = (
-        MarsRejectionSampler(Sampler(), None, device, MarsConfig(theta=THETA), [0, 1, 2])
+        MarsRejectionSampler(
+            Sampler(), None, device, config, [0, 1, 2], RequestsV1(config, 32, device)
+        )
         for _ in range(2)
     )
     counting.rule.counters = Counters(CounterLayout(NUM_DRAFT_TOKENS), device)

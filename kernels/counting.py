@@ -1,14 +1,9 @@
 """Counts of verified positions in one launch: see `vllm_mars.runner.counters.CounterLayout`."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
-from vllm_mars.kernels.reference import Verdict
-
-if TYPE_CHECKING:
-    from vllm_mars.runner.counters import Counters
+from vllm_mars.kernels.terms import CounterStarts, Drafts, Judgement, Margin, Verdict
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))
 _PROTECTED = tl.constexpr(int(Verdict.PROTECTED))
@@ -27,7 +22,8 @@ _UNALIGNED = [
 
 
 @triton.jit(
-    do_not_specialize=["theta", "gap", "longest"], do_not_specialize_on_alignment=_UNALIGNED
+    do_not_specialize=["theta", "gap", *(f"{name}_start" for name in CounterStarts._fields)],
+    do_not_specialize_on_alignment=_UNALIGNED,
 )
 def count_kernel(
     # [layout.size] int64
@@ -48,9 +44,13 @@ def count_kernel(
     theta,
     # float, or [batch]
     gap,
-    longest,
+    # As in `CounterStarts`.
+    verified_start,
+    accepted_start,
+    relaxed_start,
+    low_margin_start,
     ratio_start,
-    ratio_sum,
+    ratio_sum_start,
     refused_start,
     num_edges,
     units,
@@ -83,14 +83,14 @@ def count_kernel(
         second = tl.load(top2_values_ptr + 2 * position + 1, mask=is_verified, other=0.0)
         verdict = tl.load(verdicts_ptr + position, mask=is_row, other=0)
 
-        tl.atomic_add(counts_ptr + offset, one, mask=is_verified)
-        tl.atomic_add(counts_ptr + longest + offset, one, mask=is_accepted)
+        tl.atomic_add(counts_ptr + verified_start + offset, one, mask=is_verified)
+        tl.atomic_add(counts_ptr + accepted_start + offset, one, mask=is_accepted)
         # Launched without fusion, so that theta * z1 is rounded before gap is taken off.
         is_low = is_verified & (second > theta * first - gap)
-        tl.atomic_add(counts_ptr + 3 * longest + offset, one, mask=is_low)
+        tl.atomic_add(counts_ptr + low_margin_start + offset, one, mask=is_low)
         if not DRY_RUN:
             is_relaxed = is_accepted & (verdict == _RELAXED)
-            tl.atomic_add(counts_ptr + 2 * longest + offset, one, mask=is_relaxed)
+            tl.atomic_add(counts_ptr + relaxed_start + offset, one, mask=is_relaxed)
             is_refused = is_verified & (verdict >= _PROTECTED) & (verdict <= _STRUCTURED)
             refusal = verdict.to(tl.int32) - _PROTECTED
             tl.atomic_add(counts_ptr + refused_start + refusal, one, mask=is_refused)
@@ -102,45 +102,51 @@ def count_kernel(
         tl.atomic_add(counts_ptr + ratio_start + bucket, one, mask=has_ratio)
         clamped = tl.minimum(tl.maximum(ratio, 0.0), 1.0)
         total = tl.sum(tl.floor(clamped * units + 0.5).to(tl.int64), axis=0)
-        tl.atomic_add(counts_ptr + ratio_sum, total)
+        tl.atomic_add(counts_ptr + ratio_sum_start, total)
 
 
 def count_positions(
-    counters: "Counters",
-    top2_values: torch.Tensor,
-    verdicts: torch.Tensor,
+    drafts: Drafts,
+    judgement: Judgement,
     num_accepted: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_draft_tokens: torch.Tensor,
-    theta: float | torch.Tensor,
-    gap: float | torch.Tensor,
+    margin: Margin,
+    *,
     dry_run: bool,
+    counts: torch.Tensor,
+    starts: CounterStarts,
+    ratio_edges: torch.Tensor,
+    ratio_unit: float,
 ) -> None:
-    """The Triton form of `vllm_mars.runner.counters.count_positions`, which says what it takes."""
-    from vllm_mars.runner.counters import RATIO_UNIT
+    """Launches `count_kernel`.
 
-    layout = counters.layout
-    edges = counters.ratio_edges
+    Args:
+        drafts: the step's; its logits are not read.
+        judgement: of the drafts, with the values of the top 2.
+        num_accepted: `[batch]` int32.
+        margin: its theta and gap say which positions are low-margin.
+        dry_run: whether nothing counts as relaxed or refused.
+        counts: int64, added into.
+        starts: where each count begins in it.
+        ratio_edges: `[num_edges]` float32, upper edges of the histogram, inclusive.
+        ratio_unit: one unit of the sum of ratios.
+    """
     count_kernel[(num_accepted.shape[0],)](
-        counters.device_counts,
-        top2_values,
-        verdicts,
+        counts,
+        judgement.top2_values,
+        judgement.verdicts,
         num_accepted,
-        draft_token_ids,
-        cu_num_draft_tokens,
-        edges,
-        theta,
-        gap,
-        layout.num_speculative_tokens,
-        layout.ratio.start,
-        layout.ratio_sum.start,
-        layout.refused.start,
-        edges.shape[0],
-        1 / RATIO_UNIT,
-        EDGES=triton.next_power_of_2(edges.shape[0]),
+        drafts.draft_token_ids,
+        drafts.cu_num_draft_tokens,
+        ratio_edges,
+        margin.theta,
+        margin.gap,
+        *starts,
+        ratio_edges.shape[0],
+        1 / ratio_unit,
+        EDGES=triton.next_power_of_2(ratio_edges.shape[0]),
         POSITIONS=_POSITIONS,
-        THETA_PER_REQUEST=isinstance(theta, torch.Tensor),
-        GAP_PER_REQUEST=isinstance(gap, torch.Tensor),
+        THETA_PER_REQUEST=isinstance(margin.theta, torch.Tensor),
+        GAP_PER_REQUEST=isinstance(margin.gap, torch.Tensor),
         DRY_RUN=dry_run,
         enable_fp_fusion=False,
         num_warps=1,

@@ -13,65 +13,40 @@ pass every other condition. float32 logits are read in place; others are convert
 
 import numpy as np
 import torch
-from vllm_mars.kernels.reference import (
+from vllm_mars.kernels.terms import (
     SHARE_BITS,
+    Drafts,
     Judgement,
+    Margin,
     RelaxedBudget,
     Verdict,
     VerifyOutput,
-    top2,
 )
 
 
 def verify_greedy(
-    logits: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_draft_tokens: torch.Tensor,
-    bonus_token_ids: torch.Tensor | None,
-    theta: float | torch.Tensor,
-    gap: float | torch.Tensor,
-    protected: torch.Tensor | None,
-    target_rows: torch.Tensor | None,
-    bonus_rows: torch.Tensor | None,
-    max_draft_len: int,
-    with_top2: bool = False,
-    blocked: torch.Tensor | None = None,
-    budget: RelaxedBudget | None = None,
-    with_verdicts: bool = False,
-    dry_run: bool = False,
+    drafts: Drafts, margin: Margin, with_verdicts: bool = False, dry_run: bool = False
 ) -> VerifyOutput:
-    """The CPU form of `vllm_mars.verify_greedy`, which documents the arguments."""
-    rows = _as_numpy(logits)
+    """The CPU form of `vllm_mars.verify_greedy`."""
+    rows = _as_numpy(drafts.logits)
     row_argmax = rows.argmax(axis=-1)
-    drafts = draft_token_ids.numpy()
-    num_draft = len(drafts)
-    target = np.arange(num_draft) if target_rows is None else target_rows.numpy()
+    ids = drafts.draft_token_ids.numpy()
+    num_draft = len(ids)
+    target = _target_rows(drafts)
     argmax = row_argmax[target]
-    ends = cu_num_draft_tokens.numpy().astype(np.int64)
+    ends = drafts.cu_num_draft_tokens.numpy().astype(np.int64)
     counts = np.diff(ends, prepend=0)
 
-    accepted = drafts == argmax
-    verdicts = _verdicts(
-        rows,
-        target,
-        drafts,
-        argmax,
-        ~accepted,
-        _per_position(theta, counts),
-        _per_position(gap, counts),
-        protected,
-        blocked,
-    )
-    if budget is not None:
-        _keep_budget(verdicts, counts, ends, budget)
+    accepted = ids == argmax
+    verdicts = _verdicts(rows, target, ids, argmax, counts, margin, ~accepted)
     verdicts[accepted] = Verdict.FIRST
     relaxed = (verdicts == Verdict.RELAXED) & (not dry_run)
     accepted |= relaxed
 
     # Ragged to padded: position j of request i is draft token start[i] + j, if j < counts[i].
-    offsets = np.arange(max_draft_len + 1)
+    offsets = np.arange(drafts.max_draft_len + 1)
     is_draft = offsets < counts[:, None]
-    output = np.full((len(counts), max_draft_len + 1), -1, dtype=np.int32)
+    output = np.full((len(counts), len(offsets)), -1, dtype=np.int32)
     if num_draft:
         index = np.minimum((ends - counts)[:, None] + offsets, num_draft - 1)
         kept = np.logical_and.accumulate(is_draft & accepted[index], axis=1)
@@ -79,25 +54,23 @@ def verify_greedy(
         num_relaxed = (kept & relaxed[index]).sum(axis=1)
         # Up to the first rejection the draft is emitted, there the argmax, behind it nothing.
         is_corrected = is_draft & (offsets == num_accepted[:, None])
-        emitted = np.where(kept, drafts[index], argmax[index])
+        emitted = np.where(kept, ids[index], argmax[index])
         np.copyto(output, emitted, where=kept | is_corrected, casting="unsafe")
     else:
         num_accepted = np.zeros_like(counts)
         num_relaxed = np.zeros_like(counts)
 
     bonus = None
-    if bonus_rows is not None:
-        bonus = row_argmax[bonus_rows.numpy()]
-    elif bonus_token_ids is not None:
-        bonus = bonus_token_ids.numpy().reshape(-1)
+    if drafts.bonus_rows is not None:
+        bonus = row_argmax[drafts.bonus_rows.numpy()]
+    elif drafts.bonus_token_ids is not None:
+        bonus = drafts.bonus_token_ids.numpy().reshape(-1)
     if bonus is not None:
         complete = np.flatnonzero(num_accepted == counts)
         output[complete, counts[complete]] = bonus[complete]
 
-    values, ids = None, None
-    if with_top2:
-        values, ids = top2(logits[torch.from_numpy(target).long()])
-    elif with_verdicts:
+    values = None
+    if with_verdicts:
         # Behind the first rejection nobody looks, but in a dry run.
         behind = 0 if dry_run else (ends - counts + num_accepted).repeat(counts)
         looked_at = np.flatnonzero(dry_run | (np.arange(num_draft) <= behind))
@@ -107,48 +80,29 @@ def verify_greedy(
         torch.from_numpy(num_accepted.astype(np.int32)),
         torch.from_numpy(num_relaxed.astype(np.int32)),
         values,
-        ids,
         torch.from_numpy(verdicts) if with_verdicts else None,
     )
 
 
-def judge_positions(
-    logits: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_draft_tokens: torch.Tensor,
-    theta: float | torch.Tensor,
-    gap: float | torch.Tensor,
-    protected: torch.Tensor | None,
-    target_rows: torch.Tensor | None,
-    blocked: torch.Tensor | None = None,
-    budget: RelaxedBudget | None = None,
-    with_top2_values: bool = False,
-) -> Judgement:
-    """The CPU form of `vllm_mars.verify.judge_positions`, which documents the arguments."""
-    drafts = draft_token_ids.numpy()
-    rows = _as_numpy(logits)
-    target = np.arange(len(drafts)) if target_rows is None else target_rows.numpy()
+def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = False) -> Judgement:
+    """The CPU form of `vllm_mars.verify.judge_positions`."""
+    ids = drafts.draft_token_ids.numpy()
+    rows = _as_numpy(drafts.logits)
+    target = _target_rows(drafts)
     # Rows that are not asked for may come along; reading them costs less than a copy of the others.
     argmax = rows.argmax(axis=-1)[target]
-    ends = cu_num_draft_tokens.numpy().astype(np.int64)
-    counts = np.diff(ends, prepend=0)
-    verdicts = _verdicts(
-        rows,
-        target,
-        drafts,
-        argmax,
-        np.True_,
-        _per_position(theta, counts),
-        _per_position(gap, counts),
-        protected,
-        blocked,
-    )
-    if budget is not None:
-        _keep_budget(verdicts, counts, ends, budget)
+    counts = np.diff(drafts.cu_num_draft_tokens.numpy().astype(np.int64), prepend=0)
+    verdicts = _verdicts(rows, target, ids, argmax, counts, margin, np.True_)
     values = None
     if with_top2_values:
-        values = _top2_values(rows, target, argmax, np.arange(len(drafts)))
+        values = _top2_values(rows, target, argmax, np.arange(len(ids)))
     return Judgement(torch.from_numpy(verdicts), values)
+
+
+def _target_rows(drafts: Drafts) -> np.ndarray:
+    if drafts.target_rows is None:
+        return np.arange(len(drafts.draft_token_ids))
+    return drafts.target_rows.numpy()
 
 
 def _as_numpy(logits: torch.Tensor) -> np.ndarray:
@@ -166,13 +120,12 @@ def _verdicts(
     target: np.ndarray,
     drafts: np.ndarray,
     argmax: np.ndarray,
+    counts: np.ndarray,
+    margin: Margin,
     considered: np.ndarray | np.bool_,
-    theta: np.ndarray | np.float32,
-    gap: np.ndarray | np.float32,
-    protected: torch.Tensor | None,
-    blocked: torch.Tensor | None,
 ) -> np.ndarray:
-    """The verdicts but for the budget, NONE where not considered; all int8 `[num_draft]`."""
+    """The verdicts, NONE where not considered; all int8 `[num_draft]`."""
+    theta, gap = _per_position(margin.theta, counts), _per_position(margin.gap, counts)
     relaxed = (drafts >= 0) & (drafts < rows.shape[1]) & considered
     safe = np.where(relaxed, drafts, 0)
     first, draft_logits = rows[target, argmax], rows[target, safe]
@@ -192,20 +145,21 @@ def _verdicts(
         )
         relaxed[candidates] = np.where(is_argmax, larger >= 2, larger <= 1)
     verdicts = relaxed.astype(np.int8)
-    if protected is not None:
-        mask = protected.numpy()
+    if margin.protected is not None:
+        mask = margin.protected.numpy()
         verdicts[relaxed & (mask[safe] | mask[argmax])] = Verdict.PROTECTED
-    if blocked is not None:
-        np.copyto(verdicts, blocked.numpy(), where=relaxed & (blocked.numpy() != 0))
+    if margin.blocked is not None:
+        blocked = margin.blocked.numpy()
+        np.copyto(verdicts, blocked, where=relaxed & (blocked != 0))
+    if margin.budget is not None:
+        _keep_budget(verdicts, counts, margin.budget)
     return verdicts
 
 
-def _keep_budget(
-    verdicts: np.ndarray, counts: np.ndarray, ends: np.ndarray, budget: RelaxedBudget
-) -> None:
+def _keep_budget(verdicts: np.ndarray, counts: np.ndarray, budget: RelaxedBudget) -> None:
     """Writes BUDGET where a request's budget is used up."""
     request_of = np.arange(len(counts)).repeat(counts)
-    begin = ends - counts
+    begin = counts.cumsum() - counts
     used = budget.num_relaxed.numpy().astype(np.int64)
     produced = budget.num_output_tokens.numpy().astype(np.int64)
     for position in np.flatnonzero(verdicts == Verdict.RELAXED):

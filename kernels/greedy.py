@@ -12,18 +12,21 @@ Bytes moved: the rows once, one logit of each draft token again, the partial res
 the outputs. Not materialised: anything of the logits' size.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from vllm_mars.kernels.judge import judge, store_values, within_budget
-from vllm_mars.kernels.reference import (
+from vllm_mars.kernels.terms import (
+    Drafts,
     Judgement,
-    RelaxedBudget,
+    Margin,
     Verdict,
     VerifyOutput,
     new_output,
 )
 from vllm_mars.kernels.top2 import reduce_rows, reduce_splits, unpack_id
+from vllm_mars.kernels.verdicts import store_values, verdicts_at, within_budget
 
 # Small index arrays, often views that start anywhere: their alignment would multiply the compiled
 # variants and gain nothing.
@@ -33,7 +36,6 @@ _UNALIGNED = [
     "num_relaxed_ptr",
     "verdicts_ptr",
     "top2_values_ptr",
-    "top2_ids_ptr",
     "draft_token_ids_ptr",
     "bonus_token_ids_ptr",
     "protected_ptr",
@@ -65,8 +67,6 @@ def accept_kernel(
     num_relaxed_ptr,
     # [num_draft, 2] or None
     top2_values_ptr,
-    # [num_draft, 2] or None
-    top2_ids_ptr,
     # [num_draft] or None
     verdicts_ptr,
     # [num_rows, num_splits]
@@ -113,7 +113,6 @@ def accept_kernel(
     BONUS: tl.constexpr,
     THETA_PER_REQUEST: tl.constexpr,
     GAP_PER_REQUEST: tl.constexpr,
-    WITH_TOP2: tl.constexpr,
     WITH_VERDICTS: tl.constexpr,
     # The margin accepts nothing: verdicts alone tell what it would.
     DRY_RUN: tl.constexpr,
@@ -135,7 +134,7 @@ def accept_kernel(
     else:
         is_draft = is_row
 
-    draft, verdict, first, second, argmax, second_id = judge(
+    draft, verdict, first, second, argmax = verdicts_at(
         best_ptr,
         second_ptr,
         logits_ptr,
@@ -155,7 +154,6 @@ def accept_kernel(
         HAS_TARGET_ROWS,
         HAS_PROTECTED,
         HAS_BLOCKED,
-        WITH_TOP2,
     )
     strict = is_draft & (draft == argmax)
     verdict = tl.where(strict, _FIRST, verdict)
@@ -178,9 +176,7 @@ def accept_kernel(
         token = tl.where((offset == length) & (accepted == length), bonus, token)
     if BONUS == "rows":
         row = num_draft + request + tl.zeros([1], tl.int32)
-        of_bonus, _, _ = reduce_splits(
-            best_ptr, second_ptr, row, row >= 0, num_splits, vocab, SPLITS, WITH_TOP2
-        )
+        of_bonus, _ = reduce_splits(best_ptr, second_ptr, row, row >= 0, num_splits, SPLITS)
         bonus = tl.max(unpack_id(of_bonus), axis=0).to(tl.int64)
         token = tl.where((offset == length) & (accepted == length), bonus, token)
     tl.store(
@@ -190,13 +186,9 @@ def accept_kernel(
     )
     tl.store(num_accepted_ptr + request, accepted)
     tl.store(num_relaxed_ptr + request, num_relaxed)
-    if WITH_TOP2 or WITH_VERDICTS:
-        store_values(top2_values_ptr, position, first, second, is_row)
     if WITH_VERDICTS:
+        store_values(top2_values_ptr, position, first, second, is_row)
         tl.store(verdicts_ptr + position, verdict.to(tl.int8), mask=is_row)
-    if WITH_TOP2:
-        tl.store(top2_ids_ptr + 2 * position, argmax, mask=is_row)
-        tl.store(top2_ids_ptr + 2 * position + 1, second_id, mask=is_row)
 
 
 @triton.jit(
@@ -262,7 +254,7 @@ def judge_kernel(
     for block in range(0, end - start, POSITIONS):
         position = start + block + offset
         is_draft = position < end
-        _, verdict, first, second, _, _ = judge(
+        _, verdict, first, second, _ = verdicts_at(
             best_ptr,
             second_ptr,
             logits_ptr,
@@ -282,7 +274,6 @@ def judge_kernel(
             HAS_TARGET_ROWS,
             HAS_PROTECTED,
             HAS_BLOCKED,
-            False,
         )
         if HAS_BUDGET:
             verdict, num_relaxed = within_budget(verdict, offset, used, produced, share)
@@ -298,143 +289,88 @@ def num_positions(max_draft_len: int) -> int:
     return max(_MIN_POSITIONS, triton.next_power_of_2(max_draft_len + 1))
 
 
+def _shared_arguments(drafts: Drafts, margin: Margin) -> dict[str, Any]:
+    """Launches `top2_kernel`; returns what `accept_kernel` and `judge_kernel` both take."""
+    best, second, num_splits, padded_splits = reduce_rows(drafts)
+    budget = margin.budget
+    return {
+        "best_ptr": best,
+        "second_ptr": second,
+        "logits_ptr": drafts.logits,
+        "logits_stride": drafts.logits.stride(0),
+        "draft_token_ids_ptr": drafts.draft_token_ids,
+        "protected_ptr": margin.protected,
+        "blocked_ptr": margin.blocked,
+        "budget_used_ptr": None if budget is None else budget.num_relaxed,
+        "budget_produced_ptr": None if budget is None else budget.num_output_tokens,
+        "target_rows_ptr": drafts.target_rows,
+        "cu_num_draft_tokens_ptr": drafts.cu_num_draft_tokens,
+        "theta": margin.theta,
+        "gap": margin.gap,
+        "share": 0 if budget is None else budget.share_units,
+        "vocab": drafts.logits.shape[1],
+        "num_splits": num_splits,
+        "SPLITS": padded_splits,
+        "HAS_TARGET_ROWS": drafts.target_rows is not None,
+        "HAS_PROTECTED": margin.protected is not None,
+        "HAS_BLOCKED": margin.blocked is not None,
+        "HAS_BUDGET": budget is not None,
+        "THETA_PER_REQUEST": isinstance(margin.theta, torch.Tensor),
+        "GAP_PER_REQUEST": isinstance(margin.gap, torch.Tensor),
+        "enable_fp_fusion": False,
+    }
+
+
 def verify_greedy(
-    logits: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_draft_tokens: torch.Tensor,
-    bonus_token_ids: torch.Tensor | None,
-    theta: float | torch.Tensor,
-    gap: float | torch.Tensor,
-    protected: torch.Tensor | None,
-    target_rows: torch.Tensor | None,
-    bonus_rows: torch.Tensor | None,
-    max_draft_len: int,
-    with_top2: bool = False,
-    blocked: torch.Tensor | None = None,
-    budget: RelaxedBudget | None = None,
+    drafts: Drafts,
+    margin: Margin,
     with_verdicts: bool = False,
     dry_run: bool = False,
     out: VerifyOutput | None = None,
-    bonus_row_is_last: bool = False,
 ) -> VerifyOutput:
-    """The Triton form of `vllm_mars.verify_greedy`, which documents the arguments.
-
-    With `bonus_row_is_last` it is that of `vllm_mars.verify.verify_input_tokens`: draft_token_ids
-    are input tokens, and cu_num_draft_tokens counts the rows of each request, its bonus row too.
-    """
-    batch = cu_num_draft_tokens.shape[0]
-    num_draft = draft_token_ids.shape[0]
+    """The Triton form of `vllm_mars.verify_greedy` and `vllm_mars.verify.verify_input_tokens`."""
+    batch = drafts.cu_num_draft_tokens.shape[0]
     if out is None:
-        out = new_output(batch, max_draft_len, num_draft, logits.device, with_top2, with_verdicts)
+        token_dtype = torch.int64 if drafts.bonus_row_is_last else torch.int32
+        out = new_output(drafts, with_verdicts, token_dtype)
     if not batch:
         return out
-    if bonus_row_is_last:
+    if drafts.bonus_row_is_last:
         bonus = "last"
-    elif bonus_rows is not None:
+    elif drafts.bonus_rows is not None:
         bonus = "rows"
     else:
-        bonus = "no" if bonus_token_ids is None else "ids"
-    best, second, num_splits, padded_splits = reduce_rows(
-        logits,
-        target_rows,
-        bonus_rows,
-        num_draft,
-        num_draft + (0 if bonus_rows is None else batch),
-        with_top2,
-    )
+        bonus = "no" if drafts.bonus_token_ids is None else "ids"
     accept_kernel[(batch,)](
-        out.output_token_ids,
-        out.num_accepted,
-        out.num_relaxed,
-        out.top2_values,
-        out.top2_ids,
-        out.verdicts,
-        best,
-        second,
-        logits,
-        logits.stride(0),
-        draft_token_ids,
-        bonus_token_ids,
-        protected,
-        blocked,
-        None if budget is None else budget.num_relaxed,
-        None if budget is None else budget.num_output_tokens,
-        target_rows,
-        cu_num_draft_tokens,
-        theta,
-        gap,
-        0 if budget is None else budget.share_units,
-        num_draft,
-        max_draft_len,
-        logits.shape[1],
-        num_splits,
-        SPLITS=padded_splits,
-        POSITIONS=num_positions(max_draft_len),
-        HAS_TARGET_ROWS=target_rows is not None,
-        HAS_PROTECTED=protected is not None,
-        HAS_BLOCKED=blocked is not None,
-        HAS_BUDGET=budget is not None,
+        output_token_ids_ptr=out.output_token_ids,
+        num_accepted_ptr=out.num_accepted,
+        num_relaxed_ptr=out.num_relaxed,
+        top2_values_ptr=out.top2_values,
+        verdicts_ptr=out.verdicts,
+        bonus_token_ids_ptr=drafts.bonus_token_ids,
+        num_draft=drafts.draft_token_ids.shape[0],
+        max_draft_len=drafts.max_draft_len,
+        POSITIONS=num_positions(drafts.max_draft_len),
         BONUS=bonus,
-        THETA_PER_REQUEST=isinstance(theta, torch.Tensor),
-        GAP_PER_REQUEST=isinstance(gap, torch.Tensor),
-        WITH_TOP2=with_top2,
         WITH_VERDICTS=with_verdicts,
         DRY_RUN=dry_run,
-        enable_fp_fusion=False,
+        **_shared_arguments(drafts, margin),
     )
     return out
 
 
-def judge_positions(
-    logits: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_draft_tokens: torch.Tensor,
-    theta: float | torch.Tensor,
-    gap: float | torch.Tensor,
-    protected: torch.Tensor | None,
-    target_rows: torch.Tensor | None,
-    blocked: torch.Tensor | None = None,
-    budget: RelaxedBudget | None = None,
-    with_top2_values: bool = False,
-) -> Judgement:
-    """The Triton form of `vllm_mars.verify.judge_positions`, which documents the arguments."""
-    num_draft = draft_token_ids.shape[0]
-    device = logits.device
+def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = False) -> Judgement:
+    """The Triton form of `vllm_mars.verify.judge_positions`."""
+    num_draft = drafts.draft_token_ids.shape[0]
+    device = drafts.logits.device
     verdicts = torch.empty(num_draft, dtype=torch.int8, device=device)
     values = torch.empty((num_draft, 2), device=device) if with_top2_values else None
-    if not num_draft:
-        return Judgement(verdicts, values)
-    best, second, num_splits, padded_splits = reduce_rows(
-        logits, target_rows, None, num_draft, num_draft
-    )
-    judge_kernel[(cu_num_draft_tokens.shape[0],)](
-        verdicts,
-        values,
-        best,
-        second,
-        logits,
-        logits.stride(0),
-        draft_token_ids,
-        protected,
-        blocked,
-        None if budget is None else budget.num_relaxed,
-        None if budget is None else budget.num_output_tokens,
-        target_rows,
-        cu_num_draft_tokens,
-        theta,
-        gap,
-        0 if budget is None else budget.share_units,
-        logits.shape[1],
-        num_splits,
-        SPLITS=padded_splits,
-        POSITIONS=_MIN_POSITIONS,
-        HAS_TARGET_ROWS=target_rows is not None,
-        HAS_PROTECTED=protected is not None,
-        HAS_BLOCKED=blocked is not None,
-        HAS_BUDGET=budget is not None,
-        THETA_PER_REQUEST=isinstance(theta, torch.Tensor),
-        GAP_PER_REQUEST=isinstance(gap, torch.Tensor),
-        WITH_VALUES=with_top2_values,
-        enable_fp_fusion=False,
-    )
+    if num_draft:
+        judge_kernel[(drafts.cu_num_draft_tokens.shape[0],)](
+            verdicts_ptr=verdicts,
+            top2_values_ptr=values,
+            POSITIONS=_MIN_POSITIONS,
+            WITH_VALUES=with_top2_values,
+            **_shared_arguments(drafts, margin),
+        )
     return Judgement(verdicts, values)

@@ -8,11 +8,11 @@ drafts.
 import torch
 import triton
 import triton.language as tl
-from vllm_mars.kernels.reference import Verdict
+from vllm_mars.kernels.terms import THINKING, Verdict
 
 _SPAN = tl.constexpr(int(Verdict.SPAN))
 _STRUCTURED = tl.constexpr(int(Verdict.STRUCTURED))
-_THINKING = tl.constexpr(1 << 8)
+_THINKING = tl.constexpr(THINKING)
 
 
 @triton.jit
@@ -103,6 +103,7 @@ def block_kernel(
 
 
 def blocked_rows(
+    *,
     states: torch.Tensor,
     scanned: torch.Tensor,
     is_structured: torch.Tensor,

@@ -7,8 +7,7 @@ Symbols: V vocabulary, R rows that are read, S splits of a row.
                                  looks up the id, and writes one partial result
     reduce_splits  a device function with which the next kernel joins a row's partial results
 
-Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2), or int64 (value
-and id of z2, packed) where the ids are asked for.
+Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2).
 
 Bytes moved: R * V * itemsize once, plus 12 * R * S twice. Not materialised: gathered rows, float32
 copies, softmax, masks of the logits' size.
@@ -21,8 +20,9 @@ equals, the lowest id, and a NaN wins over everything, as in torch.argmax.
 import torch
 import triton
 import triton.language as tl
+from vllm_mars.kernels.terms import Drafts
 
-_WORKSPACE: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+_WORKSPACE: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
 # Indices and partial results start where vLLM's views of them start, so their alignment would
 # only multiply the compiled variants; nothing is gained from it.
@@ -76,13 +76,12 @@ def _top2_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _find(row_ptr, chunk, value, other_than, vocab, CHUNK: tl.constexpr):
-    """The lowest id of a chunk, but for one, whose logit is the value, or a NaN as it is."""
+def _find(row_ptr, chunk, value, vocab, CHUNK: tl.constexpr):
+    """The lowest id of a chunk whose logit is the value, or a NaN as it is."""
     token_id = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf")).to(tl.float32)
     value = value + tl.zeros([CHUNK], tl.float32)
     found = (logit == value) | ((logit != logit) & (value != value))
-    found = found & (token_id != other_than)
     return tl.min(tl.where(found, token_id, 0x7FFFFFFF), axis=0)
 
 
@@ -109,7 +108,6 @@ def top2_kernel(
     # Logits of one 16-byte load: 8 of a 16-bit dtype, 4 of float32.
     CHUNK: tl.constexpr,
     HAS_TARGET_ROWS: tl.constexpr,
-    WITH_IDS: tl.constexpr,
 ):
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -130,7 +128,6 @@ def top2_kernel(
     best = tl.full([CHUNKS], float("-inf"), tl.float32)
     best_chunk = chunk
     second = tl.full([CHUNKS], float("-inf"), tl.float32)
-    second_chunk = chunk
     for _ in range(0, blocks_per_split):
         token_id = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         # -inf is neutral to a maximum.
@@ -138,11 +135,6 @@ def top2_kernel(
         first, runner_up = _top2_of_chunks(value.to(tl.float32), CHUNKS, CHUNK)
         # Strictly larger: of equal logits the lowest id stays. The first NaN wins for good.
         better = (first > best) | ((first != first) & (best == best))
-        if WITH_IDS:
-            # Of equals the older chunk: best is older than chunk, and no newer than second.
-            displaced_chunk = tl.where(best >= runner_up, best_chunk, chunk)
-            kept_chunk = tl.where(first > second, chunk, second_chunk)
-            second_chunk = tl.where(better, displaced_chunk, kept_chunk)
         second = tl.where(better, tl.maximum(best, runner_up), tl.maximum(first, second))
         best = tl.where(better, first, best)
         best_chunk = tl.where(better, chunk, best_chunk)
@@ -153,54 +145,25 @@ def top2_kernel(
     loses = packed != winner
     first = unpack_value(winner)
     # The winning chunk once more, from the cache, for the id within it.
-    first_id = _find(row_ptr, unpack_id(winner), first, -1, vocab, CHUNK)
+    first_id = _find(row_ptr, unpack_id(winner), first, vocab, CHUNK)
     out = row.to(tl.int64) * tl.num_programs(1) + split
     tl.store(best_ptr + out, _pack(first, first_id))
     # z2 is the largest of what the winning lane holds second and the other lanes hold first.
-    if WITH_IDS:
-        runner_up = tl.max(tl.where(loses, packed, _pack(second, second_chunk)), axis=0)
-        z2 = unpack_value(runner_up)
-        second_id = _find(row_ptr, unpack_id(runner_up), z2, first_id, vocab, CHUNK)
-        tl.store(second_ptr + out, _pack(z2, second_id))
-    else:
-        tl.store(second_ptr + out, tl.max(tl.where(loses, best, second), axis=0))
+    tl.store(second_ptr + out, tl.max(tl.where(loses, best, second), axis=0))
 
 
 @triton.jit
-def reduce_splits(
-    best_ptr,
-    second_ptr,
-    row,
-    mask,
-    num_splits,
-    vocab,
-    SPLITS: tl.constexpr,
-    WITH_IDS: tl.constexpr,
-):
-    """z1's packed pair, z2, and z2's id where asked for, of each given row."""
+def reduce_splits(best_ptr, second_ptr, row, mask, num_splits, SPLITS: tl.constexpr):
+    """z1's packed pair, and z2, of each given row."""
     splits = tl.arange(0, SPLITS)
     index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
     valid = mask[:, None] & (splits < num_splits)[None, :]
     packed = tl.load(best_ptr + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
     winner = tl.max(packed, axis=1)
     loses = packed != winner[:, None]
-    if WITH_IDS:
-        seconds = tl.load(second_ptr + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
-        rest = tl.max(tl.where(loses, packed, seconds), axis=1)
-        second = unpack_value(rest)
-        first = unpack_value(winner)
-        # Lanes do not tell which -inf came first; behind z1 it is the lowest other id.
-        lowest_other = tl.where(unpack_id(winner) == 0, 1, 0)
-        second_id = tl.where(second == float("-inf"), lowest_other, unpack_id(rest))
-        is_nan = first != first
-        second = tl.where(is_nan, first, second)
-        second_id = tl.where(is_nan | (second_id >= vocab), -1, second_id)
-    else:
-        seconds = tl.load(second_ptr + index, mask=valid, other=float("-inf"))
-        firsts = tl.where(valid, unpack_value(packed), float("-inf"))
-        second = tl.max(tl.where(loses, firsts, seconds), axis=1)
-        second_id = tl.full(second.shape, -1, tl.int32)
-    return winner, second, second_id
+    seconds = tl.load(second_ptr + index, mask=valid, other=float("-inf"))
+    firsts = tl.where(valid, unpack_value(packed), float("-inf"))
+    return winner, tl.max(tl.where(loses, firsts, seconds), axis=1)
 
 
 def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
@@ -217,57 +180,42 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
     return triton.cdiv(blocks, splits), block, 8 if block >= 2048 else 4
 
 
-def reduce_rows(
-    logits: torch.Tensor,
-    target_rows: torch.Tensor | None,
-    bonus_rows: torch.Tensor | None,
-    num_draft: int,
-    num_rows: int,
-    with_ids: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Launches `top2_kernel`.
+def reduce_rows(drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Launches `top2_kernel` on the rows of the draft positions, and of the bonus after them.
 
     Returns:
         best and second, the number of splits of each row, and SPLITS for `reduce_splits`: a power
         of 2 that depends on the vocabulary alone, so that batches of all sizes share one variant.
     """
-    vocab = logits.shape[1]
+    logits, vocab = drafts.logits, drafts.logits.shape[1]
+    num_rows = num_draft = drafts.draft_token_ids.shape[0]
+    if drafts.bonus_rows is not None:
+        num_rows += drafts.bonus_rows.shape[0]
     blocks_per_split, block, warps = launch_settings(vocab, num_rows)
     num_splits = triton.cdiv(vocab, blocks_per_split * block)
-    best, second, second_with_id = _workspace(logits.device, num_rows * num_splits)
-    if with_ids:
-        second = second_with_id
+    # None is allocated once a batch size is warm. They are kept per device and power-of-2 size, so
+    # calls on one device must follow each other on one stream, as a sampler's steps do.
+    key = logits.device, triton.next_power_of_2(max(num_rows * num_splits, 4096))
+    if key not in _WORKSPACE:
+        _WORKSPACE[key] = (
+            torch.empty(key[1], dtype=torch.int64, device=logits.device),
+            torch.empty(key[1], dtype=torch.float32, device=logits.device),
+        )
+    best, second = _WORKSPACE[key]
     if num_rows:
         top2_kernel[(num_rows, num_splits)](
             best,
             second,
             logits,
             logits.stride(0),
-            target_rows,
-            bonus_rows,
+            drafts.target_rows,
+            drafts.bonus_rows,
             num_draft,
             vocab,
             blocks_per_split,
             BLOCK=block,
             CHUNK=16 // logits.element_size(),
-            HAS_TARGET_ROWS=target_rows is not None,
-            WITH_IDS=with_ids,
+            HAS_TARGET_ROWS=drafts.target_rows is not None,
             num_warps=warps,
         )
     return best, second, num_splits, triton.next_power_of_2(triton.cdiv(vocab, block))
-
-
-def _workspace(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Buffers for best and both forms of second: none is allocated once a batch size is warm.
-
-    They are kept per device and power-of-2 size, so calls on one device must follow each other on
-    one stream, as a sampler's steps do.
-    """
-    size = triton.next_power_of_2(max(size, 4096))
-    if (device, size) not in _WORKSPACE:
-        _WORKSPACE[device, size] = (
-            torch.empty(size, dtype=torch.int64, device=device),
-            torch.empty(size, dtype=torch.float32, device=device),
-            torch.empty(size, dtype=torch.int64, device=device),
-        )
-    return _WORKSPACE[device, size]

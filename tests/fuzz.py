@@ -168,6 +168,7 @@ def mask(call: Call) -> Any:
 def check_public(rng: Any, backends: tuple[str, ...] = ("torch", "reference")) -> str | None:
     """`verify_greedy`; returns what differs, or None."""
     from vllm_mars.kernels import reference
+    from vllm_mars.kernels.terms import Drafts, Margin
 
     from vllm_mars import verify_greedy
 
@@ -176,18 +177,20 @@ def check_public(rng: Any, backends: tuple[str, ...] = ("torch", "reference")) -
     width = max(map(len, call.drafts)) + 1
     results = expected(call)
     for backend in backends:
-        given: dict[str, Any] = {
-            "gap": per_request(call.gap),
-            "protected": mask(call),
-            "target_rows": rows,
-            "bonus_rows": bonus_rows,
-            "max_draft_len": width - 1,
-        }
-        positional = (call.logits, ids, ends, None, per_request(call.theta))
+        drafts = Drafts(call.logits, ids, ends, rows, None, bonus_rows, width - 1)
+        margin = Margin(per_request(call.theta), per_request(call.gap), mask(call))
         if backend == "reference":
-            output = reference.verify_greedy(*positional, **given)
+            output = reference.verify_greedy(drafts, margin)
         else:
-            output = verify_greedy(*positional, **given, backend=backend)
+            output = verify_greedy(
+                *(call.logits, ids, ends, None, margin.theta),
+                gap=margin.gap,
+                protected=margin.protected,
+                target_rows=rows,
+                bonus_rows=bonus_rows,
+                max_draft_len=width - 1,
+                backend=backend,
+            )
         found = (
             output.output_token_ids.tolist(),
             output.num_accepted.tolist(),
@@ -322,7 +325,7 @@ def check_v2(rng: Any) -> str | None:
         for index, (extra_args, drafts) in enumerate(zip(own, call.drafts, strict=True))
     ]
     step = Step(requests, call.logits)
-    sampler = step.sampler(config, protected=tuple(call.protected), follow_requests=True)
+    sampler = step.sampler(config, protected=tuple(call.protected))
     if rng.random() < 0.5:
         # A batch that is marked as touched by a processor goes as a float32 copy.
         sampler.sampler.needs_logits_processing[step.states] = True

@@ -14,7 +14,7 @@ MARS = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method
 def test_default_is_the_papers():
     config, rest = split_speculative_config(MARS)
     assert config == MarsConfig(theta=0.9, metric="ratio", protected_token_ids=None)
-    assert config.thresholds == (0.9, 0.0)
+    assert config.threshold == (0.9, 0.0)
     assert rest == {**MARS, "rejection_sample_method": "standard"}
     assert "rejection_sample_method" in MARS, "the user's dict stays as it is"
 
@@ -30,7 +30,7 @@ def test_dashes_count_as_underscores():
 def test_gap_metric():
     config, _ = split_speculative_config({**MARS, "mars_metric": "gap", "mars_gap": 0.5})
     assert config is not None
-    assert config.thresholds == (1.0, 0.5)
+    assert config.threshold == (1.0, 0.5)
     assert config.lossy
 
 

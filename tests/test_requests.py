@@ -7,9 +7,10 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
-from vllm_mars.kernels.reference import Verdict
+from vllm_mars.kernels.terms import Drafts, Verdict
 
 from vllm_mars import MarsConfig
+from vllm_mars.config import Threshold
 from vllm_mars.plugin import check_request
 from vllm_mars.requests import RequestOptions, in_force, options_of
 from vllm_mars.runner.requests_v1 import RequestsV1
@@ -40,7 +41,7 @@ def served_with(config):
     ],
 )
 def test_thresholds(config, extra_args, expected):
-    assert options_of(params(**extra_args), config).thresholds == expected
+    assert options_of(params(**extra_args), config).threshold == expected
 
 
 @pytest.mark.parametrize(
@@ -59,8 +60,18 @@ def test_thresholds(config, extra_args, expected):
         (RATIO, {"mars_tehta": 0.9}, "mars_tehta is not an option of a request; .* mars_theta?"),
         (RATIO, {"mars_return": 2}, "mars_return=2 is not true or false"),
         (RATIO, {"mars_return": "yes"}, "mars_return='yes' is not true or false"),
-        (RATIO, {"mars_gap": 1}, "mars_gap belongs to metric 'gap', but this server's is 'ratio'"),
-        (GAP, {"mars_theta": 0.9}, "mars_theta belongs to metric 'ratio', but this server's is"),
+        (
+            RATIO,
+            {"mars_gap": 1},
+            "mars_gap=1 belongs to mars_metric='gap', but this server's is 'ratio'; "
+            "choose mars_theta or leave it out",
+        ),
+        (
+            GAP,
+            {"mars_theta": 0.9},
+            "mars_theta=0.9 belongs to mars_metric='ratio', but this server's is 'gap'; "
+            "choose mars_gap or leave it out",
+        ),
         (GAP, {"mars_gap": 2.5}, r"mars_gap=2.5 is above this server's limit of 2.0"),
         (GAP, {"mars_gap": -1}, r"mars_gap=-1 is outside \[0, inf\)"),
         (GAP, {"mars_gap": float("inf")}, r"mars_gap=inf is outside \[0, inf\)"),
@@ -82,7 +93,7 @@ def test_refused(config, extra_args, message):
 def test_the_lock_holds_for_requests(monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     strict = MarsConfig(theta=1.0)
-    assert options_of(params(mars_theta=1), strict).theta == 1
+    assert options_of(params(mars_theta=1), strict).threshold.theta == 1
     with pytest.raises(ValueError, match="mars_theta=0.9 is lossy, but this server is locked"):
         options_of(params(mars_theta=0.9), strict)
     with pytest.raises(ValueError, match="mars_gap=1 is lossy, but this server is locked"):
@@ -96,8 +107,20 @@ def test_structured_output(structured, is_strict):
         structured_outputs=StructuredOutputsParams(regex="a+"), extra_args={"mars_theta": 0.85}
     )
     options = options_of(constrained, config)
-    assert options == RequestOptions(0.85, 0.0, is_structured=is_strict)
+    assert options == RequestOptions(Threshold(0.85), is_structured=is_strict)
     assert in_force(options, config) == {"theta": 1.0 if is_strict else 0.85}
+
+
+def test_options_are_parsed_once_until_they_change():
+    request = params(mars_theta=0.85)
+    options = options_of(request, RATIO)
+    assert options_of(request, RATIO) is options
+    request.extra_args["mars_theta"] = 0.95
+    assert options_of(request, RATIO).threshold.theta == 0.95
+    request.structured_outputs = StructuredOutputsParams(regex="a+")
+    assert options_of(request, RATIO).is_structured
+    with pytest.raises(ValueError, match="below this server's limit of 0.97"):
+        options_of(request, MarsConfig(theta_min=0.97))
 
 
 def test_what_is_in_force():
@@ -114,10 +137,16 @@ def test_return_is_asked_for(value, wanted):
     assert options_of(params(mars_return=value), closed).wants_return == wanted
 
 
+def margin(state, *drafts):
+    """What a batch with these drafts may relax."""
+    ids = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
+    ends = torch.tensor([len(draft) for draft in drafts]).cumsum(0).int()
+    return state.margin(Drafts(torch.empty(0, 0), ids, ends))
+
+
 def thresholds(state, batch):
     """Theta and gap of a batch without drafts."""
-    none = torch.zeros(0, dtype=torch.int32)
-    return state.limits(batch, none, torch.zeros(batch, dtype=torch.int32))[:2]
+    return margin(state, *[[]] * batch)[:2]
 
 
 class TestV1Batch:
@@ -187,15 +216,14 @@ class TestV1Budget:
 
     @staticmethod
     def budget(state, batch):
-        none = torch.zeros(0, dtype=torch.int32)
-        budget = state.limits(batch, none, torch.zeros(batch, dtype=torch.int32)).budget
+        budget = margin(state, *[[]] * batch).budget
         assert budget.num_relaxed.dtype == budget.num_output_tokens.dtype == torch.int32
         return budget.num_relaxed.tolist(), budget.num_output_tokens.tolist()
 
     def test_counts_follow_the_output(self):
         output = [5, 5]
         state = self.state([], output)
-        state.relaxed(torch.tensor([3, 1], dtype=torch.int32))
+        state.spend(torch.tensor([3, 1], dtype=torch.int32))
         output += [6, 6, 6]
         assert self.budget(state, 2) == ([3, 1], [0, 5])
 
@@ -204,7 +232,7 @@ class TestV1Budget:
 
     def test_swapped_moved_and_replaced(self):
         state = self.state([1], [2], [3])
-        state.relaxed(torch.tensor([1, 2, 3], dtype=torch.int32))
+        state.spend(torch.tensor([1, 2, 3], dtype=torch.int32))
         swap = (0, 1, MoveDirectionality.SWAP)
         move = (2, 3, MoveDirectionality.UNIDIRECTIONAL)
         state.update_state(BatchUpdate(4, removed=[2], added=[], moved=[swap]))
@@ -215,9 +243,8 @@ class TestV1Budget:
 
     def test_without_a_budget_nothing_is_kept(self):
         state = RequestsV1(RATIO, 2, torch.device("cpu"))
-        state.relaxed(torch.tensor([3], dtype=torch.int32))
-        none = torch.zeros(0, dtype=torch.int32)
-        assert state.limits(1, none, torch.zeros(1, dtype=torch.int32)).budget is None
+        state.spend(torch.tensor([3], dtype=torch.int32))
+        assert margin(state, []).budget is None
 
 
 class TestV1Sections:
@@ -227,9 +254,7 @@ class TestV1Sections:
 
     @staticmethod
     def blocked(state, *drafts):
-        ids = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
-        ends = torch.tensor([len(draft) for draft in drafts]).cumsum(0).int()
-        return state.limits(len(drafts), ids, ends).blocked
+        return margin(state, *drafts).blocked
 
     def test_spans_of_prompt_output_and_draft(self):
         state = RequestsV1(self.CONFIG, 4, torch.device("cpu"))

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 METHOD = "mars"
 OPTION_PREFIX = "mars_"
@@ -14,7 +14,8 @@ LOCK_VARIABLE = "VLLM_MARS_LOCK"
 # Methods of vLLM itself that do not keep the target's distribution.
 LOSSY_VLLM_METHODS = ("synthetic", "fly")
 
-_METRICS = ("ratio", "gap")
+# The metrics, and the name of what each compares with: an option, and a field of `Threshold`.
+METRICS = {"ratio": "theta", "gap": "gap"}
 _STRUCTURED = ("strict", "relaxed")
 _SCOPES = ("all", "reasoning")
 _SHADOW_THETAS = (0.84, 0.88, 0.9, 0.92, 0.96)
@@ -25,6 +26,31 @@ _RESOLVED = {"resolved": True}
 # lasts to the end of the request.
 Token = int | str
 Span = tuple[Token, Token | None]
+
+
+class Threshold(NamedTuple):
+    """From where on a runner-up is accepted: `z2 > theta * z1 - gap` serves every metric.
+
+    Attributes:
+        theta: in (0, 1]; 1 relaxes nothing.
+        gap: in nats, >= 0; 0 relaxes nothing.
+    """
+
+    theta: float = 1.0
+    gap: float = 0.0
+
+    @classmethod
+    def of(cls, metric: str, value: float) -> "Threshold":
+        """The threshold of one metric, which relaxes nothing by another."""
+        return cls(**{METRICS[metric]: float(value)})
+
+    def value(self, metric: str) -> float:
+        """The value that the metric compares with."""
+        value: float = getattr(self, METRICS[metric])
+        return value
+
+
+STRICT = Threshold()
 
 
 @dataclass(frozen=True)
@@ -75,9 +101,9 @@ class MarsConfig:
     thinking: tuple[int, int] | None = dataclasses.field(default=None, metadata=_RESOLVED)
 
     def __post_init__(self) -> None:
-        if self.metric not in _METRICS:
+        if self.metric not in METRICS:
             raise ValueError(
-                f"mars_metric={self.metric!r} is not one of {', '.join(_METRICS)}; "
+                f"mars_metric={self.metric!r} is not one of {', '.join(METRICS)}; "
                 "'ratio' is the paper's z2 > theta * z1, 'gap' is z2 > z1 - gap."
             )
         check_theta(self.theta)
@@ -157,15 +183,14 @@ class MarsConfig:
             raise ValueError("mars_shadow counts thetas, so it needs mars_metric 'ratio'.")
 
     @property
-    def thresholds(self) -> tuple[float, float]:
-        """(theta, gap) of the one comparison `z2 > theta * z1 - gap` that serves both metrics."""
-        return (self.theta, 0.0) if self.metric == "ratio" else (1.0, self.gap)
+    def threshold(self) -> Threshold:
+        """That of a request which chooses nothing."""
+        return Threshold.of(self.metric, getattr(self, METRICS[self.metric]))
 
     @property
     def lossy(self) -> bool:
         """Whether the output can differ from vLLM's own for a request that chooses nothing."""
-        theta, gap = self.thresholds
-        return (theta < 1 or gap > 0) and not self.shadow and self.max_relaxed_share > 0
+        return self.threshold != STRICT and not self.shadow and self.max_relaxed_share > 0
 
     @property
     def clients_may_relax(self) -> bool:
@@ -254,11 +279,11 @@ def check_theta(theta: object, name: str = "mars_theta") -> None:
         raise ValueError(f"{name}={theta} is outside (0, 1]; 1 switches the relaxation off.")
 
 
-def check_gap(gap: object) -> None:
+def check_gap(gap: object, name: str = "mars_gap") -> None:
     """Raises ValueError unless gap is a finite number >= 0."""
-    _require_number("mars_gap", gap)
+    _require_number(name, gap)
     if not 0 <= gap <= sys.float_info.max:  # type: ignore[operator]
-        raise ValueError(f"mars_gap={gap} is outside [0, inf); 0 switches the relaxation off.")
+        raise ValueError(f"{name}={gap} is outside [0, inf); 0 switches the relaxation off.")
 
 
 def lock_is_on() -> bool:
@@ -294,7 +319,8 @@ def lossy_reason(config: MarsConfig | None, method: str) -> str | None:
         return None
     if not config.lossy:
         return None
-    return f"mars_gap={config.gap}" if config.metric == "gap" else f"mars_theta={config.theta}"
+    name = METRICS[config.metric]
+    return f"{OPTION_PREFIX}{name}={getattr(config, name)}"
 
 
 def _require_number(name: str, value: object) -> None:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mars.config import (
     LOCK_VARIABLE,
+    METRICS,
     OPTION_PREFIX,
+    STRICT,
     MarsConfig,
+    Threshold,
     check_gap,
     check_theta,
     lock_is_on,
@@ -20,118 +23,118 @@ from vllm_mars.config import (
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-_THRESHOLDS = ("mars_theta", "mars_gap")
+# The metric that each threshold belongs to.
+_THRESHOLDS = {OPTION_PREFIX + name: metric for metric, name in METRICS.items()}
 _RETURN = "mars_return"
 _KEYS = (*_THRESHOLDS, _RETURN)
+# Where a request's parameters keep what was read of them.
+_PARSED = "_mars_options"
 
 
 class RequestOptions(NamedTuple):
     """What one request chose, or has from the server.
 
     Attributes:
-        theta: of the comparison `z2 > theta * z1 - gap`.
-        gap: of the same.
+        threshold: of its verification.
         is_structured: whether all of it is verified strictly, because its output is structured.
         wants_return: whether the client asked what was relaxed.
     """
 
-    theta: float
-    gap: float
+    threshold: Threshold
     is_structured: bool = False
     wants_return: bool = False
 
-    @property
-    def thresholds(self) -> tuple[float, float]:
-        """(theta, gap)."""
-        return self.theta, self.gap
+
+class _Parsed(NamedTuple):
+    """What was read once of a request's parameters, and what it depends on."""
+
+    config: MarsConfig
+    own: dict[str, Any]
+    is_constrained: bool
+    options: RequestOptions
 
 
 def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
-    """The options of one request.
+    """The options of one request, which are parsed once in a process and kept on its parameters.
 
     Args:
         params: the request's parameters; its `extra_args` may hold `mars_theta`, a number in (0, 1]
             where 1 is strict, `mars_gap` where the server's metric is "gap", and `mars_return`.
-        config: the server's options. In shadow mode the thresholds are checked, but nothing is
+        config: the server's options. In shadow mode the threshold is checked, but nothing is
             relaxed.
 
     Raises:
         ValueError: an unknown `mars_*` key, a bad value, or one that the server does not allow.
     """
-    theta, gap = config.thresholds
     own = {key: value for key, value in (params.extra_args or {}).items() if _is_ours(key)}
-    if own:
-        _check_allowed(own, config)
-    if "mars_theta" in own:
-        theta = _own_theta(own["mars_theta"], config)
-    if "mars_gap" in own:
-        gap = _own_gap(own["mars_gap"], config)
-    return RequestOptions(
-        theta,
-        gap,
-        config.structured == "strict" and params.structured_outputs is not None,
-        _wants_return(own.get(_RETURN, False)),
-    )
+    is_constrained = params.structured_outputs is not None
+    parsed: _Parsed | None = vars(params).get(_PARSED)
+    # A caller may change parameters that have served a request, and use them for the next one.
+    if parsed is None or parsed[:-1] != (config, own, is_constrained):
+        options = RequestOptions(
+            _threshold(own, config),
+            is_constrained and config.structured == "strict",
+            _wants_return(own.get(_RETURN, False)),
+        )
+        parsed = _Parsed(config, own, is_constrained, options)
+        setattr(params, _PARSED, parsed)
+    return parsed.options
 
 
 def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float]:
     """The threshold that verification follows, as `mars_return` reports it."""
     strict = options.is_structured or config.shadow
-    if config.metric == "gap":
-        return {"gap": 0.0 if strict else options.gap}
-    return {"theta": 1.0 if strict else options.theta}
+    threshold = STRICT if strict else options.threshold
+    return {METRICS[config.metric]: threshold.value(config.metric)}
 
 
 def _is_ours(key: object) -> bool:
     return isinstance(key, str) and key.startswith(OPTION_PREFIX)
 
 
-def _check_allowed(own: dict[str, Any], config: MarsConfig) -> None:
+def _threshold(own: dict[str, Any], config: MarsConfig) -> Threshold:
+    """The threshold among a request's own options, else the server's."""
     for key in own:
         if key not in _KEYS:
             raise unknown_option(key, "a request", _KEYS)
-    thresholds = [key for key in own if key in _THRESHOLDS]
-    if thresholds and not config.client_control:
+    chosen = [key for key in own if key in _THRESHOLDS]
+    if chosen and not config.client_control:
         raise ValueError(
-            f"{', '.join(thresholds)}: this server does not let requests choose their verification "
+            f"{', '.join(chosen)}: this server does not let requests choose their verification "
             "(mars_client_control is false); leave it out."
         )
+    threshold = config.threshold
+    for key in chosen:
+        threshold = _own_threshold(key, own[key], config)
+    return threshold
 
 
-def _own_theta(theta: object, config: MarsConfig) -> float:
-    check_theta(theta)
-    assert isinstance(theta, float | int), "checked above"
-    if config.metric != "ratio":
-        raise ValueError("mars_theta belongs to metric 'ratio', but this server's is 'gap'.")
-    if theta < config.theta_min:
+def _own_threshold(key: str, value: Any, config: MarsConfig) -> Threshold:
+    metric = _THRESHOLDS[key]
+    (check_theta if metric == "ratio" else check_gap)(value)
+    if metric != config.metric:
         raise ValueError(
-            f"mars_theta={theta} is below this server's limit of {config.theta_min}; choose a "
+            f"{key}={value} belongs to mars_metric={metric!r}, but this server's is "
+            f"{config.metric!r}; choose {OPTION_PREFIX}{METRICS[config.metric]} "
+            "or leave it out."
+        )
+    if metric == "ratio" and value < config.theta_min:
+        raise ValueError(
+            f"mars_theta={value} is below this server's limit of {config.theta_min}; choose a "
             f"value in [{config.theta_min}, 1]."
         )
-    if theta < 1 and lock_is_on():
+    if metric == "gap" and config.gap_max is not None and value > config.gap_max:
         raise ValueError(
-            f"mars_theta={theta} is lossy, but this server is locked to strict verification "
-            f"({LOCK_VARIABLE}=strict); choose 1 or leave it out."
-        )
-    return float(theta)
-
-
-def _own_gap(gap: object, config: MarsConfig) -> float:
-    check_gap(gap)
-    assert isinstance(gap, float | int), "checked above"
-    if config.metric != "gap":
-        raise ValueError("mars_gap belongs to metric 'gap', but this server's is 'ratio'.")
-    if config.gap_max is not None and gap > config.gap_max:
-        raise ValueError(
-            f"mars_gap={gap} is above this server's limit of {config.gap_max}; choose a value in "
+            f"mars_gap={value} is above this server's limit of {config.gap_max}; choose a value in "
             f"[0, {config.gap_max}]."
         )
-    if gap > 0 and lock_is_on():
+    threshold = Threshold.of(metric, value)
+    if threshold != STRICT and lock_is_on():
         raise ValueError(
-            f"mars_gap={gap} is lossy, but this server is locked to strict verification "
-            f"({LOCK_VARIABLE}=strict); choose 0 or leave it out."
+            f"{key}={value} is lossy, but this server is locked to strict verification "
+            f"({LOCK_VARIABLE}=strict); choose {STRICT.value(metric):g} or leave it out."
         )
-    return float(gap)
+    return threshold
 
 
 def _wants_return(value: object) -> bool:

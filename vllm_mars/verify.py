@@ -1,13 +1,14 @@
 """The public verification functions: argument checks, then a backend."""
 
-import math
 import os
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from vllm_mars.config import check_gap, check_theta
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_mars.kernels.reference import Judgement, RelaxedBudget, VerifyOutput
+    from vllm_mars.kernels.terms import Drafts, Judgement, Margin, RelaxedBudget, VerifyOutput
 
 Backend = Literal["auto", "torch", "triton"]
 
@@ -71,36 +72,8 @@ def _check_shape(name: str, tensor: "torch.Tensor", shapes: tuple[tuple[int, ...
         raise ValueError(f"{name} has shape {list(tensor.shape)}, but must have shape {allowed}.")
 
 
-def _check_threshold(
-    name: str,
-    value: "float | torch.Tensor",
-    shape: tuple[int, ...],
-    device: object,
-    upper: float,
-) -> None:
-    """Checks theta or gap; a tensor's values are not read, since that would wait for the device."""
-    if isinstance(value, float | int):
-        low_ok = value > 0 if name == "theta" else value >= 0
-        if not (low_ok and value <= upper and math.isfinite(value)):
-            rule = "(0, 1]; 1 is strict" if name == "theta" else "[0, inf); 0 adds no tolerance"
-            raise ValueError(f"{name}={value} is outside {rule}.")
-        return
-    _check(name, value, ("torch.float32",), device)
-    _check_shape(name, value, (shape,))
-
-
-def _check_common(
-    logits: "torch.Tensor",
-    draft_token_ids: "torch.Tensor",
-    cu_num_draft_tokens: "torch.Tensor",
-    theta: "float | torch.Tensor",
-    gap: "float | torch.Tensor",
-    protected: "torch.Tensor | None",
-    target_rows: "torch.Tensor | None",
-    blocked: "torch.Tensor | None" = None,
-    budget: "RelaxedBudget | None" = None,
-) -> None:
-    device = logits.device
+def _check_drafts(drafts: "Drafts") -> None:
+    logits, device = drafts.logits, drafts.logits.device
     if logits.ndim != 2:
         raise ValueError(f"logits has {logits.ndim} dimensions, but must be [num_rows, vocab].")
     _check_dtype("logits", logits, _LOGIT_DTYPES)
@@ -109,66 +82,76 @@ def _check_common(
             f"logits has strides {list(logits.stride())}, but a row's elements must be adjacent; "
             "pass a contiguous copy."
         )
-    _check("draft_token_ids", draft_token_ids, _ID_DTYPES, device)
-    _check("cu_num_draft_tokens", cu_num_draft_tokens, ("torch.int32",), device)
-    if draft_token_ids.ndim != 1 or cu_num_draft_tokens.ndim != 1:
+    ids, ends = drafts.draft_token_ids, drafts.cu_num_draft_tokens
+    _check("draft_token_ids", ids, _ID_DTYPES, device)
+    _check("cu_num_draft_tokens", ends, ("torch.int32",), device)
+    if ids.ndim != 1 or ends.ndim != 1:
         raise ValueError(
-            f"draft_token_ids has shape {list(draft_token_ids.shape)} and cu_num_draft_tokens "
-            f"{list(cu_num_draft_tokens.shape)}, but both must have one dimension."
+            f"draft_token_ids has shape {list(ids.shape)} and cu_num_draft_tokens "
+            f"{list(ends.shape)}, but both must have one dimension."
         )
-    num_draft, batch = draft_token_ids.shape[0], cu_num_draft_tokens.shape[0]
-    _check_threshold("theta", theta, (batch,), device, upper=1.0)
-    _check_threshold("gap", gap, (batch,), device, upper=math.inf)
-    if protected is not None:
-        _check("protected", protected, ("torch.bool",), device)
-        _check_shape("protected", protected, ((logits.shape[1],),))
-    if blocked is not None:
-        _check("blocked", blocked, ("torch.int8",), device)
-        _check_shape("blocked", blocked, ((num_draft,),))
-    if budget is not None:
-        if not 0 <= budget.share <= 1:
-            raise ValueError(f"budget.share={budget.share} is outside [0, 1]; 1 allows all.")
-        for name in ("num_relaxed", "num_output_tokens"):
-            _check(f"budget.{name}", getattr(budget, name), ("torch.int32",), device)
-            _check_shape(f"budget.{name}", getattr(budget, name), ((batch,),))
-    if target_rows is not None:
-        _check("target_rows", target_rows, _ID_DTYPES, device)
-        _check_shape("target_rows", target_rows, ((num_draft,),))
+    num_draft, batch = ids.shape[0], ends.shape[0]
+    if drafts.target_rows is not None:
+        _check("target_rows", drafts.target_rows, _ID_DTYPES, device)
+        _check_shape("target_rows", drafts.target_rows, ((num_draft,),))
     elif logits.shape[0] < num_draft:
         raise ValueError(
             f"logits has {logits.shape[0]} rows for {num_draft} draft tokens; "
             "give one row for each, or target_rows."
         )
+    if drafts.bonus_token_ids is not None:
+        if drafts.bonus_rows is not None:
+            raise ValueError("bonus_token_ids and bonus_rows are both given; give one of them.")
+        _check("bonus_token_ids", drafts.bonus_token_ids, _ID_DTYPES, device)
+        _check_shape("bonus_token_ids", drafts.bonus_token_ids, ((batch,), (batch, 1)))
+    if drafts.bonus_rows is not None:
+        _check("bonus_rows", drafts.bonus_rows, _ID_DTYPES, device)
+        _check_shape("bonus_rows", drafts.bonus_rows, ((batch,),))
 
 
-def _check_out(
-    out: "VerifyOutput",
-    batch: int,
-    max_draft_len: int,
-    num_draft: int,
-    device: object,
-    with_top2: bool,
-    with_verdicts: bool,
-) -> None:
+def _check_margin(margin: "Margin", drafts: "Drafts") -> None:
+    """Checks all but a tensor's values, since to read them would wait for the device."""
+    device, vocab = drafts.logits.device, drafts.logits.shape[1]
+    num_draft, batch = drafts.draft_token_ids.shape[0], drafts.cu_num_draft_tokens.shape[0]
+    for name, value, check in (
+        ("theta", margin.theta, check_theta),
+        ("gap", margin.gap, check_gap),
+    ):
+        if isinstance(value, float | int):
+            check(value, name)
+        else:
+            _check(name, value, ("torch.float32",), device)
+            _check_shape(name, value, ((batch,),))
+    if margin.protected is not None:
+        _check("protected", margin.protected, ("torch.bool",), device)
+        _check_shape("protected", margin.protected, ((vocab,),))
+    if margin.blocked is not None:
+        _check("blocked", margin.blocked, ("torch.int8",), device)
+        _check_shape("blocked", margin.blocked, ((num_draft,),))
+    if margin.budget is not None:
+        if not 0 <= margin.budget.share <= 1:
+            raise ValueError(f"budget.share={margin.budget.share} is outside [0, 1]; 1 allows all.")
+        for name in ("num_relaxed", "num_output_tokens"):
+            _check(f"budget.{name}", getattr(margin.budget, name), ("torch.int32",), device)
+            _check_shape(f"budget.{name}", getattr(margin.budget, name), ((batch,),))
+
+
+def _check_out(out: "VerifyOutput", drafts: "Drafts", with_verdicts: bool) -> None:
     """Checks the caller's buffers."""
-    ids = ("torch.int32",)
+    num_draft, batch = drafts.draft_token_ids.shape[0], drafts.cu_num_draft_tokens.shape[0]
     wanted = {
-        "output_token_ids": ((batch, max_draft_len + 1), ids),
-        "num_accepted": ((batch,), ids),
-        "num_relaxed": ((batch,), ids),
+        "output_token_ids": ((batch, drafts.max_draft_len + 1), "torch.int32"),
+        "num_accepted": ((batch,), "torch.int32"),
+        "num_relaxed": ((batch,), "torch.int32"),
     }
-    if with_top2 or with_verdicts:
-        wanted["top2_values"] = ((num_draft, 2), ("torch.float32",))
-    if with_top2:
-        wanted["top2_ids"] = ((num_draft, 2), ids)
     if with_verdicts:
-        wanted["verdicts"] = ((num_draft,), ("torch.int8",))
-    for name, (shape, dtypes) in wanted.items():
+        wanted["top2_values"] = ((num_draft, 2), "torch.float32")
+        wanted["verdicts"] = ((num_draft,), "torch.int8")
+    for name, (shape, dtype) in wanted.items():
         buffer = getattr(out, name)
         if buffer is None:
-            asked = "with_verdicts" if with_verdicts and name != "top2_ids" else "with_top2"
-            raise ValueError(f"out.{name} is None, but {asked} needs a buffer there.")
-        _check(f"out.{name}", buffer, dtypes, device)
+            raise ValueError(f"out.{name} is None, but with_verdicts needs a buffer there.")
+        _check(f"out.{name}", buffer, (dtype,), drafts.logits.device)
         _check_shape(f"out.{name}", buffer, (shape,))
 
 
@@ -184,7 +167,6 @@ def verify_greedy(
     target_rows: "torch.Tensor | None" = None,
     bonus_rows: "torch.Tensor | None" = None,
     max_draft_len: int | None = None,
-    with_top2: bool = False,
     blocked: "torch.Tensor | None" = None,
     budget: "RelaxedBudget | None" = None,
     with_verdicts: bool = False,
@@ -217,7 +199,6 @@ def verify_greedy(
             found in the same pass; only one of `bonus_token_ids` and `bonus_rows` may be given.
         max_draft_len: longest draft of a request, which sets the output's width. Default: read from
             `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
-        with_top2: also return the two largest logits and their ids at each draft position.
         blocked: `[num_draft]` int8 or None; not 0 where the rule stays strict. The value, a
             `Verdict`, is the verdict there if the margin would have accepted.
         budget: how many output tokens of each request may be relaxed, or None for no limit.
@@ -240,66 +221,92 @@ def verify_greedy(
     Source: arXiv 2601.15498. Deviation: outside the top 2 its research code rejects, here the token
     still gets the strict test, so acceptance is never below strict.
     """
-    resolved = resolve_backend(backend, logits.device.type)
-    _check_common(
+    from vllm_mars.kernels.terms import Drafts, Margin
+
+    drafts = Drafts(
         logits,
         draft_token_ids,
         cu_num_draft_tokens,
-        theta,
-        gap,
-        protected,
         target_rows,
-        blocked,
-        budget,
-    )
-    device, batch = logits.device, cu_num_draft_tokens.shape[0]
-    if bonus_token_ids is not None:
-        if bonus_rows is not None:
-            raise ValueError("bonus_token_ids and bonus_rows are both given; give one of them.")
-        _check("bonus_token_ids", bonus_token_ids, _ID_DTYPES, device)
-        _check_shape("bonus_token_ids", bonus_token_ids, ((batch,), (batch, 1)))
-    if bonus_rows is not None:
-        _check("bonus_rows", bonus_rows, _ID_DTYPES, device)
-        _check_shape("bonus_rows", bonus_rows, ((batch,),))
-    if max_draft_len is None:
-        max_draft_len = _longest_draft(cu_num_draft_tokens)
-
-    num_draft = draft_token_ids.shape[0]
-    if out is not None:
-        _check_out(out, batch, max_draft_len, num_draft, device, with_top2, with_verdicts)
-
-    arguments = (
-        logits,
-        draft_token_ids,
-        cu_num_draft_tokens,
         bonus_token_ids,
-        theta,
-        gap,
-        protected,
-        target_rows,
         bonus_rows,
-        max_draft_len,
-        with_top2,
-        blocked,
-        budget,
-        with_verdicts,
-        dry_run,
+        max_draft_len or 0,
     )
-    if resolved == "triton":
-        from vllm_mars.kernels.greedy import verify_greedy as verify_in_triton
+    if max_draft_len is None:
+        _check_drafts(drafts)
+        drafts = drafts._replace(max_draft_len=_longest_draft(cu_num_draft_tokens))
+    return verify_drafts(
+        drafts,
+        Margin(theta, gap, protected, blocked, budget),
+        with_verdicts=with_verdicts,
+        dry_run=dry_run,
+        out=out,
+        backend=backend,
+    )
 
-        return verify_in_triton(*arguments, out)
-    if device.type == "cpu":
-        from vllm_mars.kernels.cpu import verify_greedy as verify
-    else:
-        from vllm_mars.kernels.reference import verify_greedy as verify
-    output: VerifyOutput = verify(*arguments)
+
+def verify_drafts(
+    drafts: "Drafts",
+    margin: "Margin",
+    *,
+    with_verdicts: bool = False,
+    dry_run: bool = False,
+    out: "VerifyOutput | None" = None,
+    backend: Backend = "auto",
+) -> "VerifyOutput":
+    """`verify_greedy`, or `verify_input_tokens` where the bonus row is a request's last.
+
+    Args:
+        drafts: the step's draft tokens and logits.
+        margin: what may be relaxed.
+        with_verdicts: as in `verify_greedy`.
+        dry_run: verify strictly.
+        out: as in `verify_greedy`; None where the bonus row is last.
+        backend: as in `verify_greedy`.
+
+    Returns:
+        A `VerifyOutput`; where the bonus row is last its `output_token_ids` is int64.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
+        NotImplementedError: the backend is "triton" on a CPU.
+    """
+    resolved = resolve_backend(backend, drafts.logits.device.type)
+    _check_drafts(drafts)
+    _check_margin(margin, drafts)
+    if out is not None:
+        _check_out(out, drafts, with_verdicts)
+    kernels = _kernels(resolved, drafts.logits.device.type)
+    output: VerifyOutput
+    if resolved == "triton":
+        output = kernels.verify_greedy(drafts, margin, with_verdicts, dry_run, out)
+        return output
+    if drafts.bonus_row_is_last:
+        # A bonus row is a position whose draft is always rejected: it emits its argmax.
+        rows = drafts._replace(
+            draft_token_ids=next_input_tokens(drafts.draft_token_ids, drafts.cu_num_draft_tokens),
+            bonus_row_is_last=False,
+        )
+        output = kernels.verify_greedy(rows, margin, with_verdicts, dry_run)
+        return output._replace(output_token_ids=output.output_token_ids.long())
+    output = kernels.verify_greedy(drafts, margin, with_verdicts, dry_run)
     if out is None:
         return output
     for buffer, result in zip(out, output, strict=True):
         if buffer is not None and result is not None:
             buffer.copy_(result)
     return out
+
+
+def _kernels(resolved: str, device_type: str) -> Any:
+    """The module that holds a backend's `verify_greedy` and `judge_positions`."""
+    if resolved == "triton":
+        from vllm_mars.kernels import greedy
+
+        return greedy
+    from vllm_mars.kernels import cpu, reference
+
+    return cpu if device_type == "cpu" else reference
 
 
 def verify_input_tokens(
@@ -327,12 +334,13 @@ def verify_input_tokens(
         theta: float in (0, 1] or float32 `[batch]`.
         max_draft_len: longest draft of a request; one less than the longest run of rows.
         gap: float >= 0 or float32 `[batch]`.
-        protected: bool `[vocab]` or None.
-        blocked: `[num_logits]` int8 or None; as the next three, as in `verify_greedy`.
-        budget: or None.
-        with_verdicts: of all rows; a bonus row's verdict is NONE.
-        dry_run: verify strictly.
-        backend: as in `verify_greedy`.
+        protected: bool `[vocab]` or None; tokens at which the rule stays strict.
+        blocked: `[num_logits]` int8 or None; not 0, a `Verdict`, where the rule stays strict.
+        budget: how many output tokens of each request may be relaxed, or None for no limit.
+        with_verdicts: also return the verdicts and the values of the top 2 of all rows; a bonus
+            row's verdict is NONE.
+        dry_run: verify strictly; the verdicts tell what the margin would have done.
+        backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
 
     Returns:
         A `VerifyOutput` whose `output_token_ids` is int64, as that runner wants it.
@@ -341,60 +349,20 @@ def verify_input_tokens(
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
         NotImplementedError: the backend is "triton" on a CPU.
     """
-    import torch
+    from vllm_mars.kernels.terms import Drafts, Margin
 
-    resolved = resolve_backend(backend, logits.device.type)
-    if resolved != "triton":
-        drafts = next_input_tokens(input_token_ids, cu_num_logits)
-        # A bonus row is a position whose draft is always rejected: it emits its argmax.
-        output = verify_greedy(
+    return verify_drafts(
+        Drafts(
             logits,
-            drafts,
+            input_token_ids,
             cu_num_logits,
-            None,
-            theta,
-            gap=gap,
-            protected=protected,
-            max_draft_len=max_draft_len + 1,
-            blocked=blocked,
-            budget=budget,
-            with_verdicts=with_verdicts,
-            dry_run=dry_run,
-            backend=backend,
-        )
-        tokens = output.output_token_ids[:, : max_draft_len + 1].to(torch.int64)
-        return output._replace(output_token_ids=tokens)
-
-    from vllm_mars.kernels.greedy import verify_greedy as verify_in_triton
-    from vllm_mars.kernels.reference import new_output
-
-    _check_common(
-        logits, input_token_ids, cu_num_logits, theta, gap, protected, None, blocked, budget
-    )
-    return verify_in_triton(
-        logits,
-        input_token_ids,
-        cu_num_logits,
-        None,
-        theta,
-        gap,
-        protected,
-        None,
-        None,
-        max_draft_len,
-        blocked=blocked,
-        budget=budget,
+            max_draft_len=max_draft_len,
+            bonus_row_is_last=True,
+        ),
+        Margin(theta, gap, protected, blocked, budget),
         with_verdicts=with_verdicts,
         dry_run=dry_run,
-        out=new_output(
-            cu_num_logits.shape[0],
-            max_draft_len,
-            logits.shape[0],
-            logits.device,
-            with_verdicts=with_verdicts,
-            token_dtype=torch.int64,
-        ),
-        bonus_row_is_last=True,
+        backend=backend,
     )
 
 
@@ -432,12 +400,14 @@ def judge_positions(
         cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum.
         theta: float in (0, 1] or float32 `[batch]`.
         gap: float >= 0 or float32 `[batch]`.
-        protected: bool `[vocab]` or None.
-        target_rows: `[num_draft]` row of each draft position; default 0..num_draft-1.
-        blocked: as in `verify_greedy`.
-        budget: as in `verify_greedy`; it is spent on each position that the margin accepts.
+        protected: bool `[vocab]` or None; tokens at which the rule stays strict.
+        target_rows: `[num_draft]` int32 or int64, row of each draft position; default
+            0..num_draft-1.
+        blocked: `[num_draft]` int8 or None; not 0, a `Verdict`, where the rule stays strict.
+        budget: how many output tokens of each request may be relaxed, or None for no limit; it is
+            spent on each position that the margin accepts.
         with_top2_values: also return z1 and z2 at each draft position.
-        backend: as in `verify_greedy`.
+        backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
 
     Returns:
         A `Judgement`. RELAXED is where the draft token is one of the two largest, the margin is
@@ -447,36 +417,43 @@ def judge_positions(
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
         NotImplementedError: the backend is "triton" on a CPU.
     """
-    resolved = resolve_backend(backend, logits.device.type)
-    _check_common(
-        logits,
-        draft_token_ids,
-        cu_num_draft_tokens,
-        theta,
-        gap,
-        protected,
-        target_rows,
-        blocked,
-        budget,
+    from vllm_mars.kernels.terms import Drafts, Margin
+
+    return judge_drafts(
+        Drafts(logits, draft_token_ids, cu_num_draft_tokens, target_rows),
+        Margin(theta, gap, protected, blocked, budget),
+        with_top2_values=with_top2_values,
+        backend=backend,
     )
-    if resolved == "triton":
-        from vllm_mars.kernels.greedy import judge_positions as judge
-    elif logits.device.type == "cpu":
-        from vllm_mars.kernels.cpu import judge_positions as judge
-    else:
-        from vllm_mars.kernels.reference import judge_positions as judge
-    judgement: Judgement = judge(
-        logits,
-        draft_token_ids,
-        cu_num_draft_tokens,
-        theta,
-        gap,
-        protected,
-        target_rows,
-        blocked,
-        budget,
-        with_top2_values,
-    )
+
+
+def judge_drafts(
+    drafts: "Drafts",
+    margin: "Margin",
+    *,
+    with_top2_values: bool = False,
+    backend: Backend = "auto",
+) -> "Judgement":
+    """`judge_positions` of a step.
+
+    Args:
+        drafts: the step's draft tokens and processed logits; what follows a draft is not read.
+        margin: what may be relaxed.
+        with_top2_values: also return z1 and z2 at each draft position.
+        backend: as in `verify_greedy`.
+
+    Returns:
+        A `Judgement`.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
+        NotImplementedError: the backend is "triton" on a CPU.
+    """
+    resolved = resolve_backend(backend, drafts.logits.device.type)
+    _check_drafts(drafts)
+    _check_margin(margin, drafts)
+    kernels = _kernels(resolved, drafts.logits.device.type)
+    judgement: Judgement = kernels.judge_positions(drafts, margin, with_top2_values)
     return judgement
 
 

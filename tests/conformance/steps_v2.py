@@ -95,11 +95,8 @@ class Step:
         sampler = self.sampler(config, protected=protected, logprobs_mode=logprobs_mode)
         return sampler(self.logits.clone(), self.batch(), self.draft_logits, invalid_drafts)
 
-    def sampler(self, config, *, protected=(), logprobs_mode="raw_logprobs", follow_requests=False):
-        """vLLM's rejection sampler or ours, whose state holds the requests.
-
-        With `follow_requests` ours also knows what they chose for themselves, as in a runner.
-        """
+    def sampler(self, config, *, protected=(), logprobs_mode="raw_logprobs"):
+        """vLLM's rejection sampler or ours, whose state holds the requests."""
         vocab = self.logits.shape[1]
         states = RequestState(
             max_num_reqs=len(self.requests) + 2,
@@ -118,8 +115,7 @@ class Step:
             logprobs_mode,
             num_speculative_tokens=self.steps,
         )
-        requests = None
-        if follow_requests:
+        if config is not None:
             requests = RequestsV2(config, states)
             sampler.logits_processors.append(requests)
         for state, request in zip(self.states, self.requests, strict=True):

@@ -11,9 +11,9 @@ import pytest
 from counts import COUNTS, LAYOUT, check_exported, exported
 
 from vllm_mars.engine import metrics
-from vllm_mars.engine.transport import FIELD
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.runner.counters import RATIO_EDGES, REASONS, CounterLayout
+from vllm_mars.runner.outputs import FIELD
 
 pytestmark = pytest.mark.usefixtures("clean_registry")
 

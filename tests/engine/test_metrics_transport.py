@@ -12,16 +12,10 @@ import torch
 from counts import COUNTS, LAYOUT
 
 from vllm_mars import MarsConfig
-from vllm_mars.engine.transport import (
-    FIELD,
-    attach_counters,
-    carrier_of,
-    carry_counts,
-    declare_field,
-    with_counts,
-)
+from vllm_mars.engine.transport import carry_counts, declare_field
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.margin import MarginRule
+from vllm_mars.runner.outputs import FIELD, attach_counters, carrier_of, with_counts
 
 
 def runner_output(**fields):

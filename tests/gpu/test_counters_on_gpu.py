@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_counters import LONGEST, random_case
+from test_counters import LONGEST, random_case, step
 
 from vllm_mars.runner.counters import CounterLayout, Counters, count_positions
 
@@ -17,20 +17,20 @@ def test_counts_without_a_sync():
     on_cpu, on_gpu = Counters(layout, torch.device("cpu")), Counters(layout, DEVICE, interval=0.0)
     generator = torch.Generator().manual_seed(5)
     cases = [random_case(generator, 16) for _ in range(20)]
-    moved = [{name: tensor.to(DEVICE) for name, tensor in case.items()} for case in cases]
-    count_positions(on_gpu, **moved[0])
-    count_positions(on_cpu, **cases[0])
+    moved = [step(case, DEVICE) for case in cases]
+    count_positions(on_gpu, *moved[0])
+    count_positions(on_cpu, *step(cases[0]))
     taken = torch.tensor(on_gpu.take_delta(flush=True))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for case in moved[1:]:
-            count_positions(on_gpu, **case)
+        for arguments in moved[1:]:
+            count_positions(on_gpu, *arguments)
             if (increase := on_gpu.take_delta()) is not None:
                 taken += torch.tensor(increase)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for case in cases[1:]:
-        count_positions(on_cpu, **case)
+        count_positions(on_cpu, *step(case))
     taken += torch.tensor(on_gpu.take_delta(flush=True))
     assert taken.tolist() == on_gpu.device_counts.tolist()
     assert on_gpu.device_counts.tolist() == on_cpu.device_counts.tolist()

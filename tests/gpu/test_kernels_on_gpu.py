@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 from vllm_mars.kernels import reference
+from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict, new_output
 
 from vllm_mars import verify_greedy
-from vllm_mars.verify import judge_positions, verify_input_tokens
+from vllm_mars.verify import judge_drafts, verify_drafts, verify_input_tokens
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -18,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def batch(vocab, dtype, lengths, seed=0):
-    """Arguments of `verify_greedy` with near and exact ties, padding drafts, NaN and -inf."""
+    """Drafts and margin with near and exact ties, padding drafts, NaN and -inf."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def random(*shape):
@@ -35,33 +36,29 @@ def batch(vocab, dtype, lengths, seed=0):
     best = logits[target_rows].float().topk(3).indices
     drafts = best.gather(1, (random(size, 1) * 3).long()).squeeze(1).int()
     drafts[random(size) < 0.05] = -1
-    return {
-        "logits": logits,
-        "draft_token_ids": drafts,
-        "cu_num_draft_tokens": torch.tensor(lengths, device=DEVICE).cumsum(0).int(),
-        "bonus_token_ids": None,
-        "theta": random(len(lengths)).clamp(min=0.1),
-        "gap": 0.0,
-        "protected": random(vocab) < 0.01,
-        "target_rows": target_rows,
-        "bonus_rows": torch.randperm(rows, generator=generator, device=DEVICE)[: len(lengths)],
-        "max_draft_len": max(lengths),
-        "with_top2": True,
-        "with_verdicts": True,
-        "blocked": (random(sum(lengths)) < 0.1).to(torch.int8) * reference.Verdict.SPAN,
-        "budget": reference.RelaxedBudget(
+    drafts = Drafts(
+        logits,
+        drafts,
+        torch.tensor(lengths, device=DEVICE).cumsum(0).int(),
+        target_rows=target_rows,
+        bonus_rows=torch.randperm(rows, generator=generator, device=DEVICE)[: len(lengths)],
+        max_draft_len=max(lengths),
+    )
+    margin = Margin(
+        random(len(lengths)).clamp(min=0.1),
+        protected=random(vocab) < 0.01,
+        blocked=(random(sum(lengths)) < 0.1).to(torch.int8) * Verdict.SPAN,
+        budget=RelaxedBudget(
             0.3,
             torch.zeros(len(lengths), dtype=torch.int32, device=DEVICE),
             torch.full((len(lengths),), 7, dtype=torch.int32, device=DEVICE),
         ),
-    }
+    )
+    return drafts, margin
 
 
 def call(given, **more):
-    given = dict(given)
-    names = ("logits", "draft_token_ids", "cu_num_draft_tokens", "bonus_token_ids", "theta")
-    positional = [given.pop(name) for name in names]
-    return verify_greedy(*positional, **given, backend="triton", **more)
+    return verify_drafts(*given, with_verdicts=True, backend="triton", **more)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,31 +68,15 @@ def test_equals_reference(vocab, dtype, lengths):
     if len(lengths) * vocab > 1024 * 50_000:
         pytest.skip("the reference's copies would not fit")
     given = batch(vocab, dtype, lengths)
-    out = reference.new_output(
-        len(lengths), max(lengths), sum(lengths), DEVICE, with_top2=True, with_verdicts=True
-    )
+    out = new_output(given[0], with_verdicts=True)
     for buffer in out:
         buffer.fill_(-7)
     call(given, out=out)
-    for buffer, expected in zip(out, reference.verify_greedy(**given), strict=True):
+    wanted = reference.verify_greedy(*given, with_verdicts=True)
+    for buffer, expected in zip(out, wanted, strict=True):
         torch.testing.assert_close(buffer, expected, rtol=0, atol=0, equal_nan=True)
-    common = {
-        key: given[key]
-        for key in (
-            "logits",
-            "draft_token_ids",
-            "cu_num_draft_tokens",
-            "theta",
-            "gap",
-            "protected",
-            "target_rows",
-            "blocked",
-            "budget",
-        )
-    }
-    positional = [common.pop(name) for name in list(common)[:4]]
     ours, theirs = (
-        judge_positions(*positional, **common, with_top2_values=True, backend=backend)
+        judge_drafts(*given, with_top2_values=True, backend=backend)
         for backend in ("triton", "torch")
     )
     assert torch.equal(ours.verdicts, theirs.verdicts)
@@ -104,7 +85,7 @@ def test_equals_reference(vocab, dtype, lengths):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_input_token_layout(dtype):
-    logits = batch(128_256, dtype, [3] * 8)["logits"]
+    logits = batch(128_256, dtype, [3] * 8)[0].logits
     inputs = logits.float().topk(2).indices[:, 1].roll(1).int()
     ends = torch.arange(4, len(logits) + 1, 4, device=DEVICE).int()
     given = (logits, inputs, ends, 0.9, 3)
@@ -153,11 +134,13 @@ def test_replays_in_a_cuda_graph():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call(first, out=out)
-    for name, tensor in first.items():
-        if isinstance(tensor, torch.Tensor):
-            tensor.copy_(second[name])
+    for ours, theirs in zip(first, second, strict=True):
+        for tensor, other in zip(ours, theirs, strict=True):
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(other)
     for buffer in out:
         buffer.fill_(-7)
     graph.replay()
-    for buffer, expected in zip(out, reference.verify_greedy(**second), strict=True):
+    wanted = reference.verify_greedy(*second, with_verdicts=True)
+    for buffer, expected in zip(out, wanted, strict=True):
         torch.testing.assert_close(buffer, expected, rtol=0, atol=0, equal_nan=True)

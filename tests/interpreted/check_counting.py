@@ -6,7 +6,7 @@ Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set b
 import numpy as np
 import pytest
 import torch
-from test_counters import LONGEST, random_case
+from test_counters import LONGEST, random_case, step
 from triton.runtime.interpreter import InterpretedFunction
 from vllm_mars.kernels import counting, sections
 
@@ -27,12 +27,12 @@ def test_counts_equal_those_of_torch(dry_run):
     generator = torch.Generator().manual_seed(3)
     layout = CounterLayout(LONGEST)
     expected, found = Counters(layout, CPU), Counters(layout, CPU)
-    for step in range(30):
-        case = random_case(generator, 1 + step % 7)
-        if step % 2:
+    for number in range(30):
+        case = random_case(generator, 1 + number % 7)
+        if number % 2:
             case |= {"theta": 0.9, "gap": 0.25}
-        count_positions(expected, **case, dry_run=dry_run, backend="torch")
-        count_positions(found, **case, dry_run=dry_run, backend="triton")
+        count_positions(expected, *step(case), dry_run=dry_run, backend="torch")
+        count_positions(found, *step(case), dry_run=dry_run, backend="triton")
     assert found.device_counts.tolist() == expected.device_counts.tolist()
     assert expected.device_counts.any()
 
@@ -63,17 +63,17 @@ def test_blocked_rows_equal_the_walk(scope):
             expected += walk.blocked([state], [structured[slot]], [*draft, 0], [len(draft) + 1])
         ends = torch.tensor([len(draft) + 1 for draft in drafts]).cumsum(0).int()
         blocked = sections.blocked_rows(
-            states,
-            scanned,
-            structured,
-            mapping,
-            tokens,
-            total,
-            torch.tensor(rows, dtype=torch.int32),
-            ends,
-            walk.tables(CPU),
-            walk.thinking,
-            walk.only_thinking,
+            states=states,
+            scanned=scanned,
+            is_structured=structured,
+            idx_mapping=mapping,
+            all_token_ids=tokens,
+            total_len=total,
+            input_token_ids=torch.tensor(rows, dtype=torch.int32),
+            cu_num_logits=ends,
+            tables=walk.tables(CPU),
+            thinking=walk.thinking,
+            only_thinking=walk.only_thinking,
         )
         assert blocked.tolist() == list(map(int, expected))
         for slot in mapping.tolist():

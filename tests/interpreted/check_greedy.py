@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpretedFunction
 from vllm_mars.kernels import greedy, reference, top2
+from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict, new_output
 
 from vllm_mars import verify_greedy
 from vllm_mars.verify import judge_positions, verify_input_tokens
@@ -30,52 +31,46 @@ def test_the_kernels_are_interpreted():
 def check(logits, drafts, lengths, theta, **given):
     """Both entries on the Triton backend, with and without poisoned buffers, against reference."""
     cu = torch.tensor(lengths).cumsum(0).int()
-    optional = {"gap": 0.0, "protected": None, "target_rows": None, **given}
-    bonus = {key: optional.pop(key, None) for key in ("bonus_token_ids", "bonus_rows")}
-    longest = max(lengths)
+    given = dict(given)
+    dry_run = given.pop("dry_run", False)
+    rows = {"bonus_token_ids": None, "target_rows": None, "bonus_rows": None}
+    rows = {name: given.pop(name, default) for name, default in rows.items()}
     verify = functools.partial(
         verify_greedy,
-        logits,
-        drafts,
-        cu,
-        bonus["bonus_token_ids"],
-        theta,
-        bonus_rows=bonus["bonus_rows"],
-        max_draft_len=longest,
+        *(logits, drafts, cu, rows["bonus_token_ids"], theta),
+        target_rows=rows["target_rows"],
+        bonus_rows=rows["bonus_rows"],
+        max_draft_len=max(lengths),
+        dry_run=dry_run,
         backend="triton",
-        **optional,
+        **given,
     )
-    dry_run = optional.pop("dry_run", False)
-    everything = {"with_top2": True, "with_verdicts": True, "dry_run": dry_run}
-    expected = reference.verify_greedy(
-        logits, drafts, cu, theta=theta, max_draft_len=longest, **everything, **optional, **bonus
-    )
-    output = verify(dry_run=dry_run)
+    step = Drafts(logits, drafts, cu, max_draft_len=max(lengths), **rows), Margin(theta, **given)
+    expected = reference.verify_greedy(*step, with_verdicts=True, dry_run=dry_run)
+    output = verify()
     for name in ("output_token_ids", "num_accepted", "num_relaxed"):
         assert torch.equal(getattr(output, name), getattr(expected, name))
     assert output.top2_values is None and output.verdicts is None
-    judged = verify(with_verdicts=True, dry_run=dry_run)
+    judged = verify(with_verdicts=True)
     assert torch.equal(judged.verdicts, expected.verdicts)
     torch.testing.assert_close(judged.top2_values, expected.top2_values, equal_nan=True)
-    out = poisoned(len(lengths), longest, len(drafts))
-    verify(**everything, out=out)
+    out = new_output(step[0], with_verdicts=True)
+    for buffer in out:
+        buffer.fill_(-7)
+    verify(with_verdicts=True, out=out)
     for buffer, result in zip(out, expected, strict=True):
         torch.testing.assert_close(buffer, result, rtol=0, atol=0, equal_nan=True)
-    optional["with_top2_values"] = True
-    judged = judge_positions(logits, drafts, cu, theta, backend="triton", **optional)
-    wanted = reference.judge_positions(logits, drafts, cu, theta=theta, **optional)
+    judged = judge_positions(
+        *(logits, drafts, cu, theta),
+        target_rows=rows["target_rows"],
+        with_top2_values=True,
+        backend="triton",
+        **given,
+    )
+    wanted = reference.judge_positions(*step, with_top2_values=True)
     assert torch.equal(judged.verdicts, wanted.verdicts)
     torch.testing.assert_close(judged.top2_values, wanted.top2_values, equal_nan=True)
     return output
-
-
-def poisoned(batch, longest, num_draft):
-    out = reference.new_output(
-        batch, longest, num_draft, torch.device("cpu"), with_top2=True, with_verdicts=True
-    )
-    for buffer in out:
-        buffer.fill_(-7)
-    return out
 
 
 @st.composite
@@ -114,13 +109,13 @@ def batches(draw):
     if draw(st.booleans()):
         given["protected"] = random(vocab) < 0.2
     if draw(st.booleans()):
-        kinds = torch.tensor([0, 0, reference.Verdict.SPAN, reference.Verdict.STRUCTURED])
+        kinds = torch.tensor([0, 0, Verdict.SPAN, Verdict.STRUCTURED])
         given["blocked"] = kinds[(random(size) * len(kinds)).long()].to(torch.int8)
     if draw(st.booleans()):
         produced = (random(len(lengths)) * 50).int()
         used = (produced * random(len(lengths)) * 0.4).int()
         share = draw(st.sampled_from([0.0, 0.2, 0.7, 1.0]))
-        given["budget"] = reference.RelaxedBudget(share, used, produced)
+        given["budget"] = RelaxedBudget(share, used, produced)
     given["dry_run"] = draw(st.booleans())
     theta = draw(st.sampled_from([1.0, 0.9, 0.5, 0.01, random(len(lengths)).clamp(min=0.01)]))
     given["target_rows"] = target_rows

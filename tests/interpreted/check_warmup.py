@@ -8,14 +8,13 @@ import itertools
 import pytest
 import torch
 from vllm_mars.kernels import counting, greedy, sections, top2
-from vllm_mars.kernels.reference import RelaxedBudget
+from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget
 
 from vllm_mars import MarsConfig
 from vllm_mars.runner.counters import CounterLayout, Counters
-from vllm_mars.runner.margin import Limits, MarginRule
+from vllm_mars.runner.margin import MarginRule
 from vllm_mars.runner.sections import Sections
 from vllm_mars.runner.warmup import warm_up_v1, warm_up_v2
-from vllm_mars.verify import verify_greedy, verify_input_tokens
 
 SPECIALIZED = {"logits_stride", "vocab", "logits_ptr", "best_ptr", "second_ptr", "counts_ptr"}
 LONGEST = 9
@@ -41,13 +40,15 @@ class Recorder:
         return launch
 
     def key(self, args, kwargs):
-        names = self.kernel.arg_names
-        key = [self.kernel.fn.__name__, *sorted(kwargs.items())]
-        for name, value in zip(names, args, strict=False):
+        given = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+        key = [self.kernel.fn.__name__]
+        for name, value in sorted(given.items()):
             if isinstance(value, torch.Tensor):
                 key.append((name, value.dtype))
                 if name in SPECIALIZED:
                     key.append(value.data_ptr() % 16 == 0)
+            elif name.isupper() or name not in self.kernel.arg_names:
+                key.append((name, value))
             elif name in SPECIALIZED:
                 key.append((name, value == 1, value % 16 == 0))
             else:
@@ -95,7 +96,7 @@ def served(request):
     return shape, rule
 
 
-def all_limits(config, batch, num_draft):
+def all_margins(config, batch, num_draft):
     """What the requests of a step can bring."""
     budget = None
     if config.max_relaxed_share < 1:
@@ -107,29 +108,34 @@ def all_limits(config, batch, num_draft):
         positions = [None]
     thresholds = ((0.9, 0.0), (torch.full((batch,), 0.9), torch.zeros(batch)))
     for (theta, gap), blocked in itertools.product(thresholds, positions):
-        yield Limits(theta, gap, blocked, budget)
+        yield Margin(theta, gap, None, blocked, budget)
 
 
-def record(rule, limits, judgement, drafts, ends):
-    accepted = torch.zeros(len(ends), dtype=torch.int32)
-    rule.record(limits, judgement, accepted, drafts, ends, {})
+def judge(rule, drafts, margin):
+    """The sampled path: judging and counting."""
+    with rule.relaxed_made_certain(drafts, margin) as judgement:
+        pass
+    accepted = torch.zeros(len(drafts.cu_num_draft_tokens), dtype=torch.int32)
+    rule.record(drafts, margin, judgement, accepted, {})
 
 
 def block(rule, drafts, ends):
     """The kernel that V2's requests launch before each step that can have strict positions."""
     if rule.config.strict_spans or rule.config.structured == "strict":
-        slots = [torch.zeros(5, dtype=torch.int32) for _ in range(3)]
+        states, scanned, structured, total_len = torch.zeros(4, 5, dtype=torch.int32)
         walk = Sections(rule.config)
         sections.blocked_rows(
-            *slots,
-            torch.arange(len(ends), dtype=torch.int32) % 5,
-            torch.zeros((5, 33), dtype=torch.int32),
-            torch.zeros(5, dtype=torch.int32),
-            drafts,
-            ends,
-            walk.tables(torch.device("cpu")),
-            walk.thinking,
-            walk.only_thinking,
+            states=states,
+            scanned=scanned,
+            is_structured=structured,
+            idx_mapping=torch.arange(len(ends), dtype=torch.int32) % 5,
+            all_token_ids=torch.zeros((5, 33), dtype=torch.int32),
+            total_len=total_len,
+            input_token_ids=drafts,
+            cu_num_logits=ends,
+            tables=walk.tables(torch.device("cpu")),
+            thinking=walk.thinking,
+            only_thinking=walk.only_thinking,
         )
 
 
@@ -146,29 +152,20 @@ def test_v1(seen, served):
         processed = logits.float().contiguous()[: len(drafts)]
         bonus = torch.zeros(batch, 1, dtype=torch.int32)
         block(rule, drafts, cu)
-        for limits in all_limits(rule.config, batch, len(drafts)):
-            longest = max(lengths)
-            verify_greedy(
-                logits,
-                drafts,
-                cu,
-                None,
-                target_rows=torch.arange(len(drafts), dtype=torch.int32),
-                bonus_rows=torch.arange(batch, dtype=torch.int32),
-                max_draft_len=longest,
-                **rule.greedy_arguments(logits, limits),
-            )
-            verify_greedy(
-                processed,
-                drafts,
-                cu,
-                bonus,
-                max_draft_len=longest,
-                **rule.greedy_arguments(processed, limits),
-            )
-            with rule.relaxed_made_certain(processed, drafts, cu, limits) as judgement:
-                pass
-            record(rule, limits, judgement, drafts, cu)
+        longest = max(lengths)
+        raw_step = Drafts(
+            logits,
+            drafts,
+            cu,
+            target_rows=torch.arange(len(drafts), dtype=torch.int32),
+            bonus_rows=torch.arange(batch, dtype=torch.int32),
+            max_draft_len=longest,
+        )
+        step = Drafts(processed, drafts, cu, bonus_token_ids=bonus, max_draft_len=longest)
+        for margin in all_margins(rule.config, batch, len(drafts)):
+            rule.verify(raw_step, margin)
+            rule.verify(step, margin)
+            judge(rule, step, margin)
     assert seen == warm
 
 
@@ -181,18 +178,11 @@ def test_v2(seen, served):
         # The runner's prefix sum starts with a 0 that is cut off: a view that is not aligned.
         ends = torch.tensor([0, *itertools.accumulate(length + 1 for length in lengths)]).int()[1:]
         block(rule, inputs, ends)
-        for limits in all_limits(rule.config, len(lengths), len(logits)):
-            verify_input_tokens(
-                logits,
-                inputs,
-                ends,
-                max_draft_len=LONGEST,
-                **rule.greedy_arguments(logits, limits),
-            )
+        step = Drafts(logits, inputs, ends, max_draft_len=LONGEST)
+        for margin in all_margins(rule.config, len(lengths), len(logits)):
+            rule.verify(step._replace(bonus_row_is_last=True), margin)
             for processed in (logits, logits.float().contiguous()):
-                with rule.relaxed_made_certain(processed, inputs, ends, limits) as judgement:
-                    pass
-                record(rule, limits, judgement, inputs, ends)
+                judge(rule, step._replace(logits=processed), margin)
     assert seen == warm
 
 

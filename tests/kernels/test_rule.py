@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_mars.kernels import reference
-from vllm_mars.kernels.reference import RelaxedBudget, Verdict
+from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict
 
 from vllm_mars import verify_greedy
-from vllm_mars.verify import judge_positions
+from vllm_mars.verify import judge_drafts, judge_positions, verify_drafts
 
 NAN, INF = math.nan, math.inf
 BONUS = 3
@@ -170,23 +170,33 @@ def oracle_limits(batch, request):
     }
 
 
-def run(batch, theta=None, gap=None, verify=verify_greedy, **options):
+def step(batch, theta=None, gap=None):
+    """The batch as its drafts and its margin."""
     mask = torch.zeros(batch["vocab"], dtype=torch.bool)
     mask[list(batch["protected"])] = True
     logits = torch.tensor(batch["rows"], dtype=batch["dtype"]).reshape(-1, batch["vocab"])
-    return logits, verify(
+    drafts = Drafts(
         # A row of another value keeps the reduction over rows defined when there is no draft.
         torch.cat([logits, torch.zeros(1, batch["vocab"], dtype=batch["dtype"])]),
         torch.tensor(batch["drafts"], dtype=torch.int32),
         torch.tensor(np.cumsum(batch["lengths"]), dtype=torch.int32),
-        torch.tensor(batch["bonus"]),
-        torch.tensor(batch["theta"]) if theta is None else theta,
-        gap=torch.tensor(batch["gap"]) if gap is None else gap,
-        protected=mask,
-        target_rows=None,
-        bonus_rows=None,
+        bonus_token_ids=torch.tensor(batch["bonus"]),
         max_draft_len=max(batch["lengths"]),
-        **options,
+    )
+    theta = torch.tensor(batch["theta"]) if theta is None else theta
+    gap = torch.tensor(batch["gap"]) if gap is None else gap
+    return drafts, Margin(theta, gap, mask)
+
+
+def run(batch, theta=None, gap=None):
+    """Verifies through the public function."""
+    drafts, margin = step(batch, theta, gap)
+    return verify_greedy(
+        *(drafts.logits, drafts.draft_token_ids, drafts.cu_num_draft_tokens),
+        *(drafts.bonus_token_ids, margin.theta),
+        gap=margin.gap,
+        protected=margin.protected,
+        max_draft_len=drafts.max_draft_len,
     )
 
 
@@ -198,12 +208,13 @@ def requests_of(batch, logits):
         start = end
 
 
-@pytest.mark.parametrize("verify", [verify_greedy, reference.verify_greedy])
+@pytest.mark.parametrize("verify", [verify_drafts, reference.verify_greedy])
 @settings(max_examples=400, deadline=None)
 @given(batch=batches(), dry_run=st.booleans())
 def test_backend_equals_oracle(verify, batch, dry_run):
-    given = {"with_verdicts": True, "dry_run": dry_run, **limits(batch)}
-    logits, output = run(batch, verify=verify, **given)
+    drafts, margin = step(batch)
+    logits = drafts.logits[:-1]
+    output = verify(drafts, margin._replace(**limits(batch)), with_verdicts=True, dry_run=dry_run)
     verdicts = []
     for i, rows, drafts in requests_of(batch, logits):
         expected = oracle.verify(
@@ -237,26 +248,15 @@ def check_values(batch, logits, output, everywhere):
         start += len(rows)
 
 
-@pytest.mark.parametrize("judge", [judge_positions, reference.judge_positions])
+@pytest.mark.parametrize("judge", [judge_drafts, reference.judge_positions])
 @settings(max_examples=300, deadline=None)
 @given(batch=batches())
 def test_judge_positions_equals_oracle(judge, batch):
     if not batch["drafts"]:
         return
-    logits = torch.tensor(batch["rows"], dtype=batch["dtype"])
-    mask = torch.zeros(batch["vocab"], dtype=torch.bool)
-    mask[list(batch["protected"])] = True
-    judged = judge(
-        logits,
-        torch.tensor(batch["drafts"]),
-        torch.tensor(np.cumsum(batch["lengths"]), dtype=torch.int32),
-        torch.tensor(batch["theta"]),
-        gap=torch.tensor(batch["gap"]),
-        protected=mask,
-        target_rows=None,
-        with_top2_values=True,
-        **limits(batch),
-    )
+    drafts, margin = step(batch)
+    logits = drafts.logits[:-1]
+    judged = judge(drafts, margin._replace(**limits(batch)), with_top2_values=True)
     expected = []
     for i, rows, drafts in requests_of(batch, logits):
         expected += oracle.judge(
@@ -275,9 +275,9 @@ def test_judge_positions_equals_oracle(judge, batch):
 @given(batches(), st.floats(0.0625, 1, width=16), st.floats(0.0625, 1, width=16))
 def test_acceptance_grows_as_theta_falls(batch, one, other):
     low, high = sorted((one, other))
-    _, looser = run(batch, theta=low, gap=0.0)
-    _, tighter = run(batch, theta=high, gap=0.0)
-    _, strict = run(batch, theta=1.0, gap=0.0)
+    looser = run(batch, theta=low, gap=0.0)
+    tighter = run(batch, theta=high, gap=0.0)
+    strict = run(batch, theta=1.0, gap=0.0)
     assert (looser.num_accepted >= tighter.num_accepted).all()
     assert (tighter.num_accepted >= strict.num_accepted).all()
     assert not strict.num_relaxed.any()
@@ -286,7 +286,7 @@ def test_acceptance_grows_as_theta_falls(batch, one, other):
 @settings(max_examples=100, deadline=None)
 @given(batches())
 def test_nothing_follows_the_first_rejection(batch):
-    _, output = run(batch)
+    output = run(batch)
     for i, length in enumerate(batch["lengths"]):
         accepted = int(output.num_accepted[i])
         assert (output.output_token_ids[i, accepted + 1 :] == -1).all()
@@ -307,8 +307,8 @@ def test_batch_order_does_not_matter(batch, random):
             for key in ("rows", "drafts")
         },
     }
-    _, output = run(batch)
-    _, reordered = run(shuffled)
+    output = run(batch)
+    reordered = run(shuffled)
     assert torch.equal(output.output_token_ids[order], reordered.output_token_ids)
     assert torch.equal(output.num_relaxed[order], reordered.num_relaxed)
 
@@ -346,17 +346,18 @@ def test_without_bonus_an_accepted_draft_ends_the_output():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_top2_values_and_ids(dtype):
     rows = [[2.0, 3.0, 3.0, 1.0], [-INF, -INF, 4.0, -INF], [1.0, NAN, 2.0, NAN], [-INF] * 4]
+    logits = torch.tensor(rows, dtype=dtype)
     output = verify_greedy(
-        torch.tensor(rows, dtype=dtype),
+        logits,
         torch.zeros(4, dtype=torch.int32),
         torch.tensor([4], dtype=torch.int32),
         None,
         0.9,
-        with_top2=True,
+        with_verdicts=True,
+        dry_run=True,
     )
-    assert output.top2_ids.tolist() == [[1, 2], [2, 0], [1, -1], [0, 1]]
-    torch.testing.assert_close(
-        output.top2_values,
-        torch.tensor([[3.0, 3.0], [4.0, -INF], [NAN, NAN], [-INF, -INF]]),
-        equal_nan=True,
-    )
+    values, ids = reference.top2(logits)
+    assert ids.tolist() == [[1, 2], [2, 0], [1, -1], [0, 1]]
+    expected = torch.tensor([[3.0, 3.0], [4.0, -INF], [NAN, NAN], [-INF, -INF]])
+    for found in (values, output.top2_values):
+        torch.testing.assert_close(found, expected, equal_nan=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from vllm_mars.kernels.reference import VerifyOutput
+from vllm_mars.kernels.terms import VerifyOutput
 
 from vllm_mars import verify_greedy
 from vllm_mars.verify import verify_input_tokens
@@ -73,7 +73,6 @@ def poisoned(batch=2, width=3, num_draft=3, **changes):
         "num_accepted": torch.full((batch,), -7, dtype=torch.int32),
         "num_relaxed": torch.full((batch,), -7, dtype=torch.int32),
         "top2_values": torch.full((num_draft, 2), -7.0),
-        "top2_ids": torch.full((num_draft, 2), -7, dtype=torch.int32),
         "verdicts": torch.full((num_draft,), -7, dtype=torch.int8),
     }
     return VerifyOutput(**(buffers | changes))
@@ -82,7 +81,8 @@ def poisoned(batch=2, width=3, num_draft=3, **changes):
 def test_results_go_into_the_given_buffers():
     torch.manual_seed(0)
     given = arguments(logits=torch.randn(3, 5))
-    wanted = {"with_top2": True, "with_verdicts": True}
+    # In a dry run the values of all positions are written.
+    wanted = {"with_verdicts": True, "dry_run": True}
     expected = verify_greedy(**given, **wanted)
     out = poisoned()
     assert verify_greedy(**given, **wanted, out=out) is out
@@ -90,10 +90,11 @@ def test_results_go_into_the_given_buffers():
         assert torch.equal(buffer, result)
 
 
-def test_top2_buffers_stay_untouched_unless_asked_for():
+def test_buffers_of_verdicts_stay_untouched_unless_asked_for():
     out = poisoned()
     verify_greedy(**arguments(), out=out)
-    assert torch.equal(out.top2_ids, poisoned().top2_ids)
+    assert torch.equal(out.top2_values, poisoned().top2_values)
+    assert torch.equal(out.verdicts, poisoned().verdicts)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_top2_buffers_stay_untouched_unless_asked_for():
             {"output_token_ids": torch.zeros(2, 4, dtype=torch.int32)},
             r"out.output_token_ids has shape \[2, 4\], but must have shape \[2, 3\]",
         ),
-        ({"top2_ids": None}, "out.top2_ids is None, but with_top2 needs a buffer there"),
+        ({"top2_values": None}, "out.top2_values is None, but with_verdicts needs a buffer there"),
         ({"verdicts": None}, "out.verdicts is None, but with_verdicts needs a buffer there"),
         (
             {"num_relaxed": torch.zeros(4, dtype=torch.int32)[::2]},
@@ -114,7 +115,7 @@ def test_top2_buffers_stay_untouched_unless_asked_for():
 )
 def test_wrong_buffer_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
-        verify_greedy(**arguments(), with_top2=True, with_verdicts=True, out=poisoned(**changes))
+        verify_greedy(**arguments(), with_verdicts=True, out=poisoned(**changes))
 
 
 def test_input_tokens_are_the_same_rule_in_another_layout():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from vllm_mars.kernels.reference import Verdict
+from vllm_mars.kernels.terms import Drafts, Judgement, Margin, Verdict
 
 from vllm_mars.runner.counters import (
     INTERVAL,
@@ -94,6 +94,21 @@ def random_case(generator, batch):
     }
 
 
+def step(case, device=CPU):
+    """A case as the arguments of the counting functions: drafts, judgement, accepted, margin."""
+    case = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in case.items()
+    }
+    unread = torch.empty(0, 0, device=device)
+    return (
+        Drafts(unread, case["draft_token_ids"], case["cu_num_draft_tokens"]),
+        Judgement(case["verdicts"], case["top2_values"]),
+        case["num_accepted"],
+        Margin(case["theta"], case["gap"]),
+    )
+
+
 @pytest.mark.parametrize("batch", [1, 2, 64])
 def test_counts_are_those_of_a_slow_loop(batch):
     generator = torch.Generator().manual_seed(batch)
@@ -102,7 +117,7 @@ def test_counts_are_those_of_a_slow_loop(batch):
     expected = np.zeros(layout.size, dtype=np.int64)
     for _ in range(40):
         case = random_case(generator, batch)
-        count_positions(counters, **case)
+        count_positions(counters, *step(case))
         expected += slow_counts(layout, case)
     assert counters.device_counts.tolist() == expected.tolist()
     assert all(expected[layout.refused]) and any(expected[layout.relaxed])
@@ -114,13 +129,13 @@ def test_thresholds_of_the_whole_batch(theta, gap):
     each = {"theta": torch.full((8,), theta), "gap": torch.full((8,), gap)}
     layout = CounterLayout(LONGEST)
     one, own = Counters(layout, CPU), Counters(layout, CPU)
-    count_positions(one, **{**case, "theta": theta, "gap": gap})
-    count_positions(own, **{**case, **each})
+    count_positions(one, *step({**case, "theta": theta, "gap": gap}))
+    count_positions(own, *step({**case, **each}))
     assert one.device_counts.tolist() == own.device_counts.tolist()
     assert (sum(one.device_counts[layout.low_margin]) == 0) == ((theta, gap) == (1, 0))
 
 
-def one_position(first, second, **changes):
+def one_position(first, second, dry_run=False, **changes):
     """The counts of a single draft token that is rejected."""
     counters = Counters(CounterLayout(1), CPU)
     given = {
@@ -132,7 +147,7 @@ def one_position(first, second, **changes):
         "theta": 0.9,
         "gap": 0.0,
     }
-    count_positions(counters, **{**given, **changes})
+    count_positions(counters, *step({**given, **changes}), dry_run=dry_run)
     return counters
 
 
@@ -166,13 +181,17 @@ def test_nothing_is_behind_the_first_rejection():
     counters = Counters(CounterLayout(4), CPU)
     count_positions(
         counters,
-        torch.tensor([[10.0, 9.5]] * 4),
-        torch.tensor([Verdict.RELAXED, Verdict.SPAN, Verdict.SPAN, Verdict.RELAXED]).to(torch.int8),
+        Drafts(
+            torch.empty(0, 0),
+            torch.tensor([5, 5, 5, 5]),
+            torch.tensor([4], dtype=torch.int32),
+        ),
+        Judgement(
+            torch.tensor([Verdict.RELAXED, Verdict.SPAN, Verdict.SPAN, Verdict.RELAXED]).char(),
+            torch.tensor([[10.0, 9.5]] * 4),
+        ),
         torch.tensor([1]),
-        torch.tensor([5, 5, 5, 5]),
-        torch.tensor([4], dtype=torch.int32),
-        0.9,
-        0.0,
+        Margin(0.9),
     )
     counts, layout = counters.device_counts.tolist(), counters.layout
     assert counts[layout.verified] == counts[layout.low_margin] == [1, 1, 0, 0]
@@ -217,8 +236,7 @@ def test_shadow_counts_are_those_of_a_slow_loop():
     expected = np.zeros((3, LONGEST), dtype=np.int64)
     for _ in range(40):
         case = random_case(generator, 8)
-        del case["theta"], case["gap"]
-        count_shadow(counters, **case)
+        count_shadow(counters, *step(case)[:3])
         expected += slow_shadow(layout, case)
     assert counters.device_counts[layout.shadow].tolist() == expected.flatten().tolist()
     assert expected[0, 2] > expected[2, 2] > 0, "the looser theta accepts more"

@@ -18,6 +18,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_mars import MarsConfig, MarsRejectionSampler
 from vllm_mars.runner import sampler_v1
 from vllm_mars.runner.cpu_kernels import mend
+from vllm_mars.runner.requests_v1 import RequestsV1
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -32,7 +33,9 @@ def _cpu_kernels():
 
 
 def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs"):
-    return MarsRejectionSampler(Sampler(logprobs_mode), None, CPU, config, list(protected))
+    return MarsRejectionSampler(
+        Sampler(logprobs_mode), None, CPU, config, list(protected), RequestsV1(config, 4, CPU)
+    )
 
 
 def sampling(temperatures, *, seeds=None, output=None, drafts=None, **changes):

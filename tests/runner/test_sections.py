@@ -1,7 +1,9 @@
 """Strict spans and the thinking section: the walk by hand."""
 
+from vllm_mars.kernels.terms import THINKING
+
 from vllm_mars import MarsConfig
-from vllm_mars.runner.sections import THINKING, Sections
+from vllm_mars.runner.sections import Sections
 
 
 def strictness(config, *tokens, state=0):

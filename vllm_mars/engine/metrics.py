@@ -11,8 +11,15 @@ from typing import Any
 
 import prometheus_client
 
-from vllm_mars.engine.transport import FIELD, add_counts, layout_of
-from vllm_mars.runner.counters import RATIO_EDGES, RATIO_UNIT, REASONS, CounterLayout
+from vllm_mars.engine.transport import add_counts
+from vllm_mars.runner.counters import (
+    RATIO_EDGES,
+    RATIO_UNIT,
+    REASONS,
+    CounterLayout,
+    layout_of,
+)
+from vllm_mars.runner.outputs import FIELD
 
 RELAXED = "vllm:mars_relaxed_tokens"
 VERIFIED = "vllm:mars_verified_positions"

@@ -9,8 +9,9 @@ import functools
 from typing import Any
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.engine.transport import RELAXED_FIELD, REQUEST_FIELD, declare_field
+from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
 from vllm_mars.requests import in_force, options_of
+from vllm_mars.runner.outputs import RELAXED_FIELD
 
 
 def declare_request_field(metrics: type) -> None:

@@ -1,8 +1,8 @@
 """What the samplers count: one vector of integers per engine, kept on the device.
 
 The vector only grows. The worker takes its increase off now and then, without waiting for the
-device, and hands it to `vllm_mars.engine.transport`. `CounterLayout` says which entry is what, for
-the kernels that add into it and for the front end that exports it.
+device, and sends it along with a step's output (`vllm_mars.runner.outputs`). `CounterLayout` says
+which entry is what, for the kernels that add into it and for the front end that exports it.
 """
 
 import time
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_mars.kernels.reference import Verdict
+from vllm_mars.config import MarsConfig
+from vllm_mars.kernels.terms import CounterStarts, Drafts, Judgement, Margin, Verdict
 from vllm_mars.verify import Backend, resolve_backend
 
 # Upper edges of the histogram of z2/z1, inclusive; above the last one is infinity. They lie close
@@ -106,6 +107,11 @@ class CounterLayout:
         """Entries of the shadow mode."""
         start = self.refused.stop
         return slice(start, start + self.num_speculative_tokens * len(self.shadow_thetas))
+
+    @property
+    def starts(self) -> CounterStarts:
+        """Where each count that a step adds to begins."""
+        return CounterStarts(*(getattr(self, name).start for name in CounterStarts._fields))
 
     @property
     def size(self) -> int:
@@ -209,6 +215,17 @@ class Counters:
         return entries if any(entries) else None
 
 
+def layout_of(config: MarsConfig, speculative_config: Any) -> CounterLayout:
+    """Which counter is what in an engine.
+
+    Args:
+        config: its options.
+        speculative_config: vLLM's `SpeculativeConfig`.
+    """
+    thetas = config.shadow_thetas if config.shadow else ()
+    return CounterLayout(speculative_config.num_speculative_tokens, thetas)
+
+
 def locate(cu_num_draft_tokens: torch.Tensor, num_draft: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The request of each draft position and the offset within its draft; int64 `[num_draft]`.
 
@@ -227,13 +244,10 @@ def locate(cu_num_draft_tokens: torch.Tensor, num_draft: int) -> tuple[torch.Ten
 
 def count_positions(
     counters: Counters,
-    top2_values: torch.Tensor,
-    verdicts: torch.Tensor,
+    drafts: Drafts,
+    judgement: Judgement,
     num_accepted: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_draft_tokens: torch.Tensor,
-    theta: float | torch.Tensor,
-    gap: float | torch.Tensor,
+    margin: Margin,
     *,
     dry_run: bool = False,
     backend: Backend = "auto",
@@ -242,64 +256,63 @@ def count_positions(
 
     Args:
         counters: what is added to; all tensors are on its device.
-        top2_values: `[num_draft, 2]` float32, the largest and the second largest target logit.
-        verdicts: `[num_draft]` int8, a `Verdict` each; what is marked behind a request's first
-            rejected position does not count.
+        drafts: the step's, each as long as the layout's K at most; -1 is padding and no position.
+            The logits are not read.
+        judgement: verdicts and values of the top 2 at the draft positions; what is marked behind a
+            request's first rejected position does not count.
         num_accepted: `[batch]` int32, accepted draft tokens of each request, the bonus token not
             among them.
-        draft_token_ids: `[num_draft]`; -1 is padding and no position.
-        cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum; no draft is longer than the
-            layout's K.
-        theta: float in (0, 1] or float32 `[batch]`; with 1 and gap 0 no position is low-margin.
-        gap: float >= 0 or float32 `[batch]`.
+        margin: of which theta and gap say what is low-margin; with 1 and 0 no position is.
         dry_run: whether verification was strict, so that no token counts as relaxed or refused.
         backend: as in `vllm_mars.verify_greedy`.
     """
-    if not len(top2_values):
+    verdicts, top2_values = judgement
+    if not len(verdicts):
         return
+    layout = counters.layout
     if resolve_backend(backend, counters.device.type) == "triton":
         from vllm_mars.kernels.counting import count_positions as count
 
         count(
-            counters,
-            top2_values,
-            verdicts,
+            drafts,
+            judgement,
             num_accepted,
-            draft_token_ids,
-            cu_num_draft_tokens,
-            theta,
-            gap,
-            dry_run,
+            margin,
+            dry_run=dry_run,
+            counts=counters.device_counts,
+            starts=layout.starts,
+            ratio_edges=counters.ratio_edges,
+            ratio_unit=RATIO_UNIT,
         )
         return
-    request, position = locate(cu_num_draft_tokens, len(top2_values))
+    request, position = locate(drafts.cu_num_draft_tokens, len(verdicts))
     is_accepted = position < num_accepted[request]
-    is_verified = (position <= num_accepted[request]) & (draft_token_ids >= 0)
+    is_verified = (position <= num_accepted[request]) & (drafts.draft_token_ids >= 0)
 
     largest, second = top2_values.unbind(1)
-    if isinstance(theta, torch.Tensor):
-        theta = theta[request]
-    if isinstance(gap, torch.Tensor):
-        gap = gap[request]
+    theta, gap = (
+        value[request] if isinstance(value, torch.Tensor) else value
+        for value in (margin.theta, margin.gap)
+    )
     is_low = is_verified & (second > theta * largest - gap)
     ratio = second / largest
     has_ratio = is_verified & (largest > 0) & ~ratio.isnan()
     ratio = torch.where(has_ratio, ratio, 0.0)
     units = (ratio.clamp(0.0, 1.0) * (1 / RATIO_UNIT) + 0.5).floor().long()
 
-    layout = counters.layout
+    starts = layout.starts
     entries = [
-        position + layout.verified.start,
-        position + layout.accepted.start,
-        position + layout.low_margin.start,
-        torch.bucketize(ratio, counters.ratio_edges) + layout.ratio.start,
-        torch.full_like(position, layout.ratio_sum.start),
+        position + starts.verified,
+        position + starts.accepted,
+        position + starts.low_margin,
+        torch.bucketize(ratio, counters.ratio_edges) + starts.ratio,
+        torch.full_like(position, starts.ratio_sum),
     ]
     amounts = [is_verified, is_accepted, is_low, has_ratio, units]
     if not dry_run:
         is_refused = (verdicts >= REFUSALS[0]) & (verdicts <= REFUSALS[-1])
         refusal = verdicts.long().clamp(REFUSALS[0], REFUSALS[-1]) - REFUSALS[0]
-        entries += [position + layout.relaxed.start, refusal + layout.refused.start]
+        entries += [position + starts.relaxed, refusal + starts.refused]
         amounts += [(verdicts == Verdict.RELAXED) & is_accepted, is_verified & is_refused]
     counters.device_counts.scatter_add_(
         0, torch.cat(entries), torch.cat([amount.long() for amount in amounts])
@@ -307,12 +320,7 @@ def count_positions(
 
 
 def count_shadow(
-    counters: Counters,
-    top2_values: torch.Tensor,
-    verdicts: torch.Tensor,
-    num_accepted: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_draft_tokens: torch.Tensor,
+    counters: Counters, drafts: Drafts, judgement: Judgement, num_accepted: torch.Tensor
 ) -> None:
     """Adds what each theta of the shadow mode would have accepted of one step's drafts.
 
@@ -321,22 +329,22 @@ def count_shadow(
     there the count is a lower bound. Neither spends a budget.
 
     Args:
-        counters: as in `count_positions`, as are the others.
-        top2_values: at all positions.
-        verdicts: those of a margin that any draft token among the two largest passes.
+        counters: what is added to; all tensors are on its device.
+        drafts: the step's; -1 is padding. The logits are not read.
+        judgement: by a margin that any draft token among the two largest passes, with the values
+            at all positions.
         num_accepted: of strict verification.
-        draft_token_ids: as above.
-        cu_num_draft_tokens: as above.
     """
-    if not len(top2_values):
+    verdicts, top2_values = judgement
+    if not len(verdicts):
         return
     layout = counters.layout
     longest = layout.num_speculative_tokens
-    request, position = locate(cu_num_draft_tokens, len(top2_values))
+    request, position = locate(drafts.cu_num_draft_tokens, len(verdicts))
     largest, second = top2_values.unbind(1)
     strict = (verdicts == Verdict.FIRST) | (position < num_accepted[request])
     low = (second > counters.shadow_thetas[:, None] * largest) & (largest > 0)
-    accepted = (strict | (low & (verdicts == Verdict.RELAXED))) & (draft_token_ids >= 0)
+    accepted = (strict | (low & (verdicts == Verdict.RELAXED))) & (drafts.draft_token_ids >= 0)
     # One column more for rows that are no draft position.
     table = torch.zeros(
         (len(layout.shadow_thetas), len(num_accepted), longest + 1),

@@ -3,36 +3,20 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import Logger
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.reference import Judgement, RelaxedBudget, Verdict
+from vllm_mars.config import MarsConfig, Threshold
+from vllm_mars.kernels.terms import Drafts, Judgement, Margin, Verdict, VerifyOutput
 from vllm_mars.runner.counters import Counters, count_positions, count_shadow, locate
-from vllm_mars.verify import Backend, judge_positions, resolve_backend
+from vllm_mars.verify import Backend, judge_drafts, resolve_backend, verify_drafts
 
-# (theta, gap) that any draft token among the two largest passes, for shadow mode to judge.
-_LOOSEST = (1.0, 3e38)
-
-
-class Limits(NamedTuple):
-    """What the requests of a step allow.
-
-    Attributes:
-        theta: of the comparison `z2 > theta * z1 - gap`; a float, or float32 `[batch]`.
-        gap: of the same.
-        blocked: int8 `[num_draft]`, a `Verdict` where the rule stays strict, else 0; or None.
-        budget: how much of each request may be relaxed, or None.
-    """
-
-    theta: float | torch.Tensor
-    gap: float | torch.Tensor
-    blocked: torch.Tensor | None = None
-    budget: RelaxedBudget | None = None
+# What any draft token among the two largest passes, for shadow mode to judge.
+_LOOSEST = Threshold.of("gap", 3e38)
 
 
-class Relaxed(NamedTuple):
+class RelaxedOffsets(NamedTuple):
     """The relaxed tokens of a step, for the requests that want to know them.
 
     Attributes:
@@ -45,7 +29,7 @@ class Relaxed(NamedTuple):
 
 
 class MarginRule:
-    """Thresholds and protected tokens of one engine, and what it tells of their use.
+    """Verifies one engine's steps by its options, and tells what was relaxed.
 
     Args:
         config: the options.
@@ -61,59 +45,46 @@ class MarginRule:
         self, config: MarsConfig, protected_token_ids: list[int], backend: Backend = "auto"
     ) -> None:
         self.config = config
-        self.thresholds = config.thresholds
         self.protected_token_ids = protected_token_ids
         self.backend = backend
         self.counters: Counters | None = None
-        self.relaxed: list[Relaxed] = []
+        self.relaxed: list[RelaxedOffsets] = []
         self._protected: torch.Tensor | None = None
 
-    def protected_mask(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """The protected tokens as bool `[vocab]` on the logits' device, or None without any.
-
-        Built on the first call, because only the logits tell how wide the model's output is.
-        """
-        if not self.protected_token_ids:
-            return None
-        if self._protected is None or self._protected.shape[0] != logits.shape[1]:
-            mask = torch.zeros(logits.shape[1], dtype=torch.bool)
-            mask[[token for token in self.protected_token_ids if token < len(mask)]] = True
-            self._protected = mask.to(logits.device)
-        return self._protected
-
-    def arguments(self, logits: torch.Tensor, limits: Limits) -> dict[str, Any]:
-        """The keyword arguments of the verifying functions for a step.
+    def verify(self, drafts: Drafts, margin: Margin) -> VerifyOutput:
+        """Verifies greedy requests; with verdicts where they are counted.
 
         Args:
-            logits: `[num_rows, vocab]`.
-            limits: what the requests allow.
+            drafts: the step's.
+            margin: what the requests allow; the protected tokens are added here.
         """
-        theta, gap = _LOOSEST if self.config.shadow else (limits.theta, limits.gap)
-        return {
-            "theta": theta,
-            "gap": gap,
-            "protected": self.protected_mask(logits),
-            "blocked": limits.blocked,
-            "budget": limits.budget,
-            "backend": self.backend,
-        }
+        return verify_drafts(
+            drafts,
+            self._applied(margin, drafts.logits),
+            with_verdicts=self.counters is not None,
+            dry_run=self.config.shadow,
+            backend=self.backend,
+        )
 
-    def greedy_arguments(self, logits: torch.Tensor, limits: Limits) -> dict[str, Any]:
-        """The same for greedy verification."""
-        return {
-            **self.arguments(logits, limits),
-            "with_verdicts": self.counters is not None,
-            "dry_run": self.config.shadow,
-        }
+    def _applied(self, margin: Margin, logits: torch.Tensor) -> Margin:
+        """The margin that the verdicts follow: in shadow mode the loosest, and what is protected.
+
+        The mask of the protected tokens, bool `[vocab]`, is built on the first call, because only
+        the logits tell how wide the model's output is.
+        """
+        vocab = logits.shape[1]
+        if self.protected_token_ids and (
+            self._protected is None or self._protected.shape[0] != vocab
+        ):
+            mask = torch.zeros(vocab, dtype=torch.bool)
+            mask[[token for token in self.protected_token_ids if token < vocab]] = True
+            self._protected = mask.to(logits.device)
+        if self.config.shadow:
+            margin = margin._replace(**_LOOSEST._asdict())
+        return margin._replace(protected=self._protected)
 
     @contextmanager
-    def relaxed_made_certain(
-        self,
-        logits: torch.Tensor,
-        draft_token_ids: torch.Tensor,
-        cu_num_draft_tokens: torch.Tensor,
-        limits: Limits,
-    ) -> Iterator[Judgement | None]:
+    def relaxed_made_certain(self, drafts: Drafts, margin: Margin) -> Iterator[Judgement | None]:
         """Makes the draft token the target's certain choice where relaxed, within the context.
 
         A rejection sampler then accepts it: it is the argmax, and its probability is 1, so at least
@@ -122,30 +93,28 @@ class MarginRule:
         ones.
 
         Args:
-            logits: `[num_draft, vocab]` processed logits, changed in place.
-            draft_token_ids: `[num_draft]`; ids outside the vocabulary are never relaxed.
-            cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum.
-            limits: what the requests allow.
+            drafts: the step's, with processed logits, which are changed in place; a row for each
+                draft, in order.
+            margin: what the requests allow; the protected tokens are added here.
 
         Yields:
             What was judged, or None where nothing can be relaxed and nothing is counted.
         """
-        is_own = isinstance(limits.theta, torch.Tensor)
-        if self.counters is None and not is_own and (limits.theta, limits.gap) == (1, 0):
+        if self.counters is None and margin.is_strict:
             yield None
             return
-        judgement = judge_positions(
-            logits,
-            draft_token_ids,
-            cu_num_draft_tokens,
+        logits = drafts.logits
+        judgement = judge_drafts(
+            drafts,
+            self._applied(margin, logits),
             with_top2_values=self.counters is not None,
-            **self.arguments(logits, limits),
+            backend=self.backend,
         )
         if self.config.shadow:
             yield judgement
             return
         is_relaxed = judgement.verdicts == Verdict.RELAXED
-        index = draft_token_ids.long().clamp(0, logits.shape[1] - 1)[:, None]
+        index = drafts.draft_token_ids.long().clamp(0, logits.shape[1] - 1)[:, None]
         true_logits = logits.gather(1, index)
         # The largest finite logit: its probability is exactly 1, and softmax meets no inf - inf.
         certain = torch.finfo(logits.dtype).max
@@ -157,21 +126,19 @@ class MarginRule:
 
     def record(
         self,
-        limits: Limits,
+        drafts: Drafts,
+        margin: Margin,
         judgement: Judgement,
         num_accepted: torch.Tensor,
-        draft_token_ids: torch.Tensor,
-        cu_num_draft_tokens: torch.Tensor,
         returns: dict[int, str],
     ) -> torch.Tensor | None:
         """Counts a step, and notes what was relaxed for the requests that want to know it.
 
         Args:
-            limits: what the requests allowed.
+            drafts: the step's; its logits are not read.
+            margin: what the requests allowed.
             judgement: of the step's positions; its values are None where nothing is counted.
             num_accepted: int `[batch]`, accepted draft tokens.
-            draft_token_ids: `[num_draft]`; -1 is padding.
-            cu_num_draft_tokens: int32 `[batch]`, inclusive prefix sum.
             returns: ids by place of the requests that want to know.
 
         Returns:
@@ -180,21 +147,15 @@ class MarginRule:
         """
         verdicts, top2_values = judgement
         if self.counters is not None and top2_values is not None:
-            arguments = (
-                self.counters,
-                top2_values,
-                verdicts,
-                num_accepted,
-                draft_token_ids,
-                cu_num_draft_tokens,
+            count_positions(
+                self.counters, drafts, judgement, num_accepted, margin, dry_run=self.config.shadow
             )
-            count_positions(*arguments, limits.theta, limits.gap, dry_run=self.config.shadow)
             if self.config.shadow:
-                count_shadow(*arguments)
-        if limits.budget is None and not returns:
+                count_shadow(self.counters, drafts, judgement, num_accepted)
+        if margin.budget is None and not returns:
             return None
         # A step's tokens are the accepted drafts and one more.
-        request, offset = locate(cu_num_draft_tokens, verdicts.shape[0])
+        request, offset = locate(drafts.cu_num_draft_tokens, verdicts.shape[0])
         is_relaxed = (verdicts == Verdict.RELAXED) & (offset < num_accepted[request])
         is_relaxed &= not self.config.shadow
         if returns:
@@ -205,10 +166,10 @@ class MarginRule:
                 (num_accepted.shape[0], width), dtype=torch.bool, device=verdicts.device
             )
             table[request, offset] = is_relaxed
-            self.relaxed.append(Relaxed(returns, table))
-        if limits.budget is None:
+            self.relaxed.append(RelaxedOffsets(returns, table))
+        if margin.budget is None:
             return None
-        return torch.zeros_like(limits.budget.num_relaxed).index_add_(0, request, is_relaxed.int())
+        return torch.zeros_like(margin.budget.num_relaxed).index_add_(0, request, is_relaxed.int())
 
     def log_start(self, logger: Logger, runner: str, device: torch.device) -> None:
         """Logs once, on the first tensor-parallel rank, what verification this engine does."""
@@ -216,8 +177,8 @@ class MarginRule:
 
         if get_tensor_model_parallel_rank() != 0:
             return
-        theta, gap = self.thresholds
-        threshold = f"theta={theta:g}" if self.config.metric == "ratio" else f"gap={gap:g} nats"
+        value = self.config.threshold.value(self.config.metric)
+        threshold = f"theta={value:g}" if self.config.metric == "ratio" else f"gap={value:g} nats"
         logger.info(
             "Margin-aware verification (MARS) is on: metric=%s, %s, %d protected tokens, "
             "model runner %s, %s backend; %s",

@@ -13,9 +13,8 @@ from vllm.v1.sample.logits_processor.interface import (
 )
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.reference import RelaxedBudget, most_relaxed
+from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, most_relaxed
 from vllm_mars.requests import RequestOptions, options_of
-from vllm_mars.runner.margin import Limits
 from vllm_mars.runner.sections import Sections
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ class _Request:
     Attributes:
         options: what it chose.
         output: its output tokens; vLLM's own list, which grows.
-        state: state of `Sections` after the prompt and the first `scanned` output tokens.
-        scanned: see there.
+        state: of `Sections`, after the prompt and the first `scanned` output tokens.
+        scanned: how many output tokens the state has taken in.
     """
 
     options: RequestOptions
@@ -64,8 +63,9 @@ class RequestsV1(LogitsProcessor):
         self._sections = Sections(config)
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
-        self._has_own_thresholds = self._has_structured = self._has_returns = False
-        self._thresholds: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._has_own_threshold = self._has_structured = self._has_returns = False
+        # Theta and gap by place, once a request has its own.
+        self._thresholds: list[torch.Tensor] = []
         # Relaxed tokens of each request, by place.
         self._num_relaxed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
 
@@ -90,10 +90,10 @@ class RequestsV1(LogitsProcessor):
             self._move_num_relaxed(batch_update)
         process_dict_updates(self._requests, batch_update, self._request)
         options = [request.options for request in self._requests.values()]
-        self._has_own_thresholds = any(o.thresholds != self._config.thresholds for o in options)
+        self._has_own_threshold = any(o.threshold != self._config.threshold for o in options)
         self._has_structured = any(o.is_structured for o in options)
         self._has_returns = any(o.wants_return for o in options)
-        self._thresholds = None
+        self._thresholds = []
 
     def _request(
         self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
@@ -120,19 +120,16 @@ class RequestsV1(LogitsProcessor):
         moved = self._num_relaxed[index.clamp(min=0)]
         self._num_relaxed = torch.where(index < 0, self._to_device(begin).int(), moved)
 
-    def limits(
-        self, batch: int, draft_token_ids: torch.Tensor, cu_num_draft_tokens: torch.Tensor
-    ) -> Limits:
-        """What the first `batch` requests bring to this step.
+    def margin(self, drafts: Drafts) -> Margin:
+        """What may be relaxed of the first requests in this step, but for protected tokens.
 
         Args:
-            batch: number of requests.
-            draft_token_ids: `[num_draft]`.
-            cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum.
+            drafts: of these requests; the logits are not read.
         """
+        batch = drafts.cu_num_draft_tokens.shape[0]
         blocked = None
         if self._sections or self._has_structured:
-            blocked = self._blocked(batch, draft_token_ids, cu_num_draft_tokens)
+            blocked = self._blocked(drafts)
         budget = None
         if self._config.max_relaxed_share < 1:
             produced = [len(self._of_place(place).output) for place in range(batch)]
@@ -141,10 +138,18 @@ class RequestsV1(LogitsProcessor):
                 self._num_relaxed[:batch],
                 self._to_device(produced).int(),
             )
-        theta, gap = self._of_batch(batch)
-        return Limits(theta, gap, blocked, budget)
+        threshold: Sequence[float | torch.Tensor] = self._config.threshold
+        if self._has_own_threshold:
+            if not self._thresholds:
+                places = range(self._num_relaxed.shape[0])
+                of_place = [self._of_place(place).options.threshold for place in places]
+                self._thresholds = [
+                    self._to_device(values) for values in zip(*of_place, strict=True)
+                ]
+            threshold = [values[:batch] for values in self._thresholds]
+        return Margin(*threshold, blocked=blocked, budget=budget)
 
-    def relaxed(self, num_relaxed: torch.Tensor) -> None:
+    def spend(self, num_relaxed: torch.Tensor) -> None:
         """Takes the relaxed tokens of a step, int32 `[batch]`, off the budgets."""
         if self._config.max_relaxed_share < 1:
             self._num_relaxed[: num_relaxed.shape[0]] += num_relaxed
@@ -158,21 +163,11 @@ class RequestsV1(LogitsProcessor):
         return {place: ids[place] for place in places if self._of_place(place).options.wants_return}
 
     def _of_place(self, place: int) -> _Request:
-        return self._requests.get(place) or _Request(RequestOptions(*self._config.thresholds), [])
+        return self._requests.get(place) or _Request(RequestOptions(self._config.threshold), [])
 
-    def _of_batch(self, batch: int) -> tuple[float, float] | tuple[torch.Tensor, torch.Tensor]:
-        if not self._has_own_thresholds:
-            return self._config.thresholds
-        if self._thresholds is None:
-            places = range(self._num_relaxed.shape[0])
-            of_place = [self._of_place(place).options.thresholds for place in places]
-            theta, gap = zip(*of_place, strict=True)
-            self._thresholds = self._to_device(theta), self._to_device(gap)
-        theta_of_place, gap_of_place = self._thresholds
-        return theta_of_place[:batch], gap_of_place[:batch]
-
-    def _blocked(self, batch: int, drafts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        requests = [self._of_place(place) for place in range(batch)]
+    def _blocked(self, drafts: Drafts) -> torch.Tensor:
+        ids, ends = drafts.draft_token_ids, drafts.cu_num_draft_tokens
+        requests = [self._of_place(place) for place in range(ends.shape[0])]
         for request in requests:
             if self._sections:
                 tokens = request.output[request.scanned :]
@@ -181,27 +176,27 @@ class RequestsV1(LogitsProcessor):
         states = [request.state for request in requests]
         is_structured = [request.options.is_structured for request in requests]
         if self._device.type == "cpu":
-            lists = drafts.tolist(), ends.tolist()
+            lists = ids.tolist(), ends.tolist()
             blocked = list(self._sections.blocked(states, is_structured, *lists))
             return torch.tensor(blocked, dtype=torch.int8)
         from vllm_mars.kernels.sections import blocked_rows
 
-        none = torch.zeros(batch, dtype=torch.int32, device=self._device)
+        none = torch.zeros(len(requests), dtype=torch.int32, device=self._device)
         rows: torch.Tensor = blocked_rows(
-            self._to_device(states).int(),
-            none.clone(),
-            self._to_device(is_structured).int(),
-            torch.arange(batch, dtype=torch.int32, device=self._device),
-            none[:, None],
-            none,
+            states=self._to_device(states).int(),
+            scanned=none.clone(),
+            is_structured=self._to_device(is_structured).int(),
+            idx_mapping=torch.arange(len(requests), dtype=torch.int32, device=self._device),
+            all_token_ids=none[:, None],
+            total_len=none,
             # A row's draft token is looked for one entry behind it.
-            torch.nn.functional.pad(drafts, (1, 0)),
-            ends,
-            self._sections.tables(self._device),
-            self._sections.thinking,
-            self._sections.only_thinking,
+            input_token_ids=torch.nn.functional.pad(ids, (1, 0)),
+            cu_num_logits=ends,
+            tables=self._sections.tables(self._device),
+            thinking=self._sections.thinking,
+            only_thinking=self._sections.only_thinking,
         )
-        return rows[: drafts.shape[0]]
+        return rows[: ids.shape[0]]
 
     def _to_device(self, values: Sequence[float]) -> torch.Tensor:
         # New memory each time: an earlier copy may not have been made yet, with steps queued ahead.

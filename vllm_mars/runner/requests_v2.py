@@ -1,5 +1,6 @@
 """The requests in the slots of vLLM's Model Runner V2, and what each brings to a step."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -7,10 +8,9 @@ import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
-from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.reference import RelaxedBudget, most_relaxed
+from vllm_mars.config import MarsConfig, Threshold
+from vllm_mars.kernels.terms import Margin, RelaxedBudget, most_relaxed
 from vllm_mars.requests import options_of
-from vllm_mars.runner.margin import Limits
 from vllm_mars.runner.sections import Sections
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ class RequestsV2(LogitsProcessor):
         self._config = config
         self._req_states = req_states
         slots, device = req_states.max_num_reqs, req_states.device
-        self._theta = UvaBackedTensor(slots, dtype=torch.float32)
-        self._gap = UvaBackedTensor(slots, dtype=torch.float32)
+        # Theta and gap.
+        self._threshold = [UvaBackedTensor(slots, dtype=torch.float32) for _ in Threshold._fields]
         self._is_structured = UvaBackedTensor(slots, dtype=torch.int32)
-        # Whether a slot's thresholds are not the server's, and who wants to know what was relaxed.
+        # Whether a slot's threshold is not the server's, and who wants to know what was relaxed.
         self._is_own = np.zeros(slots, dtype=bool)
         self._wants_return = np.zeros(slots, dtype=bool)
         self._sections = Sections(config)
@@ -66,15 +66,16 @@ class RequestsV2(LogitsProcessor):
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         """Notes the options of a slot's new request; no logit changes, so False."""
         options = options_of(sampling_params, self._config)
-        self._theta.np[req_idx], self._gap.np[req_idx] = options.thresholds
-        self._is_own[req_idx] = options.thresholds != self._config.thresholds
+        for uva, value in zip(self._threshold, options.threshold, strict=True):
+            uva.np[req_idx] = value
+        self._is_own[req_idx] = options.threshold != self._config.threshold
         self._is_structured.np[req_idx] = options.is_structured
         self._wants_return[req_idx] = options.wants_return
         return False
 
     def apply_staged_writes(self) -> None:
         """Hands what is new to the device."""
-        for uva in (self._theta, self._gap, self._is_structured):
+        for uva in (*self._threshold, self._is_structured):
             uva.copy_to_uva()
         for staged in (self._state, self._scanned, self._num_relaxed):
             staged.apply_write()
@@ -83,14 +84,14 @@ class RequestsV2(LogitsProcessor):
         """Returns the logits as they are."""
         return logits
 
-    def limits(
+    def margin(
         self,
         idx_mapping: torch.Tensor,
         idx_mapping_np: np.ndarray,
         input_token_ids: torch.Tensor,
         cu_num_logits: torch.Tensor,
-    ) -> Limits:
-        """What the requests of a batch bring to this step.
+    ) -> Margin:
+        """What may be relaxed of a batch's requests in this step, but for protected tokens.
 
         Args:
             idx_mapping: `[num_reqs]` slot of each request.
@@ -98,28 +99,26 @@ class RequestsV2(LogitsProcessor):
             input_token_ids: `[num_logits]`, input token of each row.
             cu_num_logits: `[num_reqs]` int32, inclusive prefix sum of rows.
         """
-        theta: float | torch.Tensor
-        gap: float | torch.Tensor
-        theta, gap = self._config.thresholds
+        threshold: Sequence[float | torch.Tensor] = self._config.threshold
         if self._is_own[idx_mapping_np].any():
-            theta, gap = self._theta.gpu[idx_mapping], self._gap.gpu[idx_mapping]
+            threshold = [uva.gpu[idx_mapping] for uva in self._threshold]
         states = self._req_states
         blocked = None
         if self._sections or self._is_structured.np[idx_mapping_np].any():
             from vllm_mars.kernels.sections import blocked_rows
 
             blocked = blocked_rows(
-                self._state.gpu,
-                self._scanned.gpu,
-                self._is_structured.gpu,
-                idx_mapping,
-                states.all_token_ids.gpu,
-                states.total_len.gpu,
-                input_token_ids,
-                cu_num_logits,
-                self._tables,
-                self._sections.thinking,
-                self._sections.only_thinking,
+                states=self._state.gpu,
+                scanned=self._scanned.gpu,
+                is_structured=self._is_structured.gpu,
+                idx_mapping=idx_mapping,
+                all_token_ids=states.all_token_ids.gpu,
+                total_len=states.total_len.gpu,
+                input_token_ids=input_token_ids,
+                cu_num_logits=cu_num_logits,
+                tables=self._tables,
+                thinking=self._sections.thinking,
+                only_thinking=self._sections.only_thinking,
             )
         budget = None
         if self._config.max_relaxed_share < 1:
@@ -127,9 +126,9 @@ class RequestsV2(LogitsProcessor):
             budget = RelaxedBudget(
                 self._config.max_relaxed_share, self._num_relaxed.gpu[idx_mapping], produced
             )
-        return Limits(theta, gap, blocked, budget)
+        return Margin(*threshold, blocked=blocked, budget=budget)
 
-    def relaxed(self, num_relaxed: torch.Tensor, idx_mapping: torch.Tensor) -> None:
+    def spend(self, num_relaxed: torch.Tensor, idx_mapping: torch.Tensor) -> None:
         """Takes the relaxed tokens of a step, int32 `[num_reqs]`, off the budgets."""
         if self._config.max_relaxed_share < 1:
             self._num_relaxed.gpu.index_add_(0, idx_mapping.long(), num_relaxed)

@@ -21,13 +21,12 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.engine.transport import attach_counters
-from vllm_mars.kernels.reference import Judgement
-from vllm_mars.runner.margin import Limits, MarginRule, require_own_sampler
+from vllm_mars.kernels.terms import Drafts, Judgement, Margin
+from vllm_mars.runner.margin import MarginRule, require_own_sampler
+from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v1 import RequestsV1
 from vllm_mars.runner.warmup import warm_up_v1
-from vllm_mars.verify import verify_greedy
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -49,7 +48,7 @@ class MarsRejectionSampler(RejectionSampler):
         device: device of the logits.
         config: the options.
         protected_token_ids: tokens at which verification stays strict.
-        requests: the requests of the runner's batch; None where there is no runner.
+        requests: the requests of the runner's batch.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class MarsRejectionSampler(RejectionSampler):
         device: torch.device,
         config: MarsConfig,
         protected_token_ids: list[int],
-        requests: RequestsV1 | None = None,
+        requests: RequestsV1,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self.rule = MarginRule(config, protected_token_ids)
@@ -89,12 +88,15 @@ class MarsRejectionSampler(RejectionSampler):
             warm_up_v1(self.rule, logits, self._longest_draft_to_warm_up)
             self._longest_draft_to_warm_up = 0
         if takes_raw_logits(sampling_metadata):
-            output_token_ids = self._verify_greedy(
-                metadata,
+            drafts = Drafts(
                 logits,
+                metadata.draft_token_ids,
+                metadata.cu_num_draft_tokens,
                 target_rows=metadata.target_logits_indices,
                 bonus_rows=metadata.bonus_logits_indices,
+                max_draft_len=metadata.max_spec_len,
             )
+            output_token_ids = self._verify_greedy(drafts)
             return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=None)
         if (
             not metadata.draft_token_ids.shape[0]
@@ -129,15 +131,18 @@ class MarsRejectionSampler(RejectionSampler):
         processed = apply_sampling_constraints(
             processed, metadata.cu_num_draft_tokens, sampling_metadata
         )
+        drafts = Drafts(
+            processed,
+            metadata.draft_token_ids,
+            metadata.cu_num_draft_tokens,
+            bonus_token_ids=bonus.sampled_token_ids,
+            max_draft_len=metadata.max_spec_len,
+        )
         if sampling_metadata.all_greedy:
-            output_token_ids = self._verify_greedy(
-                metadata, processed, bonus_token_ids=bonus.sampled_token_ids
-            )
+            output_token_ids = self._verify_greedy(drafts)
         else:
-            limits = self._limits(metadata)
-            with self.rule.relaxed_made_certain(
-                processed, metadata.draft_token_ids, metadata.cu_num_draft_tokens, limits
-            ) as judgement:
+            margin = self.requests.margin(drafts)
+            with self.rule.relaxed_made_certain(drafts, margin) as judgement:
                 output_token_ids = rejection_sample(
                     metadata.draft_token_ids,
                     metadata.num_draft_tokens,
@@ -152,9 +157,9 @@ class MarsRejectionSampler(RejectionSampler):
             if judgement is not None:
                 # A step emits the accepted drafts and one more token.
                 num_accepted = (output_token_ids >= 0).sum(1) - 1
-                num_relaxed = self._record(metadata, limits, judgement, num_accepted)
-                if self.requests is not None and num_relaxed is not None:
-                    self.requests.relaxed(num_relaxed)
+                num_relaxed = self._record(drafts, margin, judgement, num_accepted)
+                if num_relaxed is not None:
+                    self.requests.spend(num_relaxed)
         logprobs = None
         if wants_logprobs:
             logprobs = self._get_logprobs_tensors(
@@ -167,58 +172,18 @@ class MarsRejectionSampler(RejectionSampler):
             )
         return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
 
-    def _limits(self, metadata: SpecDecodeMetadata) -> Limits:
-        if self.requests is None:
-            return Limits(*self.rule.thresholds)
-        return self.requests.limits(
-            len(metadata.num_draft_tokens), metadata.draft_token_ids, metadata.cu_num_draft_tokens
-        )
-
-    def _returns(self, metadata: SpecDecodeMetadata) -> dict[int, str]:
-        if self.requests is None:
-            return {}
-        return self.requests.returns(len(metadata.num_draft_tokens))
-
     def _record(
-        self,
-        metadata: SpecDecodeMetadata,
-        limits: Limits,
-        judgement: Judgement,
-        num_accepted: torch.Tensor,
+        self, drafts: Drafts, margin: Margin, judgement: Judgement, num_accepted: torch.Tensor
     ) -> torch.Tensor | None:
-        return self.rule.record(
-            limits,
-            judgement,
-            num_accepted,
-            metadata.draft_token_ids,
-            metadata.cu_num_draft_tokens,
-            self._returns(metadata),
-        )
+        returns = self.requests.returns(num_accepted.shape[0])
+        return self.rule.record(drafts, margin, judgement, num_accepted, returns)
 
-    def _verify_greedy(
-        self,
-        metadata: SpecDecodeMetadata,
-        logits: torch.Tensor,
-        bonus_token_ids: torch.Tensor | None = None,
-        target_rows: torch.Tensor | None = None,
-        bonus_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        limits = self._limits(metadata)
-        output = verify_greedy(
-            logits,
-            metadata.draft_token_ids,
-            metadata.cu_num_draft_tokens,
-            bonus_token_ids,
-            target_rows=target_rows,
-            bonus_rows=bonus_rows,
-            max_draft_len=metadata.max_spec_len,
-            **self.rule.greedy_arguments(logits, limits),
-        )
-        if output.verdicts is not None:
-            judgement = Judgement(output.verdicts, output.top2_values)
-            self._record(metadata, limits, judgement, output.num_accepted)
-        if self.requests is not None:
-            self.requests.relaxed(output.num_relaxed)
+    def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:
+        margin = self.requests.margin(drafts)
+        output = self.rule.verify(drafts, margin)
+        if output.judgement is not None:
+            self._record(drafts, margin, output.judgement, output.num_accepted)
+        self.requests.spend(output.num_relaxed)
         output_token_ids: torch.Tensor = output.output_token_ids
         return output_token_ids
 

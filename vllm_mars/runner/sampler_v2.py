@@ -10,13 +10,13 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.engine.transport import attach_counters
-from vllm_mars.kernels.reference import Judgement
-from vllm_mars.runner.margin import Limits, MarginRule, require_own_sampler
+from vllm_mars.kernels.terms import Drafts
+from vllm_mars.runner.margin import MarginRule, require_own_sampler
+from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
 from vllm_mars.runner.warmup import warm_up_v2
-from vllm_mars.verify import next_input_tokens, verify_input_tokens
+from vllm_mars.verify import next_input_tokens
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -38,7 +38,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: device of the logits.
         config: the options.
         protected_token_ids: tokens at which verification stays strict.
-        requests: the requests in the runner's slots; None where there is no runner.
+        requests: the requests in the runner's slots.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: torch.device,
         config: MarsConfig,
         protected_token_ids: list[int],
-        requests: RequestsV2 | None = None,
+        requests: RequestsV2,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self.rule = MarginRule(config, protected_token_ids)
@@ -95,10 +95,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
             warm_up_v2(self.rule, logits[:, :vocab], self.num_speculative_steps)
             self._is_warm = True
         ends = cu_num_logits[1:]
-        limits, returns = Limits(*self.rule.thresholds), {}
-        if self.requests is not None:
-            limits = self.requests.limits(idx_mapping, idx_mapping_np, verify_draft_sampled, ends)
-            returns = self.requests.returns(idx_mapping_np)
+        margin = self.requests.margin(idx_mapping, idx_mapping_np, verify_draft_sampled, ends)
+        returns = self.requests.returns(idx_mapping_np)
         # Without a request that needs it, this is the logits themselves, as they are.
         processed = self.sampler.apply_sampling_params(
             logits,
@@ -110,25 +108,20 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        shared = processed[:, :vocab]
+        drafts = Drafts(processed[:, :vocab], next_input_tokens(verify_draft_sampled, ends), ends)
         if not self.sampler.sampling_states.temperature.np[idx_mapping_np].any():
-            output = verify_input_tokens(
-                shared,
-                verify_draft_sampled,
-                ends,
+            rows = drafts._replace(
+                draft_token_ids=verify_draft_sampled,
                 max_draft_len=self.num_speculative_steps,
-                **self.rule.greedy_arguments(shared, limits),
+                bonus_row_is_last=True,
             )
-            if output.verdicts is not None:
-                row_drafts = next_input_tokens(verify_draft_sampled, ends)
-                judgement = Judgement(output.verdicts, output.top2_values)
-                self.rule.record(limits, judgement, output.num_accepted, row_drafts, ends, returns)
-            if self.requests is not None:
-                self.requests.relaxed(output.num_relaxed, idx_mapping)
+            output = self.rule.verify(rows, margin)
+            if output.judgement is not None:
+                self.rule.record(drafts, margin, output.judgement, output.num_accepted, returns)
+            self.requests.spend(output.num_relaxed, idx_mapping)
             return processed, output.output_token_ids, output.num_accepted + 1
 
-        row_drafts = next_input_tokens(verify_draft_sampled, ends)
-        with self.rule.relaxed_made_certain(shared, row_drafts, ends, limits) as judgement:
+        with self.rule.relaxed_made_certain(drafts, margin) as judgement:
             sampled, num_sampled = rejection_sample(
                 processed,
                 draft_logits,
@@ -144,11 +137,9 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 use_fp64=self.sampler.use_fp64_gumbel,
             )
         if judgement is not None:
-            relaxed = self.rule.record(
-                limits, judgement, num_sampled - 1, row_drafts, ends, returns
-            )
-            if self.requests is not None and relaxed is not None:
-                self.requests.relaxed(relaxed, idx_mapping)
+            relaxed = self.rule.record(drafts, margin, judgement, num_sampled - 1, returns)
+            if relaxed is not None:
+                self.requests.spend(relaxed, idx_mapping)
         return processed, sampled, num_sampled
 
 

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.reference import Verdict
+from vllm_mars.kernels.terms import THINKING, Verdict
 
-THINKING = 1 << 8
 # Spans are numbered from 1; a token closes those of a bit mask.
 MOST_SPANS = 31
 

@@ -9,10 +9,10 @@ import itertools
 
 import torch
 
-from vllm_mars.kernels.reference import RelaxedBudget
-from vllm_mars.runner.margin import Limits, MarginRule
+from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget
+from vllm_mars.runner.margin import MarginRule
 from vllm_mars.runner.sections import Sections
-from vllm_mars.verify import resolve_backend, verify_greedy, verify_input_tokens
+from vllm_mars.verify import resolve_backend
 
 
 def warm_up_v1(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: int) -> None:
@@ -31,23 +31,17 @@ def warm_up_v1(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
     # The last length of each width that `accept_kernel` is compiled for.
     longest = {num_positions(length): length for length in range(num_speculative_tokens + 1)}
     processed = torch.zeros((2, logits.shape[1]), device=logits.device)
-    all_limits = _all_limits(rule, logits.device, num_draft=1)
-    for rows in (*_row_layouts(logits), processed):
-        # Raw rows are found by their indices; processed ones lie in order, their bonus is sampled.
-        is_raw = rows is not processed
-        for limits, max_draft_len in itertools.product(all_limits, longest.values()):
-            verify_greedy(
-                rows,
-                first_row,
-                end,
-                None if is_raw else first_row,
-                target_rows=first_row if is_raw else None,
-                bonus_rows=second_row if is_raw else None,
-                max_draft_len=max_draft_len,
-                **rule.greedy_arguments(rows, limits),
-            )
-    for limits in all_limits:
-        _judge(rule, limits, processed, first_row, end)
+    margins = _margins(rule, logits.device, num_draft=1)
+    # Raw rows are found by their indices; processed ones lie in order, their bonus is sampled.
+    steps = [
+        Drafts(rows, first_row, end, target_rows=first_row, bonus_rows=second_row)
+        for rows in _row_layouts(logits)
+    ]
+    steps.append(Drafts(processed, first_row, end, bonus_token_ids=first_row))
+    for drafts, margin, length in itertools.product(steps, margins, longest.values()):
+        rule.verify(drafts._replace(max_draft_len=length), margin)
+    for margin in margins:
+        _judge(rule, steps[-1], margin)
     _block(rule, logits.device)
 
 
@@ -56,31 +50,22 @@ def warm_up_v2(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
     if resolve_backend(rule.backend, logits.device.type) != "triton":
         return
     inputs = torch.zeros(2, dtype=torch.int32, device=logits.device)
-    ends = _ids(2, logits.device)
     # Where sampling changes no logit, vLLM hands the raw ones on.
     for rows in (*_row_layouts(logits), torch.zeros((2, logits.shape[1]), device=logits.device)):
-        for limits in _all_limits(rule, logits.device, num_draft=2):
-            arguments = rule.greedy_arguments(rows, limits)
-            verify_input_tokens(
-                rows, inputs, ends, max_draft_len=num_speculative_tokens, **arguments
-            )
-            _judge(rule, limits, rows, inputs, ends)
+        drafts = Drafts(rows, inputs, _ids(2, logits.device), max_draft_len=num_speculative_tokens)
+        for margin in _margins(rule, logits.device, num_draft=2):
+            rule.verify(drafts._replace(bonus_row_is_last=True), margin)
+            _judge(rule, drafts, margin)
     _block(rule, logits.device)
 
 
-def _judge(
-    rule: MarginRule,
-    limits: Limits,
-    rows: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_draft_tokens: torch.Tensor,
-) -> None:
+def _judge(rule: MarginRule, drafts: Drafts, margin: Margin) -> None:
     """The sampled path: judging and counting. What is counted at start is dropped."""
-    with rule.relaxed_made_certain(rows, draft_token_ids, cu_num_draft_tokens, limits) as judgement:
+    with rule.relaxed_made_certain(drafts, margin) as judgement:
         pass
     if judgement is not None:
-        none = torch.zeros_like(cu_num_draft_tokens)
-        rule.record(limits, judgement, none, draft_token_ids, cu_num_draft_tokens, {})
+        none = torch.zeros_like(drafts.cu_num_draft_tokens)
+        rule.record(drafts, margin, judgement, none, {})
 
 
 def _block(rule: MarginRule, device: torch.device) -> None:
@@ -90,21 +75,25 @@ def _block(rule: MarginRule, device: torch.device) -> None:
     from vllm_mars.kernels.sections import blocked_rows
 
     sections = Sections(rule.config)
-    slots = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(7)]
-    states, scanned, is_structured, idx_mapping, tokens, total_len, inputs = slots
     blocked_rows(
-        *(states, scanned, is_structured, idx_mapping, tokens[None], total_len, inputs),
-        _ids(1, device),
-        sections.tables(device),
-        sections.thinking,
-        sections.only_thinking,
+        states=_ids(0, device),
+        scanned=_ids(0, device),
+        is_structured=_ids(0, device),
+        idx_mapping=_ids(0, device),
+        all_token_ids=_ids(0, device)[None],
+        total_len=_ids(0, device),
+        input_token_ids=_ids(0, device),
+        cu_num_logits=_ids(1, device),
+        tables=sections.tables(device),
+        thinking=sections.thinking,
+        only_thinking=sections.only_thinking,
     )
 
 
-def _all_limits(rule: MarginRule, device: torch.device, num_draft: int) -> list[Limits]:
+def _margins(rule: MarginRule, device: torch.device, num_draft: int) -> list[Margin]:
     """What the requests of a step can bring: a threshold for all or one each, strict positions."""
-    theta, gap = rule.thresholds
-    own = (torch.full((1,), theta, device=device), torch.full((1,), gap, device=device))
+    threshold = rule.config.threshold
+    own = [torch.full((1,), value, device=device) for value in threshold]
     blocked: list[torch.Tensor | None] = []
     if not Sections(rule.config):
         blocked.append(None)
@@ -115,8 +104,8 @@ def _all_limits(rule: MarginRule, device: torch.device, num_draft: int) -> list[
         none = torch.zeros(1, dtype=torch.int32, device=device)
         budget = RelaxedBudget(rule.config.max_relaxed_share, none, none)
     return [
-        Limits(thresholds[0], thresholds[1], positions, budget)
-        for thresholds in ((theta, gap), own)
+        Margin(*values, blocked=positions, budget=budget)
+        for values in (threshold, own)
         for positions in blocked
     ]
 

@@ -8,7 +8,7 @@ M the prefix sum of m, a(j) = M(j) + min(0, min over i <= j of L(i) - M(i)): no 
 
 import triton
 import triton.language as tl
-from vllm_mars.kernels.reference import SHARE_BITS, Verdict
+from vllm_mars.kernels.terms import SHARE_BITS, Verdict
 from vllm_mars.kernels.top2 import reduce_splits, unpack_id, unpack_value
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))
@@ -18,7 +18,7 @@ _SHARE_BITS = tl.constexpr(SHARE_BITS)
 
 
 @triton.jit
-def judge(
+def verdicts_at(
     best_ptr,
     second_ptr,
     logits_ptr,
@@ -38,12 +38,9 @@ def judge(
     HAS_TARGET_ROWS: tl.constexpr,
     HAS_PROTECTED: tl.constexpr,
     HAS_BLOCKED: tl.constexpr,
-    WITH_TOP2: tl.constexpr,
 ):
-    """Draft token, verdict but for the budget, and top 2 (values, then ids) at each position."""
-    packed, second, second_id = reduce_splits(
-        best_ptr, second_ptr, position, is_row, num_splits, vocab, SPLITS, WITH_TOP2
-    )
+    """Draft token, verdict but for the budget, z1, z2 and the argmax at each position."""
+    packed, second = reduce_splits(best_ptr, second_ptr, position, is_row, num_splits, SPLITS)
     first = unpack_value(packed)
     argmax = unpack_id(packed)
     draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
@@ -68,7 +65,7 @@ def judge(
     if HAS_BLOCKED:
         blocked = tl.load(blocked_ptr + position, mask=is_draft, other=0).to(tl.int32)
         verdict = tl.where(margin & (blocked != 0), blocked, verdict)
-    return draft, verdict, first, second, argmax, second_id
+    return draft, verdict, first, second, argmax
 
 
 @triton.jit

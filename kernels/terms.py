@@ -1,0 +1,186 @@
+"""The terms of verification: what every backend takes and gives, and nothing of how."""
+
+import enum
+import math
+from typing import NamedTuple
+
+import torch
+
+# Shares of a `RelaxedBudget` are compared as integers in units of 2**-SHARE_BITS, rounded up, so
+# that every backend agrees.
+SHARE_BITS = 30
+
+# Added to the state of a request (see `vllm_mars.runner.sections`) inside its thinking section.
+THINKING = 1 << 8
+
+
+class Verdict(enum.IntEnum):
+    """What the margin says about the draft token at one position.
+
+    NONE where the margin does not accept it, RELAXED where it does and nothing forbids it, else
+    what forbids it. Greedy verification asks the margin only where the draft token is not the
+    target's FIRST choice.
+    """
+
+    NONE = 0
+    RELAXED = 1
+    PROTECTED = 2
+    SPAN = 3
+    BUDGET = 4
+    STRUCTURED = 5
+    FIRST = 6
+
+
+def most_relaxed(share: float, num_output_tokens: int) -> int:
+    """How many of so many output tokens may be relaxed: their share, rounded down."""
+    return share_units(share) * num_output_tokens >> SHARE_BITS
+
+
+def share_units(share: float) -> int:
+    """A share in [0, 1] in units of 2**-SHARE_BITS, rounded up."""
+    return math.ceil(share * 2**SHARE_BITS)
+
+
+class RelaxedBudget(NamedTuple):
+    """How many of a request's output tokens may be relaxed.
+
+    The token at offset j of a step may be relaxed if, with it, no more than
+    `floor(share * (num_output_tokens + j + 1))` output tokens of the request are.
+
+    Attributes:
+        share: in [0, 1]; 1 allows all, 0 none.
+        num_relaxed: `[batch]` int32, relaxed tokens of each request before this step.
+        num_output_tokens: `[batch]` int32, output tokens of each request before this step.
+    """
+
+    share: float
+    num_relaxed: torch.Tensor
+    num_output_tokens: torch.Tensor
+
+    @property
+    def share_units(self) -> int:
+        """The share as an integer."""
+        return share_units(self.share)
+
+
+class Margin(NamedTuple):
+    """What may be relaxed in a step: `z2 > theta * z1 - gap`, unless something forbids it.
+
+    Attributes:
+        theta: float in (0, 1] or float32 `[batch]`; 1 with gap 0 is strict.
+        gap: float >= 0 in nats or float32 `[batch]`.
+        protected: bool `[vocab]`, tokens at which the rule stays strict, or None.
+        blocked: int8 `[num_draft]`, a `Verdict` where the rule stays strict, else 0; or None.
+        budget: how many output tokens of each request may be relaxed, or None for no limit.
+    """
+
+    theta: float | torch.Tensor
+    gap: float | torch.Tensor = 0.0
+    protected: torch.Tensor | None = None
+    blocked: torch.Tensor | None = None
+    budget: RelaxedBudget | None = None
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the host knows that nothing is relaxed; a tensor's values it does not know."""
+        is_own = isinstance(self.theta, torch.Tensor) or isinstance(self.gap, torch.Tensor)
+        return not is_own and (self.theta, self.gap) == (1, 0)
+
+
+class Drafts(NamedTuple):
+    """The draft tokens of a step and the target logits to verify them with.
+
+    Attributes:
+        logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride.
+        draft_token_ids: `[num_draft]` int32 or int64; outside [0, vocab) is padding.
+        cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the drafts' lengths.
+        target_rows: `[num_draft]` int32 or int64, the row of each position, or None for the first
+            rows in order.
+        bonus_token_ids: `[batch]` or `[batch, 1]` int32 or int64, what follows a draft of which all
+            is accepted; or None.
+        bonus_rows: `[batch]` int32 or int64, rows whose argmax is that; or None.
+        max_draft_len: the longest draft of a request, which sets the width of what is emitted.
+        bonus_row_is_last: whether this is the layout of vLLM's Model Runner V2:
+            `draft_token_ids` are the model's input tokens, so that a row's draft token stands one
+            entry behind it, and `cu_num_draft_tokens` counts a request's bonus row, its last, too.
+    """
+
+    logits: torch.Tensor
+    draft_token_ids: torch.Tensor
+    cu_num_draft_tokens: torch.Tensor
+    target_rows: torch.Tensor | None = None
+    bonus_token_ids: torch.Tensor | None = None
+    bonus_rows: torch.Tensor | None = None
+    max_draft_len: int = 0
+    bonus_row_is_last: bool = False
+
+
+class Judgement(NamedTuple):
+    """What the margin says of a step's positions.
+
+    Attributes:
+        verdicts: `[num_draft]` int8, a `Verdict` each. Judged without being verified, the target's
+            first choice is RELAXED, too, where the margin is small.
+        top2_values: `[num_draft, 2]` float32 or None, z1 and z2 of each draft position. A row that
+            holds a NaN gives NaN for both.
+    """
+
+    verdicts: torch.Tensor
+    top2_values: torch.Tensor | None = None
+
+
+class VerifyOutput(NamedTuple):
+    """What one verification step emits.
+
+    Attributes:
+        output_token_ids: `[batch, max_draft_len + 1]` int32; the accepted drafts, then the
+            corrected or the bonus token, then -1.
+        num_accepted: `[batch]` int32, accepted draft tokens.
+        num_relaxed: `[batch]` int32, those of them that only the margin accepted.
+        top2_values: as in `Judgement`.
+        verdicts: `[num_draft]` int8 or None, a `Verdict` each.
+    """
+
+    output_token_ids: torch.Tensor
+    num_accepted: torch.Tensor
+    num_relaxed: torch.Tensor
+    top2_values: torch.Tensor | None = None
+    verdicts: torch.Tensor | None = None
+
+    @property
+    def judgement(self) -> Judgement | None:
+        """The verdicts with the values of the top 2, or None where they were not asked for."""
+        return None if self.verdicts is None else Judgement(self.verdicts, self.top2_values)
+
+
+def new_output(
+    drafts: Drafts, with_verdicts: bool = False, token_dtype: torch.dtype = torch.int32
+) -> VerifyOutput:
+    """An uninitialised `VerifyOutput` with the buffers that are wanted."""
+    batch, num_draft = drafts.cu_num_draft_tokens.shape[0], drafts.draft_token_ids.shape[0]
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=drafts.logits.device)
+
+    return VerifyOutput(
+        empty(batch, drafts.max_draft_len + 1, dtype=token_dtype),
+        empty(batch),
+        empty(batch),
+        empty(num_draft, 2, dtype=torch.float32) if with_verdicts else None,
+        empty(num_draft, dtype=torch.int8) if with_verdicts else None,
+    )
+
+
+class CounterStarts(NamedTuple):
+    """Where the counts of `vllm_mars.runner.counters.CounterLayout` begin in their vector.
+
+    Those of the first four are by draft position; the others' meaning is the layout's.
+    """
+
+    verified: int
+    accepted: int
+    relaxed: int
+    low_margin: int
+    ratio: int
+    ratio_sum: int
+    refused: int
