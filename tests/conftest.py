@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import leftovers
 import pytest
 
 # Before anything imports vLLM or a Hugging Face library. Child servers inherit them.
@@ -15,6 +16,40 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # Lets a test hand a function to an engine's workers.
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+
+
+LEFT = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT] = []
+    if not hasattr(config, "workerinput"):
+        leftovers.begin()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """A worker of pytest-xdist has told what it leaves behind."""
+    node.config.stash[LEFT] += getattr(node, "workeroutput", {}).get("left", [])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that leaves something behind fails."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = leftovers.children()
+        return
+    left = session.config.stash[LEFT]
+    left += leftovers.end()
+    if left and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    if left := config.stash[LEFT]:
+        terminalreporter.section("left behind by this run", red=True, bold=True)
+        for line in left:
+            terminalreporter.line(line)
 
 
 @pytest.hookimpl(tryfirst=True)
