@@ -4,11 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 import uuid
+from pathlib import Path
 
 import pytest
 from processes import MARK, marked, wait_until
+from stand_in import StandInServer
 
 from vllm_mars.demo.chat import ChatClient
 from vllm_mars.local.scrape import DRAFT_TOKENS, GENERATED_TOKENS
@@ -16,6 +20,9 @@ from vllm_mars.local.server import VllmServer, free_port, server_env
 
 ARGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
+REAL_AT_NIGHT = pytest.mark.parametrize(
+    "server_class", [StandInServer, pytest.param(VllmServer, marks=pytest.mark.nightly)]
+)
 
 
 @pytest.fixture
@@ -23,8 +30,26 @@ def mark():
     return uuid.uuid4().hex
 
 
+@pytest.fixture
+def temporary(monkeypatch):
+    """The temporary directory of servers; a short path, for the sockets in it."""
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    with tempfile.TemporaryDirectory(prefix="tmp-") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+def left_in(directory):
+    """All but what torch keeps for the next process."""
+    return [path for path in directory.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def sockets(directory):
+    return [path for path in directory.rglob("*") if path.is_socket()]
+
+
 @pytest.mark.engine
-def test_serves_counts_and_ends(packaged_model, tmp_path, mark):
+def test_serves_counts_and_ends(packaged_model, tmp_path, mark, temporary):
     args = [*ARGS, "--speculative-config", NGRAM]
     env = {MARK: mark}
     server = VllmServer(packaged_model, args, log_path=tmp_path / "logs" / "server.log", env=env)
@@ -35,9 +60,11 @@ def test_serves_counts_and_ends(packaged_model, tmp_path, mark):
         text, tokens = client.score(messages, 24)
         metrics = server.metrics()
         assert len(marked(mark)) >= 3
+        assert sockets(temporary)
         with pytest.raises(RuntimeError, match=r"running already .*call close"):
             server.start()
     assert marked(mark) == []
+    assert left_in(temporary) == []
     assert text == answer.text
     assert answer.output_tokens in (len(tokens), len(tokens) + 1)
     assert not any(token.relaxed for token in tokens), "strict verification never relaxes"
@@ -50,8 +77,9 @@ def test_serves_counts_and_ends(packaged_model, tmp_path, mark):
         server.metrics()
 
 
-def test_a_failed_start_shows_the_end_of_the_log(tmp_path, mark):
-    server = VllmServer(tmp_path / "none", ARGS, log_path=tmp_path / "s.log", env={MARK: mark})
+@REAL_AT_NIGHT
+def test_a_failed_start_shows_the_end_of_the_log(tmp_path, mark, server_class):
+    server = server_class(tmp_path / "none", ARGS, log_path=tmp_path / "s.log", env={MARK: mark})
     with pytest.raises(RuntimeError, match=r"ended while starting with exit status 1") as error:
         server.__enter__()
     assert str(tmp_path / "s.log") in str(error.value)
@@ -59,31 +87,49 @@ def test_a_failed_start_shows_the_end_of_the_log(tmp_path, mark):
     assert marked(mark) == []
 
 
-@pytest.mark.engine
-def test_a_server_that_takes_too_long_is_ended(packaged_model, tmp_path, mark):
-    server = VllmServer(
-        packaged_model, ARGS, log_path=tmp_path / "s.log", env={MARK: mark}, startup_timeout=2.0
+@REAL_AT_NIGHT
+def test_a_server_that_takes_too_long_is_ended(packaged_model, tmp_path, mark, server_class):
+    args = [*ARGS, "--load-seconds=60"] if server_class is StandInServer else ARGS
+    server = server_class(
+        packaged_model, args, log_path=tmp_path / "s.log", env={MARK: mark}, startup_timeout=2.0
     )
     with pytest.raises(RuntimeError, match=r"within startup_timeout=2 s"), server:
         pass
     assert marked(mark) == []
 
 
+def test_a_crash_shows_the_end_of_the_log(packaged_model, tmp_path, mark, temporary):
+    with StandInServer(packaged_model, log_path=tmp_path / "s.log", env={MARK: mark}) as server:
+        assert sockets(temporary)
+        api_server = int(Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text())
+        os.kill(api_server, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"ended unexpectedly with exit status 137") as error:
+            while True:
+                server.check_alive()
+                time.sleep(0.05)
+    assert "startup complete" in str(error.value).split("the end of", 1)[1]
+    assert marked(mark) == []
+    assert left_in(temporary) == []
+
+
+@REAL_AT_NIGHT
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_process_outlives_its_owner(packaged_model, tmp_path, mark, number):
+def test_no_process_outlives_its_owner(
+    packaged_model, tmp_path, mark, temporary, server_class, number
+):
     """The owner goes while the engine starts: killed, or by a signal it does not handle."""
     owner = textwrap.dedent(f"""
         import time
         from pathlib import Path
-        from vllm_mars.local.server import VllmServer
-        with VllmServer({str(packaged_model)!r}, {ARGS!r}, log_path=Path("s.log"), wait=False):
+        from {server_class.__module__} import {server_class.__name__} as Server
+        with Server({str(packaged_model)!r}, {ARGS!r}, log_path=Path("s.log"), wait=False):
             print("started", flush=True)
             time.sleep(300)
     """)
     process = subprocess.Popen(
         [sys.executable, "-c", owner],
         cwd=tmp_path,
-        env={**os.environ, MARK: mark},
+        env={**os.environ, MARK: mark, "PYTHONPATH": str(Path(__file__).parents[1])},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -97,6 +143,7 @@ def test_no_process_outlives_its_owner(packaged_model, tmp_path, mark, number):
     process.send_signal(number)
     process.wait(60)
     wait_until(lambda: marked(mark) == [], 30, "the end of all processes")
+    assert left_in(temporary) == []
 
 
 def guarded(code, mark):
@@ -114,13 +161,15 @@ def guarded(code, mark):
     )
 
 
-def test_the_guard_kills_what_ignores_sigterm(mark):
+def test_the_guard_kills_what_ignores_sigterm(mark, temporary):
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)\n"
     process = guarded(code + "time.sleep(300)", mark)
     assert process.stdout.readline() == "1\n"
+    assert list(temporary.iterdir())
     process.stdin.close()
     process.wait(20)
     assert marked(mark) == []
+    assert left_in(temporary) == []
 
 
 def test_the_guard_ends_orphans_and_returns_the_status(mark):

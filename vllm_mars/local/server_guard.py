@@ -8,15 +8,21 @@ started the child ends, reaches only the direct child, and exists on Linux only.
 The guard leads the session and process group of the command. On Linux it also adopts every process
 that the command orphans, so "no child left" means that the whole tree is gone.
 
+vLLM leaves socket files, and others, in the temporary directory. The guard gives the command a
+temporary directory of its own and removes it at the end.
+
     python -I -S server_guard.py GRACE_SECONDS COMMAND [ARGUMENT ...]
 """
 
 import ctypes
+import getpass
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 POLL_SECONDS = 0.1
@@ -34,14 +40,21 @@ def reap() -> bool:
             return True
 
 
-def end_group(grace_seconds: float) -> None:
-    """Asks the process group to end, waits, then kills what is left, this process included."""
+def end_group(grace_seconds: float, directory: str) -> None:
+    """Asks the process group to end, waits, then kills what is left, this process included.
+
+    Args:
+        grace_seconds: how long to wait.
+        directory: what to remove when the group has ended, or before it is killed.
+    """
     os.killpg(0, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
     while reap():
         if time.monotonic() > deadline:
+            shutil.rmtree(directory, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def main() -> int:
@@ -56,7 +69,16 @@ def main() -> int:
     # Not SIG_IGN: an ignored signal stays ignored in the command, a handled one does not.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    temporary = tempfile.gettempdir()
+    # A short name: the path of a socket has 104 to 108 characters at most.
+    directory = tempfile.mkdtemp(prefix="mars-")
+    environment = {
+        # What was compiled is of use to the next server, so it stays where torch keeps it.
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(temporary, f"torchinductor_{getpass.getuser()}"),
+        **os.environ,
+        "TMPDIR": directory,
+    }
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
     status = 0
     while True:
         code = child.poll()
@@ -66,7 +88,7 @@ def main() -> int:
         readable, _, _ = select.select([0], [], [], POLL_SECONDS)
         if readable and not os.read(0, 1):
             break
-    end_group(grace_seconds)
+    end_group(grace_seconds, directory)
     return status
 
 
