@@ -1,0 +1,87 @@
+"""How long the tests take, by day and by night, from what pytest wrote of both runs.
+
+    make test && make nightly
+    python -m benchmarks.ci_times --output benchmarks/results/ci-times.json
+
+Both runs and this command belong to one commit and one machine with nothing else to do: the file
+names those that it finds when it is written. A test's seconds are those of its setup, call and
+teardown; an engine that several tests share counts for the first of them.
+"""
+
+import argparse
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from vllm_mars.local.provenance import describe_run, vllm_device
+
+SLOW_SECONDS = 60.0
+
+
+def file_of(classname: str) -> str:
+    """Returns the file of a test from pytest's dotted name of its module, and of its class."""
+    parts = classname.split(".")
+    module = next(index for index, part in enumerate(parts) if part.startswith("test_"))
+    return "/".join(parts[: module + 1]) + ".py"
+
+
+def summary(report: Path) -> dict[str, Any]:
+    """Sums up one run.
+
+    Args:
+        report: what `pytest --junitxml` wrote.
+
+    Returns:
+        Seconds of wall time, numbers of tests by outcome, seconds and tests of each file, the
+        slowest file first, and the seconds of each test above SLOW_SECONDS.
+    """
+    suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+    files: dict[str, dict[str, float]] = defaultdict(lambda: {"seconds": 0.0, "tests": 0})
+    slow: dict[str, float] = {}
+    for case in suite.iter("testcase"):
+        seconds, file = float(case.get("time", 0)), file_of(case.get("classname", ""))
+        files[file]["seconds"] += seconds
+        files[file]["tests"] += 1
+        if seconds > SLOW_SECONDS:
+            slow[f"{file}::{case.get('name')}"] = seconds
+    outcomes = {name: int(suite.get(name, 0)) for name in ("failures", "errors", "skipped")}
+    by_seconds = sorted(files.items(), key=lambda item: -item[1]["seconds"])
+    return {
+        "started": suite.get("timestamp"),
+        "wall_seconds": float(suite.get("time", 0)),
+        "tests": int(suite.get("tests", 0)),
+        **outcomes,
+        "files": {
+            file: {"seconds": round(figures["seconds"], 1), "tests": int(figures["tests"])}
+            for file, figures in by_seconds
+        },
+        "slow_tests": dict(sorted(slow.items(), key=lambda item: -item[1])),
+    }
+
+
+def main() -> int:
+    """Writes the file; returns 1 if a run is missing or had failures."""
+    parser = argparse.ArgumentParser(description="How long the tests take, by file.")
+    parser.add_argument("--day", type=Path, default="build/test.xml", help="of `make test`")
+    parser.add_argument("--night", type=Path, default="build/nightly.xml", help="of `make nightly`")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    given = parser.parse_args()
+    runs = {}
+    for name, report in (("day", given.day), ("night", given.night)):
+        if not report.exists():
+            print(f"error: {report} is missing; run the tests of the {name} first", file=sys.stderr)
+            return 1
+        runs[name] = summary(report)
+        if runs[name]["failures"] or runs[name]["errors"]:
+            print(f"error: {report} tells of failures; mend and run again", file=sys.stderr)
+            return 1
+    _, gpu = vllm_device()
+    given.output.write_text(json.dumps({"schema": 1, **describe_run(gpu), **runs}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

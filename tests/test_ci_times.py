@@ -1,0 +1,58 @@
+"""The figures of the tests themselves, from a report that pytest wrote."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import ci_times
+
+TESTS = """
+import pytest
+
+class TestIt:
+    @pytest.mark.parametrize("case", ["a.b", "c"])
+    def test_passes(self, case):
+        pass
+
+@pytest.mark.skip(reason="needs nothing")
+def test_skipped():
+    pass
+"""
+
+
+@pytest.fixture
+def report(tmp_path):
+    (tmp_path / "tests" / "room").mkdir(parents=True)
+    (tmp_path / "tests" / "room" / "test_it.py").write_text(TESTS)
+    path = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", ".", "--junitxml", str(path)]
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def test_files_are_told_apart_from_classes(report):
+    found = ci_times.summary(report)
+    assert found["files"].keys() == {"tests/room/test_it.py"}
+    assert found["files"]["tests/room/test_it.py"]["tests"] == found["tests"] == 3
+    assert (found["skipped"], found["failures"], found["slow_tests"]) == (1, 0, {})
+    assert found["wall_seconds"] > 0
+
+
+def test_the_file_that_is_written(report, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "times.json"
+    command = ["ci_times", "--day", str(report), "--night", str(report), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(ci_times, "vllm_device", lambda: ("cpu", None))
+    monkeypatch.setattr(ci_times, "SLOW_SECONDS", -1.0)
+    assert ci_times.main() == 0
+    written = json.loads(output.read_text())
+    assert {"schema", "git_commit", "versions", "hardware", "day", "night"} <= written.keys()
+    assert "tests/room/test_it.py::test_passes[a.b]" in written["day"]["slow_tests"]
+    report.write_text(report.read_text().replace('failures="0"', 'failures="1"'))
+    assert ci_times.main() == 1
+    assert "tells of failures; mend and run again" in capsys.readouterr().err
+    report.unlink()
+    assert ci_times.main() == 1
+    assert "report.xml is missing; run the tests of the day first" in capsys.readouterr().err
