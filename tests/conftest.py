@@ -54,11 +54,13 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of engines run first, as they take longest; a file stays on one worker of pytest-xdist.
+    """Files with engines come first, as they take longest; a file stays on one worker of xdist.
 
     Files that share an engine name a group of their own: `pytest.mark.xdist_group("name")`.
     """
-    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+    with_engines = {item.path for item in items if item.get_closest_marker("engine")}
+    # Whole files, or what a module's fixtures hold would be built twice.
+    items.sort(key=lambda item: item.path not in with_engines)
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

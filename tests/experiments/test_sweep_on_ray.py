@@ -34,9 +34,62 @@ def options(tmp_path):
     )
 
 
-@pytest.fixture
+@pytest.mark.parametrize(
+    ("resources", "node", "message"),
+    [
+        pytest.param(
+            {"num_gpus": 2},
+            "a",
+            "a cell needs 4 GPUs .* but the largest node of this cluster has 2",
+            marks=pytest.mark.nightly,
+        ),
+        ({"num_gpus": 0}, "version 0.0.1", "has vllm-mars 0.0.1, but 0.1.0 is here"),
+        pytest.param(
+            {"num_gpus": 0},
+            "without",
+            "has vllm-mars None, but 0.1.0 is here",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_cluster_that_cannot_is_refused(options, resources, node, message):
+    import ray
+
+    options = dataclasses.replace(options, tensor_parallel=2, pipeline_parallel=2)
+    head = {"num_cpus": 1, **resources, "env_vars": {"VLLM_MARS_TEST_NODE": node}}
+    with cluster(head, **{MARK: MARK_VALUE}) as started:
+        with pytest.raises(RuntimeError, match=message):
+            RayRunner(options, started.address)
+        assert not ray.is_initialized()
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_real_servers_are_measured_and_judged_in_tasks(tiny_model, tmp_path):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "w20 w21 w22 w20 w21 w22 w20 w21"}\n')
+    with cluster({"num_cpus": 2, "num_gpus": 0}, **{MARK: MARK_VALUE}) as started:
+        arguments = [
+            *("--ray", started.address, "--model", str(tiny_model)),
+            *("--dataset", str(prompts), "--output", str(output), "--repeats", "1"),
+            *("--method", "autoregressive", "mars", "--theta", "0.5", "1", "--gap"),
+            *("--no-unprotected", "--temperature", "0", "--concurrency", "1"),
+            *("--max-tokens", "8", "--server-arg=--max-model-len=256"),
+        ]
+        assert main(["sweep", *arguments]) == 0
+    wait_until(lambda: not marked(MARK_VALUE), 30, "all servers and processes of the cluster end")
+    cells = {cell.key.rule: cell for cell in read_cells(output)}
+    assert set(cells) == {"autoregressive", "mars 0.5", "mars 1"}
+    for cell in cells.values():
+        assert cell.status == "ok" and cell.speed.output_tokens > 0
+        assert cell.quality.estimate("nll").value > 0
+    assert cells["mars 1"].quality.estimate("agreement").value == 1
+
+
+@pytest.fixture(scope="module")
 def two_nodes():
-    """Nodes "a", the head, and "b"; leaves no process."""
+    """Nodes "a", the head, and "b", which the last test takes away; leaves no process."""
     with cluster(
         {"num_cpus": 2, "num_gpus": 0, "env_vars": {"VLLM_MARS_TEST_NODE": "a"}},
         {"num_cpus": 2, "num_gpus": 0, "env_vars": {"VLLM_MARS_TEST_NODE": "b"}},
@@ -44,6 +97,23 @@ def two_nodes():
     ) as started:
         yield started
     wait_until(lambda: not marked(MARK_VALUE), 30, "all processes of the cluster end")
+
+
+def test_what_is_refused_within_seconds(two_nodes, options, monkeypatch):
+    import ray
+
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"ray=127.0.0.1:1 does not answer: .*is the head node"):
+        RayRunner(options, "127.0.0.1:1")
+    with pytest.raises(RuntimeError, match="ray='nowhere' is not an address; write HOST:PORT"):
+        RayRunner(options, "nowhere")
+    with monkeypatch.context() as other:
+        other.setattr(ray, "__version__", "2.0.0")
+        with pytest.raises(RuntimeError, match=r"(?s)ray=.*Version mismatch.*Ray: 2\.0\.0"):
+            RayRunner(options, two_nodes.address)
+    missing = dataclasses.replace(options, model="/nowhere")
+    RayRunner(missing, two_nodes.address).close()
+    assert time.monotonic() - begin < 60
 
 
 def jobs_of(options):
@@ -81,63 +151,3 @@ def test_a_node_that_is_lost_costs_no_cell_and_doubles_none(two_nodes, options):
     # One that "b" had sent before it was lost may still be taken.
     assert nodes[lost_at + 1 :].count("b") == 0
     assert nodes.count("b") < 6, "the node was not lost"
-
-
-def test_what_is_refused_within_seconds(two_nodes, options, monkeypatch):
-    import ray
-
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"ray=127.0.0.1:1 does not answer: .*is the head node"):
-        RayRunner(options, "127.0.0.1:1")
-    with pytest.raises(RuntimeError, match="ray='nowhere' is not an address; write HOST:PORT"):
-        RayRunner(options, "nowhere")
-    with monkeypatch.context() as other:
-        other.setattr(ray, "__version__", "2.0.0")
-        with pytest.raises(RuntimeError, match=r"(?s)ray=.*Version mismatch.*Ray: 2\.0\.0"):
-            RayRunner(options, two_nodes.address)
-    missing = dataclasses.replace(options, model="/nowhere")
-    RayRunner(missing, two_nodes.address).close()
-    assert time.monotonic() - begin < 60
-
-
-@pytest.mark.parametrize(
-    ("resources", "node", "message"),
-    [
-        ({"num_gpus": 2}, "a", "a cell needs 4 GPUs .* but the largest node of this cluster has 2"),
-        ({"num_gpus": 0}, "version 0.0.1", "has vllm-mars 0.0.1, but 0.1.0 is here"),
-        ({"num_gpus": 0}, "without", "has vllm-mars None, but 0.1.0 is here"),
-    ],
-)
-def test_a_cluster_that_cannot_is_refused(options, resources, node, message):
-    import ray
-
-    options = dataclasses.replace(options, tensor_parallel=2, pipeline_parallel=2)
-    head = {"num_cpus": 1, **resources, "env_vars": {"VLLM_MARS_TEST_NODE": node}}
-    with cluster(head, **{MARK: MARK_VALUE}) as started:
-        with pytest.raises(RuntimeError, match=message):
-            RayRunner(options, started.address)
-        assert not ray.is_initialized()
-
-
-@pytest.mark.nightly
-@pytest.mark.engine
-@pytest.mark.timeout(1200)
-def test_real_servers_are_measured_and_judged_in_tasks(tiny_model, tmp_path):
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
-    prompts.write_text('{"id": "a", "prompt": "w20 w21 w22 w20 w21 w22 w20 w21"}\n')
-    with cluster({"num_cpus": 2, "num_gpus": 0}, **{MARK: MARK_VALUE}) as started:
-        arguments = [
-            *("--ray", started.address, "--model", str(tiny_model)),
-            *("--dataset", str(prompts), "--output", str(output), "--repeats", "1"),
-            *("--method", "autoregressive", "mars", "--theta", "0.5", "1", "--gap"),
-            *("--no-unprotected", "--temperature", "0", "--concurrency", "1"),
-            *("--max-tokens", "8", "--server-arg=--max-model-len=256"),
-        ]
-        assert main(["sweep", *arguments]) == 0
-    wait_until(lambda: not marked(MARK_VALUE), 30, "all servers and processes of the cluster end")
-    cells = {cell.key.rule: cell for cell in read_cells(output)}
-    assert set(cells) == {"autoregressive", "mars 0.5", "mars 1"}
-    for cell in cells.values():
-        assert cell.status == "ok" and cell.speed.output_tokens > 0
-        assert cell.quality.estimate("nll").value > 0
-    assert cells["mars 1"].quality.estimate("agreement").value == 1

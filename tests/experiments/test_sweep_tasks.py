@@ -106,6 +106,12 @@ def test_a_task_that_is_none_is_named(tmp_path):
         load_dataset(f"lm-eval:{tmp_path}/none.yaml", 0)
     with pytest.raises(ValueError, match="names no task"):
         load_dataset("lm-eval:", 0)
+    with pytest.raises(RuntimeError, match="holds no samples of lm-eval"):
+        read_answers(tmp_path)
+
+
+@pytest.mark.nightly
+def test_what_lm_eval_cannot_do_is_named(tmp_path):
     config = {"model": "local-chat-completions", "tasks": ["no-such-task"]}
     with pytest.raises(RuntimeError, match="lm-eval ended with status 1"):
         run_task(config, tmp_path, tmp_path / "log", 120)
