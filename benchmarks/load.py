@@ -1,51 +1,32 @@
-"""How the gain of speculation shrinks as load grows: measured, and beside it what a model predicts.
+"""How the gain of speculation shrinks as load grows: a model fitted to a sweep's cells.
 
-`python -m benchmarks.load --output benchmarks/results/load-cpu.json`
+`vllm-mars sweep --output sweep.jsonl --concurrency 1 4 16 ...` measures, and
+`python -m benchmarks.load sweep.jsonl --output load.json` fits.
 
 The model (docs/scale.md): a step that verifies n tokens takes T(n) = floor + slope * n. B requests
 need T(B) for B tokens without speculation, and with it T(B * width) plus the drafting for B * L
 tokens: width is K + 1 where every step drafts K, L the acceptance length. So the gain is
 L * T(B) / (T(B * width) + drafting).
 
-Two servers run side by side and answer the same prompts in turn, autoregressive, strict and MARS,
-at each concurrency, so that what else the machine does meets all of them. floor and slope are
-fitted to the autoregressive answers alone; of the others the prediction takes L and width only.
+floor and slope are fitted to the autoregressive cells alone, in which a request gains one token in
+each step: T is the mean time of an answer's token and B the mean number of requests in flight,
+prefill included in both. Of the other cells the prediction takes L and width only.
 """
 
 import argparse
 import json
 import statistics
 import sys
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import openai
+import numpy as np
 
-from vllm_mars.local.drafts import NGRAM_CONFIG
-from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.prompts import load_prompts
-from vllm_mars.local.provenance import describe_run, vllm_device
-from vllm_mars.local.scrape import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS, GENERATED_TOKENS
-from vllm_mars.local.server import VllmServer
-
-METRICS_SECONDS = 10.0
-SPECULATION = {
-    **NGRAM_CONFIG,
-    "num_speculative_tokens": 4,
-    "rejection_sample_method": "mars",
-}
-SERVERS: dict[str, dict[str, Any] | None] = {"autoregressive": None, "speculative": SPECULATION}
-# Which server a mode asks, and the theta of its requests; theta 1 is vLLM's own verification.
-MODES: dict[str, tuple[str, float | None]] = {
-    "autoregressive": ("autoregressive", None),
-    "strict": ("speculative", 1.0),
-    "mars": ("speculative", 0.9),
-}
+from vllm_mars.experiments.sweep.record_file import read_cells
+from vllm_mars.experiments.sweep.records import Cell
+from vllm_mars.experiments.sweep.summary import Row, rows
 
 
 @dataclass(frozen=True)
@@ -89,173 +70,124 @@ class StepTime:
         return max(0.0, saved / (self.slope * rejected))
 
 
-def fit(points: list[tuple[float, float]]) -> StepTime:
+def fit(points: Sequence[tuple[float, float]]) -> StepTime:
     """The line through (tokens, seconds) points with the least squares of relative errors."""
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    mean_n = sum(w * n for w, (n, _) in zip(weights, points, strict=True)) / total
-    mean_t = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, points, strict=True))
-    slope = (
-        sum(w * (n - mean_n) * (t - mean_t) for w, (n, t) in zip(weights, points, strict=True))
-        / spread
-    )
-    return StepTime(mean_t - slope * mean_n, slope)
+    tokens, seconds = np.array(points).T
+    slope, floor = np.polyfit(tokens, seconds, 1, w=1 / seconds)
+    return StepTime(float(floor), float(slope))
 
 
-def measure(
-    server: VllmServer, theta: float | None, prompts: list[str], concurrency: int, tokens: int
-) -> dict[str, Any]:
-    """Asks all prompts, so many at a time; returns time and counters.
+def summarise(cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """Fits the model at each model, dataset and temperature, and predicts the gains there.
 
     Args:
-        server: running.
-        theta: of the requests, or None on a server without MARS.
-        prompts: one request each.
-        concurrency: requests at a time.
-        tokens: length of every answer, whatever the model would say.
+        cells: of a sweep.
+
+    Returns:
+        An entry for each point of the grid with autoregressive cells at two concurrencies or more:
+        the fitted `step_time`, the `autoregressive_steps` that it was fitted to, and per rule and
+        concurrency the measured and the predicted gain.
+
+    Raises:
+        ValueError: there is no such point.
     """
-    body: dict[str, Any] = {"ignore_eos": True}
-    if theta is not None:
-        body["vllm_xargs"] = {"mars_theta": theta}
-    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
-
-    def ask(prompt: str) -> int:
-        answer = client.chat.completions.create(
-            model="model",
-            messages=[{"role": "user", "content": prompt}],
-            temperature=0,
-            max_tokens=tokens,
-            extra_body=body,
+    by_point: dict[tuple[str, str, float], list[Row]] = {}
+    for row in rows(list(cells)):
+        if row.tokens_per_second is not None:
+            key = row.key
+            by_point.setdefault((key.model, key.dataset, key.temperature), []).append(row)
+    fits = []
+    for (model, dataset, temperature), found in by_point.items():
+        steps = {
+            row.key.concurrency: (_median(row, _in_flight), _median(row, _seconds_per_token))
+            for row in found
+            if row.key.method == "autoregressive"
+        }
+        if len(steps) < 2:
+            continue
+        step = fit(list(steps.values()))
+        fits.append(
+            {
+                **{"model": model, "dataset": dataset, "temperature": temperature},
+                "step_time": asdict(step),
+                "autoregressive_steps": {
+                    str(c): {"tokens": n, "seconds": t} for c, (n, t) in steps.items()
+                },
+                "cells": [
+                    _predicted(row, step, steps[row.key.concurrency][0])
+                    for row in found
+                    if row.acceptance_length is not None and row.key.concurrency in steps
+                ],
+            }
         )
-        assert answer.usage is not None
-        return answer.usage.completion_tokens
-
-    before = server.metrics()
-    begin = time.perf_counter()
-    with client, ThreadPoolExecutor(concurrency) as pool:
-        generated = sum(pool.map(ask, prompts))
-    seconds = time.perf_counter() - begin
-    # The server counts a step after it has sent its tokens.
-    deadline = time.monotonic() + METRICS_SECONDS
-    while True:
-        after = server.metrics()
-        if after[GENERATED_TOKENS] - before[GENERATED_TOKENS] >= generated:
-            break
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the server did not count all tokens within {METRICS_SECONDS} s.")
-    delta = {
-        name: after.get(key, 0.0) - before.get(key, 0.0)
-        for name, key in {
-            "steps": "vllm:iteration_tokens_total_count",
-            "step_tokens": "vllm:iteration_tokens_total_sum",
-            "drafts": DRAFTS,
-            "draft_tokens": DRAFT_TOKENS,
-            "accepted": ACCEPTED_TOKENS,
-            "prompt_tokens": "vllm:prompt_tokens_total",
-        }.items()
-    }
-    return {"seconds": seconds, "generated": generated, **delta}
-
-
-def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Speeds, the fitted model, and its gains beside the measured ones."""
-    by_cell: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in rows:
-        by_cell.setdefault((row["mode"], row["concurrency"]), []).append(row)
-
-    def median(cell: tuple[str, int], value: Any) -> float:
-        return float(statistics.median(value(row) for row in by_cell[cell]))
-
-    levels = sorted({concurrency for _, concurrency in by_cell})
-    plain = {
-        c: (
-            median(("autoregressive", c), lambda r: r["generated"] / r["steps"]),
-            median(("autoregressive", c), lambda r: r["seconds"] / r["steps"]),
+    if not fits:
+        raise ValueError(
+            "no model, dataset and temperature has autoregressive cells at two concurrencies or "
+            "more, which a line needs; measure some with `vllm-mars sweep --concurrency 1 4 16`."
         )
-        for c in levels
-    }
-    step = fit(list(plain.values()))
-    cells = []
-    for mode in MODES:
-        for c in levels if mode != "autoregressive" else ():
-            # Per request and step: one token, plus what was drafted or accepted.
-            share = [(r["generated"] - r["accepted"], r) for r in by_cell[mode, c]]
-            length = statistics.median(r["generated"] / steps for steps, r in share)
-            width = statistics.median(1 + r["draft_tokens"] / steps for steps, r in share)
-            gains = [
-                (row["generated"] / row["seconds"]) / (base["generated"] / base["seconds"])
-                for row, base in zip(by_cell[mode, c], by_cell["autoregressive", c], strict=True)
-            ]
-            batch = plain[c][0]
-            cells.append(
-                {
-                    "mode": mode,
-                    "concurrency": c,
-                    "length": length,
-                    "width": width,
-                    "measured_gains": gains,
-                    "measured_gain": statistics.median(gains),
-                    "predicted_gain": step.gain(batch, length, width),
-                    "break_even_batch": step.break_even(length, width),
-                }
-            )
+    return fits
+
+
+def _predicted(row: Row, step: StepTime, batch: float) -> dict[str, Any]:
+    length, width = _median(row, _length), _median(row, _width)
     return {
-        "step_time": asdict(step),
-        "autoregressive_steps": {
-            str(c): {"tokens": n, "seconds": t} for c, (n, t) in plain.items()
-        },
-        "cells": cells,
+        **{"rule": row.key.rule, "draft": row.key.draft, "k": row.key.k},
+        "concurrency": row.key.concurrency,
+        **{"length": length, "width": width, "measured_gain": row.speedup},
+        "predicted_gain": step.gain(batch, length, width),
+        "break_even_batch": step.break_even(length, width),
     }
+
+
+def _median(row: Row, value: Callable[[Cell], float]) -> float:
+    return statistics.median(value(cell) for cell in row.cells)
+
+
+def _in_flight(cell: Cell) -> float:
+    assert cell.speed is not None, "rows without a speed are left out"
+    return sum(output.seconds for output in cell.outputs) / cell.speed.seconds
+
+
+def _seconds_per_token(cell: Cell) -> float:
+    tokens = sum(output.output_tokens for output in cell.outputs)
+    return sum(output.seconds for output in cell.outputs) / tokens
+
+
+def _request_steps(cell: Cell) -> int:
+    """Steps, counted once for each request in them: an accepted draft saves one."""
+    assert cell.speed is not None and cell.acceptance is not None, "a speculative cell"
+    return cell.speed.output_tokens - cell.acceptance.accepted_tokens
+
+
+def _length(cell: Cell) -> float:
+    assert cell.speed is not None, "rows without a speed are left out"
+    return cell.speed.output_tokens / _request_steps(cell)
+
+
+def _width(cell: Cell) -> float:
+    assert cell.acceptance is not None, "a speculative cell"
+    return 1 + cell.acceptance.draft_tokens / _request_steps(cell)
 
 
 def main() -> int:
-    """Runs the benchmark; returns the exit status."""
+    """Fits; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--prompts", type=int, default=16, help="requests of a cell")
-    parser.add_argument("--tokens", type=int, default=48, help="length of every answer")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("sweep", type=Path, nargs="+", help="files of `vllm-mars sweep`")
     parser.add_argument("--output", type=Path, help="JSON file; default: standard output only")
     args = parser.parse_args()
-    device, gpu = vllm_device()
-    prompts = [prompt.turns[0] for prompt in load_prompts()][: args.prompts]
-    common = ["--max-model-len", "1024", "--max-num-seqs", str(max(args.concurrency))]
-    common += ["--no-enable-prefix-caching", "--served-model-name", "model"]
-    if device == "cpu":
-        common += ["--dtype", "float32", "--enforce-eager"]
-    rows: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-mars-")))
-        servers = {}
-        for name, speculation in SERVERS.items():
-            extra = ["--speculative-config", json.dumps(speculation)] if speculation else []
-            server = VllmServer(
-                ensure_model(), common + extra, log_path=logs / f"{name}.log", wait=False
-            )
-            servers[name] = stack.enter_context(server)
-        for server in servers.values():
-            server.wait_until_ready()
-            measure(server, None, prompts[:1], 1, 8)
-        for repeat in range(args.repeats):
-            for concurrency in args.concurrency:
-                for mode, (name, theta) in MODES.items():
-                    row = measure(servers[name], theta, prompts, concurrency, args.tokens)
-                    rows.append({"repeat": repeat, "concurrency": concurrency, "mode": mode, **row})
-                    print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    cells = read_cells(args.sweep)
+    fits = summarise(cells)
+    run = ("created", "git_commit", "versions", "hardware", "command")
     result = {
-        "schema": "vllm-mars/load/1",
-        **describe_run(gpu),
-        "options": {k: v for k, v in vars(args).items() if k != "output"},
-        "speculation": SPECULATION,
-        "modes": MODES,
-        **summarise(rows),
-        "raw": rows,
+        "schema": "vllm-mars/load/2",
+        # Of the measurement: this command only calculates.
+        **{name: getattr(cells[0], name) for name in run},
+        "sweep": [path.name for path in args.sweep],
+        "fits": fits,
     }
-    text = json.dumps(result, indent=1) + "\n"
     if args.output:
-        args.output.write_text(text)
-    print(json.dumps(result["cells"], indent=1))
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(fits, indent=1))
     return 0
 
 
