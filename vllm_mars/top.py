@@ -3,13 +3,13 @@
 import contextlib
 import math
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from vllm_mars.local import scrape
 
 if TYPE_CHECKING:
     from rich.columns import Columns
@@ -24,9 +24,9 @@ _VERIFIED = "vllm:mars_verified_positions_total"
 _LOW_MARGIN = "vllm:mars_low_margin_positions_total"
 _REFUSED = "vllm:mars_refused_positions_total"
 _RATIO = "vllm:mars_logit_ratio_bucket"
-_DRAFTS = "vllm:spec_decode_num_drafts_total"
-_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-_GENERATED = "vllm:generation_tokens_total"
+_DRAFTS = scrape.DRAFTS
+_ACCEPTED = scrape.ACCEPTED_PER_POSITION
+_GENERATED = scrape.GENERATED_TOKENS
 
 # Sample name -> the label by which it is told apart; engines and models are added up.
 _LABELS = {
@@ -123,26 +123,16 @@ def read_metrics(url: str) -> Snapshot:
     Raises:
         RuntimeError: nothing answers there, or not with the metrics of margin-aware verification.
     """
-    from prometheus_client.parser import text_string_to_metric_families
-
-    handlers = []
-    if urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1"):
-        # A proxy from the environment would not reach a loopback address.
-        handlers.append(urllib.request.ProxyHandler({}))
+    values: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     try:
-        with urllib.request.build_opener(*handlers).open(url, timeout=TIMEOUT) as answer:
-            text = answer.read().decode()
-    except (OSError, ValueError) as error:
+        for name, labels, value in scrape.samples(url, TIMEOUT):
+            if name in _LABELS:
+                label = _LABELS[name]
+                values[name][labels[label] if label else ""] += value
+    except OSError as error:
         raise RuntimeError(
             f"{url} does not answer: {error}; give the address of a running vLLM server."
         ) from error
-    values: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name in _LABELS:
-                    label = _LABELS[sample.name]
-                    values[sample.name][sample.labels[label] if label else ""] += sample.value
     except (ValueError, KeyError) as error:
         raise RuntimeError(
             f"{url} answers, but not with Prometheus metrics ({error}); give the address of a "

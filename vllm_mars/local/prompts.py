@@ -86,7 +86,7 @@ def read_json_lines(
         except ValueError as error:
             raise ValueError(f"{where} is not JSON: {error}; write one object per line.") from error
         if not isinstance(item, dict):
-            raise ValueError(f"{where} is not a JSON object; write {{'prompt': '...'}}.")
+            raise ValueError(f'{where} is not a JSON object; write {{"prompt": "..."}}.')
         record = parse(item, where, number)
         if record.id in records:
             raise ValueError(f"{option}={path}: id {record.id!r} appears twice; ids must differ.")

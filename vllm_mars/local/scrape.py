@@ -1,6 +1,65 @@
-"""Names of vLLM's counters in `/metrics`."""
+"""HTTP requests to vLLM servers, and what their `/metrics` count."""
+
+import json
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
+ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 GENERATED_TOKENS = "vllm:generation_tokens_total"
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+# For child processes that ask a server on this machine.
+NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
+
+def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> bytes:
+    """Asks a server; on this machine not through a proxy, which would not reach it.
+
+    Args:
+        url: what to get.
+        timeout: in seconds.
+        body: what to post, as JSON; None gets.
+
+    Raises:
+        OSError: nothing answers, or with an HTTP error (`urllib.error.HTTPError`).
+    """
+    loopback = urllib.parse.urlsplit(url).hostname in LOOPBACK
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if loopback else []))
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with opener.open(request, timeout=timeout) as answer:
+        content: bytes = answer.read()
+    return content
+
+
+def samples(url: str, timeout: float) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Reads Prometheus metrics.
+
+    Args:
+        url: of the metrics.
+        timeout: in seconds.
+
+    Yields:
+        Name (counters end in `_total`), labels without `engine` and `model_name`, and value of each
+        sample; those of several engines or models are to be added up.
+
+    Raises:
+        OSError: as `fetch`.
+        ValueError: the answer is not Prometheus metrics.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for family in text_string_to_metric_families(fetch(url, timeout).decode()):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("engine", "model_name")}
+            yield sample.name, labels, sample.value
+
+
+def gained(before: Mapping[str, float], after: Mapping[str, float], name: str) -> int:
+    """How much a counter of `VllmServer.metrics` grew; one that was never counted is 0."""
+    return round(after.get(name, 0.0) - before.get(name, 0.0))

@@ -7,15 +7,17 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from vllm_mars.local.scrape import fetch, samples
+
 LOG_TAIL_LINES = 40
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 15.0
+METRICS_SECONDS = 30.0
 # Set only where the user has not: a small KV cache on CPU, and no reports to the outside.
 ENV_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -93,8 +95,6 @@ class VllmServer:
         self._wait = wait
         self._guard: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
-        # A proxy from the environment would not reach a loopback address.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     @property
     def base_url(self) -> str:
@@ -148,8 +148,8 @@ class VllmServer:
         """Asks once whether the server answers `/health`; raises as `wait_until_ready` does."""
         self.check_alive("while starting")
         try:
-            with self._opener.open(f"{self.base_url}/health", timeout=5.0):
-                return True
+            fetch(f"{self.base_url}/health", 5.0)
+            return True
         except OSError:
             pass
         if time.monotonic() > self._deadline:
@@ -191,28 +191,17 @@ class VllmServer:
         Raises:
             RuntimeError: the server is not running or does not answer.
         """
-        from prometheus_client.parser import text_string_to_metric_families
-
         self.check_alive()
-        try:
-            with self._opener.open(f"{self.base_url}/metrics", timeout=30.0) as answer:
-                text = answer.read().decode()
-        except OSError as error:
-            raise RuntimeError(
-                f"{self.base_url}/metrics does not answer: {error}\n{self.log_tail()}"
-            ) from error
+        url = f"{self.base_url}/metrics"
         values: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name.endswith("_bucket"):
-                    continue
-                labels = ",".join(
-                    f'{name}="{value}"'
-                    for name, value in sorted(sample.labels.items())
-                    if name not in ("engine", "model_name")
-                )
-                key = f"{sample.name}{{{labels}}}" if labels else sample.name
-                values[key] = values.get(key, 0.0) + sample.value
+        try:
+            for name, labels, value in samples(url, METRICS_SECONDS):
+                if not name.endswith("_bucket"):
+                    text = ",".join(f'{label}="{labels[label]}"' for label in sorted(labels))
+                    key = f"{name}{{{text}}}" if text else name
+                    values[key] = values.get(key, 0.0) + value
+        except OSError as error:
+            raise RuntimeError(f"{url} does not answer: {error}\n{self.log_tail()}") from error
         return values
 
     def close(self) -> None:

@@ -3,13 +3,13 @@
 import functools
 import json
 import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_mars.experiments.sweep.records import OffChoice
+from vllm_mars.local.scrape import fetch
 
 TIMEOUT = 600.0
 # Prompt logprobs hold the logits of whole prompts: few at a time.
@@ -52,7 +52,6 @@ class TargetScorer:
         self._url = f"{base_url}/v1/completions"
         self._model = model
         self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def token_ids(self, text: str) -> list[int]:
         """Tokenizes an answer."""
@@ -117,12 +116,9 @@ class TargetScorer:
             # The token itself and the target's first choice.
             "prompt_logprobs": 1,
         }
-        request = urllib.request.Request(
-            self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
         try:
-            with self._opener.open(request, timeout=TIMEOUT) as answer:
-                rows: list[dict[str, Any]] = json.load(answer)["choices"][0]["prompt_logprobs"]
+            answer = json.loads(fetch(self._url, TIMEOUT, body))
+            rows: list[dict[str, Any]] = answer["choices"][0]["prompt_logprobs"]
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")[:500]
             raise RuntimeError(f"{self._url} refused prompt_logprobs: {detail}") from error

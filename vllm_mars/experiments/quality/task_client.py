@@ -11,10 +11,16 @@ from typing import Any
 from vllm_mars.experiments.sweep.bench_client import request_body
 from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, TaskAnswer
-from vllm_mars.local.scrape import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS
+from vllm_mars.local.scrape import (
+    ACCEPTED_PER_POSITION,
+    ACCEPTED_TOKENS,
+    DRAFT_TOKENS,
+    DRAFTS,
+    NO_PROXY,
+    gained,
+)
 
 CONFIG = "lm-eval.json"
-_ACCEPTED_AT = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{}"}}'
 
 
 def task_config(
@@ -76,8 +82,7 @@ def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: f
     path = directory / CONFIG
     path.write_text(json.dumps(config))
     command = [sys.executable, "-m", "lm_eval", "run", "--config", str(path)]
-    # A proxy would not reach a loopback address.
-    environment = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    environment = {**os.environ, **NO_PROXY}
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         process = subprocess.Popen(
@@ -86,7 +91,10 @@ def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: f
     try:
         status = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"lm-eval took longer than cell_timeout={timeout:g} s.") from None
+        raise RuntimeError(
+            f"lm-eval took longer than cell_timeout={timeout:g} s; give it more with "
+            "--cell-timeout."
+        ) from None
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -146,13 +154,10 @@ def acceptance_between(
     """
     if not k:
         return None
-
-    def gained(name: str) -> int:
-        return round(after.get(name, 0.0) - before.get(name, 0.0))
-
+    per_position = (f'{ACCEPTED_PER_POSITION}{{position="{place}"}}' for place in range(k))
     return Acceptance(
-        drafts=gained(DRAFTS),
-        draft_tokens=gained(DRAFT_TOKENS),
-        accepted_tokens=gained(ACCEPTED_TOKENS),
-        accepted_by_position=tuple(gained(_ACCEPTED_AT.format(place)) for place in range(k)),
+        drafts=gained(before, after, DRAFTS),
+        draft_tokens=gained(before, after, DRAFT_TOKENS),
+        accepted_tokens=gained(before, after, ACCEPTED_TOKENS),
+        accepted_by_position=tuple(gained(before, after, name) for name in per_position),
     )

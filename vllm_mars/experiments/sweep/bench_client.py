@@ -5,7 +5,6 @@ import os
 import select
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed
+from vllm_mars.local.scrape import NO_PROXY, fetch
 
 CLOSE_SECONDS = 5.0
 WAKE_TOKENS = 4
@@ -48,7 +48,10 @@ class BenchClient:
             process.stdin.flush()
             readable, _, _ = select.select([process.stdout], [], [], timeout)
             if not readable:
-                raise RuntimeError(f"vllm bench serve took longer than cell_timeout={timeout:g} s.")
+                raise RuntimeError(
+                    f"vllm bench serve took longer than cell_timeout={timeout:g} s; give it more "
+                    "with --cell-timeout."
+                )
             answer = process.stdout.readline()
         except BaseException as error:
             self.close()
@@ -72,8 +75,7 @@ class BenchClient:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    # A proxy would not reach a loopback address.
-                    env={**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
+                    env={**os.environ, **NO_PROXY},
                     # Ctrl-C is the owner's to handle.
                     start_new_session=True,
                 )
@@ -263,14 +265,7 @@ def wake(base_url: str, model: str) -> None:
         RuntimeError: the server does not answer.
     """
     body = {"model": model, "prompt": "Hi", "max_tokens": WAKE_TOKENS, "temperature": 0}
-    request = urllib.request.Request(
-        f"{base_url}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=WAKE_TIMEOUT) as answer:
-            answer.read()
+        fetch(f"{base_url}/v1/completions", WAKE_TIMEOUT, body)
     except OSError as error:
         raise RuntimeError(f"{base_url} does not answer: {error}") from error

@@ -46,7 +46,10 @@ _T = TypeVar("_T")
 
 def append_cell(path: Path, cell: Cell) -> None:
     """Appends a cell's line; its quality is a line of its own (`append_quality`)."""
-    _append(path, "cell", dataclasses.asdict(dataclasses.replace(cell, quality=None)))
+    content = dataclasses.asdict(dataclasses.replace(cell, quality=None))
+    if not cell.node:
+        del content["node"]
+    _append(path, "cell", content)
 
 
 def append_quality(path: Path, key: CellKey, quality: Quality) -> None:
@@ -132,10 +135,15 @@ def _lines(path: Path) -> Iterable[tuple[str, str, dict[str, Any]]]:
                 f"{where} is not JSON: {error}; is it a file of `vllm-mars sweep`?"
             ) from error
         if not isinstance(data, dict) or data.get("kind") not in ("cell", "quality"):
-            raise ValueError(f"{where} is neither a cell nor its quality.")
-        if data.pop("schema", None) != SCHEMA:
+            found = data.get("kind") if isinstance(data, dict) else data
             raise ValueError(
-                f"{where} has another schema than {SCHEMA}; read it with the release that wrote it."
+                f"{where} is neither a cell nor its quality: its kind is {found!r:.80}; give a "
+                "file of `vllm-mars sweep`."
+            )
+        if (schema := data.pop("schema", None)) != SCHEMA:
+            raise ValueError(
+                f"{where} has schema={schema}, another schema than {SCHEMA}; read it with the "
+                "release that wrote it."
             )
         yield where, data.pop("kind"), data
 
