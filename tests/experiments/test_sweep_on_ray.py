@@ -12,7 +12,7 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
 
 from vllm_mars.cli import main
 from vllm_mars.experiments.sweep.datasets import load_dataset
-from vllm_mars.experiments.sweep.group import Job
+from vllm_mars.experiments.sweep.group import Job, Sweep
 from vllm_mars.experiments.sweep.plan import SweepOptions, plan
 from vllm_mars.experiments.sweep.ray_cells import RayRunner
 from vllm_mars.experiments.sweep.record_file import read_cells
@@ -120,7 +120,8 @@ def jobs_of(options):
     datasets = tuple(load_dataset(name, options.num_prompts) for name in options.datasets)
     settings = Settings(options.max_tokens, {d.name: d.count for d in datasets}, options.seed, ())
     groups = plan(options, "tiny", datasets, side_by_side=1)
-    return [Job(group, options, options.model, datasets, settings, ()) for group in groups]
+    sweep = Sweep(options, options.model, datasets, settings, ())
+    return [Job(group, sweep) for group in groups]
 
 
 def test_a_node_that_is_lost_costs_no_cell_and_doubles_none(two_nodes, options):

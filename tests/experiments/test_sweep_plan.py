@@ -7,8 +7,10 @@ import pytest
 
 from vllm_mars.cli import main
 from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, load_dataset
+from vllm_mars.experiments.sweep.group import Job, Sweep, measure
 from vllm_mars.experiments.sweep.methods_here import Platform
 from vllm_mars.experiments.sweep.plan import ServerSpec, SweepOptions, check_names, plan
+from vllm_mars.experiments.sweep.records import Settings
 from vllm_mars.experiments.sweep.summary import rows
 from vllm_mars.local.drafts import NGRAM_CONFIG
 
@@ -124,17 +126,28 @@ def test_methods_that_cannot_run_say_why():
     assert "0.32.0 has no rejection_sample_method 'fly' (it has" in CPU.why_not(ServerSpec("fly"))
     assert "V2 model runner alone" in CPU.why_not(ServerSpec("block"))
     newer = Platform("cpu", None, "0.33.0", CUDA.methods)
-    assert newer.why_not(ServerSpec("fly")) == "vLLM's 'fly' is not there on a CPU."
+    assert newer.why_not(ServerSpec("fly")) == "vLLM has no 'fly' on a CPU."
     assert CUDA.why_not(ServerSpec("fly")) is None
     assert CUDA.why_not(ServerSpec("block")) is None
-    assert CPU.why_not_at(ServerSpec("standard"), 0.0) is None
-    assert "compare with mars 1" in CPU.why_not_at(ServerSpec("standard"), 0.7)
-    assert CUDA.why_not_at(ServerSpec("standard"), 0.7) is None
+    assert CPU.why_not(ServerSpec("standard"), 0.0) is None
+    assert "compare with mars 1" in CPU.why_not(ServerSpec("standard"), 0.7)
+    assert CUDA.why_not(ServerSpec("standard"), 0.7) is None
     for method in ("autoregressive", "mars"):
-        assert CPU.why_not_at(ServerSpec(method), 0.7) is None
+        assert CPU.why_not(ServerSpec(method), 0.7) is None
     assert "V2 model runner alone" in CUDA.why_not_in_log(ServerSpec("block"), "V1")
     assert CUDA.why_not_in_log(ServerSpec("block"), "INFO Using V2 Model Runner") is None
     assert CUDA.why_not_in_log(ServerSpec("standard"), "") is None
+
+
+def test_a_server_that_no_cell_can_use_is_not_started(tmp_path):
+    options = SweepOptions(
+        model=str(tmp_path), methods=("standard",), temperatures=(1.0,), concurrencies=(1,)
+    )
+    (group,) = plan(options, "tiny", [TASKS], 0)
+    sweep = Sweep(options, str(tmp_path), (TASKS,), Settings(80, {}, 0, ()), ())
+    for cell in measure(Job(group, sweep), tmp_path / "logs", CPU):
+        assert cell.status == "unavailable" and "compare with mars 1" in cell.reason
+    assert not (tmp_path / "logs").exists(), "a server was started"
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,16 @@
 
 import contextlib
 import json
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from vllm_mars.config import METHOD
 from vllm_mars.experiments.quality.task_client import (
     acceptance_between,
     read_answers,
@@ -38,29 +38,57 @@ GPU_MEMORY = 0.9
 
 
 @dataclass(frozen=True)
-class Job:
-    """A group with all that a node needs to measure it; plain data, so that Ray can send it.
+class Sweep:
+    """What all groups of a sweep share; plain data, so that Ray can send it.
 
     Attributes:
-        group: the cells and their servers.
-        options: of the sweep.
+        options: what to measure.
         model: directory or name of the target.
         datasets: the prompts.
         settings: as the cells record them.
         command: the sweep's command line.
     """
 
-    group: Group
     options: SweepOptions
     model: str
     datasets: tuple[Dataset, ...]
     settings: Settings
     command: tuple[str, ...]
 
+    def cell(
+        self, key: CellKey, status: Status, reason: str, head: dict[str, Any], **measured: Any
+    ) -> Cell:
+        """A cell of this sweep.
+
+        Args:
+            key, status, reason: of the cell.
+            head: `describe_run` where it was measured.
+            measured: its other fields.
+        """
+        about = {name: head[name] for name in ("git_commit", "versions", "hardware")}
+        return Cell(
+            key=key,
+            status=status,
+            reason=reason,
+            settings=self.settings,
+            theta_set_by="request" if key.method == METHOD else None,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=self.command,
+            **({"speed": None, "acceptance": None, "outputs": ()} | about | measured),
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A group of cells with all that a node needs to measure it."""
+
+    group: Group
+    sweep: Sweep
+
 
 @dataclass
 class _Live:
-    """A server of a group; `problem` is why it cannot be had."""
+    """A server of a group; `problem` is why it cannot be used."""
 
     spec: ServerSpec
     server: VllmServer
@@ -70,41 +98,14 @@ class _Live:
 
 @dataclass
 class _Run:
-    job: Job
+    sweep: Sweep
     platform: Platform
     log_dir: Path
     work_dir: Path
     head: dict[str, Any]
 
     def cell(self, key: CellKey, status: Status, reason: str, **measured: Any) -> Cell:
-        node = socket.gethostname()
-        return _cell(self.job, key, status, reason, node, self.head, **measured)
-
-
-def _cell(
-    job: Job,
-    key: CellKey,
-    status: Status,
-    reason: str,
-    node: str,
-    head: dict[str, Any],
-    **measured: Any,
-) -> Cell:
-    nothing: dict[str, Any] = {"speed": None, "acceptance": None, "outputs": ()}
-    return Cell(
-        key=key,
-        status=status,
-        reason=reason,
-        settings=job.settings,
-        theta_set_by="request" if key.method == "mars" else None,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        node=node,
-        git_commit=head["git_commit"],
-        versions=head["versions"],
-        hardware=head["hardware"],
-        command=job.command,
-        **(nothing | measured),
-    )
+        return self.sweep.cell(key, status, reason, self.head, **measured)
 
 
 def measure(
@@ -126,13 +127,18 @@ def measure(
     platform = platform or ask_platform()
     with contextlib.ExitStack() as stack:
         work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-mars-")))
-        run = _Run(job, platform, log_dir, work_dir, describe_run(platform.gpu))
+        run = _Run(job.sweep, platform, log_dir, work_dir, describe_run(platform.gpu))
         client = stack.enter_context(BenchClient(log_dir / "bench-client.log"))
-        lives = [_Live(spec, _server(run, spec)) for spec in job.group.servers]
-        for live in lives:
-            live.problem = platform.why_not(live.spec)
-            if live.problem:
-                live.status = "unavailable"
+        servers = job.group.servers
+        lives = [_Live(spec, _server(run, spec, len(servers))) for spec in servers]
+        for index, live in enumerate(lives):
+            reasons = [
+                platform.why_not(live.spec, key.temperature)
+                for key, server in job.group.cells
+                if server == index
+            ]
+            if reasons and all(reasons):
+                live.problem, live.status = reasons[0], "unavailable"
                 continue
             stack.callback(live.server.close)
             live.server.start()
@@ -149,39 +155,50 @@ def measure(
             yield _measure(run, client, live, key)
 
 
-def failed(job: Job, key: CellKey, reason: str, node: str = "") -> Cell:
+def failed(job: Job, key: CellKey, reason: str) -> Cell:
     """A cell that no node could measure."""
-    return _cell(job, key, "failed", reason, node or socket.gethostname(), describe_run(None))
+    return job.sweep.cell(key, "failed", reason, describe_run(None))
 
 
-def _server(run: _Run, spec: ServerSpec) -> VllmServer:
-    options, on_cpu = run.job.options, run.platform.device == "cpu"
-    args = [*SERVER_ARGS, "--seed", str(options.seed)]
-    if on_cpu:
-        args += CPU_ARGS
-    else:
-        args += ["--gpu-memory-utilization", f"{GPU_MEMORY / len(run.job.group.servers):.2f}"]
+def server_of(sweep: Sweep, on_cpu: bool, log_path: Path, args: Sequence[str] = ()) -> VllmServer:
+    """A server of the target, with what all servers of a sweep are given.
+
+    Args:
+        sweep: names the model and further arguments.
+        on_cpu: whether vLLM is built for CPUs.
+        log_path: of the server.
+        args: further arguments, which those of the user follow.
+    """
+    options = sweep.options
+    args = [*SERVER_ARGS, *(CPU_ARGS if on_cpu else ()), *args]
     for name, value in (
         ("--tensor-parallel-size", options.tensor_parallel),
         ("--pipeline-parallel-size", options.pipeline_parallel),
     ):
-        if value > 1:
-            args += [name, str(value)]
-    args += options.server_args
-    config = spec.speculative_config()
-    if config is not None:
-        args += ["--speculative-config", json.dumps(config)]
+        args += [name, str(value)] if value > 1 else []
     return VllmServer(
-        run.job.model,
-        args,
-        log_path=run.log_dir / f"{spec.label}.log",
+        sweep.model,
+        [*args, *options.server_args],
+        log_path=log_path,
         env=CPU_ENV if on_cpu else None,
         startup_timeout=options.startup_timeout,
     )
 
 
+def _server(run: _Run, spec: ServerSpec, count: int) -> VllmServer:
+    """One of so many servers that run side by side."""
+    on_cpu = run.platform.device == "cpu"
+    args = ["--seed", str(run.sweep.options.seed)]
+    if not on_cpu:
+        args += ["--gpu-memory-utilization", f"{GPU_MEMORY / count:.2f}"]
+    config = spec.speculative_config()
+    if config is not None:
+        args += ["--speculative-config", json.dumps(config)]
+    return server_of(run.sweep, on_cpu, run.log_dir / f"{spec.label}.log", args)
+
+
 def _wait(live: _Live, platform: Platform) -> None:
-    """Waits for a server that was started; notes why it cannot be had."""
+    """Waits for a server that was started; notes why it cannot be used."""
     if live.problem:
         return
     try:
@@ -199,14 +216,14 @@ def _wait(live: _Live, platform: Platform) -> None:
 def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
     if live.problem:
         return run.cell(key, live.status, live.problem)
-    unfit = run.platform.why_not_at(live.spec, key.temperature)
+    unfit = run.platform.why_not(live.spec, key.temperature)
     if unfit:
         return run.cell(key, "unavailable", unfit)
     server = live.server
-    dataset = next(d for d in run.job.datasets if d.name == key.dataset)
+    dataset = next(d for d in run.sweep.datasets if d.name == key.dataset)
     try:
         _restart_if_dead(live, run.platform)
-        wake(server.base_url, run.job.model)
+        wake(server.base_url, run.sweep.model)
         if dataset.task:
             measured = _ask_task(run, server, dataset, key)
         else:
@@ -217,12 +234,9 @@ def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
             server.check_alive("while it was measured")
             return run.cell(key, "failed", reason)
         return run.cell(key, "failed", f"{reason}\n{server.log_tail()}")
-    shorten = _Shorten(run.job.model, run.work_dir, run.job.options.drafts)
-    for name, command in (
-        ("server_command", server.command()),
-        ("client_command", measured["client_command"]),
-    ):
-        measured[name] = shorten(command)
+    measured["server_command"] = server.command()
+    for name in ("server_command", "client_command"):
+        measured[name] = _shortened(measured[name], run)
     return run.cell(key, "ok", "", **measured)
 
 
@@ -230,14 +244,14 @@ def _ask_bench(
     run: _Run, client: BenchClient, server: VllmServer, dataset: Dataset, key: CellKey
 ) -> dict[str, Any]:
     """Lets `vllm bench serve` ask; returns the fields of the cell that this gives."""
-    options = run.job.options
+    options = run.sweep.options
     requests, result = run.work_dir / "requests.jsonl", run.work_dir / "result.json"
     ids = write_requests(dataset, key.concurrency, requests) if dataset.items else []
     args = bench_args(
         key,
         dataset,
         base_url=server.base_url,
-        model=run.job.model,
+        model=run.sweep.model,
         requests=requests,
         result=result,
         max_tokens=options.max_tokens,
@@ -259,14 +273,14 @@ def _ask_bench(
 
 def _ask_task(run: _Run, server: VllmServer, dataset: Dataset, key: CellKey) -> dict[str, Any]:
     """Lets lm-eval ask and score; returns the fields of the cell that this gives."""
-    options = run.job.options
+    options = run.sweep.options
     with tempfile.TemporaryDirectory(dir=run.work_dir) as name:
         directory = Path(name)
         config = task_config(
             key,
             dataset,
             base_url=server.base_url,
-            model=run.job.model,
+            model=run.sweep.model,
             directory=directory,
             max_tokens=options.max_tokens,
         )
@@ -295,22 +309,12 @@ def _restart_if_dead(live: _Live, platform: Platform) -> None:
             raise RuntimeError(live.problem) from None
 
 
-@dataclass(frozen=True)
-class _Shorten:
-    """Takes this machine's directories out of a command line."""
-
-    model: str
-    work_dir: Path
-    drafts: tuple[str, ...]
-
-    def __call__(self, command: list[str] | tuple[str, ...]) -> tuple[str, ...]:
-        names = {draft: draft_name(draft) for draft in self.drafts}
-        names |= {self.model: Path(self.model).name}
-        names |= {f"{self.work_dir}/": "", str(self.work_dir): "."}
-        short = []
-        for argument in command:
-            argument = "python" if argument == sys.executable else argument
-            for long, name in names.items():
-                argument = argument.replace(long, name)
-            short.append(argument)
-        return tuple(short)
+def _shortened(command: Sequence[str], run: _Run) -> tuple[str, ...]:
+    """A command line without this machine's directories."""
+    short = {draft: draft_name(draft) for draft in run.sweep.options.drafts}
+    short |= {run.sweep.model: Path(run.sweep.model).name}
+    short |= {f"{run.work_dir}/": "", str(run.work_dir): ".", sys.executable: "python"}
+    arguments = list(command)
+    for long, name in short.items():
+        arguments = [argument.replace(long, name) for argument in arguments]
+    return tuple(arguments)

@@ -40,8 +40,13 @@ class Platform:
     vllm: str
     methods: tuple[str, ...]
 
-    def why_not(self, spec: ServerSpec) -> str | None:
-        """Why this server cannot verify as it should, as far as is known before it starts."""
+    def why_not(self, spec: ServerSpec, temperature: float = 0.0) -> str | None:
+        """Why this server would not verify as it should, as far as is known before it starts.
+
+        Args:
+            spec: the server.
+            temperature: of its requests.
+        """
         if spec.method in ("autoregressive", "mars"):
             return None
         if spec.method not in self.methods:
@@ -50,20 +55,10 @@ class Platform:
                 f"{', '.join(self.methods)})."
             )
         if self.device == "cpu" and spec.method == "fly":
-            return "vLLM's 'fly' is not there on a CPU."
+            return "vLLM has no 'fly' on a CPU."
         if self.device == "cpu" and spec.method == "block":
             return _V1
-        return None
-
-    def why_not_at(self, spec: ServerSpec, temperature: float) -> str | None:
-        """Why this server would give wrong answers at a temperature."""
-        if (
-            self.device == "cpu"
-            and temperature > 0
-            and spec.method not in ("autoregressive", "mars")
-        ):
-            return _CPU_KERNELS
-        return None
+        return _CPU_KERNELS if self.device == "cpu" and temperature > 0 else None
 
     def why_not_in_log(self, spec: ServerSpec, log: str) -> str | None:
         """The same for a server that runs, by its log."""

@@ -12,13 +12,12 @@ import logging
 import socket
 import tempfile
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from vllm_mars.experiments.sweep.datasets import Dataset
-from vllm_mars.experiments.sweep.group import Job, failed, measure
+from vllm_mars.experiments.sweep.group import Job, Sweep, failed, measure
 from vllm_mars.experiments.sweep.plan import SweepOptions
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
 from vllm_mars.experiments.sweep.runners import judge_cells
@@ -31,14 +30,12 @@ POLL_SECONDS = 1.0
 ATTEMPTS = 4
 
 
-@dataclass
-class _Task:
-    """A group under way."""
+class _Task(NamedTuple):
+    """A group under way; `job` holds the cells that the driver has not got yet."""
 
     job: Job
     stream: Any
-    attempts: int
-    done: set[CellKey] = field(default_factory=set)
+    attempts: int = 1
 
 
 class RayRunner:
@@ -119,61 +116,49 @@ class RayRunner:
             emit: takes each cell as soon as the driver has it.
         """
         ray = self._ray
+        # Ray's own retry would measure the whole group again, its finished cells too.
         remote = ray.remote(_measure).options(
             num_returns="streaming", max_retries=0, **self._resources
         )
-        tasks = [_Task(job, remote.remote(job), 1) for job in jobs]
+        tasks = [_Task(job, remote.remote(job)) for job in jobs]
         try:
             while tasks:
                 ready, _ = ray.wait([task.stream for task in tasks], timeout=POLL_SECONDS)
                 for task in [task for task in tasks if task.stream in ready]:
-                    problem = self._take(task, emit)
-                    if problem is None:
-                        continue
                     tasks.remove(task)
-                    left = task.job.group.without(task.done)
-                    if not left.cells:
+                    job, stream, attempts = task
+                    reason = "its task ended without this cell"
+                    try:
+                        cell = ray.get(next(stream))
+                    except StopIteration:
+                        pass
+                    except ray.exceptions.RayTaskError as error:
+                        reason = f"its Ray task failed: {error.cause!r}"
+                    except ray.exceptions.RayError as error:
+                        reason = f"its node was lost {ATTEMPTS} times: {error}"
+                        if attempts < ATTEMPTS and job.group.cells:
+                            tasks.append(_Task(job, remote.remote(job), attempts + 1))
+                            continue
+                    else:
+                        emit(cell)
+                        job = replace(job, group=job.group.without({cell.key}))
+                        tasks.append(_Task(job, stream, attempts))
                         continue
-                    job = replace(task.job, group=left)
-                    if task.attempts < ATTEMPTS and problem.lost:
-                        tasks.append(_Task(job, remote.remote(job), task.attempts + 1))
-                        continue
-                    for key, _ in left.cells:
-                        emit(failed(job, key, problem.reason))
+                    for key, _ in job.group.cells:
+                        emit(failed(job, key, reason))
         finally:
             for task in tasks:
                 # Raises KeyboardInterrupt in the task, which ends its servers.
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.cancel(task.stream)
 
-    def _take(self, task: _Task, emit: Callable[[Cell], None]) -> "_End | None":
-        """Takes one cell of a task; returns how the task ended if it did."""
-        ray = self._ray
-        try:
-            cell = ray.get(next(task.stream))
-        except StopIteration:
-            return _End(False, "its task ended without this cell")
-        except ray.exceptions.RayTaskError as error:
-            return _End(False, f"its Ray task failed: {error.cause!r}")
-        except ray.exceptions.RayError as error:
-            return _End(True, f"its node was lost {ATTEMPTS} times: {error}")
-        if cell.key not in task.done:
-            task.done.add(cell.key)
-            emit(cell)
-        return None
-
     def judge(
-        self,
-        options: SweepOptions,
-        model: str,
-        datasets: tuple[Dataset, ...],
-        cells: Sequence[Cell],
-        emit: Callable[[CellKey, Quality], None],
+        self, sweep: Sweep, cells: Sequence[Cell], emit: Callable[[CellKey, Quality], None]
     ) -> None:
         """Judges the cells in one task; `emit` takes each key once."""
         remote = self._ray.remote(_judge).options(max_retries=ATTEMPTS - 1, **self._resources)
         try:
-            found = self._ray.get(remote.remote(options, model, datasets, list(cells)))
+            found = self._ray.get(remote.remote(sweep, list(cells)))
         except self._ray.exceptions.RayError as error:
             raise RuntimeError(f"the Ray task that judges failed: {error}") from error
         for key, quality in found:
@@ -184,39 +169,24 @@ class RayRunner:
         self._ray.shutdown()
 
 
-@dataclass(frozen=True)
-class _End:
-    """How a task ended: whether its node was lost, and in words."""
-
-    lost: bool
-    reason: str
-
-
 def _measure(job: Job) -> Generator[Cell, None, None]:
     """The task of a group."""
     with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
-        yield from measure(_here(job), Path(logs))
+        yield from measure(replace(job, sweep=_here(job.sweep)), Path(logs))
 
 
-def _here(job: Job) -> Job:
-    """The job with the packaged model where this node has it."""
-    return job if job.options.model else replace(job, model=str(ensure_model()))
-
-
-def _judge(
-    options: SweepOptions, model: str, datasets: tuple[Dataset, ...], cells: list[Cell]
-) -> list[tuple[CellKey, Quality]]:
+def _judge(sweep: Sweep, cells: list[Cell]) -> list[tuple[CellKey, Quality]]:
     found: list[tuple[CellKey, Quality]] = []
     with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
         judge_cells(
-            options,
-            model if options.model else str(ensure_model()),
-            datasets,
-            cells,
-            lambda key, quality: found.append((key, quality)),
-            Path(logs),
+            _here(sweep), cells, lambda key, quality: found.append((key, quality)), Path(logs)
         )
     return found
+
+
+def _here(sweep: Sweep) -> Sweep:
+    """The sweep with the packaged model where this node has it."""
+    return sweep if sweep.options.model else replace(sweep, model=str(ensure_model()))
 
 
 def _check_reachable(address: str) -> None:

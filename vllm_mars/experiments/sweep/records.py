@@ -346,10 +346,10 @@ class Cell:
         acceptance: None where the cell is not "ok", or without speculation.
         outputs: the answers in the order of the dataset.
         created: UTC time, ISO 8601.
-        node: host that measured it.
         git_commit, versions, hardware, command: as `vllm_mars.local.provenance.describe_run`.
         server_command, client_command: what was run, the model's path shortened to its name.
         task_answers: the answers of a task of lm-eval, instead of outputs.
+        node: host that measured it, in older files; no longer written.
         quality: as the file's quality line of the same key has it; None before it was judged.
     """
 
@@ -362,7 +362,6 @@ class Cell:
     acceptance: Acceptance | None
     outputs: tuple[Output, ...]
     created: str
-    node: str
     git_commit: str | None
     versions: dict[str, str | None]
     hardware: dict[str, str | int | float | None]
@@ -370,6 +369,7 @@ class Cell:
     server_command: tuple[str, ...] = ()
     client_command: tuple[str, ...] = ()
     task_answers: tuple[TaskAnswer, ...] = ()
+    node: str = ""
     quality: Quality | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

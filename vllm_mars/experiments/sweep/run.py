@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mars.experiments.sweep.datasets import load_dataset
-from vllm_mars.experiments.sweep.group import Job
+from vllm_mars.experiments.sweep.group import Job, Sweep
 from vllm_mars.experiments.sweep.plan import Group, SweepOptions, check_names, plan
 from vllm_mars.experiments.sweep.record_file import (
     append_cell,
@@ -97,6 +97,7 @@ def run_sweep(
         _check_same_sweep(before, settings, output)
         model = options.model or str(ensure_model())
         command = (Path(sys.argv[0]).name, *sys.argv[1:])
+        sweep = Sweep(options, model, datasets, settings, command)
         runner = _runner(options, ray_address, output)
         stack.callback(runner.close)
         groups = plan(options, Path(model).name, datasets, runner.side_by_side)
@@ -106,12 +107,11 @@ def run_sweep(
         _announce(console, total, todo, output)
         planned = {key for group in groups for key, _ in group.cells}
         progress = _Progress(output, total, kept & planned, console)
-        jobs = [Job(group, options, model, datasets, settings, command) for group in todo]
-        runner.run(jobs, progress.emit)
+        runner.run([Job(group, sweep) for group in todo], progress.emit)
         cells = read_cells(output)
         if options.judge and any(c.status == "ok" and c.quality is None for c in cells):
             console.print("judging the answers", highlight=False)
-            runner.judge(options, model, datasets, cells, partial(append_quality, output))
+            runner.judge(sweep, cells, partial(append_quality, output))
             cells = read_cells(output)
     # A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
     width = None if sys.stdout.isatty() else FILE_WIDTH

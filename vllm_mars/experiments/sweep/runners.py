@@ -7,13 +7,10 @@ from typing import Protocol
 
 from vllm_mars.experiments.quality.judge import Judge
 from vllm_mars.experiments.quality.target_scores import TargetScorer
-from vllm_mars.experiments.sweep.datasets import Dataset
-from vllm_mars.experiments.sweep.group import Job, measure
+from vllm_mars.experiments.sweep.group import Job, Sweep, measure, server_of
 from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
 from vllm_mars.experiments.sweep.plan import SweepOptions
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
-from vllm_mars.local.server import VllmServer
-from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS
 
 
 class Runner(Protocol):
@@ -29,12 +26,7 @@ class Runner(Protocol):
         """Measures the jobs' cells; `emit` takes each as soon as it is measured."""
 
     def judge(
-        self,
-        options: SweepOptions,
-        model: str,
-        datasets: tuple[Dataset, ...],
-        cells: Sequence[Cell],
-        emit: Callable[[CellKey, Quality], None],
+        self, sweep: Sweep, cells: Sequence[Cell], emit: Callable[[CellKey, Quality], None]
     ) -> None:
         """Judges the cells that were not judged yet."""
 
@@ -67,24 +59,17 @@ class LocalRunner:
                     emit(cell)
 
     def judge(
-        self,
-        options: SweepOptions,
-        model: str,
-        datasets: tuple[Dataset, ...],
-        cells: Sequence[Cell],
-        emit: Callable[[CellKey, Quality], None],
+        self, sweep: Sweep, cells: Sequence[Cell], emit: Callable[[CellKey, Quality], None]
     ) -> None:
         """Judges the cells that were not judged yet."""
-        judge_cells(options, model, datasets, cells, emit, self._log_dir, self._platform)
+        judge_cells(sweep, cells, emit, self._log_dir, self._platform)
 
     def close(self) -> None:
         """Does nothing: there is no connection."""
 
 
 def judge_cells(
-    options: SweepOptions,
-    model: str,
-    datasets: tuple[Dataset, ...],
+    sweep: Sweep,
     cells: Sequence[Cell],
     emit: Callable[[CellKey, Quality], None],
     log_dir: Path,
@@ -93,9 +78,7 @@ def judge_cells(
     """Judges cells, with a server of the target where the prompts are at hand.
 
     Args:
-        options: of the sweep.
-        model: directory or name of the target.
-        datasets: the prompts.
+        sweep: of the cells.
         cells: all of the file; those with a quality are left as they are.
         emit: takes the quality of each other cell.
         log_dir: directory for the server's log.
@@ -104,26 +87,14 @@ def judge_cells(
     Raises:
         RuntimeError: the server does not start or fails.
     """
+    options = sweep.options
     with contextlib.ExitStack() as stack:
         scorer = None
-        if any(dataset.items for dataset in datasets):
+        if any(dataset.items for dataset in sweep.datasets):
             on_cpu = (platform or ask_platform()).device == "cpu"
-            args = [*SERVER_ARGS, *(CPU_ARGS if on_cpu else ())]
-            for name, value in (
-                ("--tensor-parallel-size", options.tensor_parallel),
-                ("--pipeline-parallel-size", options.pipeline_parallel),
-            ):
-                args += [name, str(value)] if value > 1 else []
-            server = stack.enter_context(
-                VllmServer(
-                    model,
-                    [*args, *options.server_args],
-                    log_path=log_dir / "judge.log",
-                    env=CPU_ENV if on_cpu else None,
-                    startup_timeout=options.startup_timeout,
-                )
-            )
-            scorer = TargetScorer(server.base_url, model)
-        Judge(datasets, margin=options.margin, nll_margin=options.nll_margin, scorer=scorer).judge(
-            cells, emit
+            server = stack.enter_context(server_of(sweep, on_cpu, log_dir / "judge.log"))
+            scorer = TargetScorer(server.base_url, sweep.model)
+        judge = Judge(
+            sweep.datasets, margin=options.margin, nll_margin=options.nll_margin, scorer=scorer
         )
+        judge.judge(cells, emit)
