@@ -157,8 +157,8 @@ def weights_checksum(model: Path) -> str | None:
     return digest.hexdigest()
 
 
-def draft_name(speculative_config: Mapping[str, Any]) -> str:
-    """The draft in one word: its model's last name, or the method without a model."""
+def draft_of(speculative_config: Mapping[str, Any]) -> str:
+    """The name of a server's draft: its model's last name, or the method without a model."""
     model = speculative_config.get("model")
     return Path(str(model)).name if model else str(speculative_config.get("method"))
 
@@ -195,7 +195,7 @@ def _compare_draft(
 ) -> list[str]:
     draft = calibration["draft"]
     then = (draft.get("name"), draft.get("num_speculative_tokens"))
-    now = (draft_name(speculative_config), speculative_config.get("num_speculative_tokens"))
+    now = (draft_of(speculative_config), speculative_config.get("num_speculative_tokens"))
     if then == now:
         return []
     return [

@@ -23,18 +23,14 @@ from ray.serve import Application
 from ray.serve.llm import LLMConfig, build_openai_app
 from ray.serve.llm.deployment import LLMServer
 
-from vllm_mars.config import split_speculative_config
-from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.config import METHOD, split_speculative_config
+from vllm_mars.local.drafts import NGRAM, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.ray_nodes import check_nodes
+from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
 
 PACKAGED_MODEL = "SmolLM2-135M-Instruct"
-SPECULATION = {
-    **NGRAM_CONFIG,
-    "num_speculative_tokens": 4,
-    "rejection_sample_method": "mars",
-    "mars_theta": 0.9,
-}
+SPECULATION = speculative_config(NGRAM, 4, rejection_sample_method=METHOD, mars_theta=0.9)
 PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
 # Of one replica that is not a rank: Ray's actor, which holds the HTTP side of the engine.
 REPLICA_CPUS = 1
@@ -139,11 +135,10 @@ def app(options: Options) -> Application:
     }
     if options.routing == "prefix":
         deployment["request_router_config"] = {"request_router_class": PREFIX_ROUTER}
-    cpu_defaults = {"dtype": "float32", "enforce_eager": True} if on_cpu else {}
     config = LLMConfig(
         model_loading_config={"model_id": options.model_id or name, "model_source": model},
         engine_kwargs={
-            **cpu_defaults,
+            **(CPU_ENGINE_ARGS if on_cpu else {}),
             **options.engine_kwargs,
             "speculative_config": options.speculative_config,
         },

@@ -15,7 +15,7 @@ import tiny_models
 import torch
 
 from vllm_mars.calibration import (
-    draft_name,
+    draft_of,
     identify,
     read_calibration,
     resolve_auto,
@@ -347,8 +347,8 @@ def test_checksum_sees_sizes_begins_and_middles(tmp_path):
 
 
 def test_draft_names():
-    assert draft_name(NGRAM) == "ngram"
-    assert draft_name({"method": "eagle3", "model": "/models/my-head/"}) == "my-head"
+    assert draft_of(NGRAM) == "ngram"
+    assert draft_of({"method": "eagle3", "model": "/models/my-head/"}) == "my-head"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,11 @@ NGRAM = "ngram"
 NO_DRAFT = "none"
 # vLLM's, without the number of tokens.
 NGRAM_CONFIG = {"method": NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+# What a server gets whose requests choose theta or gap, by metric: who chooses nothing is strict.
+CHOSEN_BY_REQUESTS = {
+    metric: {"rejection_sample_method": "mars", "mars_metric": metric, **strict}
+    for metric, strict in (("ratio", {"mars_theta": 1.0}), ("gap", {"mars_gap": 0.0}))
+}
 
 
 def draft_name(draft: str) -> str:
@@ -41,3 +46,21 @@ def draft_config(draft: str) -> dict[str, Any]:
     if any("eagle3" in name for name in architectures):
         return {"method": "eagle3", "model": draft}
     return {"model": draft}
+
+
+def speculative_config(draft: str, num_speculative_tokens: int, **options: Any) -> dict[str, Any]:
+    """vLLM's whole speculative config.
+
+    Args:
+        draft: as `draft_config` takes it.
+        num_speculative_tokens: draft tokens per step.
+        options: further keys.
+
+    Raises:
+        ValueError: as `draft_config`.
+    """
+    return {
+        "num_speculative_tokens": num_speculative_tokens,
+        **draft_config(draft),
+        **options,
+    }

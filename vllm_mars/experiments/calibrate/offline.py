@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.calibration import OPTION, identify
+from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.local.prompts import Prompt
 from vllm_mars.local.server import server_env
+from vllm_mars.local.vllm_args import CPU_ARGS
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 RECORDER = "vllm_mars.experiments.calibrate.recording.RecordingWorker"
-# Without AVX-512 float32 is faster than bfloat16 on a CPU; compiling would take minutes.
-CPU_ARGS = ("--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16")
+# Requests at a time; all prompts are sent at once.
+CPU_BATCH = ("--max-num-seqs", "16")
 
 
 @dataclass
@@ -122,22 +124,17 @@ def offline_engine(
         from vllm import LLM, EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        strict = {"mars_theta": 1.0} if metric == "ratio" else {"mars_metric": "gap", "mars_gap": 0}
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
         arguments = EngineArgs.from_cli_args(
             parser.parse_args(
                 [
                     *("--model", model, "--no-enable-prefix-caching"),
-                    *(CPU_ARGS if device == "cpu" else ()),
+                    *((*CPU_ARGS, *CPU_BATCH) if device == "cpu" else ()),
                     *engine_args,
                 ]
             )
         )
-        arguments.speculative_config = {
-            **speculative_config,
-            "rejection_sample_method": "mars",
-            **strict,
-        }
+        arguments.speculative_config = {**speculative_config, **CHOSEN_BY_REQUESTS[metric]}
         arguments.worker_extension_cls = RECORDER
         llm = LLM.from_engine_args(arguments)
         try:

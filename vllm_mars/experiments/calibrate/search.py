@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mars.calibration import KIND, OPTION, SCHEMA, draft_name
+from vllm_mars.calibration import KIND, OPTION, SCHEMA
 from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
 from vllm_mars.experiments.calibrate.losses import Confirmation, compare, recovery, scores
 from vllm_mars.experiments.calibrate.offline import OfflineEngine, offline_engine
@@ -41,7 +41,7 @@ from vllm_mars.experiments.calibrate.predictions import (
 )
 from vllm_mars.experiments.calibrate.simulate import steps_of
 from vllm_mars.experiments.sweep.datasets import Item, load_dataset
-from vllm_mars.local.drafts import NGRAM, draft_config
+from vllm_mars.local.drafts import NGRAM, draft_name, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
@@ -109,10 +109,7 @@ class CalibrateOptions:
 
     def speculative_config(self) -> dict[str, Any]:
         """Draft and its length, as vLLM takes them."""
-        return {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            **draft_config(self.draft),
-        }
+        return speculative_config(self.draft, self.num_speculative_tokens)
 
 
 @dataclass
@@ -157,7 +154,7 @@ class Calibration:
             "budget_kept_share": confirmed.kept_share if confirmed else 1.0,
             "model": self.model,
             "draft": {
-                "name": draft_name(options.speculative_config()),
+                "name": draft_name(options.draft),
                 "num_speculative_tokens": options.num_speculative_tokens,
             },
             **self.run,

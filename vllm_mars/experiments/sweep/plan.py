@@ -20,7 +20,13 @@ from typing import Any
 from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
 from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, Dataset
 from vllm_mars.experiments.sweep.records import METHODS, CellKey, Method, Metric
-from vllm_mars.local.drafts import NGRAM, NO_DRAFT, draft_config, draft_name
+from vllm_mars.local.drafts import (
+    CHOSEN_BY_REQUESTS,
+    NGRAM,
+    NO_DRAFT,
+    draft_name,
+    speculative_config,
+)
 
 THETAS = (0.84, 0.88, 0.90, 0.92, 0.96, 1.0)
 
@@ -160,16 +166,14 @@ class ServerSpec:
         """vLLM's speculative config; None for autoregressive decoding."""
         if self.method == "autoregressive":
             return None
-        config = {"num_speculative_tokens": self.k, **draft_config(self.draft)}
-        if self.method != "standard":
-            config["rejection_sample_method"] = self.method
-        if self.method == METHOD:
-            # A request that chooses nothing is strict.
-            config |= {"mars_theta": 1.0} if self.metric == "ratio" else {"mars_gap": 0.0}
-            config["mars_metric"] = self.metric
+        options: dict[str, Any] = {}
+        if self.metric is not None:
+            options = dict(CHOSEN_BY_REQUESTS[self.metric])
             if not self.protected:
-                config["mars_protected_token_ids"] = []
-        return config
+                options["mars_protected_token_ids"] = []
+        elif self.method != "standard":
+            options["rejection_sample_method"] = self.method
+        return speculative_config(self.draft, self.k, **options)
 
     @property
     def label(self) -> str:
