@@ -72,7 +72,8 @@ def _check_shape(name: str, tensor: "torch.Tensor", shapes: tuple[tuple[int, ...
         raise ValueError(f"{name} has shape {list(tensor.shape)}, but must have shape {allowed}.")
 
 
-def _check_drafts(drafts: "Drafts") -> None:
+def _check_step(drafts: "Drafts", margin: "Margin") -> None:
+    """Checks all but a tensor's values, since to read them would wait for the device."""
     logits, device = drafts.logits, drafts.logits.device
     if logits.ndim != 2:
         raise ValueError(f"logits has {logits.ndim} dimensions, but must be [num_rows, vocab].")
@@ -107,12 +108,6 @@ def _check_drafts(drafts: "Drafts") -> None:
     if drafts.bonus_rows is not None:
         _check("bonus_rows", drafts.bonus_rows, _ID_DTYPES, device)
         _check_shape("bonus_rows", drafts.bonus_rows, ((batch,),))
-
-
-def _check_margin(margin: "Margin", drafts: "Drafts") -> None:
-    """Checks all but a tensor's values, since to read them would wait for the device."""
-    device, vocab = drafts.logits.device, drafts.logits.shape[1]
-    num_draft, batch = drafts.draft_token_ids.shape[0], drafts.cu_num_draft_tokens.shape[0]
     for name, value, check in (
         ("theta", margin.theta, check_theta),
         ("gap", margin.gap, check_gap),
@@ -124,7 +119,7 @@ def _check_margin(margin: "Margin", drafts: "Drafts") -> None:
             _check_shape(name, value, ((batch,),))
     if margin.protected is not None:
         _check("protected", margin.protected, ("torch.bool",), device)
-        _check_shape("protected", margin.protected, ((vocab,),))
+        _check_shape("protected", margin.protected, ((logits.shape[1],),))
     if margin.blocked is not None:
         _check("blocked", margin.blocked, ("torch.int8",), device)
         _check_shape("blocked", margin.blocked, ((num_draft,),))
@@ -223,20 +218,16 @@ def verify_greedy(
     """
     from vllm_mars.kernels.terms import Drafts, Margin
 
-    drafts = Drafts(
-        logits,
-        draft_token_ids,
-        cu_num_draft_tokens,
-        target_rows,
-        bonus_token_ids,
-        bonus_rows,
-        max_draft_len or 0,
-    )
-    if max_draft_len is None:
-        _check_drafts(drafts)
-        drafts = drafts._replace(max_draft_len=_longest_draft(cu_num_draft_tokens))
     return verify_drafts(
-        drafts,
+        Drafts(
+            logits,
+            draft_token_ids,
+            cu_num_draft_tokens,
+            target_rows,
+            bonus_token_ids,
+            bonus_rows,
+            max_draft_len,
+        ),
         Margin(theta, gap, protected, blocked, budget),
         with_verdicts=with_verdicts,
         dry_run=dry_run,
@@ -272,8 +263,9 @@ def verify_drafts(
         NotImplementedError: the backend is "triton" on a CPU.
     """
     resolved = resolve_backend(backend, drafts.logits.device.type)
-    _check_drafts(drafts)
-    _check_margin(margin, drafts)
+    _check_step(drafts, margin)
+    if drafts.max_draft_len is None:
+        drafts = drafts._replace(max_draft_len=_longest_draft(drafts.cu_num_draft_tokens))
     if out is not None:
         _check_out(out, drafts, with_verdicts)
     kernels = _kernels(resolved, drafts.logits.device.type)
@@ -450,8 +442,7 @@ def judge_drafts(
         NotImplementedError: the backend is "triton" on a CPU.
     """
     resolved = resolve_backend(backend, drafts.logits.device.type)
-    _check_drafts(drafts)
-    _check_margin(margin, drafts)
+    _check_step(drafts, margin)
     kernels = _kernels(resolved, drafts.logits.device.type)
     judgement: Judgement = kernels.judge_positions(drafts, margin, with_top2_values)
     return judgement

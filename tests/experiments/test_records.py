@@ -113,7 +113,10 @@ def test_a_failed_cell_may_be_measured_again_a_measured_one_not(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"theta": 1.7}, r"line 1: key: theta=1\.7 is outside \(0, 1\]; 1 is strict"),
+        (
+            {"theta": 1.7},
+            r"line 1: key: theta=1\.7 is outside \(0, 1\]; 1 switches",
+        ),
         ({"theta": "0.9"}, r"line 1: key\.theta: Input should be a valid number"),
         ({"theta": None}, "metric 'ratio' needs theta, and gap null"),
         ({"gap": 0.5}, "metric 'ratio' needs theta, and gap null"),

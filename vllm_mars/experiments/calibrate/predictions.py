@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_mars.config import Threshold
 from vllm_mars.experiments.calibrate.simulate import Steps, simulate
 
 BOOTSTRAP_SAMPLES = 2000
@@ -51,7 +52,7 @@ def point(steps: Steps, strict_tokens: Floats, threshold: float, metric: str) ->
         metric: which of them.
     """
     groups = len(strict_tokens)
-    outcome = simulate(steps, *thresholds(threshold, metric))
+    outcome = simulate(steps, *Threshold.of(metric, threshold))
     strict = simulate(steps, 1.0)
     # Steps without drafts, which are not recorded, emit the same under every threshold.
     more = np.bincount(steps.group, outcome.accepted - strict.accepted, groups)
@@ -66,11 +67,6 @@ def point(steps: Steps, strict_tokens: Floats, threshold: float, metric: str) ->
         relaxed=float(outcome.relaxed.sum() / tokens.sum()),
         acceptance_length=float(1 + outcome.accepted.mean()),
     )
-
-
-def thresholds(threshold: float, metric: str) -> tuple[float, float]:
-    """(theta, gap) of the one comparison that serves both metrics."""
-    return (threshold, 0.0) if metric == "ratio" else (1.0, threshold)
 
 
 def resamples(groups: int) -> NDArray[np.int64]:

@@ -4,10 +4,10 @@ A cell is what one client measured on one server with one setting of everything,
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vllm_mars.config import check_gap, check_theta
 from vllm_mars.local.drafts import NO_DRAFT
 
 Method = Literal["autoregressive", "standard", "block", "fly", "mars"]
@@ -81,10 +81,10 @@ class CellKey:
         needed, other = ("theta", "gap") if self.metric == "ratio" else ("gap", "theta")
         if getattr(self, needed) is None or getattr(self, other) is not None:
             raise ValueError(f"metric {self.metric!r} needs {needed}, and {other} null.")
-        if self.theta is not None and not 0 < self.theta <= 1:
-            raise ValueError(f"theta={self.theta} is outside (0, 1]; 1 is strict.")
-        if self.gap is not None and not (self.gap >= 0 and math.isfinite(self.gap)):
-            raise ValueError(f"gap={self.gap} is outside [0, inf); 0 is strict.")
+        if self.theta is not None:
+            check_theta(self.theta, "theta")
+        if self.gap is not None:
+            check_gap(self.gap, "gap")
 
     @property
     def lossy(self) -> bool:
