@@ -250,10 +250,11 @@ def verify_drafts(
     Args:
         drafts: the step's draft tokens and logits.
         margin: what may be relaxed.
-        with_verdicts: as in `verify_greedy`.
+        with_verdicts: also return the verdicts and the values of the top 2.
         dry_run: verify strictly.
-        out: as in `verify_greedy`; None where the bonus row is last.
-        backend: as in `verify_greedy`.
+        out: contiguous buffers to write, in the shapes and dtypes of the result; None where the
+            bonus row is last.
+        backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
 
     Returns:
         A `VerifyOutput`; where the bonus row is last its `output_token_ids` is int64.
@@ -432,7 +433,7 @@ def judge_drafts(
         drafts: the step's draft tokens and processed logits; what follows a draft is not read.
         margin: what may be relaxed.
         with_top2_values: also return z1 and z2 at each draft position.
-        backend: as in `verify_greedy`.
+        backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
 
     Returns:
         A `Judgement`.

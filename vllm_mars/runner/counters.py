@@ -264,7 +264,7 @@ def count_positions(
             among them.
         margin: of which theta and gap say what is low-margin; with 1 and 0 no position is.
         dry_run: whether verification was strict, so that no token counts as relaxed or refused.
-        backend: as in `vllm_mars.verify_greedy`.
+        backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
     """
     verdicts, top2_values = judgement
     if not len(verdicts):

@@ -34,7 +34,7 @@ class MarginRule:
     Args:
         config: the options.
         protected_token_ids: tokens at which verification stays strict.
-        backend: as in `vllm_mars.verify_greedy`.
+        backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
 
     Attributes:
         counters: where verified positions are counted, or None on a rank that counts nothing.

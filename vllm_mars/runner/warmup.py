@@ -46,7 +46,13 @@ def warm_up_v1(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
 
 
 def warm_up_v2(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: int) -> None:
-    """Compiles what the V2 sampler reaches; arguments as in `warm_up_v1`."""
+    """Compiles what the V2 sampler reaches.
+
+    Args:
+        rule: the engine's rule.
+        logits: `[num_rows, vocab]` of a step; only its dtype, width and stride count.
+        num_speculative_tokens: the longest draft.
+    """
     if resolve_backend(rule.backend, logits.device.type) != "triton":
         return
     inputs = torch.zeros(2, dtype=torch.int32, device=logits.device)
