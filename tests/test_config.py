@@ -2,11 +2,12 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_mars import MarsConfig
-from vllm_mars.config import check_lock, lossy_reason, split_speculative_config
+from vllm_mars.config import check_lock, config_of, lossy_reason, split_speculative_config
 
 MARS = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "mars"}
 
@@ -136,3 +137,21 @@ def test_unknown_lock(monkeypatch):
 )
 def test_whether_clients_may_relax(options, expected):
     assert MarsConfig(**options).clients_may_relax is expected
+
+
+def carrying(config):
+    return SimpleNamespace(additional_config={"mars": config.to_json()})
+
+
+def test_options_are_read_once_per_configuration(monkeypatch):
+    first, second = carrying(MarsConfig(theta=0.7)), carrying(MarsConfig(theta=0.8))
+    assert config_of(SimpleNamespace(additional_config={})) is None
+    read = config_of(first)
+    assert read == MarsConfig(theta=0.7)
+    assert config_of(first) is read
+    assert config_of(second) == MarsConfig(theta=0.8)
+    assert config_of(first) == read
+    # The lock is looked at each time.
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    with pytest.raises(RuntimeError, match="forbids lossy verification, but mars_theta=0.7"):
+        config_of(first)

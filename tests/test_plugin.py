@@ -2,6 +2,7 @@
 
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -10,6 +11,7 @@ import pytest
 
 from vllm_mars import MarsConfig
 from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.plugin import HOOKS
 
 NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
 MARS = {**NGRAM, "rejection_sample_method": "mars"}
@@ -52,6 +54,21 @@ def test_import_is_light():
         "print([m for m in ('vllm', 'triton', 'torch') if m in sys.modules])",
     )
     assert probe.stdout.strip() == "[]", probe.stderr
+
+
+def test_registering_imports_nothing_of_ours():
+    probe = run(
+        "-c",
+        "import sys; from vllm_mars.plugin import register; register(); "
+        "print([m for m in sys.modules if m.startswith('vllm_mars.')])",
+    )
+    assert probe.stdout.strip() == "['vllm_mars.plugin']", probe.stderr
+
+
+def test_every_hook_is_there():
+    """A hook is text, which no type checker follows."""
+    for hook in HOOKS.values():
+        assert callable(pkgutil.resolve_name(hook))
 
 
 def test_options_reach_the_workers_config(packaged_model):

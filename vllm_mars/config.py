@@ -6,9 +6,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 METHOD = "mars"
+# The key in vLLM's `additional_config` under which the options travel to the workers.
+CONFIG_KEY = METHOD
 OPTION_PREFIX = "mars_"
 LOCK_VARIABLE = "VLLM_MARS_LOCK"
 # Methods of vLLM itself that do not keep the target's distribution.
@@ -274,6 +279,30 @@ def unknown_option(key: str, whose: str, names: Sequence[str]) -> ValueError:
 
 def check_theta(theta: object, name: str = "mars_theta") -> None:
     """Raises ValueError unless theta is a number in (0, 1]."""
+# What `config_of` read last, and what it says: read once, not for every request.
+_last_read: tuple[object, MarsConfig] | None = None
+
+
+def config_of(vllm_config: "VllmConfig") -> MarsConfig | None:
+    """The options that travelled with vLLM's config, or None where MARS is not asked for.
+
+    Raises:
+        ValueError: the options are bad, or the lock's variable has an unknown value.
+        RuntimeError: this machine is locked to strict verification, and the options are lossy.
+    """
+    global _last_read
+    additional = vllm_config.additional_config
+    if not isinstance(additional, dict) or CONFIG_KEY not in additional:
+        return None
+    options, last_read = additional[CONFIG_KEY], _last_read
+    if last_read is None or last_read[0] is not options:
+        _last_read = last_read = options, MarsConfig.from_json(options)
+    config = last_read[1]
+    # The lock may be set on the worker's node alone.
+    check_lock(lossy_reason(config, METHOD))
+    return config
+
+
     _require_number(name, theta)
     if not 0 < theta <= 1:  # type: ignore[operator]
         raise ValueError(f"{name}={theta} is outside (0, 1]; 1 switches the relaxation off.")

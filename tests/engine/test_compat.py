@@ -8,10 +8,10 @@ import sys
 import pytest
 import wrapt
 
-from vllm_mars import plugin
-from vllm_mars.engine import compat
+from vllm_mars.engine import compat, hooks
 from vllm_mars.engine.compat import Symbol
 from vllm_mars.engine.interfaces import INTERFACES, Touch
+from vllm_mars.engine.options import take_options
 
 REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
 
@@ -159,7 +159,7 @@ def test_a_newer_version_with_the_same_interfaces_is_warned_of(monkeypatch, warn
 
     monkeypatch.setattr(vllm, "__version__", version)
     options = Options()
-    plugin.take_options(options, Model())
+    take_options(options, Model())
     assert options.additional_config["mars"]["theta"] == 0.9
     assert warnings == [
         f"vLLM {version} is newer than the releases that vllm-mars knows (0.26 to 0.33); its "
@@ -180,7 +180,7 @@ def test_a_version_with_other_interfaces_is_refused(monkeypatch, warnings, versi
         match=rf"vLLM {version} has other interfaces than vllm-mars needs \(options\): .*"
         r"ModelConfig.get_vocab_size has parameters \(parallel_config\), but \(\) are passed",
     ):
-        plugin.take_options(options, Model())
+        take_options(options, Model())
     assert "mars" not in options.additional_config
 
 
@@ -214,7 +214,7 @@ def test_the_v2_hook_checks_before_the_model_is_loaded(monkeypatch):
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     module = runner_module(Runner)
-    plugin._patch_runner_v2(module)
+    hooks.patch_runner_v2(module)
     monkeypatch.setattr(Sampler, "apply_sampling_params", lambda self, logits: logits)
     message = r"needs \(V2\): .*Sampler.apply_sampling_params has.* Set VLLM_USE_V2_MODEL_RUNNER=0,"
     with pytest.raises(RuntimeError, match=message):
@@ -238,7 +238,7 @@ def test_the_v1_hook_checks_before_a_sampler_is_replaced(monkeypatch, group, own
     if group == "cpu" and not current_platform.is_cpu():
         pytest.skip("the CPU kernels are checked on a CPU")
     module = runner_module(Runner)
-    plugin._patch_runner_v1(module)
+    hooks.patch_runner_v1(module)
     monkeypatch.delattr(importlib.import_module(owner), name)
     with pytest.raises(RuntimeError, match=rf"needs \({group}\): .*{owner}.{name} is missing"):
         module.GPUModelRunner()
@@ -250,7 +250,7 @@ def test_the_request_hook_checks_when_the_front_end_is_built(monkeypatch):
     module = type(sys)("stand_in_input_processor")
     members = {"_validate_params": lambda self, params: None}
     module.InputProcessor = type("InputProcessor", (Runner,), members)
-    plugin._patch_input_processor(module)
+    hooks.patch_input_processor(module)
     module.InputProcessor()
     monkeypatch.setattr(InputProcessor, "_validate_params", lambda self, request: None)
     message = (
@@ -263,9 +263,9 @@ def test_the_request_hook_checks_when_the_front_end_is_built(monkeypatch):
 @pytest.mark.parametrize(
     ("group", "hook", "owner", "name"),
     [
-        ("scheduler", "_patch_scheduler", "core.sched.scheduler", "Scheduler.update_from_output"),
-        ("metrics", "_patch_stat_loggers", "metrics.loggers", "PrometheusStatLogger.record"),
-        ("metrics", "_patch_stat_loggers", "metrics.loggers", "LoggingStatLogger.record"),
+        ("scheduler", "patch_scheduler", "core.sched.scheduler", "Scheduler.update_from_output"),
+        ("metrics", "patch_stat_loggers", "metrics.loggers", "PrometheusStatLogger.record"),
+        ("metrics", "patch_stat_loggers", "metrics.loggers", "LoggingStatLogger.record"),
     ],
 )
 def test_the_hooks_of_the_metrics_check_first(monkeypatch, group, hook, owner, name):
@@ -275,7 +275,7 @@ def test_the_hooks_of_the_metrics_check_first(monkeypatch, group, hook, owner, n
     module.SchedulerStats = SchedulerStats
     for stand_in in ("Scheduler", "PrometheusStatLogger", "LoggingStatLogger"):
         setattr(module, stand_in, type(stand_in, (Runner,), {}))
-    getattr(plugin, hook)(module)
+    getattr(hooks, hook)(module)
     class_name, method = name.split(".")
     vllm_class = getattr(importlib.import_module(f"vllm.v1.{owner}"), class_name)
     monkeypatch.setattr(vllm_class, method, lambda self, step: None)
@@ -289,15 +289,15 @@ def test_a_hook_that_finds_nothing_to_wrap(monkeypatch, caplog):
     """A server without MARS goes on, one with it is refused."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     module = runner_module(object)
-    plugin._once(plugin._patch_runner_v2, module)
+    hooks.patch_runner_v2(module)
     assert "vllm-mars cannot hook into stand_in_runner (" in caplog.text
-    assert "it is of no use to this vLLM" in caplog.text
+    assert "this vLLM can serve only without rejection_sample_method 'mars'" in caplog.text
 
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     monkeypatch.delattr(GPUModelRunner, "load_model")
     without_load_model = runner_module(type("Stripped", (), {"__init__": Runner.__init__}))
-    plugin._once(plugin._patch_runner_v2, without_load_model)
+    hooks.patch_runner_v2(without_load_model)
     with pytest.raises(RuntimeError, match="GPUModelRunner.load_model is missing"):
         without_load_model.GPUModelRunner()
 

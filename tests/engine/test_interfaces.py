@@ -13,6 +13,7 @@ from interfaces import extract
 from vllm_mars.engine import compat
 from vllm_mars.engine.compat import Symbol
 from vllm_mars.engine.interfaces import INTERFACES, Touch
+from vllm_mars.plugin import HOOKS
 
 ROOT = Path(__file__).parents[2]
 TABLES = Path(extract.__file__).parent
@@ -124,22 +125,22 @@ def test_every_hook_is_listed():
     listed = {
         f"{module}.{name}" for group in INTERFACES for module, name, _ in compat.touches(group)
     }
-    hooked, wrapped = {}, {}
-    for node in ast.walk(ast.parse((ROOT / "vllm_mars/plugin.py").read_text())):
-        match node:
-            case ast.Tuple(elts=[ast.Constant(value=str(module)), ast.Name(id=hook)]):
-                hooked[hook] = module
-            case ast.FunctionDef(name=hook):
-                for call in ast.walk(node):
-                    if ast.unparse(call).startswith("wrapt.wrap_function_wrapper("):
-                        if isinstance(call, ast.Call):
-                            wrapped.setdefault(hook, []).append(call.args[1].value)
-    assert hooked
+    wrapped = {}
+    for node in ast.parse((ROOT / "vllm_mars/engine/hooks.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("patch_"):
+            wrapped[node.name] = [
+                call.args[1].value
+                for call in ast.walk(node)
+                if isinstance(call, ast.Call)
+                and ast.unparse(call.func) in ("_after", "wrapt.wrap_function_wrapper")
+            ]
+    rooms, hooked = zip(*(hook.split(":") for hook in HOOKS.values()), strict=True)
+    assert set(rooms) == {"vllm_mars.engine.hooks"}
+    assert set(hooked) == set(wrapped)
     # That hook wraps nothing: it gives classes one more field.
-    assert hooked.keys() - wrapped.keys() == {"_patch_stats"}
-    assert wrapped.keys() <= hooked.keys()
-    for hook, module in hooked.items():
-        for name in wrapped.get(hook, ()):
+    assert {hook for hook, names in wrapped.items() if not names} == {"patch_stats"}
+    for module, hook in zip(HOOKS, hooked, strict=True):
+        for name in wrapped[hook]:
             assert f"{module}.{name}" in listed, hook
         # The hook would never run if the module were gone, so its place is in the list as well.
         assert module in listed or module == "vllm.engine.arg_utils", hook

@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
+from vllm_mars.config import config_of
 from vllm_mars.local.drafts import NGRAM_CONFIG
-from vllm_mars.plugin import config_of
 
 NGRAM = {
     **NGRAM_CONFIG,

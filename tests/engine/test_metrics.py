@@ -114,7 +114,7 @@ def test_log_line():
 
 
 def test_other_layouts_are_noticed():
-    with pytest.raises(AssertionError, match="do all nodes run the same vllm-mars"):
+    with pytest.raises(RuntimeError, match="install the same version of vllm-mars on every"):
         metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}).observe(COUNTS)
 
 

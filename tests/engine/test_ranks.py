@@ -11,7 +11,8 @@ import sys
 import cloudpickle
 import pytest
 
-from vllm_mars import __version__, plugin
+from vllm_mars import __version__
+from vllm_mars.config import config_of
 from vllm_mars.engine import ranks
 from vllm_mars.engine.ranks import TravellingOptions
 
@@ -44,7 +45,7 @@ def test_vllm_carries_them_as_they_are(packaged_model):
     ).create_engine_config()
     assert type(config.additional_config["mars"]) is TravellingOptions
     arrived = pickle.loads(pickle.dumps(config))
-    assert plugin.config_of(arrived) == plugin.config_of(config)
+    assert config_of(arrived) == config_of(config)
 
 
 def test_another_version_is_refused_where_it_arrives(monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 
 import prometheus_client
 
+from vllm_mars.config import MarsConfig
 from vllm_mars.engine.transport import add_counts
 from vllm_mars.runner.counters import (
     RATIO_EDGES,
@@ -195,15 +196,16 @@ def share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def add_metrics(stat_logger: Any) -> None:
+def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
     """Makes vLLM's Prometheus stat logger export the counts as well.
 
     Args:
         stat_logger: a `PrometheusStatLogger`, once built, of a server that asks for MARS. Its
             `record` is wrapped, on this instance alone.
+        config: the server's options.
     """
     prom = MarsProm(
-        _layout_of(stat_logger),
+        layout_of(config, stat_logger.vllm_config.speculative_config),
         stat_logger.per_engine_labelvalues,
         stat_logger._counter_cls,
         stat_logger._histogram_cls,
@@ -211,14 +213,15 @@ def add_metrics(stat_logger: Any) -> None:
     _observe_records(stat_logger, prom.observe)
 
 
-def add_log_line(stat_logger: Any) -> None:
+def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
     """Makes vLLM's logging stat logger log the counts as well, after its own lines.
 
     Args:
         stat_logger: a `LoggingStatLogger`, once built, of a server that asks for MARS. Its `record`
             and `log` are wrapped, on this instance alone.
+        config: the server's options.
     """
-    logging = MarsLogging(_layout_of(stat_logger))
+    logging = MarsLogging(layout_of(config, stat_logger.vllm_config.speculative_config))
     log = stat_logger.log
 
     @functools.wraps(log)
@@ -244,18 +247,12 @@ def _observe_records(stat_logger: Any, observe: Callable[[list[int], int], None]
     stat_logger.record = record_and_observe
 
 
-def _layout_of(stat_logger: Any) -> CounterLayout:
-    from vllm_mars.plugin import config_of
-
-    config = config_of(stat_logger.vllm_config)
-    assert config is not None, "only servers that ask for MARS export its metrics"
-    return layout_of(config, stat_logger.vllm_config.speculative_config)
-
-
 def _check_length(counts: list[int], layout: CounterLayout) -> None:
-    assert len(counts) == layout.size, (
-        f"{len(counts)} counts came, not {layout.size}; do all nodes run the same vllm-mars?"
-    )
+    if len(counts) != layout.size:
+        raise RuntimeError(
+            f"{len(counts)} counts came from a worker, but {layout.size} were expected; install "
+            "the same version of vllm-mars on every node."
+        )
 
 
 def _logger() -> Any:

@@ -1,0 +1,140 @@
+"""The options in vLLM's front end: taken out of the user's configuration, checked per request."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_mars.calibration import resolve_auto
+from vllm_mars.config import (
+    CONFIG_KEY,
+    MarsConfig,
+    check_lock,
+    config_of,
+    lossy_reason,
+    split_speculative_config,
+)
+from vllm_mars.engine.compat import check_interfaces, check_version
+from vllm_mars.engine.markers import resolve_markers
+from vllm_mars.engine.ranks import TravellingOptions
+from vllm_mars.requests import options_of
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+
+def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
+    """Moves this project's options from the speculative config to `additional_config`.
+
+    Args:
+        engine_args: vLLM's `EngineArgs`. Its `speculative_config` and `additional_config` are
+            replaced, not changed in place, and only if all checks pass.
+        model_config: the target model's configuration.
+
+    Raises:
+        ValueError: a bad option, or token ids outside the vocabulary.
+        NotImplementedError: MARS together with a feature that it cannot serve.
+        RuntimeError: an unsupported vLLM, or the environment forbids lossy verification.
+    """
+    from vllm.logger import init_logger
+
+    given, notes = resolve_auto(engine_args.speculative_config, model_config)
+    for note in notes:
+        init_logger("vllm.vllm_mars.engine.options").warning("%s", note)
+    config, speculative_config = split_speculative_config(given)
+    method = speculative_config.get("rejection_sample_method", "standard")
+    check_lock(lossy_reason(config, method))
+    if config is None:
+        return
+    import vllm
+
+    check_version(vllm.__version__)
+    check_interfaces("options")
+    _check_served(engine_args, speculative_config, config)
+    vocab = model_config.get_vocab_size()
+    outside = [token for token in config.protected_token_ids or () if token >= vocab]
+    if outside:
+        raise ValueError(
+            f"mars_protected_token_ids={outside} is outside the model's vocabulary [0, {vocab})."
+        )
+    check_interfaces("markers")
+    config = resolve_markers(config, engine_args, model_config)
+    engine_args.speculative_config = speculative_config
+    engine_args.additional_config = {
+        **engine_args.additional_config,
+        CONFIG_KEY: TravellingOptions(config.to_json()),
+    }
+
+
+def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
+    """Refuses a request whose own options are bad or not allowed.
+
+    Args:
+        params: the request's parameters; those of a pooling request hold no options.
+        vllm_config: the server's configuration.
+
+    Raises:
+        VLLMValidationError: vLLM's error that the server answers with HTTP 400.
+    """
+    if not getattr(params, "extra_args", None):
+        return
+    config = config_of(vllm_config)
+    if config is None:
+        return
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        if options_of(params, config).wants_return:
+            from vllm_mars.engine.returned import is_supported
+
+            if not is_supported():
+                raise ValueError("mars_return needs vLLM 0.32 or newer here; leave it out.")
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+
+def _check_served(engine_args: Any, speculative_config: dict[str, Any], config: MarsConfig) -> None:
+    from vllm.platforms import current_platform
+
+    def refuse(what: str, reason: str, way_out: str) -> None:
+        raise NotImplementedError(
+            f"rejection_sample_method='mars' cannot serve {what}: {reason}; {way_out}."
+        )
+
+    if speculative_config.get("method") == "extract_hidden_states":
+        refuse(
+            "method='extract_hidden_states'",
+            "it drafts nothing that could be verified",
+            "drop rejection_sample_method",
+        )
+    if speculative_config.get("enable_adaptive_verification"):
+        refuse(
+            "enable_adaptive_verification",
+            "it cuts drafts by an estimate of strict acceptance",
+            "switch it off",
+        )
+    is_sharded = getattr(engine_args, "enable_batch_sharded_sampling", False)
+    if config.max_relaxed_share < 1 and is_sharded:
+        refuse(
+            "mars_max_relaxed_share with enable_batch_sharded_sampling",
+            "a request's rank, and with it what was relaxed of it, changes from step to step",
+            "drop one of them",
+        )
+    if getattr(engine_args, "watermark_config", None) is not None:
+        refuse(
+            "a watermark_config",
+            "relaxed tokens carry no watermark",
+            "drop the watermark or set another rejection_sample_method",
+        )
+    if not isinstance(engine_args.additional_config, dict):
+        refuse(
+            "an additional_config that is not a dict",
+            "the options travel in it",
+            "pass a dict",
+        )
+    if not (
+        current_platform.is_cpu() or current_platform.is_cuda_alike() or current_platform.is_xpu()
+    ):
+        refuse(
+            f"the platform {current_platform.device_name}",
+            "its model runner is not vLLM's own",
+            "serve on CPU, CUDA, ROCm or XPU",
+        )
