@@ -61,14 +61,17 @@ def test_options_travel_as_json():
         ({"mars_client_control": 1}, "mars_client_control=1 is not true or false"),
         ({"mars_theta_min": 1.5}, r"mars_theta_min=1.5 is outside \[0, 1\]; 0 sets no limit"),
         ({"mars_theta_min": "x"}, "mars_theta_min='x' is a str, but must be a number"),
-        ({"mars_gap_max": 1}, "mars_gap_max belongs to metric 'gap'; the limit here is theta_min"),
+        (
+            {"mars_gap_max": 1},
+            "mars_gap_max=1 belongs to metric 'gap', but .* set mars_theta_min instead",
+        ),
         (
             {"mars_metric": "gap", "mars_gap": 1, "mars_gap_max": -1},
             r"mars_gap_max=-1 is outside \[0, inf\)",
         ),
         (
             {"mars_metric": "gap", "mars_gap": 1, "mars_theta_min": 0.5},
-            "mars_theta_min belongs to metric 'ratio'; the limit here is gap_max",
+            "mars_theta_min=0.5 belongs to metric 'ratio', but .* set mars_gap_max instead",
         ),
         ({"mars_structured": True}, "mars_structured=True is not one of strict, relaxed"),
         ({"mars_gap": 10**400, "mars_metric": "gap"}, r"mars_gap=10+ is outside \[0, inf\)"),
@@ -76,7 +79,10 @@ def test_options_travel_as_json():
         ({"mars_metric": "gap"}, "mars_metric='gap' needs mars_gap"),
         ({"mars_metric": "gap", "mars_gap": -1}, r"mars_gap=-1 is outside \[0, inf\)"),
         ({"mars_metric": "gap", "mars_gap": math.inf}, "mars_gap=inf is outside"),
-        ({"mars_metric": "gap", "mars_gap": 1, "mars_theta": 0.9}, "belongs to metric 'ratio'"),
+        (
+            {"mars_metric": "gap", "mars_gap": 1, "mars_theta": 0.9},
+            "mars_theta=0.9 belongs to metric 'ratio'",
+        ),
         ({"mars_gap": 0.5}, "mars_gap=0.5 belongs to metric 'gap'"),
         ({"mars_tetha": 0.9}, "mars_tetha is not an option .* did you mean mars_theta"),
         ({"mars_protected_token_ids": 7}, "mars_protected_token_ids=7 is not a list of token ids"),

@@ -42,7 +42,7 @@ def resolve_auto(
         or weights that could not be compared.
 
     Raises:
-        ValueError: the file cannot be read, is no calibration, is of the other metric, or of
+        ValueError: the file cannot be read, is not a calibration, is of the other metric, or of
             another model.
     """
     config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
@@ -75,7 +75,7 @@ def read_calibration(path: Path, given: str | None = None) -> dict[str, Any]:
         given: how errors name it; the path by default.
 
     Raises:
-        ValueError: it cannot be read or is no calibration of this schema.
+        ValueError: it cannot be read or is not a calibration of this schema.
     """
     given = given or str(path)
     way_out = "give a file that `vllm-mars calibrate` wrote."
@@ -99,7 +99,7 @@ def read_calibration(path: Path, given: str | None = None) -> dict[str, Any]:
         raise ValueError(f"{given} has metric {content['metric']!r}, not ratio or gap; {way_out}")
     for name in ("model", "draft"):
         if not isinstance(content[name], dict):
-            raise ValueError(f"{given}: {name} is no JSON object; {way_out}")
+            raise ValueError(f"{given}: {name} is not a JSON object; {way_out}")
     check = check_theta if content["metric"] == "ratio" else check_gap
     try:
         check(content["threshold"])

@@ -143,9 +143,15 @@ class MarsConfig:
                     "limit."
                 )
         if self.metric == "ratio" and self.gap_max is not None:
-            raise ValueError("mars_gap_max belongs to metric 'gap'; the limit here is theta_min.")
+            raise ValueError(
+                f"mars_gap_max={self.gap_max} belongs to metric 'gap', but mars_metric is 'ratio'; "
+                "set mars_theta_min instead or drop it."
+            )
         if self.metric == "gap" and self.theta_min:
-            raise ValueError("mars_theta_min belongs to metric 'ratio'; the limit here is gap_max.")
+            raise ValueError(
+                f"mars_theta_min={self.theta_min} belongs to metric 'ratio', but mars_metric is "
+                "'gap'; set mars_gap_max instead or drop it."
+            )
         if self.structured not in _STRUCTURED:
             raise ValueError(
                 f"mars_structured={self.structured!r} is not one of {', '.join(_STRUCTURED)}; "
@@ -185,7 +191,10 @@ class MarsConfig:
             check_theta(theta, "mars_shadow_thetas")
         object.__setattr__(self, "shadow_thetas", tuple(sorted(set(map(float, thetas)))))
         if self.shadow and self.metric != "ratio":
-            raise ValueError("mars_shadow counts thetas, so it needs mars_metric 'ratio'.")
+            raise ValueError(
+                f"mars_shadow=true counts thetas, but mars_metric is {self.metric!r}; set it to "
+                "'ratio' or drop mars_shadow."
+            )
 
     @property
     def threshold(self) -> Threshold:
@@ -252,12 +261,14 @@ def split_speculative_config(
     # Only here is it known what the user wrote and what is a default.
     if "mars_shadow_thetas" in options and not options.get("mars_shadow"):
         raise ValueError(
-            "mars_shadow_thetas belongs to the shadow mode; add mars_shadow=true or drop it."
+            f"mars_shadow_thetas={options['mars_shadow_thetas']!r} belongs to the shadow mode; add "
+            "mars_shadow=true or drop it."
         )
     if options.get("mars_metric", "ratio") == "gap":
         if "mars_theta" in options:
             raise ValueError(
-                "mars_theta belongs to metric 'ratio', but mars_metric is 'gap'; drop one of them."
+                f"mars_theta={options['mars_theta']!r} belongs to metric 'ratio', but mars_metric "
+                "is 'gap'; drop one of them."
             )
         if "mars_gap" not in options:
             raise ValueError(
@@ -268,17 +279,6 @@ def split_speculative_config(
     return MarsConfig(**{names[key]: value for key, value in options.items()}), config
 
 
-def unknown_option(key: str, whose: str, names: Sequence[str]) -> ValueError:
-    """The error for a key that does not exist, with the nearest one that does."""
-    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0)
-    return ValueError(
-        f"{key} is not an option of {whose}; did you mean {nearest[0]}? The options are "
-        f"{', '.join(names)}."
-    )
-
-
-def check_theta(theta: object, name: str = "mars_theta") -> None:
-    """Raises ValueError unless theta is a number in (0, 1]."""
 # What `config_of` read last, and what it says: read once, not for every request.
 _last_read: tuple[object, MarsConfig] | None = None
 
@@ -303,6 +303,17 @@ def config_of(vllm_config: "VllmConfig") -> MarsConfig | None:
     return config
 
 
+def unknown_option(key: str, whose: str, names: Sequence[str]) -> ValueError:
+    """The error for a key that does not exist, with the nearest one that does."""
+    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0)
+    return ValueError(
+        f"{key} is not an option of {whose}; did you mean {nearest[0]}? The options are "
+        f"{', '.join(names)}."
+    )
+
+
+def check_theta(theta: object, name: str = "mars_theta") -> None:
+    """Raises ValueError unless theta is a number in (0, 1]."""
     _require_number(name, theta)
     if not 0 < theta <= 1:  # type: ignore[operator]
         raise ValueError(f"{name}={theta} is outside (0, 1]; 1 switches the relaxation off.")

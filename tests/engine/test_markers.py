@@ -75,7 +75,11 @@ def test_the_thinking_section_is_vllms(packaged_model):
         ({"mars_strict_spans": [["<nothing>", None]]}, {}, "'<nothing>' is not one token of this"),
         ({"mars_strict_spans": [[10**6, None]]}, {}, r"1000000 is outside the model's vocabulary"),
         ({"mars_strict_spans": [[3, 4], [3, 5]]}, {}, "token 3 starts two spans; name it once"),
-        ({"mars_strict_spans": [[n, None] for n in range(32)]}, {}, "has 32 spans, but 31 are"),
+        (
+            {"mars_strict_spans": [[n, None] for n in range(32)]},
+            {},
+            "has 32 spans, but the limit is 31",
+        ),
         ({"mars_strict_spans": "<a>"}, {}, "mars_strict_spans='<a>' is not a list of pairs"),
         ({"mars_strict_spans": [[1]]}, {}, "is not a list of pairs of a start and an end token"),
         ({"mars_scope": "answer"}, {}, "mars_scope='answer' is not one of all, reasoning"),
@@ -84,13 +88,17 @@ def test_the_thinking_section_is_vllms(packaged_model):
         ({"mars_max_relaxed_share": 1.5}, {}, r"mars_max_relaxed_share=1.5 is outside \[0, 1\]"),
         ({"mars_max_relaxed_share": "x"}, {}, "mars_max_relaxed_share='x' is a str"),
         ({"mars_shadow": 1}, {}, "mars_shadow=1 is not true or false"),
-        ({"mars_shadow_thetas": [0.5]}, {}, "belongs to the shadow mode; add mars_shadow=true"),
+        (
+            {"mars_shadow_thetas": [0.5]},
+            {},
+            r"mars_shadow_thetas=\[0.5\] belongs to the shadow mode; add mars_shadow=true",
+        ),
         ({"mars_shadow": True, "mars_shadow_thetas": []}, {}, r"mars_shadow_thetas=\[\] is not"),
         ({"mars_shadow": True, "mars_shadow_thetas": [2]}, {}, "mars_shadow_thetas=2 is outside"),
         (
             {"mars_shadow": True, "mars_metric": "gap", "mars_gap": 1.0},
             {},
-            "mars_shadow counts thetas, so it needs mars_metric 'ratio'",
+            "mars_shadow=true counts thetas, but mars_metric is 'gap'; set it to 'ratio'",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A rank without the extension, with another version or another sampler stops the start by name."""
+"""Start-up fails, and names the rank, where a rank lacks the extension or has another version."""
 
 import copy
 import json
@@ -55,8 +55,8 @@ def test_another_version_is_refused_where_it_arrives(monkeypatch):
     with pytest.raises(RuntimeError) as refused:
         pickle.loads(travelling)
     assert str(refused.value) == (
-        f"vllm-mars {__version__} is installed on the node {NODE}, but the server's options are of "
-        "vllm-mars 0.0.1; install 0.0.1 there."
+        f"vllm-mars {__version__} is installed on the node {NODE}, but the server's options come "
+        "from vllm-mars 0.0.1; install 0.0.1 there."
     )
 
 

@@ -258,7 +258,7 @@ def test_weights_that_were_not_compared_are_noted(tmp_path, model_config):
         ({"schema": 2}, "has schema 2, not 1; calibrate again with this release"),
         ({"threshold": None}, "lacks threshold; give a file"),
         ({"model": None, "draft": None}, "lacks model, draft"),
-        ({"model": "tiny"}, " model is no JSON object"),
+        ({"model": "tiny"}, " model is not a JSON object"),
         ({"metric": "entropy"}, "has metric 'entropy', not ratio or gap"),
         ({"threshold": 1.7}, r"holds a bad threshold: mars_theta=1.7 is outside \(0, 1\]"),
         ({"threshold": "0.9"}, "holds a bad threshold: mars_theta='0.9' is a str"),

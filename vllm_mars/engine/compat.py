@@ -169,7 +169,7 @@ def _undefined(owner: Any, name: str) -> Symbol | None:
         if name in members.get("__annotations__", ()):
             return Symbol("attribute")
         for method in ("__init__", "__post_init__"):
-            # The names that the method's code mentions, so those of all attributes that it assigns.
+            # The names that the method's code mentions, among them the attributes that it assigns.
             code = getattr(inspect.unwrap(members.get(method, object)), "__code__", None)
             if code is not None and name in code.co_names:
                 return Symbol("attribute")

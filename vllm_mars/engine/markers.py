@@ -30,7 +30,7 @@ def resolve_markers(
         model_config: gives the tokenizer.
 
     Raises:
-        ValueError: a marker is not one token, or there is no thinking section to be known.
+        ValueError: a marker is not one token, or the server does not know a thinking section.
     """
     if config.strict_spans is None:
         name = getattr(engine_args, _TOOL_PARSER, None)
@@ -85,8 +85,8 @@ def _span_ids(
         raise ValueError(f"mars_strict_spans: token {twice[0]} starts two spans; name it once.")
     if len(ids) > MOST_SPANS:
         raise ValueError(
-            f"mars_strict_spans has {len(ids)} spans, but {MOST_SPANS} are the most; leave out "
-            "those that cannot occur."
+            f"mars_strict_spans has {len(ids)} spans, but the limit is {MOST_SPANS}; drop those "
+            "that cannot occur."
         )
     return tuple(ids)
 
@@ -104,7 +104,7 @@ def _spans_of_tool_parser(
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
     except (KeyError, RuntimeError, ValueError) as error:
         # vLLM's own check of the parser is the one that counts.
-        logger.warning("No strict spans: the tool parser %s cannot be made (%s).", name, error)
+        logger.warning("No strict spans: the tool parser %s cannot be created (%s).", name, error)
         return ()
     vocab = tokenizer.get_vocab()
     spans: dict[int, int | None] = {}

@@ -1,7 +1,7 @@
-"""Every rank of a server verifies with the same version of this extension, or none starts.
+"""Every rank of a server verifies with the same version of this extension, or start-up fails.
 
 A server's processes may run on many machines, each with packages of its own. vLLM skips a plugin
-that a machine lacks, and the ranks there would verify strictly without a word. Two checks:
+that a machine lacks, and the ranks there would silently verify strictly. Two checks:
 
 - The options travel with the version that wrote them. Wherever vLLM's config is unpickled, before a
   model is loaded, another version is an error, and a missing one is Python's ModuleNotFoundError.
@@ -38,7 +38,7 @@ def unpack(version: str, options: Mapping[str, Any]) -> TravellingOptions:
     if version != __version__:
         raise RuntimeError(
             f"vllm-mars {__version__} is installed on the node {socket.gethostname()}, but the "
-            f"server's options are of vllm-mars {version}; install {version} there."
+            f"server's options come from vllm-mars {version}; install {version} there."
         )
     from vllm_mars.plugin import register
 
@@ -107,7 +107,7 @@ def require_same_everywhere(executor: Any) -> None:
         raise RuntimeError(
             f"margin-aware verification is asked for, but {'; '.join(faults)}. Install vllm-mars "
             f"{__version__} on every node, start every node's vLLM with the same speculative "
-            "config, and let VLLM_PLUGINS, where it is set, hold 'mars'."
+            "config, and include 'mars' in VLLM_PLUGINS where it is set."
         )
 
 
