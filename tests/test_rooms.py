@@ -1,0 +1,84 @@
+"""Who imports whom: the sources against the table of rooms in CONTRIBUTING.md."""
+
+import ast
+import graphlib
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"vllm_mars": "vllm_mars", "kernels": "vllm_mars.kernels", "benchmarks": "benchmarks"}
+LABORATORY = {"benchmarks", "demo", "experiments"}
+
+
+def modules():
+    """File of each module."""
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            yield ".".join((package, *parts)).removesuffix(".__init__"), path
+
+
+def statements(node):
+    """All that runs: imports inside functions, too, but none that only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from statements(child)
+
+
+def imports():
+    """The modules of ours that each module imports."""
+    paths = dict(modules())
+    found = {name: set() for name in paths}
+    for name, path in paths.items():
+        for node in statements(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                candidates = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name}: imports name their package"
+                own = [f"{node.module}.{alias.name}" for alias in node.names]
+                candidates = [full if full in paths else node.module for full in own]
+            else:
+                continue
+            found[name].update(paths.keys() & set(candidates))
+    return found
+
+
+def room(module):
+    package, *rest = module.split(".")
+    return package if package == "benchmarks" else (rest or ["__init__"])[0]
+
+
+def house():
+    """Each room's others that it may import, from the top to the bottom of the house."""
+    rows = re.findall(r"^\| `(\w+)/?` \|.*\|(.*)\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    return {name: set(re.findall(r"`(\w+)`", others)) for name, others in rows}
+
+
+def test_modules_import_in_no_circle():
+    graphlib.TopologicalSorter(imports()).prepare()
+
+
+def test_rooms_import_what_the_house_allows():
+    allowed = house()
+    for module, others in imports().items():
+        for other in others:
+            assert room(other) in allowed[room(module)] | {room(module)}, f"{module}: {other}"
+
+
+def test_the_house_looks_down():
+    """No circle of rooms either, and the laboratory stays outside of the product."""
+    allowed = house()
+    assert allowed.keys() == {room(module) for module in imports()}
+    order = list(allowed)
+    for name, others in allowed.items():
+        assert others <= set(order[order.index(name) + 1 :]), name
+    assert not allowed["kernels"]
+    assert allowed["local"] <= {"config", "__init__"}
+    assert "engine" not in allowed["runner"]
+    assert {name for name, others in allowed.items() if "experiments" in others} <= {
+        "cli",
+        "benchmarks",
+    }
+    product = allowed.keys() - LABORATORY - {"cli"}
+    assert not any(LABORATORY & allowed[name] for name in product)
