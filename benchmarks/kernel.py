@@ -13,7 +13,6 @@ Exit status: 0; 1 where a variant gave wrong tokens; 2 without a GPU.
 
 import argparse
 import itertools
-import json
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mars.local.provenance import describe_run
+from vllm_mars.local.result_file import write_json
 
 NO_GPU = "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes in Triton's interpreter."
 
@@ -136,16 +136,6 @@ def print_table(cell: dict[str, Any]) -> None:
             )
 
 
-def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Writes the result so that a run that is killed leaves a whole file."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(unfinished, path)
-
-
 def measure(args: argparse.Namespace) -> int:
     """Runs the cells in turn; returns the exit status."""
     import torch
@@ -178,6 +168,11 @@ def measure(args: argparse.Namespace) -> int:
     bandwidth = result["bandwidth"]["best_gb_per_s"]
     print(f"{device['name']}: {bandwidth:.0f} GB/s; timing: {device['timing']}", flush=True)
     begin = time.perf_counter()
+
+    def write() -> None:
+        if args.output:
+            write_json(args.output, result)
+
     for number, cell in enumerate(cells, start=1):
         shape = Shape(*cell)
         elapsed = time.perf_counter() - begin
@@ -198,14 +193,14 @@ def measure(args: argparse.Namespace) -> int:
                 print_cell(measured)
         except MismatchError as error:
             result["error"] = str(error)
-            write(args.output, result)
+            write()
             print(error, file=sys.stderr)
             return 1
         result["goals"] = judge(result["cells"])
-        write(args.output, result)
+        write()
         if not args.dry_run:
             torch.cuda.empty_cache()
-    write(args.output, result)
+    write()
     for goal in result["goals"]:
         values = ", ".join(f"{value:.3g} at {name}" for name, value in goal["measured"].items())
         print(f"{goal['result']}: {goal['goal']}{': ' * bool(values)}{values}")

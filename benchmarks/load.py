@@ -27,6 +27,7 @@ import numpy as np
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.records import Cell
 from vllm_mars.experiments.sweep.summary import Row, rows
+from vllm_mars.local.result_file import write_json
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def main() -> int:
         "fits": fits,
     }
     if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.output, result)
     print(json.dumps(fits, indent=1))
     return 0
 

@@ -10,7 +10,6 @@ times the ways to reduce the rows that the torch backend could take.
 
 import argparse
 import functools
-import json
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from vllm_mars.local.provenance import describe_run
+from vllm_mars.local.result_file import write_json
 
 NUM_DRAFT_TOKENS = 4
 VOCAB = 49_152
@@ -214,8 +214,7 @@ def main() -> int:
     for name, values in result["reductions_160_rows"].items():
         print(f"{name:<53} {values['median_ms']:8.2f} ms")
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.output, result)
     return 0
 
 

@@ -8,7 +8,6 @@ not asked for, its hooks wrap the start of an engine and the admission of a requ
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -16,6 +15,7 @@ import sys
 from pathlib import Path
 
 from vllm_mars.local.provenance import describe_run
+from vllm_mars.local.result_file import write_json
 
 PROBE = """
 import sys, time
@@ -58,7 +58,7 @@ def main() -> int:
             "runs_ms": milliseconds,
             "modules": modules,
         }
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.output, result)
     return 0
 
 

@@ -1,5 +1,6 @@
 """`vllm-mars top`: a server's speculation and margin-aware verification, live in a terminal."""
 
+import argparse
 import contextlib
 import math
 import time
@@ -7,7 +8,7 @@ import urllib.parse
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_mars.local import scrape
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+NEEDED = ("prometheus_client", "rich")
 TIMEOUT = 10.0
 BAR_WIDTH = 24
 
@@ -86,6 +88,27 @@ class Snapshot:
         for edge, cumulated in self.by_label(_RATIO).items():
             buckets[edge], below = cumulated - below, cumulated
         return buckets
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to `vllm-mars`."""
+    parser = commands.add_parser(
+        "top",
+        help="watch a running server's speculation and relaxed tokens",
+        description="Shows, from a running server's /metrics, tokens per second, acceptance "
+        "length, relaxed tokens and the ratio of the two largest logits. Ctrl-C ends it.",
+    )
+    add = parser.add_argument
+    add("url", metavar="URL", help="the server, such as http://localhost:8000")
+    add("--interval", type=float, default=2.0, metavar="SECONDS",
+        help="between readings; default 2")  # fmt: skip
+    add("--once", action="store_true", help="print the figures once and exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns 0."""
+    run_top(args.url, args.interval, args.once)
+    return 0
 
 
 def _order(label: str) -> tuple[float, str]:

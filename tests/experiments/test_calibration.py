@@ -81,7 +81,7 @@ def calibrated(tiny_model, tmp_path_factory):
         [
             *(sys.executable, "-m", "vllm_mars.cli", "calibrate", str(tiny_model)),
             *("--prompts", str(directory / "prompts.jsonl"), "--output", str(output)),
-            *("--budget", "0.0004", "--max-tokens", "24", "--engine-arg=--max-model-len=256"),
+            *("--budget", "0.0004", "--max-tokens", "24", "--server-arg=--max-model-len=256"),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

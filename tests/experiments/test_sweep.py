@@ -54,7 +54,7 @@ def start(directory):
 def sweep(directory, output, *arguments):
     return [
         *("sweep", "--model", str(directory / "tiny"), "--output", str(output)),
-        *("--dataset", str(directory / "prompts.jsonl"), "--num-prompts", "0"),
+        *("--prompts", str(directory / "prompts.jsonl"), "--num-prompts", "0"),
         *("--theta", "0.3", "1", "--reference-theta", "0.3", "--gap", "--no-unprotected"),
         *("--temperature", "0", "--concurrency", "2", "--max-tokens", "12"),
         *("--server-arg=--max-model-len=256", *arguments),

@@ -72,7 +72,7 @@ def test_real_servers_are_measured_and_judged_in_tasks(tiny_model, tmp_path):
     with cluster({"num_cpus": 2, "num_gpus": 0}, **{MARK: MARK_VALUE}) as started:
         arguments = [
             *("--ray", started.address, "--model", str(tiny_model)),
-            *("--dataset", str(prompts), "--output", str(output), "--repeats", "1"),
+            *("--prompts", str(prompts), "--output", str(output), "--repeats", "1"),
             *("--method", "autoregressive", "mars", "--theta", "0.5", "1", "--gap"),
             *("--no-unprotected", "--temperature", "0", "--concurrency", "1"),
             *("--max-tokens", "8", "--server-arg=--max-model-len=256"),

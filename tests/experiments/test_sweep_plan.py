@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -72,7 +73,8 @@ def test_servers_that_do_not_fit_side_by_side_are_split():
 
 
 def test_several_drafts_share_the_autoregressive_cells(tmp_path):
-    options = SweepOptions(drafts=("ngram", str(tmp_path)), ks=(2, 4), repeats=1)
+    options = SweepOptions(drafts=("ngram", str(tmp_path)), repeats=1)
+    options = replace(options, num_speculative_tokens=(2, 4))
     groups = plan(options, "model", [TASKS], 0)
     assert [len(group.servers) for group in groups] == [7, 6, 6, 6]
     keys = keys_of(groups)
@@ -157,8 +159,8 @@ def test_a_server_that_no_cell_can_use_is_not_started(tmp_path):
         ({"gaps": (-1.0,)}, r"mars_gap=-1\.0 is outside \[0, inf\)"),
         ({"methods": ("best",)}, "methods='best' is not one of autoregressive, standard"),
         ({"methods": ()}, "methods is empty; give at least one"),
-        ({"ks": (4, 0)}, "ks=0 is below 1"),
-        ({"ks": (4, 4)}, r"ks=\(4, 4\) holds a value twice"),
+        ({"num_speculative_tokens": (4, 0)}, "num_speculative_tokens=0 is below 1"),
+        ({"num_speculative_tokens": (4, 4)}, r"_tokens=\(4, 4\) holds a value twice"),
         ({"concurrencies": (0,)}, "concurrencies=0 is below 1"),
         ({"temperatures": (-0.5,)}, r"temperatures=-0\.5 is below 0"),
         ({"repeats": 0}, "repeats=0 is below 1"),
@@ -257,7 +259,7 @@ def test_the_command_names_what_is_wrong(tmp_path, capsys):
     output = tmp_path / "x.jsonl"
     for arguments, message in (
         (["--theta", "2"], "mars_theta=2.0 is outside (0, 1]"),
-        (["--dataset", str(tmp_path / "none")], "none cannot be read"),
+        (["--prompts", str(tmp_path / "none")], "none cannot be read"),
         (["--output", str(tmp_path)], "is a directory; name a file"),
         (["--draft", str(tmp_path)], "has no config.json"),
     ):

@@ -38,7 +38,7 @@ def write_task(directory, targets):
 def sweep(model, output, dataset, *arguments):
     status = main(
         [
-            *("sweep", "--model", str(model), "--dataset", dataset),
+            *("sweep", "--model", str(model), "--prompts", dataset),
             *("--output", str(output), "--temperature", "0", "--concurrency", "2"),
             *("--gap", "--no-unprotected", "--repeats", "1", "--num-prompts", "0"),
             *("--max-tokens", "12", "--server-arg=--max-model-len=256", *arguments),

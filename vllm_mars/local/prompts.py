@@ -37,7 +37,7 @@ def load_prompts(path: Path = PACKAGED) -> list[Prompt]:
 
     Args:
         path: JSON lines. Each object has `prompt` (a string) or `turns` (a list of strings), and
-            may have `id` (or `question_id`; default: the line number) and `category`.
+            may have `id` (or `question_id`, `task_id`; default: the line number) and `category`.
 
     Returns:
         The prompts in the order of the file, at least one.
@@ -45,7 +45,7 @@ def load_prompts(path: Path = PACKAGED) -> list[Prompt]:
     Raises:
         ValueError: the file cannot be read, is empty, or a line is not such an object.
     """
-    return read_json_lines(path, _parse, option="prompts")
+    return read_json_lines(path, parse_prompt, option="prompts")
 
 
 def read_json_lines(
@@ -96,15 +96,19 @@ def read_json_lines(
     return list(records.values())
 
 
-def _parse(item: dict[str, Any], where: str, number: int) -> Prompt:
+def parse_prompt(
+    item: dict[str, Any],
+    where: str,
+    number: int,
+    fields: str = "'prompt' (a string) nor 'turns' (a list of strings)",
+) -> Prompt:
+    """Makes a prompt of a line, as `read_json_lines` calls it; `fields` is for its error."""
     turns = item.get("turns", [item["prompt"]] if "prompt" in item else None)
     if (
         not isinstance(turns, list)
         or not turns
         or not all(isinstance(turn, str) and turn.strip() for turn in turns)
     ):
-        raise ValueError(
-            f"{where} has neither 'prompt' (a string) nor 'turns' (a list of strings); add one."
-        )
-    name = item.get("id", item.get("question_id", number))
-    return Prompt(str(name), str(item.get("category", "")), tuple(turns))
+        raise ValueError(f"{where} has neither {fields}; add one.")
+    ids = (item[key] for key in ("id", "question_id", "task_id") if key in item)
+    return Prompt(str(next(ids, number)), str(item.get("category", "")), tuple(turns))

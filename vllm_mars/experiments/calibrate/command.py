@@ -1,7 +1,6 @@
 """The subcommand `vllm-mars calibrate`."""
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +42,20 @@ def add_parser(commands: Any) -> None:
         "--output", type=Path, metavar="FILE", help="default build/calibration.json"
     )
     parser.add_argument(
-        "--engine-arg",
+        "--server-arg",
         dest="engine_args",
         action="append",
         metavar="ARG",
-        help="one more argument as `vllm serve` takes it, as --engine-arg=--max-model-len=1024; "
+        help="one more argument as `vllm serve` takes it, as --server-arg=--max-model-len=1024; "
         "repeatable",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command and returns 0."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RuntimeError(
-            f"a calibration needs {', '.join(missing)}; pip install 'vllm-mars[experiments]'."
-        )
+    from rich.console import Console
+
+    from vllm_mars.experiments.calibrate.result import print_calibration
     from vllm_mars.experiments.calibrate.search import CalibrateOptions, run_calibrate
     from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS
 
@@ -68,5 +65,5 @@ def run(args: argparse.Namespace) -> int:
     if "recovery" in options:
         options.setdefault("prompts", PACKAGED_TASKS)
     options["engine_args"] = tuple(options.get("engine_args", ()))
-    run_calibrate(CalibrateOptions(**options))
+    print_calibration(run_calibrate(CalibrateOptions(**options)), Console())
     return 0

@@ -1,20 +1,16 @@
 """What `vllm-mars calibrate` prints."""
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.table import Table
 
 from vllm_mars.calibration import OPTION
-
-if TYPE_CHECKING:
-    from vllm_mars.experiments.calibrate.losses import Measure
-    from vllm_mars.experiments.calibrate.search import Calibration
+from vllm_mars.experiments.calibrate.losses import Measure
+from vllm_mars.experiments.calibrate.search import Calibration
 
 MAX_ROWS = 14
 
 
-def print_calibration(result: "Calibration", console: Console) -> None:
+def print_calibration(result: Calibration, console: Console) -> None:
     """Prints the predicted curve, the confirmations and the threshold that came out."""
     console.print(_curve(result))
     if result.confirmations:
@@ -43,7 +39,7 @@ def print_calibration(result: "Calibration", console: Console) -> None:
     console.print(f'Serve with "{option}": "auto:{options.output}".', soft_wrap=True)
 
 
-def _curve(result: "Calibration") -> Table:
+def _curve(result: Calibration) -> Table:
     samples = f"{result.recorded[1]} positions in {result.recorded[0]} tokens"
     table = Table(
         title=f"Predicted from one strict pass: {samples} of {result.prompts[0]} prompts",
@@ -69,7 +65,7 @@ def _curve(result: "Calibration") -> Table:
     return table
 
 
-def _confirmations(result: "Calibration") -> Table:
+def _confirmations(result: Calibration) -> Table:
     table = Table(
         title=f"Measured on {result.prompts[1]} held-out prompts, against strict decoding",
         caption="cost as above, NLL: increase of the answers' mean NLL per token, both with their "
@@ -93,5 +89,5 @@ def _confirmations(result: "Calibration") -> Table:
     return table
 
 
-def _measure(measure: "Measure", form: str = "+.4f") -> str:
+def _measure(measure: Measure, form: str = "+.4f") -> str:
     return f"{measure.value:{form}} [{measure.low:{form}}, {measure.high:{form}}]"

@@ -181,7 +181,7 @@ class Calibration:
 
 
 def run_calibrate(options: CalibrateOptions) -> Calibration:
-    """Calibrates, prints the curve and writes the file.
+    """Calibrates and writes the file.
 
     Args:
         options: what to calibrate.
@@ -192,8 +192,6 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
         RuntimeError: the model cannot be made, or vLLM failed.
     """
     from rich.console import Console
-
-    from vllm_mars.experiments.calibrate.result import print_calibration
 
     console = Console(stderr=True)
     tasks: dict[str, Item] = {}
@@ -222,7 +220,6 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
         console.print("recording one strict pass")
         result = record(engine, options, run, prompts[0::2], len(prompts[1::2]))
         confirm(engine, result, prompts[1::2], tasks, console.print)
-    print_calibration(result, Console())
     write_json(options.output, result.to_json())
     console.print(f"wrote {options.output}", soft_wrap=True)
     return result

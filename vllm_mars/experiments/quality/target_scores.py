@@ -23,13 +23,11 @@ class Scored:
     Attributes:
         nll: mean negative log-likelihood per token in nats.
         off_choice: the tokens that are not the target's first choice.
-        token_ids: the answer's tokens.
         prompt_tokens: tokens of the prompt, chat template included.
     """
 
     nll: float
     off_choice: tuple[OffChoice, ...]
-    token_ids: tuple[int, ...]
     prompt_tokens: int
 
 
@@ -103,7 +101,6 @@ class TargetScorer:
         return Scored(
             nll=-sum(logprobs) / len(logprobs),
             off_choice=tuple(off_choice),
-            token_ids=tuple(answer_ids),
             prompt_tokens=len(prompt_ids),
         )
 

@@ -1,7 +1,6 @@
 """The arguments of `vllm-mars report`."""
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command and returns 0."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RuntimeError(
-            f"a report needs {', '.join(missing)}; pip install 'vllm-mars[experiments]'."
-        )
     from vllm_mars.experiments.report.page import write_report
 
     plots = write_report(args.runs, args.output, args.png)

@@ -33,12 +33,13 @@ def add_parser(commands: Any) -> None:
     add("--gap", dest="gaps", nargs="*", type=float, metavar="NATS", help="of metric gap")
     add("--no-unprotected", dest="unprotected", action="store_false", default=None,
         help="leave out MARS without protected tokens")  # fmt: skip
-    add("--k", dest="ks", nargs="+", type=int, metavar="K", help="draft tokens per step; default 4")
+    add("--num-speculative-tokens", dest="num_speculative_tokens", nargs="+", type=int, metavar="K",
+        help="draft tokens per step; default 4")  # fmt: skip
     add("--temperature", dest="temperatures", nargs="+", type=float, metavar="T")
     add("--concurrency", dest="concurrencies", nargs="+", type=int, metavar="N")
-    add("--dataset", dest="datasets", nargs="+", metavar="FILE",
+    add("--prompts", dest="datasets", nargs="+", metavar="FILE",
         help="JSON lines, vllm:NAME[:PATH] of vllm bench serve, lm-eval:TASK[.yaml]")  # fmt: skip
-    add("--num-prompts", type=int, metavar="N", help="of each dataset; 0 takes all; default 16")
+    add("--num-prompts", type=int, metavar="N", help="of each file; 0 takes all; default 16")
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 80")
     add("--repeats", type=int, metavar="N", help="passes over the grid; default 3")
     add("--seed", type=int, help="of every server; default 0")
@@ -76,13 +77,6 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 where no cell at all could be measured.
     """
-    import importlib.util
-
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RuntimeError(
-            f"a sweep needs {', '.join(missing)}; pip install 'vllm-mars[experiments]'."
-        )
     from vllm_mars.experiments.sweep.run import run_sweep
 
     cells = run_sweep(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.local.prompts import read_json_lines
+from vllm_mars.local.prompts import parse_prompt, read_json_lines
 
 PACKAGED_TASKS = Path(__file__).with_name("tasks.jsonl")
 
@@ -89,7 +89,7 @@ def load_dataset(source: str, num_prompts: int) -> Dataset:
         _, name, *file = source.split(":", 2)
         if not name or not num_prompts:
             raise ValueError(
-                f"datasets={source!r} with num_prompts={num_prompts}: write vllm:NAME or "
+                f"prompts={source!r} with num_prompts={num_prompts}: write vllm:NAME or "
                 "vllm:NAME:PATH, and say how many prompts vLLM draws (1 or more)."
             )
         args = ("--dataset-name", name, *(("--dataset-path", file[0]) if file else ()))
@@ -98,7 +98,7 @@ def load_dataset(source: str, num_prompts: int) -> Dataset:
         return _task(source.removeprefix("lm-eval:"), num_prompts)
     path = Path(source)
     items = read_json_lines(
-        path, _parse, option="datasets", instead="a JSONL file, vllm:NAME or lm-eval:TASK"
+        path, _parse, option="prompts", instead="a JSONL file, vllm:NAME or lm-eval:TASK"
     )
     chosen = _spread(items, num_prompts) if num_prompts else items
     return Dataset(path.stem, tuple(chosen), (), len(chosen))
@@ -107,30 +107,27 @@ def load_dataset(source: str, num_prompts: int) -> Dataset:
 def _task(task: str, num_prompts: int) -> Dataset:
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError(
-            f"datasets=lm-eval:{task} needs lm-eval; pip install 'vllm-mars[experiments]'."
+            f"prompts=lm-eval:{task} needs lm-eval; pip install 'vllm-mars[experiments]'."
         )
     path = Path(task)
     if path.suffix == ".yaml":
         if not path.is_file():
             raise ValueError(
-                f"datasets=lm-eval:{task}: there is no such file; name a task of lm-eval or the "
+                f"prompts=lm-eval:{task}: there is no such file; name a task of lm-eval or the "
                 "YAML file of one."
             )
         task = str(path.resolve())
     elif not task:
-        raise ValueError("datasets='lm-eval:' names no task; write lm-eval:TASK.")
+        raise ValueError("prompts='lm-eval:' names no task; write lm-eval:TASK.")
     return Dataset(f"lm-eval-{path.stem}", (), (), num_prompts, task)
 
 
 def _parse(data: dict[str, Any], where: str, number: int) -> Item:
-    turns = data.get("turns")
-    prompt = turns[0] if isinstance(turns, list) and turns else data.get("prompt")
-    if prompt is None and isinstance(data.get("question"), str):
-        prompt = _MATH + data["question"]
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"{where} has neither 'prompt', 'turns' nor 'question' (texts); add one.")
-    name = next((data[key] for key in ("id", "question_id", "task_id") if key in data), number)
-    item = Item(str(name), str(data.get("category", "")), prompt, _answer(data))
+    if isinstance(data.get("question"), str):
+        data = {"prompt": _MATH + data["question"], **data}
+    read = parse_prompt(data, where, number, "'prompt', 'turns' nor 'question' (texts)")
+    prompt = read.turns[0]
+    item = Item(read.id, read.category, prompt, _answer(data))
     if "schema" in data:
         if not isinstance(data["schema"], dict):
             raise ValueError(f"{where}: 'schema' is not an object; write a JSON schema.")
@@ -139,7 +136,7 @@ def _parse(data: dict[str, Any], where: str, number: int) -> Item:
         if not isinstance(data["test"], str) or not isinstance(data.get("entry_point"), str):
             raise ValueError(f"{where}: 'test' needs to be code, with the 'entry_point' it calls.")
         item = replace(item, test=data["test"], entry_point=data["entry_point"])
-        if turns is None and "task_id" in data:
+        if "turns" not in data and "task_id" in data:
             item = replace(item, prompt=f"{_CODE}```python\n{prompt}```", code=prompt)
     return item
 

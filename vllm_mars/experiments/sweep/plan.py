@@ -42,7 +42,7 @@ class SweepOptions:
         thetas: thresholds of MARS with metric "ratio", each in (0, 1].
         gaps: tolerances of MARS with metric "gap" in nats, each >= 0.
         unprotected: whether MARS is also measured without protected tokens.
-        ks: draft tokens per step, each at least 1.
+        num_speculative_tokens: draft tokens per step, each at least 1.
         temperatures: sampling temperatures, each >= 0.
         concurrencies: most requests in flight, each at least 1.
         datasets: prompt files, vLLM's names as "vllm:NAME" or "vllm:NAME:PATH", or tasks of lm-eval
@@ -75,7 +75,7 @@ class SweepOptions:
     thetas: tuple[float, ...] = THETAS
     gaps: tuple[float, ...] = (0.5, 1.0, 2.0, 3.0)
     unprotected: bool = True
-    ks: tuple[int, ...] = (4,)
+    num_speculative_tokens: tuple[int, ...] = (4,)
     temperatures: tuple[float, ...] = (0.0, 1.0)
     concurrencies: tuple[int, ...] = (1, 4, 16, 64)
     datasets: tuple[str, ...] = (str(PACKAGED_TASKS),)
@@ -101,7 +101,10 @@ class SweepOptions:
             for item in value if isinstance(value, tuple) else (value,):
                 if item < least:
                     raise ValueError(f"{name}={item} is below {least}; give {least} or more.")
-        for name in ("drafts", "methods", "ks", "temperatures", "concurrencies", "datasets"):
+        for name in (
+            *("drafts", "num_speculative_tokens", "methods"),
+            *("temperatures", "concurrencies", "datasets"),
+        ):
             values = getattr(self, name)
             if not values:
                 raise ValueError(f"{name} is empty; give at least one.")
@@ -138,8 +141,14 @@ class SweepOptions:
 
 
 _LEAST = {
-    **{"ks": 1, "temperatures": 0, "concurrencies": 1, "num_prompts": 0, "max_tokens": 1},
-    **{"repeats": 1, "side_by_side": 0, "tensor_parallel": 1, "pipeline_parallel": 1},
+    **{"num_speculative_tokens": 1, "temperatures": 0, "concurrencies": 1, "num_prompts": 0},
+    **{
+        "max_tokens": 1,
+        "repeats": 1,
+        "side_by_side": 0,
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
+    },
     **{"startup_timeout": 1, "cell_timeout": 1, "margin": 0, "nll_margin": 0},
 }
 
@@ -220,10 +229,10 @@ def plan(
     """
     groups = []
     specs = list(_servers(options))
-    for draft, k in itertools.product(options.drafts, options.ks):
+    for draft, k in itertools.product(options.drafts, options.num_speculative_tokens):
         mine = [s for s in specs if (s.draft, s.k) in ((draft, k), (NO_DRAFT, 0))]
         # The autoregressive server is shared: with the first draft alone.
-        if (draft, k) != (options.drafts[0], options.ks[0]):
+        if (draft, k) != (options.drafts[0], options.num_speculative_tokens[0]):
             mine = [s for s in mine if s.k]
         if not side_by_side or len(mine) <= side_by_side:
             passes = [
@@ -244,7 +253,7 @@ def plan(
 def _servers(options: SweepOptions) -> Iterator[ServerSpec]:
     if "autoregressive" in options.methods:
         yield ServerSpec("autoregressive")
-    for draft, k in itertools.product(options.drafts, options.ks):
+    for draft, k in itertools.product(options.drafts, options.num_speculative_tokens):
         for method in options.methods:
             if method == METHOD:
                 if options.thetas:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_mars.experiments.sweep.datasets import load_dataset
 from vllm_mars.experiments.sweep.group import Job, Sweep
@@ -18,10 +18,13 @@ from vllm_mars.experiments.sweep.record_file import (
     repair_end,
 )
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Settings
-from vllm_mars.experiments.sweep.runners import LocalRunner, Runner
+from vllm_mars.experiments.sweep.runners import LocalRunner
 from vllm_mars.experiments.sweep.summary import print_rows, rows
 from vllm_mars.local.drafts import draft_config
 from vllm_mars.local.packaged_model import ensure_model
+
+if TYPE_CHECKING:
+    from vllm_mars.experiments.sweep.ray_cells import RayRunner
 
 FILE_WIDTH = 200
 
@@ -121,12 +124,13 @@ def run_sweep(
     return cells
 
 
-def _runner(options: SweepOptions, ray_address: str | None, output: Path) -> Runner:
+def _runner(
+    options: SweepOptions, ray_address: str | None, output: Path
+) -> "LocalRunner | RayRunner":
     if ray_address is not None:
         from vllm_mars.experiments.sweep.ray_cells import RayRunner
 
-        runner: Runner = RayRunner(options, ray_address)
-        return runner
+        return RayRunner(options, ray_address)
     return LocalRunner(options, output.with_name(f"{output.stem}-logs"))
 
 

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from vllm_mars.experiments.quality.judge import Judge
 from vllm_mars.experiments.quality.target_scores import TargetScorer
@@ -13,29 +12,12 @@ from vllm_mars.experiments.sweep.plan import SweepOptions
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
 
 
-class Runner(Protocol):
-    """Measures jobs and judges cells.
+class LocalRunner:
+    """Measures on this machine, one group after the other.
 
     Attributes:
         side_by_side: servers that a group may hold; 0 sets no limit.
     """
-
-    side_by_side: int
-
-    def run(self, jobs: Sequence[Job], emit: Callable[[Cell], None]) -> None:
-        """Measures the jobs' cells; `emit` takes each as soon as it is measured."""
-
-    def judge(
-        self, sweep: Sweep, cells: Sequence[Cell], emit: Callable[[CellKey, Quality], None]
-    ) -> None:
-        """Judges the cells that were not judged yet."""
-
-    def close(self) -> None:
-        """Leaves what it was connected to."""
-
-
-class LocalRunner:
-    """Measures on this machine, one group after the other."""
 
     def __init__(self, options: SweepOptions, log_dir: Path) -> None:
         """Asks vLLM what it can do here.

@@ -1,0 +1,44 @@
+"""The arguments of `vllm-mars demo`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+NEEDED = ("openai", "prometheus_client", "rich")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to `vllm-mars`."""
+    parser = commands.add_parser(
+        "demo",
+        help="compare autoregressive, strict and margin-aware decoding on real vLLM servers",
+        description="Serves a model three times, asks each server the same prompts one at a time "
+        "and compares speed, acceptance and answers. Options that are not given: %(prog)s "
+        "takes the packaged model and prompts, theta 0.9, and the model's EAGLE-3 head where there "
+        "is one, else ngram drafts of 4 tokens.",
+    )
+    add = parser.add_argument
+    add("--model", metavar="MODEL", help="default: the packaged model")
+    add("--draft", metavar="ngram|MODEL", help="ngram, or a draft model or head")
+    add("--theta", type=float, help="mars_theta, in (0, 1]; default 0.9")
+    add("--num-speculative-tokens", type=int, metavar="K", help="default: the head's, else 4")
+    add("--prompts", type=Path, metavar="FILE", help="JSON lines with 'prompt' or 'turns'")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default 128")
+    add("--repeats", type=int, metavar="N", help="timed passes; default 1")
+    add("--output", type=Path, metavar="FILE", help="default build/demo.json; logs go beside it")
+    add("--startup-timeout", type=float, metavar="SECONDS", help="per server; default 600")
+    add("--server-arg", dest="server_args", action="append", metavar="ARG",
+        help="one more argument of `vllm serve`, as --server-arg=--max-model-len=1024; "
+        "repeatable")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns 0."""
+    from vllm_mars.demo.run import DemoOptions, run_demo
+
+    options = {
+        name: value for name, value in vars(args).items() if name != "command" and value is not None
+    }
+    options["server_args"] = tuple(options.get("server_args", ()))
+    run_demo(DemoOptions(**options))
+    return 0
