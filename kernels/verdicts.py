@@ -39,7 +39,7 @@ def verdicts_at(
     HAS_PROTECTED: tl.constexpr,
     HAS_BLOCKED: tl.constexpr,
 ):
-    """Draft token, verdict but for the budget, z1, z2 and the argmax at each position."""
+    """Draft token, verdict before the budget is applied, z1, z2 and the argmax at each position."""
     packed, second = reduce_splits(best_ptr, second_ptr, position, is_row, num_splits, SPLITS)
     first = unpack_value(packed)
     argmax = unpack_id(packed)

@@ -82,3 +82,16 @@ def test_the_house_looks_down():
     }
     product = allowed.keys() - LABORATORY - {"cli"}
     assert not any(LABORATORY & allowed[name] for name in product)
+
+
+def test_the_walks_name_functions_that_are_there():
+    walk = (ROOT / "CONTRIBUTING.md").read_text().split("## Two values on their way")[1]
+    steps = re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`\)", walk.split("\n## ")[0])
+    assert steps
+    for name, path in steps:
+        defined = {
+            node.name
+            for node in ast.walk(ast.parse((ROOT / path).read_text()))
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+        assert set(name.split(".")) <= defined, f"{path}: {name}"
