@@ -13,7 +13,7 @@ RAY = ["ray[serve]>=2.60", "pyarrow"]
 DEMO = ["accelerate", "filelock", "gguf", "openai", "prometheus-client", "rich", "transformers"]
 # pandas is what `vllm bench serve` reads prompt files with.
 EXPERIMENTS = [
-    *(*DEMO, "jinja2", "jsonschema", "matplotlib", "numpy", "pandas", "pydantic"),
+    *(*DEMO, "jinja2", "jsonschema", "numpy", "pandas", "pydantic"),
     *("lm-eval[api]>=0.4.10", "rouge-score", "sacrebleu", "scipy"),
 ]
 
@@ -45,6 +45,7 @@ setup(
             *EXPERIMENTS,
             *RAY,
             "hypothesis",
+            "matplotlib",
             "mypy",
             "playwright",
             # With 9.2, pytest-xdist 3.8 takes every test for a group of its own.

@@ -1,4 +1,4 @@
-"""The report: what it draws from records, what it says of missing data, and a real browser."""
+"""The report: what it tells from records, what it says of missing data, and a real browser."""
 
 import dataclasses
 import json
@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
 from vllm_mars.cli import main
-from vllm_mars.experiments.report.page import load_runs, sections, write_report
-from vllm_mars.experiments.report.plots import Plot, Series, frontier, lines, pareto
-from vllm_mars.experiments.report.tables import Piece, pieces
+from vllm_mars.experiments.report.advice import BUDGET, CANNOT_TELL, verdict
+from vllm_mars.experiments.report.answers import pieces
+from vllm_mars.experiments.report.chart import Chart, Curve
+from vllm_mars.experiments.report.measured import Interval
+from vllm_mars.experiments.report.page import read_sections, write_report
 from vllm_mars.experiments.sweep.record_file import append_cell, append_quality
 from vllm_mars.experiments.sweep.records import (
     Acceptance,
@@ -70,9 +71,12 @@ def make_cell(method, theta, k, speed, concurrency, repeat):
     )
 
 
-def make_quality(cell, nll):
+def make_quality(cell, nll, small_loss=None):
     off_choice = ()
-    if cell.key.lossy:
+    if cell.key.lossy and small_loss == cell.key.theta:
+        # 0.05 nats in 10 tokens.
+        off_choice = (OffChoice(1, 4, 7, "red", -1.05, "brown", -1.0),)
+    elif cell.key.lossy:
         off_choice = (
             OffChoice(1, 4, 7, "red", math.log(0.25), 'brown & "<i>', math.log(0.5)),
             OffChoice(3, 15, 20, "jumps", math.log(0.3), "runs", math.log(0.4)),
@@ -91,7 +95,7 @@ def make_quality(cell, nll):
     )
 
 
-def write_sweep(path, rules=RULES, concurrencies=(1, 4), judged=True):
+def write_sweep(path, rules=RULES, concurrencies=(1, 4), judged=True, small_loss=None):
     cells = [
         (make_cell(method, theta, k, speed, concurrency, repeat), nll)
         for method, theta, k, speed, nll in rules
@@ -102,7 +106,7 @@ def write_sweep(path, rules=RULES, concurrencies=(1, 4), judged=True):
         append_cell(path, cell)
     if judged:
         for cell, nll in cells:
-            append_quality(path, cell.key, make_quality(cell, nll))
+            append_quality(path, cell.key, make_quality(cell, nll, small_loss))
     return path
 
 
@@ -110,7 +114,11 @@ def write_calibration(path):
     measure = {"value": 0.009, "low": 0.007, "high": 0.0098, "kept_share": 0.99}
     content = {
         **{"kind": "calibration", "schema": 1, "metric": "ratio", "threshold": 0.96},
-        **{"budget": 0.01, "model": {"name": "tiny"}, "draft": {"name": "ngram"}},
+        **{
+            "budget": 0.01,
+            "model": {"name": "tiny"},
+        },
+        "draft": {"name": "ngram", "num_speculative_tokens": 4},
         "recovery": None,
         "samples": {"held_out_prompts": 8},
         "curve": [
@@ -151,52 +159,179 @@ def report(tmp_path_factory):
     return page
 
 
-def by_name(paths):
-    return {section.name: section for section in sections(load_runs(paths))}
+def test_a_section_for_each_draft(tmp_path):
+    """Each has every point of the grid, its own strict rows and the shared autoregressive ones."""
+    sections = read_sections([write_sweep(tmp_path / "s.jsonl")])
+    assert [section.setup for section in sections] == [("tiny", "ngram", 4), ("tiny", "ngram", 8)]
+    four, eight = sections
+    assert [len(point) for point in four.points] == [4, 4]
+    assert [it.row.key.concurrency for it in four.points[1]] == [4] * 4
+    assert len(eight.points[0]) == 3
+    rules = {it.row.key.rule: it for it in four.points[0]}
+    mars = rules["mars 0.9"]
+    assert mars.strict.key == rules["standard"].row.key
+    assert mars.tokens_per_second.value == pytest.approx(45.2, abs=0.05)
+    assert mars.row.speedup == pytest.approx(2.25)
+    assert mars.speedup == pytest.approx((1.25,) * 3), "all prompts are alike"
+    assert mars.sooner == pytest.approx((1.25,) * 3)
+    assert mars.seconds.value == pytest.approx(400 / 45 / 4 * (1 + 1 / 1.01) / 2)
+    assert mars.length == pytest.approx((100,) * 3)
+    given_away = math.log(0.5 / 0.25) + math.log(0.4 / 0.3)
+    assert mars.loss == pytest.approx((given_away / 100,) * 3)
+    assert rules["standard"].speedup == pytest.approx((1,) * 3)
+    assert rules["autoregressive"].speedup.value == pytest.approx(20 / 36)
+    assert [curve.name for curve in four.chart.curves] == ["theta"]
+    # From strict decoding to the loosest.
+    assert [label for _, _, label in four.chart.curves[0].points] == ["", "0.98", "0.9"]
+    assert [x.value for x, _, _ in four.chart.curves[0].points][0] == 0
+    assert len(four.relaxed) == len(PROMPTS)
+    (title, first), *_ = four.relaxed.items()
+    assert title == "mars 0.9: a (2 relaxed)"
+    assert sum(token is not None for _, token in first) == 2
 
 
-def test_every_section_is_drawn(tmp_path):
-    found = by_name([write_sweep(tmp_path / "s.jsonl"), write_calibration(tmp_path / "c.json")])
-    assert {name: section.missing for name, section in found.items()} == dict.fromkeys(found, "")
-    plots = {name: [plot.name for plot in section.plots] for name, section in found.items()}
-    # Two concurrencies, three scores.
-    assert len(plots["pareto"]) == 6
-    assert "pareto-tiny-temperature-0-prompts-concurrency-1-nll" in plots["pareto"]
-    assert plots["acceptance"] == [f"acceptance-tiny-temperature-0-ngram-K{k}" for k in (4, 8)]
-    assert plots["margins"] == ["margins-c", "calibration-c"]
-    assert len(plots["load"]) == 1
-    assert len(plots["drafts"]) == 2
-    (one, *_) = found["relaxed"].answers
-    assert one.count == 2
-    speeds = {row[0] + row[1]: row[5:8] for row in found["pareto"].tables[0].rows if row[4] == "1"}
-    assert speeds["mars 0.9ngram K4"] == ["45.2", "2.25", "1.25"]
+def test_intervals_are_paired_over_prompts(tmp_path):
+    """A rule that speeds up some prompts alone has a wide interval, whatever their lengths."""
+    cells = [make_cell("standard", None, 4, 40.0, 1, 0), make_cell("mars", 0.9, 4, 40.0, 1, 0)]
+    lengths = (1.0, 2.0, 3.0, 4.0)
+    for cell, factors in zip(cells, ((1, 1, 1, 1), (1, 1, 0.5, 0.5)), strict=True):
+        outputs = [
+            dataclasses.replace(output, seconds=length * factor, output_tokens=int(100 * length))
+            for output, length, factor in zip(cell.outputs, lengths, factors, strict=True)
+        ]
+        seconds = sum(output.seconds for output in outputs)
+        speed = dataclasses.replace(cell.speed, seconds=seconds, output_tokens=1000)
+        append_cell(
+            tmp_path / "s.jsonl", dataclasses.replace(cell, outputs=tuple(outputs), speed=speed)
+        )
+    strict, mars = read_sections([tmp_path / "s.jsonl"])[0].points[0]
+    assert strict.speedup == (1, 1, 1), "beside itself it has no spread"
+    assert strict.seconds.low < strict.seconds.value < strict.seconds.high
+    assert mars.speedup.value == pytest.approx(10 / 6.5)
+    assert mars.speedup.low == pytest.approx(1)
+    assert mars.speedup.high == pytest.approx(2)
 
 
-def test_who_is_beaten(tmp_path):
-    found = by_name([write_sweep(tmp_path / "s.jsonl")])
-    notes = {plot.name.rsplit("-", 1)[1]: plot.note for plot in found["pareto"].plots}
-    # K 8 is faster at the same quality; the autoregressive point is slower than strict.
-    assert notes["nll"] == (
-        "Beaten by no other rule: mars 0.9 ngram K4, mars 0.9 ngram K8, mars 0.98 ngram K4, "
-        "standard ngram K8."
-    )
+def advice(tmp_path, rules, **more):
+    write_sweep(tmp_path / "s.jsonl", rules, (1,), **more)
+    (section,) = read_sections([tmp_path / "s.jsonl"])
+    (answer,) = section.answers
+    return answer
+
+
+def test_the_fastest_rule_within_the_budget(tmp_path):
+    """A faster one loses too much, a slower one is as good."""
+    rules = [
+        *RULES[:3],
+        ("mars", 0.98, 4, 40.0, 0.50),
+        ("mars", 1.0, 4, 38.0, 0.50),
+    ]
+    answer = advice(tmp_path, rules, small_loss=0.98)
+    assert json.loads(answer.setting) == {"rejection_sample_method": "mars", "mars_theta": 0.98}
+    assert answer.measured.loss.high < BUDGET
+    assert answer.measured.speedup.value == pytest.approx(40 / 36)
+    assert f"at most {BUDGET} nats per token" in answer.why
 
 
 @pytest.mark.parametrize(
-    ("section", "command"),
+    ("speed", "nll"), [(36.0, 0.50), (40.0, 0.51)], ids=["not faster", "NLL is worse"]
+)
+def test_a_rule_that_is_not_shown_to_be_good(tmp_path, speed, nll):
+    answer = advice(tmp_path, [*RULES[:2], ("mars", 0.98, 4, speed, nll)], small_loss=0.98)
+    assert answer.setting == CANNOT_TELL
+    assert answer.measured.row.key.rule == "mars 0.98", "the least lossy one"
+
+
+@pytest.mark.parametrize(
+    ("rules", "judged", "missing"),
     [
-        ("pareto", "`vllm-mars sweep` measures and judges them"),
-        ("acceptance", "`vllm-mars sweep` gives them"),
-        ("load", "`vllm-mars sweep --concurrency 1 4 16 64` measures them"),
-        ("drafts", "`vllm-mars sweep --draft ngram DIR` or `--k 2 4 8` measures them"),
-        ("relaxed", "`vllm-mars sweep` judges its answers unless"),
+        (RULES[:2], True, "No lossy rule was measured beside a strict one; `vllm-mars sweep`"),
+        ([RULES[0], RULES[2]], True, "`vllm-mars sweep --method standard mars` measures both"),
+        (RULES[2:3], True, "No lossy rule was measured beside a strict one; `vllm-mars sweep`"),
+        (RULES[:3], False, "`vllm-mars sweep --temperature 0` judges its answers unless"),
+        (RULES[:3], True, "`vllm-mars calibrate` looks for a threshold"),
+        (RULES[:1], True, "No lossy rule was measured"),
     ],
 )
-def test_missing_data_is_named(tmp_path, section, command):
-    found = by_name([write_calibration(tmp_path / "c.json")])
-    assert command in found[section].missing
-    assert not found[section].plots
-    assert not found["margins"].missing
+def test_missing_data_is_named(tmp_path, rules, judged, missing):
+    answer = advice(tmp_path, rules, judged=judged)
+    assert answer.setting == CANNOT_TELL
+    assert missing in answer.why
+    write_report([tmp_path / "s.jsonl"], tmp_path / "page.html")
+    assert CANNOT_TELL in (tmp_path / "page.html").read_text()
+
+
+def test_verdicts():
+    base = Estimate("pass_at_1", 100, 0.5, 0.4, 0.6, 0.5, 0.0, -0.1, 0.1, non_inferior=False)
+    assert verdict(base) == "not shown"
+    assert verdict(dataclasses.replace(base, non_inferior=True)) == "kept"
+    worse = dataclasses.replace(base, difference_high=-0.01)
+    assert verdict(worse) == "worse"
+    # Strict decoding solves 29 of 100.
+    assert verdict(dataclasses.replace(worse, reference=0.29)) == CANNOT_TELL
+    assert verdict(dataclasses.replace(base, name="nll", difference_low=0.01)) == "worse"
+    assert verdict(dataclasses.replace(base, name="chrf")) == ""
+
+
+def test_two_sweeps_with_the_same_autoregressive_cell(tmp_path):
+    """Sweeps of two drafts share a page, each with speeds of its own file."""
+    one = write_sweep(tmp_path / "one.jsonl", RULES[:3], (1,))
+    other = tmp_path / "other.jsonl"
+    write_sweep(other, [("autoregressive", None, 0, 10.0, 0.5), *RULES[4:]], (1,))
+    page = tmp_path / "page.html"
+    assert main(["report", str(one), str(other), str(one), "--output", str(page)]) == 0
+    four, eight = read_sections([one, other, one])
+    assert [four.setup[2], eight.setup[2]] == [4, 8]
+    assert four.points[0][0].tokens_per_second.value == pytest.approx(20.1, abs=0.01)
+    assert eight.points[0][0].tokens_per_second.value == pytest.approx(10.05, abs=0.01)
+    text = page.read_text()
+    assert text.count("<section>") == 2
+    assert "From one.jsonl." in text
+    assert "From other.jsonl." in text
+
+
+def test_a_calibration_alone(tmp_path):
+    calibration = write_calibration(tmp_path / "c.json")
+    (section,) = read_sections([calibration])
+    (answer,) = section.answers
+    assert json.loads(answer.setting) == {"rejection_sample_method": "mars", "mars_theta": 0.96}
+    _, chart = section.calibrations["c.json"]
+    assert [curve.name for curve in chart.curves][::2] == [
+        "predicted",
+        "measured on held-out prompts",
+    ]
+    assert chart.level == (0.01, "budget 0.01")
+    write_report([calibration], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "not measured at 0.96" in text
+    assert "in 95 % of the bootstrap samples" in text
+
+
+@pytest.mark.parametrize(("theta", "near"), [(0.96, []), (0.97, [0.9, 0.98])])
+def test_a_calibration_beside_a_sweep(tmp_path, theta, near):
+    """It is the answer; the sweep gives the speed at its threshold, or beside it."""
+    rules = [*RULES[:4], ("mars", 0.96, 4, 42.0, 0.5), ("mars", 0.8, 4, 50.0, 0.5)]
+    rules = rules if theta == 0.96 else [rule for rule in rules if rule[1] != 0.96]
+    sweep = write_sweep(tmp_path / "s.jsonl", rules, (1,))
+    calibration = write_calibration(tmp_path / "c.json")
+    content = json.loads(calibration.read_text()) | {"threshold": theta}
+    calibration.write_text(json.dumps(content))
+    (section,) = read_sections([sweep, calibration])
+    (answer,) = section.answers
+    assert json.loads(answer.setting)["mars_theta"] == theta
+    if near:
+        assert answer.measured is None
+        assert [it.threshold for it in answer.near] == near
+    else:
+        assert answer.measured.speedup.value == pytest.approx(42 / 36)
+
+
+def test_a_calibration_that_found_nothing(tmp_path):
+    calibration = write_calibration(tmp_path / "c.json")
+    content = json.loads(calibration.read_text()) | {"threshold": 1, "confirmations": []}
+    calibration.write_text(json.dumps(content))
+    write_report([calibration], tmp_path / "page.html")
+    assert "nothing looser than strict" in (tmp_path / "page.html").read_text()
 
 
 def test_a_calibration_with_a_task_score_as_budget(tmp_path):
@@ -207,74 +342,49 @@ def test_a_calibration_with_a_task_score_as_budget(tmp_path):
     path.write_text(json.dumps(content))
     write_report([path], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    for cell in ("recovery 0.98", "0.990 [0.950, 1.000]", "91%"):
+    for cell in ("0.98 of the task score", "0.990 <small>[0.950, 1.000]</small>", "91%"):
         assert cell in text
 
 
-def test_a_sweep_alone_lacks_margins(tmp_path):
-    sweep = write_sweep(tmp_path / "s.jsonl", RULES[:3], (1,), judged=False)
-    found = by_name([sweep])
-    assert "`vllm-mars calibrate` records" in found["margins"].missing
-    assert found["load"].missing
-    assert found["drafts"].missing
-    assert found["pareto"].missing
-    assert found["acceptance"].plots
-
-
-def test_files_and_pngs(report):
+def test_the_page(report):
     text = report.read_text()
-    assert "http" not in text.replace("http://www.w3.org/", ""), "nothing is loaded from elsewhere"
+    assert "http" not in text, "nothing is loaded from elsewhere"
     assert "<script" not in text
     assert len(text) < 1_000_000
-    pngs = sorted(path.name for path in report.with_suffix("").iterdir())
-    assert len(pngs) == text.count("<figure") == 13
-    assert all((report.with_suffix("") / name).read_bytes()[:4] == b"\x89PNG" for name in pngs)
+    # Of two drafts, and the calibration's.
+    assert text.count("<figure") == 3
     assert "vLLM 0.32 has no &#39;fly&#39;" in text
     assert "brown &amp; &#34;&lt;i&gt;" in text, "tokens are text, not markup"
     assert "<b>" not in text
     assert "&#39;my prompts.jsonl&#39;" in text
-
-
-def test_ids_differ(report):
-    import re
-
-    ids = re.findall(r'\bid="([^"]+)"', report.read_text())
-    assert len(ids) == len(set(ids))
-    targets = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', report.read_text())
-    assert {one or other for one, other in targets} <= set(ids)
+    assert "45.2 <small>" in text
+    order = [text.index(it) for it in ("mars_theta&#34;: 0.96", "<figure", "<table", "<details")]
+    assert order == sorted(order), "the answer, a plot, a table, then what is folded"
 
 
 def test_pieces():
     text = "abcdef"
     tokens = [OffChoice(1, 2, 4, "cd", 0.0, "X", 0.0), OffChoice(2, 3, 4, "d", 0.0, "Y", 0.0)]
-    assert pieces(text, tokens) == [Piece("ab"), Piece("cd", "X"), Piece("ef")]
-    assert pieces(text, []) == [Piece("abcdef")]
-    assert pieces("ab", [OffChoice(0, 0, 2, "ab", 0.0, "X", 0.0)]) == [Piece("ab", "X")]
+    assert pieces(text, tokens) == [("ab", None), ("cd", tokens[0]), ("ef", None)]
+    assert pieces(text, []) == [("abcdef", None)]
+    whole = OffChoice(0, 0, 2, "ab", 0.0, "X", 0.0)
+    assert pieces("ab", [whole]) == [("ab", whole)]
 
 
-def test_frontier():
-    points = [(1.0, 5.0), (2.0, 5.0), (3.0, 4.0), (2.5, 3.0), (4.0, 1.0), (4.0, 0.5)]
-    assert frontier(points, higher=True) == [(2.0, 5.0), (3.0, 4.0), (4.0, 1.0)]
-    assert frontier(points, higher=False) == [(4.0, 0.5)]
-
-
-def test_a_plot_follows_the_page_and_stays_the_same():
-    plot = Plot("one", 'a "title"', "", lines([Series("s", [1, 2], [3, 4])], "x", "y"))
-    svg = plot.svg()
-    assert svg == plot.svg()
-    assert "var(--ink)" in svg
-    assert "var(--series-0)" in svg
-    assert "#01030" not in svg
-    assert 'aria-label="a &quot;title&quot;"' in svg
-    assert "DejaVu" not in svg
-    assert pareto([Series("s", [1], [2])], "x", "y", higher=True)
-
-
-def test_a_long_title_stays_within_the_png(tmp_path):
-    draw = pareto([Series("s", [1], [2])], "x", "y", higher=True)
-    Plot("p", "pass@1, recovery, temperature 0, " * 4, "", draw).png(tmp_path / "p.png")
-    image = imread(tmp_path / "p.png")
-    assert (image[:, [0, -1], :3] == 1).all(), "nothing is drawn at the sides"
+def test_a_chart():
+    points = [
+        (Interval(0, 0, 0), Interval(1, 1, 1), ""),
+        (Interval(5, 0, 10), Interval(2, 1, 3), ""),
+    ]
+    chart = Chart("x", "y", [Curve("c", points)], (5, "level"))
+    assert chart.at(0, 5) == 50
+    # Six per cent of the range are room on each side; y grows upwards and holds the level.
+    assert chart.at(0, 0) == pytest.approx(100 * 0.06 / 1.12, abs=0.01)
+    assert chart.at(1, 5) == pytest.approx(100 * 0.06 / 1.12, abs=0.01)
+    assert [text for _, text in chart.ticks(0)] == ["0", "5", "10"]
+    assert [text for _, text in chart.ticks(1)] == ["1", "2", "3", "4", "5"]
+    one = Chart("x", "y", [Curve("c", points[:1])])
+    assert one.at(0, 0) == 50, "a single value stands in the middle"
 
 
 @pytest.mark.parametrize(
@@ -314,8 +424,7 @@ def browser():
         browser.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
 def test_in_a_browser(report, browser, width, scheme):
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     problems, requests = [], []
@@ -326,6 +435,9 @@ def test_in_a_browser(report, browser, width, scheme):
         page.goto(report.as_uri())
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SCREENSHOTS / f"report-{width}-{scheme}.png", full_page=True)
+        assert page.locator(".answer").first.is_visible()
+        assert not page.locator("mark").first.is_visible(), "details are folded"
+        page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
         assert problems == []
         assert requests == [report.as_uri()], "nothing else is loaded"
 
@@ -335,23 +447,27 @@ def test_in_a_browser(report, browser, width, scheme):
                 width: svg.getBoundingClientRect().width,
                 height: svg.getBoundingClientRect().height,
                 // Marks and text that are really painted, in a colour of the page.
-                drawn: [...svg.querySelectorAll('path, use')].filter(
-                    it => it.getBoundingClientRect().width > 0).length,
+                drawn: [...svg.querySelectorAll('line, circle')].filter(
+                    it => getComputedStyle(it).stroke + getComputedStyle(it).fill != ''
+                        && it.getBoundingClientRect().width + it.getBoundingClientRect().height > 5
+                ).length,
                 text: [...svg.querySelectorAll('text')].map(it => ({
                     fill: getComputedStyle(it).fill,
+                    labels: it.closest('g') !== null,
                     size: it.getBoundingClientRect().height,
-                    left: it.getBoundingClientRect().left - svg.getBoundingClientRect().left,
-                    right: svg.getBoundingClientRect().right - it.getBoundingClientRect().right,
+                    left: it.getBoundingClientRect().left,
+                    right: document.documentElement.clientWidth - it.getBoundingClientRect().right,
                 })),
             }))"""
         )
-        assert len(plots) == 13
+        assert len(plots) == 3
         ink = page.evaluate("getComputedStyle(document.body).color")
         for plot in plots:
-            assert plot["width"] > 300
+            assert plot["width"] > 290
             assert plot["height"] > 200
             assert plot["drawn"] > 10
-            assert {text["fill"] for text in plot["text"]} == {ink}
+            texts = {(text["fill"] == ink) for text in plot["text"] if not text["labels"]}
+            assert texts == {True}
             assert min(text["size"] for text in plot["text"]) > 8
             assert min(min(text["left"], text["right"]) for text in plot["text"]) > -1
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -371,5 +487,21 @@ def test_in_a_browser(report, browser, width, scheme):
         page.evaluate("document.activeElement.blur()")
         page.locator("mark").nth(1).hover()
         assert page.locator(".choice").nth(1).is_visible()
+    finally:
+        page.close()
+
+
+def test_on_paper(report, browser):
+    """Printed from a dark screen the page is light, and its table fits an A4 sheet across."""
+    sheet = 277 * 96 / 25.4
+    page = browser.new_page(viewport={"width": int(sheet), "height": 700})
+    try:
+        page.emulate_media(media="print", color_scheme="dark")
+        page.goto(report.as_uri())
+        assert (
+            page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        )
+        assert page.locator("table").first.bounding_box()["width"] <= sheet
+        assert page.pdf(prefer_css_page_size=True).startswith(b"%PDF")
     finally:
         page.close()

@@ -1,185 +1,192 @@
-"""One self-contained HTML page, and PNGs, of sweeps and calibrations."""
+"""One self-contained HTML page of sweeps and calibrations."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_mars import __version__
-from vllm_mars.calibration import read_calibration
-from vllm_mars.experiments.report.figures import (
-    acceptance_plots,
-    calibration_plots,
-    ladder_plots,
-    load_plots,
-    margin_plots,
-    pareto_plots,
+from vllm_mars.calibration import OPTION, read_calibration
+from vllm_mars.experiments.quality.scores import is_task_score
+from vllm_mars.experiments.report.advice import (
+    CANNOT_TELL,
+    Answer,
+    calibrated,
+    fastest_within,
+    verdict,
 )
-from vllm_mars.experiments.report.plots import Plot
-from vllm_mars.experiments.report.tables import (
-    Relaxed,
-    Table,
-    calibration_table,
-    provenance_table,
-    quality_table,
-    relaxed_answers,
-    speed_table,
-    unmeasured_table,
-)
+from vllm_mars.experiments.report.answers import Piece, relaxed_answers
+from vllm_mars.experiments.report.chart import Chart, Curve, Point
+from vllm_mars.experiments.report.measured import Interval, Measured, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.records import Cell
-from vllm_mars.experiments.sweep.summary import rows
+from vllm_mars.experiments.sweep.summary import Row, rows
 
 TEMPLATE = "report.html.j2"
+# Model, draft and K.
+Setup = tuple[str, str, int]
+# By file name.
+Calibrations = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page.
+    """What one sweep measured of one setup, and that setup's calibrations.
 
     Attributes:
-        name: its anchor.
-        title: its heading.
-        text: what it shows.
-        missing: which data is not there and which command gives it; "" where all is.
-        plots, tables, answers: what it holds.
+        setup: model, draft and K.
+        answers: what to set, by each calibration or else by the sweep.
+        points: the rules at each point of the grid (dataset, temperature, load); first the one with
+            most lossy rules whose loss is known.
+        chart: their speed by loss, None without any.
+        calibrations: content and chart by file name.
+        relaxed: answers with their relaxed tokens, by title.
+        cells: of the sweep.
+        runs: file name, commit, versions, hardware and command of all that, each once.
     """
 
-    name: str
-    title: str
-    text: str
-    missing: str = ""
-    plots: Sequence[Plot] = ()
-    tables: Sequence[Table] = ()
-    answers: Sequence[Relaxed] = ()
+    setup: Setup
+    answers: Sequence[Answer]
+    points: Sequence[Sequence[Measured]]
+    chart: Chart | None
+    calibrations: dict[str, tuple[dict[str, Any], Chart | None]]
+    relaxed: dict[str, list[Piece]]
+    cells: Sequence[Cell]
+    runs: Sequence[tuple[str, ...]]
 
 
-@dataclass
-class Runs:
-    """What the report is made of.
-
-    Attributes:
-        cells: of all sweeps.
-        calibrations: name and content of each calibration.
-    """
-
-    cells: list[Cell] = field(default_factory=list)
-    calibrations: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-
-
-def load_runs(paths: Sequence[Path]) -> Runs:
+def read_sections(paths: Iterable[Path]) -> list[Section]:
     """Reads files of `vllm-mars sweep` (`.jsonl`) and `vllm-mars calibrate` (`.json`).
+
+    Sweeps are never merged: only in one file did rules take turns, so that speeds compare.
 
     Raises:
         ValueError: a file is neither, or cannot be read.
     """
-    runs = Runs()
-    sweeps = []
-    for path in paths:
+    sweeps: dict[str, list[Cell]] = {}
+    calibrations: dict[Setup, Calibrations] = {}
+    for path in dict.fromkeys(paths):
         if path.suffix == ".jsonl":
-            sweeps.append(path)
+            sweeps[str(path)] = read_cells(path)
         elif path.suffix == ".json":
-            runs.calibrations.append((path.stem, read_calibration(path)))
+            content = read_calibration(path)
+            model, draft = content["model"], content["draft"]
+            setup = (model.get("name"), draft.get("name"), draft.get("num_speculative_tokens"))
+            calibrations.setdefault(setup, {})[path.name] = content
         else:
             raise ValueError(
                 f"{path} is neither a sweep (.jsonl) nor a calibration (.json); give files that "
                 "`vllm-mars sweep` or `vllm-mars calibrate` wrote."
             )
-    runs.cells = read_cells(sweeps)
-    return runs
+    sections = []
+    for file, cells in sweeps.items():
+        found = rows(cells)
+        setups = dict.fromkeys((row.key.model, row.key.draft, row.key.k) for row in found)
+        # Decoding without drafts is beside every draft of its file.
+        for setup in [setup for setup in setups if setup[2]] or setups:
+            own = calibrations.get(setup, {})
+            sections.append(_section(setup, own, Path(file).name, found, cells))
+    shown = {section.setup for section in sections}
+    sections += [_section(setup, own) for setup, own in calibrations.items() if setup not in shown]
+    return sections
 
 
-def sections(runs: Runs) -> list[Section]:
-    """Builds the page's sections; each says what it lacks and what gives it."""
-    found = rows(runs.cells)
-    calibrations = runs.calibrations
-    pareto, acceptance = pareto_plots(found), acceptance_plots(found)
-    load, ladder = load_plots(found), ladder_plots(found)
-    margins, answers = margin_plots(calibrations), relaxed_answers(runs.cells)
-    parts = [
-        Section(
-            "pareto",
-            "Quality against speed",
-            "Each point is a verification rule: to the right is faster, up is better. The line "
-            "joins the rules that no other beats in both. Bars are 95 % intervals of a paired "
-            "bootstrap over prompts.",
-            ""
-            if pareto
-            else "No sweep holds judged cells of autoregressive decoding and another method at the "
-            "same point. `vllm-mars sweep` measures and judges them.",
-            pareto,
-            [*speed_table(found), *quality_table(found)],
-        ),
-        Section(
-            "acceptance",
-            "Acceptance by position",
-            "Share of verification steps whose draft token at this position was accepted.",
-            "" if acceptance else "No sweep holds cells with drafts. `vllm-mars sweep` gives them.",
-            acceptance,
-        ),
-        Section(
-            "margins",
-            "Margins",
-            "How close the target's second choice is to its first, z2 / z1, at the positions that "
-            "strict verification looks at. A runner-up to the right of theta is let through.",
-            ""
-            if margins
-            else "No calibration is given. `vllm-mars calibrate` records the target's two largest "
-            "logits; add its file to the report.",
-            [*margins, *calibration_plots(calibrations)],
-            calibration_table(calibrations),
-        ),
-        Section(
-            "load",
-            "Speed by concurrency",
-            "Output tokens per second of all requests together.",
-            ""
-            if load
-            else "No sweep holds one rule at two concurrencies. "
-            "`vllm-mars sweep --concurrency 1 4 16 64` measures them.",
-            load,
-        ),
-        Section(
-            "drafts",
-            "Draft ladder",
-            "What each draft gives, strictly and with the margin: drafts by rising speed.",
-            ""
-            if ladder
-            else "No sweep holds two drafts or draft lengths. `vllm-mars sweep --draft ngram DIR` "
-            "or `--k 2 4 8` measures them.",
-            ladder,
-        ),
-        Section(
-            "relaxed",
-            "Relaxed tokens in context",
-            "Answers at temperature 0; marked is each token that is not the target's first choice. "
-            "Point at one, tap it or reach it with the tab key to see the target's choice.",
-            ""
-            if answers
-            else "No sweep holds a judged answer of a lossy rule at temperature 0 with such a "
-            "token. `vllm-mars sweep` judges its answers unless it is given --no-judge.",
-            answers=answers,
-        ),
-        Section(
-            "runs",
-            "What was run",
-            "Versions, hardware and commands of every file.",
-            tables=[*provenance_table(runs.cells, calibrations), *unmeasured_table(runs.cells)],
-        ),
+def _section(
+    setup: Setup,
+    calibrations: Calibrations,
+    file: str = "",
+    found: Sequence[Row] = (),
+    cells: Sequence[Cell] = (),
+) -> Section:
+    model, *draft = setup
+    grid: dict[tuple[Any, ...], list[Row]] = {}
+    for row in found:
+        key = row.key
+        if key.model == model and ([key.draft, key.k] == draft or not key.k):
+            grid.setdefault((key.dataset, key.temperature, key.concurrency), []).append(row)
+    points = [measure(point) for point in grid.values()]
+    points.sort(key=lambda point: -sum(it.row.key.lossy and it.loss is not None for it in point))
+    main = points[0] if points else []
+    return Section(
+        setup,
+        [calibrated(content, main) for content in calibrations.values()] or [fastest_within(main)],
+        points,
+        _speed_by_loss(main),
+        {name: (content, _cost_by_threshold(content)) for name, content in calibrations.items()},
+        relaxed_answers(cell for cell in cells if [cell.key.draft, cell.key.k] == draft),
+        cells,
+        _runs([*((file, vars(cell)) for cell in cells), *calibrations.items()]),
+    )
+
+
+def _speed_by_loss(rules: Sequence[Measured]) -> Chart | None:
+    """The lossy rules; the curve of each family starts at strict decoding."""
+    families: dict[str, list[tuple[float, Point]]] = {}
+    for it in rules:
+        if it.row.key.lossy and it.loss and it.speedup:
+            looser = -(it.row.key.theta or 0) or it.row.key.gap or 0.0
+            text = it.family if it.threshold is None else f"{it.threshold:g}"
+            families.setdefault(it.family, []).append((looser, (it.loss, it.speedup, text)))
+    if not families or rules[0].strict is None:
+        return None
+    name = rules[0].strict.key.rule
+    origin = (_exact(0), _exact(1), "")
+    curves = [
+        Curve(family, [origin, *(point for _, point in sorted(points))])
+        for family, points in families.items()
     ]
-    return parts
+    return Chart("loss, nats per token", f"speed, x {name}", curves, (1.0, f"strict: {name}"))
 
 
-def write_report(paths: Sequence[Path], output: Path, png_directory: Path | None = None) -> int:
-    """Writes the page and one PNG for each plot.
+def _cost_by_threshold(content: dict[str, Any]) -> Chart | None:
+    """What a calibration predicted, and what it measured on held-out prompts."""
+    curve, tried = content.get("curve", []), content.get("confirmations", [])
+    if not curve:
+        return None
+    curves = [
+        Curve(text, [(_exact(it["threshold"]), _exact(it[name]), "") for it in curve])
+        for text, name in (("predicted", "cost"), ("90 % bound of that", "high"))
+    ]
+    measured = [
+        (_exact(it["threshold"]), Interval(*(it["cost"][end] for end in Interval._fields)), "")
+        for it in tried
+    ]
+    curves.append(Curve("measured on held-out prompts", measured, joined=False))
+    budget = content["budget"]
+    level = None if budget is None else (budget, f"budget {budget:g}")
+    return Chart(OPTION[content["metric"]], "cost, nats per token", curves, level)
+
+
+def _exact(value: float) -> Interval:
+    return Interval(value, value, value)
+
+
+def _runs(origins: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, ...]]:
+    def words(values: dict[str, Any] | None) -> str:
+        return ", ".join(f"{name} {value}" for name, value in (values or {}).items() if value)
+
+    runs = []
+    for name, content in origins:
+        versions, hardware = (words(content.get(what)) for what in ("versions", "hardware"))
+        command = shlex.join(content.get("command", []))
+        runs.append((name, content.get("git_commit") or "", versions, hardware, command))
+    return list(dict.fromkeys(runs))
+
+
+def _kept(calibration: dict[str, Any], tried: dict[str, Any]) -> float:
+    """The share of bootstrap samples within a calibration's budget."""
+    names = ("recovery",) if calibration["budget"] is None else ("cost", "nll_increase")
+    return min(float(tried[name]["kept_share"]) for name in names)
+
+
+def write_report(paths: Sequence[Path], output: Path) -> None:
+    """Writes the page.
 
     Args:
         paths: files of sweeps and calibrations, at least one.
         output: the HTML file.
-        png_directory: where PNGs go; by default beside the page, in a directory of its name.
-
-    Returns:
-        The number of plots.
 
     Raises:
         ValueError: a file cannot be read.
@@ -187,8 +194,6 @@ def write_report(paths: Sequence[Path], output: Path, png_directory: Path | None
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    runs = load_runs(paths)
-    parts = sections(runs)
     environment = Environment(
         loader=PackageLoader("vllm_mars.experiments.report", "."),
         autoescape=True,
@@ -196,21 +201,14 @@ def write_report(paths: Sequence[Path], output: Path, png_directory: Path | None
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    names = ", ".join(dict.fromkeys([*(cell.key.model for cell in runs.cells), *_models(runs)]))
-    page = environment.get_template(TEMPLATE).render(
-        sections=parts, models=names, files=[path.name for path in paths], version=__version__
+    environment.tests["task_score"] = is_task_score
+    environment.filters["exp"] = math.exp
+    environment.globals.update(
+        option=OPTION, verdict=verdict, kept=_kept, version=__version__, CANNOT_TELL=CANNOT_TELL
     )
-    directory = png_directory or output.with_suffix("")
-    plots = [plot for part in parts for plot in part.plots]
+    page = environment.get_template(TEMPLATE).render(sections=read_sections(paths))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page, encoding="utf-8")
-        for plot in plots:
-            plot.png(directory / f"{plot.name}.png")
     except OSError as error:
         raise RuntimeError(f"output={output} cannot be written: {error}; name another.") from error
-    return len(plots)
-
-
-def _models(runs: Runs) -> list[str]:
-    return [str(content["model"].get("name")) for _, content in runs.calibrations]

@@ -1,0 +1,131 @@
+"""The page's answer: what to set for a model and draft."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_mars.calibration import OPTION
+from vllm_mars.config import METHOD
+from vllm_mars.experiments.quality.scores import is_task_score
+from vllm_mars.experiments.report.measured import Measured
+from vllm_mars.experiments.sweep.records import Estimate
+
+# The default budget of `vllm-mars calibrate`, in nats per token.
+BUDGET = 0.01
+# Fewer tasks that strict decoding solves tell nothing about a loss of tasks.
+MIN_SOLVED = 30
+CANNOT_TELL = "cannot tell"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What to set.
+
+    Attributes:
+        setting: JSON for `--speculative-config`, or that the data does not tell.
+        why: by which rule a sweep's row was chosen, or what is missing.
+        measured: the rule's row, or the least lossy one where none was chosen.
+        near: the measured rules beside a calibrated threshold that was not measured.
+        calibration, tried: its file's content, and what it measured of the threshold.
+    """
+
+    setting: str
+    why: str = ""
+    measured: Measured | None = None
+    near: Sequence[Measured] = ()
+    calibration: dict[str, Any] | None = None
+    tried: dict[str, Any] | None = None
+
+
+def calibrated(content: dict[str, Any], point: Iterable[Measured]) -> Answer:
+    """Answers by a calibration, and says what a sweep measured of it."""
+    metric, threshold = content["metric"], content["threshold"]
+    same = {
+        it.threshold: it
+        for it in point
+        if it.threshold is not None
+        and it.speedup is not None
+        and (it.row.key.metric, it.row.key.protected) == (metric, True)
+    }
+    below = max((value for value in same if value < threshold), default=None)
+    above = min((value for value in same if value > threshold), default=None)
+    tried = [it for it in content.get("confirmations", ()) if it["threshold"] == threshold]
+    return Answer(
+        _setting(metric, threshold),
+        measured=same.get(threshold),
+        near=[same[value] for value in (below, above) if value is not None],
+        calibration=content,
+        tried=tried[0] if tried else None,
+    )
+
+
+def fastest_within(point: Iterable[Measured]) -> Answer:
+    """Answers by a sweep: the fastest rule that is shown to keep the budget and to be faster."""
+    lossy = [(it, it.speedup) for it in point if it.row.key.lossy and it.speedup]
+    judged = [(it, speedup, it.loss) for it, speedup in lossy if it.loss]
+    missing = ""
+    if not lossy:
+        missing = "No lossy rule was measured beside a strict one; `vllm-mars sweep` measures both."
+    elif lossy[0][0].strict is None or not lossy[0][0].strict.key.k:
+        missing = (
+            "Strict verification was not measured beside the lossy rules; `vllm-mars sweep "
+            "--method standard mars` measures both."
+        )
+    elif not judged:
+        missing = (
+            "No loss was judged at temperature 0; `vllm-mars sweep --temperature 0` judges its "
+            "answers unless it is given --no-judge."
+        )
+    if missing:
+        return Answer(CANNOT_TELL, missing)
+    rule = (
+        f"to lose at most {BUDGET} nats per token and to be faster than strict verification (95 % "
+        "intervals), and of which neither NLL nor a task score is shown to be worse"
+    )
+    kept = [
+        (speedup.value, index)
+        for index, (it, speedup, loss) in enumerate(judged)
+        if loss.high <= BUDGET and speedup.low > 1 and "worse" not in map(verdict, it.row.estimates)
+    ]
+    if kept:
+        best = judged[max(kept)[1]][0]
+        why = f"The fastest of the lossy rules (here {len(judged)}) that are shown {rule}."
+        return Answer(_setting(best.row.key.metric or best.row.key.method, best.threshold,
+                               best.row.key.protected), why, best)  # fmt: skip
+    least = min(judged, key=lambda found: found[2].high)[0]
+    why = (
+        f"No lossy rule (here {len(judged)}) is shown {rule}. `vllm-mars calibrate` looks for a "
+        f"threshold. The least lossy rule, {least.row.key.rule}:"
+    )
+    return Answer(CANNOT_TELL, why, least)
+
+
+def verdict(score: Estimate) -> str:
+    """What a comparison with autoregressive decoding shows of NLL or a task score.
+
+    Returns:
+        "worse", "kept" (within the margin), "not shown", or "cannot tell" of few solved tasks; ""
+        where nothing is compared.
+    """
+    if score.reference is None or score.difference_low is None or score.difference_high is None:
+        return ""
+    if score.name == "nll":
+        return "worse" if score.difference_low > 0 else ""
+    if not is_task_score(score.name):
+        return ""
+    if score.reference * score.samples < MIN_SOLVED:
+        return CANNOT_TELL
+    return "worse" if score.difference_high < 0 else "kept" if score.non_inferior else "not shown"
+
+
+def _setting(metric: str, threshold: float | None, protected: bool | None = True) -> str:
+    if metric not in OPTION:
+        return json.dumps({"rejection_sample_method": metric})
+    options: dict[str, Any] = {"rejection_sample_method": METHOD}
+    if metric != "ratio":
+        options["mars_metric"] = metric
+    options[OPTION[metric]] = threshold
+    if not protected:
+        options["mars_protected_token_ids"] = []
+    return json.dumps(options)

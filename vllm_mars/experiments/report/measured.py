@@ -1,0 +1,132 @@
+"""What each rule of a sweep gives beside strict decoding: speed, length, loss."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_mars.experiments.quality.intervals import ALPHA, RESAMPLES
+from vllm_mars.experiments.sweep.summary import Row
+
+# What is known of an answer.
+TOKENS, CLOCK, SECONDS, COST = range(4)
+# What the others are compared with: the first of these that was measured.
+STRICT = ("standard", "mars", "block", "autoregressive")
+
+
+class Interval(NamedTuple):
+    """An estimate and the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rule at one point of the grid, beside strict decoding there.
+
+    Estimates are medians over the repeats, intervals those of a bootstrap over prompts; None is
+    what was not measured.
+
+    Attributes:
+        row: the rule and its quality.
+        strict: what it is compared with; None where nothing strict was measured.
+        tokens_per_second, speedup: output tokens of all requests; that / strict decoding's.
+        seconds, sooner: of an answer; strict decoding's / these.
+        length: tokens per answer.
+        loss: log p(the target's first choice) - log p(token), in nats per token, minus strict
+            decoding's. None at temperature > 0, where another than the first choice is no loss.
+    """
+
+    row: Row
+    strict: Row | None
+    tokens_per_second: Interval | None = None
+    speedup: Interval | None = None
+    seconds: Interval | None = None
+    sooner: Interval | None = None
+    length: Interval | None = None
+    loss: Interval | None = None
+
+    @property
+    def family(self) -> str:
+        """The rule without its threshold: the curve that it is a point of."""
+        key = self.row.key
+        if key.metric is None:
+            return key.method
+        name = "theta" if key.metric == "ratio" else key.metric
+        return name if key.protected else f"{name}, nothing protected"
+
+    @property
+    def threshold(self) -> float | None:
+        """Theta or gap."""
+        return self.row.key.gap if self.row.key.theta is None else self.row.key.theta
+
+
+def measure(point: Sequence[Row]) -> list[Measured]:
+    """Compares the rows of one point of the grid: of one draft and K, and without drafts."""
+    lossless = [row for row in point if row.cells and not row.key.lossy]
+    strict = min(lossless, key=lambda row: STRICT.index(row.key.method), default=None)
+    return [_beside(row, strict) for row in point]
+
+
+def _beside(row: Row, strict: Row | None) -> Measured:
+    own = _answers(row)
+    base = {key: [np.nan] * 4 for key in own} if strict is None else _answers(strict)
+    both = own.keys() & base.keys()
+    repeats = {repeat for repeat, _ in both}
+    prompts = [prompt for prompt in {name for _, name in both}
+               if all((repeat, prompt) in both for repeat in repeats)]  # fmt: skip
+    if not prompts:
+        return Measured(row, strict)
+    # [this and strict, repeats, prompts, what is known]
+    values = np.array(
+        [[[of[r, p] for p in sorted(prompts)] for r in repeats] for of in (own, base)]
+    )
+    count = len(prompts)
+    draws = np.random.default_rng(0).multinomial(count, [1 / count] * count, size=RESAMPLES)
+    # The first "sample" has each prompt once: the estimate itself.
+    draws = np.vstack([np.ones_like(draws[:1]), draws])
+    mine, theirs = np.einsum("srpk,dp->skrd", values, draws)
+    samples = {
+        "tokens_per_second": mine[TOKENS] / mine[CLOCK],
+        "speedup": mine[TOKENS] / mine[CLOCK] / (theirs[TOKENS] / theirs[CLOCK]),
+        "seconds": mine[SECONDS] / count,
+        "sooner": theirs[SECONDS] / mine[SECONDS],
+        "length": mine[TOKENS] / count,
+    }
+    if not row.key.temperature:
+        samples["loss"] = mine[COST] / mine[TOKENS] - theirs[COST] / theirs[TOKENS]
+    return Measured(row, strict, **{name: _interval(of) for name, of in samples.items()})
+
+
+def _answers(row: Row) -> dict[tuple[int, str], list[float]]:
+    """What is known of the answer to each prompt in each repeat, NaN what is not."""
+    found: dict[tuple[int, str], list[list[float]]] = {}
+    for cell in row.cells:
+        costs = {
+            prompt.prompt_id: sum(token.best_logprob - token.logprob for token in prompt.off_choice)
+            for prompt in (cell.quality.prompts if cell.quality else ())
+            # Without it the target was not asked.
+            if "nll" in prompt.scores
+        }
+        outputs = [output for output in cell.outputs if not output.error]
+        total = sum(output.seconds for output in outputs)
+        for output in outputs:
+            assert cell.speed is not None, "a cell with outputs has a speed"
+            # Requests that run at once share the cell's time.
+            clock = cell.speed.seconds * output.seconds / total
+            cost = costs.get(output.prompt_id, np.nan)
+            known = [float(output.output_tokens), clock, output.seconds, cost]
+            found.setdefault((cell.key.repeat, output.prompt_id), []).append(known)
+    return {key: np.mean(answers, axis=0).tolist() for key, answers in found.items()}
+
+
+def _interval(samples: Any) -> Interval | None:
+    """Of `[repeats, samples]`, whose first sample is the estimate."""
+    medians = np.median(samples, axis=0)
+    if np.isnan(medians).any():
+        return None
+    low, high = np.percentile(medians[1:], [100 * ALPHA / 2, 100 * (1 - ALPHA / 2)])
+    return Interval(float(medians[0]), float(low), float(high))
