@@ -447,10 +447,12 @@ def test_in_a_browser(report, browser, width, scheme):
                 width: svg.getBoundingClientRect().width,
                 height: svg.getBoundingClientRect().height,
                 // Marks and text that are really painted, in a colour of the page.
-                drawn: [...svg.querySelectorAll('line, circle')].filter(
-                    it => getComputedStyle(it).stroke + getComputedStyle(it).fill != ''
-                        && it.getBoundingClientRect().width + it.getBoundingClientRect().height > 5
-                ).length,
+                drawn: ['line.grid', 'line.curve', 'circle'].map(kind =>
+                    [...svg.querySelectorAll(kind)].filter(it => {
+                        const box = it.getBoundingClientRect();
+                        return box.width + box.height > 8
+                            && getComputedStyle(it).color != 'rgba(0, 0, 0, 0)';
+                    }).length),
                 text: [...svg.querySelectorAll('text')].map(it => ({
                     fill: getComputedStyle(it).fill,
                     labels: it.closest('g') !== null,
@@ -465,7 +467,10 @@ def test_in_a_browser(report, browser, width, scheme):
         for plot in plots:
             assert plot["width"] > 290
             assert plot["height"] > 200
-            assert plot["drawn"] > 10
+            grid, curves, points = plot["drawn"]
+            assert grid > 5
+            assert curves >= 1
+            assert points >= 1
             texts = {(text["fill"] == ink) for text in plot["text"] if not text["labels"]}
             assert texts == {True}
             assert min(text["size"] for text in plot["text"]) > 8
