@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_mars.kernels import top2
-
 from benchmarks.kernel_timing import Clock, summary, time_in_turn
 from benchmarks.kernel_variants import (
     BASELINES,
@@ -19,6 +17,7 @@ from benchmarks.kernel_variants import (
     make_step,
     mars,
 )
+from vllm_mars.kernels import top2
 
 MODES = ("graph", "eager")
 Settings = tuple[int, int, int]

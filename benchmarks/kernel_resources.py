@@ -22,9 +22,9 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
 from vllm_mars.kernels import counting, greedy, sections, top2
 from vllm_mars.kernels.terms import CounterStarts
-
 from vllm_mars.local.provenance import describe_run
 
 SCHEMA = "vllm-mars/kernel-resources/1"

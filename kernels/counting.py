@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+
 from vllm_mars.kernels.terms import CounterStarts, Drafts, Judgement, Margin, Verdict
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))

@@ -13,6 +13,7 @@ pass every other condition. float32 logits are read in place; others are convert
 
 import numpy as np
 import torch
+
 from vllm_mars.kernels.terms import (
     SHARE_BITS,
     Drafts,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
 from vllm_mars.kernels.terms import (
     Drafts,
     Judgement,

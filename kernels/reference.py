@@ -17,6 +17,7 @@ padding and never accepted. It runs on any device and reads the rows about four 
 """
 
 import torch
+
 from vllm_mars.kernels.terms import (
     Drafts,
     Judgement,

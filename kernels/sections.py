@@ -8,6 +8,7 @@ drafts.
 import torch
 import triton
 import triton.language as tl
+
 from vllm_mars.kernels.terms import THINKING, Verdict
 
 _SPAN = tl.constexpr(int(Verdict.SPAN))

@@ -20,6 +20,7 @@ equals, the lowest id, and a NaN wins over everything, as in torch.argmax.
 import torch
 import triton
 import triton.language as tl
+
 from vllm_mars.kernels.terms import Drafts
 
 _WORKSPACE: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}

@@ -8,6 +8,7 @@ M the prefix sum of m, a(j) = M(j) + min(0, min over i <= j of L(i) - M(i)): no 
 
 import triton
 import triton.language as tl
+
 from vllm_mars.kernels.terms import SHARE_BITS, Verdict
 from vllm_mars.kernels.top2 import reduce_splits, unpack_id, unpack_value
 

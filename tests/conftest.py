@@ -3,8 +3,9 @@
 import os
 from pathlib import Path
 
-import leftovers
 import pytest
+
+import leftovers
 
 # Before anything imports vLLM or a Hugging Face library. Child servers inherit them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

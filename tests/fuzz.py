@@ -167,10 +167,9 @@ def mask(call: Call) -> Any:
 
 def check_public(rng: Any, backends: tuple[str, ...] = ("torch", "reference")) -> str | None:
     """`verify_greedy`; returns what differs, or None."""
+    from vllm_mars import verify_greedy
     from vllm_mars.kernels import reference
     from vllm_mars.kernels.terms import Drafts, Margin
-
-    from vllm_mars import verify_greedy
 
     call = random_call(rng, sampler=False)
     ids, ends, rows, bonus_rows = layout(call)
@@ -304,8 +303,9 @@ def check_v1(rng: Any) -> str | None:
 def check_v2(rng: Any) -> str | None:
     """The V2 sampler on all of its paths, in the interpreter; greedy requests count."""
     import torch
-    from steps_v2 import Request, Step, emitted
     from vllm import SamplingParams
+
+    from steps_v2 import Request, Step, emitted
 
     call, config, own = sampler_call(rng)
     if rng.random() < 0.5:

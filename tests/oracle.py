@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+
 from vllm_mars.kernels.terms import Verdict
 
 

@@ -7,11 +7,11 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
-from vllm_mars.kernels.terms import Drafts, Verdict
 
 from vllm_mars import MarsConfig
 from vllm_mars.config import Threshold
 from vllm_mars.engine.options import check_request
+from vllm_mars.kernels.terms import Drafts, Verdict
 from vllm_mars.requests import RequestOptions, in_force, options_of
 from vllm_mars.runner.requests_v1 import RequestsV1
 

@@ -5,10 +5,10 @@ import random
 from dataclasses import replace
 
 import pytest
-import tiny_models
 import torch
 from transformers import LlamaForCausalLM
 
+import tiny_models
 from benchmarks.draft import pipeline, prompts, start
 from benchmarks.draft.data import (
     DataOptions,

@@ -4,11 +4,11 @@ Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter. It ta
 request, hence few of them; `check_sampler_v2.py` compares token by token.
 """
 
-import enumerated
 import pytest
-from steps_v2 import Request, Step, emitted
 from vllm import SamplingParams
 
+import enumerated
+from steps_v2 import Request, Step, emitted
 from vllm_mars import MarsConfig
 
 

@@ -6,16 +6,16 @@ Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter.
 import math
 import unittest.mock
 
-import fuzz
 import numpy as np
-import oracle
 import pytest
-import steps_v2
 import torch
-from steps_v2 import Request, Step, emitted, random_step
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
+import fuzz
+import oracle
+import steps_v2
+from steps_v2 import Request, Step, emitted, random_step
 from vllm_mars import MarsConfig
 
 STRICT = [MarsConfig(theta=1.0), MarsConfig(metric="gap", theta=1.0, gap=0.0)]

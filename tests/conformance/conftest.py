@@ -17,6 +17,7 @@ Model Runner V2 needs Triton, so on a CPU it runs in Triton's interpreter (tests
 """
 
 import pytest
+
 import tiny_models
 
 

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
-import oracle
 import torch
 from scipy import stats
+
+import oracle
 
 VOCAB = 5
 STEPS = 2

@@ -1,11 +1,11 @@
 """What V1 emits for sampled requests, against the enumerated rule."""
 
-import enumerated
 import pytest
-import test_sampler_v1
 import torch
 from vllm.platforms import current_platform
 
+import enumerated
+import test_sampler_v1
 from vllm_mars import MarsConfig
 from vllm_mars.runner.cpu_kernels import mend
 

@@ -1,6 +1,7 @@
 """Real engines on the V1 model runner: MARS at theta = 1 answers as vLLM's own sampler does."""
 
 import pytest
+
 import workload
 
 pytestmark = pytest.mark.engine

@@ -1,6 +1,7 @@
 """Real engines on Model Runner V2, whose Triton kernels the interpreter runs: few and small."""
 
 import pytest
+
 import workload
 
 pytestmark = pytest.mark.engine

@@ -1,12 +1,12 @@
 """V1: what MARS draws from the random numbers that requests without a seed share."""
 
 import pytest
-import test_sampler_v1
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
+import test_sampler_v1
 from vllm_mars import MarsConfig
 from vllm_mars.runner.cpu_kernels import mend
 

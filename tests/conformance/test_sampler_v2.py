@@ -1,6 +1,7 @@
 """Runs the checks of the V2 sampler in a process whose Triton is the interpreter."""
 
 import pytest
+
 from interpreter import run_checks
 
 CHECKS = ["conformance/check_sampler_v2.py", "conformance/check_distribution_v2.py"]

@@ -8,8 +8,8 @@ import sys
 import uuid
 
 import pytest
-from processes import MARK, marked, wait_until
 
+from processes import MARK, marked, wait_until
 from vllm_mars.demo.run import MODES, DemoOptions
 from vllm_mars.local.drafts import NGRAM_CONFIG
 

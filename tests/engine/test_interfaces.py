@@ -8,8 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from interfaces import extract
 
+from interfaces import extract
 from vllm_mars.engine import compat
 from vllm_mars.engine.compat import Symbol
 from vllm_mars.engine.interfaces import INTERFACES, Touch

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import prometheus_client
 import pytest
-from counts import COUNTS, LAYOUT, check_exported, exported
 
+from counts import COUNTS, LAYOUT, check_exported, exported
 from vllm_mars.engine import metrics
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.runner.counters import RATIO_EDGES, REASONS, CounterLayout

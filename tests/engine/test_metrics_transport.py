@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from counts import COUNTS, LAYOUT
 
+from counts import COUNTS, LAYOUT
 from vllm_mars import MarsConfig
 from vllm_mars.engine.transport import carry_counts, declare_field
 from vllm_mars.runner.counters import Counters

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 
+import tiny_models
 from vllm_mars.calibration import (
     draft_of,
     identify,

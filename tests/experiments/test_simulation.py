@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from vllm_mars.kernels.reference import top2
 
 from vllm_mars import verify_greedy
 from vllm_mars.experiments.calibrate.losses import compare
@@ -13,6 +12,7 @@ from vllm_mars.experiments.calibrate.predictions import Point, margins, point, r
 from vllm_mars.experiments.calibrate.recording import FIELDS, RecordingWorker
 from vllm_mars.experiments.calibrate.search import loosest
 from vllm_mars.experiments.calibrate.simulate import simulate, steps_of
+from vllm_mars.kernels.reference import top2
 from vllm_mars.local.prompts import Prompt
 
 # request, step, position, draft, first, second, draft logit, first logit, second logit, normaliser

@@ -9,8 +9,8 @@ import sys
 import uuid
 
 import pytest
-from processes import MARK, marked, wait_until
 
+from processes import MARK, marked, wait_until
 from vllm_mars.cli import main
 from vllm_mars.experiments.sweep.bench_client import BenchClient, read_result
 from vllm_mars.experiments.sweep.record_file import read_cells

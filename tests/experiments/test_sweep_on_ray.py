@@ -5,6 +5,7 @@ import dataclasses
 import time
 
 import pytest
+
 from clusters import cluster
 from processes import MARK, marked, wait_until
 

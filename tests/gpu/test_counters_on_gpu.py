@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_counters import LONGEST, random_case, step
 
+from test_counters import LONGEST, random_case, step
 from vllm_mars.runner.counters import CounterLayout, Counters, count_positions
 
 if not torch.cuda.is_available():

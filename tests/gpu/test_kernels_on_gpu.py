@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from vllm_mars.kernels import reference
-from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict, new_output
 
 from vllm_mars import verify_greedy
+from vllm_mars.kernels import reference
+from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict, new_output
 from vllm_mars.verify import judge_drafts, verify_drafts, verify_input_tokens
 
 if not torch.cuda.is_available():

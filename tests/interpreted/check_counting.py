@@ -6,11 +6,11 @@ Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set b
 import numpy as np
 import pytest
 import torch
-from test_counters import LONGEST, random_case, step
 from triton.runtime.interpreter import InterpretedFunction
-from vllm_mars.kernels import counting, sections
 
+from test_counters import LONGEST, random_case, step
 from vllm_mars import MarsConfig
+from vllm_mars.kernels import counting, sections
 from vllm_mars.runner.counters import CounterLayout, Counters, count_positions
 from vllm_mars.runner.sections import Sections
 

@@ -7,17 +7,17 @@ import functools
 import itertools
 import math
 
-import fuzz
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpretedFunction
+
+import fuzz
+from vllm_mars import verify_greedy
 from vllm_mars.kernels import greedy, reference, top2
 from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict, new_output
-
-from vllm_mars import verify_greedy
 from vllm_mars.verify import judge_positions, verify_input_tokens
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 import torch
-from vllm_mars.kernels import counting, greedy, sections, top2
-from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget
 
 from vllm_mars import MarsConfig
+from vllm_mars.kernels import counting, greedy, sections, top2
+from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.margin import MarginRule
 from vllm_mars.runner.sections import Sections

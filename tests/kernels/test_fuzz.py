@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fuzz
 import numpy as np
-import oracle
 import pytest
 import torch
 from vllm.platforms import current_platform
 
+import fuzz
+import oracle
 from vllm_mars.runner.cpu_kernels import mend
 
 SCRIPT = Path(__file__).parents[1] / "fuzz.py"

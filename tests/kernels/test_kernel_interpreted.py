@@ -1,6 +1,7 @@
 """Runs the kernel checks in a process whose Triton is the interpreter."""
 
 import pytest
+
 from interpreter import run_checks
 
 CHECKS = [f"interpreted/check_{name}.py" for name in ("greedy", "warmup", "counting")]

@@ -4,15 +4,15 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import oracle
+from vllm_mars import verify_greedy
 from vllm_mars.kernels import reference
 from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict
-
-from vllm_mars import verify_greedy
 from vllm_mars.verify import judge_drafts, judge_positions, verify_drafts
 
 NAN, INF = math.nan, math.inf

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from vllm_mars.kernels.terms import VerifyOutput
 
 from vllm_mars import verify_greedy
+from vllm_mars.kernels.terms import VerifyOutput
 from vllm_mars.verify import verify_input_tokens
 
 

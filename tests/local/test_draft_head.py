@@ -3,9 +3,9 @@
 import json
 
 import pytest
-import tiny_models
 import torch
 
+import tiny_models
 from benchmarks.draft.export import export, load
 from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target

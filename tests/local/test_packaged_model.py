@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import wait_until
 
+from processes import wait_until
 from vllm_mars.local import packaged_model as pm
 
 

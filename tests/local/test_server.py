@@ -11,9 +11,9 @@ import uuid
 from pathlib import Path
 
 import pytest
+
 from processes import MARK, marked, wait_until
 from stand_in import StandInServer
-
 from vllm_mars.demo.chat import ChatClient
 from vllm_mars.local.scrape import DRAFT_TOKENS, GENERATED_TOKENS
 from vllm_mars.local.server import VllmServer, free_port, server_env

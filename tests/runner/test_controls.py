@@ -7,9 +7,9 @@ token is not the target's first choice.
 from contextlib import contextmanager
 
 import pytest
-import tiny_models
 import torch
 
+import tiny_models
 from vllm_mars import MarsConfig
 from vllm_mars.runner.sections import Sections
 

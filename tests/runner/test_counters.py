@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from vllm_mars.kernels.terms import Drafts, Judgement, Margin, Verdict
 
+from vllm_mars.kernels.terms import Drafts, Judgement, Margin, Verdict
 from vllm_mars.runner.counters import (
     INTERVAL,
     RATIO_EDGES,

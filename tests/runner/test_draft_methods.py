@@ -1,6 +1,7 @@
 """Draft methods beside ngram, on tiny random models: verified by MARS, and strict at theta = 1."""
 
 import pytest
+
 import tiny_models
 
 pytestmark = pytest.mark.engine

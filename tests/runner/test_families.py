@@ -1,8 +1,9 @@
 """Other architectures, tiny and with random weights: Qwen3's, and Gemma 2's with capped logits."""
 
 import pytest
-import tiny_models
 import torch
+
+import tiny_models
 
 pytestmark = pytest.mark.engine
 

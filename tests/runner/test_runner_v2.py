@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import tiny_models
 
 pytestmark = pytest.mark.engine

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from scipy import stats
@@ -15,6 +14,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+import oracle
 from vllm_mars import MarsConfig, MarsRejectionSampler
 from vllm_mars.runner import sampler_v1
 from vllm_mars.runner.cpu_kernels import mend

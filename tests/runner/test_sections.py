@@ -1,8 +1,7 @@
 """Strict spans and the thinking section: the walk by hand."""
 
-from vllm_mars.kernels.terms import THINKING
-
 from vllm_mars import MarsConfig
+from vllm_mars.kernels.terms import THINKING
 from vllm_mars.runner.sections import Sections
 
 

@@ -6,11 +6,11 @@ import re
 import urllib.request
 
 import pytest
+
 import tiny_models
 from clusters import cluster
 from processes import MARK, marked, wait_until
 from test_tensor_parallel import PROMPTS, generate
-
 from vllm_mars import __version__
 from vllm_mars.local.server import VllmServer
 

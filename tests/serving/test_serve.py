@@ -10,6 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
+
 from clusters import cluster
 from processes import MARK, marked, wait_until
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import openai
 import pytest
 import yaml
+
 from clusters import ENVIRONMENT
 from processes import MARK, marked, wait_until
-
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.local.server import free_port
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import soak
 
 SCRIPT = Path(__file__).parents[1] / "soak.py"

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 import tiny_models
 
 pytestmark = [
