@@ -3,8 +3,8 @@
 A task is a group of cells with its servers. It asks for the GPUs that its servers need, tensor
 parallel times pipeline parallel each; on a cluster without GPUs for all cores of a node, since two
 servers on one processor would disturb each other's times. A task yields each cell as soon as it is
-measured and the driver keeps the first one of each key, so a node that is lost costs the cell that
-it was measuring: what is left of its group runs again elsewhere.
+measured, so a node that is lost costs the cell that it was measuring: what is left of its group
+runs again elsewhere.
 """
 
 import contextlib
@@ -12,9 +12,9 @@ import logging
 import socket
 import tempfile
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_mars.experiments.sweep.group import Job, Sweep, failed, measure
@@ -30,7 +30,8 @@ POLL_SECONDS = 1.0
 ATTEMPTS = 4
 
 
-class _Task(NamedTuple):
+@dataclass(eq=False)
+class _Task:
     """A group under way; `job` holds the cells that the driver has not got yet."""
 
     job: Job
@@ -125,27 +126,27 @@ class RayRunner:
             while tasks:
                 ready, _ = ray.wait([task.stream for task in tasks], timeout=POLL_SECONDS)
                 for task in [task for task in tasks if task.stream in ready]:
-                    tasks.remove(task)
-                    job, stream, attempts = task
                     reason = "its task ended without this cell"
                     try:
-                        cell = ray.get(next(stream))
+                        cell = ray.get(next(task.stream))
                     except StopIteration:
                         pass
                     except ray.exceptions.RayTaskError as error:
                         reason = f"its Ray task failed: {error.cause!r}"
                     except ray.exceptions.RayError as error:
                         reason = f"its node was lost {ATTEMPTS} times: {error}"
-                        if attempts < ATTEMPTS and job.group.cells:
-                            tasks.append(_Task(job, remote.remote(job), attempts + 1))
+                        if task.attempts < ATTEMPTS and task.job.group.cells:
+                            task.stream = remote.remote(task.job)
+                            task.attempts += 1
                             continue
                     else:
                         emit(cell)
-                        job = replace(job, group=job.group.without({cell.key}))
-                        tasks.append(_Task(job, stream, attempts))
+                        left = task.job.group.without({cell.key})
+                        task.job = replace(task.job, group=left)
                         continue
-                    for key, _ in job.group.cells:
-                        emit(failed(job, key, reason))
+                    tasks.remove(task)
+                    for key, _ in task.job.group.cells:
+                        emit(failed(task.job, key, reason))
         finally:
             for task in tasks:
                 # Raises KeyboardInterrupt in the task, which ends its servers.
