@@ -68,15 +68,11 @@ def fastest_within(point: Iterable[Measured]) -> Answer:
     if not lossy:
         missing = "No lossy rule was measured beside a strict one; `vllm-mars sweep` measures both."
     elif lossy[0][0].strict is None or not lossy[0][0].strict.key.k:
-        missing = (
-            "Strict verification was not measured beside the lossy rules; `vllm-mars sweep "
-            "--method standard mars` measures both."
-        )
+        missing = "No strict verification was measured beside the lossy rules; `vllm-mars sweep "
+        missing += "--method standard mars` measures both."
     elif not judged:
-        missing = (
-            "No loss was judged at temperature 0; `vllm-mars sweep --temperature 0` judges its "
-            "answers unless it is given --no-judge."
-        )
+        missing = "No loss was judged at temperature 0; `vllm-mars sweep --temperature 0` judges "
+        missing += "its answers unless it is given --no-judge."
     if missing:
         return Answer(CANNOT_TELL, missing)
     rule = (
@@ -84,15 +80,16 @@ def fastest_within(point: Iterable[Measured]) -> Answer:
         "intervals), and of which neither NLL nor a task score is shown to be worse"
     )
     kept = [
-        (speedup.value, index)
-        for index, (it, speedup, loss) in enumerate(judged)
+        (speedup, it)
+        for it, speedup, loss in judged
         if loss.high <= BUDGET and speedup.low > 1 and "worse" not in map(verdict, it.row.estimates)
     ]
     if kept:
-        best = judged[max(kept)[1]][0]
+        _, best = max(kept, key=lambda found: found[0].value)
+        key = best.row.key
+        setting = _setting(key.metric or key.method, best.threshold, key.protected)
         why = f"The fastest of the lossy rules (here {len(judged)}) that are shown {rule}."
-        return Answer(_setting(best.row.key.metric or best.row.key.method, best.threshold,
-                               best.row.key.protected), why, best)  # fmt: skip
+        return Answer(setting, why, best)
     least = min(judged, key=lambda found: found[2].high)[0]
     why = (
         f"No lossy rule (here {len(judged)}) is shown {rule}. `vllm-mars calibrate` looks for a "

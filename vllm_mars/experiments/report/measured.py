@@ -75,15 +75,12 @@ def _beside(row: Row, strict: Row | None) -> Measured:
     own = _answers(row)
     base = {key: [np.nan] * 4 for key in own} if strict is None else _answers(strict)
     both = own.keys() & base.keys()
-    repeats = {repeat for repeat, _ in both}
-    prompts = [prompt for prompt in {name for _, name in both}
-               if all((repeat, prompt) in both for repeat in repeats)]  # fmt: skip
+    repeats, prompts = {repeat for repeat, _ in both}, sorted({prompt for _, prompt in both})
+    prompts = [name for name in prompts if all((repeat, name) in both for repeat in repeats)]
     if not prompts:
         return Measured(row, strict)
     # [this and strict, repeats, prompts, what is known]
-    values = np.array(
-        [[[of[r, p] for p in sorted(prompts)] for r in repeats] for of in (own, base)]
-    )
+    values = np.array([[[of[r, p] for p in prompts] for r in repeats] for of in (own, base)])
     count = len(prompts)
     draws = np.random.default_rng(0).multinomial(count, [1 / count] * count, size=RESAMPLES)
     # The first "sample" has each prompt once: the estimate itself.

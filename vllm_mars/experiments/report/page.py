@@ -10,13 +10,8 @@ from typing import Any
 from vllm_mars import __version__
 from vllm_mars.calibration import OPTION, read_calibration
 from vllm_mars.experiments.quality.scores import is_task_score
-from vllm_mars.experiments.report.advice import (
-    CANNOT_TELL,
-    Answer,
-    calibrated,
-    fastest_within,
-    verdict,
-)
+from vllm_mars.experiments.report import advice
+from vllm_mars.experiments.report.advice import Answer, calibrated, fastest_within
 from vllm_mars.experiments.report.answers import Piece, relaxed_answers
 from vllm_mars.experiments.report.chart import Chart, Curve, Point
 from vllm_mars.experiments.report.measured import Interval, Measured, measure
@@ -203,9 +198,7 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
     )
     environment.tests["task_score"] = is_task_score
     environment.filters["exp"] = math.exp
-    environment.globals.update(
-        option=OPTION, verdict=verdict, kept=_kept, version=__version__, CANNOT_TELL=CANNOT_TELL
-    )
+    environment.globals.update(advice=advice, option=OPTION, kept=_kept, version=__version__)
     page = environment.get_template(TEMPLATE).render(sections=read_sections(paths))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
