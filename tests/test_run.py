@@ -1,8 +1,9 @@
-"""What a run of the tests promises: files stay whole, nothing is left."""
+"""What a run of the tests promises: files stay whole, nothing is left, the list of the night."""
 
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ import subprocess, tempfile
 from pathlib import Path
 
 def test_leaves_something():
-    subprocess.Popen(["sleep", "10"])
+    subprocess.Popen(["sleep", "300"])
     subprocess.Popen(["true"])
     Path(tempfile.gettempdir(), "left.txt").touch()
 """
@@ -49,7 +50,21 @@ def test_a_run_that_leaves_something_behind_fails(tmp_path, source, status):
     if status == 0:
         assert not told
         return
-    assert re.search(r"process \d+ \(sleep\) of \d+: sleep 10", told)
+    (left,) = re.findall(r"process (\d+) \(sleep\) of \d+: sleep 300", told)
+    os.kill(int(left), signal.SIGKILL)
     assert re.search(r"process \d+ \(true\) of \d+: ended, but nobody waited for it", told)
     (file,) = re.findall(r"file (/.+/left.txt)", told)
     assert not Path(file).parent.exists()
+
+
+@pytest.mark.nightly
+def test_what_runs_only_at_night_is_listed():
+    """CONTRIBUTING names the files; `pytest --collect-only -q -m nightly` names the tests."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "nightly", "tests"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    collected = set(re.findall(r"^tests/([^:]+\.py)::", run.stdout, re.M))
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Only at night")[2]
+    rows = [row.split("|")[1] for row in section.partition("\n## ")[0].splitlines() if "|" in row]
+    listed = {name for row in rows for name in re.findall(r"`([^`]+\.py)`", row)}
+    assert collected
+    assert listed == collected

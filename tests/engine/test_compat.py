@@ -21,6 +21,7 @@ def test_the_installed_vllm_passes(group):
     compat.check_interfaces(group)
 
 
+@pytest.mark.nightly
 def test_options_are_checked_without_loading_a_hooked_module():
     probe = subprocess.run(
         [
@@ -236,7 +237,7 @@ def test_the_v1_hook_checks_before_a_sampler_is_replaced(monkeypatch, group, own
     from vllm.platforms import current_platform
 
     if group == "cpu" and not current_platform.is_cpu():
-        pytest.skip("the CPU kernels are checked on a CPU")
+        pytest.skip("needs vLLM's CPU build")
     module = runner_module(Runner)
     hooks.patch_runner_v1(module)
     monkeypatch.delattr(importlib.import_module(owner), name)

@@ -76,7 +76,7 @@ def installed_release():
 
     release = vllm.__version__.split("+")[0]
     if not (TABLES / f"vllm-{release}.json").exists():
-        pytest.skip(f"no table for the installed vLLM {release}")
+        pytest.skip(f"needs a table of vLLM {release}: python tests/interfaces/extract.py")
     return release
 
 

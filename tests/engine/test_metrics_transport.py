@@ -195,6 +195,7 @@ print(hasattr(SchedulerStats, "mars_counts"), MsgpackEncoder().encode(outputs)[0
 """
 
 
+@pytest.mark.nightly
 def test_a_server_without_mars_sends_the_same_bytes(monkeypatch):
     def message(plugins):
         monkeypatch.setenv("VLLM_PLUGINS", plugins)

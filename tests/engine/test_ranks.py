@@ -60,6 +60,7 @@ def test_another_version_is_refused_where_it_arrives(monkeypatch):
     )
 
 
+@pytest.mark.nightly
 def test_arriving_options_leave_the_hooks():
     """A process whose plugins are filtered verifies as asked."""
     travelling = pickle.dumps(TravellingOptions(theta=0.9)).hex()

