@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from vllm_mars.local.scrape import fetch, samples
@@ -34,6 +33,15 @@ def free_port() -> int:
         if port not in _taken_ports:
             _taken_ports.add(port)
             return port
+
+
+def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """Returns the last lines of a log, after a line that names the file."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        return f"--- {path} cannot be read: {error} ---"
+    return "\n".join([f"--- the end of {path} ---", *text.splitlines()[-lines:]])
 
 
 def server_env(model: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -171,14 +179,9 @@ class VllmServer:
                 f"vLLM ended {when} with exit status {code}; see the log.\n{self.log_tail()}"
             )
 
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+    def log_tail(self) -> str:
         """Returns the last lines of the server's log, after a line that names the file."""
-        try:
-            text = self.log_path.read_text(errors="replace")
-        except OSError as error:
-            return f"--- {self.log_path} cannot be read: {error} ---"
-        tail = "\n".join(text.splitlines()[-lines:])
-        return f"--- the end of {self.log_path} ---\n{tail}"
+        return tail(self.log_path)
 
     def metrics(self) -> dict[str, float]:
         """Reads `/metrics`, summed over engines and models.
@@ -233,10 +236,5 @@ class VllmServer:
                 raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

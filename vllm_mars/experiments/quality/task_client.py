@@ -19,6 +19,7 @@ from vllm_mars.local.scrape import (
     NO_PROXY,
     gained,
 )
+from vllm_mars.local.server import tail
 
 CONFIG = "lm-eval.json"
 
@@ -100,8 +101,7 @@ def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: f
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if status:
-        tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-15:])
-        raise RuntimeError(f"lm-eval ended with status {status}.\n{tail}")
+        raise RuntimeError(f"lm-eval ended with status {status}.\n{tail(log_path)}")
 
 
 def read_answers(directory: Path) -> tuple[TaskAnswer, ...]:

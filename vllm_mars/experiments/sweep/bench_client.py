@@ -7,12 +7,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed
 from vllm_mars.local.scrape import NO_PROXY, fetch
+from vllm_mars.local.server import tail
 
 CLOSE_SECONDS = 5.0
 WAKE_TOKENS = 4
@@ -56,11 +56,13 @@ class BenchClient:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise RuntimeError(f"vllm bench serve ended: {error}\n{self._tail()}") from error
+                raise RuntimeError(
+                    f"vllm bench serve ended: {error}\n{tail(self._log_path)}"
+                ) from error
             raise
         if not answer:
             self.close()
-            raise RuntimeError(f"vllm bench serve ended; see its log.\n{self._tail()}")
+            raise RuntimeError(f"vllm bench serve ended; see its log.\n{tail(self._log_path)}")
         error_text = json.loads(answer)["error"]
         if error_text is not None:
             raise RuntimeError(f"vllm bench serve failed: {error_text}")
@@ -80,12 +82,6 @@ class BenchClient:
                     start_new_session=True,
                 )
         return self._process
-
-    def _tail(self) -> str:
-        try:
-            return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-15:])
-        except OSError as error:
-            return f"--- {self._log_path} cannot be read: {error} ---"
 
     def close(self) -> None:
         """Ends the process; harmless when repeated."""
@@ -109,12 +105,7 @@ class BenchClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

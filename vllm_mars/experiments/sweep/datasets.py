@@ -10,13 +10,13 @@ A line is a JSON object. What it holds decides how answers to it are scored:
     id | question_id | task_id, category
 """
 
-import importlib.util
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_mars.local.prompts import parse_prompt, read_json_lines
+from vllm_mars.local.requirements import require
 
 PACKAGED_TASKS = Path(__file__).with_name("tasks.jsonl")
 
@@ -84,6 +84,7 @@ def load_dataset(source: str, num_prompts: int) -> Dataset:
 
     Raises:
         ValueError: the file cannot be read, is empty, has an id twice, or a line is wrong.
+        RuntimeError: lm-eval is not installed.
     """
     if source.startswith("vllm:"):
         _, name, *file = source.split(":", 2)
@@ -105,10 +106,7 @@ def load_dataset(source: str, num_prompts: int) -> Dataset:
 
 
 def _task(task: str, num_prompts: int) -> Dataset:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError(
-            f"prompts=lm-eval:{task} needs lm-eval; pip install 'vllm-mars[experiments]'."
-        )
+    require(f"prompts=lm-eval:{task}", "experiments", ["lm_eval"])
     path = Path(task)
     if path.suffix == ".yaml":
         if not path.is_file():
