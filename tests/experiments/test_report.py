@@ -287,7 +287,7 @@ def test_a_calibration_alone(tmp_path):
     (section,) = read_sections([calibration])
     (answer,) = section.answers
     assert json.loads(answer.setting) == {"rejection_sample_method": "mars", "mars_theta": 0.96}
-    _, chart = section.calibrations["c.json"]
+    ((_, _, chart),) = section.calibrations
     assert len(chart.curves) == 3
     assert chart.curves[2].name == "measured on held-out prompts"
     assert chart.level == (0.01, "budget 0.01")

@@ -50,7 +50,7 @@ def calibrated(content: dict[str, Any], point: Iterable[Measured]) -> Answer:
     }
     below = max((value for value in same if value < threshold), default=None)
     above = min((value for value in same if value > threshold), default=None)
-    tried = [it for it in content.get("confirmations", ()) if it["threshold"] == threshold]
+    tried = [it for it in content["confirmations"] if it["threshold"] == threshold]
     return Answer(
         _setting(metric, threshold),
         measured=same.get(threshold),

@@ -22,8 +22,10 @@ from vllm_mars.experiments.sweep.summary import Row, rows
 TEMPLATE = "report.html.j2"
 # Model, draft and K.
 Setup = tuple[str, str, int]
-# By file name.
-Calibrations = dict[str, dict[str, Any]]
+# File name and content.
+Calibrations = list[tuple[str, dict[str, Any]]]
+# What a calibration's file may lack.
+NOTHING: dict[str, Any] = {"samples": {}, "curve": [], "confirmations": []}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Section:
         points: the rules at each point of the grid (dataset, temperature, load); first the one with
             most lossy rules whose loss is known.
         chart: their speed by loss, None without any.
-        calibrations: content and chart by file name.
+        calibrations: file name, content and chart of each.
         relaxed: answers with their relaxed tokens, by title.
         cells: of the sweep.
         runs: file name, commit, versions, hardware and command of all that, each once.
@@ -46,7 +48,7 @@ class Section:
     answers: Sequence[Answer]
     points: Sequence[Sequence[Measured]]
     chart: Chart | None
-    calibrations: dict[str, tuple[dict[str, Any], Chart | None]]
+    calibrations: Sequence[tuple[str, dict[str, Any], Chart | None]]
     relaxed: dict[str, list[Piece]]
     cells: Sequence[Cell]
     runs: Sequence[tuple[str, ...]]
@@ -66,10 +68,10 @@ def read_sections(paths: Iterable[Path]) -> list[Section]:
         if path.suffix == ".jsonl":
             sweeps[str(path)] = read_cells(path)
         elif path.suffix == ".json":
-            content = read_calibration(path)
+            content = NOTHING | read_calibration(path)
             model, draft = content["model"], content["draft"]
             setup = (model.get("name"), draft.get("name"), draft.get("num_speculative_tokens"))
-            calibrations.setdefault(setup, {})[path.name] = content
+            calibrations.setdefault(setup, []).append((path.name, content))
         else:
             raise ValueError(
                 f"{path} is neither a sweep (.jsonl) nor a calibration (.json); give files that "
@@ -81,7 +83,7 @@ def read_sections(paths: Iterable[Path]) -> list[Section]:
         setups = dict.fromkeys((row.key.model, row.key.draft, row.key.k) for row in found)
         # Decoding without drafts is beside every draft of its file.
         for setup in [setup for setup in setups if setup[2]] or setups:
-            own = calibrations.get(setup, {})
+            own = calibrations.get(setup, [])
             sections.append(_section(setup, own, Path(file).name, found, cells))
     shown = {section.setup for section in sections}
     sections += [_section(setup, own) for setup, own in calibrations.items() if setup not in shown]
@@ -106,13 +108,13 @@ def _section(
     main = points[0] if points else []
     return Section(
         setup,
-        [calibrated(content, main) for content in calibrations.values()] or [fastest_within(main)],
+        [calibrated(content, main) for _, content in calibrations] or [fastest_within(main)],
         points,
         _speed_by_loss(main),
-        {name: (content, _cost_by_threshold(content)) for name, content in calibrations.items()},
+        [(name, content, _cost_by_threshold(content)) for name, content in calibrations],
         relaxed_answers(cell for cell in cells if [cell.key.draft, cell.key.k] == draft),
         cells,
-        _runs([*((file, vars(cell)) for cell in cells), *calibrations.items()]),
+        _runs([*((file, vars(cell)) for cell in cells), *calibrations]),
     )
 
 
@@ -137,16 +139,15 @@ def _speed_by_loss(rules: Sequence[Measured]) -> Chart | None:
 
 def _cost_by_threshold(content: dict[str, Any]) -> Chart | None:
     """What a calibration predicted, and what it measured on held-out prompts."""
-    curve, tried = content.get("curve", []), content.get("confirmations", [])
-    if not curve:
+    if not content["curve"]:
         return None
     curves = [
-        Curve(text, [(_exact(it["threshold"]), _exact(it[name]), "") for it in curve])
+        Curve(text, [(_exact(it["threshold"]), _exact(it[name]), "") for it in content["curve"]])
         for text, name in (("predicted", "cost"), ("90 % bound of that", "high"))
     ]
     measured = [
         (_exact(it["threshold"]), Interval(*(it["cost"][end] for end in Interval._fields)), "")
-        for it in tried
+        for it in content["confirmations"]
     ]
     curves.append(Curve("measured on held-out prompts", measured, joined=False))
     budget = content["budget"]
