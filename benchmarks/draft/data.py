@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from benchmarks.draft import prompts
 from benchmarks.draft.target import Sequence, Target
 from vllm_mars.local.prompts import PACKAGED, load_prompts
+from vllm_mars.local.result_file import write_json
 
 # Follow-ups and passages come from the shard this far back, which the same worker of one or two
 # has made.
@@ -115,7 +116,9 @@ def make_shard(
             }
             lines.append(json.dumps(line, ensure_ascii=False))
             advance(1, len(generated))
-    _replace(final.with_suffix(".jsonl"), "\n".join(lines).encode() + b"\n")
+    unfinished = directory / f"{number:05d}.tmp-{os.getpid()}"
+    unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    unfinished.replace(final.with_suffix(".jsonl"))
     save_shard(final, answers)
     return True
 
@@ -150,9 +153,8 @@ def write_manifest(directory: Path, options: DataOptions, target_sha256: str) ->
     wanted.pop("shards")  # More shards of the same data are welcome.
     wanted = json.loads(json.dumps(wanted))
     path = directory / MANIFEST
-    directory.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
-        _replace(path, json.dumps(wanted, indent=2).encode() + b"\n")
+        write_json(path, wanted)
         return
     found = json.loads(path.read_text())
     for name in wanted.keys() | found.keys():
@@ -239,9 +241,3 @@ def file_prompts(path: Path) -> list[str]:
             )
         texts.append(prompt.turns[0])
     return texts
-
-
-def _replace(path: Path, content: bytes) -> None:
-    unfinished = path.with_suffix(f".tmp-{os.getpid()}")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)

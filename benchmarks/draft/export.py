@@ -15,12 +15,18 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import LlamaConfig
 
-from benchmarks.draft.head import Eagle3Head, HeadConfig
+from benchmarks.draft.head import Eagle3Head
 from vllm_mars.local.draft_head import TARGET_KEY, WEIGHTS_KEY
 from vllm_mars.local.packaged_model import sha256
 
 VERSION = "0.9.0"
+# Of the head's layer.
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"),
+)
 
 
 def export(
@@ -51,7 +57,7 @@ def export(
     tensors["d2t"] = ids - torch.arange(len(ids))
     unfinished = directory / f"model.tmp-{os.getpid()}"
     save_file(tensors, unfinished)
-    content = describe(head.config, target_name, target_sha256, num_speculative_tokens)
+    content = describe(head, target_name, target_sha256, num_speculative_tokens)
     content[WEIGHTS_KEY] = sha256(unfinished)
     unfinished.chmod(0o644)
     unfinished.replace(directory / "model.safetensors")
@@ -60,14 +66,15 @@ def export(
 
 
 def describe(
-    config: HeadConfig, target_name: str, target_sha256: str, num_speculative_tokens: int
+    head: Eagle3Head, target_name: str, target_sha256: str, num_speculative_tokens: int
 ) -> dict[str, Any]:
     """Returns the content of config.json."""
+    config = head.config
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
-        "draft_vocab_size": config.draft_vocab_size,
+        "draft_vocab_size": len(head.draft_tokens),
         "target_hidden_size": config.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
         "norm_before_residual": True,
@@ -89,19 +96,13 @@ def describe(
         },
         "transformer_layer_config": {
             "model_type": "llama",
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
+            **{name: getattr(config, name) for name in SIZES},
             "num_hidden_layers": 1,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "rms_norm_eps": config.rms_norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-            "max_position_embeddings": config.max_position_embeddings,
+            **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": config.rope_parameters["rope_theta"],
+            },
             "num_aux_hidden_states": len(config.aux_layers),
             "tie_word_embeddings": False,
         },
@@ -111,19 +112,11 @@ def describe(
 def load(directory: Path) -> Eagle3Head:
     """Reads an exported head back, in float32."""
     content = json.loads((directory / "config.json").read_text())
-    layer = content["transformer_layer_config"]
-    config = HeadConfig(
-        vocab_size=layer["vocab_size"],
-        draft_vocab_size=content["draft_vocab_size"],
-        hidden_size=layer["hidden_size"],
-        intermediate_size=layer["intermediate_size"],
-        num_attention_heads=layer["num_attention_heads"],
-        num_key_value_heads=layer["num_key_value_heads"],
-        head_dim=layer["head_dim"],
-        aux_layers=tuple(content["eagle_aux_hidden_state_layer_ids"]),
-        rms_norm_eps=layer["rms_norm_eps"],
-        rope_theta=layer["rope_parameters"]["rope_theta"],
-        max_position_embeddings=layer["max_position_embeddings"],
+    config = LlamaConfig.from_dict(
+        {
+            **content["transformer_layer_config"],
+            "aux_layers": tuple(content["eagle_aux_hidden_state_layer_ids"]),
+        }
     )
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -16,37 +16,20 @@ Paper: EAGLE-3, arXiv 2503.01840 (training-time test, section 3.2).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
-from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
-from benchmarks.draft.target import Target, rotate
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """Sizes of a head. `hidden_size`, `vocab_size` and the rotary base are the target's."""
-
-    vocab_size: int
-    draft_vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    aux_layers: tuple[int, ...]
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
+from benchmarks.draft.target import Target
 
 
 class Attention(nn.Module):
     """Projections of the attention; `Eagle3Head` computes it."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
@@ -56,48 +39,31 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
 
-class Mlp(nn.Module):
-    """Gated linear unit, as in Llama."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns what the layer adds to its residual."""
-        gated: torch.Tensor = self.down_proj(
-            functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden)
-        )
-        return gated
-
-
 class Layer(nn.Module):
     """The parts of the one decoder layer."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(size, eps)
         self.hidden_norm = nn.RMSNorm(size, eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = Mlp(config)
+        self.mlp = LlamaMLP(config)
 
 
 class Eagle3Head(nn.Module):
     """The head, without the embedding, which is the target's.
 
     Args:
-        config: its sizes.
+        config: the sizes of its layer, which are the target's where the two meet, and `aux_layers`.
         draft_tokens: [draft_vocab_size] int64, ascending: the target's id of each draft token.
     """
 
     draft_tokens: torch.Tensor
     frequencies: torch.Tensor
 
-    def __init__(self, config: HeadConfig, draft_tokens: torch.Tensor) -> None:
+    def __init__(self, config: LlamaConfig, draft_tokens: torch.Tensor) -> None:
         super().__init__()
         self.config = config
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -105,10 +71,11 @@ class Eagle3Head(nn.Module):
         self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = nn.RMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(size, len(draft_tokens), bias=False)
         self.register_buffer("draft_tokens", draft_tokens, persistent=False)
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.register_buffer("frequencies", config.rope_theta**-exponents, persistent=False)
+        frequencies = config.rope_parameters["rope_theta"] ** -exponents
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     @property
     def layer(self) -> Layer:
@@ -189,7 +156,8 @@ class Eagle3Head(nn.Module):
         cos, sin = (torch.cat([part] * 2, -1) for part in (angles.cos(), angles.sin()))
         if cos.dim() == 3:
             cos, sin = cos[:, None], sin[:, None]
-        return rotate(split, cos, sin)
+        first, second = split.chunk(2, -1)
+        return split * cos + torch.cat([-second, first], -1) * sin
 
     def _attend(
         self,
@@ -238,18 +206,13 @@ def new_head(
         seed: of the random weights.
     """
     given = target.config
-    config = HeadConfig(
-        vocab_size=given.vocab_size,
-        draft_vocab_size=len(draft_tokens),
-        hidden_size=given.hidden_size,
-        intermediate_size=intermediate_size or given.intermediate_size,
-        num_attention_heads=given.num_attention_heads,
-        num_key_value_heads=num_key_value_heads or given.num_attention_heads,
-        head_dim=given.head_dim,
-        aux_layers=aux_layers or target.aux_layers,
-        rms_norm_eps=given.rms_norm_eps,
-        rope_theta=given.rope_parameters["rope_theta"],
-        max_position_embeddings=given.max_position_embeddings,
+    config = LlamaConfig.from_dict(
+        {
+            **given.to_dict(),
+            "intermediate_size": intermediate_size or given.intermediate_size,
+            "num_key_value_heads": num_key_value_heads or given.num_attention_heads,
+            "aux_layers": aux_layers or target.aux_layers,
+        }
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -264,13 +227,10 @@ def new_head(
         head.lm_head.weight.copy_(target.lm_head[draft_tokens].float())
         head.norm.weight.copy_(target.final_norm)
         layer = head.layer
-        layer.input_layernorm.weight.copy_(target.layers[0]["attention_norm"])
-        layer.post_attention_layernorm.weight.copy_(last["mlp_norm"])
+        layer.input_layernorm.weight.copy_(target.layers[0].input_layernorm.weight)
+        layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
         if config.intermediate_size == given.intermediate_size:
-            gate, up = last["gate_up"].float().chunk(2)
-            layer.mlp.gate_proj.weight.copy_(gate)
-            layer.mlp.up_proj.weight.copy_(up)
-            layer.mlp.down_proj.weight.copy_(last["down"])
+            layer.mlp.load_state_dict(last.mlp.state_dict())
         # The residual starts as what the target's own lm_head takes in.
         if config.aux_layers[-1] == given.num_hidden_layers:
             head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)

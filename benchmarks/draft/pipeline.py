@@ -2,7 +2,7 @@
 
 WORK/data/      shards (data.py)
 WORK/train/     checkpoint and log (train.py)
-WORK/half/      the head after half of the steps, for the ladder of drafts
+WORK/half/      the head after half of the steps, to compare with
 OUTPUT/         the head, with config.json, training.json and README.md
 """
 
@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 
-from benchmarks.draft.card import model_card
 from benchmarks.draft.data import DataOptions, make_shard, write_manifest
 from benchmarks.draft.export import export
 from benchmarks.draft.head import Eagle3Head, new_head
@@ -24,6 +24,7 @@ from benchmarks.draft.start import start_linear
 from benchmarks.draft.target import Target
 from benchmarks.draft.train import Trainer, TrainOptions, choose_draft_tokens
 from vllm_mars.local.draft_head import model_checksum
+from vllm_mars.local.packaged_model import cache_root
 from vllm_mars.local.provenance import git_commit
 
 # Shards that the draft vocabulary and the linear start are taken from; the first to be made.
@@ -53,7 +54,6 @@ class Setting:
 
 SETTINGS = {
     "cpu": Setting("cpu", DataOptions(shards=12), TrainOptions(shards=12, epochs=3.0)),
-    # Not run: written for a machine that nobody had.
     "gpu": Setting(
         "cuda",
         DataOptions(shards=32, shard_prompts=2048, batch=1024),
@@ -62,21 +62,20 @@ SETTINGS = {
 }
 
 
-def read_target(model: Path, setting: Setting) -> Target:
-    """Reads the target, with the hidden states that vLLM feeds by default, and its last one."""
-    layers = setting.data.aux_layers
-    return Target(model, layers, device=setting.device)
-
-
-def for_target(setting: Setting, num_hidden_layers: int) -> Setting:
-    """Returns the setting with the hidden states of a target of so many layers.
+def for_target(setting: Setting, model: Path) -> Setting:
+    """Returns the setting with the hidden states of a target of any depth.
 
     The first three are those that vLLM takes by default: an early, a middle and a late one. The
     last is what the target's own distribution follows from.
     """
-    count = num_hidden_layers
+    count = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     layers = tuple(sorted({min(2, count), count // 2, max(0, count - 3), count}))
     return replace(setting, data=replace(setting.data, aux_layers=layers))
+
+
+def read_target(model: Path, setting: Setting) -> Target:
+    """Reads the target, with the hidden states that the setting names."""
+    return Target(model, setting.data.aux_layers, device=setting.device)
 
 
 def make_data(
@@ -123,6 +122,11 @@ def make_head(work: Path, setting: Setting, target: Target) -> Eagle3Head:
     head = new_head(target, tokens, seed=setting.train.seed)
     start_linear(head, target, first[:1])
     return head
+
+
+def work_directory(model: Path) -> Path:
+    """Returns where a model's head is made by default."""
+    return cache_root() / f"draft-{model.name}"
 
 
 def shard_path(work: Path, number: int) -> Path:
@@ -175,10 +179,17 @@ def write(trainer: Trainer, directory: Path, model: Path, setting: Setting) -> N
         "seen_tokens": trainer.log_sum("tokens"),
         "training_seconds": trainer.log_sum("seconds"),
         "last_steps": trainer.log_means(LAST_STEPS),
-        "draft_vocab_size": trainer.head.config.draft_vocab_size,
+        "draft_vocab_size": len(trainer.head.draft_tokens),
         "parameters": sum(parameter.numel() for parameter in trainer.head.parameters()),
         "git_commit": git_commit(),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
     }
     (directory / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     (directory / "README.md").write_text(model_card(record))
+
+
+def model_card(record: dict[str, Any]) -> str:
+    """Returns README.md of a head from the content of its training.json."""
+    template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
+    card: str = jinja2.Template(template, keep_trailing_newline=True).render(record)
+    return card
