@@ -1,20 +1,22 @@
-"""Makes an EAGLE-3 head for a target, and measures it beside other drafts.
+"""Makes an EAGLE-3 head for a target, measures it without vLLM, and makes worse drafts.
 
 python -m benchmarks.draft make --setting cpu
-python -m benchmarks.draft ladder --output benchmarks/results/draft-ladder-cpu.json
+python -m benchmarks.draft evaluate HEAD --output build/draft.json
+python -m benchmarks.draft untrained
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.draft import ladder, pipeline
+from benchmarks.draft import pipeline
 from benchmarks.draft.evaluate import evaluate_heads
-from vllm_mars.local.packaged_model import cache_root, ensure_model
+from benchmarks.draft.untrained import write_untrained
+from vllm_mars.local.draft_head import packaged_head
+from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED
 from vllm_mars.local.result_file import write_json
 
@@ -23,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, or 1 after an error."""
     args = _parser().parse_args(argv)
     try:
-        run = {"make": _make, "evaluate": _evaluate, "ladder": _ladder}[args.command]
+        run = {"make": _make, "evaluate": _evaluate, "untrained": _untrained}[args.command]
         return run(args)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
@@ -50,13 +52,16 @@ def _make(args: argparse.Namespace) -> int:
             epochs=args.epochs or setting.train.epochs,
         ),
     )
+    if args.setting == "gpu":
+        print("setting gpu has never been run: its sizes are guesses", file=sys.stderr)
     if setting.device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("setting=gpu needs CUDA, which torch does not see; take --setting cpu.")
     if args.threads:
         torch.set_num_threads(args.threads)
     model = args.model or ensure_model()
-    work = args.work or cache_root() / f"draft-{model.name}"
+    work = args.work or pipeline.work_directory(model)
     output = args.output or work / "head"
+    setting = pipeline.for_target(setting, model)
     console = Console(stderr=True)
     target = pipeline.read_target(model, setting)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -108,21 +113,14 @@ def _evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ladder(args: argparse.Namespace) -> int:
+def _untrained(args: argparse.Namespace) -> int:
     model = args.model or ensure_model()
-    work = args.work or cache_root() / f"draft-{model.name}"
-    result = ladder.climb(
-        model,
-        work,
-        args.head,
-        prompts=args.prompts,
-        max_tokens=args.max_tokens,
-        theta=args.theta,
-        num_speculative_tokens=args.num_speculative_tokens,
-        known=json.loads(args.output.read_text()) if args.output.is_file() else None,
-        report=lambda so_far: write_json(args.output, so_far),
-    )
-    print(ladder.table(result))
+    work = args.work or pipeline.work_directory(model)
+    trained = args.head or packaged_head()
+    if trained is None:
+        raise ValueError("there is no trained head; name one with --head, or make one first.")
+    for draft in write_untrained(model, trained, work / "data", args.output or work / "untrained"):
+        print(draft)
     return 0
 
 
@@ -131,7 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     make = commands.add_parser("make", help="data, training and export; goes on where it was")
-    make.add_argument("--setting", choices=sorted(pipeline.SETTINGS), required=True)
+    make.add_argument("--setting", choices=sorted(pipeline.SETTINGS), required=True,
+        help="gpu has never been run")  # fmt: skip
     make.add_argument("--stage", choices=("all", "data", "train"), default="all")
     make.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged model")
     make.add_argument("--work", type=Path, metavar="DIR", help="default: in the user's cache")
@@ -158,15 +157,11 @@ def _parser() -> argparse.ArgumentParser:
     offline.add_argument("--max-tokens", type=int, default=128, metavar="N")
     offline.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K")
 
-    steps = commands.add_parser("ladder", help="acceptance of drafts of different quality")
-    steps.add_argument("--output", type=Path, required=True, metavar="FILE")
-    steps.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged model")
-    steps.add_argument("--work", type=Path, metavar="DIR", help="where `make` worked")
-    steps.add_argument("--head", type=Path, metavar="DIR", help="default: the packaged head")
-    steps.add_argument("--prompts", type=Path, metavar="FILE", help="default: the demo's")
-    steps.add_argument("--max-tokens", type=int, default=64, metavar="N")
-    steps.add_argument("--theta", type=float, default=0.9)
-    steps.add_argument("--num-speculative-tokens", type=int, default=3, metavar="K")
+    worse = commands.add_parser("untrained", help="drafts of low quality, to compare with")
+    worse.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged model")
+    worse.add_argument("--head", type=Path, metavar="DIR", help="default: the packaged head")
+    worse.add_argument("--work", type=Path, metavar="DIR", help="where `make` worked")
+    worse.add_argument("--output", type=Path, metavar="DIR", help="default: WORK/untrained")
     return parser
 
 

@@ -1,6 +1,8 @@
 """The making of an EAGLE-3 head, on a tiny target: data, training, resuming, export, vLLM."""
 
+import hashlib
 import json
+import multiprocessing
 import random
 from dataclasses import replace
 
@@ -9,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import tiny_models
-from benchmarks.draft import pipeline, prompts, start
+from benchmarks.draft import pipeline, prompts, start, untrained
 from benchmarks.draft.data import (
     DataOptions,
     Shard,
@@ -18,14 +20,15 @@ from benchmarks.draft.data import (
     save_shard,
     write_manifest,
 )
-from benchmarks.draft.engine import measure
 from benchmarks.draft.evaluate import Walk, evaluate_offline
-from benchmarks.draft.export import export
+from benchmarks.draft.export import export, load
 from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
 from benchmarks.draft.train import Batch, Trainer, TrainOptions, choose_draft_tokens
+from benchmarks.draft.untrained import write_untrained
 from vllm_mars.local.draft_head import check_head, model_checksum
 from vllm_mars.local.prompts import load_prompts
+from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
 
 AUX = (0, 1, 2)
 DATA = DataOptions(
@@ -164,6 +167,16 @@ def test_follow_ups_and_passages_come_from_earlier_answers():
     assert not any("Cut" in messages[-1]["content"] for messages in drawn)
 
 
+def test_the_prompts_of_a_seed_stay_the_same():
+    """The packaged head's data can be made again."""
+    rng, earlier = random.Random(0), []
+    for _ in range(500):
+        messages = prompts.draw(rng, earlier)
+        earlier.append((messages, messages[-1]["content"]))
+    drawn = json.dumps([messages for messages, _ in earlier]).encode()
+    assert hashlib.sha256(drawn).hexdigest().startswith("2bcb0d0423d70927")
+
+
 def test_an_interrupted_run_ends_with_the_same_head(target, shards, tmp_path):
     whole = trainer(tmp_path / "whole", target, shards)
     whole.run(report=lambda figures: None)
@@ -212,6 +225,13 @@ def test_the_pipeline_writes_the_half_trained_and_the_trained_head(model, target
     assert "6 of 6 steps, seed 0" in card
 
 
+def test_the_hidden_states_follow_from_the_depth_of_the_target(model, tmp_path):
+    given = pipeline.SETTINGS["cpu"]
+    assert pipeline.for_target(given, model).data.aux_layers == AUX
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 30}')
+    assert pipeline.for_target(given, tmp_path) == given
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -232,6 +252,43 @@ def test_a_linear_start_needs_the_last_state_and_a_value_for_each_head(target, s
         start.start_linear(new_head(target, tokens, aux_layers=(0, 1)), target, paths)
     with pytest.raises(ValueError, match=r"num_key_value_heads=2 is not num_attention_heads=4"):
         start.start_linear(new_head(target, tokens, num_key_value_heads=2), target, paths)
+
+
+def test_untrained_drafts(model, target, shards, tmp_path, monkeypatch):
+    trained = tmp_path / "trained"
+    head = new_head(target, torch.arange(256))
+    export(
+        head,
+        trained,
+        target_name="tiny",
+        target_sha256=model_checksum(model),
+        num_speculative_tokens=3,
+    )
+    with pytest.raises(ValueError, match=r"has 2 layers, of which the first 4 .* take a deeper"):
+        write_untrained(model, trained, shards, tmp_path)
+    monkeypatch.setattr(untrained, "FIRST_LAYERS", 1)
+    tiny_models.tokenizer(model)
+    found = write_untrained(model, trained, shards, tmp_path)
+    assert [path.name for path in found] == ["layers-1", "random", "linear"]
+    layers, *heads = found
+    for path in heads:
+        assert check_head(path, model).num_speculative_tokens == 3
+    random_head, linear = map(load, heads)
+    expected = new_head(target, torch.arange(256))
+    start.start_linear(expected, target, [shards / "00000.safetensors"])
+    for name, weight in expected.bfloat16().float().state_dict().items():
+        assert torch.equal(linear.state_dict()[name], weight)
+    assert not torch.equal(random_head.fc.weight, linear.fc.weight)
+    # The first layer's output, through the target's norm and output.
+    whole, first = map(LlamaForCausalLM.from_pretrained, (model, layers))
+    with torch.inference_mode():
+        ids = torch.tensor([[5, 6, 7, 8]])
+        state = whole(ids, output_hidden_states=True).hidden_states[1]
+        torch.testing.assert_close(first(ids).logits, whole.lm_head(whole.model.norm(state)))
+    written = [path.stat().st_mtime_ns for one in found for path in one.iterdir()]
+    assert write_untrained(model, trained, shards, tmp_path) == found
+    assert written == [path.stat().st_mtime_ns for one in found for path in one.iterdir()]
+    assert len(write_untrained(model, trained, tmp_path, tmp_path / "no-data")) == 2
 
 
 def test_anchors_end_where_nothing_is_left_to_guess():
@@ -278,6 +335,54 @@ def test_the_walk_of_verification():
     assert walk.to_json()["acceptance_by_position"] == [0.6667, 0.3333, 0.0]
 
 
+def verified(model, head, given, max_tokens, thetas):
+    """The answers of vLLM to each prompt by itself, and its counters, at each theta."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(model),
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        speculative_config={
+            "method": "eagle3",
+            "model": str(head.directory),
+            "num_speculative_tokens": head.num_speculative_tokens,
+            "rejection_sample_method": "mars",
+        },
+        **CPU_ENGINE_ARGS,
+    )
+
+    def counters():
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+        drafts = metrics["vllm:spec_decode_num_drafts"].value
+        return [drafts, *metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values]
+
+    found = []
+    try:
+        for theta in thetas:
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                detokenize=False,
+                stop_token_ids=[2],
+                extra_args={"mars_theta": theta},
+            )
+            before = counters()
+            prompts = [{"prompt_token_ids": prompt} for prompt in given]
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            drafts, *accepted = (now - then for now, then in zip(counters(), before, strict=True))
+            tokens = [list(output.outputs[0].token_ids) for output in outputs]
+            found.append({"tokens": tokens, "drafts": drafts, "accepted": accepted})
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        # Waits for what has ended.
+        multiprocessing.active_children()
+    return found
+
+
 @pytest.mark.engine
 def test_vllm_drafts_what_we_expect_of_the_head(model, target, tmp_path, monkeypatch):
     """Positions, inputs and hidden states agree if the counts of acceptance do."""
@@ -302,22 +407,16 @@ def test_vllm_drafts_what_we_expect_of_the_head(model, target, tmp_path, monkeyp
     max_tokens = 100
     answers = greedy(target, given, max_tokens)
     expected = evaluate_offline(head, target, answers, 3)
-    figures = measure(
-        model,
-        {"method": "eagle3", "model": str(found.directory), "num_speculative_tokens": 3},
-        given,
-        max_tokens=max_tokens,
-        theta=0.5,
-        engine={"max_model_len": 128},
-    )
-    strict = figures["strict"]
+    strict, relaxed = verified(model, found, given, max_tokens, (1.0, 0.5))
     assert strict["tokens"] == [
         sequence.tokens[sequence.prompt_tokens :].tolist() for sequence in answers
     ]
     assert expected.length > 1.2
     # The engine also drafts past the end of an answer, once at most.
     assert abs(strict["drafts"] - expected.drafts) <= len(given)
-    for position, accepted in enumerate(expected.accepted):
-        seen = strict["acceptance_by_position"][position] * strict["drafts"]
+    for seen, accepted in zip(strict["accepted"], expected.accepted, strict=True):
         assert abs(seen - accepted) <= len(given)
-    assert figures["relaxed"]["mean_acceptance_length"] > strict["mean_acceptance_length"]
+    strict_length, relaxed_length = (
+        sum(counts["accepted"]) / counts["drafts"] for counts in (strict, relaxed)
+    )
+    assert relaxed_length > strict_length
