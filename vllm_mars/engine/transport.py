@@ -1,4 +1,4 @@
-"""The way of the counts through vLLM's front end, each with a step's own data.
+"""How counts travel through vLLM, each beside the data of the step that it belongs to.
 
     worker        the increase is an attribute of the step's ModelRunnerOutput: `runner.outputs`
     engine core   the scheduler takes it off and adds it to the next SchedulerStats
