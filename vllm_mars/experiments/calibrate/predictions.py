@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from vllm_mars.config import Threshold
 from vllm_mars.experiments.calibrate.simulate import Steps, simulate
+from vllm_mars.local import intervals
 
 BOOTSTRAP_SAMPLES = 2000
 CONFIDENCE = 0.9
@@ -71,7 +72,7 @@ def point(steps: Steps, strict_tokens: Floats, threshold: float, metric: str) ->
 
 def resamples(groups: int) -> NDArray[np.int64]:
     """`[BOOTSTRAP_SAMPLES, groups]` groups, drawn with replacement, the same each time."""
-    return np.random.default_rng(0).integers(0, groups, (BOOTSTRAP_SAMPLES, groups))
+    return intervals.resamples(groups, BOOTSTRAP_SAMPLES)
 
 
 def margins(steps: Steps, bins: int = 50) -> dict[str, Any]:

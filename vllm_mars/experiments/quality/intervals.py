@@ -6,8 +6,8 @@ import numpy as np
 from scipy import stats
 
 from vllm_mars.experiments.sweep.records import Estimate
+from vllm_mars.local.intervals import interval, resamples
 
-RESAMPLES = 10_000
 ALPHA = 0.05
 
 
@@ -44,16 +44,16 @@ def estimate(
     if not prompts:
         raise ValueError(f"{name}: no prompt has a score in both; measure the same prompts.")
     own = np.array([values[prompt] for prompt in prompts], dtype=float)
-    rows = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
+    rows = resamples(len(own), seed=seed)
     own_means = own[rows].mean(1)
-    low, high = _interval(own_means)
+    low, high = interval(own_means)
     base = {"name": name, "samples": len(own), "value": float(own.mean()), "low": low, "high": high}
     if reference is None:
         return Estimate(**base)  # type: ignore[arg-type]
     other = np.array([reference[prompt] for prompt in prompts], dtype=float)
     other_means = other[rows].mean(1)
     difference = own - other
-    difference_low, difference_high = _interval(own_means - other_means)
+    difference_low, difference_high = interval(own_means - other_means)
     compared = {
         "reference": float(other.mean()),
         "difference": float(difference.mean()),
@@ -64,7 +64,7 @@ def estimate(
         compared["recovery"] = float(own.mean() / other.mean())
         # Resamples whose reference is 0 have no ratio.
         ratios = own_means[other_means > 0] / other_means[other_means > 0]
-        compared["recovery_low"], compared["recovery_high"] = _interval(ratios)
+        compared["recovery_low"], compared["recovery_high"] = interval(ratios)
     if margin is not None and margin > 0 and len(own) > 1:
         p_value = non_inferiority(difference if higher_is_better else -difference, margin)
         compared |= {"margin": margin, "p_value": p_value, "non_inferior": p_value < ALPHA}
@@ -81,8 +81,3 @@ def non_inferiority(gains: np.ndarray, margin: float) -> float:
     if np.ptp(gains) == 0:
         return 0.0 if gains[0] > -margin else 1.0
     return float(stats.ttest_1samp(gains, -margin, alternative="greater").pvalue)
-
-
-def _interval(means: np.ndarray) -> tuple[float, float]:
-    low, high = np.percentile(means, [100 * ALPHA / 2, 100 * (1 - ALPHA / 2)])
-    return float(low), float(high)

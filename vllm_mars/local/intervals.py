@@ -1,0 +1,20 @@
+"""The bootstrap over prompts: what is measured of one prompt is drawn together."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 10_000
+# Of an interval that leaves out 2.5 % on each side.
+COVERAGE = 95
+
+
+def resamples(count: int, samples: int = RESAMPLES, seed: int = 0) -> NDArray[np.int64]:
+    """`[samples, count]` indices of prompts, drawn with replacement, the same for a seed."""
+    return np.random.default_rng(seed).integers(0, count, (samples, count))
+
+
+def interval(values: NDArray[np.float64]) -> tuple[float, float]:
+    """The 95 % percentile interval of a figure of each resample."""
+    outside = (100 - COVERAGE) / 2
+    low, high = np.percentile(values, [outside, 100 - outside])
+    return float(low), float(high)
