@@ -10,10 +10,13 @@ VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "vllm_mars/__init__.py").r
 
 # Not ray[llm], which pins a vLLM of its own; `ray.serve.llm` needs pyarrow beyond ray[serve].
 RAY = ["ray[serve]>=2.60", "pyarrow"]
-DEMO = ["accelerate", "filelock", "gguf", "openai", "prometheus-client", "rich", "transformers"]
+DEMO = [
+    *("accelerate", "filelock", "gguf", "numpy", "openai", "prometheus-client", "rich"),
+    "transformers",
+]
 # pandas is what `vllm bench serve` reads prompt files with.
 EXPERIMENTS = [
-    *(*DEMO, "jinja2", "jsonschema", "numpy", "pandas", "pydantic"),
+    *(*DEMO, "jinja2", "jsonschema", "pandas", "pydantic"),
     *("lm-eval[api]>=0.4.10", "rouge-score", "sacrebleu", "scipy"),
 ]
 

@@ -10,7 +10,7 @@ import uuid
 import pytest
 
 from processes import MARK, marked, wait_until
-from vllm_mars.demo.run import MODES, DemoOptions
+from vllm_mars.demo.options import MODES, DemoOptions
 from vllm_mars.local.drafts import NGRAM_CONFIG
 
 pytestmark = pytest.mark.engine
@@ -41,13 +41,13 @@ def start_demo(tmp_path, model, mark, *arguments):
 
 def test_demo(tmp_path, packaged_model):
     mark = uuid.uuid4().hex
-    process = start_demo(tmp_path, packaged_model, mark, "--repeats", "2")
+    process = start_demo(tmp_path, packaged_model, mark, "--repeats", "2", "--short")
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     assert marked(mark) == []
     result = json.loads((tmp_path / "out" / "demo.json").read_text())
 
-    assert result["schema"] == 1
+    assert result["schema"] == 2
     assert set(result["versions"]) == {"vllm_mars", "vllm", "torch", "python"}
     assert set(result["hardware"]) == {"cpu", "cores", "memory_gib", "gpu"}
     assert result["command"][1:3] == ["demo", "--model"]
@@ -55,6 +55,8 @@ def test_demo(tmp_path, packaged_model):
         figures = result[mode]
         assert len(figures["answers"]) == 2 * 3
         assert figures["tokens_per_second"] > 0
+        assert 0 < figures["tpot_seconds"] < figures["seconds_per_answer"]
+        assert 0 < figures["ttft_seconds"] < figures["seconds_per_answer"]
         assert figures["output_tokens"] == sum(
             answer["output_tokens"] for answer in figures["answers"] if answer["repeat"] == 0
         )
@@ -65,18 +67,44 @@ def test_demo(tmp_path, packaged_model):
     assert result["autoregressive"]["verified_tokens"] == 0
     assert result["comparison"]["strict_text_equals_autoregressive"] is True
     assert result["comparison"]["differing_prompts"] == []
+    assert result["strict"]["equal_answers"] == result["autoregressive"]["equal_answers"] == 3
+    assert result["mars"]["equal_answers"] == sum(
+        mars["text"] == plain["text"]
+        for mars, plain in zip(
+            result["mars"]["answers"][:3], result["autoregressive"]["answers"][:3], strict=True
+        )
+    )
+    for pair in ("strict_over_autoregressive", "mars_over_autoregressive", "mars_over_strict"):
+        for found in result["comparison"]["speedup"][pair].values():
+            assert found["prompts"] == 2
+            assert 0 < found["low"] <= found["median"] <= found["high"]
 
     mars, strict = result["mars"], result["strict"]
     assert mars["theta"] == 0.6
     assert mars["mean_acceptance_length"] > strict["mean_acceptance_length"] > 1
     assert mars["verified_tokens"] >= mars["accepted_tokens"] >= mars["relaxed_tokens"] > 0
     assert mars["relaxed_tokens"] == sum(len(item["tokens"]) for item in mars["relaxed"])
-    assert mars["second_pass_same_text"] is True
-    for item in mars["relaxed"]:
-        assert all(token["logprob"] < token["best_logprob"] for token in item["tokens"])
+    # What the server said that it relaxed is what was not the target's first choice.
+    example = mars["example"]
+    assert example["same_text"] is True
+    assert all(token["logprob"] < token["best_logprob"] for token in example["tokens"])
+    (told,) = (
+        item["tokens"]
+        for item in mars["relaxed"]
+        if (item["id"], item["turn"]) == (example["id"], example["turn"])
+    )
+    assert told == [
+        {"position": token["position"], "text": token["text"]} for token in example["tokens"]
+    ]
+    assert len(told) == max(len(item["tokens"]) for item in mars["relaxed"])
 
     assert "mean acceptance length" in out
     assert "What the target would have said there" in out
+    assert "This short form shows that it works, not how fast" in out
+    assert err.startswith("starting three vLLM servers: none ready; at a guess ")
+    assert "asking the three in turn: 0 of 18 answers, now autoregressive; about " in err
+    assert "ending the servers" in err
+    assert len(err.splitlines()) < 30, err
     assert "\x1b[" not in out, "no colour codes without a terminal"
 
 
@@ -119,3 +147,22 @@ def test_speculative_configs():
     }
     model = DemoOptions(draft="some/draft").speculative_config("strict")
     assert model == {"model": "some/draft", "num_speculative_tokens": 4}
+
+
+@pytest.mark.nightly
+def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_model):
+    output = tmp_path / "demo.json"
+    process = subprocess.run(
+        [sys.executable, "-m", "vllm_mars.cli", "demo", "--short", "--output", str(output)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert process.returncode == 0, process.stderr
+    result = json.loads(output.read_text())
+    assert result["config"]["draft"] == "smollm2-135m-eagle3"
+    assert (result["config"]["short"], result["config"]["max_tokens"]) == (True, 24)
+    assert [len(result[mode]["answers"]) for mode in MODES] == [6, 6, 6]
+    assert result["comparison"]["strict_text_equals_autoregressive"] is True
+    lengths = {mode: result[mode]["mean_acceptance_length"] for mode in MODES}
+    assert lengths["mars"] >= lengths["strict"] > lengths["autoregressive"] == 1

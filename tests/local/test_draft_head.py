@@ -10,7 +10,7 @@ from benchmarks.draft.export import export, load
 from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
 from vllm_mars.demo import run as demo
-from vllm_mars.demo.run import DemoOptions
+from vllm_mars.demo.options import DemoOptions
 from vllm_mars.local import draft_head
 from vllm_mars.local.draft_head import check_head, is_head, model_checksum
 

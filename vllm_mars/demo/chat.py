@@ -1,8 +1,8 @@
 """Timed and scored chat requests to one vLLM server, through the official OpenAI client."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from vllm_mars.local.scrape import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS, GENERATED_TOKENS
@@ -26,6 +26,9 @@ class Answer:
         draft_tokens: draft tokens that were verified.
         accepted_tokens: draft tokens that were accepted.
         finish_reason: "stop" or "length".
+        token_ids: the answer's tokens.
+        relaxed_positions: those that only the margin accepted, counted from 0; empty where the
+            server was not asked.
     """
 
     text: str
@@ -37,10 +40,23 @@ class Answer:
     draft_tokens: int
     accepted_tokens: int
     finish_reason: str
+    token_ids: tuple[int, ...] = ()
+    relaxed_positions: tuple[int, ...] = ()
+
+    @property
+    def tpot_seconds(self) -> float | None:
+        """Time per output token after the first; None for an answer of one token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.seconds - self.first_token_seconds) / (self.output_tokens - 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as plain JSON values."""
-        return asdict(self)
+        """Returns the measurements as plain JSON values, without what names single tokens."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("token_ids", "relaxed_positions")
+        }
 
 
 @dataclass(frozen=True)
@@ -87,12 +103,16 @@ class ChatClient:
         except openai.OpenAIError as error:
             raise self._failure(error) from error
 
-    def ask(self, messages: Sequence[dict[str, str]], max_tokens: int) -> Answer:
+    def ask(
+        self, messages: Sequence[dict[str, str]], max_tokens: int, *, tell_relaxed: bool = False
+    ) -> Answer:
         """Streams one greedy answer and measures it.
 
         Args:
             messages: the conversation, as the OpenAI API takes it.
             max_tokens: limit of the answer's length.
+            tell_relaxed: whether the server, one that verifies by the margin, shall say at the end
+                of the stream which tokens it relaxed.
 
         Raises:
             RuntimeError: the server failed, ended or did not answer in time; the message holds the
@@ -101,7 +121,12 @@ class ChatClient:
         import openai
 
         before = self.server.metrics()
+        extra: dict[str, Any] = {"return_token_ids": True}
+        if tell_relaxed:
+            extra["vllm_xargs"] = {"mars_return": True}
         text: list[str] = []
+        token_ids: list[int] = []
+        relaxed: list[int] = []
         first = 0.0
         finish_reason = ""
         usage = None
@@ -114,10 +139,14 @@ class ChatClient:
                 temperature=0.0,
                 stream=True,
                 stream_options={"include_usage": True},
+                extra_body=extra,
             )
             for chunk in stream:
                 usage = chunk.usage or usage
+                if tell_relaxed and chunk.usage is not None:
+                    relaxed = _relaxed_positions(chunk)
                 for choice in chunk.choices:
+                    token_ids += getattr(choice, "token_ids", None) or []
                     if choice.delta.content:
                         first = first or time.perf_counter() - start
                         text.append(choice.delta.content)
@@ -142,6 +171,8 @@ class ChatClient:
             draft_tokens=draft_tokens,
             accepted_tokens=accepted_tokens,
             finish_reason=finish_reason,
+            token_ids=tuple(token_ids),
+            relaxed_positions=tuple(relaxed),
         )
 
     def score(
@@ -178,6 +209,26 @@ class ChatClient:
             tokens.append(ScoredToken(token.token, token.logprob, best.token, best.logprob))
         return choice.message.content or "", tokens
 
+    def token_texts(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """Returns the text of each token, which is not whole where a character takes several.
+
+        Raises:
+            RuntimeError: as `ask`.
+        """
+        import openai
+
+        try:
+            return {
+                token_id: self._client.post(
+                    f"{self.server.base_url}/detokenize",
+                    cast_to=cast(Any, object),
+                    body={"model": self._model, "tokens": [token_id]},
+                )["prompt"]
+                for token_id in token_ids
+            }
+        except openai.OpenAIError as error:
+            raise self._failure(error) from error
+
     def _metrics_after(self, generated_tokens: float) -> dict[str, float]:
         """Reads the metrics once they count the answer, which may be shortly after its end."""
         deadline = time.monotonic() + METRICS_TIMEOUT
@@ -197,3 +248,9 @@ class ChatClient:
         return RuntimeError(
             f"a request to {self.server.base_url} failed: {problem}\n{self.server.log_tail()}"
         )
+
+
+def _relaxed_positions(chunk: Any) -> list[int]:
+    """Reads what `mars_return` adds to the last chunk of a stream."""
+    positions: list[int] = chunk.metrics["speculative_decoding"]["mars"]["relaxed_positions"]
+    return positions

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-NEEDED = ("openai", "prometheus_client", "rich")
+NEEDED = ("numpy", "openai", "prometheus_client", "rich")
 
 
 def add_parser(commands: Any) -> None:
@@ -23,8 +23,10 @@ def add_parser(commands: Any) -> None:
     add("--theta", type=float, help="mars_theta, in (0, 1]; default 0.9")
     add("--num-speculative-tokens", type=int, metavar="K", help="default: the head's, else 4")
     add("--prompts", type=Path, metavar="FILE", help="JSON lines with 'prompt' or 'turns'")
-    add("--max-tokens", type=int, metavar="N", help="longest answer; default 128")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default 48, with --short 24")
     add("--repeats", type=int, metavar="N", help="timed passes; default 1")
+    add("--short", action="store_true", default=None,
+        help="six prompts alone, in 90 seconds: shows that it works, not how fast")  # fmt: skip
     add("--output", type=Path, metavar="FILE", help="default build/demo.json; logs go beside it")
     add("--startup-timeout", type=float, metavar="SECONDS", help="per server; default 600")
     add("--server-arg", dest="server_args", action="append", metavar="ARG",
@@ -33,12 +35,20 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns 0."""
-    from vllm_mars.demo.run import DemoOptions, run_demo
+    """Runs the demo, prints the comparison and writes the result file."""
+    from rich.console import Console
+
+    from vllm_mars.demo.options import DemoOptions
+    from vllm_mars.demo.report import print_report
+    from vllm_mars.demo.run import run_demo
+    from vllm_mars.local.result_file import write_json
 
     options = {
         name: value for name, value in vars(args).items() if name != "command" and value is not None
     }
     options["server_args"] = tuple(options.get("server_args", ()))
-    run_demo(DemoOptions(**options))
+    results = run_demo(DemoOptions(**options))
+    print_report(results, Console())
+    write_json(results.options.output, results.to_json())
+    Console(stderr=True).print(f"wrote {results.options.output}", soft_wrap=True)
     return 0

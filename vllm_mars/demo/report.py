@@ -2,29 +2,34 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from vllm_mars.demo.run import Results, Scored
+from vllm_mars.demo.results import PAIRS, Example, Record, Results, Speedup
 
 RELAXED_STYLE = "bold black on yellow"
+WARNING_STYLE = "bold red"
 MAX_LISTED = 12
+# Kinds of prompt named at either end, and answers whose length changed most.
+MAX_KINDS = 3
+MAX_LENGTHS = 6
 LABELS = {"autoregressive": "autoregressive", "strict": "strict", "mars": "MARS, theta"}
 
 
-def print_report(results: "Results", console: Console) -> None:
+def print_report(results: Results, console: Console) -> None:
     """Prints the comparison and one answer with its relaxed tokens marked.
 
     Args:
         results: a finished run.
         console: where to print; without a terminal, relaxed tokens stand in brackets.
     """
-    console.print(_comparison_table(results))
+    console.print(_figures_table(results))
+    console.print(_speedup_table(results))
+    _print_kinds(results.kinds(), console)
+    _print_lengths(results.changed_lengths(), len(results.first_pass("mars")), console)
     comparison = results.comparison()
     if comparison["strict_text_equals_autoregressive"]:
         console.print("The strict answers equal the autoregressive ones, character for character.")
@@ -32,66 +37,125 @@ def print_report(results: "Results", console: Console) -> None:
         console.print(
             "The strict answers differ from the autoregressive ones at: "
             + ", ".join(comparison["differing_prompts"]),
-            style="bold red",
+            style=WARNING_STYLE,
         )
-    if not results.summary("mars")["second_pass_same_text"]:
-        console.print(
-            "The second pass on the MARS server gave other texts than the timed one; "
-            "the relaxed tokens are counted in the second.",
-            style="bold red",
-        )
-    _print_example(results.example(), console)
+    if results.example is not None:
+        _print_example(results.example, console)
+    else:
+        console.print("No token was relaxed in any answer.")
+    if results.options.short:
+        console.print("This short form shows that it works, not how fast: leave out --short.")
 
 
-def _comparison_table(results: "Results") -> Table:
+def _figures_table(results: Results) -> Table:
     options = results.options
     figures = {mode: results.summary(mode) for mode in LABELS}
-    speed = {mode: figures[mode]["tokens_per_second"] for mode in LABELS}
     mars = figures["mars"]
+    count = len(results.first_pass("mars"))
     table = Table(
-        title=f"{len(results.scored)} answers, {options.draft_name} drafts of "
-        f"{options.num_speculative_tokens} tokens, one request at a time",
+        title=f"{count} answers of at most {options.longest_answer} tokens, one at a time;\n"
+        f"{options.draft_name} drafts of {options.num_speculative_tokens} tokens",
         caption=f"relaxed: {mars['relaxed_tokens']} of {mars['output_tokens']} output tokens; "
         f"{mars['verified_tokens']} draft tokens verified",
     )
     table.add_column("")
     for mode, label in LABELS.items():
         table.add_column(f"{label} {options.theta:g}" if mode == "mars" else label, justify="right")
+
+    def milliseconds(mode: str, name: str) -> str:
+        value = figures[mode][name]
+        return "-" if value is None else f"{1000 * value:.1f}"
+
     rows: dict[str, Callable[[str], str]] = {
-        "tokens/s": lambda mode: f"{speed[mode]:.1f}",
-        "  x autoregressive": lambda mode: f"{speed[mode] / speed['autoregressive']:.2f}",
-        "  x strict": lambda mode: f"{speed[mode] / speed['strict']:.2f}",
-        "mean acceptance length": lambda mode: f"{figures[mode]['mean_acceptance_length']:.2f}",
-        "relaxed tokens": lambda mode: f"{mars['relaxed_share']:.1%}" if mode == "mars" else "-",
-        "tokens per answer": lambda mode: f"{figures[mode]['tokens_per_answer']:.1f}",
+        "ms to first token (median)": lambda mode: milliseconds(mode, "ttft_seconds"),
+        "ms per further token (median)": lambda mode: milliseconds(mode, "tpot_seconds"),
         "seconds per answer": lambda mode: f"{figures[mode]['seconds_per_answer']:.2f}",
+        "tokens/s": lambda mode: f"{figures[mode]['tokens_per_second']:.1f}",
+        "mean acceptance length": lambda mode: f"{figures[mode]['mean_acceptance_length']:.2f}",
+        "tokens per answer": lambda mode: f"{figures[mode]['tokens_per_answer']:.1f}",
+        "relaxed tokens": lambda mode: f"{mars['relaxed_share']:.1%}" if mode == "mars" else "-",
+        "equal to autoregressive": lambda mode: (
+            "-" if mode == "autoregressive" else f"{figures[mode]['equal_answers']} of {count}"
+        ),
     }
     for name, value in rows.items():
         table.add_row(name, *(value(mode) for mode in LABELS))
     return table
 
 
-def _print_example(scored: "Scored", console: Console) -> None:
-    if scored.relaxed == 0:
-        console.print("No token was relaxed in any answer.")
+def _speedup_table(results: Results) -> Table:
+    table = Table(
+        title="How many times as fast",
+        caption="median over prompts of the ratio of times, and its 95 % interval (bootstrap)",
+    )
+    table.add_column("")
+    table.add_column("per further token", justify="right")
+    table.add_column("per answer", justify="right")
+    for mode, other in PAIRS:
+        found = results.speedups(mode, other)
+        names = {"mars": "MARS"}
+        table.add_row(
+            f"{names.get(mode, mode)} / {other}",
+            _interval(found["tpot"]),
+            _interval(found["seconds"]),
+        )
+    return table
+
+
+def _interval(found: Speedup | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
+
+
+def _print_kinds(kinds: dict[str, float], console: Console) -> None:
+    named = [f"{kind} {ratio:.2f}" for kind, ratio in kinds.items()]
+    if len(named) <= 2 * MAX_KINDS:
+        console.print("MARS / strict per further token: " + ", ".join(named))
         return
+    console.print(
+        f"MARS / strict per further token, of {len(named)} kinds of prompt: "
+        f"most {', '.join(named[:MAX_KINDS])}; least {', '.join(named[-MAX_KINDS:])}"
+    )
+
+
+def _print_lengths(changed: list[tuple[Record, Record]], count: int, console: Console) -> None:
+    text = f"{len(changed)} of {count} answers changed length"
+    if changed:
+        listed = [
+            f"{strict.prompt.id} {strict.answer.output_tokens} -> {mars.answer.output_tokens}"
+            for strict, mars in changed[:MAX_LENGTHS]
+        ]
+        more = len(changed) - len(listed)
+        text += " (tokens, strict -> MARS): " + ", ".join(listed)
+        text += f" and {more} more, in the result file" if more else ""
+    console.print(text)
+
+
+def _print_example(example: Example, console: Console) -> None:
     answer = Text()
-    for token in scored.tokens:
+    for token in example.tokens:
         if not token.relaxed:
             answer.append(token.text)
         elif console.is_terminal and not console.no_color:
             answer.append(token.text, style=RELAXED_STYLE)
         else:
             answer.append(f"[{token.text}]")
-    prompt = scored.record.prompt
-    console.print(Panel(answer, title=f"MARS answer to {prompt.id}: relaxed tokens marked"))
+    record = example.record
+    console.print(Panel(answer, title=f"MARS answer to {record.prompt.id}: relaxed tokens marked"))
+    if example.text != record.answer.text:
+        console.print(
+            "Asked again for its probabilities, the MARS server gave another text than the timed "
+            "one; this is the second.",
+            style=WARNING_STYLE,
+        )
 
     table = Table(title="What the target would have said there")
     table.add_column("relaxed token")
     table.add_column("p", justify="right")
     table.add_column("target's first choice")
     table.add_column("p", justify="right")
-    relaxed = [token for token in scored.tokens if token.relaxed]
+    relaxed = [token for token in example.tokens if token.relaxed]
     for token in relaxed[:MAX_LISTED]:
         table.add_row(
             Text(repr(token.text)),
@@ -100,5 +164,5 @@ def _print_example(scored: "Scored", console: Console) -> None:
             f"{math.exp(token.best_logprob):.2f}",
         )
     if len(relaxed) > MAX_LISTED:
-        table.caption = f"and {len(relaxed) - MAX_LISTED} more, in the result file"
+        table.caption = f"and {len(relaxed) - MAX_LISTED} more"
     console.print(table)

@@ -1,0 +1,111 @@
+"""What the demo runs."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
+from vllm_mars.local.draft_head import check_head, is_head, packaged_head
+from vllm_mars.local.drafts import NGRAM, draft_config, draft_name
+from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
+
+MODES = ("autoregressive", "strict", "mars")
+# Draft tokens per step where neither the user nor the draft says how many.
+NUM_SPECULATIVE_TOKENS = 4
+MAX_TOKENS = 48
+SHORT_MAX_TOKENS = 24
+SHORT_PROMPTS = 6
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What to run.
+
+    Attributes:
+        model: directory or name of the model; None takes the packaged one.
+        draft: "ngram", or a draft model's directory or name; None takes the packaged model's
+            EAGLE-3 head where there is one, else ngram.
+        theta: mars_theta of the MARS server, in (0, 1].
+        num_speculative_tokens: draft tokens per step, at least 1; None takes what the head names
+            as its best, else 4.
+        prompts: prompt file.
+        max_tokens: longest answer, at least 1; None takes 48, in the short form 24.
+        repeats: timed passes over the prompts, at least 1; of each answer's times the median
+            counts.
+        short: takes the first six prompts alone, which shows that it works, not how fast.
+        output: the JSON file; the servers' logs go beside it.
+        server_args: further arguments of `vllm serve`, for all three.
+        startup_timeout: seconds that each server may take to start.
+
+    Raises:
+        ValueError: a number is out of range.
+        RuntimeError: the environment forbids lossy verification.
+    """
+
+    model: str | None = None
+    draft: str | None = None
+    theta: float = 0.9
+    num_speculative_tokens: int | None = None
+    prompts: Path = PACKAGED
+    max_tokens: int | None = None
+    repeats: int = 1
+    short: bool = False
+    output: Path = Path("build/demo.json")
+    server_args: tuple[str, ...] = ()
+    startup_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        config = MarsConfig(theta=self.theta)
+        check_lock(lossy_reason(config, METHOD))
+        for name in ("num_speculative_tokens", "max_tokens", "repeats"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} is below 1; give a positive number.")
+        if self.startup_timeout <= 0:
+            raise ValueError(
+                f"startup_timeout={self.startup_timeout} is not above 0; give seconds, such as 600."
+            )
+
+    def resolved(self, model: str) -> "DemoOptions":
+        """Returns the options with what None stands for, once the model is known.
+
+        Raises:
+            ValueError: the draft is a head that is damaged or made for another target.
+        """
+        draft = self.draft
+        if draft is None:
+            head = packaged_head() if self.model is None else None
+            draft = NGRAM if head is None else str(head)
+        tokens = self.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
+        if draft != NGRAM and is_head(Path(draft)):
+            checked = check_head(Path(draft), Path(model))
+            tokens = self.num_speculative_tokens or checked.num_speculative_tokens
+        return replace(self, draft=draft, num_speculative_tokens=tokens)
+
+    @property
+    def longest_answer(self) -> int:
+        """Limit of an answer's length in tokens."""
+        return self.max_tokens or (SHORT_MAX_TOKENS if self.short else MAX_TOKENS)
+
+    @property
+    def draft_name(self) -> str:
+        """The draft's name without the directories it lies in, for tables and files."""
+        return draft_name(self.draft or NGRAM)
+
+    def load_prompts(self) -> list[Prompt]:
+        """Reads the prompts to ask.
+
+        Raises:
+            ValueError: the file cannot be read.
+        """
+        return load_prompts(self.prompts)[: SHORT_PROMPTS if self.short else None]
+
+    def speculative_config(self, mode: str) -> dict[str, Any] | None:
+        """Returns vLLM's speculative config of a mode; None for autoregressive decoding."""
+        if mode == "autoregressive":
+            return None
+        tokens = self.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
+        config = {"num_speculative_tokens": tokens, **draft_config(self.draft or NGRAM)}
+        if mode == "mars":
+            config |= {"rejection_sample_method": METHOD, "mars_theta": self.theta}
+        return config

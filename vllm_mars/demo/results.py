@@ -1,0 +1,307 @@
+"""What the demo measured, and the figures drawn from it."""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_mars.demo.chat import Answer, ScoredToken
+from vllm_mars.demo.options import MODES, DemoOptions
+from vllm_mars.local.intervals import interval, resamples
+from vllm_mars.local.prompts import Prompt
+
+SCHEMA = 2
+PAIRS = (("strict", "autoregressive"), ("mars", "autoregressive"), ("mars", "strict"))
+
+
+@dataclass(frozen=True)
+class Record:
+    """One answer of one server.
+
+    Attributes:
+        prompt: the conversation it belongs to.
+        turn: index of the turn.
+        repeat: index of the pass over the prompts.
+        messages: what was sent.
+        answer: what came back, with its measurements.
+    """
+
+    prompt: Prompt
+    turn: int
+    repeat: int
+    messages: list[dict[str, str]]
+    answer: Answer
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record as plain JSON values, without the messages."""
+        return {
+            "id": self.prompt.id,
+            "category": self.prompt.category,
+            "turn": self.turn,
+            "repeat": self.repeat,
+            **self.answer.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Example:
+    """The MARS answer with the most relaxed tokens, asked once more, untimed, with logprobs.
+
+    Attributes:
+        record: the timed answer.
+        text: the text of the second answer.
+        tokens: its tokens, each beside the target's first choice.
+    """
+
+    record: Record
+    text: str
+    tokens: list[ScoredToken]
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How much faster one mode is than another.
+
+    Attributes:
+        prompts: number of prompts compared.
+        median: of the prompts' ratios of time; 1.2 means that the other takes 1.2 times as long.
+        low, high: its 95 % interval, by bootstrap over prompts.
+    """
+
+    prompts: int
+    median: float
+    low: float
+    high: float
+
+
+def speedup(ratios: Iterable[float]) -> Speedup | None:
+    """Returns the median of paired ratios with its interval; None without any.
+
+    Args:
+        ratios: of each prompt, the other mode's time over this mode's.
+    """
+    values = np.array(list(ratios), dtype=float)
+    if not len(values):
+        return None
+    medians = np.median(values[resamples(len(values))], axis=1)
+    return Speedup(len(values), float(np.median(values)), *interval(medians))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one answer, each the median over the repeats.
+
+    Attributes:
+        seconds: from sending the request to the end of the stream.
+        ttft: time to the first token.
+        tpot: time per output token after the first; None for an answer of one token.
+    """
+
+    seconds: float
+    ttft: float
+    tpot: float | None
+
+
+@dataclass
+class Results:
+    """Everything measured, by mode, and the head of the result file."""
+
+    options: DemoOptions
+    model: str
+    run: dict[str, Any]
+    records: dict[str, list[Record]] = field(default_factory=lambda: {m: [] for m in MODES})
+    token_texts: dict[int, str] = field(default_factory=dict)
+    example: Example | None = None
+
+    def first_pass(self, mode: str) -> list[Record]:
+        """Returns one record for each answer: at temperature 0 repeats differ in time alone."""
+        return [record for record in self.records[mode] if record.repeat == 0]
+
+    def times(self, mode: str) -> dict[tuple[str, int], Times]:
+        """Returns each answer's times, by prompt id and turn."""
+        answers: dict[tuple[str, int], list[Answer]] = {}
+        for record in self.records[mode]:
+            answers.setdefault((record.prompt.id, record.turn), []).append(record.answer)
+        return {key: _median_times(repeats) for key, repeats in answers.items()}
+
+    def summary(self, mode: str) -> dict[str, Any]:
+        """Returns the figures of one mode, as docs/demo.md describes them."""
+        first = [record.answer for record in self.first_pass(mode)]
+        times = self.times(mode).values()
+        seconds = sum(each.seconds for each in times)
+        drafts = sum(answer.drafts for answer in first)
+        accepted = sum(answer.accepted_tokens for answer in first)
+        output_tokens = sum(answer.output_tokens for answer in first)
+        tpots = [each.tpot for each in times if each.tpot is not None]
+        figures: dict[str, Any] = {
+            "tokens_per_second": output_tokens / seconds,
+            "seconds_per_answer": seconds / len(first),
+            "ttft_seconds": statistics.median(each.ttft for each in times),
+            "tpot_seconds": statistics.median(tpots) if tpots else None,
+            "tokens_per_answer": output_tokens / len(first),
+            "output_tokens": output_tokens,
+            "mean_acceptance_length": 1 + accepted / drafts if drafts else 1.0,
+            "verified_tokens": sum(answer.draft_tokens for answer in first),
+            "accepted_tokens": accepted,
+            "equal_answers": len(first) - len(self._differing(mode)),
+        }
+        if mode == "mars":
+            relaxed = sum(len(answer.relaxed_positions) for answer in first)
+            figures |= {
+                "theta": self.options.theta,
+                "relaxed_tokens": relaxed,
+                "relaxed_share": relaxed / output_tokens,
+            }
+        return figures
+
+    def speedups(self, mode: str, other: str) -> dict[str, Speedup | None]:
+        """Returns how much faster a mode is than another, per output token and per answer."""
+        return {
+            "tpot": speedup(self.tpot_ratios(mode, other).values()),
+            "seconds": speedup(self._ratios(mode, other, lambda times: times.seconds).values()),
+        }
+
+    def tpot_ratios(self, mode: str, other: str) -> dict[str, float]:
+        """Returns, by prompt id, the other mode's TPOT over this mode's."""
+        return self._ratios(mode, other, lambda times: times.tpot)
+
+    def kinds(self) -> dict[str, float]:
+        """Returns, by kind of prompt, the median of strict TPOT over MARS TPOT; the best first."""
+        category = {record.prompt.id: record.prompt.category for record in self.records["mars"]}
+        groups: dict[str, list[float]] = {}
+        for name, ratio in self.tpot_ratios("mars", "strict").items():
+            groups.setdefault(category[name] or "(no category)", []).append(ratio)
+        medians = {kind: statistics.median(ratios) for kind, ratios in groups.items()}
+        return dict(sorted(medians.items(), key=lambda item: -item[1]))
+
+    def changed_lengths(self) -> list[tuple[Record, Record]]:
+        """Returns the strict and the MARS record of answers that differ in length.
+
+        The largest change comes first.
+        """
+        pairs = zip(self.first_pass("strict"), self.first_pass("mars"), strict=True)
+        changed = [
+            (strict, mars)
+            for strict, mars in pairs
+            if strict.answer.output_tokens != mars.answer.output_tokens
+        ]
+        return sorted(
+            changed,
+            key=lambda pair: -abs(pair[1].answer.output_tokens - pair[0].answer.output_tokens),
+        )
+
+    def comparison(self) -> dict[str, Any]:
+        """Returns the ratios between the modes and the prompts whose strict text differs."""
+        speed = {mode: self.summary(mode)["tokens_per_second"] for mode in MODES}
+        differing = self._differing("strict")
+        return {
+            **{f"{mode}_over_{other}": speed[mode] / speed[other] for mode, other in PAIRS},
+            "strict_text_equals_autoregressive": not differing,
+            "differing_prompts": sorted({record.prompt.id for record in differing}),
+            "differing_prompts_compares": ["strict", "autoregressive"],
+            "speedup": {
+                f"{mode}_over_{other}": {
+                    name: None if found is None else asdict(found)
+                    for name, found in self.speedups(mode, other).items()
+                }
+                for mode, other in PAIRS
+            },
+            "kinds_tpot_mars_over_strict": self.kinds(),
+            "changed_lengths": [
+                {
+                    "id": strict.prompt.id,
+                    "turn": strict.turn,
+                    "strict": strict.answer.output_tokens,
+                    "mars": mars.answer.output_tokens,
+                }
+                for strict, mars in self.changed_lengths()
+            ],
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the result file's content (docs/demo.md)."""
+        options = self.options
+        content: dict[str, Any] = {
+            "schema": SCHEMA,
+            **self.run,
+            "config": {
+                "model": Path(self.model).name,
+                "draft": options.draft_name,
+                "num_speculative_tokens": options.num_speculative_tokens,
+                "max_tokens": options.longest_answer,
+                "repeats": options.repeats,
+                "short": options.short,
+                "prompts": options.prompts.name,
+                "speculative_config": {m: self._named_config(m) for m in MODES},
+                "server_args": list(options.server_args),
+            },
+            "comparison": self.comparison(),
+        }
+        for mode in MODES:
+            content[mode] = self.summary(mode)
+            content[mode]["answers"] = [record.to_json() for record in self.records[mode]]
+        content["mars"]["relaxed"] = [
+            {
+                "id": record.prompt.id,
+                "turn": record.turn,
+                "tokens": [
+                    {"position": i, "text": self.token_texts[record.answer.token_ids[i]]}
+                    for i in record.answer.relaxed_positions
+                ],
+            }
+            for record in self.first_pass("mars")
+        ]
+        if self.example is not None:
+            content["mars"]["example"] = {
+                "id": self.example.record.prompt.id,
+                "turn": self.example.record.turn,
+                "same_text": self.example.text == self.example.record.answer.text,
+                "tokens": [
+                    {"position": i, **vars(token)}
+                    for i, token in enumerate(self.example.tokens)
+                    if token.relaxed
+                ],
+            }
+        return content
+
+    def _differing(self, mode: str) -> list[Record]:
+        """Returns a mode's answers whose text is not that of the autoregressive server."""
+        plain = self.first_pass("autoregressive")
+        return [
+            record
+            for record, other in zip(self.first_pass(mode), plain, strict=True)
+            if record.answer.text != other.answer.text
+        ]
+
+    def _ratios(
+        self, mode: str, other: str, value: Callable[[Times], float | None]
+    ) -> dict[str, float]:
+        """Returns, by prompt id, the other mode's time over this mode's, summed over its turns."""
+        sums: dict[str, list[float]] = {}
+        own, others = self.times(mode), self.times(other)
+        for key, times in own.items():
+            mine, theirs = value(times), value(others[key])
+            if mine and theirs:
+                total = sums.setdefault(key[0], [0.0, 0.0])
+                total[0] += theirs
+                total[1] += mine
+        return {name: theirs / mine for name, (theirs, mine) in sums.items()}
+
+    def _named_config(self, mode: str) -> dict[str, Any] | None:
+        """Returns a mode's speculative config with the draft's name for its path."""
+        config = self.options.speculative_config(mode)
+        if config is not None and "model" in config:
+            config["model"] = self.options.draft_name
+        return config
+
+
+def _median_times(repeats: list[Answer]) -> Times:
+    tpots = [answer.tpot_seconds for answer in repeats if answer.tpot_seconds is not None]
+    return Times(
+        seconds=statistics.median(answer.seconds for answer in repeats),
+        ttft=statistics.median(answer.first_token_seconds for answer in repeats),
+        tpot=statistics.median(tpots) if tpots else None,
+    )
