@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_mars.experiments.quality.intervals import ALPHA, RESAMPLES
+from vllm_mars.experiments.quality.intervals import ALPHA
 from vllm_mars.experiments.sweep.summary import Row
+from vllm_mars.local.intervals import RESAMPLES
 
 # What is known of an answer.
 TOKENS, CLOCK, SECONDS, COST = range(4)
