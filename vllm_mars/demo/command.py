@@ -23,10 +23,10 @@ def add_parser(commands: Any) -> None:
     add("--theta", type=float, help="mars_theta, in (0, 1]; default 0.9")
     add("--num-speculative-tokens", type=int, metavar="K", help="default: the head's, else 4")
     add("--prompts", type=Path, metavar="FILE", help="JSON lines with 'prompt' or 'turns'")
-    add("--max-tokens", type=int, metavar="N", help="longest answer; default 48, with --short 24")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default 32, with --short 24")
     add("--repeats", type=int, metavar="N", help="timed passes; default 1")
     add("--short", action="store_true", default=None,
-        help="six prompts alone, in 90 seconds: shows that it works, not how fast")  # fmt: skip
+        help="six prompts alone: shows that it works, not how fast")  # fmt: skip
     add("--output", type=Path, metavar="FILE", help="default build/demo.json; logs go beside it")
     add("--startup-timeout", type=float, metavar="SECONDS", help="per server; default 600")
     add("--server-arg", dest="server_args", action="append", metavar="ARG",

@@ -12,7 +12,7 @@ from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
 MODES = ("autoregressive", "strict", "mars")
 # Draft tokens per step where neither the user nor the draft says how many.
 NUM_SPECULATIVE_TOKENS = 4
-MAX_TOKENS = 48
+MAX_TOKENS = 32
 SHORT_MAX_TOKENS = 24
 SHORT_PROMPTS = 6
 
@@ -29,7 +29,7 @@ class DemoOptions:
         num_speculative_tokens: draft tokens per step, at least 1; None takes what the head names
             as its best, else 4.
         prompts: prompt file.
-        max_tokens: longest answer, at least 1; None takes 48, in the short form 24.
+        max_tokens: longest answer, at least 1; None takes 32, in the short form 24.
         repeats: timed passes over the prompts, at least 1; of each answer's times the median
             counts.
         short: takes the first six prompts alone, which shows that it works, not how fast.
