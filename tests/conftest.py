@@ -86,6 +86,24 @@ def tiny_model(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def lossy_server(packaged_model, tmp_path_factory):
+    """The server of the group "lossy_server": theta 0.5, or from 0.3 on what a request asks for."""
+    from engines import LOSSY, packaged_server
+
+    arguments = [
+        # Chunked or cached prefills round differently; tokens are compared.
+        "--no-enable-prefix-caching",
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        # Or a small model fills an answer with whitespace.
+        *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
+    ]
+    with packaged_server(
+        packaged_model, LOSSY, tmp_path_factory.mktemp("server"), *arguments
+    ) as running:
+        yield running
+
+
 @pytest.fixture
 def clean_registry():
     """No metric of vLLM in Prometheus's registry, before and after."""

@@ -1,6 +1,5 @@
 """Counts of real servers: what /metrics and the log say beside vLLM's own counters."""
 
-import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,36 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from engines import MARS, packaged_server
+from processes import wait_until
 from vllm_mars.engine import metrics
-from vllm_mars.local.drafts import NGRAM_CONFIG
-from vllm_mars.local.server import VllmServer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
-SPECULATION = {
-    **NGRAM_CONFIG,
-    "num_speculative_tokens": 3,
-    "rejection_sample_method": "mars",
-}
 PROMPTS = [
     "Repeat this sentence three times: The rain in Spain stays mainly in the plain.",
     "Write a Python function that returns the sum of a list of numbers, then call it twice.",
     "List the days of the week, one on each line, with the word 'day' after each of them.",
     "Explain in three sentences why the sky is blue.",
 ]
-
-
-def serve(model, log, *arguments, interval="1"):
-    return VllmServer(
-        model,
-        [
-            *("--enforce-eager", "--dtype", "float32", "--max-model-len", "512"),
-            *("--served-model-name", "model", "--speculative-config", json.dumps(SPECULATION)),
-            *arguments,
-        ],
-        log_path=log,
-        env={"VLLM_LOG_STATS_INTERVAL": interval},
-    )
 
 
 def ask_all(server, theta=None):
@@ -76,7 +57,7 @@ def check_increase(rise):
     """Whether the counts of this project and of vLLM tell the same story."""
 
     def of_positions(name):
-        return [rise[f'{name}_total{{position="{position}"}}'] for position in range(3)]
+        return [rise[f'{name}_total{{position="{position}"}}'] for position in range(4)]
 
     verified, relaxed = of_positions(metrics.VERIFIED), of_positions(metrics.RELAXED)
     low_margin = of_positions(metrics.LOW_MARGIN)
@@ -92,18 +73,26 @@ def check_increase(rise):
     return sum(relaxed), sum(low_margin)
 
 
-def test_a_real_server_counts_exports_and_logs(packaged_model, tmp_path):
-    log = tmp_path / "server.log"
-    with serve(packaged_model, log) as server:
-        relaxed, _ = check_increase(ask_all(server))
-        assert relaxed > 0
-        assert check_increase(ask_all(server, theta=1)) == (0, 0)
-    lines = re.findall(r"Engine 000: MARS metrics: Relaxed: (\d+) tokens", log.read_text())
-    assert sum(map(int, lines)) == relaxed
+def test_a_real_server_counts_exports_and_logs(lossy_server):
+    def logged():
+        text = lossy_server.log_path.read_text()
+        lines = re.findall(r"Engine 000: MARS metrics: Relaxed: (\d+) tokens", text)
+        return sum(map(int, lines))
+
+    def total():
+        names = lossy_server.metrics().items()
+        return sum(value for name, value in names if name.startswith(f"{metrics.RELAXED}_total"))
+
+    relaxed, _ = check_increase(ask_all(lossy_server))
+    assert relaxed > 0
+    assert check_increase(ask_all(lossy_server, theta=1)) == (0, 0)
+    # A line each second.
+    wait_until(lambda: logged() == total(), 10, "the log tells what /metrics tells")
 
 
+@pytest.mark.nightly
 def test_several_api_servers_add_up(packaged_model, tmp_path):
-    with serve(packaged_model, tmp_path / "server.log", "--api-server-count", "2") as server:
+    with packaged_server(packaged_model, MARS, tmp_path, "--api-server-count", "2") as server:
         for _ in range(2):
             relaxed, _ = check_increase(ask_all(server))
             assert relaxed > 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tiny_models
+from engines import engine_in_process
 from vllm_mars import MarsConfig
 from vllm_mars.runner.sections import Sections
 
@@ -64,28 +65,15 @@ class Engine:
 def engine(models):
     @contextmanager
     def start(**options):
-        from vllm import LLM
-
-        llm = LLM(
-            str(models[0]),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=128,
-            max_num_seqs=4,
-            disable_log_stats=False,
-            speculative_config={
-                "method": "draft_model",
-                "model": str(models[1]),
-                "num_speculative_tokens": 3,
-                "rejection_sample_method": "mars",
-                **options,
-            },
-        )
-        try:
+        given = {
+            "method": "draft_model",
+            "model": str(models[1]),
+            "num_speculative_tokens": 3,
+            "rejection_sample_method": "mars",
+            **options,
+        }
+        with engine_in_process(models[0], given) as llm:
             yield Engine(llm)
-        finally:
-            llm.llm_engine.engine_core.shutdown()
 
     return start
 

@@ -3,6 +3,7 @@
 import pytest
 
 import tiny_models
+from engines import engine_in_process
 
 pytestmark = pytest.mark.engine
 
@@ -11,25 +12,13 @@ PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
 
 def generate(target, speculative_config):
     """Greedy tokens of each prompt, and how many draft tokens were verified and accepted."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    llm = LLM(
-        str(target),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        disable_log_stats=False,
-        speculative_config=speculative_config,
-    )
-    try:
+    with engine_in_process(target, speculative_config) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=40, detokenize=False, ignore_eos=True)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
         metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-    finally:
-        llm.llm_engine.engine_core.shutdown()
     return (
         [list(output.outputs[0].token_ids) for output in outputs],
         metrics.get("vllm:spec_decode_num_draft_tokens", 0),

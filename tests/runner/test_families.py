@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tiny_models
+from engines import engine_in_process
 
 pytestmark = pytest.mark.engine
 
@@ -15,19 +16,10 @@ TOKENS = 24
 
 def generate(target, speculative_config, thetas):
     """Greedy tokens of each prompt with each theta; None leaves it to the server."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    llm = LLM(
-        str(target),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        speculative_config=speculative_config,
-    )
-    try:
-        found = []
+    found = []
+    with engine_in_process(target, speculative_config) as llm:
         for theta in thetas:
             params = SamplingParams(
                 **{"temperature": 0, "max_tokens": TOKENS, "detokenize": False, "ignore_eos": True},
@@ -36,9 +28,7 @@ def generate(target, speculative_config, thetas):
             prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
             outputs = llm.generate(prompts, params, use_tqdm=False)
             found.append([list(output.outputs[0].token_ids) for output in outputs])
-        return found
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    return found
 
 
 def relaxed_rows(model, answers):

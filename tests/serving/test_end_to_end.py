@@ -1,8 +1,11 @@
-"""Real vLLM engines on the packaged model: identity at theta = 1, the rule below it."""
+"""Real vLLM engines on the packaged model: identity at theta = 1, the rule below it.
+
+By day one lossy engine answers with each theta that a request asks for. At night engines of that
+theta do so, too.
+"""
 
 import json
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +13,10 @@ import jsonschema
 import pytest
 import torch
 
-from vllm_mars.local.drafts import NGRAM_CONFIG
+from engines import MARS, NGRAM, PACKAGED, engine_in_process, packaged_engine
 
 pytestmark = pytest.mark.engine
 
-NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
 PROMPTS = [
     "Rewrite in the past tense: The fox jumps over the dog, and then the fox runs from the dog.",
     "Write a Python function that returns the sum of a list of numbers, then call it twice.",
@@ -70,93 +72,112 @@ def mend_worker(worker):
     mend()
 
 
-@contextmanager
-def engine(model, speculative_config, **options):
-    from vllm import LLM
-
-    llm = LLM(
-        str(model),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=8,
-        disable_log_stats=False,
-        speculative_config=speculative_config,
-        **options,
-    )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-
-
-def sampling_batches():
+def sampling_batches(extra_args):
     """Greedy alone, and two batches that mix requests of every kind, all seeded."""
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0, max_tokens=48)
+    def params(**options):
+        return SamplingParams(extra_args=extra_args, **options)
+
+    greedy = params(temperature=0, max_tokens=48)
     sampled = [
-        SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=40),
-        SamplingParams(temperature=1.0, top_k=20, top_p=0.95, seed=2, max_tokens=40),
-        SamplingParams(temperature=0, max_tokens=40),
-        SamplingParams(temperature=1.2, top_k=50, top_p=0.8, seed=4, max_tokens=40),
-        SamplingParams(temperature=0.5, seed=5, max_tokens=40),
-        SamplingParams(temperature=0, max_tokens=40),
+        params(temperature=0.8, top_p=0.9, seed=1, max_tokens=40),
+        params(temperature=1.0, top_k=20, top_p=0.95, seed=2, max_tokens=40),
+        params(temperature=0, max_tokens=40),
+        params(temperature=1.2, top_k=50, top_p=0.8, seed=4, max_tokens=40),
+        params(temperature=0.5, seed=5, max_tokens=40),
+        params(temperature=0, max_tokens=40),
     ]
     constrained = [
-        SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=32),
-        SamplingParams(temperature=0.7, seed=6, frequency_penalty=0.8, max_tokens=32),
-        SamplingParams(temperature=0, bad_words=["day", " day"], max_tokens=32),
-        SamplingParams(temperature=0, allowed_token_ids=list(range(100, 9000)), max_tokens=32),
-        SamplingParams(temperature=0, min_tokens=30, max_tokens=32, logprobs=2),
-        SamplingParams(temperature=0.9, seed=7, logprobs=1, max_tokens=32),
+        params(temperature=0, repetition_penalty=1.3, max_tokens=32),
+        params(temperature=0.7, seed=6, frequency_penalty=0.8, max_tokens=32),
+        params(temperature=0, bad_words=["day", " day"], max_tokens=32),
+        params(temperature=0, allowed_token_ids=list(range(100, 9000)), max_tokens=32),
+        params(temperature=0, min_tokens=30, max_tokens=32, logprobs=2),
+        params(temperature=0.9, seed=7, logprobs=1, max_tokens=32),
     ]
     return {"greedy": [greedy] * len(PROMPTS), "sampled": sampled, "constrained": constrained}
 
 
-def generate(model, speculative_config, batches=("greedy",), mend=False, **options):
+def drafted_and_accepted(llm):
+    """The engine's counters of drafts and of accepted tokens; 0 without speculation."""
+    metrics = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    names = ("num_drafts", "num_accepted_tokens")
+    return [metrics.get(f"vllm:spec_decode_{name}", 0) for name in names]
+
+
+def generate(llm, batches=("greedy",), mend=False, extra_args=None):
     run = Run()
-    with engine(model, speculative_config, **options) as llm:
-        (run.worker,) = llm.collective_rpc(look_at_worker)
-        if mend:
-            llm.collective_rpc(mend_worker)
-        chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-        for name in batches:
-            outputs = llm.chat(chats, sampling_batches()[name], use_tqdm=False)
-            run.prompts = [list(output.prompt_token_ids) for output in outputs]
-            run.tokens[name] = [list(output.outputs[0].token_ids) for output in outputs]
-            run.texts[name] = [output.outputs[0].text for output in outputs]
-            if name == "greedy":
-                metrics = {metric.name: metric for metric in llm.get_metrics()}
-                if speculative_config is not None:
-                    run.drafts = metrics["vllm:spec_decode_num_drafts"].value
-                    run.accepted = metrics["vllm:spec_decode_num_accepted_tokens"].value
+    (run.worker,) = llm.collective_rpc(look_at_worker)
+    if mend:
+        llm.collective_rpc(mend_worker)
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    for name in batches:
+        before = drafted_and_accepted(llm)
+        outputs = llm.chat(chats, sampling_batches(extra_args)[name], use_tqdm=False)
+        run.prompts = [list(output.prompt_token_ids) for output in outputs]
+        run.tokens[name] = [list(output.outputs[0].token_ids) for output in outputs]
+        run.texts[name] = [output.outputs[0].text for output in outputs]
+        if name == "greedy":
+            after = drafted_and_accepted(llm)
+            run.drafts, run.accepted = (b - a for a, b in zip(before, after, strict=True))
     return run
 
 
 ALL = ("greedy", "sampled", "constrained")
+BATCHES = {1.0: ALL, 0.9: ("greedy",)}
+# Who says which theta holds.
+BY = ["request", pytest.param("server", marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(scope="module")
 def autoregressive(packaged_model):
-    return generate(packaged_model, None)
+    with engine_in_process(packaged_model, None, skip_tokenizer_init=False, **PACKAGED) as llm:
+        return generate(llm)
 
 
 @pytest.fixture(scope="module")
 def strict(packaged_model):
     """vLLM's own verification with the plugin installed but not asked for."""
-    return generate(packaged_model, NGRAM, ALL, mend=True)
+    with packaged_engine(packaged_model, NGRAM) as llm:
+        return generate(llm, ALL, mend=True)
 
 
 @pytest.fixture(scope="module")
-def theta_1(packaged_model):
-    given = {**NGRAM, "rejection_sample_method": "mars", "mars_theta": 1.0}
-    return generate(packaged_model, given, ALL)
+def lossy(packaged_model):
+    """An engine whose requests may choose theta from 0.3 on."""
+    with packaged_engine(
+        packaged_model, {**MARS, "mars_theta": 0.98, "mars_theta_min": 0.3}
+    ) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
-def theta_09(packaged_model):
-    return generate(packaged_model, {**NGRAM, "rejection_sample_method": "mars"})
+def by_request(lossy):
+    """At once for each theta: the metrics of the next engine take the place of these."""
+    return {
+        theta: generate(lossy, batches, extra_args={"mars_theta": theta})
+        for theta, batches in BATCHES.items()
+    }
+
+
+def verified(request, theta):
+    """What an engine of this theta generates, or the lossy one where each request asks for it."""
+    if request.param == "request":
+        return request.getfixturevalue("by_request")[theta]
+    model = request.getfixturevalue("packaged_model")
+    with packaged_engine(model, {**MARS, "mars_theta": theta}) as llm:
+        return generate(llm, BATCHES[theta])
+
+
+@pytest.fixture(scope="module", params=BY)
+def theta_1(request):
+    return verified(request, 1.0)
+
+
+@pytest.fixture(scope="module", params=BY)
+def theta_09(request):
+    return verified(request, 0.9)
 
 
 def test_not_asked_for_changes_nothing(autoregressive, strict):
@@ -206,18 +227,18 @@ def test_relaxed_tokens_are_runners_up(packaged_model, theta_09):
     assert relaxed > 0
 
 
+@pytest.mark.nightly
 def test_constrained_output_stays_valid_at_theta_05(packaged_model):
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     given = {
-        **NGRAM,
-        "rejection_sample_method": "mars",
+        **MARS,
         "mars_theta": 0.5,
         # By default such requests are verified strictly, and the mask would not be put to the test.
         "mars_structured": "relaxed",
     }
-    with engine(packaged_model, given) as llm:
+    with packaged_engine(packaged_model, given) as llm:
 
         def ask(constraint, count, **options):
             chats = [
@@ -241,7 +262,7 @@ def test_constrained_output_stays_valid_at_theta_05(packaged_model):
         assert set(ask({"choice": ["cat", "dog", "bird"]}, 6)) <= {"cat", "dog", "bird"}
 
 
-def test_each_request_has_its_own_theta(packaged_model, autoregressive):
+def test_each_request_has_its_own_theta(lossy, autoregressive):
     """In one batch: strict ones equal autoregressive text, and each equals itself alone."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -255,50 +276,43 @@ def test_each_request_has_its_own_theta(packaged_model, autoregressive):
         params(extra_args=None if theta is None else {"mars_theta": theta}) for theta in thetas
     ]
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    given = {
-        **NGRAM,
-        "rejection_sample_method": "mars",
-        "mars_theta": 0.98,
-        "mars_theta_min": 0.3,
-    }
-    with engine(packaged_model, given, enable_prefix_caching=False) as llm:
 
-        def ask(chats, parameters):
-            outputs = llm.chat(chats, parameters, use_tqdm=False)
-            return [list(output.outputs[0].token_ids) for output in outputs]
+    def ask(chats, parameters):
+        outputs = lossy.chat(chats, parameters, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
-        together = ask(chats, mixed)
-        alone = [ask([chat], [one])[0] for chat, one in zip(chats, mixed, strict=True)]
-        assert together == alone
-        all_relaxed = ask(chats, [params(extra_args={"mars_theta": 0.3})] * len(chats))
-        default = ask(chats, [params()] * len(chats))
-        for theta, tokens, strict, loose, usual in zip(
-            thetas,
-            together,
-            autoregressive.tokens["greedy"],
-            all_relaxed,
-            default,
-            strict=True,
-        ):
-            assert tokens == {1.0: strict, 0.3: loose, None: usual}.get(theta, tokens)
-        assert all_relaxed != default != autoregressive.tokens["greedy"]
+    together = ask(chats, mixed)
+    alone = [ask([chat], [one])[0] for chat, one in zip(chats, mixed, strict=True)]
+    assert together == alone
+    all_relaxed = ask(chats, [params(extra_args={"mars_theta": 0.3})] * len(chats))
+    default = ask(chats, [params()] * len(chats))
+    for theta, tokens, strict, loose, usual in zip(
+        thetas,
+        together,
+        autoregressive.tokens["greedy"],
+        all_relaxed,
+        default,
+        strict=True,
+    ):
+        assert tokens == {1.0: strict, 0.3: loose, None: usual}.get(theta, tokens)
+    assert all_relaxed != default != autoregressive.tokens["greedy"]
 
-        constraint = StructuredOutputsParams(json=SCHEMA)
-        constrained = [
-            params(extra_args={"mars_theta": theta}, structured_outputs=constraint)
-            for theta in (0.3, 1)
-        ]
-        asked = [{"role": "user", "content": "Describe a pet as JSON: name, age, kind."}]
-        relaxed_json, strict_json = ask([asked] * 2, constrained)
-        assert relaxed_json == strict_json
+    constraint = StructuredOutputsParams(json=SCHEMA)
+    constrained = [
+        params(extra_args={"mars_theta": theta}, structured_outputs=constraint)
+        for theta in (0.3, 1)
+    ]
+    asked = [{"role": "user", "content": "Describe a pet as JSON: name, age, kind."}]
+    relaxed_json, strict_json = ask([asked] * 2, constrained)
+    assert relaxed_json == strict_json
 
-        for extra_args, message in (
-            ({"mars_theta": 0.2}, r"mars_theta=0.2 is below this server's limit of 0.3"),
-            ({"mars_theta": 2}, r"mars_theta=2 is outside \(0, 1\]"),
-        ):
-            with pytest.raises(VLLMValidationError, match=message):
-                ask(chats[:1], [params(extra_args=extra_args)])
-        assert ask(chats[:1], mixed[:1]) == together[:1]
+    for extra_args, message in (
+        ({"mars_theta": 0.2}, r"mars_theta=0.2 is below this server's limit of 0.3"),
+        ({"mars_theta": 2}, r"mars_theta=2 is outside \(0, 1\]"),
+    ):
+        with pytest.raises(VLLMValidationError, match=message):
+            ask(chats[:1], [params(extra_args=extra_args)])
+    assert ask(chats[:1], mixed[:1]) == together[:1]
 
 
 @pytest.fixture(scope="module")
@@ -315,6 +329,7 @@ def draft_model(packaged_model, tmp_path_factory):
     return directory
 
 
+@pytest.mark.nightly
 def test_draft_model_with_probabilities(packaged_model, draft_model, autoregressive):
     given = {
         "method": "draft_model",
@@ -324,7 +339,8 @@ def test_draft_model_with_probabilities(packaged_model, draft_model, autoregress
         "rejection_sample_method": "mars",
         "mars_theta": 1.0,
     }
-    run = generate(packaged_model, given, ("greedy", "sampled"))
+    with packaged_engine(packaged_model, given) as llm:
+        run = generate(llm, ("greedy", "sampled"))
     assert run.worker["sampler"] == "vllm_mars.runner.sampler_v1.MarsRejectionSampler"
     assert run.tokens["greedy"] == autoregressive.tokens["greedy"]
     assert run.drafts > 0

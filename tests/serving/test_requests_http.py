@@ -9,18 +9,10 @@ import jsonschema
 import openai
 import pytest
 
-from vllm_mars.local.drafts import NGRAM_CONFIG
-from vllm_mars.local.server import VllmServer
+from engines import MARS, packaged_server
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
-SPECULATION = {
-    **NGRAM_CONFIG,
-    "num_speculative_tokens": 4,
-    "rejection_sample_method": "mars",
-    "mars_theta": 0.98,
-    "mars_theta_min": 0.3,
-}
 SUBJECTS = ("a fox and a dog", "the days of the week", "a red boat", "three cats on a mat")
 SCHEMA = {
     "type": "object",
@@ -33,22 +25,13 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(packaged_model, tmp_path_factory):
-    args = [
-        *("--enforce-eager", "--dtype", "float32", "--max-model-len", "512"),
-        # Chunked or cached prefills round differently; tokens are compared here.
-        *("--max-num-seqs", "16", "--no-enable-prefix-caching", "--served-model-name", "model"),
-        *("--speculative-config", json.dumps(SPECULATION)),
-    ]
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with VllmServer(packaged_model, args, log_path=log) as running:
-        yield running
+def connect(server):
+    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as opened:
+def client(lossy_server):
+    with connect(lossy_server) as opened:
         yield opened
 
 
@@ -127,7 +110,7 @@ def refusals():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_values_are_that_clients_error_alone(server, client, stream):
+def test_bad_values_are_that_clients_error_alone(lossy_server, client, stream):
     """While another request runs in the batch: 400 with the field and the range."""
     expected = ask(client, SUBJECTS[0], 0.7)
     with ThreadPoolExecutor(1) as pool:
@@ -135,7 +118,7 @@ def test_bad_values_are_that_clients_error_alone(server, client, stream):
         for xargs, message in refusals():
             # The client would not send NaN, but others can.
             response = httpx.post(
-                f"{server.base_url}/v1/chat/completions",
+                f"{lossy_server.base_url}/v1/chat/completions",
                 content=json.dumps(
                     {
                         "model": "model",
@@ -161,19 +144,23 @@ def test_a_refusal_reaches_the_official_client(client):
     assert refused.value.param == "vllm_xargs"
 
 
-def test_structured_output_is_strict_and_valid(client):
+@pytest.mark.nightly
+def test_structured_output_is_strict_and_valid(packaged_model, tmp_path):
     """The schema holds, and the text is that of strict verification, whatever theta is."""
-    texts = [
-        ask(
-            client,
-            "a pet as JSON",
-            theta,
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True},
-            },
-        )
-        for theta in (0.3, 1)
-    ]
+    given = {**MARS, "mars_theta": 0.98, "mars_theta_min": 0.3}
+    json_schema = {"name": "pet", "schema": SCHEMA, "strict": True}
+    with (
+        packaged_server(packaged_model, given, tmp_path, "--no-enable-prefix-caching") as server,
+        connect(server) as client,
+    ):
+        texts = [
+            ask(
+                client,
+                "a pet as JSON",
+                theta,
+                response_format={"type": "json_schema", "json_schema": json_schema},
+            )
+            for theta in (0.3, 1)
+        ]
     jsonschema.validate(json.loads(texts[0]), SCHEMA)
     assert texts[0] == texts[1]

@@ -5,10 +5,11 @@ import os
 import pytest
 
 import tiny_models
+from engines import engine_in_process
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each rank"),
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs 2 cores, one for each rank"),
 ]
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
@@ -21,35 +22,20 @@ def look_at_worker(worker):
 
 def generate(target, speculative_config, ranks):
     """Greedy tokens of each prompt, the share of drafts accepted, and each rank's sampler."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    llm = LLM(
-        str(target),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        disable_log_stats=False,
-        tensor_parallel_size=ranks,
-        speculative_config=speculative_config,
-    )
-    try:
+    with engine_in_process(target, speculative_config, tensor_parallel_size=ranks) as llm:
         samplers = llm.collective_rpc(look_at_worker)
         greedy = SamplingParams(temperature=0, max_tokens=40, detokenize=False, ignore_eos=True)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
         metrics = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    finally:
-        llm.llm_engine.engine_core.shutdown()
     accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
     share = accepted / metrics["vllm:spec_decode_num_draft_tokens"]
     return [list(output.outputs[0].token_ids) for output in outputs], share, samplers
 
 
 def test_two_ranks_emit_what_one_emits(tmp_path, monkeypatch):
-    # On one memory node vLLM wants to be told which cores are whose.
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     target, head = tmp_path / "target", tmp_path / "eagle"
     tiny_models.eagle(head, tiny_models.llama(target))
     strict = {
@@ -60,8 +46,10 @@ def test_two_ranks_emit_what_one_emits(tmp_path, monkeypatch):
     # A gap that takes every runner-up would show rounding; this one takes some.
     mars = {**strict, "rejection_sample_method": "mars", "mars_metric": "gap", "mars_gap": 2.0}
     one = generate(target, mars, ranks=1)
+    _, strict_share, _ = generate(target, strict, ranks=1)
+    assert one[1] > strict_share
+    # On one memory node vLLM wants to be told which cores are whose.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     two = generate(target, mars, ranks=2)
     assert two[2] == ["MarsRejectionSampler"] * 2
     assert two[:2] == one[:2]
-    _, strict_share, _ = generate(target, strict, ranks=1)
-    assert one[1] > strict_share

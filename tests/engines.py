@@ -1,0 +1,97 @@
+"""Engines and servers for tests, each on the smallest footing that its subject allows.
+
+- `engine_in_process`: seconds for a tiny model, which is what it is mostly for.
+- `packaged_engine`: the packaged model, its engine core in a process of its own.
+- `packaged_server`: the packaged model behind `vllm serve`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.local.server import VllmServer
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
+MARS = {**NGRAM, "rejection_sample_method": "mars"}
+# Of its own accord vLLM's CPU build starts the worker in a process of its own, and the engine core
+# keeps a core busy while it waits for it.
+EXECUTOR = "uni"
+# Without the prefix cache, whose prefills round differently: tokens are compared.
+PACKAGED = {"max_model_len": 1024, "max_num_seqs": 8, "enable_prefix_caching": False}
+LOSSY = {
+    **MARS,
+    "mars_theta": 0.5,
+    "mars_theta_min": 0.3,
+    # The harder case: the margin may relax, and only the grammar's mask keeps the form.
+    "mars_structured": "relaxed",
+}
+
+
+@contextlib.contextmanager
+def engine_in_process(model: Path, speculative_config: dict | None, **options) -> Iterator[LLM]:
+    """An engine that shares this process with its worker, unless it has several ranks."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    given = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        **options,
+    }
+    # vLLM leaves variables behind, for the children that it would start.
+    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+        try:
+            with _engine(model, speculative_config, **given) as llm:
+                yield llm
+        finally:
+            cleanup_dist_env_and_memory()
+
+
+def packaged_engine(model: Path, speculative_config: dict | None, **options):
+    """An engine with its worker in another process than this one."""
+    given = {"distributed_executor_backend": EXECUTOR, **PACKAGED, **options}
+    return _engine(model, speculative_config, **given)
+
+
+@contextlib.contextmanager
+def _engine(model: Path, speculative_config: dict | None, **options) -> Iterator[LLM]:
+    from vllm import LLM
+
+    llm = LLM(
+        str(model),
+        dtype="float32",
+        enforce_eager=True,
+        disable_log_stats=False,
+        speculative_config=speculative_config,
+        **options,
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def packaged_server(model: Path, speculative_config: dict, directory: Path, *arguments: str):
+    """`vllm serve` with the name "model", its log in the directory, metrics logged each second."""
+    return VllmServer(
+        model,
+        [
+            *("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024"),
+            *("--max-num-seqs", "16", "--served-model-name", "model"),
+            *("--distributed-executor-backend", EXECUTOR),
+            *("--speculative-config", json.dumps(speculative_config)),
+            *arguments,
+        ],
+        log_path=directory / "server.log",
+        env={"VLLM_LOG_STATS_INTERVAL": "1"},
+    )
