@@ -10,6 +10,7 @@ teardown; an engine that several tests share counts for the first of them.
 
 import argparse
 import json
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
@@ -21,9 +22,9 @@ from vllm_mars.local.provenance import describe_run, vllm_device
 SLOW_SECONDS = 60.0
 
 
-def file_of(classname: str) -> str:
+def file_of(dotted: str) -> str:
     """Returns the file of a test from pytest's dotted name of its module, and of its class."""
-    parts = classname.split(".")
+    parts = dotted.split(".")
     module = next(index for index, part in enumerate(parts) if part.startswith("test_"))
     return "/".join(parts[: module + 1]) + ".py"
 
@@ -42,11 +43,14 @@ def summary(report: Path) -> dict[str, Any]:
     files: dict[str, dict[str, float]] = defaultdict(lambda: {"seconds": 0.0, "tests": 0})
     slow: dict[str, float] = {}
     for case in suite.iter("testcase"):
-        seconds, file = float(case.get("time", 0)), file_of(case.get("classname", ""))
+        name = case.get("name", "")
+        # A module that is skipped as a whole has its name in the place of a test's.
+        seconds, file = float(case.get("time", 0)), file_of(case.get("classname") or name)
         files[file]["seconds"] += seconds
         files[file]["tests"] += 1
         if seconds > SLOW_SECONDS:
-            slow[f"{file}::{case.get('name')}"] = seconds
+            # Without pytest-xdist's group.
+            slow[f"{file}::{re.sub('@[^]]*$', '', name)}"] = seconds
     outcomes = {name: int(suite.get(name, 0)) for name in ("failures", "errors", "skipped")}
     by_seconds = sorted(files.items(), key=lambda item: -item[1]["seconds"])
     return {

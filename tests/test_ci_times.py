@@ -26,6 +26,8 @@ def test_skipped():
 def report(tmp_path):
     (tmp_path / "tests" / "room").mkdir(parents=True)
     (tmp_path / "tests" / "room" / "test_it.py").write_text(TESTS)
+    skipped = "import pytest\npytest.skip('needs a GPU', allow_module_level=True)\n"
+    (tmp_path / "tests" / "room" / "test_skipped.py").write_text(skipped)
     path = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", ".", "--junitxml", str(path)]
     subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
@@ -34,14 +36,17 @@ def report(tmp_path):
 
 def test_files_are_told_apart_from_classes(report):
     found = ci_times.summary(report)
-    assert found["files"].keys() == {"tests/room/test_it.py"}
-    assert found["files"]["tests/room/test_it.py"]["tests"] == found["tests"] == 3
-    assert (found["skipped"], found["failures"], found["slow_tests"]) == (1, 0, {})
+    assert found["files"].keys() == {"tests/room/test_it.py", "tests/room/test_skipped.py"}
+    assert found["files"]["tests/room/test_it.py"]["tests"] == 3
+    assert (found["tests"], found["skipped"], found["failures"]) == (4, 2, 0)
+    assert found["slow_tests"] == {}
     assert found["wall_seconds"] > 0
 
 
 def test_the_file_that_is_written(report, tmp_path, monkeypatch, capsys):
     output = tmp_path / "times.json"
+    # As pytest-xdist names a test of a group.
+    report.write_text(report.read_text().replace("test_passes[c]", "test_passes[c]@test_it"))
     command = ["ci_times", "--day", str(report), "--night", str(report), "--output", str(output)]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(ci_times, "vllm_device", lambda: ("cpu", None))
@@ -50,6 +55,7 @@ def test_the_file_that_is_written(report, tmp_path, monkeypatch, capsys):
     written = json.loads(output.read_text())
     assert {"schema", "git_commit", "versions", "hardware", "day", "night"} <= written.keys()
     assert "tests/room/test_it.py::test_passes[a.b]" in written["day"]["slow_tests"]
+    assert "tests/room/test_it.py::test_passes[c]" in written["day"]["slow_tests"]
     report.write_text(report.read_text().replace('failures="0"', 'failures="1"'))
     assert ci_times.main() == 1
     assert "tells of failures; mend and run again" in capsys.readouterr().err
