@@ -110,7 +110,11 @@ def test_demo(tmp_path, packaged_model):
 
 # 7 processes: the demo has three guards and three servers; more: engine cores start.
 @pytest.mark.parametrize(
-    ("number", "code", "processes"), [(signal.SIGINT, 130, 12), (signal.SIGTERM, 143, 7)]
+    ("number", "code", "processes"),
+    [
+        pytest.param(signal.SIGINT, 130, 12, marks=pytest.mark.nightly),
+        (signal.SIGTERM, 143, 7),
+    ],
 )
 def test_a_signal_ends_all_servers(tmp_path, packaged_model, number, code, processes):
     mark = uuid.uuid4().hex
@@ -124,6 +128,7 @@ def test_a_signal_ends_all_servers(tmp_path, packaged_model, number, code, proce
     assert not (tmp_path / "out" / "demo.json").exists()
 
 
+@pytest.mark.nightly
 def test_a_server_that_dies_is_reported(tmp_path, packaged_model):
     mark = uuid.uuid4().hex
     process = start_demo(tmp_path, packaged_model, mark, "--server-arg=--no-such-option")

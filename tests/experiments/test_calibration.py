@@ -98,6 +98,7 @@ def calibrated(tiny_model, tmp_path_factory):
     return output, printed
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_calibrate(tiny_model, calibrated):
     path, printed = calibrated

@@ -79,6 +79,7 @@ def start_sweep(directory, mark, *arguments):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_sweep(directory, tmp_path, monkeypatch, capsys):
     mark, output = uuid.uuid4().hex, tmp_path / "run.jsonl"

@@ -19,6 +19,8 @@ from vllm_mars.experiments.sweep.ray_cells import RayRunner
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.records import Settings
 
+# Each test starts Ray clusters.
+pytestmark = pytest.mark.nightly
 MARK_VALUE = "sweep"
 
 

@@ -6,7 +6,7 @@ import torch
 import tiny_models
 from engines import engine_in_process
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 70, 107]]
 # Capped logits lie closer together, so a stricter theta tells whether it is they that count.

@@ -13,7 +13,7 @@ import pytest
 
 import tiny_models
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 INTERPRETED = Path(__file__).parents[1] / "interpreted"
 PROMPTS = [[5, 6, 7, 8], [100, 3, 200], [7, 7, 7, 7]]
