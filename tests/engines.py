@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,8 @@ def _engine(model: Path, speculative_config: dict | None, **options) -> Iterator
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+        # Waits for the engine core that has ended, if it was a process.
+        multiprocessing.active_children()
 
 
 def packaged_server(model: Path, speculative_config: dict, directory: Path, *arguments: str):

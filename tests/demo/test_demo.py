@@ -29,6 +29,7 @@ def start_demo(tmp_path, model, mark, *arguments):
             *(sys.executable, "-m", "vllm_mars.cli", "demo", "--model", str(model)),
             *("--prompts", str(prompts), "--max-tokens", "32", "--theta", "0.6"),
             *("--output", str(tmp_path / "out" / "demo.json"), *arguments),
+            "--server-arg=--distributed-executor-backend=uni",
         ],
         env={**os.environ, MARK: mark},
         stdout=subprocess.PIPE,

@@ -91,11 +91,13 @@ def test_real_servers_are_measured_and_judged_in_tasks(tiny_model, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def two_nodes():
+def two_nodes(tmp_path_factory):
     """Nodes "a", the head, and "b", which the last test takes away; leaves no process."""
+    # What the worker of a lost node had open stays.
+    temporary = {"TMPDIR": str(tmp_path_factory.mktemp("nodes"))}
     with cluster(
-        {"num_cpus": 2, "num_gpus": 0, "env_vars": {"VLLM_MARS_TEST_NODE": "a"}},
-        {"num_cpus": 2, "num_gpus": 0, "env_vars": {"VLLM_MARS_TEST_NODE": "b"}},
+        {"num_cpus": 2, "num_gpus": 0, "env_vars": {"VLLM_MARS_TEST_NODE": "a", **temporary}},
+        {"num_cpus": 2, "num_gpus": 0, "env_vars": {"VLLM_MARS_TEST_NODE": "b", **temporary}},
         **{MARK: MARK_VALUE, "VLLM_MARS_TEST_MEASURE": "stand-in"},
     ) as started:
         yield started

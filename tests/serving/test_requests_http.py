@@ -108,7 +108,7 @@ def refusals():
         ({"mars_theta": [0.9]}, "mars_theta=[0.9] is a list, but must be a number"),
         ({"mars_theta": 0.2}, "below this server's limit of 0.3; choose a value in [0.3, 1]"),
         ({"mars_tehta": 0.9}, "did you mean mars_theta?"),
-        ({"mars_gap": 1.0}, "mars_gap belongs to metric 'gap'"),
+        ({"mars_gap": 1.0}, "mars_gap=1.0 belongs to mars_metric='gap'"),
     ]
 
 
