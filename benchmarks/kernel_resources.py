@@ -60,6 +60,7 @@ def variants() -> list[Variant]:
         result.append(_top2(f"top2, rows by index, {dtype}", dtype, rows=True))
         result.append(_top2(f"top2, rows in order, {dtype}", dtype, rows=False))
     result.append(_top2("top2, rows by index, bf16, odd stride", "bf16", rows=True, odd=True))
+    result.append(_top2("top2, rows by index, bf16, z1 alone", "bf16", rows=True, second=False))
     for per_request in (False, True):
         whose = "theta per request" if per_request else "one theta"
         result.append(_accept(f"accept, bonus rows, {whose}", "rows", per_request))
@@ -72,12 +73,19 @@ def variants() -> list[Variant]:
     result.append(_with_limits(_accept("accept, bonus rows, all limits", "rows", True)))
     result.append(_with_limits(_accept("accept, bonus row last, all limits", "last", True)))
     result.append(_with_limits(_judge("judge, all limits", True)))
+    result.append(_priced(_accept("accept, bonus rows, one price", "rows", False), False))
+    result.append(
+        _priced(_accept("accept, bonus row last, price per request", "last", False), True)
+    )
+    limited = _with_limits(_accept("accept, bonus rows, price, all limits", "rows", False))
+    result.append(_priced(limited, True))
+    result.append(_priced(_judge("judge, price per request", False), True))
     result.append(_count())
     result.append(_block())
     return result
 
 
-def _top2(name: str, dtype: str, *, rows: bool, odd: bool = False) -> Variant:
+def _top2(name: str, dtype: str, *, rows: bool, odd: bool = False, second: bool = True) -> Variant:
     _, block, warps = top2.launch_settings(VOCAB, 64)
     types = {
         "best_ptr": "*i64",
@@ -95,6 +103,7 @@ def _top2(name: str, dtype: str, *, rows: bool, odd: bool = False) -> Variant:
         "BLOCK": block,
         "CHUNK": 16 // DTYPES[dtype],
         "HAS_TARGET_ROWS": rows,
+        "WITH_SECOND": second,
     }
     aligned = Variant.aligned[:3] if odd else Variant.aligned
     return Variant(name, top2.top2_kernel, types, constants, warps, aligned, dtype)
@@ -113,7 +122,7 @@ def _judged(per_request: bool) -> dict[str, str]:
         "cu_num_draft_tokens_ptr": "*i32",
         "theta": threshold,
         "gap": threshold,
-        "share": "i32",
+        **dict.fromkeys(("price", "share", "rate", "burst"), "i32"),
         "vocab": "i32",
         "num_splits": "i32",
     }
@@ -127,8 +136,13 @@ def _shared_constants(per_request: bool, rows: bool) -> dict[str, Any]:
         "HAS_PROTECTED": True,
         "HAS_BLOCKED": False,
         "HAS_BUDGET": False,
+        "HAS_LOSS_BUDGET": False,
+        "HAS_PRICE": False,
         "THETA_PER_REQUEST": per_request,
         "GAP_PER_REQUEST": per_request,
+        "PRICE_PER_REQUEST": False,
+        "RATE_PER_REQUEST": False,
+        "WITH_SECOND": True,
     }
 
 
@@ -138,6 +152,7 @@ def _accept(name: str, bonus: str, per_request: bool, *, max_draft_len: int = 5)
         "output_token_ids_ptr": "*i64" if bonus == "last" else "*i32",
         "num_accepted_ptr": "*i32",
         "num_relaxed_ptr": "*i32",
+        "loss_ptr": "*fp32",
         "num_draft": "i32",
         "max_draft_len": "i32",
     }
@@ -157,7 +172,12 @@ def _accept(name: str, bonus: str, per_request: bool, *, max_draft_len: int = 5)
 
 
 def _judge(name: str, per_request: bool) -> Variant:
-    types = {**_judged(per_request), "logits_ptr": "*fp32", "verdicts_ptr": "*i8"}
+    types = {
+        **_judged(per_request),
+        "logits_ptr": "*fp32",
+        "verdicts_ptr": "*i8",
+        "losses_ptr": "*i32",
+    }
     constants = {
         **_shared_constants(per_request, rows=False),
         "POSITIONS": greedy.num_positions(0),
@@ -168,18 +188,33 @@ def _judge(name: str, per_request: bool) -> Variant:
 
 
 def _with_limits(variant: Variant) -> Variant:
-    """The same with blocked positions, a budget, and verdicts for the counters."""
+    """The same with blocked positions, both budgets, and verdicts for the counters."""
     types = {
         **variant.types,
         "blocked_ptr": "*i8",
         "budget_used_ptr": "*i32",
+        "budget_lost_ptr": "*i64",
         "budget_produced_ptr": "*i32",
+        "rate": "*i64",
         "top2_values_ptr": "*fp32",
         "verdicts_ptr": "*i8",
+        "losses_ptr": "*i32",
     }
-    constants = {**variant.constants, "HAS_BLOCKED": True, "HAS_BUDGET": True}
+    here = ("HAS_BLOCKED", "HAS_BUDGET", "HAS_LOSS_BUDGET", "RATE_PER_REQUEST")
+    constants = {**variant.constants, **dict.fromkeys(here, True)}
     wanted = "WITH_VALUES" if "WITH_VALUES" in constants else "WITH_VERDICTS"
     return replace(variant, types=types, constants={**constants, wanted: True})
+
+
+def _priced(variant: Variant, per_request: bool) -> Variant:
+    """The same with a price, which reads z2 only for the counters."""
+    types = {**variant.types, "price": "*fp32" if per_request else "i32"}
+    counts = variant.constants.get("WITH_VERDICTS") or variant.constants.get("WITH_VALUES")
+    constants = {
+        **variant.constants,
+        **{"HAS_PRICE": True, "PRICE_PER_REQUEST": per_request, "WITH_SECOND": bool(counts)},
+    }
+    return replace(variant, types=types, constants=constants)
 
 
 def _count() -> Variant:

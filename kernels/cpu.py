@@ -8,20 +8,24 @@ t = theta * z1 - gap and "larger" the number of logits above a pivot, relaxed(x)
     x is the argmax:      larger(t) >= 2                        (z1 and z2 are above t)
 
 so a step reads all rows once, for the argmax, and once more the candidate rows alone, those that
-pass every other condition. float32 logits are read in place; others are converted first.
+pass every other condition. A price needs no second read. float32 logits are read in place; others
+are converted first.
 """
 
 import numpy as np
 import torch
 
 from vllm_mars.kernels.terms import (
+    LOSS_BITS,
+    MOST_LOSS,
+    MOST_PRICE,
     SHARE_BITS,
     Drafts,
     Judgement,
     Margin,
-    RelaxedBudget,
     Verdict,
     VerifyOutput,
+    price_units,
 )
 
 
@@ -39,10 +43,8 @@ def verify_greedy(
     counts = np.diff(ends, prepend=0)
 
     accepted = ids == argmax
-    verdicts = _verdicts(rows, target, ids, argmax, counts, margin, ~accepted)
+    verdicts, losses = _verdicts(rows, target, ids, argmax, counts, margin)
     verdicts[accepted] = Verdict.FIRST
-    relaxed = (verdicts == Verdict.RELAXED) & (not dry_run)
-    accepted |= relaxed
 
     # Ragged to padded: position j of request i is draft token start[i] + j, if j < counts[i].
     offsets = np.arange(drafts.max_draft_len + 1)
@@ -50,16 +52,21 @@ def verify_greedy(
     output = np.full((len(counts), len(offsets)), -1, dtype=np.int32)
     if num_draft:
         index = np.minimum((ends - counts)[:, None] + offsets, num_draft - 1)
+        if margin.price is not None:
+            _keep_best_stop(verdicts, losses, index, counts, _price_units(margin.price))
+        relaxed = (verdicts == Verdict.RELAXED) & (not dry_run)
+        accepted |= relaxed
         kept = np.logical_and.accumulate(is_draft & accepted[index], axis=1)
         num_accepted = kept.sum(axis=1)
-        num_relaxed = (kept & relaxed[index]).sum(axis=1)
+        is_relaxed = kept & relaxed[index]
+        num_relaxed = is_relaxed.sum(axis=1)
+        lost = np.where(is_relaxed, losses[index], 0).sum(axis=1)
         # Up to the first rejection the draft is emitted, there the argmax, behind it nothing.
         is_corrected = is_draft & (offsets == num_accepted[:, None])
         emitted = np.where(kept, ids[index], argmax[index])
         np.copyto(output, emitted, where=kept | is_corrected, casting="unsafe")
     else:
-        num_accepted = np.zeros_like(counts)
-        num_relaxed = np.zeros_like(counts)
+        num_accepted = num_relaxed = lost = np.zeros_like(counts)
 
     bonus = None
     if drafts.bonus_rows is not None:
@@ -80,8 +87,10 @@ def verify_greedy(
         torch.from_numpy(output),
         torch.from_numpy(num_accepted.astype(np.int32)),
         torch.from_numpy(num_relaxed.astype(np.int32)),
+        torch.from_numpy(lost.astype(np.float32) / np.float32(2**LOSS_BITS)),
         values,
         torch.from_numpy(verdicts) if with_verdicts else None,
+        torch.from_numpy(losses) if with_verdicts else None,
     )
 
 
@@ -93,11 +102,11 @@ def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = Fal
     # Rows that are not asked for may come along; reading them costs less than a copy of the others.
     argmax = rows.argmax(axis=-1)[target]
     counts = np.diff(drafts.cu_num_draft_tokens.numpy().astype(np.int64), prepend=0)
-    verdicts = _verdicts(rows, target, ids, argmax, counts, margin, np.True_)
+    verdicts, losses = _verdicts(rows, target, ids, argmax, counts, margin, alone=True)
     values = None
     if with_top2_values:
         values = _top2_values(rows, target, argmax, np.arange(len(ids)))
-    return Judgement(torch.from_numpy(verdicts), values)
+    return Judgement(torch.from_numpy(verdicts), values, torch.from_numpy(losses))
 
 
 def _target_rows(drafts: Drafts) -> np.ndarray:
@@ -116,6 +125,14 @@ def _per_position(value: float | torch.Tensor, counts: np.ndarray) -> np.ndarray
     return np.float32(value)
 
 
+def _price_units(price: float | torch.Tensor) -> np.ndarray | int:
+    """A price in units of 2**-LOSS_BITS nats; int64 `[batch]` where each request has its own."""
+    if not isinstance(price, torch.Tensor):
+        return price_units(price)
+    units = np.floor(price.numpy() * np.float32(2**LOSS_BITS))
+    return np.minimum(units, MOST_PRICE).astype(np.int64)
+
+
 def _verdicts(
     rows: np.ndarray,
     target: np.ndarray,
@@ -123,19 +140,65 @@ def _verdicts(
     argmax: np.ndarray,
     counts: np.ndarray,
     margin: Margin,
-    considered: np.ndarray | np.bool_,
-) -> np.ndarray:
-    """The verdicts, NONE where not considered; all int8 `[num_draft]`."""
-    theta, gap = _per_position(margin.theta, counts), _per_position(margin.gap, counts)
-    relaxed = (drafts >= 0) & (drafts < rows.shape[1]) & considered
-    safe = np.where(relaxed, drafts, 0)
+    alone: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The verdicts, int8, and the losses, int32; both `[num_draft]`.
+
+    NONE stands where the argmax is drafted, but where each position is judged alone. With a price
+    RELAXED stands at each payable position; alone, at those that pay for themselves.
+    """
+    in_vocab = (drafts >= 0) & (drafts < rows.shape[1])
+    considered = in_vocab if alone else in_vocab & (drafts != argmax)
+    safe = np.where(in_vocab, drafts, 0)
     first, draft_logits = rows[target, argmax], rows[target, safe]
+    # float32 as the rule says; of infinities no number comes out.
+    with np.errstate(invalid="ignore"):
+        loss = first - draft_logits
+        units = np.ceil(np.minimum(loss * np.float32(2**LOSS_BITS), np.float32(MOST_LOSS)))
+    losses = np.where(in_vocab & (loss == loss), units, 0).astype(np.int32)
+    if margin.price is None:
+        allowed = _within_margin(rows, target, safe, argmax, counts, margin, considered)
+        refusable = allowed
+    else:
+        allowed = considered & (draft_logits > -np.inf) & (first < np.inf)
+        price = _price_units(margin.price)
+        pays = losses < (price if isinstance(price, int) else price.repeat(counts))
+        refusable = allowed & pays
+        if alone:
+            allowed = refusable
+    verdicts = allowed.astype(np.int8)
+    if margin.protected is not None:
+        mask = margin.protected.numpy()
+        forbidden = mask[safe] | mask[argmax]
+        verdicts[allowed & forbidden] = Verdict.NONE
+        verdicts[refusable & forbidden] = Verdict.PROTECTED
+    if margin.blocked is not None:
+        blocked = margin.blocked.numpy()
+        verdicts[allowed & (blocked != 0)] = Verdict.NONE
+        np.copyto(verdicts, blocked, where=refusable & (blocked != 0))
+    if margin.budget is not None or margin.loss_budget is not None:
+        _keep_budgets(verdicts, losses, counts, margin)
+    return verdicts, losses
+
+
+def _within_margin(
+    rows: np.ndarray,
+    target: np.ndarray,
+    drafts: np.ndarray,
+    argmax: np.ndarray,
+    counts: np.ndarray,
+    margin: Margin,
+    considered: np.ndarray,
+) -> np.ndarray:
+    """Where `z2 > theta * z1 - gap` accepts the draft token; bool `[num_draft]`."""
+    theta, gap = _per_position(margin.theta, counts), _per_position(margin.gap, counts)
+    first, draft_logits = rows[target, argmax], rows[target, drafts]
     threshold = theta * first - gap
-    relaxed &= draft_logits > threshold
-    relaxed &= (theta == 1) | (first > 0)
-    candidates = np.flatnonzero(relaxed)
+    passes = considered & (draft_logits > threshold)
+    passes &= (theta == 1) | (first > 0)
+    candidates = np.flatnonzero(passes)
     if candidates.size:
-        is_argmax = (safe == argmax)[candidates]
+        is_argmax = (drafts == argmax)[candidates]
         pivot = np.where(is_argmax, threshold[candidates], draft_logits[candidates])
         # Row by row: indexing with the list would copy the rows, which costs more than the count.
         larger = np.array(
@@ -144,32 +207,70 @@ def _verdicts(
                 for row, value in zip(target[candidates], pivot, strict=True)
             ]
         )
-        relaxed[candidates] = np.where(is_argmax, larger >= 2, larger <= 1)
-    verdicts = relaxed.astype(np.int8)
-    if margin.protected is not None:
-        mask = margin.protected.numpy()
-        verdicts[relaxed & (mask[safe] | mask[argmax])] = Verdict.PROTECTED
-    if margin.blocked is not None:
-        blocked = margin.blocked.numpy()
-        np.copyto(verdicts, blocked, where=relaxed & (blocked != 0))
-    if margin.budget is not None:
-        _keep_budget(verdicts, counts, margin.budget)
-    return verdicts
+        passes[candidates] = np.where(is_argmax, larger >= 2, larger <= 1)
+    return passes
 
 
-def _keep_budget(verdicts: np.ndarray, counts: np.ndarray, budget: RelaxedBudget) -> None:
-    """Writes BUDGET where a request's budget is used up."""
+def _keep_budgets(
+    verdicts: np.ndarray, losses: np.ndarray, counts: np.ndarray, margin: Margin
+) -> None:
+    """Writes BUDGET or LOSS where a request has used up what it may relax or lose."""
     request_of = np.arange(len(counts)).repeat(counts)
-    begin = counts.cumsum() - counts
-    used = budget.num_relaxed.numpy().astype(np.int64)
-    produced = budget.num_output_tokens.numpy().astype(np.int64)
+    offset = np.arange(len(verdicts)) - (counts.cumsum() - counts).repeat(counts)
+    # What each position may bring the sums of its request to, in this step.
+    most_relaxed = most_lost = None
+    if (budget := margin.budget) is not None:
+        produced = budget.num_output_tokens.numpy().astype(np.int64)[request_of] + offset + 1
+        most_relaxed = budget.share_units * produced >> SHARE_BITS
+        most_relaxed -= budget.num_relaxed.numpy()[request_of]
+    if (nats := margin.loss_budget) is not None:
+        produced = nats.num_output_tokens.numpy().astype(np.int64)[request_of] + offset + 1
+        rate = nats.rate if isinstance(nats.rate, int) else nats.rate.numpy()[request_of]
+        most_lost = (rate * produced >> (SHARE_BITS - LOSS_BITS)) + nats.burst
+        most_lost -= nats.lost.numpy()[request_of]
+    relaxed, lost = [0] * len(counts), [0] * len(counts)
     for position in np.flatnonzero(verdicts == Verdict.RELAXED):
-        request = request_of[position]
-        output_tokens = produced[request] + position - begin[request] + 1
-        if used[request] < (budget.share_units * output_tokens) >> SHARE_BITS:
-            used[request] += 1
-        else:
+        request, loss = request_of[position], int(losses[position])
+        if most_relaxed is not None and relaxed[request] >= most_relaxed[position]:
             verdicts[position] = Verdict.BUDGET
+        elif most_lost is not None and lost[request] + loss > most_lost[position]:
+            verdicts[position] = Verdict.LOSS
+        else:
+            relaxed[request] += 1
+            lost[request] += loss
+
+
+def _keep_best_stop(
+    verdicts: np.ndarray,
+    losses: np.ndarray,
+    index: np.ndarray,
+    counts: np.ndarray,
+    price: np.ndarray | int,
+) -> None:
+    """Writes NONE in place of RELAXED from each request's best stop on.
+
+    Args:
+        verdicts: `[num_draft]`, RELAXED where a position is payable.
+        losses: `[num_draft]`.
+        index: `[batch, max_draft_len + 1]`, the position at each offset of a request.
+        counts: `[batch]`, the drafts' lengths.
+        price: in units of 2**-LOSS_BITS nats, an int or `[batch]`.
+    """
+    offsets = np.arange(index.shape[1])
+    is_draft = offsets < counts[:, None]
+    strict = is_draft & (verdicts[index] == Verdict.FIRST)
+    payable = is_draft & (verdicts[index] == Verdict.RELAXED)
+    gain = np.reshape(price, (-1, 1)) - np.where(payable, losses[index], 0).astype(np.int64)
+    gain = np.where(is_draft, gain, 0)
+    # Of a stop: what comes before it.
+    value = gain.cumsum(axis=1) - gain
+    is_open = np.logical_and.accumulate(strict | payable, axis=1)
+    is_reached = np.column_stack([np.ones(len(counts), bool), is_open[:, :-1]])
+    is_stop = is_reached & ~strict & (offsets <= counts[:, None])
+    # argmax takes the first of equals.
+    best = np.where(is_stop, value, np.iinfo(np.int64).min).argmax(axis=1)
+    behind = payable & (offsets >= best[:, None])
+    verdicts[index[behind]] = Verdict.NONE
 
 
 def _top2_values(

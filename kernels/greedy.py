@@ -8,6 +8,8 @@ positions, B requests, R = N + B rows that are read (N without `bonus_rows`), S 
                                  writes the request's outputs
     judge_kernel   grid (B,)     in its place for `judge_positions`: writes the verdicts alone
 
+With a price and no verdicts asked for, z2 is neither looked for nor stored.
+
 Bytes moved: the rows once, one logit of each draft token again, the partial results of `top2`, and
 the outputs. Not materialised: anything of the logits' size.
 """
@@ -19,44 +21,46 @@ import triton
 import triton.language as tl
 
 from vllm_mars.kernels.terms import (
+    LOSS_BITS,
     Drafts,
     Judgement,
     Margin,
     Verdict,
     VerifyOutput,
     new_output,
+    price_units,
 )
 from vllm_mars.kernels.top2 import reduce_rows, reduce_splits, unpack_id
-from vllm_mars.kernels.verdicts import store_values, verdicts_at, within_budget
+from vllm_mars.kernels.verdicts import (
+    price_of,
+    store_values,
+    up_to_best_stop,
+    verdicts_at,
+    within_budgets,
+)
 
 # Small index arrays, often views that start anywhere: their alignment would multiply the compiled
 # variants and gain nothing.
 _UNALIGNED = [
-    "output_token_ids_ptr",
-    "num_accepted_ptr",
-    "num_relaxed_ptr",
-    "verdicts_ptr",
-    "top2_values_ptr",
-    "draft_token_ids_ptr",
-    "bonus_token_ids_ptr",
-    "protected_ptr",
-    "blocked_ptr",
-    "budget_used_ptr",
-    "budget_produced_ptr",
-    "target_rows_ptr",
-    "cu_num_draft_tokens_ptr",
-    "theta",
-    "gap",
+    *("output_token_ids_ptr", "num_accepted_ptr", "num_relaxed_ptr", "loss_ptr"),
+    *("verdicts_ptr", "top2_values_ptr", "losses_ptr"),
+    *("draft_token_ids_ptr", "bonus_token_ids_ptr", "target_rows_ptr", "cu_num_draft_tokens_ptr"),
+    *("protected_ptr", "blocked_ptr"),
+    *("budget_used_ptr", "budget_lost_ptr", "budget_produced_ptr"),
+    *("theta", "gap", "price", "rate"),
 ]
+# Values that change from step to step or server to server, and would each be a variant.
+_UNSPECIALIZED = ["theta", "gap", "price", "share", "rate", "burst", "num_splits"]
 # Small batches share variants: fewer than 8 positions cost no less.
 _MIN_POSITIONS = 8
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))
 _FIRST = tl.constexpr(int(Verdict.FIRST))
+_UNIT = tl.constexpr(2.0**LOSS_BITS)
 
 
 @triton.jit(
-    do_not_specialize=["num_draft", "max_draft_len", "theta", "gap", "share", "num_splits"],
+    do_not_specialize=["num_draft", "max_draft_len", *_UNSPECIALIZED],
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def accept_kernel(
@@ -66,10 +70,14 @@ def accept_kernel(
     num_accepted_ptr,
     # [batch]
     num_relaxed_ptr,
+    # [batch]
+    loss_ptr,
     # [num_draft, 2] or None
     top2_values_ptr,
     # [num_draft] or None
     verdicts_ptr,
+    # [num_draft] or None
+    losses_ptr,
     # [num_rows, num_splits]
     best_ptr,
     # [num_rows, num_splits]
@@ -88,6 +96,8 @@ def accept_kernel(
     # [batch] or None
     budget_used_ptr,
     # [batch] or None
+    budget_lost_ptr,
+    # [batch] or None
     budget_produced_ptr,
     # [num_draft] or None
     target_rows_ptr,
@@ -97,8 +107,13 @@ def accept_kernel(
     theta,
     # float, or [batch]
     gap,
-    # of the budget, in units of 2**-SHARE_BITS
+    # in units of 2**-LOSS_BITS nats, or [batch] in nats
+    price,
+    # of the budgets, in units of 2**-SHARE_BITS; the rate may be [batch]
     share,
+    rate,
+    # in units of 2**-LOSS_BITS nats
+    burst,
     num_draft,
     max_draft_len,
     vocab,
@@ -109,11 +124,16 @@ def accept_kernel(
     HAS_PROTECTED: tl.constexpr,
     HAS_BLOCKED: tl.constexpr,
     HAS_BUDGET: tl.constexpr,
+    HAS_LOSS_BUDGET: tl.constexpr,
+    HAS_PRICE: tl.constexpr,
     # "no"; "ids" or "rows" as given; "last": a request's last row is its bonus row, and a row's
     # draft token stands one entry behind it.
     BONUS: tl.constexpr,
     THETA_PER_REQUEST: tl.constexpr,
     GAP_PER_REQUEST: tl.constexpr,
+    PRICE_PER_REQUEST: tl.constexpr,
+    RATE_PER_REQUEST: tl.constexpr,
+    WITH_SECOND: tl.constexpr,
     WITH_VERDICTS: tl.constexpr,
     # The margin accepts nothing: verdicts alone tell what it would.
     DRY_RUN: tl.constexpr,
@@ -125,6 +145,22 @@ def accept_kernel(
         theta = tl.load(theta + request)
     if GAP_PER_REQUEST:
         gap = tl.load(gap + request)
+    if HAS_PRICE:
+        price = price_of(price, request, PRICE_PER_REQUEST)
+    # What the request starts this step with, and has relaxed and lost in it.
+    relaxed = tl.zeros([], tl.int64)
+    lost = tl.zeros([], tl.int64)
+    produced = tl.zeros([], tl.int64)
+    left_to_relax = tl.zeros([], tl.int64)
+    left_to_lose = tl.zeros([], tl.int64)
+    if HAS_BUDGET or HAS_LOSS_BUDGET:
+        produced = tl.load(budget_produced_ptr + request).to(tl.int64)
+    if HAS_BUDGET:
+        left_to_relax -= tl.load(budget_used_ptr + request)
+    if HAS_LOSS_BUDGET:
+        left_to_lose += burst - tl.load(budget_lost_ptr + request)
+        if RATE_PER_REQUEST:
+            rate = tl.load(rate + request)
     offset = tl.arange(0, POSITIONS)
     position = start + offset
     is_row = position < end
@@ -135,7 +171,7 @@ def accept_kernel(
     else:
         is_draft = is_row
 
-    draft, verdict, first, second, argmax = verdicts_at(
+    draft, verdict, loss, first, second, argmax = verdicts_at(
         best_ptr,
         second_ptr,
         logits_ptr,
@@ -149,26 +185,44 @@ def accept_kernel(
         is_draft,
         theta,
         gap,
+        price,
         vocab,
         num_splits,
         SPLITS,
         HAS_TARGET_ROWS,
         HAS_PROTECTED,
         HAS_BLOCKED,
+        HAS_PRICE,
+        WITH_SECOND,
+        False,
     )
-    strict = is_draft & (draft == argmax)
-    verdict = tl.where(strict, _FIRST, verdict)
-    if HAS_BUDGET:
-        used = tl.load(budget_used_ptr + request)
-        produced = tl.load(budget_produced_ptr + request).to(tl.int64)
-        verdict, _ = within_budget(verdict, offset, used, produced, share)
-    relaxed = verdict == _RELAXED
-    if DRY_RUN:
-        relaxed = relaxed & False
     length = end - start
-    accepted = tl.min(tl.where(is_row & ~(strict | relaxed), offset, length), axis=0)
+    if HAS_BUDGET or HAS_LOSS_BUDGET:
+        verdict, _, _ = within_budgets(
+            verdict,
+            loss,
+            offset,
+            length,
+            produced,
+            left_to_relax,
+            relaxed,
+            left_to_lose,
+            lost,
+            share,
+            rate,
+            HAS_BUDGET,
+            HAS_LOSS_BUDGET,
+        )
+    if HAS_PRICE:
+        verdict = up_to_best_stop(verdict, loss, offset, is_row, length, price)
+    strict = verdict == _FIRST
+    is_relaxed = verdict == _RELAXED
+    if DRY_RUN:
+        is_relaxed = is_relaxed & False
+    accepted = tl.min(tl.where(is_row & ~(strict | is_relaxed), offset, length), axis=0)
     kept = offset < accepted
-    num_relaxed = tl.sum((kept & relaxed).to(tl.int32), axis=0)
+    num_relaxed = tl.sum((kept & is_relaxed).to(tl.int32), axis=0)
+    sum_lost = tl.sum(tl.where(kept & is_relaxed, loss, 0), axis=0)
 
     token = tl.where(kept, draft, -1)
     token = tl.where(is_row & (offset == accepted), argmax.to(tl.int64), token)
@@ -177,7 +231,9 @@ def accept_kernel(
         token = tl.where((offset == length) & (accepted == length), bonus, token)
     if BONUS == "rows":
         row = num_draft + request + tl.zeros([1], tl.int32)
-        of_bonus, _ = reduce_splits(best_ptr, second_ptr, row, row >= 0, num_splits, SPLITS)
+        of_bonus, _ = reduce_splits(
+            best_ptr, second_ptr, row, row >= 0, num_splits, SPLITS, WITH_SECOND
+        )
         bonus = tl.max(unpack_id(of_bonus), axis=0).to(tl.int64)
         token = tl.where((offset == length) & (accepted == length), bonus, token)
     tl.store(
@@ -187,18 +243,22 @@ def accept_kernel(
     )
     tl.store(num_accepted_ptr + request, accepted)
     tl.store(num_relaxed_ptr + request, num_relaxed)
+    tl.store(loss_ptr + request, sum_lost.to(tl.float32) / _UNIT)
     if WITH_VERDICTS:
         store_values(top2_values_ptr, position, first, second, is_row)
         tl.store(verdicts_ptr + position, verdict.to(tl.int8), mask=is_row)
+        tl.store(losses_ptr + position, loss.to(tl.int32), mask=is_row)
 
 
 @triton.jit(
-    do_not_specialize=["theta", "gap", "share", "num_splits"],
+    do_not_specialize=_UNSPECIALIZED,
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def judge_kernel(
     # [num_draft]
     verdicts_ptr,
+    # [num_draft]
+    losses_ptr,
     # [num_draft, 2] or None
     top2_values_ptr,
     # [num_rows, num_splits]
@@ -217,6 +277,8 @@ def judge_kernel(
     # [batch] or None
     budget_used_ptr,
     # [batch] or None
+    budget_lost_ptr,
+    # [batch] or None
     budget_produced_ptr,
     # [num_draft] or None
     target_rows_ptr,
@@ -226,8 +288,13 @@ def judge_kernel(
     theta,
     # float, or [batch]
     gap,
-    # of the budget, in units of 2**-SHARE_BITS
+    # in units of 2**-LOSS_BITS nats, or [batch] in nats
+    price,
+    # of the budgets, in units of 2**-SHARE_BITS; the rate may be [batch]
     share,
+    rate,
+    # in units of 2**-LOSS_BITS nats
+    burst,
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
@@ -236,8 +303,13 @@ def judge_kernel(
     HAS_PROTECTED: tl.constexpr,
     HAS_BLOCKED: tl.constexpr,
     HAS_BUDGET: tl.constexpr,
+    HAS_LOSS_BUDGET: tl.constexpr,
+    HAS_PRICE: tl.constexpr,
     THETA_PER_REQUEST: tl.constexpr,
     GAP_PER_REQUEST: tl.constexpr,
+    PRICE_PER_REQUEST: tl.constexpr,
+    RATE_PER_REQUEST: tl.constexpr,
+    WITH_SECOND: tl.constexpr,
     WITH_VALUES: tl.constexpr,
 ):
     request = tl.program_id(0)
@@ -247,15 +319,28 @@ def judge_kernel(
         theta = tl.load(theta + request)
     if GAP_PER_REQUEST:
         gap = tl.load(gap + request)
-    if HAS_BUDGET:
-        used = tl.load(budget_used_ptr + request)
+    if HAS_PRICE:
+        price = price_of(price, request, PRICE_PER_REQUEST)
+    # What the request starts this step with, and has relaxed and lost in it.
+    relaxed = tl.zeros([], tl.int64)
+    lost = tl.zeros([], tl.int64)
+    produced = tl.zeros([], tl.int64)
+    left_to_relax = tl.zeros([], tl.int64)
+    left_to_lose = tl.zeros([], tl.int64)
+    if HAS_BUDGET or HAS_LOSS_BUDGET:
         produced = tl.load(budget_produced_ptr + request).to(tl.int64)
+    if HAS_BUDGET:
+        left_to_relax -= tl.load(budget_used_ptr + request)
+    if HAS_LOSS_BUDGET:
+        left_to_lose += burst - tl.load(budget_lost_ptr + request)
+        if RATE_PER_REQUEST:
+            rate = tl.load(rate + request)
     offset = tl.arange(0, POSITIONS)
     # The longest draft is not known on the host: a request's positions go in blocks.
     for block in range(0, end - start, POSITIONS):
         position = start + block + offset
         is_draft = position < end
-        _, verdict, first, second, _ = verdicts_at(
+        _, verdict, loss, first, second, _ = verdicts_at(
             best_ptr,
             second_ptr,
             logits_ptr,
@@ -269,18 +354,35 @@ def judge_kernel(
             is_draft,
             theta,
             gap,
+            price,
             vocab,
             num_splits,
             SPLITS,
             HAS_TARGET_ROWS,
             HAS_PROTECTED,
             HAS_BLOCKED,
+            HAS_PRICE,
+            WITH_SECOND,
+            True,
         )
-        if HAS_BUDGET:
-            verdict, num_relaxed = within_budget(verdict, offset, used, produced, share)
-            used += num_relaxed
-            produced += POSITIONS
+        if HAS_BUDGET or HAS_LOSS_BUDGET:
+            verdict, relaxed, lost = within_budgets(
+                verdict,
+                loss,
+                offset,
+                POSITIONS,
+                produced + block,
+                left_to_relax,
+                relaxed,
+                left_to_lose,
+                lost,
+                share,
+                rate,
+                HAS_BUDGET,
+                HAS_LOSS_BUDGET,
+            )
         tl.store(verdicts_ptr + position, verdict.to(tl.int8), mask=is_draft)
+        tl.store(losses_ptr + position, loss.to(tl.int32), mask=is_draft)
         if WITH_VALUES:
             store_values(top2_values_ptr, position, first, second, is_draft)
 
@@ -290,10 +392,12 @@ def num_positions(max_draft_len: int) -> int:
     return max(_MIN_POSITIONS, triton.next_power_of_2(max_draft_len + 1))
 
 
-def _shared_arguments(drafts: Drafts, margin: Margin) -> dict[str, Any]:
+def _shared_arguments(drafts: Drafts, margin: Margin, with_values: bool) -> dict[str, Any]:
     """Launches `top2_kernel`; returns what `accept_kernel` and `judge_kernel` both take."""
-    best, second, num_splits, padded_splits = reduce_rows(drafts)
-    budget = margin.budget
+    with_second = margin.price is None or with_values
+    best, second, num_splits, padded_splits = reduce_rows(drafts, with_second)
+    budget, nats, price = margin.budget, margin.loss_budget, margin.price
+    either = budget if nats is None else nats
     return {
         "best_ptr": best,
         "second_ptr": second,
@@ -303,12 +407,16 @@ def _shared_arguments(drafts: Drafts, margin: Margin) -> dict[str, Any]:
         "protected_ptr": margin.protected,
         "blocked_ptr": margin.blocked,
         "budget_used_ptr": None if budget is None else budget.num_relaxed,
-        "budget_produced_ptr": None if budget is None else budget.num_output_tokens,
+        "budget_lost_ptr": None if nats is None else nats.lost,
+        "budget_produced_ptr": None if either is None else either.num_output_tokens,
         "target_rows_ptr": drafts.target_rows,
         "cu_num_draft_tokens_ptr": drafts.cu_num_draft_tokens,
         "theta": margin.theta,
         "gap": margin.gap,
+        "price": price_units(price or 0.0) if not isinstance(price, torch.Tensor) else price,
         "share": 0 if budget is None else budget.share_units,
+        "rate": 0 if nats is None else nats.rate,
+        "burst": 0 if nats is None else nats.burst,
         "vocab": drafts.logits.shape[1],
         "num_splits": num_splits,
         "SPLITS": padded_splits,
@@ -316,8 +424,13 @@ def _shared_arguments(drafts: Drafts, margin: Margin) -> dict[str, Any]:
         "HAS_PROTECTED": margin.protected is not None,
         "HAS_BLOCKED": margin.blocked is not None,
         "HAS_BUDGET": budget is not None,
+        "HAS_LOSS_BUDGET": nats is not None,
+        "HAS_PRICE": price is not None,
         "THETA_PER_REQUEST": isinstance(margin.theta, torch.Tensor),
         "GAP_PER_REQUEST": isinstance(margin.gap, torch.Tensor),
+        "PRICE_PER_REQUEST": isinstance(price, torch.Tensor),
+        "RATE_PER_REQUEST": nats is not None and isinstance(nats.rate, torch.Tensor),
+        "WITH_SECOND": with_second,
         "enable_fp_fusion": False,
     }
 
@@ -346,8 +459,10 @@ def verify_greedy(
         output_token_ids_ptr=out.output_token_ids,
         num_accepted_ptr=out.num_accepted,
         num_relaxed_ptr=out.num_relaxed,
+        loss_ptr=out.loss,
         top2_values_ptr=out.top2_values,
         verdicts_ptr=out.verdicts,
+        losses_ptr=out.losses,
         bonus_token_ids_ptr=drafts.bonus_token_ids,
         num_draft=drafts.draft_token_ids.shape[0],
         max_draft_len=drafts.max_draft_len,
@@ -355,7 +470,7 @@ def verify_greedy(
         BONUS=bonus,
         WITH_VERDICTS=with_verdicts,
         DRY_RUN=dry_run,
-        **_shared_arguments(drafts, margin),
+        **_shared_arguments(drafts, margin, with_verdicts),
     )
     return out
 
@@ -365,13 +480,15 @@ def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = Fal
     num_draft = drafts.draft_token_ids.shape[0]
     device = drafts.logits.device
     verdicts = torch.empty(num_draft, dtype=torch.int8, device=device)
+    losses = torch.empty(num_draft, dtype=torch.int32, device=device)
     values = torch.empty((num_draft, 2), device=device) if with_top2_values else None
     if num_draft:
         judge_kernel[(drafts.cu_num_draft_tokens.shape[0],)](
             verdicts_ptr=verdicts,
+            losses_ptr=losses,
             top2_values_ptr=values,
             POSITIONS=_MIN_POSITIONS,
             WITH_VALUES=with_top2_values,
-            **_shared_arguments(drafts, margin),
+            **_shared_arguments(drafts, margin, with_top2_values),
         )
-    return Judgement(verdicts, values)
+    return Judgement(verdicts, values, losses)

@@ -9,7 +9,17 @@ z1 >= z2 the two largest logits counted with multiplicity:
     accept(x)   strict(x) or relaxed(x)
 
 What else forbids relaxed(x) at a position where the margin allows it is its `Verdict`: a protected
-token, a caller's `blocked` position, or the `RelaxedBudget` of its request.
+token, a caller's `blocked` position, or the `RelaxedBudget` or `LossBudget` of its request.
+
+Where there is a price, the step's prefix decides instead. With r_i = max z_i - z_i[x_i], the loss
+of draft token i (it is log p(first choice) - log p(x_i)), position i is payable where x_i is not
+the argmax, its logit is finite, and nothing forbids it. Verification may stop at any s that is the
+draft's length or not strict, if every i < s is strict or payable. It stops at the s that maximises
+
+    price * s - sum of r_i over the payable i < s,
+
+of several the smallest, and the payable i < s are the relaxed ones. Where a draw decides, each
+position stands alone: relaxed is r_i < price, the argmax included.
 
 All comparisons are in float32: first `theta * z1`, rounded, then `- gap`, rounded. A row that holds
 a NaN is never relaxed: torch's topk carries the NaN into z1. A draft id outside [0, vocab) is
@@ -19,13 +29,19 @@ padding and never accepted. It runs on any device and reads the rows about four 
 import torch
 
 from vllm_mars.kernels.terms import (
+    LOSS_BITS,
+    MOST_LOSS,
+    MOST_PRICE,
+    SHARE_BITS,
     Drafts,
     Judgement,
+    LossBudget,
     Margin,
     RelaxedBudget,
     Verdict,
     VerifyOutput,
     most_relaxed,
+    price_units,
 )
 
 
@@ -45,8 +61,27 @@ def _per_position(value: float | torch.Tensor, drafts: Drafts) -> torch.Tensor:
     return value.repeat_interleave(counts, output_size=drafts.draft_token_ids.shape[0])
 
 
+def _price_units(price: float | torch.Tensor, drafts: Drafts) -> torch.Tensor:
+    """A price, or that of each draft position's request, as int64."""
+    if not isinstance(price, torch.Tensor):
+        return torch.tensor(price_units(price), device=drafts.logits.device)
+    units = (price * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
+    return _per_position(units, drafts)
+
+
+def losses(drafts: Drafts) -> torch.Tensor:
+    """What each draft token loses, as `Judgement` has it."""
+    rows = _target_rows(drafts)
+    in_vocab, ids = _in_vocabulary(drafts.draft_token_ids, rows.shape[1])
+    loss = rows.float().amax(1) - rows.gather(1, ids[:, None]).squeeze(1).float()
+    units = (loss * 2**LOSS_BITS).clamp(max=MOST_LOSS).ceil()
+    return torch.where(in_vocab & ~loss.isnan(), units, 0).int()
+
+
 def _verdicts(drafts: Drafts, margin: Margin, first_choice: bool) -> torch.Tensor:
     """The verdicts, int8 `[num_draft]`; with `first_choice` FIRST where the argmax is drafted."""
+    if margin.price is not None:
+        return _priced_verdicts(drafts, margin, first_choice)
     rows, ids = _target_rows(drafts), drafts.draft_token_ids
     in_vocab, ids = _in_vocabulary(ids, rows.shape[1])
     argmax = rows.argmax(dim=-1)
@@ -65,33 +100,107 @@ def _verdicts(drafts: Drafts, margin: Margin, first_choice: bool) -> torch.Tenso
             & ((theta == 1) | (first > 0))
         )
         verdicts = is_small.to(torch.int8) * Verdict.RELAXED
-        if margin.protected is not None:
-            of_either = margin.protected[ids] | margin.protected[argmax]
-            verdicts[is_small & of_either] = Verdict.PROTECTED
-        if margin.blocked is not None:
-            verdicts = torch.where(is_small & (margin.blocked != 0), margin.blocked, verdicts)
-    if margin.budget is not None:
-        verdicts = _within_budget(verdicts, drafts.cu_num_draft_tokens, margin.budget)
+        forbidden = _forbidden(margin, ids, argmax)
+        verdicts = torch.where(is_small & (forbidden != 0), forbidden, verdicts)
+    verdicts = _within_budgets(verdicts, drafts, margin)
     verdicts[strict] = Verdict.FIRST
     return verdicts
 
 
-def _within_budget(
-    verdicts: torch.Tensor, cu_num_draft_tokens: torch.Tensor, budget: RelaxedBudget
+def _priced_verdicts(drafts: Drafts, margin: Margin, first_choice: bool) -> torch.Tensor:
+    assert margin.price is not None, "the caller has looked"
+    rows, ids = _target_rows(drafts), drafts.draft_token_ids
+    in_vocab, ids = _in_vocabulary(ids, rows.shape[1])
+    argmax = rows.argmax(dim=-1)
+    strict = in_vocab & (ids == argmax) & first_choice
+    largest, logit = rows.float().amax(1), rows.gather(1, ids[:, None]).squeeze(1).float()
+    # A NaN is not below infinity.
+    is_finite = in_vocab & (logit > -torch.inf) & (largest < torch.inf)
+    loss = losses(drafts)
+    pays_alone = loss < _price_units(margin.price, drafts)
+    forbidden = _forbidden(margin, ids, argmax)
+    is_payable = is_finite & ~strict & (forbidden == 0)
+    if not first_choice:
+        is_payable &= pays_alone
+    verdicts = is_payable.to(torch.int8) * Verdict.RELAXED
+    is_refused = is_finite & ~strict & (forbidden != 0) & pays_alone
+    verdicts = torch.where(is_refused, forbidden, verdicts)
+    verdicts = _within_budgets(verdicts, drafts, margin)
+    verdicts[strict] = Verdict.FIRST
+    return _up_to_best_stop(verdicts, loss, drafts, margin.price) if first_choice else verdicts
+
+
+def _forbidden(margin: Margin, ids: torch.Tensor, argmax: torch.Tensor) -> torch.Tensor:
+    """The `Verdict` that forbids each position, whatever the margin says, or 0; int8."""
+    forbidden = torch.zeros_like(ids, dtype=torch.int8)
+    if margin.protected is not None:
+        forbidden[margin.protected[ids] | margin.protected[argmax]] = Verdict.PROTECTED
+    if margin.blocked is not None:
+        forbidden = torch.where(margin.blocked != 0, margin.blocked, forbidden)
+    return forbidden
+
+
+def _up_to_best_stop(
+    verdicts: torch.Tensor, loss: torch.Tensor, drafts: Drafts, price: float | torch.Tensor
 ) -> torch.Tensor:
-    """The verdicts, with BUDGET where a request's budget is used up."""
+    """The verdicts, NONE in place of RELAXED from each request's best stop on."""
     verdicts = verdicts.clone()
+    prices = _price_units(price, drafts).expand(len(verdicts)).tolist()
     begin = 0
-    limits = budget.num_relaxed.tolist(), budget.num_output_tokens.tolist()
-    for end, used, produced in zip(cu_num_draft_tokens.tolist(), *limits, strict=True):
-        for position in range(begin, end):
-            if verdicts[position] == Verdict.RELAXED:
-                if used < most_relaxed(budget.share, produced + position - begin + 1):
-                    used += 1
-                else:
-                    verdicts[position] = Verdict.BUDGET
+    for end in drafts.cu_num_draft_tokens.tolist():
+        best, best_stop, value = -1, begin, 0
+        for stop in range(begin, end + 1):
+            if (stop == end or verdicts[stop] != Verdict.FIRST) and value > best:
+                best, best_stop = value, stop
+            if stop == end or verdicts[stop] not in (Verdict.FIRST, Verdict.RELAXED):
+                break
+            value += prices[stop]
+            if verdicts[stop] == Verdict.RELAXED:
+                value -= int(loss[stop])
+        behind = verdicts[best_stop:end]
+        behind[behind == Verdict.RELAXED] = Verdict.NONE
         begin = end
     return verdicts
+
+
+def _within_budgets(verdicts: torch.Tensor, drafts: Drafts, margin: Margin) -> torch.Tensor:
+    """The verdicts, with BUDGET or LOSS where a request has used up what it may relax or lose."""
+    count, nats = margin.budget, margin.loss_budget
+    if count is None and nats is None:
+        return verdicts
+    verdicts, loss = verdicts.clone(), losses(drafts).tolist()
+    begin = 0
+    for request, end in enumerate(drafts.cu_num_draft_tokens.tolist()):
+        relaxed = lost = 0
+        for position in range(begin, end):
+            if verdicts[position] == Verdict.RELAXED:
+                # Of the step, with this position.
+                tokens = position - begin + 1
+                if count is not None and relaxed >= _left_to_relax(count, request, tokens):
+                    verdicts[position] = Verdict.BUDGET
+                elif nats is not None and lost + loss[position] > _left_to_lose(
+                    nats, request, tokens
+                ):
+                    verdicts[position] = Verdict.LOSS
+                else:
+                    relaxed += 1
+                    lost += loss[position]
+        begin = end
+    return verdicts
+
+
+def _left_to_relax(budget: RelaxedBudget, request: int, tokens: int) -> int:
+    """How many of the first so many tokens of this step may be relaxed."""
+    output_tokens = int(budget.num_output_tokens[request]) + tokens
+    return most_relaxed(budget.share, output_tokens) - int(budget.num_relaxed[request])
+
+
+def _left_to_lose(budget: LossBudget, request: int, tokens: int) -> int:
+    """How much the first so many tokens of this step may lose, in units of 2**-LOSS_BITS nats."""
+    rate = int(budget.rate[request]) if isinstance(budget.rate, torch.Tensor) else budget.rate
+    output_tokens = int(budget.num_output_tokens[request]) + tokens
+    earned = rate * output_tokens >> (SHARE_BITS - LOSS_BITS)
+    return earned + budget.burst - int(budget.lost[request])
 
 
 def _in_vocabulary(draft_token_ids: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +230,7 @@ def top2(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = False) -> Judgement:
     """The torch form of `vllm_mars.verify.judge_positions`."""
     values = top2(_target_rows(drafts))[0] if with_top2_values else None
-    return Judgement(_verdicts(drafts, margin, first_choice=False), values)
+    return Judgement(_verdicts(drafts, margin, first_choice=False), values, losses(drafts))
 
 
 def verify_greedy(
@@ -136,6 +245,7 @@ def verify_greedy(
     verdicts = _verdicts(drafts, margin, first_choice=True)
     relaxed = (verdicts == Verdict.RELAXED) & (not dry_run)
     is_accepted = (verdicts == Verdict.FIRST) | relaxed
+    loss = losses(drafts)
 
     # Ragged to padded: position j of request i is draft token start[i] + j, if j < counts[i].
     ends = drafts.cu_num_draft_tokens.long()
@@ -149,12 +259,14 @@ def verify_greedy(
         kept = (is_draft & is_accepted[index]).cumprod(1).bool()
         num_accepted = kept.sum(1)
         num_relaxed = (kept & relaxed[index]).sum(1).int()
+        lost = torch.where(kept & relaxed[index], loss[index], 0).sum(1)
         output = torch.where(kept, drafts.draft_token_ids[index].int(), output)
         is_corrected = is_draft & (offsets == num_accepted[:, None])
         output = torch.where(is_corrected, rows.argmax(dim=-1)[index].int(), output)
     else:
         num_accepted = torch.zeros(batch, dtype=torch.int64, device=device)
         num_relaxed = torch.zeros(batch, dtype=torch.int32, device=device)
+        lost = torch.zeros(batch, dtype=torch.int64, device=device)
 
     bonus_token_ids = drafts.bonus_token_ids
     if drafts.bonus_rows is not None:
@@ -167,6 +279,8 @@ def verify_greedy(
         output,
         num_accepted.int(),
         num_relaxed,
+        lost.float() / 2**LOSS_BITS,
         top2(rows)[0] if with_verdicts else None,
         verdicts if with_verdicts else None,
+        loss if with_verdicts else None,
     )

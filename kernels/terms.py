@@ -2,13 +2,22 @@
 
 import enum
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-# Shares of a `RelaxedBudget` are compared as integers in units of 2**-SHARE_BITS, rounded up, so
-# that every backend agrees.
+# What a budget allows per output token is an integer in units of 2**-SHARE_BITS, of a token or of a
+# nat, so that every backend agrees.
 SHARE_BITS = 30
+# So are losses and prices, in units of 2**-LOSS_BITS nats: losses rounded up, prices down.
+LOSS_BITS = 16
+# The largest loss of one position, and the largest price, in those units: 16,384 and 8,192 nats.
+MOST_LOSS = 1 << 30
+MOST_PRICE = 1 << 29
+# A rate that nothing reaches, for a request without a bound among others that have one.
+NO_BOUND = 1 << 40
 
 # Added to the state of a request (see `vllm_mars.runner.sections`) inside its thinking section.
 THINKING = 1 << 8
@@ -28,7 +37,9 @@ class Verdict(enum.IntEnum):
     SPAN = 3
     BUDGET = 4
     STRUCTURED = 5
-    FIRST = 6
+    LOSS = 6
+    REPEAT = 7
+    FIRST = 8
 
 
 def most_relaxed(share: float, num_output_tokens: int) -> int:
@@ -39,6 +50,21 @@ def most_relaxed(share: float, num_output_tokens: int) -> int:
 def share_units(share: float) -> int:
     """A share in [0, 1] in units of 2**-SHARE_BITS, rounded up."""
     return math.ceil(share * 2**SHARE_BITS)
+
+
+def loss_rate(nats_per_token: float) -> int:
+    """What `LossBudget` adds per output token, in units of 2**-SHARE_BITS nats, rounded down."""
+    return min(math.floor(nats_per_token * 2**SHARE_BITS), NO_BOUND)
+
+
+def loss_units(nats: float) -> int:
+    """Nats in units of 2**-LOSS_BITS, rounded down."""
+    return math.floor(nats * 2**LOSS_BITS)
+
+
+def price_units(price: float) -> int:
+    """A price, as float32 like a tensor's, in units of 2**-LOSS_BITS nats, rounded down."""
+    return min(loss_units(float(np.float32(price))), MOST_PRICE)
 
 
 class RelaxedBudget(NamedTuple):
@@ -63,8 +89,30 @@ class RelaxedBudget(NamedTuple):
         return share_units(self.share)
 
 
+class LossBudget(NamedTuple):
+    """How many nats the relaxed tokens of a request may lose.
+
+    The token at offset j of a step may be relaxed if, with it, the relaxed tokens of the request
+    have lost no more than `rate * (num_output_tokens + j + 1) + burst`. So that holds for each
+    prefix of the output.
+
+    Attributes:
+        rate: what an output token adds, as `loss_rate` gives it; an int, or int64 `[batch]`.
+        burst: what is there from the start, as `loss_units` gives it; an int >= 0.
+        lost: int64 `[batch]`, what each request lost before this step, in units of 2**-LOSS_BITS.
+        num_output_tokens: `[batch]` int32, output tokens of each request before this step.
+    """
+
+    rate: int | torch.Tensor
+    burst: int
+    lost: torch.Tensor
+    num_output_tokens: torch.Tensor
+
+
 class Margin(NamedTuple):
-    """What may be relaxed in a step: `z2 > theta * z1 - gap`, unless something forbids it.
+    """What may be relaxed in a step, unless something forbids it.
+
+    The rule goes by position, `z2 > theta * z1 - gap`, or, where there is a price, by prefix.
 
     Attributes:
         theta: float in (0, 1] or float32 `[batch]`; 1 with gap 0 is strict.
@@ -72,6 +120,9 @@ class Margin(NamedTuple):
         protected: bool `[vocab]`, tokens at which the rule stays strict, or None.
         blocked: int8 `[num_draft]`, a `Verdict` where the rule stays strict, else 0; or None.
         budget: how many output tokens of each request may be relaxed, or None for no limit.
+        loss_budget: how many nats they may lose, or None for no limit.
+        price: nats per token gained, a float >= 0 or float32 `[batch]`, beside theta 1 and gap 0;
+            0 is strict. None for the rule by position.
     """
 
     theta: float | torch.Tensor
@@ -79,12 +130,28 @@ class Margin(NamedTuple):
     protected: torch.Tensor | None = None
     blocked: torch.Tensor | None = None
     budget: RelaxedBudget | None = None
+    loss_budget: LossBudget | None = None
+    price: float | torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, metric: str, threshold: Sequence[Any], **limits: Any) -> "Margin":
+        """That of a metric: a price stands in the place of theta and gap.
+
+        Args:
+            metric: "ratio", "gap" or "price".
+            threshold: theta, gap and price; each a float, or float32 `[batch]`.
+            limits: the other attributes.
+        """
+        theta, gap, price = threshold
+        if metric == "price":
+            return cls(1.0, price=price, **limits)
+        return cls(theta, gap, **limits)
 
     @property
     def is_strict(self) -> bool:
         """Whether the host knows that nothing is relaxed; a tensor's values it does not know."""
-        is_own = isinstance(self.theta, torch.Tensor) or isinstance(self.gap, torch.Tensor)
-        return not is_own and (self.theta, self.gap) == (1, 0)
+        values = self.theta, self.gap, 0.0 if self.price is None else self.price
+        return not any(isinstance(value, torch.Tensor) for value in values) and values == (1, 0, 0)
 
 
 class Drafts(NamedTuple):
@@ -124,10 +191,14 @@ class Judgement(NamedTuple):
             first choice is RELAXED, too, where the margin is small.
         top2_values: `[num_draft, 2]` float32 or None, z1 and z2 of each draft position. A row that
             holds a NaN gives NaN for both.
+        losses: int32 `[num_draft]` or None, what the draft token of each position loses against the
+            first choice, in units of 2**-LOSS_BITS nats: z1 - z[x], rounded up, at most MOST_LOSS;
+            0 at padding and where that is no number.
     """
 
     verdicts: torch.Tensor
     top2_values: torch.Tensor | None = None
+    losses: torch.Tensor | None = None
 
 
 class VerifyOutput(NamedTuple):
@@ -138,20 +209,27 @@ class VerifyOutput(NamedTuple):
             corrected or the bonus token, then -1.
         num_accepted: `[batch]` int32, accepted draft tokens.
         num_relaxed: `[batch]` int32, those of them that only the margin accepted.
+        loss: `[batch]` float32, nats that these lost: the sum of their
+            log p(first choice) - log p(token), each rounded up to 2**-LOSS_BITS.
         top2_values: as in `Judgement`.
         verdicts: `[num_draft]` int8 or None, a `Verdict` each.
+        losses: as in `Judgement`.
     """
 
     output_token_ids: torch.Tensor
     num_accepted: torch.Tensor
     num_relaxed: torch.Tensor
+    loss: torch.Tensor
     top2_values: torch.Tensor | None = None
     verdicts: torch.Tensor | None = None
+    losses: torch.Tensor | None = None
 
     @property
     def judgement(self) -> Judgement | None:
-        """The verdicts with the values of the top 2, or None where they were not asked for."""
-        return None if self.verdicts is None else Judgement(self.verdicts, self.top2_values)
+        """The verdicts with what goes with them, or None where they were not asked for."""
+        if self.verdicts is None:
+            return None
+        return Judgement(self.verdicts, self.top2_values, self.losses)
 
 
 def new_output(
@@ -167,8 +245,10 @@ def new_output(
         empty(batch, drafts.max_draft_len + 1, dtype=token_dtype),
         empty(batch),
         empty(batch),
+        empty(batch, dtype=torch.float32),
         empty(num_draft, 2, dtype=torch.float32) if with_verdicts else None,
         empty(num_draft, dtype=torch.int8) if with_verdicts else None,
+        empty(num_draft) if with_verdicts else None,
     )
 
 

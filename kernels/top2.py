@@ -77,6 +77,18 @@ def _top2_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _max_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The largest value of each chunk, [CHUNKS], by the same tree."""
+    a, b = tl.split(tl.reshape(value, [CHUNKS, CHUNK // 2, 2]))
+    first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    if CHUNK == 8:
+        a, b = tl.split(tl.reshape(first, [CHUNKS, 2, 2]))
+        first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    a, b = tl.split(first)
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _find(row_ptr, chunk, value, vocab, CHUNK: tl.constexpr):
     """The lowest id of a chunk whose logit is the value, or a NaN as it is."""
     token_id = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -109,6 +121,7 @@ def top2_kernel(
     # Logits of one 16-byte load: 8 of a 16-bit dtype, 4 of float32.
     CHUNK: tl.constexpr,
     HAS_TARGET_ROWS: tl.constexpr,
+    WITH_SECOND: tl.constexpr,
 ):
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -133,10 +146,14 @@ def top2_kernel(
         token_id = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         # -inf is neutral to a maximum.
         value = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
-        first, runner_up = _top2_of_chunks(value.to(tl.float32), CHUNKS, CHUNK)
+        if WITH_SECOND:
+            first, runner_up = _top2_of_chunks(value.to(tl.float32), CHUNKS, CHUNK)
+        else:
+            first = _max_of_chunks(value.to(tl.float32), CHUNKS, CHUNK)
         # Strictly larger: of equal logits the lowest id stays. The first NaN wins for good.
         better = (first > best) | ((first != first) & (best == best))
-        second = tl.where(better, tl.maximum(best, runner_up), tl.maximum(first, second))
+        if WITH_SECOND:
+            second = tl.where(better, tl.maximum(best, runner_up), tl.maximum(first, second))
         best = tl.where(better, first, best)
         best_chunk = tl.where(better, chunk, best_chunk)
         chunk += CHUNKS
@@ -149,18 +166,23 @@ def top2_kernel(
     first_id = _find(row_ptr, unpack_id(winner), first, vocab, CHUNK)
     out = row.to(tl.int64) * tl.num_programs(1) + split
     tl.store(best_ptr + out, _pack(first, first_id))
-    # z2 is the largest of what the winning lane holds second and the other lanes hold first.
-    tl.store(second_ptr + out, tl.max(tl.where(loses, best, second), axis=0))
+    if WITH_SECOND:
+        # z2 is the largest of what the winning lane holds second and the other lanes hold first.
+        tl.store(second_ptr + out, tl.max(tl.where(loses, best, second), axis=0))
 
 
 @triton.jit
-def reduce_splits(best_ptr, second_ptr, row, mask, num_splits, SPLITS: tl.constexpr):
-    """z1's packed pair, and z2, of each given row."""
+def reduce_splits(
+    best_ptr, second_ptr, row, mask, num_splits, SPLITS: tl.constexpr, WITH_SECOND: tl.constexpr
+):
+    """z1's packed pair, and z2, or z1 where that was not read, of each given row."""
     splits = tl.arange(0, SPLITS)
     index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
     valid = mask[:, None] & (splits < num_splits)[None, :]
     packed = tl.load(best_ptr + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
     winner = tl.max(packed, axis=1)
+    if not WITH_SECOND:
+        return winner, unpack_value(winner)
     loses = packed != winner[:, None]
     seconds = tl.load(second_ptr + index, mask=valid, other=float("-inf"))
     firsts = tl.where(valid, unpack_value(packed), float("-inf"))
@@ -181,12 +203,13 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
     return triton.cdiv(blocks, splits), block, 8 if block >= 2048 else 4
 
 
-def reduce_rows(drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def reduce_rows(drafts: Drafts, with_second: bool) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Launches `top2_kernel` on the rows of the draft positions, and of the bonus after them.
 
     Returns:
-        best and second, the number of splits of each row, and SPLITS for `reduce_splits`: a power
-        of 2 that depends on the vocabulary alone, so that batches of all sizes share one variant.
+        best, and second where it is asked for, the number of splits of each row, and SPLITS for
+        `reduce_splits`: a power of 2 that depends on the vocabulary alone, so that batches of all
+        sizes share one variant.
     """
     logits, vocab = drafts.logits, drafts.logits.shape[1]
     num_rows = num_draft = drafts.draft_token_ids.shape[0]
@@ -217,6 +240,7 @@ def reduce_rows(drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor, int, int]:
             BLOCK=block,
             CHUNK=16 // logits.element_size(),
             HAS_TARGET_ROWS=drafts.target_rows is not None,
+            WITH_SECOND=with_second,
             num_warps=warps,
         )
     return best, second, num_splits, triton.next_power_of_2(triton.cdiv(vocab, block))

@@ -1,21 +1,26 @@
 """The rule at the draft positions of one request, as a part of the kernels of `greedy`.
 
-The budget of a request, of which j is an offset, m(j) whether the margin allows the draft there,
-L(j) = max(0, floor(share * (produced + j + 1)) - used), and a(j) = min(a(j-1) + m(j), L(j)) with
-a(-1) = 0 the tokens relaxed up to j: m(j) is allowed iff a(j-1) < L(j). As L never falls, with
-M the prefix sum of m, a(j) = M(j) + min(0, min over i <= j of L(i) - M(i)): no loop over j.
+What a request may relax and lose is given out position by position: a weight that does not fit
+leaves room for a later one that does, so no prefix sum tells it. With a price, the best stop is
+the largest prefix sum at a position where verification may end: no loop.
 """
 
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.terms import SHARE_BITS, Verdict
+from vllm_mars.kernels.terms import LOSS_BITS, MOST_LOSS, MOST_PRICE, SHARE_BITS, Verdict
 from vllm_mars.kernels.top2 import reduce_splits, unpack_id, unpack_value
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))
 _PROTECTED = tl.constexpr(int(Verdict.PROTECTED))
 _BUDGET = tl.constexpr(int(Verdict.BUDGET))
+_LOSS = tl.constexpr(int(Verdict.LOSS))
+_FIRST = tl.constexpr(int(Verdict.FIRST))
 _SHARE_BITS = tl.constexpr(SHARE_BITS)
+_RATE_SHIFT = tl.constexpr(SHARE_BITS - LOSS_BITS)
+_UNIT = tl.constexpr(2.0**LOSS_BITS)
+_MOST_LOSS = tl.constexpr(float(MOST_LOSS))
+_MOST_PRICE = tl.constexpr(float(MOST_PRICE))
 
 
 @triton.jit
@@ -33,15 +38,23 @@ def verdicts_at(
     is_draft,
     theta,
     gap,
+    price,
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
     HAS_TARGET_ROWS: tl.constexpr,
     HAS_PROTECTED: tl.constexpr,
     HAS_BLOCKED: tl.constexpr,
+    HAS_PRICE: tl.constexpr,
+    WITH_SECOND: tl.constexpr,
+    # Each position is judged alone; else the argmax is the FIRST choice and with a price RELAXED
+    # stands at each payable position.
+    ALONE: tl.constexpr,
 ):
-    """Draft token, verdict before the budget is applied, z1, z2 and the argmax at each position."""
-    packed, second = reduce_splits(best_ptr, second_ptr, position, is_row, num_splits, SPLITS)
+    """Draft token, verdict before budgets and stops, loss, z1, z2 and the argmax."""
+    packed, second = reduce_splits(
+        best_ptr, second_ptr, position, is_row, num_splits, SPLITS, WITH_SECOND
+    )
     first = unpack_value(packed)
     argmax = unpack_id(packed)
     draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
@@ -53,37 +66,99 @@ def verdicts_at(
     draft_logit = tl.load(
         logits_ptr + row * logits_stride + draft, mask=in_vocab, other=float("-inf")
     ).to(tl.float32)
-    theta = theta + tl.zeros(first.shape, tl.float32)
-    # Launched without fusion, so that theta * z1 is rounded before gap is taken off, as in torch.
-    threshold = theta * first - gap
-    margin = in_vocab & (draft_logit >= second) & (second > threshold)
-    margin = margin & ((theta == 1.0) | (first > 0.0))
-    verdict = tl.where(margin, _RELAXED, 0)
+    # Of infinities and a NaN no number comes out, which compares with nothing.
+    loss = first - draft_logit
+    units = tl.ceil(tl.minimum(loss * _UNIT, _MOST_LOSS))
+    loss = tl.where(in_vocab & (loss == loss), units, 0.0).to(tl.int64)
+    if HAS_PRICE:
+        allowed = in_vocab & (draft_logit > float("-inf")) & (first < float("inf"))
+        refusable = allowed & (loss < price)
+        if ALONE:
+            allowed = refusable
+    else:
+        theta = theta + tl.zeros(first.shape, tl.float32)
+        # Launched without fusion, so that theta * z1 is rounded before gap is taken off, as in
+        # torch.
+        threshold = theta * first - gap
+        allowed = in_vocab & (draft_logit >= second) & (second > threshold)
+        allowed = allowed & ((theta == 1.0) | (first > 0.0))
+        refusable = allowed
+    verdict = tl.where(allowed, _RELAXED, 0)
     if HAS_PROTECTED:
         of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
         of_argmax = tl.load(protected_ptr + argmax, mask=in_vocab, other=0)
-        verdict = tl.where(margin & ((of_draft != 0) | (of_argmax != 0)), _PROTECTED, verdict)
+        forbidden = (of_draft != 0) | (of_argmax != 0)
+        verdict = tl.where(allowed & forbidden, tl.where(refusable, _PROTECTED, 0), verdict)
     if HAS_BLOCKED:
         blocked = tl.load(blocked_ptr + position, mask=is_draft, other=0).to(tl.int32)
-        verdict = tl.where(margin & (blocked != 0), blocked, verdict)
-    return draft, verdict, first, second, argmax
+        verdict = tl.where(allowed & (blocked != 0), tl.where(refusable, blocked, 0), verdict)
+    if not ALONE:
+        verdict = tl.where(is_draft & (draft == argmax), _FIRST, verdict)
+    return draft, verdict, loss, first, second, argmax
 
 
 @triton.jit
-def within_budget(verdict, offset, used, produced, share):
-    """The verdicts with BUDGET where it is used up, and how many are still RELAXED."""
-    is_relaxed = (verdict == _RELAXED).to(tl.int32)
-    # [i, j] is whether offset i is not behind offset j.
-    precedes = offset[:, None] <= offset[None, :]
-    sums = tl.sum(tl.where(precedes, is_relaxed[:, None], 0), axis=0)
-    limit = ((share * (produced + offset + 1)) >> _SHARE_BITS).to(tl.int32)
-    limit = tl.maximum(limit - used, 0)
-    before = ((share * (produced + offset)) >> _SHARE_BITS).to(tl.int32)
-    slack = tl.where(offset == 0, 0, tl.maximum(before - used, 0) - (sums - is_relaxed))
-    least = tl.min(tl.where(precedes, slack[:, None], 0), axis=0)
-    is_allowed = sums - is_relaxed + least < limit
-    verdict = tl.where((is_relaxed != 0) & (is_allowed == 0), _BUDGET, verdict)
-    return verdict, tl.sum((verdict == _RELAXED).to(tl.int32), axis=0)
+def price_of(price, request, PER_REQUEST: tl.constexpr):
+    """A request's price as an integer: given as one, or float32 per request."""
+    if PER_REQUEST:
+        price = tl.minimum(tl.floor(tl.load(price + request) * _UNIT), _MOST_PRICE)
+    return price.to(tl.int64)
+
+
+@triton.jit
+def within_budgets(
+    verdict,
+    loss,
+    offset,
+    length,
+    produced,
+    left_to_relax,
+    relaxed,
+    left_to_lose,
+    lost,
+    share,
+    rate,
+    HAS_BUDGET: tl.constexpr,
+    HAS_LOSS_BUDGET: tl.constexpr,
+):
+    """The verdicts with BUDGET or LOSS where a sum is used up, and the sums after them.
+
+    `relaxed` and `lost` are the request's sums in this step so far; `left_to_relax` and
+    `left_to_lose` what it starts with, to which each output token adds its share or rate.
+    """
+    most_relaxed = ((share * (produced + offset + 1)) >> _SHARE_BITS) + left_to_relax
+    most_lost = ((rate * (produced + offset + 1)) >> _RATE_SHIFT) + left_to_lose
+    for j in range(0, length):
+        here = (offset == j) & (verdict == _RELAXED)
+        weight = tl.sum(tl.where(here, loss, 0), axis=0)
+        count = tl.sum(here.to(tl.int64), axis=0)
+        fits = count > 0
+        if HAS_BUDGET:
+            fits_count = relaxed < tl.sum(tl.where(here, most_relaxed, 0), axis=0)
+            verdict = tl.where(here & (fits_count == 0), _BUDGET, verdict)
+            fits = fits & fits_count
+        if HAS_LOSS_BUDGET:
+            fits_loss = lost + weight <= tl.sum(tl.where(here, most_lost, 0), axis=0)
+            verdict = tl.where(here & (verdict == _RELAXED) & (fits_loss == 0), _LOSS, verdict)
+            fits = fits & fits_loss
+        relaxed += tl.where(fits, count, 0)
+        lost += tl.where(fits, weight, 0)
+    return verdict, relaxed, lost
+
+
+@triton.jit
+def up_to_best_stop(verdict, loss, offset, is_row, length, price):
+    """The verdicts, NONE in place of RELAXED from the stop on that is worth most."""
+    strict = verdict == _FIRST
+    payable = verdict == _RELAXED
+    gain = tl.where(is_row, price - tl.where(payable, loss, 0), 0)
+    # Of a stop: what comes before it.
+    value = tl.cumsum(gain, axis=0) - gain
+    last = tl.min(tl.where(is_row & ~(strict | payable), offset, length), axis=0)
+    is_stop = (offset <= last) & ~(is_row & strict)
+    value = tl.where(is_stop, value, -0x7FFFFFFFFFFFFFFF)
+    stop = tl.min(tl.where(value == tl.max(value, axis=0), offset, length), axis=0)
+    return tl.where(payable & (offset >= stop), 0, verdict)
 
 
 @triton.jit

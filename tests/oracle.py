@@ -18,6 +18,7 @@ class Verified:
     accepted: int
     relaxed: int
     verdicts: list[Verdict]
+    loss: Fraction
 
 
 def argmax(row: Sequence[float]) -> int:
@@ -46,6 +47,38 @@ def is_relaxed(
         return bool(np.float32(second) > np.float32(scaled - np.float32(gap)))
 
 
+def loss(row: Sequence[float], draft: int) -> Fraction:
+    """Nats that the draft token loses against the first choice, in steps of 2**-16, rounded up."""
+    if not 0 <= draft < len(row) or any(math.isnan(logit) for logit in row):
+        return Fraction(0)
+    with np.errstate(all="ignore"):
+        nats = np.float32(max(row)) - np.float32(row[draft])
+    if math.isnan(nats):
+        return Fraction(0)
+    return Fraction(math.ceil(min(float(nats), 2.0**14) * 2**16), 2**16)
+
+
+def is_payable(row: Sequence[float], draft: int) -> bool:
+    """Whether the draft token has a price at all."""
+    is_token = 0 <= draft < len(row) and not any(math.isnan(logit) for logit in row)
+    return is_token and row[draft] > -math.inf and max(row) < math.inf
+
+
+def in_steps(price: float) -> Fraction:
+    """A price in steps of 2**-16, rounded down."""
+    return Fraction(math.floor(min(float(np.float32(price)), 2.0**13) * 2**16), 2**16)
+
+
+@dataclass
+class Nats:
+    """No more than `rate` nats per output token and `burst`; `lost` with `produced` so far."""
+
+    rate: Fraction
+    burst: Fraction
+    lost: Fraction
+    produced: int
+
+
 @dataclass
 class Budget:
     """No more than `share` of a request's output tokens, `relaxed` of `produced` so far."""
@@ -63,15 +96,26 @@ def judge(
     protected: frozenset[int],
     blocked: Sequence[int] | None = None,
     budget: Budget | None = None,
+    nats: Nats | None = None,
+    price: float | None = None,
     first_choice_counts: bool = True,
 ) -> list[Verdict]:
     """The verdict at each of a request's positions, each as if the ones before were accepted."""
     verdicts = []
     relaxed = budget.relaxed if budget else 0
+    lost = nats.lost if nats else Fraction(0)
     for position, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
         verdict = Verdict.NONE
         if not first_choice_counts and draft == argmax(row):
             verdict = Verdict.FIRST
+        elif price is not None:
+            pays = loss(row, draft) < in_steps(price)
+            if is_payable(row, draft) and (pays or not first_choice_counts):
+                verdict = Verdict.RELAXED
+                if draft in protected or argmax(row) in protected:
+                    verdict = Verdict.PROTECTED if pays else Verdict.NONE
+                if blocked is not None and blocked[position]:
+                    verdict = Verdict(blocked[position]) if pays else Verdict.NONE
         else:
             if is_relaxed(row, draft, theta, gap, protected):
                 verdict = Verdict.RELAXED
@@ -79,13 +123,45 @@ def judge(
                 verdict = Verdict.PROTECTED
             if verdict and blocked is not None and blocked[position]:
                 verdict = Verdict(blocked[position])
-        if verdict == Verdict.RELAXED and budget:
-            if relaxed + 1 <= budget.share * (budget.produced + position + 1):
-                relaxed += 1
-            else:
+        if verdict == Verdict.RELAXED:
+            if budget and relaxed + 1 > budget.share * (budget.produced + position + 1):
                 verdict = Verdict.BUDGET
+            elif nats and lost + loss(row, draft) > earned(nats, position + 1):
+                verdict = Verdict.LOSS
+            else:
+                relaxed += 1
+                lost += loss(row, draft)
         verdicts.append(verdict)
+    if price is not None and not first_choice_counts:
+        stop = best_stop(rows, drafts, verdicts, in_steps(price))
+        for position in range(stop, len(drafts)):
+            if verdicts[position] == Verdict.RELAXED:
+                verdicts[position] = Verdict.NONE
     return verdicts
+
+
+def earned(nats: Nats, tokens: int) -> Fraction:
+    """What the request may have lost by the end of so many tokens of this step."""
+    steps = math.floor(nats.rate * (nats.produced + tokens) * 2**16)
+    return Fraction(steps, 2**16) + nats.burst
+
+
+def best_stop(
+    rows: Sequence[Sequence[float]],
+    drafts: Sequence[int],
+    verdicts: Sequence[Verdict],
+    price: Fraction,
+) -> int:
+    """Of all places where the step may end, the first that is worth most."""
+    stops = []
+    for stop in range(len(drafts) + 1):
+        before = range(stop)
+        if any(verdicts[i] not in (Verdict.FIRST, Verdict.RELAXED) for i in before):
+            break
+        if stop == len(drafts) or verdicts[stop] != Verdict.FIRST:
+            paid = sum(loss(rows[i], drafts[i]) for i in before if verdicts[i] == Verdict.RELAXED)
+            stops.append((paid - price * stop, stop))
+    return min(stops)[1]
 
 
 def verify(
@@ -97,20 +173,22 @@ def verify(
     protected: frozenset[int],
     blocked: Sequence[int] | None = None,
     budget: Budget | None = None,
+    nats: Nats | None = None,
+    price: float | None = None,
     dry_run: bool = False,
 ) -> Verified:
     """Greedy verification of one request."""
-    verdicts = judge(
-        rows, drafts, theta, gap, protected, blocked, budget, first_choice_counts=False
-    )
+    limits = blocked, budget, nats, price
+    verdicts = judge(rows, drafts, theta, gap, protected, *limits, first_choice_counts=False)
     tokens: list[int] = []
-    relaxed = 0
+    relaxed, lost = 0, Fraction(0)
     for row, draft, verdict in zip(rows, drafts, verdicts, strict=True):
         first_choice = argmax(row)
         if draft != first_choice:
             if dry_run or verdict != Verdict.RELAXED:
-                return Verified([*tokens, first_choice], len(tokens), relaxed, verdicts)
+                return Verified([*tokens, first_choice], len(tokens), relaxed, verdicts, lost)
             relaxed += 1
+            lost += loss(row, draft)
         tokens.append(draft)
     emitted = tokens if bonus is None else [*tokens, bonus]
-    return Verified(emitted, len(tokens), relaxed, verdicts)
+    return Verified(emitted, len(tokens), relaxed, verdicts, lost)

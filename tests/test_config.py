@@ -15,7 +15,7 @@ MARS = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method
 def test_default_is_the_papers():
     config, rest = split_speculative_config(MARS)
     assert config == MarsConfig(theta=0.9, metric="ratio", protected_token_ids=None)
-    assert config.threshold == (0.9, 0.0)
+    assert config.threshold == (0.9, 0.0, 0.0)
     assert rest == {**MARS, "rejection_sample_method": "standard"}
     assert "rejection_sample_method" in MARS, "the user's dict stays as it is"
 
@@ -31,7 +31,7 @@ def test_dashes_count_as_underscores():
 def test_gap_metric():
     config, _ = split_speculative_config({**MARS, "mars_metric": "gap", "mars_gap": 0.5})
     assert config is not None
-    assert config.threshold == (1.0, 0.5)
+    assert config.threshold == (1.0, 0.5, 0.0)
     assert config.lossy
 
 
@@ -75,7 +75,26 @@ def test_options_travel_as_json():
         ),
         ({"mars_structured": True}, "mars_structured=True is not one of strict, relaxed"),
         ({"mars_gap": 10**400, "mars_metric": "gap"}, r"mars_gap=10+ is outside \[0, inf\)"),
-        ({"mars_metric": "entropy"}, "mars_metric='entropy' is not one of ratio, gap"),
+        ({"mars_metric": "entropy"}, "mars_metric='entropy' is not one of ratio, gap, price"),
+        ({"mars_metric": "price"}, "mars_metric='price' needs mars_price .* e.g. 0.25"),
+        ({"mars_price": 0.5}, "mars_price=0.5 belongs to metric 'price'; add mars_metric='price'"),
+        ({"mars_metric": "price", "mars_price": -1}, r"mars_price=-1 is outside \[0, inf\)"),
+        (
+            {"mars_metric": "price", "mars_price": 1, "mars_theta": 0.9},
+            "mars_theta=0.9 belongs to metric 'ratio', but mars_metric is 'price'; drop one",
+        ),
+        (
+            {"mars_metric": "price", "mars_price": 1, "mars_price_max": -1},
+            r"mars_price_max=-1 is outside \[0, inf\)",
+        ),
+        (
+            {"mars_metric": "price", "mars_price": 1, "mars_gap_max": 1},
+            "mars_gap_max=1 belongs to metric 'gap', but .* set mars_price_max instead",
+        ),
+        (
+            {"mars_metric": "price", "mars_price": 1, "mars_shadow": True},
+            "mars_shadow=true counts thetas, but mars_metric is 'price'",
+        ),
         ({"mars_metric": "gap"}, "mars_metric='gap' needs mars_gap"),
         ({"mars_metric": "gap", "mars_gap": -1}, r"mars_gap=-1 is outside \[0, inf\)"),
         ({"mars_metric": "gap", "mars_gap": math.inf}, "mars_gap=inf is outside"),
@@ -107,6 +126,8 @@ def test_options_without_the_method():
         (MarsConfig(metric="gap"), "standard", False),
         (MarsConfig(theta=0.99), "standard", True),
         (MarsConfig(metric="gap", gap=0.1), "standard", True),
+        (MarsConfig(metric="price"), "standard", False),
+        (MarsConfig(metric="price", price=0.1), "standard", True),
         (None, "standard", False),
         (None, "block", False),
         (None, "fly", True),
@@ -139,6 +160,8 @@ def test_unknown_lock(monkeypatch):
         ({"client_control": False}, False),
         ({"metric": "gap", "theta": 1.0, "gap_max": 0}, False),
         ({"metric": "gap", "theta": 1.0}, True),
+        ({"metric": "price", "price_max": 0}, False),
+        ({"metric": "price"}, True),
     ],
 )
 def test_whether_clients_may_relax(options, expected):

@@ -11,12 +11,13 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirection
 from vllm_mars import MarsConfig
 from vllm_mars.config import Threshold
 from vllm_mars.engine.options import check_request
-from vllm_mars.kernels.terms import Drafts, Verdict
+from vllm_mars.kernels.terms import Drafts, Margin, Verdict
 from vllm_mars.requests import RequestOptions, in_force, options_of
 from vllm_mars.runner.requests_v1 import RequestsV1
 
 RATIO = MarsConfig(theta=0.9, theta_min=0.8)
 GAP = MarsConfig(metric="gap", theta=1.0, gap=0.5, gap_max=2.0)
+PRICE = MarsConfig(metric="price", price=0.25, price_max=0.5)
 
 
 def params(**extra_args):
@@ -31,13 +32,16 @@ def served_with(config):
 @pytest.mark.parametrize(
     ("config", "extra_args", "expected"),
     [
-        (RATIO, {}, (0.9, 0.0)),
-        (RATIO, {"mars_theta": 1}, (1.0, 0.0)),
-        (RATIO, {"mars_theta": 0.8}, (0.8, 0.0)),
-        (RATIO, {"other": "x"}, (0.9, 0.0)),
-        (GAP, {}, (1.0, 0.5)),
-        (GAP, {"mars_gap": 0}, (1.0, 0.0)),
-        (GAP, {"mars_gap": 2}, (1.0, 2.0)),
+        (RATIO, {}, (0.9, 0.0, 0.0)),
+        (RATIO, {"mars_theta": 1}, (1.0, 0.0, 0.0)),
+        (RATIO, {"mars_theta": 0.8}, (0.8, 0.0, 0.0)),
+        (RATIO, {"other": "x"}, (0.9, 0.0, 0.0)),
+        (GAP, {}, (1.0, 0.5, 0.0)),
+        (GAP, {"mars_gap": 0}, (1.0, 0.0, 0.0)),
+        (GAP, {"mars_gap": 2}, (1.0, 2.0, 0.0)),
+        (PRICE, {}, (1.0, 0.0, 0.25)),
+        (PRICE, {"mars_price": 0}, (1.0, 0.0, 0.0)),
+        (PRICE, {"mars_price": 0.5}, (1.0, 0.0, 0.5)),
     ],
 )
 def test_thresholds(config, extra_args, expected):
@@ -73,6 +77,14 @@ def test_thresholds(config, extra_args, expected):
             "choose mars_gap or leave it out",
         ),
         (GAP, {"mars_gap": 2.5}, r"mars_gap=2.5 is above this server's limit of 2.0"),
+        (PRICE, {"mars_price": 0.75}, r"mars_price=0.75 is above this server's limit of 0.5"),
+        (PRICE, {"mars_price": -1}, r"mars_price=-1 is outside \[0, inf\)"),
+        (
+            PRICE,
+            {"mars_theta": 0.9},
+            "mars_theta=0.9 belongs to mars_metric='ratio', but this server's is 'price'; "
+            "choose mars_price or leave it out",
+        ),
         (GAP, {"mars_gap": -1}, r"mars_gap=-1 is outside \[0, inf\)"),
         (GAP, {"mars_gap": float("inf")}, r"mars_gap=inf is outside \[0, inf\)"),
         (
@@ -126,6 +138,7 @@ def test_options_are_parsed_once_until_they_change():
 def test_what_is_in_force():
     assert in_force(options_of(params(), RATIO), RATIO) == {"theta": 0.9}
     assert in_force(options_of(params(mars_gap=1), GAP), GAP) == {"gap": 1.0}
+    assert in_force(options_of(params(), PRICE), PRICE) == {"price": 0.25}
     shadow = MarsConfig(theta=0.9, shadow=True)
     assert in_force(options_of(params(mars_theta=0.8), shadow), shadow) == {"theta": 1.0}
 
@@ -169,6 +182,15 @@ class TestV1Batch:
         state = RequestsV1(RATIO, 8, torch.device("cpu"))
         state.update_state(BatchUpdate(1, removed=[], added=[(0, params(), None, [])], moved=[]))
         assert thresholds(state, 1) == (0.9, 0.0)
+
+    def test_a_price_stands_in_the_place_of_both(self):
+        state = RequestsV1(PRICE, 8, torch.device("cpu"))
+        added = [(0, params(), None, []), (1, params(mars_price=0.5), None, [])]
+        state.update_state(BatchUpdate(1, removed=[], added=added[:1], moved=[]))
+        assert margin(state, []) == Margin(1.0, price=0.25)
+        state.update_state(BatchUpdate(2, removed=[], added=added[1:], moved=[]))
+        both = margin(state, [], [])
+        assert (both.theta, both.gap, both.price.tolist()) == (1.0, 0.0, [0.25, 0.5])
 
     def test_added(self, batch):
         assert self.theta(batch, 2) == [0.9, 0.8]

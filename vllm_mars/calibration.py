@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.config import METHOD, check_gap, check_theta
+from vllm_mars.config import METHOD, check_nats, check_theta
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -100,7 +100,7 @@ def read_calibration(path: Path, given: str | None = None) -> dict[str, Any]:
     for name in ("model", "draft"):
         if not isinstance(content[name], dict):
             raise ValueError(f"{given}: {name} is not a JSON object; {way_out}")
-    check = check_theta if content["metric"] == "ratio" else check_gap
+    check = check_theta if content["metric"] == "ratio" else check_nats
     try:
         check(content["threshold"])
     except ValueError as error:

@@ -20,7 +20,9 @@ LOCK_VARIABLE = "VLLM_MARS_LOCK"
 LOSSY_VLLM_METHODS = ("synthetic", "fly")
 
 # The metrics, and the name of what each compares with: an option, and a field of `Threshold`.
-METRICS = {"ratio": "theta", "gap": "gap"}
+METRICS = {"ratio": "theta", "gap": "gap", "price": "price"}
+# The option that limits what a request may choose by each metric.
+_LIMITS = {"ratio": "theta_min", "gap": "gap_max", "price": "price_max"}
 _STRUCTURED = ("strict", "relaxed")
 _SCOPES = ("all", "reasoning")
 _SHADOW_THETAS = (0.84, 0.88, 0.9, 0.92, 0.96)
@@ -33,16 +35,29 @@ Token = int | str
 Span = tuple[Token, Token | None]
 
 
+# What to write where a metric's own option is missing.
+_NEEDED = {
+    "gap": "(nats, >= 0), e.g. 0.5: runner-ups above exp(-0.5) = 0.61 times the first choice's "
+    "probability are accepted.",
+    "price": "(nats per token gained, >= 0), e.g. 0.25: drafts are kept as long as the tokens that "
+    "they bring cost no more than that each.",
+}
+
+
 class Threshold(NamedTuple):
-    """From where on a runner-up is accepted: `z2 > theta * z1 - gap` serves every metric.
+    """From where on a draft token is accepted that is not the first choice.
+
+    A runner-up is where `z2 > theta * z1 - gap`; with a price a prefix is, for what it is worth.
 
     Attributes:
         theta: in (0, 1]; 1 relaxes nothing.
         gap: in nats, >= 0; 0 relaxes nothing.
+        price: in nats per token gained, >= 0; 0 relaxes nothing.
     """
 
     theta: float = 1.0
     gap: float = 0.0
+    price: float = 0.0
 
     @classmethod
     def of(cls, metric: str, value: float) -> "Threshold":
@@ -66,15 +81,18 @@ class MarsConfig:
         theta: smallest z2/z1 that still counts as strict, in (0, 1]; a runner-up is accepted above
             it. 1 switches the relaxation off, near 0 every runner-up with a positive logit is
             accepted.
-        metric: "ratio" (the paper's z2 > theta * z1) or "gap" (z2 > z1 - gap, shift-invariant).
+        metric: "ratio" (the paper's z2 > theta * z1), "gap" (z2 > z1 - gap, shift-invariant), or
+            "price" (the prefix that is worth most, over tokens of any rank).
         gap: tolerance of metric "gap" in nats, >= 0; the runner-up's probability is then above
-            exp(-gap) times the first choice's. 0 with metric "ratio".
+            exp(-gap) times the first choice's. 0 with another metric.
+        price: of metric "price", nats that a draft token gained may cost, >= 0; 0 with another.
         protected_token_ids: tokens at which verification stays strict; None means the
             end-of-sequence and special tokens of the model, () none.
-        client_control: whether a request may choose its own theta (or gap).
+        client_control: whether a request may choose its own theta (or gap, or price).
         theta_min: lower limit of a request's own theta, in [0, 1]; 0 sets none. It does not bind
             the server's own `theta`.
         gap_max: upper limit of a request's own gap in nats, >= 0; None sets none.
+        price_max: upper limit of a request's own price in nats, >= 0; None sets none.
         structured: "strict" verifies requests with structured output strictly, "relaxed" does not
             tell them apart (the grammar's mask holds either way).
         strict_spans: pairs of tokens between which verification is strict; None means the markers
@@ -91,12 +109,14 @@ class MarsConfig:
     """
 
     theta: float = 0.9
-    metric: Literal["ratio", "gap"] = "ratio"
+    metric: Literal["ratio", "gap", "price"] = "ratio"
     gap: float = 0.0
+    price: float = 0.0
     protected_token_ids: tuple[int, ...] | None = None
     client_control: bool = True
     theta_min: float = 0.0
     gap_max: float | None = None
+    price_max: float | None = None
     structured: Literal["strict", "relaxed"] = "strict"
     strict_spans: tuple[Span, ...] | None = None
     scope: Literal["all", "reasoning"] = "all"
@@ -109,14 +129,18 @@ class MarsConfig:
         if self.metric not in METRICS:
             raise ValueError(
                 f"mars_metric={self.metric!r} is not one of {', '.join(METRICS)}; "
-                "'ratio' is the paper's z2 > theta * z1, 'gap' is z2 > z1 - gap."
+                "'ratio' is the paper's z2 > theta * z1, 'gap' is z2 > z1 - gap, 'price' weighs a "
+                "prefix of the draft against its loss."
             )
         check_theta(self.theta)
-        check_gap(self.gap)
-        if self.metric == "ratio" and self.gap != 0:
-            raise ValueError(
-                f"mars_gap={self.gap} belongs to metric 'gap'; add mars_metric='gap' or drop it."
-            )
+        for metric in ("gap", "price"):
+            value = getattr(self, metric)
+            check_nats(value, OPTION_PREFIX + metric)
+            if self.metric != metric and value != 0:
+                raise ValueError(
+                    f"mars_{metric}={value} belongs to metric {metric!r}; add "
+                    f"mars_metric={metric!r} or drop it."
+                )
         if self.protected_token_ids is not None:
             object.__setattr__(self, "protected_token_ids", _token_ids(self.protected_token_ids))
         self._check_client_options()
@@ -135,23 +159,21 @@ class MarsConfig:
                 f"mars_theta_min={self.theta_min} is outside [0, 1]; 0 sets no limit, 1 lets "
                 "requests only switch the relaxation off."
             )
-        if self.gap_max is not None:
-            _require_number("mars_gap_max", self.gap_max)
-            if not 0 <= self.gap_max <= sys.float_info.max:
+        for name in ("gap_max", "price_max"):
+            limit = getattr(self, name)
+            if limit is not None:
+                _require_number(OPTION_PREFIX + name, limit)
+                if not 0 <= limit <= sys.float_info.max:
+                    raise ValueError(
+                        f"mars_{name}={limit} is outside [0, inf); leave it out to set no limit."
+                    )
+        for metric, name in _LIMITS.items():
+            limit = getattr(self, name)
+            if metric != self.metric and limit not in (None, 0.0 if metric == "ratio" else None):
                 raise ValueError(
-                    f"mars_gap_max={self.gap_max} is outside [0, inf); leave it out to set no "
-                    "limit."
+                    f"mars_{name}={limit} belongs to metric {metric!r}, but mars_metric is "
+                    f"{self.metric!r}; set mars_{_LIMITS[self.metric]} instead or drop it."
                 )
-        if self.metric == "ratio" and self.gap_max is not None:
-            raise ValueError(
-                f"mars_gap_max={self.gap_max} belongs to metric 'gap', but mars_metric is 'ratio'; "
-                "set mars_theta_min instead or drop it."
-            )
-        if self.metric == "gap" and self.theta_min:
-            raise ValueError(
-                f"mars_theta_min={self.theta_min} belongs to metric 'ratio', but mars_metric is "
-                "'gap'; set mars_gap_max instead or drop it."
-            )
         if self.structured not in _STRUCTURED:
             raise ValueError(
                 f"mars_structured={self.structured!r} is not one of {', '.join(_STRUCTURED)}; "
@@ -202,6 +224,12 @@ class MarsConfig:
         return Threshold.of(self.metric, getattr(self, METRICS[self.metric]))
 
     @property
+    def limit(self) -> float | None:
+        """How far a request's own threshold may go, by this server's metric; None for no limit."""
+        limit: float | None = getattr(self, _LIMITS[self.metric])
+        return limit
+
+    @property
     def lossy(self) -> bool:
         """Whether the output can differ from vLLM's own for a request that chooses nothing."""
         return self.threshold != STRICT and not self.shadow and self.max_relaxed_share > 0
@@ -209,7 +237,7 @@ class MarsConfig:
     @property
     def clients_may_relax(self) -> bool:
         """Whether a request can choose lossy verification for itself."""
-        limit = self.theta_min < 1 if self.metric == "ratio" else self.gap_max != 0
+        limit = self.theta_min < 1 if self.metric == "ratio" else self.limit != 0
         may = self.client_control and not self.shadow and self.max_relaxed_share > 0
         return may and limit
 
@@ -264,17 +292,15 @@ def split_speculative_config(
             f"mars_shadow_thetas={options['mars_shadow_thetas']!r} belongs to the shadow mode; add "
             "mars_shadow=true or drop it."
         )
-    if options.get("mars_metric", "ratio") == "gap":
+    metric = options.get("mars_metric", "ratio")
+    if metric in _NEEDED:
         if "mars_theta" in options:
             raise ValueError(
                 f"mars_theta={options['mars_theta']!r} belongs to metric 'ratio', but mars_metric "
-                "is 'gap'; drop one of them."
+                f"is {metric!r}; drop one of them."
             )
-        if "mars_gap" not in options:
-            raise ValueError(
-                "mars_metric='gap' needs mars_gap (nats, >= 0), e.g. 0.5: runner-ups above "
-                "exp(-0.5) = 0.61 times the first choice's probability are accepted."
-            )
+        if OPTION_PREFIX + metric not in options:
+            raise ValueError(f"mars_metric={metric!r} needs mars_{metric} {_NEEDED[metric]}")
     config["rejection_sample_method"] = "standard"
     return MarsConfig(**{names[key]: value for key, value in options.items()}), config
 
@@ -319,11 +345,11 @@ def check_theta(theta: object, name: str = "mars_theta") -> None:
         raise ValueError(f"{name}={theta} is outside (0, 1]; 1 switches the relaxation off.")
 
 
-def check_gap(gap: object, name: str = "mars_gap") -> None:
-    """Raises ValueError unless gap is a finite number >= 0."""
-    _require_number(name, gap)
-    if not 0 <= gap <= sys.float_info.max:  # type: ignore[operator]
-        raise ValueError(f"{name}={gap} is outside [0, inf); 0 switches the relaxation off.")
+def check_nats(nats: object, name: str = "mars_gap") -> None:
+    """Raises ValueError unless a gap or a price is a finite number >= 0."""
+    _require_number(name, nats)
+    if not 0 <= nats <= sys.float_info.max:  # type: ignore[operator]
+        raise ValueError(f"{name}={nats} is outside [0, inf); 0 switches the relaxation off.")
 
 
 def lock_is_on() -> bool:

@@ -14,7 +14,7 @@ from vllm_mars.config import (
     STRICT,
     MarsConfig,
     Threshold,
-    check_gap,
+    check_nats,
     check_theta,
     lock_is_on,
     unknown_option,
@@ -59,7 +59,8 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
 
     Args:
         params: the request's parameters; its `extra_args` may hold `mars_theta`, a number in (0, 1]
-            where 1 is strict, `mars_gap` where the server's metric is "gap", and `mars_return`.
+            where 1 is strict, `mars_gap` or `mars_price` where that is the server's metric, and
+            `mars_return`.
         config: the server's options. In shadow mode the threshold is checked, but nothing is
             relaxed.
 
@@ -111,7 +112,7 @@ def _threshold(own: dict[str, Any], config: MarsConfig) -> Threshold:
 
 def _own_threshold(key: str, value: Any, config: MarsConfig) -> Threshold:
     metric = _THRESHOLDS[key]
-    (check_theta if metric == "ratio" else check_gap)(value)
+    (check_theta if metric == "ratio" else check_nats)(value, key)
     if metric != config.metric:
         raise ValueError(
             f"{key}={value} belongs to mars_metric={metric!r}, but this server's is "
@@ -123,10 +124,10 @@ def _own_threshold(key: str, value: Any, config: MarsConfig) -> Threshold:
             f"mars_theta={value} is below this server's limit of {config.theta_min}; choose a "
             f"value in [{config.theta_min}, 1]."
         )
-    if metric == "gap" and config.gap_max is not None and value > config.gap_max:
+    if metric != "ratio" and config.limit is not None and value > config.limit:
         raise ValueError(
-            f"mars_gap={value} is above this server's limit of {config.gap_max}; choose a value in "
-            f"[0, {config.gap_max}]."
+            f"{key}={value} is above this server's limit of {config.limit}; choose a value in "
+            f"[0, {config.limit}]."
         )
     threshold = Threshold.of(metric, value)
     if threshold != STRICT and lock_is_on():

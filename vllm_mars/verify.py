@@ -3,12 +3,19 @@
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm_mars.config import check_gap, check_theta
+from vllm_mars.config import check_nats, check_theta
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_mars.kernels.terms import Drafts, Judgement, Margin, RelaxedBudget, VerifyOutput
+    from vllm_mars.kernels.terms import (
+        Drafts,
+        Judgement,
+        LossBudget,
+        Margin,
+        RelaxedBudget,
+        VerifyOutput,
+    )
 
 Backend = Literal["auto", "torch", "triton"]
 
@@ -108,10 +115,16 @@ def _check_step(drafts: "Drafts", margin: "Margin") -> None:
     if drafts.bonus_rows is not None:
         _check("bonus_rows", drafts.bonus_rows, _ID_DTYPES, device)
         _check_shape("bonus_rows", drafts.bonus_rows, ((batch,),))
-    for name, value, check in (
-        ("theta", margin.theta, check_theta),
-        ("gap", margin.gap, check_gap),
-    ):
+    thresholds = [("theta", margin.theta, check_theta), ("gap", margin.gap, check_nats)]
+    if margin.price is not None:
+        given = [v for v in (margin.theta, margin.gap) if isinstance(v, float | int)]
+        if len(given) == 2 and given != [1, 0]:
+            raise ValueError(
+                f"price={margin.price} is given beside theta={margin.theta} and gap={margin.gap}; "
+                "give theta=1 and gap=0 with a price."
+            )
+        thresholds.append(("price", margin.price, check_nats))
+    for name, value, check in thresholds:
         if isinstance(value, float | int):
             check(value, name)
         else:
@@ -123,12 +136,18 @@ def _check_step(drafts: "Drafts", margin: "Margin") -> None:
     if margin.blocked is not None:
         _check("blocked", margin.blocked, ("torch.int8",), device)
         _check_shape("blocked", margin.blocked, ((num_draft,),))
-    if margin.budget is not None:
-        if not 0 <= margin.budget.share <= 1:
-            raise ValueError(f"budget.share={margin.budget.share} is outside [0, 1]; 1 allows all.")
-        for name in ("num_relaxed", "num_output_tokens"):
-            _check(f"budget.{name}", getattr(margin.budget, name), ("torch.int32",), device)
-            _check_shape(f"budget.{name}", getattr(margin.budget, name), ((batch,),))
+    if margin.budget is not None and not 0 <= margin.budget.share <= 1:
+        raise ValueError(f"budget.share={margin.budget.share} is outside [0, 1]; 1 allows all.")
+    for whose, budget, dtypes in (
+        ("budget", margin.budget, {"num_relaxed": "int32", "num_output_tokens": "int32"}),
+        ("loss_budget", margin.loss_budget, {"lost": "int64", "num_output_tokens": "int32"}),
+    ):
+        for name, dtype in dtypes.items() if budget is not None else ():
+            _check(f"{whose}.{name}", getattr(budget, name), (f"torch.{dtype}",), device)
+            _check_shape(f"{whose}.{name}", getattr(budget, name), ((batch,),))
+    if margin.loss_budget is not None and not isinstance(margin.loss_budget.rate, int):
+        _check("loss_budget.rate", margin.loss_budget.rate, ("torch.int64",), device)
+        _check_shape("loss_budget.rate", margin.loss_budget.rate, ((batch,),))
 
 
 def _check_out(out: "VerifyOutput", drafts: "Drafts", with_verdicts: bool) -> None:
@@ -138,10 +157,12 @@ def _check_out(out: "VerifyOutput", drafts: "Drafts", with_verdicts: bool) -> No
         "output_token_ids": ((batch, drafts.max_draft_len + 1), "torch.int32"),
         "num_accepted": ((batch,), "torch.int32"),
         "num_relaxed": ((batch,), "torch.int32"),
+        "loss": ((batch,), "torch.float32"),
     }
     if with_verdicts:
         wanted["top2_values"] = ((num_draft, 2), "torch.float32")
         wanted["verdicts"] = ((num_draft,), "torch.int8")
+        wanted["losses"] = ((num_draft,), "torch.int32")
     for name, (shape, dtype) in wanted.items():
         buffer = getattr(out, name)
         if buffer is None:
@@ -164,6 +185,8 @@ def verify_greedy(
     max_draft_len: int | None = None,
     blocked: "torch.Tensor | None" = None,
     budget: "RelaxedBudget | None" = None,
+    loss_budget: "LossBudget | None" = None,
+    price: "float | torch.Tensor" = 0.0,
     with_verdicts: bool = False,
     dry_run: bool = False,
     out: "VerifyOutput | None" = None,
@@ -175,6 +198,10 @@ def verify_greedy(
     small: `z2 > theta * z1 - gap` (and `z1 > 0` where theta is below 1), neither token protected.
     The first position that is not accepted emits the argmax and ends the request's output; if all
     are accepted the bonus token follows.
+
+    With a price tokens of any rank may be accepted, for what they lose against the first choice,
+    `r = z1 - z[x]` nats: of all places where the step may end, it ends where `price` times the
+    accepted drafts, less what they lose, is largest (docs/rule.md).
 
     Args:
         logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride. All other tensors
@@ -197,8 +224,11 @@ def verify_greedy(
         blocked: `[num_draft]` int8 or None; not 0 where the rule stays strict. The value, a
             `Verdict`, is the verdict there if the margin would have accepted.
         budget: how many output tokens of each request may be relaxed, or None for no limit.
-        with_verdicts: also return the verdicts, and the values of the top 2. On a CPU the latter
-            are NaN behind a request's first rejected position, but in a dry run.
+        loss_budget: how many nats these may lose, or None for no limit.
+        price: nats per token gained, float >= 0 or float32 `[batch]`, with theta 1 and gap 0; 0 is
+            strict, and a larger price never accepts fewer drafts.
+        with_verdicts: also return the verdicts, the losses, and the values of the top 2. On a CPU
+            the last are NaN behind a request's first rejected position, but in a dry run.
         dry_run: verify strictly; the verdicts tell what the margin would have done.
         out: contiguous buffers to write, in the shapes and dtypes of the result; with them, and
             `max_draft_len` given, the Triton backend allocates nothing once it has seen a batch of
@@ -228,12 +258,17 @@ def verify_greedy(
             bonus_rows,
             max_draft_len,
         ),
-        Margin(theta, gap, protected, blocked, budget),
+        Margin(theta, gap, protected, blocked, budget, loss_budget, _given(price)),
         with_verdicts=with_verdicts,
         dry_run=dry_run,
         out=out,
         backend=backend,
     )
+
+
+def _given(price: "float | torch.Tensor") -> "float | torch.Tensor | None":
+    """A price, or None for 0, which leaves the rule to theta and gap."""
+    return None if isinstance(price, float | int) and price == 0 else price
 
 
 def verify_drafts(
@@ -313,6 +348,8 @@ def verify_input_tokens(
     protected: "torch.Tensor | None" = None,
     blocked: "torch.Tensor | None" = None,
     budget: "RelaxedBudget | None" = None,
+    loss_budget: "LossBudget | None" = None,
+    price: "float | torch.Tensor" = 0.0,
     with_verdicts: bool = False,
     dry_run: bool = False,
     backend: Backend = "auto",
@@ -330,8 +367,10 @@ def verify_input_tokens(
         protected: bool `[vocab]` or None; tokens at which the rule stays strict.
         blocked: `[num_logits]` int8 or None; not 0, a `Verdict`, where the rule stays strict.
         budget: how many output tokens of each request may be relaxed, or None for no limit.
-        with_verdicts: also return the verdicts and the values of the top 2 of all rows; a bonus
-            row's verdict is NONE.
+        loss_budget: how many nats these may lose, or None for no limit.
+        price: float >= 0 in nats or float32 `[batch]`, with theta 1 and gap 0.
+        with_verdicts: also return the verdicts, the losses and the values of the top 2 of all rows;
+            a bonus row's verdict is NONE.
         dry_run: verify strictly; the verdicts tell what the margin would have done.
         backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
 
@@ -352,7 +391,7 @@ def verify_input_tokens(
             max_draft_len=max_draft_len,
             bonus_row_is_last=True,
         ),
-        Margin(theta, gap, protected, blocked, budget),
+        Margin(theta, gap, protected, blocked, budget, loss_budget, _given(price)),
         with_verdicts=with_verdicts,
         dry_run=dry_run,
         backend=backend,
@@ -382,6 +421,8 @@ def judge_positions(
     target_rows: "torch.Tensor | None" = None,
     blocked: "torch.Tensor | None" = None,
     budget: "RelaxedBudget | None" = None,
+    loss_budget: "LossBudget | None" = None,
+    price: "float | torch.Tensor" = 0.0,
     with_top2_values: bool = False,
     backend: Backend = "auto",
 ) -> "Judgement":
@@ -399,6 +440,9 @@ def judge_positions(
         blocked: `[num_draft]` int8 or None; not 0, a `Verdict`, where the rule stays strict.
         budget: how many output tokens of each request may be relaxed, or None for no limit; it is
             spent on each position that the margin accepts.
+        loss_budget: how many nats these may lose, or None for no limit.
+        price: float >= 0 in nats or float32 `[batch]`, with theta 1 and gap 0: RELAXED is where the
+            draft token, of any rank, loses less.
         with_top2_values: also return z1 and z2 at each draft position.
         backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
 
@@ -414,7 +458,7 @@ def judge_positions(
 
     return judge_drafts(
         Drafts(logits, draft_token_ids, cu_num_draft_tokens, target_rows),
-        Margin(theta, gap, protected, blocked, budget),
+        Margin(theta, gap, protected, blocked, budget, loss_budget, _given(price)),
         with_top2_values=with_top2_values,
         backend=backend,
     )

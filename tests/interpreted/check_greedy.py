@@ -17,7 +17,15 @@ from triton.runtime.interpreter import InterpretedFunction
 import fuzz
 from vllm_mars import verify_greedy
 from vllm_mars.kernels import greedy, reference, top2
-from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict, new_output
+from vllm_mars.kernels.terms import (
+    Drafts,
+    LossBudget,
+    Margin,
+    RelaxedBudget,
+    Verdict,
+    loss_rate,
+    new_output,
+)
 from vllm_mars.verify import judge_positions, verify_input_tokens
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -48,7 +56,7 @@ def check(logits, drafts, lengths, theta, **given):
     step = Drafts(logits, drafts, cu, max_draft_len=max(lengths), **rows), Margin(theta, **given)
     expected = reference.verify_greedy(*step, with_verdicts=True, dry_run=dry_run)
     output = verify()
-    for name in ("output_token_ids", "num_accepted", "num_relaxed"):
+    for name in ("output_token_ids", "num_accepted", "num_relaxed", "loss"):
         assert torch.equal(getattr(output, name), getattr(expected, name))
     assert output.top2_values is None and output.verdicts is None
     judged = verify(with_verdicts=True)
@@ -69,6 +77,7 @@ def check(logits, drafts, lengths, theta, **given):
     )
     wanted = reference.judge_positions(*step, with_top2_values=True)
     assert torch.equal(judged.verdicts, wanted.verdicts)
+    assert torch.equal(judged.losses, wanted.losses)
     torch.testing.assert_close(judged.top2_values, wanted.top2_values, equal_nan=True)
     return output
 
@@ -116,7 +125,29 @@ def batches(draw):
         used = (produced * random(len(lengths)) * 0.4).int()
         share = draw(st.sampled_from([0.0, 0.2, 0.7, 1.0]))
         given["budget"] = RelaxedBudget(share, used, produced)
+    if draw(st.booleans()):
+        rate = draw(st.sampled_from([0.0, 0.05, random(len(lengths)) * 0.2]))
+        given["loss_budget"] = LossBudget(
+            loss_rate(rate) if isinstance(rate, float) else (rate * 2**30).long(),
+            1 << 15,
+            (random(len(lengths)) * 2**16).long(),
+            # Both budgets know of one output.
+            (random(len(lengths)) * 50).int() if "budget" not in given else produced,
+        )
     given["dry_run"] = draw(st.booleans())
+    if draw(st.booleans()):
+        given["gap"] = 0.0
+        given["price"] = draw(st.sampled_from([0.05, 1.0, random(len(lengths)) * 2]))
+        return (
+            logits,
+            drafts.to(draw(st.sampled_from([torch.int32, torch.int64]))),
+            lengths,
+            1.0,
+            {
+                **given,
+                "target_rows": target_rows,
+            },
+        )
     theta = draw(st.sampled_from([1.0, 0.9, 0.5, 0.01, random(len(lengths)).clamp(min=0.01)]))
     given["target_rows"] = target_rows
     dtype = draw(st.sampled_from([torch.int32, torch.int64]))
@@ -163,7 +194,7 @@ def test_input_token_layout_equals_the_other(batch):
     options["with_verdicts"] = True
     output = verify_input_tokens(logits, inputs, ends, theta, longest, backend="triton", **options)
     expected = verify_input_tokens(logits, inputs, ends, theta, longest, backend="torch", **options)
-    for name in ("output_token_ids", "num_accepted", "num_relaxed"):
+    for name in ("output_token_ids", "num_accepted", "num_relaxed", "loss"):
         assert torch.equal(getattr(output, name), getattr(expected, name))
     assert torch.equal(output.verdicts, expected.verdicts)
     assert output.output_token_ids.dtype == torch.int64

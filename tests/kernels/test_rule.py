@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 import oracle
 from vllm_mars import verify_greedy
 from vllm_mars.kernels import reference
-from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict
+from vllm_mars.kernels.terms import (
+    Drafts,
+    LossBudget,
+    Margin,
+    RelaxedBudget,
+    Verdict,
+    loss_rate,
+    loss_units,
+)
 from vllm_mars.verify import judge_drafts, judge_positions, verify_drafts
 
 NAN, INF = math.nan, math.inf
@@ -101,9 +109,14 @@ def test_top_two_are_accepted_outright_in_sampling():
     assert judged.verdicts.tolist() == [1, 1, 0, 0]
 
 
-# What a caller may block a position with, and (relaxed, produced) tokens of a request so far.
+# What a caller may block a position with, and (relaxed, produced) tokens of a request so far, and
+# (lost nats, its own nats per token, produced tokens).
 BLOCKED = st.sampled_from([0, 0, Verdict.SPAN, Verdict.STRUCTURED])
 BUDGET = st.integers(0, 40).flatmap(lambda n: st.tuples(st.integers(0, n // 4), st.just(n)))
+NATS = st.tuples(
+    st.sampled_from([0.0, 0.25, 1.0, 1.5]), st.sampled_from([0.0, 0.01, 0.3]), st.integers(0, 40)
+)
+PRICE = st.one_of(st.sampled_from([0.0, 0.25, 1.0, 4.0]), st.floats(0, 8, width=32))
 
 
 @st.composite
@@ -127,6 +140,9 @@ def batches(draw):
     theta = st.one_of(st.sampled_from([1.0, 0.9, 0.5, 0.01]), st.floats(0.0625, 1, width=16))
     gap = st.sampled_from([0.0, 0.0, 0.25, 3.0])
     count = len(lengths)
+    price = draw(st.none() | st.lists(PRICE, min_size=count, max_size=count))
+    if price is not None:
+        theta, gap = st.just(1.0), st.just(0.0)
     return {
         "vocab": vocab,
         "lengths": lengths,
@@ -140,19 +156,36 @@ def batches(draw):
         "blocked": draw(st.none() | st.lists(BLOCKED, min_size=size, max_size=size)),
         "budget": draw(st.none() | st.lists(BUDGET, min_size=count, max_size=count)),
         "share": draw(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.7, 1.0])),
+        "nats": draw(st.none() | st.lists(NATS, min_size=count, max_size=count)),
+        "burst": draw(st.sampled_from([0.0, 0.5, 1.0])),
+        "price": price,
     }
 
 
 def limits(batch):
-    """The batch's `blocked` and `budget` as tensors."""
-    blocked, budget = batch["blocked"], batch["budget"]
+    """The batch's price, and what else it allows, as tensors."""
+    blocked, budget, nats = batch["blocked"], batch["budget"], batch["nats"]
     if budget is not None:
         relaxed, produced = torch.tensor(budget, dtype=torch.int32).unbind(1)
         budget = RelaxedBudget(batch["share"], relaxed.contiguous(), produced.contiguous())
     return {
         "blocked": None if blocked is None else torch.tensor(blocked, dtype=torch.int8),
         "budget": budget,
+        "loss_budget": None if nats is None else loss_budget(nats, batch["burst"]),
+        "price": None if batch["price"] is None else torch.tensor(batch["price"]),
     }
+
+
+def loss_budget(nats, burst):
+    """Per request where they differ, else one rate for all."""
+    lost, rates, produced = zip(*nats, strict=True)
+    rate = torch.tensor([loss_rate(nats_per_token) for nats_per_token in rates])
+    return LossBudget(
+        loss_rate(rates[0]) if len(set(rates)) == 1 else rate,
+        loss_units(burst),
+        torch.tensor([loss_units(nats) for nats in lost]),
+        torch.tensor(produced, dtype=torch.int32),
+    )
 
 
 def oracle_limits(batch, request):
@@ -164,9 +197,15 @@ def oracle_limits(batch, request):
         # The share as it is meant, not as a float.
         share = Fraction(batch["share"]).limit_denominator(10)
         budget = oracle.Budget(share, *budget[request])
+    nats = batch["nats"]
+    if nats is not None:
+        lost, rate, produced = nats[request]
+        nats = oracle.Nats(Fraction(rate), Fraction(batch["burst"]), Fraction(lost), produced)
     return {
         "blocked": None if batch["blocked"] is None else batch["blocked"][start:end],
         "budget": budget,
+        "nats": nats,
+        "price": None if batch["price"] is None else batch["price"][request],
     }
 
 
@@ -188,7 +227,7 @@ def step(batch, theta=None, gap=None):
     return drafts, Margin(theta, gap, mask)
 
 
-def run(batch, theta=None, gap=None):
+def run(batch, theta=None, gap=None, price=0.0):
     """Verifies through the public function."""
     drafts, margin = step(batch, theta, gap)
     return verify_greedy(
@@ -197,6 +236,7 @@ def run(batch, theta=None, gap=None):
         gap=margin.gap,
         protected=margin.protected,
         max_draft_len=drafts.max_draft_len,
+        price=price,
     )
 
 
@@ -232,6 +272,7 @@ def test_backend_equals_oracle(verify, batch, dry_run):
         assert row == expected.tokens + [-1] * (len(row) - len(expected.tokens))
         assert int(output.num_accepted[i]) == expected.accepted
         assert int(output.num_relaxed[i]) == expected.relaxed
+        assert float(output.loss[i]) == float(np.float32(expected.loss))
     assert output.verdicts.tolist() == verdicts
     check_values(batch, logits, output, everywhere=dry_run)
 
@@ -268,6 +309,8 @@ def test_judge_positions_equals_oracle(judge, batch):
             **oracle_limits(batch, i),
         )
     assert judged.verdicts.tolist() == expected
+    losses = map(oracle.loss, logits.tolist(), batch["drafts"])
+    assert judged.losses.tolist() == [loss * 2**16 for loss in losses]
     torch.testing.assert_close(judged.top2_values, reference.top2(logits)[0], equal_nan=True)
 
 
@@ -281,6 +324,51 @@ def test_acceptance_grows_as_theta_falls(batch, one, other):
     assert (looser.num_accepted >= tighter.num_accepted).all()
     assert (tighter.num_accepted >= strict.num_accepted).all()
     assert not strict.num_relaxed.any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches(), PRICE, PRICE)
+def test_acceptance_grows_with_the_price(batch, one, other):
+    low, high = sorted((one, other))
+    strict, free = run(batch, theta=1.0, gap=0.0), run(batch, 1.0, 0.0, price=0.0)
+    dear, cheap = run(batch, 1.0, 0.0, price=high), run(batch, 1.0, 0.0, price=low)
+    assert (dear.num_accepted >= cheap.num_accepted).all()
+    assert (cheap.num_accepted >= strict.num_accepted).all()
+    assert torch.equal(free.output_token_ids, strict.output_token_ids)
+
+
+# fmt: off
+PRICED = {
+    # name: (losses of the drafts; None is the first choice), price, accepted, loss
+    "too dear alone":               ([1.0], 0.5, 0, 0.0),
+    "as dear as it brings":         ([0.5], 0.5, 0, 0.0),
+    "cheaper than it brings":       ([0.25], 0.5, 1, 0.25),
+    "paid by what follows":         ([1.0, None, None], 0.5, 3, 1.0),
+    "not paid by what follows":     ([1.0, None], 0.5, 0, 0.0),
+    "cheap, then too dear":         ([0.25, 2.0], 0.5, 1, 0.25),
+    "dear, cheap, free":            ([0.75, 0.25, None], 0.5, 3, 1.0),
+    "strict ones are kept":         ([None, None, 1.0], 0.5, 2, 0.0),
+    "up to the best of two stops":  ([0.25, None, 3.0, None], 0.5, 2, 0.25),
+    "price 0":                      ([0.25], 0.0, 0, 0.0),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_a_prefix_is_taken_where_it_pays(name):
+    losses, price, accepted, loss = PRICED[name]
+    # Token 0 is the first choice; token 2, of the lowest rank, is drafted where something is lost.
+    rows = [[5.0, 4.99, 5.0 - (drop or 3.0)] for drop in losses]
+    output = verify_greedy(
+        torch.tensor(rows),
+        torch.tensor([0 if drop is None else 2 for drop in losses]),
+        torch.tensor([len(losses)], dtype=torch.int32),
+        None,
+        1.0,
+        price=price,
+    )
+    assert int(output.num_accepted) == accepted
+    assert float(output.loss) == loss
 
 
 @settings(max_examples=100, deadline=None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_mars import verify_greedy
-from vllm_mars.kernels.terms import VerifyOutput
+from vllm_mars.kernels.terms import LossBudget, VerifyOutput
 from vllm_mars.verify import verify_input_tokens
 
 
@@ -67,13 +67,41 @@ def test_triton_on_a_cpu_is_refused(monkeypatch):
         verify_greedy(**arguments(), backend="triton")
 
 
+def lost(dtype=torch.int64, rate=0):
+    tokens = torch.zeros(2, dtype=torch.int32)
+    return LossBudget(rate, 0, torch.zeros(2, dtype=dtype), tokens)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"price": 0.5},
+            r"price=0.5 is given beside theta=0.9 and gap=0.0; give theta=1 and gap=0",
+        ),
+        ({"theta": 1.0, "price": -1.0}, r"price=-1.0 is outside \[0, inf\); 0 switches"),
+        (
+            {"theta": 1.0, "price": torch.ones(3)},
+            r"price has shape \[3\], but must have shape \[2\]",
+        ),
+        ({"loss_budget": lost(torch.int32)}, "loss_budget.lost has dtype torch.int32"),
+        ({"loss_budget": lost(rate=torch.zeros(2))}, "loss_budget.rate has dtype torch.float32"),
+    ],
+)
+def test_a_bad_price_or_bound_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        verify_greedy(**arguments(**changes))
+
+
 def poisoned(batch=2, width=3, num_draft=3, **changes):
     buffers = {
         "output_token_ids": torch.full((batch, width), -7, dtype=torch.int32),
         "num_accepted": torch.full((batch,), -7, dtype=torch.int32),
         "num_relaxed": torch.full((batch,), -7, dtype=torch.int32),
+        "loss": torch.full((batch,), -7.0),
         "top2_values": torch.full((num_draft, 2), -7.0),
         "verdicts": torch.full((num_draft,), -7, dtype=torch.int8),
+        "losses": torch.full((num_draft,), -7, dtype=torch.int32),
     }
     return VerifyOutput(**(buffers | changes))
 

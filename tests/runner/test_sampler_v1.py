@@ -162,7 +162,9 @@ def both(setting, seed, config, *, draft_probs=False, logprobs_mode="raw_logprob
 @pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("draft_probs", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(metric="gap")])
+@pytest.mark.parametrize(
+    "config", [MarsConfig(theta=1.0), MarsConfig(metric="gap"), MarsConfig(metric="price")]
+)
 def test_theta_1_is_vllm(config, setting, draft_probs, logprobs_mode):
     for seed in range(8):
         own, mars = both(
@@ -180,10 +182,11 @@ def test_theta_1_is_vllm(config, setting, draft_probs, logprobs_mode):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_theta_below_1_accepts_more(setting):
+@pytest.mark.parametrize("config", [MarsConfig(theta=0.5), MarsConfig(metric="price", price=0.5)])
+def test_relaxed_accepts_more(config, setting):
     strict_total = relaxed_total = 0
     for seed in range(20):
-        own, mars = both(setting, seed, MarsConfig(theta=0.5))
+        own, mars = both(setting, seed, config)
         strict = (own.sampled_token_ids != -1).sum(1)
         relaxed = (mars.sampled_token_ids != -1).sum(1)
         assert (relaxed >= strict).all()
@@ -194,10 +197,12 @@ def test_theta_below_1_accepts_more(setting):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("processed", [False, True])
-def test_greedy_follows_the_rule(processed, dtype):
+@pytest.mark.parametrize("config", [MarsConfig(theta=0.8), MarsConfig(metric="price", price=1.5)])
+def test_greedy_follows_the_rule(config, processed, dtype):
     """Raw rows and vLLM's path with the relaxed drafts made certain give the oracle's tokens."""
     protected = frozenset({3, 50})
-    sampler = mars_sampler(MarsConfig(theta=0.8), protected)
+    sampler = mars_sampler(config, protected)
+    theta, gap, price = config.threshold
     for seed in range(30):
         metadata, logits = step(seed, dtype=dtype)
         changes = {"max_num_logprobs": 0} if processed else {}
@@ -206,7 +211,10 @@ def test_greedy_follows_the_rule(processed, dtype):
         rows, bonus = metadata.target_logits_indices, metadata.bonus_logits_indices
         target = logits[rows].float().split(LENGTHS)
         expected = [
-            oracle.verify(part.tolist(), drafts, int(last), 0.8, 0.0, protected).tokens
+            oracle.verify(
+                *(part.tolist(), drafts, int(last), theta, gap, protected),
+                price=price if config.metric == "price" else None,
+            ).tokens
             for part, drafts, last in zip(
                 target, drafts_of(metadata), logits[bonus].argmax(-1), strict=True
             )
@@ -255,10 +263,15 @@ def test_a_forbidden_draft_is_never_accepted(temperature, changes):
         assert output.sampled_token_ids[0, 0] != 0
 
 
-@pytest.mark.parametrize("theta", [1.0, 0.9, 0.5])
+@pytest.mark.parametrize("value", [1.0, 0.9, 0.5, "price 0", "price 0.5", "price 1"])
 @pytest.mark.parametrize("with_draft_probs", [False, True])
-def test_distribution_of_the_first_token(theta, with_draft_probs):
-    """Sampled tokens follow the rule as enumerated; at theta 1 they follow the target alone."""
+def test_distribution_of_the_first_token(value, with_draft_probs):
+    """Sampled tokens follow the rule as enumerated; where it is strict, the target alone."""
+    price = float(value.split()[1]) if isinstance(value, str) else None
+    if price is None:
+        theta, config = value, MarsConfig(theta=value)
+    else:
+        theta, config = 1.0, MarsConfig(metric="price", price=price)
     count = 20_000
     z = torch.tensor([1.9, 2.0, 1.2, 0.3, -1.0])
     p = z.double().softmax(-1)
@@ -271,7 +284,7 @@ def test_distribution_of_the_first_token(theta, with_draft_probs):
         q = torch.nn.functional.one_hot(torch.tensor(2), 5).double()
     metadata = metadata_of([[0]] * count)
     metadata.draft_token_ids = drafts.int()
-    output = mars_sampler(MarsConfig(theta=theta))(
+    output = mars_sampler(config)(
         metadata,
         q.float().repeat(count, 1) if with_draft_probs else None,
         z.repeat(2 * count, 1),
@@ -280,15 +293,20 @@ def test_distribution_of_the_first_token(theta, with_draft_probs):
     observed = np.bincount(output.sampled_token_ids[:, 0].numpy(), minlength=5)
 
     relaxed = torch.tensor(
-        [oracle.is_relaxed(z.tolist(), x, theta, 0.0, frozenset()) for x in range(5)]
+        [
+            oracle.judge([z.tolist()], [x], theta, 0.0, frozenset(), price=price) == [1]
+            for x in range(5)
+        ]
     )
     accept = torch.where(relaxed, 1.0, (p / q.clamp(min=1e-30)).clamp(max=1))
     residual = (p - q).clamp(min=0)
     expected = q * accept + (q * (1 - accept)).sum() * residual / residual.sum()
-    if theta == 1:
+    if theta == 1 and not price:
         torch.testing.assert_close(expected, p)
     possible = expected.numpy() > 0
     assert observed[~possible].sum() == 0
+    if possible.sum() == 1:
+        return  # Whatever is drafted is accepted.
     expected = expected.numpy()[possible]
     _, p_value = stats.chisquare(observed[possible], expected / expected.sum() * count)
     assert p_value > 1e-4

@@ -266,7 +266,7 @@ def count_positions(
         dry_run: whether verification was strict, so that no token counts as relaxed or refused.
         backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
     """
-    verdicts, top2_values = judgement
+    verdicts, top2_values = judgement.verdicts, judgement.top2_values
     if not len(verdicts):
         return
     layout = counters.layout
@@ -335,7 +335,7 @@ def count_shadow(
             at all positions.
         num_accepted: of strict verification.
     """
-    verdicts, top2_values = judgement
+    verdicts, top2_values = judgement.verdicts, judgement.top2_values
     if not len(verdicts):
         return
     layout = counters.layout

@@ -7,13 +7,17 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_mars.config import MarsConfig, Threshold
+from vllm_mars.config import METRICS, MarsConfig
 from vllm_mars.kernels.terms import Drafts, Judgement, Margin, Verdict, VerifyOutput
 from vllm_mars.runner.counters import Counters, count_positions, count_shadow, locate
 from vllm_mars.verify import Backend, judge_drafts, resolve_backend, verify_drafts
 
-# What any draft token among the two largest passes, for shadow mode to judge.
-_LOOSEST = Threshold.of("gap", 3e38)
+# A gap that any draft token among the two largest passes, for shadow mode to judge.
+_LOOSEST = 3e38
+
+
+# Of the value that the log names, by metric.
+_UNITS = {"ratio": "", "gap": " nats", "price": " nats per token"}
 
 
 class RelaxedOffsets(NamedTuple):
@@ -80,7 +84,7 @@ class MarginRule:
             mask[[token for token in self.protected_token_ids if token < vocab]] = True
             self._protected = mask.to(logits.device)
         if self.config.shadow:
-            margin = margin._replace(**_LOOSEST._asdict())
+            margin = margin._replace(theta=1.0, gap=_LOOSEST)
         return margin._replace(protected=self._protected)
 
     @contextmanager
@@ -145,10 +149,12 @@ class MarginRule:
             int32 `[batch]`, relaxed tokens of each request where that is needed: where a budget
             limits them; else None.
         """
-        verdicts, top2_values = judgement
-        if self.counters is not None and top2_values is not None:
+        verdicts = judgement.verdicts
+        if self.counters is not None and judgement.top2_values is not None:
+            # By a price a position is low-margin where the runner-up would pay for itself.
+            counted = margin if margin.price is None else margin._replace(gap=margin.price)
             count_positions(
-                self.counters, drafts, judgement, num_accepted, margin, dry_run=self.config.shadow
+                self.counters, drafts, judgement, num_accepted, counted, dry_run=self.config.shadow
             )
             if self.config.shadow:
                 count_shadow(self.counters, drafts, judgement, num_accepted)
@@ -177,8 +183,8 @@ class MarginRule:
 
         if get_tensor_model_parallel_rank() != 0:
             return
-        value = self.config.threshold.value(self.config.metric)
-        threshold = f"theta={value:g}" if self.config.metric == "ratio" else f"gap={value:g} nats"
+        name, value = METRICS[self.config.metric], self.config.threshold.value(self.config.metric)
+        threshold = f"{name}={value:g}" + _UNITS[self.config.metric]
         logger.info(
             "Margin-aware verification (MARS) is on: metric=%s, %s, %d protected tokens, "
             "model runner %s, %s backend; %s",

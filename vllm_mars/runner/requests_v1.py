@@ -64,7 +64,7 @@ class RequestsV1(LogitsProcessor):
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
         self._has_own_threshold = self._has_structured = self._has_returns = False
-        # Theta and gap by place, once a request has its own.
+        # Theta, gap and price by place, once a request has its own.
         self._thresholds: list[torch.Tensor] = []
         # Relaxed tokens of each request, by place.
         self._num_relaxed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
@@ -147,7 +147,7 @@ class RequestsV1(LogitsProcessor):
                     self._to_device(values) for values in zip(*of_place, strict=True)
                 ]
             threshold = [values[:batch] for values in self._thresholds]
-        return Margin(*threshold, blocked=blocked, budget=budget)
+        return Margin.of(self._config.metric, threshold, blocked=blocked, budget=budget)
 
     def spend(self, num_relaxed: torch.Tensor) -> None:
         """Takes the relaxed tokens of a step, int32 `[batch]`, off the budgets."""

@@ -30,7 +30,7 @@ class RequestsV2(LogitsProcessor):
         self._config = config
         self._req_states = req_states
         slots, device = req_states.max_num_reqs, req_states.device
-        # Theta and gap.
+        # Theta, gap and price.
         self._threshold = [UvaBackedTensor(slots, dtype=torch.float32) for _ in Threshold._fields]
         self._is_structured = UvaBackedTensor(slots, dtype=torch.int32)
         # Whether a slot's threshold is not the server's, and who wants to know what was relaxed.
@@ -126,7 +126,7 @@ class RequestsV2(LogitsProcessor):
             budget = RelaxedBudget(
                 self._config.max_relaxed_share, self._num_relaxed.gpu[idx_mapping], produced
             )
-        return Margin(*threshold, blocked=blocked, budget=budget)
+        return Margin.of(self._config.metric, threshold, blocked=blocked, budget=budget)
 
     def spend(self, num_relaxed: torch.Tensor, idx_mapping: torch.Tensor) -> None:
         """Takes the relaxed tokens of a step, int32 `[num_reqs]`, off the budgets."""

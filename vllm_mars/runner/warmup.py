@@ -110,7 +110,7 @@ def _margins(rule: MarginRule, device: torch.device, num_draft: int) -> list[Mar
         none = torch.zeros(1, dtype=torch.int32, device=device)
         budget = RelaxedBudget(rule.config.max_relaxed_share, none, none)
     return [
-        Margin(*values, blocked=positions, budget=budget)
+        Margin.of(rule.config.metric, values, blocked=positions, budget=budget)
         for values in (threshold, own)
         for positions in blocked
     ]

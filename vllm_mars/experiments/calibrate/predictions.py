@@ -53,7 +53,7 @@ def point(steps: Steps, strict_tokens: Floats, threshold: float, metric: str) ->
         metric: which of them.
     """
     groups = len(strict_tokens)
-    outcome = simulate(steps, *Threshold.of(metric, threshold))
+    outcome = simulate(steps, *Threshold.of(metric, threshold)[:2])
     strict = simulate(steps, 1.0)
     # Steps without drafts, which are not recorded, emit the same under every threshold.
     more = np.bincount(steps.group, outcome.accepted - strict.accepted, groups)

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm_mars.config import check_gap, check_theta
+from vllm_mars.config import check_nats, check_theta
 from vllm_mars.local.drafts import NO_DRAFT
 
 Method = Literal["autoregressive", "standard", "block", "fly", "mars"]
@@ -84,7 +84,7 @@ class CellKey:
         if self.theta is not None:
             check_theta(self.theta, "theta")
         if self.gap is not None:
-            check_gap(self.gap, "gap")
+            check_nats(self.gap, "gap")
 
     @property
     def lossy(self) -> bool:
