@@ -56,6 +56,10 @@ def test_the_file_that_is_written(report, tmp_path, monkeypatch, capsys):
     assert {"schema", "git_commit", "versions", "hardware", "day", "night"} <= written.keys()
     assert "tests/room/test_it.py::test_passes[a.b]" in written["day"]["slow_tests"]
     assert "tests/room/test_it.py::test_passes[c]" in written["day"]["slow_tests"]
+    monkeypatch.setattr(sys, "argv", [*command[:4], str(tmp_path / "none.xml"), *command[5:]])
+    assert ci_times.main() == 0
+    assert "night" not in json.loads(output.read_text())
+    assert "none.xml is missing; the file is of the day alone" in capsys.readouterr().err
     report.write_text(report.read_text().replace('failures="0"', 'failures="1"'))
     assert ci_times.main() == 1
     assert "tells of failures; mend and run again" in capsys.readouterr().err
