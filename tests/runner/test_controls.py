@@ -89,13 +89,15 @@ def returned(output):
     return output.spec_decode_metrics.to_dict()["mars"]
 
 
-def test_return_names_what_is_not_the_targets_first_choice(engine, models):
-    """Each request by its own gap; seen beside requests that do not ask, and those cut short."""
-    with engine(mars_metric="gap", mars_gap=1000.0) as running:
+@pytest.mark.parametrize("metric", ["gap", "price"])
+def test_return_names_what_is_not_the_targets_first_choice(engine, models, metric):
+    """Each by its own gap or price; beside requests that do not ask, and those cut short."""
+    option = f"mars_{metric}"
+    with engine(mars_metric=metric, **{option: 1000.0}) as running:
         outputs = running.ask()
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             found = returned(output)
-            assert found["gap"] == 1000.0
+            assert found[metric] == 1000.0
             tokens = list(output.token_ids)
             assert found["relaxed_positions"] == not_first_choices(models[2], prompt, tokens)
             assert found["num_relaxed_tokens"] == len(found["relaxed_positions"])
@@ -103,8 +105,8 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models):
         assert relaxed > 0
         assert sum(running.metrics("vllm:mars_relaxed_tokens").values()) >= relaxed
 
-        for output in running.ask(extra_args={"mars_gap": 0}):
-            expected = {"gap": 0.0, "num_relaxed_tokens": 0, "relaxed_positions": []}
+        for output in running.ask(extra_args={option: 0}):
+            expected = {metric: 0.0, "num_relaxed_tokens": 0, "relaxed_positions": []}
             assert returned(output) == expected
         cut = running.ask(max_tokens=5)
         for whole, part in zip(outputs, cut, strict=True):
@@ -114,7 +116,7 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models):
         assert all(output.spec_decode_metrics is None for output in silent)
 
         # Sampled requests are told what the margin accepted without a draw.
-        hot = running.ask(temperature=1.0, seed=3, extra_args={"mars_gap": 2.0})
+        hot = running.ask(temperature=1.0, seed=3, extra_args={option: 2.0})
         assert any(returned(output)["num_relaxed_tokens"] for output in hot)
 
 
