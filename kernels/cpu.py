@@ -157,7 +157,11 @@ def _verdicts(
         units = np.ceil(np.minimum(loss * np.float32(2**LOSS_BITS), np.float32(MOST_LOSS)))
     losses = np.where(in_vocab & (loss == loss), units, 0).astype(np.int32)
     if margin.price is None:
-        allowed = _within_margin(rows, target, safe, argmax, counts, margin, considered)
+        theta, gap = _per_position(margin.theta, counts), _per_position(margin.gap, counts)
+        threshold = theta * first - gap
+        allowed = considered & (draft_logits > threshold) & ((theta == 1) | (first > 0))
+        pivot = np.where(safe == argmax, threshold, draft_logits)
+        _keep_two_largest(allowed, rows, target, safe == argmax, pivot)
         refusable = allowed
     else:
         allowed = considered & (draft_logits > -np.inf) & (first < np.inf)
@@ -181,34 +185,18 @@ def _verdicts(
     return verdicts, losses
 
 
-def _within_margin(
+def _keep_two_largest(
+    allowed: np.ndarray,
     rows: np.ndarray,
     target: np.ndarray,
-    drafts: np.ndarray,
-    argmax: np.ndarray,
-    counts: np.ndarray,
-    margin: Margin,
-    considered: np.ndarray,
-) -> np.ndarray:
-    """Where `z2 > theta * z1 - gap` accepts the draft token; bool `[num_draft]`."""
-    theta, gap = _per_position(margin.theta, counts), _per_position(margin.gap, counts)
-    first, draft_logits = rows[target, argmax], rows[target, drafts]
-    threshold = theta * first - gap
-    passes = considered & (draft_logits > threshold)
-    passes &= (theta == 1) | (first > 0)
-    candidates = np.flatnonzero(passes)
-    if candidates.size:
-        is_argmax = (drafts == argmax)[candidates]
-        pivot = np.where(is_argmax, threshold[candidates], draft_logits[candidates])
-        # Row by row: indexing with the list would copy the rows, which costs more than the count.
-        larger = np.array(
-            [
-                np.count_nonzero(rows[row] > value)
-                for row, value in zip(target[candidates], pivot, strict=True)
-            ]
-        )
-        passes[candidates] = np.where(is_argmax, larger >= 2, larger <= 1)
-    return passes
+    is_argmax: np.ndarray,
+    pivot: np.ndarray,
+) -> None:
+    """Writes False where too many logits are above the pivot, or for the argmax too few."""
+    # Row by row: indexing with the list would copy the rows, which costs more than the count.
+    for position in np.flatnonzero(allowed):
+        larger = np.count_nonzero(rows[target[position]] > pivot[position])
+        allowed[position] = larger >= 2 if is_argmax[position] else larger <= 1
 
 
 def _keep_budgets(
