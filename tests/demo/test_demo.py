@@ -151,6 +151,17 @@ def test_speculative_configs():
         "rejection_sample_method": "mars",
         "mars_theta": 0.8,
     }
+    assert DemoOptions().speculative_config("mars")["mars_theta"] == 0.9
+    priced = DemoOptions(price=0.25, num_speculative_tokens=3)
+    assert priced.speculative_config("mars") == {
+        **strict,
+        **{"rejection_sample_method": "mars", "mars_metric": "price", "mars_price": 0.25},
+    }
+    assert (options.rule_name, priced.rule_name) == ("theta 0.8", "price 0.25")
+    with pytest.raises(ValueError, match=r"theta=0\.8 and price=0\.25 are two rules; give one of"):
+        DemoOptions(theta=0.8, price=0.25)
+    with pytest.raises(ValueError, match="mars_price=-1 is outside"):
+        DemoOptions(price=-1)
     model = DemoOptions(draft="some/draft").speculative_config("strict")
     assert model == {"model": "some/draft", "num_speculative_tokens": 4}
 
