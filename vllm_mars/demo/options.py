@@ -12,7 +12,7 @@ from vllm_mars.config import (
     split_speculative_config,
 )
 from vllm_mars.local.draft_head import check_head, is_head, packaged_head
-from vllm_mars.local.drafts import NGRAM, draft_config, draft_name
+from vllm_mars.local.drafts import NGRAM, draft_name, speculative_config
 from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
 
 MODES = ("autoregressive", "strict", "mars")
@@ -131,7 +131,5 @@ class DemoOptions:
         if mode == "autoregressive":
             return None
         tokens = self.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
-        config = {"num_speculative_tokens": tokens, **draft_config(self.draft or NGRAM)}
-        if mode == "mars":
-            config |= self._rule
-        return config
+        mars = self._rule if mode == "mars" else {}
+        return speculative_config(self.draft or NGRAM, tokens, **mars)
