@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_mars.kernels import counting, greedy, sections, top2
+from vllm_mars.kernels import counting, greedy, repeats, sections, top2
 from vllm_mars.kernels.terms import CounterStarts
 from vllm_mars.local.provenance import describe_run
 
@@ -82,6 +82,7 @@ def variants() -> list[Variant]:
     result.append(_priced(_judge("judge, price per request", False), True))
     result.append(_count())
     result.append(_block())
+    result.append(_repeat())
     return result
 
 
@@ -244,6 +245,17 @@ def _block() -> Variant:
     types["blocked_ptr"] = "*i8"
     del types["ONLY_THINKING"]
     return Variant("block", sections.block_kernel, types, {"ONLY_THINKING": True}, warps=1)
+
+
+def _repeat() -> Variant:
+    names = repeats.repeat_kernel.arg_names
+    types = {name: "*i32" if name.endswith("_ptr") else "i32" for name in names if name.islower()}
+    types["blocked_ptr"] = "*i8"
+    constants = {
+        **{"BONUS_ROW_IS_LAST": True, "LENGTH": 4},
+        **{"DRAFTS": repeats.DRAFTS, "BLOCK": repeats.BLOCK},
+    }
+    return Variant("repeat", repeats.repeat_kernel, types, constants)
 
 
 def compile_variant(variant: Variant, target: GPUTarget) -> Any:

@@ -8,7 +8,7 @@ from vllm_mars.kernels.terms import CounterStarts, Drafts, Judgement, Margin, Ve
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))
 _PROTECTED = tl.constexpr(int(Verdict.PROTECTED))
-_STRUCTURED = tl.constexpr(int(Verdict.STRUCTURED))
+_LAST_REFUSAL = tl.constexpr(int(Verdict.REPEAT))
 # Positions of a request go in blocks of this many.
 _POSITIONS = 8
 _UNALIGNED = [
@@ -92,7 +92,7 @@ def count_kernel(
         if not DRY_RUN:
             is_relaxed = is_accepted & (verdict == _RELAXED)
             tl.atomic_add(counts_ptr + relaxed_start + offset, one, mask=is_relaxed)
-            is_refused = is_verified & (verdict >= _PROTECTED) & (verdict <= _STRUCTURED)
+            is_refused = is_verified & (verdict >= _PROTECTED) & (verdict <= _LAST_REFUSAL)
             refusal = verdict.to(tl.int32) - _PROTECTED
             tl.atomic_add(counts_ptr + refused_start + refusal, one, mask=is_refused)
 

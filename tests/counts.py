@@ -23,7 +23,7 @@ COUNTS = counts_of(
     low_margin=[5, 3, 1],
     ratio=[1, *[0] * 8, 9, *[0] * 4, 8, 0],
     ratio_sum=[int(16.0 / RATIO_UNIT)],
-    refused=[4, 0, 1, 0],
+    refused=[4, 0, 1, 0, 0, 2],
 )
 
 

@@ -109,6 +109,10 @@ def test_options_travel_as_json():
         ),
         ({"mars_gap": 0.5}, "mars_gap=0.5 belongs to metric 'gap'"),
         ({"mars_tetha": 0.9}, "mars_tetha is not an option .* did you mean mars_theta"),
+        ({"mars_repeat_guard": 1}, r"mars_repeat_guard=1 is neither 0 nor in \[2, 16\]; 4 relaxes"),
+        ({"mars_repeat_guard": 17}, "mars_repeat_guard=17 is neither .* 0 switches the guard off"),
+        ({"mars_repeat_guard": 4.0}, "mars_repeat_guard=4.0 is a float, but must be an integer"),
+        ({"mars_repeat_guard": True}, "mars_repeat_guard=True is a bool, but must be an integer"),
         ({"mars_protected_token_ids": 7}, "mars_protected_token_ids=7 is not a list of token ids"),
         ({"mars_protected_token_ids": [1, -1]}, "is not a list of token ids"),
         ({"mars_protected_token_ids": [True]}, "is not a list of token ids"),
@@ -171,6 +175,23 @@ def test_unknown_lock(monkeypatch):
 )
 def test_whether_clients_may_relax(options, expected):
     assert MarsConfig(**options).clients_may_relax is expected
+
+
+@pytest.mark.parametrize(
+    ("options", "ngram"),
+    [
+        ({}, 0),
+        ({"metric": "gap", "gap": 1.0}, 0),
+        ({"metric": "price", "price": 0.5}, 4),
+        ({"metric": "price", "price": 0.5, "repeat_guard": 0}, 0),
+        ({"metric": "price", "price": 0.5, "repeat_guard": 2}, 2),
+        ({"theta": 0.9, "repeat_guard": 16}, 16),
+    ],
+)
+def test_the_guard_is_on_by_default_for_a_price(options, ngram):
+    config = MarsConfig(**options)
+    assert config.repeat_ngram == ngram
+    assert MarsConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
 def carrying(config):

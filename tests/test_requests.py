@@ -17,7 +17,7 @@ from vllm_mars.runner.requests_v1 import RequestsV1
 
 RATIO = MarsConfig(theta=0.9, theta_min=0.8)
 GAP = MarsConfig(metric="gap", theta=1.0, gap=0.5, gap_max=2.0)
-PRICE = MarsConfig(metric="price", price=0.25, price_max=0.5)
+PRICE = MarsConfig(metric="price", price=0.25, price_max=0.5, repeat_guard=0)
 
 
 def params(**extra_args):
@@ -304,3 +304,49 @@ class TestV1Sections:
         state = RequestsV1(MarsConfig(), 4, torch.device("cpu"))
         state.update_state(BatchUpdate(1, removed=[], added=[(0, params(), [8], [])], moved=[]))
         assert self.blocked(state, [3]) is None
+
+
+class TestV1RepeatGuard:
+    """No draft token completes a pair of tokens that its answer holds."""
+
+    SPAN, REPEAT = int(Verdict.SPAN), int(Verdict.REPEAT)
+
+    @staticmethod
+    def state(*outputs, **options):
+        state = RequestsV1(MarsConfig(repeat_guard=2, **options), 4, torch.device("cpu"))
+        added = [(place, params(), [1, 2, 3], output) for place, output in enumerate(outputs)]
+        state.update_state(BatchUpdate(len(outputs), removed=[], added=added, moved=[]))
+        return state
+
+    def test_the_answer_is_followed_and_the_prompt_may_be_copied(self):
+        output = []
+        state = self.state(output, [1, 2, 7, 1])
+        assert state.needs_output_tokens
+        found = margin(state, [1, 2, 3, 1, 2], [2, 7, 3]).blocked
+        assert found.tolist() == [0, 0, 0, 0, self.REPEAT, *[self.REPEAT] * 2, 0]
+        assert found.dtype == torch.int8
+        output += [5, 6]
+        assert margin(state, [5], []).blocked.tolist() == [0]
+        output += [5]
+        assert margin(state, [6, 5, 6], []).blocked.tolist() == [self.REPEAT] * 3
+
+    def test_ngrams_move_with_their_request(self):
+        state = self.state([5, 6, 5], [8, 9, 8])
+        margin(state, [6], [9])
+        swap = BatchUpdate(2, removed=[], added=[], moved=[(0, 1, MoveDirectionality.SWAP)])
+        state.update_state(swap)
+        assert margin(state, [6], [9]).blocked.tolist() == [0, 0]
+        assert margin(state, [9], [6]).blocked.tolist() == [self.REPEAT] * 2
+        added = [(0, params(), None, [])]
+        state.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
+        assert margin(state, [9], [6]).blocked.tolist() == [0, self.REPEAT]
+
+    def test_another_reason_stays(self):
+        state = self.state([5, 6, 5], strict_spans=((6, None),))
+        # The span is open from the answer on.
+        assert margin(state, [6, 5]).blocked.tolist() == [self.SPAN] * 2
+
+    def test_off(self):
+        state = RequestsV1(MarsConfig(theta=0.5), 4, torch.device("cpu"))
+        assert not state.needs_output_tokens
+        assert margin(state, [5, 5, 5, 5, 5]).blocked is None

@@ -29,6 +29,9 @@ _LIMITS = {"ratio": "theta_min", "gap": "gap_max", "price": "price_max"}
 _SHADOW = {metric: f"shadow_{name}s" for metric, name in METRICS.items()}
 _STRUCTURED = ("strict", "relaxed")
 _SCOPES = ("all", "reasoning")
+# Lengths of an n-gram that the guard against repetition can look for, and which one by default.
+_NGRAMS = range(2, 17)
+_DEFAULT_NGRAM = 4
 # A field that the front end fills in, not the user.
 _RESOLVED = {"resolved": True}
 
@@ -100,6 +103,8 @@ class MarsConfig:
             tell them apart (the grammar's mask holds either way).
         strict_spans: pairs of tokens between which verification is strict; None means the markers
             of the server's tool parser, () none.
+        repeat_guard: n, in [2, 16]: no token is relaxed that completes an n-gram which the answer
+            holds already; 0 for no guard, None for 4 with metric "price" and 0 with the others.
         scope: "all", or "reasoning" to relax only inside the model's thinking section.
         max_relaxed_share: most of a request's output tokens that may be relaxed, in [0, 1].
         shadow: verify strictly, and count what each of `shadow_thetas` (or `shadow_gaps`,
@@ -125,6 +130,7 @@ class MarsConfig:
     price_max: float | None = None
     structured: Literal["strict", "relaxed"] = "strict"
     strict_spans: tuple[Span, ...] | None = None
+    repeat_guard: int | None = None
     scope: Literal["all", "reasoning"] = "all"
     max_relaxed_share: float = 1.0
     shadow: bool = False
@@ -153,6 +159,7 @@ class MarsConfig:
             object.__setattr__(self, "protected_token_ids", _token_ids(self.protected_token_ids))
         self._check_client_options()
         self._check_scope()
+        self._check_repeat_guard()
         self._check_shadow()
 
     def _check_client_options(self) -> None:
@@ -205,6 +212,20 @@ class MarsConfig:
                 "limit, 0.1 lets a tenth of a request's tokens be relaxed."
             )
 
+    def _check_repeat_guard(self) -> None:
+        ngram = self.repeat_guard
+        if ngram is None:
+            return
+        if isinstance(ngram, bool) or not isinstance(ngram, int):
+            raise ValueError(
+                f"mars_repeat_guard={ngram!r} is a {type(ngram).__name__}, but must be an integer."
+            )
+        if ngram != 0 and ngram not in _NGRAMS:
+            raise ValueError(
+                f"mars_repeat_guard={ngram} is neither 0 nor in [{_NGRAMS[0]}, {_NGRAMS[-1]}]; 4 "
+                "relaxes no token that repeats four tokens of the answer, 0 switches the guard off."
+            )
+
     def _check_shadow(self) -> None:
         if not isinstance(self.shadow, bool):
             raise ValueError(
@@ -238,6 +259,13 @@ class MarsConfig:
         """How far a request's own threshold may go, by this server's metric; None for no limit."""
         limit: float | None = getattr(self, _LIMITS[self.metric])
         return limit
+
+    @property
+    def repeat_ngram(self) -> int:
+        """Tokens of an n-gram that no relaxed token may complete again; 0 for no guard."""
+        if self.repeat_guard is None:
+            return _DEFAULT_NGRAM if self.metric == "price" else 0
+        return self.repeat_guard
 
     @property
     def lossy(self) -> bool:

@@ -3,6 +3,7 @@
 Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter.
 """
 
+import itertools
 import math
 import unittest.mock
 
@@ -17,6 +18,8 @@ import oracle
 import steps_v2
 from steps_v2 import Request, Step, emitted, random_step
 from vllm_mars import MarsConfig
+from vllm_mars.kernels.terms import Verdict
+from vllm_mars.runner.repeats import AnswerNgrams
 
 STRICT = [MarsConfig(theta=1.0), MarsConfig(metric="gap", theta=1.0, gap=0.0)]
 LENGTHS = [3, 0, 5, 1, 2]
@@ -159,6 +162,33 @@ def test_greedy_below_1_follows_the_rule(processed):
         assert emitted(output) == expected
     assert relaxed > 0
     assert blocked > 0
+
+
+def test_no_relaxed_token_repeats_the_answer():
+    """A prompt of all pairs of tokens may be copied."""
+    prompt = [first for pair in itertools.product(range(5), repeat=2) for first in pair]
+    relaxed = repeated = 0
+    for seed in range(12):
+        step = random_step(seed, each(GREEDY), LENGTHS, vocab=5, ranks=(0, 1, 1))
+        rng = np.random.default_rng(seed)
+        for request in step.requests:
+            answer = rng.integers(0, 5, rng.integers(1, 8)).tolist()
+            request.tokens, request.prompt_len = prompt + answer, len(prompt)
+        output = step.run(MarsConfig(metric="gap", theta=1.0, gap=1000.0, repeat_guard=2))
+        expected, row = [], 0
+        for request, rows in zip(step.requests, rows_of(step, step.logits), strict=True):
+            repeats = AnswerNgrams(2).repeated(request.tokens[len(prompt) :], request.drafts)
+            row += len(request.drafts)
+            blocked = [Verdict.REPEAT * is_repeat for is_repeat in repeats]
+            given = rows, request.drafts, int(step.logits[row].argmax()), 1.0, 1000.0, frozenset()
+            verified = oracle.verify(*given, blocked)
+            expected.append(verified.tokens)
+            relaxed += verified.relaxed
+            repeated += verified.tokens != oracle.verify(*given).tokens
+            row += 1
+        assert emitted(output) == expected
+    assert relaxed > 0
+    assert repeated > 0
 
 
 def strict_by_position(step):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_mars import MarsConfig
-from vllm_mars.kernels import counting, greedy, sections, top2
+from vllm_mars.kernels import counting, greedy, repeats, sections, top2
 from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.margin import MarginRule
@@ -22,6 +22,7 @@ CONFIGS = [
     MarsConfig(theta=0.9),
     MarsConfig(theta=0.9, structured="relaxed", max_relaxed_share=0.5),
     MarsConfig(theta=0.9, strict_spans=((3, 4),), shadow=True),
+    MarsConfig(theta=0.9, structured="relaxed", repeat_guard=4),
 ]
 
 
@@ -65,6 +66,7 @@ def seen(monkeypatch):
         (greedy, "judge_kernel"),
         (counting, "count_kernel"),
         (sections, "block_kernel"),
+        (repeats, "repeat_kernel"),
     ):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), keys))
     return keys
@@ -86,6 +88,7 @@ def steps(vocab, stride, dtype):
         pytest.param(((1_033, 1_040), CONFIGS[0]), id="odd vocabulary"),
         pytest.param(((512, 768), CONFIGS[1]), id="budget"),
         pytest.param(((512, 512), CONFIGS[2]), id="shadow"),
+        pytest.param(((512, 512), CONFIGS[3]), id="guard"),
     ],
 )
 def served(request):
@@ -103,8 +106,8 @@ def all_margins(config, batch, num_draft):
         none = torch.zeros(batch, dtype=torch.int32)
         budget = RelaxedBudget(config.max_relaxed_share, none, none)
     blocked = torch.zeros(num_draft, dtype=torch.int8)
-    positions = [blocked] if config.strict_spans else [None, blocked]
-    if not config.strict_spans and config.structured == "relaxed":
+    positions = [blocked] if config.strict_spans or config.repeat_ngram else [None, blocked]
+    if positions[0] is None and config.structured == "relaxed":
         positions = [None]
     thresholds = ((0.9, 0.0), (torch.full((batch,), 0.9), torch.zeros(batch)))
     for (theta, gap), blocked in itertools.product(thresholds, positions):
@@ -119,9 +122,23 @@ def judge(rule, drafts, margin):
     rule.record(drafts, margin, judgement, accepted, {})
 
 
-def block(rule, drafts, ends):
-    """The kernel that V2's requests launch before each step that can have strict positions."""
-    if rule.config.strict_spans or rule.config.structured == "strict":
+def block(rule, drafts, ends, *, bonus_row_is_last):
+    """The kernels that requests launch before each step that can have strict positions."""
+    blocked = torch.zeros(len(drafts), dtype=torch.int8)
+    if rule.config.repeat_ngram:
+        prompt_len, total_len = torch.zeros(2, 5, dtype=torch.int32)
+        repeats.block_repeats(
+            blocked,
+            idx_mapping=torch.arange(len(ends), dtype=torch.int32) % 5,
+            all_token_ids=torch.zeros((5, 33), dtype=torch.int32),
+            prompt_len=prompt_len,
+            total_len=total_len,
+            draft_token_ids=drafts,
+            cu_num_draft_tokens=ends,
+            bonus_row_is_last=bonus_row_is_last,
+            length=rule.config.repeat_ngram,
+        )
+    if rule.config.strict_spans or rule.config.structured == "strict" or rule.config.repeat_ngram:
         states, scanned, structured, total_len = torch.zeros(4, 5, dtype=torch.int32)
         walk = Sections(rule.config)
         sections.blocked_rows(
@@ -151,7 +168,7 @@ def test_v1(seen, served):
         # What a processor has touched is float32, in order, and its bonus tokens are sampled.
         processed = logits.float().contiguous()[: len(drafts)]
         bonus = torch.zeros(batch, 1, dtype=torch.int32)
-        block(rule, drafts, cu)
+        block(rule, drafts, cu, bonus_row_is_last=False)
         longest = max(lengths)
         raw_step = Drafts(
             logits,
@@ -177,7 +194,7 @@ def test_v2(seen, served):
         inputs = torch.zeros(len(logits), dtype=torch.int32)
         # The runner's prefix sum starts with a 0 that is cut off: a view that is not aligned.
         ends = torch.tensor([0, *itertools.accumulate(length + 1 for length in lengths)]).int()[1:]
-        block(rule, inputs, ends)
+        block(rule, inputs, ends, bonus_row_is_last=True)
         step = Drafts(logits, inputs, ends, max_draft_len=LONGEST)
         for margin in all_margins(rule.config, len(lengths), len(logits)):
             rule.verify(step._replace(bonus_row_is_last=True), margin)

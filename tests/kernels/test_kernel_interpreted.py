@@ -4,13 +4,13 @@ import pytest
 
 from interpreter import run_checks
 
-CHECKS = [f"interpreted/check_{name}.py" for name in ("greedy", "warmup", "counting")]
+CHECKS = [f"interpreted/check_{name}.py" for name in ("greedy", "warmup", "counting", "repeats")]
 
 
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
     ("selection", "at_least"),
-    [("not nightly", 22), pytest.param("nightly", 13, marks=pytest.mark.nightly)],
+    [("not nightly", 35), pytest.param("nightly", 13, marks=pytest.mark.nightly)],
 )
 def test_under_the_interpreter(selection, at_least):
     run_checks(CHECKS, selection, at_least)

@@ -1,4 +1,4 @@
-"""Strict spans, the budget, the shadow mode and `mars_return` in real engines on a tiny model.
+"""Spans, the budget, the guard, the shadow mode and `mars_return` in real engines on a tiny model.
 
 What `mars_return` says is held against the target itself: its positions are exactly those whose
 token is not the target's first choice.
@@ -8,11 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import tiny_models
 from engines import engine_in_process
 from vllm_mars import MarsConfig
 from vllm_mars.config import METRICS, OPTION, STRICT
+from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.sections import Sections
 
 pytestmark = pytest.mark.engine
@@ -162,6 +164,36 @@ def test_nothing_is_relaxed_inside_a_span(engine):
     assert relaxed > 0
     # The prompt opened a span that nothing closes.
     assert returned(outputs[3])["relaxed_positions"] == []
+
+
+def relaxed_repeats(outputs):
+    """How many relaxed tokens complete four tokens that their answer holds already."""
+    found = 0
+    for output in outputs:
+        is_repeat = AnswerNgrams(4).repeated([], output.token_ids)
+        found += sum(is_repeat[position] for position in returned(output)["relaxed_positions"])
+    return found
+
+
+def test_no_relaxed_token_repeats_the_answer(engine, models, tmp_path):
+    """With a draft that knows three words; the guard is on by default with a price."""
+    draft = LlamaForCausalLM.from_pretrained(models[1])
+    with torch.no_grad():
+        draft.lm_head.weight[8:] = draft.lm_head.weight[:5] = 0
+    draft.save_pretrained(tmp_path)
+    loose = {
+        **{"model": str(tmp_path), "num_speculative_tokens": 6},
+        **{"mars_metric": "price", "mars_price": 1000.0},
+    }
+    with engine(**loose, mars_repeat_guard=0) as running:
+        assert relaxed_repeats(running.ask(max_tokens=64)) > 0
+        assert running.metrics("vllm:mars_refused_positions")["repeat",] == 0
+    with engine(**loose) as running:
+        for temperature in (0.0, 1.0):
+            outputs = running.ask(temperature=temperature, seed=1, max_tokens=64)
+            assert sum(returned(output)["num_relaxed_tokens"] for output in outputs) > 0
+            assert relaxed_repeats(outputs) == 0
+        assert running.metrics("vllm:mars_refused_positions")["repeat",] > 0
 
 
 @pytest.mark.parametrize(

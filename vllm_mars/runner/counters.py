@@ -40,7 +40,14 @@ INTERVAL = 1.0
 
 # Why the margin was not applied where it would have accepted the draft token, in the order of the
 # entries, and the label values of these reasons.
-REFUSALS = (Verdict.PROTECTED, Verdict.SPAN, Verdict.BUDGET, Verdict.STRUCTURED)
+REFUSALS = (
+    Verdict.PROTECTED,
+    Verdict.SPAN,
+    Verdict.BUDGET,
+    Verdict.STRUCTURED,
+    Verdict.LOSS,
+    Verdict.REPEAT,
+)
 REASONS = tuple(verdict.name.lower() for verdict in REFUSALS)
 
 

@@ -1,6 +1,6 @@
 """The requests in the batch of vLLM's V1 model runner, and what each brings to a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,9 @@ from vllm.v1.sample.logits_processor.interface import (
 )
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, most_relaxed
+from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict, most_relaxed
 from vllm_mars.requests import RequestOptions, options_of
+from vllm_mars.runner.repeats import AnswerNgrams, DeviceAnswer, DeviceAnswers
 from vllm_mars.runner.sections import Sections
 
 if TYPE_CHECKING:
@@ -28,12 +29,16 @@ class _Request:
     Attributes:
         options: what it chose.
         output: its output tokens; vLLM's own list, which grows.
+        ngrams: of the output, for the guard against repetition on a CPU.
+        answer: the output, for that guard on an accelerator.
         state: of `Sections`, after the prompt and the first `scanned` output tokens.
         scanned: how many output tokens the state has taken in.
     """
 
     options: RequestOptions
     output: list[int]
+    ngrams: AnswerNgrams
+    answer: DeviceAnswer
     state: int = 0
     scanned: int = 0
 
@@ -68,11 +73,16 @@ class RequestsV1(LogitsProcessor):
         self._thresholds: list[torch.Tensor] = []
         # Relaxed tokens of each request, by place.
         self._num_relaxed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._answers = DeviceAnswers(config.repeat_ngram, max_num_reqs, device, self._to_device)
 
     @property
     def needs_output_tokens(self) -> bool:
         """Whether the output lists of the batch must be up to date when a step is verified."""
-        return bool(self._sections) or self._config.max_relaxed_share < 1
+        return (
+            bool(self._sections)
+            or self._config.max_relaxed_share < 1
+            or self._config.repeat_ngram > 0
+        )
 
     def is_argmax_invariant(self) -> bool:
         """True: no logit changes."""
@@ -89,6 +99,7 @@ class RequestsV1(LogitsProcessor):
         if self._config.max_relaxed_share < 1:
             self._move_num_relaxed(batch_update)
         process_dict_updates(self._requests, batch_update, self._request)
+        self._answers.follow([request.answer for request in self._requests.values()])
         options = [request.options for request in self._requests.values()]
         self._has_own_threshold = any(o.threshold != self._config.threshold for o in options)
         self._has_structured = any(o.is_structured for o in options)
@@ -99,7 +110,11 @@ class RequestsV1(LogitsProcessor):
         self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
     ) -> _Request:
         state = self._sections.advance(0, prompt or ()) if self._sections else 0
-        return _Request(options_of(params, self._config), output, state)
+        return self._tracked(options_of(params, self._config), output, state)
+
+    def _tracked(self, options: RequestOptions, output: list[int], state: int = 0) -> _Request:
+        ngrams = AnswerNgrams(self._config.repeat_ngram)
+        return _Request(options, output, ngrams, DeviceAnswer(output), state)
 
     def _move_num_relaxed(self, update: BatchUpdate) -> None:
         size = self._num_relaxed.shape[0]
@@ -128,7 +143,7 @@ class RequestsV1(LogitsProcessor):
         """
         batch = drafts.cu_num_draft_tokens.shape[0]
         blocked = None
-        if self._sections or self._has_structured:
+        if self._sections or self._has_structured or self._config.repeat_ngram:
             blocked = self._blocked(drafts)
         budget = None
         if self._config.max_relaxed_share < 1:
@@ -163,7 +178,8 @@ class RequestsV1(LogitsProcessor):
         return {place: ids[place] for place in places if self._of_place(place).options.wants_return}
 
     def _of_place(self, place: int) -> _Request:
-        return self._requests.get(place) or _Request(RequestOptions(self._config.threshold), [])
+        request = self._requests.get(place)
+        return request or self._tracked(RequestOptions(self._config.threshold), [])
 
     def _blocked(self, drafts: Drafts) -> torch.Tensor:
         ids, ends = drafts.draft_token_ids, drafts.cu_num_draft_tokens
@@ -177,8 +193,14 @@ class RequestsV1(LogitsProcessor):
         is_structured = [request.options.is_structured for request in requests]
         if self._device.type == "cpu":
             lists = ids.tolist(), ends.tolist()
-            blocked = list(self._sections.blocked(states, is_structured, *lists))
-            return torch.tensor(blocked, dtype=torch.int8)
+            reasons = list(self._sections.blocked(states, is_structured, *lists))
+            if self._config.repeat_ngram:
+                repeats = self._repeats(requests, *lists)
+                reasons = [
+                    reason or Verdict.REPEAT * is_repeat
+                    for reason, is_repeat in zip(reasons, repeats, strict=True)
+                ]
+            return torch.tensor(reasons, dtype=torch.int8)
         from vllm_mars.kernels.sections import blocked_rows
 
         none = torch.zeros(len(requests), dtype=torch.int32, device=self._device)
@@ -196,7 +218,17 @@ class RequestsV1(LogitsProcessor):
             thinking=self._sections.thinking,
             only_thinking=self._sections.only_thinking,
         )
-        return rows[: ids.shape[0]]
+        blocked = rows[: ids.shape[0]]
+        if self._config.repeat_ngram:
+            self._answers.block_repeats(blocked, [request.answer for request in requests], drafts)
+        return blocked
+
+    @staticmethod
+    def _repeats(requests: list[_Request], drafts: list[int], ends: list[int]) -> Iterator[bool]:
+        begin = 0
+        for request, end in zip(requests, ends, strict=True):
+            yield from request.ngrams.repeated(request.output, drafts[begin:end])
+            begin = end
 
     def _to_device(self, values: Sequence[float]) -> torch.Tensor:
         # New memory each time: an earlier copy may not have been made yet, with steps queued ahead.

@@ -120,6 +120,22 @@ class RequestsV2(LogitsProcessor):
                 thinking=self._sections.thinking,
                 only_thinking=self._sections.only_thinking,
             )
+        if self._config.repeat_ngram:
+            from vllm_mars.kernels.repeats import block_repeats
+
+            if blocked is None:
+                blocked = input_token_ids.new_zeros(input_token_ids.shape, dtype=torch.int8)
+            block_repeats(
+                blocked,
+                idx_mapping=idx_mapping,
+                all_token_ids=states.all_token_ids.gpu,
+                prompt_len=states.prompt_len.gpu,
+                total_len=states.total_len.gpu,
+                draft_token_ids=input_token_ids,
+                cu_num_draft_tokens=cu_num_logits,
+                bonus_row_is_last=True,
+                length=self._config.repeat_ngram,
+            )
         budget = None
         if self._config.max_relaxed_share < 1:
             produced = states.total_len.gpu[idx_mapping] - states.prompt_len.gpu[idx_mapping]

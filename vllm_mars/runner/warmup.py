@@ -42,7 +42,7 @@ def warm_up_v1(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
         rule.verify(drafts._replace(max_draft_len=length), margin)
     for margin in margins:
         _judge(rule, steps[-1], margin)
-    _block(rule, logits.device)
+    _block(rule, logits.device, bonus_row_is_last=False)
 
 
 def warm_up_v2(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: int) -> None:
@@ -62,7 +62,7 @@ def warm_up_v2(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
         for margin in _margins(rule, logits.device, num_draft=2):
             rule.verify(drafts._replace(bonus_row_is_last=True), margin)
             _judge(rule, drafts, margin)
-    _block(rule, logits.device)
+    _block(rule, logits.device, bonus_row_is_last=True)
 
 
 def _judge(rule: MarginRule, drafts: Drafts, margin: Margin) -> None:
@@ -74,14 +74,15 @@ def _judge(rule: MarginRule, drafts: Drafts, margin: Margin) -> None:
         rule.record(drafts, margin, judgement, none, {})
 
 
-def _block(rule: MarginRule, device: torch.device) -> None:
-    """The kernel that says which positions are strict."""
+def _block(rule: MarginRule, device: torch.device, *, bonus_row_is_last: bool) -> None:
+    """The kernels that say which positions are strict."""
     if not _may_block(rule):
         return
+    from vllm_mars.kernels.repeats import block_repeats
     from vllm_mars.kernels.sections import blocked_rows
 
     sections = Sections(rule.config)
-    blocked_rows(
+    blocked = blocked_rows(
         states=_ids(0, device),
         scanned=_ids(0, device),
         is_structured=_ids(0, device),
@@ -94,6 +95,18 @@ def _block(rule: MarginRule, device: torch.device) -> None:
         thinking=sections.thinking,
         only_thinking=sections.only_thinking,
     )
+    if rule.config.repeat_ngram:
+        block_repeats(
+            blocked,
+            idx_mapping=_ids(0, device),
+            all_token_ids=_ids(0, device)[None],
+            prompt_len=_ids(0, device),
+            total_len=_ids(0, device),
+            draft_token_ids=_ids(0, device),
+            cu_num_draft_tokens=_ids(1, device),
+            bonus_row_is_last=bonus_row_is_last,
+            length=rule.config.repeat_ngram,
+        )
 
 
 def _margins(rule: MarginRule, device: torch.device, num_draft: int) -> list[Margin]:
@@ -101,7 +114,7 @@ def _margins(rule: MarginRule, device: torch.device, num_draft: int) -> list[Mar
     threshold = rule.config.threshold
     own = [torch.full((1,), value, device=device) for value in threshold]
     blocked: list[torch.Tensor | None] = []
-    if not Sections(rule.config):
+    if not Sections(rule.config) and not rule.config.repeat_ngram:
         blocked.append(None)
     if _may_block(rule):
         blocked.append(torch.zeros(num_draft, dtype=torch.int8, device=device))
@@ -117,7 +130,8 @@ def _margins(rule: MarginRule, device: torch.device, num_draft: int) -> list[Mar
 
 
 def _may_block(rule: MarginRule) -> bool:
-    return bool(Sections(rule.config)) or rule.config.structured == "strict"
+    config = rule.config
+    return bool(Sections(config)) or config.structured == "strict" or config.repeat_ngram > 0
 
 
 def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:
