@@ -26,6 +26,9 @@ from vllm_mars.local.result_file import write_json
 NUM_DRAFT_TOKENS = 4
 VOCAB = 49_152
 THETA = 0.9
+# The guard against repetition, and how many tokens each answer has by then.
+NGRAM = 4
+ANSWER = 512
 
 
 def time_in_turn(
@@ -97,8 +100,10 @@ def step(batch: int, temperature: float, top_p: float | None) -> tuple[Any, torc
 
 
 def measure_samplers(runs: int) -> list[dict[str, Any]]:
-    """vLLM's sampler against MARS at theta 0.9, without and with the counters of a server."""
+    """vLLM's sampler against MARS at theta 0.9, with a server's counters, and with the guard."""
+    from vllm import SamplingParams
     from vllm.platforms import current_platform
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
 
@@ -111,18 +116,22 @@ def measure_samplers(runs: int) -> list[dict[str, Any]]:
     current_platform.register_triton_kernel_overrides()
     mend()
     device = torch.device("cpu")
-    config = MarsConfig(theta=THETA)
-    mars, counting = (
+    plain = MarsConfig(theta=THETA)
+    mars, counting, guarded = (
         MarsRejectionSampler(
             Sampler(), None, device, config, [0, 1, 2], RequestsV1(config, 32, device)
         )
-        for _ in range(2)
+        for config in (plain, plain, MarsConfig(theta=THETA, repeat_guard=NGRAM))
     )
+    answers = torch.randint(VOCAB, (32, ANSWER)).tolist()
+    added = [(place, SamplingParams(), None, answer) for place, answer in enumerate(answers)]
+    guarded.requests.update_state(BatchUpdate(32, removed=[], added=added, moved=[]))
     counting.rule.counters = Counters(CounterLayout(NUM_DRAFT_TOKENS), device)
     samplers = {
         "vllm": RejectionSampler(Sampler(), None, device),
         "mars": mars,
         "mars_counting": counting,
+        "mars_guarded": guarded,
     }
     results = []
     for batch in (1, 32):
@@ -141,14 +150,18 @@ def measure_samplers(runs: int) -> list[dict[str, Any]]:
                 runs,
             )
             ratios = [m / v for m, v in zip(seconds["mars"], seconds["vllm"], strict=True)]
-            added = [c - m for c, m in zip(seconds["mars_counting"], seconds["mars"], strict=True)]
+            counting_adds, guard_adds = (
+                [s - m for s, m in zip(seconds[key], seconds["mars"], strict=True)]
+                for key in ("mars_counting", "mars_guarded")
+            )
             results.append(
                 {
                     "batch": batch,
                     "requests": name,
                     **{key: summary(values) for key, values in seconds.items()},
                     "median_ratio_mars_to_vllm": statistics.median(ratios),
-                    "median_ms_counting_adds": statistics.median(added) * 1e3,
+                    "median_ms_counting_adds": statistics.median(counting_adds) * 1e3,
+                    "median_ms_guard_adds": statistics.median(guard_adds) * 1e3,
                 }
             )
     return results
@@ -199,7 +212,10 @@ def main() -> int:
     result = {
         "schema": "vllm-mars/sampler-cpu/1",
         **describe_run(None),
-        "config": {"k": NUM_DRAFT_TOKENS, "vocab": VOCAB, "theta": THETA, "dtype": "float32"},
+        "config": {
+            **{"k": NUM_DRAFT_TOKENS, "vocab": VOCAB, "theta": THETA, "dtype": "float32"},
+            **{"repeat_guard": NGRAM, "answer_tokens": ANSWER},
+        },
         "threads": torch.get_num_threads(),
         "samplers": measure_samplers(args.runs),
         "reductions_160_rows": measure_reductions(args.runs),
@@ -210,6 +226,7 @@ def main() -> int:
             f" vLLM {row['vllm']['median_ms']:8.2f} ms   MARS {row['mars']['median_ms']:8.2f} ms"
             f"   ratio {row['median_ratio_mars_to_vllm']:.2f}"
             f"   counting adds {row['median_ms_counting_adds']:.2f} ms"
+            f"   guard adds {row['median_ms_guard_adds']:.2f} ms"
         )
     for name, values in result["reductions_160_rows"].items():
         print(f"{name:<53} {values['median_ms']:8.2f} ms")
