@@ -279,7 +279,7 @@ def verify_greedy(
         output,
         num_accepted.int(),
         num_relaxed,
-        lost.float() / 2**LOSS_BITS,
+        lost,
         top2(rows)[0] if with_verdicts else None,
         verdicts if with_verdicts else None,
         loss if with_verdicts else None,

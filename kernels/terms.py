@@ -209,8 +209,7 @@ class VerifyOutput(NamedTuple):
             corrected or the bonus token, then -1.
         num_accepted: `[batch]` int32, accepted draft tokens.
         num_relaxed: `[batch]` int32, those of them that only the margin accepted.
-        loss: `[batch]` float32, nats that these lost: the sum of their
-            log p(first choice) - log p(token), each rounded up to 2**-LOSS_BITS.
+        lost: `[batch]` int64, what these lost against the first choice: the sum of their `losses`.
         top2_values: as in `Judgement`.
         verdicts: `[num_draft]` int8 or None, a `Verdict` each.
         losses: as in `Judgement`.
@@ -219,10 +218,15 @@ class VerifyOutput(NamedTuple):
     output_token_ids: torch.Tensor
     num_accepted: torch.Tensor
     num_relaxed: torch.Tensor
-    loss: torch.Tensor
+    lost: torch.Tensor
     top2_values: torch.Tensor | None = None
     verdicts: torch.Tensor | None = None
     losses: torch.Tensor | None = None
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """`lost` in nats: the sum of log p(first choice) - log p(token); float32 `[batch]`."""
+        return self.lost.float() / 2**LOSS_BITS
 
     @property
     def judgement(self) -> Judgement | None:
@@ -245,7 +249,7 @@ def new_output(
         empty(batch, drafts.max_draft_len + 1, dtype=token_dtype),
         empty(batch),
         empty(batch),
-        empty(batch, dtype=torch.float32),
+        empty(batch, dtype=torch.int64),
         empty(num_draft, 2, dtype=torch.float32) if with_verdicts else None,
         empty(num_draft, dtype=torch.int8) if with_verdicts else None,
         empty(num_draft) if with_verdicts else None,
