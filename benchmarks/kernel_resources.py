@@ -222,6 +222,7 @@ def _count() -> Variant:
         "counts_ptr": "*i64",
         "top2_values_ptr": "*fp32",
         "verdicts_ptr": "*i8",
+        "losses_ptr": "*i32",
         "num_accepted_ptr": "*i32",
         "draft_token_ids_ptr": "*i32",
         "cu_num_draft_tokens_ptr": "*i32",

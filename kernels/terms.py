@@ -54,7 +54,21 @@ def share_units(share: float) -> int:
 
 def loss_rate(nats_per_token: float) -> int:
     """What `LossBudget` adds per output token, in units of 2**-SHARE_BITS nats, rounded down."""
-    return min(math.floor(nats_per_token * 2**SHARE_BITS), NO_BOUND)
+    return math.floor(min(nats_per_token * 2**SHARE_BITS, NO_BOUND))
+
+
+def most_lost(rate: int, burst: int, num_output_tokens: int) -> int:
+    """What so many output tokens may lose, in units of 2**-LOSS_BITS nats."""
+    return (rate * num_output_tokens >> (SHARE_BITS - LOSS_BITS)) + burst
+
+
+def lost_before(rate: int, burst: int, num_output_tokens: int) -> int:
+    """What a request is taken to have lost of the output that it comes with: all that it could.
+
+    A new request, and one without a bound, has lost nothing.
+    """
+    known = num_output_tokens > 0 and rate < NO_BOUND
+    return most_lost(rate, burst, num_output_tokens) if known else 0
 
 
 def loss_units(nats: float) -> int:
@@ -268,4 +282,5 @@ class CounterStarts(NamedTuple):
     low_margin: int
     ratio: int
     ratio_sum: int
+    lost: int
     refused: int

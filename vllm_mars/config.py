@@ -25,6 +25,8 @@ METRICS = {"ratio": "theta", "gap": "gap", "price": "price"}
 _LIMITS = {"ratio": "theta_min", "gap": "gap_max", "price": "price_max"}
 _STRUCTURED = ("strict", "relaxed")
 _SCOPES = ("all", "reasoning")
+# In nats: what one token can lose at most, and 2**30 of the kernels' units.
+MOST_BURST = 16384
 _SHADOW_THETAS = (0.84, 0.88, 0.9, 0.92, 0.96)
 # A field that the front end fills in, not the user.
 _RESOLVED = {"resolved": True}
@@ -99,6 +101,9 @@ class MarsConfig:
             of the server's tool parser, () none.
         scope: "all", or "reasoning" to relax only inside the model's thinking section.
         max_relaxed_share: most of a request's output tokens that may be relaxed, in [0, 1].
+        max_loss: most that the relaxed tokens of a request may lose against the target's first
+            choices, in nats per output token, >= 0; None sets no bound.
+        loss_burst: nats that a request may lose beyond that, in [0, 16384].
         shadow: verify strictly, and count what each of `shadow_thetas` would have accepted.
         shadow_thetas: thresholds to count, each in (0, 1], in any order.
         thinking: ids of the tokens that begin and end the thinking section; filled in by the front
@@ -121,6 +126,8 @@ class MarsConfig:
     strict_spans: tuple[Span, ...] | None = None
     scope: Literal["all", "reasoning"] = "all"
     max_relaxed_share: float = 1.0
+    max_loss: float | None = None
+    loss_burst: float = 1.0
     shadow: bool = False
     shadow_thetas: tuple[float, ...] = _SHADOW_THETAS
     thinking: tuple[int, int] | None = dataclasses.field(default=None, metadata=_RESOLVED)
@@ -195,6 +202,14 @@ class MarsConfig:
             raise ValueError(
                 f"mars_max_relaxed_share={self.max_relaxed_share} is outside [0, 1]; 1 sets no "
                 "limit, 0.1 lets a tenth of a request's tokens be relaxed."
+            )
+        if self.max_loss is not None:
+            check_max_loss(self.max_loss)
+        _require_number("mars_loss_burst", self.loss_burst)
+        if not 0 <= self.loss_burst <= MOST_BURST:
+            raise ValueError(
+                f"mars_loss_burst={self.loss_burst} is outside [0, {MOST_BURST}]; 1 lets an answer "
+                "lose one nat beyond mars_max_loss for each of its tokens."
             )
 
     def _check_shadow(self) -> None:
@@ -350,6 +365,16 @@ def check_nats(nats: object, name: str = "mars_gap") -> None:
     _require_number(name, nats)
     if not 0 <= nats <= sys.float_info.max:  # type: ignore[operator]
         raise ValueError(f"{name}={nats} is outside [0, inf); 0 switches the relaxation off.")
+
+
+def check_max_loss(nats: object) -> None:
+    """Raises ValueError unless a bound on the loss is a finite number >= 0."""
+    _require_number("mars_max_loss", nats)
+    if not 0 <= nats <= sys.float_info.max:  # type: ignore[operator]
+        raise ValueError(
+            f"mars_max_loss={nats} is outside [0, inf); leave it out to set no bound, 0.02 lets an "
+            "answer lose 0.02 nats for each of its tokens."
+        )
 
 
 def lock_is_on() -> bool:

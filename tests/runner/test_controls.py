@@ -4,6 +4,7 @@ What `mars_return` says is held against the target itself: its positions are exa
 token is not the target's first choice.
 """
 
+import math
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import tiny_models
 from engines import engine_in_process
+from promise import check_promise
 from vllm_mars import MarsConfig
 from vllm_mars.runner.sections import Sections
 
@@ -18,6 +20,9 @@ pytestmark = pytest.mark.engine
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
 SHARE = 0.125
+BOUNDS = (math.inf, 0.5, 0.1, 0.0)
+OWN_BOUNDS = [{"mars_max_loss": bound} if bound < math.inf else {} for bound in BOUNDS]
+NOTHING = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +44,20 @@ class Engine:
         self.llm = llm
 
     def ask(self, prompts=PROMPTS, **sampling):
-        """CompletionOutput of each prompt."""
+        """CompletionOutput of each prompt; `extra_args` of all, or of each in a list."""
         from vllm import SamplingParams
 
-        extra_args = {"mars_return": True, **sampling.pop("extra_args", {})}
-        params = SamplingParams(
-            **{"temperature": 0, "max_tokens": 48, "ignore_eos": True, **sampling},
-            detokenize=False,
-            extra_args=extra_args,
-        )
+        extra_args = sampling.pop("extra_args", {})
+        if isinstance(extra_args, dict):
+            extra_args = [extra_args] * len(prompts)
+        params = [
+            SamplingParams(
+                **{"temperature": 0, "max_tokens": 48, "ignore_eos": True, **sampling},
+                detokenize=False,
+                extra_args={"mars_return": True, **own},
+            )
+            for own in extra_args
+        ]
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [out.outputs[0] for out in self.llm.generate(given, params, use_tqdm=False)]
 
@@ -106,14 +116,30 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
         assert sum(running.metrics("vllm:mars_relaxed_tokens").values()) >= relaxed
 
         for output in running.ask(extra_args={option: 0}):
-            expected = {metric: 0.0, "num_relaxed_tokens": 0, "relaxed_positions": []}
-            assert returned(output) == expected
+            assert returned(output) == {metric: 0.0, **NOTHING}
         cut = running.ask(max_tokens=5)
         for whole, part in zip(outputs, cut, strict=True):
             positions = returned(whole)["relaxed_positions"]
             assert returned(part)["relaxed_positions"] == [p for p in positions if p < 5]
         silent = running.ask(extra_args={"mars_return": False})
         assert all(output.spec_decode_metrics is None for output in silent)
+
+        # Bounds of their own in one batch; the first request has none.
+        refused = 0
+        for temperature in (0.0, 1.0):
+            answers = running.ask(temperature=temperature, seed=1, extra_args=OWN_BOUNDS)
+            if not temperature:
+                assert answers[0].token_ids == outputs[0].token_ids
+            for prompt, output, bound in zip(PROMPTS, answers, BOUNDS, strict=True):
+                told, tokens = returned(output), list(output.token_ids)
+                lost = check_promise(models[2], prompt, tokens, told, bound)
+                assert lost == pytest.approx(sum(told["loss_nats"]), abs=0.01)
+            assert sum(returned(answers[1])["loss_nats"]) > 0
+            now = running.metrics("vllm:mars_refused_positions")["loss",]
+            assert now > refused
+            refused = now
+        told = sum(sum(returned(output)["loss_nats"]) for output in outputs)
+        assert sum(running.metrics("vllm:mars_lost_nats").values()) > told > 0
 
         # Sampled requests are told what the margin accepted without a draw.
         hot = running.ask(temperature=1.0, seed=3, extra_args={option: 2.0})
@@ -175,7 +201,7 @@ def test_shadow_mode_is_strict_and_counts_what_others_would_accept(engine):
         assert sum(running.metrics("vllm:mars_relaxed_tokens").values()) == 0
         assert sum(running.metrics("vllm:mars_low_margin_positions").values()) > 0
     assert [out.token_ids for out in shadow] == [out.token_ids for out in strict]
-    assert returned(shadow[0]) == {"theta": 1.0, "num_relaxed_tokens": 0, "relaxed_positions": []}
+    assert returned(shadow[0]) == {"theta": 1.0, **NOTHING}
     by_theta = [
         sum(counted[f"{theta:g}", str(position)] for position in range(3)) for theta in thetas
     ]
