@@ -78,13 +78,13 @@ class RequestsV1(LogitsProcessor):
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
         self._has_own_threshold = self._has_structured = self._has_returns = False
+        self._has_loss_bound = False
         # Theta, gap and price by place, once a request has its own.
         self._thresholds: list[torch.Tensor] = []
         # Relaxed tokens of each request, by place.
         self._num_relaxed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         # What each lost, by place, in units of 2**-LOSS_BITS nats, while any has a bound.
         self._lost = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self._has_loss_bound = self._limits_loss(RequestOptions(config.threshold))
         self._loss_rates: torch.Tensor | None = None
 
     @property
