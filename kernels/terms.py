@@ -53,8 +53,13 @@ def share_units(share: float) -> int:
 
 
 def loss_rate(nats_per_token: float) -> int:
-    """What `LossBudget` adds per output token, in units of 2**-SHARE_BITS nats, rounded down."""
-    return math.floor(min(nats_per_token * 2**SHARE_BITS, NO_BOUND))
+    """What `LossBudget` adds per output token, in units of 2**-SHARE_BITS nats, rounded down.
+
+    Infinity is `NO_BOUND`, and any number less.
+    """
+    if nats_per_token == math.inf:
+        return NO_BOUND
+    return math.floor(min(nats_per_token * 2**SHARE_BITS, NO_BOUND - 1))
 
 
 def most_lost(rate: int, burst: int, num_output_tokens: int) -> int:

@@ -1,6 +1,7 @@
 """A request's own options: what is read, what is refused, and how a batch follows them."""
 
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -334,6 +335,12 @@ class TestV1LossBound:
 
     def test_a_request_that_comes_back_has_lost_all_that_it_could(self):
         assert self.lost(self.state([1] * 9, []), 2) == [11 * 2**15, 0]
+
+    def test_the_largest_bound_is_one(self):
+        config = MarsConfig(max_loss=sys.float_info.max, loss_burst=16384.0)
+        bound = margin(self.state([1] * 4, config=config), []).loss_budget
+        assert bound.rate.tolist() == [NO_BOUND - 1]
+        assert bound.lost.tolist() == [(4 * (NO_BOUND - 1) >> 14) + 2**30]
 
     def test_swapped_moved_and_replaced(self):
         state = self.state([1], [2], [3])

@@ -90,7 +90,8 @@ class MarsConfig:
         price: of metric "price", nats that a draft token gained may cost, >= 0; 0 with another.
         protected_token_ids: tokens at which verification stays strict; None means the
             end-of-sequence and special tokens of the model, () none.
-        client_control: whether a request may choose its own theta (or gap, or price).
+        client_control: whether a request may choose its own theta (or gap, or price) and a smaller
+            `max_loss`.
         theta_min: lower limit of a request's own theta, in [0, 1]; 0 sets none. It does not bind
             the server's own `theta`.
         gap_max: upper limit of a request's own gap in nats, >= 0; None sets none.
