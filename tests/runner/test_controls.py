@@ -147,12 +147,15 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_budget_holds_after_every_token(engine, temperature):
-    with engine(mars_metric="gap", mars_gap=1000.0, mars_max_relaxed_share=SHARE) as running:
+def test_both_budgets_hold_after_every_token(engine, models, temperature):
+    limits = {"mars_max_relaxed_share": SHARE, "mars_max_loss": 0.25, "mars_loss_burst": 2.0}
+    with engine(mars_metric="gap", mars_gap=1000.0, **limits) as running:
         outputs = running.ask(temperature=temperature, seed=1, max_tokens=64)
         most = 0
-        for output in outputs:
-            positions = returned(output)["relaxed_positions"]
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            tokens, told = list(output.token_ids), returned(output)
+            check_promise(models[2], prompt, tokens, told, 0.25, burst=2.0)
+            positions = told["relaxed_positions"]
             for count, position in enumerate(positions, start=1):
                 assert count <= SHARE * (position + 1)
             most = max(most, len(positions))
