@@ -55,6 +55,8 @@ class RequestsV2(LogitsProcessor):
         self._lost = StagedWriteTensor(slots, dtype=torch.int64, device=device)
         self._loss_rate = UvaBackedTensor(slots, dtype=torch.int64)
         self._has_loss_bound = np.zeros(slots, dtype=bool)
+        # Output tokens that each came with.
+        self._produced = np.zeros(slots, dtype=np.int64)
         add_request = req_states.add_request
 
         def add_and_note(
@@ -69,9 +71,9 @@ class RequestsV2(LogitsProcessor):
         if self._sections:
             self._state.stage_write_elem(slot, self._sections.advance(0, tokens))
         self._scanned.stage_write_elem(slot, len(tokens))
-        # Of a request that comes back after a preemption nobody knows what was relaxed: it is taken
-        # to be all that the budget allowed.
-        produced = len(tokens) - prompt_len
+        # Of a request that comes back after a preemption nobody knows what was relaxed and lost: it
+        # is taken to be all that was allowed.
+        self._produced[slot] = produced = len(tokens) - prompt_len
         self._num_relaxed.stage_write_elem(
             slot, most_relaxed(self._config.max_relaxed_share, produced)
         )
@@ -84,10 +86,9 @@ class RequestsV2(LogitsProcessor):
         self._is_own[req_idx] = options.threshold != self._config.threshold
         self._is_structured.np[req_idx] = options.is_structured
         self._wants_return[req_idx] = options.wants_return
-        rate, states = loss_rate(options.max_loss), self._req_states
-        produced = int(states.prefill_len.np[req_idx] - states.prompt_len.np[req_idx])
-        burst = loss_units(self._config.loss_burst)
-        self._lost.stage_write_elem(req_idx, lost_before(rate, burst, produced))
+        rate, burst = loss_rate(options.max_loss), loss_units(self._config.loss_burst)
+        lost = lost_before(rate, burst, int(self._produced[req_idx]))
+        self._lost.stage_write_elem(req_idx, lost)
         self._loss_rate.np[req_idx] = rate
         self._has_loss_bound[req_idx] = options.max_loss < math.inf and not self._config.shadow
         return False
