@@ -53,7 +53,7 @@ def verify_greedy(
     if num_draft:
         index = np.minimum((ends - counts)[:, None] + offsets, num_draft - 1)
         if margin.price is not None:
-            _keep_best_stop(verdicts, losses, index, counts, _price_units(margin.price))
+            keep_best_stop(verdicts, losses, index, counts, _price_units(margin.price))
         relaxed = (verdicts == Verdict.RELAXED) & (not dry_run)
         accepted |= relaxed
         kept = np.logical_and.accumulate(is_draft & accepted[index], axis=1)
@@ -228,7 +228,7 @@ def _keep_budgets(
             lost[request] += loss
 
 
-def _keep_best_stop(
+def keep_best_stop(
     verdicts: np.ndarray,
     losses: np.ndarray,
     index: np.ndarray,

@@ -1,7 +1,7 @@
 """Engines and servers for tests, each on the smallest footing that its subject allows.
 
 - `engine_in_process`: seconds for a tiny model, which is what it is mostly for.
-- `packaged_engine`: the packaged model, its engine core in a process of its own.
+- `packaged_engine`: the packaged model, engine core and worker in processes of their own.
 - `packaged_server`: the packaged model behind `vllm serve`.
 """
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
 MARS = {**NGRAM, "rejection_sample_method": "mars"}
-# Of its own accord vLLM's CPU build starts the worker in a process of its own, and the engine core
-# keeps a core busy while it waits for it.
-EXECUTOR = "uni"
 # Without the prefix cache, whose prefills round differently: tokens are compared.
 PACKAGED = {"max_model_len": 1024, "max_num_seqs": 8, "enable_prefix_caching": False}
 LOSSY = {
@@ -41,8 +38,12 @@ LOSSY = {
 @contextlib.contextmanager
 def engine_in_process(model: Path, speculative_config: dict | None, **options) -> Iterator[LLM]:
     """An engine that shares this process with its worker, unless it has several ranks."""
+    from llvmlite.binding import ffi
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    # On a CPU vLLM looks through all modules as an engine starts, and once ngram drafts have loaded
+    # llvmlite, it takes a function of LLVM for the dictionary of this object.
+    ffi.lib._fntab["__dict__"] = {}
     given = {
         "skip_tokenizer_init": True,
         "max_model_len": 128,
@@ -50,7 +51,7 @@ def engine_in_process(model: Path, speculative_config: dict | None, **options) -
         **options,
     }
     # vLLM leaves variables behind, for the children that it would start.
-    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+    with mock.patch.dict(os.environ):
         try:
             with _engine(model, speculative_config, **given) as llm:
                 yield llm
@@ -58,10 +59,12 @@ def engine_in_process(model: Path, speculative_config: dict | None, **options) -
             cleanup_dist_env_and_memory()
 
 
-def packaged_engine(model: Path, speculative_config: dict | None, **options):
-    """An engine with its worker in another process than this one."""
-    given = {"distributed_executor_backend": EXECUTOR, **PACKAGED, **options}
-    return _engine(model, speculative_config, **given)
+@contextlib.contextmanager
+def packaged_engine(model: Path, speculative_config: dict | None, **options) -> Iterator[LLM]:
+    """An engine as vLLM's CPU build starts it of its own accord, with two processes more."""
+    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}):
+        with _engine(model, speculative_config, **PACKAGED, **options) as llm:
+            yield llm
 
 
 @contextlib.contextmanager
@@ -91,7 +94,6 @@ def packaged_server(model: Path, speculative_config: dict, directory: Path, *arg
         [
             *("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024"),
             *("--max-num-seqs", "16", "--served-model-name", "model"),
-            *("--distributed-executor-backend", EXECUTOR),
             *("--speculative-config", json.dumps(speculative_config)),
             *arguments,
         ],

@@ -92,9 +92,14 @@ def test_options_travel_as_json():
             "mars_gap_max=1 belongs to metric 'gap', but .* set mars_price_max instead",
         ),
         (
-            {"mars_metric": "price", "mars_price": 1, "mars_shadow": True},
-            "mars_shadow=true counts thetas, but mars_metric is 'price'",
+            {"mars_metric": "price", "mars_shadow": True, "mars_shadow_thetas": [0.9]},
+            "mars_shadow_thetas.* belongs to metric 'ratio', but .* set mars_shadow_prices instead",
         ),
+        (
+            {"mars_metric": "price", "mars_shadow": True, "mars_shadow_prices": [-1]},
+            r"mars_shadow_prices=-1 is outside \[0, inf\)",
+        ),
+        ({"mars_shadow_gaps": [1]}, r"mars_shadow_gaps=\[1\] belongs to the shadow mode; add"),
         ({"mars_metric": "gap"}, "mars_metric='gap' needs mars_gap"),
         ({"mars_metric": "gap", "mars_gap": -1}, r"mars_gap=-1 is outside \[0, inf\)"),
         ({"mars_metric": "gap", "mars_gap": math.inf}, "mars_gap=inf is outside"),

@@ -1,6 +1,7 @@
 """The plugin in real processes: options, errors before a model is loaded, nothing when unasked."""
 
 import json
+import logging
 import os
 import pkgutil
 import subprocess
@@ -69,6 +70,24 @@ def test_every_hook_is_there():
     """A hook is text, which no type checker follows."""
     for hook in HOOKS.values():
         assert callable(pkgutil.resolve_name(hook))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, True),
+        ({"mars-theta": 0.9}, False),
+        ({"mars_metric": "price", "mars_price": 0.25}, False),
+        ({"mars_shadow": True}, False),
+    ],
+)
+def test_a_threshold_that_nobody_chose_is_named(packaged_model, monkeypatch, caplog, options, said):
+    # The first one in a process sets vLLM's loggers up.
+    engine_config(packaged_model, NGRAM)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    engine_config(packaged_model, {**MARS, **options})
+    note = "so mars_theta is the paper's 0.9: lossy, and nothing bounds how much an answer loses."
+    assert (note in caplog.text) == said
 
 
 def test_options_reach_the_workers_config(packaged_model):

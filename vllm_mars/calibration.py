@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.config import METHOD, check_nats, check_theta
+from vllm_mars.config import METHOD, OPTION, check_threshold
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 AUTO = "auto:"
 KIND = "calibration"
 SCHEMA = 1
-# Which option takes the threshold of which metric.
-OPTION = {"ratio": "mars_theta", "gap": "mars_gap"}
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _FIRST_BYTES = 1 << 20
@@ -42,7 +40,7 @@ def resolve_auto(
         or weights that could not be compared.
 
     Raises:
-        ValueError: the file cannot be read, is not a calibration, is of the other metric, or of
+        ValueError: the file cannot be read, is not a calibration, is of another metric, or of
             another model.
     """
     config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
@@ -96,13 +94,14 @@ def read_calibration(path: Path, given: str | None = None) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{given} lacks {', '.join(missing)}; {way_out}")
     if content["metric"] not in OPTION:
-        raise ValueError(f"{given} has metric {content['metric']!r}, not ratio or gap; {way_out}")
+        raise ValueError(
+            f"{given} has metric {content['metric']!r}, not one of {', '.join(OPTION)}; {way_out}"
+        )
     for name in ("model", "draft"):
         if not isinstance(content[name], dict):
             raise ValueError(f"{given}: {name} is not a JSON object; {way_out}")
-    check = check_theta if content["metric"] == "ratio" else check_nats
     try:
-        check(content["threshold"])
+        check_threshold(content["metric"], content["threshold"])
     except ValueError as error:
         raise ValueError(f"{given} holds a bad threshold: {error}") from error
     return content

@@ -21,13 +21,16 @@ LOSSY_VLLM_METHODS = ("synthetic", "fly")
 
 # The metrics, and the name of what each compares with: an option, and a field of `Threshold`.
 METRICS = {"ratio": "theta", "gap": "gap", "price": "price"}
+# Those options as a user writes them.
+OPTION = {metric: OPTION_PREFIX + name for metric, name in METRICS.items()}
 # The option that limits what a request may choose by each metric.
 _LIMITS = {"ratio": "theta_min", "gap": "gap_max", "price": "price_max"}
+# The option that lists what shadow mode counts by each metric.
+_SHADOW = {metric: f"shadow_{name}s" for metric, name in METRICS.items()}
 _STRUCTURED = ("strict", "relaxed")
 _SCOPES = ("all", "reasoning")
 # In nats: what one token can lose at most, and 2**30 of the kernels' units.
 MOST_BURST = 16384
-_SHADOW_THETAS = (0.84, 0.88, 0.9, 0.92, 0.96)
 # A field that the front end fills in, not the user.
 _RESOLVED = {"resolved": True}
 
@@ -105,8 +108,11 @@ class MarsConfig:
         max_loss: most that the relaxed tokens of a request may lose against the target's first
             choices, in nats per output token, >= 0; None sets no bound.
         loss_burst: nats that a request may lose beyond that, in [0, 16384].
-        shadow: verify strictly, and count what each of `shadow_thetas` would have accepted.
+        shadow: verify strictly, and count what each of `shadow_thetas` (or `shadow_gaps`,
+            `shadow_prices`, by the metric) would have accepted.
         shadow_thetas: thresholds to count, each in (0, 1], in any order.
+        shadow_gaps: the same of metric "gap", in nats, each >= 0.
+        shadow_prices: the same of metric "price", in nats per token gained, each >= 0.
         thinking: ids of the tokens that begin and end the thinking section; filled in by the front
             end where `scope` asks for it.
 
@@ -130,7 +136,9 @@ class MarsConfig:
     max_loss: float | None = None
     loss_burst: float = 1.0
     shadow: bool = False
-    shadow_thetas: tuple[float, ...] = _SHADOW_THETAS
+    shadow_thetas: tuple[float, ...] = (0.84, 0.88, 0.9, 0.92, 0.96)
+    shadow_gaps: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0)
+    shadow_prices: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0)
     thinking: tuple[int, int] | None = dataclasses.field(default=None, metadata=_RESOLVED)
 
     def __post_init__(self) -> None:
@@ -217,22 +225,24 @@ class MarsConfig:
         if not isinstance(self.shadow, bool):
             raise ValueError(
                 f"mars_shadow={self.shadow!r} is not true or false; true verifies strictly and "
-                "counts what other thetas would have accepted."
+                "counts what other thresholds would have accepted."
             )
-        thetas = self.shadow_thetas
-        if not isinstance(thetas, list | tuple) or not thetas:
-            raise ValueError(
-                f"mars_shadow_thetas={thetas!r} is not a list of numbers in (0, 1], such as "
-                f"{list(_SHADOW_THETAS)}."
-            )
-        for theta in thetas:
-            check_theta(theta, "mars_shadow_thetas")
-        object.__setattr__(self, "shadow_thetas", tuple(sorted(set(map(float, thetas)))))
-        if self.shadow and self.metric != "ratio":
-            raise ValueError(
-                f"mars_shadow=true counts thetas, but mars_metric is {self.metric!r}; set it to "
-                "'ratio' or drop mars_shadow."
-            )
+        for metric, name in _SHADOW.items():
+            values = getattr(self, name)
+            if not isinstance(values, list | tuple) or not values:
+                raise ValueError(
+                    f"mars_{name}={values!r} is not a list of numbers, such as "
+                    f"{list(getattr(MarsConfig, name))}."
+                )
+            for value in values:
+                check_threshold(metric, value, OPTION_PREFIX + name)
+            object.__setattr__(self, name, tuple(sorted(set(map(float, values)))))
+
+    @property
+    def shadowed(self) -> tuple[float, ...]:
+        """What shadow mode counts, by this server's metric; nothing outside that mode."""
+        values: tuple[float, ...] = getattr(self, _SHADOW[self.metric]) if self.shadow else ()
+        return values
 
     @property
     def threshold(self) -> Threshold:
@@ -303,19 +313,26 @@ def split_speculative_config(
         if key not in names:
             raise unknown_option(key, "margin-aware verification", list(names))
     # Only here is it known what the user wrote and what is a default.
-    if "mars_shadow_thetas" in options and not options.get("mars_shadow"):
-        raise ValueError(
-            f"mars_shadow_thetas={options['mars_shadow_thetas']!r} belongs to the shadow mode; add "
-            "mars_shadow=true or drop it."
-        )
     metric = options.get("mars_metric", "ratio")
+    for other, name in _SHADOW.items():
+        key = OPTION_PREFIX + name
+        if key in options and not options.get("mars_shadow"):
+            raise ValueError(
+                f"{key}={options[key]!r} belongs to the shadow mode; add mars_shadow=true or drop "
+                "it."
+            )
+        if key in options and metric in METRICS and metric != other:
+            raise ValueError(
+                f"{key}={options[key]!r} belongs to metric {other!r}, but mars_metric is "
+                f"{metric!r}; set mars_{_SHADOW[metric]} instead or drop it."
+            )
     if metric in _NEEDED:
         if "mars_theta" in options:
             raise ValueError(
                 f"mars_theta={options['mars_theta']!r} belongs to metric 'ratio', but mars_metric "
                 f"is {metric!r}; drop one of them."
             )
-        if OPTION_PREFIX + metric not in options:
+        if OPTION[metric] not in options and not options.get("mars_shadow"):
             raise ValueError(f"mars_metric={metric!r} needs mars_{metric} {_NEEDED[metric]}")
     config["rejection_sample_method"] = "standard"
     return MarsConfig(**{names[key]: value for key, value in options.items()}), config
@@ -359,6 +376,17 @@ def check_theta(theta: object, name: str = "mars_theta") -> None:
     _require_number(name, theta)
     if not 0 < theta <= 1:  # type: ignore[operator]
         raise ValueError(f"{name}={theta} is outside (0, 1]; 1 switches the relaxation off.")
+
+
+def check_threshold(metric: str, value: object, name: str | None = None) -> None:
+    """Raises ValueError unless the value is one that the metric can compare with.
+
+    Args:
+        metric: "ratio", "gap" or "price".
+        value: to check.
+        name: how the error names it; the option by default.
+    """
+    (check_theta if metric == "ratio" else check_nats)(value, name or OPTION[metric])
 
 
 def check_nats(nats: object, name: str = "mars_gap") -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_mars.config import (
     LOCK_VARIABLE,
     METRICS,
+    OPTION,
     OPTION_PREFIX,
     STRICT,
     MarsConfig,
     Threshold,
     check_max_loss,
-    check_nats,
-    check_theta,
+    check_threshold,
     lock_is_on,
     unknown_option,
 )
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 # The metric that each threshold belongs to.
-_THRESHOLDS = {OPTION_PREFIX + name: metric for metric, name in METRICS.items()}
+_THRESHOLDS = {option: metric for metric, option in OPTION.items()}
 _MAX_LOSS = "mars_max_loss"
 _RETURN = "mars_return"
 _KEYS = (*_THRESHOLDS, _MAX_LOSS, _RETURN)
@@ -119,12 +119,11 @@ def _threshold(own: dict[str, Any], config: MarsConfig) -> Threshold:
 
 def _own_threshold(key: str, value: Any, config: MarsConfig) -> Threshold:
     metric = _THRESHOLDS[key]
-    (check_theta if metric == "ratio" else check_nats)(value, key)
+    check_threshold(metric, value)
     if metric != config.metric:
         raise ValueError(
             f"{key}={value} belongs to mars_metric={metric!r}, but this server's is "
-            f"{config.metric!r}; choose {OPTION_PREFIX}{METRICS[config.metric]} "
-            "or leave it out."
+            f"{config.metric!r}; choose {OPTION[config.metric]} or leave it out."
         )
     if metric == "ratio" and value < config.theta_min:
         raise ValueError(

@@ -18,12 +18,17 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 def look_at_worker(worker):
     """Runs in the worker: the classes that really verify, and what they meet."""
+    from vllm.v1.sample import rejection_sampler
+
+    expand = getattr(rejection_sampler.expand_kernel, "_impl", None)
     runner = worker.model_runner
     # V2 only: what probabilistic drafts are verified with.
     draft_logits = getattr(getattr(runner, "speculator", None), "draft_logits", None)
     return {
         "runner": [base.__module__ for base in type(runner).__mro__],
         "sampler": type(runner.rejection_sampler).__qualname__,
+        # V1 only: whether vLLM's CPU kernels are mended before the job asks for it.
+        "is_mended": "vllm_mars" in getattr(expand, "func", expand).__module__,
         "has_draft_logits": draft_logits is not None,
     }
 

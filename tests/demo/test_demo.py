@@ -8,7 +8,9 @@ import sys
 import uuid
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+import tiny_models
 from processes import MARK, marked, wait_until
 from vllm_mars.demo.options import MODES, DemoOptions
 from vllm_mars.local.drafts import NGRAM_CONFIG
@@ -16,9 +18,18 @@ from vllm_mars.local.drafts import NGRAM_CONFIG
 pytestmark = pytest.mark.engine
 
 PROMPTS = [
-    {"id": "list", "prompt": "Repeat three times: the red cat sees the red dog."},
-    {"id": "two", "turns": ["Write a short poem about the sea.", "Write the poem once more."]},
+    {"id": "list", "prompt": "w10 w20 w30 w10 w20 w30 w10 w20"},
+    {"id": "two", "turns": ["w40 w50 w60 w40 w50", "w70 w80 w70 w80 w70"]},
 ]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    """A tiny target, beside it a draft that it often agrees with."""
+    draft = tiny_model.with_name("eagle-head")
+    target = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
+    tiny_models.eagle(draft, target)
+    return tiny_model
 
 
 def start_demo(tmp_path, model, mark, *arguments):
@@ -27,9 +38,11 @@ def start_demo(tmp_path, model, mark, *arguments):
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "vllm_mars.cli", "demo", "--model", str(model)),
+            *("--draft", str(model.with_name("eagle-head"))),
             *("--prompts", str(prompts), "--max-tokens", "32", "--theta", "0.6"),
             *("--output", str(tmp_path / "out" / "demo.json"), *arguments),
-            "--server-arg=--distributed-executor-backend=uni",
+            # As much as the tiny model takes.
+            "--server-arg=--max-model-len=512",
         ],
         env={**os.environ, MARK: mark},
         stdout=subprocess.PIPE,
@@ -40,9 +53,9 @@ def start_demo(tmp_path, model, mark, *arguments):
     )
 
 
-def test_demo(tmp_path, packaged_model):
+def test_demo(tmp_path, model):
     mark = uuid.uuid4().hex
-    process = start_demo(tmp_path, packaged_model, mark, "--repeats", "2", "--short")
+    process = start_demo(tmp_path, model, mark, "--repeats", "2", "--short")
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     assert marked(mark) == []
@@ -113,13 +126,13 @@ def test_demo(tmp_path, packaged_model):
 @pytest.mark.parametrize(
     ("number", "code", "processes"),
     [
-        pytest.param(signal.SIGINT, 130, 12, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, 130, 10, marks=pytest.mark.nightly),
         (signal.SIGTERM, 143, 7),
     ],
 )
-def test_a_signal_ends_all_servers(tmp_path, packaged_model, number, code, processes):
+def test_a_signal_ends_all_servers(tmp_path, model, number, code, processes):
     mark = uuid.uuid4().hex
-    process = start_demo(tmp_path, packaged_model, mark)
+    process = start_demo(tmp_path, model, mark)
     wait_until(lambda: len(marked(mark)) >= processes, 200, "three servers")
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
@@ -130,9 +143,9 @@ def test_a_signal_ends_all_servers(tmp_path, packaged_model, number, code, proce
 
 
 @pytest.mark.nightly
-def test_a_server_that_dies_is_reported(tmp_path, packaged_model):
+def test_a_server_that_dies_is_reported(tmp_path, model):
     mark = uuid.uuid4().hex
-    process = start_demo(tmp_path, packaged_model, mark, "--server-arg=--no-such-option")
+    process = start_demo(tmp_path, model, mark, "--server-arg=--no-such-option")
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "vLLM ended while starting" in err
@@ -151,6 +164,17 @@ def test_speculative_configs():
         "rejection_sample_method": "mars",
         "mars_theta": 0.8,
     }
+    assert DemoOptions().speculative_config("mars")["mars_theta"] == 0.9
+    priced = DemoOptions(price=0.25, num_speculative_tokens=3)
+    assert priced.speculative_config("mars") == {
+        **strict,
+        **{"rejection_sample_method": "mars", "mars_metric": "price", "mars_price": 0.25},
+    }
+    assert (options.rule_name, priced.rule_name) == ("theta 0.8", "price 0.25")
+    with pytest.raises(ValueError, match=r"theta=0\.8 and price=0\.25 are two rules; give one of"):
+        DemoOptions(theta=0.8, price=0.25)
+    with pytest.raises(ValueError, match="mars_price=-1 is outside"):
+        DemoOptions(price=-1)
     model = DemoOptions(draft="some/draft").speculative_config("strict")
     assert model == {"model": "some/draft", "num_speculative_tokens": 4}
 

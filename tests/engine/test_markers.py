@@ -99,11 +99,6 @@ def test_the_thinking_section_is_vllms(packaged_model):
         ),
         ({"mars_shadow": True, "mars_shadow_thetas": []}, {}, r"mars_shadow_thetas=\[\] is not"),
         ({"mars_shadow": True, "mars_shadow_thetas": [2]}, {}, "mars_shadow_thetas=2 is outside"),
-        (
-            {"mars_shadow": True, "mars_metric": "gap", "mars_gap": 1.0},
-            {},
-            "mars_shadow=true counts thetas, but mars_metric is 'gap'; set it to 'ratio'",
-        ),
     ],
 )
 def test_bad_options_are_named(packaged_model, options, engine_options, message):

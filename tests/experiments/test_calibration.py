@@ -22,7 +22,7 @@ from vllm_mars.calibration import (
     weights_checksum,
 )
 from vllm_mars.cli import main
-from vllm_mars.config import split_speculative_config
+from vllm_mars.config import METRICS, OPTION, STRICT, split_speculative_config
 from vllm_mars.experiments.calibrate.losses import Measure, recovery
 from vllm_mars.experiments.calibrate.offline import offline_engine
 from vllm_mars.experiments.calibrate.search import (
@@ -71,9 +71,9 @@ def prompt_lines(count):
         yield json.dumps({"turns": [f"{phrase} {phrase}", phrase]}) + "\n"
 
 
-@pytest.fixture(scope="module")
-def calibrated(tiny_model, tmp_path_factory):
-    """The command on the tiny model: its file and its output."""
+@pytest.fixture(scope="module", params=["ratio", "price"])
+def calibrated(request, tiny_model, tmp_path_factory):
+    """The command on the tiny model: the metric, its file and its output."""
     directory = tmp_path_factory.mktemp("calibrated")
     (directory / "prompts.jsonl").write_text("".join(prompt_lines(12)))
     output = directory / "out" / "calibration.json"
@@ -82,6 +82,7 @@ def calibrated(tiny_model, tmp_path_factory):
             *(sys.executable, "-m", "vllm_mars.cli", "calibrate", str(tiny_model)),
             *("--prompts", str(directory / "prompts.jsonl"), "--output", str(output)),
             *("--budget", "0.0004", "--max-tokens", "24", "--server-arg=--max-model-len=256"),
+            *("--metric", request.param),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -95,15 +96,15 @@ def calibrated(tiny_model, tmp_path_factory):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, errors
-    return output, printed
+    return request.param, output, printed
 
 
 @pytest.mark.nightly
 @pytest.mark.engine
 def test_calibrate(tiny_model, calibrated):
-    path, printed = calibrated
+    metric, path, printed = calibrated
     content = read_calibration(path)
-    assert (content["metric"], content["budget"]) == ("ratio", 0.0004)
+    assert (content["metric"], content["budget"]) == (metric, 0.0004)
     assert content["model"]["weights"] == weights_checksum(tiny_model)
     assert content["draft"] == {"name": "ngram", "num_speculative_tokens": 4}
     assert content["samples"]["recorded_prompts"] == content["samples"]["held_out_prompts"] == 6
@@ -118,20 +119,22 @@ def test_calibrate(tiny_model, calibrated):
     assert costs[0] > content["budget"] > costs[-1] == 0
     tries = content["confirmations"]
     assert all(not item["kept"] for item in tries[:-1])
-    assert tries[-1]["kept"] or content["threshold"] == 1
-    assert content["threshold"] in {1.0, tries[-1]["threshold"]}
+    strict = STRICT.value(metric)
+    assert tries[-1]["kept"] or content["threshold"] == strict
+    assert content["threshold"] in {strict, tries[-1]["threshold"]}
     for item in tries:
         # The tokens' cost was predicted on other prompts.
         assert item["cost"]["value"] == pytest.approx(item["predicted"], abs=0.05)
         assert item["cost"]["low"] <= item["cost"]["value"] <= item["cost"]["high"]
     margins = content["margins"]
     assert sum(margins["runner_up"]) < sum(margins["positions"])
-    assert f'Serve with "mars_theta": "auto:{path}"' in printed
+    assert f'"{OPTION[metric]}": "auto:{path}"' in printed
     assert "held-out prompts" in printed
 
     # The whole way: what was written is what a server takes.
-    options = resolved(tiny_model, {**MARS, "mars_theta": f"auto:{path}"})
-    assert options["theta"] == content["threshold"]
+    auto = {"mars_metric": metric, OPTION[metric]: f"auto:{path}"}
+    options = resolved(tiny_model, {**MARS, **auto})
+    assert options[METRICS[metric]] == content["threshold"]
 
 
 @pytest.mark.nightly
@@ -159,6 +162,7 @@ def test_a_task_score_as_budget(tiny_model, tmp_path):
             CalibrateOptions(
                 model=str(tiny_model),
                 recovery=0.7,
+                min_solved=7,
                 prompts=tasks,
                 max_tokens=24,
                 output=output,
@@ -178,7 +182,7 @@ def test_a_task_score_as_budget(tiny_model, tmp_path):
         # Where strict decoding does none of the tasks, nothing is tried.
         failed = [replace(task, answer="-1") for task in load_tasks(tasks).values()]
         questions = [Prompt(task.id, "", (task.prompt,)) for task in failed]
-        with pytest.raises(ValueError, match="to the 16 held-out tasks score 0, so there is"):
+        with pytest.raises(ValueError, match="does 0 of the 16 held-out tasks; fewer than"):
             confirm(engine, result, questions, {task.id: task for task in failed}, print)
     assert len(tried) > 1 and not all(item.kept for item in tried.values())
     # No looser one that was tried keeps it.
@@ -193,6 +197,16 @@ def test_recovery_of_known_scores():
     left = recovery(relaxed, strict, 0.9)
     assert left.value == 1.0 and left.low < 1 < left.high and 0 < left.kept_share < 1
     assert recovery(0 * strict, strict, 0.1).kept_share < 0.01
+
+
+def test_a_recovery_that_rests_on_few_tasks_is_refused(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}", "answer": "#### 1"}}\n' for n in range(59)))
+    message = "does at most 29 of the 29 held-out tasks; fewer than min_solved=30 cannot tell"
+    with pytest.raises(ValueError, match=message):
+        run_calibrate(CalibrateOptions(recovery=0.9, prompts=path))
+    with pytest.raises(ValueError, match="min_solved=0 is below 1"):
+        CalibrateOptions(min_solved=0)
 
 
 def test_recovery_needs_tasks_that_strict_decoding_does(tmp_path):
@@ -223,11 +237,12 @@ def test_auto_reaches_the_workers_as_a_number(tmp_path, tiny_model, model_config
     assert (options["theta"], options["theta_min"]) == (0.97, 0.9)
 
 
-def test_auto_takes_a_gap(tmp_path, model_config):
-    path = write(tmp_path, model_config, metric="gap", threshold=0.4)
-    given = {**MARS, "mars_metric": "gap", "mars_gap": f"auto:{path}"}
-    assert resolve_auto(given, model_config) == ({**given, "mars_gap": 0.4}, [])
-    assert given["mars_gap"].startswith("auto:"), "the user's dict stays as it is"
+@pytest.mark.parametrize("metric", ["gap", "price"])
+def test_auto_takes_nats(tmp_path, model_config, metric):
+    path = write(tmp_path, model_config, metric=metric, threshold=0.4)
+    given = {**MARS, "mars_metric": metric, f"mars_{metric}": f"auto:{path}"}
+    assert resolve_auto(given, model_config) == ({**given, f"mars_{metric}": 0.4}, [])
+    assert given[f"mars_{metric}"].startswith("auto:"), "the user's dict stays as it is"
 
 
 def test_the_model_may_be_elsewhere(tmp_path, tiny_model, model_config):
@@ -260,7 +275,7 @@ def test_weights_that_were_not_compared_are_noted(tmp_path, model_config):
         ({"threshold": None}, "lacks threshold; give a file"),
         ({"model": None, "draft": None}, "lacks model, draft"),
         ({"model": "tiny"}, " model is not a JSON object"),
-        ({"metric": "entropy"}, "has metric 'entropy', not ratio or gap"),
+        ({"metric": "entropy"}, "has metric 'entropy', not one of ratio, gap, price"),
         ({"threshold": 1.7}, r"holds a bad threshold: mars_theta=1.7 is outside \(0, 1\]"),
         ({"threshold": "0.9"}, "holds a bad threshold: mars_theta='0.9' is a str"),
         (

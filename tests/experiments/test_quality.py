@@ -11,13 +11,23 @@ from vllm_mars.experiments.quality import confined
 from vllm_mars.experiments.quality.confined import confinement, run_confined
 from vllm_mars.experiments.quality.intervals import estimate, non_inferiority
 from vllm_mars.experiments.quality.judge import Judge, estimates, mean_scores, reference_cell
-from vllm_mars.experiments.quality.scores import divergence, likeness, program, task_scores
+from vllm_mars.experiments.quality.scores import (
+    divergence,
+    likeness,
+    program,
+    repeated_4grams,
+    task_scores,
+)
+from vllm_mars.experiments.quality.target_scores import Scored
 from vllm_mars.experiments.sweep.datasets import Item
 from vllm_mars.experiments.sweep.records import (
     Acceptance,
     Cell,
     CellKey,
+    OffChoice,
     Output,
+    PromptQuality,
+    Quality,
     Settings,
     Speed,
 )
@@ -247,6 +257,11 @@ def test_divergence():
     assert divergence([1], []) == {"common_prefix": 0.0, "first_divergence": 0.0}
 
 
+def test_repeated_4grams():
+    assert repeated_4grams([1, 2, 3, 4, 5]) == repeated_4grams([1, 1, 1]) == 0
+    assert repeated_4grams([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)
+
+
 def cell(method, texts, repeat=0, concurrency=1, seconds=2.0, temperature=0.0):
     mars = method == "mars"
     plain = method == "autoregressive"
@@ -289,13 +304,31 @@ PLAIN = [("a", "one two three"), ("b", "#### 8")]
 OTHER = [("a", "one two four"), ("b", "#### 9"), ("b", "#### 8")]
 
 
-def judged(cells, items):
+class Target:
+    """In the place of a server of the target: each word is a token, and "four" costs 0.6 nats."""
+
+    def token_ids(self, text):
+        return [hash(word) for word in text.split()]
+
+    def score_all(self, pairs):
+        return {pair: self._score(pair[1].split()) for pair in pairs}
+
+    def _score(self, words):
+        off = tuple(
+            OffChoice(i, 0, 0, word, -1.0, "three", -0.4)
+            for i, word in enumerate(words)
+            if word == "four"
+        )
+        return Scored(1.0, 0.6 * len(off) / len(words), off, 5)
+
+
+def judged(cells, items, scorer=None):
     from dataclasses import replace
 
     from vllm_mars.experiments.sweep.datasets import Dataset
 
     found = {}
-    judge = Judge([Dataset("x", items)], margin=0.1, nll_margin=0.1, scorer=None)
+    judge = Judge([Dataset("x", items)], margin=0.1, nll_margin=0.1, scorer=scorer)
     judge.judge(cells, found.__setitem__)
     return [replace(c, quality=found.get(c.key)) for c in cells]
 
@@ -312,6 +345,21 @@ def test_a_judged_cell():
     assert mars.quality.estimate("seconds").difference == 0
     assert [prompt.prompt_id for prompt in mars.quality.prompts] == ["a", "b"]
     assert mars.quality.notes == ()
+
+
+def test_a_cell_judged_by_the_target():
+    items = (Item("a", "", "?"), Item("b", "", "?"))
+    looping = [("a", "one two three one two three one"), ("b", "one two four")]
+    cells = [cell("autoregressive", PLAIN), cell("mars", looping)]
+    _, mars = judged(cells, items, Target())
+    loss = mars.quality.estimate("loss")
+    assert (loss.value, loss.difference) == (pytest.approx(0.1), pytest.approx(0.1))
+    repeats = mars.quality.estimate("repeated_4grams")
+    assert (repeats.value, repeats.reference) == (0.125, 0.0)
+    assert [len(prompt.off_choice) for prompt in mars.quality.prompts] == [0, 1]
+    # Where tokens are drawn, another than the first choice is no loss.
+    (drawn,) = judged([cell("mars", looping, temperature=1.0)], items, Target())
+    assert drawn.quality.estimate("loss") is None and drawn.quality.estimate("nll").value == 1.0
 
 
 def test_the_reference_is_the_nearest_autoregressive_cell():
@@ -361,8 +409,16 @@ def test_metrics_are_compared_at_equal_acceptance():
         key = replace(ratio.key, metric="gap", theta=None, gap=gap)
         gaps.append(replace(ratio, key=key, acceptance=Acceptance(2, 16, accepted, (accepted,))))
     (equal,) = equal_acceptance(rows([ratio, *gaps]))
-    assert equal.gap == pytest.approx(0.75) and equal.nll is None
+    assert (equal.metric, equal.value) == ("gap", pytest.approx(0.75)) and equal.scores == {}
     assert equal.row.key == ratio.key
+    prices = []
+    for it, loss in zip(gaps, (0.02, 0.06, 0.1), strict=True):
+        key = replace(it.key, metric="price", gap=None, price=it.key.gap / 2)
+        quality = Quality((PromptQuality("a", {"loss": loss}),), ())
+        prices.append(replace(it, key=key, quality=quality))
+    _, equal = equal_acceptance(rows([ratio, *gaps, *prices]))
+    assert (equal.metric, equal.value) == ("price", pytest.approx(0.375))
+    assert equal.scores == {"loss": pytest.approx(0.04)}
     assert equal_acceptance(rows([ratio, gaps[1], gaps[2]])) == []
     other_k = replace(gaps[0], key=replace(gaps[0].key, k=5))
     assert equal_acceptance(rows([ratio, other_k, gaps[1]])) == []

@@ -82,9 +82,25 @@ def test_derived_figures():
     assert KEY.lossy and not dataclasses.replace(KEY, theta=1.0).lossy
     gap = dataclasses.replace(KEY, metric="gap", theta=None, gap=0.5, protected=False)
     assert gap.rule == "mars gap 0.5 unprotected" and gap.lossy
+    price = dataclasses.replace(KEY, metric="price", theta=None, price=0.25)
+    bound = dataclasses.replace(price, options='{"mars_max_relaxed_share": 0.1}')
+    assert (price.rule, price.value, price.lossy) == ("mars price 0.25", 0.25, True)
+    assert bound.rule == "mars price 0.25 max_relaxed_share 0.1" and bound.reference() == (
+        KEY.reference()
+    )
+    assert not dataclasses.replace(price, price=0.0).lossy
     reference = KEY.reference()
     assert reference.method == "autoregressive" and reference.repeat == KEY.repeat
     assert not reference.lossy and reference.reference() == reference
+
+
+def test_a_file_from_before_there_were_prices_is_read(tmp_path):
+    path = tmp_path / "run.jsonl"
+    append_cell(path, CELL)
+    line = json.loads(path.read_text(encoding="utf-8"))
+    del line["key"]["price"], line["key"]["options"]
+    path.write_text(json.dumps(line) + "\n")
+    assert read_cells(path) == [CELL]
 
 
 def test_an_unfinished_last_line_is_left_out_and_cut_off(tmp_path):
@@ -118,8 +134,9 @@ def test_a_failed_cell_may_be_measured_again_a_measured_one_not(tmp_path):
             r"line 1: key: theta=1\.7 is outside \(0, 1\]; 1 switches",
         ),
         ({"theta": "0.9"}, r"line 1: key\.theta: Input should be a valid number"),
-        ({"theta": None}, "metric 'ratio' needs theta, and gap null"),
-        ({"gap": 0.5}, "metric 'ratio' needs theta, and gap null"),
+        ({"theta": None}, "metric 'ratio' needs theta, and gap, price null"),
+        ({"gap": 0.5}, "metric 'ratio' needs theta, and gap, price null"),
+        ({"metric": "price", "price": 0.5}, "metric 'price' needs price, and theta, gap null"),
         ({"metric": None}, "method 'mars' needs metric"),
         ({"method": "best"}, r"key\.method: Input should be 'autoregressive', 'standard'"),
         ({"method": "standard"}, "metric='ratio' belongs to method 'mars'"),

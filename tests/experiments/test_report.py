@@ -228,6 +228,34 @@ def test_the_fastest_rule_within_the_budget(tmp_path):
     assert f"at most {BUDGET} nats per token" in answer.why
 
 
+def test_prices_are_a_curve_beside_the_others(tmp_path):
+    """A curve each for the prices alone and with further options, from strict to the loosest."""
+    path = write_sweep(tmp_path / "s.jsonl", RULES[:4], (1,))
+    limit = '{"mars_max_relaxed_share": 0.1}'
+    for price, options, speed in ((0.5, "", 50.0), (0.25, "", 44.0), (0.5, limit, 48.0)):
+        cell = make_cell("mars", 0.9, 4, speed, 1, 0)
+        key = {"metric": "price", "theta": None, "price": price, "options": options}
+        cell = dataclasses.replace(cell, key=dataclasses.replace(cell.key, **key))
+        append_cell(path, cell)
+        loss = (OffChoice(1, 4, 7, "red", -1.0 - price / 10, "brown", -1.0),)
+        append_quality(
+            path,
+            cell.key,
+            Quality(tuple(PromptQuality(name, {"nll": 0.5}, loss) for name in PROMPTS), ()),
+        )
+    (section,) = read_sections([path])
+    curves = {curve.name: [text for *_, text in curve.points] for curve in section.chart.curves}
+    assert curves == {
+        **{"theta": ["", "0.98", "0.9"], "price": ["", "0.25", "0.5"]},
+        "price max_relaxed_share 0.1": ["", "0.5"],
+    }
+    x = [point[0].value for point in section.chart.curves[1].points]
+    assert x == pytest.approx([0, 0.00025, 0.0005])
+    assert json.loads(section.answers[0].setting) == {
+        **{"rejection_sample_method": "mars", "mars_metric": "price", "mars_price": 0.5}
+    }
+
+
 @pytest.mark.parametrize(
     ("speed", "nll"), [(36.0, 0.50), (40.0, 0.51)], ids=["not faster", "NLL is worse"]
 )
@@ -309,7 +337,7 @@ def test_a_calibration_beside_a_sweep(tmp_path, theta, near):
     assert json.loads(answer.setting)["mars_theta"] == theta
     if near:
         assert answer.measured is None
-        assert [it.threshold for it in answer.near] == near
+        assert [it.row.key.value for it in answer.near] == near
     else:
         assert answer.measured.speedup.value == pytest.approx(42 / 36)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_mars import verify_greedy
+from vllm_mars.config import STRICT, Threshold
 from vllm_mars.experiments.calibrate.losses import compare
 from vllm_mars.experiments.calibrate.offline import Conversation
 from vllm_mars.experiments.calibrate.predictions import Point, margins, point, resamples
@@ -42,26 +43,30 @@ def steps():
 
 
 @pytest.mark.parametrize(
-    ("theta", "gap", "accepted", "relaxed", "cost"),
+    ("threshold", "accepted", "relaxed", "cost"),
     [
-        (1.0, 0.0, [1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
-        (0.91, 0.0, [1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
-        (0.9, 0.0, [1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
-        (0.89, 0.0, [3, 0, 0, 0, 1], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]),
-        (0.01, 0.0, [3, 0, 0, 0, 1], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]),
-        (1.0, 0.5, [1, 0, 1, 0, 1], [0, 0, 1, 0, 0], [0, 0, 0.1, 0, 0]),
-        (1.0, 1.5, [3, 0, 1, 0, 1], [1, 0, 1, 0, 0], [1, 0, 0.1, 0, 0]),
+        (STRICT, [1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
+        (Threshold(0.91), [1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
+        (Threshold(0.9), [1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
+        (Threshold(0.89), [3, 0, 0, 0, 1], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]),
+        (Threshold(0.01), [3, 0, 0, 0, 1], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]),
+        (Threshold(gap=0.5), [1, 0, 1, 0, 1], [0, 0, 1, 0, 0], [0, 0, 0.1, 0, 0]),
+        (Threshold(gap=1.5), [3, 0, 1, 0, 1], [1, 0, 1, 0, 0], [1, 0, 0.1, 0, 0]),
+        # Two more for a nat, and of any rank; what only breaks even is not bought.
+        (Threshold(price=0.5), [1, 0, 1, 0, 1], [0, 0, 1, 0, 0], [0, 0, 0.1, 0, 0]),
+        (Threshold(price=0.51), [3, 2, 1, 0, 1], [1, 1, 1, 0, 0], [1, 1, 0.1, 0, 0]),
+        (Threshold(price=9.0), [3, 2, 1, 0, 1], [1, 1, 1, 0, 0], [1, 1, 0.1, 0, 0]),
     ],
 )
-def test_by_hand(steps, theta, gap, accepted, relaxed, cost):
-    outcome = simulate(steps, theta, gap)
+def test_by_hand(steps, threshold, accepted, relaxed, cost):
+    outcome = simulate(steps, threshold)
     assert outcome.accepted.tolist() == accepted
     assert outcome.relaxed.tolist() == relaxed
     assert outcome.cost.tolist() == pytest.approx(cost, abs=1e-6)
 
 
 def test_protection_can_be_off():
-    outcome = simulate(steps_of(RECORDS, GROUPS, []), 0.9)
+    outcome = simulate(steps_of(RECORDS, GROUPS, []), Threshold(0.9))
     assert outcome.relaxed.tolist() == [0, 0, 0, 1, 0]
 
 
@@ -88,13 +93,20 @@ class Metadata:
 
 @pytest.mark.parametrize("vocab", [5, 111, 4096])
 @pytest.mark.parametrize(
-    ("theta", "gap"), [(1.0, 0.0), (0.97, 0.0), (0.8, 0.0), (0.01, 0.0), (1.0, 0.3), (1.0, 5.0)]
+    "threshold",
+    [
+        *(STRICT, Threshold(0.97), Threshold(0.8), Threshold(0.01)),
+        *(Threshold(gap=0.3), Threshold(gap=5.0)),
+        *(Threshold(price=0.3), Threshold(price=2.0), Threshold(price=100.0)),
+    ],
+    ids=lambda it: "-".join(f"{value:g}" for value in it),
 )
-def test_against_the_sampler(vocab, theta, gap):
+def test_against_the_sampler(vocab, threshold):
     """Recorded in some batches, simulated at once: what the sampler accepts, request by request."""
     generator = torch.Generator().manual_seed(vocab)
     requests = [f"r{i}" for i in range(12)]
-    recorder, expected_accepted, expected_relaxed = Recorder(requests), [], []
+    recorder = Recorder(requests)
+    expected_accepted, expected_relaxed, expected_loss = [], [], []
     protected = [0]
     mask = torch.zeros(vocab, dtype=torch.bool)
     mask[protected] = True
@@ -119,19 +131,23 @@ def test_against_the_sampler(vocab, theta, gap):
             drafts,
             counts.cumsum(0).int(),
             None,
-            theta,
-            gap=gap,
+            threshold.theta,
+            gap=threshold.gap,
+            price=threshold.price,
             protected=mask,
             target_rows=rows,
         )
         expected_accepted += output.num_accepted[counts > 0].tolist()
         expected_relaxed += output.num_relaxed[counts > 0].tolist()
+        expected_loss += output.loss[counts > 0].tolist()
         assert batch or sum(expected_accepted)
     groups = {request: i for i, request in enumerate(requests)}
-    outcome = simulate(steps_of(recorder.mars_take_records(), groups, protected), theta, gap)
+    outcome = simulate(steps_of(recorder.mars_take_records(), groups, protected), threshold)
     assert outcome.accepted.tolist() == expected_accepted
     assert outcome.relaxed.tolist() == expected_relaxed
-    assert (sum(expected_relaxed) > 0) == ((theta, gap) != (1.0, 0.0))
+    # Each relaxed token's loss is rounded up.
+    assert outcome.cost == pytest.approx(expected_loss, abs=1e-3)
+    assert (sum(expected_relaxed) > 0) == (threshold != STRICT)
     assert recorder.mars_take_records() == []
 
 

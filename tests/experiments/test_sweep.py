@@ -12,6 +12,7 @@ import pytest
 
 from processes import MARK, marked, wait_until
 from vllm_mars.cli import main
+from vllm_mars.config import OPTION
 from vllm_mars.experiments.sweep.bench_client import BenchClient, read_result
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.summary import rows
@@ -56,7 +57,7 @@ def sweep(directory, output, *arguments):
         *("sweep", "--model", str(directory / "tiny"), "--output", str(output)),
         *("--prompts", str(directory / "prompts.jsonl"), "--num-prompts", "0"),
         *("--theta", "0.3", "1", "--reference-theta", "0.3", "--gap", "--no-unprotected"),
-        *("--temperature", "0", "--concurrency", "2", "--max-tokens", "12"),
+        *("--price", "--temperature", "0", "--concurrency", "2", "--max-tokens", "12"),
         *("--server-arg=--max-model-len=256", *arguments),
     ]
 
@@ -84,13 +85,14 @@ def start_sweep(directory, mark, *arguments):
 def test_a_sweep(directory, tmp_path, monkeypatch, capsys):
     mark, output = uuid.uuid4().hex, tmp_path / "run.jsonl"
     monkeypatch.setenv(MARK, mark)
-    command = sweep(directory, output, "--method", "autoregressive", "fly", "mars", "--repeats=1")
+    methods = ("--method", "autoregressive", "fly", "mars", "--repeats=1")
+    command = sweep(directory, output, *methods, "--price", "2")
     assert main(command) == 0
     out, _ = capsys.readouterr()
     assert "tokens/s" in out and "mars 0.3" in out
     assert marked(mark) == []
     cells = read_cells(output)
-    check_cells(cells, directory, {"none": 1, "ngram": 3})
+    check_cells(cells, directory, {"none": 1, "ngram": 4})
 
     # Nothing is left to do, so no server starts.
     assert main(command) == 0
@@ -184,14 +186,17 @@ def check_measured(cell, directory):
         assert len(cell.acceptance.accepted_by_position) in (0, key.k)
     mars = key.method == "mars"
     assert cell.theta_set_by == ("request" if mars else None)
-    assert (json.dumps({"vllm_xargs": {"mars_theta": key.theta}}) in cell.client_command) == mars
+    if mars:
+        assert json.dumps({"vllm_xargs": {OPTION[key.metric]: key.value}}) in cell.client_command
     assert '"seed"' not in " ".join(cell.client_command), "answers must not share their luck"
     assert directory not in " ".join((*cell.server_command, *cell.client_command))
     assert "--max-model-len=256" in cell.server_command
     assert cell.versions["vllm"] and cell.hardware["cores"]
     for prompt in cell.quality.prompts:
         assert prompt.scores["nll"] > 0
-        assert all(token.logprob < token.best_logprob for token in prompt.off_choice)
+        assert all(token.loss > 0 for token in prompt.off_choice)
+        assert (prompt.scores["loss"] > 0) == bool(prompt.off_choice)
+        assert 0 <= prompt.scores["repeated_4grams"] < 1
     assert not [note for note in cell.quality.notes if "another length" in note]
 
 

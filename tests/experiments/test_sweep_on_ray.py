@@ -77,7 +77,7 @@ def test_real_servers_are_measured_and_judged_in_tasks(tiny_model, tmp_path):
             *("--ray", started.address, "--model", str(tiny_model)),
             *("--prompts", str(prompts), "--output", str(output), "--repeats", "1"),
             *("--method", "autoregressive", "mars", "--theta", "0.5", "1", "--gap"),
-            *("--no-unprotected", "--temperature", "0", "--concurrency", "1"),
+            *("--price", "--no-unprotected", "--temperature", "0", "--concurrency", "1"),
             *("--max-tokens", "8", "--server-arg=--max-model-len=256"),
         ]
         assert main(["sweep", *arguments]) == 0

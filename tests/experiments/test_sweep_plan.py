@@ -34,6 +34,7 @@ def test_the_default_grid():
     rules = {"autoregressive", "standard", "block", "fly"}
     thetas = {f"mars {theta:g}" for theta in (0.84, 0.88, 0.9, 0.92, 0.96, 1.0)}
     extra = {"mars gap 0.5", "mars gap 1", "mars gap 2", "mars gap 3", "mars 0.9 unprotected"}
+    extra |= {"mars price 0.1", "mars price 0.25", "mars price 0.5", "mars price 1"}
     assert {c[0] for c in counts if c[1:] == (0.0, 1)} == rules | thetas | extra
     assert {c[0] for c in counts if c[1:] == (1.0, 1)} == rules | thetas
     for load in (4, 16, 64):
@@ -47,12 +48,33 @@ def test_the_default_grid():
 def test_the_full_grid_is_the_product():
     options = SweepOptions(full_grid=True, repeats=1)
     keys = keys_of(plan(options, "model", [TASKS], 0))
-    assert len(keys) == len(set(keys)) == (4 + 6 + 4 + 1) * 2 * 4
+    assert len(keys) == len(set(keys)) == (4 + 6 + 4 + 4 + 1) * 2 * 4
+
+
+def test_each_rule_is_measured_with_each_set_of_further_options():
+    further = ("{}", '{"mars_max_relaxed_share": 0.1, "mars_client_control": true}')
+    options = SweepOptions(
+        **{"methods": ("standard", "mars"), "thetas": (), "gaps": (1.0,), "prices": (0.25, 0.5)},
+        **{"mars_options": further, "repeats": 1},
+    )
+    groups = plan(options, "model", [TASKS], 0)
+    rules = [key.rule for key in keys_of(groups) if key.method == "mars"]
+    words = " client_control true max_relaxed_share 0.1"
+    plain = ["mars gap 1", "mars price 0.25", "mars price 0.5"]
+    assert rules == [*plain, *(rule + words for rule in plain)]
+    servers = [server for server in groups[0].servers if server.method == "mars"]
+    assert servers[0].speculative_config().keys() & json.loads(further[1]).keys() == set()
+    assert servers[3].speculative_config() == {
+        **{**NGRAM_CONFIG, "num_speculative_tokens": 4, "rejection_sample_method": "mars"},
+        **{"mars_metric": "price", "mars_price": 0.0},
+        **{"mars_max_relaxed_share": 0.1, "mars_client_control": True},
+    }
+    assert servers[3].label == "mars-price-client_control-true-max_relaxed_share-0.1-ngram-K4"
 
 
 def test_repeats_start_with_another_server_and_turn_thetas_round():
     options = SweepOptions(
-        methods=("autoregressive", "standard", "mars"), gaps=(), unprotected=False
+        methods=("autoregressive", "standard", "mars"), gaps=(), prices=(), unprotected=False
     ).short()
     keys = keys_of(plan(options, "model", [TASKS], 0))
     first = {repeat: [k.rule for k in keys if k.repeat == repeat][:5] for repeat in (0, 1, 2)}
@@ -64,7 +86,7 @@ def test_repeats_start_with_another_server_and_turn_thetas_round():
 def test_servers_that_do_not_fit_side_by_side_are_split():
     options = SweepOptions(repeats=2)
     whole = set(keys_of(plan(options, "model", [TASKS], 0)))
-    for side_by_side in (1, 2, 7):
+    for side_by_side in (1, 2, 8):
         groups = plan(options, "model", [TASKS], side_by_side)
         assert max(len(group.servers) for group in groups) <= side_by_side
         keys = keys_of(groups)
@@ -76,7 +98,7 @@ def test_several_drafts_share_the_autoregressive_cells(tmp_path):
     options = SweepOptions(drafts=("ngram", str(tmp_path)), repeats=1)
     options = replace(options, num_speculative_tokens=(2, 4))
     groups = plan(options, "model", [TASKS], 0)
-    assert [len(group.servers) for group in groups] == [7, 6, 6, 6]
+    assert [len(group.servers) for group in groups] == [8, 7, 7, 7]
     keys = keys_of(groups)
     assert len(keys) == len(set(keys))
     plain = [key for key in keys if key.method == "autoregressive"]
@@ -165,7 +187,20 @@ def test_a_server_that_no_cell_can_use_is_not_started(tmp_path):
         ({"temperatures": (-0.5,)}, r"temperatures=-0\.5 is below 0"),
         ({"repeats": 0}, "repeats=0 is below 1"),
         ({"max_tokens": 0}, "max_tokens=0 is below 1"),
-        ({"thetas": (), "gaps": ()}, "method 'mars' needs thetas or gaps"),
+        ({"prices": (-1.0,)}, r"mars_price=-1\.0 is outside \[0, inf\)"),
+        (
+            {"thetas": (), "gaps": (), "prices": ()},
+            "method 'mars' needs thetas, gaps or prices; give some",
+        ),
+        ({"reference_theta": 0.0}, r"reference_theta=0\.0 is outside \(0, 1\]"),
+        ({"mars_options": ("{",)}, r"mars_options='{' is not a JSON object of mars_\* options"),
+        (
+            {"mars_options": ('{"theta": 1}',)},
+            r"is not a JSON object of mars_\* options other than",
+        ),
+        ({"mars_options": ('{"mars_price": 1}',)}, "mars_theta, which the grid sets"),
+        ({"mars_options": ('{"mars_max": 1}',)}, "mars_max is not an option of margin-aware"),
+        ({"mars_options": ("", "{}")}, "holds a value twice"),
     ],
 )
 def test_a_bad_option_is_named(change, message):
@@ -178,11 +213,13 @@ def test_the_lock_forbids_lossy_rules(monkeypatch):
     with pytest.raises(RuntimeError, match=r"VLLM_MARS_LOCK=strict forbids .* mars_theta=0\.84"):
         SweepOptions()
     with pytest.raises(RuntimeError, match=r"forbids .* mars_gap=0\.5"):
-        SweepOptions(thetas=(1.0,), reference_theta=1.0)
+        SweepOptions(thetas=(1.0,))
+    with pytest.raises(RuntimeError, match=r"forbids .* mars_price=0\.1"):
+        SweepOptions(thetas=(1.0,), gaps=())
     with pytest.raises(RuntimeError, match="forbids .*method='fly' is lossy"):
         SweepOptions(methods=("standard", "fly"))
     SweepOptions(methods=("standard",))
-    SweepOptions(methods=("standard", "mars"), thetas=(1.0,), gaps=(), reference_theta=1.0)
+    SweepOptions(methods=("standard", "mars"), thetas=(1.0,), gaps=(), prices=(0.0,))
 
 
 def test_two_datasets_of_one_name_are_refused(tmp_path):

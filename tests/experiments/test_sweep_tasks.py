@@ -40,7 +40,7 @@ def sweep(model, output, dataset, *arguments):
         [
             *("sweep", "--model", str(model), "--prompts", dataset),
             *("--output", str(output), "--temperature", "0", "--concurrency", "2"),
-            *("--gap", "--no-unprotected", "--repeats", "1", "--num-prompts", "0"),
+            *("--gap", "--price", "--no-unprotected", "--repeats", "1", "--num-prompts", "0"),
             *("--max-tokens", "12", "--server-arg=--max-model-len=256", *arguments),
         ]
     )

@@ -92,7 +92,7 @@ def served(request):
     """(vocabulary, stride) of a model, and the rule of an engine that counts."""
     shape, config = request.param
     rule = MarginRule(config, [2], backend="triton")
-    rule.counters = Counters(CounterLayout(LONGEST, config.shadow_thetas), torch.device("cpu"))
+    rule.counters = Counters(CounterLayout(LONGEST, config.shadowed), torch.device("cpu"))
     return shape, rule
 
 

@@ -14,6 +14,7 @@ import tiny_models
 from engines import engine_in_process
 from promise import check_promise
 from vllm_mars import MarsConfig
+from vllm_mars.config import METRICS, OPTION, STRICT
 from vllm_mars.runner.sections import Sections
 
 pytestmark = pytest.mark.engine
@@ -192,24 +193,34 @@ def test_nothing_is_relaxed_inside_a_span(engine):
     assert returned(outputs[3])["relaxed_positions"] == []
 
 
-def test_shadow_mode_is_strict_and_counts_what_others_would_accept(engine):
-    thetas = [0.05, 0.5, 0.99]
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [
+        ("ratio", [0.05, 0.5, 0.99]),
+        pytest.param("price", [8, 0.5, 0.001], marks=pytest.mark.nightly),
+    ],
+)
+def test_shadow_mode_is_strict_and_counts_what_others_would_accept(engine, metric, values):
+    """The thresholds from loose to nearly strict."""
     with engine(mars_theta=1.0) as running:
         strict = running.ask()
         accepted = running.metrics("vllm:spec_decode_num_accepted_tokens")[()]
-    with engine(mars_theta=0.05, mars_shadow=True, mars_shadow_thetas=thetas) as running:
-        shadow = running.ask(extra_args={"mars_theta": 0.05})
+    loosest = {OPTION[metric]: values[0]}
+    listed = {"mars_metric": metric, f"mars_shadow_{METRICS[metric]}s": values}
+    with engine(mars_shadow=True, **loosest, **listed) as running:
+        shadow = running.ask(extra_args=loosest)
         counted = running.metrics("vllm:mars_shadow_accepted_tokens")
         assert running.metrics("vllm:spec_decode_num_accepted_tokens")[()] == accepted
         assert sum(running.metrics("vllm:mars_relaxed_tokens").values()) == 0
         assert sum(running.metrics("vllm:mars_low_margin_positions").values()) > 0
     assert [out.token_ids for out in shadow] == [out.token_ids for out in strict]
-    assert returned(shadow[0]) == {"theta": 1.0, **NOTHING}
-    by_theta = [
-        sum(counted[f"{theta:g}", str(position)] for position in range(3)) for theta in thetas
+    in_force = {METRICS[metric]: STRICT.value(metric)}
+    assert returned(shadow[0]) == {**in_force, **NOTHING}
+    by_value = [
+        sum(counted[f"{value:g}", str(position)] for position in range(3)) for value in values
     ]
-    assert by_theta == sorted(by_theta, reverse=True)
-    assert by_theta[0] > by_theta[2] >= accepted > 0
-    # The first position does not depend on what is accepted before it: with theta near 1 it is as
+    assert by_value == sorted(by_value, reverse=True)
+    assert by_value[0] > by_value[2] >= accepted > 0
+    # The first position does not depend on what is accepted before it: nearly strict, it is as
     # strict verification has it, but for logits that nearly tie.
-    assert by_theta[2] <= 1.2 * accepted
+    assert by_value[2] <= 1.2 * accepted

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_mars.config import METRICS, MarsConfig, Threshold
 from vllm_mars.kernels.terms import Drafts, Judgement, Margin, Verdict
 from vllm_mars.runner.counters import (
     INTERVAL,
@@ -17,7 +18,10 @@ from vllm_mars.runner.counters import (
     Counters,
     count_positions,
     count_shadow,
+    locate,
 )
+from vllm_mars.runner.margin import MarginRule
+from vllm_mars.verify import judge_drafts, verify_drafts
 
 CPU = torch.device("cpu")
 LONGEST = 5
@@ -218,10 +222,10 @@ def test_a_dry_run_relaxes_and_refuses_nothing():
 
 def slow_shadow(layout, case):
     """What each theta accepts, request by request: the longest prefix of acceptable positions."""
-    counts = np.zeros((len(layout.shadow_thetas), LONGEST), dtype=np.int64)
+    counts = np.zeros((len(layout.shadowed), LONGEST), dtype=np.int64)
     begin = 0
     for request, end in enumerate(case["cu_num_draft_tokens"].tolist()):
-        for index, theta in enumerate(layout.shadow_thetas):
+        for index, theta in enumerate(layout.shadowed):
             for position, row in enumerate(range(begin, end)):
                 first, second = map(np.float32, case["top2_values"][row].tolist())
                 verdict = case["verdicts"][row].item()
@@ -248,6 +252,53 @@ def test_shadow_counts_are_those_of_a_slow_loop():
         expected += slow_shadow(layout, case)
     assert counters.device_counts[layout.shadow].tolist() == expected.flatten().tolist()
     assert expected[0, 2] > expected[2, 2] > 0, "the looser theta accepts more"
+
+
+@pytest.mark.parametrize("by_prefix", [True, False], ids=["verified", "judged"])
+@pytest.mark.parametrize(
+    ("metric", "values"), [("ratio", (0.5, 0.9)), ("gap", (0.3, 2.0)), ("price", (0.3, 1.0, 4.0))]
+)
+def test_shadow_counts_are_what_verification_accepts(metric, values, by_prefix):
+    """Of a step that was verified, or judged position by position, at each threshold."""
+    generator = torch.Generator().manual_seed(4)
+    config = MarsConfig(metric=metric, shadow=True, **{f"shadow_{METRICS[metric]}s": values})
+    rule = MarginRule(config, [0])
+    rule.counters = Counters(CounterLayout(LONGEST, config.shadowed, metric), CPU)
+    protected = torch.arange(64) == 0
+    expected = torch.zeros(len(values), LONGEST, dtype=torch.long)
+    for _ in range(20):
+        lengths = torch.randint(0, LONGEST + 1, (8,), generator=generator)
+        num_draft = int(lengths.sum())
+        logits = 3 * torch.randn(num_draft, 64, generator=generator)
+        ranks = (torch.rand(num_draft, generator=generator) ** 2 * 4).long()
+        ids = logits.argsort(1, descending=True).gather(1, ranks[:, None]).squeeze(1)
+        ids[torch.rand(num_draft, generator=generator) < 0.05] = -1
+        drafts = Drafts(logits, ids, lengths.cumsum(0).int(), max_draft_len=LONGEST)
+        margin = Margin.of(metric, config.threshold)
+        request, position = locate(drafts.cu_num_draft_tokens, num_draft)
+        if by_prefix:
+            strict = rule.verify(drafts, margin)
+            judgement, num_accepted = strict.judgement, strict.num_accepted
+        else:
+            num_accepted = (torch.rand(8, generator=generator) * (lengths + 1)).int()
+            with rule.relaxed_made_certain(drafts, margin) as judgement:
+                pass
+        rule.record(drafts, margin, judgement, num_accepted, {}, by_prefix=by_prefix)
+        for index, value in enumerate(values):
+            own = Margin.of(metric, Threshold.of(metric, value), protected=protected)
+            if by_prefix:
+                accepted = verify_drafts(drafts, own).num_accepted
+            else:
+                relaxed = judge_drafts(drafts, own).verdicts == Verdict.RELAXED
+                passed = (relaxed | (position < num_accepted[request])) & (ids >= 0)
+                table = torch.zeros(8, LONGEST + 1, dtype=torch.long)
+                table[request, position] = passed.long()
+                accepted = table.cumprod(1).sum(1)
+            expected[index] += (torch.arange(LONGEST) < accepted[:, None]).sum(0)
+    counts = rule.counters.device_counts
+    assert counts[rule.counters.layout.shadow].tolist() == expected.flatten().tolist()
+    assert not counts[rule.counters.layout.relaxed].any()
+    assert len({tuple(row) for row in expected.tolist()}) == len(values), "they differ"
 
 
 def test_a_step_without_drafts_counts_nothing():

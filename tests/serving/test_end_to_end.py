@@ -1,7 +1,7 @@
 """Real vLLM engines on the packaged model: identity at theta = 1, the rule below it.
 
-By day one lossy engine answers with each theta that a request asks for. At night engines of that
-theta do so, too.
+By day one lossy engine answers greedily with each theta that a request asks for. At night engines
+of that theta do so, too, in processes of their own, and sample.
 """
 
 import json
@@ -17,6 +17,7 @@ from engines import MARS, NGRAM, PACKAGED, engine_in_process, packaged_engine
 
 pytestmark = pytest.mark.engine
 
+SAMPLER = "vllm_mars.runner.sampler_v1.MarsRejectionSampler"
 PROMPTS = [
     "Rewrite in the past tense: The fox jumps over the dog, and then the fox runs from the dog.",
     "Write a Python function that returns the sum of a list of numbers, then call it twice.",
@@ -54,14 +55,10 @@ class Run:
 
 
 def look_at_worker(worker):
-    """Runs in the worker: the sampler's class, whose CPU kernel is in place, and the process."""
-    from vllm.v1.sample import rejection_sampler
-
+    """Runs in the worker: the sampler's class and the process."""
     sampler = getattr(worker.model_runner, "rejection_sampler", None)
-    implementation = rejection_sampler.expand_kernel._impl
     return {
         "sampler": f"{type(sampler).__module__}.{type(sampler).__qualname__}",
-        "mended": "vllm_mars" in getattr(implementation, "func", implementation).__module__,
         "pid": os.getpid(),
     }
 
@@ -79,7 +76,7 @@ def sampling_batches(extra_args):
     def params(**options):
         return SamplingParams(extra_args=extra_args, **options)
 
-    greedy = params(temperature=0, max_tokens=48)
+    greedy = params(temperature=0, max_tokens=32)
     sampled = [
         params(temperature=0.8, top_p=0.9, seed=1, max_tokens=40),
         params(temperature=1.0, top_k=20, top_p=0.95, seed=2, max_tokens=40),
@@ -124,41 +121,37 @@ def generate(llm, batches=("greedy",), mend=False, extra_args=None):
     return run
 
 
-ALL = ("greedy", "sampled", "constrained")
-BATCHES = {1.0: ALL, 0.9: ("greedy",)}
+CHOICE = {**MARS, "mars_theta": 0.95, "mars_theta_min": 0.3}
+IN_PROCESS = {**PACKAGED, "skip_tokenizer_init": False}
 # Who says which theta holds.
 BY = ["request", pytest.param("server", marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(scope="module")
 def autoregressive(packaged_model):
-    with engine_in_process(packaged_model, None, skip_tokenizer_init=False, **PACKAGED) as llm:
+    with engine_in_process(packaged_model, None, **IN_PROCESS) as llm:
         return generate(llm)
 
 
 @pytest.fixture(scope="module")
-def strict(packaged_model):
+def strict(packaged_model, autoregressive):
     """vLLM's own verification with the plugin installed but not asked for."""
-    with packaged_engine(packaged_model, NGRAM) as llm:
-        return generate(llm, ALL, mend=True)
+    with engine_in_process(packaged_model, NGRAM, **IN_PROCESS) as llm:
+        return generate(llm)
 
 
+# After `strict`: two engines in one process disturb each other.
 @pytest.fixture(scope="module")
-def lossy(packaged_model):
+def lossy(packaged_model, strict):
     """An engine whose requests may choose theta from 0.3 on."""
-    with packaged_engine(
-        packaged_model, {**MARS, "mars_theta": 0.98, "mars_theta_min": 0.3}
-    ) as llm:
+    with engine_in_process(packaged_model, CHOICE, **IN_PROCESS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def by_request(lossy):
     """At once for each theta: the metrics of the next engine take the place of these."""
-    return {
-        theta: generate(lossy, batches, extra_args={"mars_theta": theta})
-        for theta, batches in BATCHES.items()
-    }
+    return {theta: generate(lossy, extra_args={"mars_theta": theta}) for theta in (1.0, 0.9)}
 
 
 def verified(request, theta):
@@ -167,7 +160,7 @@ def verified(request, theta):
         return request.getfixturevalue("by_request")[theta]
     model = request.getfixturevalue("packaged_model")
     with packaged_engine(model, {**MARS, "mars_theta": theta}) as llm:
-        return generate(llm, BATCHES[theta])
+        return generate(llm)
 
 
 @pytest.fixture(scope="module", params=BY)
@@ -182,19 +175,29 @@ def theta_09(request):
 
 def test_not_asked_for_changes_nothing(autoregressive, strict):
     assert strict.worker["sampler"] == "vllm.v1.sample.rejection_sampler.RejectionSampler"
-    assert not strict.worker["mended"]
     assert strict.tokens["greedy"] == autoregressive.tokens["greedy"]
 
 
-def test_the_plugin_reaches_the_worker_process(theta_1):
-    assert theta_1.worker["sampler"] == "vllm_mars.runner.sampler_v1.MarsRejectionSampler"
-    assert theta_1.worker["mended"]
-    assert theta_1.worker["pid"] != os.getpid()
+def test_theta_1_is_vllm(strict, theta_1):
+    assert theta_1.worker["sampler"] == SAMPLER
+    assert theta_1.tokens == strict.tokens
 
 
-@pytest.mark.parametrize("batch", ALL)
-def test_theta_1_is_vllm(strict, theta_1, batch):
-    assert theta_1.tokens[batch] == strict.tokens[batch]
+@pytest.mark.nightly
+def test_theta_1_is_vllm_when_sampling(packaged_model):
+    """With the worker in another process; by day `tests/conformance` samples."""
+    runs = {}
+    for name, given, options in (
+        ("vllm", NGRAM, {"mend": True}),
+        ("server", {**MARS, "mars_theta": 1.0}, {}),
+        ("request", CHOICE, {"extra_args": {"mars_theta": 1.0}}),
+    ):
+        with packaged_engine(packaged_model, given) as llm:
+            runs[name] = generate(llm, ("sampled", "constrained"), **options)
+    for name in ("server", "request"):
+        assert runs[name].worker["sampler"] == SAMPLER
+        assert runs[name].worker["pid"] != os.getpid()
+        assert runs[name].tokens == runs["vllm"].tokens
 
 
 def test_theta_1_accepts_what_vllm_accepts(strict, theta_1):
@@ -269,7 +272,7 @@ def test_each_request_has_its_own_theta(lossy, autoregressive):
     from vllm.sampling_params import StructuredOutputsParams
 
     def params(**options):
-        return SamplingParams(temperature=0, max_tokens=48, **options)
+        return SamplingParams(temperature=0, max_tokens=32, **options)
 
     thetas = [1.0, 0.3, None, 0.7, 1, 0.3]
     mixed = [
@@ -282,20 +285,17 @@ def test_each_request_has_its_own_theta(lossy, autoregressive):
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     together = ask(chats, mixed)
-    alone = [ask([chat], [one])[0] for chat, one in zip(chats, mixed, strict=True)]
-    assert together == alone
+    # One with each kind of theta.
+    alone = [ask(chats[i : i + 1], mixed[i : i + 1])[0] for i in range(4)]
+    assert together[:4] == alone
     all_relaxed = ask(chats, [params(extra_args={"mars_theta": 0.3})] * len(chats))
     default = ask(chats, [params()] * len(chats))
+    never_relaxed = autoregressive.tokens["greedy"]
     for theta, tokens, strict, loose, usual in zip(
-        thetas,
-        together,
-        autoregressive.tokens["greedy"],
-        all_relaxed,
-        default,
-        strict=True,
+        thetas, together, never_relaxed, all_relaxed, default, strict=True
     ):
         assert tokens == {1.0: strict, 0.3: loose, None: usual}.get(theta, tokens)
-    assert all_relaxed != default != autoregressive.tokens["greedy"]
+    assert all_relaxed != default != never_relaxed
 
     constraint = StructuredOutputsParams(json=SCHEMA)
     constrained = [
@@ -341,7 +341,7 @@ def test_draft_model_with_probabilities(packaged_model, draft_model, autoregress
     }
     with packaged_engine(packaged_model, given) as llm:
         run = generate(llm, ("greedy", "sampled"))
-    assert run.worker["sampler"] == "vllm_mars.runner.sampler_v1.MarsRejectionSampler"
+    assert run.worker["sampler"] == SAMPLER
     assert run.tokens["greedy"] == autoregressive.tokens["greedy"]
     assert run.drafts > 0
     assert all(run.tokens["sampled"])

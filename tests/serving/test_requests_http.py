@@ -47,7 +47,7 @@ def ask(client, subject, theta, **options):
         model="model",
         messages=[{"role": "user", "content": prompt}],
         temperature=0,
-        max_tokens=40,
+        max_tokens=28,
         stream=True,
         **body(theta),
         **options,

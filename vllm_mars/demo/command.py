@@ -21,6 +21,7 @@ def add_parser(commands: Any) -> None:
     add("--model", metavar="MODEL", help="default: the packaged model")
     add("--draft", metavar="ngram|MODEL", help="ngram, or a draft model or head")
     add("--theta", type=float, help="mars_theta, in (0, 1]; default 0.9")
+    add("--price", type=float, metavar="NATS", help="mars_price in place of a theta, >= 0")
     add("--num-speculative-tokens", type=int, metavar="K", help="default: the head's, else 4")
     add("--prompts", type=Path, metavar="FILE", help="JSON lines with 'prompt' or 'turns'")
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 32, with --short 24")

@@ -4,9 +4,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
+from vllm_mars.config import (
+    METHOD,
+    MarsConfig,
+    check_lock,
+    lossy_reason,
+    split_speculative_config,
+)
 from vllm_mars.local.draft_head import check_head, is_head, packaged_head
-from vllm_mars.local.drafts import NGRAM, draft_config, draft_name
+from vllm_mars.local.drafts import NGRAM, draft_name, speculative_config
 from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
 
 MODES = ("autoregressive", "strict", "mars")
@@ -25,7 +31,8 @@ class DemoOptions:
         model: directory or name of the model; None takes the packaged one.
         draft: "ngram", or a draft model's directory or name; None takes the packaged model's
             EAGLE-3 head where there is one, else ngram.
-        theta: mars_theta of the MARS server, in (0, 1].
+        theta: mars_theta of the MARS server, in (0, 1]; None takes 0.9, or the price.
+        price: mars_price of the MARS server in nats per token gained, >= 0, in place of theta.
         num_speculative_tokens: draft tokens per step, at least 1; None takes what the head names
             as its best, else 4.
         prompts: prompt file.
@@ -44,7 +51,8 @@ class DemoOptions:
 
     model: str | None = None
     draft: str | None = None
-    theta: float = 0.9
+    theta: float | None = None
+    price: float | None = None
     num_speculative_tokens: int | None = None
     prompts: Path = PACKAGED
     max_tokens: int | None = None
@@ -55,7 +63,13 @@ class DemoOptions:
     startup_timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        config = MarsConfig(theta=self.theta)
+        if self.theta is not None and self.price is not None:
+            raise ValueError(
+                f"theta={self.theta} and price={self.price} are two rules; give one of them."
+            )
+        if self.theta is None and self.price is None:
+            object.__setattr__(self, "theta", MarsConfig.theta)
+        config, _ = split_speculative_config(self._rule)
         check_lock(lossy_reason(config, METHOD))
         for name in ("num_speculative_tokens", "max_tokens", "repeats"):
             value = getattr(self, name)
@@ -83,6 +97,18 @@ class DemoOptions:
         return replace(self, draft=draft, num_speculative_tokens=tokens)
 
     @property
+    def _rule(self) -> dict[str, Any]:
+        """What makes a server verify by the margin."""
+        priced = {"mars_metric": "price", "mars_price": self.price}
+        rule = {"mars_theta": self.theta} if self.price is None else priced
+        return {"rejection_sample_method": METHOD, **rule}
+
+    @property
+    def rule_name(self) -> str:
+        """The rule with its threshold, for tables, such as "theta 0.9"."""
+        return f"theta {self.theta:g}" if self.price is None else f"price {self.price:g}"
+
+    @property
     def longest_answer(self) -> int:
         """Limit of an answer's length in tokens."""
         return self.max_tokens or (SHORT_MAX_TOKENS if self.short else MAX_TOKENS)
@@ -105,7 +131,5 @@ class DemoOptions:
         if mode == "autoregressive":
             return None
         tokens = self.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
-        config = {"num_speculative_tokens": tokens, **draft_config(self.draft or NGRAM)}
-        if mode == "mars":
-            config |= {"rejection_sample_method": METHOD, "mars_theta": self.theta}
-        return config
+        mars = self._rule if mode == "mars" else {}
+        return speculative_config(self.draft or NGRAM, tokens, **mars)

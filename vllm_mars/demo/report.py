@@ -16,7 +16,7 @@ MAX_LISTED = 12
 # Kinds of prompt named at either end, and answers whose length changed most.
 MAX_KINDS = 3
 MAX_LENGTHS = 6
-LABELS = {"autoregressive": "autoregressive", "strict": "strict", "mars": "MARS, theta"}
+LABELS = {"autoregressive": "autoregressive", "strict": "strict", "mars": "MARS"}
 
 
 def print_report(results: Results, console: Console) -> None:
@@ -60,7 +60,8 @@ def _figures_table(results: Results) -> Table:
     )
     table.add_column("")
     for mode, label in LABELS.items():
-        table.add_column(f"{label} {options.theta:g}" if mode == "mars" else label, justify="right")
+        name = f"{label}, {options.rule_name}" if mode == "mars" else label
+        table.add_column(name, justify="right")
 
     def milliseconds(mode: str, name: str) -> str:
         value = figures[mode][name]

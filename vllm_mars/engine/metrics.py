@@ -11,7 +11,7 @@ from typing import Any
 
 import prometheus_client
 
-from vllm_mars.config import MarsConfig
+from vllm_mars.config import METRICS, MarsConfig
 from vllm_mars.engine.transport import add_counts
 from vllm_mars.runner.counters import (
     LOSS_UNIT,
@@ -113,7 +113,7 @@ class MarsProm:
             labelnames=_LABELS,
         )
         self._lost = {engine: lost.labels(*labels) for engine, labels in engines.items()}
-        if layout.shadow_thetas:
+        if layout.shadowed:
             self._add_shadow(counter_class, engines)
         self._histograms: dict[int, Any] = {}
         if issubclass(histogram_class, prometheus_client.Histogram):
@@ -137,13 +137,13 @@ class MarsProm:
     def _add_shadow(self, counter_class: Any, engines: dict[int, list[object]]) -> None:
         counter = counter_class(
             name=SHADOW,
-            documentation="Draft tokens that verification with this theta would have accepted, by "
-            "position.",
-            labelnames=[*_LABELS, "theta", "position"],
+            documentation="Draft tokens that verification with this threshold would have "
+            "accepted, by position.",
+            labelnames=[*_LABELS, METRICS[self._layout.metric], "position"],
         )
         positions = range(self._layout.num_speculative_tokens)
-        values = itertools.product(self._layout.shadow_thetas, positions)
-        names = [(f"{theta:g}", str(position)) for theta, position in values]
+        values = itertools.product(self._layout.shadowed, positions)
+        names = [(f"{value:g}", str(position)) for value, position in values]
         children = {
             engine: [counter.labels(*labels, *name) for name in names]
             for engine, labels in engines.items()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mars.calibration import resolve_auto
 from vllm_mars.config import (
     CONFIG_KEY,
+    OPTION,
     MarsConfig,
     check_lock,
     config_of,
@@ -20,6 +21,14 @@ from vllm_mars.requests import options_of
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
+
+
+# What a server with a threshold that nobody chose says.
+_NOT_CHOSEN = (
+    "None of mars_theta, mars_gap and mars_price is given, so mars_theta is the paper's 0.9: "
+    "lossy, and nothing bounds how much an answer loses. Prefer mars_metric 'price' with a "
+    "mars_price, which weighs the tokens gained against their loss."
+)
 
 
 def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
@@ -38,8 +47,9 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     from vllm.logger import init_logger
 
     given, notes = resolve_auto(engine_args.speculative_config, model_config)
+    logger = init_logger("vllm.vllm_mars.engine.options")
     for note in notes:
-        init_logger("vllm.vllm_mars.engine.options").warning("%s", note)
+        logger.warning("%s", note)
     config, speculative_config = split_speculative_config(given)
     method = speculative_config.get("rejection_sample_method", "standard")
     check_lock(lossy_reason(config, method))
@@ -58,6 +68,8 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         )
     check_interfaces("markers")
     config = resolve_markers(config, engine_args, model_config)
+    if config.lossy and not given.keys() & set(OPTION.values()):
+        logger.warning(_NOT_CHOSEN)
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {
         **engine_args.additional_config,

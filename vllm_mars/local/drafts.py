@@ -4,14 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_mars.config import METHOD, OPTION, STRICT
+
 NGRAM = "ngram"
 NO_DRAFT = "none"
 # vLLM's, without the number of tokens.
 NGRAM_CONFIG = {"method": NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-# What a server gets whose requests choose theta or gap, by metric: who chooses nothing is strict.
+# What a server gets whose requests choose thresholds, by metric: who chooses nothing is strict.
 CHOSEN_BY_REQUESTS = {
-    metric: {"rejection_sample_method": "mars", "mars_metric": metric, **strict}
-    for metric, strict in (("ratio", {"mars_theta": 1.0}), ("gap", {"mars_gap": 0.0}))
+    metric: {
+        "rejection_sample_method": METHOD,
+        "mars_metric": metric,
+        option: STRICT.value(metric),
+    }
+    for metric, option in OPTION.items()
 }
 
 

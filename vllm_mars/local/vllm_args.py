@@ -8,8 +8,15 @@ SERVER_ARGS = ("--max-model-len", "2048", "--no-enable-prefix-caching")
 CPU_ENGINE_ARGS: dict[str, Any] = {"enforce_eager": True, "dtype": "float32"}
 # The same for the command line.
 CPU_ARGS = ("--enforce-eager", "--dtype", "float32")
-# GiB.
-CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+CPU_ENV = {
+    # GiB.
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # The worker shares the engine core's process, unless there are several: a third fewer imports
+    # of vLLM at the start. `vllm serve` keeps the engine core in a process of its own.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Threads that wait for each other busily stall an engine beside another one.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 # After its last step vLLM 0.32 polls shared memory for a second before it sleeps, which slows
 # another server on the same cores.
 SETTLE_SECONDS = 1.5

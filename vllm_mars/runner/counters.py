@@ -17,6 +17,7 @@ import torch
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
+    MOST_PRICE,
     CounterStarts,
     Drafts,
     Judgement,
@@ -70,17 +71,19 @@ class CounterLayout:
     - `lost`: one entry, what the relaxed tokens lost against the first choices, in `LOSS_UNIT`.
     - `refused`: verified positions that would have been relaxed, an entry per reason of `REASONS`.
 
-    And in shadow mode K entries per theta, one theta after the other:
+    And in shadow mode K entries per threshold, one threshold after the other:
 
-    - `shadow`: draft tokens that verification with this theta would have accepted.
+    - `shadow`: draft tokens that verification with this threshold would have accepted.
 
     Attributes:
         num_speculative_tokens: K, the longest draft, >= 1.
-        shadow_thetas: thetas of the shadow mode; none outside it.
+        shadowed: thresholds of the shadow mode; none outside it.
+        metric: that they belong to.
     """
 
     num_speculative_tokens: int
-    shadow_thetas: tuple[float, ...] = ()
+    shadowed: tuple[float, ...] = ()
+    metric: str = "ratio"
 
     @property
     def verified(self) -> slice:
@@ -127,7 +130,7 @@ class CounterLayout:
     def shadow(self) -> slice:
         """Entries of the shadow mode."""
         start = self.refused.stop
-        return slice(start, start + self.num_speculative_tokens * len(self.shadow_thetas))
+        return slice(start, start + self.num_speculative_tokens * len(self.shadowed))
 
     @property
     def starts(self) -> CounterStarts:
@@ -188,9 +191,9 @@ class Counters:
         return torch.tensor(RATIO_EDGES, dtype=torch.float32, device=self.device)
 
     @cached_property
-    def shadow_thetas(self) -> torch.Tensor:
-        """The layout's thetas as float32 on the device."""
-        return torch.tensor(self.layout.shadow_thetas, dtype=torch.float32, device=self.device)
+    def shadowed(self) -> torch.Tensor:
+        """The layout's thresholds as float32 on the device."""
+        return torch.tensor(self.layout.shadowed, dtype=torch.float32, device=self.device)
 
     @cached_property
     def _host_counts(self) -> torch.Tensor:
@@ -243,8 +246,7 @@ def layout_of(config: MarsConfig, speculative_config: Any) -> CounterLayout:
         config: its options.
         speculative_config: vLLM's `SpeculativeConfig`.
     """
-    thetas = config.shadow_thetas if config.shadow else ()
-    return CounterLayout(speculative_config.num_speculative_tokens, thetas)
+    return CounterLayout(speculative_config.num_speculative_tokens, config.shadowed, config.metric)
 
 
 def locate(cu_num_draft_tokens: torch.Tensor, num_draft: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -346,9 +348,14 @@ def count_positions(
 
 
 def count_shadow(
-    counters: Counters, drafts: Drafts, judgement: Judgement, num_accepted: torch.Tensor
+    counters: Counters,
+    drafts: Drafts,
+    judgement: Judgement,
+    num_accepted: torch.Tensor,
+    *,
+    by_prefix: bool = False,
 ) -> None:
-    """Adds what each theta of the shadow mode would have accepted of one step's drafts.
+    """Adds what each threshold of the shadow mode would have accepted of one step's drafts.
 
     Greedily this is exact for the step. A sampled position behind the first one that strict
     verification rejected counts where the margin accepts it, and not where a draw would have to:
@@ -357,25 +364,47 @@ def count_shadow(
     Args:
         counters: what is added to; all tensors are on its device.
         drafts: the step's; -1 is padding. The logits are not read.
-        judgement: by a margin that any draft token among the two largest passes, with the values
-            at all positions.
+        judgement: by a margin that any draft token passes which one of the thresholds can accept,
+            with the values at all positions.
         num_accepted: of strict verification.
+        by_prefix: whether a price weighs prefixes, as in greedy verification; else a position
+            stands alone.
     """
-    verdicts, top2_values = judgement.verdicts, judgement.top2_values
+    verdicts = judgement.verdicts
     if not len(verdicts):
         return
     layout = counters.layout
     longest = layout.num_speculative_tokens
     request, position = locate(drafts.cu_num_draft_tokens, len(verdicts))
-    largest, second = top2_values.unbind(1)
-    strict = (verdicts == Verdict.FIRST) | (position < num_accepted[request])
-    low = (second > counters.shadow_thetas[:, None] * largest) & (largest > 0)
-    accepted = (strict | (low & (verdicts == Verdict.RELAXED))) & (drafts.draft_token_ids >= 0)
-    # One column more for rows that are no draft position.
-    table = torch.zeros(
-        (len(layout.shadow_thetas), len(num_accepted), longest + 1),
-        dtype=torch.long,
-        device=counters.device,
-    )
-    table[:, request, position] = accepted.long()
-    counters.device_counts[layout.shadow] += table[..., :longest].cumprod(2).sum(1).flatten()
+    is_draft = drafts.draft_token_ids >= 0
+    strict = is_draft & ((verdicts == Verdict.FIRST) | (position < num_accepted[request]))
+    relaxed = is_draft & (verdicts == Verdict.RELAXED) & ~strict
+
+    def by_request(values: torch.Tensor) -> torch.Tensor:
+        """`[thresholds or 1, batch, longest + 1]`: a stop may be behind the last position."""
+        shape = (len(values), len(num_accepted), longest + 1)
+        table = torch.zeros(shape, dtype=values.dtype, device=values.device)
+        table[:, request, position] = values
+        return table
+
+    threshold = counters.shadowed[:, None]
+    if layout.metric == "price":
+        assert judgement.losses is not None, "verdicts come with losses"
+        price = (threshold * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
+        gain = price - judgement.losses * relaxed
+        is_small = (gain > 0) | by_prefix
+    else:
+        largest, second = judgement.top2_values.unbind(1)
+        is_ratio = layout.metric == "ratio"
+        limit = threshold * largest if is_ratio else largest - threshold
+        is_small = (second > limit) & ((largest > 0) | (not is_ratio))
+    reached = by_request(strict | relaxed & is_small).cumprod(2)
+    stop = reached.sum(2)
+    if layout.metric == "price" and by_prefix:
+        gain = by_request(gain)
+        # Of a stop: what comes before it. argmax takes the first of equals.
+        value = gain.cumsum(2) - gain
+        is_reached = torch.cat([torch.ones_like(reached[..., :1]), reached[..., :-1]], 2) > 0
+        stop = torch.where(is_reached & ~by_request(strict[None]), value, -1).argmax(2)
+    is_accepted = torch.arange(longest, device=stop.device) < stop[..., None]
+    counters.device_counts[layout.shadow] += is_accepted.sum(1).flatten()

@@ -8,13 +8,22 @@ from typing import NamedTuple
 import torch
 
 from vllm_mars.config import METRICS, MarsConfig
-from vllm_mars.kernels.terms import Drafts, Judgement, Margin, Verdict, VerifyOutput
+from vllm_mars.kernels.terms import (
+    LOSS_BITS,
+    MOST_PRICE,
+    Drafts,
+    Judgement,
+    Margin,
+    Verdict,
+    VerifyOutput,
+)
 from vllm_mars.runner.counters import Counters, count_positions, count_shadow, locate
 from vllm_mars.verify import Backend, judge_drafts, resolve_backend, verify_drafts
 
-# A gap that any draft token among the two largest passes, for shadow mode to judge.
-_LOOSEST = 3e38
-
+# A gap that any draft token among the two largest passes, and the largest price, for shadow mode to
+# judge.
+_LOOSEST = {"theta": 1.0, "gap": 3e38}
+_HIGHEST = {"price": MOST_PRICE / 2**LOSS_BITS}
 
 # Of the value that the log names, by metric.
 _UNITS = {"ratio": "", "gap": " nats", "price": " nats per token"}
@@ -97,7 +106,7 @@ class MarginRule:
             mask[[token for token in self.protected_token_ids if token < vocab]] = True
             self._protected = mask.to(logits.device)
         if self.config.shadow:
-            margin = margin._replace(theta=1.0, gap=_LOOSEST)
+            margin = margin._replace(**_LOOSEST if margin.price is None else _HIGHEST)
         return margin._replace(protected=self._protected)
 
     @contextmanager
@@ -148,6 +157,8 @@ class MarginRule:
         judgement: Judgement,
         num_accepted: torch.Tensor,
         returns: dict[int, str],
+        *,
+        by_prefix: bool = False,
     ) -> Spent | None:
         """Counts a step, and notes what was relaxed for the requests that want to know it.
 
@@ -157,6 +168,7 @@ class MarginRule:
             judgement: of the step's positions; its values are None where nothing is counted.
             num_accepted: int `[batch]`, accepted draft tokens.
             returns: ids by place of the requests that want to know.
+            by_prefix: whether the step was verified as a whole, not judged by position.
 
         Returns:
             What was spent, where a budget limits it; else None.
@@ -169,7 +181,7 @@ class MarginRule:
                 self.counters, drafts, judgement, num_accepted, counted, dry_run=self.config.shadow
             )
             if self.config.shadow:
-                count_shadow(self.counters, drafts, judgement, num_accepted)
+                count_shadow(self.counters, drafts, judgement, num_accepted, by_prefix=by_prefix)
         has_budget = margin.budget is not None or margin.loss_budget is not None
         if not has_budget and not returns:
             return None
@@ -217,7 +229,7 @@ class MarginRule:
 
     def _loss(self) -> str:
         if self.config.shadow:
-            return "shadow mode: the output is lossless (strict), other thetas are counted."
+            return "shadow mode: the output is lossless (strict), other thresholds are counted."
         if self.config.lossy:
             return "the output is LOSSY: it can differ from the target's own."
         if self.config.clients_may_relax:

@@ -173,16 +173,24 @@ class MarsRejectionSampler(RejectionSampler):
         return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
 
     def _record(
-        self, drafts: Drafts, margin: Margin, judgement: Judgement, num_accepted: torch.Tensor
+        self,
+        drafts: Drafts,
+        margin: Margin,
+        judgement: Judgement,
+        num_accepted: torch.Tensor,
+        *,
+        by_prefix: bool = False,
     ) -> Spent | None:
         returns = self.requests.returns(num_accepted.shape[0])
-        return self.rule.record(drafts, margin, judgement, num_accepted, returns)
+        return self.rule.record(
+            drafts, margin, judgement, num_accepted, returns, by_prefix=by_prefix
+        )
 
     def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:
         margin = self.requests.margin(drafts)
         output = self.rule.verify(drafts, margin)
         if output.judgement is not None:
-            self._record(drafts, margin, output.judgement, output.num_accepted)
+            self._record(drafts, margin, output.judgement, output.num_accepted, by_prefix=True)
         self.requests.spend(output.num_relaxed, output.lost)
         output_token_ids: torch.Tensor = output.output_token_ids
         return output_token_ids

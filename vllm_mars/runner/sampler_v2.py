@@ -117,7 +117,14 @@ class MarsRejectionSamplerV2(RejectionSampler):
             )
             output = self.rule.verify(rows, margin)
             if output.judgement is not None:
-                self.rule.record(drafts, margin, output.judgement, output.num_accepted, returns)
+                self.rule.record(
+                    drafts,
+                    margin,
+                    output.judgement,
+                    output.num_accepted,
+                    returns,
+                    by_prefix=True,
+                )
             self.requests.spend(output.num_relaxed, output.lost, idx_mapping)
             return processed, output.output_token_ids, output.num_accepted + 1
 

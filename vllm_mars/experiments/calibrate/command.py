@@ -11,10 +11,10 @@ def add_parser(commands: Any) -> None:
     """Adds the command to `vllm-mars`."""
     parser = commands.add_parser(
         "calibrate",
-        help="find the smallest theta whose loss stays within a budget",
-        description="Finds the smallest mars_theta (or the largest mars_gap) whose loss under the "
-        "target stays within a budget, for one model and draft, and writes a file that the "
-        'speculative config accepts: "mars_theta": "auto:FILE".',
+        help="find the loosest threshold whose loss stays within a budget",
+        description="Finds the smallest mars_theta (or the largest mars_gap or mars_price) whose "
+        "loss under the target stays within a budget, for one model and draft, and writes a file "
+        'that the speculative config accepts: "mars_theta": "auto:FILE".',
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the packaged model")
     parser.add_argument("--draft", metavar="ngram|MODEL", help="ngram (default) or a draft model")
@@ -29,7 +29,14 @@ def add_parser(commands: Any) -> None:
         metavar="SHARE",
         help="share of the strict answers' task score that is kept, instead of a budget in nats",
     )
-    parser.add_argument("--metric", metavar="ratio|gap", help="default ratio")
+    parser.add_argument(
+        "--min-solved",
+        type=int,
+        metavar="N",
+        help="with --recovery: held-out tasks that strict decoding must do; default 30, since "
+        "fewer cannot tell what is kept",
+    )
+    parser.add_argument("--metric", metavar="ratio|gap|price", help="default ratio")
     parser.add_argument(
         "--prompts",
         type=Path,

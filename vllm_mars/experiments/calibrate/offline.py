@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.calibration import OPTION, identify
+from vllm_mars.calibration import identify
+from vllm_mars.config import OPTION
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.local.prompts import Prompt
 from vllm_mars.local.server import server_env
@@ -60,7 +61,7 @@ class OfflineEngine:
 
         Args:
             prompts: what the user says.
-            threshold: mars_theta, or mars_gap with metric "gap".
+            threshold: what the metric compares with.
         """
         from vllm import SamplingParams
 
@@ -115,7 +116,7 @@ def offline_engine(
     Args:
         model: directory or name of the target.
         speculative_config: draft and its length, without this project's options.
-        metric: "ratio" or "gap".
+        metric: "ratio", "gap" or "price".
         max_tokens: longest answer of a turn.
         device: vLLM's device type, such as "cpu".
         engine_args: further arguments as `vllm serve` takes them.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_mars.config import Threshold
+from vllm_mars.config import STRICT, Threshold
 from vllm_mars.experiments.calibrate.simulate import Steps, simulate
 from vllm_mars.local import intervals
 
@@ -19,8 +19,12 @@ _THETAS = (
     *(round(0.98 + 0.002 * i, 3) for i in range(11)),
 )
 _GAPS = (*(round(4 - 0.1 * i, 3) for i in range(30)), *(round(1 - 0.02 * i, 3) for i in range(51)))
-GRIDS = {"ratio": _THETAS, "gap": _GAPS}
-STRICT = {"ratio": 1.0, "gap": 0.0}
+_PRICES = (
+    *(round(2 - 0.05 * i, 3) for i in range(20)),
+    *(round(1 - 0.02 * i, 3) for i in range(40)),
+    *(round(0.2 - 0.005 * i, 3) for i in range(41)),
+)
+GRIDS = {"ratio": _THETAS, "gap": _GAPS, "price": _PRICES}
 Floats = NDArray[np.float64]
 
 
@@ -29,7 +33,7 @@ class Point:
     """What a threshold would do, by simulation; per token means per output token.
 
     Attributes:
-        threshold: theta or gap.
+        threshold: what the metric compares with.
         cost: predicted cost of the relaxed tokens, nats per token.
         high: 90th percentile of its bootstrap samples.
         relaxed: relaxed tokens per token.
@@ -49,12 +53,12 @@ def point(steps: Steps, strict_tokens: Floats, threshold: float, metric: str) ->
     Args:
         steps: the recorded drafts, grouped by prompt.
         strict_tokens: `[groups]`, tokens of each prompt's strict answers.
-        threshold: theta or gap.
-        metric: which of them.
+        threshold: what the metric compares with.
+        metric: "ratio", "gap" or "price".
     """
     groups = len(strict_tokens)
-    outcome = simulate(steps, *Threshold.of(metric, threshold)[:2])
-    strict = simulate(steps, 1.0)
+    outcome = simulate(steps, Threshold.of(metric, threshold))
+    strict = simulate(steps, STRICT)
     # Steps without drafts, which are not recorded, emit the same under every threshold.
     more = np.bincount(steps.group, outcome.accepted - strict.accepted, groups)
     cost = np.bincount(steps.group, outcome.cost, groups)
@@ -83,11 +87,11 @@ def margins(steps: Steps, bins: int = 50) -> dict[str, Any]:
         first choice, and `probability_ratio`, the mean of p2 / p1 (None for an empty bin).
         Positions with z1 <= 0 are `not_positive`.
     """
-    stop = steps.start + simulate(steps, 1.0).accepted
+    stop = steps.start + simulate(steps, STRICT).accepted
     reached = np.arange(len(steps.step)) <= stop[steps.step]
     positive = reached & (steps.first_logit > 0)
     ratio = steps.second_logit[positive].astype(float) / steps.first_logit[positive]
-    runner_up = (steps.may_relax & ~steps.is_first)[positive]
+    runner_up = steps.may_relax[positive]
     probability = np.exp((steps.second_logit - steps.first_logit)[positive].astype(float))
     edges = np.linspace(0, 1, bins + 1)
     ratio = np.clip(ratio, 0, 1)

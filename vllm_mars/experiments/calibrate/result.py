@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from vllm_mars.calibration import OPTION
+from vllm_mars.config import OPTION
 from vllm_mars.experiments.calibrate.losses import Measure
 from vllm_mars.experiments.calibrate.search import Calibration
 
@@ -36,7 +36,8 @@ def print_calibration(result: Calibration, console: Console) -> None:
             f"{option} is {result.threshold:g}, strict. More prompts or {larger} may give one.",
             style="bold",
         )
-    console.print(f'Serve with "{option}": "auto:{options.output}".', soft_wrap=True)
+    metric = "" if options.metric == "ratio" else f'"mars_metric": "{options.metric}", '
+    console.print(f'Serve with {metric}"{option}": "auto:{options.output}".', soft_wrap=True)
 
 
 def _curve(result: Calibration) -> Table:

@@ -1,8 +1,9 @@
 """Finds the loosest threshold whose loss stays within a budget, for one model and draft.
 
-1. One strict pass over half of the prompts records the target's two largest logits wherever a draft
-   is verified. From that alone every threshold is simulated, and what its relaxed tokens cost
-   predicted: the mean over all tokens of log p(target's first choice) - log p(token), in nats.
+1. One strict pass over half of the prompts records the target's two largest logits and the draft's
+   wherever a draft is verified. From that alone every threshold is simulated, and what its relaxed
+   tokens cost predicted: the mean over all tokens of log p(target's first choice) - log p(token),
+   in nats.
 2. The other half is answered strictly and with the loosest threshold whose predicted cost is within
    the budget. Two things must be within it there: that cost as it turns out, and the increase of
    the answers' mean negative log-likelihood (NLL) per token over the strict answers. The second
@@ -27,19 +28,19 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mars.calibration import KIND, OPTION, SCHEMA
-from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
+from vllm_mars.calibration import KIND, SCHEMA
+from vllm_mars.config import METHOD, OPTION, STRICT, MarsConfig, check_lock, lossy_reason
 from vllm_mars.experiments.calibrate.losses import Confirmation, compare, recovery, scores
 from vllm_mars.experiments.calibrate.offline import OfflineEngine, offline_engine
 from vllm_mars.experiments.calibrate.predictions import (
     BOOTSTRAP_SAMPLES,
     GRIDS,
-    STRICT,
     Point,
     margins,
     point,
 )
 from vllm_mars.experiments.calibrate.simulate import steps_of
+from vllm_mars.experiments.quality.scores import MIN_SOLVED
 from vllm_mars.experiments.sweep.datasets import Item, load_dataset
 from vllm_mars.local.drafts import NGRAM, draft_name, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
@@ -61,10 +62,11 @@ class CalibrateOptions:
         model: directory or name of the target; None takes the packaged one.
         draft: "ngram", or a draft model's directory or name.
         num_speculative_tokens: draft tokens per step, at least 1.
-        metric: "ratio" or "gap".
+        metric: "ratio", "gap" or "price".
         budget: loss that is allowed, nats per token, above 0.
         recovery: share of the strict answers' task score that must be kept, in (0, 1]; where it is
             given, `budget` does not count.
+        min_solved: with `recovery`, held-out tasks that strict decoding must do, at least 1.
         prompts: prompt file, with `recovery` one of tasks (`experiments.datasets`); every second
             prompt is held out for the confirmation.
         max_tokens: longest answer of a turn, at least 1.
@@ -82,6 +84,7 @@ class CalibrateOptions:
     metric: str = "ratio"
     budget: float = BUDGET
     recovery: float | None = None
+    min_solved: int = MIN_SOLVED
     prompts: Path = PACKAGED
     max_tokens: int = 128
     output: Path = Path("build/calibration.json")
@@ -99,7 +102,7 @@ class CalibrateOptions:
                 f"recovery={self.recovery} is outside (0, 1]; give a share of the strict answers' "
                 "task score, such as 0.98."
             )
-        for name in ("num_speculative_tokens", "max_tokens"):
+        for name in ("num_speculative_tokens", "max_tokens", "min_solved"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is below 1; give a positive number."
@@ -188,7 +191,7 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
 
     Raises:
         ValueError: the prompts cannot be read, are fewer than two, gave no drafts, are no tasks
-            where `recovery` needs them, or none of the held-out ones is done strictly.
+            where `recovery` needs them, or too few of the held-out ones are done strictly.
         RuntimeError: the model cannot be made, or vLLM failed.
     """
     from rich.console import Console
@@ -205,6 +208,8 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
             f"prompts={options.prompts} holds one prompt; two or more are needed, since every "
             "second one is held out."
         )
+    if options.recovery is not None:
+        _check_solved(options, len(prompts[1::2]), len(prompts[1::2]), "at most ")
     require_writable(options.output)
     device, gpu = vllm_device()
     model = options.model or str(ensure_model())
@@ -252,7 +257,7 @@ def record(
     held_out: int,
 ) -> Calibration:
     """Records one strict pass and simulates the grid of thresholds on it."""
-    conversations = engine.lead(prompts, STRICT[options.metric])
+    conversations = engine.lead(prompts, STRICT.value(options.metric))
     group_of = {
         request: group
         for group, conversation in enumerate(conversations)
@@ -288,18 +293,14 @@ def confirm(
         say: takes a line of progress.
 
     Raises:
-        ValueError: `recovery` is the budget, and the strict answers score nothing.
+        ValueError: `recovery` is the budget, and too few strict answers score anything.
     """
     options, wanted = result.options, result.options.recovery
-    strict = engine.lead(prompts, STRICT[options.metric])
+    strict = engine.lead(prompts, STRICT.value(options.metric))
     strict_scores = None if wanted is None else scores(strict, tasks)
     if strict_scores is not None:
         result.solved = int((strict_scores > 0).sum())
-        if not result.solved:
-            raise ValueError(
-                f"prompts={options.prompts}: the strict answers to the {len(prompts)} held-out "
-                "tasks score 0, so there is nothing to recover; give tasks that this model can do."
-            )
+        _check_solved(options, len(prompts), result.solved)
 
     def keeps(candidate: Point) -> bool:
         say(f"confirming {OPTION[options.metric]} {candidate.threshold:g} on held-out prompts")
@@ -316,6 +317,15 @@ def confirm(
     else:
         found = _by_halves(result.curve, keeps)
     result.threshold = found.threshold
+
+
+def _check_solved(options: CalibrateOptions, held_out: int, solved: int, at_most: str = "") -> None:
+    if solved < options.min_solved:
+        raise ValueError(
+            f"prompts={options.prompts}: strict decoding does {at_most}{solved} of the {held_out} "
+            f"held-out tasks; fewer than min_solved={options.min_solved} cannot tell what is kept: "
+            "give more tasks that this model can do, or lower --min-solved."
+        )
 
 
 def _by_prediction(curve: Sequence[Point], budget: float, keeps: Callable[[Point], bool]) -> Point:

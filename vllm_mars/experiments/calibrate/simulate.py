@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_mars.config import Threshold
 from vllm_mars.experiments.calibrate.recording import FIELDS
+from vllm_mars.kernels.cpu import keep_best_stop
+from vllm_mars.kernels.terms import LOSS_BITS, MOST_LOSS, Verdict, price_units
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -29,18 +32,22 @@ class Steps:
         start: `[steps]`, index of the step's first position.
         step: index of each position's step.
         is_first: the draft token is the target's argmax.
-        may_relax: it is the runner-up (or ties with it), and no protected token stands against it.
+        payable: it is another finite one, and no protected token stands against it.
+        may_relax: it is payable, and the runner-up (or ties with it).
         first_logit, second_logit: the two largest logits, float32.
-        cost: log p(argmax) - log p(draft), nats.
+        loss: log p(argmax) - log p(draft) of a payable one, in units of 2**-LOSS_BITS nats.
+        cost: the same of any, in nats.
     """
 
     group: Ints
     start: Ints
     step: Ints
     is_first: NDArray[np.bool_]
+    payable: NDArray[np.bool_]
     may_relax: NDArray[np.bool_]
     first_logit: NDArray[np.float32]
     second_logit: NDArray[np.float32]
+    loss: Ints
     cost: Floats
 
 
@@ -88,49 +95,45 @@ def steps_of(
     second_logit = np.array(column["second_logit"], np.float32)
     draft_logit = np.array(column["draft_logit"], np.float32)
     blocked = np.isin(first, protected) | np.isin(draft, protected)
+    is_first = draft == first
+    # Outside the vocabulary the logit is -inf.
+    payable = ~is_first & np.isfinite(draft_logit) & np.isfinite(first_logit) & ~blocked
+    with np.errstate(invalid="ignore"):
+        loss = np.ceil((first_logit - draft_logit) * np.float32(2**LOSS_BITS))
+        cost = first_logit.astype(np.float64) - draft_logit
     return Steps(
         group=np.array([group_of[column["request"][index]] for index in start]),
         start=start,
         step=step,
-        is_first=draft == first,
-        may_relax=(draft_logit >= second_logit) & np.isfinite(second_logit) & ~blocked,
+        is_first=is_first,
+        payable=payable,
+        may_relax=payable & (draft_logit >= second_logit),
         first_logit=first_logit,
         second_logit=second_logit,
-        cost=first_logit.astype(np.float64) - draft_logit,
+        loss=np.where(payable, np.minimum(loss, MOST_LOSS), 0).astype(np.int64),
+        cost=cost,
     )
 
 
-def relaxed_by(steps: Steps, theta: float, gap: float) -> NDArray[np.bool_]:
-    """Marks the positions at which only the margin accepts the draft, were they reached.
-
-    Args:
-        steps: the recorded positions.
-        theta: in (0, 1].
-        gap: nats, >= 0; metric "gap" is theta 1.
-    """
-    # In float32 and in this order, as the samplers compare.
-    limit = np.float32(theta) * steps.first_logit - np.float32(gap)
-    relaxed: NDArray[np.bool_] = ~steps.is_first & steps.may_relax & (steps.second_logit > limit)
-    if theta < 1:
-        relaxed &= steps.first_logit > 0
-    return relaxed
-
-
-def simulate(steps: Steps, theta: float, gap: float = 0.0) -> Outcome:
+def simulate(steps: Steps, threshold: Threshold) -> Outcome:
     """Verifies the recorded drafts with a threshold.
 
     Args:
         steps: the recorded positions.
-        theta: in (0, 1]; 1 with gap 0 is strict.
-        gap: nats, >= 0; metric "gap" is theta 1.
+        threshold: with a price steps end at their best stop, else at the first rejection.
     """
-    relaxed = relaxed_by(steps, theta, gap)
-    index = np.arange(len(relaxed))
-    # The first rejection of each step, or the end of the step.
+    relaxed = steps.payable if threshold.price else _low_margin(steps, threshold)
+    verdicts = np.where(steps.is_first, Verdict.FIRST, relaxed * Verdict.RELAXED).astype(np.int8)
+    index = np.arange(len(verdicts))
     end = np.append(steps.start[1:], len(index))
-    rejected = np.where(steps.is_first | relaxed, len(index), index)
+    if threshold.price:
+        lengths = end - steps.start
+        table = np.minimum(steps.start[:, None] + np.arange(lengths.max() + 1), len(index) - 1)
+        keep_best_stop(verdicts, steps.loss, table, lengths, price_units(threshold.price))
+    # The first rejection of each step, or the end of the step.
+    rejected = np.where(verdicts != Verdict.NONE, len(index), index)
     stop = np.minimum(np.minimum.reduceat(rejected, steps.start), end)
-    kept = relaxed & (index < stop[steps.step])
+    kept = (verdicts == Verdict.RELAXED) & (index < stop[steps.step])
     count = len(steps.start)
     # The cost of a draft outside the vocabulary is infinite, and never counts.
     cost = np.where(kept, steps.cost, 0.0)
@@ -139,3 +142,13 @@ def simulate(steps: Steps, theta: float, gap: float = 0.0) -> Outcome:
         relaxed=np.bincount(steps.step, kept, count).astype(np.int64),
         cost=np.bincount(steps.step, cost, count).astype(np.float64),
     )
+
+
+def _low_margin(steps: Steps, threshold: Threshold) -> NDArray[np.bool_]:
+    """Marks the positions at which only the margin accepts the draft, were they reached."""
+    # In float32 and in this order, as the samplers compare.
+    limit = np.float32(threshold.theta) * steps.first_logit - np.float32(threshold.gap)
+    relaxed: NDArray[np.bool_] = steps.may_relax & (steps.second_logit > limit)
+    if threshold.theta < 1:
+        relaxed &= steps.first_logit > 0
+    return relaxed

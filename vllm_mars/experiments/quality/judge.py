@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from vllm_mars.experiments.quality.confined import confinement
 from vllm_mars.experiments.quality.intervals import estimate
-from vllm_mars.experiments.quality.scores import divergence, is_task_score, likeness, task_scores
+from vllm_mars.experiments.quality.scores import (
+    divergence,
+    is_task_score,
+    likeness,
+    repeated_4grams,
+    task_scores,
+)
 from vllm_mars.experiments.quality.target_scores import Scored, TargetScorer
 from vllm_mars.experiments.sweep.datasets import Dataset, Item
 from vllm_mars.experiments.sweep.records import (
@@ -20,7 +26,7 @@ from vllm_mars.experiments.sweep.records import (
 
 # Scores that compare with the autoregressive answer already.
 COMPARISONS = ("rouge_l", "chrf", "agreement", "common_prefix", "first_divergence")
-LOWER_IS_BETTER = ("nll", "seconds", "output_tokens")
+LOWER_IS_BETTER = ("nll", "loss", "repeated_4grams", "seconds", "output_tokens")
 
 Scores = dict[str, dict[str, float]]
 
@@ -125,6 +131,11 @@ class Judge:
             scored = self._scored(cell, output)
             if scored is not None:
                 values["nll"] = scored.nll
+                # Where tokens are drawn, another than the first choice is no loss.
+                if not cell.key.temperature:
+                    values["loss"] = scored.loss
+            if self._scorer is not None:
+                values["repeated_4grams"] = repeated_4grams(self._scorer.token_ids(output.text))
             scores[prompt_id] = values
         return scores
 

@@ -10,6 +10,8 @@ from vllm_mars.experiments.sweep.datasets import Item
 
 # Higher is better, between 0 and 1, and the autoregressive answers have them as well.
 TASK_SCORES = ("exact_match", "pass_at_1", "json_valid")
+# Fewer tasks that strict decoding solves tell nothing about a loss of tasks.
+MIN_SOLVED = 30
 
 _MARKED = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
 _ANY_NUMBER = re.compile(r"-?\d[\d,]*\.?\d*|-?\.\d+")
@@ -107,6 +109,12 @@ def divergence(ids: list[int], reference_ids: list[int]) -> dict[str, float]:
     if ids != reference_ids:
         scores["first_divergence"] = float(common)
     return scores
+
+
+def repeated_4grams(ids: list[int]) -> float:
+    """The share of an answer's 4-grams of tokens that stood in it before; 0 of a shorter one."""
+    found = list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
+    return 1 - len(set(found)) / len(found) if found else 0.0
 
 
 @functools.cache

@@ -22,11 +22,13 @@ class Scored:
 
     Attributes:
         nll: mean negative log-likelihood per token in nats.
+        loss: mean of log p(the target's first choice) - log p(token), in nats.
         off_choice: the tokens that are not the target's first choice.
         prompt_tokens: tokens of the prompt, chat template included.
     """
 
     nll: float
+    loss: float
     off_choice: tuple[OffChoice, ...]
     prompt_tokens: int
 
@@ -100,6 +102,7 @@ class TargetScorer:
                 )
         return Scored(
             nll=-sum(logprobs) / len(logprobs),
+            loss=sum(token.loss for token in off_choice) / len(logprobs),
             off_choice=tuple(off_choice),
             prompt_tokens=len(prompt_ids),
         )

@@ -5,16 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_mars.calibration import OPTION
-from vllm_mars.config import METHOD
-from vllm_mars.experiments.quality.scores import is_task_score
+from vllm_mars.config import METHOD, OPTION
+from vllm_mars.experiments.quality.scores import MIN_SOLVED, is_task_score
 from vllm_mars.experiments.report.measured import Measured
-from vllm_mars.experiments.sweep.records import Estimate
+from vllm_mars.experiments.sweep.records import Estimate, further_options
 
 # The default budget of `vllm-mars calibrate`, in nats per token.
 BUDGET = 0.01
-# Fewer tasks that strict decoding solves tell nothing about a loss of tasks.
-MIN_SOLVED = 30
 CANNOT_TELL = "cannot tell"
 
 
@@ -42,11 +39,11 @@ def calibrated(content: dict[str, Any], point: Iterable[Measured]) -> Answer:
     """Answers by a calibration, and says what a sweep measured of it."""
     metric, threshold = content["metric"], content["threshold"]
     same = {
-        it.threshold: it
+        it.row.key.value: it
         for it in point
-        if it.threshold is not None
+        if it.row.key.value is not None
         and it.speedup is not None
-        and (it.row.key.metric, it.row.key.protected) == (metric, True)
+        and (it.row.key.metric, it.row.key.variant) == (metric, "")
     }
     below = max((value for value in same if value < threshold), default=None)
     above = min((value for value in same if value > threshold), default=None)
@@ -87,7 +84,8 @@ def fastest_within(point: Iterable[Measured]) -> Answer:
     if kept:
         _, best = max(kept, key=lambda found: found[0].value)
         key = best.row.key
-        setting = _setting(key.metric or key.method, best.threshold, key.protected)
+        further = further_options(key.protected, key.options)
+        setting = _setting(key.metric or key.method, key.value, further)
         why = f"The fastest of the lossy rules (here {len(judged)}) that are shown {rule}."
         return Answer(setting, why, best)
     least = min(judged, key=lambda found: found[2].high)[0]
@@ -116,13 +114,10 @@ def verdict(score: Estimate) -> str:
     return "worse" if score.difference_high < 0 else "kept" if score.non_inferior else "not shown"
 
 
-def _setting(metric: str, threshold: float | None, protected: bool | None = True) -> str:
+def _setting(metric: str, threshold: float | None, further: dict[str, Any] | None = None) -> str:
     if metric not in OPTION:
         return json.dumps({"rejection_sample_method": metric})
     options: dict[str, Any] = {"rejection_sample_method": METHOD}
     if metric != "ratio":
         options["mars_metric"] = metric
-    options[OPTION[metric]] = threshold
-    if not protected:
-        options["mars_protected_token_ids"] = []
-    return json.dumps(options)
+    return json.dumps({**options, OPTION[metric]: threshold, **(further or {})})

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_mars.config import METRICS
 from vllm_mars.experiments.quality.intervals import ALPHA
 from vllm_mars.experiments.sweep.summary import Row
 from vllm_mars.local.intervals import RESAMPLES
@@ -56,13 +57,7 @@ class Measured:
         key = self.row.key
         if key.metric is None:
             return key.method
-        name = "theta" if key.metric == "ratio" else key.metric
-        return name if key.protected else f"{name}, nothing protected"
-
-    @property
-    def threshold(self) -> float | None:
-        """Theta or gap."""
-        return self.row.key.gap if self.row.key.theta is None else self.row.key.theta
+        return METRICS[key.metric] + key.variant
 
 
 def measure(point: Sequence[Row]) -> list[Measured]:
@@ -104,7 +99,7 @@ def _answers(row: Row) -> dict[tuple[int, str], list[float]]:
     found: dict[tuple[int, str], list[list[float]]] = {}
     for cell in row.cells:
         costs = {
-            prompt.prompt_id: sum(token.best_logprob - token.logprob for token in prompt.off_choice)
+            prompt.prompt_id: sum(token.loss for token in prompt.off_choice)
             for prompt in (cell.quality.prompts if cell.quality else ())
             # Without it the target was not asked.
             if "nll" in prompt.scores

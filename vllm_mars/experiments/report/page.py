@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mars import __version__
-from vllm_mars.calibration import OPTION, read_calibration
+from vllm_mars.calibration import read_calibration
+from vllm_mars.config import OPTION
 from vllm_mars.experiments.quality.scores import is_task_score
 from vllm_mars.experiments.report import advice
 from vllm_mars.experiments.report.advice import Answer, calibrated, fastest_within
@@ -123,8 +124,11 @@ def _speed_by_loss(rules: Sequence[Measured]) -> Chart | None:
     families: dict[str, list[tuple[float, Point]]] = {}
     for it in rules:
         if it.row.key.lossy and it.loss and it.speedup:
-            looser = -(it.row.key.theta or 0) or it.row.key.gap or 0.0
-            text = it.family if it.threshold is None else f"{it.threshold:g}"
+            key = it.row.key
+            looser = key.value or 0.0
+            if key.metric == "ratio":
+                looser = -looser
+            text = it.family if key.value is None else f"{key.value:g}"
             families.setdefault(it.family, []).append((looser, (it.loss, it.speedup, text)))
     if not families or rules[0].strict is None:
         return None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from vllm_mars.config import OPTION
 from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed
 from vllm_mars.local.scrape import NO_PROXY, fetch
@@ -128,10 +129,7 @@ def request_body(key: CellKey) -> dict[str, Any]:
     No seed: requests with one seed draw the same random numbers, and answers to different prompts
     would be lucky or unlucky together.
     """
-    if key.method != "mars":
-        return {}
-    threshold = {"mars_theta": key.theta} if key.metric == "ratio" else {"mars_gap": key.gap}
-    return {"vllm_xargs": threshold}
+    return {} if key.metric is None else {"vllm_xargs": {OPTION[key.metric]: key.value}}
 
 
 def bench_args(

@@ -16,7 +16,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command to `vllm-mars`."""
     parser = commands.add_parser(
         "sweep",
-        help="measure speed and quality over a grid of methods, theta, K, drafts and load",
+        help="measure speed and quality over a grid of methods, thresholds, K, drafts and load",
         description="Serves a model with every method, measures each cell of the grid with "
         "`vllm bench serve`, judges the answers against the autoregressive ones and writes one "
         "JSON line per cell. An interrupted sweep continues where it was. Without options: the "
@@ -31,6 +31,10 @@ def add_parser(commands: Any) -> None:
         help=f"of {', '.join(METHODS)}; default all")  # fmt: skip
     add("--theta", dest="thetas", nargs="*", type=float, metavar="THETA", help="of metric ratio")
     add("--gap", dest="gaps", nargs="*", type=float, metavar="NATS", help="of metric gap")
+    add("--price", dest="prices", nargs="*", type=float, metavar="NATS", help="of metric price")
+    add("--mars-options", nargs="+", metavar="JSON",
+        help="sets of further options, each of which every rule of MARS is measured with, as "
+        "{} '{\"mars_max_relaxed_share\": 0.1}'")  # fmt: skip
     add("--no-unprotected", dest="unprotected", action="store_false", default=None,
         help="leave out MARS without protected tokens")  # fmt: skip
     add("--num-speculative-tokens", dest="num_speculative_tokens", nargs="+", type=int, metavar="K",

@@ -5,21 +5,39 @@ The grid is a union of parts, since the product of all axes would take days:
     quality   every rule (method and threshold) at every temperature, at the first concurrency
     load      the methods, MARS at the reference theta alone, at the other concurrencies and the
               first temperature
-    extra     metric "gap", and MARS without protected tokens at the reference theta, at the first
-              concurrency and the first temperature
+    extra     metrics "gap" and "price", and MARS without protected tokens at the reference theta,
+              at the first concurrency and the first temperature
 
-each for every draft, K and dataset; `full_grid` takes the product instead.
+each for every draft, K, dataset and set of further options of MARS; `full_grid` takes the product
+instead.
 """
 
 import dataclasses
 import itertools
+import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_mars.config import METHOD, MarsConfig, check_lock, lossy_reason
+from vllm_mars.config import (
+    METHOD,
+    METRICS,
+    OPTION,
+    OPTION_PREFIX,
+    check_lock,
+    check_theta,
+    lossy_reason,
+    split_speculative_config,
+)
 from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, Dataset
-from vllm_mars.experiments.sweep.records import METHODS, CellKey, Method, Metric
+from vllm_mars.experiments.sweep.records import (
+    METHODS,
+    CellKey,
+    Method,
+    Metric,
+    further_options,
+)
 from vllm_mars.local.drafts import (
     CHOSEN_BY_REQUESTS,
     NGRAM,
@@ -41,6 +59,9 @@ class SweepOptions:
         methods: verification methods.
         thetas: thresholds of MARS with metric "ratio", each in (0, 1].
         gaps: tolerances of MARS with metric "gap" in nats, each >= 0.
+        prices: prices of MARS with metric "price" in nats per token gained, each >= 0.
+        mars_options: sets of further options of MARS, each a JSON object of `mars_*` keys, "" for
+            none; each rule is measured with each set, which takes a server of its own.
         unprotected: whether MARS is also measured without protected tokens.
         num_speculative_tokens: draft tokens per step, each at least 1.
         temperatures: sampling temperatures, each >= 0.
@@ -74,6 +95,8 @@ class SweepOptions:
     methods: tuple[Method, ...] = METHODS
     thetas: tuple[float, ...] = THETAS
     gaps: tuple[float, ...] = (0.5, 1.0, 2.0, 3.0)
+    prices: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0)
+    mars_options: tuple[str, ...] = ("",)
     unprotected: bool = True
     num_speculative_tokens: tuple[int, ...] = (4,)
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -101,8 +124,9 @@ class SweepOptions:
             for item in value if isinstance(value, tuple) else (value,):
                 if item < least:
                     raise ValueError(f"{name}={item} is below {least}; give {least} or more.")
+        object.__setattr__(self, "mars_options", tuple(map(_canonical, self.mars_options)))
         for name in (
-            *("drafts", "num_speculative_tokens", "methods"),
+            *("drafts", "num_speculative_tokens", "methods", "mars_options"),
             *("temperatures", "concurrencies", "datasets"),
         ):
             values = getattr(self, name)
@@ -113,18 +137,26 @@ class SweepOptions:
         for method in self.methods:
             if method not in METHODS:
                 raise ValueError(f"methods={method!r} is not one of {', '.join(METHODS)}.")
-        if METHOD in self.methods and not self.thetas and not self.gaps:
-            raise ValueError("method 'mars' needs thetas or gaps; give some or leave it out.")
-        for theta in (*self.thetas, self.reference_theta):
-            config = MarsConfig(theta=theta)
-            if METHOD in self.methods:
-                check_lock(f"mars_theta={theta}" if config.lossy else None)
-        for gap in self.gaps:
-            config = MarsConfig(metric="gap", gap=gap)
-            if METHOD in self.methods:
-                check_lock(f"mars_gap={gap}" if config.lossy else None)
+        if METHOD in self.methods and not any(self.thresholds.values()):
+            raise ValueError(
+                "method 'mars' needs thetas, gaps or prices; give some or leave it out."
+            )
+        check_theta(self.reference_theta, "reference_theta")
+        for (metric, values), further in itertools.product(
+            self.thresholds.items(), self.mars_options
+        ):
+            for value in values:
+                given = {**CHOSEN_BY_REQUESTS[metric], **further_options(None, further)}
+                config, _ = split_speculative_config({**given, OPTION[metric]: value})
+                if METHOD in self.methods:
+                    check_lock(lossy_reason(config, METHOD))
         if "fly" in self.methods:
             check_lock(lossy_reason(None, "fly"))
+
+    @property
+    def thresholds(self) -> dict[Metric, tuple[float, ...]]:
+        """Those of MARS, by metric."""
+        return {"ratio": self.thetas, "gap": self.gaps, "price": self.prices}
 
     def short(self) -> "SweepOptions":
         """The same within about five minutes on two idle cores: fewer and shorter answers."""
@@ -132,6 +164,7 @@ class SweepOptions:
             self,
             thetas=(0.84, 0.90, 1.0),
             gaps=(),
+            prices=(),
             unprotected=False,
             temperatures=(0.0,),
             concurrencies=(1, 4),
@@ -155,7 +188,7 @@ _LEAST = {
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server configuration; requests choose theta or gap.
+    """One server configuration; requests choose the threshold.
 
     Attributes:
         method: verification method.
@@ -163,6 +196,7 @@ class ServerSpec:
         k: draft tokens per step; 0 without speculation.
         metric: of "mars", else None.
         protected: of "mars", else None.
+        options: as in `CellKey`.
     """
 
     method: Method
@@ -170,6 +204,7 @@ class ServerSpec:
     k: int = 0
     metric: Metric | None = None
     protected: bool | None = None
+    options: str = ""
 
     def speculative_config(self) -> dict[str, Any] | None:
         """vLLM's speculative config; None for autoregressive decoding."""
@@ -178,8 +213,7 @@ class ServerSpec:
         options: dict[str, Any] = {}
         if self.metric is not None:
             options = dict(CHOSEN_BY_REQUESTS[self.metric])
-            if not self.protected:
-                options["mars_protected_token_ids"] = []
+            options |= further_options(self.protected, self.options)
         elif self.method != "standard":
             options["rejection_sample_method"] = self.method
         return speculative_config(self.draft, self.k, **options)
@@ -188,6 +222,7 @@ class ServerSpec:
     def label(self) -> str:
         """A short name, also of the log file, such as "mars-ratio-ngram-K4"."""
         parts = [self.method, self.metric, None if self.protected is not False else "unprotected"]
+        parts.append(re.sub(r"[^\w.]+", "-", self.options.replace(OPTION_PREFIX, "")).strip("-"))
         if self.k:
             parts += [draft_name(self.draft), f"K{self.k}"]
         return "-".join(part for part in parts if part)
@@ -256,12 +291,12 @@ def _servers(options: SweepOptions) -> Iterator[ServerSpec]:
     for draft, k in itertools.product(options.drafts, options.num_speculative_tokens):
         for method in options.methods:
             if method == METHOD:
-                if options.thetas:
-                    yield ServerSpec(method, draft, k, "ratio", True)
-                if options.gaps:
-                    yield ServerSpec(method, draft, k, "gap", True)
-                if options.unprotected and options.thetas:
-                    yield ServerSpec(method, draft, k, "ratio", False)
+                for further in options.mars_options:
+                    for metric, values in options.thresholds.items():
+                        if values:
+                            yield ServerSpec(method, draft, k, metric, True, further)
+                    if options.unprotected and options.thetas:
+                        yield ServerSpec(method, draft, k, "ratio", False, further)
             elif method != "autoregressive":
                 yield ServerSpec(method, draft, k)
 
@@ -277,44 +312,65 @@ def _pass(
     points = itertools.product(datasets, options.temperatures, options.concurrencies)
     for dataset, temperature, concurrency in points:
         for spec in _turned(servers, repeat):
-            thresholds = _thresholds(options, spec, temperature, concurrency)
-            for theta, gap in thresholds[:: -1 if repeat % 2 else 1]:
+            values = _values(options, spec, temperature, concurrency)
+            for value in values[:: -1 if repeat % 2 else 1]:
+                threshold = dict.fromkeys(METRICS.values())
+                if spec.metric is not None:
+                    threshold[METRICS[spec.metric]] = value
                 key = CellKey(
                     model=model_name,
                     draft=draft_name(spec.draft),
                     method=spec.method,
                     metric=spec.metric,
-                    theta=theta,
-                    gap=gap,
+                    **threshold,
                     protected=spec.protected,
                     k=spec.k,
                     temperature=float(temperature),
                     concurrency=concurrency,
                     dataset=dataset.name,
                     repeat=repeat,
+                    options=spec.options,
                 )
                 yield key, servers.index(spec)
 
 
-def _thresholds(
+def _values(
     options: SweepOptions, spec: ServerSpec, temperature: float, concurrency: int
-) -> list[tuple[float | None, float | None]]:
-    """(theta, gap) of the cells that this server has at this point of the grid."""
+) -> list[float] | list[None]:
+    """The thresholds of the cells that this server has at this point of the grid."""
     first_load = concurrency == options.concurrencies[0]
     first = first_load and temperature == options.temperatures[0]
     loaded = not first_load and temperature == options.temperatures[0]
     everywhere = options.full_grid
-    if spec.method != METHOD:
-        return [(None, None)] if everywhere or first_load or loaded else []
-    if spec.metric == "gap":
-        return [(None, float(gap)) for gap in options.gaps] if everywhere or first else []
-    thetas = [float(theta) for theta in options.thetas]
-    reference = min(thetas, key=lambda theta: abs(theta - options.reference_theta))
+    if spec.metric is None:
+        return [None] if everywhere or first_load or loaded else []
+    values = [float(value) for value in options.thresholds[spec.metric]]
+    if spec.metric != "ratio":
+        return values if everywhere or first else []
+    reference = min(values, key=lambda theta: abs(theta - options.reference_theta))
     if not spec.protected:
-        return [(reference, None)] if everywhere or first else []
+        return [reference] if everywhere or first else []
     if everywhere or first_load:
-        return [(theta, None) for theta in thetas]
-    return [(reference, None)] if loaded else []
+        return values
+    return [reference] if loaded else []
+
+
+def _canonical(options: str) -> str:
+    """A set of options with its keys in order."""
+    try:
+        found = json.loads(options or "{}")
+    except ValueError:
+        found = None
+    taken = {"mars_metric", *OPTION.values()}
+    if not isinstance(found, dict) or not all(
+        key.startswith(OPTION_PREFIX) and key not in taken for key in found
+    ):
+        raise ValueError(
+            f"mars_options={options!r} is not a JSON object of mars_* options other than "
+            f"{', '.join(sorted(taken))}, which the grid sets; give some such as "
+            '{"mars_max_relaxed_share": 0.1}, or {} for none.'
+        )
+    return json.dumps(found, sort_keys=True) if found else ""
 
 
 def _turned(servers: list[ServerSpec], repeat: int) -> list[ServerSpec]:

@@ -4,16 +4,28 @@ A cell is what one client measured on one server with one setting of everything,
 """
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from vllm_mars.config import check_nats, check_theta
+from vllm_mars.config import METRICS, OPTION_PREFIX, STRICT, Threshold, check_threshold
 from vllm_mars.local.drafts import NO_DRAFT
 
 Method = Literal["autoregressive", "standard", "block", "fly", "mars"]
-Metric = Literal["ratio", "gap"]
+Metric = Literal["ratio", "gap", "price"]
 Status = Literal["ok", "failed", "unavailable"]
 METHODS: tuple[Method, ...] = ("autoregressive", "standard", "block", "fly", "mars")
+
+
+def further_options(protected: bool | None, options: str) -> dict[str, Any]:
+    """The options of a server of "mars" besides its threshold.
+
+    Args:
+        protected, options: as in `CellKey`.
+    """
+    found: dict[str, Any] = {"mars_protected_token_ids": []} if protected is False else {}
+    found |= json.loads(options or "{}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -25,7 +37,7 @@ class CellKey:
         draft: "ngram", the name of a draft's directory, or "none" without speculation.
         method: "autoregressive" is decoding without drafts; the others are vLLM's rejection sample
             methods and this project's "mars".
-        metric: rule of "mars", "ratio" or "gap"; None for the other methods.
+        metric: rule of "mars"; None for the other methods.
         theta: threshold of metric "ratio", in (0, 1]; None for everything else.
         gap: tolerance of metric "gap" in nats, >= 0; None for everything else.
         protected: whether the default set of protected tokens is verified strictly (True) or no
@@ -35,6 +47,8 @@ class CellKey:
         concurrency: most requests in flight.
         dataset: name of the prompts, such as the file's stem.
         repeat: number of the pass, from 0; passes of different methods take turns.
+        price: of metric "price" in nats per token gained, >= 0; None for everything else.
+        options: further `mars_*` options of the server, as JSON with sorted keys; "" for none.
     """
 
     model: str
@@ -49,6 +63,8 @@ class CellKey:
     concurrency: int
     dataset: str
     repeat: int
+    price: float | None = None
+    options: str = ""
 
     def __post_init__(self) -> None:
         self._check_method()
@@ -68,28 +84,37 @@ class CellKey:
                 f"method={self.method!r} with draft={self.draft!r} and k={self.k}: method "
                 f"'autoregressive', draft {NO_DRAFT!r} and k 0 go together."
             )
+        values = {name: getattr(self, name) for name in METRICS.values()}
         if self.method != "mars":
-            for name in ("metric", "theta", "gap", "protected"):
-                if getattr(self, name) is not None:
+            for name in ("metric", *values, "protected", "options"):
+                if getattr(self, name) not in (None, ""):
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} belongs to method 'mars', but this is "
                         f"{self.method!r}; leave it null."
                     )
             return
         if self.metric is None or self.protected is None:
-            raise ValueError("method 'mars' needs metric ('ratio' or 'gap') and protected.")
-        needed, other = ("theta", "gap") if self.metric == "ratio" else ("gap", "theta")
-        if getattr(self, needed) is None or getattr(self, other) is not None:
-            raise ValueError(f"metric {self.metric!r} needs {needed}, and {other} null.")
-        if self.theta is not None:
-            check_theta(self.theta, "theta")
-        if self.gap is not None:
-            check_nats(self.gap, "gap")
+            raise ValueError(f"method 'mars' needs metric ({', '.join(METRICS)}) and protected.")
+        needed = METRICS[self.metric]
+        value = values.pop(needed)
+        if value is None or any(other is not None for other in values.values()):
+            raise ValueError(
+                f"metric {self.metric!r} needs {needed}, and {', '.join(values)} null."
+            )
+        check_threshold(self.metric, value, needed)
 
     @property
     def lossy(self) -> bool:
         """Whether the rule can let through what the target would not have said."""
-        return self.method == "fly" or (self.theta or 1.0) < 1 or (self.gap or 0.0) > 0
+        if self.metric is None:
+            return self.method == "fly"
+        return Threshold.of(self.metric, self.value or 0.0) != STRICT
+
+    @property
+    def value(self) -> float | None:
+        """What the metric compares with; None where there is no metric."""
+        value: float | None = getattr(self, METRICS[self.metric]) if self.metric else None
+        return value
 
     @property
     def label(self) -> str:
@@ -106,10 +131,19 @@ class CellKey:
     @property
     def rule(self) -> str:
         """The method with its threshold, such as "mars 0.9" or "mars gap 0.5 unprotected"."""
-        if self.method != "mars":
+        if self.metric is None:
             return self.method
-        threshold = f"{self.theta:g}" if self.metric == "ratio" else f"gap {self.gap:g}"
-        return f"mars {threshold}" + ("" if self.protected else " unprotected")
+        metric = "" if self.metric == "ratio" else f"{self.metric} "
+        return f"mars {metric}{self.value:g}{self.variant}"
+
+    @property
+    def variant(self) -> str:
+        """What of the server's options is not the default, such as " unprotected"."""
+        words = [
+            f" {name.removeprefix(OPTION_PREFIX)} {json.dumps(value)}"
+            for name, value in further_options(None, self.options).items()
+        ]
+        return ("" if self.protected is not False else " unprotected") + "".join(words)
 
     def reference(self) -> "CellKey":
         """The key of the autoregressive cell on the same prompts that quality is compared with."""
@@ -121,7 +155,9 @@ class CellKey:
             metric=None,
             theta=None,
             gap=None,
+            price=None,
             protected=None,
+            options="",
         )
 
 
@@ -259,6 +295,11 @@ class OffChoice:
     best_text: str
     best_logprob: float
 
+    @property
+    def loss(self) -> float:
+        """What it lacks in log probability to the first choice, in nats."""
+        return self.best_logprob - self.logprob
+
 
 @dataclass(frozen=True)
 class PromptQuality:
@@ -340,8 +381,8 @@ class Cell:
         status: "ok", "failed" (it was tried) or "unavailable" (this vLLM or platform cannot).
         reason: why it is not "ok", else "".
         settings: what all cells of the file share.
-        theta_set_by: "request" where each request carried mars_theta or mars_gap, "server" where
-            the server was started with it, None where there is no threshold.
+        theta_set_by: "request" where each request carried its threshold, "server" where the server
+            was started with it, None where there is none.
         speed: None where the cell is not "ok", or its dataset is a task of lm-eval.
         acceptance: None where the cell is not "ok", or without speculation.
         outputs: the answers in the order of the dataset.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_mars.config import METRICS
 from vllm_mars.experiments.quality.judge import estimates, mean_scores, reference_cell
 from vllm_mars.experiments.quality.scores import TASK_SCORES, is_task_score
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Estimate
@@ -81,57 +82,58 @@ def rows(cells: Sequence[Cell], margin: float = 0.05, nll_margin: float = 0.05) 
 
 @dataclass(frozen=True)
 class EqualAcceptance:
-    """Metric "gap" at the acceptance length of a row of metric "ratio".
+    """Another metric at the acceptance length of a row of metric "ratio".
 
     Attributes:
         row: the row of metric "ratio".
-        gap: the gap with that acceptance length, between two that were measured.
-        nll: NLL there, in nats per token; None where it was not judged.
+        metric: "gap" or "price".
+        value: the gap or price with that acceptance length, between two that were measured.
+        scores: "nll" and "loss" there, in nats per token, where they were judged.
     """
 
     row: Row
-    gap: float
-    nll: float | None
+    metric: str
+    value: float
+    scores: dict[str, float]
 
 
 def equal_acceptance(found: Sequence[Row]) -> list[EqualAcceptance]:
-    """Compares the metrics where they accept as much, by linear interpolation between gaps.
+    """Compares the metrics where they accept as much, by linear interpolation.
 
     Args:
         found: rows of one or more sweeps.
 
     Returns:
-        One entry for each row of metric "ratio" whose acceptance length lies between those of two
-        gaps with the same draft, K and point of the grid.
+        An entry for each other metric and each row of metric "ratio" whose acceptance length lies
+        between those of two of its values with the same draft, K, options and point of the grid.
     """
     equal = []
-    for row in found:
+    unset: dict[str, Any] = dict.fromkeys(METRICS.values())
+    for row, metric in itertools.product(found, ("gap", "price")):
         if row.key.metric != "ratio" or row.acceptance_length is None or not row.key.protected:
             continue
-        same = {**vars(row.key), "metric": "gap", "theta": None}
-        gaps = sorted(
+        same = {**vars(row.key), **unset, "metric": metric}
+        others = sorted(
             (
                 other
                 for other in found
-                if {**vars(other.key), "gap": None, "repeat": row.key.repeat} == same
+                if {**vars(other.key), **unset, "repeat": row.key.repeat} == same
                 and other.acceptance_length is not None
             ),
             key=lambda other: other.acceptance_length or 0.0,
         )
-        for below, above in itertools.pairwise(gaps):
+        for below, above in itertools.pairwise(others):
             low, high = below.acceptance_length or 0.0, above.acceptance_length or 0.0
             if not low <= row.acceptance_length <= high or low == high:
                 continue
             share = (row.acceptance_length - low) / (high - low)
-            ends = [other.estimate("nll") for other in (below, above)]
-            nlls = [end.value for end in ends if end is not None]
-            equal.append(
-                EqualAcceptance(
-                    row,
-                    _between(below.key.gap or 0.0, above.key.gap or 0.0, share),
-                    _between(nlls[0], nlls[1], share) if len(nlls) == 2 else None,
-                )
-            )
+            scores = {}
+            for name in ("nll", "loss"):
+                ends = below.estimate(name), above.estimate(name)
+                if ends[0] is not None and ends[1] is not None:
+                    scores[name] = _between(ends[0].value, ends[1].value, share)
+            value = _between(below.key.value or 0.0, above.key.value or 0.0, share)
+            equal.append(EqualAcceptance(row, metric, value, scores))
             break
     return equal
 
@@ -200,18 +202,23 @@ def print_rows(found: Sequence[Row], console: Any) -> None:
         )
         for name in ("rule", "draft", "tokens/s", "x autoregr.", "x standard", "accepted length"):
             table.add_column(name, justify="left" if name in ("rule", "draft") else "right")
-        for name in ("s/answer", "tokens/answer", "NLL", "agreement", "task score", "samples"):
+        for name in ("s/answer", "tokens/answer", "NLL", "loss", "repeats", "agreement"):
+            table.add_column(name, justify="right")
+        for name in ("task score", "samples"):
             table.add_column(name, justify="right")
         for row in group:
             table.add_row(*_cells_of(row))
         console.print(table)
     for equal in equal_acceptance(found):
-        nll = equal.row.estimate("nll")
-        if nll is not None and equal.nll is not None:
+        beside = [
+            f"{name} {value:.3f} beside {own.value:.3f}"
+            for name, value in equal.scores.items()
+            if (own := equal.row.estimate(name)) is not None
+        ]
+        if beside:
             console.print(
-                f"{equal.row.key.label.rsplit(',', 1)[0]}: a gap of {equal.gap:.2f} accepts as "
-                f"much, {equal.row.acceptance_length:.2f}; NLL {equal.nll:.3f} beside "
-                f"{nll.value:.3f}",
+                f"{equal.row.key.label.rsplit(',', 1)[0]}: a {equal.metric} of {equal.value:.2f} "
+                f"accepts as much, {equal.row.acceptance_length:.2f}; {', '.join(beside)}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -230,6 +237,8 @@ def _cells_of(row: Row) -> list[str]:
         _mean(row, "seconds", ".2f"),
         _mean(row, "output_tokens", ".1f"),
         _mean(row, "nll", ".3f"),
+        _mean(row, "loss", ".4f"),
+        _mean(row, "repeated_4grams", ".3f"),
         _mean(row, "agreement", ".2f"),
         _number(_task_score(row), ".2f"),
         str(max((item.samples for item in row.estimates), default="")),
