@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # What a server with a threshold that nobody chose says.
 _NOT_CHOSEN = (
     "None of mars_theta, mars_gap and mars_price is given, so mars_theta is the paper's 0.9: "
-    "lossy, and nothing bounds how much an answer loses. Prefer mars_metric 'price' with a "
-    "mars_price, which weighs the tokens gained against their loss."
+    "lossy%s. Prefer mars_metric 'price' with a mars_price, which weighs the tokens gained against "
+    "their loss, and mars_max_loss, which bounds the loss of each answer."
 )
 
 
@@ -69,7 +69,9 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     check_interfaces("markers")
     config = resolve_markers(config, engine_args, model_config)
     if config.lossy and not given.keys() & set(OPTION.values()):
-        logger.warning(_NOT_CHOSEN)
+        is_bounded = config.max_loss is not None
+        unbounded = "" if is_bounded else ", and nothing bounds how much an answer loses"
+        logger.warning(_NOT_CHOSEN, unbounded)
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {
         **engine_args.additional_config,
