@@ -153,7 +153,7 @@ def _accept(name: str, bonus: str, per_request: bool, *, max_draft_len: int = 5)
         "output_token_ids_ptr": "*i64" if bonus == "last" else "*i32",
         "num_accepted_ptr": "*i32",
         "num_relaxed_ptr": "*i32",
-        "loss_ptr": "*fp32",
+        "lost_ptr": "*i64",
         "num_draft": "i32",
         "max_draft_len": "i32",
     }
@@ -223,6 +223,7 @@ def _count() -> Variant:
         "counts_ptr": "*i64",
         "top2_values_ptr": "*fp32",
         "verdicts_ptr": "*i8",
+        "losses_ptr": "*i32",
         "num_accepted_ptr": "*i32",
         "draft_token_ids_ptr": "*i32",
         "cu_num_draft_tokens_ptr": "*i32",

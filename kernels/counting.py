@@ -14,6 +14,7 @@ _POSITIONS = 8
 _UNALIGNED = [
     "top2_values_ptr",
     "verdicts_ptr",
+    "losses_ptr",
     "num_accepted_ptr",
     "draft_token_ids_ptr",
     "cu_num_draft_tokens_ptr",
@@ -33,6 +34,8 @@ def count_kernel(
     top2_values_ptr,
     # [num_draft]
     verdicts_ptr,
+    # [num_draft]
+    losses_ptr,
     # [batch]
     num_accepted_ptr,
     # [num_draft]
@@ -52,6 +55,7 @@ def count_kernel(
     low_margin_start,
     ratio_start,
     ratio_sum_start,
+    lost_start,
     refused_start,
     num_edges,
     units,
@@ -92,6 +96,8 @@ def count_kernel(
         if not DRY_RUN:
             is_relaxed = is_accepted & (verdict == _RELAXED)
             tl.atomic_add(counts_ptr + relaxed_start + offset, one, mask=is_relaxed)
+            loss = tl.load(losses_ptr + position, mask=is_relaxed, other=0).to(tl.int64)
+            tl.atomic_add(counts_ptr + lost_start, tl.sum(loss, axis=0))
             is_refused = is_verified & (verdict >= _PROTECTED) & (verdict <= _LAST_REFUSAL)
             refusal = verdict.to(tl.int32) - _PROTECTED
             tl.atomic_add(counts_ptr + refused_start + refusal, one, mask=is_refused)
@@ -122,7 +128,7 @@ def count_positions(
 
     Args:
         drafts: the step's; its logits are not read.
-        judgement: of the drafts, with the values of the top 2.
+        judgement: of the drafts, with the values of the top 2 and the losses.
         num_accepted: `[batch]` int32.
         margin: its theta and gap say which positions are low-margin.
         dry_run: whether nothing counts as relaxed or refused.
@@ -135,6 +141,7 @@ def count_positions(
         counts,
         judgement.top2_values,
         judgement.verdicts,
+        judgement.losses,
         num_accepted,
         drafts.draft_token_ids,
         drafts.cu_num_draft_tokens,

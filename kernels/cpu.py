@@ -87,7 +87,7 @@ def verify_greedy(
         torch.from_numpy(output),
         torch.from_numpy(num_accepted.astype(np.int32)),
         torch.from_numpy(num_relaxed.astype(np.int32)),
-        torch.from_numpy(lost.astype(np.float32) / np.float32(2**LOSS_BITS)),
+        torch.from_numpy(lost),
         values,
         torch.from_numpy(verdicts) if with_verdicts else None,
         torch.from_numpy(losses) if with_verdicts else None,

@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 
 from vllm_mars.kernels.terms import (
-    LOSS_BITS,
     Drafts,
     Judgement,
     Margin,
@@ -42,7 +41,7 @@ from vllm_mars.kernels.verdicts import (
 # Small index arrays, often views that start anywhere: their alignment would multiply the compiled
 # variants and gain nothing.
 _UNALIGNED = [
-    *("output_token_ids_ptr", "num_accepted_ptr", "num_relaxed_ptr", "loss_ptr"),
+    *("output_token_ids_ptr", "num_accepted_ptr", "num_relaxed_ptr", "lost_ptr"),
     *("verdicts_ptr", "top2_values_ptr", "losses_ptr"),
     *("draft_token_ids_ptr", "bonus_token_ids_ptr", "target_rows_ptr", "cu_num_draft_tokens_ptr"),
     *("protected_ptr", "blocked_ptr"),
@@ -56,7 +55,6 @@ _MIN_POSITIONS = 8
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))
 _FIRST = tl.constexpr(int(Verdict.FIRST))
-_UNIT = tl.constexpr(2.0**LOSS_BITS)
 
 
 @triton.jit(
@@ -71,7 +69,7 @@ def accept_kernel(
     # [batch]
     num_relaxed_ptr,
     # [batch]
-    loss_ptr,
+    lost_ptr,
     # [num_draft, 2] or None
     top2_values_ptr,
     # [num_draft] or None
@@ -243,7 +241,7 @@ def accept_kernel(
     )
     tl.store(num_accepted_ptr + request, accepted)
     tl.store(num_relaxed_ptr + request, num_relaxed)
-    tl.store(loss_ptr + request, sum_lost.to(tl.float32) / _UNIT)
+    tl.store(lost_ptr + request, sum_lost)
     if WITH_VERDICTS:
         store_values(top2_values_ptr, position, first, second, is_row)
         tl.store(verdicts_ptr + position, verdict.to(tl.int8), mask=is_row)
@@ -459,7 +457,7 @@ def verify_greedy(
         output_token_ids_ptr=out.output_token_ids,
         num_accepted_ptr=out.num_accepted,
         num_relaxed_ptr=out.num_relaxed,
-        loss_ptr=out.loss,
+        lost_ptr=out.lost,
         top2_values_ptr=out.top2_values,
         verdicts_ptr=out.verdicts,
         losses_ptr=out.losses,

@@ -32,7 +32,6 @@ from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_LOSS,
     MOST_PRICE,
-    SHARE_BITS,
     Drafts,
     Judgement,
     LossBudget,
@@ -40,6 +39,7 @@ from vllm_mars.kernels.terms import (
     RelaxedBudget,
     Verdict,
     VerifyOutput,
+    most_lost,
     most_relaxed,
     price_units,
 )
@@ -199,8 +199,7 @@ def _left_to_lose(budget: LossBudget, request: int, tokens: int) -> int:
     """How much the first so many tokens of this step may lose, in units of 2**-LOSS_BITS nats."""
     rate = int(budget.rate[request]) if isinstance(budget.rate, torch.Tensor) else budget.rate
     output_tokens = int(budget.num_output_tokens[request]) + tokens
-    earned = rate * output_tokens >> (SHARE_BITS - LOSS_BITS)
-    return earned + budget.burst - int(budget.lost[request])
+    return most_lost(rate, budget.burst, output_tokens) - int(budget.lost[request])
 
 
 def _in_vocabulary(draft_token_ids: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,7 +278,7 @@ def verify_greedy(
         output,
         num_accepted.int(),
         num_relaxed,
-        lost.float() / 2**LOSS_BITS,
+        lost,
         top2(rows)[0] if with_verdicts else None,
         verdicts if with_verdicts else None,
         loss if with_verdicts else None,

@@ -53,8 +53,27 @@ def share_units(share: float) -> int:
 
 
 def loss_rate(nats_per_token: float) -> int:
-    """What `LossBudget` adds per output token, in units of 2**-SHARE_BITS nats, rounded down."""
-    return min(math.floor(nats_per_token * 2**SHARE_BITS), NO_BOUND)
+    """What `LossBudget` adds per output token, in units of 2**-SHARE_BITS nats, rounded down.
+
+    Infinity is `NO_BOUND`, and any number less.
+    """
+    if nats_per_token == math.inf:
+        return NO_BOUND
+    return math.floor(min(nats_per_token * 2**SHARE_BITS, NO_BOUND - 1))
+
+
+def most_lost(rate: int, burst: int, num_output_tokens: int) -> int:
+    """What so many output tokens may lose, in units of 2**-LOSS_BITS nats."""
+    return (rate * num_output_tokens >> (SHARE_BITS - LOSS_BITS)) + burst
+
+
+def lost_before(rate: int, burst: int, num_output_tokens: int) -> int:
+    """What a request is taken to have lost of the output that it comes with: all that it could.
+
+    A new request, and one without a bound, has lost nothing.
+    """
+    known = num_output_tokens > 0 and rate < NO_BOUND
+    return most_lost(rate, burst, num_output_tokens) if known else 0
 
 
 def loss_units(nats: float) -> int:
@@ -209,8 +228,7 @@ class VerifyOutput(NamedTuple):
             corrected or the bonus token, then -1.
         num_accepted: `[batch]` int32, accepted draft tokens.
         num_relaxed: `[batch]` int32, those of them that only the margin accepted.
-        loss: `[batch]` float32, nats that these lost: the sum of their
-            log p(first choice) - log p(token), each rounded up to 2**-LOSS_BITS.
+        lost: `[batch]` int64, what these lost against the first choice: the sum of their `losses`.
         top2_values: as in `Judgement`.
         verdicts: `[num_draft]` int8 or None, a `Verdict` each.
         losses: as in `Judgement`.
@@ -219,10 +237,15 @@ class VerifyOutput(NamedTuple):
     output_token_ids: torch.Tensor
     num_accepted: torch.Tensor
     num_relaxed: torch.Tensor
-    loss: torch.Tensor
+    lost: torch.Tensor
     top2_values: torch.Tensor | None = None
     verdicts: torch.Tensor | None = None
     losses: torch.Tensor | None = None
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """`lost` in nats: the sum of log p(first choice) - log p(token); float32 `[batch]`."""
+        return self.lost.float() / 2**LOSS_BITS
 
     @property
     def judgement(self) -> Judgement | None:
@@ -245,7 +268,7 @@ def new_output(
         empty(batch, drafts.max_draft_len + 1, dtype=token_dtype),
         empty(batch),
         empty(batch),
-        empty(batch, dtype=torch.float32),
+        empty(batch, dtype=torch.int64),
         empty(num_draft, 2, dtype=torch.float32) if with_verdicts else None,
         empty(num_draft, dtype=torch.int8) if with_verdicts else None,
         empty(num_draft) if with_verdicts else None,
@@ -264,4 +287,5 @@ class CounterStarts(NamedTuple):
     low_margin: int
     ratio: int
     ratio_sum: int
+    lost: int
     refused: int

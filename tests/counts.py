@@ -23,6 +23,7 @@ COUNTS = counts_of(
     low_margin=[5, 3, 1],
     ratio=[1, *[0] * 8, 9, *[0] * 4, 8, 0],
     ratio_sum=[int(16.0 / RATIO_UNIT)],
+    lost=[3 << 15],
     refused=[4, 0, 1, 0, 0, 2],
 )
 
@@ -50,6 +51,7 @@ def check_exported(samples, engine, times):
             assert samples[f"{name}_total", engine, str(position)] == times * count
     for reason, count in zip(REASONS, COUNTS[LAYOUT.refused], strict=True):
         assert samples[f"{metrics.REFUSED}_total", engine, reason] == times * count
+    assert samples[f"{metrics.LOST}_total", engine] == times * 1.5
     below = 0
     for edge, count in zip([*RATIO_EDGES, float("inf")], COUNTS[LAYOUT.ratio], strict=True):
         below += times * count

@@ -1,5 +1,7 @@
 """A request's own options: what is read, what is refused, and how a batch follows them."""
 
+import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +13,14 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirection
 from vllm_mars import MarsConfig
 from vllm_mars.config import Threshold
 from vllm_mars.engine.options import check_request
-from vllm_mars.kernels.terms import Drafts, Margin, Verdict
+from vllm_mars.kernels.terms import NO_BOUND, Drafts, Margin, Verdict
 from vllm_mars.requests import RequestOptions, in_force, options_of
 from vllm_mars.runner.requests_v1 import RequestsV1
 
 RATIO = MarsConfig(theta=0.9, theta_min=0.8)
 GAP = MarsConfig(metric="gap", theta=1.0, gap=0.5, gap_max=2.0)
 PRICE = MarsConfig(metric="price", price=0.25, price_max=0.5, repeat_guard=0)
+BOUND = MarsConfig(max_loss=0.5)
 
 
 def params(**extra_args):
@@ -87,6 +90,13 @@ def test_thresholds(config, extra_args, expected):
         ),
         (GAP, {"mars_gap": -1}, r"mars_gap=-1 is outside \[0, inf\)"),
         (GAP, {"mars_gap": float("inf")}, r"mars_gap=inf is outside \[0, inf\)"),
+        (BOUND, {"mars_max_loss": 0.75}, r"mars_max_loss=0.75 is above this server's bound of 0.5"),
+        (RATIO, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, inf\); leave it out"),
+        (RATIO, {"mars_max_loss": float("inf")}, r"mars_max_loss=inf is outside \[0, inf\)"),
+        (RATIO, {"mars_max_loss": float("nan")}, r"mars_max_loss=nan is outside \[0, inf\)"),
+        (RATIO, {"mars_max_loss": "x"}, "mars_max_loss='x' is a str, but must be a number"),
+        (RATIO, {"mars_loss_burst": 1}, "mars_loss_burst is not an option of a request"),
+        (MarsConfig(client_control=False), {"mars_max_loss": 0}, "mars_max_loss: this server does"),
         (
             MarsConfig(client_control=False),
             {"mars_theta": 1},
@@ -100,6 +110,23 @@ def test_refused(config, extra_args, message):
     with pytest.raises(VLLMValidationError, match=message) as raised:
         check_request(params(**extra_args), served_with(config))
     assert raised.value.parameter == "vllm_xargs"
+
+
+def test_a_bound_is_the_servers_or_a_smaller_one():
+    assert options_of(params(), RATIO).max_loss == math.inf
+    assert options_of(params(mars_max_loss=7), RATIO).max_loss == 7
+    assert options_of(params(), BOUND).max_loss == 0.5
+    assert options_of(params(mars_max_loss=0.5), BOUND).max_loss == 0.5
+    assert options_of(params(mars_max_loss=0), BOUND).max_loss == 0
+
+
+def test_a_bound_needs_requests_that_keep_their_rank():
+    from vllm.exceptions import VLLMValidationError
+
+    served = served_with(RATIO)
+    served.parallel_config = SimpleNamespace(enable_batch_sharded_sampling=True)
+    with pytest.raises(VLLMValidationError, match="mars_max_loss cannot be kept with"):
+        check_request(params(mars_max_loss=1), served)
 
 
 def test_the_lock_holds_for_requests(monkeypatch):
@@ -155,6 +182,12 @@ def margin(state, *drafts):
     ids = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
     ends = torch.tensor([len(draft) for draft in drafts]).cumsum(0).int()
     return state.margin(Drafts(torch.empty(0, 0), ids, ends))
+
+
+def spent(*num_relaxed, lost=()):
+    """What a step relaxed of each request, and what that lost."""
+    lost = lost or [0] * len(num_relaxed)
+    return torch.tensor(num_relaxed, dtype=torch.int32), torch.tensor(lost)
 
 
 def thresholds(state, batch):
@@ -245,7 +278,7 @@ class TestV1Budget:
     def test_counts_follow_the_output(self):
         output = [5, 5]
         state = self.state([], output)
-        state.spend(torch.tensor([3, 1], dtype=torch.int32))
+        state.spend(*spent(3, 1))
         output += [6, 6, 6]
         assert self.budget(state, 2) == ([3, 1], [0, 5])
 
@@ -254,7 +287,7 @@ class TestV1Budget:
 
     def test_swapped_moved_and_replaced(self):
         state = self.state([1], [2], [3])
-        state.spend(torch.tensor([1, 2, 3], dtype=torch.int32))
+        state.spend(*spent(1, 2, 3))
         swap = (0, 1, MoveDirectionality.SWAP)
         move = (2, 3, MoveDirectionality.UNIDIRECTIONAL)
         state.update_state(BatchUpdate(4, removed=[2], added=[], moved=[swap]))
@@ -265,8 +298,83 @@ class TestV1Budget:
 
     def test_without_a_budget_nothing_is_kept(self):
         state = RequestsV1(RATIO, 2, torch.device("cpu"))
-        state.spend(torch.tensor([3], dtype=torch.int32))
-        assert margin(state, []).budget is None
+        state.spend(*spent(3))
+        assert margin(state, [])[-3:-1] == (None, None)
+
+
+class TestV1LossBound:
+    """Half a nat per token and one beyond; what was lost moves with its request."""
+
+    CONFIG = MarsConfig(max_loss=0.5, loss_burst=1.0)
+
+    def state(self, *outputs, config=CONFIG):
+        state = RequestsV1(config, 4, torch.device("cpu"))
+        added = [(place, params(), None, output) for place, output in enumerate(outputs)]
+        state.update_state(BatchUpdate(len(outputs), removed=[], added=added, moved=[]))
+        return state
+
+    @staticmethod
+    def lost(state, batch):
+        bound = margin(state, *[[]] * batch).loss_budget
+        assert bound.rate.dtype == bound.lost.dtype == torch.int64
+        assert bound.num_output_tokens.dtype == torch.int32
+        return bound.lost.tolist()
+
+    def test_losses_add_up(self):
+        output = []
+        state = self.state([], output)
+        state.spend(*spent(1, 0, lost=(70_000, 0)))
+        # Too many to be counted exactly in float32.
+        state.spend(*spent(1, 1, lost=(2**40 + 1, 7)))
+        output += [6, 6, 6]
+        bound = margin(state, [], []).loss_budget
+        assert self.lost(state, 2) == [2**40 + 70_001, 7]
+        assert bound.num_output_tokens.tolist() == [0, 3]
+        assert bound.rate.tolist() == [2**29] * 2
+        assert bound.burst == 2**16
+
+    def test_a_request_that_comes_back_has_lost_all_that_it_could(self):
+        assert self.lost(self.state([1] * 9, []), 2) == [11 * 2**15, 0]
+
+    def test_the_largest_bound_is_one(self):
+        config = MarsConfig(max_loss=sys.float_info.max, loss_burst=16384.0)
+        bound = margin(self.state([1] * 4, config=config), []).loss_budget
+        assert bound.rate.tolist() == [NO_BOUND - 1]
+        assert bound.lost.tolist() == [(4 * (NO_BOUND - 1) >> 14) + 2**30]
+
+    def test_swapped_moved_and_replaced(self):
+        state = self.state([1], [2], [3])
+        before = self.lost(state, 3)[0]
+        state.spend(*spent(1, 1, 1, lost=(1, 2, 3)))
+        swap = (0, 1, MoveDirectionality.SWAP)
+        move = (2, 3, MoveDirectionality.UNIDIRECTIONAL)
+        state.update_state(BatchUpdate(4, removed=[2], added=[], moved=[swap]))
+        assert self.lost(state, 2) == [before + 2, before + 1]
+        added = [(0, params(), None, [1] * 8)]
+        state.update_state(BatchUpdate(4, removed=[], added=added, moved=[move]))
+        assert self.lost(state, 4) == [10 * 2**15, before + 1, before + 3, before + 3]
+
+    def test_a_bound_of_one_request_binds_no_other(self):
+        told = []
+        state = RequestsV1(RATIO, 4, torch.device("cpu"), need_output_tokens=told.append)
+        free, bound = (0, params(), None, [1] * 5), (1, params(mars_max_loss=0.25), None, [])
+        state.update_state(BatchUpdate(1, removed=[], added=[free], moved=[]))
+        assert margin(state, []).loss_budget is None
+        state.spend(*spent(1, lost=(5,)))
+        state.update_state(BatchUpdate(2, removed=[], added=[bound], moved=[]))
+        assert margin(state, [], []).loss_budget.rate.tolist() == [NO_BOUND, 2**28]
+        state.spend(*spent(1, 1, lost=(5, 6)))
+        assert self.lost(state, 2) == [5, 6]
+        state.update_state(BatchUpdate(1, removed=[1], added=[], moved=[]))
+        assert margin(state, []).loss_budget is None
+        # Not what the request lost that had this place before.
+        state.update_state(BatchUpdate(2, removed=[], added=[bound], moved=[]))
+        assert self.lost(state, 2) == [0, 0]
+        assert told == [False, True, False, True]
+
+    def test_the_shadow_mode_is_not_bound(self):
+        state = self.state([], config=MarsConfig(shadow=True, max_loss=0.0))
+        assert margin(state, []).loss_budget is None
 
 
 class TestV1Sections:

@@ -33,6 +33,9 @@ vllm:mars_low_margin_positions_total{engine="0",model_name="m",position="1"} 24.
 # TYPE vllm:mars_refused_positions_total counter
 vllm:mars_refused_positions_total{engine="0",model_name="m",reason="protected"} 3.0
 vllm:mars_refused_positions_total{engine="0",model_name="m",reason="budget"} 11.0
+# TYPE vllm:mars_lost_nats_total counter
+vllm:mars_lost_nats_total{engine="0",model_name="m"} 6.0
+vllm:mars_lost_nats_total{engine="1",model_name="m"} 2.5
 # TYPE vllm:mars_logit_ratio histogram
 vllm:mars_logit_ratio_bucket{engine="0",le="0.5",model_name="m"} 40.0
 vllm:mars_logit_ratio_bucket{engine="0",le="0.9",model_name="m"} 96.0
@@ -94,6 +97,7 @@ def test_figures_since_the_start():
     assert cells(text, "mean acceptance length") == ["1.80"]
     assert cells(text, "relaxed tokens") == ["20"]
     assert cells(text, "relaxed, of accepted") == ["25.0 %"]
+    assert cells(text, "nats per token") == ["0.0213"]
     assert cells(text, "low margin, of verified") == ["40.0 %"]
     assert "tokens/s" not in text
     assert cells(text, "       0") == ["60.0 %", "█" * 14 + "▍", "15.0 %", "███▋"]
@@ -109,6 +113,7 @@ def test_the_last_interval_beside_it():
     assert cells(idle, "tokens/s") == ["20.0", ""]
     assert cells(idle, "mean acceptance length") == ["-", "1.80"]
     assert cells(idle, "relaxed, of accepted") == ["-", "25.0 %"]
+    assert cells(idle, "nats per token") == ["0.0000", "0.0189"]
     assert "by position (since start)" in idle
 
     busy = METRICS.replace(

@@ -32,6 +32,8 @@ _SCOPES = ("all", "reasoning")
 # Lengths of an n-gram that the guard against repetition can look for, and which one by default.
 _NGRAMS = range(2, 17)
 _DEFAULT_NGRAM = 4
+# In nats: what one token can lose at most, and 2**30 of the kernels' units.
+MOST_BURST = 16384
 # A field that the front end fills in, not the user.
 _RESOLVED = {"resolved": True}
 
@@ -94,7 +96,8 @@ class MarsConfig:
         price: of metric "price", nats that a draft token gained may cost, >= 0; 0 with another.
         protected_token_ids: tokens at which verification stays strict; None means the
             end-of-sequence and special tokens of the model, () none.
-        client_control: whether a request may choose its own theta (or gap, or price).
+        client_control: whether a request may choose its own theta (or gap, or price) and a smaller
+            `max_loss`.
         theta_min: lower limit of a request's own theta, in [0, 1]; 0 sets none. It does not bind
             the server's own `theta`.
         gap_max: upper limit of a request's own gap in nats, >= 0; None sets none.
@@ -107,6 +110,9 @@ class MarsConfig:
             holds already; 0 for no guard, None for 4 with metric "price" and 0 with the others.
         scope: "all", or "reasoning" to relax only inside the model's thinking section.
         max_relaxed_share: most of a request's output tokens that may be relaxed, in [0, 1].
+        max_loss: most that the relaxed tokens of a request may lose against the target's first
+            choices, in nats per output token, >= 0; None sets no bound.
+        loss_burst: nats that a request may lose beyond that, in [0, 16384].
         shadow: verify strictly, and count what each of `shadow_thetas` (or `shadow_gaps`,
             `shadow_prices`, by the metric) would have accepted.
         shadow_thetas: thresholds to count, each in (0, 1], in any order.
@@ -133,6 +139,8 @@ class MarsConfig:
     repeat_guard: int | None = None
     scope: Literal["all", "reasoning"] = "all"
     max_relaxed_share: float = 1.0
+    max_loss: float | None = None
+    loss_burst: float = 1.0
     shadow: bool = False
     shadow_thetas: tuple[float, ...] = (0.84, 0.88, 0.9, 0.92, 0.96)
     shadow_gaps: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0)
@@ -210,6 +218,14 @@ class MarsConfig:
             raise ValueError(
                 f"mars_max_relaxed_share={self.max_relaxed_share} is outside [0, 1]; 1 sets no "
                 "limit, 0.1 lets a tenth of a request's tokens be relaxed."
+            )
+        if self.max_loss is not None:
+            check_max_loss(self.max_loss)
+        _require_number("mars_loss_burst", self.loss_burst)
+        if not 0 <= self.loss_burst <= MOST_BURST:
+            raise ValueError(
+                f"mars_loss_burst={self.loss_burst} is outside [0, {MOST_BURST}]; 1 lets an answer "
+                "lose one nat beyond mars_max_loss for each of its tokens."
             )
 
     def _check_repeat_guard(self) -> None:
@@ -406,6 +422,16 @@ def check_nats(nats: object, name: str = "mars_gap") -> None:
     _require_number(name, nats)
     if not 0 <= nats <= sys.float_info.max:  # type: ignore[operator]
         raise ValueError(f"{name}={nats} is outside [0, inf); 0 switches the relaxation off.")
+
+
+def check_max_loss(nats: object) -> None:
+    """Raises ValueError unless a bound on the loss is a finite number >= 0."""
+    _require_number("mars_max_loss", nats)
+    if not 0 <= nats <= sys.float_info.max:  # type: ignore[operator]
+        raise ValueError(
+            f"mars_max_loss={nats} is outside [0, inf); leave it out to set no bound, 0.02 lets an "
+            "answer lose 0.02 nats for each of its tokens."
+        )
 
 
 def lock_is_on() -> bool:

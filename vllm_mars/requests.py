@@ -5,6 +5,7 @@ bad value is that client's error 400 and no other request notices; the workers r
 the request enters their batch.
 """
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mars.config import (
@@ -15,6 +16,7 @@ from vllm_mars.config import (
     STRICT,
     MarsConfig,
     Threshold,
+    check_max_loss,
     check_threshold,
     lock_is_on,
     unknown_option,
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 
 # The metric that each threshold belongs to.
 _THRESHOLDS = {option: metric for metric, option in OPTION.items()}
+_MAX_LOSS = "mars_max_loss"
 _RETURN = "mars_return"
-_KEYS = (*_THRESHOLDS, _RETURN)
+_KEYS = (*_THRESHOLDS, _MAX_LOSS, _RETURN)
 # Where a request's parameters keep what was read of them.
 _PARSED = "_mars_options"
 
@@ -38,11 +41,13 @@ class RequestOptions(NamedTuple):
         threshold: of its verification.
         is_structured: whether all of it is verified strictly, because its output is structured.
         wants_return: whether the client asked what was relaxed.
+        max_loss: most that it may lose, in nats per output token; infinity for no bound.
     """
 
     threshold: Threshold
     is_structured: bool = False
     wants_return: bool = False
+    max_loss: float = math.inf
 
 
 class _Parsed(NamedTuple):
@@ -59,8 +64,8 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
 
     Args:
         params: the request's parameters; its `extra_args` may hold `mars_theta`, a number in (0, 1]
-            where 1 is strict, `mars_gap` or `mars_price` where that is the server's metric, and
-            `mars_return`.
+            where 1 is strict, `mars_gap` or `mars_price` where that is the server's metric,
+            `mars_max_loss`, and `mars_return`.
         config: the server's options. In shadow mode the threshold is checked, but nothing is
             relaxed.
 
@@ -76,6 +81,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
             _threshold(own, config),
             is_constrained and config.structured == "strict",
             _wants_return(own.get(_RETURN, False)),
+            _max_loss(own, config),
         )
         parsed = _Parsed(config, own, is_constrained, options)
         setattr(params, _PARSED, parsed)
@@ -98,7 +104,7 @@ def _threshold(own: dict[str, Any], config: MarsConfig) -> Threshold:
     for key in own:
         if key not in _KEYS:
             raise unknown_option(key, "a request", _KEYS)
-    chosen = [key for key in own if key in _THRESHOLDS]
+    chosen = [key for key in own if key != _RETURN]
     if chosen and not config.client_control:
         raise ValueError(
             f"{', '.join(chosen)}: this server does not let requests choose their verification "
@@ -106,7 +112,8 @@ def _threshold(own: dict[str, Any], config: MarsConfig) -> Threshold:
         )
     threshold = config.threshold
     for key in chosen:
-        threshold = _own_threshold(key, own[key], config)
+        if key in _THRESHOLDS:
+            threshold = _own_threshold(key, own[key], config)
     return threshold
 
 
@@ -135,6 +142,21 @@ def _own_threshold(key: str, value: Any, config: MarsConfig) -> Threshold:
             f"({LOCK_VARIABLE}=strict); choose {STRICT.value(metric):g} or leave it out."
         )
     return threshold
+
+
+def _max_loss(own: dict[str, Any], config: MarsConfig) -> float:
+    """The bound among a request's own options, else the server's."""
+    most = math.inf if config.max_loss is None else config.max_loss
+    if _MAX_LOSS not in own:
+        return most
+    value: float = own[_MAX_LOSS]
+    check_max_loss(value)
+    if value > most:
+        raise ValueError(
+            f"mars_max_loss={value} is above this server's bound of {most}; choose a value in "
+            f"[0, {most}] or leave it out."
+        )
+    return value
 
 
 def _wants_return(value: object) -> bool:

@@ -25,6 +25,7 @@ _RELAXED = "vllm:mars_relaxed_tokens_total"
 _VERIFIED = "vllm:mars_verified_positions_total"
 _LOW_MARGIN = "vllm:mars_low_margin_positions_total"
 _REFUSED = "vllm:mars_refused_positions_total"
+_LOST = "vllm:mars_lost_nats_total"
 _RATIO = "vllm:mars_logit_ratio_bucket"
 _DRAFTS = scrape.DRAFTS
 _ACCEPTED = scrape.ACCEPTED_PER_POSITION
@@ -36,6 +37,7 @@ _LABELS = {
     _VERIFIED: "position",
     _LOW_MARGIN: "position",
     _REFUSED: "reason",
+    _LOST: None,
     _RATIO: "le",
     _DRAFTS: None,
     _ACCEPTED: "position",
@@ -80,6 +82,12 @@ class Snapshot:
         """Tokens that a draft led to, the bonus or correction among them; NaN without drafts."""
         drafts = self.total(_DRAFTS)
         return 1 + self.total(_ACCEPTED) / drafts if drafts else math.nan
+
+    @property
+    def loss_per_token(self) -> float:
+        """Nats that relaxed tokens lost, by generated token; NaN without any."""
+        generated = self.total(_GENERATED)
+        return self.total(_LOST) / generated if generated else math.nan
 
     @property
     def histogram(self) -> dict[str, float]:
@@ -247,6 +255,10 @@ def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table
         (
             "relaxed, of accepted",
             [_percent(c.total(_RELAXED), c.total(_ACCEPTED)) for _, c in columns],
+        ),
+        (
+            "nats per token",
+            [_number(c.loss_per_token, 4) for _, c in columns],
         ),
         (
             "low margin, of verified",

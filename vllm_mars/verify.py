@@ -157,7 +157,7 @@ def _check_out(out: "VerifyOutput", drafts: "Drafts", with_verdicts: bool) -> No
         "output_token_ids": ((batch, drafts.max_draft_len + 1), "torch.int32"),
         "num_accepted": ((batch,), "torch.int32"),
         "num_relaxed": ((batch,), "torch.int32"),
-        "loss": ((batch,), "torch.float32"),
+        "lost": ((batch,), "torch.int64"),
     }
     if with_verdicts:
         wanted["top2_values"] = ((num_draft, 2), "torch.float32")

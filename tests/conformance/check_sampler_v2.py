@@ -331,6 +331,36 @@ def test_invalid_drafts(temperatures, with_draft_logits):
             row += count + 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_was_lost_is_kept_by_slot(temperature):
+    """A new request, one with a bound of its own, and one that comes back after two tokens."""
+    logits = torch.tensor([[1.5, 2.0, 0.5, 0.0], [0.0, 3.0, 0.0, 0.0]])
+    tokens = [3, 1, 2, 1]
+    requests = [
+        Request(params(), [0], tokens, prefill_len=3),
+        Request(params(extra_args={"mars_max_loss": 0.125}), [0], tokens, prefill_len=3),
+        Request(params(temperature, 1), [0], [*tokens, 1], prefill_len=5),
+    ]
+    step = Step(requests, logits.repeat(3, 1))
+    sampler = step.sampler(MarsConfig(metric="gap", gap=1.0, max_loss=0.25, loss_burst=1.0))
+    batch = step.batch()
+
+    def bound():
+        layout = batch.input_ids, batch.cu_num_logits[1:]
+        return sampler.requests.margin(batch.idx_mapping, batch.idx_mapping_np, *layout).loss_budget
+
+    before = bound()
+    assert before.rate.tolist() == [2**28, 2**27, 2**28]
+    assert (before.burst, before.lost.dtype) == (2**16, torch.int64)
+    assert before.lost.tolist() == [0, 0, 2 * 2**14 + 2**16]
+    assert before.num_output_tokens.tolist() == [1, 1, 2]
+    for number in (1, 2):
+        output = sampler(step.logits.clone(), batch, step.draft_logits, None)
+        # Half a nat each. What the last one has earned since it came back is a quarter.
+        assert [tokens[0] for tokens in emitted(output)[:2]] == [0, 0]
+        assert bound().lost.tolist() == [number * 2**15] * 2 + before.lost.tolist()[2:]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_logprobs_of_a_relaxed_token_are_its_own(mode, temperature):

@@ -87,6 +87,10 @@ def test_the_thinking_section_is_vllms(packaged_model):
         ({"mars_thinking": [1, 2]}, {}, "mars_thinking is not an option of margin-aware"),
         ({"mars_max_relaxed_share": 1.5}, {}, r"mars_max_relaxed_share=1.5 is outside \[0, 1\]"),
         ({"mars_max_relaxed_share": "x"}, {}, "mars_max_relaxed_share='x' is a str"),
+        ({"mars_max_loss": -0.5}, {}, r"mars_max_loss=-0.5 is outside \[0, inf\)"),
+        ({"mars_max_loss": "x"}, {}, "mars_max_loss='x' is a str"),
+        ({"mars_loss_burst": -1}, {}, r"mars_loss_burst=-1 is outside \[0, 16384\]"),
+        ({"mars_loss_burst": None}, {}, "mars_loss_burst=None is a NoneType"),
         ({"mars_shadow": 1}, {}, "mars_shadow=1 is not true or false"),
         (
             {"mars_shadow_thetas": [0.5]},
@@ -110,10 +114,12 @@ def test_markers_of_several_tokens_are_refused(packaged_model):
         resolved(packaged_model, {"mars_scope": "reasoning"}, reasoning_config=markers)
 
 
-def test_a_budget_needs_whole_requests(packaged_model):
-    with pytest.raises(NotImplementedError, match="enable_batch_sharded_sampling: a request"):
+@pytest.mark.parametrize("option", ["mars_max_relaxed_share", "mars_max_loss"])
+def test_a_budget_needs_whole_requests(packaged_model, option):
+    message = f"{option} with enable_batch_sharded_sampling: a request"
+    with pytest.raises(NotImplementedError, match=message):
         resolved(
             packaged_model,
-            {"mars_max_relaxed_share": 0.5},
+            {option: 0.5},
             enable_batch_sharded_sampling=True,
         )

@@ -22,6 +22,7 @@ NAMES = (
     metrics.VERIFIED,
     metrics.LOW_MARGIN,
     metrics.REFUSED,
+    metrics.LOST,
     metrics.RATIO,
 )
 
@@ -39,7 +40,7 @@ def test_metrics_of_each_engine():
 def test_all_series_are_there_before_anything_is_counted():
     metrics.MarsProm(LAYOUT, {0: ["m", "0"]})
     samples = exported()
-    assert len(samples) == 3 * 3 + len(REASONS) + len(RATIO_EDGES) + 1 + 2
+    assert len(samples) == 3 * 3 + len(REASONS) + 1 + len(RATIO_EDGES) + 1 + 2
     assert not any(samples.values())
 
 
@@ -102,12 +103,14 @@ class Log:
 def test_log_line():
     log, logging = Log(), metrics.MarsLogging(LAYOUT)
     logging.log(log)
-    logging.observe(COUNTS)
-    logging.observe(COUNTS)
+    logging.observe(COUNTS, 20)
+    logging.observe(None, 10)
+    logging.observe(COUNTS, 30)
     logging.log(log, "Engine 000: ")
     logging.log(log)
     assert log.lines == [
         "Engine 000: MARS metrics: Relaxed: 6 tokens (27.3% of accepted), "
+        "Lost: 0.0500 nats per token, "
         "Low margin: 47.4% of verified positions, "
         "Per-position relaxed rate: 0.200, 0.167, 0.000"
     ]

@@ -56,7 +56,7 @@ def check(logits, drafts, lengths, theta, **given):
     step = Drafts(logits, drafts, cu, max_draft_len=max(lengths), **rows), Margin(theta, **given)
     expected = reference.verify_greedy(*step, with_verdicts=True, dry_run=dry_run)
     output = verify()
-    for name in ("output_token_ids", "num_accepted", "num_relaxed", "loss"):
+    for name in ("output_token_ids", "num_accepted", "num_relaxed", "lost"):
         assert torch.equal(getattr(output, name), getattr(expected, name))
     assert output.top2_values is None and output.verdicts is None
     judged = verify(with_verdicts=True)
@@ -194,7 +194,7 @@ def test_input_token_layout_equals_the_other(batch):
     options["with_verdicts"] = True
     output = verify_input_tokens(logits, inputs, ends, theta, longest, backend="triton", **options)
     expected = verify_input_tokens(logits, inputs, ends, theta, longest, backend="torch", **options)
-    for name in ("output_token_ids", "num_accepted", "num_relaxed", "loss"):
+    for name in ("output_token_ids", "num_accepted", "num_relaxed", "lost"):
         assert torch.equal(getattr(output, name), getattr(expected, name))
     assert torch.equal(output.verdicts, expected.verdicts)
     assert output.output_token_ids.dtype == torch.int64

@@ -10,7 +10,7 @@ import torch
 
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import counting, greedy, repeats, sections, top2
-from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget
+from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, RelaxedBudget, loss_units
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.margin import MarginRule
 from vllm_mars.runner.sections import Sections
@@ -109,9 +109,13 @@ def all_margins(config, batch, num_draft):
     positions = [blocked] if config.strict_spans or config.repeat_ngram else [None, blocked]
     if positions[0] is None and config.structured == "relaxed":
         positions = [None]
+    long, int32 = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.int32)
+    bound = LossBudget(long, loss_units(config.loss_burst), long, int32)
+    loss_budgets = [None] if config.shadow else [None, bound]
     thresholds = ((0.9, 0.0), (torch.full((batch,), 0.9), torch.zeros(batch)))
-    for (theta, gap), blocked in itertools.product(thresholds, positions):
-        yield Margin(theta, gap, None, blocked, budget)
+    for (theta, gap), *limits in itertools.product(thresholds, positions, loss_budgets):
+        blocked, loss_budget = limits
+        yield Margin(theta, gap, None, blocked, budget, loss_budget)
 
 
 def judge(rule, drafts, margin):

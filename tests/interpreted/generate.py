@@ -1,7 +1,7 @@
 """Runs one engine in a process of its own: `python generate.py JSON`; prints a JSON line.
 
 The argument gives `model`, `speculative_config`, `prompts` (token ids), `sampling` (one dict of
-SamplingParams for each prompt).
+SamplingParams for each prompt) and `engine` (further options of the engine).
 """
 
 import json
@@ -27,9 +27,9 @@ def main() -> None:
         dtype="float32",
         enforce_eager=True,
         max_model_len=64,
-        max_num_seqs=4,
         disable_log_stats=False,
         speculative_config=job["speculative_config"],
+        **{"max_num_seqs": 4, **job["engine"]},
     )
     try:
         (worker,) = llm.collective_rpc(look_at_worker)
@@ -51,6 +51,7 @@ def main() -> None:
         ],
         "drafted": metrics.get("vllm:spec_decode_num_draft_tokens"),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
+        "preemptions": metrics.get("vllm:num_preemptions"),
     }
     print("RESULT " + json.dumps(result))
 

@@ -272,6 +272,7 @@ def test_backend_equals_oracle(verify, batch, dry_run):
         assert row == expected.tokens + [-1] * (len(row) - len(expected.tokens))
         assert int(output.num_accepted[i]) == expected.accepted
         assert int(output.num_relaxed[i]) == expected.relaxed
+        assert int(output.lost[i]) == expected.loss * 2**16
         assert float(output.loss[i]) == float(np.float32(expected.loss))
     assert output.verdicts.tolist() == verdicts
     check_values(batch, logits, output, everywhere=dry_run)

@@ -98,7 +98,7 @@ def poisoned(batch=2, width=3, num_draft=3, **changes):
         "output_token_ids": torch.full((batch, width), -7, dtype=torch.int32),
         "num_accepted": torch.full((batch,), -7, dtype=torch.int32),
         "num_relaxed": torch.full((batch,), -7, dtype=torch.int32),
-        "loss": torch.full((batch,), -7.0),
+        "lost": torch.full((batch,), -7),
         "top2_values": torch.full((num_draft, 2), -7.0),
         "verdicts": torch.full((num_draft,), -7, dtype=torch.int8),
         "losses": torch.full((num_draft,), -7, dtype=torch.int32),

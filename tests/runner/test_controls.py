@@ -4,6 +4,7 @@ What `mars_return` says is held against the target itself: its positions are exa
 token is not the target's first choice.
 """
 
+import math
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 import tiny_models
 from engines import engine_in_process
+from promise import check_promise
 from vllm_mars import MarsConfig
 from vllm_mars.config import METRICS, OPTION, STRICT
 from vllm_mars.runner.repeats import AnswerNgrams
@@ -21,6 +23,9 @@ pytestmark = pytest.mark.engine
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
 SHARE = 0.125
+BOUNDS = (math.inf, 0.5, 0.1, 0.0)
+OWN_BOUNDS = [{"mars_max_loss": bound} if bound < math.inf else {} for bound in BOUNDS]
+NOTHING = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +47,20 @@ class Engine:
         self.llm = llm
 
     def ask(self, prompts=PROMPTS, **sampling):
-        """CompletionOutput of each prompt."""
+        """CompletionOutput of each prompt; `extra_args` of all, or of each in a list."""
         from vllm import SamplingParams
 
-        extra_args = {"mars_return": True, **sampling.pop("extra_args", {})}
-        params = SamplingParams(
-            **{"temperature": 0, "max_tokens": 48, "ignore_eos": True, **sampling},
-            detokenize=False,
-            extra_args=extra_args,
-        )
+        extra_args = sampling.pop("extra_args", {})
+        if isinstance(extra_args, dict):
+            extra_args = [extra_args] * len(prompts)
+        params = [
+            SamplingParams(
+                **{"temperature": 0, "max_tokens": 48, "ignore_eos": True, **sampling},
+                detokenize=False,
+                extra_args={"mars_return": True, **own},
+            )
+            for own in extra_args
+        ]
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [out.outputs[0] for out in self.llm.generate(given, params, use_tqdm=False)]
 
@@ -109,8 +119,7 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
         assert sum(running.metrics("vllm:mars_relaxed_tokens").values()) >= relaxed
 
         for output in running.ask(extra_args={option: 0}):
-            expected = {metric: 0.0, "num_relaxed_tokens": 0, "relaxed_positions": []}
-            assert returned(output) == expected
+            assert returned(output) == {metric: 0.0, **NOTHING}
         cut = running.ask(max_tokens=5)
         for whole, part in zip(outputs, cut, strict=True):
             positions = returned(whole)["relaxed_positions"]
@@ -118,18 +127,38 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
         silent = running.ask(extra_args={"mars_return": False})
         assert all(output.spec_decode_metrics is None for output in silent)
 
+        # Bounds of their own in one batch; the first request has none.
+        refused = 0
+        for temperature in (0.0, 1.0):
+            answers = running.ask(temperature=temperature, seed=1, extra_args=OWN_BOUNDS)
+            if not temperature:
+                assert answers[0].token_ids == outputs[0].token_ids
+            for prompt, output, bound in zip(PROMPTS, answers, BOUNDS, strict=True):
+                told, tokens = returned(output), list(output.token_ids)
+                lost = check_promise(models[2], prompt, tokens, told, bound)
+                assert lost == pytest.approx(sum(told["loss_nats"]), abs=0.01)
+            assert sum(returned(answers[1])["loss_nats"]) > 0
+            now = running.metrics("vllm:mars_refused_positions")["loss",]
+            assert now > refused
+            refused = now
+        told = sum(sum(returned(output)["loss_nats"]) for output in outputs)
+        assert sum(running.metrics("vllm:mars_lost_nats").values()) > told > 0
+
         # Sampled requests are told what the margin accepted without a draw.
         hot = running.ask(temperature=1.0, seed=3, extra_args={option: 2.0})
         assert any(returned(output)["num_relaxed_tokens"] for output in hot)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_budget_holds_after_every_token(engine, temperature):
-    with engine(mars_metric="gap", mars_gap=1000.0, mars_max_relaxed_share=SHARE) as running:
+def test_both_budgets_hold_after_every_token(engine, models, temperature):
+    limits = {"mars_max_relaxed_share": SHARE, "mars_max_loss": 0.25, "mars_loss_burst": 2.0}
+    with engine(mars_metric="gap", mars_gap=1000.0, **limits) as running:
         outputs = running.ask(temperature=temperature, seed=1, max_tokens=64)
         most = 0
-        for output in outputs:
-            positions = returned(output)["relaxed_positions"]
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            tokens, told = list(output.token_ids), returned(output)
+            check_promise(models[2], prompt, tokens, told, 0.25, burst=2.0)
+            positions = told["relaxed_positions"]
             for count, position in enumerate(positions, start=1):
                 assert count <= SHARE * (position + 1)
             most = max(most, len(positions))
@@ -218,7 +247,7 @@ def test_shadow_mode_is_strict_and_counts_what_others_would_accept(engine, metri
         assert sum(running.metrics("vllm:mars_low_margin_positions").values()) > 0
     assert [out.token_ids for out in shadow] == [out.token_ids for out in strict]
     in_force = {METRICS[metric]: STRICT.value(metric)}
-    assert returned(shadow[0]) == {**in_force, "num_relaxed_tokens": 0, "relaxed_positions": []}
+    assert returned(shadow[0]) == {**in_force, **NOTHING}
     by_value = [
         sum(counted[f"{value:g}", str(position)] for position in range(3)) for value in values
     ]

@@ -29,11 +29,12 @@ LONGEST = 5
 
 def test_layout_covers_the_vector_once():
     layout = CounterLayout(3)
-    names = ("verified", "accepted", "relaxed", "low_margin", "ratio", "ratio_sum", "refused")
+    names = ("verified", "accepted", "relaxed", "low_margin", "ratio", "ratio_sum")
+    names += ("lost", "refused")
     slices = [getattr(layout, name) for name in names]
     entries = [index for entry in slices for index in range(entry.start, entry.stop)]
     assert entries == list(range(layout.size))
-    assert [entry.stop - entry.start for entry in slices] == [3, 3, 3, 3, 16, 1, 6]
+    assert [entry.stop - entry.start for entry in slices] == [3, 3, 3, 3, 16, 1, 1, 6]
     assert REASONS == ("protected", "span", "budget", "structured", "loss", "repeat")
     assert [entry.stop - entry.start for entry in (layout.refused, layout.shadow)] == [6, 0]
     shadow = CounterLayout(3, (0.8, 0.9)).shadow
@@ -49,7 +50,9 @@ def slow_counts(layout, case):
             accepted = case["num_accepted"][request].item()
             if position < accepted:
                 counts[layout.accepted.start + position] += 1
-                counts[layout.relaxed.start + position] += case["verdicts"][row].item() == 1
+                is_relaxed = case["verdicts"][row].item() == Verdict.RELAXED
+                counts[layout.relaxed.start + position] += is_relaxed
+                counts[layout.lost.start] += is_relaxed * case["losses"][row].item()
             if position > accepted or case["draft_token_ids"][row] < 0:
                 continue
             counts[layout.verified.start + position] += 1
@@ -95,6 +98,7 @@ def random_case(generator, batch):
         "theta": rand(batch) * 0.5 + 0.5,
         "gap": torch.where(rand(batch) < 0.3, rand(batch), 0.0),
         "draft_token_ids": torch.where(rand(num_draft) < 0.1, -1, 7).int(),
+        "losses": (rand(num_draft) * 2**20).int(),
     }
 
 
@@ -107,7 +111,7 @@ def step(case, device=CPU):
     unread = torch.empty(0, 0, device=device)
     return (
         Drafts(unread, case["draft_token_ids"], case["cu_num_draft_tokens"]),
-        Judgement(case["verdicts"], case["top2_values"]),
+        Judgement(case["verdicts"], case["top2_values"], case["losses"]),
         case["num_accepted"],
         Margin(case["theta"], case["gap"]),
     )
@@ -145,6 +149,7 @@ def one_position(first, second, dry_run=False, **changes):
     given = {
         "top2_values": torch.tensor([[first, second]]),
         "verdicts": torch.tensor([0], dtype=torch.int8),
+        "losses": torch.tensor([3], dtype=torch.int32),
         "draft_token_ids": torch.tensor([7]),
         "num_accepted": torch.tensor([0]),
         "cu_num_draft_tokens": torch.tensor([1], dtype=torch.int32),
@@ -193,6 +198,7 @@ def test_nothing_is_behind_the_first_rejection():
         Judgement(
             torch.tensor([Verdict.RELAXED, Verdict.SPAN, Verdict.SPAN, Verdict.RELAXED]).char(),
             torch.tensor([[10.0, 9.5]] * 4),
+            torch.tensor([5, 7, 11, 13], dtype=torch.int32),
         ),
         torch.tensor([1]),
         Margin(0.9),
@@ -200,6 +206,7 @@ def test_nothing_is_behind_the_first_rejection():
     counts, layout = counters.device_counts.tolist(), counters.layout
     assert counts[layout.verified] == counts[layout.low_margin] == [1, 1, 0, 0]
     assert counts[layout.accepted] == counts[layout.relaxed] == [1, 0, 0, 0]
+    assert counts[layout.lost] == [5]
     assert counts[layout.refused] == [0, 1, 0, 0, 0, 0]
 
 
@@ -209,6 +216,7 @@ def test_a_dry_run_relaxes_and_refuses_nothing():
     )
     counts, layout = counters.device_counts.tolist(), counters.layout
     assert counts[layout.low_margin] == [1]
+    assert counts[layout.lost] == [0]
     assert not any(counts[layout.refused])
 
 
@@ -299,6 +307,7 @@ def test_a_step_without_drafts_counts_nothing():
         0.5,
         top2_values=torch.empty(0, 2),
         verdicts=torch.empty(0, dtype=torch.int8),
+        losses=torch.empty(0, dtype=torch.int32),
         draft_token_ids=torch.empty(0, dtype=torch.int32),
         cu_num_draft_tokens=torch.zeros(1, dtype=torch.int32),
     )

@@ -30,7 +30,15 @@ def models(tmp_path_factory):
     return target, draft
 
 
-def generate(models, sampling=(GREEDY, GREEDY, GREEDY), **options):
+def generate(
+    models,
+    sampling=(GREEDY, GREEDY, GREEDY),
+    *,
+    prompts=PROMPTS,
+    engine=None,
+    timeout=500,
+    **options,
+):
     target, draft = models
     job = {
         "model": str(target),
@@ -40,8 +48,9 @@ def generate(models, sampling=(GREEDY, GREEDY, GREEDY), **options):
             "num_speculative_tokens": 3,
             **options,
         },
-        "prompts": PROMPTS,
+        "prompts": prompts,
         "sampling": list(sampling),
+        "engine": engine or {},
     }
     environment = {
         **os.environ,
@@ -52,7 +61,7 @@ def generate(models, sampling=(GREEDY, GREEDY, GREEDY), **options):
         [sys.executable, str(INTERPRETED / "generate.py"), json.dumps(job)],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=timeout,
         env=environment,
     )
     lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]

@@ -115,10 +115,12 @@ def test_an_answer_tells_what_was_relaxed(client):
     whole = told(ask(**wanted))
     assert whole["theta"] == 0.5
     assert whole["num_relaxed_tokens"] == len(whole["relaxed_positions"])
+    assert len(whole["loss_nats"]) == len(whole["relaxed_positions"])
     chunks = list(ask(**wanted, stream=True, stream_options={"include_usage": True}))
     assert told(chunks[-1]) == whole
     strict = told(ask(extra_body={"vllm_xargs": {"mars_return": True, "mars_theta": 1}}))
-    assert strict == {"theta": 1.0, "num_relaxed_tokens": 0, "relaxed_positions": []}
+    nothing = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
+    assert strict == {"theta": 1.0, **nothing}
     assert ask().model_extra.get("metrics") is None
 
     completion = client.completions.create(

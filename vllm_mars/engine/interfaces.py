@@ -152,7 +152,7 @@ INTERFACES: Mapping[str, Interfaces] = {
         "vllm.v1.metrics.loggers": {
             "LoggingStatLogger.__init__": Touch("wrap", "vllm_config"),
             "LoggingStatLogger.log": Touch("wrap"),
-            "LoggingStatLogger.record": Touch("wrap", "scheduler_stats"),
+            "LoggingStatLogger.record": Touch("wrap", "scheduler_stats, iteration_stats"),
             **_attributes("LoggingStatLogger", "log_prefix", "vllm_config"),
             "PrometheusStatLogger.__init__": Touch("wrap", "vllm_config"),
             "PrometheusStatLogger.record": Touch("wrap", "scheduler_stats"),

@@ -14,6 +14,7 @@ import prometheus_client
 from vllm_mars.config import METRICS, MarsConfig
 from vllm_mars.engine.transport import add_counts
 from vllm_mars.runner.counters import (
+    LOSS_UNIT,
     RATIO_EDGES,
     RATIO_UNIT,
     REASONS,
@@ -26,6 +27,7 @@ RELAXED = "vllm:mars_relaxed_tokens"
 VERIFIED = "vllm:mars_verified_positions"
 LOW_MARGIN = "vllm:mars_low_margin_positions"
 REFUSED = "vllm:mars_refused_positions"
+LOST = "vllm:mars_lost_nats"
 RATIO = "vllm:mars_logit_ratio"
 
 # Counter, help, label, name in `CounterLayout`.
@@ -104,6 +106,13 @@ class MarsProm:
                 for engine, labels in engines.items()
             }
             self._counters.append((entries, children))
+        lost = counter_class(
+            name=LOST,
+            documentation="What relaxed tokens lost against the target's first choices, in nats: "
+            "the sum of log p(first choice) - log p(token).",
+            labelnames=_LABELS,
+        )
+        self._lost = {engine: lost.labels(*labels) for engine, labels in engines.items()}
         if layout.shadowed:
             self._add_shadow(counter_class, engines)
         self._histograms: dict[int, Any] = {}
@@ -148,6 +157,9 @@ class MarsProm:
             for child, count in zip(children[engine], counts[entries], strict=True):
                 if count:
                     child.inc(count)
+        (lost,) = counts[self._layout.lost]
+        if lost:
+            self._lost[engine].inc(lost * LOSS_UNIT)
         if self._histograms:
             (units,) = counts[self._layout.ratio_sum]
             self._histograms[engine].add(counts[self._layout.ratio], units * RATIO_UNIT)
@@ -163,11 +175,14 @@ class MarsLogging:
     def __init__(self, layout: CounterLayout) -> None:
         self._layout = layout
         self._counts = [0] * layout.size
+        self._generated = 0
 
-    def observe(self, counts: list[int]) -> None:
-        """Adds an increase of the counts."""
-        _check_length(counts, self._layout)
-        self._counts = add_counts(self._counts, counts)
+    def observe(self, counts: list[int] | None, generated: int) -> None:
+        """Adds an increase of the counts, if there is one, and of the generated tokens."""
+        self._generated += generated
+        if counts is not None:
+            _check_length(counts, self._layout)
+            self._counts = add_counts(self._counts, counts)
 
     def log(self, logger: Any, prefix: str = "") -> None:
         """Logs the sums since the last call, or nothing if no position was verified.
@@ -177,15 +192,17 @@ class MarsLogging:
             prefix: what the line begins with.
         """
         counts, self._counts = self._counts, [0] * self._layout.size
+        generated, self._generated = self._generated, 0
         verified, relaxed = counts[self._layout.verified], counts[self._layout.relaxed]
         if not any(verified):
             return
         logger.info(
-            "%sMARS metrics: Relaxed: %d tokens (%.1f%% of accepted), "
+            "%sMARS metrics: Relaxed: %d tokens (%.1f%% of accepted), Lost: %.4f nats per token, "
             "Low margin: %.1f%% of verified positions, Per-position relaxed rate: %s",
             prefix,
             sum(relaxed),
             100 * share(sum(relaxed), sum(counts[self._layout.accepted])),
+            share(sum(counts[self._layout.lost]) * LOSS_UNIT, generated),
             100 * share(sum(counts[self._layout.low_margin]), sum(verified)),
             ", ".join(f"{share(r, v):.3f}" for r, v in zip(relaxed, verified, strict=True)),
         )
@@ -210,7 +227,12 @@ def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
         stat_logger._counter_cls,
         stat_logger._histogram_cls,
     )
-    _observe_records(stat_logger, prom.observe)
+
+    def observe(counts: list[int] | None, generated: int, engine: int) -> None:
+        if counts is not None:
+            prom.observe(counts, engine)
+
+    _observe_records(stat_logger, observe)
 
 
 def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
@@ -230,19 +252,23 @@ def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
         logging.log(_logger(), stat_logger.log_prefix)
 
     stat_logger.log = log_and_add
-    _observe_records(stat_logger, lambda counts, engine: logging.observe(counts))
+    _observe_records(stat_logger, lambda counts, generated, _: logging.observe(counts, generated))
 
 
-def _observe_records(stat_logger: Any, observe: Callable[[list[int], int], None]) -> None:
+def _observe_records(
+    stat_logger: Any, observe: Callable[[list[int] | None, int, int], None]
+) -> None:
+    """Hands on what each record brings: counts or None, generated tokens, and the engine."""
     record = stat_logger.record
+    names = "scheduler_stats", "iteration_stats"
 
     @functools.wraps(record)
     def record_and_observe(*args: Any, **kwargs: Any) -> None:
         record(*args, **kwargs)
-        stats = kwargs["scheduler_stats"] if "scheduler_stats" in kwargs else args[0]
-        counts = getattr(stats, FIELD, None)
-        if counts is not None:
-            observe(counts, kwargs.get("engine_idx", 0))
+        given = dict(zip(names, args, strict=False)) | kwargs
+        counts = getattr(given.get("scheduler_stats"), FIELD, None)
+        generated = getattr(given.get("iteration_stats"), "num_generation_tokens", 0)
+        observe(counts, generated, given.get("engine_idx", 0))
 
     stat_logger.record = record_and_observe
 

@@ -1,5 +1,6 @@
 """The options in vLLM's front end: taken out of the user's configuration, checked per request."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.calibration import resolve_auto
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 # What a server with a threshold that nobody chose says.
 _NOT_CHOSEN = (
     "None of mars_theta, mars_gap and mars_price is given, so mars_theta is the paper's 0.9: "
-    "lossy, and nothing bounds how much an answer loses. Prefer mars_metric 'price' with a "
-    "mars_price, which weighs the tokens gained against their loss."
+    "lossy%s. Prefer mars_metric 'price' with a mars_price, which weighs the tokens gained against "
+    "their loss, and mars_max_loss, which bounds the loss of each answer."
 )
 
 
@@ -68,7 +69,9 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     check_interfaces("markers")
     config = resolve_markers(config, engine_args, model_config)
     if config.lossy and not given.keys() & set(OPTION.values()):
-        logger.warning(_NOT_CHOSEN)
+        is_bounded = config.max_loss is not None
+        unbounded = "" if is_bounded else ", and nothing bounds how much an answer loses"
+        logger.warning(_NOT_CHOSEN, unbounded)
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {
         **engine_args.additional_config,
@@ -94,7 +97,15 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
     from vllm.exceptions import VLLMValidationError
 
     try:
-        if options_of(params, config).wants_return:
+        options = options_of(params, config)
+        parallel = getattr(vllm_config, "parallel_config", None)
+        is_sharded = getattr(parallel, "enable_batch_sharded_sampling", False)
+        if options.max_loss < math.inf and is_sharded:
+            raise ValueError(
+                "mars_max_loss cannot be kept with enable_batch_sharded_sampling, since a "
+                "request's rank changes from step to step; leave it out."
+            )
+        if options.wants_return:
             from vllm_mars.engine.returned import is_supported
 
             if not is_supported():
@@ -124,12 +135,16 @@ def _check_served(engine_args: Any, speculative_config: dict[str, Any], config: 
             "switch it off",
         )
     is_sharded = getattr(engine_args, "enable_batch_sharded_sampling", False)
-    if config.max_relaxed_share < 1 and is_sharded:
-        refuse(
-            "mars_max_relaxed_share with enable_batch_sharded_sampling",
-            "a request's rank, and with it what was relaxed of it, changes from step to step",
-            "drop one of them",
-        )
+    for option, is_set in (
+        ("mars_max_relaxed_share", config.max_relaxed_share < 1),
+        ("mars_max_loss", config.max_loss is not None),
+    ):
+        if is_set and is_sharded:
+            refuse(
+                f"{option} with enable_batch_sharded_sampling",
+                "a request's rank, and with it what was relaxed of it, changes from step to step",
+                "drop one of them",
+            )
     if getattr(engine_args, "watermark_config", None) is not None:
         refuse(
             "a watermark_config",

@@ -11,6 +11,7 @@ from typing import Any
 from vllm_mars.config import MarsConfig
 from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
 from vllm_mars.requests import in_force, options_of
+from vllm_mars.runner.counters import LOSS_UNIT
 from vllm_mars.runner.outputs import RELAXED_FIELD
 
 
@@ -53,7 +54,12 @@ def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
         if params is not None and (options := options_of(params, config)).wants_return:
             if request.spec_decode_metrics is None:
                 request.spec_decode_metrics = RequestSpecDecodeMetrics.new(longest)
-            found = {**in_force(options, config), "num_relaxed_tokens": 0, "relaxed_positions": []}
+            found = {
+                **in_force(options, config),
+                "num_relaxed_tokens": 0,
+                "relaxed_positions": [],
+                "loss_nats": [],
+            }
             setattr(request.spec_decode_metrics, REQUEST_FIELD, found)
         return result
 
@@ -69,10 +75,11 @@ def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
         for request, begin in before.items():
             # What a stop cut off is no part of the answer.
             produced = request.num_output_tokens - begin
-            positions = [begin + o for o in relaxed[request.request_id] if o < produced]
+            kept = [(o, lost) for o, lost in relaxed[request.request_id] if o < produced]
             found = getattr(request.spec_decode_metrics, REQUEST_FIELD)
-            found["relaxed_positions"] += positions
-            found["num_relaxed_tokens"] += len(positions)
+            found["relaxed_positions"] += [begin + offset for offset, _ in kept]
+            found["loss_nats"] += [lost * LOSS_UNIT for _, lost in kept]
+            found["num_relaxed_tokens"] += len(kept)
         return result
 
     scheduler.add_request = add_and_begin

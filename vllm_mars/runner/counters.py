@@ -34,6 +34,8 @@ RATIO_EDGES = (
 )
 # One unit of the sum of ratios: an int64 lasts for 2**47 positions.
 RATIO_UNIT = 2.0**-16
+# One unit of the sum of losses, in nats.
+LOSS_UNIT = 2.0**-LOSS_BITS
 # Seconds between two copies from an accelerator.
 INTERVAL = 1.0
 
@@ -67,6 +69,7 @@ class CounterLayout:
     - `ratio`: verified positions with z1 > 0 by z2/z1, an entry per edge of `RATIO_EDGES` and one
       for what is above.
     - `ratio_sum`: one entry, the sum of those ratios in `RATIO_UNIT`, each clamped to [0, 1].
+    - `lost`: one entry, what the relaxed tokens lost against the first choices, in `LOSS_UNIT`.
     - `refused`: verified positions that would have been relaxed, an entry per reason of `REASONS`.
 
     And in shadow mode K entries per threshold, one threshold after the other:
@@ -115,9 +118,14 @@ class CounterLayout:
         return slice(self.ratio.stop, self.ratio.stop + 1)
 
     @property
+    def lost(self) -> slice:
+        """The entry of the sum of losses."""
+        return slice(self.ratio_sum.stop, self.ratio_sum.stop + 1)
+
+    @property
     def refused(self) -> slice:
         """Entries of the refused positions, in the order of `REFUSALS`."""
-        return slice(self.ratio_sum.stop, self.ratio_sum.stop + len(REASONS))
+        return slice(self.lost.stop, self.lost.stop + len(REASONS))
 
     @property
     def shadow(self) -> slice:
@@ -274,8 +282,8 @@ def count_positions(
         counters: what is added to; all tensors are on its device.
         drafts: the step's, each as long as the layout's K at most; -1 is padding and no position.
             The logits are not read.
-        judgement: verdicts and values of the top 2 at the draft positions; what is marked behind a
-            request's first rejected position does not count.
+        judgement: verdicts, values of the top 2 and losses at the draft positions; what is marked
+            behind a request's first rejected position does not count.
         num_accepted: `[batch]` int32, accepted draft tokens of each request, the bonus token not
             among them.
         margin: of which theta and gap say what is low-margin; with 1 and 0 no position is.
@@ -328,8 +336,13 @@ def count_positions(
     if not dry_run:
         is_refused = (verdicts >= REFUSALS[0]) & (verdicts <= REFUSALS[-1])
         refusal = verdicts.long().clamp(REFUSALS[0], REFUSALS[-1]) - REFUSALS[0]
-        entries += [position + starts.relaxed, refusal + starts.refused]
-        amounts += [(verdicts == Verdict.RELAXED) & is_accepted, is_verified & is_refused]
+        is_relaxed = (verdicts == Verdict.RELAXED) & is_accepted
+        entries += [
+            position + starts.relaxed,
+            torch.full_like(position, starts.lost),
+            refusal + starts.refused,
+        ]
+        amounts += [is_relaxed, is_relaxed * judgement.losses, is_verified & is_refused]
     counters.device_counts.scatter_add_(
         0, torch.cat(entries), torch.cat([amount.long() for amount in amounts])
     )

@@ -34,11 +34,24 @@ class RelaxedOffsets(NamedTuple):
 
     Attributes:
         request_ids: ids of these requests by their place in the batch.
-        is_relaxed: bool `[batch, width]`, by place and offset among the step's tokens.
+        losses: int32 `[batch, width]`, by place and offset among the step's tokens: what a relaxed
+            token lost, in units of 2**-LOSS_BITS nats, -1 at the others.
     """
 
     request_ids: dict[int, str]
-    is_relaxed: torch.Tensor
+    losses: torch.Tensor
+
+
+class Spent(NamedTuple):
+    """What a step takes off its requests' budgets.
+
+    Attributes:
+        num_relaxed: int32 `[batch]`, relaxed tokens.
+        lost: int64 `[batch]`, what they lost, in units of 2**-LOSS_BITS nats.
+    """
+
+    num_relaxed: torch.Tensor
+    lost: torch.Tensor
 
 
 class MarginRule:
@@ -146,7 +159,7 @@ class MarginRule:
         returns: dict[int, str],
         *,
         by_prefix: bool = False,
-    ) -> torch.Tensor | None:
+    ) -> Spent | None:
         """Counts a step, and notes what was relaxed for the requests that want to know it.
 
         Args:
@@ -158,8 +171,7 @@ class MarginRule:
             by_prefix: whether the step was verified as a whole, not judged by position.
 
         Returns:
-            int32 `[batch]`, relaxed tokens of each request where that is needed: where a budget
-            limits them; else None.
+            What was spent, where a budget limits it; else None.
         """
         verdicts = judgement.verdicts
         if self.counters is not None and judgement.top2_values is not None:
@@ -170,7 +182,8 @@ class MarginRule:
             )
             if self.config.shadow:
                 count_shadow(self.counters, drafts, judgement, num_accepted, by_prefix=by_prefix)
-        if margin.budget is None and not returns:
+        has_budget = margin.budget is not None or margin.loss_budget is not None
+        if not has_budget and not returns:
             return None
         # A step's tokens are the accepted drafts and one more.
         request, offset = locate(drafts.cu_num_draft_tokens, verdicts.shape[0])
@@ -180,14 +193,20 @@ class MarginRule:
             width = verdicts.shape[0] or 1
             if self.counters is not None:
                 width = self.counters.layout.num_speculative_tokens + 1
-            table = torch.zeros(
-                (num_accepted.shape[0], width), dtype=torch.bool, device=verdicts.device
+            table = torch.full(
+                (num_accepted.shape[0], width), -1, dtype=torch.int32, device=verdicts.device
             )
-            table[request, offset] = is_relaxed
+            table[request, offset] = torch.where(is_relaxed, judgement.losses, -1)
             self.relaxed.append(RelaxedOffsets(returns, table))
-        if margin.budget is None:
+        if not has_budget:
             return None
-        return torch.zeros_like(margin.budget.num_relaxed).index_add_(0, request, is_relaxed.int())
+        lost = torch.where(is_relaxed, judgement.losses, 0).long()
+        return Spent(
+            torch.zeros_like(num_accepted, dtype=torch.int32).index_add_(
+                0, request, is_relaxed.int()
+            ),
+            torch.zeros_like(num_accepted, dtype=torch.int64).index_add_(0, request, lost),
+        )
 
     def log_start(self, logger: Logger, runner: str, device: torch.device) -> None:
         """Logs once, on the first tensor-parallel rank, what verification this engine does."""

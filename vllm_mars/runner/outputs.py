@@ -72,7 +72,8 @@ def attach_relaxed(
     Args:
         output: what `sample_tokens` returns. If it is asynchronous, its `get_output` is wrapped, on
             this instance alone: the copy from the device is waited for there.
-        carrier: its ModelRunnerOutput, which gets the offsets within the step's tokens by request.
+        carrier: its ModelRunnerOutput, which gets, by request, the offset of each relaxed token
+            within the step's tokens and what it lost, in units of 2**-LOSS_BITS nats.
         relaxed: what the sampler noted.
     """
     if carrier is None:
@@ -90,13 +91,14 @@ def attach_relaxed(
         event.record()
         waiting.append((request_ids, copy, event))
 
-    def offsets() -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+    def offsets() -> dict[str, list[tuple[int, int]]]:
+        found: dict[str, list[tuple[int, int]]] = {}
         for request_ids, rows, event in waiting:
             if event is not None:
                 event.synchronize()
             for request_id, row in zip(request_ids.values(), rows, strict=True):
-                found[request_id] = row.nonzero().flatten().tolist()
+                losses = enumerate(row.tolist())
+                found[request_id] = [(offset, lost) for offset, lost in losses if lost >= 0]
         return found
 
     if all(event is None for _, _, event in waiting) or not hasattr(output, "get_output"):

@@ -1,5 +1,6 @@
 """The requests in the batch of vLLM's V1 model runner, and what each brings to a step."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,17 @@ from vllm.v1.sample.logits_processor.interface import (
 )
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict, most_relaxed
+from vllm_mars.kernels.terms import (
+    Drafts,
+    LossBudget,
+    Margin,
+    RelaxedBudget,
+    Verdict,
+    loss_rate,
+    loss_units,
+    lost_before,
+    most_relaxed,
+)
 from vllm_mars.requests import RequestOptions, options_of
 from vllm_mars.runner.repeats import AnswerNgrams, DeviceAnswer, DeviceAnswers
 from vllm_mars.runner.sections import Sections
@@ -53,6 +64,8 @@ class RequestsV1(LogitsProcessor):
         max_num_reqs: most requests of a batch.
         device: device of the logits.
         request_ids: gives the ids of the batch's requests by place.
+        need_output_tokens: is told with each change of the batch whether its output lists must be
+            up to date when a step is verified.
     """
 
     def __init__(
@@ -61,28 +74,34 @@ class RequestsV1(LogitsProcessor):
         max_num_reqs: int,
         device: torch.device,
         request_ids: Callable[[], Sequence[str]] = tuple,
+        need_output_tokens: Callable[[bool], object] = bool,
     ) -> None:
         self._config = config
         self._device = device
         self._request_ids = request_ids
+        self._need_output_tokens = need_output_tokens
         self._sections = Sections(config)
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
         self._has_own_threshold = self._has_structured = self._has_returns = False
+        self._has_loss_bound = False
         # Theta, gap and price by place, once a request has its own.
         self._thresholds: list[torch.Tensor] = []
         # Relaxed tokens of each request, by place.
         self._num_relaxed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        # What each lost, by place, in units of 2**-LOSS_BITS nats, while any has a bound.
+        self._lost = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self._loss_rates: torch.Tensor | None = None
         self._answers = DeviceAnswers(config.repeat_ngram, max_num_reqs, device, self._to_device)
 
     @property
     def needs_output_tokens(self) -> bool:
         """Whether the output lists of the batch must be up to date when a step is verified."""
-        return (
-            bool(self._sections)
-            or self._config.max_relaxed_share < 1
-            or self._config.repeat_ngram > 0
-        )
+        budgets = self._config.max_relaxed_share < 1 or self._has_loss_bound
+        return bool(self._sections) or budgets or self._config.repeat_ngram > 0
+
+    def _limits_loss(self, options: RequestOptions) -> bool:
+        return options.max_loss < math.inf and not self._config.shadow
 
     def is_argmax_invariant(self) -> bool:
         """True: no logit changes."""
@@ -97,10 +116,18 @@ class RequestsV1(LogitsProcessor):
         if not batch_update:
             return
         if self._config.max_relaxed_share < 1:
-            self._move_num_relaxed(batch_update)
+            self._num_relaxed = self._moved(self._num_relaxed, batch_update, self._relaxed_before)
+        had_loss_bound = self._has_loss_bound
         process_dict_updates(self._requests, batch_update, self._request)
         self._answers.follow([request.answer for request in self._requests.values()])
         options = [request.options for request in self._requests.values()]
+        self._has_loss_bound = any(map(self._limits_loss, options))
+        if self._has_loss_bound:
+            # Without a bound in the batch nobody kept it.
+            lost = self._lost if had_loss_bound else torch.zeros_like(self._lost)
+            self._lost = self._moved(lost, batch_update, self._lost_before)
+        self._loss_rates = None
+        self._need_output_tokens(self.needs_output_tokens)
         self._has_own_threshold = any(o.threshold != self._config.threshold for o in options)
         self._has_structured = any(o.is_structured for o in options)
         self._has_returns = any(o.wants_return for o in options)
@@ -116,15 +143,30 @@ class RequestsV1(LogitsProcessor):
         ngrams = AnswerNgrams(self._config.repeat_ngram)
         return _Request(options, output, ngrams, DeviceAnswer(output), state)
 
-    def _move_num_relaxed(self, update: BatchUpdate) -> None:
-        size = self._num_relaxed.shape[0]
+    def _relaxed_before(self, params: "SamplingParams", num_output_tokens: int) -> int:
+        most: int = most_relaxed(self._config.max_relaxed_share, num_output_tokens)
+        return most
+
+    def _lost_before(self, params: "SamplingParams", num_output_tokens: int) -> int:
+        rate = loss_rate(options_of(params, self._config).max_loss)
+        lost: int = lost_before(rate, loss_units(self._config.loss_burst), num_output_tokens)
+        return lost
+
+    def _moved(
+        self,
+        spent: torch.Tensor,
+        update: BatchUpdate,
+        before: Callable[["SamplingParams", int], int],
+    ) -> torch.Tensor:
+        """What each request has spent, `[max_num_reqs]`, once the batch has changed."""
+        size = spent.shape[0]
         source = list(range(size))
-        # vLLM does not tell a request that comes back from a new one. What was relaxed of the
-        # output that it already has is taken to be all that the budget allowed.
+        # vLLM does not tell a request that comes back from a new one. What was spent on the output
+        # that it already has is taken to be all that was allowed.
         begin = [0] * size
-        for place, _, _, output in update.added:
+        for place, params, _, output in update.added:
             source[place] = -1
-            begin[place] = most_relaxed(self._config.max_relaxed_share, len(output))
+            begin[place] = before(params, len(output))
         for a, b, direction in update.moved:
             if direction == MoveDirectionality.SWAP:
                 source[a], source[b] = source[b], source[a]
@@ -132,8 +174,8 @@ class RequestsV1(LogitsProcessor):
             else:
                 source[b], begin[b] = source[a], begin[a]
         index = self._to_device(source)
-        moved = self._num_relaxed[index.clamp(min=0)]
-        self._num_relaxed = torch.where(index < 0, self._to_device(begin).int(), moved)
+        moved = spent[index.clamp(min=0)]
+        return torch.where(index < 0, self._to_device(begin).to(spent.dtype), moved)
 
     def margin(self, drafts: Drafts) -> Margin:
         """What may be relaxed of the first requests in this step, but for protected tokens.
@@ -145,14 +187,18 @@ class RequestsV1(LogitsProcessor):
         blocked = None
         if self._sections or self._has_structured or self._config.repeat_ngram:
             blocked = self._blocked(drafts)
-        budget = None
-        if self._config.max_relaxed_share < 1:
-            produced = [len(self._of_place(place).output) for place in range(batch)]
-            budget = RelaxedBudget(
-                self._config.max_relaxed_share,
-                self._num_relaxed[:batch],
-                self._to_device(produced).int(),
-            )
+        budget = loss_budget = None
+        if self._config.max_relaxed_share < 1 or self._has_loss_bound:
+            lengths = [len(self._of_place(place).output) for place in range(batch)]
+            produced = self._to_device(lengths).int()
+            if self._config.max_relaxed_share < 1:
+                budget = RelaxedBudget(
+                    self._config.max_relaxed_share, self._num_relaxed[:batch], produced
+                )
+            if self._has_loss_bound:
+                burst = loss_units(self._config.loss_burst)
+                rates = self._rates_of_loss()[:batch]
+                loss_budget = LossBudget(rates, burst, self._lost[:batch], produced)
         threshold: Sequence[float | torch.Tensor] = self._config.threshold
         if self._has_own_threshold:
             if not self._thresholds:
@@ -162,12 +208,28 @@ class RequestsV1(LogitsProcessor):
                     self._to_device(values) for values in zip(*of_place, strict=True)
                 ]
             threshold = [values[:batch] for values in self._thresholds]
-        return Margin.of(self._config.metric, threshold, blocked=blocked, budget=budget)
+        limits = {"blocked": blocked, "budget": budget, "loss_budget": loss_budget}
+        return Margin.of(self._config.metric, threshold, **limits)
 
-    def spend(self, num_relaxed: torch.Tensor) -> None:
-        """Takes the relaxed tokens of a step, int32 `[batch]`, off the budgets."""
+    def _rates_of_loss(self) -> torch.Tensor:
+        """`LossBudget.rate` by place."""
+        if self._loss_rates is None:
+            places = range(self._lost.shape[0])
+            rates = [loss_rate(self._of_place(place).options.max_loss) for place in places]
+            self._loss_rates = self._to_device(rates)
+        return self._loss_rates
+
+    def spend(self, num_relaxed: torch.Tensor, lost: torch.Tensor) -> None:
+        """Takes what a step relaxed off the budgets.
+
+        Args:
+            num_relaxed: int32 `[batch]`, relaxed tokens.
+            lost: int64 `[batch]`, what they lost, in units of 2**-LOSS_BITS nats.
+        """
         if self._config.max_relaxed_share < 1:
             self._num_relaxed[: num_relaxed.shape[0]] += num_relaxed
+        if self._has_loss_bound:
+            self._lost[: lost.shape[0]] += lost
 
     def returns(self, batch: int) -> dict[int, str]:
         """Ids of those of the first `batch` requests that want to know what was relaxed."""

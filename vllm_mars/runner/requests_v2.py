@@ -1,5 +1,6 @@
 """The requests in the slots of vLLM's Model Runner V2, and what each brings to a step."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,15 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
 from vllm_mars.config import MarsConfig, Threshold
-from vllm_mars.kernels.terms import Margin, RelaxedBudget, most_relaxed
+from vllm_mars.kernels.terms import (
+    LossBudget,
+    Margin,
+    RelaxedBudget,
+    loss_rate,
+    loss_units,
+    lost_before,
+    most_relaxed,
+)
 from vllm_mars.requests import options_of
 from vllm_mars.runner.sections import Sections
 
@@ -42,6 +51,12 @@ class RequestsV2(LogitsProcessor):
         self._scanned = StagedWriteTensor(slots, dtype=torch.int32, device=device)
         # Relaxed tokens of each request.
         self._num_relaxed = StagedWriteTensor(slots, dtype=torch.int32, device=device)
+        # What each lost, in units of 2**-LOSS_BITS nats, and `LossBudget.rate` of each.
+        self._lost = StagedWriteTensor(slots, dtype=torch.int64, device=device)
+        self._loss_rate = UvaBackedTensor(slots, dtype=torch.int64)
+        self._has_loss_bound = np.zeros(slots, dtype=bool)
+        # Output tokens that each came with.
+        self._produced = np.zeros(slots, dtype=np.int64)
         add_request = req_states.add_request
 
         def add_and_note(
@@ -56,9 +71,9 @@ class RequestsV2(LogitsProcessor):
         if self._sections:
             self._state.stage_write_elem(slot, self._sections.advance(0, tokens))
         self._scanned.stage_write_elem(slot, len(tokens))
-        # Of a request that comes back after a preemption nobody knows what was relaxed: it is taken
-        # to be all that the budget allowed.
-        produced = len(tokens) - prompt_len
+        # Of a request that comes back after a preemption nobody knows what was relaxed and lost: it
+        # is taken to be all that was allowed.
+        self._produced[slot] = produced = len(tokens) - prompt_len
         self._num_relaxed.stage_write_elem(
             slot, most_relaxed(self._config.max_relaxed_share, produced)
         )
@@ -71,13 +86,18 @@ class RequestsV2(LogitsProcessor):
         self._is_own[req_idx] = options.threshold != self._config.threshold
         self._is_structured.np[req_idx] = options.is_structured
         self._wants_return[req_idx] = options.wants_return
+        rate, burst = loss_rate(options.max_loss), loss_units(self._config.loss_burst)
+        lost = lost_before(rate, burst, int(self._produced[req_idx]))
+        self._lost.stage_write_elem(req_idx, lost)
+        self._loss_rate.np[req_idx] = rate
+        self._has_loss_bound[req_idx] = options.max_loss < math.inf and not self._config.shadow
         return False
 
     def apply_staged_writes(self) -> None:
         """Hands what is new to the device."""
-        for uva in (*self._threshold, self._is_structured):
+        for uva in (*self._threshold, self._is_structured, self._loss_rate):
             uva.copy_to_uva()
-        for staged in (self._state, self._scanned, self._num_relaxed):
+        for staged in (self._state, self._scanned, self._num_relaxed, self._lost):
             staged.apply_write()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
@@ -136,18 +156,38 @@ class RequestsV2(LogitsProcessor):
                 bonus_row_is_last=True,
                 length=self._config.repeat_ngram,
             )
-        budget = None
-        if self._config.max_relaxed_share < 1:
+        budget = loss_budget = None
+        has_loss_bound = self._has_loss_bound[idx_mapping_np].any()
+        if self._config.max_relaxed_share < 1 or has_loss_bound:
             produced = states.total_len.gpu[idx_mapping] - states.prompt_len.gpu[idx_mapping]
-            budget = RelaxedBudget(
-                self._config.max_relaxed_share, self._num_relaxed.gpu[idx_mapping], produced
-            )
-        return Margin.of(self._config.metric, threshold, blocked=blocked, budget=budget)
+            if self._config.max_relaxed_share < 1:
+                budget = RelaxedBudget(
+                    self._config.max_relaxed_share, self._num_relaxed.gpu[idx_mapping], produced
+                )
+            if has_loss_bound:
+                loss_budget = LossBudget(
+                    self._loss_rate.gpu[idx_mapping],
+                    loss_units(self._config.loss_burst),
+                    self._lost.gpu[idx_mapping],
+                    produced,
+                )
+        limits = {"blocked": blocked, "budget": budget, "loss_budget": loss_budget}
+        return Margin.of(self._config.metric, threshold, **limits)
 
-    def spend(self, num_relaxed: torch.Tensor, idx_mapping: torch.Tensor) -> None:
-        """Takes the relaxed tokens of a step, int32 `[num_reqs]`, off the budgets."""
+    def spend(
+        self, num_relaxed: torch.Tensor, lost: torch.Tensor, idx_mapping: torch.Tensor
+    ) -> None:
+        """Takes what a step relaxed off the budgets.
+
+        Args:
+            num_relaxed: int32 `[num_reqs]`, relaxed tokens.
+            lost: int64 `[num_reqs]`, what they lost, in units of 2**-LOSS_BITS nats.
+            idx_mapping: `[num_reqs]` slot of each request.
+        """
         if self._config.max_relaxed_share < 1:
             self._num_relaxed.gpu.index_add_(0, idx_mapping.long(), num_relaxed)
+        if self._has_loss_bound.any():
+            self._lost.gpu.index_add_(0, idx_mapping.long(), lost)
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:
         """Ids of the requests that want to know what was relaxed, by place in the batch."""

@@ -22,7 +22,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import Drafts, Judgement, Margin
-from vllm_mars.runner.margin import MarginRule, require_own_sampler
+from vllm_mars.runner.margin import MarginRule, Spent, require_own_sampler
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v1 import RequestsV1
@@ -157,9 +157,9 @@ class MarsRejectionSampler(RejectionSampler):
             if judgement is not None:
                 # A step emits the accepted drafts and one more token.
                 num_accepted = (output_token_ids >= 0).sum(1) - 1
-                num_relaxed = self._record(drafts, margin, judgement, num_accepted)
-                if num_relaxed is not None:
-                    self.requests.spend(num_relaxed)
+                spent = self._record(drafts, margin, judgement, num_accepted)
+                if spent is not None:
+                    self.requests.spend(*spent)
         logprobs = None
         if wants_logprobs:
             logprobs = self._get_logprobs_tensors(
@@ -180,7 +180,7 @@ class MarsRejectionSampler(RejectionSampler):
         num_accepted: torch.Tensor,
         *,
         by_prefix: bool = False,
-    ) -> torch.Tensor | None:
+    ) -> Spent | None:
         returns = self.requests.returns(num_accepted.shape[0])
         return self.rule.record(
             drafts, margin, judgement, num_accepted, returns, by_prefix=by_prefix
@@ -191,7 +191,7 @@ class MarsRejectionSampler(RejectionSampler):
         output = self.rule.verify(drafts, margin)
         if output.judgement is not None:
             self._record(drafts, margin, output.judgement, output.num_accepted, by_prefix=True)
-        self.requests.spend(output.num_relaxed)
+        self.requests.spend(output.num_relaxed, output.lost)
         output_token_ids: torch.Tensor = output.output_token_ids
         return output_token_ids
 
@@ -236,14 +236,21 @@ def install(runner: Any, config: MarsConfig) -> None:
         from vllm_mars.runner.cpu_kernels import mend
 
         mend()
-    batch = runner.input_batch
-    requests = RequestsV1(
-        config, runner.max_num_reqs, runner.device, lambda: runner.input_batch.req_ids
-    )
-    batch.logitsprocs.argmax_invariant.append(requests)
-    if requests.needs_output_tokens:
+    others_need_output_tokens = runner.input_batch.logitsprocs_need_output_token_ids
+
+    def need_output_tokens(needed: bool) -> None:
         # With asynchronous scheduling vLLM fills the lists in only where somebody reads them.
-        batch.logitsprocs_need_output_token_ids = True
+        batch = runner.input_batch
+        batch.logitsprocs_need_output_token_ids = others_need_output_tokens or needed
+
+    requests = RequestsV1(
+        config,
+        runner.max_num_reqs,
+        runner.device,
+        lambda: runner.input_batch.req_ids,
+        need_output_tokens,
+    )
+    runner.input_batch.logitsprocs.argmax_invariant.append(requests)
     runner.rejection_sampler = MarsRejectionSampler(
         own.sampler,
         runner.speculative_config,

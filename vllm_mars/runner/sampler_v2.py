@@ -125,7 +125,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
                     returns,
                     by_prefix=True,
                 )
-            self.requests.spend(output.num_relaxed, idx_mapping)
+            self.requests.spend(output.num_relaxed, output.lost, idx_mapping)
             return processed, output.output_token_ids, output.num_accepted + 1
 
         with self.rule.relaxed_made_certain(drafts, margin) as judgement:
@@ -144,9 +144,9 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 use_fp64=self.sampler.use_fp64_gumbel,
             )
         if judgement is not None:
-            relaxed = self.rule.record(drafts, margin, judgement, num_sampled - 1, returns)
-            if relaxed is not None:
-                self.requests.spend(relaxed, idx_mapping)
+            spent = self.rule.record(drafts, margin, judgement, num_sampled - 1, returns)
+            if spent is not None:
+                self.requests.spend(*spent, idx_mapping)
         return processed, sampled, num_sampled
 
 

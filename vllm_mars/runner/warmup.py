@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget
+from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, RelaxedBudget, loss_units
 from vllm_mars.runner.margin import MarginRule
 from vllm_mars.runner.sections import Sections
 from vllm_mars.verify import resolve_backend
@@ -123,10 +123,29 @@ def _margins(rule: MarginRule, device: torch.device, num_draft: int) -> list[Mar
         none = torch.zeros(1, dtype=torch.int32, device=device)
         budget = RelaxedBudget(rule.config.max_relaxed_share, none, none)
     return [
-        Margin.of(rule.config.metric, values, blocked=positions, budget=budget)
+        Margin.of(
+            rule.config.metric, values, blocked=positions, budget=budget, loss_budget=loss_budget
+        )
         for values in (threshold, own)
         for positions in blocked
+        for loss_budget in _loss_budgets(rule, device)
     ]
+
+
+def _loss_budgets(rule: MarginRule, device: torch.device) -> list[LossBudget | None]:
+    """All steps have a bound that is the server's, else those of a request that brings its own."""
+    config = rule.config
+    bound = LossBudget(
+        torch.zeros(1, dtype=torch.int64, device=device),
+        loss_units(config.loss_burst),
+        torch.zeros(1, dtype=torch.int64, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
+    if config.shadow:
+        return [None]
+    if config.max_loss is not None:
+        return [bound]
+    return [None, bound] if config.client_control else [None]
 
 
 def _may_block(rule: MarginRule) -> bool:

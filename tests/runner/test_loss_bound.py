@@ -1,0 +1,118 @@
+"""`mars_max_loss` over whole answers on real engines: each of 200 keeps its bound at each prefix.
+
+The target itself says what was lost. Bounds differ within a batch, requests are greedy or sampled,
+and memory is so short that some are preempted.
+"""
+
+import math
+
+import numpy as np
+import pytest
+
+import tiny_models
+from engines import engine_in_process
+from promise import check_promise
+from test_runner_v2 import generate
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
+
+NUM_ANSWERS = 200
+# In nats per token; the server's own stands where a request has none.
+BOUNDS = (None, 0.3, 0.1, 0.0)
+SERVER = {"mars_max_loss": 0.5, "mars_loss_burst": 1.5}
+METRICS = {
+    "gap": {"mars_metric": "gap", "mars_gap": 1000.0},
+    "price": {"mars_metric": "price", "mars_price": 1000.0},
+}
+# Two requests fill these blocks before they end.
+MEMORY = {"max_num_seqs": 4, "block_size": 32, "num_gpu_blocks_override": 7}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Directories of a target and of a draft that is its first layer, and the target."""
+    directory, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    target = tiny_models.llama(directory)
+    first_layer = tiny_models.llama(draft)
+    first_layer.model.layers = first_layer.model.layers[:1]
+    first_layer.config.num_hidden_layers = 1
+    first_layer.save_pretrained(draft)
+    return directory, draft, target
+
+
+def requests(max_tokens):
+    """Prompts and the parameters of each; the second half is greedy and sampled in turn."""
+    rng = np.random.default_rng(0)
+    prompts, sampling = [], []
+    for number in range(NUM_ANSWERS):
+        prompts.append(rng.integers(3, tiny_models.VOCAB, rng.integers(2, 30)).tolist())
+        bound = BOUNDS[number // 2 % len(BOUNDS)]
+        own = {} if bound is None else {"mars_max_loss": bound}
+        is_sampled = number >= NUM_ANSWERS // 2 and number % 2
+        sampling.append(
+            {
+                "temperature": float(is_sampled),
+                "seed": number,
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "extra_args": {"mars_return": True, **own},
+            }
+        )
+    return prompts, sampling
+
+
+def check(target, prompts, sampling, answers, told):
+    """Whether all answers keep their bounds, and whether these bind."""
+    lost = dict.fromkeys(BOUNDS, 0.0)
+    for prompt, params, tokens, returned in zip(prompts, sampling, answers, told, strict=True):
+        own = params["extra_args"].get("mars_max_loss")
+        bound = SERVER["mars_max_loss"] if own is None else own
+        burst = SERVER["mars_loss_burst"]
+        lost[own] += check_promise(target, prompt, tokens, returned, bound, burst)
+    assert lost[None] > lost[0.3] > lost[0.1] > lost[0.0] > 0
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_each_answer_of_v1_keeps_its_bound(models, metric):
+    from vllm import SamplingParams
+
+    given = {
+        "method": "draft_model",
+        "model": str(models[1]),
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "mars",
+        **METRICS[metric],
+        **SERVER,
+    }
+    prompts, sampling = requests(max_tokens=64)
+    with engine_in_process(models[0], given, **MEMORY) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [SamplingParams(detokenize=False, **params) for params in sampling],
+            use_tqdm=False,
+        )
+        metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    answers = [output.outputs[0] for output in outputs]
+    told = [answer.spec_decode_metrics.to_dict()["mars"] for answer in answers]
+    check(models[2], prompts, sampling, [list(answer.token_ids) for answer in answers], told)
+    assert metrics["vllm:num_preemptions"] > 0
+    nats = math.fsum(nats for answer in told for nats in answer["loss_nats"])
+    assert metrics["vllm:mars_lost_nats"] >= nats > 0
+
+
+@pytest.mark.timeout(1600)
+def test_each_answer_of_v2_keeps_its_bound(models):
+    prompts, sampling = requests(max_tokens=24)
+    result = generate(
+        models[:2],
+        sampling,
+        prompts=prompts,
+        engine=MEMORY,
+        timeout=1500,
+        rejection_sample_method="mars",
+        **METRICS["price"],
+        **SERVER,
+    )
+    check(models[2], prompts, sampling, result["tokens"], result["returned"])
+    assert result["preemptions"] > 0
