@@ -111,6 +111,14 @@ def test_demo(tmp_path, model):
         {"position": token["position"], "text": token["text"]} for token in example["tokens"]
     ]
     assert len(told) == max(len(item["tokens"]) for item in mars["relaxed"])
+    (lost,) = (
+        answer["loss_nats"]
+        for answer in mars["answers"]
+        if (answer["id"], answer["turn"], answer["repeat"]) == (example["id"], example["turn"], 0)
+    )
+    assert lost == pytest.approx(
+        sum(token["best_logprob"] - token["logprob"] for token in example["tokens"]), abs=0.01
+    )
 
     assert "mean acceptance length" in out
     assert "What the target would have said there" in out

@@ -26,6 +26,7 @@ def answer(ttft, tpot, tokens, text="same", relaxed=()):
         finish_reason="stop",
         token_ids=tuple(range(tokens)),
         relaxed_positions=relaxed,
+        loss_nats=0.5 * len(relaxed),
     )
 
 
@@ -146,6 +147,7 @@ def test_relaxed_tokens_are_what_the_server_told(three):
     content = three.to_json()
     assert content["mars"]["relaxed_tokens"] == 3
     assert content["mars"]["relaxed_share"] == pytest.approx(3 / 27)
+    assert content["mars"]["loss_nats_per_token"] == pytest.approx(1.5 / 27)
     assert content["mars"]["relaxed"][0] == {
         "id": "a",
         "turn": 0,
@@ -166,6 +168,7 @@ def test_the_report_says_what_changed(three):
     out = printed(three)
     assert re.search(r"ms to first token \(median\) +│ +1000.0 │ +1000.0 │ +2000.0 │", out)
     assert re.search(r"ms per further token \(median\) +│ +800.0 │ +400.0 │ +400.0 │", out)
+    assert re.search(r"nats lost per token +│ +- │ +- │ +0.056 │", out)
     assert re.search(r"equal to autoregressive +│ +- │ +2 of 3 │ +1 of 3 │", out)
     assert re.search(r"MARS / strict +│ +1.00 \(0.50 to 2.00\) │ +0.89 \(0.83 to 2.25\) │", out)
     assert "MARS / strict per further token: kind b 2.00, kind a 1.00, kind c 0.50" in out

@@ -29,6 +29,7 @@ class Answer:
         token_ids: the answer's tokens.
         relaxed_positions: those that only the margin accepted, counted from 0; empty where the
             server was not asked.
+        loss_nats: what they lost against the target's first choices, in sum.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Answer:
     finish_reason: str
     token_ids: tuple[int, ...] = ()
     relaxed_positions: tuple[int, ...] = ()
+    loss_nats: float = 0.0
 
     @property
     def tpot_seconds(self) -> float | None:
@@ -126,7 +128,7 @@ class ChatClient:
             extra["vllm_xargs"] = {"mars_return": True}
         text: list[str] = []
         token_ids: list[int] = []
-        relaxed: list[int] = []
+        relaxed: dict[str, list[Any]] = {"relaxed_positions": [], "loss_nats": []}
         first = 0.0
         finish_reason = ""
         usage = None
@@ -144,7 +146,7 @@ class ChatClient:
             for chunk in stream:
                 usage = chunk.usage or usage
                 if tell_relaxed and chunk.usage is not None:
-                    relaxed = _relaxed_positions(chunk)
+                    relaxed = cast(Any, chunk).metrics["speculative_decoding"]["mars"]
                 for choice in chunk.choices:
                     token_ids += getattr(choice, "token_ids", None) or []
                     if choice.delta.content:
@@ -172,7 +174,8 @@ class ChatClient:
             accepted_tokens=accepted_tokens,
             finish_reason=finish_reason,
             token_ids=tuple(token_ids),
-            relaxed_positions=tuple(relaxed),
+            relaxed_positions=tuple(relaxed["relaxed_positions"]),
+            loss_nats=sum(relaxed["loss_nats"]),
         )
 
     def score(
@@ -248,9 +251,3 @@ class ChatClient:
         return RuntimeError(
             f"a request to {self.server.base_url} failed: {problem}\n{self.server.log_tail()}"
         )
-
-
-def _relaxed_positions(chunk: Any) -> list[int]:
-    """Reads what `mars_return` adds to the last chunk of a stream."""
-    positions: list[int] = chunk.metrics["speculative_decoding"]["mars"]["relaxed_positions"]
-    return positions

@@ -75,6 +75,9 @@ def _figures_table(results: Results) -> Table:
         "mean acceptance length": lambda mode: f"{figures[mode]['mean_acceptance_length']:.2f}",
         "tokens per answer": lambda mode: f"{figures[mode]['tokens_per_answer']:.1f}",
         "relaxed tokens": lambda mode: f"{mars['relaxed_share']:.1%}" if mode == "mars" else "-",
+        "nats lost per token": lambda mode: (
+            f"{mars['loss_nats_per_token']:.3f}" if mode == "mars" else "-"
+        ),
         "equal to autoregressive": lambda mode: (
             "-" if mode == "autoregressive" else f"{figures[mode]['equal_answers']} of {count}"
         ),

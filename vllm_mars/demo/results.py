@@ -154,6 +154,7 @@ class Results:
                 "theta": self.options.theta,
                 "relaxed_tokens": relaxed,
                 "relaxed_share": relaxed / output_tokens,
+                "loss_nats_per_token": sum(answer.loss_nats for answer in first) / output_tokens,
             }
         return figures
 
