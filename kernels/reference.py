@@ -80,54 +80,40 @@ def losses(drafts: Drafts) -> torch.Tensor:
 
 def _verdicts(drafts: Drafts, margin: Margin, first_choice: bool) -> torch.Tensor:
     """The verdicts, int8 `[num_draft]`; with `first_choice` FIRST where the argmax is drafted."""
-    if margin.price is not None:
-        return _priced_verdicts(drafts, margin, first_choice)
-    rows, ids = _target_rows(drafts), drafts.draft_token_ids
-    in_vocab, ids = _in_vocabulary(ids, rows.shape[1])
+    rows = _target_rows(drafts)
+    in_vocab, ids = _in_vocabulary(drafts.draft_token_ids, rows.shape[1])
     argmax = rows.argmax(dim=-1)
     strict = in_vocab & (ids == argmax) & first_choice
-    verdicts = torch.zeros_like(ids, dtype=torch.int8)
-    if rows.shape[1] > 1:
-        theta = _per_position(margin.theta, drafts)
-        gap = _per_position(margin.gap, drafts)
-        # Values do not depend on how topk orders ties, so it may give them; ids it may not.
-        first, second = rows.topk(2, dim=-1).values.float().unbind(-1)
-        is_small = (
-            in_vocab
-            & ~strict
-            & (rows.gather(1, ids[:, None]).squeeze(1).float() >= second)
-            & (second > theta * first - gap)
-            & ((theta == 1) | (first > 0))
-        )
-        verdicts = is_small.to(torch.int8) * Verdict.RELAXED
-        forbidden = _forbidden(margin, ids, argmax)
-        verdicts = torch.where(is_small & (forbidden != 0), forbidden, verdicts)
-    verdicts = _within_budgets(verdicts, drafts, margin)
-    verdicts[strict] = Verdict.FIRST
-    return verdicts
-
-
-def _priced_verdicts(drafts: Drafts, margin: Margin, first_choice: bool) -> torch.Tensor:
-    assert margin.price is not None, "the caller has looked"
-    rows, ids = _target_rows(drafts), drafts.draft_token_ids
-    in_vocab, ids = _in_vocabulary(ids, rows.shape[1])
-    argmax = rows.argmax(dim=-1)
-    strict = in_vocab & (ids == argmax) & first_choice
-    largest, logit = rows.float().amax(1), rows.gather(1, ids[:, None]).squeeze(1).float()
-    # A NaN is not below infinity.
-    is_finite = in_vocab & (logit > -torch.inf) & (largest < torch.inf)
-    loss = losses(drafts)
-    pays_alone = loss < _price_units(margin.price, drafts)
+    logit = rows.gather(1, ids[:, None]).squeeze(1).float()
+    if margin.price is None:
+        allowed = pays = in_vocab & ~strict & _is_small(rows, logit, drafts, margin)
+    else:
+        # A NaN is not below infinity.
+        is_finite = (logit > -torch.inf) & (rows.float().amax(1) < torch.inf)
+        allowed = in_vocab & ~strict & is_finite
+        pays = allowed & (losses(drafts) < _price_units(margin.price, drafts))
+        if not first_choice:
+            allowed = pays
     forbidden = _forbidden(margin, ids, argmax)
-    is_payable = is_finite & ~strict & (forbidden == 0)
-    if not first_choice:
-        is_payable &= pays_alone
-    verdicts = is_payable.to(torch.int8) * Verdict.RELAXED
-    is_refused = is_finite & ~strict & (forbidden != 0) & pays_alone
-    verdicts = torch.where(is_refused, forbidden, verdicts)
+    verdicts = (allowed & (forbidden == 0)).to(torch.int8) * Verdict.RELAXED
+    verdicts = torch.where(pays & (forbidden != 0), forbidden, verdicts)
     verdicts = _within_budgets(verdicts, drafts, margin)
     verdicts[strict] = Verdict.FIRST
-    return _up_to_best_stop(verdicts, loss, drafts, margin.price) if first_choice else verdicts
+    if margin.price is None or not first_choice:
+        return verdicts
+    return _up_to_best_stop(verdicts, losses(drafts), drafts, margin.price)
+
+
+def _is_small(
+    rows: torch.Tensor, logit: torch.Tensor, drafts: Drafts, margin: Margin
+) -> torch.Tensor:
+    """Where the draft token is among the two largest and the margin between them is small."""
+    if rows.shape[1] == 1:
+        return torch.zeros_like(logit, dtype=torch.bool)
+    theta, gap = _per_position(margin.theta, drafts), _per_position(margin.gap, drafts)
+    # Values do not depend on how topk orders ties, so it may give them; ids it may not.
+    first, second = rows.topk(2, dim=-1).values.float().unbind(-1)
+    return (logit >= second) & (second > theta * first - gap) & ((theta == 1) | (first > 0))
 
 
 def _forbidden(margin: Margin, ids: torch.Tensor, argmax: torch.Tensor) -> torch.Tensor:
