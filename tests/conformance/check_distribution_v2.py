@@ -18,7 +18,7 @@ from vllm_mars import MarsConfig
         pytest.param(False, None, 1.0, 400, marks=pytest.mark.nightly),
         pytest.param(False, None, 0.9, 400, marks=pytest.mark.nightly),
         pytest.param(True, None, 1.0, 400, marks=pytest.mark.nightly),
-        (True, None, 0.9, 400),
+        pytest.param(True, None, 0.9, 400, marks=pytest.mark.nightly),
         pytest.param(False, 3, 0.9, 150, marks=pytest.mark.nightly),
         pytest.param(True, 3, 0.9, 150, marks=pytest.mark.nightly),
     ],

@@ -28,7 +28,7 @@ def look_at_worker(worker):
         "runner": [base.__module__ for base in type(runner).__mro__],
         "sampler": type(runner.rejection_sampler).__qualname__,
         # V1 only: whether vLLM's CPU kernels are mended before the job asks for it.
-        "is_mended": "vllm_mars" in getattr(expand, "func", expand).__module__,
+        "is_mended": "vllm_mars" in str(getattr(getattr(expand, "func", expand), "__module__", "")),
         "has_draft_logits": draft_logits is not None,
     }
 

@@ -130,7 +130,8 @@ class Options:
     """Stands in for vLLM's `EngineArgs`."""
 
     def __init__(self):
-        self.speculative_config = {"method": "ngram", "rejection_sample_method": "mars"}
+        mars = {"rejection_sample_method": "mars", "mars_theta": 0.9}
+        self.speculative_config = {"method": "ngram", **mars}
         self.additional_config = {}
 
 

@@ -35,7 +35,7 @@ def ask_all(server, theta=None):
                 model="model",
                 messages=[{"role": "user", "content": prompt}],
                 temperature=0,
-                max_tokens=32,
+                max_tokens=20,
                 extra_body=extra,
             )
 

@@ -251,7 +251,7 @@ def test_shadow_counts_are_those_of_a_slow_loop():
         count_shadow(counters, *step(case)[:3])
         expected += slow_shadow(layout, case)
     assert counters.device_counts[layout.shadow].tolist() == expected.flatten().tolist()
-    assert expected[0, 2] > expected[2, 2] > 0, "the looser theta accepts more"
+    assert expected[0].sum() > expected[2].sum() > 0, "the looser theta accepts more"
 
 
 @pytest.mark.parametrize("by_prefix", [True, False], ids=["verified", "judged"])

@@ -265,6 +265,7 @@ def test_constrained_output_stays_valid_at_theta_05(packaged_model):
         assert set(ask({"choice": ["cat", "dog", "bird"]}, 6)) <= {"cat", "dog", "bird"}
 
 
+@pytest.mark.nightly
 def test_each_request_has_its_own_theta(lossy, autoregressive):
     """In one batch: strict ones equal autoregressive text, and each equals itself alone."""
     from vllm import SamplingParams

@@ -47,7 +47,7 @@ def ask(client, subject, theta, **options):
         model="model",
         messages=[{"role": "user", "content": prompt}],
         temperature=0,
-        max_tokens=28,
+        max_tokens=16,
         stream=True,
         **body(theta),
         **options,
@@ -74,16 +74,16 @@ def test_every_endpoint_takes_it(client):
     texts = {}
     for theta in (1, 0.3):
         completion = client.completions.create(
-            model="model", prompt=prompt, temperature=0, max_tokens=24, **body(theta)
+            model="model", prompt=prompt, temperature=0, max_tokens=10, **body(theta)
         )
         response = client.responses.create(
-            model="model", input=prompt, temperature=0, max_output_tokens=24, **body(theta)
+            model="model", input=prompt, temperature=0, max_output_tokens=10, **body(theta)
         )
         chat = client.chat.completions.create(
             model="model",
             messages=[{"role": "user", "content": prompt}],
             temperature=0,
-            max_tokens=24,
+            max_tokens=10,
             **body(theta),
         )
         texts[theta] = (
