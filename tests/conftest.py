@@ -11,6 +11,8 @@ import leftovers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# Compiling anything, as for the first logprobs of an engine, takes longer than what it speeds up.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 # Engine core and worker share a process: this one, or in a server one beside the API's.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # Engines of one thread on any core: on busy cores, threads that wait for each other make a tiny

@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 32, with --short 24")
     add("--repeats", type=int, metavar="N", help="timed passes; default 1")
     add("--short", action="store_true", default=None,
-        help="six prompts alone: shows that it works, not how fast")  # fmt: skip
+        help="four prompts alone: shows that it works, not how fast")  # fmt: skip
     add("--output", type=Path, metavar="FILE", help="default build/demo.json; logs go beside it")
     add("--startup-timeout", type=float, metavar="SECONDS", help="per server; default 600")
     add("--server-arg", dest="server_args", action="append", metavar="ARG",

@@ -20,7 +20,7 @@ MODES = ("autoregressive", "strict", "mars")
 NUM_SPECULATIVE_TOKENS = 4
 MAX_TOKENS = 32
 SHORT_MAX_TOKENS = 24
-SHORT_PROMPTS = 6
+SHORT_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DemoOptions:
         max_tokens: longest answer, at least 1; None takes 32, in the short form 24.
         repeats: timed passes over the prompts, at least 1; of each answer's times the median
             counts.
-        short: takes the first six prompts alone, which shows that it works, not how fast.
+        short: takes the first four prompts alone, which shows that it works, not how fast.
         output: the JSON file; the servers' logs go beside it.
         server_args: further arguments of `vllm serve`, for all three.
         startup_timeout: seconds that each server may take to start.

@@ -22,22 +22,21 @@ from vllm_mars.local.prompts import Prompt
 from vllm_mars.local.provenance import describe_run, vllm_device
 from vllm_mars.local.result_file import require_writable
 from vllm_mars.local.server import POLL_SECONDS, VllmServer
-from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
+from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS
 
 # Repeats itself, so that drafts are made, verified and accepted.
 WARM_UP = [{"role": "user", "content": "Say ten times: the red cat and the red dog."}]
 WARM_UP_TOKENS = 32
 # The prompts that one server answers before the next takes its turn.
 BLOCK = 8
-# The first answer after a change of server was seen to start 0.9 s late, so each turn begins with
-# an untimed request.
+# A server that has waited answers late at first, so each turn begins with an untimed request.
 WAKE_TOKENS = 4
 # Three servers share one GPU.
 GPU_ARGS = ("--gpu-memory-utilization", "0.28")
 # What the steps take with the packaged model on two cores, for the time that is left at the start:
-# starting the servers, a turn's pause and waking, the first token of an answer, each further token.
+# starting the servers, waking one at its turn, the first token of an answer, each further token.
 START_GUESS = 60.0
-TURN_GUESS = 2.0
+TURN_GUESS = 0.5
 FIRST_TOKEN_GUESS = 0.3
 TOKEN_GUESSES = {"autoregressive": 0.055, "strict": 0.03, "mars": 0.026}
 
@@ -170,7 +169,6 @@ def _timed_passes(
     for repeat, start, mode in _turns(len(prompts), options.repeats):
         begin = time.monotonic()
         client = clients[mode]
-        time.sleep(SETTLE_SECONDS)
         client.ask(WARM_UP, WAKE_TOKENS)
         line.took("turn", time.monotonic() - begin)
         for prompt in prompts[start : start + BLOCK]:

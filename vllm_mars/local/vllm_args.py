@@ -14,6 +14,8 @@ CPU_ENV = {
     # The worker shares the engine core's process, unless there are several: a third fewer imports
     # of vLLM at the start. `vllm serve` keeps the engine core in a process of its own.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Even an eager engine compiles a function of two lines for the first logprobs, in 12 seconds.
+    "TORCH_COMPILE_DISABLE": "1",
     # Threads that wait for each other busily stall an engine beside another one.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
