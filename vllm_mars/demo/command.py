@@ -24,7 +24,7 @@ def add_parser(commands: Any) -> None:
     add("--price", type=float, metavar="NATS", help="mars_price in place of a theta, >= 0")
     add("--num-speculative-tokens", type=int, metavar="K", help="default: the head's, else 4")
     add("--prompts", type=Path, metavar="FILE", help="JSON lines with 'prompt' or 'turns'")
-    add("--max-tokens", type=int, metavar="N", help="longest answer; default 32, with --short 24")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default 24")
     add("--repeats", type=int, metavar="N", help="timed passes; default 1")
     add("--short", action="store_true", default=None,
         help="four prompts alone: shows that it works, not how fast")  # fmt: skip

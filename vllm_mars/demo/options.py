@@ -18,8 +18,6 @@ from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
 MODES = ("autoregressive", "strict", "mars")
 # Draft tokens per step where neither the user nor the draft says how many.
 NUM_SPECULATIVE_TOKENS = 4
-MAX_TOKENS = 32
-SHORT_MAX_TOKENS = 24
 SHORT_PROMPTS = 4
 
 
@@ -36,7 +34,7 @@ class DemoOptions:
         num_speculative_tokens: draft tokens per step, at least 1; None takes what the head names
             as its best, else 4.
         prompts: prompt file.
-        max_tokens: longest answer, at least 1; None takes 32, in the short form 24.
+        max_tokens: longest answer, at least 1.
         repeats: timed passes over the prompts, at least 1; of each answer's times the median
             counts.
         short: takes the first four prompts alone, which shows that it works, not how fast.
@@ -55,7 +53,7 @@ class DemoOptions:
     price: float | None = None
     num_speculative_tokens: int | None = None
     prompts: Path = PACKAGED
-    max_tokens: int | None = None
+    max_tokens: int = 24
     repeats: int = 1
     short: bool = False
     output: Path = Path("build/demo.json")
@@ -107,11 +105,6 @@ class DemoOptions:
     def rule_name(self) -> str:
         """The rule with its threshold, for tables, such as "theta 0.9"."""
         return f"theta {self.theta:g}" if self.price is None else f"price {self.price:g}"
-
-    @property
-    def longest_answer(self) -> int:
-        """Limit of an answer's length in tokens."""
-        return self.max_tokens or (SHORT_MAX_TOKENS if self.short else MAX_TOKENS)
 
     @property
     def draft_name(self) -> str:

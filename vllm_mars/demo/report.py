@@ -53,7 +53,7 @@ def _figures_table(results: Results) -> Table:
     mars = figures["mars"]
     count = len(results.first_pass("mars"))
     table = Table(
-        title=f"{count} answers of at most {options.longest_answer} tokens, one at a time;\n"
+        title=f"{count} answers of at most {options.max_tokens} tokens, one at a time;\n"
         f"{options.draft_name} drafts of {options.num_speculative_tokens} tokens",
         caption=f"relaxed: {mars['relaxed_tokens']} of {mars['output_tokens']} output tokens; "
         f"{mars['verified_tokens']} draft tokens verified",

@@ -232,7 +232,7 @@ class Results:
                 "model": Path(self.model).name,
                 "draft": options.draft_name,
                 "num_speculative_tokens": options.num_speculative_tokens,
-                "max_tokens": options.longest_answer,
+                "max_tokens": options.max_tokens,
                 "repeats": options.repeats,
                 "short": options.short,
                 "prompts": options.prompts.name,

@@ -81,7 +81,7 @@ def forecast(options: DemoOptions, prompts: Sequence[Prompt]) -> Forecast:
     """Returns the steps of a run: "start", each "turn", each mode's answers and the "example"."""
     answers = sum(len(prompt.turns) for prompt in prompts) * options.repeats
     guesses = {
-        mode: FIRST_TOKEN_GUESS + seconds * options.longest_answer
+        mode: FIRST_TOKEN_GUESS + seconds * options.max_tokens
         for mode, seconds in TOKEN_GUESSES.items()
     }
     return Forecast(
@@ -176,7 +176,7 @@ def _timed_passes(
             for turn, text in enumerate(prompt.turns):
                 line.show(f"asking the three in turn: {done} of {answers} answers, now {mode}")
                 messages.append({"role": "user", "content": text})
-                answer = client.ask(messages, options.longest_answer, tell_relaxed=mode == "mars")
+                answer = client.ask(messages, options.max_tokens, tell_relaxed=mode == "mars")
                 results.records[mode].append(Record(prompt, turn, repeat, list(messages), answer))
                 messages.append({"role": "assistant", "content": answer.text})
                 line.took(mode, answer.seconds)
@@ -199,6 +199,6 @@ def _look_at_relaxed(
     )
     record = max(records, key=lambda record: len(record.answer.relaxed_positions))
     if record.answer.relaxed_positions:
-        text, tokens = client.score(record.messages, options.longest_answer)
+        text, tokens = client.score(record.messages, options.max_tokens)
         results.example = Example(record, text, tokens)
     line.took("example", time.monotonic() - begin)

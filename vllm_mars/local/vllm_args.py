@@ -16,8 +16,6 @@ CPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Even an eager engine compiles a function of two lines for the first logprobs, in 12 seconds.
     "TORCH_COMPILE_DISABLE": "1",
-    # Threads that wait for each other busily stall an engine beside another one.
-    "OMP_WAIT_POLICY": "PASSIVE",
 }
 # After its last step vLLM 0.32 polls shared memory for a second before it sleeps, which slows
 # another server on the same cores.
