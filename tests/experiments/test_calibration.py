@@ -139,8 +139,10 @@ def test_calibrate(tiny_model, calibrated):
 
 @pytest.mark.nightly
 @pytest.mark.engine
-def test_a_task_score_as_budget(tiny_model, tmp_path):
+def test_a_task_score_as_budget(tiny_model, tmp_path, monkeypatch):
     """Tasks whose right answers are the strict ones, but for one that strict fails too."""
+    # Two engines at a time, each with a core process of its own.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     prompts = [json.loads(line)["turns"][0] for line in prompt_lines(16)]
     asked = [Prompt(str(number), "", (text,)) for number, text in enumerate(prompts)]
     speculation = CalibrateOptions().speculative_config()
