@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -186,6 +187,9 @@ def test_a_task_score_as_budget(tiny_model, tmp_path, monkeypatch):
         questions = [Prompt(task.id, "", (task.prompt,)) for task in failed]
         with pytest.raises(ValueError, match="does 0 of the 16 held-out tasks; fewer than"):
             confirm(engine, result, questions, {task.id: task for task in failed}, print)
+    # vLLM ends the core processes and leaves it to whoever started them to wait.
+    for child in multiprocessing.active_children():
+        child.join(60)
     assert len(tried) > 1 and not all(item.kept for item in tried.values())
     # No looser one that was tried keeps it.
     kept = [theta for theta, item in tried.items() if item.kept]
