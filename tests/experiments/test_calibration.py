@@ -243,6 +243,18 @@ def test_auto_reaches_the_workers_as_a_number(tmp_path, tiny_model, model_config
     assert (options["theta"], options["theta_min"]) == (0.97, 0.9)
 
 
+def test_auto_is_the_limit_of_what_requests_may_choose(tmp_path, tiny_model, model_config):
+    from vllm import SamplingParams
+
+    from vllm_mars import MarsConfig
+    from vllm_mars.requests import options_of
+
+    path = write(tmp_path, model_config)
+    options = resolved(tiny_model, {**MARS, "mars_theta": f"auto:{path}"})
+    with pytest.raises(ValueError, match="mars_theta=0.96 is below this server's own 0.97, "):
+        options_of(SamplingParams(extra_args={"mars_theta": 0.96}), MarsConfig.from_json(options))
+
+
 @pytest.mark.parametrize("metric", ["gap", "price"])
 def test_auto_takes_nats(tmp_path, model_config, metric):
     path = write(tmp_path, model_config, metric=metric, threshold=0.4)
