@@ -106,8 +106,8 @@ class MarsConfig:
             not bind the server's own `theta`.
         gap_max: upper limit of a request's own gap in nats, >= 0; None for the server's `gap`.
         price_max: the same of a price.
-        structured: "strict" verifies requests with structured output strictly, "relaxed" does not
-            tell them apart (the grammar's mask holds either way).
+        structured: "strict" verifies requests with structured output strictly, "relaxed" treats
+            them like all others (the grammar's mask holds either way).
         strict_spans: pairs of tokens between which verification is strict; None means the markers
             of the server's tool parser, () none.
         repeat_guard: n, in [2, 16]: no token is relaxed that completes an n-gram which the answer
