@@ -5,9 +5,9 @@
 
 The sweep's prompts come in several files, the folds: a server counts accepted drafts of a whole
 file, not of an answer, so an interval needs files to leave out. Loss is the mean over output tokens
-of log p(first choice) - log p(token), less that of `standard`, whose text is tokenized again, too.
-A metric's acceptance at a loss lies on the straight line between its two measured points around
-it; the first point of each curve is strict decoding. Intervals are 95 % of a jackknife over folds.
+of log p(first choice) - log p(token), as the server counts it while it answers. A metric's
+acceptance at a loss lies on the straight line between its two measured points around it; the first
+point of each curve is strict decoding. Intervals are 95 % of a jackknife over folds.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Totals:
         drafts: verification steps of single requests that had a draft.
         accepted: draft tokens that were accepted.
         tokens: output tokens.
-        nats: what they lack to the target's first choices.
+        nats: what they lost against the target's first choices.
         answers: how many.
         scores: sums over answers, by name.
     """
@@ -76,7 +76,7 @@ def totals(cells: Iterable[Cell]) -> Totals:
     """Adds up cells of one rule.
 
     Raises:
-        ValueError: a cell was not judged, or is not of speculative decoding.
+        ValueError: a cell was not judged, does not tell its loss, or is not of speculation.
     """
     drafts = accepted = tokens = answers = 0
     nats, scores = 0.0, dict.fromkeys(SCORES, 0.0)
@@ -87,8 +87,12 @@ def totals(cells: Iterable[Cell]) -> Totals:
         accepted += cell.acceptance.accepted_tokens
         tokens += sum(output.output_tokens for output in cell.outputs)
         answers += len(cell.quality.prompts)
+        if cell.key.lossy and cell.lost_nats is None:
+            raise ValueError(
+                f"{cell.key.label} is of an older sweep, without lost_nats; sweep again."
+            )
+        nats += cell.lost_nats or 0.0
         for prompt in cell.quality.prompts:
-            nats += sum(token.loss for token in prompt.off_choice)
             for name in SCORES:
                 scores[name] += prompt.scores.get(name, 0.0)
     return Totals(drafts, accepted, tokens, nats, answers, scores)
@@ -129,14 +133,10 @@ class Frontier:
         strict = self.of("standard", without)
         return self.of(rule, without).acceptance / strict.acceptance - 1
 
-    def loss(self, rule: str, without: str | None = None) -> float:
-        """Its nats per token above strict decoding."""
-        return self.of(rule, without).loss - self.of("standard", without).loss
-
     def curve(self, family: str, without: str | None = None) -> list[tuple[float, float]]:
         """Loss and extra acceptance of a family's rules, strict decoding first."""
         rules = [key.rule for key in self.keys() if _family(key) == family]
-        points = [(self.loss(rule, without), self.extra(rule, without)) for rule in rules]
+        points = [(self.of(rule, without).loss, self.extra(rule, without)) for rule in rules]
         return [(0.0, 0.0), *sorted(points)]
 
     def at(self, family: str, loss: float, without: str | None = None) -> float:
@@ -200,7 +200,7 @@ class Frontier:
             "acceptance_length": own.acceptance,
             "tokens_per_step": own.tokens_per_step,
             "extra_acceptance": self.jackknife(lambda fold: self.extra(rule, fold)),
-            "loss": self.jackknife(lambda fold: self.loss(rule, fold)),
+            "loss": self.jackknife(lambda fold: self.of(rule, fold).loss),
             "tokens_per_answer": own.tokens / own.answers,
             **{name: total / own.answers for name, total in own.scores.items()},
         }
@@ -244,7 +244,7 @@ def plot(frontiers: dict[str, Frontier], path: Path) -> None:
                 "label": family,
             }
             extra = [0.0, *(100 * more for _, more in known)]
-            loss = [0.0, *(1000 * frontier.loss(key.rule) for key in rules)]
+            loss = [0.0, *(1000 * of.loss for of, _ in known)]
             repeated = [
                 strict_repeats,
                 *(100 * of.scores["repeated_4grams"] / of.answers for of, _ in known),

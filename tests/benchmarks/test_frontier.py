@@ -10,7 +10,6 @@ from vllm_mars.experiments.sweep.records import (
     Acceptance,
     Cell,
     CellKey,
-    OffChoice,
     Output,
     PromptQuality,
     Quality,
@@ -41,7 +40,6 @@ def cell(fold, accepted, loss, metric=None, value=None):
         options=GUARD if metric else "",
         **values,
     )
-    lost = OffChoice(0, 0, 1, "x", -loss * tokens, "y", 0.0)
     return Cell(
         key=key,
         status="ok",
@@ -56,7 +54,8 @@ def cell(fold, accepted, loss, metric=None, value=None):
         versions={},
         hardware={},
         command=(),
-        quality=Quality((PromptQuality("a", {"repeated_4grams": 0.25}, (lost,)),), ()),
+        lost_nats=loss * tokens if metric else None,
+        quality=Quality((PromptQuality("a", {"repeated_4grams": 0.25}),), ()),
     )
 
 
@@ -109,5 +108,7 @@ def test_what_cannot_be_compared_is_refused():
         Frontier(fold("a")[1:])
     with pytest.raises(ValueError, match=r"mars 0\.96 .* not measured on each of a, b"):
         Frontier([*fold("a"), cell("b", 10, 0.0)])
+    with pytest.raises(ValueError, match="without lost_nats"):
+        totals([dataclasses.replace(cell("a", 10, 0.1, "gap", 1.0), lost_nats=None)])
     with pytest.raises(ValueError, match="was not judged"):
         totals([dataclasses.replace(cell("a", 10, 0.0), quality=None)])

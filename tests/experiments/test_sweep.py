@@ -181,6 +181,8 @@ def check_measured(cell, directory):
         assert (output.finish_reason == "length") == (output.output_tokens == 12)
         assert 0 < output.first_token_seconds <= output.seconds
     assert (cell.acceptance is None) == (key.method == "autoregressive")
+    assert (cell.lost_nats is None) == (key.method != "mars")
+    assert bool(cell.lost_nats) <= key.lossy
     if cell.acceptance is not None:
         assert sum(cell.acceptance.accepted_by_position) == cell.acceptance.accepted_tokens
         assert len(cell.acceptance.accepted_by_position) in (0, key.k)

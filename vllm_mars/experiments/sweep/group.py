@@ -31,6 +31,7 @@ from vllm_mars.experiments.sweep.plan import Group, ServerSpec, SweepOptions
 from vllm_mars.experiments.sweep.records import Acceptance, Cell, CellKey, Settings, Status
 from vllm_mars.local.drafts import draft_name
 from vllm_mars.local.provenance import describe_run
+from vllm_mars.local.scrape import LOST_NATS
 from vllm_mars.local.server import VllmServer
 from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
 
@@ -224,16 +225,20 @@ def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
     try:
         _restart_if_dead(live, run.platform)
         wake(server.base_url, run.sweep.model)
+        lost_before = server.metrics().get(LOST_NATS)
         if dataset.task:
             measured = _ask_task(run, server, dataset, key)
         else:
             measured = _ask_bench(run, client, server, dataset, key)
+        lost_after = server.metrics().get(LOST_NATS, 0.0)
     except RuntimeError as error:
         reason = str(error)
         with contextlib.suppress(RuntimeError):
             server.check_alive("while it was measured")
             return run.cell(key, "failed", reason)
         return run.cell(key, "failed", f"{reason}\n{server.log_tail()}")
+    if lost_before is not None:
+        measured["lost_nats"] = lost_after - lost_before
     measured["server_command"] = server.command()
     for name in ("server_command", "client_command"):
         measured[name] = _shortened(measured[name], run)

@@ -390,6 +390,8 @@ class Cell:
         git_commit, versions, hardware, command: as `vllm_mars.local.provenance.describe_run`.
         server_command, client_command: what was run, the model's path shortened to its name.
         task_answers: the answers of a task of lm-eval, instead of outputs.
+        lost_nats: what the answers' relaxed tokens lost against the target's first choices, in
+            nats, as a server of "mars" counts it; None where there is no such count.
         node: host that measured it, in older files; no longer written.
         quality: as the file's quality line of the same key has it; None before it was judged.
     """
@@ -410,6 +412,7 @@ class Cell:
     server_command: tuple[str, ...] = ()
     client_command: tuple[str, ...] = ()
     task_answers: tuple[TaskAnswer, ...] = ()
+    lost_nats: float | None = None
     node: str = ""
     quality: Quality | None = field(default=None, compare=False)
 
