@@ -12,7 +12,8 @@ def counts_of(**entries):
     """A vector with these entries, each name's in their order."""
     counts = [0] * LAYOUT.size
     for name, values in entries.items():
-        counts[getattr(LAYOUT, name)] = values
+        begin = getattr(LAYOUT, name).start
+        counts[begin : begin + len(values)] = values
     return counts
 
 

@@ -213,17 +213,19 @@ def check_triton(rng: Any) -> str | None:
 def sampler_call(rng: Any) -> tuple[Call, Any, list[dict[str, float]]]:
     """A call for a sampler, its config, and what each request asks for."""
     from vllm_mars import MarsConfig
+    from vllm_mars.config import LOOSEST
 
     call = random_call(rng, sampler=True)
     # A sampler has one metric; a request may have a value of its own.
     if rng.random() < 0.7:
         call.gap = 0.0
-        config = MarsConfig(theta=call.theta if isinstance(call.theta, float) else 1.0)
+        theta = call.theta if isinstance(call.theta, float) else 1.0
+        config = MarsConfig(theta=theta, theta_min=LOOSEST.theta)
         own = [{"mars_theta": theta} for theta in call.theta] if call.theta != config.theta else []
     else:
         call.theta = 1.0
         gap = call.gap if isinstance(call.gap, float) else 0.0
-        config = MarsConfig(metric="gap", theta=1.0, gap=gap)
+        config = MarsConfig(metric="gap", theta=1.0, gap=gap, gap_max=LOOSEST.gap)
         own = [{"mars_gap": value} for value in call.gap] if call.gap != gap else []
     return call, config, own or [{} for _ in call.drafts]
 

@@ -38,6 +38,7 @@ SPECULATION = {
     "num_speculative_tokens": 4,
     "rejection_sample_method": "mars",
     "mars_theta": 0.9,
+    "mars_theta_min": 0.5,
     "mars_max_relaxed_share": 0.5,
     "mars_strict_spans": [["<jupyter_code>", "<jupyter_output>"]],
 }

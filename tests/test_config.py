@@ -164,13 +164,16 @@ def test_unknown_lock(monkeypatch):
     ("options", "expected"),
     [
         ({}, True),
-        ({"theta_min": 0.5}, True),
+        ({"theta": 1.0}, False),
+        ({"theta": 1.0, "theta_min": 0.5}, True),
         ({"theta_min": 1}, False),
         ({"client_control": False}, False),
-        ({"metric": "gap", "theta": 1.0, "gap_max": 0}, False),
-        ({"metric": "gap", "theta": 1.0}, True),
-        ({"metric": "price", "price_max": 0}, False),
-        ({"metric": "price"}, True),
+        ({"metric": "gap", "gap": 0.5}, True),
+        ({"metric": "gap", "gap": 0.5, "gap_max": 0}, False),
+        ({"metric": "gap"}, False),
+        ({"metric": "gap", "gap_max": 0.5}, True),
+        ({"metric": "price"}, False),
+        ({"metric": "price", "price_max": 0.5}, True),
     ],
 )
 def test_whether_clients_may_relax(options, expected):

@@ -167,7 +167,7 @@ def test_llm_refuses_a_bad_theta(packaged_model):
 
 def test_serve_refuses_a_bad_theta(packaged_model):
     server = run(
-        *("-m", "vllm_mars.vllm_cli", "serve", str(packaged_model)),
+        *("-m", "vllm_mars.cli", "serve", str(packaged_model)),
         *("--host", "127.0.0.1", "--port", "0"),
         *("--speculative-config", json.dumps({**MARS, "mars_theta": 2})),
     )

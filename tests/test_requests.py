@@ -11,9 +11,10 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
 from vllm_mars import MarsConfig
-from vllm_mars.config import Threshold
+from vllm_mars.config import OPTION, Threshold, split_speculative_config
 from vllm_mars.engine.options import check_request
 from vllm_mars.kernels.terms import NO_BOUND, Drafts, Margin, Verdict
+from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.requests import RequestOptions, in_force, options_of
 from vllm_mars.runner.requests_v1 import RequestsV1
 
@@ -38,6 +39,11 @@ def served_with(config):
         (RATIO, {}, (0.9, 0.0, 0.0)),
         (RATIO, {"mars_theta": 1}, (1.0, 0.0, 0.0)),
         (RATIO, {"mars_theta": 0.8}, (0.8, 0.0, 0.0)),
+        # Without a limit a request may be stricter than the server.
+        (MarsConfig(theta=0.9), {"mars_theta": 0.95}, (0.95, 0.0, 0.0)),
+        (MarsConfig(theta=0.9), {"mars_theta": 0.9}, (0.9, 0.0, 0.0)),
+        (MarsConfig(metric="gap", gap=0.5), {"mars_gap": 0.5}, (1.0, 0.5, 0.0)),
+        (MarsConfig(metric="price", price=0.25), {"mars_price": 0.25}, (1.0, 0.0, 0.25)),
         (RATIO, {"other": "x"}, (0.9, 0.0, 0.0)),
         (GAP, {}, (1.0, 0.5, 0.0)),
         (GAP, {"mars_gap": 0}, (1.0, 0.0, 0.0)),
@@ -81,6 +87,24 @@ def test_thresholds(config, extra_args, expected):
         ),
         (GAP, {"mars_gap": 2.5}, r"mars_gap=2.5 is above this server's limit of 2.0"),
         (PRICE, {"mars_price": 0.75}, r"mars_price=0.75 is above this server's limit of 0.5"),
+        (
+            MarsConfig(theta=0.9),
+            {"mars_theta": 0.89},
+            r"mars_theta=0.89 is below this server's own 0.9, but a request may only be stricter "
+            r"than its server; choose a value in \[0.9, 1\], or have the server started with "
+            "mars_theta_min",
+        ),
+        (
+            MarsConfig(metric="gap", gap=0.5),
+            {"mars_gap": 0.6},
+            r"mars_gap=0.6 is above this server's own 0.5, .* in \[0, 0.5\], or .* mars_gap_max",
+        ),
+        (
+            MarsConfig(metric="price", price=0.25),
+            {"mars_price": 0.3},
+            r"mars_price=0.3 is above this server's own 0.25, .* 0.25\], or .* mars_price_max",
+        ),
+        (MarsConfig(theta=1.0), {"mars_theta": 0.99}, r"this server's own 1.0, .* in \[1.0, 1\]"),
         (PRICE, {"mars_price": -1}, r"mars_price=-1 is outside \[0, inf\)"),
         (
             PRICE,
@@ -112,6 +136,15 @@ def test_refused(config, extra_args, message):
     assert raised.value.parameter == "vllm_xargs"
 
 
+def test_a_server_whose_requests_choose_allows_everything():
+    for metric, option in OPTION.items():
+        config, _ = split_speculative_config(CHOSEN_BY_REQUESTS[metric])
+        assert config.clients_may_relax and not config.lossy
+        for value in (1e-6, 1.0) if metric == "ratio" else (0.0, 1000.0):
+            chosen = options_of(params(**{option: value}), config).threshold
+            assert chosen.value(metric) == value
+
+
 def test_a_bound_is_the_servers_or_a_smaller_one():
     assert options_of(params(), RATIO).max_loss == math.inf
     assert options_of(params(mars_max_loss=7), RATIO).max_loss == 7
@@ -141,7 +174,7 @@ def test_the_lock_holds_for_requests(monkeypatch):
 
 @pytest.mark.parametrize(("structured", "is_strict"), [("strict", True), ("relaxed", False)])
 def test_structured_output(structured, is_strict):
-    config = MarsConfig(structured=structured)
+    config = MarsConfig(theta=0.85, structured=structured)
     constrained = SamplingParams(
         structured_outputs=StructuredOutputsParams(regex="a+"), extra_args={"mars_theta": 0.85}
     )
@@ -167,7 +200,7 @@ def test_what_is_in_force():
     assert in_force(options_of(params(mars_gap=1), GAP), GAP) == {"gap": 1.0}
     assert in_force(options_of(params(), PRICE), PRICE) == {"price": 0.25}
     shadow = MarsConfig(theta=0.9, shadow=True)
-    assert in_force(options_of(params(mars_theta=0.8), shadow), shadow) == {"theta": 1.0}
+    assert in_force(options_of(params(mars_theta=0.95), shadow), shadow) == {"theta": 1.0}
 
 
 @pytest.mark.parametrize(("value", "wanted"), [(True, True), (1, True), (False, False), (0, False)])

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from vllm_mars import __version__, top
+from vllm_mars import __version__, doctor, top, vllm_cli
 from vllm_mars.demo import command as demo_command
 from vllm_mars.experiments.calibrate import command as calibrate_command
 from vllm_mars.experiments.report import command as report_command
@@ -21,7 +21,9 @@ EXIT_TERMINATED = 143
 # Each module has `add_parser(commands)`, `run(args)` and the packages it needs, `NEEDED`; beside it
 # the command in words and the extra that brings these packages.
 COMMANDS: dict[str, tuple[ModuleType, str, str]] = {
+    "serve": (vllm_cli, "serving", "cuda"),
     "model": (packaged_model, "making the packaged model", "demo"),
+    "doctor": (doctor, "the doctor", "demo"),
     "top": (top, "top", "demo"),
     "demo": (demo_command, "the demo", "demo"),
     "calibrate": (calibrate_command, "a calibration", "experiments"),

@@ -23,8 +23,9 @@ LOSSY_VLLM_METHODS = ("synthetic", "fly")
 METRICS = {"ratio": "theta", "gap": "gap", "price": "price"}
 # Those options as a user writes them.
 OPTION = {metric: OPTION_PREFIX + name for metric, name in METRICS.items()}
-# The option that limits what a request may choose by each metric.
+# The option that limits what a request may choose by each metric, and as a user writes it.
 _LIMITS = {"ratio": "theta_min", "gap": "gap_max", "price": "price_max"}
+LIMIT = {metric: OPTION_PREFIX + name for metric, name in _LIMITS.items()}
 # The option that lists what shadow mode counts by each metric.
 _SHADOW = {metric: f"shadow_{name}s" for metric, name in METRICS.items()}
 _STRUCTURED = ("strict", "relaxed")
@@ -79,6 +80,8 @@ class Threshold(NamedTuple):
 
 
 STRICT = Threshold()
+# As a limit of what requests may choose: anything.
+LOOSEST = Threshold(theta=0.0, gap=MOST_BURST, price=MOST_BURST)
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,13 @@ class MarsConfig:
             end-of-sequence and special tokens of the model, () none.
         client_control: whether a request may choose its own theta (or gap, or price) and a smaller
             `max_loss`.
-        theta_min: lower limit of a request's own theta, in [0, 1]; 0 sets none. It does not bind
-            the server's own `theta`.
-        gap_max: upper limit of a request's own gap in nats, >= 0; None sets none.
-        price_max: upper limit of a request's own price in nats, >= 0; None sets none.
-        structured: "strict" verifies requests with structured output strictly, "relaxed" does not
-            tell them apart (the grammar's mask holds either way).
+        theta_min: lower limit of a request's own theta, in [0, 1]; None for the server's `theta`,
+            so that a request may be stricter than the server, not looser; 0 sets no limit. It does
+            not bind the server's own `theta`.
+        gap_max: upper limit of a request's own gap in nats, >= 0; None for the server's `gap`.
+        price_max: the same of a price.
+        structured: "strict" verifies requests with structured output strictly, "relaxed" treats
+            them like all others (the grammar's mask holds either way).
         strict_spans: pairs of tokens between which verification is strict; None means the markers
             of the server's tool parser, () none.
         repeat_guard: n, in [2, 16]: no token is relaxed that completes an n-gram which the answer
@@ -131,7 +135,7 @@ class MarsConfig:
     price: float = 0.0
     protected_token_ids: tuple[int, ...] | None = None
     client_control: bool = True
-    theta_min: float = 0.0
+    theta_min: float | None = None
     gap_max: float | None = None
     price_max: float | None = None
     structured: Literal["strict", "relaxed"] = "strict"
@@ -176,26 +180,25 @@ class MarsConfig:
                 f"mars_client_control={self.client_control!r} is not true or false; false refuses "
                 "requests that choose their own theta."
             )
-        _require_number("mars_theta_min", self.theta_min)
-        if not 0 <= self.theta_min <= 1:
-            raise ValueError(
-                f"mars_theta_min={self.theta_min} is outside [0, 1]; 0 sets no limit, 1 lets "
-                "requests only switch the relaxation off."
-            )
-        for name in ("gap_max", "price_max"):
-            limit = getattr(self, name)
-            if limit is not None:
-                _require_number(OPTION_PREFIX + name, limit)
-                if not 0 <= limit <= sys.float_info.max:
-                    raise ValueError(
-                        f"mars_{name}={limit} is outside [0, inf); leave it out to set no limit."
-                    )
         for metric, name in _LIMITS.items():
             limit = getattr(self, name)
-            if metric != self.metric and limit not in (None, 0.0 if metric == "ratio" else None):
+            if limit is None:
+                continue
+            _require_number(LIMIT[metric], limit)
+            if metric == "ratio" and not 0 <= limit <= 1:
                 raise ValueError(
-                    f"mars_{name}={limit} belongs to metric {metric!r}, but mars_metric is "
-                    f"{self.metric!r}; set mars_{_LIMITS[self.metric]} instead or drop it."
+                    f"mars_theta_min={limit} is outside [0, 1]; 0 sets no limit, 1 lets requests "
+                    "only switch the relaxation off."
+                )
+            if not 0 <= limit <= sys.float_info.max:
+                raise ValueError(
+                    f"{LIMIT[metric]}={limit} is outside [0, inf); leave it out and requests may "
+                    "only be stricter than the server."
+                )
+            if metric != self.metric:
+                raise ValueError(
+                    f"{LIMIT[metric]}={limit} belongs to metric {metric!r}, but mars_metric is "
+                    f"{self.metric!r}; set {LIMIT[self.metric]} instead or drop it."
                 )
         if self.structured not in _STRUCTURED:
             raise ValueError(
@@ -271,10 +274,10 @@ class MarsConfig:
         return Threshold.of(self.metric, getattr(self, METRICS[self.metric]))
 
     @property
-    def limit(self) -> float | None:
-        """How far a request's own threshold may go, by this server's metric; None for no limit."""
+    def limit(self) -> float:
+        """How far a request's own threshold may go, by this server's metric."""
         limit: float | None = getattr(self, _LIMITS[self.metric])
-        return limit
+        return self.threshold.value(self.metric) if limit is None else limit
 
     @property
     def repeat_ngram(self) -> int:
@@ -291,9 +294,8 @@ class MarsConfig:
     @property
     def clients_may_relax(self) -> bool:
         """Whether a request can choose lossy verification for itself."""
-        limit = self.theta_min < 1 if self.metric == "ratio" else self.limit != 0
         may = self.client_control and not self.shadow and self.max_relaxed_share > 0
-        return may and limit
+        return may and self.limit != STRICT.value(self.metric)
 
     def to_json(self) -> dict[str, Any]:
         """The options as plain JSON, for vLLM's `additional_config`."""

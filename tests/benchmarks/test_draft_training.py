@@ -27,6 +27,7 @@ from benchmarks.draft.target import Target
 from benchmarks.draft.train import Batch, Trainer, TrainOptions, choose_draft_tokens
 from benchmarks.draft.untrained import write_untrained
 from vllm_mars.local.draft_head import check_head, model_checksum
+from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
 
@@ -350,7 +351,7 @@ def verified(model, head, given, max_tokens, thetas):
             "method": "eagle3",
             "model": str(head.directory),
             "num_speculative_tokens": head.num_speculative_tokens,
-            "rejection_sample_method": "mars",
+            **CHOSEN_BY_REQUESTS["ratio"],
         },
         **CPU_ENGINE_ARGS,
     )

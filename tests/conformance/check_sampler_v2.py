@@ -130,10 +130,29 @@ def rows_of(step, logits):
     return [rows[:-1].tolist() for rows in logits.split(counts)]
 
 
-@pytest.mark.parametrize("processed", [False, True])
-def test_greedy_below_1_follows_the_rule(processed):
+# The steps' tokens are random: the guard against repetition has a test of its own.
+PRICED = MarsConfig(metric="price", price=1.0, repeat_guard=0)
+
+
+def rule_of(config):
+    """Theta, gap and price as the oracle takes them."""
+    theta, gap, price = config.threshold
+    return theta, gap, price if config.metric == "price" else None
+
+
+@pytest.mark.parametrize(
+    ("config", "processed"),
+    [
+        (MarsConfig(theta=0.85), False),
+        (MarsConfig(theta=0.85), True),
+        (PRICED, False),
+        pytest.param(PRICED, True, marks=pytest.mark.nightly),
+    ],
+)
+def test_greedy_drafts_follow_the_rule(config, processed):
     """On the raw rows, and where a logits processor changes them."""
-    theta, protected = 0.85, frozenset(range(0, 97, 3))
+    theta, gap, price = rule_of(config)
+    protected = frozenset(range(0, 97, 3))
     sampling = each(GREEDY, **({"logit_bias": {96: -1.0}} if processed else {}))
     relaxed = blocked = 0
     for seed in range(12):
@@ -142,9 +161,7 @@ def test_greedy_below_1_follows_the_rule(processed):
         logits = step.logits.clone()
         if processed:
             logits[:, 96] -= 1.0
-        output = step.run(
-            MarsConfig(theta=theta), protected=tuple(protected), invalid_drafts=invalid
-        )
+        output = step.run(config, protected=tuple(protected), invalid_drafts=invalid)
         expected, row = [], 0
         for request, rows in zip(step.requests, rows_of(step, logits), strict=True):
             count = len(request.drafts)
@@ -153,10 +170,10 @@ def test_greedy_below_1_follows_the_rule(processed):
                 -1 if bad else draft for draft, bad in zip(request.drafts, is_invalid, strict=True)
             ]
             bonus = int(logits[row + count].argmax())
-            verified = oracle.verify(rows, drafts, bonus, theta, 0.0, protected)
+            verified = oracle.verify(rows, drafts, bonus, theta, gap, protected, price=price)
             expected.append(verified.tokens)
             relaxed += verified.relaxed
-            unprotected = oracle.verify(rows, drafts, bonus, theta, 0.0, frozenset())
+            unprotected = oracle.verify(rows, drafts, bonus, theta, gap, frozenset(), price=price)
             blocked += verified.tokens != unprotected.tokens
             row += count + 1
         assert emitted(output) == expected
@@ -222,6 +239,13 @@ def strict_by_position(step):
     ]
 
 
+def accepts(config, row, draft, protected):
+    """Whether the margin accepts a sampled request's draft token without a draw."""
+    theta, gap, price = rule_of(config)
+    (verdict,) = oracle.judge([row], [draft], theta, gap, protected, price=price)
+    return verdict == Verdict.RELAXED
+
+
 def processed_logits(step):
     sampler, batch = step.sampler(None), step.batch()
     return sampler.sampler.apply_sampling_params(
@@ -242,6 +266,7 @@ def processed_logits(step):
         (MarsConfig(theta=0.85), False),
         (MarsConfig(theta=0.85), True),
         (MarsConfig(metric="gap", theta=1.0, gap=1.0), True),
+        (PRICED, True),
     ],
 )
 @pytest.mark.parametrize(
@@ -251,7 +276,7 @@ def processed_logits(step):
         for setting in ("sampled", "mixed", "top-k and top-p", "min-p")
     ],
 )
-def test_sampled_below_1_follows_the_rule(setting, config, with_draft_logits):
+def test_sampled_drafts_follow_the_rule(setting, config, with_draft_logits):
     """Accepted where the margin or vLLM's own test accepts; else vLLM's own correction."""
     step = random_step(
         4,
@@ -270,9 +295,8 @@ def test_sampled_below_1_follows_the_rule(setting, config, with_draft_logits):
     ):
         expected = []
         for draft, row, (accepted, _) in zip(request.drafts, request_rows, own, strict=False):
-            margin = oracle.is_relaxed(row, draft, *config.threshold[:2], protected)
-            if not (accepted or margin):
-                blocked += oracle.is_relaxed(row, draft, *config.threshold[:2], frozenset())
+            if not (accepted or accepts(config, row, draft, protected)):
+                blocked += accepts(config, row, draft, frozenset())
                 break
             relaxed += not accepted
             expected.append(draft)

@@ -10,7 +10,7 @@ CHECKS = ["conformance/check_sampler_v2.py", "conformance/check_distribution_v2.
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
     ("selection", "at_least"),
-    [("not nightly", 53), pytest.param("nightly", 36, marks=pytest.mark.nightly)],
+    [("not nightly", 55), pytest.param("nightly", 40, marks=pytest.mark.nightly)],
 )
 def test_sampler_v2(selection, at_least):
     run_checks(CHECKS, selection, at_least, with_vllm=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import prometheus_client
 import pytest
 
-from counts import COUNTS, LAYOUT, check_exported, exported
+from counts import COUNTS, LAYOUT, check_exported, counts_of, exported
 from vllm_mars.engine import metrics
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.runner.counters import RATIO_EDGES, REASONS, CounterLayout
@@ -94,10 +94,13 @@ def test_a_histogram_that_cannot_be_fed_is_said_once(monkeypatch):
 
 class Log:
     def __init__(self):
-        self.lines = []
+        self.lines, self.warnings = [], []
 
     def info(self, message, *args):
         self.lines.append(message % args)
+
+    def warning(self, message, *args):
+        self.warnings.append(message % args)
 
 
 def test_log_line():
@@ -114,6 +117,43 @@ def test_log_line():
         "Low margin: 47.4% of verified positions, "
         "Per-position relaxed rate: 0.200, 0.167, 0.000"
     ]
+
+
+def test_a_server_that_relaxes_nothing_warns_once():
+    many = counts_of(verified=[300] * 3, low_margin=[250, 150, 99], refused=[4, 0, 1, 0, 0, 2])
+    log, logging = Log(), metrics.MarsLogging(LAYOUT)
+    for _ in range(2):
+        logging.observe(many, 600)
+        logging.log(log)
+    assert log.warnings == []
+    logging.observe(counts_of(verified=[2], low_margin=[2]), 1)
+    logging.log(log, "Engine 000: ")
+    assert log.warnings == [
+        "Engine 000: MARS has relaxed none of 1000 low-margin positions since the server's start, "
+        "so it has had no effect. Forbidden: protected 8, budget 2, repeat 4. "
+        "`vllm-mars doctor URL` asks a server what it does."
+    ]
+    for _ in range(3):
+        logging.observe(many, 600)
+        logging.log(log)
+    assert len(log.warnings) == 1
+
+
+def test_no_warning_where_tokens_are_relaxed_or_never_will_be():
+    many = {"verified": [9000] * 3, "low_margin": [9000] * 3}
+    shadow = CounterLayout(3, (0.9,))
+    log = Log()
+    for layout, first in (
+        (LAYOUT, counts_of(relaxed=[1, 0, 0], **many)),
+        # All of them are counted with the thresholds of the options, but nothing is relaxed.
+        (shadow, counts_of(**many) + [5] * 3),
+    ):
+        logging = metrics.MarsLogging(layout)
+        for counts in (first, counts_of(**many) + [0] * (layout.size - LAYOUT.size)):
+            logging.observe(counts, 600)
+            logging.log(log)
+    assert len(log.lines) == 4
+    assert log.warnings == []
 
 
 def test_other_layouts_are_noticed():

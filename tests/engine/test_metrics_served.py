@@ -9,6 +9,7 @@ import pytest
 
 from engines import MARS, packaged_server
 from processes import wait_until
+from vllm_mars.cli import main
 from vllm_mars.engine import metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
@@ -88,6 +89,14 @@ def test_a_real_server_counts_exports_and_logs(lossy_server):
     assert check_increase(ask_all(lossy_server, theta=1)) == (0, 0)
     # A line each second.
     wait_until(lambda: logged() == total(), 10, "the log tells what /metrics tells")
+
+
+def test_the_doctor_sees_it_relax(lossy_server, capsys):
+    assert main(["doctor", lossy_server.base_url]) == 0
+    found = " ".join(capsys.readouterr().out.split())
+    assert "in force: theta 0.5, lossy" in found
+    assert re.search(r"relaxed [1-9]\d* tokens at [1-9]\d* low-margin positions", found)
+    assert found.endswith("all is well")
 
 
 @pytest.mark.nightly

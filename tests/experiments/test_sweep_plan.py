@@ -66,7 +66,7 @@ def test_each_rule_is_measured_with_each_set_of_further_options():
     assert servers[0].speculative_config().keys() & json.loads(further[1]).keys() == set()
     assert servers[3].speculative_config() == {
         **{**NGRAM_CONFIG, "num_speculative_tokens": 4, "rejection_sample_method": "mars"},
-        **{"mars_metric": "price", "mars_price": 0.0},
+        **{"mars_metric": "price", "mars_price": 0.0, "mars_price_max": 16384},
         **{"mars_max_relaxed_share": 0.1, "mars_client_control": True},
     }
     assert servers[3].label == "mars-price-client_control-true-max_relaxed_share-0.1-ngram-K4"
@@ -125,11 +125,12 @@ def test_speculative_configs(tmp_path):
         **ngram,
         "rejection_sample_method": "block",
     }
-    # A request that chooses nothing is verified strictly.
+    # A request that chooses nothing is verified strictly, and it may choose everything.
     assert ServerSpec("mars", "ngram", 3, "ratio", True).speculative_config() == {
         **ngram,
         "rejection_sample_method": "mars",
         "mars_theta": 1.0,
+        "mars_theta_min": 0.0,
         "mars_metric": "ratio",
     }
     gap = ServerSpec("mars", "org/draft", 2, "gap", False)
@@ -138,6 +139,7 @@ def test_speculative_configs(tmp_path):
         "num_speculative_tokens": 2,
         "rejection_sample_method": "mars",
         "mars_gap": 0.0,
+        "mars_gap_max": 16384,
         "mars_metric": "gap",
         "mars_protected_token_ids": [],
     }

@@ -5,6 +5,7 @@ import torch
 
 import tiny_models
 from engines import engine_in_process
+from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
@@ -55,7 +56,7 @@ def test_family(family, tmp_path):
         "num_speculative_tokens": 3,
     }
     (plain,) = generate(tmp_path / "target", draft, [None])
-    mars = {**draft, "rejection_sample_method": "mars", "mars_theta": 1.0}
+    mars = {**draft, **CHOSEN_BY_REQUESTS["ratio"]}
     strict, loose = generate(tmp_path / "target", mars, [1.0, theta])
     assert strict == plain
     assert loose != strict

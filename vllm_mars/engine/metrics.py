@@ -53,6 +53,9 @@ _COUNTERS = (
     ),
 )
 SHADOW = "vllm:mars_shadow_accepted_tokens"
+# Low-margin positions without any relaxed token after which the log warns. Were one in 200 relaxed,
+# fewer than one server in 100 would come this far without.
+INERT_AFTER = 1000
 _LABELS = ("model_name", "engine")
 
 
@@ -168,6 +171,9 @@ class MarsProm:
 class MarsLogging:
     """Sums the counts of an interval up for a line in the log.
 
+    Once a server has verified many low-margin positions and relaxed none, it warns, once: what was
+    asked for is without effect, and nothing else would tell.
+
     Args:
         layout: which count is what.
     """
@@ -176,6 +182,8 @@ class MarsLogging:
         self._layout = layout
         self._counts = [0] * layout.size
         self._generated = 0
+        # Since the server's start; None once it has relaxed a token or warned, and in shadow mode.
+        self._unrelaxed: list[int] | None = None if layout.shadowed else list(self._counts)
 
     def observe(self, counts: list[int] | None, generated: int) -> None:
         """Adds an increase of the counts, if there is one, and of the generated tokens."""
@@ -205,6 +213,27 @@ class MarsLogging:
             share(sum(counts[self._layout.lost]) * LOSS_UNIT, generated),
             100 * share(sum(counts[self._layout.low_margin]), sum(verified)),
             ", ".join(f"{share(r, v):.3f}" for r, v in zip(relaxed, verified, strict=True)),
+        )
+        self._warn_if_inert(counts, logger, prefix)
+
+    def _warn_if_inert(self, counts: list[int], logger: Any, prefix: str) -> None:
+        if self._unrelaxed is None:
+            return
+        if any(counts[self._layout.relaxed]):
+            self._unrelaxed = None
+            return
+        self._unrelaxed = add_counts(self._unrelaxed, counts)
+        low_margin = sum(self._unrelaxed[self._layout.low_margin])
+        if low_margin < INERT_AFTER:
+            return
+        refused = zip(REASONS, self._unrelaxed[self._layout.refused], strict=True)
+        self._unrelaxed = None
+        logger.warning(
+            "%sMARS has relaxed none of %d low-margin positions since the server's start, so it "
+            "has had no effect. Forbidden: %s. `vllm-mars doctor URL` asks a server what it does.",
+            prefix,
+            low_margin,
+            ", ".join(f"{reason} {count}" for reason, count in refused if count) or "none",
         )
 
 

@@ -4,18 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.config import METHOD, OPTION, STRICT
+from vllm_mars.config import LIMIT, LOOSEST, METHOD, OPTION, STRICT
 
 NGRAM = "ngram"
 NO_DRAFT = "none"
 # vLLM's, without the number of tokens.
 NGRAM_CONFIG = {"method": NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-# What a server gets whose requests choose thresholds, by metric: who chooses nothing is strict.
+# What a server gets whose requests choose thresholds, any of them, by metric: who chooses nothing
+# is strict.
 CHOSEN_BY_REQUESTS = {
     metric: {
         "rejection_sample_method": METHOD,
         "mars_metric": metric,
         option: STRICT.value(metric),
+        LIMIT[metric]: LOOSEST.value(metric),
     }
     for metric, option in OPTION.items()
 }

@@ -290,8 +290,7 @@ def count_positions(
         dry_run: whether verification was strict, so that no token counts as relaxed or refused.
         backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
     """
-    verdicts, top2_values = judgement.verdicts, judgement.top2_values
-    if not len(verdicts):
+    if not len(judgement.verdicts):
         return
     layout = counters.layout
     if resolve_backend(backend, counters.device.type) == "triton":
@@ -309,43 +308,59 @@ def count_positions(
             ratio_unit=RATIO_UNIT,
         )
         return
-    request, position = locate(drafts.cu_num_draft_tokens, len(verdicts))
-    is_accepted = position < num_accepted[request]
-    is_verified = (position <= num_accepted[request]) & (drafts.draft_token_ids >= 0)
+    _count_in_numpy(counters, drafts, judgement, num_accepted, margin, dry_run)
 
-    largest, second = top2_values.unbind(1)
+
+def _count_in_numpy(
+    counters: Counters,
+    drafts: Drafts,
+    judgement: Judgement,
+    num_accepted: torch.Tensor,
+    margin: Margin,
+    dry_run: bool,
+) -> None:
+    """`count_positions` on a CPU, where NumPy's small operations cost a fifth of torch's."""
+    starts = counters.layout.starts
+    verdicts, accepted = judgement.verdicts.numpy(), num_accepted.numpy()
+    ends = drafts.cu_num_draft_tokens.numpy()
+    row = np.arange(len(verdicts))
+    request = np.searchsorted(ends, row, side="right")
+    position = row - np.concatenate(([0], ends[:-1]))[request]
+    is_accepted = position < accepted[request]
+    is_verified = (position <= accepted[request]) & (drafts.draft_token_ids.numpy() >= 0)
+
+    largest, second = judgement.top2_values.numpy().T
     theta, gap = (
-        value[request] if isinstance(value, torch.Tensor) else value
+        value.numpy()[request] if isinstance(value, torch.Tensor) else np.float32(value)
         for value in (margin.theta, margin.gap)
     )
-    is_low = is_verified & (second > theta * largest - gap)
-    ratio = second / largest
-    has_ratio = is_verified & (largest > 0) & ~ratio.isnan()
-    ratio = torch.where(has_ratio, ratio, 0.0)
-    units = (ratio.clamp(0.0, 1.0) * (1 / RATIO_UNIT) + 0.5).floor().long()
+    with np.errstate(all="ignore"):
+        is_low = is_verified & (second > theta * largest - gap)
+        ratio = second / largest
+    has_ratio = is_verified & (largest > 0) & ~np.isnan(ratio)
+    ratio = np.where(has_ratio, ratio, np.float32(0))
+    units = np.floor(ratio.clip(0, 1) * np.float32(1 / RATIO_UNIT) + np.float32(0.5))
 
-    starts = layout.starts
-    entries = [
-        position + starts.verified,
-        position + starts.accepted,
-        position + starts.low_margin,
-        torch.bucketize(ratio, counters.ratio_edges) + starts.ratio,
-        torch.full_like(position, starts.ratio_sum),
+    added = [
+        (position + starts.verified, is_verified),
+        (position + starts.accepted, is_accepted),
+        (position + starts.low_margin, is_low),
+        (np.searchsorted(counters.ratio_edges.numpy(), ratio) + starts.ratio, has_ratio),
+        (np.full_like(position, starts.ratio_sum), units),
     ]
-    amounts = [is_verified, is_accepted, is_low, has_ratio, units]
     if not dry_run:
         is_refused = (verdicts >= REFUSALS[0]) & (verdicts <= REFUSALS[-1])
-        refusal = verdicts.long().clamp(REFUSALS[0], REFUSALS[-1]) - REFUSALS[0]
         is_relaxed = (verdicts == Verdict.RELAXED) & is_accepted
-        entries += [
-            position + starts.relaxed,
-            torch.full_like(position, starts.lost),
-            refusal + starts.refused,
+        lost = is_relaxed * judgement.losses.numpy()
+        refusal = verdicts.astype(np.int64).clip(REFUSALS[0], REFUSALS[-1]) - REFUSALS[0]
+        added += [
+            (position + starts.relaxed, is_relaxed),
+            (np.full_like(position, starts.lost), lost),
+            (refusal + starts.refused, is_verified & is_refused),
         ]
-        amounts += [is_relaxed, is_relaxed * judgement.losses, is_verified & is_refused]
-    counters.device_counts.scatter_add_(
-        0, torch.cat(entries), torch.cat([amount.long() for amount in amounts])
-    )
+    entries, amounts = zip(*added, strict=True)
+    counts = counters.device_counts.numpy()
+    np.add.at(counts, np.concatenate(entries), np.concatenate(amounts).astype(np.int64))
 
 
 def count_shadow(

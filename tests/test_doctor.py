@@ -1,0 +1,206 @@
+"""`vllm-mars doctor`: what it finds in this environment, and at servers that stand in for vLLM."""
+
+import http.server
+import importlib.metadata
+import importlib.util
+import json
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from vllm_mars import doctor
+from vllm_mars.cli import main
+from vllm_mars.doctor import findings_at, findings_here
+
+# How the counters of a server rise with each answer.
+RELAXES = {"verified": 20, "low_margin": 12, "relaxed": 2, "refused": {"protected": 1}}
+COUNTERS = {
+    "verified": "vllm:mars_verified_positions_total",
+    "low_margin": "vllm:mars_low_margin_positions_total",
+    "relaxed": "vllm:mars_relaxed_tokens_total",
+}
+TOKENS = 48
+
+
+@contextmanager
+def server(rise, told, metrics=True, refuses=None):
+    """A server that counts so much for each answer and tells this of its verification.
+
+    Yields its address and the bodies of the requests that it was asked.
+    """
+    asked = []
+
+    def exported():
+        lines = [f"vllm:generation_tokens_total {7 + TOKENS * len(asked)}"]
+        for name, metric in COUNTERS.items():
+            # Not from 0: others have asked before.
+            lines.append(f'{metric}{{position="0"}} {5 + rise.get(name, 0) * len(asked)}')
+        for reason, count in rise.get("refused", {}).items():
+            value = count * len(asked)
+            lines.append(f'vllm:mars_refused_positions_total{{reason="{reason}"}} {value}')
+        return "\n".join(lines) + "\n"
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self, status, text, kind="application/json"):
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def do_GET(self):  # noqa: N802
+            if self.path == "/v1/models":
+                model = {"id": "m", "object": "model", "created": 0, "owned_by": "x"}
+                self.answer(200, json.dumps({"object": "list", "data": [model]}))
+            else:
+                text = exported() if metrics else "vllm:generation_tokens_total 7\n"
+                self.answer(200, text, "text/plain")
+
+        def do_POST(self):  # noqa: N802
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if refuses and refuses in json.dumps(body):
+                error = {"error": {"message": f"{refuses} needs vLLM 0.32 or newer here"}}
+                self.answer(400, json.dumps(error))
+                return
+            asked.append(body)
+            choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
+            usage = {"prompt_tokens": 1, "completion_tokens": TOKENS, "total_tokens": TOKENS + 1}
+            answer = {
+                **{"id": "1", "object": "text_completion", "created": 0, "model": "m"},
+                **{"choices": [choice], "usage": usage},
+            }
+            if told is not None:
+                answer["metrics"] = {"speculative_decoding": {"mars": told}}
+            self.answer(200, json.dumps(answer))
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{running.server_address[1]}", asked
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+def told(**rule):
+    return {**rule, "num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
+
+
+def test_a_server_that_relaxes(capsys):
+    with server(RELAXES, {**told(theta=0.9), "num_relaxed_tokens": 2}) as (address, asked):
+        assert main(["doctor", address]) == 0
+    # The first answer is enough.
+    assert len(asked) == 1
+    assert asked[0]["vllm_xargs"] == {"mars_return": True}
+    lines = " ".join(capsys.readouterr().out.split())
+    assert "ok in force: theta 0.9, lossy" in lines
+    assert "ok relaxed 2 tokens at 12 low-margin positions of 20 verified ones, within 48" in lines
+    assert lines.endswith("all is well")
+
+
+def test_a_server_that_is_strict(capsys):
+    for rule in ({"theta": 1.0}, {"gap": 0.0}, {"price": 0.0}):
+        with server({"verified": 20}, told(**rule)) as (address, asked):
+            assert main(["doctor", address]) == 0
+        assert len(asked) == 1
+        assert "which is strict (by choice, or in shadow mode)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rise", "message"),
+    [
+        ({}, "no draft was verified: the draft method proposes nothing"),
+        ({"verified": 2}, "none of 8 verified positions was within the margin"),
+        (
+            {"verified": 2, "low_margin": 1},
+            "within 192 tokens none of 4 low-margin positions was relaxed; forbidden: none, so no",
+        ),
+        (
+            {"verified": 2, "low_margin": 1, "refused": {"protected": 1, "loss": 0}},
+            "none of 4 low-margin positions was relaxed; forbidden: protected 4.",
+        ),
+    ],
+)
+def test_a_server_on_which_nothing_is_relaxed(monkeypatch, rise, message):
+    every = doctor.load_prompts()
+    monkeypatch.setattr(doctor, "load_prompts", lambda: every[:4])
+    with server(rise, told(gap=0.5)) as (address, asked):
+        *others, last = findings_at(address)
+    assert len(asked) == 4
+    assert [finding.state for finding in others] == ["ok", "ok"]
+    assert last.state == "fault"
+    assert message in last.text
+
+
+def test_a_vllm_that_cannot_tell_what_was_relaxed():
+    with server(RELAXES, None, refuses="mars_return") as (address, asked):
+        _, rule, verdict = findings_at(address)
+    assert rule.state == "note" and "cannot tell which rule is in force" in rule.text
+    assert verdict.state == "ok" and len(asked) == 1
+
+
+def test_what_is_no_server_of_mars(capsys):
+    with server(RELAXES, None, metrics=False) as (address, _):
+        assert main(["doctor", address]) == 1
+    assert "fault" in capsys.readouterr().out
+    with server(RELAXES, None) as (address, _):
+        (*_, last) = findings_at(address)
+    assert last.state == "fault" and "the answer does not tell what was relaxed" in last.text
+    with server(RELAXES, None, refuses="prompt") as (address, _):
+        (*_, last) = findings_at(address)
+    assert last.state == "fault" and "a request failed: " in last.text
+    assert main(["doctor", "http://127.0.0.1:1"]) == 1
+    assert "does not answer" in " ".join(capsys.readouterr().out.split())
+    assert main(["doctor", "ftp://x"]) == 1
+    assert "is not an HTTP address" in capsys.readouterr().err
+
+
+def test_this_environment(capsys):
+    assert main(["doctor"]) == 0
+    found = " ".join(capsys.readouterr().out.split())
+    assert "ok vllm_mars " in found
+    assert "vLLM finds the plugin (vllm_mars.plugin:register)" in found
+    assert "has the interfaces that are needed" in found
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "state", "message"),
+    [
+        ("VLLM_PLUGINS", "lora,other", "fault", "VLLM_PLUGINS='lora,other' leaves the plugin out"),
+        ("VLLM_PLUGINS", "other,mars", "ok", "vLLM finds the plugin"),
+        ("VLLM_MARS_LOCK", "strict", "note", "servers here refuse to be lossy"),
+        ("VLLM_MARS_LOCK", "yes", "fault", "VLLM_MARS_LOCK='yes' is not 'strict'"),
+    ],
+)
+def test_variables(monkeypatch, variable, value, state, message):
+    monkeypatch.setenv(variable, value)
+    (found,) = [finding for finding in findings_here() if message in finding.text]
+    assert found.state == state
+
+
+def test_what_is_missing_here(monkeypatch):
+    def too_old(version):
+        raise RuntimeError("vLLM 0.1 is not supported")
+
+    def differs(group):
+        if group in ("V2", "scheduler"):
+            raise RuntimeError(f"vLLM has other interfaces than vllm-mars needs ({group})")
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    monkeypatch.setattr(doctor, "check_interfaces", differs)
+    found = list(findings_here())
+    assert [finding.text for finding in found if finding.state == "fault"] == [
+        "vLLM does not find the plugin: no package here has the entry point 'mars' in "
+        "vllm.general_plugins; install vllm-mars with pip into this environment.",
+        "vLLM has other interfaces than vllm-mars needs (scheduler)",
+    ]
+    assert [finding.state for finding in found][-1] == "note"
+    monkeypatch.setattr(doctor, "check_version", too_old)
+    assert list(findings_here())[-1] == ("fault", "vLLM 0.1 is not supported")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    *_, last = findings_here()
+    assert last.state == "fault" and "vLLM is not installed here; pip install" in last.text

@@ -1,0 +1,324 @@
+"""`vllm-mars doctor`: whether an install fits together, and whether a server really relaxes.
+
+A patch of an inference engine fails most often in silence: it is installed, and nothing comes of
+it. So the doctor does not only look for the parts, it asks a server and looks for relaxed tokens.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import time
+import urllib.parse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from vllm_mars import top
+from vllm_mars.config import METRICS, STRICT, check_lock, lock_is_on
+from vllm_mars.engine.compat import check_interfaces, check_version
+from vllm_mars.engine.interfaces import INTERFACES
+from vllm_mars.local.prompts import load_prompts
+from vllm_mars.local.provenance import versions
+from vllm_mars.local.scrape import LOOPBACK
+
+if TYPE_CHECKING:
+    import openai
+
+NEEDED = ("openai", "prometheus_client", "rich")
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "mars"
+# What a release may lack, and what it then does without.
+OPTIONAL = {
+    "V2": "Model Runner V2; servers take V1 (VLLM_USE_V2_MODEL_RUNNER=0)",
+    "return": "mars_return of a request",
+}
+PROBE_TOKENS = 48
+REQUEST_TIMEOUT = 120.0
+METRICS_TIMEOUT = 5.0
+
+State = Literal["ok", "note", "fault"]
+_STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fault": "bold red"}
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        state: "ok", "note" for what is worth knowing, "fault" for what is wrong or not shown.
+        text: in words, with the way out of a fault.
+    """
+
+    state: State
+    text: str
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to `vllm-mars`."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check the install, or whether a running server really relaxes",
+        description="Without URL: whether vLLM, this package and its plugin fit together here. "
+        "With URL: whether the server there verifies by the margin, by which rule, and, with a few "
+        "short requests, whether it relaxes tokens. Exit status 0 if all is well, 1 if something "
+        "is wrong or could not be shown.",
+    )
+    parser.add_argument(
+        "url",
+        nargs="?",
+        metavar="URL",
+        help="a server, such as http://localhost:8000; its API key is taken from OPENAI_API_KEY",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what is found, as it is found; returns 0, or 1 where there is a fault."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    faults = 0
+    for state, text in findings_here() if args.url is None else findings_at(args.url):
+        line = Table.grid(padding=(0, 2))
+        line.add_row(f"[{_STYLES[state]}]{state:5}[/]", text)
+        console.print(line)
+        faults += state == "fault"
+    console.print(f"{faults} fault{'s' * (faults != 1)}" if faults else "all is well")
+    return int(faults > 0)
+
+
+def findings_here() -> Iterator[Finding]:
+    """Looks at this environment; imports vLLM, which takes some seconds.
+
+    Yields:
+        What is found, in the order of what depends on what; nothing more after a missing vLLM.
+    """
+    found = versions()
+    listed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    yield Finding("ok", listed)
+    if importlib.util.find_spec("vllm") is None:
+        yield Finding(
+            "fault",
+            "vLLM is not installed here; pip install 'vllm-mars[cuda]', or 'vllm-mars[cpu]' where "
+            "there is no GPU.",
+        )
+        return
+    yield _plugin()
+    yield _lock()
+    try:
+        import vllm
+
+        check_version(vllm.__version__)
+    except (ImportError, RuntimeError) as error:
+        yield Finding("fault", str(error))
+        return
+    yield from _interfaces(vllm.__version__)
+
+
+def _interfaces(version: str) -> Iterator[Finding]:
+    """Whether the installed vLLM is one that this package is written for, group by group."""
+    from vllm.platforms import current_platform
+
+    elsewhere = ("command",) if current_platform.is_cpu() else ("command", "cpu")
+    fits = True
+    for group in (group for group in INTERFACES if group not in elsewhere):
+        try:
+            check_interfaces(group)
+        except RuntimeError as error:
+            if group in OPTIONAL:
+                yield Finding("note", f"vLLM {version} is without {OPTIONAL[group]}")
+            else:
+                yield Finding("fault", str(error))
+                fits = False
+    if fits:
+        yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
+
+
+def _plugin() -> Finding:
+    """Whether vLLM will load the plugin in each of its processes on this machine."""
+    entries = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN)
+    if not entries:
+        return Finding(
+            "fault",
+            f"vLLM does not find the plugin: no package here has the entry point {PLUGIN!r} in "
+            f"{PLUGIN_GROUP}; install vllm-mars with pip into this environment.",
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return Finding(
+            "fault",
+            f"VLLM_PLUGINS={allowed!r} leaves the plugin out; add {PLUGIN!r} or unset it.",
+        )
+    return Finding("ok", f"vLLM finds the plugin ({next(iter(entries)).value})")
+
+
+def _lock() -> Finding:
+    try:
+        check_lock(None)
+    except ValueError as error:
+        return Finding("fault", str(error))
+    if lock_is_on():
+        return Finding("note", "VLLM_MARS_LOCK=strict: servers here refuse to be lossy.")
+    return Finding("ok", "VLLM_MARS_LOCK is not set: servers here may be lossy")
+
+
+def findings_at(url: str) -> Iterator[Finding]:
+    """Looks at a running server, and asks it until a token is relaxed.
+
+    Args:
+        url: the server's address, with or without the scheme or `/v1`.
+
+    Yields:
+        What is found; nothing more after a server that is none of MARS.
+
+    Raises:
+        ValueError: it is no HTTP address.
+    """
+    address = top.metrics_url(url)
+    try:
+        before = top.read_metrics(address)
+    except RuntimeError as error:
+        yield Finding("fault", str(error))
+        return
+    yield Finding("ok", f"{address} counts margin-aware verification")
+    probe = _Probe(address.removesuffix("/metrics"), before)
+    try:
+        yield from probe.findings()
+    except RuntimeError as error:
+        yield Finding("fault", str(error))
+
+
+class _Probe:
+    """Requests to a server, and how its metrics rise with them."""
+
+    def __init__(self, base_url: str, before: top.Snapshot) -> None:
+        import openai
+
+        loopback = urllib.parse.urlsplit(base_url).hostname in LOOPBACK
+        self._client = openai.OpenAI(
+            base_url=f"{base_url}/v1",
+            api_key=os.environ.get("OPENAI_API_KEY", "none"),
+            timeout=REQUEST_TIMEOUT,
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(trust_env=not loopback),
+        )
+        self._metrics_url = f"{base_url}/metrics"
+        self._before = before
+        self._tells = True
+
+    def findings(self) -> Iterator[Finding]:
+        """Asks prompt after prompt until a token is relaxed.
+
+        Raises:
+            RuntimeError: the server does not answer as it should.
+        """
+        tokens, told = 0, None
+        for number, prompt in enumerate(load_prompts()):
+            told, more = self._ask(prompt.turns[0])
+            tokens += more
+            if number == 0:
+                if told is None and self._tells:
+                    yield Finding(
+                        "fault",
+                        "the answer does not tell what was relaxed, though it was asked to: what "
+                        "answers is not the server that counts.",
+                    )
+                    return
+                yield _rule(told)
+                if told is not None and _is_strict(told):
+                    return
+            if (told or {}).get("num_relaxed_tokens") or self._rise(tokens).total(top.RELAXED):
+                break
+        yield _verdict(self._rise(tokens), tokens)
+
+    def _ask(self, prompt: str) -> tuple[dict[str, Any] | None, int]:
+        """One greedy answer: what it tells of its verification, and its tokens."""
+        import openai
+
+        extra: dict[str, Any] = {"ignore_eos": True}
+        if self._tells:
+            extra["vllm_xargs"] = {"mars_return": True}
+        try:
+            model = self._client.models.list().data[0].id
+            answer = self._client.completions.create(
+                model=model,
+                prompt=prompt,
+                max_tokens=PROBE_TOKENS,
+                temperature=0.0,
+                extra_body=extra,
+            )
+        except openai.BadRequestError as error:
+            # vLLM before 0.32 has no place for it.
+            if self._tells and "mars_return" in str(error):
+                self._tells = False
+                return self._ask(prompt)
+            raise _failure(error) from error
+        except openai.OpenAIError as error:
+            raise _failure(error) from error
+        metrics = (answer.model_extra or {}).get("metrics") or {}
+        told = (metrics.get("speculative_decoding") or {}).get("mars")
+        return told, answer.usage.completion_tokens if answer.usage else 0
+
+    def _rise(self, tokens: int) -> top.Snapshot:
+        """What was counted since the first request, once the metrics know of these tokens."""
+        deadline = time.monotonic() + METRICS_TIMEOUT
+        while True:
+            rise = top.read_metrics(self._metrics_url).since(self._before)
+            if rise.total(top.GENERATED) >= tokens or time.monotonic() > deadline:
+                return rise
+            time.sleep(0.1)
+
+
+def _is_strict(told: dict[str, Any]) -> bool:
+    return all(told[name] == STRICT.value(m) for m, name in METRICS.items() if name in told)
+
+
+def _rule(told: dict[str, Any] | None) -> Finding:
+    """The rule in force for a request that chooses nothing."""
+    if told is None:
+        return Finding("note", "this vLLM cannot tell which rule is in force; it is in the log.")
+    (rule,) = (f"{name} {told[name]:g}" for name in METRICS.values() if name in told)
+    if _is_strict(told):
+        return Finding(
+            "note",
+            f"in force: {rule}, which is strict (by choice, or in shadow mode): nothing is relaxed "
+            "for a request that chooses nothing.",
+        )
+    return Finding("ok", f"in force: {rule}, lossy")
+
+
+def _verdict(rise: top.Snapshot, tokens: int) -> Finding:
+    """Whether tokens were relaxed, and if not, how far verification came."""
+    relaxed, low_margin = rise.total(top.RELAXED), rise.total(top.LOW_MARGIN)
+    verified = rise.total(top.VERIFIED)
+    if relaxed:
+        return Finding(
+            "ok",
+            f"relaxed {relaxed:.0f} tokens at {low_margin:.0f} low-margin positions of "
+            f"{verified:.0f} verified ones, within {tokens} tokens",
+        )
+    asked = f"within {tokens} tokens "
+    if not verified:
+        return Finding(
+            "fault",
+            f"{asked}no draft was verified: the draft method proposes nothing for these prompts, "
+            "so neither speculation nor MARS has any effect.",
+        )
+    if not low_margin:
+        return Finding(
+            "fault",
+            f"{asked}none of {verified:.0f} verified positions was within the margin: the rule is "
+            "next to strict for this model.",
+        )
+    refused = rise.by_label(top.REFUSED)
+    reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
+    return Finding(
+        "fault",
+        f"{asked}none of {low_margin:.0f} low-margin positions was relaxed; forbidden: "
+        f"{reasons or 'none, so no draft there was a token that the margin accepts'}.",
+    )
+
+
+def _failure(error: "openai.OpenAIError") -> RuntimeError:
+    return RuntimeError(
+        f"a request failed: {error}; give the address of a server for text, and its API key in "
+        "OPENAI_API_KEY."
+    )
