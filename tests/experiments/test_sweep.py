@@ -13,8 +13,7 @@ import pytest
 from processes import MARK, marked, wait_until
 from vllm_mars.cli import main
 from vllm_mars.config import OPTION
-from vllm_mars.experiments.sweep.bench_client import read_result
-from vllm_mars.experiments.sweep.client import BENCH, Client
+from vllm_mars.experiments.sweep.bench_client import BenchClient, read_result
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.summary import rows
 
@@ -202,15 +201,14 @@ def check_measured(cell, directory):
 
 
 def test_the_client_says_what_went_wrong(tmp_path):
-    custom = ["--model", "m", "--dataset-name", "custom"]
-    with Client(tmp_path / "client.log") as client:
+    with BenchClient(tmp_path / "client.log") as client:
         with pytest.raises(RuntimeError, match="vllm bench serve failed: SystemExit: 2"):
-            client.run(BENCH, ["--no-such-option"], 120)
+            client.run(["--no-such-option"], 120)
         # The same process goes on.
         with pytest.raises(RuntimeError, match="vllm bench serve failed: ValueError: .*dataset"):
-            client.run(BENCH, [*custom, "--skip-tokenizer-init"], 60)
+            client.run(["--model", "m", "--skip-tokenizer-init", "--dataset-name", "custom"], 60)
         with pytest.raises(RuntimeError, match=r"took longer than cell_timeout=0\.001 s"):
-            client.run(BENCH, custom, 0.001)
+            client.run(["--model", "m", "--dataset-name", "custom"], 0.001)
     assert (tmp_path / "client.log").read_text()
 
 

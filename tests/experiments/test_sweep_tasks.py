@@ -6,9 +6,8 @@ import pytest
 import yaml
 
 from vllm_mars.cli import main
-from vllm_mars.experiments.quality.task_client import read_answers
+from vllm_mars.experiments.quality.task_client import read_answers, run_task
 from vllm_mars.experiments.report.page import write_report
-from vllm_mars.experiments.sweep.client import LM_EVAL, Client
 from vllm_mars.experiments.sweep.datasets import load_dataset
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.summary import rows
@@ -113,13 +112,10 @@ def test_a_task_that_is_none_is_named(tmp_path):
 
 @pytest.mark.nightly
 def test_what_lm_eval_cannot_do_is_named(tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text('{"model": "local-chat-completions", "tasks": ["no-such-task"]}')
-    args = ["run", "--config", str(config)]
-    with Client(tmp_path / "log") as client:
-        with pytest.raises(RuntimeError, match="(?s)lm-eval failed: .*no-such-task"):
-            client.run(LM_EVAL, args, 120)
-        with pytest.raises(RuntimeError, match=r"lm-eval took longer than cell_timeout=0\.001 s"):
-            client.run(LM_EVAL, args, 0.001)
+    config = {"model": "local-chat-completions", "tasks": ["no-such-task"]}
+    with pytest.raises(RuntimeError, match="lm-eval ended with status 1"):
+        run_task(config, tmp_path, tmp_path / "log", 120)
+    with pytest.raises(RuntimeError, match=r"took longer than cell_timeout=0\.01 s"):
+        run_task(config, tmp_path, tmp_path / "log", 0.01)
     with pytest.raises(RuntimeError, match="holds no samples of lm-eval"):
         read_answers(tmp_path)

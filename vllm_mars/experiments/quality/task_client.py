@@ -1,6 +1,10 @@
 """One cell's task, asked and scored by lm-eval: the evaluation harness of EleutherAI."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,12 @@ from vllm_mars.local.scrape import (
     ACCEPTED_TOKENS,
     DRAFT_TOKENS,
     DRAFTS,
+    NO_PROXY,
     gained,
 )
+from vllm_mars.local.server import tail
+
+CONFIG = "lm-eval.json"
 
 
 def task_config(
@@ -58,6 +66,42 @@ def task_config(
         "log_samples": True,
         "output_path": str(directory),
     }
+
+
+def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: float) -> None:
+    """Runs lm-eval with this configuration.
+
+    Args:
+        config: of `task_config`.
+        directory: takes the configuration and the results.
+        log_path: file that takes what lm-eval prints.
+        timeout: in seconds.
+
+    Raises:
+        RuntimeError: it failed or took longer than `timeout`; no process of it is left.
+    """
+    path = directory / CONFIG
+    path.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "lm_eval", "run", "--config", str(path)]
+    environment = {**os.environ, **NO_PROXY}
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+    try:
+        status = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(
+            f"lm-eval took longer than cell_timeout={timeout:g} s; give it more with "
+            "--cell-timeout."
+        ) from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if status:
+        raise RuntimeError(f"lm-eval ended with status {status}.\n{tail(log_path)}")
 
 
 def read_answers(directory: Path) -> tuple[TaskAnswer, ...]:

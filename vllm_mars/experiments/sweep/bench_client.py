@@ -1,17 +1,113 @@
 """One cell's requests, sent and timed by `vllm bench serve`."""
 
 import json
+import os
+import select
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from vllm_mars.config import OPTION
 from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed
-from vllm_mars.local.scrape import fetch
+from vllm_mars.local.scrape import NO_PROXY, fetch
+from vllm_mars.local.server import tail
 
+CLOSE_SECONDS = 5.0
 WAKE_TOKENS = 4
 WAKE_TIMEOUT = 120.0
+
+
+class BenchClient:
+    """A process that runs `vllm bench serve` for one list of arguments after another.
+
+    It starts with the first call of `run` and ends with `close`, with its owner, or when a run
+    takes too long.
+    """
+
+    def __init__(self, log_path: Path) -> None:
+        """Describes the client.
+
+        Args:
+            log_path: file that takes what vLLM prints.
+        """
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, args: Sequence[str], timeout: float) -> None:
+        """Runs the benchmark with these arguments of `vllm bench serve`.
+
+        Raises:
+            RuntimeError: it failed, ended or took longer than `timeout` seconds.
+        """
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None, "made with pipes"
+        try:
+            process.stdin.write(json.dumps(list(args)).encode() + b"\n")
+            process.stdin.flush()
+            readable, _, _ = select.select([process.stdout], [], [], timeout)
+            if not readable:
+                raise RuntimeError(
+                    f"vllm bench serve took longer than cell_timeout={timeout:g} s; give it more "
+                    "with --cell-timeout."
+                )
+            answer = process.stdout.readline()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise RuntimeError(
+                    f"vllm bench serve ended: {error}\n{tail(self._log_path)}"
+                ) from error
+            raise
+        if not answer:
+            self.close()
+            raise RuntimeError(f"vllm bench serve ended; see its log.\n{tail(self._log_path)}")
+        error_text = json.loads(answer)["error"]
+        if error_text is not None:
+            raise RuntimeError(f"vllm bench serve failed: {error_text}")
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            with self._log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "vllm_mars.experiments.sweep.bench_process"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env={**os.environ, **NO_PROXY},
+                    # Ctrl-C is the owner's to handle.
+                    start_new_session=True,
+                )
+        return self._process
+
+    def close(self) -> None:
+        """Ends the process; harmless when repeated."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    # Unsent input of a process that has ended.
+                    pass
+        process.terminate()
+        try:
+            process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def request_count(dataset: Dataset, concurrency: int) -> int:

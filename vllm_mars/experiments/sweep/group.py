@@ -15,15 +15,16 @@ from vllm_mars.config import METHOD
 from vllm_mars.experiments.quality.task_client import (
     acceptance_between,
     read_answers,
+    run_task,
     task_config,
 )
 from vllm_mars.experiments.sweep.bench_client import (
+    BenchClient,
     bench_args,
     read_result,
     wake,
     write_requests,
 )
-from vllm_mars.experiments.sweep.client import BENCH, LM_EVAL, Client
 from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
 from vllm_mars.experiments.sweep.plan import Group, ServerSpec, SweepOptions
@@ -127,7 +128,7 @@ def measure(
     with contextlib.ExitStack() as stack:
         work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-mars-")))
         run = _Run(job.sweep, platform, log_dir, work_dir, describe_run(platform.gpu))
-        client = stack.enter_context(Client(log_dir / "client.log"))
+        client = stack.enter_context(BenchClient(log_dir / "bench-client.log"))
         servers = job.group.servers
         lives = [_Live(spec, _server(run, spec, len(servers))) for spec in servers]
         for index, live in enumerate(lives):
@@ -212,7 +213,7 @@ def _wait(live: _Live, platform: Platform) -> None:
         live.server.close()
 
 
-def _measure(run: _Run, client: Client, live: _Live, key: CellKey) -> Cell:
+def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
     if live.problem:
         return run.cell(key, live.status, live.problem)
     unfit = run.platform.why_not(live.spec, key.temperature)
@@ -224,7 +225,7 @@ def _measure(run: _Run, client: Client, live: _Live, key: CellKey) -> Cell:
         _restart_if_dead(live, run.platform)
         wake(server.base_url, run.sweep.model)
         if dataset.task:
-            measured = _ask_task(run, client, server, dataset, key)
+            measured = _ask_task(run, server, dataset, key)
         else:
             measured = _ask_bench(run, client, server, dataset, key)
     except RuntimeError as error:
@@ -240,7 +241,7 @@ def _measure(run: _Run, client: Client, live: _Live, key: CellKey) -> Cell:
 
 
 def _ask_bench(
-    run: _Run, client: Client, server: VllmServer, dataset: Dataset, key: CellKey
+    run: _Run, client: BenchClient, server: VllmServer, dataset: Dataset, key: CellKey
 ) -> dict[str, Any]:
     """Lets `vllm bench serve` ask; returns the fields of the cell that this gives."""
     options = run.sweep.options
@@ -257,7 +258,7 @@ def _ask_bench(
         seed=options.seed,
     )
     result.unlink(missing_ok=True)
-    client.run(BENCH, args, options.cell_timeout)
+    client.run(args, options.cell_timeout)
     speed, acceptance, outputs = read_result(result, ids, options.max_tokens)
     if acceptance is None and key.k:
         # vLLM leaves its counters out where nothing was drafted, as ngram may in short answers.
@@ -270,9 +271,7 @@ def _ask_bench(
     }
 
 
-def _ask_task(
-    run: _Run, client: Client, server: VllmServer, dataset: Dataset, key: CellKey
-) -> dict[str, Any]:
+def _ask_task(run: _Run, server: VllmServer, dataset: Dataset, key: CellKey) -> dict[str, Any]:
     """Lets lm-eval ask and score; returns the fields of the cell that this gives."""
     options = run.sweep.options
     with tempfile.TemporaryDirectory(dir=run.work_dir) as name:
@@ -285,10 +284,8 @@ def _ask_task(
             directory=directory,
             max_tokens=options.max_tokens,
         )
-        path = directory / "lm-eval.json"
-        path.write_text(json.dumps(config))
         before = server.metrics()
-        client.run(LM_EVAL, ["run", "--config", str(path)], options.cell_timeout)
+        run_task(config, directory, run.log_dir / "lm-eval.log", options.cell_timeout)
         acceptance = acceptance_between(before, server.metrics(), key.k)
         return {
             "acceptance": acceptance,
