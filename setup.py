@@ -48,7 +48,6 @@ setup(
             *EXPERIMENTS,
             *RAY,
             "hypothesis",
-            "matplotlib",
             "mypy",
             "playwright",
             # With 9.2, pytest-xdist 3.8 takes every test for a group of its own.

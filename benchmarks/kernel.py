@@ -1,6 +1,6 @@
 """Time of one greedy verification step on a GPU: this project's kernels, torch, vLLM's samplers.
 
-`python -m benchmarks.kernel --output benchmarks/results/kernel-NAME.json --plot kernel-NAME.png`
+`python -m benchmarks.kernel --output benchmarks/results/kernel-NAME.json`
 
 All variants verify the same logits and drafts in one process, round by round, under CUDA-graph
 replay and once more launched from Python, each call with a cold L2 cache. No variant is timed
@@ -51,7 +51,7 @@ def cell_of(text: str) -> Cell:
     return int(batch), int(k), int(vocab), dtype
 
 
-def judge(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def outcomes(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The goals, each with what was measured for it and PASS, MISS or "not measured".
 
     Args:
@@ -196,7 +196,7 @@ def measure(args: argparse.Namespace) -> int:
             write()
             print(error, file=sys.stderr)
             return 1
-        result["goals"] = judge(result["cells"])
+        result["goals"] = outcomes(result["cells"])
         write()
         if not args.dry_run:
             torch.cuda.empty_cache()
@@ -204,10 +204,6 @@ def measure(args: argparse.Namespace) -> int:
     for goal in result["goals"]:
         values = ", ".join(f"{value:.3g} at {name}" for name, value in goal["measured"].items())
         print(f"{goal['result']}: {goal['goal']}{': ' * bool(values)}{values}")
-    if args.plot and result["cells"]:
-        from benchmarks.kernel_plot import plot
-
-        plot(result, args.plot)
     return 0
 
 
@@ -215,7 +211,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="JSON file; default: standard output only")
-    parser.add_argument("--plot", type=Path, help="PNG file, by matplotlib; not with --tune")
     parser.add_argument("--grid", choices=("small", "full"), default="full")
     parser.add_argument(
         "--cell", type=cell_of, action="append", help="BATCH,K,VOCAB,DTYPE in place of the grid"

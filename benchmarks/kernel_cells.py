@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.kernel_timing import Clock, summary, time_in_turn
+from benchmarks.kernel_timing import HostClock, summary, time_in_turn
 from benchmarks.kernel_variants import (
     BASELINES,
     MismatchError,
@@ -24,7 +24,7 @@ Settings = tuple[int, int, int]
 
 
 def time_variants(
-    clock: Clock, shape: Shape, variants: dict[str, Variant], rounds: int
+    clock: HostClock, shape: Shape, variants: dict[str, Variant], rounds: int
 ) -> dict[str, dict[str, Any]]:
     """Times checked variants under a graph, whose outputs are checked again, and without one."""
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
@@ -59,7 +59,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def measure_cell(clock: Clock, shape: Shape, bandwidth: float, rounds: int) -> dict[str, Any]:
+def measure_cell(clock: HostClock, shape: Shape, bandwidth: float, rounds: int) -> dict[str, Any]:
     """All variants of one shape.
 
     Args:
@@ -101,7 +101,7 @@ def launch_candidates(shape: Shape, sms: int) -> Iterator[Settings]:
 
 
 def tune_cell(
-    clock: Clock, shape: Shape, bandwidth: float, rounds: int, limit: int | None = None
+    clock: HostClock, shape: Shape, bandwidth: float, rounds: int, limit: int | None = None
 ) -> dict[str, Any]:
     """Times the kernels at one shape with many launch settings of the reduction, the best first.
 

@@ -2,30 +2,35 @@
 
 `python -m benchmarks.kernel_resources --output benchmarks/results/kernel-resources.json`
 
-Every variant that serving reaches is compiled for sm_80, sm_90, sm_100 and gfx942 with the launch
-settings of `vllm_mars.kernels`; registers, spills and shared memory are read from the binary. Of
+Every variant that serving reaches is compiled for sm_80, sm_90, sm_100 and gfx942 as
+`vllm_mars.kernels` launches it; registers, spills and shared memory are read from the binary. Of
 `top2_kernel` on CUDA the loop over the vocabulary is also counted, in instructions for each logit:
 a kernel that is to reach the memory's bandwidth must stay below what the chip can issue meanwhile.
 Nothing runs, so nothing here is a speed.
 """
 
 import argparse
-import json
+import functools
 import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import JITFunction
 
 from vllm_mars.kernels import counting, greedy, repeats, sections, top2
-from vllm_mars.kernels.terms import CounterStarts
+from vllm_mars.kernels.terms import Drafts, Judgement, LossBudget, Margin, RelaxedBudget
 from vllm_mars.local.provenance import describe_run
+from vllm_mars.local.result_file import write_json
+from vllm_mars.runner.counters import RATIO_EDGES, RATIO_UNIT, CounterLayout
 
 SCHEMA = "vllm-mars/kernel-resources/1"
 TARGETS = {
@@ -36,247 +41,160 @@ TARGETS = {
 }
 # The launch settings and the width of the partial results are those of this vocabulary.
 VOCAB = 128_256
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+# Its rows start at addresses that 16 bytes do not divide.
+ODD_STRIDE = VOCAB + 1
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+_ids = functools.partial(torch.zeros, dtype=torch.int32)
+# A request with two draft tokens, and the row of its bonus token.
+_IDS, _ONE = _ids(2), _ids(1)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One specialisation of a kernel; `types` are its run-time arguments in Triton's notation."""
-
-    name: str
-    kernel: Any
-    types: dict[str, str]
-    constants: dict[str, Any]
-    warps: int = 4
-    aligned: tuple[str, ...] = ("logits_ptr", "best_ptr", "second_ptr", "logits_stride", "vocab")
-    logits_dtype: str = "bf16"
-    options: dict[str, Any] = field(default_factory=dict)
+def _drafts(dtype: str = "bf16", stride: int = VOCAB, **layout: Any) -> Drafts:
+    logits = torch.empty((3, stride), dtype=DTYPES[dtype])[:, :VOCAB]
+    return Drafts(logits, _IDS, _ONE, **{"max_draft_len": 5, **layout})
 
 
-def variants() -> list[Variant]:
-    """Every specialisation that the samplers reach, and those of the public functions."""
-    result = []
+def _margin(per_request: bool = False, **limits: Any) -> Margin:
+    """One theta, or one for each request; some tokens are protected."""
+    theta, gap = (torch.ones(1), torch.ones(1)) if per_request else (0.9, 0.0)
+    return Margin(theta, gap, protected=torch.zeros(VOCAB, dtype=torch.bool), **limits)
+
+
+def variants() -> dict[str, Callable[[], Any]]:
+    """Calls of the launchers by variant: all that the samplers and the public functions reach.
+
+    A name begins with that of the kernel; what else a call launches is another variant.
+    """
+    by_index: dict[str, Any] = {"target_rows": _IDS, "bonus_rows": _ONE}
+    in_order: dict[str, Any] = {"bonus_rows": _ONE}
+    last: dict[str, Any] = {"bonus_row_is_last": True}
+    limits: dict[str, Any] = {
+        "blocked": torch.zeros(2, dtype=torch.int8),
+        "budget": RelaxedBudget(0.5, _ONE, _ONE),
+        "loss_budget": LossBudget(_ONE.long(), 0, _ONE.long(), _ONE),
+    }
+    found: dict[str, Callable[[], Any]] = {}
+
+    def add(name: str, launch: Callable[..., Any], *arguments: Any) -> None:
+        found[name] = functools.partial(launch, *arguments)
+
+    accept, judge = greedy.verify_greedy, greedy.judge_positions
     for dtype in DTYPES:
-        result.append(_top2(f"top2, rows by index, {dtype}", dtype, rows=True))
-        result.append(_top2(f"top2, rows in order, {dtype}", dtype, rows=False))
-    result.append(_top2("top2, rows by index, bf16, odd stride", "bf16", rows=True, odd=True))
-    result.append(_top2("top2, rows by index, bf16, z1 alone", "bf16", rows=True, second=False))
-    for per_request in (False, True):
-        whose = "theta per request" if per_request else "one theta"
-        result.append(_accept(f"accept, bonus rows, {whose}", "rows", per_request))
-        result.append(_accept(f"accept, bonus row last, {whose}", "last", per_request))
-        result.append(_judge(f"judge, {whose}", per_request))
-    result.append(_accept("accept, bonus ids, one theta", "ids", False))
-    result.append(_accept("accept, no bonus", "no", False))
-    result.append(_accept("accept, bonus rows, 128 drafts", "rows", False, max_draft_len=128))
+        add(f"top2, rows by index, {dtype}", top2.reduce_rows, _drafts(dtype, **by_index), True)
+        add(f"top2, rows in order, {dtype}", top2.reduce_rows, _drafts(dtype, **in_order), True)
+    odd = _drafts(stride=ODD_STRIDE, **by_index)
+    add("top2, rows by index, bf16, odd stride", top2.reduce_rows, odd, True)
+    add("top2, rows by index, bf16, z1 alone", top2.reduce_rows, _drafts(**by_index), False)
+    for whose, margin in (("one theta", _margin()), ("theta per request", _margin(True))):
+        add(f"accept, bonus rows, {whose}", accept, _drafts(**by_index), margin)
+        add(f"accept, bonus row last, {whose}", accept, _drafts(**last), margin)
+        add(f"judge, {whose}", judge, _drafts("fp32"), margin)
+    by_ids = _drafts(target_rows=_IDS, bonus_token_ids=_ONE.long())
+    add("accept, bonus ids, one theta", accept, by_ids, _margin())
+    add("accept, no bonus", accept, _drafts(target_rows=_IDS), _margin())
+    longest = _drafts(max_draft_len=128, **by_index)
+    add("accept, bonus rows, 128 drafts", accept, longest, _margin())
     # An engine that counts, with all that requests can bring.
-    result.append(_with_limits(_accept("accept, bonus rows, all limits", "rows", True)))
-    result.append(_with_limits(_accept("accept, bonus row last, all limits", "last", True)))
-    result.append(_with_limits(_judge("judge, all limits", True)))
-    result.append(_priced(_accept("accept, bonus rows, one price", "rows", False), False))
-    result.append(
-        _priced(_accept("accept, bonus row last, price per request", "last", False), True)
+    every = _margin(True, **limits)
+    add("accept, bonus rows, all limits", accept, _drafts(**by_index), every, True)
+    add("accept, bonus row last, all limits", accept, _drafts(**last), every, True)
+    add("judge, all limits", judge, _drafts("fp32"), every, True)
+    one_price, own_price = _margin(price=0.5), _margin(price=torch.ones(1))
+    add("accept, bonus rows, one price", accept, _drafts(**by_index), one_price)
+    add("accept, bonus row last, price per request", accept, _drafts(**last), own_price)
+    every = own_price._replace(**limits)
+    add("accept, bonus rows, price, all limits", accept, _drafts(**by_index), every, True)
+    add("judge, price per request", judge, _drafts("fp32"), own_price)
+    found["count"] = _count
+    found["block"] = _block
+    found["repeat"] = _repeat
+    return found
+
+
+def _count() -> None:
+    layout = CounterLayout(num_speculative_tokens=5)
+    judgement = Judgement(_IDS.to(torch.int8), torch.empty(2, 2), _IDS)
+    counting.count_positions(
+        _drafts(),
+        judgement,
+        _ONE,
+        _margin(),
+        dry_run=False,
+        counts=torch.zeros(layout.size, dtype=torch.int64),
+        starts=layout.starts,
+        ratio_edges=torch.tensor(RATIO_EDGES),
+        ratio_unit=RATIO_UNIT,
     )
-    limited = _with_limits(_accept("accept, bonus rows, price, all limits", "rows", False))
-    result.append(_priced(limited, True))
-    result.append(_priced(_judge("judge, price per request", False), True))
-    result.append(_count())
-    result.append(_block())
-    result.append(_repeat())
-    return result
 
 
-def _top2(name: str, dtype: str, *, rows: bool, odd: bool = False, second: bool = True) -> Variant:
-    _, block, warps = top2.launch_settings(VOCAB, 64)
-    types = {
-        "best_ptr": "*i64",
-        "second_ptr": "*fp32",
-        "logits_ptr": f"*{dtype}",
-        "logits_stride": "i32",
-        "bonus_rows_ptr": "*i32",
-        "num_draft": "i32",
-        "vocab": "i32",
-        "blocks_per_split": "i32",
-    }
-    if rows:
-        types["target_rows_ptr"] = "*i32"
-    constants = {
-        "BLOCK": block,
-        "CHUNK": 16 // DTYPES[dtype],
-        "HAS_TARGET_ROWS": rows,
-        "WITH_SECOND": second,
-    }
-    aligned = Variant.aligned[:3] if odd else Variant.aligned
-    return Variant(name, top2.top2_kernel, types, constants, warps, aligned, dtype)
+def _block() -> None:
+    names = ("states", "scanned", "is_structured", "idx_mapping", "total_len", "cu_num_logits")
+    sections.blocked_rows(
+        **dict.fromkeys(names, _ONE),
+        all_token_ids=_ids(1, 1),
+        input_token_ids=_IDS,
+        tables=(_IDS, _IDS),
+        thinking=(3, 4),
+        only_thinking=True,
+    )
 
 
-def _judged(per_request: bool) -> dict[str, str]:
-    """Types of the arguments that `accept_kernel` and `judge_kernel` share."""
-    threshold = "*fp32" if per_request else "fp32"
-    return {
-        "best_ptr": "*i64",
-        "second_ptr": "*fp32",
-        "logits_ptr": "*bf16",
-        "logits_stride": "i32",
-        "draft_token_ids_ptr": "*i32",
-        "protected_ptr": "*i1",
-        "cu_num_draft_tokens_ptr": "*i32",
-        "theta": threshold,
-        "gap": threshold,
-        **dict.fromkeys(("price", "share", "rate", "burst"), "i32"),
-        "vocab": "i32",
-        "num_splits": "i32",
-    }
+def _repeat() -> None:
+    names = ("idx_mapping", "prompt_len", "total_len", "cu_num_draft_tokens")
+    repeats.block_repeats(
+        _IDS.to(torch.int8),
+        **dict.fromkeys(names, _ONE),
+        all_token_ids=_ids(1, 1),
+        draft_token_ids=_IDS,
+        bonus_row_is_last=True,
+        length=4,
+    )
 
 
-def _shared_constants(per_request: bool, rows: bool) -> dict[str, Any]:
-    _, block, _ = top2.launch_settings(VOCAB, 64)
-    return {
-        "SPLITS": triton.next_power_of_2(triton.cdiv(VOCAB, block)),
-        "HAS_TARGET_ROWS": rows,
-        "HAS_PROTECTED": True,
-        "HAS_BLOCKED": False,
-        "HAS_BUDGET": False,
-        "HAS_LOSS_BUDGET": False,
-        "HAS_PRICE": False,
-        "THETA_PER_REQUEST": per_request,
-        "GAP_PER_REQUEST": per_request,
-        "PRICE_PER_REQUEST": False,
-        "RATE_PER_REQUEST": False,
-        "WITH_SECOND": True,
-    }
+def compile_variant(name: str, target: str) -> Any:
+    """The compiled kernel of a variant; Triton's `CompiledKernel`.
+
+    Args:
+        name: of `variants`.
+        target: of `TARGETS`.
+    """
+    return compile_launch(variants()[name], f"{name.split(',')[0]}_kernel", target)
 
 
-def _accept(name: str, bonus: str, per_request: bool, *, max_draft_len: int = 5) -> Variant:
-    types = {
-        **_judged(per_request),
-        "output_token_ids_ptr": "*i64" if bonus == "last" else "*i32",
-        "num_accepted_ptr": "*i32",
-        "num_relaxed_ptr": "*i32",
-        "lost_ptr": "*i64",
-        "num_draft": "i32",
-        "max_draft_len": "i32",
-    }
-    if bonus == "ids":
-        types["bonus_token_ids_ptr"] = "*i64"
-    if bonus != "last":
-        types["target_rows_ptr"] = "*i32"
-    constants = {
-        **_shared_constants(per_request, rows=bonus != "last"),
-        "POSITIONS": greedy.num_positions(max_draft_len),
-        "BONUS": bonus,
-        "WITH_VERDICTS": False,
-        "DRY_RUN": False,
-    }
-    options = {"enable_fp_fusion": False}
-    return Variant(name, greedy.accept_kernel, types, constants, options=options)
+def compile_launch(launch: Callable[[], Any], kernel_name: str, target: str) -> Any:
+    """The kernel of this name as a call launches it, compiled instead.
+
+    Args:
+        launch: calls the launchers of kernels with tensors on the CPU.
+        kernel_name: the other kernels that it launches are passed over.
+        target: of `TARGETS`.
+    """
+    compiled: list[Any] = []
+
+    def instead_of_launching(kernel: JITFunction, grid: Any) -> Callable[..., None]:
+        def compile_it(*args: Any, **kwargs: Any) -> None:
+            if kernel.fn.__name__ == kernel_name:
+                compiled.append(kernel.warmup(*args, grid=grid, **kwargs))
+
+        return compile_it
+
+    # Triton asks its driver what to compile for, and keeps what it compiled by device.
+    driver = SimpleNamespace(
+        get_current_device=lambda: target,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: TARGETS[target],
+    )
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", driver),
+        mock.patch.object(JITFunction, "__getitem__", instead_of_launching),
+    ):
+        launch()
+    (kernel,) = compiled
+    return kernel
 
 
-def _judge(name: str, per_request: bool) -> Variant:
-    types = {
-        **_judged(per_request),
-        "logits_ptr": "*fp32",
-        "verdicts_ptr": "*i8",
-        "losses_ptr": "*i32",
-    }
-    constants = {
-        **_shared_constants(per_request, rows=False),
-        "POSITIONS": greedy.num_positions(0),
-        "WITH_VALUES": False,
-    }
-    options = {"enable_fp_fusion": False}
-    return Variant(name, greedy.judge_kernel, types, constants, options=options)
-
-
-def _with_limits(variant: Variant) -> Variant:
-    """The same with blocked positions, both budgets, and verdicts for the counters."""
-    types = {
-        **variant.types,
-        "blocked_ptr": "*i8",
-        "budget_used_ptr": "*i32",
-        "budget_lost_ptr": "*i64",
-        "budget_produced_ptr": "*i32",
-        "rate": "*i64",
-        "top2_values_ptr": "*fp32",
-        "verdicts_ptr": "*i8",
-        "losses_ptr": "*i32",
-    }
-    here = ("HAS_BLOCKED", "HAS_BUDGET", "HAS_LOSS_BUDGET", "RATE_PER_REQUEST")
-    constants = {**variant.constants, **dict.fromkeys(here, True)}
-    wanted = "WITH_VALUES" if "WITH_VALUES" in constants else "WITH_VERDICTS"
-    return replace(variant, types=types, constants={**constants, wanted: True})
-
-
-def _priced(variant: Variant, per_request: bool) -> Variant:
-    """The same with a price, which reads z2 only for the counters."""
-    types = {**variant.types, "price": "*fp32" if per_request else "i32"}
-    counts = variant.constants.get("WITH_VERDICTS") or variant.constants.get("WITH_VALUES")
-    constants = {
-        **variant.constants,
-        **{"HAS_PRICE": True, "PRICE_PER_REQUEST": per_request, "WITH_SECOND": bool(counts)},
-    }
-    return replace(variant, types=types, constants=constants)
-
-
-def _count() -> Variant:
-    types = {
-        "counts_ptr": "*i64",
-        "top2_values_ptr": "*fp32",
-        "verdicts_ptr": "*i8",
-        "losses_ptr": "*i32",
-        "num_accepted_ptr": "*i32",
-        "draft_token_ids_ptr": "*i32",
-        "cu_num_draft_tokens_ptr": "*i32",
-        "edges_ptr": "*fp32",
-        **{"theta": "fp32", "gap": "fp32", "units": "fp32"},
-        **dict.fromkeys((f"{name}_start" for name in CounterStarts._fields), "i32"),
-        "num_edges": "i32",
-    }
-    constants = {
-        **{"EDGES": 16, "POSITIONS": 8, "DRY_RUN": False},
-        **{"THETA_PER_REQUEST": False, "GAP_PER_REQUEST": False},
-    }
-    options = {"enable_fp_fusion": False}
-    return Variant("count", counting.count_kernel, types, constants, warps=1, options=options)
-
-
-def _block() -> Variant:
-    names = sections.block_kernel.arg_names
-    types = {name: "*i32" if name.endswith("_ptr") else "i32" for name in names}
-    types["blocked_ptr"] = "*i8"
-    del types["ONLY_THINKING"]
-    return Variant("block", sections.block_kernel, types, {"ONLY_THINKING": True}, warps=1)
-
-
-def _repeat() -> Variant:
-    names = repeats.repeat_kernel.arg_names
-    types = {name: "*i32" if name.endswith("_ptr") else "i32" for name in names if name.islower()}
-    types["blocked_ptr"] = "*i8"
-    constants = {
-        **{"BONUS_ROW_IS_LAST": True, "LENGTH": 4},
-        **{"DRAFTS": repeats.DRAFTS, "BLOCK": repeats.BLOCK},
-    }
-    return Variant("repeat", repeats.repeat_kernel, types, constants)
-
-
-def compile_variant(variant: Variant, target: GPUTarget) -> Any:
-    """The compiled kernel of a variant; Triton's `CompiledKernel`."""
-    names = variant.kernel.arg_names
-    signature = {name: variant.types.get(name, "constexpr") for name in names}
-    divisible = {
-        (names.index(name),): [["tt.divisibility", 16]]
-        for name in variant.aligned
-        if name in variant.types
-    }
-    constants = {
-        name: variant.constants.get(name) for name in names if signature[name] == "constexpr"
-    }
-    source = ASTSource(variant.kernel, signature, constants, divisible)
-    options = {"num_warps": variant.warps, **variant.options}
-    return triton.compile(source, target=target, options=options)
-
-
-def resources(variant: Variant, compiled: Any) -> dict[str, int | float]:
+def resources(compiled: Any) -> dict[str, int | float]:
     """Registers of a thread, bytes it spills, bytes of shared memory, and counts of the loop."""
     if "amdgcn" in compiled.asm:
         code = compiled.asm["amdgcn"]
@@ -297,9 +215,11 @@ def resources(variant: Variant, compiled: Any) -> dict[str, int | float]:
         "shared_bytes": compiled.metadata.shared,
         "wide_loads": len(re.findall(r"LDG\.E(?:\.\w+)*\.128", code)),
     }
-    if variant.kernel is top2.top2_kernel:
-        logits = variant.constants["BLOCK"] / (32 * variant.warps)
-        found["loop_instructions_per_logit"] = round(len(loop_body(code)) / logits, 2)
+    if compiled.metadata.name == "top2_kernel":
+        _, block, warps = top2.launch_settings(VOCAB, 1)
+        found["loop_instructions_per_logit"] = round(
+            len(loop_body(code)) / (block / (32 * warps)), 2
+        )
     return found
 
 
@@ -340,21 +260,14 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="JSON file; default: standard output only")
     args = parser.parse_args()
     rows = []
-    for variant in variants():
-        for name, target in TARGETS.items():
-            found = resources(variant, compile_variant(variant, target))
-            rows.append({"variant": variant.name, "target": name, **found})
+    for name in variants():
+        for target in TARGETS:
+            found = resources(compile_variant(name, target))
+            rows.append({"variant": name, "target": target, **found})
             print(rows[-1])
     if args.output:
-        result = {
-            "schema": SCHEMA,
-            **describe_run(None),
-            "triton": triton.__version__,
-            "vocab": VOCAB,
-            "kernels": rows,
-        }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        head = {"schema": SCHEMA, **describe_run(None), "triton": triton.__version__}
+        write_json(args.output, {**head, "vocab": VOCAB, "kernels": rows})
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Clocks for `benchmarks.kernel`: CUDA events around a call with a cold L2 cache, or the host's."""
+"""Clocks for benchmarks: the host's, or CUDA events around a call with a cold L2 cache."""
 
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,26 +11,32 @@ Call = Callable[[], Any]
 Name = TypeVar("Name")
 
 
-class Clock(Protocol):
-    """A way to time calls."""
+class HostClock:
+    """Times calls on a CPU; where it interprets kernels, in a dry run, the numbers mean nothing."""
 
-    device: torch.device
+    device = torch.device("cpu")
 
     def describe(self) -> dict[str, Any]:
         """The device and how it is timed, for the result file."""
+        return {"name": "cpu", "sms": 4, "l2_bytes": 0, "timing": "not meaningful"}
 
     def capture(self, call: Call) -> tuple[Call, Any]:
         """A replay of a call as a CUDA graph, and the outputs that each replay writes again."""
+        raise RuntimeError("a CPU has no CUDA graphs")
 
     def time(self, call: Call) -> float:
-        """Microseconds of one call that meets a cold L2 cache."""
+        """Microseconds of one call."""
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e6
 
     def copy_bytes(self) -> int:
         """Size of the buffers with which bandwidth is measured."""
+        return 2**20
 
 
-class GpuClock:
-    """Times calls on the stream of one GPU."""
+class GpuClock(HostClock):
+    """Times calls on the stream of one GPU, each with a cold L2 cache."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -78,32 +84,8 @@ class GpuClock:
         return 2**31
 
 
-class HostClock:
-    """The dry run's clock, on a CPU; its numbers mean nothing."""
-
-    device = torch.device("cpu")
-
-    def describe(self) -> dict[str, Any]:
-        """The device and how it is timed."""
-        return {"name": "cpu", "sms": 4, "l2_bytes": 0, "timing": "not meaningful"}
-
-    def capture(self, call: Call) -> tuple[Call, Any]:
-        """Refuses."""
-        raise RuntimeError("a CPU has no CUDA graphs")
-
-    def time(self, call: Call) -> float:
-        """Microseconds of one call."""
-        begin = time.perf_counter()
-        call()
-        return (time.perf_counter() - begin) * 1e6
-
-    def copy_bytes(self) -> int:
-        """Small."""
-        return 2**20
-
-
 def time_in_turn(
-    clock: Clock, calls: dict[Name, Call], rounds: int, warmup: int = 3
+    clock: HostClock, calls: dict[Name, Call], rounds: int, warmup: int = 3
 ) -> dict[Name, list[float]]:
     """Times the calls in turn, each round in another order, and returns microseconds.
 
@@ -131,7 +113,7 @@ def summary(runs: list[float]) -> dict[str, Any]:
     }
 
 
-def measure_bandwidth(clock: Clock) -> dict[str, Any]:
+def measure_bandwidth(clock: HostClock) -> dict[str, Any]:
     """Bandwidth of the device's memory in GB/s, by two reductions and a copy.
 
     The best of them is what kernels are held against: torch's reductions alone can fall short of

@@ -93,6 +93,13 @@ class Step:
         )
 
     @functools.cached_property
+    def input_tokens(self) -> torch.Tensor:
+        """`[batch * (k + 1)]` int32: a row's draft token is the model's input at the next row."""
+        inputs = self.drafts.new_zeros(self.shape.batch, self.shape.k + 1)
+        inputs[:, 1:] = self.drafts.view(self.shape.batch, self.shape.k)
+        return inputs.flatten()
+
+    @functools.cached_property
     def strict(self) -> torch.Tensor:
         """`[batch, k + 1]` int32, what strict verification emits."""
         tokens: torch.Tensor = self.verify(1.0)(backend="torch").output_token_ids
@@ -200,12 +207,10 @@ def mars_per_request(step: Step) -> Variant:
 def mars_v2(step: Step) -> Variant:
     """The Triton kernels as the V2 sampler calls them: rows in order, input tokens as drafts."""
     batch, k, _, _ = step.shape
-    inputs = torch.zeros(batch, k + 1, device=step.logits.device, dtype=torch.int32)
-    inputs[:, 1:] = step.drafts.view(batch, k)
     call = functools.partial(
         verify_input_tokens,
         step.logits,
-        inputs.flatten(),
+        step.input_tokens,
         torch.arange(1, batch + 1, device=step.logits.device, dtype=torch.int32) * (k + 1),
         THETA,
         k,
@@ -265,34 +270,33 @@ def torch_topk(step: Step) -> Variant:
     return Variant(call, _all_fields, _all_fields(call()), step.shape.logits_bytes)
 
 
-def vllm_v1(step: Step, spec_config: object = None, strict: bool = True) -> Variant:
-    """`RejectionSampler.forward` of vLLM's V1 model runner, all requests greedy."""
-    # Greedy requests never reach FlashInfer's sampler; without it nothing is compiled for it.
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
+def v1_inputs(step: Step, temperature: float = 0.0, top_p: float | None = None) -> tuple[Any, Any]:
+    """What the V1 model runner gives its rejection sampler beside the logits.
+
+    Args:
+        step: the drafts.
+        temperature: of all requests; 0 is greedy.
+        top_p: of all requests; None for none.
+
+    Returns:
+        `SpecDecodeMetadata` and `SamplingMetadata`.
+    """
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.sample.sampler import Sampler
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
     batch, k, _, _ = step.shape
     device = step.logits.device
-    if device.type == "cpu":
-        current_platform.import_kernels()
-        if not HAS_TRITON:
-            current_platform.register_triton_kernel_overrides()
     metadata = SpecDecodeMetadata.make_dummy([[0] * k] * batch, device)
     metadata.draft_token_ids = step.drafts
     metadata.target_logits_indices = step.target_rows
     metadata.bonus_logits_indices = step.bonus_rows
     neutral = torch.zeros(batch, device=device)
-    sampling = SamplingMetadata(
-        temperature=None,
-        all_greedy=True,
-        all_random=False,
-        top_p=None,
+    return metadata, SamplingMetadata(
+        temperature=neutral + temperature if temperature else None,
+        all_greedy=not temperature,
+        all_random=bool(temperature),
+        top_p=None if top_p is None else neutral + top_p,
         top_k=None,
         generators={},
         max_num_logprobs=None,
@@ -306,7 +310,24 @@ def vllm_v1(step: Step, spec_config: object = None, strict: bool = True) -> Vari
         bad_words_token_ids={},
         logitsprocs=LogitsProcessors(),
     )
+
+
+def vllm_v1(step: Step, spec_config: object = None, strict: bool = True) -> Variant:
+    """`RejectionSampler.forward` of vLLM's V1 model runner, all requests greedy."""
+    # Greedy requests never reach FlashInfer's sampler; without it nothing is compiled for it.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+
+    device = step.logits.device
+    if device.type == "cpu":
+        current_platform.import_kernels()
+        if not HAS_TRITON:
+            current_platform.register_triton_kernel_overrides()
     sampler = RejectionSampler(Sampler(), spec_config, device)
+    metadata, sampling = v1_inputs(step)
     return Variant(
         run=lambda: (sampler(metadata, None, step.logits, sampling).sampled_token_ids,),
         answer=_only,
@@ -325,9 +346,6 @@ def vllm_v2(step: Step, strict: bool = True, **options: Any) -> Variant:
     batch, k, _, _ = step.shape
     device = step.logits.device
     requests = torch.arange(batch, device=device, dtype=torch.int32)
-    # A row's draft token is the model's input at the next row.
-    inputs = torch.zeros(batch, k + 1, device=device, dtype=torch.int32)
-    inputs[:, 1:] = step.drafts.view(batch, k)
     offsets = torch.arange(k + 1, device=device, dtype=torch.int32)
 
     def answer(outputs: Outputs) -> torch.Tensor:
@@ -340,7 +358,7 @@ def vllm_v2(step: Step, strict: bool = True, **options: Any) -> Variant:
             rejection_sample,
             step.logits,
             None,
-            inputs.flatten(),
+            step.input_tokens,
             torch.arange(batch + 1, device=device, dtype=torch.int32) * (k + 1),
             offsets.long().repeat(batch),
             requests,

@@ -2,24 +2,24 @@
 
 `python -m benchmarks.sampler --output benchmarks/results/sampler-cpu.json`
 
-Both samplers verify the same logits and drafts in turn, A B A B ..., so a drift of the machine's
-speed meets both; the ratio is taken pair by pair. Drafts are the target's first choice with
-probability 0.6, else its second or third, which is about what a draft model does. The second part
-times the ways to reduce the rows that the torch backend could take.
+Both samplers verify the same logits and drafts in turn, so a drift of the machine's speed meets
+both; the ratio is taken pair by pair. Drafts are the target's first choice with probability 0.6,
+else its second or third, which is about what a draft model does. The second part times the ways to
+reduce the rows that the torch backend could take.
 """
 
 import argparse
 import functools
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.kernel_timing import HostClock, summary, time_in_turn
+from benchmarks.kernel_variants import Shape, make_step, v1_inputs
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 
@@ -31,72 +31,12 @@ NGRAM = 4
 ANSWER = 512
 
 
-def time_in_turn(
-    variants: dict[str, Callable[[], object]], runs: int, warmup: int = 3
-) -> dict[str, list[float]]:
-    """Runs the variants in turn and returns the seconds of each counted run."""
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for run in range(warmup + runs):
-        for name, function in variants.items():
-            start = time.perf_counter()
-            function()
-            elapsed = time.perf_counter() - start
-            if run >= warmup:
-                seconds[name].append(elapsed)
-    return seconds
-
-
-def summary(seconds: list[float]) -> dict[str, Any]:
-    """Median, 20th and 80th percentile in milliseconds, with the raw runs."""
-    ordered = sorted(seconds)
+def in_milliseconds(runs: list[float]) -> dict[str, Any]:
+    """Median, 20th and 80th percentile, with the raw runs, of runs in microseconds."""
     return {
-        "median_ms": statistics.median(ordered) * 1e3,
-        "p20_ms": ordered[int(0.2 * (len(ordered) - 1))] * 1e3,
-        "p80_ms": ordered[int(0.8 * (len(ordered) - 1))] * 1e3,
-        "runs_ms": [value * 1e3 for value in seconds],
+        f"{name}_ms": [run / 1e3 for run in value] if name == "runs" else value / 1e3
+        for name, value in summary(runs).items()
     }
-
-
-def step(batch: int, temperature: float, top_p: float | None) -> tuple[Any, torch.Tensor, Any]:
-    """One step's metadata, raw logits `[batch * (K + 1), vocab]` and sampling metadata."""
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-    torch.manual_seed(0)
-    rows = batch * (NUM_DRAFT_TOKENS + 1)
-    logits = torch.randn(rows, VOCAB) * 3
-    metadata = SpecDecodeMetadata.make_dummy([[0] * NUM_DRAFT_TOKENS] * batch, logits.device)
-    is_bonus = torch.arange(rows) % (NUM_DRAFT_TOKENS + 1) == NUM_DRAFT_TOKENS
-    metadata.bonus_logits_indices = is_bonus.nonzero().squeeze(1).int()
-    metadata.target_logits_indices = (~is_bonus).nonzero().squeeze(1).int()
-    best = logits[metadata.target_logits_indices].topk(3).indices
-    rank = torch.multinomial(torch.tensor([0.6, 0.25, 0.15]), len(best), replacement=True)
-    metadata.draft_token_ids = best.gather(1, rank[:, None]).squeeze(1).int()
-    greedy = temperature == 0
-    neutral = torch.zeros(batch)
-    return (
-        metadata,
-        logits,
-        SamplingMetadata(
-            temperature=None if greedy else torch.full((batch,), temperature),
-            all_greedy=greedy,
-            all_random=not greedy,
-            top_p=None if top_p is None else torch.full((batch,), top_p),
-            top_k=None,
-            generators={},
-            max_num_logprobs=None,
-            no_penalties=True,
-            prompt_token_ids=None,
-            frequency_penalties=neutral,
-            presence_penalties=neutral,
-            repetition_penalties=neutral,
-            output_token_ids=[[] for _ in range(batch)],
-            allowed_token_ids_mask=None,
-            bad_words_token_ids={},
-            logitsprocs=LogitsProcessors(),
-        ),
-    )
 
 
 def measure_samplers(runs: int) -> list[dict[str, Any]]:
@@ -140,28 +80,29 @@ def measure_samplers(runs: int) -> list[dict[str, Any]]:
             ("temperature 0.8", 0.8, None),
             ("temperature 0.8, top-p 0.9", 0.8, 0.9),
         ):
-            metadata, logits, sampling = step(batch, temperature, top_p)
-
-            seconds = time_in_turn(
+            step = make_step(Shape(batch, NUM_DRAFT_TOKENS, VOCAB, "fp32"), device)
+            metadata, sampling = v1_inputs(step, temperature, top_p)
+            times = time_in_turn(
+                HostClock(),
                 {
-                    key: functools.partial(sampler, metadata, None, logits, sampling)
+                    key: functools.partial(sampler, metadata, None, step.logits, sampling)
                     for key, sampler in samplers.items()
                 },
                 runs,
             )
-            ratios = [m / v for m, v in zip(seconds["mars"], seconds["vllm"], strict=True)]
+            ratios = [m / v for m, v in zip(times["mars"], times["vllm"], strict=True)]
             counting_adds, guard_adds = (
-                [s - m for s, m in zip(seconds[key], seconds["mars"], strict=True)]
+                [s - m for s, m in zip(times[key], times["mars"], strict=True)]
                 for key in ("mars_counting", "mars_guarded")
             )
             results.append(
                 {
                     "batch": batch,
                     "requests": name,
-                    **{key: summary(values) for key, values in seconds.items()},
+                    **{key: in_milliseconds(values) for key, values in times.items()},
                     "median_ratio_mars_to_vllm": statistics.median(ratios),
-                    "median_ms_counting_adds": statistics.median(counting_adds) * 1e3,
-                    "median_ms_guard_adds": statistics.median(guard_adds) * 1e3,
+                    "median_ms_counting_adds": statistics.median(counting_adds) / 1e3,
+                    "median_ms_guard_adds": statistics.median(guard_adds) / 1e3,
                 }
             )
     return results
@@ -189,7 +130,8 @@ def measure_reductions(runs: int) -> dict[str, Any]:
         logits.max(dim=-1)
         (logits > draft_logits[:, None]).sum(-1)
 
-    seconds = time_in_turn(
+    times = time_in_turn(
+        HostClock(),
         {
             "torch: top-2": lambda: logits.topk(2, dim=-1),
             "torch: max and argmax": lambda: logits.max(dim=-1),
@@ -200,7 +142,7 @@ def measure_reductions(runs: int) -> dict[str, Any]:
         },
         runs,
     )
-    return {name: summary(values) for name, values in seconds.items()}
+    return {name: in_milliseconds(values) for name, values in times.items()}
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The GPU benchmark, without a GPU: its dry run, its gate and its verdicts."""
+"""The GPU benchmark, without a GPU: its dry run, its gate and the outcomes of its goals."""
 
 import importlib
 import json
@@ -43,11 +43,10 @@ def test_without_a_gpu_it_says_so_and_ends_with_2():
 
 
 @pytest.mark.nightly
-def test_dry_run_checks_every_cell_and_writes_both_files(tmp_path):
-    output, picture = tmp_path / "new" / "kernel.json", tmp_path / "kernel.png"
-    child = run("--dry-run", "--output", str(output), "--plot", str(picture), **INTERPRETED)
+def test_dry_run_checks_every_cell_and_writes_the_file(tmp_path):
+    output = tmp_path / "new" / "kernel.json"
+    child = run("--dry-run", "--output", str(output), **INTERPRETED)
     assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
-    assert picture.read_bytes().startswith(b"\x89PNG")
     result = json.loads(output.read_text())
     assert result["schema"] == "vllm-mars/kernel/1"
     assert result["timing"] == "not meaningful"
@@ -210,8 +209,8 @@ def measured(batch, vocab, *, microseconds, share, speedups, graph=True):
     }
 
 
-def test_verdicts():
-    from benchmarks.kernel import judge
+def test_outcomes():
+    from benchmarks.kernel import outcomes
 
     v1, v2 = "vLLM V1, strict", "vLLM V2, strict"
     cells = [
@@ -220,12 +219,12 @@ def test_verdicts():
         measured(64, 128_256, microseconds=30.0, share=0.5, speedups={v1: 3.0, v2: 1.5}),
     ]
     # 98.5 MB at the last one: the goal for the bandwidth does not look at it.
-    assert [goal["result"] for goal in judge(cells)] == ["PASS", "PASS", "PASS", "MISS"]
+    assert [goal["result"] for goal in outcomes(cells)] == ["PASS", "PASS", "PASS", "MISS"]
     cells[0]["variants"]["mars"]["graph"]["median"] = 10.1
     cells[1]["variants"]["mars"]["share_of_bandwidth"] = 0.89
     del cells[2]["speedup_of_mars_over"]["graph"][v1]
-    goals = judge(cells)
+    goals = outcomes(cells)
     assert [goal["result"] for goal in goals] == ["MISS", "MISS", "PASS", "MISS"]
     assert goals[2]["measured"] == {"batch 64, K 5, vocab 128256, bf16 (eager)": 9.0}
     no_graph = measured(1, 151_936, microseconds=1, share=1, speedups={}, graph=False)
-    assert {goal["result"] for goal in judge([no_graph])} == {"not measured"}
+    assert {goal["result"] for goal in outcomes([no_graph])} == {"not measured"}

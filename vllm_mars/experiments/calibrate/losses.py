@@ -9,6 +9,7 @@ from vllm_mars.experiments.calibrate.offline import Conversation
 from vllm_mars.experiments.calibrate.predictions import CONFIDENCE, Floats, Point, resamples
 from vllm_mars.experiments.quality.scores import task_scores
 from vllm_mars.experiments.sweep.datasets import Item
+from vllm_mars.local.intervals import interval
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,9 @@ def compare(
         samples = numerator[chosen].sum(1) / tokens[chosen].sum(1) - (
             minus[chosen].sum(1) / strict_tokens[chosen].sum(1)
         )
-        low, high = np.quantile(samples, (0.025, 0.975))
         return Measure(
-            value=float(numerator.sum() / tokens.sum() - minus.sum() / strict_tokens.sum()),
-            low=float(low),
-            high=float(high),
+            float(numerator.sum() / tokens.sum() - minus.sum() / strict_tokens.sum()),
+            *interval(samples),
             kept_share=float((samples <= budget).mean()),
         )
 
@@ -130,10 +129,8 @@ def recovery(relaxed: Floats, strict: Floats, wanted: float) -> Measure:
     """
     chosen = resamples(len(strict))
     left, whole = relaxed[chosen].sum(1), strict[chosen].sum(1)
-    low, high = np.quantile(left[whole > 0] / whole[whole > 0], (0.025, 0.975))
     return Measure(
-        value=float(relaxed.sum() / strict.sum()),
-        low=float(low),
-        high=float(high),
+        float(relaxed.sum() / strict.sum()),
+        *interval(left[whole > 0] / whole[whole > 0]),
         kept_share=float((left >= wanted * whole).mean()),
     )

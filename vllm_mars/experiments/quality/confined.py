@@ -50,28 +50,24 @@ run()
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Ending:
     """How a program ended.
 
     Attributes:
         passed: whether it ran to its end without an exception.
         reason: the end of its error output, or what ended it; "" where it passed.
+        own_network: whether it is known to have had a network namespace of its own.
     """
 
     passed: bool
-    reason: str
-
-
-def run_confined(program: str) -> Verdict:
-    """Runs a Python program and says whether it reached its end."""
-    return _run(program)[0]
+    reason: str = ""
+    own_network: bool = False
 
 
 @functools.cache
 def confinement() -> str:
     """Says in words how generated code is confined on this machine."""
-    _, namespace = _run("pass")
-    network = "a network namespace of its own and " if namespace else ""
+    network = "a network namespace of its own and " if run_confined("pass").own_network else ""
     return (
         f"Generated code ran in a child process with {CPU_SECONDS} s of CPU time, "
         f"{WALL_SECONDS:g} s of wall time, {MEMORY_BYTES // 2**20} MiB of memory, {network}an "
@@ -79,13 +75,15 @@ def confinement() -> str:
     )
 
 
-def _run(program: str) -> tuple[Verdict, bool]:
+def run_confined(program: str) -> Ending:
+    """Runs a Python program and says whether it reached its end."""
     # The token, unknown to the program, tells its end from an early exit(0).
     token = secrets.token_hex(8)
     limits = (CPU_SECONDS, MEMORY_BYTES, FILE_BYTES)
     sent = "\0".join([token, program.replace("\0", ""), *map(str, limits)])
-    with tempfile.TemporaryDirectory(prefix="vllm-mars-code-") as directory:
-        child = subprocess.Popen(
+    with (
+        tempfile.TemporaryDirectory(prefix="vllm-mars-code-") as directory,
+        subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -93,22 +91,19 @@ def _run(program: str) -> tuple[Verdict, bool]:
             cwd=directory,
             env={},
             start_new_session=True,
-        )
+        ) as child,
+    ):
         try:
             out, err = child.communicate(sent.encode(errors="replace"), WALL_SECONDS)
         except subprocess.TimeoutExpired:
-            return Verdict(False, f"it ran longer than {WALL_SECONDS:g} s"), False
+            return Ending(False, f"it ran longer than {WALL_SECONDS:g} s")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            for pipe in (child.stdin, child.stdout, child.stderr):
-                if pipe is not None:
-                    pipe.close()
     words = out.decode(errors="replace").split()
     if len(words) >= 2 and words[-2] == token:
-        return Verdict(True, ""), words[-1] == "1"
+        return Ending(True, own_network=words[-1] == "1")
     if child.returncode < 0:
-        return Verdict(False, f"ended by {signal.Signals(-child.returncode).name}"), False
+        return Ending(False, f"ended by {signal.Signals(-child.returncode).name}")
     tail = err.decode(errors="replace").strip().splitlines()[-1:]
-    return Verdict(False, tail[0] if tail else "it ended before its test"), False
+    return Ending(False, tail[0] if tail else "it ended before its test")

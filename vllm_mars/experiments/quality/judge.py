@@ -199,7 +199,6 @@ def reference_cell(key: CellKey, measured: Sequence[Cell]) -> Cell | None:
     Returns:
         The one of the same concurrency and repeat, else the nearest there is, else None.
     """
-    wanted = key.reference()
     same = [
         cell
         for cell in measured
@@ -210,8 +209,8 @@ def reference_cell(key: CellKey, measured: Sequence[Cell]) -> Cell | None:
     return min(
         same,
         key=lambda cell: (
-            cell.key.concurrency != wanted.concurrency,
-            cell.key.repeat != wanted.repeat,
+            cell.key.concurrency != key.concurrency,
+            cell.key.repeat != key.repeat,
             cell.key.concurrency,
             cell.key.repeat,
         ),

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_mars.config import METRICS
-from vllm_mars.experiments.quality.intervals import ALPHA
 from vllm_mars.experiments.sweep.summary import Row
-from vllm_mars.local.intervals import RESAMPLES
+from vllm_mars.local.intervals import RESAMPLES, interval
 
 # What is known of an answer.
 TOKENS, CLOCK, SECONDS, COST = range(4)
@@ -121,5 +120,4 @@ def _interval(samples: Any) -> Interval | None:
     medians = np.median(samples, axis=0)
     if np.isnan(medians).any():
         return None
-    low, high = np.percentile(medians[1:], [100 * ALPHA / 2, 100 * (1 - ALPHA / 2)])
-    return Interval(float(medians[0]), float(low), float(high))
+    return Interval(float(medians[0]), *interval(medians[1:]))

@@ -3,7 +3,6 @@
 A cell is what one client measured on one server with one setting of everything, once.
 """
 
-import dataclasses
 import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -145,21 +144,6 @@ class CellKey:
         ]
         return ("" if self.protected is not False else " unprotected") + "".join(words)
 
-    def reference(self) -> "CellKey":
-        """The key of the autoregressive cell on the same prompts that quality is compared with."""
-        return dataclasses.replace(
-            self,
-            method="autoregressive",
-            draft=NO_DRAFT,
-            k=0,
-            metric=None,
-            theta=None,
-            gap=None,
-            price=None,
-            protected=None,
-            options="",
-        )
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -242,11 +226,6 @@ class Speed:
     def tokens_per_second(self) -> float:
         """Output tokens of all requests per second."""
         return self.output_tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def tokens_per_answer(self) -> float:
-        """Mean length of an answer."""
-        return self.output_tokens / self.requests if self.requests else 0.0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,14 +200,15 @@ def print_rows(found: Sequence[Row], console: Any) -> None:
         table = Table(
             title=f"{model}, {dataset}, temperature {temperature:g}, concurrency {concurrency}"
         )
-        for name in ("rule", "draft", "tokens/s", "x autoregr.", "x standard", "accepted length"):
-            table.add_column(name, justify="left" if name in ("rule", "draft") else "right")
-        for name in ("s/answer", "tokens/answer", "NLL", "loss", "repeats", "agreement"):
-            table.add_column(name, justify="right")
-        for name in ("task score", "samples"):
+        for name in ("rule", "draft"):
+            table.add_column(name)
+        for name in _FIGURES:
             table.add_column(name, justify="right")
         for row in group:
-            table.add_row(*_cells_of(row))
+            measured = [figure(row) for figure in _FIGURES.values()] if row.cells else []
+            draft = f"{row.key.draft} K{row.key.k}" if row.key.k else ""
+            # A row without figures says why.
+            table.add_row(row.key.rule, draft, *(measured or [row.problem.split(":")[0]]))
         console.print(table)
     for equal in equal_acceptance(found):
         beside = [
@@ -222,27 +223,6 @@ def print_rows(found: Sequence[Row], console: Any) -> None:
                 highlight=False,
                 soft_wrap=True,
             )
-
-
-def _cells_of(row: Row) -> list[str]:
-    key = row.key
-    start = [key.rule, f"{key.draft} K{key.k}" if key.k else ""]
-    if not row.cells:
-        return [*start, row.problem.split(":")[0]]
-    return [
-        *start,
-        _number(row.tokens_per_second, ".1f"),
-        *(_number(value, ".2f") for value in (row.speedup, row.over_standard)),
-        _number(row.acceptance_length, ".2f"),
-        _mean(row, "seconds", ".2f"),
-        _mean(row, "output_tokens", ".1f"),
-        _mean(row, "nll", ".3f"),
-        _mean(row, "loss", ".4f"),
-        _mean(row, "repeated_4grams", ".3f"),
-        _mean(row, "agreement", ".2f"),
-        _number(_task_score(row), ".2f"),
-        str(max((item.samples for item in row.estimates), default="")),
-    ]
 
 
 def _task_score(row: Row) -> float | None:
@@ -260,3 +240,19 @@ def _number(value: float | None, form: str) -> str:
 def _mean(row: Row, name: str, form: str) -> str:
     found = row.estimate(name)
     return _number(found.value if found else None, form)
+
+
+_FIGURES: dict[str, Callable[[Row], str]] = {
+    "tokens/s": lambda row: _number(row.tokens_per_second, ".1f"),
+    "x autoregr.": lambda row: _number(row.speedup, ".2f"),
+    "x standard": lambda row: _number(row.over_standard, ".2f"),
+    "accepted length": lambda row: _number(row.acceptance_length, ".2f"),
+    "s/answer": lambda row: _mean(row, "seconds", ".2f"),
+    "tokens/answer": lambda row: _mean(row, "output_tokens", ".1f"),
+    "NLL": lambda row: _mean(row, "nll", ".3f"),
+    "loss": lambda row: _mean(row, "loss", ".4f"),
+    "repeats": lambda row: _mean(row, "repeated_4grams", ".3f"),
+    "agreement": lambda row: _mean(row, "agreement", ".2f"),
+    "task score": lambda row: _number(_task_score(row), ".2f"),
+    "samples": lambda row: str(max((item.samples for item in row.estimates), default="")),
+}
