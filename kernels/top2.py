@@ -112,7 +112,7 @@ def top2_kernel(
     logits_stride,
     # [num_draft] or None
     target_rows_ptr,
-    # [batch] or None
+    # [batch]
     bonus_rows_ptr,
     num_draft,
     vocab,
@@ -226,6 +226,8 @@ def reduce_rows(drafts: Drafts, with_second: bool) -> tuple[torch.Tensor, torch.
             torch.empty(key[1], dtype=torch.float32, device=logits.device),
         )
     best, second = _WORKSPACE[key]
+    # Triton compiles the branch of the bonus rows without them, too, and needs a pointer there.
+    bonus_rows = drafts.cu_num_draft_tokens if drafts.bonus_rows is None else drafts.bonus_rows
     if num_rows:
         top2_kernel[(num_rows, num_splits)](
             best,
@@ -233,7 +235,7 @@ def reduce_rows(drafts: Drafts, with_second: bool) -> tuple[torch.Tensor, torch.
             logits,
             logits.stride(0),
             drafts.target_rows,
-            drafts.bonus_rows,
+            bonus_rows,
             num_draft,
             vocab,
             blocks_per_split,
