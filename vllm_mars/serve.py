@@ -23,14 +23,14 @@ from ray.serve import Application
 from ray.serve.llm import LLMConfig, build_openai_app
 from ray.serve.llm.deployment import LLMServer
 
-from vllm_mars.config import METHOD, split_speculative_config
-from vllm_mars.local.drafts import NGRAM, speculative_config
+from vllm_mars.config import split_speculative_config
+from vllm_mars.local.drafts import NGRAM, RECOMMENDED, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.ray_nodes import check_nodes
 from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
 
 PACKAGED_MODEL = "SmolLM2-135M-Instruct"
-SPECULATION = speculative_config(NGRAM, 4, rejection_sample_method=METHOD, mars_theta=0.9)
+SPECULATION = speculative_config(NGRAM, 4, **RECOMMENDED)
 PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
 # Of one replica that is not a rank: Ray's actor, which holds the HTTP side of the engine.
 REPLICA_CPUS = 1

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import tiny_models
 from processes import MARK, marked, wait_until
 from vllm_mars.demo.options import MODES, DemoOptions
-from vllm_mars.local.drafts import NGRAM_CONFIG
+from vllm_mars.local.drafts import NGRAM_CONFIG, RECOMMENDED
 
 pytestmark = pytest.mark.engine
 
@@ -172,7 +172,9 @@ def test_speculative_configs():
         "rejection_sample_method": "mars",
         "mars_theta": 0.8,
     }
-    assert DemoOptions().speculative_config("mars")["mars_theta"] == 0.9
+    recommended = DemoOptions(num_speculative_tokens=3)
+    assert recommended.speculative_config("mars") == {**strict, **RECOMMENDED}
+    assert recommended.rule_name == f"price {RECOMMENDED['mars_price']}"
     priced = DemoOptions(price=0.25, num_speculative_tokens=3)
     assert priced.speculative_config("mars") == {
         **strict,

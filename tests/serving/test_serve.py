@@ -105,8 +105,9 @@ def application(model, min_replicas):
     """The address of a running application."""
     from ray import serve
 
+    from vllm_mars.local.drafts import NGRAM, speculative_config
     from vllm_mars.local.server import free_port
-    from vllm_mars.serve import SPECULATION, Options, app
+    from vllm_mars.serve import Options, app
 
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
@@ -115,7 +116,9 @@ def application(model, min_replicas):
         model_id="tiny",
         min_replicas=min_replicas,
         engine_kwargs=ENGINE,
-        speculative_config={**SPECULATION, "mars_theta": 0.5},
+        speculative_config=speculative_config(
+            NGRAM, 4, rejection_sample_method="mars", mars_theta=0.5
+        ),
         routing="load",
     )
     serve.run(app(options))

@@ -14,14 +14,15 @@ def add_parser(commands: Any) -> None:
         help="compare autoregressive, strict and margin-aware decoding on real vLLM servers",
         description="Serves a model three times, asks each server the same prompts one at a time "
         "and compares speed, acceptance and answers. Options that are not given: %(prog)s "
-        "takes the packaged model and prompts, theta 0.9, and the model's EAGLE-3 head where there "
-        "is one, else ngram drafts of 4 tokens.",
+        "takes the packaged model and prompts, the recommended price with a bound on the loss, and "
+        "the model's EAGLE-3 head where there is one, else ngram drafts of 4 tokens.",
     )
     add = parser.add_argument
     add("--model", metavar="MODEL", help="default: the packaged model")
     add("--draft", metavar="ngram|MODEL", help="ngram, or a draft model or head")
-    add("--theta", type=float, help="mars_theta, in (0, 1]; default 0.9")
-    add("--price", type=float, metavar="NATS", help="mars_price in place of a theta, >= 0")
+    add("--theta", type=float, help="mars_theta in place of a price, in (0, 1]")
+    add("--price", type=float, metavar="NATS",
+        help="mars_price, >= 0; default 0.3, with a mars_max_loss of 0.02")  # fmt: skip
     add("--num-speculative-tokens", type=int, metavar="K", help="default: the head's, else 4")
     add("--prompts", type=Path, metavar="FILE", help="JSON lines with 'prompt' or 'turns'")
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 24")

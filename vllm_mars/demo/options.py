@@ -6,13 +6,12 @@ from typing import Any
 
 from vllm_mars.config import (
     METHOD,
-    MarsConfig,
     check_lock,
     lossy_reason,
     split_speculative_config,
 )
 from vllm_mars.local.draft_head import check_head, is_head, packaged_head
-from vllm_mars.local.drafts import NGRAM, draft_name, speculative_config
+from vllm_mars.local.drafts import NGRAM, RECOMMENDED, draft_name, speculative_config
 from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
 
 MODES = ("autoregressive", "strict", "mars")
@@ -29,8 +28,9 @@ class DemoOptions:
         model: directory or name of the model; None takes the packaged one.
         draft: "ngram", or a draft model's directory or name; None takes the packaged model's
             EAGLE-3 head where there is one, else ngram.
-        theta: mars_theta of the MARS server, in (0, 1]; None takes 0.9, or the price.
-        price: mars_price of the MARS server in nats per token gained, >= 0, in place of theta.
+        theta: mars_theta of the MARS server, in (0, 1]; None takes the price.
+        price: mars_price of the MARS server in nats per token gained, >= 0; None takes the
+            recommended price and bound on the loss, or theta.
         num_speculative_tokens: draft tokens per step, at least 1; None takes what the head names
             as its best, else 4.
         prompts: prompt file.
@@ -65,8 +65,6 @@ class DemoOptions:
             raise ValueError(
                 f"theta={self.theta} and price={self.price} are two rules; give one of them."
             )
-        if self.theta is None and self.price is None:
-            object.__setattr__(self, "theta", MarsConfig.theta)
         config, _ = split_speculative_config(self._rule)
         check_lock(lossy_reason(config, METHOD))
         for name in ("num_speculative_tokens", "max_tokens", "repeats"):
@@ -97,14 +95,22 @@ class DemoOptions:
     @property
     def _rule(self) -> dict[str, Any]:
         """What makes a server verify by the margin."""
-        priced = {"mars_metric": "price", "mars_price": self.price}
-        rule = {"mars_theta": self.theta} if self.price is None else priced
-        return {"rejection_sample_method": METHOD, **rule}
+        if self.theta is not None:
+            return {"rejection_sample_method": METHOD, "mars_theta": self.theta}
+        if self.price is None:
+            return RECOMMENDED
+        return {
+            "rejection_sample_method": METHOD,
+            "mars_metric": "price",
+            "mars_price": self.price,
+        }
 
     @property
     def rule_name(self) -> str:
         """The rule with its threshold, for tables, such as "theta 0.9"."""
-        return f"theta {self.theta:g}" if self.price is None else f"price {self.price:g}"
+        if self.theta is not None:
+            return f"theta {self.theta:g}"
+        return f"price {self._rule['mars_price']:g}"
 
     @property
     def draft_name(self) -> str:

@@ -23,6 +23,16 @@ CHOSEN_BY_REQUESTS = {
 }
 
 
+# The rule of servers that this project starts where nobody names another, by measurement
+# (docs/experiments.md): a price, and a bound on what one answer may lose.
+RECOMMENDED = {
+    "rejection_sample_method": METHOD,
+    "mars_metric": "price",
+    "mars_price": 0.3,
+    "mars_max_loss": 0.02,
+}
+
+
 def draft_name(draft: str) -> str:
     """The draft's name in a cell: "ngram", "none", or the last part of its directory or name."""
     return draft if draft in (NGRAM, NO_DRAFT) else Path(draft).name
