@@ -23,8 +23,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_mars.kernels import counting, greedy, repeats, sections, top2
-from vllm_mars.kernels.terms import CounterStarts
+from vllm_mars.kernels import counting, greedy, repeats, sections, top2, tree
+from vllm_mars.kernels.terms import MOST_NODES, CounterStarts
 from vllm_mars.local.provenance import describe_run
 
 SCHEMA = "vllm-mars/kernel-resources/1"
@@ -80,6 +80,11 @@ def variants() -> list[Variant]:
     limited = _with_limits(_accept("accept, bonus rows, price, all limits", "rows", False))
     result.append(_priced(limited, True))
     result.append(_priced(_judge("judge, price per request", False), True))
+    result.append(_walk("walk, 60 nodes, one theta"))
+    result.append(_walk("walk, 60 nodes, the drafter's order", prefer="draft"))
+    result.append(_walk("walk, 60 nodes, draws", draws=True))
+    result.append(_priced(_walk("walk, 60 nodes, price per request"), True))
+    result.append(_walk("walk, 128 nodes, one theta", num_nodes=MOST_NODES))
     result.append(_count())
     result.append(_block())
     result.append(_repeat())
@@ -186,6 +191,34 @@ def _judge(name: str, per_request: bool) -> Variant:
     }
     options = {"enable_fp_fusion": False}
     return Variant(name, greedy.judge_kernel, types, constants, options=options)
+
+
+def _walk(
+    name: str, *, num_nodes: int = 60, prefer: str = "longest", draws: bool = False
+) -> Variant:
+    integers = ("num_draft", "max_depth", "num_rounds", "num_leaps")
+    types = {
+        **_judged(False),
+        "output_token_ids_ptr": "*i32",
+        "path_ptr": "*i32",
+        "num_accepted_ptr": "*i32",
+        "num_relaxed_ptr": "*i32",
+        "lost_ptr": "*i64",
+        "parents_ptr": "*i32",
+        "node_rows_ptr": "*i32",
+        "root_rows_ptr": "*i32",
+        **dict.fromkeys(integers, "i32"),
+    }
+    if draws:
+        types["draws_ptr"] = "*i32"
+    constants = {
+        **_shared_constants(False, rows=False),
+        "SLOTS": greedy.num_positions(num_nodes),
+        "PREFER": prefer,
+        "HAS_DRAWS": draws,
+    }
+    options = {"enable_fp_fusion": False}
+    return Variant(name, tree.walk_kernel, types, constants, options=options)
 
 
 def _with_limits(variant: Variant) -> Variant:

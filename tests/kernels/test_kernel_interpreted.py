@@ -4,7 +4,8 @@ import pytest
 
 from interpreter import run_checks
 
-CHECKS = [f"interpreted/check_{name}.py" for name in ("greedy", "warmup", "counting", "repeats")]
+NAMES = ("greedy", "tree", "warmup", "counting", "repeats")
+CHECKS = [f"interpreted/check_{name}.py" for name in NAMES]
 
 
 @pytest.mark.timeout(1600)
