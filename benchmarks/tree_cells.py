@@ -11,7 +11,7 @@ from vllm_mars import verify_tree
 from vllm_mars.kernels.terms import Verdict, price_units
 from vllm_mars.verify import judge_positions
 
-# Children of a node, and levels, of a tree; a smaller tree has no more children than nodes.
+# Children of a node, and levels, of a tree; a small tree has half as many children as nodes.
 WIDTH, DEPTH = 10, 7
 
 
@@ -42,8 +42,9 @@ class Shape:
 
     def draft(self, head: TreeHead, rows: list[int], tokens: list[int]) -> list[DraftTree]:
         """Drafts for some prompts."""
-        width, depth = (1, self.nodes) if self.kind == "chain" else (WIDTH, DEPTH)
-        return head.draft(rows, tokens, min(width, self.nodes), depth, self.nodes)
+        if self.kind == "chain":
+            return head.draft(rows, tokens, 1, self.nodes, self.nodes)
+        return head.draft(rows, tokens, min(WIDTH, self.nodes // 2), DEPTH, self.nodes)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.nodes}"
@@ -114,26 +115,29 @@ class Answer:
         return deepest
 
 
-def reach(answers: list[Answer], rule: Rule, protected: torch.Tensor) -> None:
+def reach(answers: list[Answer], logits: torch.Tensor, rule: Rule, protected: torch.Tensor) -> None:
     """Finds the nodes to read next: those that the rule can still reach from what was read.
 
     With a price a node is left out where no path through it can be worth as much as one that is
     known, even if nothing below it loses anything.
+
+    Args:
+        answers: whose frontier has been read.
+        logits: of the frontiers, in the order of the answers.
+        rule: what is accepted.
+        protected: bool `[vocab]`.
     """
-    children = [(answer, node) for answer in answers for node in answer.children(answer.frontier)]
+    children, rows, at = [], [], 0
     for answer in answers:
+        for node in answer.children(answer.frontier):
+            children.append((answer, node))
+            rows.append(at + answer.frontier.index(answer.tree.parents[node]))
+        at += len(answer.frontier)
         answer.order += answer.frontier
         answer.frontier = []
     if not children:
         return
-    rows, ids, first_row, at = [], [], {}, 0
-    for answer in answers:
-        first_row[answer.row] = at
-        at += len(answer.logits)
-    for answer, node in children:
-        rows.append(first_row[answer.row] + answer.order.index(answer.tree.parents[node]))
-        ids.append(answer.tree.tokens[node])
-    logits = torch.stack([row for answer in answers for row in answer.logits])
+    ids = [answer.tree.tokens[node] for answer, node in children]
     target_rows, drafts = torch.tensor(rows), torch.tensor(ids)
     judged = judge_positions(
         *(logits, drafts, torch.tensor([len(ids)], dtype=torch.int32)),
@@ -276,7 +280,7 @@ def run_cell(
         for (answer, _), row, state in zip(places, logits, states, strict=True):
             answer.logits.append(row)
             answer.states.append(state)
-        reach(active, rule, protected)
+        reach(active, logits, rule, protected)
         for answer in active:
             if not answer.frontier:
                 finish(answer, rule, target, head, protected)

@@ -82,13 +82,22 @@ class TreeTarget(Target):
         self.eos = int(config.eos_token_id)
 
     @torch.inference_mode()
-    def read(self, places: Sequence[Place]) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, places: Sequence[Place], last: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads tokens.
+
+        Args:
+            places: what to read, and where.
+            last: give the logits of so many places at the end; default: of all.
 
         Returns:
             The logits behind each, `[places, vocab]`, and its states, `[places, aux, hidden]`.
         """
         rows = sorted({place.row for place in places})
+        if 2 * len(rows) > len(self.lengths):
+            # Lanes that nobody needs cost less than a copy of the others' keys and values.
+            rows = list(range(len(self.lengths)))
         columns: list[int] = []
         counts = dict.fromkeys(rows, 0)
         for place in places:
@@ -128,7 +137,8 @@ class TreeTarget(Target):
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         if len(self.layers) in self.aux_layers:
             states[:, self.aux_layers.index(len(self.layers))] = hidden[0]
-        return functional.linear(self.model.norm(hidden[0]), self.lm_head), states
+        ends = hidden[0] if last is None else hidden[0, -last:]
+        return functional.linear(self.model.norm(ends), self.lm_head), states
 
     def _attend(
         self,
@@ -161,7 +171,7 @@ class TreeTarget(Target):
         places = [
             Place(row, token, slot, slot, tuple(range(slot))) for slot, token in enumerate(tokens)
         ]
-        logits, states = self.read(places)
+        logits, states = self.read(places, last=1)
         self.lengths[row] = len(tokens)
         return logits[-1], states
 
