@@ -96,12 +96,12 @@ def walk(
         start = end
 
     def as_tensor(rows: list, columns: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(rows, dtype=dtype, device=emitted.device).reshape(-1, columns)
+        return torch.tensor(rows, dtype=dtype, device=emitted.device).reshape(len(rows), columns)
 
     num_accepted, num_relaxed, lost = as_tensor(counts, 3, torch.int64).unbind(1)
     return TreeOutput(
         as_tensor(tokens, width + 1),
-        as_tensor(paths, width) if width else as_tensor(tokens, 1)[:, :0],
+        as_tensor(paths, width),
         num_accepted.int(),
         num_relaxed.int(),
         lost.contiguous(),
