@@ -1,8 +1,8 @@
 """What trees of drafts are worth beside chains, strict and relaxed: offline, without vLLM.
 
     python -m benchmarks.tree run --prompts question.jsonl --work build/trees.jsonl
-    python -m benchmarks.tree time --output build/tree-steps.json
-    python -m benchmarks.tree summarise --work build/trees.jsonl --times build/tree-steps.json \\
+    python -m benchmarks.tree summarise --work build/trees.jsonl \\
+        --load benchmarks/results/load-cpu.json \\
         --output benchmarks/results/trees-cpu.json --plot docs/trees.png
 
 `run` answers the prompts once for each cell, a rule with a shape of drafts, since a relaxed answer
@@ -17,8 +17,6 @@ The decisions are those of `vllm_mars.verify_tree`.
 import argparse
 import hashlib
 import json
-import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.tree_cells import DEPTH, WIDTH, Answer, Recorded, Rule, Shape, run_cell
-from benchmarks.tree_models import Place, TreeHead, TreeTarget
+from benchmarks.tree_models import TreeHead, TreeTarget
 from benchmarks.tree_summary import summary, table
 from vllm_mars.local.draft_head import packaged_head
 from vllm_mars.local.packaged_model import ensure_model
@@ -40,8 +38,6 @@ from vllm_mars.local.result_file import write_json
 SCHEMA = "vllm-mars/trees/1"
 # Answers are recorded beyond their end, so that the last steps, too, are judged by them.
 BEYOND = 10
-# Of a step that is timed.
-TIMED_ROWS = (1, 2, 3, 5, 9, 17, 33, 61)
 STRICT = Rule("strict", 0.0)
 RULES = [Rule("theta", 0.9), Rule("price", 0.5), Rule("price", 0.25), Rule("gap", 0.5)]
 CHAINS = [Shape("chain", nodes) for nodes in range(1, 10)]
@@ -203,35 +199,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def time_steps(args: argparse.Namespace) -> int:
-    """Times steps of the target by the number of rows, in turn, for one prompt of 150 tokens."""
-    torch.set_num_threads(args.threads)
-    target = TreeTarget(args.model or ensure_model(), (), 1, 150 + max(TIMED_ROWS))
-    target.fill(0, list(range(1000, 1150)))
-    seconds: dict[int, list[float]] = {rows: [] for rows in TIMED_ROWS}
-    for _ in range(args.repeats + 1):
-        for rows in TIMED_ROWS:
-            places = [Place(0, 1000 + i, 150 + i, 150 + i, tuple(range(150, 150 + i)))
-                      for i in range(rows)]  # fmt: skip
-            begin = time.perf_counter()
-            target.read(places)
-            seconds[rows].append(time.perf_counter() - begin)
-    write_json(
-        args.output,
-        {
-            "schema": SCHEMA,
-            **describe_run(None),
-            "threads": args.threads,
-            "load_average": os.getloadavg(),
-            # The first round warms up.
-            "seconds": {str(rows): found[1:] for rows, found in seconds.items()},
-        },
-    )
-    for rows, found in seconds.items():
-        print(f"{rows} rows: {statistics.median(found[1:]) * 1e3:.1f} ms")
-    return 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, or 1 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tree", description=__doc__)
@@ -243,20 +210,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs.add_argument("--per-category", type=int, default=13, metavar="N")
     runs.add_argument("--max-prompt-tokens", type=int, default=300, metavar="N")
     runs.add_argument("--max-tokens", type=int, default=48, metavar="N", help="of an answer")
-    times = commands.add_parser("time", help="time steps of the target")
-    times.add_argument("--repeats", type=int, default=7, metavar="N")
-    times.add_argument("--output", type=Path, required=True, metavar="FILE")
-    for command in (runs, times):
-        command.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged one")
-        command.add_argument("--threads", type=int, default=1, metavar="N")
+    runs.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged one")
+    runs.add_argument("--threads", type=int, default=1, metavar="N")
     sums = commands.add_parser("summarise", help="intervals, the cost model, and the plot")
     sums.add_argument("--work", type=Path, required=True, metavar="FILE")
-    sums.add_argument("--times", type=Path, metavar="FILE", help="of `time`")
+    sums.add_argument("--load", type=Path, metavar="FILE", help="whose time of a step is taken")
     sums.add_argument("--output", type=Path, required=True, metavar="FILE")
     sums.add_argument("--plot", type=Path, metavar="PNG")
     args = parser.parse_args(argv)
     try:
-        return {"run": run, "time": time_steps, "summarise": summarise}[args.command](args)
+        return {"run": run, "summarise": summarise}[args.command](args)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -264,9 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def summarise(args: argparse.Namespace) -> int:
     """Writes what the cells say together; returns 0."""
-    result = summary(
-        read_lines(args.work), json.loads(args.times.read_text()) if args.times else None
-    )
+    load = json.loads(args.load.read_text()) if args.load else None
+    result = summary(read_lines(args.work), load)
     write_json(args.output, result)
     if args.plot:
         # Only this needs matplotlib.

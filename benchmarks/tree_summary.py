@@ -4,14 +4,13 @@ Intervals are 95 %, by the bootstrap over prompts; two cells are compared on the
 The cost of a step with n rows is floor + slope * n, as in `benchmarks.load`; drafting is left out.
 """
 
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.load import StepTime, fit
+from benchmarks.load import StepTime
 from vllm_mars.kernels.terms import LOSS_BITS
 from vllm_mars.local.intervals import interval, resamples
 
@@ -22,12 +21,12 @@ GPU_ROWS_OF_A_FLOOR = 295
 Figures = dict[str, NDArray[np.float64]]
 
 
-def summary(lines: list[dict[str, Any]], times: dict[str, Any] | None) -> dict[str, Any]:
+def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[str, Any]:
     """The result file's content.
 
     Args:
         lines: the cells, as `benchmarks.tree run` writes them.
-        times: what `benchmarks.tree time` wrote, or None.
+        load: a result of `benchmarks.load` with the time of a step, or None.
     """
     draws = resamples(len(lines[0]["tokens"]))
     figures = {(line["rule"], line["shape"]): _figures(line, draws) for line in lines}
@@ -54,10 +53,9 @@ def summary(lines: list[dict[str, Any]], times: dict[str, Any] | None) -> dict[s
         "trees_over_chains": list(_comparisons(figures)),
     }
     steps = {"gpu, data sheet": StepTime(GPU_ROWS_OF_A_FLOOR, 1.0)}
-    if times is not None:
-        medians = {int(n): statistics.median(found) for n, found in times["seconds"].items()}
-        steps["cpu, measured"] = fit(list(medians.items()))
-        result["times"] = times
+    if load is not None:
+        steps["cpu, measured"] = StepTime(**load["step_time"])
+        result["step_time_from"] = {name: load[name] for name in ("git_commit", "hardware")}
     result["costs"] = [_cost(name, step, cells) for name, step in steps.items()]
     return result
 
