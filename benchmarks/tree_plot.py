@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
@@ -27,13 +28,20 @@ def plot(result: dict[str, Any], path: Path) -> None:
             )
             if points:
                 rows, values, low, high = zip(*points, strict=True)
-                line: dict[str, Any] = {"color": f"C{color}", "linestyle": style, "marker": marker}
-                axes.plot(rows, values, **line, label=f"{rule}, {kind}s", markersize=4)
-                axes.fill_between(rows, low, high, color=f"C{color}", alpha=0.08)
+                around = np.abs(np.array([low, high]) - values)
+                axes.errorbar(
+                    *(rows, values, around),
+                    label=f"{rule}, {kind}s",
+                    color=f"C{color}",
+                    linestyle=style,
+                    marker=marker,
+                    markersize=4,
+                    elinewidth=0.8,
+                )
     axes.set(
         xscale="log",
         xlabel="rows that the target reads in a step",
-        ylabel="acceptance length, tokens per step",
+        ylabel="acceptance length, tokens per step (95 %)",
     )
     ticks = [2, 3, 5, 9, 17, 33, 61]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
