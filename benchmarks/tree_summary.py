@@ -14,7 +14,7 @@ from benchmarks.load import StepTime
 from vllm_mars.kernels.terms import LOSS_BITS
 from vllm_mars.local.intervals import interval, resamples
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 # H100 SXM, data sheet: 989 TFLOP/s of dense bf16 over 3.35 TB/s, at 2 bytes and 2 operations for
 # each weight, so that about so many rows take as long as reading the weights once.
 GPU_ROWS_OF_A_FLOOR = 295
@@ -52,9 +52,9 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
         "cells": cells,
         "trees_over_chains": list(_comparisons(figures)),
     }
-    steps = {"gpu, data sheet": StepTime(GPU_ROWS_OF_A_FLOOR, 1.0)}
+    steps = {"H100 by data sheet": StepTime(GPU_ROWS_OF_A_FLOOR, 1.0)}
     if load is not None:
-        steps["cpu, measured"] = StepTime(**load["step_time"])
+        steps["2 cores by measured steps"] = StepTime(**load["step_time"])
         result["step_time_from"] = {name: load[name] for name in ("git_commit", "hardware")}
     result["costs"] = [_cost(name, step, cells) for name, step in steps.items()]
     return result
@@ -132,30 +132,44 @@ def _cost(name: str, step: StepTime, cells: list[dict[str, Any]]) -> dict[str, A
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """The lines of the docs' tables, in Markdown."""
-    yield "| rule | shape | rows | acceptance length | per row | nats per token | repeated |"
+    """The lines of the tables in docs/trees.md."""
+    yield "| rule | shape | rows | tokens per step | per row | nats lost per token | repeated |"
     yield "| --- | --- | ---: | --- | ---: | --- | ---: |"
-    for cell in result["cells"]:
-        length, nats = cell["length"], cell["nats_per_token"]
+    rules = list(dict.fromkeys(cell["rule"] for cell in result["cells"]))
+    for cell in sorted(
+        result["cells"], key=lambda cell: (rules.index(cell["rule"]), cell["rows"], cell["shape"])
+    ):
+        nats = "0" if cell["rule"] == "strict" else _shown(cell["nats_per_token"], 3)
         yield (
-            f"| {cell['rule']} | {cell['shape']} | {cell['rows']} "
-            f"| {length['value']:.2f} ({length['low']:.2f} to {length['high']:.2f}) "
-            f"| {cell['length_per_row']['value']:.3f} "
-            f"| {nats['value']:.3f} ({nats['low']:.3f} to {nats['high']:.3f}) "
+            f"| {cell['rule']} | {cell['shape']} | {cell['rows']} | {_shown(cell['length'])} "
+            f"| {cell['length_per_row']['value']:.2f} | {nats} "
             f"| {cell['repeated_4grams']['value']:.3f} |"
         )
-    yield ""
+    yield "| the same rule: a tree over a chain | tokens per step |"
+    yield "| --- | --- |"
     for found in result["trees_over_chains"]:
-        ratio = found["length_ratio"]
-        yield (
-            f"| {found['rule']} | {found['tree']} | {found['chain']} "
-            f"| {ratio['value']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}) |"
-        )
-    for cost in result["costs"]:
-        yield f"\n{cost['name']}: floor {cost['floor']:.4g}, slope {cost['slope']:.4g} per row"
-        for best in cost["best"]:
-            kinds = [
-                f"{best[kind]['gain']:.2f} ({best[kind]['shape']})" if kind in best else ""
+        ratio = _shown(found["length_ratio"])
+        yield f"| {found['rule']}: {found['tree']} over {found['chain']} | {ratio} |"
+    names = " | ".join(f"strict, {cost['name']}: chain, tree" for cost in result["costs"])
+    yield f"| batch | {names} |"
+    yield f"| ---: |{' --- |' * len(result['costs'])}"
+    for batch in BATCHES:
+        best = [
+            found
+            for cost in result["costs"]
+            for found in cost["best"]
+            if (found["rule"], found["batch"]) == ("strict", batch)
+        ]
+        pairs = [
+            ", ".join(
+                f"{found[kind]['gain']:.2f} ({found[kind]['shape']})"
                 for kind in ("chain", "tree")
-            ]
-            yield f"| {best['rule']} | {best['batch']} | {kinds[0]} | {kinds[1]} |"
+                if kind in found
+            )
+            for found in best
+        ]
+        yield f"| {batch} | {' | '.join(pairs)} |"
+
+
+def _shown(found: dict[str, float], digits: int = 2) -> str:
+    return f"{found['value']:.{digits}f} ({found['low']:.{digits}f} to {found['high']:.{digits}f})"

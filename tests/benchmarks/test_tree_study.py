@@ -1,5 +1,8 @@
 """The offline study of trees, on a tiny target: what it reads, drafts, accepts and sums up."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,8 +13,9 @@ from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
 from benchmarks.tree import STRICT, Study
 from benchmarks.tree_cells import Rule, Shape, rank_of
-from benchmarks.tree_summary import summary
+from benchmarks.tree_summary import summary, table
 
+ROOT = Path(__file__).parents[2]
 AUX = (0, 1, 2)
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
 SHAPES = [Shape("chain", 3), Shape("tree", 4), Shape("tree", 30)]
@@ -29,9 +33,8 @@ def model(tmp_path_factory):
 def study(model, tmp_path_factory):
     target = Target(model, AUX, dtype=torch.float32)
     head = new_head(target, torch.arange(0, tiny_models.VOCAB, 2))
-    # Sharper than at first, so that some of its guesses are right.
     directory = tmp_path_factory.mktemp("head")
-    export(head, directory, "tiny", "", 3)
+    export(head, directory, target_name="tiny", target_sha256="", num_speculative_tokens=3)
     return Study.open(model, directory, PROMPTS, max_tokens=12)
 
 
@@ -128,3 +131,10 @@ def test_figures_by_hand():
     assert chain["ranks"]["not drafted"] == 1 and chain["ranks"]["2"] == 2
     (ratio,) = result["trees_over_chains"]
     assert ratio["length_ratio"] == {"value": 1.5, "low": 1.5, "high": 1.5}
+
+
+def test_the_docs_show_the_raw_file():
+    result = json.loads((ROOT / "benchmarks/results/trees-cpu.json").read_text())
+    docs = (ROOT / "docs/trees.md").read_text().splitlines()
+    for line in table(result):
+        assert line in docs
