@@ -26,8 +26,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
-from vllm_mars.kernels import counting, greedy, repeats, sections, top2
-from vllm_mars.kernels.terms import Drafts, Judgement, LossBudget, Margin, RelaxedBudget
+from vllm_mars.kernels import counting, greedy, repeats, sections, top2, tree
+from vllm_mars.kernels.terms import (
+    MOST_NODES,
+    Drafts,
+    Judgement,
+    LossBudget,
+    Margin,
+    RelaxedBudget,
+    Trees,
+)
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 from vllm_mars.runner.counters import RATIO_EDGES, RATIO_UNIT, CounterLayout
@@ -106,10 +114,22 @@ def variants() -> dict[str, Callable[[], Any]]:
     every = own_price._replace(**limits)
     add("accept, bonus rows, price, all limits", accept, _drafts(**by_index), every, True)
     add("judge, price per request", judge, _drafts("fp32"), own_price)
+    add("walk, 60 nodes, one theta", tree.verify_tree, _trees(60), _margin())
+    by_order = _trees(60, prefer="draft")
+    add("walk, 60 nodes, the drafter's order", tree.verify_tree, by_order, _margin())
+    add("walk, 60 nodes, draws", tree.verify_tree, _trees(60, draws=_ids(3)), _margin())
+    add("walk, 60 nodes, price per request", tree.verify_tree, _trees(60), own_price)
+    add(f"walk, {MOST_NODES} nodes, one theta", tree.verify_tree, _trees(MOST_NODES), _margin())
     found["count"] = _count
     found["block"] = _block
     found["repeat"] = _repeat
     return found
+
+
+def _trees(num_nodes: int, **options: Any) -> Trees:
+    nodes = _ids(num_nodes)
+    drafts = _drafts(target_rows=nodes, bonus_rows=_ONE, max_draft_len=7)
+    return Trees(drafts._replace(draft_token_ids=nodes), nodes, **options)
 
 
 def _count() -> None:

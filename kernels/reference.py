@@ -21,6 +21,8 @@ draft's length or not strict, if every i < s is strict or payable. It stops at t
 of several the smallest, and the payable i < s are the relaxed ones. Where a draw decides, each
 position stands alone: relaxed is r_i < price, the argmax included.
 
+In a tree each node is judged so on its parent's row; which path is then taken, `walk` defines.
+
 All comparisons are in float32: first `theta * z1`, rounded, then `- gap`, rounded. A row that holds
 a NaN is never relaxed: torch's topk carries the NaN into z1. A draft id outside [0, vocab) is
 padding and never accepted. It runs on any device and reads the rows about four times.
@@ -37,12 +39,15 @@ from vllm_mars.kernels.terms import (
     LossBudget,
     Margin,
     RelaxedBudget,
+    TreeOutput,
+    Trees,
     Verdict,
     VerifyOutput,
     most_lost,
     most_relaxed,
     price_units,
 )
+from vllm_mars.kernels.walk import walk
 
 
 def _target_rows(drafts: Drafts) -> torch.Tensor:
@@ -79,7 +84,10 @@ def losses(drafts: Drafts) -> torch.Tensor:
 
 
 def _verdicts(drafts: Drafts, margin: Margin, first_choice: bool) -> torch.Tensor:
-    """The verdicts, int8 `[num_draft]`; with `first_choice` FIRST where the argmax is drafted."""
+    """The verdicts, int8 `[num_draft]`; with `first_choice` FIRST where the argmax is drafted.
+
+    With `first_choice` and a price RELAXED stands at each payable position.
+    """
     rows = _target_rows(drafts)
     in_vocab, ids = _in_vocabulary(drafts.draft_token_ids, rows.shape[1])
     argmax = rows.argmax(dim=-1)
@@ -99,9 +107,7 @@ def _verdicts(drafts: Drafts, margin: Margin, first_choice: bool) -> torch.Tenso
     verdicts = torch.where(pays & (forbidden != 0), forbidden, verdicts)
     verdicts = _within_budgets(verdicts, drafts, margin)
     verdicts[strict] = Verdict.FIRST
-    if margin.price is None or not first_choice:
-        return verdicts
-    return _up_to_best_stop(verdicts, losses(drafts), drafts, margin.price)
+    return verdicts
 
 
 def _is_small(
@@ -228,9 +234,11 @@ def verify_greedy(
 
     rows = _target_rows(drafts)
     verdicts = _verdicts(drafts, margin, first_choice=True)
+    loss = losses(drafts)
+    if margin.price is not None:
+        verdicts = _up_to_best_stop(verdicts, loss, drafts, margin.price)
     relaxed = (verdicts == Verdict.RELAXED) & (not dry_run)
     is_accepted = (verdicts == Verdict.FIRST) | relaxed
-    loss = losses(drafts)
 
     # Ragged to padded: position j of request i is draft token start[i] + j, if j < counts[i].
     ends = drafts.cu_num_draft_tokens.long()
@@ -268,4 +276,20 @@ def verify_greedy(
         top2(rows)[0] if with_verdicts else None,
         verdicts if with_verdicts else None,
         loss if with_verdicts else None,
+    )
+
+
+def verify_tree(trees: Trees, margin: Margin) -> TreeOutput:
+    """The torch form of `vllm_mars.verify_tree`."""
+    rows, is_node = trees.parent_rows()
+    drafts = trees.drafts._replace(target_rows=rows)
+    argmax = drafts.logits.argmax(dim=-1)
+    return walk(
+        trees,
+        is_node,
+        margin.price,
+        _verdicts(drafts, margin, first_choice=trees.draws is None),
+        losses(drafts),
+        drafts.draft_token_ids == argmax[rows],
+        argmax if trees.draws is None else trees.draws,
     )

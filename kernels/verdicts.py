@@ -1,4 +1,4 @@
-"""The rule at the draft positions of one request, as a part of the kernels of `greedy`.
+"""The rule at the draft positions of one request, as a part of the kernels of `greedy` and `tree`.
 
 What a request may relax and lose is given out position by position: a weight that does not fit
 leaves room for a later one that does, so no prefix sum tells it. With a price, the best stop is
@@ -24,6 +24,14 @@ _MOST_PRICE = tl.constexpr(float(MOST_PRICE))
 
 
 @triton.jit
+def rows_at(target_rows_ptr, position, is_draft, HAS_TARGET_ROWS: tl.constexpr):
+    """The row of logits of each draft position, int64."""
+    if HAS_TARGET_ROWS:
+        return tl.load(target_rows_ptr + position, mask=is_draft, other=0).to(tl.int64)
+    return position.to(tl.int64)
+
+
+@triton.jit
 def verdicts_at(
     best_ptr,
     second_ptr,
@@ -32,8 +40,10 @@ def verdicts_at(
     draft_token_ids_ptr,
     protected_ptr,
     blocked_ptr,
-    target_rows_ptr,
+    # Of the draft token; of the partial results of its row; of the row among the logits.
     position,
+    index,
+    row,
     is_row,
     is_draft,
     theta,
@@ -42,7 +52,6 @@ def verdicts_at(
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
-    HAS_TARGET_ROWS: tl.constexpr,
     HAS_PROTECTED: tl.constexpr,
     HAS_BLOCKED: tl.constexpr,
     HAS_PRICE: tl.constexpr,
@@ -53,15 +62,11 @@ def verdicts_at(
 ):
     """Draft token, verdict before budgets and stops, loss, z1, z2 and the argmax."""
     packed, second = reduce_splits(
-        best_ptr, second_ptr, position, is_row, num_splits, SPLITS, WITH_SECOND
+        best_ptr, second_ptr, index, is_row, num_splits, SPLITS, WITH_SECOND
     )
     first = unpack_value(packed)
     argmax = unpack_id(packed)
     draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
-    if HAS_TARGET_ROWS:
-        row = tl.load(target_rows_ptr + position, mask=is_draft, other=0).to(tl.int64)
-    else:
-        row = position.to(tl.int64)
     in_vocab = is_draft & (draft >= 0) & (draft < vocab)
     draft_logit = tl.load(
         logits_ptr + row * logits_stride + draft, mask=in_vocab, other=float("-inf")

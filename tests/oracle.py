@@ -192,3 +192,100 @@ def verify(
         tokens.append(draft)
     emitted = tokens if bonus is None else [*tokens, bonus]
     return Verified(emitted, len(tokens), relaxed, verdicts, lost)
+
+
+@dataclass
+class Walked:
+    """What one request's tree emits, and the nodes of the path that was taken."""
+
+    tokens: list[int]
+    path: list[int]
+    relaxed: int
+    loss: Fraction
+
+
+@dataclass
+class Tree:
+    """The nodes of one request, what may be relaxed, and how to choose."""
+
+    root_row: Sequence[float]
+    rows: Sequence[Sequence[float]]
+    drafts: Sequence[int]
+    parents: Sequence[int]
+    theta: float
+    gap: float
+    price: float | None
+    protected: frozenset[int]
+    prefer: str
+
+    def row(self, node: int) -> Sequence[float]:
+        return self.root_row if node < 0 else self.rows[node]
+
+    def children(self, node: int) -> list[int]:
+        """In the drafter's order; of a tree the first 128 nodes count."""
+        known = range(node + 1, min(len(self.drafts), 128))
+        return [i for i in known if self.parents[i] == node]
+
+    def is_first(self, node: int) -> bool:
+        return self.drafts[node] == argmax(self.row(self.parents[node]))
+
+    def loss(self, node: int) -> Fraction:
+        return loss(self.row(self.parents[node]), self.drafts[node])
+
+    def is_relaxed(self, node: int, alone: bool) -> bool:
+        row, draft = self.row(self.parents[node]), self.drafts[node]
+        if not alone and self.is_first(node):
+            return False
+        if self.price is None:
+            return is_relaxed(row, draft, self.theta, self.gap, self.protected)
+        if draft in self.protected or argmax(row) in self.protected:
+            return False
+        return is_payable(row, draft) and (not alone or self.loss(node) < in_steps(self.price))
+
+    def paths(self, begin: int, alone: bool) -> list[list[int]]:
+        """Every path of acceptable nodes from here, the empty one too."""
+        found: list[list[int]] = [[]]
+        for node in self.children(begin):
+            if self.is_relaxed(node, alone) or (not alone and self.is_first(node)):
+                found += [[node, *rest] for rest in self.paths(node, alone)]
+        return found
+
+    def best(self, begin: int, alone: bool) -> list[int]:
+        """The path that is preferred."""
+        paths = self.paths(begin, alone)
+        if self.price is None and self.prefer in ("draft", "target"):
+            nexts = {path[0] for path in paths if path}
+            if not nexts:
+                return []
+            if self.prefer == "draft":
+                return [min(nexts)]
+            return [min(nexts, key=lambda i: (not self.is_first(i), self.loss(i), i))]
+
+        def rank(path: list[int]) -> tuple[Fraction | int, ...]:
+            lost = sum(self.loss(i) for i in path if self.is_relaxed(i, alone))
+            relaxed = sum(self.is_relaxed(i, alone) for i in path)
+            last = -path[-1] if path else 0
+            if self.price is None:
+                return len(path), -lost, -relaxed, last
+            return in_steps(self.price) * len(path) - lost, -relaxed, len(path), last
+
+        return max(paths, key=rank)
+
+
+def verify_tree(tree: Tree, draws: Sequence[int] | None = None) -> Walked:
+    """Verification of one request's tree; `draws` has the root's, then each node's."""
+    alone = draws is not None
+    path: list[int] = []
+    while True:
+        here = path[-1] if path else -1
+        more = tree.best(here, alone)
+        if not more and draws is not None:
+            more = [i for i in tree.children(here) if tree.drafts[i] == draws[here + 1]][:1]
+        if not more:
+            break
+        path += more
+    relaxed = [i for i in path if tree.is_relaxed(i, alone)]
+    end = path[-1] if path else -1
+    last = argmax(tree.row(end)) if draws is None else draws[end + 1]
+    tokens = [*(tree.drafts[i] for i in path), last]
+    return Walked(tokens, path, len(relaxed), sum(map(tree.loss, relaxed), Fraction(0)))

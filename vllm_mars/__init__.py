@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vllm_mars.config import MarsConfig
     from vllm_mars.runner.sampler_v1 import MarsRejectionSampler
     from vllm_mars.runner.sampler_v2 import MarsRejectionSamplerV2
+    from vllm_mars.trees import verify_tree
     from vllm_mars.verify import verify_greedy
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "MarsRejectionSampler",
     "MarsRejectionSamplerV2",
     "verify_greedy",
+    "verify_tree",
 ]
 
 _MODULE_OF = {
@@ -26,6 +28,7 @@ _MODULE_OF = {
     "MarsRejectionSampler": "vllm_mars.runner.sampler_v1",
     "MarsRejectionSamplerV2": "vllm_mars.runner.sampler_v2",
     "verify_greedy": "vllm_mars.verify",
+    "verify_tree": "vllm_mars.trees",
 }
 
 

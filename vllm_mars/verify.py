@@ -53,7 +53,7 @@ def _is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _check(name: str, tensor: "torch.Tensor", dtypes: tuple[str, ...], device: object) -> None:
+def check_given(name: str, tensor: "torch.Tensor", dtypes: tuple[str, ...], device: object) -> None:
     _check_dtype(name, tensor, dtypes)
     if tensor.device != device:
         raise ValueError(
@@ -73,13 +73,13 @@ def _check_dtype(name: str, tensor: "torch.Tensor", dtypes: tuple[str, ...]) -> 
         )
 
 
-def _check_shape(name: str, tensor: "torch.Tensor", shapes: tuple[tuple[int, ...], ...]) -> None:
+def check_shape(name: str, tensor: "torch.Tensor", shapes: tuple[tuple[int, ...], ...]) -> None:
     if tuple(tensor.shape) not in shapes:
         allowed = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name} has shape {list(tensor.shape)}, but must have shape {allowed}.")
 
 
-def _check_step(drafts: "Drafts", margin: "Margin") -> None:
+def check_step(drafts: "Drafts", margin: "Margin") -> None:
     """Checks all but a tensor's values, since to read them would wait for the device."""
     logits, device = drafts.logits, drafts.logits.device
     if logits.ndim != 2:
@@ -91,8 +91,8 @@ def _check_step(drafts: "Drafts", margin: "Margin") -> None:
             "pass a contiguous copy."
         )
     ids, ends = drafts.draft_token_ids, drafts.cu_num_draft_tokens
-    _check("draft_token_ids", ids, _ID_DTYPES, device)
-    _check("cu_num_draft_tokens", ends, ("torch.int32",), device)
+    check_given("draft_token_ids", ids, _ID_DTYPES, device)
+    check_given("cu_num_draft_tokens", ends, ("torch.int32",), device)
     if ids.ndim != 1 or ends.ndim != 1:
         raise ValueError(
             f"draft_token_ids has shape {list(ids.shape)} and cu_num_draft_tokens "
@@ -100,8 +100,8 @@ def _check_step(drafts: "Drafts", margin: "Margin") -> None:
         )
     num_draft, batch = ids.shape[0], ends.shape[0]
     if drafts.target_rows is not None:
-        _check("target_rows", drafts.target_rows, _ID_DTYPES, device)
-        _check_shape("target_rows", drafts.target_rows, ((num_draft,),))
+        check_given("target_rows", drafts.target_rows, _ID_DTYPES, device)
+        check_shape("target_rows", drafts.target_rows, ((num_draft,),))
     elif logits.shape[0] < num_draft:
         raise ValueError(
             f"logits has {logits.shape[0]} rows for {num_draft} draft tokens; "
@@ -110,11 +110,11 @@ def _check_step(drafts: "Drafts", margin: "Margin") -> None:
     if drafts.bonus_token_ids is not None:
         if drafts.bonus_rows is not None:
             raise ValueError("bonus_token_ids and bonus_rows are both given; give one of them.")
-        _check("bonus_token_ids", drafts.bonus_token_ids, _ID_DTYPES, device)
-        _check_shape("bonus_token_ids", drafts.bonus_token_ids, ((batch,), (batch, 1)))
+        check_given("bonus_token_ids", drafts.bonus_token_ids, _ID_DTYPES, device)
+        check_shape("bonus_token_ids", drafts.bonus_token_ids, ((batch,), (batch, 1)))
     if drafts.bonus_rows is not None:
-        _check("bonus_rows", drafts.bonus_rows, _ID_DTYPES, device)
-        _check_shape("bonus_rows", drafts.bonus_rows, ((batch,),))
+        check_given("bonus_rows", drafts.bonus_rows, _ID_DTYPES, device)
+        check_shape("bonus_rows", drafts.bonus_rows, ((batch,),))
     thresholds = [("theta", margin.theta, check_theta), ("gap", margin.gap, check_nats)]
     if margin.price is not None:
         given = [v for v in (margin.theta, margin.gap) if isinstance(v, float | int)]
@@ -128,14 +128,14 @@ def _check_step(drafts: "Drafts", margin: "Margin") -> None:
         if isinstance(value, float | int):
             check(value, name)
         else:
-            _check(name, value, ("torch.float32",), device)
-            _check_shape(name, value, ((batch,),))
+            check_given(name, value, ("torch.float32",), device)
+            check_shape(name, value, ((batch,),))
     if margin.protected is not None:
-        _check("protected", margin.protected, ("torch.bool",), device)
-        _check_shape("protected", margin.protected, ((logits.shape[1],),))
+        check_given("protected", margin.protected, ("torch.bool",), device)
+        check_shape("protected", margin.protected, ((logits.shape[1],),))
     if margin.blocked is not None:
-        _check("blocked", margin.blocked, ("torch.int8",), device)
-        _check_shape("blocked", margin.blocked, ((num_draft,),))
+        check_given("blocked", margin.blocked, ("torch.int8",), device)
+        check_shape("blocked", margin.blocked, ((num_draft,),))
     if margin.budget is not None and not 0 <= margin.budget.share <= 1:
         raise ValueError(f"budget.share={margin.budget.share} is outside [0, 1]; 1 allows all.")
     for whose, budget, dtypes in (
@@ -143,11 +143,11 @@ def _check_step(drafts: "Drafts", margin: "Margin") -> None:
         ("loss_budget", margin.loss_budget, {"lost": "int64", "num_output_tokens": "int32"}),
     ):
         for name, dtype in dtypes.items() if budget is not None else ():
-            _check(f"{whose}.{name}", getattr(budget, name), (f"torch.{dtype}",), device)
-            _check_shape(f"{whose}.{name}", getattr(budget, name), ((batch,),))
+            check_given(f"{whose}.{name}", getattr(budget, name), (f"torch.{dtype}",), device)
+            check_shape(f"{whose}.{name}", getattr(budget, name), ((batch,),))
     if margin.loss_budget is not None and not isinstance(margin.loss_budget.rate, int):
-        _check("loss_budget.rate", margin.loss_budget.rate, ("torch.int64",), device)
-        _check_shape("loss_budget.rate", margin.loss_budget.rate, ((batch,),))
+        check_given("loss_budget.rate", margin.loss_budget.rate, ("torch.int64",), device)
+        check_shape("loss_budget.rate", margin.loss_budget.rate, ((batch,),))
 
 
 def _check_out(out: "VerifyOutput", drafts: "Drafts", with_verdicts: bool) -> None:
@@ -167,8 +167,8 @@ def _check_out(out: "VerifyOutput", drafts: "Drafts", with_verdicts: bool) -> No
         buffer = getattr(out, name)
         if buffer is None:
             raise ValueError(f"out.{name} is None, but with_verdicts needs a buffer there.")
-        _check(f"out.{name}", buffer, (dtype,), drafts.logits.device)
-        _check_shape(f"out.{name}", buffer, (shape,))
+        check_given(f"out.{name}", buffer, (dtype,), drafts.logits.device)
+        check_shape(f"out.{name}", buffer, (shape,))
 
 
 def verify_greedy(
@@ -258,7 +258,7 @@ def verify_greedy(
             bonus_rows,
             max_draft_len,
         ),
-        Margin(theta, gap, protected, blocked, budget, loss_budget, _given(price)),
+        Margin(theta, gap, protected, blocked, budget, loss_budget, price_or_none(price)),
         with_verdicts=with_verdicts,
         dry_run=dry_run,
         out=out,
@@ -266,7 +266,7 @@ def verify_greedy(
     )
 
 
-def _given(price: "float | torch.Tensor") -> "float | torch.Tensor | None":
+def price_or_none(price: "float | torch.Tensor") -> "float | torch.Tensor | None":
     """A price, or None for 0, which leaves the rule to theta and gap."""
     return None if isinstance(price, float | int) and price == 0 else price
 
@@ -299,12 +299,12 @@ def verify_drafts(
         NotImplementedError: the backend is "triton" on a CPU.
     """
     resolved = resolve_backend(backend, drafts.logits.device.type)
-    _check_step(drafts, margin)
+    check_step(drafts, margin)
     if drafts.max_draft_len is None:
         drafts = drafts._replace(max_draft_len=_longest_draft(drafts.cu_num_draft_tokens))
     if out is not None:
         _check_out(out, drafts, with_verdicts)
-    kernels = _kernels(resolved, drafts.logits.device.type)
+    kernels = kernels_of(resolved, drafts.logits.device.type)
     output: VerifyOutput
     if resolved == "triton":
         output = kernels.verify_greedy(drafts, margin, with_verdicts, dry_run, out)
@@ -326,8 +326,8 @@ def verify_drafts(
     return out
 
 
-def _kernels(resolved: str, device_type: str) -> Any:
-    """The module that holds a backend's `verify_greedy` and `judge_positions`."""
+def kernels_of(resolved: str, device_type: str) -> Any:
+    """The module that holds a backend's functions; on Triton those of trees are in `tree`."""
     if resolved == "triton":
         from vllm_mars.kernels import greedy
 
@@ -391,7 +391,7 @@ def verify_input_tokens(
             max_draft_len=max_draft_len,
             bonus_row_is_last=True,
         ),
-        Margin(theta, gap, protected, blocked, budget, loss_budget, _given(price)),
+        Margin(theta, gap, protected, blocked, budget, loss_budget, price_or_none(price)),
         with_verdicts=with_verdicts,
         dry_run=dry_run,
         backend=backend,
@@ -458,7 +458,7 @@ def judge_positions(
 
     return judge_drafts(
         Drafts(logits, draft_token_ids, cu_num_draft_tokens, target_rows),
-        Margin(theta, gap, protected, blocked, budget, loss_budget, _given(price)),
+        Margin(theta, gap, protected, blocked, budget, loss_budget, price_or_none(price)),
         with_top2_values=with_top2_values,
         backend=backend,
     )
@@ -487,8 +487,8 @@ def judge_drafts(
         NotImplementedError: the backend is "triton" on a CPU.
     """
     resolved = resolve_backend(backend, drafts.logits.device.type)
-    _check_step(drafts, margin)
-    kernels = _kernels(resolved, drafts.logits.device.type)
+    check_step(drafts, margin)
+    kernels = kernels_of(resolved, drafts.logits.device.type)
     judgement: Judgement = kernels.judge_positions(drafts, margin, with_top2_values)
     return judgement
 

@@ -4,13 +4,14 @@ import pytest
 
 from interpreter import run_checks
 
-CHECKS = [f"interpreted/check_{name}.py" for name in ("greedy", "warmup", "counting", "repeats")]
+NAMES = ("greedy", "tree", "warmup", "counting", "repeats")
+CHECKS = [f"interpreted/check_{name}.py" for name in NAMES]
 
 
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
     ("selection", "at_least"),
-    [("not nightly", 33), pytest.param("nightly", 15, marks=pytest.mark.nightly)],
+    [("not nightly", 40), pytest.param("nightly", 25, marks=pytest.mark.nightly)],
 )
 def test_under_the_interpreter(selection, at_least):
     run_checks(CHECKS, selection, at_least)

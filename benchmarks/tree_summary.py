@@ -1,0 +1,175 @@
+"""What the cells of `benchmarks.tree` say: figures with intervals, and a model of the cost.
+
+Intervals are 95 %, by the bootstrap over prompts; two cells are compared on the same prompts.
+The cost of a step with n rows is floor + slope * n, as in `benchmarks.load`; drafting is left out.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.load import StepTime
+from vllm_mars.kernels.terms import LOSS_BITS
+from vllm_mars.local.intervals import interval, resamples
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+# H100 SXM, data sheet: 989 TFLOP/s of dense bf16 over 3.35 TB/s, at 2 bytes and 2 operations for
+# each weight, so that about so many rows take as long as reading the weights once.
+GPU_ROWS_OF_A_FLOOR = 295
+Figures = dict[str, NDArray[np.float64]]
+
+
+def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[str, Any]:
+    """The result file's content.
+
+    Args:
+        lines: the cells, as `benchmarks.tree run` writes them.
+        load: a result of `benchmarks.load` with the time of a step, or None.
+    """
+    draws = resamples(len(lines[0]["tokens"]))
+    figures = {(line["rule"], line["shape"]): _figures(line, draws) for line in lines}
+    cells = []
+    for line in lines:
+        found = figures[line["rule"], line["shape"]]
+        cells.append(
+            {
+                **{
+                    name: line[name] for name in ("rule", "shape", "nodes", "seconds", "git_commit")
+                },
+                "rows": line["nodes"] + 1,
+                **{name: _with_interval(values) for name, values in found.items()},
+                "ranks": _ranks(line["ranks"]) if line["shape"].startswith("chain") else None,
+                "raw": {
+                    name: line[name] for name in ("tokens", "steps", "relaxed", "lost", "repeated")
+                },
+            }
+        )
+    result = {
+        **{name: lines[0][name] for name in ("schema", "created", "command", "versions")},
+        **{name: lines[0][name] for name in ("git_commit", "hardware", "threads", "config")},
+        "cells": cells,
+        "trees_over_chains": list(_comparisons(figures)),
+    }
+    steps = {"H100 by data sheet": StepTime(GPU_ROWS_OF_A_FLOOR, 1.0)}
+    if load is not None:
+        steps["2 cores by measured steps"] = StepTime(**load["step_time"])
+        result["step_time_from"] = {name: load[name] for name in ("git_commit", "hardware")}
+    result["costs"] = [_cost(name, step, cells) for name, step in steps.items()]
+    return result
+
+
+def _figures(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
+    """Each figure over all prompts, then over each resample."""
+    sums = {
+        name: np.concatenate([[values.sum()], values[draws].sum(1)])
+        for name in ("tokens", "steps", "lost", "relaxed", "repeated")
+        if (values := np.array(line[name], dtype=np.float64)) is not None
+    }
+    grams = np.maximum(np.array(line["tokens"], dtype=np.float64) - 2, 0)
+    length = sums["tokens"] / sums["steps"]
+    return {
+        "length": length,
+        "length_per_row": length / (line["nodes"] + 1),
+        "nats_per_token": sums["lost"] / 2**LOSS_BITS / sums["tokens"],
+        "relaxed_share": sums["relaxed"] / sums["tokens"],
+        "repeated_4grams": sums["repeated"] / np.concatenate([[grams.sum()], grams[draws].sum(1)]),
+    }
+
+
+def _with_interval(values: NDArray[np.float64]) -> dict[str, float]:
+    low, high = interval(values[1:])
+    return {"value": round(values[0], 5), "low": round(low, 5), "high": round(high, 5)}
+
+
+def _ranks(ranks: list[int]) -> dict[str, int]:
+    """How often the target's choice had which rank among the head's; 1 where a row ended early."""
+    edges = (1, 2, 3, 4, 8, 16, 64, 4096)
+    counts = {"not drafted": ranks.count(0)}
+    for low, high in zip((0, *edges), edges, strict=False):
+        name = str(high) if high - low == 1 else f"{low + 1} to {high}"
+        counts[name] = sum(low < rank <= high for rank in ranks)
+    return counts
+
+
+def _comparisons(figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, Any]]:
+    """Each tree beside the longest chain that was measured of no more nodes, by the same rule."""
+    for (rule, shape), found in figures.items():
+        kind, nodes = shape.split()
+        chains = [
+            int(other.split()[1])
+            for named, other in figures
+            if named == rule and other.startswith("chain") and int(other.split()[1]) <= int(nodes)
+        ]
+        if kind == "tree" and chains:
+            chain = f"chain {max(chains)}"
+            ratio = found["length"] / figures[rule, chain]["length"]
+            yield {
+                **{"rule": rule, "tree": shape, "chain": chain},
+                "length_ratio": _with_interval(ratio),
+            }
+
+
+def _cost(name: str, step: StepTime, cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """The best chain and the best tree of each rule, by batch."""
+    found = []
+    for rule in dict.fromkeys(cell["rule"] for cell in cells):
+        own = [cell for cell in cells if cell["rule"] == rule]
+        for batch in BATCHES:
+            best: dict[str, Any] = {"rule": rule, "batch": batch}
+            for kind in ("chain", "tree"):
+                gains = [
+                    (step.gain(batch, cell["length"]["value"], cell["rows"]), cell["shape"])
+                    for cell in own
+                    if cell["shape"].startswith(kind)
+                ]
+                if gains:
+                    gain, shape = max(gains)
+                    best[kind] = {"gain": round(gain, 3), "shape": shape}
+            found.append(best)
+    return {"name": name, "floor": step.floor, "slope": step.slope, "best": found}
+
+
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """The lines of the tables in docs/trees.md."""
+    yield "| rule | shape | rows | tokens per step | per row | nats lost per token | repeated |"
+    yield "| --- | --- | ---: | --- | ---: | --- | ---: |"
+    rules = list(dict.fromkeys(cell["rule"] for cell in result["cells"]))
+    for cell in sorted(
+        result["cells"], key=lambda cell: (rules.index(cell["rule"]), cell["rows"], cell["shape"])
+    ):
+        nats = "0" if cell["rule"] == "strict" else _shown(cell["nats_per_token"], 3)
+        yield (
+            f"| {cell['rule']} | {cell['shape']} | {cell['rows']} | {_shown(cell['length'])} "
+            f"| {cell['length_per_row']['value']:.2f} | {nats} "
+            f"| {cell['repeated_4grams']['value']:.3f} |"
+        )
+    yield "| the same rule: a tree over a chain | tokens per step |"
+    yield "| --- | --- |"
+    for found in result["trees_over_chains"]:
+        ratio = _shown(found["length_ratio"])
+        yield f"| {found['rule']}: {found['tree']} over {found['chain']} | {ratio} |"
+    names = " | ".join(f"strict, {cost['name']}: chain, tree" for cost in result["costs"])
+    yield f"| batch | {names} |"
+    yield f"| ---: |{' --- |' * len(result['costs'])}"
+    for batch in BATCHES:
+        best = [
+            found
+            for cost in result["costs"]
+            for found in cost["best"]
+            if (found["rule"], found["batch"]) == ("strict", batch)
+        ]
+        pairs = [
+            ", ".join(
+                f"{found[kind]['gain']:.2f} ({found[kind]['shape']})"
+                for kind in ("chain", "tree")
+                if kind in found
+            )
+            for found in best
+        ]
+        yield f"| {batch} | {' | '.join(pairs)} |"
+
+
+def _shown(found: dict[str, float], digits: int = 2) -> str:
+    return f"{found['value']:.{digits}f} ({found['low']:.{digits}f} to {found['high']:.{digits}f})"

@@ -1,0 +1,143 @@
+"""The offline study of trees, on a tiny target: what it reads, drafts, accepts and sums up."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_models
+from benchmarks import tree_cells
+from benchmarks.draft.export import export
+from benchmarks.draft.head import new_head
+from benchmarks.draft.target import Target
+from benchmarks.tree import STRICT, Study
+from benchmarks.tree_cells import Rule, Shape, rank_of
+from benchmarks.tree_summary import summary, table
+
+ROOT = Path(__file__).parents[2]
+AUX = (0, 1, 2)
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
+SHAPES = [Shape("chain", 3), Shape("tree", 4), Shape("tree", 30)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("target")
+    tiny_models.llama(directory)
+    tiny_models.tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def study(model, tmp_path_factory):
+    target = Target(model, AUX, dtype=torch.float32)
+    head = new_head(target, torch.arange(0, tiny_models.VOCAB, 2))
+    directory = tmp_path_factory.mktemp("head")
+    export(head, directory, target_name="tiny", target_sha256="", num_speculative_tokens=3)
+    return Study.open(model, directory, PROMPTS, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def recorded(study):
+    return study.record()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_strict_answers_are_the_targets_own(study, recorded, model, shape):
+    target = Target(model, AUX, dtype=torch.float32)
+    own = {
+        answer.index: answer.tokens[answer.prompt_tokens :].tolist()
+        for answer in target.answer(PROMPTS, [0.0] * 3, 12, torch.Generator())
+    }
+    read, looked_up = study.answer(STRICT, shape), study.answer(STRICT, shape, recorded)
+    for row, (answer, other) in enumerate(zip(read, looked_up, strict=True)):
+        assert answer.tokens[: len(own[row])] == own[row]
+        assert (answer.tokens, answer.steps) == (other.tokens, other.steps)
+        assert answer.lost == answer.relaxed == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "rule", [Rule("price", 8.0), Rule("theta", 0.1), Rule("gap", 8.0)], ids=str
+)
+def test_what_is_left_out_cannot_be_reached(study, monkeypatch, rule, shape):
+    """To read all nodes changes no token."""
+    found = study.answer(rule, shape)
+
+    def reach_all(answers, *_):
+        for answer in answers:
+            children = answer.children(answer.frontier)
+            answer.order += answer.frontier
+            answer.frontier = children
+
+    monkeypatch.setattr(tree_cells, "reach", reach_all)
+    for answer, other in zip(found, study.answer(rule, shape), strict=True):
+        assert answer.tokens == other.tokens
+        assert answer.steps == other.steps
+        # Batches of other shapes round sums otherwise.
+        assert answer.lost == pytest.approx(other.lost, abs=64)
+    if shape.nodes == 30:
+        assert sum(answer.relaxed for answer in found)
+
+
+def test_a_chain_is_what_the_head_guesses(study):
+    """Against the steps of training, which recompute everything."""
+    head, row, depth = study.head, 0, 4
+    head.rewind()
+    last = study.firsts[row]
+    (chain,) = head.draft([row], [last], 1, depth, depth)
+    states = head.states[row][0]
+    tokens = [*PROMPTS[row][1:], last, *chain.tokens]
+    embeddings = study.target.embedding[tokens][None]
+    anchors = torch.tensor([[len(states) - 1]])
+    with torch.inference_mode():
+        hidden = head.steps(states[None], embeddings, anchors, depth)
+        guesses = [int(head.draft_tokens[head.lm_head(h[0, 0]).argmax()]) for h in hidden]
+    assert chain.tokens == guesses
+    assert chain.parents == [-1, 0, 1, 2]
+
+
+def test_a_tree_holds_the_most_probable_paths(study):
+    """All nodes are there: each path's probability, recomputed as a chain of its own."""
+    head = study.head
+    head.rewind()
+    (tree,) = head.draft([1], [study.firsts[1]], 3, 2, 100)
+    assert len(tree.tokens) == 3 + 9
+    assert tree.depths == [1 if parent < 0 else 2 for parent in tree.parents]
+    (small,) = head.draft([1], [study.firsts[1]], 3, 2, 5)
+    assert small.tokens == tree.tokens[:5]
+    assert small.parents == tree.parents[:5]
+    assert all(parent < node for node, parent in enumerate(tree.parents))
+
+
+def test_the_rank_of_a_token():
+    logits, drafted = torch.tensor([0.5, 2.0, 1.0]), torch.tensor([3, 8, 9])
+    assert [rank_of(token, logits, drafted) for token in (8, 9, 3, 4, 10)] == [1, 2, 3, 0, 0]
+
+
+def test_figures_by_hand():
+    line = {
+        **dict.fromkeys(("schema", "created", "command", "versions", "git_commit"), ""),
+        **dict.fromkeys(("hardware", "config", "seconds"), ""),
+        **{"threads": 1, "rule": "strict", "nodes": 4, "relaxed": [1, 0], "repeated": [0, 4]},
+        **{"lost": [1 << 15, 0], "ranks": [0, 2, 2, 9], "tokens": [10, 10], "steps": [4, 6]},
+    }
+    other = {**line, "shape": "tree 4", "tokens": [15, 15]}
+    result = summary([{**line, "shape": "chain 4"}, other], None)
+    chain = result["cells"][0]
+    assert chain["rows"] == 5
+    assert chain["length"] == {"value": 2.0, "low": pytest.approx(10 / 6, abs=1e-4), "high": 2.5}
+    assert chain["length_per_row"]["value"] == 0.4
+    assert chain["nats_per_token"]["value"] == 0.025
+    assert chain["repeated_4grams"]["value"] == 0.25
+    assert chain["ranks"]["not drafted"] == 1 and chain["ranks"]["2"] == 2
+    (ratio,) = result["trees_over_chains"]
+    assert ratio["length_ratio"] == {"value": 1.5, "low": 1.5, "high": 1.5}
+
+
+def test_the_docs_show_the_raw_file():
+    result = json.loads((ROOT / "benchmarks/results/trees-cpu.json").read_text())
+    docs = (ROOT / "docs/trees.md").read_text().splitlines()
+    for line in table(result):
+        assert line in docs
