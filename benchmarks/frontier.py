@@ -11,8 +11,9 @@ point of each curve is strict decoding. Intervals are 95 % of a jackknife over f
 """
 
 import argparse
+import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from vllm_mars.config import METRICS
+from vllm_mars.experiments.quality.judge import mean_scores
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.records import Cell, CellKey
 from vllm_mars.local.result_file import write_json
@@ -35,7 +37,7 @@ COLORS = {"ratio": "#0072b2", "gap": "#009e73", "price": "#d55e00"}
 
 @dataclass(frozen=True)
 class Totals:
-    """One rule over the prompts of some folds; sums, so that folds can be added.
+    """One rule over the prompts of some folds.
 
     Attributes:
         drafts: verification steps of single requests that had a draft.
@@ -43,7 +45,7 @@ class Totals:
         tokens: output tokens.
         nats: what they lost against the target's first choices.
         answers: how many.
-        scores: sums over answers, by name.
+        scores: means over the answers that have the score, by name.
     """
 
     drafts: int
@@ -72,30 +74,32 @@ class Totals:
 SCORES = ("repeated_4grams", "agreement", "rouge_l", "exact_match", "nll")
 
 
-def totals(cells: Iterable[Cell]) -> Totals:
+def totals(cells: Sequence[Cell]) -> Totals:
     """Adds up cells of one rule.
 
     Raises:
         ValueError: a cell was not judged, does not tell its loss, or is not of speculation.
     """
-    drafts = accepted = tokens = answers = 0
-    nats, scores = 0.0, dict.fromkeys(SCORES, 0.0)
+    drafts = accepted = tokens = 0
+    nats = 0.0
     for cell in cells:
         if cell.acceptance is None or cell.quality is None:
             raise ValueError(f"{cell.key.label} has no acceptance or was not judged; sweep again.")
         drafts += cell.acceptance.drafts
         accepted += cell.acceptance.accepted_tokens
         tokens += sum(output.output_tokens for output in cell.outputs)
-        answers += len(cell.quality.prompts)
         if cell.key.lossy and cell.lost_nats is None:
             raise ValueError(
                 f"{cell.key.label} is of an older sweep, without lost_nats; sweep again."
             )
         nats += cell.lost_nats or 0.0
-        for prompt in cell.quality.prompts:
-            for name in SCORES:
-                scores[name] += prompt.scores.get(name, 0.0)
-    return Totals(drafts, accepted, tokens, nats, answers, scores)
+    answers = mean_scores(cells).values()
+    scores = {
+        name: statistics.fmean(answer[name] for answer in answers if name in answer)
+        for name in SCORES
+        if any(name in answer for answer in answers)
+    }
+    return Totals(drafts, accepted, tokens, nats, len(answers), scores)
 
 
 class Frontier:
@@ -126,7 +130,7 @@ class Frontier:
 
     def of(self, rule: str, without: str | None = None) -> Totals:
         """A rule over the folds but one."""
-        return totals(cell for cell in self._cells[rule] if cell.key.dataset != without)
+        return totals([cell for cell in self._cells[rule] if cell.key.dataset != without])
 
     def extra(self, rule: str, without: str | None = None) -> float:
         """Its share of acceptance length above strict decoding."""
@@ -202,7 +206,7 @@ class Frontier:
             "extra_acceptance": self.jackknife(lambda fold: self.extra(rule, fold)),
             "loss": self.jackknife(lambda fold: self.of(rule, fold).loss),
             "tokens_per_answer": own.tokens / own.answers,
-            **{name: total / own.answers for name, total in own.scores.items()},
+            **own.scores,
         }
 
 
@@ -232,7 +236,7 @@ def plot(frontiers: dict[str, Frontier], path: Path) -> None:
     )
     for (title, frontier), (gain, repeats) in zip(frontiers.items(), grid, strict=True):
         strict = frontier.of("standard")
-        strict_repeats = 100 * strict.scores["repeated_4grams"] / strict.answers
+        strict_repeats = 100 * strict.scores["repeated_4grams"]
         for family, keys in groupby(frontier.keys(), _family):
             rules = list(keys)
             known = [(frontier.of(key.rule), frontier.extra(key.rule)) for key in rules]
@@ -247,7 +251,7 @@ def plot(frontiers: dict[str, Frontier], path: Path) -> None:
             loss = [0.0, *(1000 * of.loss for of, _ in known)]
             repeated = [
                 strict_repeats,
-                *(100 * of.scores["repeated_4grams"] / of.answers for of, _ in known),
+                *(100 * of.scores["repeated_4grams"] for of, _ in known),
             ]
             first = 0 if len(rules) > 1 else 1
             gain.plot(loss[first:], extra[first:], **own)

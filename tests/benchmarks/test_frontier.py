@@ -48,14 +48,14 @@ def cell(fold, accepted, loss, metric=None, value=None):
         theta_set_by=None,
         speed=Speed(1.0, 1, 0, 0, tokens),
         acceptance=Acceptance(10, 40, accepted, ()),
-        outputs=(Output("a", "x", 0, tokens, "length", 1.0, 0.1, 0.0),),
+        outputs=(Output(fold, "x", 0, tokens, "length", 1.0, 0.1, 0.0),),
         created="",
         git_commit=None,
         versions={},
         hardware={},
         command=(),
         lost_nats=loss * tokens if metric else None,
-        quality=Quality((PromptQuality("a", {"repeated_4grams": 0.25}),), ()),
+        quality=Quality((PromptQuality(fold, {"repeated_4grams": 0.25}),), ()),
     )
 
 
