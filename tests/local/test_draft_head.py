@@ -13,6 +13,7 @@ from vllm_mars.demo import run as demo
 from vllm_mars.demo.options import DemoOptions
 from vllm_mars.local import draft_head
 from vllm_mars.local.draft_head import check_head, is_head, model_checksum
+from vllm_mars.local.drafts import RECOMMENDED
 
 AUX = (0, 1, 2)
 
@@ -152,8 +153,7 @@ def test_the_demo_drafts_with_the_head(head, model, monkeypatch):
         "method": "eagle3",
         "model": str(head),
         "num_speculative_tokens": 5,
-        "rejection_sample_method": "mars",
-        "mars_theta": 0.9,
+        **RECOMMENDED,
     }
     # The packaged model's head is the default, ngram without one or for another model.
     monkeypatch.setattr(draft_head, "PACKAGED_HEAD", head)
