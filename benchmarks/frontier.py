@@ -29,7 +29,7 @@ from vllm_mars.experiments.sweep.records import Cell, CellKey
 from vllm_mars.local.result_file import write_json
 
 # Nats per token at which metrics are compared.
-LOSSES = (0.01, 0.02, 0.03, 0.05, 0.09)
+LOSSES = (0.0075, 0.02, 0.03, 0.05, 0.07)
 # Student's t for a 95 % interval, by degrees of freedom.
 T_QUANTILE = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}
 COLORS = {"ratio": "#0072b2", "gap": "#009e73", "price": "#d55e00"}

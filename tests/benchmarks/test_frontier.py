@@ -89,8 +89,8 @@ def test_by_hand():
     assert at[0.03]["extra_acceptance"][price]["value"] == pytest.approx(0.3)
     assert at[0.02]["price_over"][ratio]["value"] == pytest.approx(2)
     # Below the first point the curve comes from strict decoding.
-    assert at[0.01]["extra_acceptance"][ratio]["value"] == pytest.approx(0.05)
-    assert at[0.09]["extra_acceptance"][ratio] is None, "no rule loses that much"
+    assert at[0.0075]["extra_acceptance"][ratio]["value"] == pytest.approx(0.0375)
+    assert at[0.07]["extra_acceptance"][ratio] is None, "no rule loses that much"
 
 
 def test_the_interval_is_that_of_a_jackknife():
