@@ -20,12 +20,14 @@ def test_a_group_stays_on_one_worker(request):
 
 
 LEAVES = """
-import subprocess, tempfile
+import os, subprocess, tempfile
 from pathlib import Path
 
 def test_leaves_something():
     subprocess.Popen(["sleep", "300"])
-    subprocess.Popen(["true"])
+    # Popen would wait for it where it ends before the object goes.
+    ended = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
     Path(tempfile.gettempdir(), "left.txt").touch()
 """
 
