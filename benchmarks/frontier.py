@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from vllm_mars.config import METRICS
 from vllm_mars.experiments.quality.judge import mean_scores
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.records import Cell, CellKey
+from vllm_mars.local.intervals import COVERAGE
 from vllm_mars.local.result_file import write_json
 
 # Nats per token at which metrics are compared.
 LOSSES = (0.0075, 0.02, 0.03, 0.05, 0.07)
-# Student's t for a 95 % interval, by degrees of freedom.
-T_QUANTILE = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}
 COLORS = {"ratio": "#0072b2", "gap": "#009e73", "price": "#d55e00"}
 
 
@@ -163,7 +163,8 @@ class Frontier:
         if count < 2 or not np.isfinite([value, *left]).all():
             return None
         error = float(np.sqrt((count - 1) / count * ((left - left.mean()) ** 2).sum()))
-        reach = T_QUANTILE[count - 1] * error
+        # Half of what is left out lies on each side.
+        reach = stats.t.ppf((1 + COVERAGE / 100) / 2, count - 1) * error
         return {"value": value, "low": value - reach, "high": value + reach}
 
     def summary(self) -> dict[str, Any]:
