@@ -41,7 +41,7 @@ BEYOND = 10
 STRICT = Rule("strict", 0.0)
 RULES = [
     *(Rule("theta", 0.9), Rule("price", 0.5), Rule("price", 1.0), Rule("price", 0.25)),
-    Rule("gap", 0.5),
+    Rule("gap", 1.0),
 ]
 CHAINS = [Shape("chain", nodes) for nodes in range(1, 10)]
 TREES = [Shape("tree", nodes) for nodes in (4, 8, 16, 32, 60)]
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     study = Study.open(model, head, [ids for _, _, ids in chosen], args.max_tokens)
     recorded: Recorded | None = None
     for rule, shape in dict.fromkeys(CELLS):
-        if (str(rule), str(shape)) in done:
+        if args.rules and str(rule) not in args.rules or (str(rule), str(shape)) in done:
             continue
         if rule == STRICT and recorded is None:
             recorded = study.record()
@@ -217,8 +217,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs.add_argument("--max-tokens", type=int, default=48, metavar="N", help="of an answer")
     runs.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged one")
     runs.add_argument("--threads", type=int, default=1, metavar="N")
+    runs.add_argument(
+        "--rules",
+        nargs="+",
+        choices=[str(rule) for rule in (STRICT, *RULES)],
+        metavar="RULE",
+        help="of the cells only those of these rules, such as strict and 'theta 0.9'; default: all",
+    )
     sums = commands.add_parser("summarise", help="intervals, the cost model, and the plot")
-    sums.add_argument("--work", type=Path, required=True, metavar="FILE")
+    sums.add_argument("--work", type=Path, required=True, nargs="+", metavar="FILE")
     sums.add_argument("--load", type=Path, metavar="FILE", help="whose time of a step is taken")
     sums.add_argument("--output", type=Path, required=True, metavar="FILE")
     sums.add_argument("--plot", type=Path, metavar="PNG")
@@ -233,7 +240,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def summarise(args: argparse.Namespace) -> int:
     """Writes what the cells say together; returns 0."""
     load = json.loads(args.load.read_text()) if args.load else None
-    result = summary(read_lines(args.work), load)
+    lines = [line for path in args.work for line in read_lines(path)]
+    if any(line["config"] != lines[0]["config"] for line in lines):
+        raise ValueError(f"work={' '.join(map(str, args.work))} are of different studies.")
+    result = summary(lines, load)
     write_json(args.output, result)
     if args.plot:
         # Only this needs matplotlib.

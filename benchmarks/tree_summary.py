@@ -18,6 +18,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 # H100 SXM, data sheet: 989 TFLOP/s of dense bf16 over 3.35 TB/s, at 2 bytes and 2 operations for
 # each weight, so that about so many rows take as long as reading the weights once.
 GPU_ROWS_OF_A_FLOOR = 295
+# Nats per token at which trees and chains are compared.
+LOSSES = (0.01, 0.03, 0.06)
 Figures = dict[str, NDArray[np.float64]]
 
 
@@ -51,6 +53,7 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
         **{name: lines[0][name] for name in ("git_commit", "hardware", "threads", "config")},
         "cells": cells,
         "trees_over_chains": list(_comparisons(figures)),
+        "by_price_at_equal_loss": list(_at_equal_loss(figures)),
     }
     steps = {"H100 by data sheet": StepTime(GPU_ROWS_OF_A_FLOOR, 1.0)}
     if load is not None:
@@ -93,22 +96,61 @@ def _ranks(ranks: list[int]) -> dict[str, int]:
     return counts
 
 
-def _comparisons(figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, Any]]:
-    """Each tree beside the longest chain that was measured of no more nodes, by the same rule."""
-    for (rule, shape), found in figures.items():
-        kind, nodes = shape.split()
+def _pairs(figures: dict[tuple[str, str], Figures], rule: str) -> Iterator[tuple[str, str]]:
+    """Each tree of a rule and the longest chain that was measured of no more nodes."""
+    shapes = [shape for named, shape in figures if named == rule]
+    nodes = {shape: int(shape.split()[1]) for shape in shapes}
+    for tree in shapes:
         chains = [
-            int(other.split()[1])
-            for named, other in figures
-            if named == rule and other.startswith("chain") and int(other.split()[1]) <= int(nodes)
+            shape for shape in shapes if shape.startswith("chain") and nodes[shape] <= nodes[tree]
         ]
-        if kind == "tree" and chains:
-            chain = f"chain {max(chains)}"
-            ratio = found["length"] / figures[rule, chain]["length"]
+        if tree.startswith("tree") and chains:
+            yield tree, max(chains, key=nodes.__getitem__)
+
+
+def _comparisons(figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, Any]]:
+    """Each tree beside a chain, by the same rule."""
+    for rule in dict.fromkeys(rule for rule, _ in figures):
+        for tree, chain in _pairs(figures, rule):
+            ratio = figures[rule, tree]["length"] / figures[rule, chain]["length"]
             yield {
-                **{"rule": rule, "tree": shape, "chain": chain},
+                **{"rule": rule, "tree": tree, "chain": chain},
                 "length_ratio": _with_interval(ratio),
             }
+
+
+def _at_equal_loss(figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, Any]]:
+    """Each tree beside a chain, by those prices at which both lose as much."""
+    for tree, chain in _pairs(figures, "strict"):
+        lengths = {shape: _lengths_by_loss(figures, shape) for shape in (tree, chain)}
+        for i, loss in enumerate(LOSSES):
+            own, other = (lengths[shape][i] for shape in (tree, chain))
+            if not np.isnan([own, other]).any():
+                yield {
+                    **{"tree": tree, "chain": chain, "nats_per_token": loss},
+                    **{"tree_length": _with_interval(own), "chain_length": _with_interval(other)},
+                    "length_ratio": _with_interval(own / other),
+                }
+
+
+def _lengths_by_loss(figures: dict[tuple[str, str], Figures], shape: str) -> NDArray[np.float64]:
+    """Tokens per step at each of `LOSSES`, `[losses, resamples]`, NaN beyond the largest price.
+
+    Between two prices, and between strict decoding and the smallest, the line through both.
+    """
+    curve = [
+        found
+        for (rule, other), found in figures.items()
+        if other == shape and rule.split()[0] in ("strict", "price")
+    ]
+    curve.sort(key=lambda found: found["nats_per_token"][0])
+    losses, lengths = (
+        np.stack([found[name] for found in curve]) for name in ("nats_per_token", "length")
+    )
+    return np.stack(
+        [np.interp(LOSSES, *pair, right=np.nan) for pair in zip(losses.T, lengths.T, strict=True)],
+        axis=1,
+    )
 
 
 def _cost(name: str, step: StepTime, cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -150,25 +192,22 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     for found in result["trees_over_chains"]:
         ratio = _shown(found["length_ratio"])
         yield f"| {found['rule']}: {found['tree']} over {found['chain']} | {ratio} |"
-    names = " | ".join(f"strict, {cost['name']}: chain, tree" for cost in result["costs"])
-    yield f"| batch | {names} |"
-    yield f"| ---: |{' --- |' * len(result['costs'])}"
-    for batch in BATCHES:
-        best = [
-            found
-            for cost in result["costs"]
-            for found in cost["best"]
-            if (found["rule"], found["batch"]) == ("strict", batch)
-        ]
-        pairs = [
-            ", ".join(
-                f"{found[kind]['gain']:.2f} ({found[kind]['shape']})"
-                for kind in ("chain", "tree")
-                if kind in found
-            )
-            for found in best
-        ]
-        yield f"| {batch} | {' | '.join(pairs)} |"
+    yield "| by price, at equal loss | nats lost per token | chain | tree | tree over chain |"
+    yield "| --- | ---: | --- | --- | --- |"
+    for found in result["by_price_at_equal_loss"]:
+        shown = " | ".join(
+            _shown(found[name]) for name in ("chain_length", "tree_length", "length_ratio")
+        )
+        yield f"| {found['tree']} over {found['chain']} | {found['nats_per_token']} | {shown} |"
+    for cost in result["costs"]:
+        yield f"| {cost['name']}, batch | {' | '.join(map(str, BATCHES))} |"
+        yield f"| --- |{' ---: |' * len(BATCHES)}"
+        for rule in rules:
+            best = [found for found in cost["best"] if found["rule"] == rule]
+            for kind in ("chain", "tree"):
+                if kind in best[0]:
+                    gains = " | ".join(f"{found[kind]['gain']:.2f}" for found in best)
+                    yield f"| {rule}, best {kind} | {gains} |"
 
 
 def _shown(found: dict[str, float], digits: int = 2) -> str:

@@ -116,15 +116,17 @@ def test_the_rank_of_a_token():
     assert [rank_of(token, logits, drafted) for token in (8, 9, 3, 4, 10)] == [1, 2, 3, 0, 0]
 
 
+LINE = {
+    **dict.fromkeys(("schema", "created", "command", "versions", "git_commit"), ""),
+    **dict.fromkeys(("hardware", "config", "seconds"), ""),
+    **{"threads": 1, "rule": "strict", "shape": "chain 4", "nodes": 4, "relaxed": [1, 0]},
+    **{"repeated": [0, 4], "lost": [1 << 15, 0], "ranks": [0, 2, 2, 9]},
+    **{"tokens": [10, 10], "steps": [4, 6]},
+}
+
+
 def test_figures_by_hand():
-    line = {
-        **dict.fromkeys(("schema", "created", "command", "versions", "git_commit"), ""),
-        **dict.fromkeys(("hardware", "config", "seconds"), ""),
-        **{"threads": 1, "rule": "strict", "nodes": 4, "relaxed": [1, 0], "repeated": [0, 4]},
-        **{"lost": [1 << 15, 0], "ranks": [0, 2, 2, 9], "tokens": [10, 10], "steps": [4, 6]},
-    }
-    other = {**line, "shape": "tree 4", "tokens": [15, 15]}
-    result = summary([{**line, "shape": "chain 4"}, other], None)
+    result = summary([LINE, {**LINE, "shape": "tree 4", "tokens": [15, 15]}], None)
     chain = result["cells"][0]
     assert chain["rows"] == 5
     assert chain["length"] == {"value": 2.0, "low": pytest.approx(10 / 6, abs=1e-4), "high": 2.5}
@@ -134,6 +136,27 @@ def test_figures_by_hand():
     assert chain["ranks"]["not drafted"] == 1 and chain["ranks"]["2"] == 2
     (ratio,) = result["trees_over_chains"]
     assert ratio["length_ratio"] == {"value": 1.5, "low": 1.5, "high": 1.5}
+
+
+def test_trees_and_chains_at_equal_loss():
+    def cell(rule, shape, length, loss):
+        return {
+            **{**LINE, "rule": rule, "shape": shape, "steps": [10, 10]},
+            **{"tokens": [10 * length] * 2, "lost": [round(loss * 10 * length * 2**16)] * 2},
+        }
+
+    lines = [
+        *(cell("strict", "chain 4", 2, 0.0), cell("strict", "tree 4", 3, 0.0)),
+        *(cell("price 1", "chain 4", 4, 0.06), cell("price 1", "tree 4", 5, 0.03)),
+        cell("theta 0.9", "chain 4", 9, 0.01),
+    ]
+    # The tree's largest price loses 0.03, so there is nothing to compare at 0.06.
+    low, high = summary(lines, None)["by_price_at_equal_loss"]
+    assert (low["nats_per_token"], high["nats_per_token"]) == (0.01, 0.03)
+    assert low["chain_length"]["value"] == pytest.approx(2 + 1 / 3, abs=1e-4)
+    assert low["tree_length"]["value"] == pytest.approx(3 + 2 / 3, abs=1e-4)
+    assert high["chain_length"]["value"] == pytest.approx(3, abs=1e-4)
+    assert high["length_ratio"]["high"] == pytest.approx(5 / 3, abs=1e-4)
 
 
 def test_the_docs_show_the_raw_file():
