@@ -1,6 +1,7 @@
 """What trees of drafts are worth beside chains, strict and relaxed: offline, without vLLM.
 
     python -m benchmarks.tree run --prompts question.jsonl --work build/trees.jsonl
+    python -m benchmarks.tree run --prompts question.jsonl --work build/sampled.jsonl --sampled
     python -m benchmarks.tree summarise --work build/trees.jsonl \\
         --load benchmarks/results/load-cpu.json \\
         --output benchmarks/results/trees-cpu.json --plot docs/trees.png
@@ -54,6 +55,15 @@ CELLS = [
     *((rule, shape) for shape in PAIR for rule in RULES),
     *((rule, shape) for rule in RULES[:2] for shape in FIRST_SHAPES),
     *((rule, shape) for shape in (*FIRST_SHAPES, *TREES, *CHAINS) for rule in RULES),
+]
+# Requests that sample: among all tokens by price, or by gap among the two largest alone.
+SAMPLED_CELLS = [
+    (Rule(metric, value, temperature), Shape("chain", 5))
+    for metric, value in (
+        *(("strict", 0.0), ("price", 0.5), ("gap", 0.5), ("price", 1.0), ("gap", 1.0)),
+        *(("price", 2.0), ("gap", 2.0)),
+    )
+    for temperature in (0.7, 1.0)
 ]
 
 
@@ -152,6 +162,7 @@ def run(args: argparse.Namespace) -> int:
         "per_category": args.per_category,
         "max_prompt_tokens": args.max_prompt_tokens,
         **{"max_tokens": args.max_tokens, "width": WIDTH, "depth": DEPTH},
+        **({"seed": args.seed} if args.sampled else {}),
         "prompt_ids": [name for name, _, _ in chosen],
         "categories": [category for _, category, _ in chosen],
     }
@@ -162,11 +173,12 @@ def run(args: argparse.Namespace) -> int:
     described = describe_run(None)
     study = Study.open(model, head, [ids for _, _, ids in chosen], args.max_tokens)
     recorded: Recorded | None = None
-    for rule, shape in dict.fromkeys(CELLS):
+    for rule, shape in dict.fromkeys(SAMPLED_CELLS if args.sampled else CELLS):
         if args.rules and str(rule) not in args.rules or (str(rule), str(shape)) in done:
             continue
         if rule == STRICT and recorded is None:
             recorded = study.record()
+        torch.manual_seed(args.seed)
         begin = time.monotonic()
         answers = study.answer(rule, shape, recorded if rule == STRICT else None)
         line = {
@@ -182,6 +194,7 @@ def run(args: argparse.Namespace) -> int:
             "steps": [answer.steps for answer in answers],
             "relaxed": [answer.relaxed for answer in answers],
             "lost": [answer.lost for answer in answers],
+            **({"nll": [answer.nll for answer in answers]} if rule.temperature else {}),
             "repeated": [repeated(answer.tokens) for answer in answers],
             "ranks": [rank for answer in answers for rank in answer.ranks],
         }
@@ -224,6 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="RULE",
         help="of the cells only those of these rules, such as strict and 'theta 0.9'; default: all",
     )
+    runs.add_argument("--sampled", action="store_true", help="requests that sample, in chains of 5")
+    runs.add_argument("--seed", type=int, default=0, metavar="N", help="of their draws")
     sums = commands.add_parser("summarise", help="intervals, the cost model, and the plot")
     sums.add_argument("--work", type=Path, required=True, nargs="+", metavar="FILE")
     sums.add_argument("--load", type=Path, metavar="FILE", help="whose time of a step is taken")

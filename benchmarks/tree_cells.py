@@ -17,10 +17,11 @@ WIDTH, DEPTH = 10, 7
 
 @dataclass(frozen=True)
 class Rule:
-    """What is accepted: theta, gap or price."""
+    """What is accepted: theta, gap or price; at a temperature above 0 by draws."""
 
     metric: str
     value: float
+    temperature: float = 0.0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -29,8 +30,13 @@ class Rule:
             return {"theta": 1.0}
         return {"theta": 1.0, self.metric: self.value}
 
+    def processed(self, logits: torch.Tensor) -> torch.Tensor:
+        """What is verified of the target's logits."""
+        return logits / self.temperature if self.temperature else logits
+
     def __str__(self) -> str:
-        return "strict" if self.metric == "strict" else f"{self.metric} {self.value:g}"
+        name = "strict" if self.metric == "strict" else f"{self.metric} {self.value:g}"
+        return f"{name}, T {self.temperature:g}" if self.temperature else name
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ class Answer:
         tokens: emitted, the first of them by the prompt's own last row, in no step.
         steps: verified.
         lost: in units of 2**-LOSS_BITS nats.
-        relaxed: tokens.
+        relaxed: tokens; where a request samples, all that were accepted without a draw.
+        nll: of the tokens by the processed logits, in nats, where it samples.
         ranks: of the target's choice among the head's, at each rejection of a chain; 0 where the
             head cannot draft that token.
         tree: drafted in this step.
@@ -71,12 +78,14 @@ class Answer:
     steps: int = 0
     lost: int = 0
     relaxed: int = 0
+    nll: float = 0.0
     ranks: list[int] = field(default_factory=list)
     done: bool = False
     tree: DraftTree = field(default_factory=lambda: DraftTree([], []))
     order: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
+    draws: list[int] = field(default_factory=list)
     states: list[torch.Tensor] = field(default_factory=list)
     # Of each reachable node: what the path to it has lost.
     losses: dict[int, int] = field(default_factory=dict)
@@ -85,7 +94,8 @@ class Answer:
     def begin(self, tree: DraftTree) -> None:
         """Begins a step."""
         self.tree, self.order, self.frontier = tree, [], [-1]
-        self.logits, self.states, self.losses, self.best = [], [], {-1: 0}, 0
+        self.logits, self.draws, self.states = [], [], []
+        self.losses, self.best = {-1: 0}, 0
 
     def places(self, length: int) -> list[Place]:
         """The frontier, to be read behind `length` committed tokens."""
@@ -115,7 +125,13 @@ class Answer:
         return deepest
 
 
-def reach(answers: list[Answer], logits: torch.Tensor, rule: Rule, protected: torch.Tensor) -> None:
+def reach(
+    answers: list[Answer],
+    logits: torch.Tensor,
+    choices: torch.Tensor,
+    rule: Rule,
+    protected: torch.Tensor,
+) -> None:
     """Finds the nodes to read next: those that the rule can still reach from what was read.
 
     With a price a node is left out where no path through it can be worth as much as one that is
@@ -123,7 +139,8 @@ def reach(answers: list[Answer], logits: torch.Tensor, rule: Rule, protected: to
 
     Args:
         answers: whose frontier has been read.
-        logits: of the frontiers, in the order of the answers.
+        logits: of the frontiers, processed, in the order of the answers.
+        choices: of each of their rows, what strict verification accepts: the argmax, or the draw.
         rule: what is accepted.
         protected: bool `[vocab]`.
     """
@@ -146,10 +163,11 @@ def reach(answers: list[Answer], logits: torch.Tensor, rule: Rule, protected: to
         target_rows=target_rows,
     )
     assert judged.losses is not None
-    argmax = logits.argmax(-1)[target_rows]
-    first = (argmax == drafts).tolist()
-    may_pay = (~(protected[drafts] | protected[argmax])).tolist()
-    price = price_units(rule.value) if rule.metric == "price" else 0
+    choice = choices[target_rows]
+    first = (choice == drafts).tolist()
+    may_pay = (~(protected[drafts] | protected[choice])).tolist()
+    # Where a request samples, each position stands alone.
+    price = price_units(rule.value) if rule.metric == "price" and not rule.temperature else 0
     verdicts, losses = judged.verdicts.tolist(), judged.losses.tolist()
     deepest = {answer.row: answer.deepest() for answer in answers}
     candidates = []
@@ -173,8 +191,9 @@ def finish(
 ) -> None:
     """Verifies a step whose reachable nodes are read, and keeps the path that is accepted."""
     tree, index = answer.tree, {node: i for i, node in enumerate(answer.order)}
+    logits = rule.processed(torch.stack(answer.logits))
     output = verify_tree(
-        torch.stack(answer.logits),
+        logits,
         torch.tensor(tree.tokens, dtype=torch.int32),
         torch.tensor(tree.parents, dtype=torch.int32),
         torch.tensor([len(tree.tokens)], dtype=torch.int32),
@@ -183,6 +202,7 @@ def finish(
         torch.tensor([index.get(node, 0) for node in range(len(tree.tokens))]),
         **rule.options,
         protected=protected,
+        draws=torch.tensor(answer.draws) if rule.temperature else None,
     )
     path = [node for node in output.path[0].tolist() if node >= 0]
     emitted = [token for token in output.output_token_ids[0].tolist() if token >= 0]
@@ -195,6 +215,10 @@ def finish(
     head.follow(answer.row, states, emitted)
     if target.eos in emitted:
         emitted = emitted[: emitted.index(target.eos) + 1]
+    if rule.temperature:
+        rows = [index[node] for node in kept[: len(emitted)]]
+        scores = logits[rows].log_softmax(-1)[torch.arange(len(rows)), emitted]
+        answer.nll -= float(scores.sum())
     answer.tokens += emitted
     answer.steps += 1
     answer.lost += int(output.lost)
@@ -277,10 +301,15 @@ def run_cell(
                 answer.begin(tree)
         places = [(a, place) for a in active for place in a.places(target.lengths[a.row])]
         logits, states = target.read([place for _, place in places])
-        for (answer, _), row, state in zip(places, logits, states, strict=True):
+        processed = rule.processed(logits)
+        choices = (
+            processed.softmax(-1).multinomial(1)[:, 0] if rule.temperature else logits.argmax(-1)
+        )
+        for (answer, _), row, choice, state in zip(places, logits, choices, states, strict=True):
             answer.logits.append(row)
+            answer.draws.append(int(choice))
             answer.states.append(state)
-        reach(active, logits, rule, protected)
+        reach(active, processed, choices, rule, protected)
         for answer in active:
             if not answer.frontier:
                 finish(answer, rule, target, head, protected)

@@ -44,7 +44,9 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
                 **{name: _with_interval(values) for name, values in found.items()},
                 "ranks": _ranks(line["ranks"]) if line["shape"].startswith("chain") else None,
                 "raw": {
-                    name: line[name] for name in ("tokens", "steps", "relaxed", "lost", "repeated")
+                    name: line[name]
+                    for name in ("tokens", "steps", "relaxed", "lost", "repeated", "nll")
+                    if name in line
                 },
             }
         )
@@ -67,8 +69,8 @@ def _figures(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
     """Each figure over all prompts, then over each resample."""
     sums = {
         name: np.concatenate([[values.sum()], values[draws].sum(1)])
-        for name in ("tokens", "steps", "lost", "relaxed", "repeated")
-        if (values := np.array(line[name], dtype=np.float64)) is not None
+        for name in ("tokens", "steps", "lost", "relaxed", "repeated", "nll")
+        if name in line and (values := np.array(line[name], dtype=np.float64)) is not None
     }
     grams = np.maximum(np.array(line["tokens"], dtype=np.float64) - 2, 0)
     length = sums["tokens"] / sums["steps"]
@@ -78,6 +80,7 @@ def _figures(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
         "nats_per_token": sums["lost"] / 2**LOSS_BITS / sums["tokens"],
         "relaxed_share": sums["relaxed"] / sums["tokens"],
         "repeated_4grams": sums["repeated"] / np.concatenate([[grams.sum()], grams[draws].sum(1)]),
+        **({"nll": sums["nll"] / sums["tokens"]} if "nll" in sums else {}),
     }
 
 
@@ -174,7 +177,10 @@ def _cost(name: str, step: StepTime, cells: list[dict[str, Any]]) -> dict[str, A
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """The lines of the tables in docs/trees.md."""
+    """The lines of the tables in docs/trees.md, or, of requests that sample, in docs/rule.md."""
+    if "nll" in result["cells"][0]:
+        yield from _sampled_table(result)
+        return
     yield "| rule | shape | rows | tokens per step | per row | nats lost per token | repeated |"
     yield "| --- | --- | ---: | --- | ---: | --- | ---: |"
     rules = list(dict.fromkeys(cell["rule"] for cell in result["cells"]))
@@ -208,6 +214,14 @@ def table(result: dict[str, Any]) -> Iterator[str]:
                 if kind in best[0]:
                     gains = " | ".join(f"{found[kind]['gain']:.2f}" for found in best)
                     yield f"| {rule}, best {kind} | {gains} |"
+
+
+def _sampled_table(result: dict[str, Any]) -> Iterator[str]:
+    yield "| rule, temperature | tokens per step | NLL of a token, nats | accepted without a draw |"
+    yield "| --- | --- | --- | --- |"
+    for cell in sorted(result["cells"], key=lambda cell: cell["rule"].rpartition(" ")[2]):
+        figures = (_shown(cell[name]) for name in ("length", "nll", "relaxed_share"))
+        yield f"| {cell['rule']} | {' | '.join(figures)} |"
 
 
 def _shown(found: dict[str, float], digits: int = 2) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import tiny_models
 from benchmarks import tree_cells
@@ -79,6 +80,23 @@ def test_what_is_left_out_cannot_be_reached(study, monkeypatch, rule, shape):
         assert answer.lost == pytest.approx(other.lost, abs=64)
     if shape.nodes == 30:
         assert sum(answer.relaxed for answer in found)
+
+
+@pytest.mark.parametrize("metric", ["strict", "price"])
+def test_sampled_answers_are_scored_as_the_target_scores_them(study, model, metric):
+    torch.manual_seed(0)
+    answers = study.answer(Rule(metric, 2.0, temperature=0.7), SHAPES[0])
+    target = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        text = torch.tensor([prompt + answer.tokens])
+        with torch.inference_mode():
+            scores = (target(text).logits[0] / 0.7).log_softmax(-1)
+        # The first token is the prompt's, of no step.
+        rows = torch.arange(len(prompt), text.shape[1] - 1)
+        expected = -scores[rows, text[0, rows + 1]].sum()
+        assert answer.nll == pytest.approx(float(expected), abs=1e-3)
+    assert len({tuple(answer.tokens) for answer in answers}) == len(answers)
+    assert sum(answer.relaxed for answer in answers) > 0 or metric == "strict"
 
 
 def test_a_chain_is_what_the_head_guesses(study):
