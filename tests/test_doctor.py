@@ -1,14 +1,13 @@
 """`vllm-mars doctor`: what it finds in this environment, and at servers that stand in for vLLM."""
 
-import http.server
 import importlib.metadata
 import importlib.util
 import json
-import threading
 from contextlib import contextmanager
 
 import pytest
 
+from stand_in.answers import Handler, answering
 from vllm_mars import doctor
 from vllm_mars.cli import main
 from vllm_mars.doctor import findings_at, findings_here
@@ -41,26 +40,23 @@ def server(rise, told, metrics=True, refuses=None):
             lines.append(f'vllm:mars_refused_positions_total{{reason="{reason}"}} {value}')
         return "\n".join(lines) + "\n"
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def answer(self, status, text, kind="application/json"):
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.end_headers()
-            self.wfile.write(text.encode())
+    class Server(Handler):
+        def answer_json(self, found, status=200):
+            self.answer(status, json.dumps(found), "application/json")
 
         def do_GET(self):  # noqa: N802
             if self.path == "/v1/models":
                 model = {"id": "m", "object": "model", "created": 0, "owned_by": "x"}
-                self.answer(200, json.dumps({"object": "list", "data": [model]}))
+                self.answer_json({"object": "list", "data": [model]})
             else:
                 text = exported() if metrics else "vllm:generation_tokens_total 7\n"
-                self.answer(200, text, "text/plain")
+                self.answer(200, text)
 
         def do_POST(self):  # noqa: N802
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if refuses and refuses in json.dumps(body):
                 error = {"error": {"message": f"{refuses} needs vLLM 0.32 or newer here"}}
-                self.answer(400, json.dumps(error))
+                self.answer_json(error, 400)
                 return
             asked.append(body)
             choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
@@ -71,19 +67,10 @@ def server(rise, told, metrics=True, refuses=None):
             }
             if told is not None:
                 answer["metrics"] = {"speculative_decoding": {"mars": told}}
-            self.answer(200, json.dumps(answer))
+            self.answer_json(answer)
 
-        def log_message(self, *arguments):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{running.server_address[1]}", asked
-        finally:
-            running.shutdown()
-            thread.join()
+    with answering(Server) as address:
+        yield address, asked
 
 
 def told(**rule):

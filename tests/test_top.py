@@ -1,13 +1,12 @@
 """`vllm-mars top` against a stand-in server: what it reads, shows and refuses."""
 
-import http.server
 import io
-import threading
 from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
 
+from stand_in.answers import Handler, answering
 from vllm_mars import top
 from vllm_mars.cli import main
 from vllm_mars.top import Snapshot, metrics_url, read_metrics, run_top, show
@@ -52,25 +51,14 @@ def serving(*answers):
     remaining = list(answers)
     asked = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Server(Handler):
         def do_GET(self):  # noqa: N802
             asked.append(self.path)
             text = remaining.pop(0) if len(remaining) > 1 else remaining[0]
-            self.send_response(200 if text is not None else 404)
-            self.end_headers()
-            self.wfile.write((text or "").encode())
+            self.answer(200 if text is not None else 404, text or "")
 
-        def log_message(self, *arguments):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_address[1]}", asked
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(Server) as address:
+        yield address, asked
 
 
 def shown(total, recent=None, seconds=0.0):
