@@ -38,20 +38,24 @@ def summary(report: Path) -> dict[str, Any]:
 
     Returns:
         Seconds of wall time, numbers of tests by outcome, seconds and tests of each file, the
-        slowest file first, and the seconds of each test above SLOW_SECONDS.
+        slowest file first, the tests that failed, and the seconds of each above SLOW_SECONDS.
     """
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     files: dict[str, dict[str, float]] = defaultdict(lambda: {"seconds": 0.0, "tests": 0})
     slow: dict[str, float] = {}
+    failed = []
     for case in suite.iter("testcase"):
         name = case.get("name", "")
         # A module that is skipped as a whole has its name in the place of a test's.
         seconds, file = float(case.get("time", 0)), file_of(case.get("classname") or name)
         files[file]["seconds"] += seconds
         files[file]["tests"] += 1
+        # Without pytest-xdist's group.
+        test = f"{file}::{re.sub('@[^]]*$', '', name)}"
         if seconds > SLOW_SECONDS:
-            # Without pytest-xdist's group.
-            slow[f"{file}::{re.sub('@[^]]*$', '', name)}"] = seconds
+            slow[test] = seconds
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(test)
     outcomes = {name: int(suite.get(name, 0)) for name in ("failures", "errors", "skipped")}
     by_seconds = sorted(files.items(), key=lambda item: -item[1]["seconds"])
     return {
@@ -59,6 +63,7 @@ def summary(report: Path) -> dict[str, Any]:
         "wall_seconds": float(suite.get("time", 0)),
         "tests": int(suite.get("tests", 0)),
         **outcomes,
+        "failed": failed,
         "files": {
             file: {"seconds": round(figures["seconds"], 1), "tests": int(figures["tests"])}
             for file, figures in by_seconds
@@ -68,7 +73,7 @@ def summary(report: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Writes the file; returns 1 if the run of the day is missing or one had failures."""
+    """Writes the file; returns 1 if the run of the day is missing."""
     parser = argparse.ArgumentParser(description="How long the tests take, by file.")
     parser.add_argument("--day", type=Path, default="build/test.xml", help="of `make test`")
     parser.add_argument("--night", type=Path, default="build/nightly.xml", help="of `make nightly`")
@@ -83,9 +88,8 @@ def main() -> int:
             print(f"error: {report} is missing; run the tests of the {name} first", file=sys.stderr)
             return 1
         runs[name] = summary(report)
-        if runs[name]["failures"] or runs[name]["errors"]:
-            print(f"error: {report} tells of failures; mend and run again", file=sys.stderr)
-            return 1
+        for test in runs[name]["failed"]:
+            print(f"{report} tells of a failure, and so will the file: {test}", file=sys.stderr)
     _, gpu = vllm_device()
     given.output.write_text(json.dumps({"schema": 1, **describe_run(gpu), **runs}, indent=1) + "\n")
     return 0

@@ -34,12 +34,21 @@ def report(tmp_path):
     return path
 
 
+def test_failures_are_named(report):
+    text = report.read_text().replace('failures="0"', 'failures="1"')
+    case = '<testcase classname="tests.room.test_it" name="test_it" time="1">'
+    failed = f'{case}<failure message="" /></testcase></testsuite>'
+    report.write_text(text.replace("</testsuite>", failed))
+    found = ci_times.summary(report)
+    assert (found["failures"], found["failed"]) == (1, ["tests/room/test_it.py::test_it"])
+
+
 def test_files_are_told_apart_from_classes(report):
     found = ci_times.summary(report)
     assert found["files"].keys() == {"tests/room/test_it.py", "tests/room/test_skipped.py"}
     assert found["files"]["tests/room/test_it.py"]["tests"] == 3
     assert (found["tests"], found["skipped"], found["failures"]) == (4, 2, 0)
-    assert found["slow_tests"] == {}
+    assert found["slow_tests"] == {} and found["failed"] == []
     assert found["wall_seconds"] > 0
 
 
@@ -60,9 +69,6 @@ def test_the_file_that_is_written(report, tmp_path, monkeypatch, capsys):
     assert ci_times.main() == 0
     assert "night" not in json.loads(output.read_text())
     assert "none.xml is missing; the file is of the day alone" in capsys.readouterr().err
-    report.write_text(report.read_text().replace('failures="0"', 'failures="1"'))
-    assert ci_times.main() == 1
-    assert "tells of failures; mend and run again" in capsys.readouterr().err
     report.unlink()
     assert ci_times.main() == 1
     assert "report.xml is missing; run the tests of the day first" in capsys.readouterr().err
