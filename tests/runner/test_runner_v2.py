@@ -16,7 +16,7 @@ import tiny_models
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 INTERPRETED = Path(__file__).parents[1] / "interpreted"
-PROMPTS = [[5, 6, 7, 8], [100, 3, 200], [7, 7, 7, 7]]
+PROMPTS = [[5, 6, 7, 8], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 
 
@@ -32,7 +32,7 @@ def models(tmp_path_factory):
 
 def generate(
     models,
-    sampling=(GREEDY, GREEDY, GREEDY),
+    sampling=(GREEDY, GREEDY, GREEDY, GREEDY),
     *,
     prompts=PROMPTS,
     engine=None,
@@ -80,21 +80,15 @@ def test_theta_1_is_vllm_and_a_gap_accepts_more(models):
     assert strict["tokens"] == own["tokens"]
     assert (
         "Margin-aware verification (MARS) is on: metric=ratio, theta=1, 1 protected tokens, "
-        "model runner V2, torch backend; the output is lossless (strict) unless a request "
-        "chooses otherwise." in strict["log"]
+        "model runner V2, torch backend; the output is lossless (strict)." in strict["log"]
     )
     assert "Margin-aware" not in own["log"]
     # In one batch: the first request stays strict, the second's prompt opens a span that never
-    # ends, the third takes what the server gives, within its budget.
-    tell = {"mars_return": True}
-    first_strict = [
-        {**GREEDY, "extra_args": {"mars_gap": 0, **tell}},
-        {**GREEDY, "extra_args": tell},
-        {**GREEDY, "extra_args": tell},
-    ]
+    # ends, the third takes what the server gives, within its budget, the last wants no drafts.
+    chosen = [{"mars_gap": 0}, {}, {}, {"mars_speculate": False}]
     relaxed = generate(
         models,
-        first_strict,
+        [{**GREEDY, "extra_args": {"mars_return": True, **extra}} for extra in chosen],
         rejection_sample_method="mars",
         mars_metric="gap",
         mars_gap=1000.0,
@@ -103,8 +97,10 @@ def test_theta_1_is_vllm_and_a_gap_accepts_more(models):
     )
     assert relaxed["tokens"][:2] == own["tokens"][:2]
     assert relaxed["tokens"][2] != own["tokens"][2]
+    assert relaxed["tokens"][3] == own["tokens"][3]
     positions = [told["relaxed_positions"] for told in relaxed["returned"]]
     assert positions[:2] == [[], []]
+    assert positions[3] == []
     assert positions[2]
     for count, position in enumerate(positions[2], start=1):
         assert count <= 0.5 * (position + 1)
