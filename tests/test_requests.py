@@ -73,6 +73,7 @@ def test_thresholds(config, extra_args, expected):
         (RATIO, {"mars_tehta": 0.9}, "mars_tehta is not an option of a request; .* mars_theta?"),
         (RATIO, {"mars_return": 2}, "mars_return=2 is not true or false"),
         (RATIO, {"mars_return": "yes"}, "mars_return='yes' is not true or false"),
+        (RATIO, {"mars_speculate": None}, "mars_speculate=None is not .*; false answers without"),
         (
             RATIO,
             {"mars_gap": 1},
@@ -208,6 +209,11 @@ def test_return_is_asked_for(value, wanted):
     # Where clients may not choose their verification they may still ask what it did.
     closed = MarsConfig(client_control=False)
     assert options_of(params(mars_return=value), closed).wants_return == wanted
+
+
+@pytest.mark.parametrize(("own", "drafted"), [({}, True), ({"mars_speculate": 0}, False)])
+def test_drafts_may_be_declined(own, drafted):
+    assert options_of(params(**own), RATIO).speculates == drafted
 
 
 def margin(state, *drafts):

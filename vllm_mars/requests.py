@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _THRESHOLDS = {option: metric for metric, option in OPTION.items()}
 _MAX_LOSS = "mars_max_loss"
 _RETURN = "mars_return"
-_KEYS = (*_THRESHOLDS, _MAX_LOSS, _RETURN)
+_SPECULATE = "mars_speculate"
+_KEYS = (*_THRESHOLDS, _MAX_LOSS, _RETURN, _SPECULATE)
 # Where a request's parameters keep what was read of them.
 _PARSED = "_mars_options"
 
@@ -43,12 +44,14 @@ class RequestOptions(NamedTuple):
         is_structured: whether all of it is verified strictly, because its output is structured.
         wants_return: whether the client asked what was relaxed.
         max_loss: most that it may lose, in nats per output token; infinity for no bound.
+        speculates: whether it is verified with drafts at all.
     """
 
     threshold: Threshold
     is_structured: bool = False
     wants_return: bool = False
     max_loss: float = math.inf
+    speculates: bool = True
 
 
 class _Parsed(NamedTuple):
@@ -66,7 +69,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
     Args:
         params: the request's parameters; its `extra_args` may hold `mars_theta`, a number in (0, 1]
             where 1 is strict, `mars_gap` or `mars_price` where that is the server's metric,
-            `mars_max_loss`, and `mars_return`.
+            `mars_max_loss`, `mars_speculate`, and `mars_return`.
         config: the server's options. In shadow mode the threshold is checked, but nothing is
             relaxed.
 
@@ -81,8 +84,9 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         options = RequestOptions(
             _threshold(own, config),
             is_constrained and config.structured == "strict",
-            _wants_return(own.get(_RETURN, False)),
+            _boolean(own, _RETURN, False, "true adds what was relaxed to the answer"),
             _max_loss(own, config),
+            _boolean(own, _SPECULATE, True, "false answers without drafts"),
         )
         parsed = _Parsed(config, own, is_constrained, options)
         setattr(params, _PARSED, parsed)
@@ -169,10 +173,9 @@ def _max_loss(own: dict[str, Any], config: MarsConfig) -> float:
     return value
 
 
-def _wants_return(value: object) -> bool:
+def _boolean(own: dict[str, Any], key: str, default: bool, meaning: str) -> bool:
+    value = own.get(key, default)
     # JSON's true arrives as 1.
     if not isinstance(value, bool | int) or value not in (0, 1):
-        raise ValueError(
-            f"{_RETURN}={value!r} is not true or false; true adds what was relaxed to the answer."
-        )
+        raise ValueError(f"{key}={value!r} is not true or false; {meaning}.")
     return bool(value)

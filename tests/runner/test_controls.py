@@ -127,6 +127,18 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
         silent = running.ask(extra_args={"mars_return": False})
         assert all(output.spec_decode_metrics is None for output in silent)
 
+        # Beside those that are drafted for, a request without drafts gets the target's own answer.
+        for temperature in (0.0, 1.0):
+            own = [{"mars_speculate": place != 1} for place in range(len(PROMPTS))]
+            answers = running.ask(temperature=temperature, seed=1, extra_args=own)
+            drafted = [output.spec_decode_metrics.num_draft_tokens for output in answers]
+            assert drafted[1] == 0 and all(drafted[:1] + drafted[2:])
+            assert returned(answers[1]) == {metric: 1000.0, **NOTHING}
+            if not temperature:
+                tokens = list(answers[1].token_ids)
+                assert not_first_choices(models[2], PROMPTS[1], tokens) == []
+                assert answers[0].token_ids == outputs[0].token_ids
+
         # Bounds of their own in one batch; the first request has none.
         refused = 0
         for temperature in (0.0, 1.0):

@@ -96,6 +96,23 @@ def test_every_endpoint_takes_it(client):
     assert all(responses == chat for _, responses, chat in texts.values())
 
 
+def test_a_request_may_do_without_drafts(client):
+    def told(**xargs):
+        answer = client.chat.completions.create(
+            model="model",
+            messages=[{"role": "user", "content": "Count: one two three, one two three, one"}],
+            temperature=0,
+            max_tokens=12,
+            extra_body={"vllm_xargs": {"mars_return": True, **xargs}},
+        )
+        drafted = answer.metrics["speculative_decoding"]["num_draft_tokens"]
+        return answer.choices[0].message.content, drafted
+
+    strict, drafted = told(mars_theta=1)
+    assert drafted > 0
+    assert told(mars_speculate=False) == (strict, 0)
+
+
 def refusals():
     """(vllm_xargs, what the error says) of requests that are refused."""
     return [
@@ -109,6 +126,7 @@ def refusals():
         ({"mars_theta": 0.2}, "below this server's limit of 0.3; choose a value in [0.3, 1]"),
         ({"mars_tehta": 0.9}, "did you mean mars_theta?"),
         ({"mars_gap": 1.0}, "mars_gap=1.0 belongs to mars_metric='gap'"),
+        ({"mars_speculate": "no"}, "mars_speculate='no' is not true or false"),
     ]
 
 

@@ -148,17 +148,19 @@ def patch_async_llm(module: ModuleType) -> None:
     wrapt.wrap_function_wrapper(module, "AsyncLLM.generate", generate)
 
 
-# Why: vLLM carries a fixed set of statistics from the workers to the front end.
-# Until: a worker can add to `SchedulerStats`.
+# Why: vLLM carries a fixed set of statistics from the workers to the front end, and verifies drafts
+# for every request. Until: a worker can add to `SchedulerStats`; a request can do without drafts.
 @_once
 def patch_scheduler(module: ModuleType) -> None:
-    """Passes the workers' counts on, and collects what requests want to know."""
+    """Passes the workers' counts on, collects what requests want to know, and drops drafts."""
 
     def carry(scheduler: Any, config: MarsConfig) -> None:
         from vllm_mars.engine.returned import collect_relaxed, is_supported
         from vllm_mars.engine.transport import carry_counts
+        from vllm_mars.engine.undrafted import drop_drafts
 
         carry_counts(scheduler)
+        drop_drafts(scheduler, config)
         if is_supported():
             _check_interfaces("return")
             collect_relaxed(scheduler, config)

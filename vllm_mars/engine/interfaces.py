@@ -120,15 +120,20 @@ INTERFACES: Mapping[str, Interfaces] = {
             "InputProcessor.vllm_config": _EXISTS,
         },
     },
-    # The engine core, where the counts pass through.
+    # The engine core, where the counts pass through, and drafts that nobody wants end.
     "scheduler": {
         "vllm.v1.core.sched.scheduler": {
             "Scheduler.__init__": Touch("wrap"),
+            "Scheduler.add_request": Touch("wrap", "request"),
             "Scheduler.make_stats": Touch("wrap"),
+            "Scheduler.schedule": Touch("wrap"),
             "Scheduler.update_from_output": Touch("wrap", "scheduler_output, model_runner_output"),
-            "Scheduler.vllm_config": _EXISTS,
+            **_attributes("Scheduler", "requests", "vllm_config"),
         },
         "vllm.v1.metrics.stats": {"SchedulerStats": _EXISTS},
+        "vllm.v1.request": _attributes(
+            "Request", "request_id", "sampling_params", "spec_token_ids"
+        ),
     },
     # The engine core, which collects what a request wants to know.
     "return": {

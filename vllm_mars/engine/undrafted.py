@@ -1,0 +1,40 @@
+"""`mars_speculate: false`: a request that is answered without drafts, one token per step.
+
+The target reads one row for it per step, and nothing is verified. The drafter works for it all the
+same, since it drafts for a whole batch; its drafts are dropped before the next step is scheduled.
+"""
+
+from typing import Any
+
+from vllm_mars.config import MarsConfig
+from vllm_mars.requests import options_of
+
+
+def drop_drafts(scheduler: Any, config: MarsConfig) -> None:
+    """Makes a scheduler drop the drafts of the requests that want none.
+
+    Args:
+        scheduler: vLLM's `Scheduler`, or a subclass of it. Its `add_request` and `schedule` are
+            wrapped, on this instance alone.
+        config: the server's options.
+    """
+    add_request, schedule = scheduler.add_request, scheduler.schedule
+    undrafted: dict[str, Any] = {}
+
+    def add_and_note(request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = add_request(request, *args, **kwargs)
+        params = request.sampling_params
+        if params is not None and not options_of(params, config).speculates:
+            undrafted[request.request_id] = request
+        return result
+
+    def drop_and_schedule(*args: Any, **kwargs: Any) -> Any:
+        for request_id in undrafted.keys() - scheduler.requests.keys():
+            del undrafted[request_id]
+        for request in undrafted.values():
+            # With asynchronous scheduling these stand for drafts that are still being made.
+            request.spec_token_ids = []
+        return schedule(*args, **kwargs)
+
+    scheduler.add_request = add_and_note
+    scheduler.schedule = drop_and_schedule
