@@ -31,8 +31,9 @@ def test_compiled_code(variant, target):
     assert found["spills"] == 0
     if variant.startswith("top2") and "odd stride" not in variant:
         assert found["wide_loads"] > 0, "a row must be read in 16-byte loads"
-        # 8 warps of 40 registers leave room for six programs on a multiprocessor.
-        assert found["registers"] <= 40
+        # 8 warps of 40 registers leave room for six programs on a multiprocessor; on a CDNA 3 unit
+        # 64 are the most with which it holds as many waves as it can.
+        assert found["registers"] <= (64 if target.startswith("gfx") else 40)
     if "ptx" in compiled.asm and not variant.startswith("top2"):
         assert not re.search(r"\bfma\.rn", compiled.asm["ptx"]), "theta * z1 - gap must not fuse"
 

@@ -120,7 +120,7 @@ def test_two_ranks_on_ray_serve_what_one_generates(models, tmp_path):
             [
                 r"_TP1:RayWorkerProc.*ip=[\d.]+",
                 f"vllm-mars 0.0.1 is installed on the node {os.uname().nodename}, but the server's "
-                f"options are of vllm-mars {__version__}; install {__version__} there.",
+                f"options come from vllm-mars {__version__}; install {__version__} there.",
             ],
         ),
     ],
