@@ -174,7 +174,9 @@ def run(args: argparse.Namespace) -> int:
     study = Study.open(model, head, [ids for _, _, ids in chosen], args.max_tokens)
     recorded: Recorded | None = None
     for rule, shape in dict.fromkeys(SAMPLED_CELLS if args.sampled else CELLS):
-        if args.rules and str(rule) not in args.rules or (str(rule), str(shape)) in done:
+        name = str(rule), str(shape)
+        is_chosen = args.only is None or not set(args.only).isdisjoint(name)
+        if name in done or not is_chosen:
             continue
         if rule == STRICT and recorded is None:
             recorded = study.record()
@@ -231,11 +233,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged one")
     runs.add_argument("--threads", type=int, default=1, metavar="N")
     runs.add_argument(
-        "--rules",
+        "--only",
         nargs="+",
-        choices=[str(rule) for rule in (STRICT, *RULES)],
-        metavar="RULE",
-        help="of the cells only those of these rules, such as strict and 'theta 0.9'; default: all",
+        choices=sorted({str(part) for cell in CELLS for part in cell}),
+        metavar="NAME",
+        help="the cells of these rules or shapes, such as 'theta 0.9' and 'chain 8'; default: all",
     )
     runs.add_argument("--sampled", action="store_true", help="requests that sample, in chains of 5")
     runs.add_argument("--seed", type=int, default=0, metavar="N", help="of their draws")
