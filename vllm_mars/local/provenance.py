@@ -4,8 +4,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ _ASK_PLATFORM = (
     "import json; from vllm.platforms import current_platform as p;"
     "print(json.dumps({'device': p.device_type, 'name': p.get_device_name()}))"
 )
+# Those of an absolute path, not those of a URL.
+_DIRECTORIES = re.compile(r"(?<![\w./:-])/(?:[^/\s\"'=,]+/)+")
 
 
 def versions() -> dict[str, str | None]:
@@ -124,11 +128,20 @@ def git_commit() -> str | None:
     return result.stdout.strip() or None
 
 
+def without_directories(command: Iterable[str]) -> list[str]:
+    """A command line with the names of files in the place of absolute paths.
+
+    Args:
+        command: its arguments; a path may stand within one, as in `--option=/a/b` or in JSON.
+    """
+    return [_DIRECTORIES.sub("", argument) for argument in command]
+
+
 def describe_run(gpu: str | None) -> dict[str, Any]:
     """Returns the head of a result file: time (UTC), command, commit, versions, hardware."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).name, *without_directories(sys.argv[1:])],
         "git_commit": git_commit(),
         "versions": versions(),
         "hardware": hardware(gpu),

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
@@ -29,8 +28,7 @@ from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
 from vllm_mars.experiments.sweep.plan import Group, ServerSpec, SweepOptions
 from vllm_mars.experiments.sweep.records import Acceptance, Cell, CellKey, Settings, Status
-from vllm_mars.local.drafts import draft_name
-from vllm_mars.local.provenance import describe_run
+from vllm_mars.local.provenance import describe_run, without_directories
 from vllm_mars.local.scrape import LOST_NATS
 from vllm_mars.local.server import VllmServer
 from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
@@ -241,7 +239,7 @@ def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
         measured["lost_nats"] = lost_after - lost_before
     measured["server_command"] = server.command()
     for name in ("server_command", "client_command"):
-        measured[name] = _shortened(measured[name], run)
+        measured[name] = tuple(without_directories(measured[name]))
     return run.cell(key, "ok", "", **measured)
 
 
@@ -312,14 +310,3 @@ def _restart_if_dead(live: _Live, platform: Platform) -> None:
         _wait(live, platform)
         if live.problem:
             raise RuntimeError(live.problem) from None
-
-
-def _shortened(command: Sequence[str], run: _Run) -> tuple[str, ...]:
-    """A command line without this machine's directories."""
-    short = {draft: draft_name(draft) for draft in run.sweep.options.drafts}
-    short |= {run.sweep.model: Path(run.sweep.model).name}
-    short |= {f"{run.work_dir}/": "", str(run.work_dir): ".", sys.executable: "python"}
-    arguments = list(command)
-    for long, name in short.items():
-        arguments = [argument.replace(long, name) for argument in arguments]
-    return tuple(arguments)
