@@ -4,7 +4,7 @@ Intervals are 95 %, by the bootstrap over prompts; two cells are compared on the
 The cost of a step with n rows is floor + slope * n, as in `benchmarks.load`; drafting is left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -181,26 +181,31 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     if "nll" in result["cells"][0]:
         yield from _sampled_table(result)
         return
-    yield "| rule | shape | rows | tokens per step | per row | nats lost per token | repeated |"
-    yield "| --- | --- | ---: | --- | ---: | --- | ---: |"
-    rules = list(dict.fromkeys(cell["rule"] for cell in result["cells"]))
-    for cell in sorted(
-        result["cells"], key=lambda cell: (rules.index(cell["rule"]), cell["rows"], cell["shape"])
-    ):
-        nats = "0" if cell["rule"] == "strict" else _shown(cell["nats_per_token"], 3)
-        yield (
-            f"| {cell['rule']} | {cell['shape']} | {cell['rows']} | {_shown(cell['length'])} "
-            f"| {cell['length_per_row']['value']:.2f} | {nats} "
-            f"| {cell['repeated_4grams']['value']:.3f} |"
-        )
-    yield "| the same rule: a tree over a chain | tokens per step |"
-    yield "| --- | --- |"
-    for found in result["trees_over_chains"]:
-        ratio = _shown(found["length_ratio"])
-        yield f"| {found['rule']}: {found['tree']} over {found['chain']} | {ratio} |"
+    cells = {(cell["rule"], cell["shape"]): cell for cell in result["cells"]}
+    rules = sorted({rule for rule, _ in cells}, key=_by_metric)
+    rows = {shape: cell["rows"] for (_, shape), cell in cells.items()}
+    shapes = {f"{shape} | {rows[shape]}": shape for shape in sorted(rows, key=rows.__getitem__)}
+
+    def length(rule: str, shape: str) -> str:
+        return _shown(cells[rule, shape]["length"])
+
+    def spent(rule: str, shape: str) -> str:
+        cell = cells[rule, shape]
+        return f"{cell['length_per_row']['value']:.2f}, {cell['nats_per_token']['value']:.3f}"
+
+    yield from _matrix("tokens per step | rows", shapes, rules, length)
+    yield from _matrix("tokens per row, nats lost per token | rows", shapes, rules, spent)
+    ratios = {
+        (found["rule"], f"{found['tree']} over {found['chain']}"): _shown(found["length_ratio"])
+        for found in result["trees_over_chains"]
+    }
+    pairs = {pair: pair for _, pair in sorted(ratios, key=lambda key: int(key[1].split()[1]))}
+    yield from _matrix(
+        "a tree over a chain, tokens per step", pairs, rules, lambda *key: ratios[key]
+    )
     yield "| by price, at equal loss | nats lost per token | chain | tree | tree over chain |"
     yield "| --- | ---: | --- | --- | --- |"
-    for found in result["by_price_at_equal_loss"]:
+    for found in sorted(result["by_price_at_equal_loss"], key=lambda found: rows[found["tree"]]):
         shown = " | ".join(
             _shown(found[name]) for name in ("chain_length", "tree_length", "length_ratio")
         )
@@ -214,6 +219,34 @@ def table(result: dict[str, Any]) -> Iterator[str]:
                 if kind in best[0]:
                     gains = " | ".join(f"{found[kind]['gain']:.2f}" for found in best)
                     yield f"| {rule}, best {kind} | {gains} |"
+
+
+def _by_metric(rule: str) -> tuple[int, float]:
+    metric, *value = rule.split()
+    return ("strict", "theta", "gap", "price").index(metric), float(*value or (0,))
+
+
+def _matrix(
+    name: str, lines: dict[str, str], rules: list[str], cell: Callable[[str, str], str]
+) -> Iterator[str]:
+    """A table with a column for each rule.
+
+    Args:
+        name: of the first columns.
+        lines: what stands in them, with what `cell` is asked for.
+        rules: the columns.
+        cell: gives the text of a rule and a line; a `KeyError` for one that was not measured.
+    """
+    yield f"| {name} | {' | '.join(rules)} |"
+    yield f"|{' --- |' * (1 + name.count('|') + len(rules))}"
+    for shown, line in lines.items():
+        texts = []
+        for rule in rules:
+            try:
+                texts.append(cell(rule, line))
+            except KeyError:
+                texts.append("")
+        yield f"| {shown} | {' | '.join(texts)} |"
 
 
 def _sampled_table(result: dict[str, Any]) -> Iterator[str]:
