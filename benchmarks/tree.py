@@ -65,6 +65,7 @@ SAMPLED_CELLS = [
     )
     for temperature in (0.7, 1.0)
 ]
+SAMPLED_FIGURES = ("nll", "beyond_two")
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,11 @@ def run(args: argparse.Namespace) -> int:
             "steps": [answer.steps for answer in answers],
             "relaxed": [answer.relaxed for answer in answers],
             "lost": [answer.lost for answer in answers],
-            **({"nll": [answer.nll for answer in answers]} if rule.temperature else {}),
+            **(
+                {name: [getattr(answer, name) for answer in answers] for name in SAMPLED_FIGURES}
+                if rule.temperature
+                else {}
+            ),
             "repeated": [repeated(answer.tokens) for answer in answers],
             "ranks": [rank for answer in answers for rank in answer.ranks],
         }

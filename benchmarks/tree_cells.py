@@ -66,6 +66,7 @@ class Answer:
         steps: verified.
         lost: in units of 2**-LOSS_BITS nats.
         relaxed: tokens; where a request samples, all that were accepted without a draw.
+        beyond_two: of these, those outside the two largest logits, where it samples.
         nll: of the tokens by the processed logits, in nats, where it samples.
         ranks: of the target's choice among the head's, at each rejection of a chain; 0 where the
             head cannot draft that token.
@@ -78,6 +79,7 @@ class Answer:
     steps: int = 0
     lost: int = 0
     relaxed: int = 0
+    beyond_two: int = 0
     nll: float = 0.0
     ranks: list[int] = field(default_factory=list)
     done: bool = False
@@ -217,8 +219,11 @@ def finish(
         emitted = emitted[: emitted.index(target.eos) + 1]
     if rule.temperature:
         rows = [index[node] for node in kept[: len(emitted)]]
-        scores = logits[rows].log_softmax(-1)[torch.arange(len(rows)), emitted]
-        answer.nll -= float(scores.sum())
+        own = logits[rows].gather(1, torch.tensor(emitted)[:, None])
+        answer.nll -= float((own - logits[rows].logsumexp(-1, keepdim=True)).sum())
+        beyond_two = ((logits[rows] > own).sum(-1) > 1).tolist()
+        drawn = [answer.draws[row] == token for row, token in zip(rows, emitted, strict=True)]
+        answer.beyond_two += sum(b and not d for b, d in zip(beyond_two, drawn, strict=True))
     answer.tokens += emitted
     answer.steps += 1
     answer.lost += int(output.lost)

@@ -20,6 +20,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 GPU_ROWS_OF_A_FLOOR = 295
 # Nats per token at which trees and chains are compared.
 LOSSES = (0.01, 0.03, 0.06)
+# Of each prompt; the last two of requests that sample.
+COUNTS = ("tokens", "steps", "relaxed", "lost", "repeated", "nll", "beyond_two")
 Figures = dict[str, NDArray[np.float64]]
 
 
@@ -43,11 +45,7 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
                 "rows": line["nodes"] + 1,
                 **{name: _with_interval(values) for name, values in found.items()},
                 "ranks": _ranks(line["ranks"]) if line["shape"].startswith("chain") else None,
-                "raw": {
-                    name: line[name]
-                    for name in ("tokens", "steps", "relaxed", "lost", "repeated", "nll")
-                    if name in line
-                },
+                "raw": {name: line[name] for name in COUNTS if name in line},
             }
         )
     result = {
@@ -69,7 +67,7 @@ def _figures(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
     """Each figure over all prompts, then over each resample."""
     sums = {
         name: np.concatenate([[values.sum()], values[draws].sum(1)])
-        for name in ("tokens", "steps", "lost", "relaxed", "repeated", "nll")
+        for name in COUNTS
         if name in line and (values := np.array(line[name], dtype=np.float64)) is not None
     }
     grams = np.maximum(np.array(line["tokens"], dtype=np.float64) - 2, 0)
@@ -80,7 +78,7 @@ def _figures(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
         "nats_per_token": sums["lost"] / 2**LOSS_BITS / sums["tokens"],
         "relaxed_share": sums["relaxed"] / sums["tokens"],
         "repeated_4grams": sums["repeated"] / np.concatenate([[grams.sum()], grams[draws].sum(1)]),
-        **({"nll": sums["nll"] / sums["tokens"]} if "nll" in sums else {}),
+        **{name: sums[name] / sums["tokens"] for name in ("nll", "beyond_two") if name in sums},
     }
 
 
@@ -250,10 +248,14 @@ def _matrix(
 
 
 def _sampled_table(result: dict[str, Any]) -> Iterator[str]:
-    yield "| rule, temperature | tokens per step | NLL of a token, nats | accepted without a draw |"
-    yield "| --- | --- | --- | --- |"
+    yield (
+        "| rule, temperature | tokens per step | NLL of a token, nats | accepted without a draw "
+        "| though neither drawn nor one of the two largest |"
+    )
+    yield "| --- | --- | --- | --- | ---: |"
     for cell in sorted(result["cells"], key=lambda cell: cell["rule"].rpartition(" ")[2]):
-        figures = (_shown(cell[name]) for name in ("length", "nll", "relaxed_share"))
+        figures = [_shown(cell[name]) for name in ("length", "nll", "relaxed_share")]
+        figures.append(f"{cell['beyond_two']['value']:.3f}")
         yield f"| {cell['rule']} | {' | '.join(figures)} |"
 
 
