@@ -39,6 +39,7 @@ MINUTES = {"tests": 1.0, "kernel": 1.5, "tune": 1.0, "packaged": 3.0, "named": 3
 # In which a sweep ends its servers.
 GRACE_SECONDS = 20.0
 NO_TESTS_RAN = 5
+SWEEPS = ("packaged", "named")
 # Parts that were run one by one stand in one file where these are the same.
 SAME = ("git_commit", "versions", "hardware", "dry_run")
 NO_GPU = (
@@ -51,11 +52,11 @@ def commands(args: argparse.Namespace, options: list[str]) -> dict[str, list[str
     """What Python runs for each part that is asked for; `options` are the named sweep's."""
     dry = ["--dry-run"] if args.dry_run else []
     found = {"tests": ["-m", "pytest", "tests/gpu", f"--junitxml={args.output}/tests.xml"]}
-    for name, more in (("kernel", dry), ("tune", ["--tune", *dry])):
+    for name, more in (("kernel", []), ("tune", ["--tune"])):
         # It begins no cell after this time.
-        limit = f"--seconds={0.6 * share(args, name):.0f}"
-        output = f"--output={args.output}/{name}.json"
-        found[name] = ["-m", "benchmarks.kernel", "--grid=small", limit, output, *more]
+        more.append(f"--seconds={0.6 * share(args, name):.0f}")
+        more.append(f"--output={args.output}/{name}.json")
+        found[name] = ["-m", "benchmarks.kernel", "--grid=small", *dry, *more]
     prompts, tokens, load = (2, 8, 2) if args.dry_run else (16, 64, 16)
     sweep = [
         *("-m", "vllm_mars.cli", "sweep", "--repeats=1", "--temperature=0", "--full-grid"),
@@ -66,11 +67,11 @@ def commands(args: argparse.Namespace, options: list[str]) -> dict[str, list[str
     ]
     # The packaged model's files are in float32, for a CPU.
     dtype = [] if args.dry_run else ["--server-arg=--dtype=bfloat16"]
-    packaged = ["--draft", os.path.relpath(PACKAGED_HEAD), *dtype]
-    found["packaged"] = [*sweep, f"--output={args.output}/packaged.jsonl", *packaged]
+    found["packaged"] = [*sweep, "--draft", os.path.relpath(PACKAGED_HEAD), *dtype]
     if args.model:
-        named = ["--model", args.model, "--draft", args.draft, *options]
-        found["named"] = [*sweep, f"--output={args.output}/named.jsonl", *named]
+        found["named"] = [*sweep, "--model", args.model, "--draft", args.draft, *options]
+    for name in found.keys() & set(SWEEPS):
+        found[name].append(f"--output={args.output}/{name}.jsonl")
     return {name: command for name, command in found.items() if name in (args.parts or found)}
 
 
@@ -83,8 +84,8 @@ def run_part(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
     """Runs a part, and ends it with what it started where it takes longer."""
     begin, status = time.monotonic(), None
     with log.open("wb") as file:
-        command = [sys.executable, *command]
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        python = [sys.executable, *command]
+        process = subprocess.Popen(python, stdout=file, stderr=subprocess.STDOUT)
         try:
             status = process.wait(max(1.0, seconds - GRACE_SECONDS))
         except subprocess.TimeoutExpired:
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace, options: list[str], gpu: str | None) -> int:
         if part["exit_status"] not in good:
             print(tail(log, 8))
         result["goals"] = json.loads(kernel.read_text())["goals"] if kernel.exists() else []
-        sweeps = [args.output / f"{one}.jsonl" for one in ("packaged", "named")]
+        sweeps = [args.output / f"{one}.jsonl" for one in SWEEPS]
         result["rules"] = [rule for path in sweeps if path.exists() for rule in rules(path)]
         write_json(summary, result)
     for goal in result["goals"]:
@@ -147,8 +148,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     gpu = None if args.dry_run else torch.cuda.get_device_name()
     # Python would end at once, and leave the part that runs behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    return run(args, options, gpu)
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        return run(args, options, gpu)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 if __name__ == "__main__":

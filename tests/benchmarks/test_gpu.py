@@ -96,7 +96,7 @@ def test_a_part_that_fails_does_not_hold_up_the_others(tmp_path, monkeypatch, ca
     }
     found = {name: ["-c", code] for name, code in parts.items()}
     monkeypatch.setattr(gpu, "commands", lambda args, options: found)
-    monkeypatch.setattr(gpu, "share", lambda args, name: 25.0 if name != "tune" else 22.0)
+    monkeypatch.setattr(gpu, "share", lambda args, name: 25.0 if name == "tune" else 60.0)
     output.mkdir()
     write_sweep(output / "packaged.jsonl")
     assert gpu.main(["--dry-run", "--output", str(output)]) == 1
