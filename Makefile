@@ -13,7 +13,7 @@ ALL := $(VENV)/.all-$(BUILD)
 # Each engine imports vLLM anew: without bytecode on disk that takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo draft test nightly fuzz soak lint format clean
+.PHONY: install demo draft test nightly fuzz soak gpu lint format clean
 
 # The demo needs less than the tests, so each has a stamp; both install with uv (install.py).
 install: $(ALL)
@@ -55,6 +55,10 @@ fuzz: install
 # Mixed load on a real server, watched for leaks: make soak MINUTES=20
 soak: install
 	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
+# All that waits for a GPU, in ten minutes: make gpu ARGS="--model MODEL --draft DRAFT"
+gpu: install
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

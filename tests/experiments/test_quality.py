@@ -1,5 +1,6 @@
 """Scores, statistics and the confinement of generated code, on cases with known answers."""
 
+import json
 import subprocess
 import sys
 import time
@@ -305,7 +306,12 @@ OTHER = [("a", "one two four"), ("b", "#### 9"), ("b", "#### 8")]
 
 
 class Target:
-    """In the place of a server of the target: each word is a token, and "four" costs 0.6 nats."""
+    """In the place of a server of the target: each word is a token, and "four" costs 0.6 nats.
+
+    Its two largest logits are 2 nats apart, but 0.25 at the third word, and batching moves 0.3.
+    """
+
+    rounding_asked = ()
 
     def token_ids(self, text):
         return [hash(word) for word in text.split()]
@@ -319,7 +325,12 @@ class Target:
             for i, word in enumerate(words)
             if word == "four"
         )
-        return Scored(1.0, 0.6 * len(off) / len(words), off, 5)
+        gaps = tuple(0.25 if i == 2 else 2.0 for i in range(len(words)))
+        return Scored(1.0, 0.6 * len(off) / len(words), off, 5, gaps)
+
+    def rounding(self, prompts):
+        self.rounding_asked = (*self.rounding_asked, tuple(prompts))
+        return 0.3
 
 
 def judged(cells, items, scorer=None):
@@ -360,6 +371,87 @@ def test_a_cell_judged_by_the_target():
     # Where tokens are drawn, another than the first choice is no loss.
     (drawn,) = judged([cell("mars", looping, temperature=1.0)], items, Target())
     assert drawn.quality.estimate("loss") is None and drawn.quality.estimate("nll").value == 1.0
+
+
+def strict_cell(texts, **changes):
+    """A cell of MARS at theta 1."""
+    from dataclasses import replace
+
+    found = cell("mars", texts, **changes)
+    return replace(found, key=replace(found.key, theta=1.0))
+
+
+def test_a_strict_rule_is_identical_but_for_ties():
+    items = (Item("a", "", "first"), Item("b", "", "second"))
+    plain = cell("autoregressive", [("a", "one two three"), ("b", "one two three")])
+    # Of theta 1, "a" differs at a near tie, "b" where the target is sure.
+    tied = [("a", "one two four"), ("b", "one five three")]
+    target = Target()
+    _, mars = judged([plain, strict_cell(tied)], items, target)
+    scores = {prompt.prompt_id: prompt.scores for prompt in mars.quality.prompts}
+    assert (scores["a"]["identity"], scores["a"]["divergence_gap"]) == (1.0, 0.25)
+    assert (scores["b"]["identity"], scores["b"]["divergence_gap"]) == (0.0, 2.0)
+    assert scores["a"]["agreement"] == scores["b"]["agreement"] == 0
+    assert mars.quality.estimate("identity").value == 0.5
+    assert "within 0.3 nats, as far as batching moves them" in mars.quality.notes[-1]
+    # Measured once, with the prompts.
+    assert target.rounding_asked == (("first", "second"),)
+
+    # vLLM's own strict verification with the same draft counts, where it was measured.
+    found = judged([plain, cell("standard", tied), strict_cell(tied)], items, target)
+    assert [c.quality.estimate("identity").value for c in found[1:]] == [0.5, 1.0]
+    assert found[0].quality.estimate("identity") is None
+    assert found[2].quality.notes == ()
+    # One answer ends where the other goes on; then both are empty.
+    short = [("a", "one two"), ("b", "")]
+    _, mars = judged([plain, strict_cell(short)], items, target)
+    gaps = [prompt.scores["divergence_gap"] for prompt in mars.quality.prompts]
+    assert gaps == [0.25, 2.0]
+
+
+def test_nothing_is_said_of_identity_where_it_cannot_be_told():
+    items = (Item("a", "", "?"), Item("b", "", "?"))
+    plain = cell("autoregressive", PLAIN)
+    target = Target()
+    # Equal answers need no rounding; a lossy rule and a temperature promise no identity.
+    equal, lossy = judged([plain, strict_cell(PLAIN), cell("mars", OTHER)], items, target)[1:]
+    assert equal.quality.estimate("identity").value == 1 and equal.quality.notes == ()
+    assert lossy.quality.estimate("identity") is None
+    assert target.rounding_asked == ()
+    for cells, known, scorer in (
+        ([strict_cell(OTHER, temperature=1.0)], items, target),
+        # Without a server, and without the prompts.
+        ([plain, strict_cell(OTHER)], items, None),
+        ([plain, strict_cell(OTHER)], (), target),
+    ):
+        assert judged(cells, known, scorer)[-1].quality.estimate("identity") is None
+
+
+def test_how_far_batching_moves_the_gaps(monkeypatch):
+    """Beside the first prompt the second one's second gap is 0.25 less, and another token wins."""
+    from vllm_mars.experiments.quality import target_scores
+
+    def choice(tokens, gaps):
+        top = [{"token_id:1": -1.0, "token_id:2": -1.0 - gap, "token_id:3": -99.0} for gap in gaps]
+        named = [f"token_id:{token}" for token in tokens]
+        return {"logprobs": {"tokens": named, "top_logprobs": top}}
+
+    def answer(prompts):
+        alone = choice([7, 8, 5], [2.0, 2.0, 2.0])
+        # After another token nothing is comparable.
+        return [alone, choice([7, 9, 5], [2.0, 1.75, 50.0])] if len(prompts) > 1 else [alone]
+
+    def fetch(url, timeout, body):
+        if "prompt_logprobs" in body:
+            row = {"1": {"logprob": -1.0}, "2": {"logprob": -3.0}, "3": {"logprob": -9.0}}
+            return json.dumps({"choices": [{"prompt_logprobs": [None, row, row, row]}]}).encode()
+        return json.dumps({"choices": answer(body["prompt"])}).encode()
+
+    monkeypatch.setattr(target_scores, "fetch", fetch)
+    scorer = object.__new__(target_scores.TargetScorer)
+    scorer._url, scorer._model = "url", "model"
+    scorer._prompt_ids = lambda prompt: [int(prompt)]
+    assert scorer.rounding(["1", "2"]) == 0.25
 
 
 def test_the_reference_is_the_nearest_autoregressive_cell():

@@ -86,7 +86,8 @@ def test_a_sweep(directory, tmp_path, monkeypatch, capsys):
     mark, output = uuid.uuid4().hex, tmp_path / "run.jsonl"
     monkeypatch.setenv(MARK, mark)
     methods = ("--method", "autoregressive", "fly", "mars", "--repeats=1")
-    command = sweep(directory, output, *methods, "--price", "2")
+    options = (*methods, "--price", "2")
+    command = sweep(directory, output, *options)
     assert main(command) == 0
     out, _ = capsys.readouterr()
     assert "tokens/s" in out and "mars 0.3" in out
@@ -98,6 +99,22 @@ def test_a_sweep(directory, tmp_path, monkeypatch, capsys):
     assert main(command) == 0
     assert "0 server starts" in capsys.readouterr().err
     assert read_cells(output) == cells
+
+    # Recorded answers are judged again, and one of theta 1 that differs is not put down to ties.
+    again = tmp_path / "again.jsonl"
+    with again.open("w") as file:
+        for line in output.read_text().splitlines():
+            record = json.loads(line)
+            if record["kind"] == "cell":
+                if record["key"]["theta"] == 1:
+                    record["outputs"][0]["text"] = "w7 w8 w9"
+                file.write(json.dumps(record) + "\n")
+    assert main(sweep(directory, again, *options)) == 0
+    assert "0 server starts" in capsys.readouterr().err
+    (strict,) = (cell for cell in read_cells(again) if cell.key.theta == 1)
+    assert strict.quality.estimate("identity").value == pytest.approx(2 / 3)
+    (note,) = (note for note in strict.quality.notes if "as far as batching moves them" in note)
+    assert 0 <= float(note.partition("within ")[2].split()[0]) < 1e-3
 
 
 @pytest.mark.nightly
@@ -165,6 +182,7 @@ def check_cells(cells, directory, expected_sizes):
     for name in {"standard", "mars 1"} & set(summary):
         row = summary[name]
         assert row.estimate("agreement").value == 1, "a strict rule gives the target's text"
+        assert row.estimate("identity").value == 1
         assert row.estimate("nll").difference == 0
     # Whether drafts are made and runners-up are taken is a matter of the random weights.
     lossy = summary["mars 0.3"]

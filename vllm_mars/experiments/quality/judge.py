@@ -1,7 +1,11 @@
 """Quality of measured cells, beside the autoregressive cell on the same prompts."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from vllm_mars.config import METRICS
 from vllm_mars.experiments.quality.confined import confinement
 from vllm_mars.experiments.quality.intervals import estimate
 from vllm_mars.experiments.quality.scores import (
@@ -25,8 +29,13 @@ from vllm_mars.experiments.sweep.records import (
 )
 
 # Scores that compare with the autoregressive answer already.
-COMPARISONS = ("rouge_l", "chrf", "agreement", "common_prefix", "first_divergence")
+COMPARISONS = (
+    *("rouge_l", "chrf", "agreement", "common_prefix", "first_divergence"),
+    *("identity", "divergence_gap"),
+)
 LOWER_IS_BETTER = ("nll", "loss", "repeated_4grams", "seconds", "output_tokens")
+# Prompts from which it is measured how far batching moves the target's logits.
+ROUNDING_PROMPTS = 16
 
 Scores = dict[str, dict[str, float]]
 
@@ -77,20 +86,29 @@ class Judge:
         measured = [cell for cell in cells if cell.status == "ok"]
         todo = [cell for cell in measured if cell.quality is None]
         references = [reference_cell(cell.key, measured) for cell in todo]
-        self._ask_target([*todo, *(cell for cell in references if cell is not None)])
-        for cell, reference in zip(todo, references, strict=True):
+        twins = [strict_twin(cell.key, measured) for cell in todo]
+        others = [cell for cell in (*references, *twins) if cell is not None]
+        self._ask_target([*todo, *others])
+        for cell, reference, twin in zip(todo, references, twins, strict=True):
             scores = self._scores(cell)
             other = None
             if reference is not None and reference.key != cell.key:
                 other = self._scores(reference)
                 self._compare(cell, reference, scores)
+            notes = list(self._notes(cell, reference))
+            has_scorer = self._scorer is not None
+            if has_scorer and twin is not None and self._compare_exactly(cell, twin, scores):
+                notes.append(
+                    "A difference counts as none where the target's two largest logits are within "
+                    f"{self._rounding:.2g} nats, as far as batching moves them."
+                )
             quality = Quality(
                 tuple(
                     PromptQuality(name, values, self._off_choice(cell, name))
                     for name, values in scores.items()
                 ),
                 tuple(estimates(scores, other, self._margin, self._nll_margin)),
-                tuple(self._notes(cell, reference)),
+                tuple(notes),
             )
             emit(cell.key, quality)
         return len(todo)
@@ -158,6 +176,44 @@ class Judge:
                     self._scorer.token_ids(output.text), self._scorer.token_ids(other)
                 )
 
+    def _compare_exactly(self, cell: Cell, twin: Cell, scores: Scores) -> bool:
+        """Adds whether answers are the twin's but for rounding; returns whether one differs."""
+        differs = False
+        theirs = answers(twin)
+        for prompt_id, output in answers(cell).items():
+            if prompt_id not in theirs or self._item(cell, prompt_id) is None:
+                continue
+            gap = self._gap_at_difference(cell, output, theirs[prompt_id])
+            scores[prompt_id]["identity"] = 1.0
+            if gap is not None:
+                differs = True
+                scores[prompt_id] |= {
+                    "divergence_gap": gap,
+                    "identity": float(gap <= self._rounding),
+                }
+        return differs
+
+    def _gap_at_difference(
+        self, cell: Cell, one: Output | TaskAnswer, other: Output | TaskAnswer
+    ) -> float | None:
+        """The target's gap where two answers to a prompt first differ; None of equal ones."""
+        assert self._scorer is not None, "only with a scorer answers are compared exactly"
+        ids = [self._scorer.token_ids(answer.text) for answer in (one, other)]
+        first = divergence(*ids).get("first_divergence")
+        if first is None:
+            return None
+        # Where one answer has ended there, the other goes on from the same text.
+        scored = self._scored(cell, one if len(ids[0]) > first else other)
+        assert scored is not None, "the target was asked about every answer with a text"
+        return scored.gaps[int(first)]
+
+    @functools.cached_property
+    def _rounding(self) -> float:
+        """Nats by which batching moves the target's gaps, measured once an answer differs."""
+        assert self._scorer is not None, "without a scorer no difference is found"
+        prompts = list(dict.fromkeys(item.prompt for item in self._items.values()))
+        return self._scorer.rounding(prompts[:ROUNDING_PROMPTS])
+
     def _notes(self, cell: Cell, reference: Cell | None) -> Iterable[str]:
         if reference is None:
             yield "No autoregressive cell with these prompts and this temperature was measured."
@@ -216,6 +272,25 @@ def reference_cell(key: CellKey, measured: Sequence[Cell]) -> Cell | None:
         ),
         default=None,
     )
+
+
+def strict_twin(key: CellKey, measured: Sequence[Cell]) -> Cell | None:
+    """The cell whose answers this one's must be, but for rounding.
+
+    Args:
+        key: of the cell that is compared.
+        measured: cells with answers.
+
+    Returns:
+        Of a strict rule at temperature 0: for MARS vLLM's "standard" at the same point with the
+        same draft and K, else the autoregressive cell. None for any other.
+    """
+    if key.lossy or key.temperature or key.method == "autoregressive":
+        return None
+    unset: dict[str, Any] = dict.fromkeys(("metric", "protected", *METRICS.values()))
+    same = dataclasses.replace(key, method="standard", options="", **unset)
+    standard = next((cell for cell in measured if cell.key == same != key), None)
+    return standard or reference_cell(key, measured)
 
 
 def estimates(

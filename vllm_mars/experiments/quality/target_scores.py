@@ -1,9 +1,10 @@
-"""What the target itself thinks of an answer: log probability of each token, and its own choice."""
+"""What the target itself thinks of an answer: how likely each token is, and its own choices."""
 
 import functools
+import heapq
 import json
 import urllib.error
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from vllm_mars.local.scrape import fetch
 TIMEOUT = 600.0
 # Prompt logprobs hold the logits of whole prompts: few at a time.
 PARALLEL = 4
+# Tokens of each answer in which `TargetScorer.rounding` looks.
+ROUNDING_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,14 @@ class Scored:
         loss: mean of log p(the target's first choice) - log p(token), in nats.
         off_choice: the tokens that are not the target's first choice.
         prompt_tokens: tokens of the prompt, chat template included.
+        gaps: by which the largest logit leads the second largest, at each token, in nats.
     """
 
     nll: float
     loss: float
     off_choice: tuple[OffChoice, ...]
     prompt_tokens: int
+    gaps: tuple[float, ...]
 
 
 class TargetScorer:
@@ -105,23 +110,78 @@ class TargetScorer:
             loss=sum(token.loss for token in off_choice) / len(logprobs),
             off_choice=tuple(off_choice),
             prompt_tokens=len(prompt_ids),
+            gaps=tuple(_gap(entry["logprob"] for entry in row.values()) for row in rows),
         )
 
+    def rounding(self, prompts: Sequence[str]) -> float:
+        """How far rounding moves the gap between the two largest logits: a smaller one may flip.
+
+        Each prompt is answered alone, all are answered in one batch, and the answers are read as
+        prompts. At one token of one text the three gaps differ by rounding alone.
+
+        Args:
+            prompts: to answer greedily.
+
+        Returns:
+            The largest of these differences in nats.
+
+        Raises:
+            RuntimeError: as `score_all`.
+        """
+        ids = [self._prompt_ids(prompt) for prompt in prompts]
+        alone = [answer for one in ids for answer in self._answers([one])]
+        moved = 0.0
+        for prompt, one, other in zip(ids, alone, self._answers(ids), strict=True):
+            tokens = [token for token, _ in one]
+            for (token, gap), (other_token, other_gap) in zip(one, other, strict=False):
+                moved = max(moved, abs(gap - other_gap))
+                if token != other_token:
+                    break
+            rows = self._prompt_logprobs(prompt + tokens)[len(prompt) :]
+            for (_, gap), row in zip(one, rows, strict=True):
+                moved = max(moved, abs(gap - _gap(entry["logprob"] for entry in row.values())))
+        return moved
+
+    def _answers(self, prompts: Sequence[list[int]]) -> list[list[tuple[int, float]]]:
+        """Greedy answers in one batch: each token with the gap at its place."""
+        choices = self._asked(
+            "logprobs",
+            prompt=prompts,
+            max_tokens=ROUNDING_TOKENS,
+            logprobs=2,
+            # Two tokens can have one text, and would be one entry.
+            return_tokens_as_token_ids=True,
+        )
+        return [
+            [
+                (int(token.removeprefix("token_id:")), _gap(row.values()))
+                for token, row in zip(found["tokens"], found["top_logprobs"], strict=True)
+            ]
+            for found in (choice["logprobs"] for choice in choices)
+        ]
+
     def _prompt_logprobs(self, ids: list[int]) -> list[dict[str, Any]]:
-        body = {
-            "model": self._model,
-            "prompt": ids,
-            "max_tokens": 1,
-            "temperature": 0,
-            # The token itself and the target's first choice.
-            "prompt_logprobs": 1,
-        }
+        # The token itself and the target's first two choices.
+        (choice,) = self._asked("prompt_logprobs", prompt=ids, max_tokens=1, prompt_logprobs=2)
+        rows: list[dict[str, Any]] = choice["prompt_logprobs"]
+        return rows
+
+    def _asked(self, wanted: str, **body: Any) -> list[dict[str, Any]]:
+        """The choices of a greedy completion, each with the field that is wanted."""
         try:
-            answer = json.loads(fetch(self._url, TIMEOUT, body))
-            rows: list[dict[str, Any]] = answer["choices"][0]["prompt_logprobs"]
+            sent = {"model": self._model, "temperature": 0, **body}
+            choices: list[dict[str, Any]] = json.loads(fetch(self._url, TIMEOUT, sent))["choices"]
+            if all(choice[wanted] for choice in choices):
+                return choices
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")[:500]
-            raise RuntimeError(f"{self._url} refused prompt_logprobs: {detail}") from error
+            raise RuntimeError(f"{self._url} refused {wanted}: {detail}") from error
         except (OSError, ValueError, LookupError) as error:
-            raise RuntimeError(f"{self._url} gave no prompt_logprobs: {error!r}") from error
-        return rows
+            raise RuntimeError(f"{self._url} gave no {wanted}: {error!r}") from error
+        raise RuntimeError(f"{self._url} gave no {wanted}.")
+
+
+def _gap(logprobs: Iterable[float]) -> float:
+    """What the largest is above the second largest, at least two being given."""
+    largest, second = heapq.nlargest(2, logprobs)
+    return largest - second

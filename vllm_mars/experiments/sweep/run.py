@@ -26,7 +26,7 @@ from vllm_mars.local.packaged_model import ensure_model
 if TYPE_CHECKING:
     from vllm_mars.experiments.sweep.ray_cells import RayRunner
 
-FILE_WIDTH = 200
+FILE_WIDTH = 220
 
 
 @dataclasses.dataclass

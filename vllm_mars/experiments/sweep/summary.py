@@ -253,6 +253,7 @@ _FIGURES: dict[str, Callable[[Row], str]] = {
     "loss": lambda row: _mean(row, "loss", ".4f"),
     "repeats": lambda row: _mean(row, "repeated_4grams", ".3f"),
     "agreement": lambda row: _mean(row, "agreement", ".2f"),
+    "identity": lambda row: _mean(row, "identity", ".2f"),
     "task score": lambda row: _number(_task_score(row), ".2f"),
     "samples": lambda row: str(max((item.samples for item in row.estimates), default="")),
 }

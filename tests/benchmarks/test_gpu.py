@@ -1,0 +1,186 @@
+"""`make gpu` up to the point where a GPU is needed, and the page that it fills."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu, validated
+from test_report import RULES, make_cell, make_quality
+from vllm_mars.experiments.sweep.record_file import append_cell, append_quality
+from vllm_mars.experiments.sweep.records import Estimate
+
+ROOT = Path(__file__).parents[2]
+RESULT = {
+    "dry_run": False,
+    "hardware": {"gpu": "NVIDIA H100"},
+    "versions": {"vllm": "0.33.0"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def write_sweep(path, *, identity=1.0, failed=""):
+    """A judged sweep of `standard`, theta 1 and theta 0.9; theta 1 has this identity."""
+    for method, theta, k, speed, nll in (*RULES[:3], ("mars", 1.0, 4, 36.0, 0.5)):
+        cell = make_cell(method, theta, k, speed, 1, 0)
+        if failed and method == "standard":
+            nothing = {"speed": None, "acceptance": None, "outputs": ()}
+            append_cell(path, dataclasses.replace(cell, status="failed", reason=failed, **nothing))
+            continue
+        append_cell(path, cell)
+        quality = make_quality(cell, nll)
+        own = {"agreement": 0.25 if cell.key.lossy else 1.0}
+        if k and not cell.key.lossy:
+            own["identity"] = identity if theta else 1.0
+        prompts = [
+            dataclasses.replace(one, scores={**one.scores, **own}) for one in quality.prompts
+        ]
+        estimates = tuple(Estimate(name, 4, value, value, value) for name, value in own.items())
+        quality = dataclasses.replace(quality, prompts=tuple(prompts), estimates=estimates)
+        append_quality(path, cell.key, quality)
+    return path
+
+
+def test_without_a_gpu_it_says_what_is_missing(capsys, tmp_path):
+    assert gpu.main(["--output", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert "needs a GPU, and torch 2" in error and "`make gpu BUILD=cuda` installs" in error
+    assert not (tmp_path / "new").exists()
+    for arguments in (["--parts", "named"], ["--tensor-parallel", "2"]):
+        with pytest.raises(SystemExit, match="2"):
+            gpu.main(arguments)
+        assert "--model is missing, for the part `named`" in capsys.readouterr().err
+
+
+def test_parts_are_given_what_their_commands_take(tmp_path):
+    """The commands' own parsers read what they are handed."""
+    from vllm_mars.cli import _parser
+
+    arguments = ["--model", "some/model", "--draft", "some/draft", "--minutes", "20"]
+    found = {}
+
+    def run(args, options, name):
+        found.update(gpu.commands(args, options))
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "run", run)
+        options = ["--dry-run", *arguments, "--tensor-parallel", "2"]
+        assert gpu.main([*options, "--output", str(tmp_path)]) == 0
+    assert list(found) == list(gpu.MINUTES)
+    sweep = _parser().parse_args(found["named"][2:])
+    assert (sweep.model, sweep.drafts, sweep.tensor_parallel) == ("some/model", ["some/draft"], 2)
+    assert (sweep.thetas, sweep.prices, sweep.gaps) == ([1.0, 0.9], [0.3], [])
+    packaged = _parser().parse_args(found["packaged"][2:])
+    assert packaged.model is None and Path(packaged.drafts[0], "config.json").is_file()
+    assert "--seconds=108" in found["kernel"] and "--tune" in found["tune"]
+    assert sum(gpu.MINUTES.values()) == 10
+
+
+def test_a_part_that_fails_does_not_hold_up_the_others(tmp_path, monkeypatch, capsys):
+    output = tmp_path / "gpu"
+    goals = [{"goal": "fast", "result": "MISS", "measured": {}}]
+    kernel = f"open({str(output / 'kernel.json')!r}, 'w').write({json.dumps({'goals': goals})!r})"
+    parts = {
+        "tests": "import sys; sys.exit('no such test')",
+        "kernel": kernel,
+        "tune": "import time; print('begun', flush=True); time.sleep(600)",
+        "packaged": "print('measured')",
+    }
+    found = {name: ["-c", code] for name, code in parts.items()}
+    monkeypatch.setattr(gpu, "commands", lambda args, options: found)
+    monkeypatch.setattr(gpu, "share", lambda args, name: 25.0 if name == "tune" else 60.0)
+    output.mkdir()
+    write_sweep(output / "packaged.jsonl")
+    assert gpu.main(["--dry-run", "--output", str(output)]) == 1
+    result = json.loads((output / "gpu.json").read_text())
+    statuses = {name: part["exit_status"] for name, part in result["parts"].items()}
+    assert statuses == {"tests": 1, "kernel": 0, "tune": None, "packaged": 0}
+    assert result["goals"] == goals
+    assert {rule["rule"] for rule in result["rules"]} == {"standard", "mars 0.9", "mars 1"}
+    assert result["hardware"]["cores"] and result["versions"]["torch"]
+    assert (output / "tune.log").read_text() == "begun\n"
+    out = capsys.readouterr().out
+    assert "no such test" in out and "its share of --minutes is over" in out
+    assert "MISS: fast" in out and "Nothing has been validated yet." in out
+
+    # One part more joins them in the file.
+    found.clear()
+    found["tune"] = ["-c", "pass"]
+    assert gpu.main(["--dry-run", "--output", str(output)]) == 1
+    again = json.loads((output / "gpu.json").read_text())
+    assert again["parts"].keys() == statuses.keys()
+    assert again["parts"]["tune"]["exit_status"] == 0
+
+
+def test_the_row(tmp_path):
+    found = validated.rules(write_sweep(tmp_path / "a.jsonl"))
+    assert validated.objections(found) == []
+    head, rule, row = validated.table([{**RESULT, "rules": found}]).splitlines()
+    assert head.count("|") == rule.count("|") == row.count("|")
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[:5] == ["tiny", "ngram", "mars 0.9", "4", "1"]
+    # 45 tokens/s beside 36, in answers of one length.
+    assert cells[5] == cells[6] == "1.25 (1.25 to 1.25)"
+    assert cells[7:] == ["100.0", "0.0098 (0.0098 to 0.0098)", "0.25", "NVIDIA H100, vLLM 0.33.0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "objection"),
+    [
+        ({"identity": 0.75}, "mars 1, tiny, ngram, batch 1: 25% of its answers differ by more"),
+        ({"failed": "vLLM ended\nlog"}, "standard, tiny, ngram, batch 1: failed: vLLM ended"),
+    ],
+)
+def test_no_row_where_strict_is_not_strict(tmp_path, changes, objection):
+    found = validated.rules(write_sweep(tmp_path / "a.jsonl", **changes))
+    (reason,) = validated.objections(found)
+    assert reason.startswith(objection) and "\n" not in reason
+    nothing = "Nothing has been validated yet.\n"
+    assert validated.table([{**RESULT, "rules": found}]) == nothing
+    fine = validated.rules(write_sweep(tmp_path / "b.jsonl"))
+    assert validated.table([{**RESULT, "rules": fine, "dry_run": True}]) == nothing
+
+
+def test_a_sweep_that_was_not_judged_gives_no_row(tmp_path):
+    path = write_sweep(tmp_path / "a.jsonl")
+    cells = [line for line in path.read_text().splitlines() if '"kind": "cell"' in line]
+    path.write_text("\n".join(cells) + "\n")
+    found = validated.rules(path)
+    reasons = validated.objections(found)
+    assert len(reasons) == 2 and all("its answers were not judged" in one for one in reasons)
+
+
+def test_the_page_is_made_of_the_committed_files():
+    assert Path("docs/validated.md").read_text() == validated.page()
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+def test_a_dry_run_of_all_but_the_packaged_model(tmp_path, tiny_model):
+    output = tmp_path / "gpu"
+    command = [
+        *(sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--output", str(output)),
+        *("--parts", "tests", "kernel", "tune", "named", "--model", str(tiny_model)),
+        *("--server-arg=--max-model-len=512", "--minutes", "60"),
+    ]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    logs = [log.read_text()[-2000:] for log in output.glob("*.log")]
+    assert child.returncode == 0, "\n".join([child.stdout, child.stderr, *logs])
+    result = json.loads((output / "gpu.json").read_text())
+    assert result["schema"] == "vllm-mars/gpu/1"
+    assert {part["exit_status"] for part in result["parts"].values()} == {0, gpu.NO_TESTS_RAN}
+    assert [goal["result"] for goal in result["goals"]] == ["not measured"] * 4
+    names = ("standard", "mars 1", "mars 0.9", "mars price 0.3")
+    found = {(rule["rule"], rule["batch"]) for rule in result["rules"]}
+    assert found == {(name, batch) for name in names for batch in (1, 2)}
+    strict = [rule["identity"] for rule in result["rules"] if not rule["lossy"]]
+    assert strict == [1.0] * 4
+    assert "Nothing has been validated yet." in child.stdout

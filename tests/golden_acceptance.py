@@ -1,0 +1,89 @@
+"""Acceptance of the packaged model with its head, by draft position, as it was once measured.
+
+    python tests/golden_acceptance.py       # measures again, and writes golden_acceptance.json
+
+Tokens per step are what speed comes from, and no other work on the machine changes them: a draft
+that is fed wrongly, or a rule that accepts less, shows here without a clock. One greedy engine of
+the V1 runner answers under each rule in turn.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import conftest  # noqa: F401 - sets the environment in which engines are tested
+from engines import PACKAGED, engine_in_process
+from vllm_mars.local.draft_head import PACKAGED_HEAD
+from vllm_mars.local.drafts import speculative_config
+from vllm_mars.local.packaged_model import ensure_model
+from vllm_mars.local.prompts import load_prompts
+from vllm_mars.local.provenance import describe_run
+
+GOLDEN = Path(__file__).with_suffix(".json")
+K = 4
+MAX_TOKENS = 24
+# Of four kinds, short ones.
+PROMPTS = ("story-bridge", "json-inventory", "explain-yeast", "code-sql")
+STRICT = {"theta": 1.0, "metric": "ratio", "gap": 0.0, "price": 0.0}
+RULES = {
+    "strict": {},
+    "ratio 0.9": {"theta": 0.9},
+    "gap 1": {"metric": "gap", "gap": 1.0},
+    "price 0.3": {"metric": "price", "price": 0.3},
+}
+
+
+def take_rule(worker, options):
+    """Runs in the worker: gives its sampler a rule, which a server is started with."""
+    from vllm_mars.runner.requests_v1 import RequestsV1
+
+    runner = worker.model_runner
+    sampler, old = runner.rejection_sampler, runner.rejection_sampler.requests
+    sampler.rule.config = replace(sampler.rule.config, **{**STRICT, **options})
+    sampler.requests = RequestsV1(
+        sampler.rule.config,
+        runner.max_num_reqs,
+        runner.device,
+        need_output_tokens=old._need_output_tokens,
+    )
+    processors = runner.input_batch.logitsprocs.argmax_invariant
+    processors[processors.index(old)] = sampler.requests
+
+
+def measure(model: Path) -> dict[str, dict[str, object]]:
+    """Answers the prompts under each rule.
+
+    Returns:
+        By rule the steps that verified a draft, and how many drafts were accepted at each position.
+    """
+    from vllm import SamplingParams
+
+    texts = {prompt.id: prompt.turns[0] for prompt in load_prompts()}
+    chats = [[{"role": "user", "content": texts[name]}] for name in PROMPTS]
+    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    config = speculative_config(
+        str(PACKAGED_HEAD), K, rejection_sample_method="mars", mars_theta=1.0
+    )
+    options = {**PACKAGED, "skip_tokenizer_init": False}
+    found = {}
+    with engine_in_process(model, config, **options) as llm:
+
+        def counts():
+            metrics = {metric.name: metric for metric in llm.get_metrics()}
+            by_position = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+            return [metrics["vllm:spec_decode_num_drafts"].value, *by_position]
+
+        for rule, rule_options in RULES.items():
+            llm.collective_rpc(take_rule, args=(rule_options,))
+            before = counts()
+            llm.chat(chats, greedy, use_tqdm=False)
+            drafts, *accepted = (now - then for now, then in zip(counts(), before, strict=True))
+            found[rule] = {"drafts": int(drafts), "accepted": [int(count) for count in accepted]}
+    return found
+
+
+if __name__ == "__main__":
+    content = {"schema": 1, **describe_run(None), "rules": measure(ensure_model())}
+    GOLDEN.write_text(json.dumps(content, indent=1) + "\n")
+    sys.exit(0)

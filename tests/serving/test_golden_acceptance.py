@@ -1,0 +1,45 @@
+"""The packaged model with its head accepts as many drafts as when its table was made.
+
+By the V1 runner; that V2 accepts what vLLM accepts is counted in `tests/conformance`.
+"""
+
+import json
+
+import pytest
+
+from golden_acceptance import GOLDEN, RULES, K, measure
+
+# On the worker that has packaged engines in its process already.
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("test_end_to_end")]
+
+# Another processor rounds differently, and an answer may go another way at a near tie.
+TOLERANCE = 0.05
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return json.loads(GOLDEN.read_text())["rules"]
+
+
+@pytest.fixture(scope="module")
+def measured(packaged_model):
+    return measure(packaged_model)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_acceptance_by_position(golden, measured, rule):
+    assert rule in golden, "run python tests/golden_acceptance.py"
+    drafts, accepted = golden[rule]["drafts"], golden[rule]["accepted"]
+    now = measured[rule]
+    assert len(now["accepted"]) == len(accepted) == K
+    rates = [count / now["drafts"] for count in now["accepted"]]
+    assert rates == pytest.approx([count / drafts for count in accepted], abs=TOLERANCE)
+    assert sum(rates) == pytest.approx(sum(accepted) / drafts, rel=TOLERANCE)
+
+
+def test_the_table_has_no_other_rules_and_tells_them_apart(golden):
+    assert golden.keys() == RULES.keys()
+    lengths = {rule: sum(of["accepted"]) / of["drafts"] for rule, of in golden.items()}
+    strict = lengths.pop("strict")
+    # A rule that fell back to strict verification would be noticed.
+    assert min(lengths.values()) > (1 + 2 * TOLERANCE) * strict
