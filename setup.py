@@ -19,7 +19,8 @@ EXPERIMENTS = [
     *(*DEMO, "jinja2", "jsonschema", "pandas", "pydantic"),
     *("lm-eval[api]>=0.4.10", "rouge-score", "sacrebleu", "scipy"),
 ]
-DOCS = ["mkdocs-material", "mkdocstrings[python]"]
+# Ruff breaks the lines of long signatures.
+DOCS = ["mkdocs-material", "mkdocstrings[python]", "ruff"]
 
 setup(
     name="vllm-mars",
