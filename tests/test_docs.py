@@ -46,4 +46,4 @@ def test_what_ends_the_build(tmp_path):
     assert run.returncode == 1
     for fault in ("'gone.md'", "'metrics.md#gone'", "'../benchmarks/gone.json'", "docs/lost.md"):
         assert fault in run.stderr, run.stderr
-    assert "Aborted with 4 warnings in strict mode" in run.stderr
+    assert "Aborted with 4 warnings in strict mode" in run.stdout
