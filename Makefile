@@ -9,25 +9,32 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	&& echo $$p && break; done)
 DEMO := $(VENV)/.demo-$(BUILD)
 ALL := $(VENV)/.all-$(BUILD)
+SITE := $(VENV)/.docs
 
 # Each engine imports vLLM anew: without bytecode on disk that takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo draft test nightly fuzz soak gpu lint format clean
+.PHONY: install demo docs draft test nightly fuzz soak gpu lint format clean
 
-# The demo needs less than the tests, so each has a stamp; both install with uv (install.py).
+# The demo needs less than the tests, and the site no vLLM, so each has a stamp; all install with uv
+# (install.py).
 install: $(ALL)
 
-$(DEMO) $(ALL): setup.py install.py
+$(DEMO) $(ALL) $(SITE): setup.py install.py
 	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.13 is needed; say PYTHON=/path/to/it" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python install.py $(BUILD) $(EXTRAS)
+	$(BIN)/python install.py $(EXTRAS)
 	@touch $@
-$(DEMO): EXTRAS := demo
-$(ALL): EXTRAS := demo test
+$(DEMO): EXTRAS := $(BUILD) demo
+$(ALL): EXTRAS := $(BUILD) demo test
+$(SITE): EXTRAS := docs
 
 demo: $(DEMO)
 	$(BIN)/vllm-mars demo $(ARGS)
+
+# The pages as a site: open build/site/index.html. A dead link or anchor fails.
+docs: $(SITE)
+	$(BIN)/mkdocs build --strict $(ARGS)
 
 # Distils an EAGLE-3 head from the packaged model (docs/draft.md); goes on where it was interrupted.
 SETTING ?= cpu

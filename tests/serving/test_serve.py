@@ -100,6 +100,22 @@ def test_a_node_with_another_version_is_refused_by_name(ray_cluster, tiny_model,
         ray_cluster.remove_node(node)
 
 
+def test_the_lock_travels_in_a_runtime_env(ray_cluster, tiny_model):
+    """What docs/rollouts.md says of Ray: the environment of a node need not know of the lock."""
+    from vllm_mars.local.drafts import NGRAM, RECOMMENDED, speculative_config
+
+    model, lossy = str(tiny_model), speculative_config(NGRAM, 4, **RECOMMENDED)
+
+    @ray.remote(num_cpus=1, runtime_env={"env_vars": {"VLLM_MARS_LOCK": "strict"}})
+    def read_options():
+        from vllm.engine.arg_utils import EngineArgs
+
+        EngineArgs(model=model, speculative_config=lossy).create_engine_config()
+
+    with pytest.raises(RuntimeError, match="VLLM_MARS_LOCK=strict forbids lossy verification, but"):
+        ray.get(read_options.remote())
+
+
 @contextlib.contextmanager
 def application(model, min_replicas):
     """The address of a running application."""

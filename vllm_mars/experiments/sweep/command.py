@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
         description="Serves a model with every method, measures each cell of the grid with "
         "`vllm bench serve`, judges the answers against the autoregressive ones and writes one "
         "JSON line per cell. An interrupted sweep continues where it was. Without options: the "
-        "packaged model, ngram drafts, up to an hour on two CPU cores; see docs/experiments.md.",
+        "packaged model, ngram drafts, up to an hour on two CPU cores; see docs/sweep.md.",
     )
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE", default=Path("build/sweep.jsonl"))

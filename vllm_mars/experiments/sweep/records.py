@@ -286,7 +286,7 @@ class PromptQuality:
 
     Attributes:
         prompt_id: the prompt's id in its dataset.
-        scores: by name; names are explained in docs/experiments.md. A score that does not apply to
+        scores: by name; names are explained in docs/sweep.md. A score that does not apply to
             the prompt is not there.
         off_choice: tokens that are not the target's first choice, where they were looked up.
     """

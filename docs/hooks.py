@@ -1,0 +1,41 @@
+"""The files of the site: the repository's own, at the paths that they have there.
+
+So one link serves the site and a checkout alike, from a page to the README or to a raw result.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("*.md", "docs/*.md")
+TARGET = re.compile(r"\]\(([^)#\s]+)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replaces what MkDocs found by the pages, and every file that one of them links to.
+
+    Args:
+        files: what is in `docs_dir`, and the theme's own.
+        config: of mkdocs.yml.
+    """
+    pages = [page for pattern in PAGES for page in sorted(ROOT.glob(pattern))]
+    targets = {
+        Path(os.path.normpath(page.parent / target))
+        for page in pages
+        for target in TARGET.findall(page.read_text(encoding="utf-8"))
+    }
+    linked = sorted(path for path in targets.difference(pages) if path.is_file())
+    ours = [
+        File(
+            path.relative_to(ROOT).as_posix(),
+            str(ROOT),
+            config.site_dir,
+            config.use_directory_urls,
+        )
+        for path in (*pages, *linked)
+    ]
+    return Files([*(file for file in files if file.src_dir != config.docs_dir), *ours])
