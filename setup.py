@@ -47,6 +47,7 @@ setup(
         "test": [
             *EXPERIMENTS,
             *RAY,
+            "build",
             "hypothesis",
             "mypy",
             "playwright",
@@ -55,6 +56,7 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
+            "twine",
         ],
     },
     entry_points={
