@@ -1,6 +1,7 @@
 """Installs this project into the virtual environment that runs this script, as `make` does.
 
-    .venv/bin/python install.py cpu demo        # the package with these extras, editable
+    .venv/bin/python install.py cpu demo                # the package with these extras, editable
+    .venv/bin/python install.py dist/NAME.whl cpu demo  # from a wheel, or an sdist, instead
 
 uv does it, and takes what the user told pip: indexes, links, certificate and time-out, from the
 environment (`PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`, `PIP_FIND_LINKS`, ...) or pip's config file.
@@ -70,7 +71,7 @@ def _uv_command() -> list[str] | None:
     return [sys.executable, "-m", "uv", "pip", "install"]
 
 
-def _install_with_uv(command: list[str], requirement: str, on_cpu: bool) -> int:
+def _install_with_uv(command: list[str], requirement: list[str], on_cpu: bool) -> int:
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )
@@ -84,14 +85,12 @@ def _install_with_uv(command: list[str], requirement: str, on_cpu: bool) -> int:
         excluded = Path(directory, "excluded.txt")
         excluded.write_text("\n".join(NOT_ON_CPU if on_cpu else ()))
         options = ["--python", sys.executable, "--excludes", str(excluded)]
-        return subprocess.run(
-            [*command, *options, "--editable", requirement], env=environment
-        ).returncode
+        return subprocess.run([*command, *options, *requirement], env=environment).returncode
 
 
-def _install_with_pip(requirement: str, on_cpu: bool) -> int:
+def _install_with_pip(requirement: list[str], on_cpu: bool) -> int:
     with subprocess.Popen(
-        [sys.executable, "-m", "pip", "install", "--editable", requirement],
+        [sys.executable, "-m", "pip", "install", *requirement],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -113,15 +112,27 @@ def _install_with_pip(requirement: str, on_cpu: bool) -> int:
     return pip.returncode
 
 
-def main(extras: list[str]) -> int:
-    """Installs the project with these extras; returns the exit status of uv or pip."""
-    requirement, on_cpu = f".[{','.join(extras)}]", "cpu" in extras
+def main(arguments: list[str]) -> int:
+    """Installs the project; returns the exit status of uv or pip.
+
+    Args:
+        arguments: extras; before them the file of a wheel or an sdist, where it is not to be the
+            checkout.
+    """
+    if arguments and arguments[0].endswith((".whl", ".tar.gz")):
+        archive, *extras = arguments
+        what = f"{Path(archive).resolve()}[{','.join(extras)}]"
+        requirement = [what]
+    else:
+        extras, what = arguments, f".[{','.join(arguments)}]"
+        requirement = ["--editable", what]
+    on_cpu = "cpu" in extras
     uv = _uv_command()
     if uv is not None:
-        print(f"uv installs {requirement} into {sys.prefix}: under a minute, and the download")
+        print(f"uv installs {what} into {sys.prefix}: under a minute, and the download")
         status = _install_with_uv(uv, requirement, on_cpu)
     else:
-        print(f"{UV} could not be installed; pip installs {requirement} instead: some 5 minutes")
+        print(f"{UV} could not be installed; pip installs {what} instead: some 5 minutes")
         status = _install_with_pip(requirement, on_cpu)
     if status != 0 and on_cpu:
         print(NO_CPU_TORCH, file=sys.stderr)

@@ -51,6 +51,7 @@ setup(
             *DOCS,
             *EXPERIMENTS,
             *RAY,
+            "build",
             "hypothesis",
             "mypy",
             "playwright",
@@ -59,6 +60,7 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
+            "twine",
         ],
     },
     entry_points={

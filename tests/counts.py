@@ -1,11 +1,18 @@
-"""Counts of an invented step, and what is exported of them."""
+"""Counts of an invented step, what is exported of them, and what the dashboard asks for."""
+
+import json
+import re
+import shutil
+from pathlib import Path
 
 import prometheus_client
+import pytest
 
 from vllm_mars.engine import metrics
 from vllm_mars.runner.counters import RATIO_EDGES, RATIO_UNIT, REASONS, CounterLayout
 
 LAYOUT = CounterLayout(3)
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def counts_of(**entries):
@@ -60,3 +67,27 @@ def check_exported(samples, engine, times):
         assert samples[f"{metrics.RATIO}_bucket", engine, le] == below
     assert samples[f"{metrics.RATIO}_count", engine] == below == times * 18
     assert samples[f"{metrics.RATIO}_sum", engine] == times * 16
+
+
+def dashboard_queries():
+    """What the panels of the Grafana dashboard ask Prometheus for."""
+    dashboard = json.loads((DOCS / "grafana-mars.json").read_text())
+    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+
+def page_queries():
+    """The queries on the page about metrics."""
+    return re.findall(r"^    (.*vllm:.*)$", (DOCS / "metrics.md").read_text(), re.M)
+
+
+def in_promql(query):
+    """A query with Grafana's variables filled in: all models, the last minute."""
+    return query.replace("$model_name", ".*").replace("$__rate_interval", "1m")
+
+
+def of_prometheus(program):
+    """Path of `prometheus` or `promtool`; without it the test that asks is skipped."""
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"no {program} on PATH: apt install prometheus")
+    return path

