@@ -62,6 +62,8 @@ class Options(BaseModel):
         target_ongoing_requests: requests per replica at which Ray adds another one.
         autoscaling: further keys of Ray's `AutoscalingConfig`, such as `downscale_delay_s`.
         max_ongoing_requests: requests per replica beyond which Ray's router holds them back.
+        graceful_shutdown_timeout_s: seconds that the answers on a replica may take yet when another
+            takes its place, or it is no longer needed; what is left then breaks off.
         routing: "prefix" sends requests that begin alike to the same replica while the load is
             even, for its prefix cache; "load" takes the less loaded of two replicas.
         accelerator_type: Ray's name of the GPU, such as "H100"; any if left out.
@@ -81,6 +83,7 @@ class Options(BaseModel):
     target_ongoing_requests: float = Field(default=32, gt=0)
     autoscaling: Json = Field(default_factory=dict)
     max_ongoing_requests: int = Field(default=256, ge=1)
+    graceful_shutdown_timeout_s: float = Field(default=600, ge=0)
     routing: Literal["prefix", "load"] = "prefix"
     accelerator_type: str | None = None
     runtime_env: Json = Field(default_factory=dict)
@@ -123,6 +126,7 @@ def app(options: Options) -> Application:
     name = model.rstrip("/").rsplit("/", 1)[-1] if options.model else PACKAGED_MODEL
     deployment: dict[str, Any] = {
         "max_ongoing_requests": options.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": options.graceful_shutdown_timeout_s,
         "health_check_period_s": HEALTH_PERIOD_SECONDS,
         "health_check_timeout_s": HEALTH_TIMEOUT_SECONDS,
         "autoscaling_config": autoscaling,
@@ -144,7 +148,9 @@ def app(options: Options) -> Application:
         # vLLM's metrics, this project's among them, on Ray's metrics port of each node.
         log_engine_metrics=True,
     )
-    return build_openai_app({"llm_configs": [config]})
+    # Streams pass through the ingress, which a changed application replaces, too.
+    ingress = {"graceful_shutdown_timeout_s": options.graceful_shutdown_timeout_s}
+    return build_openai_app({"llm_configs": [config], "ingress_deployment_config": ingress})
 
 
 def _autoscaling_config(options: Options) -> dict[str, Any]:

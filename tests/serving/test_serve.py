@@ -1,6 +1,7 @@
 """The Ray Serve application: its answers, what is refused at once, and replicas under load.
 
-One of them is killed; they come with the load and go after it.
+One of them is killed; they come with the load and go after it; others take their place when the
+value of the rule changes.
 """
 
 import asyncio
@@ -123,6 +124,15 @@ def test_a_node_with_another_version_is_refused_by_name(ray_cluster, tiny_model,
             app(Options(model=str(tiny_model)))
     finally:
         ray_cluster.remove_node(node)
+
+
+def test_answers_may_end_before_a_process_does(ray_cluster, tiny_model):
+    from vllm_mars.serve import Options, app
+
+    ingress = app(Options(model=str(tiny_model), graceful_shutdown_timeout_s=7))._bound_deployment
+    (server,) = ingress.init_kwargs["llm_deployments"].values()
+    for deployment in (ingress, server._bound_deployment):
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == 7
 
 
 @contextlib.contextmanager
@@ -349,3 +359,23 @@ def test_replicas_come_with_the_load_and_go_after_it(ray_cluster, tiny_model):
         assert asyncio.run(load(url, expected, range(NUM_STREAMS), FEW_IN_FLIGHT)) == []
 
         wait_until(lambda: not processes(*OF_AN_ENGINE), 300, "the replicas go")
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+@pytest.mark.timeout(1500)
+def test_the_rule_changes_under_load_and_no_stream_breaks_off(ray_cluster, tiny_model):
+    with application(tiny_model, theta=0.5, min_replicas=2) as url:
+        wait_until(lambda: len(replicas()) == 2, 600, "two replicas")
+        before = set(replicas())
+        answers_alone(url, mars_theta=0.6)
+        # Stricter than the server before and after, so the answers stay the same.
+        expected = answers_alone(url, mars_theta=0.9)
+
+        def change():
+            run(tiny_model, theta=0.8, min_replicas=2)
+            wait_until(lambda: len(replicas()) == 2, 600, "two replicas")
+
+        assert load_while(change, url, expected, mars_theta=0.9) > FEW_IN_FLIGHT
+        assert not before & set(replicas())
+        check_refused(url, 0.6, r"mars_theta=0.6 is below this server's own 0.8, but a request may")
