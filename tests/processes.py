@@ -1,6 +1,8 @@
 """Looks at the process table, for tests that nothing is left running."""
 
+import contextlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -21,6 +23,14 @@ def marked(mark: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def kill(mark: str) -> None:
+    """Kills these processes, and waits until they are gone."""
+    for pid in marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not marked(mark), 30, f"all processes of {mark!r} end")
 
 
 def wait_until(condition, timeout, what):

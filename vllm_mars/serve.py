@@ -20,6 +20,7 @@ import click
 import ray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig
 from ray.serve.llm import LLMConfig, build_openai_app
 from ray.serve.llm.deployment import LLMServer
 
@@ -56,10 +57,13 @@ class Options(BaseModel):
         speculative_config: vLLM's, with the `mars_*` keys.
         engine_kwargs: further arguments of vLLM's `AsyncEngineArgs`, such as
             `tensor_parallel_size`.
-        min_replicas: replicas at all times.
-        max_replicas: replicas at most; as many as `min_replicas` if left out.
+        min_replicas: replicas at all times; with 0 the first request waits for one.
+        max_replicas: replicas at most; as many as `min_replicas`, or 1, if left out.
         target_ongoing_requests: requests per replica at which Ray adds another one.
+        autoscaling: further keys of Ray's `AutoscalingConfig`, such as `downscale_delay_s`.
         max_ongoing_requests: requests per replica beyond which Ray's router holds them back.
+        graceful_shutdown_timeout_s: seconds that the answers on a replica may take yet when another
+            takes its place, or it is no longer needed; what is left then breaks off.
         routing: "prefix" sends requests that begin alike to the same replica while the load is
             even, for its prefix cache; "load" takes the less loaded of two replicas.
         accelerator_type: Ray's name of the GPU, such as "H100"; any if left out.
@@ -74,10 +78,12 @@ class Options(BaseModel):
     model_id: str | None = None
     speculative_config: Json = Field(default_factory=lambda: dict(SPECULATION))
     engine_kwargs: Json = Field(default_factory=dict)
-    min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int | None = None
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: int | None = Field(default=None, ge=1)
     target_ongoing_requests: float = Field(default=32, gt=0)
+    autoscaling: Json = Field(default_factory=dict)
     max_ongoing_requests: int = Field(default=256, ge=1)
+    graceful_shutdown_timeout_s: float = Field(default=600, ge=0)
     routing: Literal["prefix", "load"] = "prefix"
     accelerator_type: str | None = None
     runtime_env: Json = Field(default_factory=dict)
@@ -107,15 +113,10 @@ def app(options: Options) -> Application:
     Raises:
         ValueError: a bad option.
         RuntimeError: a node has another version of Ray, vLLM or this package, or the cluster lacks
-            the GPUs or CPUs for `min_replicas`.
+            the GPUs or CPUs for `min_replicas`, or for one replica.
     """
     split_speculative_config(options.speculative_config)
-    most = options.min_replicas if options.max_replicas is None else options.max_replicas
-    if most < options.min_replicas:
-        raise ValueError(
-            f"max_replicas={most} is below min_replicas={options.min_replicas}; raise it or leave "
-            "it out."
-        )
+    autoscaling = _autoscaling_config(options)
     on_cpu = _vllm_is_for_cpus()
     with _connected():
         check_nodes(node for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
@@ -125,13 +126,10 @@ def app(options: Options) -> Application:
     name = model.rstrip("/").rsplit("/", 1)[-1] if options.model else PACKAGED_MODEL
     deployment: dict[str, Any] = {
         "max_ongoing_requests": options.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": options.graceful_shutdown_timeout_s,
         "health_check_period_s": HEALTH_PERIOD_SECONDS,
         "health_check_timeout_s": HEALTH_TIMEOUT_SECONDS,
-        "autoscaling_config": {
-            "min_replicas": options.min_replicas,
-            "max_replicas": most,
-            "target_ongoing_requests": options.target_ongoing_requests,
-        },
+        "autoscaling_config": autoscaling,
     }
     if options.routing == "prefix":
         deployment["request_router_config"] = {"request_router_class": PREFIX_ROUTER}
@@ -150,7 +148,32 @@ def app(options: Options) -> Application:
         # vLLM's metrics, this project's among them, on Ray's metrics port of each node.
         log_engine_metrics=True,
     )
-    return build_openai_app({"llm_configs": [config]})
+    # Streams pass through the ingress, which a changed application replaces, too.
+    ingress = {"graceful_shutdown_timeout_s": options.graceful_shutdown_timeout_s}
+    return build_openai_app({"llm_configs": [config], "ingress_deployment_config": ingress})
+
+
+def _autoscaling_config(options: Options) -> dict[str, Any]:
+    """Ray's, checked: Ray itself drops a key that it does not know."""
+    least, most = options.min_replicas, options.max_replicas
+    if most is not None and most < least:
+        raise ValueError(
+            f"max_replicas={most} is below min_replicas={least}; raise it or leave it out."
+        )
+    own = {
+        "min_replicas": least,
+        "max_replicas": most or max(least, 1),
+        "target_ongoing_requests": options.target_ongoing_requests,
+    }
+    further = AutoscalingConfig.model_fields.keys() - own.keys()
+    if unknown := sorted(options.autoscaling.keys() - further):
+        raise ValueError(
+            f"autoscaling has {unknown[0]!r}; it may have {', '.join(sorted(further))}. "
+            f"{', '.join(own)} are options of their own."
+        )
+    config = {**options.autoscaling, **own}
+    AutoscalingConfig(**config)  # raises where a value is bad
+    return config
 
 
 def _vllm_is_for_cpus() -> bool:
@@ -184,11 +207,12 @@ def _check_resources(options: Options, on_cpu: bool) -> None:
         kwargs.get("pipeline_parallel_size", 1)
     )
     device, per_replica = ("CPU", ranks + REPLICA_CPUS) if on_cpu else ("GPU", ranks)
-    needed = options.min_replicas * per_replica
+    replicas = max(options.min_replicas, 1)
+    needed = replicas * per_replica
     present = ray.cluster_resources().get(device, 0)  # type: ignore[no-untyped-call]
     if present < needed:
         raise RuntimeError(
-            f"{options.min_replicas} replicas of {ranks} ranks need {needed} {device}s, but this "
-            f"Ray cluster has {present:g}; lower min_replicas or the parallel sizes, add nodes, or "
-            "set wait_for_nodes=true on a cluster that adds them by itself."
+            f"{replicas} replicas of {ranks} ranks need {needed} {device}s, but this Ray cluster "
+            f"has {present:g}; lower min_replicas or the parallel sizes, add nodes, or set "
+            "wait_for_nodes=true on a cluster that adds them by itself."
         )

@@ -1,4 +1,4 @@
-"""`vllm serve` on vLLM's Ray executor: two ranks, and a node that lacks the extension."""
+"""`vllm serve` on vLLM's Ray executor: two ranks, on two hosts too, and nodes that differ."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 import tiny_models
-from clusters import cluster
+from clusters import cluster, two_hosts
 from processes import MARK, marked, wait_until
 from test_tensor_parallel import PROMPTS, generate
 from vllm_mars import __version__
@@ -44,7 +44,11 @@ def speculation(models):
     }
 
 
-def two_ranks(models, ray_cluster, log_path, mark):
+def address_of(ray_cluster):
+    return {"RAY_ADDRESS": ray_cluster.address}
+
+
+def two_ranks(models, environment, log_path, mark):
     """The server, which is not started yet."""
     args = [
         *("--enforce-eager", "--dtype", "float32", "--served-model-name", "tiny"),
@@ -54,7 +58,7 @@ def two_ranks(models, ray_cluster, log_path, mark):
         *("--speculative-config", json.dumps(speculation(models))),
     ]
     env = {
-        "RAY_ADDRESS": ray_cluster.address,
+        **environment,
         # On one memory node vLLM wants to be told which cores are whose.
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "VLLM_SERVER_DEV_MODE": "1",
@@ -89,7 +93,7 @@ def complete(server, prompt):
 def test_two_ranks_on_ray_serve_what_one_generates(models, tmp_path):
     with (
         cluster({"num_cpus": 2, "num_gpus": 2}) as two_slots,
-        two_ranks(models, two_slots, tmp_path / "server.log", "served") as server,
+        two_ranks(models, address_of(two_slots), tmp_path / "server.log", "served") as server,
     ):
         served = [complete(server, prompt) for prompt in PROMPTS]
         ranks = post(server, "/collective_rpc", {"method": "look"})["results"]
@@ -107,6 +111,22 @@ def test_two_ranks_on_ray_serve_what_one_generates(models, tmp_path):
     accepted = metrics["vllm:spec_decode_num_accepted_tokens_total"]
     drafted = metrics["vllm:spec_decode_num_draft_tokens_total"]
     assert 0 < accepted < drafted <= tiny_models.NUM_DRAFT_TOKENS * TOKENS * len(PROMPTS)
+
+
+@pytest.mark.nightly
+def test_ranks_on_two_hosts_serve_what_one_generates(models, tmp_path):
+    with (
+        two_hosts("two hosts", tmp_path) as environment,
+        two_ranks(models, environment, tmp_path / "server.log", "two hosts") as server,
+    ):
+        served = [complete(server, prompt) for prompt in PROMPTS]
+        nodes = post(server, "/collective_rpc", {"method": "node"})["results"]
+    expected, _, _ = generate(models / "target", speculation(models), ranks=1)
+    assert served == expected
+    ranks, addresses, are_sent = zip(*sorted(nodes), strict=True)
+    assert ranks == (0, 1)
+    assert addresses[0] == environment["VLLM_HOST_IP"] != addresses[1]
+    assert all(are_sent)
 
 
 @pytest.mark.nightly
@@ -131,7 +151,7 @@ def test_a_node_that_differs_is_refused_by_name(models, tmp_path, node, messages
     with cluster(head, differs) as two_nodes:
         log = tmp_path / "server.log"
         with pytest.raises(RuntimeError, match="ended while starting with exit status 1"):
-            two_ranks(models, two_nodes, log, node).__enter__()
+            two_ranks(models, address_of(two_nodes), log, node).__enter__()
         wait_until(lambda: not marked(node), 20, "the server's processes end")
     text = log.read_text()
     for message in messages:

@@ -1,9 +1,15 @@
-"""The Ray Serve application: its answers, a replica killed under load, what is refused at once."""
+"""The Ray Serve application: its answers, what is refused at once, and replicas under load.
+
+One of them is killed; they come with the load and go after it; others take their place when the
+value of the rule changes.
+"""
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -17,9 +23,15 @@ from processes import MARK, marked, wait_until
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
 
 MARK_VALUE = "serve"
+REPLICA = "ray::ServeReplica:default:LLMServer"
+OF_AN_ENGINE = (REPLICA, "ray::RayWorker", "VLLM::")
 NUM_STREAMS = 200
 IN_FLIGHT = 24
+# Of a load that goes on while engines start on the same cores.
+FEW_IN_FLIGHT = 6
 TOKENS = 24
+# A request may wait until engines have started.
+SECONDS = 300
 PROMPTS = [f"w{10 + n} w{20 + n} w{30 + n} w{10 + n} w{20 + n}" for n in range(10)]
 # Without the override the cache would take VLLM_CPU_KVCACHE_SPACE in each replica.
 ENGINE = {
@@ -68,11 +80,25 @@ def test_options_of_a_command_line_are_text():
             r"mars_theta=2 is outside \(0, 1\]",
         ),
         ({"min_replicas": 3, "max_replicas": 2}, ValueError, "max_replicas=2 is below min_replic"),
+        ({"min_replicas": 0, "max_replicas": 0}, ValueError, "max_replicas"),
+        (
+            {"autoscaling": '{"downscale_delay": 60}'},
+            ValueError,
+            "autoscaling has 'downscale_delay'; it may have .*downscale_delay_s, .*min_replicas, ",
+        ),
+        ({"autoscaling": {"max_replicas": 2}}, ValueError, "autoscaling has 'max_replicas'; it "),
+        ({"autoscaling": {"downscale_delay_s": "soon"}}, ValueError, "downscale_delay_s"),
         ({"thetta": 0.9}, ValueError, "thetta"),
         ({"speculative_config": "{"}, ValueError, "speculative_config"),
         ({"min_replicas": 9}, RuntimeError, "9 replicas of 1 ranks need 18 CPUs, but this Ray clu"),
         (
             {"engine_kwargs": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}},
+            RuntimeError,
+            "1 replicas of 8 ranks need 9 CPUs, but this Ray cluster has 8; lower",
+        ),
+        # What comes with the first request must fit, too.
+        (
+            {"min_replicas": 0, "engine_kwargs": {"tensor_parallel_size": 8}},
             RuntimeError,
             "1 replicas of 8 ranks need 9 CPUs, but this Ray cluster has 8; lower",
         ),
@@ -116,32 +142,59 @@ def test_the_lock_travels_in_a_runtime_env(ray_cluster, tiny_model):
         ray.get(read_options.remote())
 
 
+def test_answers_may_end_before_a_process_does(ray_cluster, tiny_model):
+    from vllm_mars.serve import Options, app
+
+    ingress = app(Options(model=str(tiny_model), graceful_shutdown_timeout_s=7))._bound_deployment
+    (server,) = ingress.init_kwargs["llm_deployments"].values()
+    for deployment in (ingress, server._bound_deployment):
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == 7
+
+
 @contextlib.contextmanager
-def application(model, min_replicas):
+def application(model, **options):
     """The address of a running application."""
     from ray import serve
 
-    from vllm_mars.local.drafts import NGRAM, speculative_config
     from vllm_mars.local.server import free_port
-    from vllm_mars.serve import Options, app
 
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    options = Options(
-        model=str(model),
-        model_id="tiny",
-        min_replicas=min_replicas,
-        engine_kwargs=ENGINE,
-        speculative_config=speculative_config(
-            NGRAM, 4, rejection_sample_method="mars", mars_theta=0.5
-        ),
-        routing="load",
-    )
-    serve.run(app(options))
+    run(model, **options)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
+
+
+def run(model, theta=0.5, **options):
+    """Runs the application, in the place of one that runs already."""
+    from ray import serve
+
+    from vllm_mars.local.drafts import NGRAM, speculative_config
+    from vllm_mars.serve import Options, app
+
+    chosen = Options(
+        model=str(model),
+        model_id="tiny",
+        engine_kwargs=ENGINE,
+        speculative_config=speculative_config(
+            NGRAM, 4, rejection_sample_method="mars", mars_theta=theta
+        ),
+        routing="load",
+        **options,
+    )
+    serve.run(app(chosen))
+
+
+def processes(*names):
+    """The cluster's processes whose names begin with one of these."""
+    found = []
+    for pid in marked(MARK_VALUE):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_text().startswith(names):
+                found.append(pid)
+    return found
 
 
 def replicas():
@@ -154,17 +207,16 @@ def replicas():
         for name, status in deployments.items()
         if name.startswith("LLMServer")
     )
-    found = [
-        pid
-        for pid in marked(MARK_VALUE)
-        if Path(f"/proc/{pid}/cmdline")
-        .read_text()
-        .startswith("ray::ServeReplica:default:LLMServer")
-    ]
+    found = processes(REPLICA)
     return found if len(found) == running else []
 
 
-async def ask(client, prompt):
+def client_of(url):
+    """One that does not hide a lost request by a second one."""
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
+
+
+async def ask(client, prompt, **options):
     """The text of one stream; raises where it broke off."""
     stream = await client.chat.completions.create(
         model="tiny",
@@ -172,7 +224,7 @@ async def ask(client, prompt):
         temperature=0,
         max_tokens=TOKENS,
         stream=True,
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, "vllm_xargs": options},
     )
     parts, reason = [], None
     async for chunk in stream:
@@ -184,17 +236,17 @@ async def ask(client, prompt):
     return "".join(parts)
 
 
-async def load(url, expected, num_streams, kill_after=None, kill=None):
-    """Asks so many streams; returns those that broke off."""
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-    slots, done, broken = asyncio.Semaphore(IN_FLIGHT), 0, []
+async def load(url, expected, numbers, in_flight=IN_FLIGHT, kill_after=None, kill=None, **options):
+    """Asks a stream for each number; returns those that broke off."""
+    client = client_of(url)
+    numbers, done, broken = iter(numbers), 0, []
 
-    async def one(number):
+    async def worker():
         nonlocal done
-        prompt = PROMPTS[number % len(PROMPTS)]
-        async with slots:
+        for number in numbers:
+            prompt = PROMPTS[number % len(PROMPTS)]
             try:
-                text = await asyncio.wait_for(ask(client, prompt), 120)
+                text = await asyncio.wait_for(ask(client, prompt, **options), SECONDS)
             except openai.APIError as error:
                 broken.append(error)
             else:
@@ -204,32 +256,56 @@ async def load(url, expected, num_streams, kill_after=None, kill=None):
                 kill()
 
     async with client:
-        await asyncio.gather(*map(one, range(num_streams)))
+        await asyncio.gather(*(worker() for _ in range(in_flight)))
     return broken
 
 
-def answers_alone(url):
+def load_while(act, url, expected, **options):
+    """Keeps asking until `act` has returned; returns the number of streams, all whole."""
+    ended, numbers = threading.Event(), itertools.count()
+
+    def acting():
+        try:
+            act()
+        finally:
+            ended.set()
+
+    async def both():
+        until_then = itertools.takewhile(lambda _: not ended.is_set(), numbers)
+        asking = load(url, expected, until_then, FEW_IN_FLIGHT, **options)
+        broken, _ = await asyncio.gather(asking, asyncio.to_thread(acting))
+        return broken
+
+    assert asyncio.run(both()) == []
+    return next(numbers) - 1
+
+
+def answers_alone(url, **options):
     """The answer to each prompt while nothing else is asked."""
 
     async def alone():
-        asking = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
-        async with asking:
-            return {prompt: await ask(asking, prompt) for prompt in PROMPTS}
+        async with client_of(url) as client:
+            return {prompt: await ask(client, prompt, **options) for prompt in PROMPTS}
 
     expected = asyncio.run(alone())
     assert len(set(expected.values())) > 1
     return expected
 
 
-def check_the_front(url):
-    """A bad value of a request is the client's error; health and metrics are Ray's own."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-    with pytest.raises(openai.BadRequestError, match=r"mars_theta=7 is outside \(0, 1\]"):
+def check_refused(url, theta, message):
+    """It is HTTP 400."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
+    with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": PROMPTS[0]}],
-            extra_body={"vllm_xargs": {"mars_theta": 7}},
+            extra_body={"vllm_xargs": {"mars_theta": theta}},
         )
+
+
+def check_the_front(url):
+    """A bad value of a request is the client's error; health and metrics are Ray's own."""
+    check_refused(url, 7, r"mars_theta=7 is outside \(0, 1\]")
     with urllib.request.urlopen(f"{url}/-/healthz", timeout=30) as answer:
         assert answer.read() == b"success"
     (port,) = {node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]}
@@ -243,9 +319,9 @@ def check_the_front(url):
 
 @pytest.mark.engine
 def test_one_replica_answers(ray_cluster, tiny_model):
-    with application(tiny_model, 1) as url:
+    with application(tiny_model) as url:
         wait_until(lambda: len(replicas()) == 1, 300, "a replica")
-        assert asyncio.run(load(url, answers_alone(url), IN_FLIGHT)) == []
+        assert asyncio.run(load(url, answers_alone(url), range(IN_FLIGHT))) == []
         check_the_front(url)
 
 
@@ -253,7 +329,7 @@ def test_one_replica_answers(ray_cluster, tiny_model):
 @pytest.mark.engine
 @pytest.mark.timeout(1500)
 def test_a_replica_is_killed_under_load(ray_cluster, tiny_model):
-    with application(tiny_model, 2) as url:
+    with application(tiny_model, min_replicas=2) as url:
         wait_until(lambda: len(replicas()) == 2, 600, "two replicas")
         before = replicas()
         expected = answers_alone(url)
@@ -261,7 +337,9 @@ def test_a_replica_is_killed_under_load(ray_cluster, tiny_model):
         def kill():
             os.kill(before[0], signal.SIGKILL)
 
-        broken = asyncio.run(load(url, expected, NUM_STREAMS, NUM_STREAMS // 3, kill))
+        broken = asyncio.run(
+            load(url, expected, range(NUM_STREAMS), IN_FLIGHT, NUM_STREAMS // 3, kill)
+        )
         # Those on the dead replica at most, and none waited for its timeout.
         assert len(broken) <= IN_FLIGHT
         assert not [error for error in broken if isinstance(error, openai.APITimeoutError)]
@@ -270,5 +348,50 @@ def test_a_replica_is_killed_under_load(ray_cluster, tiny_model):
         after = replicas()
         assert before[0] not in after
         assert before[1] in after
-        assert asyncio.run(load(url, expected, NUM_STREAMS)) == []
+        assert asyncio.run(load(url, expected, range(NUM_STREAMS))) == []
         check_the_front(url)
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+@pytest.mark.timeout(1500)
+def test_replicas_come_with_the_load_and_go_after_it(ray_cluster, tiny_model):
+    options = {
+        "min_replicas": 0,
+        "max_replicas": 2,
+        "target_ongoing_requests": 2,
+        "autoscaling": {"upscale_delay_s": 2, "downscale_delay_s": 5, "look_back_period_s": 15},
+    }
+    with application(tiny_model, **options) as url:
+        assert not processes(REPLICA)
+        # The first of them waits for a replica.
+        expected = answers_alone(url)
+        assert len(processes(REPLICA)) == 1
+
+        def grow():
+            wait_until(lambda: len(replicas()) == 2, 600, "a second replica")
+
+        assert load_while(grow, url, expected) > FEW_IN_FLIGHT
+        assert asyncio.run(load(url, expected, range(NUM_STREAMS), FEW_IN_FLIGHT)) == []
+
+        wait_until(lambda: not processes(*OF_AN_ENGINE), 300, "the replicas go")
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+@pytest.mark.timeout(1500)
+def test_the_rule_changes_under_load_and_no_stream_breaks_off(ray_cluster, tiny_model):
+    with application(tiny_model, theta=0.5, min_replicas=2) as url:
+        wait_until(lambda: len(replicas()) == 2, 600, "two replicas")
+        before = set(replicas())
+        answers_alone(url, mars_theta=0.6)
+        # Stricter than the server before and after, so the answers stay the same.
+        expected = answers_alone(url, mars_theta=0.9)
+
+        def change():
+            run(tiny_model, theta=0.8, min_replicas=2)
+            wait_until(lambda: len(replicas()) == 2, 600, "two replicas")
+
+        assert load_while(change, url, expected, mars_theta=0.9) > FEW_IN_FLIGHT
+        assert not before & set(replicas())
+        check_refused(url, 0.6, r"mars_theta=0.6 is below this server's own 0.8, but a request may")

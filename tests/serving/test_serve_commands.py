@@ -1,6 +1,5 @@
 """The documented commands: `serve deploy` with a YAML file, `serve status` and `serve run`."""
 
-import contextlib
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ import pytest
 import yaml
 
 from clusters import ENVIRONMENT
-from processes import MARK, marked, wait_until
+from processes import MARK, kill, wait_until
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.local.server import free_port
 
@@ -73,10 +72,7 @@ def command():
             yield run
         finally:
             # Not `ray stop`, which ends every Ray on the machine.
-            for pid in marked(MARK_VALUE):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: not marked(MARK_VALUE), 30, "all processes of the cluster end")
+            kill(MARK_VALUE)
 
 
 def answer(url):
