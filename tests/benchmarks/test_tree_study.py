@@ -177,8 +177,19 @@ def test_trees_and_chains_at_equal_loss():
     assert high["length_ratio"]["high"] == pytest.approx(5 / 3, abs=1e-4)
 
 
-def test_the_docs_show_the_raw_file():
-    result = json.loads((ROOT / "benchmarks/results/trees-cpu.json").read_text())
-    docs = (ROOT / "docs/trees.md").read_text().splitlines()
-    for line in table(result):
+@pytest.mark.parametrize(
+    ("raw", "page", "but_for"),
+    [
+        ("trees-cpu", "trees", ()),
+        # Of two shapes alone there is no best one.
+        ("trees-longer-cpu", "trees", ("best", "batch", "---")),
+        ("sampled-price-cpu", "rule", ()),
+    ],
+)
+def test_the_docs_show_the_raw_file(raw, page, but_for):
+    result = json.loads((ROOT / f"benchmarks/results/{raw}.json").read_text())
+    docs = (ROOT / f"docs/{page}.md").read_text().splitlines()
+    lines = [line for line in table(result) if not any(part in line for part in but_for)]
+    assert len(lines) > 10
+    for line in lines:
         assert line in docs
