@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -32,6 +34,7 @@ def test_the_site_builds(tmp_path):
     assert (tmp_path / raw).read_bytes() == (ROOT / raw).read_bytes()
 
 
+@pytest.mark.nightly
 def test_what_ends_the_build(tmp_path):
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT / "docs", checkout / "docs")
