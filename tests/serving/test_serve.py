@@ -126,6 +126,8 @@ def test_a_node_with_another_version_is_refused_by_name(ray_cluster, tiny_model,
         ray_cluster.remove_node(node)
 
 
+@pytest.mark.nightly
+@pytest.mark.engine
 def test_the_lock_travels_in_a_runtime_env(ray_cluster, tiny_model):
     """What docs/rollouts.md says of Ray: the environment of a node need not know of the lock."""
     from vllm_mars.local.drafts import NGRAM, RECOMMENDED, speculative_config
