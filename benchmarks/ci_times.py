@@ -3,10 +3,10 @@
     make test && make nightly
     python -m benchmarks.ci_times --output benchmarks/results/ci-times.json
 
-Without a run of the night the file is of the day alone. The runs and this command belong to one
-commit and one machine with nothing else to do: the file names those that it finds when it is
-written. A test's seconds are those of its setup, call and teardown; an engine that several tests
-share counts for the first of them.
+Without a run of the night the file is of the day alone. The run of the day and this command belong
+to one commit, and both runs to one machine with nothing else to do: the file names what it finds
+when it is written. --night-commit names a night's that is another. A test's seconds are those of
+its setup, call and teardown; an engine that several tests share counts for the first of them.
 """
 
 import argparse
@@ -77,6 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="How long the tests take, by file.")
     parser.add_argument("--day", type=Path, default="build/test.xml", help="of `make test`")
     parser.add_argument("--night", type=Path, default="build/nightly.xml", help="of `make nightly`")
+    parser.add_argument("--night-commit", help="of the night's run, where it is not this one")
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
     given = parser.parse_args()
     runs = {}
@@ -90,6 +91,8 @@ def main() -> int:
         runs[name] = summary(report)
         for test in runs[name]["failed"]:
             print(f"{report} tells of a failure, and so will the file: {test}", file=sys.stderr)
+    if given.night_commit and "night" in runs:
+        runs["night"]["git_commit"] = given.night_commit
     _, gpu = vllm_device()
     given.output.write_text(json.dumps({"schema": 1, **describe_run(gpu), **runs}, indent=1) + "\n")
     return 0

@@ -57,12 +57,13 @@ def test_the_file_that_is_written(report, tmp_path, monkeypatch, capsys):
     # As pytest-xdist names a test of a group.
     report.write_text(report.read_text().replace("test_passes[c]", "test_passes[c]@test_it"))
     command = ["ci_times", "--day", str(report), "--night", str(report), "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(sys, "argv", [*command, "--night-commit", "0123abc"])
     monkeypatch.setattr(ci_times, "vllm_device", lambda: ("cpu", None))
     monkeypatch.setattr(ci_times, "SLOW_SECONDS", -1.0)
     assert ci_times.main() == 0
     written = json.loads(output.read_text())
     assert {"schema", "git_commit", "versions", "hardware", "day", "night"} <= written.keys()
+    assert written["night"]["git_commit"] == "0123abc"
     assert "tests/room/test_it.py::test_passes[a.b]" in written["day"]["slow_tests"]
     assert "tests/room/test_it.py::test_passes[c]" in written["day"]["slow_tests"]
     monkeypatch.setattr(sys, "argv", [*command[:4], str(tmp_path / "none.xml"), *command[5:]])
