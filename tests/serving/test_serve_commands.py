@@ -44,6 +44,8 @@ def command():
             **ENVIRONMENT,
             MARK: MARK_VALUE,
             "RAY_TMPDIR": directory,
+            # What killed processes leave goes with it.
+            "TMPDIR": directory,
             # With a token in the home directory `ray start` asks for it, and `serve` sends none.
             "RAY_AUTH_MODE": "disabled",
         }
