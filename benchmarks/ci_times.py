@@ -38,7 +38,8 @@ def summary(report: Path) -> dict[str, Any]:
 
     Returns:
         Seconds of wall time, numbers of tests by outcome, seconds and tests of each file, the
-        slowest file first, the tests that failed, and the seconds of each above SLOW_SECONDS.
+        slowest file first, the tests that failed, and the seconds of each test above
+        SLOW_SECONDS.
     """
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     files: dict[str, dict[str, float]] = defaultdict(lambda: {"seconds": 0.0, "tests": 0})
