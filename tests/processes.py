@@ -2,9 +2,10 @@
 
 import contextlib
 import os
-import signal
 import time
 from pathlib import Path
+
+import psutil
 
 MARK = "VLLM_MARS_TEST_MARK"
 
@@ -26,11 +27,30 @@ def marked(mark: str) -> list[int]:
 
 
 def kill(mark: str) -> None:
-    """Kills these processes, and waits until they are gone."""
+    """Kills these processes and those below them, and waits until they are gone.
+
+    Ray's agents are found below their raylet alone: they write their titles over the environment
+    in which they were marked.
+    """
+    found = set()
     for pid in marked(mark):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not marked(mark), 30, f"all processes of {mark!r} end")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            found |= {process, *process.children(recursive=True)}
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_until(
+        lambda: not marked(mark) and not any(map(_runs, found)),
+        *(30, f"all processes of {mark!r} end"),
+    )
+
+
+def _runs(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_until(condition, timeout, what):
