@@ -7,26 +7,32 @@ The sweep's prompts come in several files, the folds: a server counts accepted d
 file, not of an answer, so an interval needs files to leave out. Loss is the mean over output tokens
 of log p(first choice) - log p(token), as the server counts it while it answers. A metric's
 acceptance at a loss lies on the straight line between its two measured points around it; the first
-point of each curve is strict decoding. Intervals are 95 % of a jackknife over folds.
+point of each curve is strict decoding. Intervals are 95 % of a jackknife over folds, those of speed
+of a paired bootstrap over prompts. `--speed-plot` is for sweeps of an idle machine, one request at
+a time.
 """
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from scipy import stats
 
 from vllm_mars.config import METRICS
 from vllm_mars.experiments.quality.judge import mean_scores
+from vllm_mars.experiments.report.measured import measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.records import Cell, CellKey
+from vllm_mars.experiments.sweep.summary import rows
 from vllm_mars.local.intervals import COVERAGE
 from vllm_mars.local.result_file import write_json
 
@@ -117,6 +123,8 @@ class Frontier:
         self._cells: dict[str, list[Cell]] = {}
         for cell in cells:
             self._cells.setdefault(cell.key.rule, []).append(cell)
+        pooled = [replace(cell, key=replace(cell.key, dataset="all folds")) for cell in cells]
+        self.speeds = {it.row.key.rule: it for it in measure(rows(pooled))}
         if "standard" not in self._cells:
             raise ValueError("the sweep has no method 'standard'; measure it beside MARS.")
         for rule, own in self._cells.items():
@@ -199,9 +207,12 @@ class Frontier:
         }
 
     def _rule(self, rule: str) -> dict[str, Any]:
-        own = self.of(rule)
+        own, speed = self.of(rule), self.speeds[rule]
         return {
             "rule": rule,
+            "ttft_seconds": speed.ttft and speed.ttft._asdict(),
+            "tpot_seconds": speed.tpot and speed.tpot._asdict(),
+            "strict_tpot_over_tpot": speed.faster and speed.faster._asdict(),
             "acceptance_length": own.acceptance,
             "tokens_per_step": own.tokens_per_step,
             "extra_acceptance": self.jackknife(lambda fold: self.extra(rule, fold)),
@@ -227,9 +238,6 @@ def _looseness(key: CellKey) -> float:
 
 def plot(frontiers: dict[str, Frontier], path: Path) -> None:
     """Draws extra acceptance by loss and repeated 4-grams by extra acceptance, a row per draft."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, grid = plt.subplots(
@@ -278,12 +286,45 @@ def plot(frontiers: dict[str, Frontier], path: Path) -> None:
     plt.close(figure)
 
 
+def plot_speed(frontiers: dict[str, Frontier], path: Path) -> None:
+    """Draws by loss how much sooner than under strict verification further tokens come."""
+    from matplotlib import pyplot as plt
+
+    figure, grid = plt.subplots(
+        1, len(frontiers), figsize=(5.5 * len(frontiers), 4.2), layout="constrained", squeeze=False
+    )
+    for axes, (title, frontier) in zip(grid[0], frontiers.items(), strict=True):
+        for family, group in groupby(frontier.keys(), _family):
+            keys = list(group)
+            speeds = [frontier.speeds[key.rule].faster or (math.nan,) * 3 for key in keys]
+            # Each curve starts at strict decoding.
+            x = [0.0, *(1000 * frontier.of(key.rule).loss for key in keys)]
+            y, low, high = (np.array([1.0, *ends]) for ends in zip(*speeds, strict=True))
+            color = COLORS[str(keys[0].metric)]
+            axes.plot(x, y, color=color, marker="o", label=family)
+            axes.vlines(x, low, high, color=color, alpha=0.4)
+            for key, *at in zip(keys, x[1:], y[1:], strict=True):
+                axes.annotate(f"{key.value:g}", at, (5, 5), textcoords="offset points")
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set(
+            title=title,
+            xlabel="loss, thousandths of a nat per token",
+            ylabel="speed of further tokens, x strict",
+        )
+        axes.legend(frameon=False, fontsize="small")
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def main() -> int:
     """Calculates; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("sweep", type=Path, nargs="+", help="files of `vllm-mars sweep`")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
-    parser.add_argument("--plot", type=Path, help="PNG file")
+    parser.add_argument("--plot", type=Path, help="PNG file of acceptance and repetition")
+    parser.add_argument("--speed-plot", type=Path, help="PNG file of speed")
     args = parser.parse_args()
     cells = [cell for cell in read_cells(args.sweep) if cell.status == "ok" and cell.key.k]
     by_draft: dict[str, list[Cell]] = {}
@@ -299,8 +340,10 @@ def main() -> int:
         "drafts": {title: frontier.summary() for title, frontier in frontiers.items()},
     }
     write_json(args.output, result)
-    if args.plot:
-        plot(frontiers, args.plot)
+    matplotlib.use("Agg")
+    for draw, path in ((plot, args.plot), (plot_speed, args.speed_plot)):
+        if path:
+            draw(frontiers, path)
     return 0
 
 

@@ -82,6 +82,9 @@ def test_by_hand():
     assert priced["extra_acceptance"] == pytest.approx({"value": 0.2, "low": 0.2, "high": 0.2})
     assert priced["loss"]["value"] == pytest.approx(0.02)
     assert priced["repeated_4grams"] == 0.25
+    # 0.9 s for 23 further tokens beside as long for 19.
+    assert priced["tpot_seconds"]["value"] == pytest.approx(0.9 / 23)
+    assert priced["strict_tpot_over_tpot"]["low"] == pytest.approx(23 / 19)
     at = {entry["loss"]: entry for entry in found["at_equal_loss"]}
     ratio, price = "ratio repeat_guard 4", "price repeat_guard 4"
     # Half way between theta 0.96 (0.02, 10 %) and 0.9 (0.06, 20 %), and between the two prices.

@@ -176,6 +176,10 @@ def test_a_section_for_each_draft(tmp_path):
     assert mars.sooner == pytest.approx((1.25,) * 3)
     assert mars.seconds.value == pytest.approx(400 / 45 / 4 * (1 + 1 / 1.01) / 2)
     assert mars.length == pytest.approx((100,) * 3)
+    assert mars.ttft == pytest.approx((0.1,) * 3)
+    tpot = (400 / 45 / 4 * (1 + 1 / 1.01) / 2 - 0.1) / 99
+    assert mars.tpot == pytest.approx((tpot,) * 3)
+    assert mars.faster == pytest.approx((rules["standard"].tpot.value / tpot,) * 3)
     assert mars.loss == pytest.approx(((math.log(0.5 / 0.25) + math.log(0.4 / 0.3)) / 100,) * 3)
     assert rules["standard"].speedup == pytest.approx((1,) * 3)
     assert rules["autoregressive"].speedup.value == pytest.approx(20 / 36)
@@ -209,6 +213,8 @@ def test_intervals_are_paired_over_prompts(tmp_path):
     assert mars.speedup.value == pytest.approx(10 / 6.5)
     assert mars.speedup.low == pytest.approx(1)
     assert mars.speedup.high == pytest.approx(2)
+    assert 1 < mars.faster.value < 2, "between two prompts alike and two twice as fast"
+    assert mars.faster.low == 1
 
 
 def advice(tmp_path, rules, **more):

@@ -6,11 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vllm_mars.demo.chat import Answer, ScoredToken
 from vllm_mars.demo.options import MODES, DemoOptions
-from vllm_mars.local.intervals import interval, resamples
+from vllm_mars.local.intervals import median
 from vllm_mars.local.prompts import Prompt
 
 SCHEMA = 2
@@ -83,11 +81,8 @@ def speedup(ratios: Iterable[float]) -> Speedup | None:
     Args:
         ratios: of each prompt, the other mode's time over this mode's.
     """
-    values = np.array(list(ratios), dtype=float)
-    if not len(values):
-        return None
-    medians = np.median(values[resamples(len(values))], axis=1)
-    return Speedup(len(values), float(np.median(values)), *interval(medians))
+    values = list(ratios)
+    return Speedup(len(values), *median(values)) if values else None
 
 
 @dataclass(frozen=True)

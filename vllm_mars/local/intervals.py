@@ -1,5 +1,7 @@
 """The bootstrap over prompts: what is measured of one prompt is drawn together."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,6 +13,17 @@ COVERAGE = 95
 def resamples(count: int, samples: int = RESAMPLES, seed: int = 0) -> NDArray[np.int64]:
     """`[samples, count]` indices of prompts, drawn with replacement, the same for a seed."""
     return np.random.default_rng(seed).integers(0, count, (samples, count))
+
+
+def median(values: Iterable[float]) -> tuple[float, float, float]:
+    """The median of one figure of each prompt, and the ends of its interval.
+
+    Args:
+        values: at least one.
+    """
+    figures = np.array(list(values), dtype=float)
+    medians = np.median(figures[resamples(len(figures))], axis=1)
+    return float(np.median(figures)), *interval(medians)
 
 
 def interval(values: NDArray[np.float64]) -> tuple[float, float]:

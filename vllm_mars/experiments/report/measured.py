@@ -8,10 +8,10 @@ import numpy as np
 
 from vllm_mars.config import METRICS
 from vllm_mars.experiments.sweep.summary import Row
-from vllm_mars.local.intervals import RESAMPLES, interval
+from vllm_mars.local.intervals import RESAMPLES, interval, median
 
 # What is known of an answer.
-TOKENS, CLOCK, SECONDS, COST = range(4)
+TOKENS, CLOCK, SECONDS, COST, TTFT, TPOT = KNOWN = range(6)
 # What the others are compared with: the first of these that was measured.
 STRICT = ("standard", "mars", "block", "autoregressive")
 
@@ -29,13 +29,15 @@ class Measured:
     """One rule at one point of the grid, beside strict decoding there.
 
     Estimates are medians over the repeats, intervals those of a bootstrap over prompts; None is
-    what was not measured.
+    what was not measured. What is of an answer's first or further tokens is a median over prompts.
 
     Attributes:
         row: the rule and its quality.
         strict: what it is compared with; None where nothing strict was measured.
         tokens_per_second, speedup: output tokens of all requests; that / strict decoding's.
         seconds, sooner: of an answer; strict decoding's / these.
+        ttft, tpot: seconds to the first token, and per further one.
+        faster: strict decoding's TPOT / this one, prompt by prompt.
         length: tokens per answer.
         loss: log p(the target's first choice) - log p(token), in nats per token, minus strict
             decoding's. None at temperature > 0, where another than the first choice is no loss.
@@ -47,6 +49,9 @@ class Measured:
     speedup: Interval | None = None
     seconds: Interval | None = None
     sooner: Interval | None = None
+    ttft: Interval | None = None
+    tpot: Interval | None = None
+    faster: Interval | None = None
     length: Interval | None = None
     loss: Interval | None = None
 
@@ -68,7 +73,7 @@ def measure(point: Sequence[Row]) -> list[Measured]:
 
 def _beside(row: Row, strict: Row | None) -> Measured:
     own = _answers(row)
-    base = {key: [np.nan] * 4 for key in own} if strict is None else _answers(strict)
+    base = {key: [np.nan] * len(KNOWN) for key in own} if strict is None else _answers(strict)
     both = own.keys() & base.keys()
     repeats, prompts = {repeat for repeat, _ in both}, sorted({prompt for _, prompt in both})
     prompts = [name for name in prompts if all((repeat, name) in both for repeat in repeats)]
@@ -90,7 +95,15 @@ def _beside(row: Row, strict: Row | None) -> Measured:
     }
     if not row.key.temperature:
         samples["loss"] = mine[COST] / mine[TOKENS] - theirs[COST] / theirs[TOKENS]
-    return Measured(row, strict, **{name: _interval(of) for name, of in samples.items()})
+    found = {name: _interval(of) for name, of in samples.items()}
+    # [this and strict, prompts]
+    ttft, tpot = (np.median(values[..., what], axis=1) for what in (TTFT, TPOT))
+    found |= {
+        "ttft": _median(ttft[0]),
+        "tpot": _median(tpot[0]),
+        "faster": _median(tpot[1] / tpot[0]),
+    }
+    return Measured(row, strict, **found)
 
 
 def _answers(row: Row) -> dict[tuple[int, str], list[float]]:
@@ -110,9 +123,17 @@ def _answers(row: Row) -> dict[tuple[int, str], list[float]]:
             # Requests that run at once share the cell's time.
             clock = cell.speed.seconds * output.seconds / total
             cost = costs.get(output.prompt_id, np.nan)
-            known = [float(output.output_tokens), clock, output.seconds, cost]
+            first, further = output.first_token_seconds, output.output_tokens - 1
+            tpot = (output.seconds - first) / further if further > 0 else np.nan
+            known = [float(output.output_tokens), clock, output.seconds, cost, first, tpot]
             found.setdefault((cell.key.repeat, output.prompt_id), []).append(known)
     return {key: np.mean(answers, axis=0).tolist() for key, answers in found.items()}
+
+
+def _median(values: Any) -> Interval | None:
+    """Of `[prompts]`, without those whose figure is not known."""
+    known = values[~np.isnan(values)]
+    return Interval(*median(known)) if len(known) else None
 
 
 def _interval(samples: Any) -> Interval | None:

@@ -163,6 +163,10 @@ def _exact(value: float) -> Interval:
     return Interval(value, value, value)
 
 
+def _milliseconds(seconds: Interval | None) -> Interval | None:
+    return seconds and Interval(*(1000 * end for end in seconds))
+
+
 def _runs(origins: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, ...]]:
     def words(values: dict[str, Any] | None) -> str:
         return ", ".join(f"{name} {value}" for name, value in (values or {}).items() if value)
@@ -202,7 +206,7 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
         lstrip_blocks=True,
     )
     environment.tests["task_score"] = is_task_score
-    environment.filters["exp"] = math.exp
+    environment.filters |= {"exp": math.exp, "ms": _milliseconds}
     environment.globals.update(advice=advice, option=OPTION, kept=_kept, version=__version__)
     page = environment.get_template(TEMPLATE).render(sections=read_sections(paths))
     try:
