@@ -32,7 +32,7 @@ from vllm_mars.local.drafts import NGRAM, RECOMMENDED
 from vllm_mars.local.prompts import PACKAGED
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
-from vllm_mars.local.server import tail
+from vllm_mars.local.server import end, tail
 
 # Of ten; a model that takes minutes to load needs more.
 MINUTES = {"tests": 1.0, "kernel": 1.5, "tune": 1.0, "packaged": 3.0, "named": 3.5}
@@ -91,12 +91,7 @@ def run_part(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             print("    its share of --minutes is over", flush=True)
         finally:
-            process.terminate()
-            try:
-                process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end(process, GRACE_SECONDS)
     return {"exit_status": status, "seconds": round(time.monotonic() - begin, 1)}
 
 

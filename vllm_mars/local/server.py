@@ -44,6 +44,16 @@ def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
     return "\n".join([f"--- the end of {path} ---", *text.splitlines()[-lines:]])
 
 
+def end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Asks a child to end, kills it where it has not after so many seconds, and waits for it."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def server_env(model: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the environment of a server: this process's, then `env`, then defaults where unset.
 

@@ -13,7 +13,7 @@ from vllm_mars.config import OPTION
 from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed
 from vllm_mars.local.scrape import NO_PROXY, fetch
-from vllm_mars.local.server import tail
+from vllm_mars.local.server import end, tail
 
 CLOSE_SECONDS = 5.0
 WAKE_TOKENS = 4
@@ -96,12 +96,7 @@ class BenchClient:
                 except OSError:
                     # Unsent input of a process that has ended.
                     pass
-        process.terminate()
-        try:
-            process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, CLOSE_SECONDS)
 
     def __enter__(self) -> Self:
         return self
