@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_mars import MarsConfig
-from vllm_mars.config import check_lock, config_of, lossy_reason, split_speculative_config
+from vllm_mars.config import config_of, lossy_reason, split_speculative_config
+from vllm_mars.lock import check_lock
 
 MARS = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "mars"}
 

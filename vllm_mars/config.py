@@ -2,11 +2,12 @@
 
 import dataclasses
 import difflib
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from vllm_mars.lock import check_lock
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,7 +16,6 @@ METHOD = "mars"
 # The key in vLLM's `additional_config` under which the options travel to the workers.
 CONFIG_KEY = METHOD
 OPTION_PREFIX = "mars_"
-LOCK_VARIABLE = "VLLM_MARS_LOCK"
 # Methods of vLLM itself that do not keep the target's distribution.
 LOSSY_VLLM_METHODS = ("synthetic", "fly")
 
@@ -433,31 +433,6 @@ def check_max_loss(nats: object) -> None:
         raise ValueError(
             f"mars_max_loss={nats} is outside [0, inf); leave it out to set no bound, 0.02 lets an "
             "answer lose 0.02 nats for each of its tokens."
-        )
-
-
-def lock_is_on() -> bool:
-    """Whether the environment forbids lossy verification on this machine."""
-    return os.environ.get(LOCK_VARIABLE) == "strict"
-
-
-def check_lock(lossy: str | None) -> None:
-    """Refuses lossy verification where the environment locks the server to strict.
-
-    Args:
-        lossy: what is lossy about the server, in words, or None if nothing is.
-
-    Raises:
-        ValueError: the environment variable has an unknown value.
-        RuntimeError: the lock is on and the server is lossy.
-    """
-    lock = os.environ.get(LOCK_VARIABLE, "")
-    if lock not in ("", "strict"):
-        raise ValueError(f"{LOCK_VARIABLE}={lock!r} is not 'strict'; unset it to allow relaxation.")
-    if lock == "strict" and lossy is not None:
-        raise RuntimeError(
-            f"{LOCK_VARIABLE}=strict forbids lossy verification, but {lossy}; "
-            f"set mars_theta to 1, take another method, or unset {LOCK_VARIABLE}."
         )
 
 

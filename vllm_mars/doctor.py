@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vllm_mars import top
-from vllm_mars.config import METRICS, STRICT, check_lock, lock_is_on
+from vllm_mars.config import METRICS, STRICT
 from vllm_mars.engine.compat import check_interfaces, check_version
 from vllm_mars.engine.interfaces import INTERFACES
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import versions
 from vllm_mars.local.scrape import LOOPBACK
+from vllm_mars.lock import check_lock, lock_is_on
 
 if TYPE_CHECKING:
     import openai

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mars.config import (
     LIMIT,
-    LOCK_VARIABLE,
     METRICS,
     OPTION,
     OPTION_PREFIX,
@@ -19,9 +18,9 @@ from vllm_mars.config import (
     Threshold,
     check_max_loss,
     check_threshold,
-    lock_is_on,
     unknown_option,
 )
+from vllm_mars.lock import LOCK_VARIABLE, lock_is_on
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

@@ -4,15 +4,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.config import (
-    METHOD,
-    check_lock,
-    lossy_reason,
-    split_speculative_config,
-)
+from vllm_mars.config import METHOD, lossy_reason, split_speculative_config
 from vllm_mars.local.draft_head import check_head, is_head, packaged_head
 from vllm_mars.local.drafts import NGRAM, RECOMMENDED, draft_name, speculative_config
 from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
+from vllm_mars.lock import check_lock
 
 MODES = ("autoregressive", "strict", "mars")
 # Draft tokens per step where neither the user nor the draft says how many.

@@ -8,7 +8,6 @@ from vllm_mars.config import (
     CONFIG_KEY,
     OPTION,
     MarsConfig,
-    check_lock,
     config_of,
     lossy_reason,
     split_speculative_config,
@@ -16,6 +15,7 @@ from vllm_mars.config import (
 from vllm_mars.engine.compat import check_interfaces, check_version
 from vllm_mars.engine.markers import resolve_markers
 from vllm_mars.engine.ranks import TravellingOptions
+from vllm_mars.lock import check_lock
 from vllm_mars.requests import options_of
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from vllm_mars.calibration import KIND, SCHEMA
-from vllm_mars.config import METHOD, OPTION, STRICT, MarsConfig, check_lock, lossy_reason
+from vllm_mars.config import METHOD, OPTION, STRICT, MarsConfig, lossy_reason
 from vllm_mars.experiments.calibrate.losses import Confirmation, compare, recovery, scores
 from vllm_mars.experiments.calibrate.offline import OfflineEngine, offline_engine
 from vllm_mars.experiments.calibrate.predictions import (
@@ -47,6 +47,7 @@ from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
 from vllm_mars.local.result_file import require_writable, write_json
+from vllm_mars.lock import check_lock
 
 SHRINK = 0.7
 MAX_TRIES = 8

@@ -25,7 +25,6 @@ from vllm_mars.config import (
     METRICS,
     OPTION,
     OPTION_PREFIX,
-    check_lock,
     check_theta,
     lossy_reason,
     split_speculative_config,
@@ -45,6 +44,7 @@ from vllm_mars.local.drafts import (
     draft_name,
     speculative_config,
 )
+from vllm_mars.lock import check_lock
 
 THETAS = (0.84, 0.88, 0.90, 0.92, 0.96, 1.0)
 
