@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu, validated
-from test_report import RULES, make_cell, make_quality
+from report_files import RULES, make_cell, make_quality
 from vllm_mars.experiments.sweep.record_file import append_cell, append_quality
 from vllm_mars.experiments.sweep.records import Estimate
 

@@ -1,13 +1,13 @@
-"""The report: what it tells from records, what it says of missing data, and a real browser."""
+"""The report: what it tells from records, and what it says of missing data."""
 
 import dataclasses
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
 
+from report_files import PROMPTS, RULES, make_cell, write_calibration, write_sweep
 from vllm_mars.cli import main
 from vllm_mars.experiments.report.advice import BUDGET, CANNOT_TELL, verdict
 from vllm_mars.experiments.report.answers import pieces
@@ -15,148 +15,7 @@ from vllm_mars.experiments.report.chart import Chart, Curve
 from vllm_mars.experiments.report.measured import Interval
 from vllm_mars.experiments.report.page import read_sections, write_report
 from vllm_mars.experiments.sweep.record_file import append_cell, append_quality
-from vllm_mars.experiments.sweep.records import (
-    Acceptance,
-    Cell,
-    CellKey,
-    Estimate,
-    OffChoice,
-    Output,
-    PromptQuality,
-    Quality,
-    Settings,
-    Speed,
-)
-
-SCREENSHOTS = Path(__file__).parents[2] / "build" / "report-screenshots"
-ANSWER = "The red fox <b>jumps</b> over\nthe lazy dog."
-RULES = [
-    ("autoregressive", None, 0, 20.0, 0.50),
-    ("standard", None, 4, 36.0, 0.50),
-    ("mars", 0.9, 4, 45.0, 0.56),
-    ("mars", 0.98, 4, 40.0, 0.51),
-    ("standard", None, 8, 38.0, 0.50),
-    ("mars", 0.9, 8, 50.0, 0.57),
-]
-PROMPTS = ("a", "b", "c", "d")
-
-
-def make_cell(method, theta, k, speed, concurrency, repeat):
-    is_mars = method == "mars"
-    key = CellKey(
-        **{"model": "tiny", "draft": "ngram" if k else "none", "method": method},
-        **{"metric": "ratio" if is_mars else None, "theta": theta, "gap": None},
-        **{"protected": True if is_mars else None, "k": k, "temperature": 0.0},
-        **{"concurrency": concurrency, "dataset": "prompts", "repeat": repeat},
-    )
-    seconds = 400 / (speed * math.sqrt(concurrency) * (1 + 0.01 * repeat))
-    by_position = tuple(30 // (i + 1) for i in range(k))
-    return Cell(
-        key=key,
-        status="ok",
-        reason="",
-        settings=Settings(64, {"prompts": 4}, 0, ()),
-        theta_set_by="request" if is_mars else None,
-        speed=Speed(seconds, 4, 0, 40, 400),
-        acceptance=Acceptance(60, 60 * k, sum(by_position), by_position) if k else None,
-        outputs=tuple(
-            Output(name, ANSWER + name, 10, 100, "stop", seconds / 4, 0.1, 0.0) for name in PROMPTS
-        ),
-        created="2026-01-01T00:00:00+00:00",
-        node="host",
-        git_commit="0123456789abcdef0123",
-        versions={"vllm": "0.32.0", "torch": "2.13.0"},
-        hardware={"cpu": "x", "cores": 2, "memory_gib": 1.5, "gpu": None},
-        command=("vllm-mars", "sweep", "--dataset", "my prompts.jsonl"),
-    )
-
-
-def make_quality(cell, nll, small_loss=None):
-    off_choice = ()
-    if cell.key.lossy and small_loss == cell.key.theta:
-        # 0.05 nats in 10 tokens.
-        off_choice = (OffChoice(1, 4, 7, "red", -1.05, "brown", -1.0),)
-    elif cell.key.lossy:
-        off_choice = (
-            OffChoice(1, 4, 7, "red", math.log(0.25), 'brown & "<i>', math.log(0.5)),
-            OffChoice(3, 15, 20, "jumps", math.log(0.3), "runs", math.log(0.4)),
-        )
-    scores = [
-        {"nll": nll + 0.01 * i, "exact_match": float(i > 0), "chrf": 0.9, "seconds": 2.0}
-        for i in range(len(PROMPTS))
-    ]
-    return Quality(
-        prompts=tuple(
-            PromptQuality(name, values, off_choice)
-            for name, values in zip(PROMPTS, scores, strict=True)
-        ),
-        # The report pools the scores over repeats itself.
-        estimates=(Estimate("nll", 4, nll, nll, nll),),
-    )
-
-
-def write_sweep(path, rules=RULES, concurrencies=(1, 4), judged=True, small_loss=None):
-    cells = [
-        (make_cell(method, theta, k, speed, concurrency, repeat), nll)
-        for method, theta, k, speed, nll in rules
-        for concurrency in concurrencies
-        for repeat in range(2)
-    ]
-    for cell, _ in cells:
-        append_cell(path, cell)
-    if judged:
-        for cell, nll in cells:
-            append_quality(path, cell.key, make_quality(cell, nll, small_loss))
-    return path
-
-
-def write_calibration(path, **changes):
-    measure = {"value": 0.009, "low": 0.007, "high": 0.0098, "kept_share": 0.99}
-    content = {
-        **{"kind": "calibration", "schema": 1, "metric": "ratio", "threshold": 0.96},
-        **{
-            "budget": 0.01,
-            "model": {"name": "tiny"},
-        },
-        "draft": {"name": "ngram", "num_speculative_tokens": 4},
-        "recovery": None,
-        "samples": {"held_out_prompts": 8, "solved_prompts": 7},
-        "curve": [
-            {"threshold": t / 100, "cost": (100 - t) / 400, "high": (100 - t) / 350}
-            for t in range(80, 101)
-        ],
-        "confirmations": [
-            {
-                **{"threshold": 0.96, "predicted": 0.01, "cost": measure, "kept": True},
-                "nll_increase": {"value": -0.01, "low": -0.03, "high": 0.01, "kept_share": 0.95},
-            }
-        ],
-        "margins": {
-            "edges": [i / 10 for i in range(11)],
-            "positions": [0, 1, 2, 4, 8, 8, 9, 10, 12, 30],
-            "runner_up": [0, 0, 0, 1, 1, 1, 2, 2, 2, 8],
-            "not_positive": 1,
-        },
-    }
-    path.write_text(json.dumps(content | changes))
-    return path
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """The page of a sweep and a calibration, made by the command."""
-    directory = tmp_path_factory.mktemp("report")
-    sweep = write_sweep(directory / "sweep.jsonl")
-    failed = dataclasses.replace(
-        make_cell("fly", None, 4, 1.0, 1, 0),
-        **{"status": "unavailable", "reason": "vLLM 0.32 has no 'fly'", "speed": None},
-        **{"acceptance": None, "outputs": ()},
-    )
-    append_cell(sweep, failed)
-    calibration = write_calibration(directory / "calibration.json")
-    page = directory / "out" / "page.html"
-    assert main(["report", str(sweep), str(calibration), "--output", str(page)]) == 0
-    return page
+from vllm_mars.experiments.sweep.records import Estimate, OffChoice, PromptQuality, Quality
 
 
 def test_a_section_for_each_draft(tmp_path):
@@ -368,22 +227,6 @@ def test_a_calibration_with_a_task_score_as_budget(tmp_path):
         assert cell in text
 
 
-def test_the_page(report):
-    text = report.read_text()
-    assert "http" not in text, "nothing is loaded from elsewhere"
-    assert "<script" not in text
-    assert len(text) < 1_000_000
-    # Of two drafts, and the calibration's.
-    assert text.count("<figure") == 3
-    assert "vLLM 0.32 has no &#39;fly&#39;" in text
-    assert "brown &amp; &#34;&lt;i&gt;" in text, "tokens are text, not markup"
-    assert "<b>" not in text
-    assert "&#39;my prompts.jsonl&#39;" in text
-    assert "45.2 <small>" in text
-    order = [text.index(it) for it in ("mars_theta&#34;: 0.96", "<figure", "<table", "<details")]
-    assert order == sorted(order), "the answer, a plot, a table, then what is folded"
-
-
 def test_pieces():
     text = "abcdef"
     tokens = [OffChoice(1, 2, 4, "cd", 0.0, "X", 0.0), OffChoice(2, 3, 4, "d", 0.0, "Y", 0.0)]
@@ -431,104 +274,3 @@ def test_an_output_that_cannot_be_written(tmp_path):
     calibration = write_calibration(tmp_path / "c.json")
     with pytest.raises(RuntimeError, match="output=/proc/none/page.html cannot be written"):
         write_report([calibration], Path("/proc/none/page.html"))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("no chromium on PATH: apt install chromium")
-    with playwright.sync_playwright() as driver:
-        # In a container the browser's own sandbox cannot start.
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
-def test_in_a_browser(report, browser, width, scheme):
-    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    problems, requests = [], []
-    page.on("console", lambda message: problems.append(message.text))
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("request", lambda request: requests.append(request.url))
-    try:
-        page.goto(report.as_uri())
-        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=SCREENSHOTS / f"report-{width}-{scheme}.png", full_page=True)
-        assert page.locator(".answer").first.is_visible()
-        assert not page.locator("mark").first.is_visible(), "details are folded"
-        page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
-        assert problems == []
-        assert requests == [report.as_uri()], "nothing else is loaded"
-
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        plots = page.evaluate(
-            """[...document.querySelectorAll('figure svg')].map(svg => ({
-                width: svg.getBoundingClientRect().width,
-                height: svg.getBoundingClientRect().height,
-                // Marks and text that are really painted, in a colour of the page.
-                drawn: ['line.grid', 'line.curve', 'circle'].map(kind =>
-                    [...svg.querySelectorAll(kind)].filter(it => {
-                        const box = it.getBoundingClientRect();
-                        return box.width + box.height > 8
-                            && getComputedStyle(it).color != 'rgba(0, 0, 0, 0)';
-                    }).length),
-                text: [...svg.querySelectorAll('text')].map(it => ({
-                    fill: getComputedStyle(it).fill,
-                    labels: it.closest('g') !== null,
-                    size: it.getBoundingClientRect().height,
-                    left: it.getBoundingClientRect().left,
-                    right: document.documentElement.clientWidth - it.getBoundingClientRect().right,
-                })),
-            }))"""
-        )
-        assert len(plots) == 3
-        ink = page.evaluate("getComputedStyle(document.body).color")
-        for plot in plots:
-            assert plot["width"] > 290
-            assert plot["height"] > 200
-            grid, curves, points = plot["drawn"]
-            assert grid > 5
-            assert curves >= 1
-            assert points >= 1
-            texts = {(text["fill"] == ink) for text in plot["text"] if not text["labels"]}
-            assert texts == {True}
-            assert min(text["size"] for text in plot["text"]) > 8
-            assert min(min(text["left"], text["right"]) for text in plot["text"]) > -1
-        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 24, 27)"}[scheme]
-
-        token = page.locator("mark").first
-        choice = token.locator(".choice")
-        assert not choice.is_visible()
-        token.focus()
-        assert choice.is_visible()
-        assert "the target's choice: “brown & \"<i>” (p 0.50), this token: p 0.25" in (
-            choice.inner_text()
-        )
-        box = choice.bounding_box()
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= width
-        page.evaluate("document.activeElement.blur()")
-        page.locator("mark").nth(1).hover()
-        assert page.locator(".choice").nth(1).is_visible()
-    finally:
-        page.close()
-
-
-def test_on_paper(report, browser):
-    """Printed from a dark screen the page is light, and its table fits an A4 sheet across."""
-    sheet = 277 * 96 / 25.4
-    page = browser.new_page(viewport={"width": int(sheet), "height": 700})
-    try:
-        page.emulate_media(media="print", color_scheme="dark")
-        page.goto(report.as_uri())
-        assert (
-            page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-        )
-        assert page.locator("table").first.bounding_box()["width"] <= sheet
-        assert page.pdf(prefer_css_page_size=True).startswith(b"%PDF")
-    finally:
-        page.close()

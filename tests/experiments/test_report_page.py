@@ -1,0 +1,147 @@
+"""The report's page as a reader sees it: in a real browser, and on paper."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from report_files import make_cell, write_calibration, write_sweep
+from vllm_mars.cli import main
+from vllm_mars.experiments.sweep.record_file import append_cell
+
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "report-screenshots"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The page of a sweep and a calibration, made by the command."""
+    directory = tmp_path_factory.mktemp("report")
+    sweep = write_sweep(directory / "sweep.jsonl")
+    failed = dataclasses.replace(
+        make_cell("fly", None, 4, 1.0, 1, 0),
+        **{"status": "unavailable", "reason": "vLLM 0.32 has no 'fly'", "speed": None},
+        **{"acceptance": None, "outputs": ()},
+    )
+    append_cell(sweep, failed)
+    calibration = write_calibration(directory / "calibration.json")
+    page = directory / "out" / "page.html"
+    assert main(["report", str(sweep), str(calibration), "--output", str(page)]) == 0
+    return page
+
+
+def test_the_page(report):
+    text = report.read_text()
+    assert "http" not in text, "nothing is loaded from elsewhere"
+    assert "<script" not in text
+    assert len(text) < 1_000_000
+    # Of two drafts, and the calibration's.
+    assert text.count("<figure") == 3
+    assert "vLLM 0.32 has no &#39;fly&#39;" in text
+    assert "brown &amp; &#34;&lt;i&gt;" in text, "tokens are text, not markup"
+    assert "<b>" not in text
+    assert "&#39;my prompts.jsonl&#39;" in text
+    assert "45.2 <small>" in text
+    order = [text.index(it) for it in ("mars_theta&#34;: 0.96", "<figure", "<table", "<details")]
+    assert order == sorted(order), "the answer, a plot, a table, then what is folded"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no chromium on PATH: apt install chromium")
+    with playwright.sync_playwright() as driver:
+        # In a container the browser's own sandbox cannot start.
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
+def test_in_a_browser(report, browser, width, scheme):
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    problems, requests = [], []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    try:
+        page.goto(report.as_uri())
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SCREENSHOTS / f"report-{width}-{scheme}.png", full_page=True)
+        assert page.locator(".answer").first.is_visible()
+        assert not page.locator("mark").first.is_visible(), "details are folded"
+        page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
+        assert problems == []
+        assert requests == [report.as_uri()], "nothing else is loaded"
+
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        plots = page.evaluate(
+            """[...document.querySelectorAll('figure svg')].map(svg => ({
+                width: svg.getBoundingClientRect().width,
+                height: svg.getBoundingClientRect().height,
+                // Marks and text that are really painted, in a colour of the page.
+                drawn: ['line.grid', 'line.curve', 'circle'].map(kind =>
+                    [...svg.querySelectorAll(kind)].filter(it => {
+                        const box = it.getBoundingClientRect();
+                        return box.width + box.height > 8
+                            && getComputedStyle(it).color != 'rgba(0, 0, 0, 0)';
+                    }).length),
+                text: [...svg.querySelectorAll('text')].map(it => ({
+                    fill: getComputedStyle(it).fill,
+                    labels: it.closest('g') !== null,
+                    size: it.getBoundingClientRect().height,
+                    left: it.getBoundingClientRect().left,
+                    right: document.documentElement.clientWidth - it.getBoundingClientRect().right,
+                })),
+            }))"""
+        )
+        assert len(plots) == 3
+        ink = page.evaluate("getComputedStyle(document.body).color")
+        for plot in plots:
+            assert plot["width"] > 290
+            assert plot["height"] > 200
+            grid, curves, points = plot["drawn"]
+            assert grid > 5
+            assert curves >= 1
+            assert points >= 1
+            texts = {(text["fill"] == ink) for text in plot["text"] if not text["labels"]}
+            assert texts == {True}
+            assert min(text["size"] for text in plot["text"]) > 8
+            assert min(min(text["left"], text["right"]) for text in plot["text"]) > -1
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 24, 27)"}[scheme]
+
+        token = page.locator("mark").first
+        choice = token.locator(".choice")
+        assert not choice.is_visible()
+        token.focus()
+        assert choice.is_visible()
+        assert "the target's choice: “brown & \"<i>” (p 0.50), this token: p 0.25" in (
+            choice.inner_text()
+        )
+        box = choice.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+        page.evaluate("document.activeElement.blur()")
+        page.locator("mark").nth(1).hover()
+        assert page.locator(".choice").nth(1).is_visible()
+    finally:
+        page.close()
+
+
+def test_on_paper(report, browser):
+    """Printed from a dark screen the page is light, and its table fits an A4 sheet across."""
+    sheet = 277 * 96 / 25.4
+    page = browser.new_page(viewport={"width": int(sheet), "height": 700})
+    try:
+        page.emulate_media(media="print", color_scheme="dark")
+        page.goto(report.as_uri())
+        assert (
+            page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        )
+        assert page.locator("table").first.bounding_box()["width"] <= sheet
+        assert page.pdf(prefer_css_page_size=True).startswith(b"%PDF")
+    finally:
+        page.close()
