@@ -39,6 +39,8 @@ from vllm_mars.local.result_file import write_json
 # Nats per token at which metrics are compared.
 LOSSES = (0.0075, 0.02, 0.03, 0.05, 0.07)
 COLORS = {"ratio": "#0072b2", "gap": "#009e73", "price": "#d55e00"}
+# Where a point's value stands beside it, in points: each metric's on a side of its own.
+LABELS = {"ratio": (5, -13), "gap": (8, -4), "price": (-8, 7)}
 
 
 @dataclass(frozen=True)
@@ -265,8 +267,8 @@ def plot(frontiers: dict[str, Frontier], path: Path) -> None:
             first = 0 if len(rules) > 1 else 1
             gain.plot(loss[first:], extra[first:], **own)
             repeats.plot(extra[first:], repeated[first:], **own)
-            for key, x, y in zip(rules, loss[1:], extra[1:], strict=True):
-                gain.annotate(f"{key.value:g}", (x, y), (4, -9), textcoords="offset points")
+            for key, *at in zip(rules, loss[1:], extra[1:], strict=True):
+                _label(gain, key, at)
         repeats.axhline(strict_repeats, color="black", linewidth=1)
         gain.set(
             title=title,
@@ -284,6 +286,18 @@ def plot(frontiers: dict[str, Frontier], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _label(axes: Any, key: CellKey, at: Sequence[float]) -> None:
+    metric = str(key.metric)
+    axes.annotate(
+        f"{key.value:g}",
+        at,
+        LABELS[metric],
+        textcoords="offset points",
+        color=COLORS[metric],
+        ha="right" if LABELS[metric][0] < 0 else "left",
+    )
 
 
 def plot_speed(frontiers: dict[str, Frontier], path: Path) -> None:
@@ -304,7 +318,7 @@ def plot_speed(frontiers: dict[str, Frontier], path: Path) -> None:
             axes.plot(x, y, color=color, marker="o", label=family)
             axes.vlines(x, low, high, color=color, alpha=0.4)
             for key, *at in zip(keys, x[1:], y[1:], strict=True):
-                axes.annotate(f"{key.value:g}", at, (5, 5), textcoords="offset points")
+                _label(axes, key, at)
         axes.axhline(1, color="black", linewidth=1)
         axes.set(
             title=title,
