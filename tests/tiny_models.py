@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -105,6 +107,36 @@ def medusa(directory: Path, target: LlamaForCausalLM) -> None:
         "original_lm_head": False,
     }
     _write(directory, tensors, config)
+
+
+def mimo(directory: Path) -> None:
+    """Writes a target of the MiMo type, which brings its own layer for the token after the next.
+
+    Layers add little, as in `llama`, and the next hidden state is the token's embedding, blurred.
+    """
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **{name: value for name, value in _SHAPE.items() if name != "head_dim"},
+        tie_word_embeddings=False,
+        num_nextn_predict_layers=1,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.05)
+            layer.mlp.down_proj.weight.mul_(0.05)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    own = "model.mtp_layers.0."
+    for name, tensor in list(tensors.items()):
+        if name.startswith("model.layers.0."):
+            tensors[name.replace("model.layers.0.", own)] = tensor.clone()
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        tensors[f"{own}{norm}.weight"] = torch.ones(HIDDEN)
+    # To an embedding's size, which is what the copied layer expects.
+    tensors[f"{own}token_layernorm.weight"] *= config.initializer_range
+    blurred = torch.eye(HIDDEN) + 0.02 * torch.randn(HIDDEN, HIDDEN)
+    tensors[f"{own}input_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), blurred], 1)
+    _write(directory, tensors, {**config.to_dict(), "architectures": ["MiMoForCausalLM"]})
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, object]) -> None:
