@@ -16,6 +16,8 @@ def test_names():
         "prompt_lookup_max": 4,
         "prompt_lookup_min": 1,
     }
+    assert draft_config("suffix") == {"method": "suffix"}
+    assert draft_config("mtp") == {"method": "mtp"}
     assert draft_config("org/draft") == {"model": "org/draft"}
     assert draft_name("org/draft") == "draft"
 
@@ -50,5 +52,5 @@ def test_a_directory_of_a_draft(tmp_path, config, method):
 def test_a_directory_that_is_no_draft_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"has no config\.json that can be read .*or 'ngram'"):
+    with pytest.raises(ValueError, match=r"has no config\.json that can be read .*or one of ngram, suffix, mtp"):
         draft_config(str(tmp_path))

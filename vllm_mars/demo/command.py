@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
     )
     add = parser.add_argument
     add("--model", metavar="MODEL", help="default: the packaged model")
-    add("--draft", metavar="ngram|MODEL", help="ngram, or a draft model or head")
+    add("--draft", metavar="DRAFT", help="ngram, suffix, mtp, or a draft model or head")
     add("--theta", type=float, help="mars_theta in place of a price, in (0, 1]")
     add("--price", type=float, metavar="NATS",
         help="mars_price, >= 0; default 0.3, with a mars_max_loss of 0.02")  # fmt: skip

@@ -6,7 +6,13 @@ from typing import Any
 
 from vllm_mars.config import METHOD, lossy_reason, split_speculative_config
 from vllm_mars.local.draft_head import check_head, is_head, packaged_head
-from vllm_mars.local.drafts import NGRAM, RECOMMENDED, draft_name, speculative_config
+from vllm_mars.local.drafts import (
+    NGRAM,
+    RECOMMENDED,
+    WITHOUT_FILES,
+    draft_name,
+    speculative_config,
+)
 from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
 from vllm_mars.lock import check_lock
 
@@ -22,8 +28,8 @@ class DemoOptions:
 
     Attributes:
         model: directory or name of the model; None takes the packaged one.
-        draft: "ngram", or a draft model's directory or name; None takes the packaged model's
-            EAGLE-3 head where there is one, else ngram.
+        draft: "ngram", "suffix", "mtp", or a draft model's directory or name; None takes the
+            packaged model's EAGLE-3 head where there is one, else ngram.
         theta: mars_theta of the MARS server, in (0, 1]; None takes the price.
         price: mars_price of the MARS server in nats per token gained, >= 0; None takes the
             recommended price and bound on the loss, or theta.
@@ -83,7 +89,7 @@ class DemoOptions:
             head = packaged_head() if self.model is None else None
             draft = NGRAM if head is None else str(head)
         tokens = self.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
-        if draft != NGRAM and is_head(Path(draft)):
+        if draft not in WITHOUT_FILES and is_head(Path(draft)):
             checked = check_head(Path(draft), Path(model))
             tokens = self.num_speculative_tokens or checked.num_speculative_tokens
         return replace(self, draft=draft, num_speculative_tokens=tokens)

@@ -16,7 +16,7 @@ from vllm_mars.demo.chat import ChatClient
 from vllm_mars.demo.options import MODES, DemoOptions
 from vllm_mars.demo.progress import Forecast, ProgressLine
 from vllm_mars.demo.results import Example, Record, Results
-from vllm_mars.local.drafts import NGRAM
+from vllm_mars.local.drafts import WITHOUT_FILES
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import Prompt
 from vllm_mars.local.provenance import describe_run, vllm_device
@@ -141,7 +141,7 @@ def _start_servers(
 def _server_env(options: DemoOptions, on_cpu: bool) -> dict[str, str]:
     """Returns variables for the servers, none of which the user has set."""
     env = dict(CPU_ENV) if on_cpu else {}
-    if options.draft not in (None, NGRAM) and not Path(options.draft).is_dir():
+    if options.draft not in (None, *WITHOUT_FILES) and not Path(options.draft).is_dir():
         # A local model alone would keep the server from asking the hub for the draft model.
         env["HF_HUB_OFFLINE"] = "0"
     return {name: value for name, value in env.items() if name not in os.environ}

@@ -10,6 +10,13 @@ NGRAM = "ngram"
 NO_DRAFT = "none"
 # vLLM's, without the number of tokens.
 NGRAM_CONFIG = {"method": NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+# The same of all drafts that have no files of their own: looked up in the text, or by layers that
+# the target brings.
+WITHOUT_FILES: dict[str, dict[str, Any]] = {
+    NGRAM: NGRAM_CONFIG,
+    "suffix": {"method": "suffix"},
+    "mtp": {"method": "mtp"},
+}
 # What a server gets whose requests choose thresholds, any of them, by metric: who chooses nothing
 # is strict.
 CHOSEN_BY_REQUESTS = {
@@ -35,20 +42,21 @@ RECOMMENDED = {
 
 def draft_name(draft: str) -> str:
     """The draft's name in a cell: "ngram", "none", or the last part of its directory or name."""
-    return draft if draft in (NGRAM, NO_DRAFT) else Path(draft).name
+    return Path(draft).name
 
 
 def draft_config(draft: str) -> dict[str, Any]:
     """vLLM's speculative config of a draft, without the number of tokens.
 
     Args:
-        draft: "ngram", or the directory or name of a draft model or an EAGLE-3 head.
+        draft: "ngram", "suffix", "mtp", or the directory or name of a draft model or an EAGLE-3
+            head.
 
     Raises:
         ValueError: the directory has no config.json that can be read.
     """
-    if draft == NGRAM:
-        return dict(NGRAM_CONFIG)
+    if draft in WITHOUT_FILES:
+        return dict(WITHOUT_FILES[draft])
     if not Path(draft).is_dir():
         return {"model": draft}
     path = Path(draft) / "config.json"
@@ -58,7 +66,7 @@ def draft_config(draft: str) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
             f"draft={draft} has no config.json that can be read ({error}); give the directory of a "
-            "draft model or an EAGLE-3 head, or 'ngram'."
+            f"draft model or an EAGLE-3 head, or one of {', '.join(WITHOUT_FILES)}."
         ) from error
     # vLLM recognises the others by themselves; from a head's directory it cannot tell EAGLE-3.
     if any("eagle3" in name for name in architectures):

@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> None:
         'that the speculative config accepts: "mars_theta": "auto:FILE".',
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the packaged model")
-    parser.add_argument("--draft", metavar="ngram|MODEL", help="ngram (default) or a draft model")
+    parser.add_argument("--draft", metavar="DRAFT", help="ngram (default), suffix, mtp or a model")
     parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="default 4")
     loss = parser.add_mutually_exclusive_group()
     loss.add_argument(

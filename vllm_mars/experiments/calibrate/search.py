@@ -61,7 +61,7 @@ class CalibrateOptions:
 
     Attributes:
         model: directory or name of the target; None takes the packaged one.
-        draft: "ngram", or a draft model's directory or name.
+        draft: "ngram", "suffix", "mtp", or a draft model's directory or name.
         num_speculative_tokens: draft tokens per step, at least 1.
         metric: "ratio", "gap" or "price".
         budget: loss that is allowed, nats per token, above 0.

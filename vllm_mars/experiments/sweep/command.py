@@ -26,7 +26,8 @@ def add_parser(commands: Any) -> None:
     add("--output", type=Path, metavar="FILE", default=Path("build/sweep.jsonl"))
     add("--short", action="store_true", help="a form of five minutes: fewer and shorter answers")
     add("--model", metavar="MODEL", help="default: the packaged model")
-    add("--draft", dest="drafts", nargs="+", metavar="ngram|DIR", help="drafts; default ngram")
+    add("--draft", dest="drafts", nargs="+", metavar="DRAFT",
+        help="ngram, suffix, mtp, or a directory or name; default ngram")  # fmt: skip
     add("--method", dest="methods", nargs="+", choices=METHODS, metavar="METHOD",
         help=f"of {', '.join(METHODS)}; default all")  # fmt: skip
     add("--theta", dest="thetas", nargs="*", type=float, metavar="THETA", help="of metric ratio")

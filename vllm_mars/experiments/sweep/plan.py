@@ -55,7 +55,7 @@ class SweepOptions:
 
     Attributes:
         model: directory or name of the target; None takes the packaged model.
-        drafts: "ngram", and directories or names of draft models or heads.
+        drafts: "ngram", "suffix", "mtp", and directories or names of draft models or heads.
         methods: verification methods.
         thetas: thresholds of MARS with metric "ratio", each in (0, 1].
         gaps: tolerances of MARS with metric "gap" in nats, each >= 0.
