@@ -141,7 +141,8 @@ def _start_servers(
 def _server_env(options: DemoOptions, on_cpu: bool) -> dict[str, str]:
     """Returns variables for the servers, none of which the user has set."""
     env = dict(CPU_ENV) if on_cpu else {}
-    if options.draft not in (None, *WITHOUT_FILES) and not Path(options.draft).is_dir():
+    draft = options.draft
+    if draft is not None and draft not in WITHOUT_FILES and not Path(draft).is_dir():
         # A local model alone would keep the server from asking the hub for the draft model.
         env["HF_HUB_OFFLINE"] = "0"
     return {name: value for name, value in env.items() if name not in os.environ}
