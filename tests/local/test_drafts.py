@@ -52,5 +52,7 @@ def test_a_directory_of_a_draft(tmp_path, config, method):
 def test_a_directory_that_is_no_draft_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"has no config\.json that can be read .*or one of ngram, suffix, mtp"):
+    with pytest.raises(
+        ValueError, match=r"has no config\.json that can be read .*or one of ngram, suffix, mtp"
+    ):
         draft_config(str(tmp_path))
