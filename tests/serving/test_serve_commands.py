@@ -18,7 +18,8 @@ from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.local.server import free_port
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+# Not beside Serve's other tests: either fills two cores with its replicas.
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.xdist_group("test_serve")]
 
 # Of this run alone: its processes are killed at the end.
 MARK_VALUE = f"serve commands {os.getpid()}"
