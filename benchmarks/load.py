@@ -178,7 +178,7 @@ def main() -> int:
     args = parser.parse_args()
     cells = read_cells(args.sweep)
     fits = summarise(cells)
-    run = ("created", "git_commit", "versions", "hardware", "command")
+    run = ("created", "git_commit", "versions", "hardware", "load_average", "command")
     result = {
         "schema": "vllm-mars/load/2",
         # Of the measurement: this command only calculates.

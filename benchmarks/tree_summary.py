@@ -23,6 +23,8 @@ GPU_ROWS_OF_A_FLOOR = 295
 LOSSES = (0.01, 0.03, 0.06)
 # Of each prompt; the last two of requests that sample.
 COUNTS = ("tokens", "steps", "relaxed", "lost", "repeated", "nll", "beyond_two")
+# What differs between the runs that one study is made of; older ones have no load.
+RUN = ("git_commit", "load_average")
 Figures = dict[str, NDArray[np.float64]]
 
 
@@ -40,9 +42,8 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
         found = figures[line["rule"], line["shape"]]
         cells.append(
             {
-                **{
-                    name: line[name] for name in ("rule", "shape", "nodes", "seconds", "git_commit")
-                },
+                **{name: line[name] for name in ("rule", "shape", "nodes", "seconds")},
+                **{name: line[name] for name in RUN if name in line},
                 "rows": line["nodes"] + 1,
                 **{name: _with_interval(values) for name, values in found.items()},
                 "ranks": _ranks(line["ranks"]) if line["shape"].startswith("chain") else None,
@@ -51,7 +52,8 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
         )
     result = {
         **{name: lines[0][name] for name in ("schema", "created", "command", "versions")},
-        **{name: lines[0][name] for name in ("git_commit", "hardware", "threads", "config")},
+        **{name: lines[0][name] for name in ("hardware", "threads", "config")},
+        **{name: lines[0][name] for name in RUN if name in lines[0]},
         "cells": cells,
         "trees_over_chains": list(_comparisons(figures)),
         "by_price_at_equal_loss": list(_at_equal_loss(figures)),

@@ -94,7 +94,7 @@ def lacking(run):
         "versions": {"vllm_mars", "vllm", "torch", "python"} <= run.get("versions", {}).keys(),
         "hardware": {"cpu", "cores", "memory_gib", "gpu"} <= hardware.keys(),
         "nameless": "node" not in run,
-        "cpu": "family" in hardware.get("cpu", ""),
+        "cpu": hardware.get("gpu") or "family" in hardware.get("cpu", ""),
         "load": "load_average" in run,
     }
     return {name for name, is_said in said.items() if not is_said}

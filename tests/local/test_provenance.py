@@ -1,8 +1,23 @@
 """What a result file says of the run that made it."""
 
+import os
 import sys
+from pathlib import Path
 
-from vllm_mars.local.provenance import describe_run
+from vllm_mars.local import provenance
+from vllm_mars.local.provenance import describe_run, hardware
+
+CPUINFO = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 1
+model name\t: AMD EPYC
+stepping\t: 1
+bugs\t\t: a:b
+
+processor\t: 1
+model\t\t: 9
+"""
 
 
 def test_a_command_holds_no_directories_of_this_machine(monkeypatch):
@@ -15,3 +30,23 @@ def test_a_command_holds_no_directories_of_this_machine(monkeypatch):
         *("tool", "--output", "x.json", "--model=tiny", "results/a.json"),
         *('{"model": "head-1.0", "k": 4}', "http://host:1/a/b.json", "../up.json", "a / b", "/"),
     ]
+
+
+def test_a_processor_is_told_by_its_numbers(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda path: CPUINFO)
+    assert hardware(None)["cpu"] == "AMD EPYC, family 25, model 1, stepping 1"
+
+
+def test_a_processor_without_a_name(monkeypatch):
+    def missing(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert hardware(None)["cpu"] == "arm64"
+
+
+def test_the_load_is_that_before_the_run(monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert describe_run(None)["load_average"] == provenance._LOAD_AVERAGE < 99

@@ -1,4 +1,4 @@
-"""What a measurement ran on: versions, hardware, commit, command line."""
+"""What a measurement ran on: versions, hardware, load, commit, command line."""
 
 import importlib.metadata
 import json
@@ -14,6 +14,8 @@ from typing import Any
 
 from vllm_mars import __version__
 
+# Of the last minute, taken before this process has done anything itself.
+_LOAD_AVERAGE = round(os.getloadavg()[0], 2)
 _ASK_PLATFORM = (
     "import json; from vllm.platforms import current_platform as p;"
     "print(json.dumps({'device': p.device_type, 'name': p.get_device_name()}))"
@@ -98,13 +100,19 @@ def hardware(gpu: str | None) -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
+    """The name, and the numbers that tell a model where a virtual machine shortens its name."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        first, *_ = Path("/proc/cpuinfo").read_text().split("\n\n")
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        first = ""
+    pairs = (line.partition(":") for line in first.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    numbers = ("cpu family", "model", "stepping")
+    known = [
+        f"{number.removeprefix('cpu ')} {fields[number]}" for number in numbers if number in fields
+    ]
+    return ", ".join([name, *known])
 
 
 def git_commit() -> str | None:
@@ -138,11 +146,16 @@ def without_directories(command: Iterable[str]) -> list[str]:
 
 
 def describe_run(gpu: str | None) -> dict[str, Any]:
-    """Returns the head of a result file: time (UTC), command, commit, versions, hardware."""
+    """Returns the head of a result file: time (UTC), command, commit, versions, hardware, load.
+
+    Args:
+        gpu: as for `hardware`.
+    """
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *without_directories(sys.argv[1:])],
         "git_commit": git_commit(),
         "versions": versions(),
         "hardware": hardware(gpu),
+        "load_average": _LOAD_AVERAGE,
     }

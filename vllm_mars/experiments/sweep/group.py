@@ -64,7 +64,8 @@ class Sweep:
             head: `describe_run` where it was measured.
             measured: its other fields.
         """
-        about = {name: head[name] for name in ("git_commit", "versions", "hardware")}
+        run = ("git_commit", "versions", "hardware", "load_average")
+        about = {name: head[name] for name in run}
         return Cell(
             key=key,
             status=status,
