@@ -3,10 +3,11 @@
 import json
 import re
 import shutil
+import sys
 
 import pytest
 
-from benchmarks import figures, tables
+from benchmarks import figures, frontier, tables
 
 RESULTS = sorted(path for path in tables.RESULTS.iterdir() if path.suffix in (".json", ".jsonl"))
 # What older files do not say. A new file says all of it: measure at a clean commit.
@@ -75,6 +76,15 @@ def test_a_changed_figure_is_seen_and_mended(tmp_path, monkeypatch, capsys):
     assert page.read_text() != right and figures.main() == 0
     assert page.read_text() == right
     assert capsys.readouterr().out == "load.md has new figures\n"
+
+
+def test_the_summary_of_the_frontier_is_that_of_its_sweeps(tmp_path, monkeypatch):
+    committed = tables.raw("frontier-cpu")
+    sweeps = [str(tables.RESULTS / name) for name in committed["sweep"]]
+    command = ["frontier", *sweeps, "--output", str(tmp_path / "again.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    assert frontier.main() == 0
+    assert json.loads((tmp_path / "again.json").read_text())["drafts"] == committed["drafts"]
 
 
 def runs(path):
