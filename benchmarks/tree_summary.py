@@ -240,7 +240,7 @@ def _rejected(ranks: dict[str, int]) -> list[str]:
 
 
 def _costs(cost: dict[str, Any], rules: list[str]) -> list[str]:
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for rule in rules:
         best = [found for found in cost["best"] if found["rule"] == rule]
         lines += [
