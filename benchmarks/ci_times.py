@@ -10,7 +10,6 @@ its setup, call and teardown; an engine that several tests share counts for the 
 """
 
 import argparse
-import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mars.local.provenance import describe_run, vllm_device
+from vllm_mars.local.result_file import write_json
 
 SLOW_SECONDS = 60.0
 
@@ -95,7 +95,7 @@ def main() -> int:
     if given.night_commit and "night" in runs:
         runs["night"]["git_commit"] = given.night_commit
     _, gpu = vllm_device()
-    given.output.write_text(json.dumps({"schema": 1, **describe_run(gpu), **runs}, indent=1) + "\n")
+    write_json(given.output, {"schema": 1, **describe_run(gpu), **runs})
     return 0
 
 

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace, options: list[str], gpu: str | None) -> int:
     for goal in result["goals"]:
         print(f"{goal['result']}: {goal['goal']}")
     found = objections(result["rules"])
-    print(*found, table([result]), f"wrote {summary}", sep="\n")
+    print(*found, *table([result]), f"wrote {summary}", sep="\n")
     return int(bool(found) or any(p["exit_status"] not in good for p in result["parts"].values()))
 
 

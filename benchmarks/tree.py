@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.tree_cells import DEPTH, WIDTH, Answer, Recorded, Rule, Shape, run_cell
 from benchmarks.tree_models import TreeHead, TreeTarget
-from benchmarks.tree_summary import summary, table
+from benchmarks.tree_summary import summary, tables
 from vllm_mars.local.draft_head import packaged_head
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import load_prompts
@@ -272,8 +272,8 @@ def summarise(args: argparse.Namespace) -> int:
         from benchmarks.tree_plot import plot
 
         plot(result, args.plot)
-    for line in table(result):
-        print(line)
+    for lines in tables(result).values():
+        print(*lines, "", sep="\n")
     return 0
 
 

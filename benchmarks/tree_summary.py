@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.load import StepTime
+from benchmarks.markdown import shown, table
 from vllm_mars.kernels.terms import LOSS_BITS
 from vllm_mars.local.intervals import interval, resamples
 
@@ -176,49 +177,78 @@ def _cost(name: str, step: StepTime, cells: list[dict[str, Any]]) -> dict[str, A
     return {"name": name, "floor": step.floor, "slope": step.slope, "best": found}
 
 
-def table(result: dict[str, Any]) -> Iterator[str]:
-    """The lines of the tables in docs/trees.md, or, of requests that sample, in docs/rule.md."""
+def tables(result: dict[str, Any]) -> dict[str, list[str]]:
+    """The lines of each table of a result, by name: chains and trees, or requests that sample."""
     if "nll" in result["cells"][0]:
-        yield from _sampled_table(result)
-        return
+        return {"sampled": _sampled(result["cells"])}
     cells = {(cell["rule"], cell["shape"]): cell for cell in result["cells"]}
     rules = sorted({rule for rule, _ in cells}, key=_by_metric)
     rows = {shape: cell["rows"] for (_, shape), cell in cells.items()}
-    shapes = {f"{shape} | {rows[shape]}": shape for shape in sorted(rows, key=rows.__getitem__)}
+    shapes = {(shape, str(rows[shape])): shape for shape in sorted(rows, key=rows.__getitem__)}
 
     def length(rule: str, shape: str) -> str:
-        return _shown(cells[rule, shape]["length"])
+        return shown(**cells[rule, shape]["length"])
 
     def spent(rule: str, shape: str) -> str:
         cell = cells[rule, shape]
         return f"{cell['length_per_row']['value']:.2f}, {cell['nats_per_token']['value']:.3f}"
 
-    yield from _matrix("tokens per step | rows", shapes, rules, length)
-    yield from _matrix("tokens per row, nats lost per token | rows", shapes, rules, spent)
     ratios = {
-        (found["rule"], f"{found['tree']} over {found['chain']}"): _shown(found["length_ratio"])
+        (found["rule"], f"{found['tree']} over {found['chain']}"): shown(**found["length_ratio"])
         for found in result["trees_over_chains"]
     }
-    pairs = {pair: pair for _, pair in sorted(ratios, key=lambda key: int(key[1].split()[1]))}
-    yield from _matrix(
-        "a tree over a chain, tokens per step", pairs, rules, lambda *key: ratios[key]
+    pairs = {(pair,): pair for _, pair in sorted(ratios, key=lambda key: int(key[1].split()[1]))}
+    named = {
+        "length": _matrix(("tokens per step", "rows"), shapes, rules, length),
+        "spent": _matrix(("tokens per row, nats lost per token", "rows"), shapes, rules, spent),
+        "over_chains": _matrix(
+            ("a tree over a chain, tokens per step",), pairs, rules, lambda *key: ratios[key]
+        ),
+        "equal_loss": table(
+            ("by price, at equal loss", "nats lost per token", "chain", "tree", "tree over chain"),
+            [
+                (
+                    f"{found['tree']} over {found['chain']}",
+                    str(found["nats_per_token"]),
+                    *(
+                        shown(**found[name])
+                        for name in ("chain_length", "tree_length", "length_ratio")
+                    ),
+                )
+                for found in sorted(
+                    result["by_price_at_equal_loss"], key=lambda found: rows[found["tree"]]
+                )
+            ],
+        ),
+    }
+    named |= {cost["name"]: _costs(cost, rules) for cost in result["costs"]}
+    if ("strict", "chain 8") in cells:
+        named["ranks"] = _rejected(cells["strict", "chain 8"]["ranks"])
+    return named
+
+
+def _rejected(ranks: dict[str, int]) -> list[str]:
+    """The ranks of the target's choice where what stood first was rejected."""
+    names = [name for name in ranks if name != "1"]
+    total = sum(ranks[name] for name in names)
+    # Those that no tree can draft come last.
+    names.append(names.pop(names.index("not drafted")))
+    return table(
+        (f"rank, of {total:,}", *names),
+        [("share", *(f"{100 * ranks[name] / total:.0f} %" for name in names))],
     )
-    yield "| by price, at equal loss | nats lost per token | chain | tree | tree over chain |"
-    yield "| --- | ---: | --- | --- | --- |"
-    for found in sorted(result["by_price_at_equal_loss"], key=lambda found: rows[found["tree"]]):
-        shown = " | ".join(
-            _shown(found[name]) for name in ("chain_length", "tree_length", "length_ratio")
-        )
-        yield f"| {found['tree']} over {found['chain']} | {found['nats_per_token']} | {shown} |"
-    for cost in result["costs"]:
-        yield f"| {cost['name']}, batch | {' | '.join(map(str, BATCHES))} |"
-        yield f"| --- |{' ---: |' * len(BATCHES)}"
-        for rule in rules:
-            best = [found for found in cost["best"] if found["rule"] == rule]
-            for kind in ("chain", "tree"):
-                if kind in best[0]:
-                    gains = " | ".join(f"{found[kind]['gain']:.2f}" for found in best)
-                    yield f"| {rule}, best {kind} | {gains} |"
+
+
+def _costs(cost: dict[str, Any], rules: list[str]) -> list[str]:
+    lines: list[tuple[str, ...]] = []
+    for rule in rules:
+        best = [found for found in cost["best"] if found["rule"] == rule]
+        lines += [
+            (f"{rule}, best {kind}", *(f"{found[kind]['gain']:.2f}" for found in best))
+            for kind in ("chain", "tree")
+            if kind in best[0]
+        ]
+    return table((f"{cost['name']}, batch", *map(str, BATCHES)), lines)
 
 
 def _by_metric(rule: str) -> tuple[int, float]:
@@ -227,39 +257,42 @@ def _by_metric(rule: str) -> tuple[int, float]:
 
 
 def _matrix(
-    name: str, lines: dict[str, str], rules: list[str], cell: Callable[[str, str], str]
-) -> Iterator[str]:
+    names: tuple[str, ...],
+    lines: dict[tuple[str, ...], str],
+    rules: list[str],
+    cell: Callable[[str, str], str],
+) -> list[str]:
     """A table with a column for each rule.
 
     Args:
-        name: of the first columns.
+        names: of the first columns.
         lines: what stands in them, with what `cell` is asked for.
         rules: the columns.
         cell: gives the text of a rule and a line; a `KeyError` for one that was not measured.
     """
-    yield f"| {name} | {' | '.join(rules)} |"
-    yield f"|{' --- |' * (1 + name.count('|') + len(rules))}"
-    for shown, line in lines.items():
+    rows = []
+    for first, line in lines.items():
         texts = []
         for rule in rules:
             try:
                 texts.append(cell(rule, line))
             except KeyError:
                 texts.append("")
-        yield f"| {shown} | {' | '.join(texts)} |"
+        rows.append((*first, *texts))
+    return table((*names, *rules), rows)
 
 
-def _sampled_table(result: dict[str, Any]) -> Iterator[str]:
-    yield (
-        "| rule, temperature | tokens per step | NLL of a token, nats | accepted without a draw "
-        "| though neither drawn nor one of the two largest |"
+def _sampled(cells: list[dict[str, Any]]) -> list[str]:
+    columns = (
+        *("rule, temperature", "tokens per step", "NLL of a token, nats"),
+        *("accepted without a draw", "though neither drawn nor one of the two largest"),
     )
-    yield "| --- | --- | --- | --- | ---: |"
-    for cell in sorted(result["cells"], key=lambda cell: cell["rule"].rpartition(" ")[2]):
-        figures = [_shown(cell[name]) for name in ("length", "nll", "relaxed_share")]
-        figures.append(f"{cell['beyond_two']['value']:.3f}")
-        yield f"| {cell['rule']} | {' | '.join(figures)} |"
-
-
-def _shown(found: dict[str, float], digits: int = 2) -> str:
-    return f"{found['value']:.{digits}f} ({found['low']:.{digits}f} to {found['high']:.{digits}f})"
+    rows = [
+        (
+            cell["rule"],
+            *(shown(**cell[name]) for name in ("length", "nll", "relaxed_share")),
+            f"{cell['beyond_two']['value']:.3f}",
+        )
+        for cell in sorted(cells, key=lambda cell: cell["rule"].rpartition(" ")[2])
+    ]
+    return table(columns, rows)

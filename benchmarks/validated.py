@@ -1,32 +1,15 @@
-"""The rows of docs/validated.md: what `make gpu` measured of each rule on real servers.
+"""The rows of docs/validated.md: what `make gpu` measured of each rule on real servers."""
 
-cp build/gpu/gpu.json benchmarks/results/gpu-NAME.json
-python -m benchmarks.validated       # writes the page from all of these files
-"""
-
-import json
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks import markdown
 from vllm_mars.experiments.report.measured import measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.summary import Row, rows
 
-RESULTS, PAGE = Path("benchmarks/results"), Path("docs/validated.md")
-HEAD = """\
-# Validated configurations
-
-What [`make gpu`](../CONTRIBUTING.md#with-a-gpu) measured on GPUs: each rule beside vLLM's own
-strict verification with the same draft and as many requests in flight (batch). Speed is output
-tokens per second, and how much sooner an answer is there; in brackets 95 % of a bootstrap over
-prompts. Nats per token are lost against the target's first choices; `agree` is the share of answers
-that equal the autoregressive ones. In each of these runs theta 1 answered as strict verification
-did, [but for ties](sweep.md#equal-but-for-ties).
-
-"""
 COLUMNS = (
     *("model", "draft", "rule", "K", "batch", "tokens/s, x strict", "sooner, x strict"),
     *("tokens per answer", "nats per token", "agree", "on"),
@@ -75,20 +58,20 @@ def objections(found: Iterable[dict[str, Any]]) -> list[str]:
     return reasons
 
 
-def table(results: Iterable[dict[str, Any]]) -> str:
-    """The page's table: rules below strict whose speed, loss and agreement are known.
+def table(results: Iterable[dict[str, Any]]) -> list[str]:
+    """The lines of the page's table: rules below strict whose speed, loss and agreement are known.
 
     Args:
         results: contents of files that `benchmarks.gpu` wrote; a dry run, and one with an
             objection, give no row.
     """
-    lines = [
+    rows = [
         (
             *(rule["model"], rule["draft"], rule["rule"], str(rule["k"]), str(rule["batch"])),
-            _text(rule["tokens_per_second_x_strict"], ".2f"),
-            _text(rule["sooner_x_strict"], ".2f"),
+            markdown.shown(*rule["tokens_per_second_x_strict"]),
+            markdown.shown(*rule["sooner_x_strict"]),
             f"{rule['tokens_per_answer'][0]:.1f}",
-            _text(rule["nats_per_token"], ".4f"),
+            markdown.shown(*rule["nats_per_token"], form=".4f"),
             f"{rule['agreement']:.2f}",
             f"{result['hardware']['gpu']}, vLLM {result['versions']['vllm']}",
         )
@@ -97,24 +80,4 @@ def table(results: Iterable[dict[str, Any]]) -> str:
         for rule in result["rules"]
         if rule["lossy"] and None not in (rule["nats_per_token"], rule["agreement"])
     ]
-    if not lines:
-        return "Nothing has been validated yet.\n"
-    return "".join(
-        f"| {' | '.join(line)} |\n" for line in (COLUMNS, ["---"] * len(COLUMNS), *lines)
-    )
-
-
-def _text(estimate: Sequence[float], form: str) -> str:
-    value, low, high = (format(number, form) for number in estimate)
-    return f"{value} ({low} to {high})"
-
-
-def page() -> str:
-    """The whole page, from the files that are committed."""
-    files = sorted(RESULTS.glob("gpu-*.json"))
-    return HEAD + table(json.loads(file.read_text(encoding="utf-8")) for file in files)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    sys.exit(0)
+    return markdown.table(COLUMNS, rows) if rows else ["Nothing has been validated yet."]

@@ -1,8 +1,5 @@
 """The offline study of trees, on a tiny target: what it reads, drafts, accepts and sums up."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -14,9 +11,8 @@ from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
 from benchmarks.tree import STRICT, Study
 from benchmarks.tree_cells import Rule, Shape, rank_of
-from benchmarks.tree_summary import summary, table
+from benchmarks.tree_summary import summary
 
-ROOT = Path(__file__).parents[2]
 AUX = (0, 1, 2)
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
 SHAPES = [Shape("chain", 3), Shape("tree", 4), Shape("tree", 30)]
@@ -175,21 +171,3 @@ def test_trees_and_chains_at_equal_loss():
     assert low["tree_length"]["value"] == pytest.approx(3 + 2 / 3, abs=1e-4)
     assert high["chain_length"]["value"] == pytest.approx(3, abs=1e-4)
     assert high["length_ratio"]["high"] == pytest.approx(5 / 3, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("raw", "page", "but_for"),
-    [
-        ("trees-cpu", "trees", ()),
-        # Of two shapes alone there is no best one.
-        ("trees-longer-cpu", "trees", ("best", "batch", "---")),
-        ("sampled-price-cpu", "rule", ()),
-    ],
-)
-def test_the_docs_show_the_raw_file(raw, page, but_for):
-    result = json.loads((ROOT / f"benchmarks/results/{raw}.json").read_text())
-    docs = (ROOT / f"docs/{page}.md").read_text().splitlines()
-    lines = [line for line in table(result) if not any(part in line for part in but_for)]
-    assert len(lines) > 10
-    for line in lines:
-        assert line in docs

@@ -2,19 +2,24 @@
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
+# A list without a text, object or list in it. A text holds no line's end, so it starts outside one.
+_FLAT_LIST = re.compile(r'\[\n([^][{}"]*)\]')
+
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file of JSON, complete or not at all."""
+    """Writes a file of indented JSON, a list of numbers in one line, complete or not at all."""
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    text = _FLAT_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
     ) as file:
-        json.dump(content, file, indent=2, ensure_ascii=False)
-        file.write("\n")
+        file.write(text + "\n")
     Path(file.name).chmod(0o644)
     Path(file.name).replace(path)
 
