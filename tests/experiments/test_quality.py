@@ -15,6 +15,7 @@ from vllm_mars.experiments.quality.judge import Judge, estimates, mean_scores, r
 from vllm_mars.experiments.quality.scores import (
     divergence,
     likeness,
+    names_one,
     program,
     repeated_4grams,
     task_scores,
@@ -139,7 +140,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         ('It is {"a": 1}', 0),
         ("", 0),
         # An answer that repeats itself to its end.
-        ("[" * 100_000, 0),
+        pytest.param("[" * 100_000, 0, id="nested"),
     ],
 )
 def test_json_validity(text, score):
@@ -215,6 +216,18 @@ def test_a_query_without_end_is_ended(monkeypatch):
 def test_facts(text, score):
     item = Item("a", "", "?", accepted=("Paris", "city of light"))
     assert task_scores(item, text) == {"fact": score}
+
+
+@pytest.mark.parametrize(
+    "text", ["12", "It is 12.", "12.0", "(12)", "12, of course", "**12** legs"]
+)
+def test_a_number_that_is_named(text):
+    assert names_one(text, ["12"])
+
+
+@pytest.mark.parametrize("text", ["-12", "12.5", "1,212", "12,500", "0.12", "112", "123", "12th"])
+def test_a_number_that_is_not_named(text):
+    assert not names_one(text, ["12"])
 
 
 def test_a_wrong_schema_is_named():

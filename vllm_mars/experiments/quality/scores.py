@@ -99,10 +99,14 @@ def fits_schema(text: str, schema: dict[str, Any], name: str = "") -> bool:
 
 
 def names_one(text: str, accepted: Iterable[str]) -> bool:
-    """Whether the answer's first line that is not empty holds one of these, as whole words."""
+    """Whether the answer's first line that is not empty holds one of these.
+
+    As whole words, whatever their case, and as whole numbers: 12 is not in -12, 1,212 or 12.5.
+    """
     line = next(iter(text.strip().splitlines()), "")
     return any(
-        re.search(rf"(?<!\w){re.escape(one)}(?!\w)", line, re.IGNORECASE) for one in accepted
+        re.search(rf"(?<![\w.,-]){re.escape(one)}(?!\w|,\d|\.\d*[1-9])", line, re.IGNORECASE)
+        for one in accepted
     )
 
 

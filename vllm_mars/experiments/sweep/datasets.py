@@ -185,8 +185,8 @@ def _sql(data: Any, where: str) -> Sql:
     try:
         sql = Sql(**data)
     except TypeError:
-        sql = None
-    if sql is None or not _is_text(sql.setup) or not _is_text(sql.query):
+        sql = Sql("", "")
+    if not _is_text(sql.setup) or not _is_text(sql.query):
         raise ValueError(
             f"{where}: 'sql' needs to be an object with 'setup' and 'query' (texts), and 'ordered' "
             "where the order of the rows counts."
