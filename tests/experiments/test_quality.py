@@ -15,12 +15,13 @@ from vllm_mars.experiments.quality.judge import Judge, estimates, mean_scores, r
 from vllm_mars.experiments.quality.scores import (
     divergence,
     likeness,
+    names_one,
     program,
     repeated_4grams,
     task_scores,
 )
 from vllm_mars.experiments.quality.target_scores import Scored
-from vllm_mars.experiments.sweep.datasets import Item
+from vllm_mars.experiments.sweep.datasets import Item, Sql
 from vllm_mars.experiments.sweep.records import (
     Acceptance,
     Cell,
@@ -138,10 +139,95 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         ('{"a": 1', 0),
         ('It is {"a": 1}', 0),
         ("", 0),
+        # An answer that repeats itself to its end.
+        pytest.param("[" * 100_000, 0, id="nested"),
     ],
 )
 def test_json_validity(text, score):
     assert task_scores(Item("a", "", "?", schema=SCHEMA), text) == {"json_valid": score}
+
+
+@pytest.mark.parametrize(
+    ("text", "valid", "right"),
+    [
+        ('{"a": 1, "b": [2]}', 1, 1),
+        ('```json\n{"b": [2], "a": 1}\n```', 1, 1),
+        ('{"a": 2, "b": [2]}', 1, 0),
+        ('{"a": 1}', 1, 0),
+        ('{"a": "1", "b": [2]}', 0, 0),
+        ("1", 0, 0),
+    ],
+)
+def test_json_values(text, valid, right):
+    item = Item("a", "", "?", schema=SCHEMA, expected={"a": 1, "b": [2]})
+    assert task_scores(item, text) == {"json_valid": valid, "json_values": right}
+
+
+BOOKS = """
+CREATE TABLE books (title TEXT, pages INTEGER, price REAL);
+INSERT INTO books VALUES ('A', 100, 0.1), ('B', 300, 0.2), ('C', 200, 0.3);
+"""
+
+
+@pytest.mark.parametrize(
+    ("query", "text", "score", "score_ordered"),
+    [
+        ("SELECT title FROM books", "SELECT title FROM books;", 1, 1),
+        ("SELECT title FROM books", "Thus:\n```sql\nselect title from books\n```\n", 1, 1),
+        # Names of columns are no matter, order may be.
+        ("SELECT title FROM books", "SELECT title AS t FROM books ORDER BY pages", 1, 0),
+        ("SELECT SUM(price) FROM books", "SELECT 0.6", 1, 1),
+        ("SELECT COUNT(*) FROM books", "SELECT 3.0", 1, 1),
+        ("SELECT title FROM books", "SELECT title, pages FROM books", 0, 0),
+        ("SELECT title FROM books", "SELECT title FROM books LIMIT 2", 0, 0),
+        # Once more is too often.
+        ("SELECT 1", "SELECT 1 UNION ALL SELECT 1", 0, 0),
+        ("SELECT 1", "SELECT one", 0, 0),
+        ("SELECT 1", "", 0, 0),
+        ("SELECT 1", "SELECT 1; SELECT 1", 0, 0),
+        # What is asked for is a query.
+        ("SELECT title FROM books WHERE pages > 900", "DELETE FROM books", 0, 0),
+    ],
+)
+def test_rows_of_sql(query, text, score, score_ordered):
+    for ordered, expected in ((False, score), (True, score_ordered)):
+        item = Item("a", "", "?", sql=Sql(BOOKS, query, ordered))
+        assert task_scores(item, text) == {"sql_rows": expected}
+
+
+def test_a_query_without_end_is_ended(monkeypatch):
+    monkeypatch.setattr(confined, "CPU_SECONDS", 1)
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT MAX(i) FROM n"
+    assert task_scores(Item("a", "", "?", sql=Sql(BOOKS, "SELECT 1")), endless) == {"sql_rows": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Paris", 1),
+        ("\n**paris**\nIt lies on the Seine.", 1),
+        ("The capital is Paris.", 1),
+        ("The city of light", 1),
+        ("Parisian", 0),
+        ("Rome\nParis", 0),
+        ("", 0),
+    ],
+)
+def test_facts(text, score):
+    item = Item("a", "", "?", accepted=("Paris", "city of light"))
+    assert task_scores(item, text) == {"fact": score}
+
+
+@pytest.mark.parametrize(
+    "text", ["12", "It is 12.", "12.0", "(12)", "12, of course", "**12** legs"]
+)
+def test_a_number_that_is_named(text):
+    assert names_one(text, ["12"])
+
+
+@pytest.mark.parametrize("text", ["-12", "12.5", "1,212", "12,500", "0.12", "112", "123", "12th"])
+def test_a_number_that_is_not_named(text):
+    assert not names_one(text, ["12"])
 
 
 def test_a_wrong_schema_is_named():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_mars.cli import main
-from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, load_dataset
+from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, Sql, load_dataset
 from vllm_mars.experiments.sweep.group import Job, Sweep, measure
 from vllm_mars.experiments.sweep.methods_here import Platform
 from vllm_mars.experiments.sweep.plan import ServerSpec, SweepOptions, check_names, plan
@@ -253,15 +253,22 @@ def test_published_formats_are_read(tmp_path):
             "test": "def check(candidate):\n    pass\n",
             "canonical_solution": "    return x\n",
         },
-        {"question_id": 7, "turns": ["first", "second"], "reference": ["a", "#### -3.5"]},
+        {"question_id": 70, "turns": ["first", "second"], "reference": ["a", "#### -3.5"]},
+        {"prompt": "?", "schema": {}, "expected": [1]},
+        {"prompt": "?", "sql": {"setup": "CREATE TABLE a (b)", "query": "SELECT b FROM a"}},
+        {"prompt": "?", "accepted": ["Paris"]},
+        {"prompt": "Hello"},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    math, code, turns = load_dataset(str(path), 0).items
+    math, code, turns, value, sql, fact, chat = items = load_dataset(str(path), 0).items
     assert (math.id, math.answer) == ("1", "1,002")
     assert math.prompt.endswith("1 + 1?") and "####" in math.prompt
     assert (code.id, code.entry_point, code.code) == ("HumanEval/0", "f", "def f(x):\n")
     assert code.prompt.endswith("```python\ndef f(x):\n```")
-    assert (turns.id, turns.prompt, turns.answer) == ("7", "first", "-3.5")
+    assert (turns.id, turns.prompt, turns.answer) == ("70", "first", "-3.5")
+    assert (value.schema, value.expected, fact.accepted) == ({}, [1], ("Paris",))
+    assert sql.sql == Sql("CREATE TABLE a (b)", "SELECT b FROM a", ordered=False)
+    assert [item.is_task for item in items] == [item is not chat for item in items]
 
 
 def test_datasets_of_vllm():
@@ -282,6 +289,10 @@ def test_datasets_of_vllm():
         ('{"prompt": 3}', "line 1 has neither 'prompt', 'turns' nor 'question'"),
         ('{"prompt": "a", "schema": 3}', "line 1: 'schema' is not an object"),
         ('{"prompt": "a", "test": "x"}', "line 1: 'test' needs to be code, with the 'entry_point'"),
+        ('{"prompt": "a", "expected": 1}', "line 1: 'expected' without a 'schema'"),
+        ('{"prompt": "a", "sql": {"query": "b"}}', "line 1: 'sql' needs to be an object with"),
+        ('{"prompt": "a", "sql": {"setup": "b", "query": ""}}', "'setup' and 'query' .texts."),
+        ('{"prompt": "a", "accepted": [1]}', "line 1: 'accepted' is not a list of texts"),
         ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": "1"}', "id '1' appears twice"),
     ],
 )

@@ -242,10 +242,11 @@ def load_tasks(path: Path) -> dict[str, Item]:
     """
     items = load_dataset(str(path), 0).items
     for item in items:
-        if item.answer is None and item.test is None and item.schema is None:
+        if not item.is_task:
             raise ValueError(
                 f"prompts={path}: {item.id!r} has nothing to score its answer by, which recovery "
-                "needs; add 'answer' with '#### NUMBER', 'test' with 'entry_point', or 'schema'."
+                "needs; add 'answer' with '#### NUMBER', 'test' with 'entry_point', 'schema', "
+                "'sql' or 'accepted'."
             )
     return {item.id: item for item in items}
 

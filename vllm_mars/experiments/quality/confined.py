@@ -1,6 +1,6 @@
 """Runs generated code in a process of its own: little time and memory, no network, no processes.
 
-Confinement of careless code, not of hostile code: run a sweep with HumanEval where that suffices.
+Confinement of careless code, not of hostile code: ask for code or SQL where that suffices.
 The process has empty environment, directory and input; limits of CPU time, wall time, memory and
 file size; an audit hook that refuses sockets, processes and foreign code; and, where Linux lets an
 ordinary user make one, a network namespace without any network.

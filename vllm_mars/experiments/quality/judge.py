@@ -221,7 +221,7 @@ class Judge:
             yield f"Compared with the autoregressive repeat {reference.key.repeat}."
         if reference is not None and reference.key.concurrency != cell.key.concurrency:
             yield f"Compared with concurrency {reference.key.concurrency}."
-        if any(item.test for item in self._items.values()):
+        if any(item.test or item.sql for item in self._items.values()):
             yield confinement()
         wrong = [
             output.prompt_id

@@ -3,19 +3,35 @@
 import functools
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from vllm_mars.experiments.quality.confined import run_confined
 from vllm_mars.experiments.sweep.datasets import Item
 
 # Higher is better, between 0 and 1, and the autoregressive answers have them as well.
-TASK_SCORES = ("exact_match", "pass_at_1", "json_valid")
+TASK_SCORES = ("exact_match", "pass_at_1", "json_valid", "json_values", "sql_rows", "fact")
 # Fewer tasks that strict decoding solves tell nothing about a loss of tasks.
 MIN_SOLVED = 30
 
 _MARKED = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
 _ANY_NUMBER = re.compile(r"-?\d[\d,]*\.?\d*|-?\.\d+")
 _FENCE = re.compile(r"```[a-zA-Z]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# Both queries read alone; sums of floats depend on the order of the rows.
+_COMPARE_ROWS = """
+import collections, sqlite3
+setup, wanted, asked, ordered = {arguments!r}
+database = sqlite3.connect(":memory:")
+database.executescript(setup)
+database.execute("PRAGMA query_only = ON")
+def rows(query):
+    found = [
+        tuple(round(value, 6) if isinstance(value, float) else value for value in row)
+        for row in database.execute(query)
+    ]
+    return found if ordered else collections.Counter(found)
+assert rows(asked) == rows(wanted), "other rows"
+"""
 
 
 def is_task_score(name: str) -> bool:
@@ -24,14 +40,14 @@ def is_task_score(name: str) -> bool:
 
 
 def task_scores(item: Item, text: str) -> dict[str, float]:
-    """Scores an answer by what its prompt's line gives: number, test or schema.
+    """Scores an answer by what its prompt's line gives to check it by.
 
     Args:
         item: the request.
         text: the answer.
 
     Returns:
-        "exact_match", "pass_at_1", "json_valid", each 0 or 1, where the item has what it needs.
+        Those of `TASK_SCORES` for which the item has what they need, each 0 or 1.
 
     Raises:
         RuntimeError: the item's schema is not a JSON schema.
@@ -43,13 +59,19 @@ def task_scores(item: Item, text: str) -> dict[str, float]:
         scores["pass_at_1"] = float(run_confined(program(item, text)).passed)
     if item.schema is not None:
         scores["json_valid"] = float(fits_schema(text, item.schema, item.id))
+    if item.expected is not None:
+        scores["json_values"] = float(scores["json_valid"] == 1 and _json(text) == item.expected)
+    if item.sql is not None:
+        arguments = (item.sql.setup, item.sql.query, _code(text), item.sql.ordered)
+        scores["sql_rows"] = float(run_confined(_COMPARE_ROWS.format(arguments=arguments)).passed)
+    if item.accepted:
+        scores["fact"] = float(names_one(text, item.accepted))
     return scores
 
 
 def program(item: Item, text: str) -> str:
     """The program that tests an answer: its first code block (else all of it), then the test."""
-    block = _FENCE.search(text)
-    code = block.group(1) if block else text
+    code = _code(text)
     if f"def {item.entry_point}" not in code:
         # The answer continues the function that the request begins.
         code = item.code + code
@@ -63,10 +85,9 @@ def fits_schema(text: str, schema: dict[str, Any], name: str = "") -> bool:
     """Whether the whole answer, or its only code block, is JSON that fits the schema."""
     import jsonschema
 
-    blocks = _FENCE.findall(text)
     try:
-        value = json.loads(blocks[0] if len(blocks) == 1 else text)
-    except ValueError:
+        value = _json(text)
+    except (ValueError, RecursionError):
         return False
     try:
         jsonschema.validate(value, schema)
@@ -75,6 +96,18 @@ def fits_schema(text: str, schema: dict[str, Any], name: str = "") -> bool:
     except jsonschema.SchemaError as error:
         raise RuntimeError(f"the schema of prompt {name!r} is wrong: {error.message}.") from error
     return True
+
+
+def names_one(text: str, accepted: Iterable[str]) -> bool:
+    """Whether the answer's first line that is not empty holds one of these.
+
+    As whole words, whatever their case, and as whole numbers: 12 is not in -12, 1,212 or 12.5.
+    """
+    line = next(iter(text.strip().splitlines()), "")
+    return any(
+        re.search(rf"(?<![\w.,-]){re.escape(one)}(?!\w|,\d|\.\d*[1-9])", line, re.IGNORECASE)
+        for one in accepted
+    )
 
 
 def likeness(text: str, reference: str) -> dict[str, float]:
@@ -123,6 +156,18 @@ def _scorers() -> tuple[Any, Any]:
     from sacrebleu.metrics.chrf import CHRF
 
     return RougeScorer(["rougeL"], use_stemmer=False), CHRF()
+
+
+def _code(text: str) -> str:
+    """An answer's first code block, else all of it."""
+    block = _FENCE.search(text)
+    return block.group(1) if block else text
+
+
+def _json(text: str) -> Any:
+    """What the whole answer, or its only code block, says in JSON."""
+    blocks = _FENCE.findall(text)
+    return json.loads(blocks[0] if len(blocks) == 1 else text)
 
 
 def _number(text: str) -> float | None:

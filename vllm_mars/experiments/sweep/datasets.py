@@ -7,6 +7,10 @@ A line is a JSON object. What it holds decides how answers to it are scored:
     answer | reference       with "#### NUMBER" at its end: exact match of the number
     test, entry_point        HumanEval as published: the answer's code must pass the test
     schema                   a JSON schema that the answer must fit
+    expected                 beside `schema`: the value that the answer must hold
+    sql                      "setup", "query" and perhaps "ordered": the answer's query must give
+                             the rows that this one gives
+    accepted                 texts, one of which the answer's first line must hold
     id | question_id | task_id, category
 """
 
@@ -29,6 +33,21 @@ _NUMBER = re.compile(r"####\s*(-?[\d.,]*\d)")
 
 
 @dataclass(frozen=True)
+class Sql:
+    """What an answer in SQL is compared with, in SQLite.
+
+    Attributes:
+        setup: the statements that make the tables and fill them.
+        query: a query that gives the rows that are asked for.
+        ordered: whether the order of the rows counts.
+    """
+
+    setup: str
+    query: str
+    ordered: bool = False
+
+
+@dataclass(frozen=True)
 class Item:
     """One request and what its answer is judged by.
 
@@ -41,6 +60,9 @@ class Item:
         entry_point: name of the function that `test` calls, or "".
         code: the beginning of the program that the request shows, or "".
         schema: a JSON schema, or None.
+        expected: the value that an answer in JSON must hold, or None where any will do that fits.
+        sql: what an answer in SQL is compared with, or None.
+        accepted: texts, one of which names the fact that is asked for; empty for other tasks.
     """
 
     id: str
@@ -51,6 +73,15 @@ class Item:
     entry_point: str = ""
     code: str = ""
     schema: dict[str, Any] | None = None
+    expected: Any = None
+    sql: Sql | None = None
+    accepted: tuple[str, ...] = ()
+
+    @property
+    def is_task(self) -> bool:
+        """Whether there is something to score an answer by."""
+        checks = (self.answer, self.test, self.schema, self.sql)
+        return bool(self.accepted) or any(check is not None for check in checks)
 
 
 @dataclass(frozen=True)
@@ -129,7 +160,18 @@ def _parse(data: dict[str, Any], where: str, number: int) -> Item:
     if "schema" in data:
         if not isinstance(data["schema"], dict):
             raise ValueError(f"{where}: 'schema' is not an object; write a JSON schema.")
-        item = replace(item, schema=data["schema"])
+        item = replace(item, schema=data["schema"], expected=data.get("expected"))
+    elif "expected" in data:
+        raise ValueError(f"{where}: 'expected' without a 'schema'; add the JSON schema it fits.")
+    if "sql" in data:
+        item = replace(item, sql=_sql(data["sql"], where))
+    if "accepted" in data:
+        accepted = data["accepted"]
+        if not isinstance(accepted, list) or not accepted or not all(map(_is_text, accepted)):
+            raise ValueError(
+                f"{where}: 'accepted' is not a list of texts; write the right answers."
+            )
+        item = replace(item, accepted=tuple(accepted))
     if "test" in data:
         if not isinstance(data["test"], str) or not isinstance(data.get("entry_point"), str):
             raise ValueError(f"{where}: 'test' needs to be code, with the 'entry_point' it calls.")
@@ -137,6 +179,23 @@ def _parse(data: dict[str, Any], where: str, number: int) -> Item:
         if "turns" not in data and "task_id" in data:
             item = replace(item, prompt=f"{_CODE}```python\n{prompt}```", code=prompt)
     return item
+
+
+def _sql(data: Any, where: str) -> Sql:
+    try:
+        sql = Sql(**data)
+    except TypeError:
+        sql = Sql("", "")
+    if not _is_text(sql.setup) or not _is_text(sql.query):
+        raise ValueError(
+            f"{where}: 'sql' needs to be an object with 'setup' and 'query' (texts), and 'ordered' "
+            "where the order of the rows counts."
+        )
+    return sql
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _answer(data: dict[str, Any]) -> str | None:

@@ -1,0 +1,1 @@
+"""Prompts of tasks that a single wrong token spoils."""
