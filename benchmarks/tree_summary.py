@@ -33,7 +33,7 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
         load: a result of `benchmarks.load` with the time of a step, or None.
     """
     draws = resamples(len(lines[0]["tokens"]))
-    figures = {(line["rule"], line["shape"]): _figures(line, draws) for line in lines}
+    figures = {(line["rule"], line["shape"]): figures_of(line, draws) for line in lines}
     cells = []
     for line in lines:
         found = figures[line["rule"], line["shape"]]
@@ -43,7 +43,7 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
                     name: line[name] for name in ("rule", "shape", "nodes", "seconds", "git_commit")
                 },
                 "rows": line["nodes"] + 1,
-                **{name: _with_interval(values) for name, values in found.items()},
+                **{name: with_interval(values) for name, values in found.items()},
                 "ranks": _ranks(line["ranks"]) if line["shape"].startswith("chain") else None,
                 "raw": {name: line[name] for name in COUNTS if name in line},
             }
@@ -63,7 +63,7 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
     return result
 
 
-def _figures(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
+def figures_of(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
     """Each figure over all prompts, then over each resample."""
     sums = {
         name: np.concatenate([[values.sum()], values[draws].sum(1)])
@@ -82,7 +82,7 @@ def _figures(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
     }
 
 
-def _with_interval(values: NDArray[np.float64]) -> dict[str, float]:
+def with_interval(values: NDArray[np.float64]) -> dict[str, float]:
     low, high = interval(values[1:])
     return {"value": round(values[0], 5), "low": round(low, 5), "high": round(high, 5)}
 
@@ -116,25 +116,25 @@ def _comparisons(figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, 
             ratio = figures[rule, tree]["length"] / figures[rule, chain]["length"]
             yield {
                 **{"rule": rule, "tree": tree, "chain": chain},
-                "length_ratio": _with_interval(ratio),
+                "length_ratio": with_interval(ratio),
             }
 
 
 def _at_equal_loss(figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, Any]]:
     """Each tree beside a chain, by those prices at which both lose as much."""
     for tree, chain in _pairs(figures, "strict"):
-        lengths = {shape: _lengths_by_loss(figures, shape) for shape in (tree, chain)}
+        lengths = {shape: lengths_by_loss(figures, shape) for shape in (tree, chain)}
         for i, loss in enumerate(LOSSES):
             own, other = (lengths[shape][i] for shape in (tree, chain))
             if not np.isnan([own, other]).any():
                 yield {
                     **{"tree": tree, "chain": chain, "nats_per_token": loss},
-                    **{"tree_length": _with_interval(own), "chain_length": _with_interval(other)},
-                    "length_ratio": _with_interval(own / other),
+                    **{"tree_length": with_interval(own), "chain_length": with_interval(other)},
+                    "length_ratio": with_interval(own / other),
                 }
 
 
-def _lengths_by_loss(figures: dict[tuple[str, str], Figures], shape: str) -> NDArray[np.float64]:
+def lengths_by_loss(figures: dict[tuple[str, str], Figures], shape: str) -> NDArray[np.float64]:
     """Tokens per step at each of `LOSSES`, `[losses, resamples]`, NaN beyond the largest price.
 
     Between two prices, and between strict decoding and the smallest, the line through both.
@@ -185,7 +185,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     shapes = {f"{shape} | {rows[shape]}": shape for shape in sorted(rows, key=rows.__getitem__)}
 
     def length(rule: str, shape: str) -> str:
-        return _shown(cells[rule, shape]["length"])
+        return as_text(cells[rule, shape]["length"])
 
     def spent(rule: str, shape: str) -> str:
         cell = cells[rule, shape]
@@ -194,7 +194,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     yield from _matrix("tokens per step | rows", shapes, rules, length)
     yield from _matrix("tokens per row, nats lost per token | rows", shapes, rules, spent)
     ratios = {
-        (found["rule"], f"{found['tree']} over {found['chain']}"): _shown(found["length_ratio"])
+        (found["rule"], f"{found['tree']} over {found['chain']}"): as_text(found["length_ratio"])
         for found in result["trees_over_chains"]
     }
     pairs = {pair: pair for _, pair in sorted(ratios, key=lambda key: int(key[1].split()[1]))}
@@ -205,7 +205,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     yield "| --- | ---: | --- | --- | --- |"
     for found in sorted(result["by_price_at_equal_loss"], key=lambda found: rows[found["tree"]]):
         shown = " | ".join(
-            _shown(found[name]) for name in ("chain_length", "tree_length", "length_ratio")
+            as_text(found[name]) for name in ("chain_length", "tree_length", "length_ratio")
         )
         yield f"| {found['tree']} over {found['chain']} | {found['nats_per_token']} | {shown} |"
     for cost in result["costs"]:
@@ -254,10 +254,10 @@ def _sampled_table(result: dict[str, Any]) -> Iterator[str]:
     )
     yield "| --- | --- | --- | --- | ---: |"
     for cell in sorted(result["cells"], key=lambda cell: cell["rule"].rpartition(" ")[2]):
-        figures = [_shown(cell[name]) for name in ("length", "nll", "relaxed_share")]
+        figures = [as_text(cell[name]) for name in ("length", "nll", "relaxed_share")]
         figures.append(f"{cell['beyond_two']['value']:.3f}")
         yield f"| {cell['rule']} | {' | '.join(figures)} |"
 
 
-def _shown(found: dict[str, float], digits: int = 2) -> str:
+def as_text(found: dict[str, float], digits: int = 2) -> str:
     return f"{found['value']:.{digits}f} ({found['low']:.{digits}f} to {found['high']:.{digits}f})"

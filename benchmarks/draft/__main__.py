@@ -1,7 +1,7 @@
 """Makes an EAGLE-3 head for a target, measures it without vLLM, and makes worse drafts.
 
 python -m benchmarks.draft make --setting cpu
-python -m benchmarks.draft evaluate HEAD --output build/draft.json
+python -m benchmarks.draft evaluate HEAD --price 0 0.3 --output build/draft.json
 python -m benchmarks.draft untrained
 """
 
@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.draft import pipeline
-from benchmarks.draft.evaluate import evaluate_heads
+from benchmarks.draft.evaluate import evaluate_heads, table
 from benchmarks.draft.untrained import write_untrained
 from vllm_mars.local.draft_head import packaged_head
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED
-from vllm_mars.local.result_file import write_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,12 +103,14 @@ def _evaluate(args: argparse.Namespace) -> int:
         args.model or ensure_model(),
         args.heads,
         args.prompts or PACKAGED,
-        args.max_tokens,
-        args.num_speculative_tokens,
+        args.output,
+        max_tokens=args.max_tokens,
+        steps=args.num_speculative_tokens,
+        prices=args.price,
+        per_category=args.per_category,
     )
-    write_json(args.output, result)
-    for name, figures in result["heads"].items():
-        print(name, figures["mean_acceptance_length"], figures["acceptance_by_position"])
+    for line in table(result):
+        print(line)
     return 0
 
 
@@ -149,11 +150,16 @@ def _parser() -> argparse.ArgumentParser:
         help="with --stage data: shards I, I + N, ... alone, for N = 2 processes",
     )
 
-    offline = commands.add_parser("evaluate", help="strict acceptance of heads, without vLLM")
+    offline = commands.add_parser("evaluate", help="acceptance and loss of heads, without vLLM")
     offline.add_argument("heads", type=Path, nargs="+", metavar="HEAD", help="their directories")
-    offline.add_argument("--output", type=Path, required=True, metavar="FILE")
+    offline.add_argument("--output", type=Path, required=True, metavar="FILE",
+        help="heads and prices that it holds are not measured again")  # fmt: skip
+    offline.add_argument("--price", type=float, nargs="+", default=[0.0], metavar="NATS",
+        help="of the price rule; 0, the default, is strict verification")  # fmt: skip
     offline.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged model")
     offline.add_argument("--prompts", type=Path, metavar="FILE", help="default: the demo's")
+    offline.add_argument("--per-category", type=int, default=sys.maxsize, metavar="N",
+        help="only the first prompts of each; default: all")  # fmt: skip
     offline.add_argument("--max-tokens", type=int, default=128, metavar="N")
     offline.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K")
 

@@ -20,12 +20,14 @@ from benchmarks.draft.data import (
     save_shard,
     write_manifest,
 )
-from benchmarks.draft.evaluate import Walk, evaluate_offline
+from benchmarks.draft.evaluate import evaluate_heads, table
 from benchmarks.draft.export import export, load
 from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
 from benchmarks.draft.train import Batch, Trainer, TrainOptions, choose_draft_tokens
 from benchmarks.draft.untrained import write_untrained
+from benchmarks.tree import STRICT, Study
+from benchmarks.tree_cells import Shape
 from vllm_mars.local.draft_head import check_head, model_checksum
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.local.prompts import load_prompts
@@ -61,6 +63,7 @@ def model(tmp_path_factory):
             layer.self_attn.o_proj.weight.mul_(0.2)
             layer.mlp.down_proj.weight.mul_(0.2)
     made.save_pretrained(directory)
+    tiny_models.tokenizer(directory)
     return directory
 
 
@@ -268,7 +271,6 @@ def test_untrained_drafts(model, target, shards, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"has 2 layers, of which the first 4 .* take a deeper"):
         write_untrained(model, trained, shards, tmp_path)
     monkeypatch.setattr(untrained, "FIRST_LAYERS", 1)
-    tiny_models.tokenizer(model)
     found = write_untrained(model, trained, shards, tmp_path)
     assert [path.name for path in found] == ["layers-1", "random", "linear"]
     layers, *heads = found
@@ -326,14 +328,53 @@ def test_drafting_from_all_tokens_at_once_equals_one_after_the_other(target, sha
                 )
 
 
-def test_the_walk_of_verification():
-    walk = Walk()
-    # Two right, then the target's own token; one right; none, at the last.
-    right = [[True, True, False]] + [[True] * 3] * 2 + [[True, False, True], [True] * 3]
-    walk.take([*right, [False] * 3])
-    assert (walk.drafts, walk.accepted) == (3, [2, 1, 0])
-    assert walk.length == 2.0
-    assert walk.to_json()["acceptance_by_position"] == [0.6667, 0.3333, 0.0]
+def test_heads_are_measured_once_strictly_and_by_price(model, target, shards, tmp_path):
+    paths = [shards / "00000.safetensors"]
+    head = new_head(target, torch.arange(256))
+    for name in ("random", "linear"):
+        if name == "linear":
+            start.start_linear(head, target, paths)
+        export(
+            head,
+            tmp_path / name,
+            target_name="tiny",
+            target_sha256=model_checksum(model),
+            num_speculative_tokens=3,
+        )
+    (tmp_path / "linear" / "training.json").write_text(
+        '{"steps": 7, "train": {"loss": "price", "steps_ahead": 5}}'
+    )
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("\n".join(json.dumps({"prompt": f"w{n} w9 w{n}"}) for n in range(9, 15)))
+    heads, output = [tmp_path / "random", tmp_path / "linear"], tmp_path / "out.json"
+
+    def measure(heads=heads, **changes):
+        given = {"max_tokens": 16, "steps": 3, "prices": [0.0, 8.0], **changes}
+        return evaluate_heads(model, heads, asked, output, **given)
+
+    result = measure(heads[:1])
+    assert [cell["rule"] for cell in result["cells"]] == ["strict", "price 8"]
+    first = result["cells"][0]
+    result = measure()
+    assert json.loads(output.read_text()) == json.loads(json.dumps(result))
+    assert result["cells"][0] == first
+    _, _, strict, price = result["cells"]
+    assert strict["head"] == "linear" and strict["lost"] == [0] * 6
+    assert strict["trained"] == {"steps": 7, "loss": "price", "steps_ahead": 5}
+    assert sum(price["lost"]) > 0 and sum(price["relaxed"]) > 0
+    for cell in (strict, price):
+        # Each step emits what it accepts and one more, but where an answer ends.
+        emitted = [sum(row) + n for row, n in zip(cell["accepted"], cell["steps"], strict=True)]
+        assert all(0 <= e - t <= 3 for e, t in zip(emitted, cell["tokens"], strict=True))
+    lines = list(table(result))
+    assert [line.split(" | ")[0] for line in lines[2:6]] == ["| random"] * 2 + ["| linear"] * 2
+    assert lines[4].startswith("| linear | steps 7, steps_ahead 5, loss price | strict | ")
+    assert lines[6].startswith("| tokens per step at nats per token | 0.01 |")
+    assert len(measure(prices=[0.0, 1.0])["cells"]) == 6
+    with pytest.raises(ValueError, match=r"out\.json holds another measurement; name another"):
+        measure(steps=2)
+    with pytest.raises(ValueError, match=r"heads have one name; give each a directory of its own"):
+        measure([heads[0], heads[0]])
 
 
 def verified(model, head, given, max_tokens, thetas):
@@ -407,16 +448,19 @@ def test_vllm_drafts_what_we_expect_of_the_head(model, target, tmp_path, monkeyp
     given = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
     max_tokens = 100
     answers = greedy(target, given, max_tokens)
-    expected = evaluate_offline(head, target, answers, 3)
+    walked = Study.open(model, tmp_path / "head", given, max_tokens).answer(
+        STRICT, Shape("chain", 3)
+    )
+    taken = [count for answer in walked for count in answer.accepted]
     strict, relaxed = verified(model, found, given, max_tokens, (1.0, 0.5))
     assert strict["tokens"] == [
         sequence.tokens[sequence.prompt_tokens :].tolist() for sequence in answers
     ]
-    assert expected.length > 1.2
+    assert 1 + sum(taken) / len(taken) > 1.2
     # The engine also drafts past the end of an answer, once at most.
-    assert abs(strict["drafts"] - expected.drafts) <= len(given)
-    for seen, accepted in zip(strict["accepted"], expected.accepted, strict=True):
-        assert abs(seen - accepted) <= len(given)
+    assert abs(strict["drafts"] - len(taken)) <= len(given)
+    for place, seen in enumerate(strict["accepted"]):
+        assert abs(seen - sum(count > place for count in taken)) <= len(given)
     strict_length, relaxed_length = (
         sum(counts["accepted"]) / counts["drafts"] for counts in (strict, relaxed)
     )
