@@ -9,7 +9,6 @@ A shard depends on the seed and its number alone, so that an interrupted run goe
 and several workers make different shards of the same data.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 
 from benchmarks.draft import prompts
 from benchmarks.draft.target import Sequence, Target
+from vllm_mars.local.packaged_model import sha256
 from vllm_mars.local.prompts import PACKAGED, load_prompts
 from vllm_mars.local.result_file import write_json
 
@@ -46,7 +46,8 @@ class DataOptions:
         batch: how many are answered at once.
         max_prompt_tokens: longer conversations are drawn again.
         max_tokens: longest answer.
-        greedy_share: share of answers at temperature 0, in [0, 1]; the others at 0.6 to 1.
+        greedy_share: share of answers at temperature 0, in [0, 1]; the others at 0.6 to 1, and
+            where the target writes a task for itself at 1.
         aux_layers: hidden states to keep, as `Target` counts them; the last one must be
             num_hidden_layers, from which the target's distribution follows.
         prompt_file: JSON lines of further prompts, or None.
@@ -103,7 +104,10 @@ def make_shard(
     for first in range(0, len(conversations), options.batch):
         batch = conversations[first : first + options.batch]
         heat = [
-            0.0 if rng.random() < options.greedy_share else rng.uniform(0.6, 1.0) for _ in batch
+            1.0
+            if prompts.asks_for_a_task(messages)
+            else (0.0 if rng.random() < options.greedy_share else rng.uniform(0.6, 1.0))
+            for messages, _ in batch
         ]
         ids = [pair[1] for pair in batch]
         for answer in target.answer(ids, heat, options.max_tokens, generator):
@@ -146,10 +150,9 @@ def write_manifest(directory: Path, options: DataOptions, target_sha256: str) ->
         ValueError: the directory holds other data.
     """
     wanted = {**asdict(options), "target_sha256": target_sha256}
+    wanted["templates_sha256"] = sha256(prompts.TEMPLATES)
     if options.prompt_file:
-        wanted["prompt_file_sha256"] = hashlib.sha256(
-            Path(options.prompt_file).read_bytes()
-        ).hexdigest()
+        wanted["prompt_file_sha256"] = sha256(Path(options.prompt_file))
     wanted.pop("shards")  # More shards of the same data are welcome.
     wanted = json.loads(json.dumps(wanted))
     path = directory / MANIFEST
@@ -213,6 +216,7 @@ def _draw(
             line: dict[str, Any] = json.loads(text)
             earlier.append((line["messages"], line["answer"]))
     further = file_prompts(Path(options.prompt_file)) if options.prompt_file else []
+    measured = measured_turns()
     conversations: list[tuple[prompts.Messages, list[int]]] = []
     while len(conversations) < options.shard_prompts:
         if further and rng.random() < FILE_SHARE:
@@ -220,7 +224,7 @@ def _draw(
         else:
             messages = prompts.draw(rng, earlier)
         ids = encode(messages)
-        if len(ids) <= options.max_prompt_tokens:
+        if len(ids) <= options.max_prompt_tokens and messages[-1]["content"] not in measured:
             conversations.append((messages, ids))
     return conversations
 
@@ -231,7 +235,7 @@ def file_prompts(path: Path) -> list[str]:
     Raises:
         ValueError: the file cannot be read, or holds a prompt that the demo measures on.
     """
-    measured = {turn for prompt in load_prompts(PACKAGED) for turn in prompt.turns}
+    measured = measured_turns()
     texts = []
     for prompt in load_prompts(path):
         if measured & set(prompt.turns):
@@ -241,3 +245,8 @@ def file_prompts(path: Path) -> list[str]:
             )
         texts.append(prompt.turns[0])
     return texts
+
+
+def measured_turns() -> set[str]:
+    """Returns what the demo asks: a draft that is measured on it must not be trained on it."""
+    return {turn for prompt in load_prompts(PACKAGED) for turn in prompt.turns}

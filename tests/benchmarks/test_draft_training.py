@@ -1,9 +1,9 @@
 """The making of an EAGLE-3 head, on a tiny target: data, training, resuming, export, vLLM."""
 
-import hashlib
 import json
 import multiprocessing
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import tiny_models
-from benchmarks.draft import pipeline, prompts, start, untrained
+from benchmarks.draft import data, pipeline, prompts, start, untrained
 from benchmarks.draft.data import (
     DataOptions,
     Shard,
@@ -137,13 +137,16 @@ def test_a_shard_follows_from_seed_and_number(target, shards, tmp_path):
     assert other != (shards / "00001.safetensors").read_bytes()
 
 
-def test_data_of_other_options_is_refused(tmp_path):
+def test_data_of_other_options_is_refused(tmp_path, monkeypatch):
     write_manifest(tmp_path, DATA, "abc")
     write_manifest(tmp_path, replace(DATA, shards=9), "abc")
     with pytest.raises(ValueError, match=r"holds data made with max_tokens=12, not 13; name"):
         write_manifest(tmp_path, replace(DATA, max_tokens=13), "abc")
     with pytest.raises(ValueError, match=r"holds data made with target_sha256='abc', not 'abd'"):
         write_manifest(tmp_path, DATA, "abd")
+    monkeypatch.setattr(prompts, "TEMPLATES", pipeline.Path(data.__file__))
+    with pytest.raises(ValueError, match=r"holds data made with templates_sha256='"):
+        write_manifest(tmp_path, DATA, "abc")
 
 
 def test_the_demos_prompts_are_no_training_prompts(tmp_path):
@@ -152,6 +155,8 @@ def test_the_demos_prompts_are_no_training_prompts(tmp_path):
     drawn = {prompts.draw(rng, [])[-1]["content"] for _ in range(2000)}
     assert not measured & drawn
     assert len(drawn) > 1900
+    fields = "|".join([*prompts.DATA["fields"], "passage"])
+    assert not [text for text in drawn if re.search(rf"\{{({fields})\}}", text)]
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "Say hello."}\n')
     assert file_prompts(path) == ["Say hello."]
@@ -171,14 +176,26 @@ def test_follow_ups_and_passages_come_from_earlier_answers():
     assert not any("Cut" in messages[-1]["content"] for messages in drawn)
 
 
-def test_the_prompts_of_a_seed_stay_the_same():
-    """The packaged head's data can be made again."""
-    rng, earlier = random.Random(0), []
-    for _ in range(500):
-        messages = prompts.draw(rng, earlier)
-        earlier.append((messages, messages[-1]["content"]))
-    drawn = json.dumps([messages for messages, _ in earlier]).encode()
-    assert hashlib.sha256(drawn).hexdigest().startswith("2bcb0d0423d70927")
+def test_the_target_writes_tasks_that_a_later_shard_sets(target, tmp_path, monkeypatch):
+    request = [{"role": "user", "content": prompts.DATA["task_request"] + " about tea."}]
+    assert prompts.asks_for_a_task(request)
+    measured = next(iter(data.measured_turns()))
+    lines = [
+        {"messages": request, "answer": answer} for answer in ("Why is tea green? \n", measured)
+    ]
+    (tmp_path / "00000.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(prompts, "FOLLOW_UP_SHARE", 0.0)
+    monkeypatch.setattr(prompts, "OWN_TASK_SHARE", 1.0)
+    made = []
+    monkeypatch.setattr(Target, "answer", lambda self, ids, heat, *_: made.append(heat) or [])
+    monkeypatch.setattr(data, "save_shard", lambda path, answers: None)
+    assert make_shard(tmp_path, 2, DATA, target, encode, decode)
+    rng = random.Random(0)
+    drawn = data._draw(tmp_path, 2, DATA, encode, rng)
+    assert {messages[-1]["content"] for messages, _ in drawn} == {"Why is tea green?"}
+    monkeypatch.setattr(prompts, "draw", lambda rng, earlier: request)
+    assert make_shard(tmp_path, 2, DATA, target, encode, decode)
+    assert made[3:] == [[1.0] * 5, [1.0] * 5, [1.0] * 2]
 
 
 def test_an_interrupted_run_ends_with_the_same_head(target, shards, tmp_path):
