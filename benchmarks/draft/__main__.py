@@ -8,16 +8,20 @@ python -m benchmarks.draft untrained
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.draft import pipeline
+from benchmarks.draft.data import DataOptions
 from benchmarks.draft.evaluate import evaluate_heads, table
+from benchmarks.draft.train import TrainOptions
 from benchmarks.draft.untrained import write_untrained
 from vllm_mars.local.draft_head import packaged_head
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED
+
+Options = TypeVar("Options", pipeline.Setting, DataOptions, TrainOptions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,17 +44,6 @@ def _make(args: argparse.Namespace) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     setting = pipeline.SETTINGS[args.setting]
-    shards = args.shards or setting.data.shards
-    setting = replace(
-        setting,
-        data=replace(setting.data, shards=shards, seed=args.seed, prompt_file=args.prompts),
-        train=replace(
-            setting.train,
-            shards=shards,
-            seed=args.seed,
-            epochs=args.epochs or setting.train.epochs,
-        ),
-    )
     if args.setting == "gpu":
         print("setting gpu has never been run: its sizes are guesses", file=sys.stderr)
     if setting.device == "cuda" and not torch.cuda.is_available():
@@ -58,9 +51,12 @@ def _make(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     model = args.model or ensure_model()
+    setting = pipeline.for_target(setting, model)
+    setting = replace(
+        _with(args, setting), data=_with(args, setting.data), train=_with(args, setting.train)
+    )
     work = args.work or pipeline.work_directory(model)
     output = args.output or work / "head"
-    setting = pipeline.for_target(setting, model)
     console = Console(stderr=True)
     target = pipeline.read_target(model, setting)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -94,8 +90,17 @@ def _make(args: argparse.Namespace) -> int:
 
             trainer = pipeline.train(work, model, setting, target, report)
             pipeline.write(trainer, output, model, setting)
-            console.print(f"wrote {output}", soft_wrap=True)
+            size = (output / "model.safetensors").stat().st_size / 1e6
+            console.print(f"wrote {output}, {size:.1f} MB", soft_wrap=True)
     return 0
+
+
+def _with(args: argparse.Namespace, options: Options) -> Options:
+    """Returns options with the fields that the command line names."""
+    names = {field.name for field in fields(options)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    return replace(options, **{name: v for name, v in given.items() if v is not None})
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -136,10 +141,6 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged model")
     make.add_argument("--work", type=Path, metavar="DIR", help="default: in the user's cache")
     make.add_argument("--output", type=Path, metavar="DIR", help="default: WORK/head")
-    make.add_argument("--prompts", metavar="FILE", help="further prompts, JSON lines")
-    make.add_argument("--shards", type=int, metavar="N", help="of data")
-    make.add_argument("--epochs", type=float, metavar="N", help="passes over the data")
-    make.add_argument("--seed", type=int, default=0, metavar="N")
     make.add_argument("--threads", type=int, metavar="N", help="of torch")
     make.add_argument(
         "--part",
@@ -149,6 +150,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar=("I", "N"),
         help="with --stage data: shards I, I + N, ... alone, for N = 2 processes",
     )
+    # Each of these is a field of the options, whose docstrings say more.
+    data = make.add_argument_group("data")
+    data.add_argument("--prompts", dest="prompt_file", metavar="FILE", help="further, JSON lines")
+    data.add_argument("--shards", type=int, metavar="N")
+    data.add_argument("--seed", type=int, metavar="N", help="of the training, too")
+    data.add_argument("--aux-layers", type=int, nargs="+", metavar="N", help="states to keep")
+    data.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in")
+    head = make.add_argument_group("head")
+    head.add_argument("--draft-vocab-size", type=int, metavar="N", help="tokens it can guess")
+    head.add_argument("--fed-layers", type=int, nargs="+", metavar="N", help="default: all kept")
+    head.add_argument("--intermediate-size", type=int, metavar="N", help="default: the target's")
+    head.add_argument("--num-speculative-tokens", type=int, metavar="K", help="of its config")
+    head.add_argument("--max-mb", type=float, metavar="MB", help="refuse a larger one; 20")
+    train = make.add_argument_group("training")
+    train.add_argument("--epochs", type=float, metavar="N", help="passes over the data")
+    train.add_argument("--steps-ahead", type=int, metavar="N", help="drafting steps to train")
+    train.add_argument("--loss", choices=("distil", "price"))
+    train.add_argument("--price", type=float, metavar="NATS", help="of --loss price")
 
     offline = commands.add_parser("evaluate", help="acceptance and loss of heads, without vLLM")
     offline.add_argument("heads", type=Path, nargs="+", metavar="HEAD", help="their directories")

@@ -12,6 +12,7 @@ and several workers make different shards of the same data.
 import json
 import os
 import random
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ EARLIER = 2
 MANIFEST = "data.json"
 # The share of a prompt file's prompts among all, where one is given.
 FILE_SHARE = 0.5
+WAIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class DataOptions:
             where the target writes a task for itself at 1.
         aux_layers: hidden states to keep, as `Target` counts them; the last one must be
             num_hidden_layers, from which the target's distribution follows.
+        dtype: of the linear layers, also in training; "bfloat16" is faster only on an accelerator
+            or a core with AVX-512 BF16, elsewhere "float32" is.
         prompt_file: JSON lines of further prompts, or None.
     """
 
@@ -61,6 +65,7 @@ class DataOptions:
     max_tokens: int = 160
     greedy_share: float = 0.7
     aux_layers: tuple[int, ...] = (2, 15, 27, 30)
+    dtype: str = "bfloat16"
     prompt_file: str | None = None
 
 
@@ -192,12 +197,24 @@ class Shard:
                 tuple(file.get_tensor("prompt_tokens").tolist()),
             )
 
+    def tokens(self) -> list[torch.Tensor]:
+        """Returns the tokens of each sequence."""
+        return self._split("tokens", torch.int64)
+
     def read(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns the tokens and the states of each sequence."""
+        return self.tokens(), self._split("states", torch.bfloat16)
+
+    def _split(self, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
         with safe_open(self.path, framework="pt") as file:
-            tokens, states = file.get_tensor("tokens").long(), file.get_tensor("states")
-        lengths = list(self.lengths)
-        return list(tokens.split(lengths)), list(states.split(lengths))
+            return list(file.get_tensor(name).to(dtype).split(self.lengths))
+
+
+def wait_for(path: Path) -> Path:
+    """Returns a shard's path once it is there: another process may still make it."""
+    while not path.is_file():
+        time.sleep(WAIT_SECONDS)
+    return path
 
 
 def finished_shards(directory: Path) -> list[Path]:

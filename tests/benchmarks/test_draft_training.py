@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import random
 import re
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import tiny_models
+from benchmarks.draft import __main__ as command
 from benchmarks.draft import data, pipeline, prompts, start, untrained
 from benchmarks.draft.data import (
     DataOptions,
@@ -21,8 +23,9 @@ from benchmarks.draft.data import (
     write_manifest,
 )
 from benchmarks.draft.evaluate import evaluate_heads, table
-from benchmarks.draft.export import export, load
+from benchmarks.draft.export import export, load, megabytes
 from benchmarks.draft.head import new_head
+from benchmarks.draft.loss import distillation_loss, price_loss
 from benchmarks.draft.target import Target
 from benchmarks.draft.train import Batch, Trainer, TrainOptions, choose_draft_tokens
 from benchmarks.draft.untrained import write_untrained
@@ -198,6 +201,36 @@ def test_the_target_writes_tasks_that_a_later_shard_sets(target, tmp_path, monke
     assert made[3:] == [[1.0] * 5, [1.0] * 5, [1.0] * 2]
 
 
+def test_losses_by_hand():
+    target = torch.tensor([[3.0, 2.0, 2.5, -50.0]] * 2)
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.125, 0.125, 0.5, 0.25]]).log()
+    p = target[0].softmax(0)
+    expected = -(p * logits).sum(1)
+    torch.testing.assert_close(distillation_loss(logits, target), expected)
+    # What costs a price is right e^-1 of the time, what costs half of one e^-0.5.
+    e = torch.tensor(-0.5).exp()
+    right = torch.stack([0.5 + 0.25 * e**2 + 0.125 * e, 0.125 + 0.125 * e**2 + 0.5 * e])
+    torch.testing.assert_close(price_loss(logits, target, 1.0), -right.log())
+
+
+def test_the_gradient_of_the_price_and_its_limits():
+    generator = torch.Generator().manual_seed(0)
+    logits, target = torch.randn(2, 8, 40, generator=generator) * 3
+    logits.requires_grad_(True)
+    (gradient,) = torch.autograd.grad(price_loss(logits, target, 0.3).sum(), logits)
+    q = logits.softmax(-1)
+    cost = target.amax(-1, keepdim=True) - target
+    goal = q * (-cost / 0.3).exp()
+    torch.testing.assert_close(gradient, q - goal / goal.sum(-1, keepdim=True))
+    first = torch.nn.functional.cross_entropy(logits, target.argmax(-1), reduction="none")
+    torch.testing.assert_close(price_loss(logits, target, 1e-4), first)
+    assert (price_loss(logits, target, 1e6) < 1e-4).all()
+    for price in (0.1, 1.0, 10.0):
+        loss = price_loss(logits, target, price)
+        assert (loss <= (q * cost).sum(-1) / price + 1e-6).all()
+        assert (loss <= first + 1e-6).all() and (loss >= 0).all()
+
+
 def test_an_interrupted_run_ends_with_the_same_head(target, shards, tmp_path):
     whole = trainer(tmp_path / "whole", target, shards)
     whole.run(report=lambda figures: None)
@@ -213,10 +246,34 @@ def test_an_interrupted_run_ends_with_the_same_head(target, shards, tmp_path):
         assert torch.equal(one, other)
     with pytest.raises(ValueError, match=r"is of a run with batch=4, not 5; name another"):
         trainer(tmp_path / "parts", target, shards, replace(TRAIN, batch=5))
+    with pytest.raises(ValueError, match=r"is of a run with loss='distil', not 'price'; name"):
+        trainer(tmp_path / "parts", target, shards, replace(TRAIN, loss="price"))
 
 
-def test_training_lowers_the_loss_of_each_step(target, shards, tmp_path):
-    options = replace(TRAIN, epochs=6.0, ramp=0.0)
+def test_a_killed_run_ends_with_the_same_head(target, shards, tmp_path):
+    """Between two checkpoints, and while one is written."""
+    whole = trainer(tmp_path / "whole", target, shards)
+    whole.run(report=lambda figures: None)
+    killed = trainer(tmp_path / "killed", target, shards)
+
+    def kill(figures):
+        if figures["step"] == 5:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        killed.run(report=kill)
+    (tmp_path / "killed" / "checkpoint.pt.tmp-1").write_bytes(b"half")
+    again = trainer(tmp_path / "killed", target, shards)
+    assert again.done == 3
+    again.run(report=lambda figures: None)
+    for one, other in zip(whole.head.parameters(), again.head.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert again.log_sum("tokens") == whole.log_sum("tokens")
+
+
+@pytest.mark.parametrize("loss", ["distil", "price"])
+def test_training_lowers_the_loss_of_each_step(target, shards, tmp_path, loss):
+    options = replace(TRAIN, epochs=6.0, ramp=0.0, loss=loss, price=1.0)
     made = trainer(tmp_path, target, shards, options)
     figures = []
     made.run(report=figures.append)
@@ -244,6 +301,57 @@ def test_the_pipeline_writes_the_half_trained_and_the_trained_head(model, target
     card = (tmp_path / "head" / "README.md").read_text()
     assert f"sha256 `{model_checksum(model)}`" in card
     assert "6 of 6 steps, seed 0" in card
+    with pytest.raises(ValueError, match=r"holds data made with max_tokens=12, not 13"):
+        other = replace(setting, data=replace(setting.data, max_tokens=13))
+        pipeline.train(tmp_path, model, other, target)
+
+
+def test_what_the_command_line_names(model, target, shards, tmp_path):
+    """Seven steps ahead, by price, of a part of what was kept: in the head and on its card."""
+    (tmp_path / "data").symlink_to(shards)
+    line = "make --setting cpu --steps-ahead 7 --loss price --price 0.5 --draft-vocab-size 128"
+    line += " --fed-layers 0 2 --intermediate-size 64 --num-speculative-tokens 5 --dtype float32"
+    args = command._parser().parse_args(line.split())
+    given = pipeline.SETTINGS["cpu"]
+    setting = command._with(args, given)
+    train = command._with(args, replace(TRAIN, ramp=0.0))
+    assert (train.steps_ahead, train.loss, train.price) == (7, "price", 0.5)
+    assert command._with(args, given.data) == replace(given.data, dtype="float32")
+    assert command._with(Namespace(), given) == given
+    setting = replace(setting, data=replace(DATA, shards=2), train=train)
+    trained = pipeline.train(tmp_path, model, setting, target)
+    pipeline.write(trained, tmp_path / "head", model, setting)
+    assert check_head(tmp_path / "head", model).num_speculative_tokens == 5
+    head = load(tmp_path / "head")
+    assert (head.config.aux_layers, len(head.draft_tokens)) == ((0, 2), 128)
+    assert head.config.intermediate_size == 64
+    size = (tmp_path / "head" / "model.safetensors").stat().st_size / 1e6
+    assert megabytes(head) == pytest.approx(size, abs=5e-3)
+    record = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert len(record["last_steps"]["loss"]) == 7
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert "at layers 0, 2 |" in card and "7 drafting steps |" in card
+    assert "by price, 0.5 nats |" in card and "128 draft tokens" in card
+    with pytest.raises(ValueError, match=r"draft_vocab_size=128 has .* MB, above max_mb=0\.1;"):
+        pipeline.make_head(tmp_path, replace(setting, max_mb=0.1), target)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fed_layers": (0, 3)}, r"fed_layers=\(0, 3\) must ascend from 0 or more to 2"),
+        ({"fed_layers": (0, 1)}, r"fed_layers=\(0, 1\) must ascend .* last state"),
+        ({"data": replace(DATA, aux_layers=(2, 0))}, r"aux_layers=\(2, 0\) must ascend"),
+        (
+            {"data": replace(DATA, aux_layers=(0, 2)), "fed_layers": (1, 2)},
+            r"fed_layers=\(1, 2\) are not all in the data's aux_layers=\(0, 2\)",
+        ),
+    ],
+)
+def test_hidden_states_that_are_not_there(model, change, message):
+    setting = replace(pipeline.SETTINGS["cpu"], **{"data": DATA, **change})
+    with pytest.raises(ValueError, match=message):
+        pipeline.read_target(model, setting)
 
 
 def test_the_hidden_states_follow_from_the_depth_of_the_target(model, tmp_path):
@@ -257,6 +365,8 @@ def test_the_hidden_states_follow_from_the_depth_of_the_target(model, tmp_path):
     ("change", "message"),
     [
         ({"optimizer": "sgd"}, r"optimizer='sgd' is unknown; take 'muon' or 'adamw'"),
+        ({"loss": "hard"}, r"loss='hard' is unknown; take 'distil' or 'price'"),
+        ({"price": 0.0}, r"price=0\.0 is not above 0"),
         ({"batch": 0}, r"batch=0 is not above 0"),
         ({"epochs": -1.0}, r"epochs=-1\.0 is not above 0"),
     ],
@@ -317,6 +427,18 @@ def test_anchors_end_where_nothing_is_left_to_guess():
     # The first drafts after token 1, the prompt's last, knowing token 2: tokens 3, 4 and 5.
     assert batch.anchors[0].tolist() == [1, 2, 3]
     assert batch.valid.tolist() == [[3, 2, 1], [1, 0, 0]]
+
+
+def test_answers_shorter_than_what_is_drafted(target, tmp_path):
+    for tokens in (1, 3):
+        save_shard(tmp_path / f"{tokens // 2}", greedy(target, [[5, 6], [7, 8]], tokens))
+    options = replace(TRAIN, shards=2, steps_ahead=7, ramp=0.0)
+    head = new_head(target, torch.arange(512))
+    made = Trainer(tmp_path, options, target, head, lambda number: tmp_path / f"{number}", 2)
+    lines = []
+    made.run(report=lines.append)
+    assert [line["tokens"] for line in lines] == [0, 4]
+    assert all(parameter.isfinite().all() for parameter in made.head.parameters())
 
 
 def test_drafting_from_all_tokens_at_once_equals_one_after_the_other(target, shards):
