@@ -154,6 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     data = make.add_argument_group("data")
     data.add_argument("--prompts", dest="prompt_file", metavar="FILE", help="further, JSON lines")
     data.add_argument("--shards", type=int, metavar="N")
+    data.add_argument("--shard-prompts", type=int, metavar="N", help="conversations in a shard")
+    data.add_argument("--max-tokens", type=int, metavar="N", help="of an answer")
     data.add_argument("--seed", type=int, metavar="N", help="of the training, too")
     data.add_argument("--aux-layers", type=int, nargs="+", metavar="N", help="states to keep")
     data.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in")

@@ -43,9 +43,8 @@ class TrainOptions:
         loss: "distil" or "price" (`loss.py`).
         price: of the loss "price", in nats.
         batch: sequences in a batch.
-        optimizer: "muon" for the matrices of the layer and AdamW for the rest, or "adamw".
-        learning_rate: peak; of matrices under Muon.
-        adam_learning_rate: peak for AdamW.
+        learning_rate: peak for Muon, which trains the matrices but lm_head.
+        adam_learning_rate: peak for AdamW, which trains the rest.
         weight_decay: decoupled.
         warm_up: steps until the peak.
         cool_down: share of the steps in which the rate falls to zero, at the end.
@@ -61,7 +60,6 @@ class TrainOptions:
     loss: str = "distil"
     price: float = 0.3
     batch: int = 16
-    optimizer: str = "muon"
     learning_rate: float = 2e-3
     adam_learning_rate: float = 3e-4
     weight_decay: float = 0.01
@@ -72,8 +70,6 @@ class TrainOptions:
     checkpoint_every: int = 16
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("muon", "adamw"):
-            raise ValueError(f"optimizer={self.optimizer!r} is unknown; take 'muon' or 'adamw'.")
         if self.loss not in ("distil", "price"):
             raise ValueError(f"loss={self.loss!r} is unknown; take 'distil' or 'price'.")
         for name in ("shards", "epochs", "steps_ahead", "price", "batch", "checkpoint_every"):
@@ -172,20 +168,18 @@ class Trainer:
         others: list[torch.nn.Parameter] = []
         for name, parameter in self.head.named_parameters():
             by_muon = parameter.dim() == 2 and not name.startswith("lm_head")
-            (matrices if by_muon and options.optimizer == "muon" else others).append(parameter)
-        adam = torch.optim.AdamW(
-            others, options.adam_learning_rate, (0.9, 0.95), weight_decay=options.weight_decay
-        )
-        optimizers: list[torch.optim.Optimizer] = [adam]
-        if matrices:
-            optimizers.append(
-                torch.optim.Muon(
-                    matrices,
-                    options.learning_rate,
-                    options.weight_decay,
-                    adjust_lr_fn="match_rms_adamw",
-                )
-            )
+            (matrices if by_muon else others).append(parameter)
+        optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(
+                others, options.adam_learning_rate, (0.9, 0.95), weight_decay=options.weight_decay
+            ),
+            torch.optim.Muon(
+                matrices,
+                options.learning_rate,
+                options.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+        ]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["peak"] = group["lr"]

@@ -364,7 +364,6 @@ def test_the_hidden_states_follow_from_the_depth_of_the_target(model, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimizer": "sgd"}, r"optimizer='sgd' is unknown; take 'muon' or 'adamw'"),
         ({"loss": "hard"}, r"loss='hard' is unknown; take 'distil' or 'price'"),
         ({"price": 0.0}, r"price=0\.0 is not above 0"),
         ({"batch": 0}, r"batch=0 is not above 0"),
