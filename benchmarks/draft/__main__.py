@@ -98,9 +98,12 @@ def _make(args: argparse.Namespace) -> int:
 def _with(args: argparse.Namespace, options: Options) -> Options:
     """Returns options with the fields that the command line names."""
     names = {field.name for field in fields(options)}
-    given = {name: value for name, value in vars(args).items() if name in names}
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    return replace(options, **{name: v for name, v in given.items() if v is not None})
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+        if name in names and value is not None
+    }
+    return replace(options, **given)
 
 
 def _evaluate(args: argparse.Namespace) -> int:

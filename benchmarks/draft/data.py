@@ -12,6 +12,7 @@ and several workers make different shards of the same data.
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -212,6 +213,8 @@ class Shard:
 
 def wait_for(path: Path) -> Path:
     """Returns a shard's path once it is there: another process may still make it."""
+    if not path.is_file():
+        print(f"waiting for {path}", file=sys.stderr)
     while not path.is_file():
         time.sleep(WAIT_SECONDS)
     return path

@@ -25,9 +25,10 @@ expensive ones as well.
 
 A maximum over the whole vocabulary would shift r by a constant, and change no gradient.
 
-What neither sees: a drafting step is trained after the target's own tokens. Behind a draft that the
-rule paid for, the target goes on from another text, which is in no shard. So "price" is exact for
-the first token that a step pays for, and stands in for it behind.
+What "price" does not see: the rule weighs a token against all drafts that follow, and the loss
+takes each position alone. And a drafting step is trained after the target's own tokens; behind a
+draft that the rule paid for, the target goes on from another text, which is in no shard. So w is
+what the rule reads for the first token that a step pays for, and stands in for it behind.
 """
 
 import torch

@@ -45,7 +45,7 @@ class Setting:
         fed_layers: hidden states that it is fed, of those in the data; None for all.
         intermediate_size: width of its MLP; None for the target's.
         num_speculative_tokens: drafts per step that the head's config names.
-        max_mb: a larger head is refused, before it is trained.
+        max_mb: a larger head is refused.
     """
 
     device: str
@@ -83,7 +83,8 @@ def read_target(model: Path, setting: Setting) -> Target:
     """Reads the target, with the hidden states that the setting names.
 
     Raises:
-        ValueError: the target, or the data, has no such hidden states.
+        ValueError: the target, or the data, has no such hidden states, or the head would be too
+            large.
     """
     kept, fed = setting.data.aux_layers, setting.fed_layers or setting.data.aux_layers
     last = _depth(model)
@@ -95,7 +96,25 @@ def read_target(model: Path, setting: Setting) -> Target:
     if not set(fed) <= set(kept):
         raise ValueError(f"fed_layers={fed} are not all in the data's aux_layers={kept}.")
     dtype = getattr(torch, setting.data.dtype)
-    return Target(model, kept, device=setting.device, dtype=dtype)
+    target = Target(model, kept, device=setting.device, dtype=dtype)
+    size = megabytes(_new_head(setting, target, torch.arange(setting.draft_vocab_size)))
+    if size > setting.max_mb:
+        raise ValueError(
+            f"a head of draft_vocab_size={setting.draft_vocab_size} has {size:.1f} MB, above "
+            f"max_mb={setting.max_mb:g}; take fewer draft tokens or layers, or a smaller "
+            "intermediate_size."
+        )
+    return target
+
+
+def _new_head(setting: Setting, target: Target, draft_tokens: torch.Tensor) -> Eagle3Head:
+    return new_head(
+        target,
+        draft_tokens,
+        aux_layers=setting.fed_layers,
+        intermediate_size=setting.intermediate_size,
+        seed=setting.train.seed,
+    )
 
 
 def _depth(model: Path) -> int:
@@ -140,26 +159,11 @@ def make_data(
 
 
 def make_head(work: Path, setting: Setting, target: Target) -> Eagle3Head:
-    """Returns the head as training starts it.
-
-    Raises:
-        ValueError: it is too large.
-    """
+    """Returns the head as training starts it."""
     count = min(FIRST_SHARDS, setting.data.shards)
     first = [wait_for(shard_path(work, number)) for number in range(count)]
-    head = new_head(
-        target,
-        choose_draft_tokens(first, setting.draft_vocab_size, target.config.vocab_size),
-        aux_layers=setting.fed_layers,
-        intermediate_size=setting.intermediate_size,
-        seed=setting.train.seed,
-    )
-    if megabytes(head) > setting.max_mb:
-        raise ValueError(
-            f"a head of draft_vocab_size={setting.draft_vocab_size} has {megabytes(head):.1f} MB, "
-            f"above max_mb={setting.max_mb}; take fewer draft tokens, layers or a smaller "
-            "intermediate_size."
-        )
+    tokens = choose_draft_tokens(first, setting.draft_vocab_size, target.config.vocab_size)
+    head = _new_head(setting, target, tokens)
     start_linear(head, target, first[:1])
     return head
 
@@ -184,7 +188,7 @@ def train(
     """Trains to the end of the plan, with the half-trained head on the way.
 
     Raises:
-        ValueError: the head is too large, or the data or the checkpoint is of other options.
+        ValueError: the data or the checkpoint is of other options.
     """
     write_manifest(work / "data", setting.data, model_checksum(model))
     head = make_head(work, setting, target)

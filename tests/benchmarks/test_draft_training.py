@@ -332,8 +332,6 @@ def test_what_the_command_line_names(model, target, shards, tmp_path):
     card = (tmp_path / "head" / "README.md").read_text()
     assert "at layers 0, 2 |" in card and "7 drafting steps |" in card
     assert "by price, 0.5 nats |" in card and "128 draft tokens" in card
-    with pytest.raises(ValueError, match=r"draft_vocab_size=128 has .* MB, above max_mb=0\.1;"):
-        pipeline.make_head(tmp_path, replace(setting, max_mb=0.1), target)
 
 
 @pytest.mark.parametrize(
@@ -346,9 +344,13 @@ def test_what_the_command_line_names(model, target, shards, tmp_path):
             {"data": replace(DATA, aux_layers=(0, 2)), "fed_layers": (1, 2)},
             r"fed_layers=\(1, 2\) are not all in the data's aux_layers=\(0, 2\)",
         ),
+        (
+            {"draft_vocab_size": 128, "max_mb": 0.1},
+            r"draft_vocab_size=128 has 0\.\d MB, above max_mb=0\.1; take fewer draft tokens or",
+        ),
     ],
 )
-def test_hidden_states_that_are_not_there(model, change, message):
+def test_what_does_not_fit_is_refused_before_anything_is_made(model, change, message):
     setting = replace(pipeline.SETTINGS["cpu"], **{"data": DATA, **change})
     with pytest.raises(ValueError, match=message):
         pipeline.read_target(model, setting)
