@@ -97,7 +97,8 @@ def read_target(model: Path, setting: Setting) -> Target:
         raise ValueError(f"fed_layers={fed} are not all in the data's aux_layers={kept}.")
     dtype = getattr(torch, setting.data.dtype)
     target = Target(model, kept, device=setting.device, dtype=dtype)
-    size = megabytes(_new_head(setting, target, torch.arange(setting.draft_vocab_size)))
+    some_tokens = torch.arange(target.config.vocab_size)[: setting.draft_vocab_size]
+    size = megabytes(_new_head(setting, target, some_tokens))
     if size > setting.max_mb:
         raise ValueError(
             f"a head of draft_vocab_size={setting.draft_vocab_size} has {size:.1f} MB, above "
