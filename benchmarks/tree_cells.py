@@ -64,6 +64,7 @@ class Answer:
         row: of the prompt in the tensors.
         tokens: emitted, the first of them by the prompt's own last row, in no step.
         steps: verified.
+        accepted: drafts of each step.
         lost: in units of 2**-LOSS_BITS nats.
         relaxed: tokens; where a request samples, all that were accepted without a draw.
         beyond_two: of these, those outside the two largest logits, where it samples.
@@ -77,6 +78,7 @@ class Answer:
     row: int
     tokens: list[int]
     steps: int = 0
+    accepted: list[int] = field(default_factory=list)
     lost: int = 0
     relaxed: int = 0
     beyond_two: int = 0
@@ -226,6 +228,7 @@ def finish(
         answer.beyond_two += sum(b and not d for b, d in zip(beyond_two, drawn, strict=True))
     answer.tokens += emitted
     answer.steps += 1
+    answer.accepted.append(len(path))
     answer.lost += int(output.lost)
     answer.relaxed += int(output.num_relaxed)
 

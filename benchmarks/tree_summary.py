@@ -36,7 +36,7 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
         load: a result of `benchmarks.load` with the time of a step, or None.
     """
     draws = resamples(len(lines[0]["tokens"]))
-    figures = {(line["rule"], line["shape"]): _figures(line, draws) for line in lines}
+    figures = {(line["rule"], line["shape"]): figures_of(line, draws) for line in lines}
     cells = []
     for line in lines:
         found = figures[line["rule"], line["shape"]]
@@ -45,7 +45,7 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
                 **{name: line[name] for name in ("rule", "shape", "nodes", "seconds")},
                 **{name: line[name] for name in RUN if name in line},
                 "rows": line["nodes"] + 1,
-                **{name: _with_interval(values) for name, values in found.items()},
+                **{name: with_interval(values) for name, values in found.items()},
                 "ranks": _ranks(line["ranks"]) if line["shape"].startswith("chain") else None,
                 "raw": {name: line[name] for name in COUNTS if name in line},
             }
@@ -66,7 +66,7 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
     return result
 
 
-def _figures(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
+def figures_of(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
     """Each figure over all prompts, then over each resample."""
     sums = {
         name: np.concatenate([[values.sum()], values[draws].sum(1)])
@@ -85,7 +85,7 @@ def _figures(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
     }
 
 
-def _with_interval(values: NDArray[np.float64]) -> dict[str, float]:
+def with_interval(values: NDArray[np.float64]) -> dict[str, float]:
     low, high = interval(values[1:])
     return {"value": round(values[0], 5), "low": round(low, 5), "high": round(high, 5)}
 
@@ -119,25 +119,25 @@ def _comparisons(figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, 
             ratio = figures[rule, tree]["length"] / figures[rule, chain]["length"]
             yield {
                 **{"rule": rule, "tree": tree, "chain": chain},
-                "length_ratio": _with_interval(ratio),
+                "length_ratio": with_interval(ratio),
             }
 
 
 def _at_equal_loss(figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, Any]]:
     """Each tree beside a chain, by those prices at which both lose as much."""
     for tree, chain in _pairs(figures, "strict"):
-        lengths = {shape: _lengths_by_loss(figures, shape) for shape in (tree, chain)}
+        lengths = {shape: lengths_by_loss(figures, shape) for shape in (tree, chain)}
         for i, loss in enumerate(LOSSES):
             own, other = (lengths[shape][i] for shape in (tree, chain))
             if not np.isnan([own, other]).any():
                 yield {
                     **{"tree": tree, "chain": chain, "nats_per_token": loss},
-                    **{"tree_length": _with_interval(own), "chain_length": _with_interval(other)},
-                    "length_ratio": _with_interval(own / other),
+                    **{"tree_length": with_interval(own), "chain_length": with_interval(other)},
+                    "length_ratio": with_interval(own / other),
                 }
 
 
-def _lengths_by_loss(figures: dict[tuple[str, str], Figures], shape: str) -> NDArray[np.float64]:
+def lengths_by_loss(figures: dict[tuple[str, str], Figures], shape: str) -> NDArray[np.float64]:
     """Tokens per step at each of `LOSSES`, `[losses, resamples]`, NaN beyond the largest price.
 
     Between two prices, and between strict decoding and the smallest, the line through both.

@@ -1,24 +1,27 @@
 """Makes an EAGLE-3 head for a target, measures it without vLLM, and makes worse drafts.
 
 python -m benchmarks.draft make --setting cpu
-python -m benchmarks.draft evaluate HEAD --output build/draft.json
+python -m benchmarks.draft evaluate HEAD --price 0 0.3 --output build/draft.json
 python -m benchmarks.draft untrained
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.draft import pipeline
-from benchmarks.draft.evaluate import evaluate_heads
+from benchmarks.draft.data import DataOptions
+from benchmarks.draft.evaluate import evaluate_heads, table
+from benchmarks.draft.train import TrainOptions
 from benchmarks.draft.untrained import write_untrained
 from vllm_mars.local.draft_head import packaged_head
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED
-from vllm_mars.local.result_file import write_json
+
+Options = TypeVar("Options", pipeline.Setting, DataOptions, TrainOptions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,17 +44,6 @@ def _make(args: argparse.Namespace) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     setting = pipeline.SETTINGS[args.setting]
-    shards = args.shards or setting.data.shards
-    setting = replace(
-        setting,
-        data=replace(setting.data, shards=shards, seed=args.seed, prompt_file=args.prompts),
-        train=replace(
-            setting.train,
-            shards=shards,
-            seed=args.seed,
-            epochs=args.epochs or setting.train.epochs,
-        ),
-    )
     if args.setting == "gpu":
         print("setting gpu has never been run: its sizes are guesses", file=sys.stderr)
     if setting.device == "cuda" and not torch.cuda.is_available():
@@ -59,9 +51,12 @@ def _make(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     model = args.model or ensure_model()
+    setting = pipeline.for_target(setting, model)
+    setting = replace(
+        _with(args, setting), data=_with(args, setting.data), train=_with(args, setting.train)
+    )
     work = args.work or pipeline.work_directory(model)
     output = args.output or work / "head"
-    setting = pipeline.for_target(setting, model)
     console = Console(stderr=True)
     target = pipeline.read_target(model, setting)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -95,8 +90,20 @@ def _make(args: argparse.Namespace) -> int:
 
             trainer = pipeline.train(work, model, setting, target, report)
             pipeline.write(trainer, output, model, setting)
-            console.print(f"wrote {output}", soft_wrap=True)
+            size = (output / "model.safetensors").stat().st_size / 1e6
+            console.print(f"wrote {output}, {size:.1f} MB", soft_wrap=True)
     return 0
+
+
+def _with(args: argparse.Namespace, options: Options) -> Options:
+    """Returns options with the fields that the command line names."""
+    names = {field.name for field in fields(options)}
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+        if name in names and value is not None
+    }
+    return replace(options, **given)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -104,12 +111,14 @@ def _evaluate(args: argparse.Namespace) -> int:
         args.model or ensure_model(),
         args.heads,
         args.prompts or PACKAGED,
-        args.max_tokens,
-        args.num_speculative_tokens,
+        args.output,
+        max_tokens=args.max_tokens,
+        steps=args.num_speculative_tokens,
+        prices=args.price,
+        per_category=args.per_category,
     )
-    write_json(args.output, result)
-    for name, figures in result["heads"].items():
-        print(name, figures["mean_acceptance_length"], figures["acceptance_by_position"])
+    for line in table(result):
+        print(line)
     return 0
 
 
@@ -135,10 +144,6 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged model")
     make.add_argument("--work", type=Path, metavar="DIR", help="default: in the user's cache")
     make.add_argument("--output", type=Path, metavar="DIR", help="default: WORK/head")
-    make.add_argument("--prompts", metavar="FILE", help="further prompts, JSON lines")
-    make.add_argument("--shards", type=int, metavar="N", help="of data")
-    make.add_argument("--epochs", type=float, metavar="N", help="passes over the data")
-    make.add_argument("--seed", type=int, default=0, metavar="N")
     make.add_argument("--threads", type=int, metavar="N", help="of torch")
     make.add_argument(
         "--part",
@@ -148,12 +153,37 @@ def _parser() -> argparse.ArgumentParser:
         metavar=("I", "N"),
         help="with --stage data: shards I, I + N, ... alone, for N = 2 processes",
     )
+    # Each of these is a field of the options, whose docstrings say more.
+    data = make.add_argument_group("data")
+    data.add_argument("--prompts", dest="prompt_file", metavar="FILE", help="further, JSON lines")
+    data.add_argument("--shards", type=int, metavar="N")
+    data.add_argument("--shard-prompts", type=int, metavar="N", help="conversations in a shard")
+    data.add_argument("--max-tokens", type=int, metavar="N", help="of an answer")
+    data.add_argument("--seed", type=int, metavar="N", help="of the training, too")
+    data.add_argument("--aux-layers", type=int, nargs="+", metavar="N", help="states to keep")
+    data.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in")
+    head = make.add_argument_group("head")
+    head.add_argument("--draft-vocab-size", type=int, metavar="N", help="tokens it can guess")
+    head.add_argument("--fed-layers", type=int, nargs="+", metavar="N", help="default: all kept")
+    head.add_argument("--intermediate-size", type=int, metavar="N", help="default: the target's")
+    head.add_argument("--num-speculative-tokens", type=int, metavar="K", help="of its config")
+    head.add_argument("--max-mb", type=float, metavar="MB", help="refuse a larger one; 20")
+    train = make.add_argument_group("training")
+    train.add_argument("--epochs", type=float, metavar="N", help="passes over the data")
+    train.add_argument("--steps-ahead", type=int, metavar="N", help="drafting steps to train")
+    train.add_argument("--loss", choices=("distil", "price"))
+    train.add_argument("--price", type=float, metavar="NATS", help="of --loss price")
 
-    offline = commands.add_parser("evaluate", help="strict acceptance of heads, without vLLM")
+    offline = commands.add_parser("evaluate", help="acceptance and loss of heads, without vLLM")
     offline.add_argument("heads", type=Path, nargs="+", metavar="HEAD", help="their directories")
-    offline.add_argument("--output", type=Path, required=True, metavar="FILE")
+    offline.add_argument("--output", type=Path, required=True, metavar="FILE",
+        help="heads and prices that it holds are not measured again")  # fmt: skip
+    offline.add_argument("--price", type=float, nargs="+", default=[0.0], metavar="NATS",
+        help="of the price rule; 0, the default, is strict verification")  # fmt: skip
     offline.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged model")
     offline.add_argument("--prompts", type=Path, metavar="FILE", help="default: the demo's")
+    offline.add_argument("--per-category", type=int, default=sys.maxsize, metavar="N",
+        help="only the first prompts of each; default: all")  # fmt: skip
     offline.add_argument("--max-tokens", type=int, default=128, metavar="N")
     offline.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K")
 

@@ -9,10 +9,11 @@ A shard depends on the seed and its number alone, so that an interrupted run goe
 and several workers make different shards of the same data.
 """
 
-import hashlib
 import json
 import os
 import random
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 
 from benchmarks.draft import prompts
 from benchmarks.draft.target import Sequence, Target
+from vllm_mars.local.packaged_model import sha256
 from vllm_mars.local.prompts import PACKAGED, load_prompts
 from vllm_mars.local.result_file import write_json
 
@@ -33,6 +35,7 @@ EARLIER = 2
 MANIFEST = "data.json"
 # The share of a prompt file's prompts among all, where one is given.
 FILE_SHARE = 0.5
+WAIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,12 @@ class DataOptions:
         batch: how many are answered at once.
         max_prompt_tokens: longer conversations are drawn again.
         max_tokens: longest answer.
-        greedy_share: share of answers at temperature 0, in [0, 1]; the others at 0.6 to 1.
+        greedy_share: share of answers at temperature 0, in [0, 1]; the others at 0.6 to 1, and
+            where the target writes a task for itself at 1.
         aux_layers: hidden states to keep, as `Target` counts them; the last one must be
             num_hidden_layers, from which the target's distribution follows.
+        dtype: of the linear layers, also in training; "bfloat16" is faster only on an accelerator
+            or a core with AVX-512 BF16, elsewhere "float32" is.
         prompt_file: JSON lines of further prompts, or None.
     """
 
@@ -60,6 +66,7 @@ class DataOptions:
     max_tokens: int = 160
     greedy_share: float = 0.7
     aux_layers: tuple[int, ...] = (2, 15, 27, 30)
+    dtype: str = "bfloat16"
     prompt_file: str | None = None
 
 
@@ -103,7 +110,10 @@ def make_shard(
     for first in range(0, len(conversations), options.batch):
         batch = conversations[first : first + options.batch]
         heat = [
-            0.0 if rng.random() < options.greedy_share else rng.uniform(0.6, 1.0) for _ in batch
+            1.0
+            if prompts.asks_for_a_task(messages)
+            else (0.0 if rng.random() < options.greedy_share else rng.uniform(0.6, 1.0))
+            for messages, _ in batch
         ]
         ids = [pair[1] for pair in batch]
         for answer in target.answer(ids, heat, options.max_tokens, generator):
@@ -146,10 +156,9 @@ def write_manifest(directory: Path, options: DataOptions, target_sha256: str) ->
         ValueError: the directory holds other data.
     """
     wanted = {**asdict(options), "target_sha256": target_sha256}
+    wanted["templates_sha256"] = sha256(prompts.TEMPLATES)
     if options.prompt_file:
-        wanted["prompt_file_sha256"] = hashlib.sha256(
-            Path(options.prompt_file).read_bytes()
-        ).hexdigest()
+        wanted["prompt_file_sha256"] = sha256(Path(options.prompt_file))
     wanted.pop("shards")  # More shards of the same data are welcome.
     wanted = json.loads(json.dumps(wanted))
     path = directory / MANIFEST
@@ -189,12 +198,26 @@ class Shard:
                 tuple(file.get_tensor("prompt_tokens").tolist()),
             )
 
+    def tokens(self) -> list[torch.Tensor]:
+        """Returns the tokens of each sequence."""
+        return self._split("tokens", torch.int64)
+
     def read(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns the tokens and the states of each sequence."""
+        return self.tokens(), self._split("states", torch.bfloat16)
+
+    def _split(self, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
         with safe_open(self.path, framework="pt") as file:
-            tokens, states = file.get_tensor("tokens").long(), file.get_tensor("states")
-        lengths = list(self.lengths)
-        return list(tokens.split(lengths)), list(states.split(lengths))
+            return list(file.get_tensor(name).to(dtype).split(self.lengths))
+
+
+def wait_for(path: Path) -> Path:
+    """Returns a shard's path once it is there: another process may still make it."""
+    if not path.is_file():
+        print(f"waiting for {path}", file=sys.stderr)
+    while not path.is_file():
+        time.sleep(WAIT_SECONDS)
+    return path
 
 
 def finished_shards(directory: Path) -> list[Path]:
@@ -213,6 +236,7 @@ def _draw(
             line: dict[str, Any] = json.loads(text)
             earlier.append((line["messages"], line["answer"]))
     further = file_prompts(Path(options.prompt_file)) if options.prompt_file else []
+    measured = measured_turns()
     conversations: list[tuple[prompts.Messages, list[int]]] = []
     while len(conversations) < options.shard_prompts:
         if further and rng.random() < FILE_SHARE:
@@ -220,7 +244,7 @@ def _draw(
         else:
             messages = prompts.draw(rng, earlier)
         ids = encode(messages)
-        if len(ids) <= options.max_prompt_tokens:
+        if len(ids) <= options.max_prompt_tokens and messages[-1]["content"] not in measured:
             conversations.append((messages, ids))
     return conversations
 
@@ -231,7 +255,7 @@ def file_prompts(path: Path) -> list[str]:
     Raises:
         ValueError: the file cannot be read, or holds a prompt that the demo measures on.
     """
-    measured = {turn for prompt in load_prompts(PACKAGED) for turn in prompt.turns}
+    measured = measured_turns()
     texts = []
     for prompt in load_prompts(path):
         if measured & set(prompt.turns):
@@ -241,3 +265,8 @@ def file_prompts(path: Path) -> list[str]:
             )
         texts.append(prompt.turns[0])
     return texts
+
+
+def measured_turns() -> set[str]:
+    """Returns what the demo asks: a draft that is measured on it must not be trained on it."""
+    return {turn for prompt in load_prompts(PACKAGED) for turn in prompt.turns}

@@ -1,176 +1,150 @@
-"""How many guesses of a head the target takes: offline on its own answers, and in vLLM.
+"""What the target takes of heads' guesses, strictly and by the price rule: offline, without vLLM.
 
-Offline, the walk of strict verification is followed exactly: a step drafts K tokens, the target
-takes the first a of them that are its own and adds one, and the next step starts there. (A mean
-over all tokens would flatter the head: easy stretches are walked in long strides, so that more
-steps start in hard ones.) A relaxed walk leaves the target's own text and needs vLLM.
+The answers are those of `benchmarks.tree`, in chains of K drafts: a step starts where the one
+before was rejected, and what a price accepts is what the answer goes on from. (A mean over all
+tokens would flatter a head: easy stretches are walked in long strides, so that more steps start in
+hard ones.) The server's guard against repetition is off; repeated 4-grams are counted.
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from benchmarks.draft.export import load
-from benchmarks.draft.head import Eagle3Head
-from benchmarks.draft.target import Sequence, Target
-from benchmarks.draft.train import Batch
-from vllm_mars.local.draft_head import check_head
-from vllm_mars.local.prompts import load_prompts
+from benchmarks.markdown import shown
+from benchmarks.tree import STRICT, Study, choose_prompts, repeated
+from benchmarks.tree_cells import Rule, Shape
+from benchmarks.tree_summary import LOSSES, figures_of, lengths_by_loss, with_interval
+from vllm_mars.local.draft_head import WEIGHTS_KEY, check_head
+from vllm_mars.local.intervals import resamples
+from vllm_mars.local.packaged_model import sha256 as checksum
 from vllm_mars.local.provenance import describe_run
+from vllm_mars.local.result_file import write_json
 
-SCHEMA = 1
-
-
-@dataclass
-class Walk:
-    """Counts of verification.
-
-    Attributes:
-        drafts: steps that drafted.
-        accepted: how often each draft position was accepted.
-    """
-
-    drafts: int = 0
-    accepted: list[int] = field(default_factory=list)
-
-    @property
-    def length(self) -> float:
-        """Mean acceptance length, with the token that each step adds."""
-        return 1 + sum(self.accepted) / max(1, self.drafts)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the figures as JSON values."""
-        return {
-            "drafts": self.drafts,
-            "mean_acceptance_length": round(self.length, 4),
-            "acceptance_by_position": [
-                round(count / max(1, self.drafts), 4) for count in self.accepted
-            ],
-        }
-
-    def take(self, right: list[list[bool]]) -> None:
-        """Follows one answer.
-
-        Args:
-            right: per token that can be drafted from, whether each guess is the target's.
-        """
-        if not self.accepted:
-            self.accepted = [0] * len(right[0])
-        place = 0
-        while place < len(right):
-            taken = 0
-            while taken < len(right[place]) and right[place][taken]:
-                self.accepted[taken] += 1
-                taken += 1
-            self.drafts += 1
-            place += taken + 1
-
-
-@torch.inference_mode()
-def right_guesses(
-    head: Eagle3Head, target: Target, sequence: Sequence, steps: int
-) -> list[list[bool]]:
-    """Drafts from every token of an answer.
-
-    Returns:
-        [anchors][steps]: whether a guess is the answer's token. A guess after a wrong one is made
-        from the true tokens; verification never gets to it.
-    """
-    aux = [target.aux_layers.index(layer) for layer in head.config.aux_layers]
-    batch = Batch.of(
-        [sequence.tokens],
-        [torch.cat([sequence.states, torch.zeros_like(sequence.states[:1])])],
-        [sequence.prompt_tokens],
-        steps,
-        target.device,
-    )
-    embeddings = target.embedding[batch.tokens[:, 1:]]
-    columns = []
-    for step, hidden in enumerate(
-        head.steps(batch.states[:, :, aux], embeddings, batch.anchors, steps)
-    ):
-        guess = head.draft_tokens[head.lm_head(hidden[0]).argmax(-1)]
-        true = batch.tokens[0, batch.anchors[0] + 2 + step]
-        columns.append((guess == true) & (batch.valid[0] > step))
-    rows: list[list[bool]] = torch.stack(columns, 1).tolist()
-    return rows
-
-
-def evaluate_offline(
-    head: Eagle3Head, target: Target, sequences: Iterable[Sequence], steps: int
-) -> Walk:
-    """Returns what strict verification takes of K = `steps` drafts on the given answers."""
-    walk = Walk()
-    for sequence in sequences:
-        if len(sequence.tokens) - sequence.prompt_tokens >= 2:
-            walk.take(right_guesses(head, target, sequence, steps))
-    return walk
+SCHEMA = "vllm-mars/drafts/2"
+# What tells heads apart in a table, of their training.json.
+TRAINED = ("steps", "seen_tokens", "draft_vocab_size", "aux_layers", "megabytes")
+TRAINED_WITH = ("steps_ahead", "loss", "price", "epochs")
 
 
 def evaluate_heads(
-    model: Path, heads: list[Path], prompts: Path, max_tokens: int, steps: int
+    model: Path,
+    heads: list[Path],
+    prompts: Path,
+    output: Path,
+    *,
+    max_tokens: int,
+    steps: int,
+    prices: list[float],
+    per_category: int = sys.maxsize,
 ) -> dict[str, Any]:
-    """Compares heads offline on the target's greedy answers, in float32.
+    """Measures heads that are not in the result file yet, each at each price, in float32.
 
     Args:
         model: the target's directory.
-        heads: directories of heads that are fed the same hidden states.
+        heads: directories of heads, whose names tell them apart.
         prompts: prompt file; of each conversation the first turn is asked.
-        max_tokens: longest answer.
+        output: the result file, written after each head and price.
+        max_tokens: an answer ends with the step that reaches as many.
         steps: drafts per step.
+        prices: in nats; 0 is strict verification.
+        per_category: the first so many prompts of each category.
 
     Returns:
-        The result file's content; `heads` has the figures of each by its directory's name.
+        The result file's content. Each of its `cells` has a head's name and checksum, a rule, and
+        per prompt what was emitted, verified, accepted by position and lost, the last in units of
+        2**-16 nats.
 
     Raises:
-        ValueError: a head is damaged or for another target.
+        ValueError: a head is damaged or for another target, two have one name, or the file holds
+            another measurement.
     """
     for directory in heads:
         check_head(directory, model)
-    read = {directory.name: load(directory) for directory in heads}
-    layers = {layer for head in read.values() for layer in head.config.aux_layers}
-    target = Target(model, tuple(sorted(layers)), dtype=torch.float32)
-    ids = sorted(encode_prompts(model, prompts), key=len)
-    answers = list(target.answer(ids, [0.0] * len(ids), max_tokens, torch.Generator()))
-    return {
-        "schema": SCHEMA,
-        **describe_run(None),
-        "config": {
-            "model": model.name,
-            "prompts": prompts.name,
-            "max_tokens": max_tokens,
-            "num_speculative_tokens": steps,
-        },
-        "heads": {
-            name: {
-                "steps": _trained_steps(directory),
-                **evaluate_offline(read[name], target, answers, steps).to_json(),
-            }
-            for name, directory in zip(read, heads, strict=True)
-        },
+    if len({directory.name for directory in heads}) < len(heads):
+        raise ValueError("heads have one name; give each a directory of its own name.")
+    chosen = choose_prompts(prompts, model, per_category, sys.maxsize)
+    config: dict[str, Any] = {
+        **{"model": model.name, "prompts": prompts.name, "prompts_sha256": checksum(prompts)},
+        **{"prompt_ids": [name for name, _, _ in chosen], "max_tokens": max_tokens},
+        "num_speculative_tokens": steps,
     }
+    checksums = {
+        directory.name: json.loads((directory / "config.json").read_text())[WEIGHTS_KEY]
+        for directory in heads
+    }
+    result: dict[str, Any] = {"schema": SCHEMA, **describe_run(None), "config": config, "cells": []}
+    if output.is_file():
+        found = json.loads(output.read_text())
+        if (found.get("schema"), found.get("config")) != (SCHEMA, config):
+            raise ValueError(f"output={output} holds another measurement; name another file.")
+        # A head that was trained on since is measured again.
+        result["cells"] = [
+            cell
+            for cell in found["cells"]
+            if checksums.get(cell["head"], cell["sha256"]) == cell["sha256"]
+        ]
+    done = {(cell["head"], cell["rule"]) for cell in result["cells"]}
+    rules = [Rule("price", price) if price else STRICT for price in prices]
+    ids = [tokens for _, _, tokens in chosen]
+    for directory in heads:
+        missing = [rule for rule in rules if (directory.name, str(rule)) not in done]
+        study = Study.open(model, directory, ids, max_tokens) if missing else None
+        for rule in missing:
+            assert study is not None
+            answers = study.answer(rule, Shape("chain", steps))
+            result["cells"].append(
+                {
+                    **{"head": directory.name, "sha256": checksums[directory.name]},
+                    **{"rule": str(rule), "nodes": steps, "git_commit": result["git_commit"]},
+                    "trained": _trained(directory),
+                    # The first token is the prompt's, of no step.
+                    "tokens": [len(answer.tokens) - 1 for answer in answers],
+                    "steps": [answer.steps for answer in answers],
+                    "accepted": [
+                        [sum(count > place for count in answer.accepted) for place in range(steps)]
+                        for answer in answers
+                    ],
+                    "relaxed": [answer.relaxed for answer in answers],
+                    "lost": [answer.lost for answer in answers],
+                    "repeated": [repeated(answer.tokens) for answer in answers],
+                }
+            )
+            write_json(output, result)
+    return result
 
 
-def encode_prompts(model: Path, prompts: Path) -> list[list[int]]:
-    """Returns the token ids of each conversation's first turn, with the start of the answer."""
-    from transformers import AutoTokenizer
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """Yields Markdown: a line for each head and rule, then each head where all lose as much."""
+    draws = resamples(len(result["cells"][0]["steps"]))
+    found = {(cell["rule"], cell["head"]): figures_of(cell, draws) for cell in result["cells"]}
+    yield "| head | trained | rule | tokens per step | accepted by position | nats per token |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for cell in result["cells"]:
+        sums = {name: with_interval(v) for name, v in found[cell["rule"], cell["head"]].items()}
+        trained = ", ".join(f"{name} {value}" for name, value in cell["trained"].items())
+        accepted = np.array(cell["accepted"]).sum(0) / sum(cell["steps"])
+        yield (
+            f"| {cell['head']} | {trained} | {cell['rule']} | {shown(**sums['length'])} "
+            f"| {' '.join(f'{share:.2f}' for share in accepted)} "
+            f"| {shown(**sums['nats_per_token'], form='.3f')} |"
+        )
+    yield f"| tokens per step at nats per token | {' | '.join(map(str, LOSSES))} |"
+    yield f"| --- |{' --- |' * len(LOSSES)}"
+    for head in dict.fromkeys(cell["head"] for cell in result["cells"]):
+        lengths = lengths_by_loss(found, head)
+        texts = ["" if np.isnan(at).any() else shown(**with_interval(at)) for at in lengths]
+        yield f"| {head} | {' | '.join(texts)} |"
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt.turns[0]}],
-            add_generation_prompt=True,
-            tokenize=True,
-        )["input_ids"]
-        for prompt in load_prompts(prompts)
-    ]
 
-
-def _trained_steps(directory: Path) -> int:
-    """Returns how many steps a head was trained; 0 where nothing says so."""
+def _trained(directory: Path) -> dict[str, Any]:
+    """Returns how a head was trained; nothing where it does not say."""
     path = directory / "training.json"
-    return int(json.loads(path.read_text())["steps"]) if path.is_file() else 0
+    record = json.loads(path.read_text()) if path.is_file() else {}
+    train = record.get("train", {})
+    return {name: record[name] for name in TRAINED if name in record} | {
+        name: train[name] for name in TRAINED_WITH if name in train
+    }

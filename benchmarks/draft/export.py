@@ -65,6 +65,12 @@ def export(
     unfinished.replace(directory / "config.json")
 
 
+def megabytes(head: Eagle3Head) -> float:
+    """Returns the size of an exported head's tensors in MB of 10^6 bytes."""
+    weights = sum(tensor.numel() for tensor in head.state_dict().values())
+    return (2 * weights + 8 * len(head.draft_tokens)) / 1e6
+
+
 def describe(
     head: Eagle3Head, target_name: str, target_sha256: str, num_speculative_tokens: int
 ) -> dict[str, Any]:

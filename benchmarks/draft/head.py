@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
 from benchmarks.draft.target import Target
 
@@ -61,7 +61,6 @@ class Eagle3Head(nn.Module):
     """
 
     draft_tokens: torch.Tensor
-    frequencies: torch.Tensor
 
     def __init__(self, config: LlamaConfig, draft_tokens: torch.Tensor) -> None:
         super().__init__()
@@ -73,9 +72,7 @@ class Eagle3Head(nn.Module):
         self.norm = nn.RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, len(draft_tokens), bias=False)
         self.register_buffer("draft_tokens", draft_tokens, persistent=False)
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        frequencies = config.rope_parameters["rope_theta"] ** -exponents
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.rotary = LlamaRotaryEmbedding(config)
 
     @property
     def layer(self) -> Layer:
@@ -152,12 +149,8 @@ class Eagle3Head(nn.Module):
         split = projected.view(shape).transpose(1, 2).float()
         if positions is None:
             return split
-        angles = positions[..., None].float() * self.frequencies
-        cos, sin = (torch.cat([part] * 2, -1) for part in (angles.cos(), angles.sin()))
-        if cos.dim() == 3:
-            cos, sin = cos[:, None], sin[:, None]
-        first, second = split.chunk(2, -1)
-        return split * cos + torch.cat([-second, first], -1) * sin
+        cos, sin = (part.unsqueeze(-3) for part in self.rotary(split, positions))
+        return split * cos + rotate_half(split) * sin
 
     def _attend(
         self,

@@ -16,8 +16,8 @@ from typing import Any
 import jinja2
 import torch
 
-from benchmarks.draft.data import DataOptions, make_shard, write_manifest
-from benchmarks.draft.export import export
+from benchmarks.draft.data import DataOptions, make_shard, wait_for, write_manifest
+from benchmarks.draft.export import export, megabytes
 from benchmarks.draft.head import Eagle3Head, new_head
 from benchmarks.draft.prompts import Messages
 from benchmarks.draft.start import start_linear
@@ -27,8 +27,8 @@ from vllm_mars.local.draft_head import model_checksum
 from vllm_mars.local.packaged_model import cache_root
 from vllm_mars.local.provenance import git_commit
 
-# Shards that the draft vocabulary and the linear start are taken from; the first to be made.
-FIRST_SHARDS = 2
+# The first to be made: shards that the draft vocabulary is counted in.
+FIRST_SHARDS = 8
 # Losses and accuracies of training are given as their means over so many steps.
 LAST_STEPS = 32
 
@@ -42,14 +42,20 @@ class Setting:
         data: the data.
         train: the training.
         draft_vocab_size: tokens that the head can guess.
+        fed_layers: hidden states that it is fed, of those in the data; None for all.
+        intermediate_size: width of its MLP; None for the target's.
         num_speculative_tokens: drafts per step that the head's config names.
+        max_mb: a larger head is refused.
     """
 
     device: str
     data: DataOptions
     train: TrainOptions
     draft_vocab_size: int = 4096
+    fed_layers: tuple[int, ...] | None = None
+    intermediate_size: int | None = None
     num_speculative_tokens: int = 4
+    max_mb: float = 20.0
 
 
 SETTINGS = {
@@ -68,14 +74,52 @@ def for_target(setting: Setting, model: Path) -> Setting:
     The first three are those that vLLM takes by default: an early, a middle and a late one. The
     last is what the target's own distribution follows from.
     """
-    count = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    count = _depth(model)
     layers = tuple(sorted({min(2, count), count // 2, max(0, count - 3), count}))
     return replace(setting, data=replace(setting.data, aux_layers=layers))
 
 
 def read_target(model: Path, setting: Setting) -> Target:
-    """Reads the target, with the hidden states that the setting names."""
-    return Target(model, setting.data.aux_layers, device=setting.device)
+    """Reads the target, with the hidden states that the setting names.
+
+    Raises:
+        ValueError: the target, or the data, has no such hidden states, or the head would be too
+            large.
+    """
+    kept, fed = setting.data.aux_layers, setting.fed_layers or setting.data.aux_layers
+    last = _depth(model)
+    for name, layers in (("aux_layers", kept), ("fed_layers", fed)):
+        if list(layers) != sorted(set(layers) & set(range(last + 1))) or last not in layers:
+            raise ValueError(
+                f"{name}={layers} must ascend from 0 or more to {last}, the target's last state."
+            )
+    if not set(fed) <= set(kept):
+        raise ValueError(f"fed_layers={fed} are not all in the data's aux_layers={kept}.")
+    dtype = getattr(torch, setting.data.dtype)
+    target = Target(model, kept, device=setting.device, dtype=dtype)
+    some_tokens = torch.arange(target.config.vocab_size)[: setting.draft_vocab_size]
+    size = megabytes(_new_head(setting, target, some_tokens))
+    if size > setting.max_mb:
+        raise ValueError(
+            f"a head of draft_vocab_size={setting.draft_vocab_size} has {size:.1f} MB, above "
+            f"max_mb={setting.max_mb:g}; take fewer draft tokens or layers, or a smaller "
+            "intermediate_size."
+        )
+    return target
+
+
+def _new_head(setting: Setting, target: Target, draft_tokens: torch.Tensor) -> Eagle3Head:
+    return new_head(
+        target,
+        draft_tokens,
+        aux_layers=setting.fed_layers,
+        intermediate_size=setting.intermediate_size,
+        seed=setting.train.seed,
+    )
+
+
+def _depth(model: Path) -> int:
+    return int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
 
 
 def make_data(
@@ -117,9 +161,10 @@ def make_data(
 
 def make_head(work: Path, setting: Setting, target: Target) -> Eagle3Head:
     """Returns the head as training starts it."""
-    first = [shard_path(work, number) for number in range(min(FIRST_SHARDS, setting.data.shards))]
+    count = min(FIRST_SHARDS, setting.data.shards)
+    first = [wait_for(shard_path(work, number)) for number in range(count)]
     tokens = choose_draft_tokens(first, setting.draft_vocab_size, target.config.vocab_size)
-    head = new_head(target, tokens, seed=setting.train.seed)
+    head = _new_head(setting, target, tokens)
     start_linear(head, target, first[:1])
     return head
 
@@ -141,7 +186,12 @@ def train(
     target: Target,
     report: Callable[[dict[str, Any]], None] = lambda figures: None,
 ) -> Trainer:
-    """Trains to the end of the plan, with the half-trained head on the way."""
+    """Trains to the end of the plan, with the half-trained head on the way.
+
+    Raises:
+        ValueError: the data or the checkpoint is of other options.
+    """
+    write_manifest(work / "data", setting.data, model_checksum(model))
     head = make_head(work, setting, target)
     trainer = Trainer(
         work / "train",
@@ -180,6 +230,8 @@ def write(trainer: Trainer, directory: Path, model: Path, setting: Setting) -> N
         "training_seconds": trainer.log_sum("seconds"),
         "last_steps": trainer.log_means(LAST_STEPS),
         "draft_vocab_size": len(trainer.head.draft_tokens),
+        "aux_layers": trainer.head.config.aux_layers,
+        "megabytes": round(megabytes(trainer.head), 1),
         "parameters": sum(parameter.numel() for parameter in trainer.head.parameters()),
         "git_commit": git_commit(),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},

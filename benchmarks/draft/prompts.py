@@ -1,7 +1,8 @@
-"""Training prompts: templates of many kinds, filled at random, and turns that continue answers.
+"""Training prompts: templates of many kinds, filled at random, and what earlier answers lead to.
 
-prompts.json holds the templates and the words. The benchmarks' prompts and the demo's are no source
-of these. A prompt file can be added.
+prompts.json holds the templates and the words. A word may hold fields itself, so that a table or a
+record is a word. The benchmarks' prompts and the demo's are no source of these. Some templates ask
+the target for a task, which a later shard then sets. A prompt file can be added.
 """
 
 import json
@@ -14,7 +15,8 @@ from typing import Any
 Messages = list[dict[str, str]]
 Values = Mapping[str, Sequence[Any]]
 
-DATA = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
+TEMPLATES = Path(__file__).with_name("prompts.json")
+DATA = json.loads(TEMPLATES.read_text(encoding="utf-8"))
 
 
 def _ranges(limits: dict[str, tuple[int, int]]) -> dict[str, range]:
@@ -31,8 +33,13 @@ PASSAGE_WORDS: Values = {**WORDS, **_ranges(DATA["passage_numbers"])}
 # How often each kind is drawn. Passages weigh more: their answers copy, which needs practice.
 WEIGHTS = [kind["weight"] for kind in DATA["kinds"].values()]
 # Share of prompts that go on from an earlier answer, and of passages that are one.
-FOLLOW_UP_SHARE = 0.12
+FOLLOW_UP_SHARE = 0.15
 ANSWER_AS_PASSAGE_SHARE = 0.5
+# Messages of the longest conversation that is gone on with.
+MOST_MESSAGES = 6
+# Share of prompts that the target wrote, and of conversations with a system's turn.
+OWN_TASK_SHARE = 0.03
+SYSTEM_SHARE = 0.08
 
 
 def draw(rng: random.Random, earlier: list[tuple[Messages, str]]) -> Messages:
@@ -40,18 +47,22 @@ def draw(rng: random.Random, earlier: list[tuple[Messages, str]]) -> Messages:
 
     Args:
         rng: source of all choices; the same state draws the same prompts.
-        earlier: conversations with the target's answers, from which follow-ups and passages are
-            taken; may be empty.
+        earlier: conversations with the target's answers, from which follow-ups, passages and
+            the target's own tasks are taken; may be empty.
     """
     if earlier and rng.random() < FOLLOW_UP_SHARE:
         messages, answer = rng.choice(earlier)
-        if len(messages) < 4:
+        if len(messages) < MOST_MESSAGES and not asks_for_a_task(messages):
             turn = fill(rng.choice(DATA["follow_ups"]), rng)
             return [
                 *messages,
                 {"role": "assistant", "content": answer},
                 {"role": "user", "content": turn},
             ]
+    if rng.random() < OWN_TASK_SHARE:
+        own = [answer.strip() for messages, answer in earlier if asks_for_a_task(messages)]
+        if own:
+            return [{"role": "user", "content": rng.choice(own)}]
     template = rng.choice(rng.choices(list(DATA["kinds"].values()), WEIGHTS)[0]["templates"])
     passage = ""
     if "{passage}" in template:
@@ -61,7 +72,15 @@ def draw(rng: random.Random, earlier: list[tuple[Messages, str]]) -> Messages:
             passage = compose(rng)
     # The passage comes last: it may hold braces.
     text = fill(template, rng).replace("{passage}", passage)
-    return [{"role": "user", "content": text}]
+    user = [{"role": "user", "content": text}]
+    if rng.random() < SYSTEM_SHARE:
+        return [{"role": "system", "content": fill(rng.choice(DATA["systems"]), rng)}, *user]
+    return user
+
+
+def asks_for_a_task(messages: Messages) -> bool:
+    """Whether a conversation asks the target for a task, so that its answer is a prompt."""
+    return messages[-1]["content"].startswith(DATA["task_request"])
 
 
 def fill(template: str, rng: random.Random) -> str:

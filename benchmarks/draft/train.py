@@ -1,9 +1,8 @@
 """Distils a target into an EAGLE-3 head: training-time test on the target's own answers.
 
-Each batch drafts from every token of the answers at once, as many steps ahead as will be drafted;
-the loss is the cross-entropy with the target's distribution over the draft vocabulary (its
-divergence from it, up to a constant). Where the target's first choice is no draft token nothing
-can be learned, and the position counts as missed.
+Each batch drafts from every token of the answers at once, some steps ahead, and a loss (`loss.py`)
+compares each guess with the target's logits over the draft vocabulary. Where the token of the text
+is no draft token nothing is learned, and the position counts as missed.
 
 A run is a plan of steps that follows from its options alone, so that one that was interrupted goes
 on at its last checkpoint and ends with the same head. It waits for shards that are still made.
@@ -16,19 +15,20 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from benchmarks.draft.data import Shard
+from benchmarks.draft.data import Shard, wait_for
 from benchmarks.draft.head import Eagle3Head
+from benchmarks.draft.loss import distillation_loss, price_loss
 from benchmarks.draft.target import Target
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
-WAIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,12 @@ class TrainOptions:
         seed: of the order of the batches.
         shards: how many shards of the data are used.
         epochs: passes over them; may be a fraction.
-        steps_ahead: drafting steps that are trained, at least 1.
+        steps_ahead: drafting steps that are trained, at least 1; more or fewer may be drafted.
+        loss: "distil" or "price" (`loss.py`).
+        price: of the loss "price", in nats.
         batch: sequences in a batch.
-        optimizer: "muon" for the matrices of the layer and AdamW for the rest, or "adamw".
-        learning_rate: peak; of matrices under Muon.
-        adam_learning_rate: peak for AdamW.
+        learning_rate: peak for Muon, which trains the matrices but lm_head.
+        adam_learning_rate: peak for AdamW, which trains the rest.
         weight_decay: decoupled.
         warm_up: steps until the peak.
         cool_down: share of the steps in which the rate falls to zero, at the end.
@@ -56,8 +57,9 @@ class TrainOptions:
     shards: int = 12
     epochs: float = 1.0
     steps_ahead: int = 3
+    loss: str = "distil"
+    price: float = 0.3
     batch: int = 16
-    optimizer: str = "muon"
     learning_rate: float = 2e-3
     adam_learning_rate: float = 3e-4
     weight_decay: float = 0.01
@@ -68,9 +70,9 @@ class TrainOptions:
     checkpoint_every: int = 16
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("muon", "adamw"):
-            raise ValueError(f"optimizer={self.optimizer!r} is unknown; take 'muon' or 'adamw'.")
-        for name in ("shards", "epochs", "steps_ahead", "batch", "checkpoint_every"):
+        if self.loss not in ("distil", "price"):
+            raise ValueError(f"loss={self.loss!r} is unknown; take 'distil' or 'price'.")
+        for name in ("shards", "epochs", "steps_ahead", "price", "batch", "checkpoint_every"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} is not above 0.")
 
@@ -147,6 +149,11 @@ class Trainer:
         self.done = 0
         self.aux = [target.aux_layers.index(layer) for layer in head.config.aux_layers]
         self.last = target.aux_layers.index(target.config.num_hidden_layers)
+        self.loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = (
+            partial(price_loss, price=options.price)
+            if options.loss == "price"
+            else distillation_loss
+        )
         self.draft_head = target.lm_head[head.draft_tokens]
         self.to_draft = torch.full((target.config.vocab_size,), -1, device=target.device)
         self.to_draft[head.draft_tokens] = torch.arange(
@@ -161,20 +168,18 @@ class Trainer:
         others: list[torch.nn.Parameter] = []
         for name, parameter in self.head.named_parameters():
             by_muon = parameter.dim() == 2 and not name.startswith("lm_head")
-            (matrices if by_muon and options.optimizer == "muon" else others).append(parameter)
-        adam = torch.optim.AdamW(
-            others, options.adam_learning_rate, (0.9, 0.95), weight_decay=options.weight_decay
-        )
-        optimizers: list[torch.optim.Optimizer] = [adam]
-        if matrices:
-            optimizers.append(
-                torch.optim.Muon(
-                    matrices,
-                    options.learning_rate,
-                    options.weight_decay,
-                    adjust_lr_fn="match_rms_adamw",
-                )
-            )
+            (matrices if by_muon else others).append(parameter)
+        optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(
+                others, options.adam_learning_rate, (0.9, 0.95), weight_decay=options.weight_decay
+            ),
+            torch.optim.Muon(
+                matrices,
+                options.learning_rate,
+                options.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+        ]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["peak"] = group["lr"]
@@ -296,10 +301,7 @@ class Trainer:
             yield from self._shard(order[place], f"{options.seed} {epoch} {place}", skip)
 
     def _shard(self, number: int, seed: str, skip: int) -> Iterator[Batch]:
-        path = self.shard_path(number)
-        while not path.is_file():
-            time.sleep(WAIT_SECONDS)
-        shard = Shard.open(path)
+        shard = Shard.open(wait_for(self.shard_path(number)))
         tokens, states = shard.read()
         # Little padding where the lengths are alike.
         order = sorted(range(len(tokens)), key=lambda index: shard.lengths[index])
@@ -325,7 +327,8 @@ class Trainer:
             optimizer.zero_grad()
         losses, correct, counts = self._losses(batch)
         loss = sum(
-            self.options.step_decay**step * one / counts[0] for step, one in enumerate(losses)
+            self.options.step_decay**step * one / max(1, counts[0])
+            for step, one in enumerate(losses)
         )
         assert isinstance(loss, torch.Tensor), "at least one step is trained"
         loss.backward()  # type: ignore[no-untyped-call]
@@ -347,26 +350,26 @@ class Trainer:
         device_type = torch.device(self.target.device).type
         losses, correct, counts = [], [], []
         embeddings = self.target.embedding[batch.tokens[:, 1:]]
-        with torch.autocast(device_type, torch.bfloat16):
-            # The state one token before the guessed one gives the target's distribution. Step j
-            # of an anchor guesses what step 0 of the j-th anchor after it does.
+        low_precision = self.target.dtype == torch.bfloat16
+        with torch.autocast(device_type, torch.bfloat16, enabled=low_precision):
+            # The state one token before the guessed one gives the target's logits. Step j of an
+            # anchor guesses what step 0 of the j-th anchor after it does.
             first = batch.valid > 0
             place = torch.full_like(batch.anchors, -1)
             place[first] = torch.arange(int(first.sum()), device=place.device)
             row, after = torch.nonzero(first)[:, 0], batch.anchors[first] + 1
             with torch.no_grad():
                 last = self.target.normed(batch.states[row, after, self.last])
-                wanted = functional.linear(last, self.draft_head).float().softmax(-1)
+                wanted = functional.linear(last, self.draft_head).float()
                 chosen = self.to_draft[batch.tokens[row, after + 1]]
             outputs = self.head.steps(
                 batch.states[:, :, self.aux], embeddings, batch.anchors, count
             )
             for step, hidden in enumerate(outputs):
                 rows = batch.valid > step
-                index = place[:, step:][rows[:, : place.shape[1] - step]]
+                index = place[:, step:][rows[:, : max(0, place.shape[1] - step)]]
                 logits = self.head.lm_head(hidden[rows]).float()
-                cross = -(wanted[index] * logits.log_softmax(-1)).sum(-1)
-                losses.append((cross * (chosen[index] >= 0)).sum())
+                losses.append((self.loss(logits, wanted[index]) * (chosen[index] >= 0)).sum())
                 correct.append(int((logits.detach().argmax(-1) == chosen[index]).sum()))
                 counts.append(len(index))
         return losses, correct, counts
@@ -385,8 +388,7 @@ def choose_draft_tokens(paths: list[Path], size: int, vocab_size: int) -> torch.
     answers, others = (torch.zeros(vocab_size) for _ in range(2))
     for path in paths:
         shard = Shard.open(path)
-        tokens, _ = shard.read()
-        for ids, prompt_tokens in zip(tokens, shard.prompt_tokens, strict=True):
+        for ids, prompt_tokens in zip(shard.tokens(), shard.prompt_tokens, strict=True):
             answers += torch.bincount(ids[prompt_tokens:], minlength=vocab_size)
             others += torch.bincount(ids[:prompt_tokens], minlength=vocab_size)
     rank = answers * (others.sum() + 1) + others

@@ -1,9 +1,10 @@
 """The making of an EAGLE-3 head, on a tiny target: data, training, resuming, export, vLLM."""
 
-import hashlib
 import json
 import multiprocessing
 import random
+import re
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 import tiny_models
-from benchmarks.draft import pipeline, prompts, start, untrained
+from benchmarks.draft import __main__ as command
+from benchmarks.draft import data, pipeline, prompts, start, untrained
 from benchmarks.draft.data import (
     DataOptions,
     Shard,
@@ -20,12 +22,15 @@ from benchmarks.draft.data import (
     save_shard,
     write_manifest,
 )
-from benchmarks.draft.evaluate import Walk, evaluate_offline
-from benchmarks.draft.export import export, load
+from benchmarks.draft.evaluate import evaluate_heads, table
+from benchmarks.draft.export import export, load, megabytes
 from benchmarks.draft.head import new_head
+from benchmarks.draft.loss import distillation_loss, price_loss
 from benchmarks.draft.target import Target
 from benchmarks.draft.train import Batch, Trainer, TrainOptions, choose_draft_tokens
 from benchmarks.draft.untrained import write_untrained
+from benchmarks.tree import STRICT, Study
+from benchmarks.tree_cells import Shape
 from vllm_mars.local.draft_head import check_head, model_checksum
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.local.prompts import load_prompts
@@ -61,6 +66,7 @@ def model(tmp_path_factory):
             layer.self_attn.o_proj.weight.mul_(0.2)
             layer.mlp.down_proj.weight.mul_(0.2)
     made.save_pretrained(directory)
+    tiny_models.tokenizer(directory)
     return directory
 
 
@@ -134,13 +140,16 @@ def test_a_shard_follows_from_seed_and_number(target, shards, tmp_path):
     assert other != (shards / "00001.safetensors").read_bytes()
 
 
-def test_data_of_other_options_is_refused(tmp_path):
+def test_data_of_other_options_is_refused(tmp_path, monkeypatch):
     write_manifest(tmp_path, DATA, "abc")
     write_manifest(tmp_path, replace(DATA, shards=9), "abc")
     with pytest.raises(ValueError, match=r"holds data made with max_tokens=12, not 13; name"):
         write_manifest(tmp_path, replace(DATA, max_tokens=13), "abc")
     with pytest.raises(ValueError, match=r"holds data made with target_sha256='abc', not 'abd'"):
         write_manifest(tmp_path, DATA, "abd")
+    monkeypatch.setattr(prompts, "TEMPLATES", pipeline.Path(data.__file__))
+    with pytest.raises(ValueError, match=r"holds data made with templates_sha256='"):
+        write_manifest(tmp_path, DATA, "abc")
 
 
 def test_the_demos_prompts_are_no_training_prompts(tmp_path):
@@ -149,6 +158,8 @@ def test_the_demos_prompts_are_no_training_prompts(tmp_path):
     drawn = {prompts.draw(rng, [])[-1]["content"] for _ in range(2000)}
     assert not measured & drawn
     assert len(drawn) > 1900
+    fields = "|".join([*prompts.DATA["fields"], "passage"])
+    assert not [text for text in drawn if re.search(rf"\{{({fields})\}}", text)]
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "Say hello."}\n')
     assert file_prompts(path) == ["Say hello."]
@@ -168,14 +179,56 @@ def test_follow_ups_and_passages_come_from_earlier_answers():
     assert not any("Cut" in messages[-1]["content"] for messages in drawn)
 
 
-def test_the_prompts_of_a_seed_stay_the_same():
-    """The packaged head's data can be made again."""
-    rng, earlier = random.Random(0), []
-    for _ in range(500):
-        messages = prompts.draw(rng, earlier)
-        earlier.append((messages, messages[-1]["content"]))
-    drawn = json.dumps([messages for messages, _ in earlier]).encode()
-    assert hashlib.sha256(drawn).hexdigest().startswith("2bcb0d0423d70927")
+def test_the_target_writes_tasks_that_a_later_shard_sets(target, tmp_path, monkeypatch):
+    request = [{"role": "user", "content": prompts.DATA["task_request"] + " about tea."}]
+    assert prompts.asks_for_a_task(request)
+    measured = next(iter(data.measured_turns()))
+    lines = [
+        {"messages": request, "answer": answer} for answer in ("Why is tea green? \n", measured)
+    ]
+    (tmp_path / "00000.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(prompts, "FOLLOW_UP_SHARE", 0.0)
+    monkeypatch.setattr(prompts, "OWN_TASK_SHARE", 1.0)
+    made = []
+    monkeypatch.setattr(Target, "answer", lambda self, ids, heat, *_: made.append(heat) or [])
+    monkeypatch.setattr(data, "save_shard", lambda path, answers: None)
+    assert make_shard(tmp_path, 2, DATA, target, encode, decode)
+    rng = random.Random(0)
+    drawn = data._draw(tmp_path, 2, DATA, encode, rng)
+    assert {messages[-1]["content"] for messages, _ in drawn} == {"Why is tea green?"}
+    monkeypatch.setattr(prompts, "draw", lambda rng, earlier: request)
+    assert make_shard(tmp_path, 2, DATA, target, encode, decode)
+    assert made[3:] == [[1.0] * 5, [1.0] * 5, [1.0] * 2]
+
+
+def test_losses_by_hand():
+    target = torch.tensor([[3.0, 2.0, 2.5, -50.0]] * 2)
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.125, 0.125, 0.5, 0.25]]).log()
+    p = target[0].softmax(0)
+    expected = -(p * logits).sum(1)
+    torch.testing.assert_close(distillation_loss(logits, target), expected)
+    # What costs a price is right e^-1 of the time, what costs half of one e^-0.5.
+    e = torch.tensor(-0.5).exp()
+    right = torch.stack([0.5 + 0.25 * e**2 + 0.125 * e, 0.125 + 0.125 * e**2 + 0.5 * e])
+    torch.testing.assert_close(price_loss(logits, target, 1.0), -right.log())
+
+
+def test_the_gradient_of_the_price_and_its_limits():
+    generator = torch.Generator().manual_seed(0)
+    logits, target = torch.randn(2, 8, 40, generator=generator) * 3
+    logits.requires_grad_(True)
+    (gradient,) = torch.autograd.grad(price_loss(logits, target, 0.3).sum(), logits)
+    q = logits.softmax(-1)
+    cost = target.amax(-1, keepdim=True) - target
+    goal = q * (-cost / 0.3).exp()
+    torch.testing.assert_close(gradient, q - goal / goal.sum(-1, keepdim=True))
+    first = torch.nn.functional.cross_entropy(logits, target.argmax(-1), reduction="none")
+    torch.testing.assert_close(price_loss(logits, target, 1e-4), first)
+    assert (price_loss(logits, target, 1e6) < 1e-4).all()
+    for price in (0.1, 1.0, 10.0):
+        loss = price_loss(logits, target, price)
+        assert (loss <= (q * cost).sum(-1) / price + 1e-6).all()
+        assert (loss <= first + 1e-6).all() and (loss >= 0).all()
 
 
 def test_an_interrupted_run_ends_with_the_same_head(target, shards, tmp_path):
@@ -193,10 +246,34 @@ def test_an_interrupted_run_ends_with_the_same_head(target, shards, tmp_path):
         assert torch.equal(one, other)
     with pytest.raises(ValueError, match=r"is of a run with batch=4, not 5; name another"):
         trainer(tmp_path / "parts", target, shards, replace(TRAIN, batch=5))
+    with pytest.raises(ValueError, match=r"is of a run with loss='distil', not 'price'; name"):
+        trainer(tmp_path / "parts", target, shards, replace(TRAIN, loss="price"))
 
 
-def test_training_lowers_the_loss_of_each_step(target, shards, tmp_path):
-    options = replace(TRAIN, epochs=6.0, ramp=0.0)
+def test_a_killed_run_ends_with_the_same_head(target, shards, tmp_path):
+    """Between two checkpoints, and while one is written."""
+    whole = trainer(tmp_path / "whole", target, shards)
+    whole.run(report=lambda figures: None)
+    killed = trainer(tmp_path / "killed", target, shards)
+
+    def kill(figures):
+        if figures["step"] == 5:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        killed.run(report=kill)
+    (tmp_path / "killed" / "checkpoint.pt.tmp-1").write_bytes(b"half")
+    again = trainer(tmp_path / "killed", target, shards)
+    assert again.done == 3
+    again.run(report=lambda figures: None)
+    for one, other in zip(whole.head.parameters(), again.head.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert again.log_sum("tokens") == whole.log_sum("tokens")
+
+
+@pytest.mark.parametrize("loss", ["distil", "price"])
+def test_training_lowers_the_loss_of_each_step(target, shards, tmp_path, loss):
+    options = replace(TRAIN, epochs=6.0, ramp=0.0, loss=loss, price=1.0)
     made = trainer(tmp_path, target, shards, options)
     figures = []
     made.run(report=figures.append)
@@ -224,6 +301,59 @@ def test_the_pipeline_writes_the_half_trained_and_the_trained_head(model, target
     card = (tmp_path / "head" / "README.md").read_text()
     assert f"sha256 `{model_checksum(model)}`" in card
     assert "6 of 6 steps, seed 0" in card
+    with pytest.raises(ValueError, match=r"holds data made with max_tokens=12, not 13"):
+        other = replace(setting, data=replace(setting.data, max_tokens=13))
+        pipeline.train(tmp_path, model, other, target)
+
+
+def test_what_the_command_line_names(model, target, shards, tmp_path):
+    """Seven steps ahead, by price, of a part of what was kept: in the head and on its card."""
+    (tmp_path / "data").symlink_to(shards)
+    line = "make --setting cpu --steps-ahead 7 --loss price --price 0.5 --draft-vocab-size 128"
+    line += " --fed-layers 0 2 --intermediate-size 64 --num-speculative-tokens 5 --dtype float32"
+    args = command._parser().parse_args(line.split())
+    given = pipeline.SETTINGS["cpu"]
+    setting = command._with(args, given)
+    train = command._with(args, replace(TRAIN, ramp=0.0))
+    assert (train.steps_ahead, train.loss, train.price) == (7, "price", 0.5)
+    assert command._with(args, given.data) == replace(given.data, dtype="float32")
+    assert command._with(Namespace(), given) == given
+    setting = replace(setting, data=replace(DATA, shards=2), train=train)
+    trained = pipeline.train(tmp_path, model, setting, target)
+    pipeline.write(trained, tmp_path / "head", model, setting)
+    assert check_head(tmp_path / "head", model).num_speculative_tokens == 5
+    head = load(tmp_path / "head")
+    assert (head.config.aux_layers, len(head.draft_tokens)) == ((0, 2), 128)
+    assert head.config.intermediate_size == 64
+    size = (tmp_path / "head" / "model.safetensors").stat().st_size / 1e6
+    assert megabytes(head) == pytest.approx(size, abs=5e-3)
+    record = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert len(record["last_steps"]["loss"]) == 7
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert "at layers 0, 2 |" in card and "7 drafting steps |" in card
+    assert "by price, 0.5 nats |" in card and "128 draft tokens" in card
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fed_layers": (0, 3)}, r"fed_layers=\(0, 3\) must ascend from 0 or more to 2"),
+        ({"fed_layers": (0, 1)}, r"fed_layers=\(0, 1\) must ascend .* last state"),
+        ({"data": replace(DATA, aux_layers=(2, 0))}, r"aux_layers=\(2, 0\) must ascend"),
+        (
+            {"data": replace(DATA, aux_layers=(0, 2)), "fed_layers": (1, 2)},
+            r"fed_layers=\(1, 2\) are not all in the data's aux_layers=\(0, 2\)",
+        ),
+        (
+            {"draft_vocab_size": 128, "max_mb": 0.1},
+            r"draft_vocab_size=128 has 0\.\d MB, above max_mb=0\.1; take fewer draft tokens or",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_made(model, change, message):
+    setting = replace(pipeline.SETTINGS["cpu"], **{"data": DATA, **change})
+    with pytest.raises(ValueError, match=message):
+        pipeline.read_target(model, setting)
 
 
 def test_the_hidden_states_follow_from_the_depth_of_the_target(model, tmp_path):
@@ -236,7 +366,8 @@ def test_the_hidden_states_follow_from_the_depth_of_the_target(model, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimizer": "sgd"}, r"optimizer='sgd' is unknown; take 'muon' or 'adamw'"),
+        ({"loss": "hard"}, r"loss='hard' is unknown; take 'distil' or 'price'"),
+        ({"price": 0.0}, r"price=0\.0 is not above 0"),
         ({"batch": 0}, r"batch=0 is not above 0"),
         ({"epochs": -1.0}, r"epochs=-1\.0 is not above 0"),
     ],
@@ -268,7 +399,6 @@ def test_untrained_drafts(model, target, shards, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"has 2 layers, of which the first 4 .* take a deeper"):
         write_untrained(model, trained, shards, tmp_path)
     monkeypatch.setattr(untrained, "FIRST_LAYERS", 1)
-    tiny_models.tokenizer(model)
     found = write_untrained(model, trained, shards, tmp_path)
     assert [path.name for path in found] == ["layers-1", "random", "linear"]
     layers, *heads = found
@@ -300,6 +430,18 @@ def test_anchors_end_where_nothing_is_left_to_guess():
     assert batch.valid.tolist() == [[3, 2, 1], [1, 0, 0]]
 
 
+def test_answers_shorter_than_what_is_drafted(target, tmp_path):
+    for tokens in (1, 3):
+        save_shard(tmp_path / f"{tokens // 2}", greedy(target, [[5, 6], [7, 8]], tokens))
+    options = replace(TRAIN, shards=2, steps_ahead=7, ramp=0.0)
+    head = new_head(target, torch.arange(512))
+    made = Trainer(tmp_path, options, target, head, lambda number: tmp_path / f"{number}", 2)
+    lines = []
+    made.run(report=lines.append)
+    assert [line["tokens"] for line in lines] == [0, 4]
+    assert all(parameter.isfinite().all() for parameter in made.head.parameters())
+
+
 def test_drafting_from_all_tokens_at_once_equals_one_after_the_other(target, shards):
     """The masks of the training steps against plain decoding with a growing cache."""
     paths = [shards / "00000.safetensors"]
@@ -326,14 +468,53 @@ def test_drafting_from_all_tokens_at_once_equals_one_after_the_other(target, sha
                 )
 
 
-def test_the_walk_of_verification():
-    walk = Walk()
-    # Two right, then the target's own token; one right; none, at the last.
-    right = [[True, True, False]] + [[True] * 3] * 2 + [[True, False, True], [True] * 3]
-    walk.take([*right, [False] * 3])
-    assert (walk.drafts, walk.accepted) == (3, [2, 1, 0])
-    assert walk.length == 2.0
-    assert walk.to_json()["acceptance_by_position"] == [0.6667, 0.3333, 0.0]
+def test_heads_are_measured_once_strictly_and_by_price(model, target, shards, tmp_path):
+    paths = [shards / "00000.safetensors"]
+    head = new_head(target, torch.arange(256))
+    for name in ("random", "linear"):
+        if name == "linear":
+            start.start_linear(head, target, paths)
+        export(
+            head,
+            tmp_path / name,
+            target_name="tiny",
+            target_sha256=model_checksum(model),
+            num_speculative_tokens=3,
+        )
+    (tmp_path / "linear" / "training.json").write_text(
+        '{"steps": 7, "train": {"loss": "price", "steps_ahead": 5}}'
+    )
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("\n".join(json.dumps({"prompt": f"w{n} w9 w{n}"}) for n in range(9, 15)))
+    heads, output = [tmp_path / "random", tmp_path / "linear"], tmp_path / "out.json"
+
+    def measure(heads=heads, **changes):
+        given = {"max_tokens": 16, "steps": 3, "prices": [0.0, 8.0], **changes}
+        return evaluate_heads(model, heads, asked, output, **given)
+
+    result = measure(heads[:1])
+    assert [cell["rule"] for cell in result["cells"]] == ["strict", "price 8"]
+    first = result["cells"][0]
+    result = measure()
+    assert json.loads(output.read_text()) == json.loads(json.dumps(result))
+    assert result["cells"][0] == first
+    _, _, strict, price = result["cells"]
+    assert strict["head"] == "linear" and strict["lost"] == [0] * 6
+    assert strict["trained"] == {"steps": 7, "loss": "price", "steps_ahead": 5}
+    assert sum(price["lost"]) > 0 and sum(price["relaxed"]) > 0
+    for cell in (strict, price):
+        # Each step emits what it accepts and one more, but where an answer ends.
+        emitted = [sum(row) + n for row, n in zip(cell["accepted"], cell["steps"], strict=True)]
+        assert all(0 <= e - t <= 3 for e, t in zip(emitted, cell["tokens"], strict=True))
+    lines = list(table(result))
+    assert [line.split(" | ")[0] for line in lines[2:6]] == ["| random"] * 2 + ["| linear"] * 2
+    assert lines[4].startswith("| linear | steps 7, steps_ahead 5, loss price | strict | ")
+    assert lines[6].startswith("| tokens per step at nats per token | 0.01 |")
+    assert len(measure(prices=[0.0, 1.0])["cells"]) == 6
+    with pytest.raises(ValueError, match=r"out\.json holds another measurement; name another"):
+        measure(steps=2)
+    with pytest.raises(ValueError, match=r"heads have one name; give each a directory of its own"):
+        measure([heads[0], heads[0]])
 
 
 def verified(model, head, given, max_tokens, thetas):
@@ -407,16 +588,19 @@ def test_vllm_drafts_what_we_expect_of_the_head(model, target, tmp_path, monkeyp
     given = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
     max_tokens = 100
     answers = greedy(target, given, max_tokens)
-    expected = evaluate_offline(head, target, answers, 3)
+    walked = Study.open(model, tmp_path / "head", given, max_tokens).answer(
+        STRICT, Shape("chain", 3)
+    )
+    taken = [count for answer in walked for count in answer.accepted]
     strict, relaxed = verified(model, found, given, max_tokens, (1.0, 0.5))
     assert strict["tokens"] == [
         sequence.tokens[sequence.prompt_tokens :].tolist() for sequence in answers
     ]
-    assert expected.length > 1.2
+    assert 1 + sum(taken) / len(taken) > 1.2
     # The engine also drafts past the end of an answer, once at most.
-    assert abs(strict["drafts"] - expected.drafts) <= len(given)
-    for seen, accepted in zip(strict["accepted"], expected.accepted, strict=True):
-        assert abs(seen - accepted) <= len(given)
+    assert abs(strict["drafts"] - len(taken)) <= len(given)
+    for place, seen in enumerate(strict["accepted"]):
+        assert abs(seen - sum(count > place for count in taken)) <= len(given)
     strict_length, relaxed_length = (
         sum(counts["accepted"]) / counts["drafts"] for counts in (strict, relaxed)
     )
