@@ -30,7 +30,7 @@ def transposed(labels: Columns, columns: Iterable[str], items: Iterable[Any]) ->
     return table(["", *columns], [(name, *map(text, items)) for name, text in labels.items()])
 
 
-def shown(value: float, low: float, high: float, form: str = ".2f") -> str:
+def shown(value: float, low: float, high: float, *, form: str = ".2f") -> str:
     """An estimate with its interval, such as "1.15 (1.02 to 1.33)"; alone where both ends meet."""
     ends = f" ({low:{form}} to {high:{form}})" if low < high else ""
     return f"{value:{form}}{ends}"

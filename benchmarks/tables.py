@@ -66,7 +66,7 @@ def score(name: str, form: str = ".2f", of: str = "value", row: str = "row") -> 
             return ""
         if of == "value":
             return format(value, form)
-        return shown(value, getattr(found, f"{of}_low"), getattr(found, f"{of}_high"), form)
+        return shown(value, getattr(found, f"{of}_low"), getattr(found, f"{of}_high"), form=form)
 
     return text
 

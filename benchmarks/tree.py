@@ -272,8 +272,8 @@ def summarise(args: argparse.Namespace) -> int:
         from benchmarks.tree_plot import plot
 
         plot(result, args.plot)
-    for lines in tables(result).values():
-        print(*lines, "", sep="\n")
+    for own in tables(result).values():
+        print(*own, "", sep="\n")
     return 0
 
 

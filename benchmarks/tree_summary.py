@@ -4,7 +4,7 @@ Intervals are 95 %, by the bootstrap over prompts; two cells are compared on the
 The cost of a step with n rows is floor + slope * n, as in `benchmarks.load`; drafting is left out.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -258,7 +258,7 @@ def _by_metric(rule: str) -> tuple[int, float]:
 
 def _matrix(
     names: tuple[str, ...],
-    lines: dict[tuple[str, ...], str],
+    lines: Mapping[Any, str],
     rules: list[str],
     cell: Callable[[str, str], str],
 ) -> list[str]:

@@ -124,7 +124,9 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     yield "| head | trained | rule | tokens per step | accepted by position | nats per token |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for cell in result["cells"]:
-        sums = {name: with_interval(v) for name, v in found[cell["rule"], cell["head"]].items()}
+        sums: dict[str, Any] = {
+            name: with_interval(v) for name, v in found[cell["rule"], cell["head"]].items()
+        }
         trained = ", ".join(f"{name} {value}" for name, value in cell["trained"].items())
         accepted = np.array(cell["accepted"]).sum(0) / sum(cell["steps"])
         yield (
@@ -136,7 +138,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     yield f"| --- |{' --- |' * len(LOSSES)}"
     for head in dict.fromkeys(cell["head"] for cell in result["cells"]):
         lengths = lengths_by_loss(found, head)
-        texts = ["" if np.isnan(at).any() else shown(**with_interval(at)) for at in lengths]
+        texts = ["" if np.isnan(at).any() else shown(*with_interval(at).values()) for at in lengths]
         yield f"| {head} | {' | '.join(texts)} |"
 
 
