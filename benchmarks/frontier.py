@@ -8,8 +8,8 @@ file, not of an answer, so an interval needs files to leave out. Loss is the mea
 of log p(first choice) - log p(token), as the server counts it while it answers. A metric's
 acceptance at a loss lies on the straight line between its two measured points around it; the first
 point of each curve is strict decoding. Intervals are 95 % of a jackknife over folds, those of speed
-of a paired bootstrap over prompts. `--speed-plot` is for sweeps of an idle machine, one request at
-a time.
+of a paired bootstrap over prompts. `--speeds` is for sweeps of an idle machine, one request at a
+time.
 """
 
 import argparse
@@ -177,14 +177,16 @@ class Frontier:
         reach = stats.t.ppf((1 + COVERAGE / 100) / 2, count - 1) * error
         return {"value": value, "low": value - reach, "high": value + reach}
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, *, with_speeds: bool = False) -> dict[str, Any]:
         """All figures, as the result file has them."""
         families = list(dict.fromkeys(_family(key) for key in self.keys()))
         rules = ["standard", *(key.rule for key in self.keys())]
         return {
             "folds": self.folds,
             "prompts": self.of("standard").answers,
-            "rules": [self._rule(rule) for rule in rules],
+            "rules": [
+                self._rule(rule) | (self._speed(rule) if with_speeds else {}) for rule in rules
+            ],
             "curves": {family: self.curve(family) for family in families},
             "at_equal_loss": [self._at_equal_loss(loss, families) for loss in LOSSES],
         }
@@ -209,12 +211,9 @@ class Frontier:
         }
 
     def _rule(self, rule: str) -> dict[str, Any]:
-        own, speed = self.of(rule), self.speeds[rule]
+        own = self.of(rule)
         return {
             "rule": rule,
-            "ttft_seconds": speed.ttft and speed.ttft._asdict(),
-            "tpot_seconds": speed.tpot and speed.tpot._asdict(),
-            "strict_tpot_over_tpot": speed.faster and speed.faster._asdict(),
             "acceptance_length": own.acceptance,
             "tokens_per_step": own.tokens_per_step,
             "extra_acceptance": self.jackknife(lambda fold: self.extra(rule, fold)),
@@ -222,6 +221,16 @@ class Frontier:
             "tokens_per_answer": own.tokens / own.answers,
             **own.scores,
         }
+
+    def _speed(self, rule: str) -> dict[str, Any]:
+        speed = self.speeds[rule]
+        found = {
+            "ttft_seconds": speed.ttft,
+            "tpot_seconds": speed.tpot,
+            "strict_tpot_over_tpot": speed.faster,
+            "seconds_per_answer": speed.seconds,
+        }
+        return {name: at and at._asdict() for name, at in found.items()}
 
 
 def _family(key: CellKey) -> str:
@@ -338,7 +347,9 @@ def main() -> int:
     parser.add_argument("sweep", type=Path, nargs="+", help="files of `vllm-mars sweep`")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     parser.add_argument("--plot", type=Path, help="PNG file of acceptance and repetition")
-    parser.add_argument("--speed-plot", type=Path, help="PNG file of speed")
+    parser.add_argument(
+        "--speeds", type=Path, help="PNG file of speed, which the JSON then has too"
+    )
     args = parser.parse_args()
     cells = [cell for cell in read_cells(args.sweep) if cell.status == "ok" and cell.key.k]
     by_draft: dict[str, list[Cell]] = {}
@@ -351,11 +362,14 @@ def main() -> int:
         # Of the measurement: this command only calculates.
         **{name: getattr(cells[0], name) for name in run},
         "sweep": [path.name for path in args.sweep],
-        "drafts": {title: frontier.summary() for title, frontier in frontiers.items()},
+        "drafts": {
+            title: frontier.summary(with_speeds=args.speeds is not None)
+            for title, frontier in frontiers.items()
+        },
     }
     write_json(args.output, result)
     matplotlib.use("Agg")
-    for draw, path in ((plot, args.plot), (plot_speed, args.speed_plot)):
+    for draw, path in ((plot, args.plot), (plot_speed, args.speeds)):
         if path:
             draw(frontiers, path)
     return 0

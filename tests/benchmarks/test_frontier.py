@@ -72,7 +72,7 @@ def fold(name, more=0):
 
 def test_by_hand():
     frontier = Frontier([*fold("a"), *fold("b")])
-    found = frontier.summary()
+    found = frontier.summary(with_speeds=True)
     assert found["prompts"] == 2
     strict, *_ = found["rules"]
     assert (strict["rule"], strict["acceptance_length"]) == ("standard", 2.0)
