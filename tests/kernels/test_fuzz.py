@@ -23,31 +23,31 @@ def run(*arguments):
         [sys.executable, str(SCRIPT), *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
         env={**os.environ},
     )
 
 
 @pytest.mark.parametrize("target", ["public", "v1"])
 def test_no_difference(target):
-    """A few calls; those in the interpreter are among its checks."""
+    """Some calls; those in the interpreter are among its checks."""
     if target == "v1":
         current_platform.import_kernels()
         current_platform.register_triton_kernel_overrides()
         mend()
     with torch.inference_mode():
-        for number in range(60):
+        for number in range(400):
             assert fuzz.CHECKS[target](np.random.default_rng([7, number])) is None
 
 
 @pytest.mark.nightly
 def test_no_difference_on_any_target(tmp_path):
     output = tmp_path / "fuzz.json"
-    child = run("--minutes", "1", "--most", "400", "--seed", "7", "--output", str(output))
+    # By number, not by time: on a busy machine a call in the interpreter may take 20 seconds.
+    child = run("--minutes", "60", "--most", "60", "--seed", "7", "--output", str(output))
     assert child.returncode == 0, child.stdout + child.stderr
     calls = dict(re.findall(r"^(\w+): (\d+) calls, seed 7, no difference$", child.stdout, re.M))
-    assert set(calls) == set(fuzz.CHECKS)
-    assert all(int(number) >= 10 for number in calls.values()), child.stdout
+    assert calls == dict.fromkeys(fuzz.CHECKS, "60")
     assert output.exists()
 
 
