@@ -23,16 +23,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from scipy import stats
 
 from vllm_mars.config import METRICS
 from vllm_mars.experiments.quality.judge import mean_scores
-from vllm_mars.experiments.report.measured import measure
+from vllm_mars.experiments.report.measured import Measured, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.records import Cell, CellKey
-from vllm_mars.experiments.sweep.summary import rows
+from vllm_mars.experiments.sweep.summary import Row, rows
 from vllm_mars.local.intervals import COVERAGE
 from vllm_mars.local.result_file import write_json
 
@@ -126,7 +125,7 @@ class Frontier:
         for cell in cells:
             self._cells.setdefault(cell.key.rule, []).append(cell)
         pooled = [replace(cell, key=replace(cell.key, dataset="all folds")) for cell in cells]
-        self.speeds = {it.row.key.rule: it for it in measure(rows(pooled))}
+        self.speeds = _speeds(rows(pooled))
         if "standard" not in self._cells:
             raise ValueError("the sweep has no method 'standard'; measure it beside MARS.")
         for rule, own in self._cells.items():
@@ -233,6 +232,23 @@ class Frontier:
         return {name: at and at._asdict() for name, at in found.items()}
 
 
+def _speeds(found: Sequence[Row]) -> dict[str, Measured]:
+    """Compares each rule with what is strict on its own server, else with `standard`.
+
+    Servers of the same configuration differ by some per cent as long as they live.
+    """
+    standard = [row for row in found if row.key.method == "standard"]
+    speeds = {it.row.key.rule: it for it in measure(standard)}
+    servers: dict[str, list[Row]] = {}
+    for row in found:
+        if row.key.metric:
+            servers.setdefault(_family(row.key), []).append(row)
+    for own in servers.values():
+        beside = [] if any(not row.key.lossy for row in own) else standard
+        speeds |= {it.row.key.rule: it for it in measure([*beside, *own])}
+    return speeds
+
+
 def _family(key: CellKey) -> str:
     return f"{key.metric}{key.variant}"
 
@@ -249,11 +265,7 @@ def _looseness(key: CellKey) -> float:
 
 def plot(frontiers: dict[str, Frontier], path: Path) -> None:
     """Draws extra acceptance by loss and repeated 4-grams by extra acceptance, a row per draft."""
-    from matplotlib import pyplot as plt
-
-    figure, grid = plt.subplots(
-        len(frontiers), 2, figsize=(11, 4.2 * len(frontiers)), layout="constrained", squeeze=False
-    )
+    figure, grid = _panels(len(frontiers), 2)
     for (title, frontier), (gain, repeats) in zip(frontiers.items(), grid, strict=True):
         strict = frontier.of("standard")
         strict_repeats = 100 * strict.scores["repeated_4grams"]
@@ -294,7 +306,16 @@ def plot(frontiers: dict[str, Frontier], path: Path) -> None:
             axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
+
+
+def _panels(lines: int, columns: int) -> tuple[Any, Any]:
+    # Only plots need it.
+    import matplotlib
+    from matplotlib import pyplot as plt
+
+    matplotlib.use("Agg")
+    size = (5.5 * columns, 4.2 * lines)
+    return plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
 
 
 def _label(axes: Any, key: CellKey, at: Sequence[float]) -> None:
@@ -311,11 +332,7 @@ def _label(axes: Any, key: CellKey, at: Sequence[float]) -> None:
 
 def plot_speed(frontiers: dict[str, Frontier], path: Path) -> None:
     """Draws by loss how much sooner than under strict verification further tokens come."""
-    from matplotlib import pyplot as plt
-
-    figure, grid = plt.subplots(
-        1, len(frontiers), figsize=(5.5 * len(frontiers), 4.2), layout="constrained", squeeze=False
-    )
+    figure, grid = _panels(1, len(frontiers))
     for axes, (title, frontier) in zip(grid[0], frontiers.items(), strict=True):
         for family, group in groupby(frontier.keys(), _family):
             keys = list(group)
@@ -338,7 +355,6 @@ def plot_speed(frontiers: dict[str, Frontier], path: Path) -> None:
         axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def main() -> int:
@@ -368,7 +384,6 @@ def main() -> int:
         },
     }
     write_json(args.output, result)
-    matplotlib.use("Agg")
     for draw, path in ((plot, args.plot), (plot_speed, args.speeds)):
         if path:
             draw(frontiers, path)

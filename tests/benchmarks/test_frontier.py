@@ -96,6 +96,14 @@ def test_by_hand():
     assert at[0.07]["extra_acceptance"][ratio] is None, "no rule loses that much"
 
 
+def test_a_rule_is_as_fast_as_it_is_beside_strict_decoding_on_its_own_server():
+    """23 further tokens beside `standard`'s 19; with price 0 the same server makes 22 of them."""
+    rule = "mars price 0.2 repeat_guard 4"
+    assert Frontier(fold("a")).speeds[rule].faster.value == pytest.approx(23 / 19)
+    own = cell("a", 13, 0.0, "price", 0.0)
+    assert Frontier([*fold("a"), own]).speeds[rule].faster.value == pytest.approx(23 / 22)
+
+
 def test_the_interval_is_that_of_a_jackknife():
     frontier = Frontier([*fold("a"), *fold("b", more=2), *fold("c", more=4)])
     found = frontier.jackknife(
