@@ -98,7 +98,7 @@ def _make(args: argparse.Namespace) -> int:
 def _with(args: argparse.Namespace, options: Options) -> Options:
     """Returns options with the fields that the command line names."""
     names = {field.name for field in fields(options)}
-    given = {
+    given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(args).items()
         if name in names and value is not None

@@ -68,7 +68,7 @@ def export(
 def megabytes(head: Eagle3Head) -> float:
     """Returns the size of an exported head's tensors in MB of 10^6 bytes."""
     weights = sum(tensor.numel() for tensor in head.state_dict().values())
-    return (2 * weights + 8 * len(head.draft_tokens)) / 1e6
+    return float(2 * weights + 8 * len(head.draft_tokens)) / 1e6
 
 
 def describe(

@@ -150,7 +150,8 @@ class Eagle3Head(nn.Module):
         if positions is None:
             return split
         cos, sin = (part.unsqueeze(-3) for part in self.rotary(split, positions))
-        return split * cos + rotate_half(split) * sin
+        rotated: torch.Tensor = split * cos + rotate_half(split) * sin
+        return rotated
 
     def _attend(
         self,
