@@ -315,7 +315,10 @@ def _panels(lines: int, columns: int) -> tuple[Any, Any]:
 
     matplotlib.use("Agg")
     size = (5.5 * columns, 4.2 * lines)
-    return plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    panels: tuple[Any, Any] = plt.subplots(
+        lines, columns, figsize=size, layout="constrained", squeeze=False
+    )
+    return panels
 
 
 def _label(axes: Any, key: CellKey, at: Sequence[float]) -> None:
