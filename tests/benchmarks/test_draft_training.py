@@ -566,6 +566,7 @@ def verified(model, head, given, max_tokens, thetas):
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 def test_vllm_drafts_what_we_expect_of_the_head(model, target, tmp_path, monkeypatch):
     """Positions, inputs and hidden states agree if the counts of acceptance do."""
     given = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]

@@ -13,7 +13,7 @@ RESULTS = sorted(path for path in tables.RESULTS.iterdir() if path.suffix in (".
 # What older files do not say. A new file says all of it: measure at a clean commit.
 LACK = {
     "cpu load": (
-        *("calibration-cpu.json", "calibration-task-cpu.json", "ci-times.json", "demo-cpu.json"),
+        *("calibration-cpu.json", "calibration-task-cpu.json", "demo-cpu.json"),
         *("demo-cpu-2.json", "demo-eagle3-24-cpu.json", "demo-eagle3-k3-cpu.json"),
         *("demo-eagle3-k4-cpu.json", "demo-price-cpu.json", "draft-offline-cpu.json"),
         *("frontier-cpu.json", "frontier-cpu.jsonl", "frontier-ratio-cpu.jsonl"),
