@@ -15,7 +15,11 @@ from benchmarks.tree_summary import summary
 
 AUX = (0, 1, 2)
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
-SHAPES = [Shape("chain", 3), Shape("tree", 4), Shape("tree", 30)]
+SHAPES = [
+    Shape("chain", 3),
+    Shape("tree", 4),
+    pytest.param(Shape("tree", 30), marks=pytest.mark.nightly),
+]
 
 
 @pytest.fixture(scope="module")
