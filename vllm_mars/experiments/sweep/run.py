@@ -22,6 +22,7 @@ from vllm_mars.experiments.sweep.runners import LocalRunner
 from vllm_mars.experiments.sweep.summary import print_rows, rows
 from vllm_mars.local.drafts import draft_config
 from vllm_mars.local.packaged_model import ensure_model
+from vllm_mars.local.provenance import without_directories
 
 if TYPE_CHECKING:
     from vllm_mars.experiments.sweep.ray_cells import RayRunner
@@ -99,7 +100,7 @@ def run_sweep(
         before = read_cells(output) if output.exists() else []
         _check_same_sweep(before, settings, output)
         model = options.model or str(ensure_model())
-        command = (Path(sys.argv[0]).name, *sys.argv[1:])
+        command = (Path(sys.argv[0]).name, *without_directories(sys.argv[1:]))
         sweep = Sweep(options, model, datasets, settings, command)
         runner = _runner(options, ray_address, output)
         stack.callback(runner.close)
