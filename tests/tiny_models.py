@@ -44,12 +44,7 @@ def llama(directory: Path) -> LlamaForCausalLM:
         initializer_range=0.2,
     )
     model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        # The layers add little, so that a hidden state is nearly its token's embedding: something
-        # that a draft without training can guess.
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.05)
-            layer.mlp.down_proj.weight.mul_(0.05)
+    _make_guessable(model)
     model.save_pretrained(directory)
     return model
 
@@ -121,10 +116,7 @@ def mimo(directory: Path) -> None:
         num_nextn_predict_layers=1,
     )
     model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.05)
-            layer.mlp.down_proj.weight.mul_(0.05)
+    _make_guessable(model)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     own = "model.mtp_layers.0."
     for name, tensor in list(tensors.items()):
@@ -137,6 +129,17 @@ def mimo(directory: Path) -> None:
     blurred = torch.eye(HIDDEN) + 0.02 * torch.randn(HIDDEN, HIDDEN)
     tensors[f"{own}input_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), blurred], 1)
     _write(directory, tensors, {**config.to_dict(), "architectures": ["MiMoForCausalLM"]})
+
+
+def _make_guessable(model: LlamaForCausalLM | Qwen2ForCausalLM) -> None:
+    """Lets the layers add little, so that a hidden state is nearly its token's embedding.
+
+    That is something that a draft without training can guess.
+    """
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.05)
+            layer.mlp.down_proj.weight.mul_(0.05)
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, object]) -> None:
