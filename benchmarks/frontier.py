@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -124,13 +124,19 @@ class Frontier:
         self._cells: dict[str, list[Cell]] = {}
         for cell in cells:
             self._cells.setdefault(cell.key.rule, []).append(cell)
-        pooled = [replace(cell, key=replace(cell.key, dataset="all folds")) for cell in cells]
-        self.speeds = _speeds(rows(pooled))
         if "standard" not in self._cells:
             raise ValueError("the sweep has no method 'standard'; measure it beside MARS.")
         for rule, own in self._cells.items():
             if {cell.key.dataset for cell in own} != set(self.folds):
                 raise ValueError(f"{rule} was not measured on each of {', '.join(self.folds)}.")
+
+    @cached_property
+    def speeds(self) -> dict[str, Measured]:
+        """What is known of each rule's speed over all folds, by rule."""
+        cells = [cell for own in self._cells.values() for cell in own]
+        return _speeds(
+            rows([replace(cell, key=replace(cell.key, dataset="all folds")) for cell in cells])
+        )
 
     def keys(self) -> list[CellKey]:
         """One key of each rule, by metric, options and how far it goes."""
@@ -235,7 +241,7 @@ class Frontier:
 def _speeds(found: Sequence[Row]) -> dict[str, Measured]:
     """Compares each rule with what is strict on its own server, else with `standard`.
 
-    Servers of the same configuration differ by some per cent as long as they live.
+    What else differs between two servers then stays out of the comparison.
     """
     standard = [row for row in found if row.key.method == "standard"]
     speeds = {it.row.key.rule: it for it in measure(standard)}
