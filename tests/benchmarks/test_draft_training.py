@@ -1,9 +1,6 @@
-"""The making of an EAGLE-3 head, on a tiny target: data, training, resuming, export, vLLM."""
+"""The making of an EAGLE-3 head, on a tiny target: losses, training, resuming, export."""
 
 import json
-import multiprocessing
-import random
-import re
 from argparse import Namespace
 from dataclasses import replace
 
@@ -13,74 +10,20 @@ from transformers import LlamaForCausalLM
 
 import tiny_models
 from benchmarks.draft import __main__ as command
-from benchmarks.draft import data, pipeline, prompts, start, untrained
+from benchmarks.draft import pipeline, start, untrained
 from benchmarks.draft.data import (
-    DataOptions,
     Shard,
-    file_prompts,
-    make_shard,
     save_shard,
-    write_manifest,
 )
-from benchmarks.draft.evaluate import evaluate_heads, table
 from benchmarks.draft.export import export, load, megabytes
 from benchmarks.draft.head import new_head
 from benchmarks.draft.loss import distillation_loss, price_loss
-from benchmarks.draft.target import Target
 from benchmarks.draft.train import Batch, Trainer, TrainOptions, choose_draft_tokens
 from benchmarks.draft.untrained import write_untrained
-from benchmarks.tree import STRICT, Study
-from benchmarks.tree_cells import Shape
+from tiny_draft import AUX, DATA, greedy
 from vllm_mars.local.draft_head import check_head, model_checksum
-from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
-from vllm_mars.local.prompts import load_prompts
-from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
 
-AUX = (0, 1, 2)
-DATA = DataOptions(
-    shards=3,
-    shard_prompts=12,
-    batch=5,
-    max_prompt_tokens=24,
-    max_tokens=12,
-    aux_layers=AUX,
-)
 TRAIN = TrainOptions(shards=2, epochs=1.0, steps_ahead=3, batch=4, warm_up=2, checkpoint_every=3)
-
-
-def encode(messages):
-    return [3 + byte for byte in messages[-1]["content"].encode()][:24]
-
-
-def decode(tokens):
-    return " ".join(f"Word{token}." for token in tokens.tolist())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("target")
-    made = tiny_models.llama(directory)
-    with torch.no_grad():
-        # So near a function of the last token that least squares guess it.
-        for layer in made.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.2)
-            layer.mlp.down_proj.weight.mul_(0.2)
-    made.save_pretrained(directory)
-    tiny_models.tokenizer(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def target(model):
-    return Target(model, AUX, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def shards(target, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("data")
-    for number in range(DATA.shards):
-        assert make_shard(directory, number, DATA, target, encode, decode)
-    return directory
 
 
 def trainer(directory, target, shards, options=TRAIN):
@@ -90,12 +33,6 @@ def trainer(directory, target, shards, options=TRAIN):
     made = Trainer(directory, options, target, head, paths.__getitem__, DATA.shard_prompts)
     made.resume()
     return made
-
-
-def greedy(target, given, max_tokens):
-    generator = torch.Generator()
-    found = target.answer(given, [0.0] * len(given), max_tokens, generator)
-    return sorted(found, key=lambda sequence: sequence.index)
 
 
 def test_answers_and_states_are_those_of_transformers(model, target):
@@ -125,80 +62,6 @@ def test_sampled_answers_follow_the_seed(target):
     assert sampled(1) == sampled(1)
     assert sampled(1) != sampled(2)
     assert len({tuple(tokens) for _, tokens in sampled(1)}) > 1
-
-
-def test_a_shard_follows_from_seed_and_number(target, shards, tmp_path):
-    for number in (0, 2):
-        if number:
-            (tmp_path / "00000.jsonl").write_bytes((shards / "00000.jsonl").read_bytes())
-        assert make_shard(tmp_path, number, DATA, target, encode, decode)
-        name = f"{number:05d}.safetensors"
-        assert (tmp_path / name).read_bytes() == (shards / name).read_bytes()
-    assert not make_shard(tmp_path, 2, DATA, target, encode, decode)
-    make_shard(tmp_path / "..", 1, replace(DATA, seed=1), target, encode, decode)
-    other = (tmp_path / ".." / "00001.safetensors").read_bytes()
-    assert other != (shards / "00001.safetensors").read_bytes()
-
-
-def test_data_of_other_options_is_refused(tmp_path, monkeypatch):
-    write_manifest(tmp_path, DATA, "abc")
-    write_manifest(tmp_path, replace(DATA, shards=9), "abc")
-    with pytest.raises(ValueError, match=r"holds data made with max_tokens=12, not 13; name"):
-        write_manifest(tmp_path, replace(DATA, max_tokens=13), "abc")
-    with pytest.raises(ValueError, match=r"holds data made with target_sha256='abc', not 'abd'"):
-        write_manifest(tmp_path, DATA, "abd")
-    monkeypatch.setattr(prompts, "TEMPLATES", pipeline.Path(data.__file__))
-    with pytest.raises(ValueError, match=r"holds data made with templates_sha256='"):
-        write_manifest(tmp_path, DATA, "abc")
-
-
-def test_the_demos_prompts_are_no_training_prompts(tmp_path):
-    measured = {turn for prompt in load_prompts() for turn in prompt.turns}
-    rng = random.Random(0)
-    drawn = {prompts.draw(rng, [])[-1]["content"] for _ in range(2000)}
-    assert not measured & drawn
-    assert len(drawn) > 1900
-    fields = "|".join([*prompts.DATA["fields"], "passage"])
-    assert not [text for text in drawn if re.search(rf"\{{({fields})\}}", text)]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "Say hello."}\n')
-    assert file_prompts(path) == ["Say hello."]
-    path.write_text(json.dumps({"id": "x", "prompt": sorted(measured)[0]}) + "\n")
-    with pytest.raises(ValueError, match=r"x is one of the demo's prompts, .* remove it"):
-        file_prompts(path)
-
-
-def test_follow_ups_and_passages_come_from_earlier_answers():
-    rng = random.Random(0)
-    earlier = [([{"role": "user", "content": "Q"}], "One red fox. Two red foxes. Three. Cut")]
-    drawn = [prompts.draw(rng, earlier) for _ in range(500)]
-    follow_ups = [messages for messages in drawn if len(messages) == 3]
-    assert 30 < len(follow_ups) < 90
-    assert follow_ups[0][1] == {"role": "assistant", "content": earlier[0][1]}
-    assert sum("Two red foxes." in messages[-1]["content"] for messages in drawn) > 10
-    assert not any("Cut" in messages[-1]["content"] for messages in drawn)
-
-
-def test_the_target_writes_tasks_that_a_later_shard_sets(target, tmp_path, monkeypatch):
-    request = [{"role": "user", "content": prompts.DATA["task_request"] + " about tea."}]
-    assert prompts.asks_for_a_task(request)
-    measured = next(iter(data.measured_turns()))
-    lines = [
-        {"messages": request, "answer": answer} for answer in ("Why is tea green? \n", measured)
-    ]
-    (tmp_path / "00000.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    monkeypatch.setattr(prompts, "FOLLOW_UP_SHARE", 0.0)
-    monkeypatch.setattr(prompts, "OWN_TASK_SHARE", 1.0)
-    made = []
-    monkeypatch.setattr(Target, "answer", lambda self, ids, heat, *_: made.append(heat) or [])
-    monkeypatch.setattr(data, "save_shard", lambda path, answers: None)
-    assert make_shard(tmp_path, 2, DATA, target, encode, decode)
-    rng = random.Random(0)
-    drawn = data._draw(tmp_path, 2, DATA, encode, rng)
-    assert {messages[-1]["content"] for messages, _ in drawn} == {"Why is tea green?"}
-    monkeypatch.setattr(prompts, "draw", lambda rng, earlier: request)
-    assert make_shard(tmp_path, 2, DATA, target, encode, decode)
-    assert made[3:] == [[1.0] * 5, [1.0] * 5, [1.0] * 2]
 
 
 def test_losses_by_hand():
@@ -466,143 +329,3 @@ def test_drafting_from_all_tokens_at_once_equals_one_after_the_other(target, sha
                 torch.testing.assert_close(
                     together[step][:, column], hidden[:, 0], rtol=1e-3, atol=1e-4
                 )
-
-
-def test_heads_are_measured_once_strictly_and_by_price(model, target, shards, tmp_path):
-    paths = [shards / "00000.safetensors"]
-    head = new_head(target, torch.arange(256))
-    for name in ("random", "linear"):
-        if name == "linear":
-            start.start_linear(head, target, paths)
-        export(
-            head,
-            tmp_path / name,
-            target_name="tiny",
-            target_sha256=model_checksum(model),
-            num_speculative_tokens=3,
-        )
-    (tmp_path / "linear" / "training.json").write_text(
-        '{"steps": 7, "train": {"loss": "price", "steps_ahead": 5}}'
-    )
-    asked = tmp_path / "prompts.jsonl"
-    asked.write_text("\n".join(json.dumps({"prompt": f"w{n} w9 w{n}"}) for n in range(9, 15)))
-    heads, output = [tmp_path / "random", tmp_path / "linear"], tmp_path / "out.json"
-
-    def measure(heads=heads, **changes):
-        given = {"max_tokens": 16, "steps": 3, "prices": [0.0, 8.0], **changes}
-        return evaluate_heads(model, heads, asked, output, **given)
-
-    result = measure(heads[:1])
-    assert [cell["rule"] for cell in result["cells"]] == ["strict", "price 8"]
-    first = result["cells"][0]
-    result = measure()
-    assert json.loads(output.read_text()) == json.loads(json.dumps(result))
-    assert result["cells"][0] == first
-    _, _, strict, price = result["cells"]
-    assert strict["head"] == "linear" and strict["lost"] == [0] * 6
-    assert strict["trained"] == {"steps": 7, "loss": "price", "steps_ahead": 5}
-    assert sum(price["lost"]) > 0 and sum(price["relaxed"]) > 0
-    for cell in (strict, price):
-        # Each step emits what it accepts and one more, but where an answer ends.
-        emitted = [sum(row) + n for row, n in zip(cell["accepted"], cell["steps"], strict=True)]
-        assert all(0 <= e - t <= 3 for e, t in zip(emitted, cell["tokens"], strict=True))
-    lines = list(table(result))
-    assert [line.split(" | ")[0] for line in lines[2:6]] == ["| random"] * 2 + ["| linear"] * 2
-    assert lines[4].startswith("| linear | steps 7, steps_ahead 5, loss price | strict | ")
-    assert lines[6].startswith("| tokens per step at nats per token | 0.01 |")
-    assert len(measure(prices=[0.0, 1.0])["cells"]) == 6
-    with pytest.raises(ValueError, match=r"out\.json holds another measurement; name another"):
-        measure(steps=2)
-    with pytest.raises(ValueError, match=r"heads have one name; give each a directory of its own"):
-        measure([heads[0], heads[0]])
-
-
-def verified(model, head, given, max_tokens, thetas):
-    """The answers of vLLM to each prompt by itself, and its counters, at each theta."""
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        str(model),
-        skip_tokenizer_init=True,
-        max_model_len=128,
-        max_num_seqs=1,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        speculative_config={
-            "method": "eagle3",
-            "model": str(head.directory),
-            "num_speculative_tokens": head.num_speculative_tokens,
-            **CHOSEN_BY_REQUESTS["ratio"],
-        },
-        **CPU_ENGINE_ARGS,
-    )
-
-    def counters():
-        metrics = {metric.name: metric for metric in llm.get_metrics()}
-        drafts = metrics["vllm:spec_decode_num_drafts"].value
-        return [drafts, *metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values]
-
-    found = []
-    try:
-        for theta in thetas:
-            sampling = SamplingParams(
-                temperature=0,
-                max_tokens=max_tokens,
-                detokenize=False,
-                stop_token_ids=[2],
-                extra_args={"mars_theta": theta},
-            )
-            before = counters()
-            prompts = [{"prompt_token_ids": prompt} for prompt in given]
-            outputs = llm.generate(prompts, sampling, use_tqdm=False)
-            drafts, *accepted = (now - then for now, then in zip(counters(), before, strict=True))
-            tokens = [list(output.outputs[0].token_ids) for output in outputs]
-            found.append({"tokens": tokens, "drafts": drafts, "accepted": accepted})
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        # Waits for what has ended.
-        multiprocessing.active_children()
-    return found
-
-
-@pytest.mark.engine
-@pytest.mark.nightly
-def test_vllm_drafts_what_we_expect_of_the_head(model, target, tmp_path, monkeypatch):
-    """Positions, inputs and hidden states agree if the counts of acceptance do."""
-    given = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
-    rng = random.Random(0)
-    drawn = [[rng.randrange(3, 512) for _ in range(6)] for _ in range(40)]
-    save_shard(tmp_path / "shard", greedy(target, given + drawn, 60))
-    # All heads shall look at their own token.
-    monkeypatch.setattr(start, "FREE_HEADS", 0)
-    head = new_head(target, torch.arange(500))
-    start.start_linear(head, target, [tmp_path / "shard"])
-    export(
-        head,
-        tmp_path / "head",
-        target_name="tiny",
-        target_sha256=model_checksum(model),
-        num_speculative_tokens=3,
-        dtype=torch.float32,
-    )
-    found = check_head(tmp_path / "head", model)
-    given = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
-    max_tokens = 100
-    answers = greedy(target, given, max_tokens)
-    walked = Study.open(model, tmp_path / "head", given, max_tokens).answer(
-        STRICT, Shape("chain", 3)
-    )
-    taken = [count for answer in walked for count in answer.accepted]
-    strict, relaxed = verified(model, found, given, max_tokens, (1.0, 0.5))
-    assert strict["tokens"] == [
-        sequence.tokens[sequence.prompt_tokens :].tolist() for sequence in answers
-    ]
-    assert 1 + sum(taken) / len(taken) > 1.2
-    # The engine also drafts past the end of an answer, once at most.
-    assert abs(strict["drafts"] - len(taken)) <= len(given)
-    for place, seen in enumerate(strict["accepted"]):
-        assert abs(seen - sum(count > place for count in taken)) <= len(given)
-    strict_length, relaxed_length = (
-        sum(counts["accepted"]) / counts["drafts"] for counts in (strict, relaxed)
-    )
-    assert relaxed_length > strict_length
