@@ -381,7 +381,7 @@ def main() -> int:
     for cell in cells:
         by_draft.setdefault(f"{cell.key.draft}, K {cell.key.k}", []).append(cell)
     frontiers = {title: Frontier(own) for title, own in by_draft.items()}
-    run = ("created", "git_commit", "versions", "hardware", "load_average", "command")
+    run = ("created", "git_commit", "versions", "hardware", "load_average", "command", "weights")
     result = {
         "schema": "vllm-mars/frontier/1",
         # Of the measurement: this command only calculates.

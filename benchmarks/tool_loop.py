@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     own = {} if args.url else {"draft": draft_name(args.draft), "num_speculative_tokens": args.k}
     result = {
         "schema": "vllm-mars/tool-loop/1",
-        **describe_run(gpu),
+        **describe_run(gpu, agents[0].model, args.draft),
         "model": Path(agents[0].model).name,
         **own,
         "prompts": hashlib.sha256(args.prompts.read_bytes()).hexdigest(),

@@ -4,13 +4,13 @@ The threshold is taken out of the file where vLLM's front end reads its options;
 number and need no access to the file.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.config import METHOD, OPTION, check_threshold
+from vllm_mars.weights import weights_checksum
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -19,10 +19,6 @@ AUTO = "auto:"
 KIND = "calibration"
 SCHEMA = 1
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-_FIRST_BYTES = 1 << 20
-_PROBES = 16
-_PROBE_BYTES = 1 << 16
 _FACTS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
@@ -125,35 +121,6 @@ def identify(model_config: "ModelConfig") -> dict[str, Any]:
         **facts,
         "weights": weights_checksum(Path(str(model_config.model))),
     }
-
-
-def weights_checksum(model: Path) -> str | None:
-    """A sha256 over sizes and samples of the weight files; quick also for large models.
-
-    Args:
-        model: a directory with weight files, or one such file.
-
-    Returns:
-        Hexadecimal digits, None where there is no such file here. It takes the begin of each file
-        and probes spread over it: enough to tell trainings of one model apart, not to find a
-        single damaged byte.
-    """
-    if model.is_dir():
-        files = sorted({path for pattern in _WEIGHTS for path in model.glob(pattern)})
-    else:
-        files = [model] if model.is_file() else []
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_FIRST_BYTES))
-            for probe in range(1, _PROBES + 1):
-                file.seek(max(0, size * probe // _PROBES - _PROBE_BYTES))
-                digest.update(file.read(_PROBE_BYTES))
-    return digest.hexdigest()
 
 
 def draft_of(speculative_config: Mapping[str, Any]) -> str:

@@ -66,7 +66,7 @@ def run_demo(options: DemoOptions) -> Results:
     device, gpu = vllm_device()
     model = options.model or str(ensure_model())
     options = options.resolved(model)
-    results = Results(options, model, describe_run(gpu))
+    results = Results(options, model, describe_run(gpu, model, options.draft))
     line = ProgressLine(console, forecast(options, prompts))
     with contextlib.ExitStack() as stack:
         stack.enter_context(line.live())

@@ -1,5 +1,6 @@
-"""What a measurement ran on: versions, hardware, load, commit, command line."""
+"""What a measurement ran on: versions, hardware, load, commit, command line, weights."""
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mars import __version__
+from vllm_mars.weights import weights_checksum
 
 # Of the last minute, taken before this process has done anything itself.
 _LOAD_AVERAGE = round(os.getloadavg()[0], 2)
@@ -145,13 +147,30 @@ def without_directories(command: Iterable[str]) -> list[str]:
     return [_DIRECTORIES.sub("", argument) for argument in command]
 
 
-def describe_run(gpu: str | None) -> dict[str, Any]:
+@functools.cache
+def weights(model: str, draft: str | None = None) -> dict[str, str | None]:
+    """Returns the checksums of the weights of a target, "model", and of a "draft".
+
+    Args:
+        model, draft: directories. Of what is none, such as the name of a model that vLLM finds by
+            itself or of a draft without files, the checksum is None.
+    """
+    return {
+        name: weights_checksum(Path(directory)) if directory else None
+        for name, directory in (("model", model), ("draft", draft))
+    }
+
+
+def describe_run(
+    gpu: str | None, model: str | None = None, draft: str | None = None
+) -> dict[str, Any]:
     """Returns the head of a result file: time (UTC), command, commit, versions, hardware, load.
 
     Args:
         gpu: as for `hardware`.
+        model, draft: as for `weights`, which are in the head where a model is given.
     """
-    return {
+    head = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *without_directories(sys.argv[1:])],
         "git_commit": git_commit(),
@@ -159,3 +178,4 @@ def describe_run(gpu: str | None) -> dict[str, Any]:
         "hardware": hardware(gpu),
         "load_average": _LOAD_AVERAGE,
     }
+    return head if model is None else head | {"weights": weights(model, draft)}

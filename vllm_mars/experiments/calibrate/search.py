@@ -214,7 +214,7 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
     require_writable(options.output)
     device, gpu = vllm_device()
     model = options.model or str(ensure_model())
-    run = describe_run(gpu)
+    run = describe_run(gpu, model, options.draft)
     with offline_engine(
         model,
         options.speculative_config(),

@@ -28,7 +28,7 @@ from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
 from vllm_mars.experiments.sweep.plan import Group, ServerSpec, SweepOptions
 from vllm_mars.experiments.sweep.records import Acceptance, Cell, CellKey, Settings, Status
-from vllm_mars.local.provenance import describe_run, without_directories
+from vllm_mars.local.provenance import describe_run, weights, without_directories
 from vllm_mars.local.scrape import LOST_NATS
 from vllm_mars.local.server import VllmServer
 from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
@@ -238,6 +238,7 @@ def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
         return run.cell(key, "failed", f"{reason}\n{server.log_tail()}")
     if lost_before is not None:
         measured["lost_nats"] = lost_after - lost_before
+    measured["weights"] = weights(run.sweep.model, live.spec.draft)
     measured["server_command"] = server.command()
     for name in ("server_command", "client_command"):
         measured[name] = tuple(without_directories(measured[name]))

@@ -366,8 +366,9 @@ class Cell:
         acceptance: None where the cell is not "ok", or without speculation.
         outputs: the answers in the order of the dataset.
         created: UTC time, ISO 8601.
-        git_commit, versions, hardware, command, load_average: as
-            `vllm_mars.local.provenance.describe_run`; older files lack the last.
+        git_commit, versions, hardware, command, load_average, weights: as
+            `vllm_mars.local.provenance.describe_run`; older files lack the last two, and a cell
+            that is not "ok" has no weights.
         server_command, client_command: what was run, the model's path shortened to its name.
         task_answers: the answers of a task of lm-eval, instead of outputs.
         lost_nats: what the answers' relaxed tokens lost against the target's first choices, in
@@ -395,6 +396,7 @@ class Cell:
     lost_nats: float | None = None
     node: str = ""
     load_average: float | None = None
+    weights: dict[str, str | None] = field(default_factory=dict)
     quality: Quality | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
