@@ -156,7 +156,14 @@ def test_verdicts():
     assert verdict(worse) == "worse"
     # Strict decoding solves 29 of 100.
     assert verdict(dataclasses.replace(worse, reference=0.29)) == CANNOT_TELL
-    assert verdict(dataclasses.replace(base, name="nll", difference_low=0.01)) == "worse"
+    nll = dataclasses.replace(base, name="nll", margin=0.1, difference_low=-0.09)
+    assert verdict(nll) == "not shown"
+    for task in (base, nll):
+        within = {"margin": 0.1, "difference_low": -0.09, "difference_high": 0.09}
+        assert verdict(dataclasses.replace(task, **within)) == "equal"
+        assert verdict(dataclasses.replace(task, **within | {"margin": 0.09})) == "not shown"
+    assert verdict(dataclasses.replace(nll, difference_low=0.01)) == "worse"
+    assert verdict(dataclasses.replace(worse, margin=0.2)) == "worse"
     assert verdict(dataclasses.replace(base, name="chrf")) == ""
 
 

@@ -100,18 +100,23 @@ def verdict(score: Estimate) -> str:
     """What a comparison with autoregressive decoding shows of NLL or a task score.
 
     Returns:
-        "worse", "kept" (within the margin), "not shown", or "cannot tell" of few solved tasks; ""
-        where nothing is compared.
+        "worse"; "equal" (the interval of the difference lies within the margin on both sides: two
+        one-sided tests at 2.5 %); "kept" (it is no loss of the margin or more); "not shown"; of
+        few solved tasks "cannot tell"; "" where nothing is compared.
     """
-    if score.reference is None or score.difference_low is None or score.difference_high is None:
+    low, high = score.difference_low, score.difference_high
+    is_task = is_task_score(score.name)
+    if score.reference is None or low is None or high is None:
         return ""
-    if score.name == "nll":
-        return "worse" if score.difference_low > 0 else ""
-    if not is_task_score(score.name):
+    if not is_task and score.name != "nll":
         return ""
-    if score.reference * score.samples < MIN_SOLVED:
+    if is_task and score.reference * score.samples < MIN_SOLVED:
         return CANNOT_TELL
-    return "worse" if score.difference_high < 0 else "kept" if score.non_inferior else "not shown"
+    if high < 0 if is_task else low > 0:
+        return "worse"
+    if score.margin is not None and -score.margin < low and high < score.margin:
+        return "equal"
+    return "kept" if score.non_inferior else "not shown"
 
 
 def _setting(metric: str, threshold: float | None, further: dict[str, Any] | None = None) -> str:
