@@ -53,6 +53,8 @@ setup(
             *RAY,
             "build",
             "hypothesis",
+            # Of plots and tasks in benchmarks/.
+            *("matplotlib", "pyyaml"),
             "mypy",
             "playwright",
             # With 9.2, pytest-xdist 3.8 takes every test for a group of its own.
