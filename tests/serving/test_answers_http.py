@@ -85,7 +85,7 @@ def relaxed_tokens(server):
     )
 
 
-@pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("times", [8, pytest.param(200, marks=pytest.mark.nightly)])
 def test_constrained_answers_are_valid(lossy_server, client, times):
     before = relaxed_tokens(lossy_server)
     kinds = (schema, regex, choice, tool_call)
