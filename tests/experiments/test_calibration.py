@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 
 import numpy as np
@@ -20,11 +21,10 @@ from vllm_mars.calibration import (
     identify,
     read_calibration,
     resolve_auto,
-    weights_checksum,
 )
 from vllm_mars.cli import main
 from vllm_mars.config import METRICS, OPTION, STRICT, split_speculative_config
-from vllm_mars.experiments.calibrate.losses import Measure, recovery
+from vllm_mars.experiments.calibrate.losses import Measure, recovery, scores
 from vllm_mars.experiments.calibrate.offline import offline_engine
 from vllm_mars.experiments.calibrate.search import (
     CalibrateOptions,
@@ -32,8 +32,10 @@ from vllm_mars.experiments.calibrate.search import (
     load_tasks,
     run_calibrate,
 )
+from vllm_mars.experiments.sweep.datasets import Item
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.local.prompts import Prompt
+from vllm_mars.weights import weights_checksum
 
 NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
 MARS = {**NGRAM, "rejection_sample_method": "mars"}
@@ -107,6 +109,7 @@ def test_calibrate(tiny_model, calibrated):
     content = read_calibration(path)
     assert (content["metric"], content["budget"]) == (metric, 0.0004)
     assert content["model"]["weights"] == weights_checksum(tiny_model)
+    assert content["weights"] == {"model": weights_checksum(tiny_model), "draft": None}
     assert content["draft"] == {"name": "ngram", "num_speculative_tokens": 4}
     assert content["samples"]["recorded_prompts"] == content["samples"]["held_out_prompts"] == 6
     assert content["samples"]["recorded_positions"] > 50
@@ -203,6 +206,14 @@ def test_recovery_of_known_scores():
     left = recovery(relaxed, strict, 0.9)
     assert left.value == 1.0 and left.low < 1 < left.high and 0 < left.kept_share < 1
     assert recovery(0 * strict, strict, 0.1).kept_share < 0.01
+
+
+def test_a_task_is_done_where_all_of_its_checks_pass():
+    task = Item("n", "", "n?", schema={"required": ["n"]}, expected={"n": 1})
+    answers = [
+        Namespace(prompt=Namespace(id="n"), texts=[text]) for text in ('{"n": 1}', '{"n": 2}', "1")
+    ]
+    assert scores(answers, {"n": task}).tolist() == [1, 0, 0]
 
 
 def test_a_recovery_that_rests_on_few_tasks_is_refused(tmp_path):
@@ -363,21 +374,6 @@ def test_a_request_cannot_name_a_file():
 
     with pytest.raises(ValueError, match="mars_theta='auto:x' is a str, but must be a number"):
         options_of(SamplingParams(extra_args={"mars_theta": "auto:x"}), MarsConfig())
-
-
-def test_checksum_sees_sizes_begins_and_middles(tmp_path):
-    path = tmp_path / "model.safetensors"
-    content = bytearray(5_000_000)
-    seen = set()
-    for change in (None, 0, 2_490_000, 4_999_999):
-        if change is not None:
-            content[change] ^= 1
-        path.write_bytes(content)
-        seen.add(weights_checksum(tmp_path))
-    path.write_bytes(content + b"\0")
-    seen.add(weights_checksum(path))
-    assert len(seen) == 5
-    assert weights_checksum(tmp_path / "none") is None
 
 
 def test_draft_names():

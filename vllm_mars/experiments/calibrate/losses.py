@@ -111,9 +111,9 @@ def compare(
 
 
 def scores(conversations: Sequence[Conversation], tasks: Mapping[str, Item]) -> Floats:
-    """`[conversations]`, the mean of each answer's task scores, in [0, 1]."""
+    """`[conversations]`, the least of each answer's task scores: a task is done as a whole."""
     found = [task_scores(tasks[item.prompt.id], item.texts[0]) for item in conversations]
-    return np.array([np.mean(list(item.values())) for item in found])
+    return np.array([min(item.values()) for item in found])
 
 
 def recovery(relaxed: Floats, strict: Floats, wanted: float) -> Measure:
