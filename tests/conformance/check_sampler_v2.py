@@ -277,7 +277,10 @@ def processed_logits(step):
     ],
 )
 def test_sampled_drafts_follow_the_rule(setting, config, with_draft_logits):
-    """Accepted where the margin or vLLM's own test accepts; else vLLM's own correction."""
+    """Accepted where the margin or vLLM's own test accepts; else vLLM's own correction.
+
+    A greedy request among them is verified as in a batch of its kind.
+    """
     step = random_step(
         4,
         SETTINGS[setting] * 2,
@@ -293,6 +296,14 @@ def test_sampled_drafts_follow_the_rule(setting, config, with_draft_logits):
     for request, own, request_rows, tokens in zip(
         step.requests, strict_by_position(step), rows, emitted(output), strict=True
     ):
+        if request.sampling.temperature == 0:
+            theta, gap, price = rule_of(config)
+            given = request_rows, request.drafts, own[-1][1], theta, gap
+            verified = oracle.verify(*given, protected, price=price)
+            assert tokens == verified.tokens
+            relaxed += verified.relaxed
+            blocked += tokens != oracle.verify(*given, frozenset(), price=price).tokens
+            continue
         expected = []
         for draft, row, (accepted, _) in zip(request.drafts, request_rows, own, strict=False):
             if not (accepted or accepts(config, row, draft, protected)):
@@ -303,6 +314,15 @@ def test_sampled_drafts_follow_the_rule(setting, config, with_draft_logits):
         assert tokens == [*expected, own[len(expected)][1]]
     assert relaxed > 0
     assert blocked > 0
+
+
+def test_greedy_requests_get_the_same_beside_one_that_samples():
+    for seed in range(3):
+        alone, beside = (
+            emitted(random_step(seed, each([0.0] * 4 + [last]), LENGTHS).run(PRICED))[:4]
+            for last in (0.0, 1.0)
+        )
+        assert alone == beside
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -119,8 +119,9 @@ def all_margins(config, batch, num_draft):
 
 
 def judge(rule, drafts, margin):
-    """The sampled path: judging and counting."""
-    with rule.relaxed_made_certain(drafts, margin) as judgement:
+    """The path of a batch in which some sample: judging, verifying and counting."""
+    is_greedy = torch.arange(len(drafts.cu_num_draft_tokens)) % 2 == 0
+    with rule.relaxed_made_certain(drafts, margin, is_greedy) as judgement:
         pass
     accepted = torch.zeros(len(drafts.cu_num_draft_tokens), dtype=torch.int32)
     rule.record(drafts, margin, judgement, accepted, {})
@@ -203,7 +204,7 @@ def test_v2(seen, served):
         for margin in all_margins(rule.config, len(lengths), len(logits)):
             rule.verify(step._replace(bonus_row_is_last=True), margin)
             for processed in (logits, logits.float().contiguous()):
-                judge(rule, step._replace(logits=processed), margin)
+                judge(rule, step._replace(logits=processed, max_draft_len=LONGEST + 1), margin)
     assert seen == warm
 
 

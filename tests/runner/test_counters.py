@@ -254,12 +254,19 @@ def test_shadow_counts_are_those_of_a_slow_loop():
     assert expected[0].sum() > expected[2].sum() > 0, "the looser theta accepts more"
 
 
-@pytest.mark.parametrize("by_prefix", [True, False], ids=["verified", "judged"])
+GREEDY_OF_EIGHT = {
+    "verified": torch.ones(8, dtype=torch.bool),
+    "judged": torch.zeros(8, dtype=torch.bool),
+    "both": torch.arange(8) % 2 == 0,
+}
+
+
+@pytest.mark.parametrize("is_greedy", GREEDY_OF_EIGHT.values(), ids=GREEDY_OF_EIGHT)
 @pytest.mark.parametrize(
     ("metric", "values"), [("ratio", (0.5, 0.9)), ("gap", (0.3, 2.0)), ("price", (0.3, 1.0, 4.0))]
 )
-def test_shadow_counts_are_what_verification_accepts(metric, values, by_prefix):
-    """Of a step that was verified, or judged position by position, at each threshold."""
+def test_shadow_counts_are_what_verification_accepts(metric, values, is_greedy):
+    """Of requests that were verified, or judged position by position, at each threshold."""
     generator = torch.Generator().manual_seed(4)
     config = MarsConfig(metric=metric, shadow=True, **{f"shadow_{METRICS[metric]}s": values})
     rule = MarginRule(config, [0])
@@ -276,24 +283,23 @@ def test_shadow_counts_are_what_verification_accepts(metric, values, by_prefix):
         drafts = Drafts(logits, ids, lengths.cumsum(0).int(), max_draft_len=LONGEST)
         margin = Margin.of(metric, config.threshold)
         request, position = locate(drafts.cu_num_draft_tokens, num_draft)
-        if by_prefix:
-            strict = rule.verify(drafts, margin)
-            judgement, num_accepted = strict.judgement, strict.num_accepted
+        drawn = (torch.rand(8, generator=generator) * (lengths + 1)).int()
+        strict = rule.verify(drafts, margin)
+        num_accepted = torch.where(is_greedy, strict.num_accepted, drawn)
+        if is_greedy.all():
+            rule.record(drafts, margin, strict.judgement, num_accepted, {}, is_greedy=True)
         else:
-            num_accepted = (torch.rand(8, generator=generator) * (lengths + 1)).int()
-            with rule.relaxed_made_certain(drafts, margin) as judgement:
+            with rule.relaxed_made_certain(drafts, margin, is_greedy) as judgement:
                 pass
-        rule.record(drafts, margin, judgement, num_accepted, {}, by_prefix=by_prefix)
+            rule.record(drafts, margin, judgement, num_accepted, {}, is_greedy=is_greedy)
         for index, value in enumerate(values):
             own = Margin.of(metric, Threshold.of(metric, value), protected=protected)
-            if by_prefix:
-                accepted = verify_drafts(drafts, own).num_accepted
-            else:
-                relaxed = judge_drafts(drafts, own).verdicts == Verdict.RELAXED
-                passed = (relaxed | (position < num_accepted[request])) & (ids >= 0)
-                table = torch.zeros(8, LONGEST + 1, dtype=torch.long)
-                table[request, position] = passed.long()
-                accepted = table.cumprod(1).sum(1)
+            relaxed = judge_drafts(drafts, own).verdicts == Verdict.RELAXED
+            passed = (relaxed | (position < num_accepted[request])) & (ids >= 0)
+            table = torch.zeros(8, LONGEST + 1, dtype=torch.long)
+            table[request, position] = passed.long()
+            verified = verify_drafts(drafts, own).num_accepted
+            accepted = torch.where(is_greedy, verified, table.cumprod(1).sum(1))
             expected[index] += (torch.arange(LONGEST) < accepted[:, None]).sum(0)
     counts = rule.counters.device_counts
     assert counts[rule.counters.layout.shadow].tolist() == expected.flatten().tolist()

@@ -17,6 +17,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 import oracle
 from vllm_mars import MarsConfig, MarsRejectionSampler
 from vllm_mars.runner import sampler_v1
+from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.cpu_kernels import mend
 from vllm_mars.runner.requests_v1 import RequestsV1
 
@@ -221,6 +222,36 @@ def test_greedy_follows_the_rule(config, processed, dtype):
         ]
         output = sampler(metadata, None, logits, meta).sampled_token_ids.tolist()
         assert [[token for token in row if token != -1] for row in output] == expected
+
+
+@pytest.mark.parametrize("config", [MarsConfig(theta=0.8), MarsConfig(metric="price", price=1.5)])
+def test_greedy_requests_get_the_same_beside_one_that_samples(config):
+    for seed in range(30):
+        metadata, logits = step(seed)
+        alone, beside = (
+            mars_sampler(config)(
+                metadata, None, logits.clone(), sampling([0.0] * 3 + [last], drafts=None)
+            ).sampled_token_ids[:3]
+            for last in (0.0, 1.0)
+        )
+        assert torch.equal(alone, beside)
+
+
+@pytest.mark.parametrize(
+    "config", [MarsConfig(theta=0.5), MarsConfig(metric="price", price=1.0, repeat_guard=0)]
+)
+def test_a_first_choice_is_not_relaxed_beside_one_that_samples(config):
+    metadata = metadata_of([[1], [1]])
+    logits = torch.tensor([[1.9, 2.0, 0.5, 0.0]]).repeat(4, 1)
+    layout = CounterLayout(1)
+    for temperatures, relaxed in (([0.0, 0.0], 0), ([0.0, 1.0], 1)):
+        sampler = mars_sampler(config)
+        sampler.rule.counters = Counters(layout, CPU)
+        sampler(metadata, None, logits.clone(), sampling(temperatures, drafts=[[1], [1]]))
+        counts = sampler.rule.counters.take_delta()
+        assert counts[layout.accepted] == [2]
+        # That of the request which samples was accepted without a draw.
+        assert counts[layout.relaxed] == [relaxed]
 
 
 def test_logprobs_of_a_relaxed_token_are_its_own():

@@ -369,7 +369,7 @@ def count_shadow(
     judgement: Judgement,
     num_accepted: torch.Tensor,
     *,
-    by_prefix: bool = False,
+    is_greedy: torch.Tensor | bool = False,
 ) -> None:
     """Adds what each threshold of the shadow mode would have accepted of one step's drafts.
 
@@ -383,8 +383,8 @@ def count_shadow(
         judgement: by a margin that any draft token passes which one of the thresholds can accept,
             with the values at all positions.
         num_accepted: of strict verification.
-        by_prefix: whether a price weighs prefixes, as in greedy verification; else a position
-            stands alone.
+        is_greedy: bool `[batch]`, or one for all: whether a price weighs the prefixes of a request,
+            as in greedy verification; else a position stands alone.
     """
     verdicts = judgement.verdicts
     if not len(verdicts):
@@ -403,12 +403,14 @@ def count_shadow(
         table[:, request, position] = values
         return table
 
+    if isinstance(is_greedy, bool):
+        is_greedy = torch.full_like(num_accepted, is_greedy, dtype=torch.bool)
     threshold = counters.shadowed[:, None]
     if layout.metric == "price":
         assert judgement.losses is not None, "verdicts come with losses"
         price = (threshold * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
         gain = price - judgement.losses * relaxed
-        is_small = (gain > 0) | by_prefix
+        is_small = (gain > 0) | is_greedy[request]
     else:
         largest, second = judgement.top2_values.unbind(1)
         is_ratio = layout.metric == "ratio"
@@ -416,11 +418,12 @@ def count_shadow(
         is_small = (second > limit) & ((largest > 0) | (not is_ratio))
     reached = by_request(strict | relaxed & is_small).cumprod(2)
     stop = reached.sum(2)
-    if layout.metric == "price" and by_prefix:
+    if layout.metric == "price":
         gain = by_request(gain)
         # Of a stop: what comes before it. argmax takes the first of equals.
         value = gain.cumsum(2) - gain
         is_reached = torch.cat([torch.ones_like(reached[..., :1]), reached[..., :-1]], 2) > 0
-        stop = torch.where(is_reached & ~by_request(strict[None]), value, -1).argmax(2)
+        best = torch.where(is_reached & ~by_request(strict[None]), value, -1).argmax(2)
+        stop = torch.where(is_greedy, best, stop)
     is_accepted = torch.arange(longest, device=stop.device) < stop[..., None]
     counters.device_counts[layout.shadow] += is_accepted.sum(1).flatten()

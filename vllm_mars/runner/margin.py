@@ -110,7 +110,9 @@ class MarginRule:
         return margin._replace(protected=self._protected)
 
     @contextmanager
-    def relaxed_made_certain(self, drafts: Drafts, margin: Margin) -> Iterator[Judgement | None]:
+    def relaxed_made_certain(
+        self, drafts: Drafts, margin: Margin, is_greedy: torch.Tensor | bool = False
+    ) -> Iterator[Judgement | None]:
         """Makes the draft token the target's certain choice where relaxed, within the context.
 
         A rejection sampler then accepts it: it is the argmax, and its probability is 1, so at least
@@ -122,6 +124,8 @@ class MarginRule:
             drafts: the step's, with processed logits, which are changed in place; a row for each
                 draft, in order.
             margin: what the requests allow; the protected tokens are added here.
+            is_greedy: bool `[batch]`, which requests are verified as a whole, as `verify` does it,
+                with `max_draft_len` given; False where all of them sample.
 
         Yields:
             What was judged, or None where nothing can be relaxed and nothing is counted.
@@ -130,12 +134,24 @@ class MarginRule:
             yield None
             return
         logits = drafts.logits
+        applied = self._applied(margin, logits)
         judgement = judge_drafts(
             drafts,
-            self._applied(margin, logits),
+            applied,
             with_top2_values=self.counters is not None,
             backend=self.backend,
         )
+        if isinstance(is_greedy, torch.Tensor):
+            output = verify_drafts(
+                drafts,
+                applied,
+                with_verdicts=True,
+                dry_run=self.config.shadow,
+                backend=self.backend,
+            )
+            request, _ = locate(drafts.cu_num_draft_tokens, judgement.verdicts.shape[0])
+            verdicts = torch.where(is_greedy[request], output.verdicts, judgement.verdicts)
+            judgement = judgement._replace(verdicts=verdicts)
         if self.config.shadow:
             yield judgement
             return
@@ -158,7 +174,7 @@ class MarginRule:
         num_accepted: torch.Tensor,
         returns: dict[int, str],
         *,
-        by_prefix: bool = False,
+        is_greedy: torch.Tensor | bool = False,
     ) -> Spent | None:
         """Counts a step, and notes what was relaxed for the requests that want to know it.
 
@@ -168,7 +184,8 @@ class MarginRule:
             judgement: of the step's positions; its values are None where nothing is counted.
             num_accepted: int `[batch]`, accepted draft tokens.
             returns: ids by place of the requests that want to know.
-            by_prefix: whether the step was verified as a whole, not judged by position.
+            is_greedy: bool `[batch]`, or one for all: whether a request was verified as a whole,
+                not judged by position.
 
         Returns:
             What was spent, where a budget limits it; else None.
@@ -181,7 +198,7 @@ class MarginRule:
                 self.counters, drafts, judgement, num_accepted, counted, dry_run=self.config.shadow
             )
             if self.config.shadow:
-                count_shadow(self.counters, drafts, judgement, num_accepted, by_prefix=by_prefix)
+                count_shadow(self.counters, drafts, judgement, num_accepted, is_greedy=is_greedy)
         has_budget = margin.budget is not None or margin.loss_budget is not None
         if not has_budget and not returns:
             return None

@@ -142,7 +142,8 @@ class MarsRejectionSampler(RejectionSampler):
             output_token_ids = self._verify_greedy(drafts)
         else:
             margin = self.requests.margin(drafts)
-            with self.rule.relaxed_made_certain(drafts, margin) as judgement:
+            is_greedy = not sampling_metadata.all_random and sampling_metadata.temperature == 0
+            with self.rule.relaxed_made_certain(drafts, margin, is_greedy) as judgement:
                 output_token_ids = rejection_sample(
                     metadata.draft_token_ids,
                     metadata.num_draft_tokens,
@@ -157,7 +158,7 @@ class MarsRejectionSampler(RejectionSampler):
             if judgement is not None:
                 # A step emits the accepted drafts and one more token.
                 num_accepted = (output_token_ids >= 0).sum(1) - 1
-                spent = self._record(drafts, margin, judgement, num_accepted)
+                spent = self._record(drafts, margin, judgement, num_accepted, is_greedy=is_greedy)
                 if spent is not None:
                     self.requests.spend(*spent)
         logprobs = None
@@ -179,18 +180,18 @@ class MarsRejectionSampler(RejectionSampler):
         judgement: Judgement,
         num_accepted: torch.Tensor,
         *,
-        by_prefix: bool = False,
+        is_greedy: torch.Tensor | bool,
     ) -> Spent | None:
         returns = self.requests.returns(num_accepted.shape[0])
         return self.rule.record(
-            drafts, margin, judgement, num_accepted, returns, by_prefix=by_prefix
+            drafts, margin, judgement, num_accepted, returns, is_greedy=is_greedy
         )
 
     def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:
         margin = self.requests.margin(drafts)
         output = self.rule.verify(drafts, margin)
         if output.judgement is not None:
-            self._record(drafts, margin, output.judgement, output.num_accepted, by_prefix=True)
+            self._record(drafts, margin, output.judgement, output.num_accepted, is_greedy=True)
         self.requests.spend(output.num_relaxed, output.lost)
         output_token_ids: torch.Tensor = output.output_token_ids
         return output_token_ids

@@ -108,8 +108,16 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        drafts = Drafts(processed[:, :vocab], next_input_tokens(verify_draft_sampled, ends), ends)
-        if not self.sampler.sampling_states.temperature.np[idx_mapping_np].any():
+        drafts = Drafts(
+            processed[:, :vocab],
+            next_input_tokens(verify_draft_sampled, ends),
+            ends,
+            # The bonus row of a request counts as one more, with a padding draft.
+            max_draft_len=self.num_speculative_steps + 1,
+        )
+        temperature = self.sampler.sampling_states.temperature
+        samples = temperature.np[idx_mapping_np] != 0
+        if not samples.any():
             rows = drafts._replace(
                 draft_token_ids=verify_draft_sampled,
                 max_draft_len=self.num_speculative_steps,
@@ -123,12 +131,13 @@ class MarsRejectionSamplerV2(RejectionSampler):
                     output.judgement,
                     output.num_accepted,
                     returns,
-                    by_prefix=True,
+                    is_greedy=True,
                 )
             self.requests.spend(output.num_relaxed, output.lost, idx_mapping)
             return processed, output.output_token_ids, output.num_accepted + 1
 
-        with self.rule.relaxed_made_certain(drafts, margin) as judgement:
+        is_greedy = not samples.all() and temperature.gpu[idx_mapping] == 0
+        with self.rule.relaxed_made_certain(drafts, margin, is_greedy) as judgement:
             sampled, num_sampled = rejection_sample(
                 processed,
                 draft_logits,
@@ -138,13 +147,20 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 idx_mapping,
                 expanded_idx_mapping,
                 expanded_local_pos,
-                self.sampler.sampling_states.temperature.gpu,
+                temperature.gpu,
                 self.sampler.sampling_states.seeds.gpu,
                 self.num_speculative_steps,
                 use_fp64=self.sampler.use_fp64_gumbel,
             )
         if judgement is not None:
-            spent = self.rule.record(drafts, margin, judgement, num_sampled - 1, returns)
+            spent = self.rule.record(
+                drafts,
+                margin,
+                judgement,
+                num_sampled - 1,
+                returns,
+                is_greedy=is_greedy,
+            )
             if spent is not None:
                 self.requests.spend(*spent, idx_mapping)
         return processed, sampled, num_sampled

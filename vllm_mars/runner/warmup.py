@@ -40,8 +40,8 @@ def warm_up_v1(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
     steps.append(Drafts(processed, first_row, end, bonus_token_ids=first_row))
     for drafts, margin, length in itertools.product(steps, margins, longest.values()):
         rule.verify(drafts._replace(max_draft_len=length), margin)
-    for margin in margins:
-        _judge(rule, steps[-1], margin)
+    for margin, length in itertools.product(margins, longest.values()):
+        _judge(rule, steps[-1]._replace(max_draft_len=length), margin)
     _block(rule, logits.device, bonus_row_is_last=False)
 
 
@@ -61,13 +61,14 @@ def warm_up_v2(rule: MarginRule, logits: torch.Tensor, num_speculative_tokens: i
         drafts = Drafts(rows, inputs, _ids(2, logits.device), max_draft_len=num_speculative_tokens)
         for margin in _margins(rule, logits.device, num_draft=2):
             rule.verify(drafts._replace(bonus_row_is_last=True), margin)
-            _judge(rule, drafts, margin)
+            _judge(rule, drafts._replace(max_draft_len=num_speculative_tokens + 1), margin)
     _block(rule, logits.device, bonus_row_is_last=True)
 
 
 def _judge(rule: MarginRule, drafts: Drafts, margin: Margin) -> None:
-    """The sampled path: judging and counting. What is counted at start is dropped."""
-    with rule.relaxed_made_certain(drafts, margin) as judgement:
+    """The sampled path, beside a greedy request, and counting. What is counted here is dropped."""
+    is_greedy = torch.ones_like(drafts.cu_num_draft_tokens, dtype=torch.bool)
+    with rule.relaxed_made_certain(drafts, margin, is_greedy) as judgement:
         pass
     if judgement is not None:
         none = torch.zeros_like(drafts.cu_num_draft_tokens)
