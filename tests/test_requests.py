@@ -302,8 +302,8 @@ class TestV1Budget:
 
     CONFIG = MarsConfig(max_relaxed_share=0.25)
 
-    def state(self, *outputs):
-        state = RequestsV1(self.CONFIG, 4, torch.device("cpu"))
+    def state(self, *outputs, config=CONFIG):
+        state = RequestsV1(config, 4, torch.device("cpu"))
         added = [(place, params(), None, output) for place, output in enumerate(outputs)]
         state.update_state(BatchUpdate(len(outputs), removed=[], added=added, moved=[]))
         return state
@@ -339,6 +339,11 @@ class TestV1Budget:
         state = RequestsV1(RATIO, 2, torch.device("cpu"))
         state.spend(*spent(3))
         assert margin(state, [])[-3:-1] == (None, None)
+
+    def test_the_shadow_mode_has_none(self):
+        state = self.state([], config=MarsConfig(shadow=True, max_relaxed_share=0.25))
+        assert margin(state, []).budget is None
+        assert not state.needs_output_tokens
 
 
 class TestV1LossBound:

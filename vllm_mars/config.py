@@ -287,6 +287,11 @@ class MarsConfig:
         return self.repeat_guard
 
     @property
+    def limits_share(self) -> bool:
+        """Whether `max_relaxed_share` limits anything; in shadow mode nothing is relaxed."""
+        return self.max_relaxed_share < 1 and not self.shadow
+
+    @property
     def lossy(self) -> bool:
         """Whether the output can differ from vLLM's own for a request that chooses nothing."""
         return self.threshold != STRICT and not self.shadow and self.max_relaxed_share > 0

@@ -97,7 +97,7 @@ class RequestsV1(LogitsProcessor):
     @property
     def needs_output_tokens(self) -> bool:
         """Whether the output lists of the batch must be up to date when a step is verified."""
-        budgets = self._config.max_relaxed_share < 1 or self._has_loss_bound
+        budgets = self._config.limits_share or self._has_loss_bound
         return bool(self._sections) or budgets or self._config.repeat_ngram > 0
 
     def _limits_loss(self, options: RequestOptions) -> bool:
@@ -115,7 +115,7 @@ class RequestsV1(LogitsProcessor):
         """Notes which requests came, went and moved."""
         if not batch_update:
             return
-        if self._config.max_relaxed_share < 1:
+        if self._config.limits_share:
             self._num_relaxed = self._moved(self._num_relaxed, batch_update, self._relaxed_before)
         had_loss_bound = self._has_loss_bound
         process_dict_updates(self._requests, batch_update, self._request)
@@ -188,10 +188,10 @@ class RequestsV1(LogitsProcessor):
         if self._sections or self._has_structured or self._config.repeat_ngram:
             blocked = self._blocked(drafts)
         budget = loss_budget = None
-        if self._config.max_relaxed_share < 1 or self._has_loss_bound:
+        if self._config.limits_share or self._has_loss_bound:
             lengths = [len(self._of_place(place).output) for place in range(batch)]
             produced = self._to_device(lengths).int()
-            if self._config.max_relaxed_share < 1:
+            if self._config.limits_share:
                 budget = RelaxedBudget(
                     self._config.max_relaxed_share, self._num_relaxed[:batch], produced
                 )
@@ -226,7 +226,7 @@ class RequestsV1(LogitsProcessor):
             num_relaxed: int32 `[batch]`, relaxed tokens.
             lost: int64 `[batch]`, what they lost, in units of 2**-LOSS_BITS nats.
         """
-        if self._config.max_relaxed_share < 1:
+        if self._config.limits_share:
             self._num_relaxed[: num_relaxed.shape[0]] += num_relaxed
         if self._has_loss_bound:
             self._lost[: lost.shape[0]] += lost

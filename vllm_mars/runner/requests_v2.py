@@ -158,9 +158,9 @@ class RequestsV2(LogitsProcessor):
             )
         budget = loss_budget = None
         has_loss_bound = self._has_loss_bound[idx_mapping_np].any()
-        if self._config.max_relaxed_share < 1 or has_loss_bound:
+        if self._config.limits_share or has_loss_bound:
             produced = states.total_len.gpu[idx_mapping] - states.prompt_len.gpu[idx_mapping]
-            if self._config.max_relaxed_share < 1:
+            if self._config.limits_share:
                 budget = RelaxedBudget(
                     self._config.max_relaxed_share, self._num_relaxed.gpu[idx_mapping], produced
                 )
@@ -184,7 +184,7 @@ class RequestsV2(LogitsProcessor):
             lost: int64 `[num_reqs]`, what they lost, in units of 2**-LOSS_BITS nats.
             idx_mapping: `[num_reqs]` slot of each request.
         """
-        if self._config.max_relaxed_share < 1:
+        if self._config.limits_share:
             self._num_relaxed.gpu.index_add_(0, idx_mapping.long(), num_relaxed)
         if self._has_loss_bound.any():
             self._lost.gpu.index_add_(0, idx_mapping.long(), lost)

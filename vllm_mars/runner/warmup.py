@@ -120,7 +120,7 @@ def _margins(rule: MarginRule, device: torch.device, num_draft: int) -> list[Mar
     if _may_block(rule):
         blocked.append(torch.zeros(num_draft, dtype=torch.int8, device=device))
     budget = None
-    if rule.config.max_relaxed_share < 1:
+    if rule.config.limits_share:
         none = torch.zeros(1, dtype=torch.int32, device=device)
         budget = RelaxedBudget(rule.config.max_relaxed_share, none, none)
     return [
