@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 import fuzz
@@ -20,6 +21,7 @@ from steps_v2 import Request, Step, emitted, random_step
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.terms import Verdict
 from vllm_mars.runner.repeats import AnswerNgrams
+from vllm_mars.runner.requests_v2 import RequestsV2
 
 STRICT = [MarsConfig(theta=1.0), MarsConfig(metric="gap", theta=1.0, gap=0.0)]
 LENGTHS = [3, 0, 5, 1, 2]
@@ -403,6 +405,31 @@ def test_what_was_lost_is_kept_by_slot(temperature):
         # Half a nat each. What the last one has earned since it came back is a quarter.
         assert [tokens[0] for tokens in emitted(output)[:2]] == [0, 0]
         assert bound().lost.tolist() == [number * 2**15] * 2 + before.lost.tolist()[2:]
+
+
+@pytest.mark.parametrize("spans", [(), ((5, 6),)])
+def test_nothing_is_left_of_what_sleep_throws_away(monkeypatch, spans):
+    """vLLM's sleep of level 2 drops what was allocated while the model was loaded."""
+
+    class Slept(RequestsV2):
+        def __init__(self, *args):
+            super().__init__(*args)
+            values = vars(self).values()
+            staged = (value.gpu for value in values if hasattr(value, "stage_write_elem"))
+            tables = (table for value in values if isinstance(value, tuple) for table in value)
+            for tensor in itertools.chain(staged, tables):
+                tensor.fill_(7)
+
+    constraint = StructuredOutputsParams(regex="a")
+    sampling = [*each(GREEDY[:4]), params(structured_outputs=constraint)]
+    step = random_step(3, sampling, LENGTHS, ranks=(0, 1, 1))
+    config = MarsConfig(
+        metric="gap", gap=1000.0, strict_spans=spans, max_loss=9.0, max_relaxed_share=0.9
+    )
+    expected = emitted(step.run(config))
+    assert expected != emitted(step.run(None))
+    monkeypatch.setattr(steps_v2, "RequestsV2", Slept)
+    assert emitted(step.run(config)) == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])

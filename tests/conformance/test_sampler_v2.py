@@ -1,10 +1,11 @@
-"""Runs the checks of the V2 sampler in a process whose Triton is the interpreter."""
+"""Runs the checks of the samplers in a process whose Triton is the interpreter."""
 
 import pytest
 
 from interpreter import run_checks
 
-CHECKS = ["conformance/check_sampler_v2.py", "conformance/check_distribution_v2.py"]
+NAMES = ("sampler_v2", "distribution_v2", "requests_v1")
+CHECKS = [f"conformance/check_{name}.py" for name in NAMES]
 
 
 @pytest.mark.timeout(1600)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,6 +79,7 @@ class RequestsV1(LogitsProcessor):
     ) -> None:
         self._config = config
         self._device = device
+        self._on_host = device.type == "cpu"
         self._request_ids = request_ids
         self._need_output_tokens = need_output_tokens
         self._sections = Sections(config)
@@ -239,6 +241,10 @@ class RequestsV1(LogitsProcessor):
         places = range(batch)
         return {place: ids[place] for place in places if self._of_place(place).options.wants_return}
 
+    @cached_property
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._sections.tables(self._device)
+
     def _of_place(self, place: int) -> _Request:
         request = self._requests.get(place)
         return request or self._tracked(RequestOptions(self._config.threshold), [])
@@ -253,7 +259,7 @@ class RequestsV1(LogitsProcessor):
                 request.scanned += len(tokens)
         states = [request.state for request in requests]
         is_structured = [request.options.is_structured for request in requests]
-        if self._device.type == "cpu":
+        if self._on_host:
             lists = ids.tolist(), ends.tolist()
             reasons = list(self._sections.blocked(states, is_structured, *lists))
             if self._config.repeat_ngram:
@@ -276,7 +282,7 @@ class RequestsV1(LogitsProcessor):
             # A row's draft token is looked for one entry behind it.
             input_token_ids=torch.nn.functional.pad(ids, (1, 0)),
             cu_num_logits=ends,
-            tables=self._sections.tables(self._device),
+            tables=self._tables,
             thinking=self._sections.thinking,
             only_thinking=self._sections.only_thinking,
         )

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,7 +47,6 @@ class RequestsV2(LogitsProcessor):
         self._is_own = np.zeros(slots, dtype=bool)
         self._wants_return = np.zeros(slots, dtype=bool)
         self._sections = Sections(config)
-        self._tables = self._sections.tables(device)
         self._state = StagedWriteTensor(slots, dtype=torch.int32, device=device)
         self._scanned = StagedWriteTensor(slots, dtype=torch.int32, device=device)
         # Relaxed tokens of each request.
@@ -67,9 +67,15 @@ class RequestsV2(LogitsProcessor):
 
         req_states.add_request = add_and_note
 
+    # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
+    # sleep mode throws away. The slots' values are written anew for each request.
+    @cached_property
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._sections.tables(self._req_states.device)
+
     def _begin(self, slot: int, prompt_len: int, tokens: list[int]) -> None:
-        if self._sections:
-            self._state.stage_write_elem(slot, self._sections.advance(0, tokens))
+        state = self._sections.advance(0, tokens) if self._sections else 0
+        self._state.stage_write_elem(slot, state)
         self._scanned.stage_write_elem(slot, len(tokens))
         # Of a request that comes back after a preemption nobody knows what was relaxed and lost: it
         # is taken to be all that was allowed.
