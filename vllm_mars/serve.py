@@ -24,7 +24,8 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.llm import LLMConfig, build_openai_app
 from ray.serve.llm.deployment import LLMServer
 
-from vllm_mars.config import split_speculative_config
+from vllm_mars.calibration import AUTO
+from vllm_mars.config import METHOD, OPTION, STRICT, split_speculative_config
 from vllm_mars.local.drafts import NGRAM, RECOMMENDED, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.ray_nodes import check_nodes
@@ -115,7 +116,7 @@ def app(options: Options) -> Application:
         RuntimeError: a node has another version of Ray, vLLM or this package, or the cluster lacks
             the GPUs or CPUs for `min_replicas`, or for one replica.
     """
-    split_speculative_config(options.speculative_config)
+    _check_speculation(options.speculative_config)
     autoscaling = _autoscaling_config(options)
     on_cpu = _vllm_is_for_cpus()
     with _connected():
@@ -151,6 +152,16 @@ def app(options: Options) -> Application:
     # Streams pass through the ingress, which a changed application replaces, too.
     ingress = {"graceful_shutdown_timeout_s": options.graceful_shutdown_timeout_s}
     return build_openai_app({"llm_configs": [config], "ingress_deployment_config": ingress})
+
+
+def _check_speculation(speculative_config: dict[str, Any]) -> None:
+    """Checks all but the value in a calibration, whose file is read on the node of each replica."""
+    config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+    if config.get("rejection_sample_method") == METHOD:
+        for metric, option in OPTION.items():
+            if str(config.get(option)).startswith(AUTO):
+                config[option] = STRICT.value(metric)
+    split_speculative_config(config)
 
 
 def _autoscaling_config(options: Options) -> dict[str, Any]:
