@@ -154,15 +154,6 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
     assert options_of(params(mars_max_loss=0), BOUND).max_loss == 0
 
 
-def test_a_bound_needs_requests_that_keep_their_rank():
-    from vllm.exceptions import VLLMValidationError
-
-    served = served_with(RATIO)
-    served.parallel_config = SimpleNamespace(enable_batch_sharded_sampling=True)
-    with pytest.raises(VLLMValidationError, match="mars_max_loss cannot be kept with"):
-        check_request(params(mars_max_loss=1), served)
-
-
 def test_the_lock_holds_for_requests(monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     strict = MarsConfig(theta=1.0)

@@ -114,12 +114,7 @@ def test_markers_of_several_tokens_are_refused(packaged_model):
         resolved(packaged_model, {"mars_scope": "reasoning"}, reasoning_config=markers)
 
 
-@pytest.mark.parametrize("option", ["mars_max_relaxed_share", "mars_max_loss"])
-def test_a_budget_needs_whole_requests(packaged_model, option):
-    message = f"{option} with enable_batch_sharded_sampling: a request"
+def test_each_rank_has_to_verify_all_requests(packaged_model):
+    message = "cannot serve enable_batch_sharded_sampling: each rank verifies requests of its own"
     with pytest.raises(NotImplementedError, match=message):
-        resolved(
-            packaged_model,
-            {option: 0.5},
-            enable_batch_sharded_sampling=True,
-        )
+        resolved(packaged_model, {}, enable_batch_sharded_sampling=True)

@@ -1,13 +1,11 @@
 """The options in vLLM's front end: taken out of the user's configuration, checked per request."""
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.calibration import resolve_auto
 from vllm_mars.config import (
     CONFIG_KEY,
     OPTION,
-    MarsConfig,
     config_of,
     lossy_reason,
     split_speculative_config,
@@ -59,7 +57,7 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
 
     check_version(vllm.__version__)
     check_interfaces("options")
-    _check_served(engine_args, speculative_config, config)
+    _check_served(engine_args, speculative_config)
     vocab = model_config.get_vocab_size()
     outside = [token for token in config.protected_token_ids or () if token >= vocab]
     if outside:
@@ -97,15 +95,7 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
     from vllm.exceptions import VLLMValidationError
 
     try:
-        options = options_of(params, config)
-        parallel = getattr(vllm_config, "parallel_config", None)
-        is_sharded = getattr(parallel, "enable_batch_sharded_sampling", False)
-        if options.max_loss < math.inf and is_sharded:
-            raise ValueError(
-                "mars_max_loss cannot be kept with enable_batch_sharded_sampling, since a "
-                "request's rank changes from step to step; leave it out."
-            )
-        if options.wants_return:
+        if options_of(params, config).wants_return:
             from vllm_mars.engine.returned import is_supported
 
             if not is_supported():
@@ -114,7 +104,7 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
-def _check_served(engine_args: Any, speculative_config: dict[str, Any], config: MarsConfig) -> None:
+def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
     from vllm.platforms import current_platform
 
     def refuse(what: str, reason: str, way_out: str) -> None:
@@ -134,17 +124,12 @@ def _check_served(engine_args: Any, speculative_config: dict[str, Any], config: 
             "it cuts drafts by an estimate of strict acceptance",
             "switch it off",
         )
-    is_sharded = getattr(engine_args, "enable_batch_sharded_sampling", False)
-    for option, is_set in (
-        ("mars_max_relaxed_share", config.max_relaxed_share < 1),
-        ("mars_max_loss", config.max_loss is not None),
-    ):
-        if is_set and is_sharded:
-            refuse(
-                f"{option} with enable_batch_sharded_sampling",
-                "a request's rank, and with it what was relaxed of it, changes from step to step",
-                "drop one of them",
-            )
+    if getattr(engine_args, "enable_batch_sharded_sampling", False):
+        refuse(
+            "enable_batch_sharded_sampling",
+            "each rank verifies requests of its own, but only the first one counts what is relaxed",
+            "switch it off",
+        )
     if getattr(engine_args, "watermark_config", None) is not None:
         refuse(
             "a watermark_config",
