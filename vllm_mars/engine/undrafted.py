@@ -19,21 +19,24 @@ def drop_drafts(scheduler: Any, config: MarsConfig) -> None:
         config: the server's options.
     """
     add_request, schedule = scheduler.add_request, scheduler.schedule
-    undrafted: dict[str, Any] = {}
+    undrafted: set[str] = set()
 
     def add_and_note(request: Any, *args: Any, **kwargs: Any) -> Any:
         result = add_request(request, *args, **kwargs)
         params = request.sampling_params
-        if params is not None and not options_of(params, config).speculates:
-            undrafted[request.request_id] = request
+        # A further input of a request that is there already comes under its id.
+        if params is not None:
+            note = undrafted.discard if options_of(params, config).speculates else undrafted.add
+            note(request.request_id)
         return result
 
     def drop_and_schedule(*args: Any, **kwargs: Any) -> Any:
-        for request_id in undrafted.keys() - scheduler.requests.keys():
-            del undrafted[request_id]
-        for request in undrafted.values():
-            # With asynchronous scheduling these stand for drafts that are still being made.
-            request.spec_token_ids = []
+        for request_id in list(undrafted):
+            if (request := scheduler.requests.get(request_id)) is None:
+                undrafted.discard(request_id)
+            else:
+                # With asynchronous scheduling these stand for drafts that are still being made.
+                request.spec_token_ids = []
         return schedule(*args, **kwargs)
 
     scheduler.add_request = add_and_note
