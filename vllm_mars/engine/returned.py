@@ -51,6 +51,8 @@ def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
     def add_and_begin(request: Any, *args: Any, **kwargs: Any) -> Any:
         result = add_request(request, *args, **kwargs)
         params = request.sampling_params
+        # A further input of a request that is there already comes under its id.
+        request = scheduler.requests.get(request.request_id, request)
         if params is not None and (options := options_of(params, config)).wants_return:
             if request.spec_decode_metrics is None:
                 request.spec_decode_metrics = RequestSpecDecodeMetrics.new(longest)

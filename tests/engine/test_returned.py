@@ -1,0 +1,62 @@
+"""What the scheduler collects for the requests that ask what was relaxed."""
+
+from types import SimpleNamespace
+
+from vllm_mars import MarsConfig
+from vllm_mars.engine.returned import collect_relaxed
+from vllm_mars.engine.transport import REQUEST_FIELD
+from vllm_mars.runner.outputs import RELAXED_FIELD
+
+
+class Scheduler:
+    """What the collection touches; a further input goes to the request of its id."""
+
+    def __init__(self):
+        self.requests = {}
+        self.vllm_config = SimpleNamespace(
+            speculative_config=SimpleNamespace(num_speculative_tokens=3)
+        )
+        collect_relaxed(self, MarsConfig(theta=0.9))
+
+    def add_request(self, request):
+        self.requests.setdefault(request.request_id, request)
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        for request in self.requests.values():
+            request.num_output_tokens += model_runner_output.produced
+
+    def step(self, produced, relaxed):
+        output = SimpleNamespace(produced=produced, **{RELAXED_FIELD: relaxed})
+        self.update_from_output(None, output)
+
+
+def request(**own):
+    return SimpleNamespace(
+        request_id="a",
+        sampling_params=SimpleNamespace(extra_args=own, structured_outputs=None),
+        num_output_tokens=0,
+        spec_decode_metrics=None,
+    )
+
+
+def test_what_a_stop_cuts_off_is_left_out():
+    scheduler = Scheduler()
+    scheduler.add_request(request(mars_return=True))
+    scheduler.step(3, {"a": [(0, 2**15), (2, 2**14)]})
+    scheduler.step(1, {"a": [(0, 2**16), (1, 2**16)]})
+    assert getattr(scheduler.requests["a"].spec_decode_metrics, REQUEST_FIELD) == {
+        "theta": 0.9,
+        "num_relaxed_tokens": 3,
+        "relaxed_positions": [0, 2, 3],
+        "loss_nats": [0.5, 0.25, 1.0],
+    }
+
+
+def test_a_further_input_may_ask_first():
+    scheduler = Scheduler()
+    scheduler.add_request(request())
+    scheduler.step(2, {})
+    scheduler.add_request(request(mars_return=True))
+    scheduler.step(2, {"a": [(1, 2**16)]})
+    told = getattr(scheduler.requests["a"].spec_decode_metrics, REQUEST_FIELD)
+    assert told["relaxed_positions"] == [3]
