@@ -40,6 +40,7 @@ class Call:
         theta: of each request, or one for all.
         gap: likewise.
         protected: token ids.
+        price: of each request, or one for all, with theta 1 and gap 0; None for another metric.
         allowed: bool `[batch, vocab]` or None; what a processor of the samplers lets through.
     """
 
@@ -48,22 +49,21 @@ class Call:
     theta: float | list[float]
     gap: float | list[float]
     protected: frozenset[int]
+    price: float | list[float] | None = None
     allowed: Any = None
 
     def describe(self) -> str:
         rows = json.dumps(self.logits.float().tolist())
         return (
             f"dtype {self.logits.dtype}, drafts {self.drafts}, theta {self.theta}, gap {self.gap}, "
-            f"protected {sorted(self.protected)}, allowed "
+            f"price {self.price}, protected {sorted(self.protected)}, allowed "
             f"{None if self.allowed is None else self.allowed.tolist()}, logits {rows}"
         )
 
 
-def thresholds(call: Call, request: int) -> tuple[float, float]:
-    """Theta and gap of one request."""
-    theta = call.theta if isinstance(call.theta, float) else call.theta[request]
-    gap = call.gap if isinstance(call.gap, float) else call.gap[request]
-    return theta, gap
+def of_request(value: float | list[float] | None, request: int) -> float | None:
+    """A threshold of one request."""
+    return value[request] if isinstance(value, list) else value
 
 
 def expected(call: Call) -> list[Any]:
@@ -81,9 +81,11 @@ def expected(call: Call) -> list[Any]:
                 [value if ok else -math.inf for value, ok in zip(values, allowed, strict=True)]
                 for values in rows
             ]
-        theta, gap = thresholds(call, request)
+        theta, gap, price = (of_request(v, request) for v in (call.theta, call.gap, call.price))
         bonus = oracle.argmax(rows[-1])
-        results.append(oracle.verify(rows[:-1], drafts, bonus, theta, gap, call.protected))
+        results.append(
+            oracle.verify(rows[:-1], drafts, bonus, theta, gap, call.protected, price=price)
+        )
     return results
 
 
@@ -217,11 +219,19 @@ def sampler_call(rng: Any) -> tuple[Call, Any, list[dict[str, float]]]:
 
     call = random_call(rng, sampler=True)
     # A sampler has one metric; a request may have a value of its own.
-    if rng.random() < 0.7:
+    metric = rng.choice(["ratio", "gap", "price"], p=[0.5, 0.2, 0.3])
+    if metric == "ratio":
         call.gap = 0.0
         theta = call.theta if isinstance(call.theta, float) else 1.0
         config = MarsConfig(theta=theta, theta_min=LOOSEST.theta)
         own = [{"mars_theta": theta} for theta in call.theta] if call.theta != config.theta else []
+    elif metric == "price":
+        # A gap's values will do.
+        call.theta, call.gap, call.price = 1.0, 0.0, call.gap
+        price = call.price if isinstance(call.price, float) else 0.0
+        limits = {"price_max": LOOSEST.price, "repeat_guard": 0}
+        config = MarsConfig(metric="price", price=price, **limits)
+        own = [{"mars_price": value} for value in call.price] if call.price != price else []
     else:
         call.theta = 1.0
         gap = call.gap if isinstance(call.gap, float) else 0.0
