@@ -13,13 +13,12 @@ from vllm_mars.local.drafts import (
     draft_name,
     speculative_config,
 )
-from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
+from vllm_mars.local.prompts import PACKAGED
 from vllm_mars.lock import check_lock
 
 MODES = ("autoregressive", "strict", "mars")
 # Draft tokens per step where neither the user nor the draft says how many.
 NUM_SPECULATIVE_TOKENS = 4
-SHORT_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -118,14 +117,6 @@ class DemoOptions:
     def draft_name(self) -> str:
         """The draft's name without the directories it lies in, for tables and files."""
         return draft_name(self.draft or NGRAM)
-
-    def load_prompts(self) -> list[Prompt]:
-        """Reads the prompts to ask.
-
-        Raises:
-            ValueError: the file cannot be read.
-        """
-        return load_prompts(self.prompts)[: SHORT_PROMPTS if self.short else None]
 
     def speculative_config(self, mode: str) -> dict[str, Any] | None:
         """Returns vLLM's speculative config of a mode; None for autoregressive decoding."""

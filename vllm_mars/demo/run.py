@@ -18,7 +18,7 @@ from vllm_mars.demo.progress import Forecast, ProgressLine
 from vllm_mars.demo.results import Example, Record, Results
 from vllm_mars.local.drafts import WITHOUT_FILES
 from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.prompts import Prompt
+from vllm_mars.local.prompts import Prompt, load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
 from vllm_mars.local.result_file import require_writable
 from vllm_mars.local.server import POLL_SECONDS, VllmServer
@@ -27,6 +27,7 @@ from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS
 # Repeats itself, so that drafts are made, verified and accepted.
 WARM_UP = [{"role": "user", "content": "Say ten times: the red cat and the red dog."}]
 WARM_UP_TOKENS = 32
+SHORT_PROMPTS = 4
 # The prompts that one server answers before the next takes its turn.
 BLOCK = 8
 # A server that has waited answers late at first, so each turn begins with an untimed request.
@@ -61,7 +62,7 @@ def run_demo(options: DemoOptions) -> Results:
     from rich.console import Console
 
     console = Console(stderr=True)
-    prompts = options.load_prompts()
+    prompts = load_prompts(options.prompts)[: SHORT_PROMPTS if options.short else None]
     require_writable(options.output)
     device, gpu = vllm_device()
     model = options.model or str(ensure_model())
