@@ -11,23 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mars.config import METHOD
-from vllm_mars.experiments.quality.task_client import (
-    acceptance_between,
-    read_answers,
-    run_task,
-    task_config,
-)
-from vllm_mars.experiments.sweep.bench_client import (
-    BenchClient,
-    bench_args,
-    read_result,
-    wake,
-    write_requests,
-)
+from vllm_mars.experiments.quality.task_client import acceptance_between, ask_task
+from vllm_mars.experiments.sweep.bench_client import Asking, BenchClient, wake
 from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
 from vllm_mars.experiments.sweep.plan import Group, ServerSpec, SweepOptions
-from vllm_mars.experiments.sweep.records import Acceptance, Cell, CellKey, Settings, Status
+from vllm_mars.experiments.sweep.records import Cell, CellKey, Settings, Status
 from vllm_mars.local.provenance import describe_run, weights, without_directories
 from vllm_mars.local.scrape import LOST_NATS
 from vllm_mars.local.server import VllmServer
@@ -101,7 +90,6 @@ class _Run:
     sweep: Sweep
     platform: Platform
     log_dir: Path
-    work_dir: Path
     head: dict[str, Any]
 
     def cell(self, key: CellKey, status: Status, reason: str, **measured: Any) -> Cell:
@@ -126,8 +114,7 @@ def measure(
     """
     platform = platform or ask_platform()
     with contextlib.ExitStack() as stack:
-        work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-mars-")))
-        run = _Run(job.sweep, platform, log_dir, work_dir, describe_run(platform.gpu))
+        run = _Run(job.sweep, platform, log_dir, describe_run(platform.gpu))
         client = stack.enter_context(BenchClient(log_dir / "bench-client.log"))
         servers = job.group.servers
         lives = [_Live(spec, _server(run, spec, len(servers))) for spec in servers]
@@ -219,88 +206,36 @@ def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
     unfit = run.platform.why_not(live.spec, key.temperature)
     if unfit:
         return run.cell(key, "unavailable", unfit)
-    server = live.server
-    dataset = next(d for d in run.sweep.datasets if d.name == key.dataset)
+    server, sweep = live.server, run.sweep
+    dataset = next(d for d in sweep.datasets if d.name == key.dataset)
     try:
         _restart_if_dead(live, run.platform)
-        wake(server.base_url, run.sweep.model)
-        lost_before = server.metrics().get(LOST_NATS)
-        if dataset.task:
-            measured = _ask_task(run, server, dataset, key)
-        else:
-            measured = _ask_bench(run, client, server, dataset, key)
-        lost_after = server.metrics().get(LOST_NATS, 0.0)
+        wake(server.base_url, sweep.model)
+        before = server.metrics()
+        with tempfile.TemporaryDirectory(prefix="vllm-mars-") as directory:
+            asking = Asking(
+                key, dataset, sweep.options, sweep.model, server.base_url, Path(directory)
+            )
+            if dataset.task:
+                measured = ask_task(asking, run.log_dir / "lm-eval.log")
+            else:
+                measured = client.ask(asking)
+        after = server.metrics()
     except RuntimeError as error:
         reason = str(error)
         with contextlib.suppress(RuntimeError):
             server.check_alive("while it was measured")
             return run.cell(key, "failed", reason)
         return run.cell(key, "failed", f"{reason}\n{server.log_tail()}")
-    if lost_before is not None:
-        measured["lost_nats"] = lost_after - lost_before
-    measured["weights"] = weights(run.sweep.model, live.spec.draft)
+    if dataset.task:
+        measured["acceptance"] = acceptance_between(before, after, key.k)
+    if LOST_NATS in before:
+        measured["lost_nats"] = after.get(LOST_NATS, 0.0) - before[LOST_NATS]
+    measured["weights"] = weights(sweep.model, live.spec.draft)
     measured["server_command"] = server.command()
     for name in ("server_command", "client_command"):
         measured[name] = tuple(without_directories(measured[name]))
     return run.cell(key, "ok", "", **measured)
-
-
-def _ask_bench(
-    run: _Run, client: BenchClient, server: VllmServer, dataset: Dataset, key: CellKey
-) -> dict[str, Any]:
-    """Lets `vllm bench serve` ask; returns the fields of the cell that this gives."""
-    options = run.sweep.options
-    requests, result = run.work_dir / "requests.jsonl", run.work_dir / "result.json"
-    ids = write_requests(dataset, key.concurrency, requests) if dataset.items else []
-    args = bench_args(
-        key,
-        dataset,
-        base_url=server.base_url,
-        model=run.sweep.model,
-        requests=requests,
-        result=result,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-    )
-    result.unlink(missing_ok=True)
-    client.run(args, options.cell_timeout)
-    speed, acceptance, outputs = read_result(result, ids, options.max_tokens)
-    if acceptance is None and key.k:
-        # vLLM leaves its counters out where nothing was drafted, as ngram may in short answers.
-        acceptance = Acceptance(0, 0, 0, ())
-    return {
-        "speed": speed,
-        "acceptance": acceptance,
-        "outputs": outputs,
-        "client_command": ["python", "-m", "vllm_mars.vllm_cli", "bench", "serve", *args],
-    }
-
-
-def _ask_task(run: _Run, server: VllmServer, dataset: Dataset, key: CellKey) -> dict[str, Any]:
-    """Lets lm-eval ask and score; returns the fields of the cell that this gives."""
-    options = run.sweep.options
-    with tempfile.TemporaryDirectory(dir=run.work_dir) as name:
-        directory = Path(name)
-        config = task_config(
-            key,
-            dataset,
-            base_url=server.base_url,
-            model=run.sweep.model,
-            directory=directory,
-            max_tokens=options.max_tokens,
-        )
-        before = server.metrics()
-        run_task(config, directory, run.log_dir / "lm-eval.log", options.cell_timeout)
-        acceptance = acceptance_between(before, server.metrics(), key.k)
-        return {
-            "acceptance": acceptance,
-            "task_answers": read_answers(directory),
-            # The configuration is written out: the file that the command names is gone by then.
-            "client_command": [
-                *("python", "-m", "lm_eval", "run", "--config"),
-                json.dumps(config | {"tasks": [Path(dataset.task).name]}),
-            ],
-        }
 
 
 def _restart_if_dead(live: _Live, platform: Platform) -> None:
