@@ -173,9 +173,8 @@ def judged(cells, items, scorer=None):
 
     from vllm_mars.experiments.sweep.datasets import Dataset
 
-    found = {}
     judge = Judge([Dataset("x", items)], margin=0.1, nll_margin=0.1, scorer=scorer)
-    judge.judge(cells, found.__setitem__)
+    found = dict(judge.judge(cells))
     return [replace(c, quality=found.get(c.key)) for c in cells]
 
 

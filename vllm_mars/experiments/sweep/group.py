@@ -96,9 +96,7 @@ class _Run:
         return self.sweep.cell(key, status, reason, self.head, **measured)
 
 
-def measure(
-    job: Job, log_dir: Path, platform: Platform | None = None
-) -> Generator[Cell, None, None]:
+def measure(job: Job, log_dir: Path, platform: Platform | None = None) -> Generator[Cell]:
     """Measures the cells of a group, one at a time, and yields each as soon as it is measured.
 
     A cell that fails is yielded as failed and the others go on. No process outlives the iterator,

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,13 +109,8 @@ class RayRunner:
         ]
         check_nodes(able, [p for p in (options.model, *options.drafts) if p and Path(p).is_dir()])
 
-    def run(self, jobs: Sequence[Job], emit: Callable[[Cell], None]) -> None:
-        """Measures the jobs' cells; `emit` takes each key once.
-
-        Args:
-            jobs: groups of cells.
-            emit: takes each cell as soon as the driver has it.
-        """
+    def run(self, jobs: Sequence[Job]) -> Generator[Cell]:
+        """Measures the jobs' cells and yields each, once, as soon as the driver has it."""
         ray = self._ray
         # Ray's own retry would measure the whole group again, its finished cells too.
         remote = ray.remote(_measure).options(
@@ -140,49 +135,41 @@ class RayRunner:
                             task.attempts += 1
                             continue
                     else:
-                        emit(cell)
+                        yield cell
                         left = task.job.group.without({cell.key})
                         task.job = replace(task.job, group=left)
                         continue
                     tasks.remove(task)
                     for key, _ in task.job.group.cells:
-                        emit(failed(task.job, key, reason))
+                        yield failed(task.job, key, reason)
         finally:
             for task in tasks:
                 # Raises KeyboardInterrupt in the task, which ends its servers.
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.cancel(task.stream)
 
-    def judge(
-        self, sweep: Sweep, cells: Sequence[Cell], emit: Callable[[CellKey, Quality], None]
-    ) -> None:
-        """Judges the cells in one task; `emit` takes each key once."""
+    def judge(self, sweep: Sweep, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
+        """Judges the cells that were not judged yet, in one task."""
         remote = self._ray.remote(_judge).options(max_retries=ATTEMPTS - 1, **self._resources)
         try:
-            found = self._ray.get(remote.remote(sweep, list(cells)))
+            yield from self._ray.get(remote.remote(sweep, list(cells)))
         except self._ray.exceptions.RayError as error:
             raise RuntimeError(f"the Ray task that judges failed: {error}") from error
-        for key, quality in found:
-            emit(key, quality)
 
     def close(self) -> None:
         """Leaves the cluster."""
         self._ray.shutdown()
 
 
-def _measure(job: Job) -> Generator[Cell, None, None]:
+def _measure(job: Job) -> Generator[Cell]:
     """The task of a group."""
     with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
         yield from measure(replace(job, sweep=_here(job.sweep)), Path(logs))
 
 
 def _judge(sweep: Sweep, cells: list[Cell]) -> list[tuple[CellKey, Quality]]:
-    found: list[tuple[CellKey, Quality]] = []
     with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
-        judge_cells(
-            _here(sweep), cells, lambda key, quality: found.append((key, quality)), Path(logs)
-        )
-    return found
+        return list(judge_cells(_here(sweep), cells, Path(logs)))
 
 
 def _here(sweep: Sweep) -> Sweep:

@@ -1,7 +1,7 @@
 """Where the cells of a sweep are measured and judged: here, or on a Ray cluster (`ray_cells`)."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from vllm_mars.experiments.quality.judge import Judge
@@ -33,36 +33,30 @@ class LocalRunner:
         self._log_dir = log_dir
         self.side_by_side = options.side_by_side or (0 if self._platform.device == "cpu" else 1)
 
-    def run(self, jobs: Sequence[Job], emit: Callable[[Cell], None]) -> None:
-        """Measures the jobs' cells; `emit` takes each as soon as it is measured."""
+    def run(self, jobs: Sequence[Job]) -> Generator[Cell]:
+        """Measures the jobs' cells and yields each as soon as it is measured."""
         for job in jobs:
             with contextlib.closing(measure(job, self._log_dir, self._platform)) as cells:
-                for cell in cells:
-                    emit(cell)
+                yield from cells
 
-    def judge(
-        self, sweep: Sweep, cells: Sequence[Cell], emit: Callable[[CellKey, Quality], None]
-    ) -> None:
+    def judge(self, sweep: Sweep, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
         """Judges the cells that were not judged yet."""
-        judge_cells(sweep, cells, emit, self._log_dir, self._platform)
+        return judge_cells(sweep, cells, self._log_dir, self._platform)
 
     def close(self) -> None:
         """Does nothing: there is no connection."""
 
 
 def judge_cells(
-    sweep: Sweep,
-    cells: Sequence[Cell],
-    emit: Callable[[CellKey, Quality], None],
-    log_dir: Path,
-    platform: Platform | None = None,
-) -> None:
+    sweep: Sweep, cells: Sequence[Cell], log_dir: Path, platform: Platform | None = None
+) -> Generator[tuple[CellKey, Quality]]:
     """Judges cells, with a server of the target where the prompts are at hand.
+
+    The server ends with the iterator: close it where it may be left early.
 
     Args:
         sweep: of the cells.
         cells: all of the file; those with a quality are left as they are.
-        emit: takes the quality of each other cell.
         log_dir: directory for the server's log.
         platform: what vLLM can do here; asked if None.
 
@@ -79,4 +73,4 @@ def judge_cells(
         judge = Judge(
             sweep.datasets, margin=options.margin, nll_margin=options.nll_margin, scorer=scorer
         )
-        judge.judge(cells, emit)
+        yield from judge.judge(cells)
