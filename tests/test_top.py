@@ -9,7 +9,7 @@ from rich.console import Console
 from stand_in.answers import Handler, answering
 from vllm_mars import top
 from vllm_mars.cli import main
-from vllm_mars.top import Snapshot, metrics_url, read_metrics, run_top, show
+from vllm_mars.top import Snapshot, metrics_url, read_metrics, run_top, view
 
 METRICS = """
 # TYPE vllm:generation_tokens_total counter
@@ -64,7 +64,7 @@ def serving(*answers):
 def shown(total, recent=None, seconds=0.0):
     # Too narrow for two tables side by side.
     console = Console(width=60, record=True, file=io.StringIO())
-    show(total, recent, seconds, console)
+    console.print(view(total, recent, seconds))
     return console.export_text()
 
 
