@@ -1,6 +1,7 @@
 """Paired estimates over prompts: bootstrap intervals and a non-inferiority test."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from scipy import stats
@@ -46,29 +47,24 @@ def estimate(
     own = np.array([values[prompt] for prompt in prompts], dtype=float)
     rows = resamples(len(own), seed=seed)
     own_means = own[rows].mean(1)
-    low, high = interval(own_means)
-    base = {"name": name, "samples": len(own), "value": float(own.mean()), "low": low, "high": high}
+    found = Estimate(name, len(own), float(own.mean()), *interval(own_means))
     if reference is None:
-        return Estimate(**base)  # type: ignore[arg-type]
+        return found
     other = np.array([reference[prompt] for prompt in prompts], dtype=float)
     other_means = other[rows].mean(1)
     difference = own - other
-    difference_low, difference_high = interval(own_means - other_means)
-    compared = {
-        "reference": float(other.mean()),
-        "difference": float(difference.mean()),
-        "difference_low": difference_low,
-        "difference_high": difference_high,
-    }
+    low, high = interval(own_means - other_means)
+    found = replace(found, reference=float(other.mean()), difference=float(difference.mean()))
+    found = replace(found, difference_low=low, difference_high=high)
     if higher_is_better and other.mean() > 0:
-        compared["recovery"] = float(own.mean() / other.mean())
         # Resamples whose reference is 0 have no ratio.
-        ratios = own_means[other_means > 0] / other_means[other_means > 0]
-        compared["recovery_low"], compared["recovery_high"] = interval(ratios)
+        low, high = interval(own_means[other_means > 0] / other_means[other_means > 0])
+        recovery = float(own.mean() / other.mean())
+        found = replace(found, recovery=recovery, recovery_low=low, recovery_high=high)
     if margin is not None and margin > 0 and len(own) > 1:
         p_value = non_inferiority(difference if higher_is_better else -difference, margin)
-        compared |= {"margin": margin, "p_value": p_value, "non_inferior": p_value < ALPHA}
-    return Estimate(**base, **compared)  # type: ignore[arg-type]
+        found = replace(found, margin=margin, p_value=p_value, non_inferior=p_value < ALPHA)
+    return found
 
 
 def non_inferiority(gains: np.ndarray, margin: float) -> float:
