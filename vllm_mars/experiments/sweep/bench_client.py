@@ -118,20 +118,17 @@ class BenchClient:
                     f"vllm bench serve took longer than cell_timeout={timeout:g} s; give it more "
                     "with --cell-timeout."
                 )
-            answer = process.stdout.readline()
+            # Without an end of the line where the process ended.
+            problem = json.loads(process.stdout.readline())["error"]
         except BaseException as error:
             self.close()
-            if isinstance(error, OSError):
+            if isinstance(error, (OSError, ValueError)):
                 raise RuntimeError(
-                    f"vllm bench serve ended: {error}\n{tail(self._log_path)}"
+                    f"vllm bench serve ended; see its log.\n{tail(self._log_path)}"
                 ) from error
             raise
-        if not answer:
-            self.close()
-            raise RuntimeError(f"vllm bench serve ended; see its log.\n{tail(self._log_path)}")
-        error_text = json.loads(answer)["error"]
-        if error_text is not None:
-            raise RuntimeError(f"vllm bench serve failed: {error_text}")
+        if problem is not None:
+            raise RuntimeError(f"vllm bench serve failed: {problem}")
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
