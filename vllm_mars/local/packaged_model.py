@@ -68,9 +68,8 @@ def cache_root() -> Path:
     """Returns the directory of this project's cached files, which may not exist yet."""
     if explicit := os.environ.get("VLLM_MARS_CACHE"):
         return Path(explicit).expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg).expanduser() / "vllm-mars"
-    return Path.home() / ".cache" / "vllm-mars"
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "vllm-mars"
 
 
 def ensure_model(

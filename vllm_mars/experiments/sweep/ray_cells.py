@@ -23,6 +23,7 @@ from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
 from vllm_mars.experiments.sweep.runners import judge_cells
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.ray_nodes import check_nodes
+from vllm_mars.local.requirements import require
 
 CONNECT_SECONDS = 5.0
 POLL_SECONDS = 1.0
@@ -55,10 +56,9 @@ class RayRunner:
                 version of Ray, Python, vLLM or this package, a node lacks the model or a draft, or
                 no node has the GPUs that a group needs.
         """
-        try:
-            import ray
-        except ImportError as error:
-            raise RuntimeError("--ray needs Ray; pip install 'vllm-mars[ray]'.") from error
+        require("--ray", "ray", ["ray"])
+        import ray
+
         self._ray: Any = ray
         # One server is one task: whichever node is free takes it.
         self.side_by_side = options.side_by_side or 1
