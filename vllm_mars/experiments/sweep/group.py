@@ -14,7 +14,7 @@ from vllm_mars.config import METHOD
 from vllm_mars.experiments.quality.task_client import acceptance_between, ask_task
 from vllm_mars.experiments.sweep.bench_client import Asking, BenchClient, wake
 from vllm_mars.experiments.sweep.datasets import Dataset
-from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
+from vllm_mars.experiments.sweep.methods_here import Platform
 from vllm_mars.experiments.sweep.plan import Group, ServerSpec, SweepOptions
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Settings, Status
 from vllm_mars.local.provenance import describe_run, weights, without_directories
@@ -96,7 +96,7 @@ class _Run:
         return self.sweep.cell(key, status, reason, self.head, **measured)
 
 
-def measure(job: Job, log_dir: Path, platform: Platform | None = None) -> Generator[Cell]:
+def measure(job: Job, log_dir: Path, platform: Platform) -> Generator[Cell]:
     """Measures the cells of a group, one at a time, and yields each as soon as it is measured.
 
     A cell that fails is yielded as failed and the others go on. No process outlives the iterator,
@@ -105,12 +105,8 @@ def measure(job: Job, log_dir: Path, platform: Platform | None = None) -> Genera
     Args:
         job: what to measure.
         log_dir: directory for the logs of servers and client.
-        platform: what vLLM can do here; asked if None.
-
-    Raises:
-        RuntimeError: vLLM cannot be imported.
+        platform: what vLLM can do here.
     """
-    platform = platform or ask_platform()
     with contextlib.ExitStack() as stack:
         run = _Run(job.sweep, platform, log_dir, describe_run(platform.gpu))
         client = stack.enter_context(BenchClient(log_dir / "bench-client.log"))

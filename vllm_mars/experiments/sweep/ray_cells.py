@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_mars.experiments.sweep.group import Job, Sweep, failed, measure
+from vllm_mars.experiments.sweep.group import Job, Sweep, failed
 from vllm_mars.experiments.sweep.plan import SweepOptions
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
-from vllm_mars.experiments.sweep.runners import judge_cells
+from vllm_mars.experiments.sweep.runners import LocalRunner
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.ray_nodes import check_nodes
 from vllm_mars.local.requirements import require
@@ -164,12 +164,13 @@ class RayRunner:
 def _measure(job: Job) -> Generator[Cell]:
     """The task of a group."""
     with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
-        yield from measure(replace(job, sweep=_here(job.sweep)), Path(logs))
+        runner = LocalRunner(job.sweep.options, Path(logs))
+        yield from runner.run([replace(job, sweep=_here(job.sweep))])
 
 
 def _judge(sweep: Sweep, cells: list[Cell]) -> list[tuple[CellKey, Quality]]:
     with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
-        return list(judge_cells(_here(sweep), cells, Path(logs)))
+        return list(LocalRunner(sweep.options, Path(logs)).judge(_here(sweep), cells))
 
 
 def _here(sweep: Sweep) -> Sweep:

@@ -7,7 +7,7 @@ from pathlib import Path
 from vllm_mars.experiments.quality.judge import Judge
 from vllm_mars.experiments.quality.target_scores import TargetScorer
 from vllm_mars.experiments.sweep.group import Job, Sweep, measure, server_of
-from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
+from vllm_mars.experiments.sweep.methods_here import ask_platform
 from vllm_mars.experiments.sweep.plan import SweepOptions
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
 
@@ -40,37 +40,31 @@ class LocalRunner:
                 yield from cells
 
     def judge(self, sweep: Sweep, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
-        """Judges the cells that were not judged yet."""
-        return judge_cells(sweep, cells, self._log_dir, self._platform)
+        """Judges cells, with a server of the target where the prompts are at hand.
+
+        The server ends with the iterator: close it where it may be left early.
+
+        Args:
+            sweep: of the cells.
+            cells: all of the file; those with a quality are left as they are.
+
+        Yields:
+            Key and quality of each other cell.
+
+        Raises:
+            RuntimeError: the server does not start or fails.
+        """
+        options = sweep.options
+        with contextlib.ExitStack() as stack:
+            scorer = None
+            if any(dataset.items for dataset in sweep.datasets):
+                on_cpu = self._platform.device == "cpu"
+                server = server_of(sweep, on_cpu, self._log_dir / "judge.log")
+                scorer = TargetScorer(stack.enter_context(server).base_url, sweep.model)
+            judge = Judge(
+                sweep.datasets, margin=options.margin, nll_margin=options.nll_margin, scorer=scorer
+            )
+            yield from judge.judge(cells)
 
     def close(self) -> None:
         """Does nothing: there is no connection."""
-
-
-def judge_cells(
-    sweep: Sweep, cells: Sequence[Cell], log_dir: Path, platform: Platform | None = None
-) -> Generator[tuple[CellKey, Quality]]:
-    """Judges cells, with a server of the target where the prompts are at hand.
-
-    The server ends with the iterator: close it where it may be left early.
-
-    Args:
-        sweep: of the cells.
-        cells: all of the file; those with a quality are left as they are.
-        log_dir: directory for the server's log.
-        platform: what vLLM can do here; asked if None.
-
-    Raises:
-        RuntimeError: the server does not start or fails.
-    """
-    options = sweep.options
-    with contextlib.ExitStack() as stack:
-        scorer = None
-        if any(dataset.items for dataset in sweep.datasets):
-            on_cpu = (platform or ask_platform()).device == "cpu"
-            server = stack.enter_context(server_of(sweep, on_cpu, log_dir / "judge.log"))
-            scorer = TargetScorer(server.base_url, sweep.model)
-        judge = Judge(
-            sweep.datasets, margin=options.margin, nll_margin=options.nll_margin, scorer=scorer
-        )
-        yield from judge.judge(cells)
