@@ -77,12 +77,11 @@ class Job:
 
 @dataclass
 class _Live:
-    """A server of a group; `problem` is why it cannot be used."""
+    """A server of a group; `unusable` is what its cells are then, and why."""
 
     spec: ServerSpec
     server: VllmServer
-    problem: str | None = None
-    status: Status = "failed"
+    unusable: tuple[Status, str] | None = None
 
 
 @dataclass
@@ -118,8 +117,8 @@ def measure(job: Job, log_dir: Path, platform: Platform) -> Generator[Cell]:
                 for key, server in job.group.cells
                 if server == index
             ]
-            if reasons and all(reasons):
-                live.problem, live.status = reasons[0], "unavailable"
+            if all(reasons) and (reason := next(iter(reasons), None)):
+                live.unusable = "unavailable", reason
                 continue
             stack.callback(live.server.close)
             live.server.start()
@@ -128,7 +127,7 @@ def measure(job: Job, log_dir: Path, platform: Platform) -> Generator[Cell]:
         last: _Live | None = None
         for key, index in job.group.cells:
             live = lives[index]
-            if not live.problem and last is not live:
+            if not live.unusable and last is not live:
                 if last is not None:
                     # It polls for a second after its last step, which would slow the next one.
                     time.sleep(SETTLE_SECONDS)
@@ -180,23 +179,22 @@ def _server(run: _Run, spec: ServerSpec, count: int) -> VllmServer:
 
 def _wait(live: _Live, platform: Platform) -> None:
     """Waits for a server that was started; notes why it cannot be used."""
-    if live.problem:
+    if live.unusable:
         return
     try:
         live.server.wait_until_ready()
     except RuntimeError as error:
-        live.problem = str(error)
+        live.unusable = "failed", str(error)
         return
     log = live.server.log_path.read_text(errors="replace")
-    live.problem = platform.why_not_in_log(live.spec, log)
-    if live.problem:
-        live.status = "unavailable"
+    if reason := platform.why_not_in_log(live.spec, log):
+        live.unusable = "unavailable", reason
         live.server.close()
 
 
 def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
-    if live.problem:
-        return run.cell(key, live.status, live.problem)
+    if live.unusable:
+        return run.cell(key, *live.unusable)
     unfit = run.platform.why_not(live.spec, key.temperature)
     if unfit:
         return run.cell(key, "unavailable", unfit)
@@ -239,5 +237,5 @@ def _restart_if_dead(live: _Live, platform: Platform) -> None:
         live.server.close()
         live.server.start()
         _wait(live, platform)
-        if live.problem:
-            raise RuntimeError(live.problem) from None
+        if live.unusable:
+            raise RuntimeError(live.unusable[1]) from None
