@@ -87,10 +87,10 @@ class DemoOptions:
         if draft is None:
             head = packaged_head() if self.model is None else None
             draft = NGRAM if head is None else str(head)
-        tokens = self.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
+        tokens = NUM_SPECULATIVE_TOKENS
         if draft not in WITHOUT_FILES and is_head(Path(draft)):
-            checked = check_head(Path(draft), Path(model))
-            tokens = self.num_speculative_tokens or checked.num_speculative_tokens
+            tokens = check_head(Path(draft), Path(model)).num_speculative_tokens
+        tokens = self.num_speculative_tokens or tokens
         return replace(self, draft=draft, num_speculative_tokens=tokens)
 
     @property

@@ -118,7 +118,7 @@ class BenchClient:
                     f"vllm bench serve took longer than cell_timeout={timeout:g} s; give it more "
                     "with --cell-timeout."
                 )
-            # Without an end of the line where the process ended.
+            # No line where the process has ended.
             problem = json.loads(process.stdout.readline())["error"]
         except BaseException as error:
             self.close()
