@@ -117,7 +117,7 @@ class Judge:
             for output in answers(cell).values()
             if output.text and (item := self._item(cell, output.prompt_id)) is not None
         ]
-        self._target |= self._scorer.score_all(pair for pair in pairs if pair not in self._target)
+        self._target = self._scorer.score_all(pairs)
 
     def _item(self, cell: Cell, prompt_id: str) -> Item | None:
         return self._items.get((cell.key.dataset, prompt_id))

@@ -53,8 +53,7 @@ class Sweep:
             head: `describe_run` where it was measured.
             measured: its other fields.
         """
-        run = ("git_commit", "versions", "hardware", "load_average")
-        about = {name: head[name] for name in run}
+        about = {it: head[it] for it in ("git_commit", "versions", "hardware", "load_average")}
         return Cell(
             key=key,
             status=status,

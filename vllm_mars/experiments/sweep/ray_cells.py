@@ -83,7 +83,7 @@ class RayRunner:
         nodes = [node["Resources"] for node in self._nodes()]
         per_server = options.tensor_parallel * options.pipeline_parallel
         most = max((resources.get("GPU", 0) for resources in nodes), default=0)
-        if any(resources.get("GPU", 0) for resources in nodes):
+        if most:
             # Servers side by side share the memory of the same GPUs.
             if most < per_server:
                 raise RuntimeError(
