@@ -89,7 +89,7 @@ class DemoOptions:
             draft = NGRAM if head is None else str(head)
         tokens = NUM_SPECULATIVE_TOKENS
         if draft not in WITHOUT_FILES and is_head(Path(draft)):
-            tokens = check_head(Path(draft), Path(model)).num_speculative_tokens
+            tokens = check_head(Path(draft), Path(model))
         tokens = self.num_speculative_tokens or tokens
         return replace(self, draft=draft, num_speculative_tokens=tokens)
 
