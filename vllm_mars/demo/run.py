@@ -123,14 +123,11 @@ def _start_servers(
                 wait=not on_cpu,
             )
         )
-    waiting = dict(servers)
-    while waiting:
-        # All are asked, so that one that dies is noticed at once.
-        for mode, server in list(waiting.items()):
-            if server.is_ready():
-                del waiting[mode]
-        ready = ", ".join(mode for mode in MODES if mode not in waiting) or "none"
-        line.show(f"starting three vLLM servers: {ready} ready", since=begin)
+    ready: list[str] = []
+    while len(ready) < len(MODES):
+        # All the others are asked, so that one that dies is noticed at once.
+        ready = [mode for mode in MODES if mode in ready or servers[mode].is_ready()]
+        line.show(f"starting three vLLM servers: {', '.join(ready) or 'none'} ready", since=begin)
         time.sleep(POLL_SECONDS)
     clients = {mode: ChatClient(server) for mode, server in servers.items()}
     for mode, client in clients.items():
