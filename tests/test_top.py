@@ -9,7 +9,7 @@ from rich.console import Console
 from stand_in.answers import Handler, answering
 from vllm_mars import top
 from vllm_mars.cli import main
-from vllm_mars.top import Snapshot, metrics_url, read_metrics, run_top, view
+from vllm_mars.top import Snapshot, metrics_url, read_metrics, view
 
 METRICS = """
 # TYPE vllm:generation_tokens_total counter
@@ -162,7 +162,7 @@ def test_live_until_ctrl_c(monkeypatch, capsys):
 
     monkeypatch.setattr(top.time, "sleep", sleep)
     with serving(METRICS) as (address, asked):
-        run_top(address, interval=0.5)
+        top.run(address, interval=0.5)
     assert waits == [0.5] * 3
     assert len(asked) == 3
     assert "tokens/s" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """`vllm-mars top`: a server's speculation and margin-aware verification, live in a terminal."""
 
-import argparse
 import contextlib
 import math
 import time
@@ -112,12 +111,6 @@ def add_parser(commands: Any) -> None:
     add("--once", action="store_true", help="print the figures once and exit")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns 0."""
-    run_top(args.url, args.interval, args.once)
-    return 0
-
-
 def _order(label: str) -> tuple[float, str]:
     try:
         return float(label), ""
@@ -176,13 +169,16 @@ def read_metrics(url: str) -> Snapshot:
     return Snapshot({name: dict(labels) for name, labels in values.items()})
 
 
-def run_top(url: str, interval: float = 2.0, once: bool = False) -> None:
+def run(url: str, interval: float = 2.0, once: bool = False) -> int:
     """Shows a server until Ctrl-C.
 
     Args:
         url: the server's address.
         interval: seconds between two readings, > 0.
         once: print the figures since the server's start and return.
+
+    Returns:
+        0.
 
     Raises:
         ValueError: a bad address or interval.
@@ -197,7 +193,7 @@ def run_top(url: str, interval: float = 2.0, once: bool = False) -> None:
     total = read_metrics(address)
     if once:
         Console().print(view(total, None, 0.0))
-        return
+        return 0
     read_at = time.monotonic()
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -208,6 +204,7 @@ def run_top(url: str, interval: float = 2.0, once: bool = False) -> None:
             latest, now = read_metrics(address), time.monotonic()
             live.update(view(latest, latest.since(total), now - read_at), refresh=True)
             total, read_at = latest, now
+    return 0
 
 
 def view(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Columns":

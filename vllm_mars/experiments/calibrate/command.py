@@ -1,6 +1,5 @@
 """The subcommand `vllm-mars calibrate`."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def add_parser(commands: Any) -> None:
         "repeatable")  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(**options: Any) -> int:
     """Runs the command and returns 0."""
     from rich.console import Console
 
@@ -48,11 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mars.experiments.calibrate.search import CalibrateOptions, run_calibrate
     from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS
 
-    options = {
-        name: value for name, value in vars(args).items() if name != "command" and value is not None
-    }
     if "recovery" in options:
         options.setdefault("prompts", PACKAGED_TASKS)
-    options["engine_args"] = tuple(options.get("engine_args", ()))
     print_calibration(run_calibrate(CalibrateOptions(**options)), Console())
     return 0
