@@ -59,14 +59,6 @@ class Answer:
             return None
         return (self.seconds - self.first_token_seconds) / (self.output_tokens - 1)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the measurements as plain JSON values, without what names single tokens."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("token_ids", "relaxed_positions")
-        }
-
 
 @dataclass(frozen=True)
 class ScoredToken:

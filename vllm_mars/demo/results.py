@@ -34,13 +34,14 @@ class Record:
     answer: Answer
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the record as plain JSON values, without the messages."""
+        """Returns the record as plain JSON values, without messages and what names one token."""
+        measured = vars(self.answer).items()
         return {
             "id": self.prompt.id,
             "category": self.prompt.category,
             "turn": self.turn,
             "repeat": self.repeat,
-            **self.answer.to_json(),
+            **{k: v for k, v in measured if k not in ("token_ids", "relaxed_positions")},
         }
 
 
