@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from vllm_mars.config import OPTION
 from vllm_mars.experiments.sweep.datasets import Dataset
@@ -157,12 +157,6 @@ class BenchClient:
             process.stdin.close()
         process.stdout.close()
         end(process, CLOSE_SECONDS)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def bench_args(asking: Asking, requests: Path, result: Path) -> list[str]:

@@ -107,7 +107,8 @@ def measure(job: Job, log_dir: Path, platform: Platform) -> Generator[Cell]:
     """
     with contextlib.ExitStack() as stack:
         run = _Run(job.sweep, platform, log_dir, describe_run(platform.gpu))
-        client = stack.enter_context(BenchClient(log_dir / "bench-client.log"))
+        client = BenchClient(log_dir / "bench-client.log")
+        stack.callback(client.close)
         servers = job.group.servers
         lives = [_Live(spec, _server(run, spec, len(servers))) for spec in servers]
         for index, live in enumerate(lives):

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_mars.experiments.sweep.datasets import load_dataset
 from vllm_mars.experiments.sweep.group import Job, Sweep
 from vllm_mars.experiments.sweep.plan import SweepOptions, check_names, plan
+from vllm_mars.experiments.sweep.ray_cells import RayRunner
 from vllm_mars.experiments.sweep.record_file import (
     append_cell,
     append_quality,
@@ -23,9 +23,6 @@ from vllm_mars.experiments.sweep.summary import print_rows, rows
 from vllm_mars.local.drafts import draft_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.provenance import without_directories
-
-if TYPE_CHECKING:
-    from vllm_mars.experiments.sweep.ray_cells import RayRunner
 
 FILE_WIDTH = 220
 
@@ -75,8 +72,11 @@ def run_sweep(
         model = options.model or str(ensure_model())
         command = (Path(sys.argv[0]).name, *without_directories(sys.argv[1:]))
         sweep = Sweep(options, model, datasets, settings, command)
-        runner = _runner(options, ray_address, output)
-        stack.callback(runner.close)
+        runner: LocalRunner | RayRunner
+        if ray_address is None:
+            runner = LocalRunner(options, output.with_name(f"{output.stem}-logs"))
+        else:
+            runner = stack.enter_context(contextlib.closing(RayRunner(options, ray_address)))
         groups = plan(options, Path(model).name, datasets, runner.side_by_side)
         kept = {c.key for c in before if not (retry_failed and c.status == "failed")}
         total = sum(len(group.cells) for group in groups)
@@ -102,16 +102,6 @@ def run_sweep(
     print_rows(found, Console(width=width))
     say(f"wrote {output}")
     return cells
-
-
-def _runner(
-    options: SweepOptions, ray_address: str | None, output: Path
-) -> "LocalRunner | RayRunner":
-    if ray_address is not None:
-        from vllm_mars.experiments.sweep.ray_cells import RayRunner
-
-        return RayRunner(options, ray_address)
-    return LocalRunner(options, output.with_name(f"{output.stem}-logs"))
 
 
 @contextlib.contextmanager

@@ -65,6 +65,3 @@ class LocalRunner:
                 sweep.datasets, margin=options.margin, nll_margin=options.nll_margin, scorer=scorer
             )
             yield from judge.judge(cells)
-
-    def close(self) -> None:
-        """Does nothing: there is no connection."""
