@@ -19,7 +19,6 @@ def estimate(
     *,
     margin: float | None = None,
     higher_is_better: bool = True,
-    seed: int = 0,
 ) -> Estimate:
     """Estimates a mean score and, beside the reference's, its difference and recovery.
 
@@ -33,7 +32,6 @@ def estimate(
             itself a comparison.
         margin: loss that counts as none, in units of the score, above 0; None does not test.
         higher_is_better: whether a loss is a lower score.
-        seed: of the resampling.
 
     Returns:
         The estimate. Recovery is there where higher is better and the reference's mean is above 0.
@@ -45,7 +43,7 @@ def estimate(
     if not prompts:
         raise ValueError(f"{name}: no prompt has a score in both; measure the same prompts.")
     own = np.array([values[prompt] for prompt in prompts], dtype=float)
-    rows = resamples(len(own), seed=seed)
+    rows = resamples(len(own))
     own_means = own[rows].mean(1)
     found = Estimate(name, len(own), float(own.mean()), *interval(own_means))
     if reference is None:
