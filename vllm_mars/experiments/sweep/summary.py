@@ -136,7 +136,7 @@ def equal_acceptance(found: Sequence[Row]) -> list[EqualAcceptance]:
             continue
         there = partial(np.interp, row.acceptance_length, lengths)
         value = float(there([other.key.value for other in others]))
-        # numpy takes None for NaN: what a neighbour lacks is not known between the two.
+        # None becomes NaN: what one of two neighbours lacks is not known between them.
         scores = {
             name: float(there(np.array([other.value(name) for other in others], float)))
             for name in ("nll", "loss")
