@@ -9,7 +9,7 @@ from rich.console import Console
 from stand_in.answers import Handler, answering
 from vllm_mars import top
 from vllm_mars.cli import main
-from vllm_mars.top import Snapshot, metrics_url, read_metrics, run_top, show
+from vllm_mars.top import Snapshot, metrics_url, read_metrics, view
 
 METRICS = """
 # TYPE vllm:generation_tokens_total counter
@@ -64,7 +64,7 @@ def serving(*answers):
 def shown(total, recent=None, seconds=0.0):
     # Too narrow for two tables side by side.
     console = Console(width=60, record=True, file=io.StringIO())
-    show(total, recent, seconds, console)
+    console.print(view(total, recent, seconds))
     return console.export_text()
 
 
@@ -162,7 +162,7 @@ def test_live_until_ctrl_c(monkeypatch, capsys):
 
     monkeypatch.setattr(top.time, "sleep", sleep)
     with serving(METRICS) as (address, asked):
-        run_top(address, interval=0.5)
+        top.run(address, interval=0.5)
     assert waits == [0.5] * 3
     assert len(asked) == 3
     assert "tokens/s" in capsys.readouterr().out

@@ -18,8 +18,9 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
-# Each module has `add_parser(commands)`, `run(args)` and the packages it needs, `NEEDED`; beside it
-# the command in words and the extra that brings these packages.
+# Each module has `add_parser(commands)`, the packages it needs, `NEEDED`, and `run`, which takes by
+# name what the command line gives, lists as tuples; beside it the command in words and the extra
+# that brings these packages.
 COMMANDS: dict[str, tuple[ModuleType, str, str]] = {
     "serve": (vllm_cli, "serving", "cuda"),
     "model": (packaged_model, "making the packaged model", "demo"),
@@ -48,12 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         with 2, SIGTERM with 143, both after everything that was started has ended.
     """
     args = _parser().parse_args(_in_new_words(sys.argv[1:] if argv is None else argv))
-    module, what, extra = COMMANDS[args.command]
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+        if value is not None
+    }
+    module, what, extra = COMMANDS[given.pop("command")]
     # Python ends at once on SIGTERM; as an exception it closes what is open, like Ctrl-C.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     try:
         require(what, extra, module.NEEDED)
-        status: int = module.run(args)
+        status: int = module.run(**given)
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -4,7 +4,6 @@ A patch of an inference engine fails most often in silence: it is installed, and
 it. So the doctor does not only look for the parts, it asks a server and looks for relaxed tokens.
 """
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -70,14 +69,14 @@ def add_parser(commands: Any) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints what is found, as it is found; returns 0, or 1 where there is a fault."""
+def run(url: str | None = None) -> int:
+    """Prints what is found here, or at a server; returns 0, or 1 where there is a fault."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
     faults = 0
-    for state, text in findings_here() if args.url is None else findings_at(args.url):
+    for state, text in findings_here() if url is None else findings_at(url):
         line = Table.grid(padding=(0, 2))
         line.add_row(f"[{_STYLES[state]}]{state:5}[/]", text)
         console.print(line)

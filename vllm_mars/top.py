@@ -1,12 +1,11 @@
 """`vllm-mars top`: a server's speculation and margin-aware verification, live in a terminal."""
 
-import argparse
 import contextlib
 import math
 import time
 import urllib.parse
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from vllm_mars.local import scrape
 
 if TYPE_CHECKING:
     from rich.columns import Columns
-    from rich.console import Console
     from rich.table import Table
 
 NEEDED = ("prometheus_client", "rich")
@@ -113,12 +111,6 @@ def add_parser(commands: Any) -> None:
     add("--once", action="store_true", help="print the figures once and exit")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns 0."""
-    run_top(args.url, args.interval, args.once)
-    return 0
-
-
 def _order(label: str) -> tuple[float, str]:
     try:
         return float(label), ""
@@ -177,13 +169,16 @@ def read_metrics(url: str) -> Snapshot:
     return Snapshot({name: dict(labels) for name, labels in values.items()})
 
 
-def run_top(url: str, interval: float = 2.0, once: bool = False) -> None:
+def run(url: str, interval: float = 2.0, once: bool = False) -> int:
     """Shows a server until Ctrl-C.
 
     Args:
         url: the server's address.
         interval: seconds between two readings, > 0.
         once: print the figures since the server's start and return.
+
+    Returns:
+        0.
 
     Raises:
         ValueError: a bad address or interval.
@@ -197,8 +192,8 @@ def run_top(url: str, interval: float = 2.0, once: bool = False) -> None:
     address = metrics_url(url)
     total = read_metrics(address)
     if once:
-        show(total, None, 0.0, Console())
-        return
+        Console().print(view(total, None, 0.0))
+        return 0
     read_at = time.monotonic()
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -209,11 +204,7 @@ def run_top(url: str, interval: float = 2.0, once: bool = False) -> None:
             latest, now = read_metrics(address), time.monotonic()
             live.update(view(latest, latest.since(total), now - read_at), refresh=True)
             total, read_at = latest, now
-
-
-def show(total: Snapshot, recent: Snapshot | None, seconds: float, console: "Console") -> None:
-    """Prints the view once."""
-    console.print(view(total, recent, seconds))
+    return 0
 
 
 def view(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Columns":
@@ -237,35 +228,25 @@ def view(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Columns":
 
 
 def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table":
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    columns = [("since start", total)]
+    shown = {"since start": total}
     if recent is not None:
-        columns.insert(0, (f"last {seconds:.1f} s", recent))
-    table = Table(title="Margin-aware verification")
-    table.add_column("")
-    for title, _ in columns:
-        table.add_column(title, justify="right")
+        shown = {f"last {seconds:.1f} s": recent, **shown}
+    titles = (Column(title, justify="right") for title in shown)
+    table = Table("", *titles, title="Margin-aware verification")
     if recent is not None:
         table.add_row("tokens/s", f"{recent.total(GENERATED) / seconds:.1f}", "")
-    for name, cells in (
-        ("generated tokens", [f"{c.total(GENERATED):.0f}" for _, c in columns]),
-        ("mean acceptance length", [_number(c.acceptance_length, 2) for _, c in columns]),
-        ("relaxed tokens", [f"{c.total(RELAXED):.0f}" for _, c in columns]),
-        (
-            "relaxed, of accepted",
-            [_percent(c.total(RELAXED), c.total(_ACCEPTED)) for _, c in columns],
-        ),
-        (
-            "nats per token",
-            [_number(c.loss_per_token, 4) for _, c in columns],
-        ),
-        (
-            "low margin, of verified",
-            [_percent(c.total(LOW_MARGIN), c.total(VERIFIED)) for _, c in columns],
-        ),
-    ):
-        table.add_row(name, *cells)
+    figures: dict[str, Callable[[Snapshot], str]] = {
+        "generated tokens": lambda it: f"{it.total(GENERATED):.0f}",
+        "mean acceptance length": lambda it: _number(it.acceptance_length, 2),
+        "relaxed tokens": lambda it: f"{it.total(RELAXED):.0f}",
+        "relaxed, of accepted": lambda it: _percent(it.total(RELAXED), it.total(_ACCEPTED)),
+        "nats per token": lambda it: _number(it.loss_per_token, 4),
+        "low margin, of verified": lambda it: _percent(it.total(LOW_MARGIN), it.total(VERIFIED)),
+    }
+    for name, figure in figures.items():
+        table.add_row(name, *map(figure, shown.values()))
     return table
 
 
@@ -299,12 +280,11 @@ def _histogram(shown: Snapshot, when: str) -> "Table":
 
 
 def _refusals(total: Snapshot) -> "Table":
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title="Not relaxed because (since start)")
     reasons = total.by_label(REFUSED)
-    for reason in reasons:
-        table.add_column(reason, justify="right")
+    columns = (Column(reason, justify="right") for reason in reasons)
+    table = Table(*columns, title="Not relaxed because (since start)")
     table.add_row(*(f"{count:.0f}" for count in reasons.values()))
     return table
 

@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 # Of the command; `run` says what to install without a GPU and with one.
@@ -32,7 +33,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Puts vLLM's command in the place of this process.
 
     Raises:
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             "vllm-mars serve needs vLLM; pip install 'vllm-mars[cuda]', or 'vllm-mars[cpu]' where "
             "there is no GPU."
         )
-    command = [sys.executable, "-m", "vllm_mars.vllm_cli", "serve", *args.arguments]
+    command = [sys.executable, "-m", "vllm_mars.vllm_cli", "serve", *arguments]
     os.execv(command[0], command)
 
 

@@ -34,7 +34,7 @@ def write_untrained(model: Path, trained: Path, data: Path, output: Path) -> lis
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokens = check_head(trained, model).num_speculative_tokens
+    tokens = check_head(trained, model)
     layers = output / f"layers-{FIRST_LAYERS}"
     like = load(trained)
     target = Target(model, like.config.aux_layers)

@@ -82,8 +82,8 @@ def verified(model, head, given, max_tokens, thetas):
         disable_log_stats=False,
         speculative_config={
             "method": "eagle3",
-            "model": str(head.directory),
-            "num_speculative_tokens": head.num_speculative_tokens,
+            "model": str(head),
+            "num_speculative_tokens": check_head(head, model),
             **CHOSEN_BY_REQUESTS["ratio"],
         },
         **CPU_ENGINE_ARGS,
@@ -137,7 +137,6 @@ def test_vllm_drafts_what_we_expect_of_the_head(model, target, tmp_path, monkeyp
         num_speculative_tokens=3,
         dtype=torch.float32,
     )
-    found = check_head(tmp_path / "head", model)
     given = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
     max_tokens = 100
     answers = greedy(target, given, max_tokens)
@@ -145,7 +144,7 @@ def test_vllm_drafts_what_we_expect_of_the_head(model, target, tmp_path, monkeyp
         STRICT, Shape("chain", 3)
     )
     taken = [count for answer in walked for count in answer.accepted]
-    strict, relaxed = verified(model, found, given, max_tokens, (1.0, 0.5))
+    strict, relaxed = verified(model, tmp_path / "head", given, max_tokens, (1.0, 0.5))
     assert strict["tokens"] == [
         sequence.tokens[sequence.prompt_tokens :].tolist() for sequence in answers
     ]

@@ -1,5 +1,6 @@
 """A real sweep of a tiny model; at night ended in the middle, with a draft that cannot start."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -221,7 +222,7 @@ def check_measured(cell, directory):
 
 
 def test_the_client_says_what_went_wrong(tmp_path):
-    with BenchClient(tmp_path / "client.log") as client:
+    with contextlib.closing(BenchClient(tmp_path / "client.log")) as client:
         with pytest.raises(RuntimeError, match="vllm bench serve failed: SystemExit: 2"):
             client.run(["--no-such-option"], 120)
         # The same process goes on.

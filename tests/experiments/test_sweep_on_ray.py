@@ -147,7 +147,8 @@ def test_a_node_that_is_lost_costs_no_cell_and_doubles_none(two_nodes, options):
 
     runner = RayRunner(options, two_nodes.address)
     try:
-        runner.run(jobs, emit)
+        for cell in runner.run(jobs):
+            emit(cell)
     finally:
         runner.close()
     assert collections.Counter(cell.key for cell in cells) == collections.Counter(wanted)

@@ -46,8 +46,7 @@ def change(path, update):
 
 
 def test_a_head_that_fits(head, model):
-    found = check_head(head, model)
-    assert (found.directory, found.num_speculative_tokens) == (head, 3)
+    assert check_head(head, model) == 3
     read = load(head)
     assert read.draft_tokens.tolist() == list(range(0, 512, 2))
     assert read.config.aux_layers == AUX
@@ -167,8 +166,7 @@ def test_the_demo_drafts_with_the_head(head, model, monkeypatch):
 
 def test_the_head_of_this_checkout_fits_the_packaged_model(packaged_model):
     directory = draft_head.packaged_head()
-    checked = draft_head.check_head(directory, packaged_model)
-    assert checked.num_speculative_tokens == 4
+    assert check_head(directory, packaged_model) == 4
     assert (directory / "model.safetensors").stat().st_size < 20e6
     options = DemoOptions().resolved(str(packaged_model))
     assert (options.draft, options.num_speculative_tokens) == (str(directory), 4)

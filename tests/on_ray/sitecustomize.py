@@ -52,8 +52,8 @@ elif _node.startswith("version "):
 if os.environ.get("VLLM_MARS_TEST_MEASURE") == "stand-in":
 
     def _stand_in(module):
-        from stand_in_measure import measure
+        from stand_in_measure import StandIn
 
-        module.measure = measure
+        module.LocalRunner = StandIn
 
     wrapt.register_post_import_hook(_stand_in, "vllm_mars.experiments.sweep.ray_cells")

@@ -1,11 +1,18 @@
 """Timed and scored chat requests to one vLLM server, through the official OpenAI client."""
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from vllm_mars.local.scrape import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS, GENERATED_TOKENS
+from vllm_mars.local.scrape import (
+    ACCEPTED_TOKENS,
+    DRAFT_TOKENS,
+    DRAFTS,
+    GENERATED_TOKENS,
+    gained,
+)
 from vllm_mars.local.server import VllmServer
 
 REQUEST_TIMEOUT = 600.0
@@ -52,14 +59,6 @@ class Answer:
             return None
         return (self.seconds - self.first_token_seconds) / (self.output_tokens - 1)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the measurements as plain JSON values, without what names single tokens."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("token_ids", "relaxed_positions")
-        }
-
 
 @dataclass(frozen=True)
 class ScoredToken:
@@ -99,11 +98,9 @@ class ChatClient:
             max_retries=0,
             http_client=openai.DefaultHttpxClient(trust_env=False),
         )
-        try:
+        with self._reported():
             # Not the directory's name where the server was given another.
             self._model = self._client.models.list().data[0].id
-        except openai.OpenAIError as error:
-            raise self._failure(error) from error
 
     def ask(
         self, messages: Sequence[dict[str, str]], max_tokens: int, *, tell_relaxed: bool = False
@@ -120,8 +117,6 @@ class ChatClient:
             RuntimeError: the server failed, ended or did not answer in time; the message holds the
                 end of its log.
         """
-        import openai
-
         before = self.server.metrics()
         extra: dict[str, Any] = {"return_token_ids": True}
         if tell_relaxed:
@@ -133,7 +128,7 @@ class ChatClient:
         finish_reason = ""
         usage = None
         start = time.perf_counter()
-        try:
+        with self._reported():
             stream = self._client.chat.completions.create(
                 model=self._model,
                 messages=cast(Any, messages),
@@ -153,25 +148,19 @@ class ChatClient:
                         first = first or time.perf_counter() - start
                         text.append(choice.delta.content)
                     finish_reason = choice.finish_reason or finish_reason
-        except openai.OpenAIError as error:
-            raise self._failure(error) from error
         seconds = time.perf_counter() - start
         if usage is None or not finish_reason:
             raise self._failure("the stream ended early")
         after = self._metrics_after(before.get(GENERATED_TOKENS, 0.0) + usage.completion_tokens)
-        drafts, draft_tokens, accepted_tokens = (
-            int(after.get(name, 0.0) - before.get(name, 0.0))
-            for name in (DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS)
-        )
         return Answer(
             text="".join(text),
             seconds=seconds,
             first_token_seconds=first,
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
-            drafts=drafts,
-            draft_tokens=draft_tokens,
-            accepted_tokens=accepted_tokens,
+            drafts=gained(before, after, DRAFTS),
+            draft_tokens=gained(before, after, DRAFT_TOKENS),
+            accepted_tokens=gained(before, after, ACCEPTED_TOKENS),
             finish_reason=finish_reason,
             token_ids=tuple(token_ids),
             relaxed_positions=tuple(relaxed["relaxed_positions"]),
@@ -189,9 +178,7 @@ class ChatClient:
         Raises:
             RuntimeError: as `ask`.
         """
-        import openai
-
-        try:
+        with self._reported():
             completion = self._client.chat.completions.create(
                 model=self._model,
                 messages=cast(Any, messages),
@@ -201,8 +188,6 @@ class ChatClient:
                 # vLLM lists the emitted token first and then the best: two hold both.
                 top_logprobs=2,
             )
-        except openai.OpenAIError as error:
-            raise self._failure(error) from error
         choice = completion.choices[0]
         if choice.logprobs is None or choice.logprobs.content is None:
             raise self._failure("the answer has no logprobs")
@@ -218,9 +203,7 @@ class ChatClient:
         Raises:
             RuntimeError: as `ask`.
         """
-        import openai
-
-        try:
+        with self._reported():
             return {
                 token_id: self._client.post(
                     f"{self.server.base_url}/detokenize",
@@ -229,8 +212,6 @@ class ChatClient:
                 )["prompt"]
                 for token_id in token_ids
             }
-        except openai.OpenAIError as error:
-            raise self._failure(error) from error
 
     def _metrics_after(self, generated_tokens: float) -> dict[str, float]:
         """Reads the metrics once they count the answer, which may be shortly after its end."""
@@ -245,6 +226,16 @@ class ChatClient:
                     f"{generated_tokens:g}; is the server shared?"
                 )
             time.sleep(0.02)
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Raises what the client raises as a failure of the server."""
+        import openai
+
+        try:
+            yield
+        except openai.OpenAIError as error:
+            raise self._failure(error) from error
 
     def _failure(self, problem: object) -> RuntimeError:
         self.server.check_alive("while answering")

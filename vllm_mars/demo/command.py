@@ -1,6 +1,5 @@
 """The arguments of `vllm-mars demo`."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def add_parser(commands: Any) -> None:
         "repeatable")  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(**options: Any) -> int:
     """Runs the demo, prints the comparison and writes the result file."""
     from rich.console import Console
 
@@ -45,10 +44,6 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mars.demo.run import run_demo
     from vllm_mars.local.result_file import write_json
 
-    options = {
-        name: value for name, value in vars(args).items() if name != "command" and value is not None
-    }
-    options["server_args"] = tuple(options.get("server_args", ()))
     results = run_demo(DemoOptions(**options))
     print_report(results, Console())
     write_json(results.options.output, results.to_json())

@@ -13,13 +13,12 @@ from vllm_mars.local.drafts import (
     draft_name,
     speculative_config,
 )
-from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
+from vllm_mars.local.prompts import PACKAGED
 from vllm_mars.lock import check_lock
 
 MODES = ("autoregressive", "strict", "mars")
 # Draft tokens per step where neither the user nor the draft says how many.
 NUM_SPECULATIVE_TOKENS = 4
-SHORT_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,10 @@ class DemoOptions:
         if draft is None:
             head = packaged_head() if self.model is None else None
             draft = NGRAM if head is None else str(head)
-        tokens = self.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
+        tokens = NUM_SPECULATIVE_TOKENS
         if draft not in WITHOUT_FILES and is_head(Path(draft)):
-            checked = check_head(Path(draft), Path(model))
-            tokens = self.num_speculative_tokens or checked.num_speculative_tokens
+            tokens = check_head(Path(draft), Path(model))
+        tokens = self.num_speculative_tokens or tokens
         return replace(self, draft=draft, num_speculative_tokens=tokens)
 
     @property
@@ -118,14 +117,6 @@ class DemoOptions:
     def draft_name(self) -> str:
         """The draft's name without the directories it lies in, for tables and files."""
         return draft_name(self.draft or NGRAM)
-
-    def load_prompts(self) -> list[Prompt]:
-        """Reads the prompts to ask.
-
-        Raises:
-            ValueError: the file cannot be read.
-        """
-        return load_prompts(self.prompts)[: SHORT_PROMPTS if self.short else None]
 
     def speculative_config(self, mode: str) -> dict[str, Any] | None:
         """Returns vLLM's speculative config of a mode; None for autoregressive decoding."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from vllm_mars.demo.results import PAIRS, Example, Record, Results, Speedup
@@ -17,6 +17,17 @@ MAX_LISTED = 12
 MAX_KINDS = 3
 MAX_LENGTHS = 6
 LABELS = {"autoregressive": "autoregressive", "strict": "strict", "mars": "MARS"}
+# Name and form of what `Results.summary` gives; a mode may lack it.
+FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "ms to first token (median)": ("ttft_seconds", lambda seconds: f"{1000 * seconds:.1f}"),
+    "ms per further token (median)": ("tpot_seconds", lambda seconds: f"{1000 * seconds:.1f}"),
+    "seconds per answer": ("seconds_per_answer", "{:.2f}".format),
+    "tokens/s": ("tokens_per_second", "{:.1f}".format),
+    "mean acceptance length": ("mean_acceptance_length", "{:.2f}".format),
+    "tokens per answer": ("tokens_per_answer", "{:.1f}".format),
+    "relaxed tokens": ("relaxed_share", "{:.1%}".format),
+    "nats lost per token": ("loss_nats_per_token", "{:.3f}".format),
+}
 
 
 def print_report(results: Results, console: Console) -> None:
@@ -52,57 +63,32 @@ def _figures_table(results: Results) -> Table:
     figures = {mode: results.summary(mode) for mode in LABELS}
     mars = figures["mars"]
     count = len(results.first_pass("mars"))
+    names = {**LABELS, "mars": f"{LABELS['mars']}, {options.rule_name}"}
     table = Table(
+        *("", *(Column(name, justify="right") for name in names.values())),
         title=f"{count} answers of at most {options.max_tokens} tokens, one at a time;\n"
         f"{options.draft_name} drafts of {options.num_speculative_tokens} tokens",
         caption=f"relaxed: {mars['relaxed_tokens']} of {mars['output_tokens']} output tokens; "
         f"{mars['verified_tokens']} draft tokens verified",
     )
-    table.add_column("")
-    for mode, label in LABELS.items():
-        name = f"{label}, {options.rule_name}" if mode == "mars" else label
-        table.add_column(name, justify="right")
-
-    def milliseconds(mode: str, name: str) -> str:
-        value = figures[mode][name]
-        return "-" if value is None else f"{1000 * value:.1f}"
-
-    rows: dict[str, Callable[[str], str]] = {
-        "ms to first token (median)": lambda mode: milliseconds(mode, "ttft_seconds"),
-        "ms per further token (median)": lambda mode: milliseconds(mode, "tpot_seconds"),
-        "seconds per answer": lambda mode: f"{figures[mode]['seconds_per_answer']:.2f}",
-        "tokens/s": lambda mode: f"{figures[mode]['tokens_per_second']:.1f}",
-        "mean acceptance length": lambda mode: f"{figures[mode]['mean_acceptance_length']:.2f}",
-        "tokens per answer": lambda mode: f"{figures[mode]['tokens_per_answer']:.1f}",
-        "relaxed tokens": lambda mode: f"{mars['relaxed_share']:.1%}" if mode == "mars" else "-",
-        "nats lost per token": lambda mode: (
-            f"{mars['loss_nats_per_token']:.3f}" if mode == "mars" else "-"
-        ),
-        "equal to autoregressive": lambda mode: (
-            "-" if mode == "autoregressive" else f"{figures[mode]['equal_answers']} of {count}"
-        ),
-    }
-    for name, value in rows.items():
-        table.add_row(name, *(value(mode) for mode in LABELS))
+    for title, (name, form) in FIGURES.items():
+        values = [figures[mode].get(name) for mode in LABELS]
+        table.add_row(title, *("-" if value is None else form(value) for value in values))
+    equal = (f"{figures[mode]['equal_answers']} of {count}" for mode in ("strict", "mars"))
+    table.add_row("equal to autoregressive", "-", *equal)
     return table
 
 
 def _speedup_table(results: Results) -> Table:
     table = Table(
+        *("", *(Column(name, justify="right") for name in ("per further token", "per answer"))),
         title="How many times as fast",
         caption="median over prompts of the ratio of times, and its 95 % interval (bootstrap)",
     )
-    table.add_column("")
-    table.add_column("per further token", justify="right")
-    table.add_column("per answer", justify="right")
     for mode, other in PAIRS:
         found = results.speedups(mode, other)
-        names = {"mars": "MARS"}
-        table.add_row(
-            f"{names.get(mode, mode)} / {other}",
-            _interval(found["tpot"]),
-            _interval(found["seconds"]),
-        )
+        pair = f"{LABELS[mode]} / {other}"
+        table.add_row(pair, _interval(found["tpot"]), _interval(found["seconds"]))
     return table
 
 
@@ -155,10 +141,9 @@ def _print_example(example: Example, console: Console) -> None:
         )
 
     table = Table(title="What the target would have said there")
-    table.add_column("relaxed token")
-    table.add_column("p", justify="right")
-    table.add_column("target's first choice")
-    table.add_column("p", justify="right")
+    for name in ("relaxed token", "target's first choice"):
+        table.add_column(name)
+        table.add_column("p", justify="right")
     relaxed = [token for token in example.tokens if token.relaxed]
     for token in relaxed[:MAX_LISTED]:
         table.add_row(

@@ -1,7 +1,7 @@
 """What the demo measured, and the figures drawn from it."""
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,14 @@ class Record:
     answer: Answer
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the record as plain JSON values, without the messages."""
+        """Returns the record as plain JSON values, without messages and what names one token."""
+        measured = vars(self.answer).items()
         return {
             "id": self.prompt.id,
             "category": self.prompt.category,
             "turn": self.turn,
             "repeat": self.repeat,
-            **self.answer.to_json(),
+            **{k: v for k, v in measured if k not in ("token_ids", "relaxed_positions")},
         }
 
 
@@ -85,21 +86,6 @@ def speedup(ratios: Iterable[float]) -> Speedup | None:
     return Speedup(len(values), *median(values)) if values else None
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one answer, each the median over the repeats.
-
-    Attributes:
-        seconds: from sending the request to the end of the stream.
-        ttft: time to the first token.
-        tpot: time per output token after the first; None for an answer of one token.
-    """
-
-    seconds: float
-    ttft: float
-    tpot: float | None
-
-
 @dataclass
 class Results:
     """Everything measured, by mode, and the head of the result file."""
@@ -115,26 +101,32 @@ class Results:
         """Returns one record for each answer: at temperature 0 repeats differ in time alone."""
         return [record for record in self.records[mode] if record.repeat == 0]
 
-    def times(self, mode: str) -> dict[tuple[str, int], Times]:
-        """Returns each answer's times, by prompt id and turn."""
-        answers: dict[tuple[str, int], list[Answer]] = {}
+    def times(self, mode: str, name: str) -> dict[tuple[str, int], float]:
+        """Returns one of each answer's times, its median over the repeats, by prompt id and turn.
+
+        Args:
+            mode: of `MODES`.
+            name: of the time in `Answer`; an answer that has none in any repeat is left out.
+        """
+        found: dict[tuple[str, int], list[float]] = {}
         for record in self.records[mode]:
-            answers.setdefault((record.prompt.id, record.turn), []).append(record.answer)
-        return {key: _median_times(repeats) for key, repeats in answers.items()}
+            seconds = getattr(record.answer, name)
+            if seconds is not None:
+                found.setdefault((record.prompt.id, record.turn), []).append(seconds)
+        return {key: statistics.median(repeats) for key, repeats in found.items()}
 
     def summary(self, mode: str) -> dict[str, Any]:
         """Returns the figures of one mode, as docs/demo.md describes them."""
         first = [record.answer for record in self.first_pass(mode)]
-        times = self.times(mode).values()
-        seconds = sum(each.seconds for each in times)
+        seconds = sum(self.times(mode, "seconds").values())
         drafts = sum(answer.drafts for answer in first)
         accepted = sum(answer.accepted_tokens for answer in first)
         output_tokens = sum(answer.output_tokens for answer in first)
-        tpots = [each.tpot for each in times if each.tpot is not None]
+        tpots = self.times(mode, "tpot_seconds").values()
         figures: dict[str, Any] = {
             "tokens_per_second": output_tokens / seconds,
             "seconds_per_answer": seconds / len(first),
-            "ttft_seconds": statistics.median(each.ttft for each in times),
+            "ttft_seconds": statistics.median(self.times(mode, "first_token_seconds").values()),
             "tpot_seconds": statistics.median(tpots) if tpots else None,
             "tokens_per_answer": output_tokens / len(first),
             "output_tokens": output_tokens,
@@ -156,19 +148,32 @@ class Results:
     def speedups(self, mode: str, other: str) -> dict[str, Speedup | None]:
         """Returns how much faster a mode is than another, per output token and per answer."""
         return {
-            "tpot": speedup(self.tpot_ratios(mode, other).values()),
-            "seconds": speedup(self._ratios(mode, other, lambda times: times.seconds).values()),
+            "tpot": speedup(self.ratios(mode, other, "tpot_seconds").values()),
+            "seconds": speedup(self.ratios(mode, other, "seconds").values()),
         }
 
-    def tpot_ratios(self, mode: str, other: str) -> dict[str, float]:
-        """Returns, by prompt id, the other mode's TPOT over this mode's."""
-        return self._ratios(mode, other, lambda times: times.tpot)
+    def ratios(self, mode: str, other: str, name: str) -> dict[str, float]:
+        """Returns, by prompt id, the other mode's time over this mode's, summed over its turns.
+
+        Args:
+            mode, other: of `MODES`.
+            name: as for `times`; turns whose time is 0 or missing in a mode are left out.
+        """
+        sums: dict[str, list[float]] = {}
+        others = self.times(other, name)
+        for (prompt, turn), mine in self.times(mode, name).items():
+            theirs = others.get((prompt, turn))
+            if mine and theirs:
+                total = sums.setdefault(prompt, [0.0, 0.0])
+                total[0] += theirs
+                total[1] += mine
+        return {prompt: theirs / mine for prompt, (theirs, mine) in sums.items()}
 
     def kinds(self) -> dict[str, float]:
         """Returns, by kind of prompt, the median of strict TPOT over MARS TPOT; the best first."""
         category = {record.prompt.id: record.prompt.category for record in self.records["mars"]}
         groups: dict[str, list[float]] = {}
-        for name, ratio in self.tpot_ratios("mars", "strict").items():
+        for name, ratio in self.ratios("mars", "strict", "tpot_seconds").items():
             groups.setdefault(category[name] or "(no category)", []).append(ratio)
         medians = {kind: statistics.median(ratios) for kind, ratios in groups.items()}
         return dict(sorted(medians.items(), key=lambda item: -item[1]))
@@ -272,32 +277,9 @@ class Results:
             if record.answer.text != other.answer.text
         ]
 
-    def _ratios(
-        self, mode: str, other: str, value: Callable[[Times], float | None]
-    ) -> dict[str, float]:
-        """Returns, by prompt id, the other mode's time over this mode's, summed over its turns."""
-        sums: dict[str, list[float]] = {}
-        own, others = self.times(mode), self.times(other)
-        for key, times in own.items():
-            mine, theirs = value(times), value(others[key])
-            if mine and theirs:
-                total = sums.setdefault(key[0], [0.0, 0.0])
-                total[0] += theirs
-                total[1] += mine
-        return {name: theirs / mine for name, (theirs, mine) in sums.items()}
-
     def _named_config(self, mode: str) -> dict[str, Any] | None:
         """Returns a mode's speculative config with the draft's name for its path."""
         config = self.options.speculative_config(mode)
         if config is not None and "model" in config:
             config["model"] = self.options.draft_name
         return config
-
-
-def _median_times(repeats: list[Answer]) -> Times:
-    tpots = [answer.tpot_seconds for answer in repeats if answer.tpot_seconds is not None]
-    return Times(
-        seconds=statistics.median(answer.seconds for answer in repeats),
-        ttft=statistics.median(answer.first_token_seconds for answer in repeats),
-        tpot=statistics.median(tpots) if tpots else None,
-    )

@@ -18,7 +18,7 @@ from vllm_mars.demo.progress import Forecast, ProgressLine
 from vllm_mars.demo.results import Example, Record, Results
 from vllm_mars.local.drafts import WITHOUT_FILES
 from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.prompts import Prompt
+from vllm_mars.local.prompts import Prompt, load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
 from vllm_mars.local.result_file import require_writable
 from vllm_mars.local.server import POLL_SECONDS, VllmServer
@@ -27,6 +27,7 @@ from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS
 # Repeats itself, so that drafts are made, verified and accepted.
 WARM_UP = [{"role": "user", "content": "Say ten times: the red cat and the red dog."}]
 WARM_UP_TOKENS = 32
+SHORT_PROMPTS = 4
 # The prompts that one server answers before the next takes its turn.
 BLOCK = 8
 # A server that has waited answers late at first, so each turn begins with an untimed request.
@@ -61,7 +62,7 @@ def run_demo(options: DemoOptions) -> Results:
     from rich.console import Console
 
     console = Console(stderr=True)
-    prompts = options.load_prompts()
+    prompts = load_prompts(options.prompts)[: SHORT_PROMPTS if options.short else None]
     require_writable(options.output)
     device, gpu = vllm_device()
     model = options.model or str(ensure_model())
@@ -122,14 +123,11 @@ def _start_servers(
                 wait=not on_cpu,
             )
         )
-    waiting = dict(servers)
-    while waiting:
-        # All are asked, so that one that dies is noticed at once.
-        for mode, server in list(waiting.items()):
-            if server.is_ready():
-                del waiting[mode]
-        ready = ", ".join(mode for mode in MODES if mode not in waiting) or "none"
-        line.show(f"starting three vLLM servers: {ready} ready", since=begin)
+    ready: list[str] = []
+    while len(ready) < len(MODES):
+        # All the others are asked, so that one that dies is noticed at once.
+        ready = [mode for mode in MODES if mode in ready or servers[mode].is_ready()]
+        line.show(f"starting three vLLM servers: {', '.join(ready) or 'none'} ready", since=begin)
         time.sleep(POLL_SECONDS)
     clients = {mode: ChatClient(server) for mode, server in servers.items()}
     for mode, client in clients.items():

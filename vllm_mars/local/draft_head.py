@@ -8,7 +8,6 @@ heads of `benchmarks.draft` therefore carry what they were made for, in config.j
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,6 @@ WEIGHTS_KEY = "vllm_mars_weights_sha256"
 WEIGHTS = "model.safetensors"
 PACKAGED_HEAD = Path(__file__).with_name("heads") / "smollm2-135m-eagle3"
 WAY_OUT = "take another, make one with `python -m benchmarks.draft`, or draft with ngram"
-
-
-@dataclass(frozen=True)
-class DraftHead:
-    """A head that fits its target.
-
-    Attributes:
-        directory: where it is.
-        num_speculative_tokens: how many tokens it drafts best, as measured by who made it.
-    """
-
-    directory: Path
-    num_speculative_tokens: int
 
 
 def packaged_head() -> Path | None:
@@ -54,7 +40,7 @@ def is_head(directory: Path) -> bool:
         return True
 
 
-def check_head(directory: Path, model: Path) -> DraftHead:
+def check_head(directory: Path, model: Path) -> int:
     """Checks that a head is whole and made for a model.
 
     Args:
@@ -63,7 +49,7 @@ def check_head(directory: Path, model: Path) -> DraftHead:
             from its manifest, that of another is computed.
 
     Returns:
-        The head.
+        How many tokens it drafts best, as measured by who made it.
 
     Raises:
         ValueError: a file is missing, cut or changed, or the head is for another target.
@@ -90,8 +76,7 @@ def check_head(directory: Path, model: Path) -> DraftHead:
             f"draft={directory} was made for a target whose {WEIGHTS} has sha256 "
             f"{target['sha256']}, and that of {model} has {checksum}; {WAY_OUT}."
         )
-    tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-    return DraftHead(directory, int(tokens))
+    return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
 
 
 def model_checksum(model: Path) -> str:

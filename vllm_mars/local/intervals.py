@@ -10,9 +10,9 @@ RESAMPLES = 10_000
 COVERAGE = 95
 
 
-def resamples(count: int, samples: int = RESAMPLES, seed: int = 0) -> NDArray[np.int64]:
-    """`[samples, count]` indices of prompts, drawn with replacement, the same for a seed."""
-    return np.random.default_rng(seed).integers(0, count, (samples, count))
+def resamples(count: int, samples: int = RESAMPLES) -> NDArray[np.int64]:
+    """`[samples, count]` indices of prompts, drawn with replacement, the same each time."""
+    return np.random.default_rng(0).integers(0, count, (samples, count))
 
 
 def median(values: Iterable[float]) -> tuple[float, float, float]:

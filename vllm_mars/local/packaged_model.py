@@ -10,7 +10,6 @@ the file is dequantized to float32 once (about 30 s, 0.6 GB) and kept in the use
 CACHE is $VLLM_MARS_CACHE, else $XDG_CACHE_HOME/vllm-mars, else ~/.cache/vllm-mars.
 """
 
-import argparse
 import contextlib
 import hashlib
 import importlib.metadata
@@ -58,9 +57,9 @@ def add_parser(commands: Any) -> None:
     add("--verify", action="store_true", help="check every checksum; make it again if one is wrong")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(**options: Any) -> int:
     """Runs the command and returns 0."""
-    print(ensure_model(args.cache_dir, gguf=args.gguf, verify=args.verify))
+    print(ensure_model(**options))
     return 0
 
 
@@ -68,9 +67,8 @@ def cache_root() -> Path:
     """Returns the directory of this project's cached files, which may not exist yet."""
     if explicit := os.environ.get("VLLM_MARS_CACHE"):
         return Path(explicit).expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg).expanduser() / "vllm-mars"
-    return Path.home() / ".cache" / "vllm-mars"
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "vllm-mars"
 
 
 def ensure_model(

@@ -165,11 +165,9 @@ class VllmServer:
     def is_ready(self) -> bool:
         """Asks once whether the server answers `/health`; raises as `wait_until_ready` does."""
         self.check_alive("while starting")
-        try:
+        with contextlib.suppress(OSError):
             fetch(f"{self.base_url}/health", 5.0)
             return True
-        except OSError:
-            pass
         if time.monotonic() > self._deadline:
             self.close()
             raise RuntimeError(

@@ -1,6 +1,5 @@
 """The subcommand `vllm-mars calibrate`."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -16,49 +15,31 @@ def add_parser(commands: Any) -> None:
         "loss under the target stays within a budget, for one model and draft, and writes a file "
         'that the speculative config accepts: "mars_theta": "auto:FILE".',
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the packaged model")
-    parser.add_argument("--draft", metavar="DRAFT", help="ngram (default), suffix, mtp or a model")
-    parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="default 4")
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="default: the packaged model")
+    add("--draft", metavar="DRAFT", help="ngram (default), suffix, mtp or a model")
+    add("--num-speculative-tokens", type=int, metavar="K", help="default 4")
     loss = parser.add_mutually_exclusive_group()
-    loss.add_argument(
-        "--budget", type=float, metavar="NATS", help="loss per token that is allowed; default 0.01"
-    )
-    loss.add_argument(
-        "--recovery",
-        type=float,
-        metavar="SHARE",
-        help="share of the strict answers' task score that is kept, instead of a budget in nats",
-    )
-    parser.add_argument(
-        "--min-solved",
-        type=int,
-        metavar="N",
+    loss.add_argument("--budget", type=float, metavar="NATS",
+        help="loss per token that is allowed; default 0.01")  # fmt: skip
+    loss.add_argument("--recovery", type=float, metavar="SHARE",
+        help="share of the strict answers' task score that is kept, instead of a budget in "
+        "nats")  # fmt: skip
+    add("--min-solved", type=int, metavar="N",
         help="with --recovery: held-out tasks that strict decoding must do; default 30, since "
-        "fewer cannot tell what is kept",
-    )
-    parser.add_argument("--metric", metavar="ratio|gap|price", help="default ratio")
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
+        "fewer cannot tell what is kept")  # fmt: skip
+    add("--metric", metavar="ratio|gap|price", help="default ratio")
+    add("--prompts", type=Path, metavar="FILE",
         help="JSON lines with 'prompt' or 'turns', best 100 and more; every second one is held "
-        "out; with --recovery lines with a task, as `vllm-mars sweep` takes them",
-    )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default 128")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="default build/calibration.json"
-    )
-    parser.add_argument(
-        "--server-arg",
-        dest="engine_args",
-        action="append",
-        metavar="ARG",
+        "out; with --recovery lines with a task, as `vllm-mars sweep` takes them")  # fmt: skip
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default 128")
+    add("--output", type=Path, metavar="FILE", help="default build/calibration.json")
+    add("--server-arg", dest="engine_args", action="append", metavar="ARG",
         help="one more argument as `vllm serve` takes it, as --server-arg=--max-model-len=1024; "
-        "repeatable",
-    )
+        "repeatable")  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(**options: Any) -> int:
     """Runs the command and returns 0."""
     from rich.console import Console
 
@@ -66,11 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mars.experiments.calibrate.search import CalibrateOptions, run_calibrate
     from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS
 
-    options = {
-        name: value for name, value in vars(args).items() if name != "command" and value is not None
-    }
     if "recovery" in options:
         options.setdefault("prompts", PACKAGED_TASKS)
-    options["engine_args"] = tuple(options.get("engine_args", ()))
     print_calibration(run_calibrate(CalibrateOptions(**options)), Console())
     return 0

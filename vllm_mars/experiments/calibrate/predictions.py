@@ -13,18 +13,16 @@ from vllm_mars.local import intervals
 BOOTSTRAP_SAMPLES = 2000
 CONFIDENCE = 0.9
 # From loose to strict; finer where large logits make a small step a large one.
-_THETAS = (
-    *(round(0.3 + 0.02 * i, 3) for i in range(25)),
-    *(round(0.8 + 0.005 * i, 3) for i in range(36)),
-    *(round(0.98 + 0.002 * i, 3) for i in range(11)),
-)
-_GAPS = (*(round(4 - 0.1 * i, 3) for i in range(30)), *(round(1 - 0.02 * i, 3) for i in range(51)))
-_PRICES = (
-    *(round(2 - 0.05 * i, 3) for i in range(20)),
-    *(round(1 - 0.02 * i, 3) for i in range(40)),
-    *(round(0.2 - 0.005 * i, 3) for i in range(41)),
-)
-GRIDS = {"ratio": _THETAS, "gap": _GAPS, "price": _PRICES}
+# Metric -> first value, step and number of values of each part.
+_PARTS = {
+    "ratio": ((0.3, 0.02, 25), (0.8, 0.005, 36), (0.98, 0.002, 11)),
+    "gap": ((4, -0.1, 30), (1, -0.02, 51)),
+    "price": ((2, -0.05, 20), (1, -0.02, 40), (0.2, -0.005, 41)),
+}
+GRIDS = {
+    metric: [round(first + step * i, 3) for first, step, count in parts for i in range(count)]
+    for metric, parts in _PARTS.items()
+}
 Floats = NDArray[np.float64]
 
 

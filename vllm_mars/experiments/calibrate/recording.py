@@ -65,13 +65,10 @@ class RecordingWorker:
             *(drafts.tolist(), ids[:, 0].tolist(), ids[:, 1].tolist(), draft_logits.tolist()),
             *(values[:, 0].tolist(), values[:, 1].tolist(), rows.logsumexp(-1).tolist()),
         ]
-        row = 0
+        rest = zip(*columns, strict=True)
         for request, count in zip(
             self.model_runner.input_batch.req_ids, metadata.num_draft_tokens, strict=False
         ):
             for position in range(count):
-                self._mars_records.append(
-                    [request, self._mars_step, position, *(column[row] for column in columns)]
-                )
-                row += 1
+                self._mars_records.append([request, self._mars_step, position, *next(rest)])
             self._mars_step += 1

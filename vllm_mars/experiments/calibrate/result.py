@@ -1,7 +1,7 @@
 """What `vllm-mars calibrate` prints."""
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from vllm_mars.config import OPTION
 from vllm_mars.experiments.calibrate.losses import Measure
@@ -42,13 +42,13 @@ def print_calibration(result: Calibration, console: Console) -> None:
 
 def _curve(result: Calibration) -> Table:
     samples = f"{result.recorded[1]} positions in {result.recorded[0]} tokens"
+    names = (OPTION[result.options.metric], "cost", "90 %", "relaxed", "acceptance length")
     table = Table(
+        *(Column(name, justify="right") for name in names),
         title=f"Predicted from one strict pass: {samples} of {result.prompts[0]} prompts",
         caption="cost: what the relaxed tokens' log p lacks to the target's first choice, nats per "
         "token, beside the 90th percentile of its bootstrap samples",
     )
-    for name in (OPTION[result.options.metric], "cost", "90 %", "relaxed", "acceptance length"):
-        table.add_column(name, justify="right")
     curve = result.curve
     shown = {round(i * (len(curve) - 1) / (MAX_ROWS - 1)) for i in range(MAX_ROWS)}
     tried = {item.threshold for item in result.confirmations} | {result.threshold}
@@ -67,16 +67,15 @@ def _curve(result: Calibration) -> Table:
 
 
 def _confirmations(result: Calibration) -> Table:
+    option, tasks = OPTION[result.options.metric], result.options.recovery is not None
+    names = (option, "predicted", "cost", "NLL", *(["recovery"] if tasks else []))
     table = Table(
+        *(Column(name, justify="right") for name in (*names, "relaxed", "kept")),
         title=f"Measured on {result.prompts[1]} held-out prompts, against strict decoding",
         caption="cost as above, NLL: increase of the answers' mean NLL per token, both with their "
         "95 % interval; recovery: task score / strict task score; kept: share of bootstrap samples "
         "within the budget",
     )
-    option, tasks = OPTION[result.options.metric], result.options.recovery is not None
-    names = (option, "predicted", "cost", "NLL", *(["recovery"] if tasks else []))
-    for name in (*names, "relaxed", "kept"):
-        table.add_column(name, justify="right")
     for item in result.confirmations:
         table.add_row(
             f"{item.threshold:g}",

@@ -19,6 +19,7 @@ which the search halves the curve, as if a stricter one never lost more.
 prompts.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -332,28 +333,16 @@ def _check_solved(options: CalibrateOptions, held_out: int, solved: int, at_most
 
 def _by_prediction(curve: Sequence[Point], budget: float, keeps: Callable[[Point], bool]) -> Point:
     """The loosest point that is predicted to keep the budget and does; spends less at each try."""
-    tried = []
-    for _ in range(MAX_TRIES):
-        candidate = loosest(curve, budget)
-        if candidate is curve[-1]:
-            break
-        budget *= SHRINK
-        if candidate not in tried and keeps(candidate):
+    candidates = (loosest(curve, budget * SHRINK**number) for number in range(MAX_TRIES))
+    for candidate in dict.fromkeys(candidates):
+        if candidate is curve[-1] or keeps(candidate):
             return candidate
-        tried.append(candidate)
     return curve[-1]
 
 
 def _by_halves(curve: Sequence[Point], keeps: Callable[[Point], bool]) -> Point:
     """The loosest point that keeps the budget, if all stricter ones do; the last, strict, does."""
-    low, high = 0, len(curve) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if keeps(curve[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return curve[high]
+    return curve[bisect.bisect_left(curve, True, hi=len(curve) - 1, key=keeps)]
 
 
 def loosest(curve: Sequence[Point], allowed: float) -> Point:

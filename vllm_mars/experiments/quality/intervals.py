@@ -1,6 +1,7 @@
 """Paired estimates over prompts: bootstrap intervals and a non-inferiority test."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from scipy import stats
@@ -18,7 +19,6 @@ def estimate(
     *,
     margin: float | None = None,
     higher_is_better: bool = True,
-    seed: int = 0,
 ) -> Estimate:
     """Estimates a mean score and, beside the reference's, its difference and recovery.
 
@@ -32,7 +32,6 @@ def estimate(
             itself a comparison.
         margin: loss that counts as none, in units of the score, above 0; None does not test.
         higher_is_better: whether a loss is a lower score.
-        seed: of the resampling.
 
     Returns:
         The estimate. Recovery is there where higher is better and the reference's mean is above 0.
@@ -44,31 +43,26 @@ def estimate(
     if not prompts:
         raise ValueError(f"{name}: no prompt has a score in both; measure the same prompts.")
     own = np.array([values[prompt] for prompt in prompts], dtype=float)
-    rows = resamples(len(own), seed=seed)
+    rows = resamples(len(own))
     own_means = own[rows].mean(1)
-    low, high = interval(own_means)
-    base = {"name": name, "samples": len(own), "value": float(own.mean()), "low": low, "high": high}
+    found = Estimate(name, len(own), float(own.mean()), *interval(own_means))
     if reference is None:
-        return Estimate(**base)  # type: ignore[arg-type]
+        return found
     other = np.array([reference[prompt] for prompt in prompts], dtype=float)
     other_means = other[rows].mean(1)
     difference = own - other
-    difference_low, difference_high = interval(own_means - other_means)
-    compared = {
-        "reference": float(other.mean()),
-        "difference": float(difference.mean()),
-        "difference_low": difference_low,
-        "difference_high": difference_high,
-    }
+    low, high = interval(own_means - other_means)
+    found = replace(found, reference=float(other.mean()), difference=float(difference.mean()))
+    found = replace(found, difference_low=low, difference_high=high)
     if higher_is_better and other.mean() > 0:
-        compared["recovery"] = float(own.mean() / other.mean())
         # Resamples whose reference is 0 have no ratio.
-        ratios = own_means[other_means > 0] / other_means[other_means > 0]
-        compared["recovery_low"], compared["recovery_high"] = interval(ratios)
+        low, high = interval(own_means[other_means > 0] / other_means[other_means > 0])
+        recovery = float(own.mean() / other.mean())
+        found = replace(found, recovery=recovery, recovery_low=low, recovery_high=high)
     if margin is not None and margin > 0 and len(own) > 1:
         p_value = non_inferiority(difference if higher_is_better else -difference, margin)
-        compared |= {"margin": margin, "p_value": p_value, "non_inferior": p_value < ALPHA}
-    return Estimate(**base, **compared)  # type: ignore[arg-type]
+        found = replace(found, margin=margin, p_value=p_value, non_inferior=p_value < ALPHA)
+    return found
 
 
 def non_inferiority(gains: np.ndarray, margin: float) -> float:

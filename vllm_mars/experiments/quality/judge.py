@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_mars.config import METRICS
@@ -70,15 +70,11 @@ class Judge:
         self._target: dict[tuple[str, str], Scored] = {}
         self._tasks: dict[tuple[str, str, str], dict[str, float]] = {}
 
-    def judge(self, cells: Iterable[Cell], emit: Callable[[CellKey, Quality], None]) -> int:
-        """Judges the cells that were measured and not yet judged.
+    def judge(self, cells: Iterable[Cell]) -> Iterator[tuple[CellKey, Quality]]:
+        """Yields the quality of each cell that was measured and not yet judged.
 
         Args:
             cells: of one file, autoregressive ones included.
-            emit: takes the quality of each cell.
-
-        Returns:
-            How many were judged.
 
         Raises:
             RuntimeError: the target's server fails, or a prompt's JSON schema is wrong.
@@ -110,8 +106,7 @@ class Judge:
                 tuple(estimates(scores, other, self._margin, self._nll_margin)),
                 tuple(notes),
             )
-            emit(cell.key, quality)
-        return len(todo)
+            yield cell.key, quality
 
     def _ask_target(self, cells: Iterable[Cell]) -> None:
         if self._scorer is None:
@@ -122,7 +117,7 @@ class Judge:
             for output in answers(cell).values()
             if output.text and (item := self._item(cell, output.prompt_id)) is not None
         ]
-        self._target |= self._scorer.score_all(pair for pair in pairs if pair not in self._target)
+        self._target = self._scorer.score_all(pairs)
 
     def _item(self, cell: Cell, prompt_id: str) -> Item | None:
         return self._items.get((cell.key.dataset, prompt_id))

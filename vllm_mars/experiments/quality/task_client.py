@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.experiments.sweep.bench_client import request_body
-from vllm_mars.experiments.sweep.datasets import Dataset
-from vllm_mars.experiments.sweep.records import Acceptance, CellKey, TaskAnswer
+from vllm_mars.experiments.sweep.bench_client import Asking
+from vllm_mars.experiments.sweep.records import Acceptance, TaskAnswer
 from vllm_mars.local.scrape import (
     ACCEPTED_PER_POSITION,
     ACCEPTED_TOKENS,
@@ -24,47 +23,42 @@ from vllm_mars.local.server import tail
 CONFIG = "lm-eval.json"
 
 
-def task_config(
-    key: CellKey,
-    dataset: Dataset,
-    *,
-    base_url: str,
-    model: str,
-    directory: Path,
-    max_tokens: int,
-) -> dict[str, Any]:
-    """Returns the configuration of `lm_eval run` for a cell.
+def ask_task(asking: Asking, log_path: Path) -> dict[str, Any]:
+    """Lets lm-eval ask and score; returns the fields of the cell that this gives.
 
-    Args:
-        key: the cell.
-        dataset: names the task.
-        base_url: the server, without `/v1`.
-        model: the target, as the server was given it.
-        directory: takes the results.
-        max_tokens: longest answer.
+    Raises:
+        RuntimeError: as `run_task` and `read_answers`.
     """
-    return {
+    key, task = asking.key, asking.dataset.task
+    config = {
         "model": "local-chat-completions",
         "model_args": {
-            "model": model,
-            "base_url": f"{base_url}/v1/chat/completions",
+            "model": asking.model,
+            "base_url": f"{asking.base_url}/v1/chat/completions",
             "num_concurrent": key.concurrency,
             "max_retries": 1,
             "tokenized_requests": False,
         },
-        "tasks": [dataset.task],
-        "limit": dataset.count or None,
+        "tasks": [task],
+        "limit": asking.dataset.count or None,
         "apply_chat_template": True,
         "gen_kwargs": {
-            "max_gen_toks": max_tokens,
+            "max_gen_toks": asking.options.max_tokens,
             "temperature": key.temperature,
             "do_sample": key.temperature > 0,
             # lm-eval gives all requests one seed, so that they draw the same random numbers.
             "seed": None,
-            **request_body(key),
+            **asking.body,
         },
         "log_samples": True,
-        "output_path": str(directory),
+        "output_path": str(asking.directory),
+    }
+    run_task(config, asking.directory, log_path, asking.options.cell_timeout)
+    # The configuration is written out: the file that the command names is gone by then.
+    written = json.dumps(config | {"tasks": [Path(task).name]})
+    return {
+        "task_answers": read_answers(asking.directory),
+        "client_command": ["python", "-m", "lm_eval", "run", "--config", written],
     }
 
 
@@ -72,7 +66,7 @@ def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: f
     """Runs lm-eval with this configuration.
 
     Args:
-        config: of `task_config`.
+        config: of `lm_eval run`.
         directory: takes the configuration and the results.
         log_path: file that takes what lm-eval prints.
         timeout: in seconds.

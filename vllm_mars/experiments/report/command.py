@@ -1,6 +1,6 @@
 """The arguments of `vllm-mars report`."""
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", default=Path("build/report.html"))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(runs: Sequence[Path], output: Path) -> int:
     """Runs the command and returns 0."""
     from vllm_mars.experiments.report.page import write_report
 
-    write_report(args.runs, args.output)
-    print(f"wrote {args.output}")
+    write_report(runs, output)
+    print(f"wrote {output}")
     return 0

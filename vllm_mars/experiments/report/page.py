@@ -19,6 +19,7 @@ from vllm_mars.experiments.report.measured import Interval, Measured, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.records import Cell
 from vllm_mars.experiments.sweep.summary import Row, rows
+from vllm_mars.local.result_file import require_writable
 
 TEMPLATE = "report.html.j2"
 # Model, draft and K.
@@ -209,8 +210,5 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
     environment.filters |= {"exp": math.exp, "ms": _milliseconds}
     environment.globals.update(advice=advice, option=OPTION, kept=_kept, version=__version__)
     page = environment.get_template(TEMPLATE).render(sections=read_sections(paths))
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise RuntimeError(f"output={output} cannot be written: {error}; name another.") from error
+    require_writable(output)
+    output.write_text(page, encoding="utf-8")

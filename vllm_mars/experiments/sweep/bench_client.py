@@ -1,16 +1,20 @@
 """One cell's requests, sent and timed by `vllm bench serve`."""
 
+import contextlib
 import json
 import os
 import select
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from vllm_mars.config import OPTION
 from vllm_mars.experiments.sweep.datasets import Dataset
+from vllm_mars.experiments.sweep.plan import SweepOptions
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed
 from vllm_mars.local.scrape import NO_PROXY, fetch
 from vllm_mars.local.server import end, tail
@@ -18,6 +22,43 @@ from vllm_mars.local.server import end, tail
 CLOSE_SECONDS = 5.0
 WAKE_TOKENS = 4
 WAKE_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What is asked for a cell, and of whom.
+
+    Attributes:
+        key: the cell.
+        dataset: its prompts.
+        options: of the sweep.
+        model: the target, as the server was given it.
+        base_url: the server, without `/v1`.
+        directory: for files that are needed meanwhile.
+    """
+
+    key: CellKey
+    dataset: Dataset
+    options: SweepOptions
+    model: str
+    base_url: str
+    directory: Path
+
+    @property
+    def count(self) -> int:
+        """Requests: every prompt, and again until as many are there as fly at once."""
+        return max(self.dataset.count, self.key.concurrency)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the requests carry beside prompt, length and temperature.
+
+        No seed: requests with one seed draw the same random numbers, and answers to different
+        prompts would be lucky or unlucky together.
+        """
+        if self.key.metric is None:
+            return {}
+        return {"vllm_xargs": {OPTION[self.key.metric]: self.key.value}}
 
 
 class BenchClient:
@@ -36,6 +77,30 @@ class BenchClient:
         self._log_path = log_path
         self._process: subprocess.Popen[bytes] | None = None
 
+    def ask(self, asking: Asking) -> dict[str, Any]:
+        """Asks a cell's requests; returns the fields of the cell that this gives.
+
+        Raises:
+            RuntimeError: as `run` and `read_result`.
+        """
+        requests, result = asking.directory / "requests.jsonl", asking.directory / "result.json"
+        items = list(islice(cycle(asking.dataset.items), asking.count))
+        requests.write_text("".join(json.dumps({"prompt": item.prompt}) + "\n" for item in items))
+        args = bench_args(asking, requests, result)
+        self.run(args, asking.options.cell_timeout)
+        speed, acceptance, outputs = read_result(
+            result, [item.id for item in items], asking.options.max_tokens
+        )
+        if acceptance is None and asking.key.k:
+            # vLLM leaves its counters out where nothing was drafted, as ngram may in short answers.
+            acceptance = Acceptance(0, 0, 0, ())
+        return {
+            "speed": speed,
+            "acceptance": acceptance,
+            "outputs": outputs,
+            "client_command": ["python", "-m", "vllm_mars.vllm_cli", "bench", "serve", *args],
+        }
+
     def run(self, args: Sequence[str], timeout: float) -> None:
         """Runs the benchmark with these arguments of `vllm bench serve`.
 
@@ -53,20 +118,17 @@ class BenchClient:
                     f"vllm bench serve took longer than cell_timeout={timeout:g} s; give it more "
                     "with --cell-timeout."
                 )
-            answer = process.stdout.readline()
+            # No line where the process has ended.
+            problem = json.loads(process.stdout.readline())["error"]
         except BaseException as error:
             self.close()
-            if isinstance(error, OSError):
+            if isinstance(error, (OSError, ValueError)):
                 raise RuntimeError(
-                    f"vllm bench serve ended: {error}\n{tail(self._log_path)}"
+                    f"vllm bench serve ended; see its log.\n{tail(self._log_path)}"
                 ) from error
             raise
-        if not answer:
-            self.close()
-            raise RuntimeError(f"vllm bench serve ended; see its log.\n{tail(self._log_path)}")
-        error_text = json.loads(answer)["error"]
-        if error_text is not None:
-            raise RuntimeError(f"vllm bench serve failed: {error_text}")
+        if problem is not None:
+            raise RuntimeError(f"vllm bench serve failed: {problem}")
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -89,83 +151,38 @@ class BenchClient:
         process, self._process = self._process, None
         if process is None:
             return
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:
-                    # Unsent input of a process that has ended.
-                    pass
+        assert process.stdin is not None and process.stdout is not None, "made with pipes"
+        # Unsent input of a process that has ended.
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.stdout.close()
         end(process, CLOSE_SECONDS)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def request_count(dataset: Dataset, concurrency: int) -> int:
-    """Requests of a cell: every prompt, and again until as many are there as fly at once."""
-    return max(dataset.count, concurrency)
-
-
-def write_requests(dataset: Dataset, concurrency: int, path: Path) -> list[str]:
-    """Writes the prompt file of a cell and returns the prompt ids in the order of its lines."""
-    count = request_count(dataset, concurrency)
-    items = [dataset.items[i % len(dataset.items)] for i in range(count)]
-    path.write_text("".join(json.dumps({"prompt": item.prompt}) + "\n" for item in items))
-    return [item.id for item in items]
-
-
-def request_body(key: CellKey) -> dict[str, Any]:
-    """Returns what the cell's requests carry beside prompt, length and temperature.
-
-    No seed: requests with one seed draw the same random numbers, and answers to different prompts
-    would be lucky or unlucky together.
-    """
-    return {} if key.metric is None else {"vllm_xargs": {OPTION[key.metric]: key.value}}
-
-
-def bench_args(
-    key: CellKey,
-    dataset: Dataset,
-    *,
-    base_url: str,
-    model: str,
-    requests: Path,
-    result: Path,
-    max_tokens: int,
-    seed: int,
-) -> list[str]:
+def bench_args(asking: Asking, requests: Path, result: Path) -> list[str]:
     """Returns the arguments of `vllm bench serve` for a cell.
 
     Args:
-        key: the cell.
-        dataset: its prompts.
-        base_url: the server, without `/v1`.
-        model: the target, as the server was given it.
-        requests: the file of `write_requests`; not used for a dataset of vLLM.
+        asking: the cell.
+        requests: JSON lines of its prompts; not used for a dataset of vLLM.
         result: file that takes the result.
-        max_tokens: longest answer.
-        seed: with which a dataset of vLLM draws its prompts.
     """
-    body = request_body(key)
+    key, options = asking.key, asking.options
     source = (
         # The server applies the chat template.
         ["--dataset-name", "custom", "--dataset-path", str(requests), "--skip-chat-template"]
-        if dataset.items
-        else [*dataset.vllm_args]
+        if asking.dataset.items
+        else [*asking.dataset.vllm_args]
     )
     return [
         *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
-        *("--base-url", base_url, "--model", model),
+        *("--base-url", asking.base_url, "--model", asking.model),
         *source,
-        *("--disable-shuffle", "--output-len", str(max_tokens)),
-        *("--num-prompts", str(request_count(dataset, key.concurrency))),
+        *("--disable-shuffle", "--output-len", str(options.max_tokens)),
+        *("--num-prompts", str(asking.count)),
         *("--max-concurrency", str(key.concurrency)),
-        *("--temperature", f"{key.temperature:g}", "--seed", str(seed)),
-        *(("--extra-body", json.dumps(body)) if body else ()),
+        *("--temperature", f"{key.temperature:g}", "--seed", str(options.seed)),
+        *(("--extra-body", json.dumps(asking.body)) if asking.body else ()),
         *("--ready-check-timeout-sec", "0", "--disable-tqdm"),
         *("--save-result", "--save-detailed"),
         *("--result-dir", str(result.parent), "--result-filename", result.name),

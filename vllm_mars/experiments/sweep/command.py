@@ -1,6 +1,5 @@
 """The arguments of `vllm-mars sweep`."""
 
-import argparse
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from vllm_mars.experiments.sweep.plan import SweepOptions
 from vllm_mars.experiments.sweep.records import METHODS
 
 NEEDED = ("filelock", "jsonschema", "pandas", "pydantic", "rich", "rouge_score", "sacrebleu")
-_OTHER = ("command", "output", "ray", "retry_failed", "short")
 
 
 def add_parser(commands: Any) -> None:
@@ -65,26 +63,17 @@ def add_parser(commands: Any) -> None:
         help="one more argument of every server, as --server-arg=--max-model-len=4096")  # fmt: skip
 
 
-def options_of(args: argparse.Namespace) -> SweepOptions:
-    """The sweep's options; an option that is given overrides the short form's."""
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(args).items()
-        if name not in _OTHER and value is not None
-    }
-    base = SweepOptions().short() if args.short else SweepOptions()
-    return dataclasses.replace(base, **given)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Runs the command.
+def run(
+    output: Path, short: bool, retry_failed: bool, ray: str | None = None, **options: Any
+) -> int:
+    """Runs the command; an option that is given overrides the short form's.
 
     Returns:
         0, or 1 where no cell at all could be measured.
     """
     from vllm_mars.experiments.sweep.run import run_sweep
 
-    cells = run_sweep(
-        options_of(args), args.output, ray_address=args.ray, retry_failed=args.retry_failed
-    )
+    base = SweepOptions().short() if short else SweepOptions()
+    chosen = dataclasses.replace(base, **options)
+    cells = run_sweep(chosen, output, ray_address=ray, retry_failed=retry_failed)
     return 0 if any(cell.status == "ok" for cell in cells) else 1

@@ -15,6 +15,7 @@ A line is a JSON object. What it holds decides how answers to it are scored:
 """
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -208,11 +209,9 @@ def _answer(data: dict[str, Any]) -> str | None:
 
 def _spread(items: list[Item], count: int) -> list[Item]:
     """The first items of each category in turn, in the order of the file."""
-    by_category: dict[str, list[Item]] = {}
-    for item in items:
-        by_category.setdefault(item.category, []).append(item)
-    ranked = [(rank, item) for group in by_category.values() for rank, item in enumerate(group)]
-    order = {item.id: place for place, item in enumerate(items)}
-    ranked.sort(key=lambda pair: (pair[0], order[pair[1].id]))
-    chosen = [item for _, item in ranked[:count]]
-    return sorted(chosen, key=lambda item: order[item.id])
+    before: Counter[str] = Counter()
+    ranks = []
+    for place, item in enumerate(items):
+        ranks.append((before[item.category], place))
+        before[item.category] += 1
+    return [items[place] for place in sorted(place for _, place in sorted(ranks)[:count])]

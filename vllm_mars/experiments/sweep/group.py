@@ -11,23 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mars.config import METHOD
-from vllm_mars.experiments.quality.task_client import (
-    acceptance_between,
-    read_answers,
-    run_task,
-    task_config,
-)
-from vllm_mars.experiments.sweep.bench_client import (
-    BenchClient,
-    bench_args,
-    read_result,
-    wake,
-    write_requests,
-)
+from vllm_mars.experiments.quality.task_client import acceptance_between, ask_task
+from vllm_mars.experiments.sweep.bench_client import Asking, BenchClient, wake
 from vllm_mars.experiments.sweep.datasets import Dataset
-from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
+from vllm_mars.experiments.sweep.methods_here import Platform
 from vllm_mars.experiments.sweep.plan import Group, ServerSpec, SweepOptions
-from vllm_mars.experiments.sweep.records import Acceptance, Cell, CellKey, Settings, Status
+from vllm_mars.experiments.sweep.records import Cell, CellKey, Settings, Status
 from vllm_mars.local.provenance import describe_run, weights, without_directories
 from vllm_mars.local.scrape import LOST_NATS
 from vllm_mars.local.server import VllmServer
@@ -64,8 +53,7 @@ class Sweep:
             head: `describe_run` where it was measured.
             measured: its other fields.
         """
-        run = ("git_commit", "versions", "hardware", "load_average")
-        about = {name: head[name] for name in run}
+        about = {it: head[it] for it in ("git_commit", "versions", "hardware", "load_average")}
         return Cell(
             key=key,
             status=status,
@@ -88,12 +76,11 @@ class Job:
 
 @dataclass
 class _Live:
-    """A server of a group; `problem` is why it cannot be used."""
+    """A server of a group; `unusable` is what its cells are then, and why."""
 
     spec: ServerSpec
     server: VllmServer
-    problem: str | None = None
-    status: Status = "failed"
+    unusable: tuple[Status, str] | None = None
 
 
 @dataclass
@@ -101,16 +88,13 @@ class _Run:
     sweep: Sweep
     platform: Platform
     log_dir: Path
-    work_dir: Path
     head: dict[str, Any]
 
     def cell(self, key: CellKey, status: Status, reason: str, **measured: Any) -> Cell:
         return self.sweep.cell(key, status, reason, self.head, **measured)
 
 
-def measure(
-    job: Job, log_dir: Path, platform: Platform | None = None
-) -> Generator[Cell, None, None]:
+def measure(job: Job, log_dir: Path, platform: Platform) -> Generator[Cell]:
     """Measures the cells of a group, one at a time, and yields each as soon as it is measured.
 
     A cell that fails is yielded as failed and the others go on. No process outlives the iterator,
@@ -119,16 +103,12 @@ def measure(
     Args:
         job: what to measure.
         log_dir: directory for the logs of servers and client.
-        platform: what vLLM can do here; asked if None.
-
-    Raises:
-        RuntimeError: vLLM cannot be imported.
+        platform: what vLLM can do here.
     """
-    platform = platform or ask_platform()
     with contextlib.ExitStack() as stack:
-        work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-mars-")))
-        run = _Run(job.sweep, platform, log_dir, work_dir, describe_run(platform.gpu))
-        client = stack.enter_context(BenchClient(log_dir / "bench-client.log"))
+        run = _Run(job.sweep, platform, log_dir, describe_run(platform.gpu))
+        client = BenchClient(log_dir / "bench-client.log")
+        stack.callback(client.close)
         servers = job.group.servers
         lives = [_Live(spec, _server(run, spec, len(servers))) for spec in servers]
         for index, live in enumerate(lives):
@@ -137,8 +117,8 @@ def measure(
                 for key, server in job.group.cells
                 if server == index
             ]
-            if reasons and all(reasons):
-                live.problem, live.status = reasons[0], "unavailable"
+            if all(reasons) and (reason := next(iter(reasons), None)):
+                live.unusable = "unavailable", reason
                 continue
             stack.callback(live.server.close)
             live.server.start()
@@ -147,7 +127,7 @@ def measure(
         last: _Live | None = None
         for key, index in job.group.cells:
             live = lives[index]
-            if not live.problem and last is not live:
+            if not live.unusable and last is not live:
                 if last is not None:
                     # It polls for a second after its last step, which would slow the next one.
                     time.sleep(SETTLE_SECONDS)
@@ -199,108 +179,55 @@ def _server(run: _Run, spec: ServerSpec, count: int) -> VllmServer:
 
 def _wait(live: _Live, platform: Platform) -> None:
     """Waits for a server that was started; notes why it cannot be used."""
-    if live.problem:
+    if live.unusable:
         return
     try:
         live.server.wait_until_ready()
     except RuntimeError as error:
-        live.problem = str(error)
+        live.unusable = "failed", str(error)
         return
     log = live.server.log_path.read_text(errors="replace")
-    live.problem = platform.why_not_in_log(live.spec, log)
-    if live.problem:
-        live.status = "unavailable"
+    if reason := platform.why_not_in_log(live.spec, log):
+        live.unusable = "unavailable", reason
         live.server.close()
 
 
 def _measure(run: _Run, client: BenchClient, live: _Live, key: CellKey) -> Cell:
-    if live.problem:
-        return run.cell(key, live.status, live.problem)
+    if live.unusable:
+        return run.cell(key, *live.unusable)
     unfit = run.platform.why_not(live.spec, key.temperature)
     if unfit:
         return run.cell(key, "unavailable", unfit)
-    server = live.server
-    dataset = next(d for d in run.sweep.datasets if d.name == key.dataset)
+    server, sweep = live.server, run.sweep
+    dataset = next(d for d in sweep.datasets if d.name == key.dataset)
     try:
         _restart_if_dead(live, run.platform)
-        wake(server.base_url, run.sweep.model)
-        lost_before = server.metrics().get(LOST_NATS)
-        if dataset.task:
-            measured = _ask_task(run, server, dataset, key)
-        else:
-            measured = _ask_bench(run, client, server, dataset, key)
-        lost_after = server.metrics().get(LOST_NATS, 0.0)
+        wake(server.base_url, sweep.model)
+        before = server.metrics()
+        with tempfile.TemporaryDirectory(prefix="vllm-mars-") as directory:
+            asking = Asking(
+                key, dataset, sweep.options, sweep.model, server.base_url, Path(directory)
+            )
+            if dataset.task:
+                measured = ask_task(asking, run.log_dir / "lm-eval.log")
+            else:
+                measured = client.ask(asking)
+        after = server.metrics()
     except RuntimeError as error:
         reason = str(error)
         with contextlib.suppress(RuntimeError):
             server.check_alive("while it was measured")
             return run.cell(key, "failed", reason)
         return run.cell(key, "failed", f"{reason}\n{server.log_tail()}")
-    if lost_before is not None:
-        measured["lost_nats"] = lost_after - lost_before
-    measured["weights"] = weights(run.sweep.model, live.spec.draft)
+    if dataset.task:
+        measured["acceptance"] = acceptance_between(before, after, key.k)
+    if LOST_NATS in before:
+        measured["lost_nats"] = after.get(LOST_NATS, 0.0) - before[LOST_NATS]
+    measured["weights"] = weights(sweep.model, live.spec.draft)
     measured["server_command"] = server.command()
     for name in ("server_command", "client_command"):
         measured[name] = tuple(without_directories(measured[name]))
     return run.cell(key, "ok", "", **measured)
-
-
-def _ask_bench(
-    run: _Run, client: BenchClient, server: VllmServer, dataset: Dataset, key: CellKey
-) -> dict[str, Any]:
-    """Lets `vllm bench serve` ask; returns the fields of the cell that this gives."""
-    options = run.sweep.options
-    requests, result = run.work_dir / "requests.jsonl", run.work_dir / "result.json"
-    ids = write_requests(dataset, key.concurrency, requests) if dataset.items else []
-    args = bench_args(
-        key,
-        dataset,
-        base_url=server.base_url,
-        model=run.sweep.model,
-        requests=requests,
-        result=result,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-    )
-    result.unlink(missing_ok=True)
-    client.run(args, options.cell_timeout)
-    speed, acceptance, outputs = read_result(result, ids, options.max_tokens)
-    if acceptance is None and key.k:
-        # vLLM leaves its counters out where nothing was drafted, as ngram may in short answers.
-        acceptance = Acceptance(0, 0, 0, ())
-    return {
-        "speed": speed,
-        "acceptance": acceptance,
-        "outputs": outputs,
-        "client_command": ["python", "-m", "vllm_mars.vllm_cli", "bench", "serve", *args],
-    }
-
-
-def _ask_task(run: _Run, server: VllmServer, dataset: Dataset, key: CellKey) -> dict[str, Any]:
-    """Lets lm-eval ask and score; returns the fields of the cell that this gives."""
-    options = run.sweep.options
-    with tempfile.TemporaryDirectory(dir=run.work_dir) as name:
-        directory = Path(name)
-        config = task_config(
-            key,
-            dataset,
-            base_url=server.base_url,
-            model=run.sweep.model,
-            directory=directory,
-            max_tokens=options.max_tokens,
-        )
-        before = server.metrics()
-        run_task(config, directory, run.log_dir / "lm-eval.log", options.cell_timeout)
-        acceptance = acceptance_between(before, server.metrics(), key.k)
-        return {
-            "acceptance": acceptance,
-            "task_answers": read_answers(directory),
-            # The configuration is written out: the file that the command names is gone by then.
-            "client_command": [
-                *("python", "-m", "lm_eval", "run", "--config"),
-                json.dumps(config | {"tasks": [Path(dataset.task).name]}),
-            ],
-        }
 
 
 def _restart_if_dead(live: _Live, platform: Platform) -> None:
@@ -310,5 +237,5 @@ def _restart_if_dead(live: _Live, platform: Platform) -> None:
         live.server.close()
         live.server.start()
         _wait(live, platform)
-        if live.problem:
-            raise RuntimeError(live.problem) from None
+        if live.unusable:
+            raise RuntimeError(live.unusable[1]) from None

@@ -174,15 +174,9 @@ class SweepOptions:
 
 
 _LEAST = {
-    **{"num_speculative_tokens": 1, "temperatures": 0, "concurrencies": 1, "num_prompts": 0},
-    **{
-        "max_tokens": 1,
-        "repeats": 1,
-        "side_by_side": 0,
-        "tensor_parallel": 1,
-        "pipeline_parallel": 1,
-    },
-    **{"startup_timeout": 1, "cell_timeout": 1, "margin": 0, "nll_margin": 0},
+    **dict.fromkeys(("temperatures", "num_prompts", "side_by_side", "margin", "nll_margin"), 0),
+    **dict.fromkeys(("num_speculative_tokens", "concurrencies", "max_tokens", "repeats"), 1),
+    **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "startup_timeout", "cell_timeout"), 1),
 }
 
 
@@ -269,19 +263,17 @@ def plan(
         # The autoregressive server is shared: with the first draft alone.
         if (draft, k) != (options.drafts[0], options.num_speculative_tokens[0]):
             mine = [s for s in mine if s.k]
-        if not side_by_side or len(mine) <= side_by_side:
-            passes = [
-                _pass(options, model_name, datasets, mine, repeat)
-                for repeat in range(options.repeats)
+        repeats = range(options.repeats)
+        batches = [(mine, repeats)]
+        if 0 < side_by_side < len(mine):
+            batches = [
+                (_turned(mine, repeat)[start : start + side_by_side], range(repeat, repeat + 1))
+                for repeat in repeats
+                for start in range(0, len(mine), side_by_side)
             ]
-            groups.append(Group(tuple(mine), tuple(itertools.chain.from_iterable(passes))))
-            continue
-        for repeat in range(options.repeats):
-            turned = _turned(mine, repeat)
-            for start in range(0, len(turned), side_by_side):
-                batch = turned[start : start + side_by_side]
-                cells = _pass(options, model_name, datasets, batch, repeat)
-                groups.append(Group(tuple(batch), tuple(cells)))
+        for servers, passes in batches:
+            cells = (_pass(options, model_name, datasets, servers, repeat) for repeat in passes)
+            groups.append(Group(tuple(servers), tuple(itertools.chain.from_iterable(cells))))
     return [group for group in groups if group.cells]
 
 
@@ -338,21 +330,18 @@ def _values(
     options: SweepOptions, spec: ServerSpec, temperature: float, concurrency: int
 ) -> list[float] | list[None]:
     """The thresholds of the cells that this server has at this point of the grid."""
-    first_load = concurrency == options.concurrencies[0]
-    first = first_load and temperature == options.temperatures[0]
-    loaded = not first_load and temperature == options.temperatures[0]
-    everywhere = options.full_grid
+    load = temperature == options.temperatures[0]
+    quality = options.full_grid or concurrency == options.concurrencies[0]
+    extra = options.full_grid or (quality and load)
     if spec.metric is None:
-        return [None] if everywhere or first_load or loaded else []
+        return [None] if quality or load else []
     values = [float(value) for value in options.thresholds[spec.metric]]
     if spec.metric != "ratio":
-        return values if everywhere or first else []
-    reference = min(values, key=lambda theta: abs(theta - options.reference_theta))
-    if not spec.protected:
-        return [reference] if everywhere or first else []
-    if everywhere or first_load:
+        return values if extra else []
+    if spec.protected and quality:
         return values
-    return [reference] if loaded else []
+    reference = min(values, key=lambda theta: abs(theta - options.reference_theta))
+    return [reference] if (load if spec.protected else extra) else []
 
 
 def _canonical(options: str) -> str:

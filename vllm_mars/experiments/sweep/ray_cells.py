@@ -11,18 +11,19 @@ import contextlib
 import logging
 import socket
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_mars.experiments.sweep.group import Job, Sweep, failed, measure
+from vllm_mars.experiments.sweep.group import Job, Sweep, failed
 from vllm_mars.experiments.sweep.plan import SweepOptions
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
-from vllm_mars.experiments.sweep.runners import judge_cells
+from vllm_mars.experiments.sweep.runners import LocalRunner
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.ray_nodes import check_nodes
+from vllm_mars.local.requirements import require
 
 CONNECT_SECONDS = 5.0
 POLL_SECONDS = 1.0
@@ -55,10 +56,9 @@ class RayRunner:
                 version of Ray, Python, vLLM or this package, a node lacks the model or a draft, or
                 no node has the GPUs that a group needs.
         """
-        try:
-            import ray
-        except ImportError as error:
-            raise RuntimeError("--ray needs Ray; pip install 'vllm-mars[ray]'.") from error
+        require("--ray", "ray", ["ray"])
+        import ray
+
         self._ray: Any = ray
         # One server is one task: whichever node is free takes it.
         self.side_by_side = options.side_by_side or 1
@@ -83,7 +83,7 @@ class RayRunner:
         nodes = [node["Resources"] for node in self._nodes()]
         per_server = options.tensor_parallel * options.pipeline_parallel
         most = max((resources.get("GPU", 0) for resources in nodes), default=0)
-        if any(resources.get("GPU", 0) for resources in nodes):
+        if most:
             # Servers side by side share the memory of the same GPUs.
             if most < per_server:
                 raise RuntimeError(
@@ -109,13 +109,8 @@ class RayRunner:
         ]
         check_nodes(able, [p for p in (options.model, *options.drafts) if p and Path(p).is_dir()])
 
-    def run(self, jobs: Sequence[Job], emit: Callable[[Cell], None]) -> None:
-        """Measures the jobs' cells; `emit` takes each key once.
-
-        Args:
-            jobs: groups of cells.
-            emit: takes each cell as soon as the driver has it.
-        """
+    def run(self, jobs: Sequence[Job]) -> Generator[Cell]:
+        """Measures the jobs' cells and yields each, once, as soon as the driver has it."""
         ray = self._ray
         # Ray's own retry would measure the whole group again, its finished cells too.
         remote = ray.remote(_measure).options(
@@ -140,49 +135,42 @@ class RayRunner:
                             task.attempts += 1
                             continue
                     else:
-                        emit(cell)
+                        yield cell
                         left = task.job.group.without({cell.key})
                         task.job = replace(task.job, group=left)
                         continue
                     tasks.remove(task)
                     for key, _ in task.job.group.cells:
-                        emit(failed(task.job, key, reason))
+                        yield failed(task.job, key, reason)
         finally:
             for task in tasks:
                 # Raises KeyboardInterrupt in the task, which ends its servers.
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.cancel(task.stream)
 
-    def judge(
-        self, sweep: Sweep, cells: Sequence[Cell], emit: Callable[[CellKey, Quality], None]
-    ) -> None:
-        """Judges the cells in one task; `emit` takes each key once."""
+    def judge(self, sweep: Sweep, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
+        """Judges the cells that were not judged yet, in one task."""
         remote = self._ray.remote(_judge).options(max_retries=ATTEMPTS - 1, **self._resources)
         try:
-            found = self._ray.get(remote.remote(sweep, list(cells)))
+            yield from self._ray.get(remote.remote(sweep, list(cells)))
         except self._ray.exceptions.RayError as error:
             raise RuntimeError(f"the Ray task that judges failed: {error}") from error
-        for key, quality in found:
-            emit(key, quality)
 
     def close(self) -> None:
         """Leaves the cluster."""
         self._ray.shutdown()
 
 
-def _measure(job: Job) -> Generator[Cell, None, None]:
+def _measure(job: Job) -> Generator[Cell]:
     """The task of a group."""
     with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
-        yield from measure(replace(job, sweep=_here(job.sweep)), Path(logs))
+        runner = LocalRunner(job.sweep.options, Path(logs))
+        yield from runner.run([replace(job, sweep=_here(job.sweep))])
 
 
 def _judge(sweep: Sweep, cells: list[Cell]) -> list[tuple[CellKey, Quality]]:
-    found: list[tuple[CellKey, Quality]] = []
     with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
-        judge_cells(
-            _here(sweep), cells, lambda key, quality: found.append((key, quality)), Path(logs)
-        )
-    return found
+        return list(LocalRunner(sweep.options, Path(logs)).judge(_here(sweep), cells))
 
 
 def _here(sweep: Sweep) -> Sweep:

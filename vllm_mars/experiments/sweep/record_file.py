@@ -17,30 +17,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm_mars.experiments.sweep.records import (
-    Acceptance,
-    Cell,
-    CellKey,
-    Estimate,
-    OffChoice,
-    Output,
-    PromptQuality,
-    Quality,
-    Settings,
-    Speed,
-    TaskAnswer,
-)
+from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 SCHEMA = 1
 
-# Everything that a line holds; unknown fields, text for numbers and NaN are refused.
-_RECORDS = (
-    *(CellKey, Settings, Output, TaskAnswer, Speed, Acceptance),
-    *(OffChoice, PromptQuality, Estimate, Quality, Cell),
-)
 _T = TypeVar("_T")
 
 
@@ -149,20 +132,19 @@ def _lines(path: Path) -> Iterable[tuple[str, str, dict[str, Any]]]:
 
 
 @functools.cache
-def _adapters() -> "dict[type[Any], TypeAdapter[Any]]":
+def _adapter(kind: type[Any]) -> "TypeAdapter[Any]":
+    """Reads a record and all within it; refuses unknown fields, text for numbers and NaN."""
     from pydantic import ConfigDict, TypeAdapter, with_config
 
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    for record in _RECORDS:
-        with_config(config)(record)
-    return {record: TypeAdapter(record) for record in _RECORDS}
+    return TypeAdapter(with_config(config)(kind))
 
 
 def _validated(kind: type[_T], data: object, where: str) -> _T:
     from pydantic import ValidationError
 
     try:
-        record: _T = _adapters()[kind].validate_json(json.dumps(data))
+        record: _T = _adapter(kind).validate_json(json.dumps(data))
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"]) or kind.__name__.lower()

@@ -6,55 +6,25 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from vllm_mars.experiments.sweep.datasets import load_dataset
 from vllm_mars.experiments.sweep.group import Job, Sweep
-from vllm_mars.experiments.sweep.plan import Group, SweepOptions, check_names, plan
+from vllm_mars.experiments.sweep.plan import SweepOptions, check_names, plan
+from vllm_mars.experiments.sweep.ray_cells import RayRunner
 from vllm_mars.experiments.sweep.record_file import (
     append_cell,
     append_quality,
     read_cells,
     repair_end,
 )
-from vllm_mars.experiments.sweep.records import Cell, CellKey, Settings
+from vllm_mars.experiments.sweep.records import Cell, Settings
 from vllm_mars.experiments.sweep.runners import LocalRunner
 from vllm_mars.experiments.sweep.summary import print_rows, rows
 from vllm_mars.local.drafts import draft_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.provenance import without_directories
 
-if TYPE_CHECKING:
-    from vllm_mars.experiments.sweep.ray_cells import RayRunner
-
 FILE_WIDTH = 220
-
-
-@dataclasses.dataclass
-class _Progress:
-    """Writes each cell into the file, once, and says so."""
-
-    output: Path
-    total: int
-    done: set[CellKey]
-    console: Any
-
-    def emit(self, cell: Cell) -> None:
-        if cell.key in self.done:
-            return
-        append_cell(self.output, cell)
-        self.done.add(cell.key)
-        figures = cell.reason.splitlines()[0] if cell.reason else ""
-        if cell.status == "ok":
-            figures = f"{len(cell.task_answers)} answers scored by lm-eval"
-            if cell.speed is not None:
-                figures = f"{cell.speed.tokens_per_second:.1f} tokens/s"
-            if cell.acceptance is not None:
-                figures += f", acceptance length {cell.acceptance.mean_length:.2f}"
-        head = f"[{len(self.done)}/{self.total}] {cell.key.label}: "
-        if cell.status != "ok":
-            head += f"{cell.status}: "
-        self.console.print(head + figures, soft_wrap=True, markup=False, highlight=False)
 
 
 def run_sweep(
@@ -84,7 +54,7 @@ def run_sweep(
     """
     from rich.console import Console
 
-    console = Console(stderr=True)
+    say = partial(Console(stderr=True).print, soft_wrap=True, markup=False, highlight=False)
     datasets = tuple(load_dataset(name, options.num_prompts) for name in options.datasets)
     check_names(options, datasets)
     for draft in options.drafts:
@@ -102,37 +72,36 @@ def run_sweep(
         model = options.model or str(ensure_model())
         command = (Path(sys.argv[0]).name, *without_directories(sys.argv[1:]))
         sweep = Sweep(options, model, datasets, settings, command)
-        runner = _runner(options, ray_address, output)
-        stack.callback(runner.close)
+        runner: LocalRunner | RayRunner
+        if ray_address is None:
+            runner = LocalRunner(options, output.with_name(f"{output.stem}-logs"))
+        else:
+            runner = stack.enter_context(contextlib.closing(RayRunner(options, ray_address)))
         groups = plan(options, Path(model).name, datasets, runner.side_by_side)
         kept = {c.key for c in before if not (retry_failed and c.status == "failed")}
-        total = len({key for group in groups for key, _ in group.cells})
+        total = sum(len(group.cells) for group in groups)
         todo = [left for group in groups if (left := group.without(kept)).cells]
-        _announce(console, total, todo, output)
-        planned = {key for group in groups for key, _ in group.cells}
-        progress = _Progress(output, total, kept & planned, console)
-        runner.run([Job(group, sweep) for group in todo], progress.emit)
+        done = total - sum(len(group.cells) for group in todo)
+        servers = sum(len(group.servers) for group in todo)
+        say(f"{total} cells, {done} of them in {output} already; {servers} server starts")
+        measured = runner.run([Job(group, sweep) for group in todo])
+        for cell in stack.enter_context(contextlib.closing(measured)):
+            append_cell(output, cell)
+            done += 1
+            say(f"[{done}/{total}] {cell.key.label}: {_outcome(cell)}")
         cells = read_cells(output)
         if options.judge and any(c.status == "ok" and c.quality is None for c in cells):
-            console.print("judging the answers", highlight=False)
-            runner.judge(sweep, cells, partial(append_quality, output))
+            say("judging the answers")
+            judged = runner.judge(sweep, cells)
+            for key, quality in stack.enter_context(contextlib.closing(judged)):
+                append_quality(output, key, quality)
             cells = read_cells(output)
     # A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
     width = None if sys.stdout.isatty() else FILE_WIDTH
     found = rows(cells, options.margin, options.nll_margin)
     print_rows(found, Console(width=width))
-    console.print(f"wrote {output}", soft_wrap=True)
+    say(f"wrote {output}")
     return cells
-
-
-def _runner(
-    options: SweepOptions, ray_address: str | None, output: Path
-) -> "LocalRunner | RayRunner":
-    if ray_address is not None:
-        from vllm_mars.experiments.sweep.ray_cells import RayRunner
-
-        return RayRunner(options, ray_address)
-    return LocalRunner(options, output.with_name(f"{output.stem}-logs"))
 
 
 @contextlib.contextmanager
@@ -168,12 +137,12 @@ def _check_same_sweep(cells: Sequence[Cell], settings: Settings, output: Path) -
                 )
 
 
-def _announce(console: Any, total: int, todo: list[Group], output: Path) -> None:
-    left = sum(len(group.cells) for group in todo)
-    servers = sum(len(group.servers) for group in todo)
-    console.print(
-        f"{total} cells, {total - left} of them in {output} already; {servers} server starts",
-        soft_wrap=True,
-        markup=False,
-        highlight=False,
-    )
+def _outcome(cell: Cell) -> str:
+    if cell.status != "ok":
+        return f"{cell.status}: {cell.reason.splitlines()[0]}"
+    figures = f"{len(cell.task_answers)} answers scored by lm-eval"
+    if cell.speed is not None:
+        figures = f"{cell.speed.tokens_per_second:.1f} tokens/s"
+    if cell.acceptance is not None:
+        figures += f", acceptance length {cell.acceptance.mean_length:.2f}"
+    return figures

@@ -1,13 +1,13 @@
 """Where the cells of a sweep are measured and judged: here, or on a Ray cluster (`ray_cells`)."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from vllm_mars.experiments.quality.judge import Judge
 from vllm_mars.experiments.quality.target_scores import TargetScorer
 from vllm_mars.experiments.sweep.group import Job, Sweep, measure, server_of
-from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
+from vllm_mars.experiments.sweep.methods_here import ask_platform
 from vllm_mars.experiments.sweep.plan import SweepOptions
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
 
@@ -33,50 +33,35 @@ class LocalRunner:
         self._log_dir = log_dir
         self.side_by_side = options.side_by_side or (0 if self._platform.device == "cpu" else 1)
 
-    def run(self, jobs: Sequence[Job], emit: Callable[[Cell], None]) -> None:
-        """Measures the jobs' cells; `emit` takes each as soon as it is measured."""
+    def run(self, jobs: Sequence[Job]) -> Generator[Cell]:
+        """Measures the jobs' cells and yields each as soon as it is measured."""
         for job in jobs:
             with contextlib.closing(measure(job, self._log_dir, self._platform)) as cells:
-                for cell in cells:
-                    emit(cell)
+                yield from cells
 
-    def judge(
-        self, sweep: Sweep, cells: Sequence[Cell], emit: Callable[[CellKey, Quality], None]
-    ) -> None:
-        """Judges the cells that were not judged yet."""
-        judge_cells(sweep, cells, emit, self._log_dir, self._platform)
+    def judge(self, sweep: Sweep, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
+        """Judges cells, with a server of the target where the prompts are at hand.
 
-    def close(self) -> None:
-        """Does nothing: there is no connection."""
+        The server ends with the iterator: close it where it may be left early.
 
+        Args:
+            sweep: of the cells.
+            cells: all of the file; those with a quality are left as they are.
 
-def judge_cells(
-    sweep: Sweep,
-    cells: Sequence[Cell],
-    emit: Callable[[CellKey, Quality], None],
-    log_dir: Path,
-    platform: Platform | None = None,
-) -> None:
-    """Judges cells, with a server of the target where the prompts are at hand.
+        Yields:
+            Key and quality of each other cell.
 
-    Args:
-        sweep: of the cells.
-        cells: all of the file; those with a quality are left as they are.
-        emit: takes the quality of each other cell.
-        log_dir: directory for the server's log.
-        platform: what vLLM can do here; asked if None.
-
-    Raises:
-        RuntimeError: the server does not start or fails.
-    """
-    options = sweep.options
-    with contextlib.ExitStack() as stack:
-        scorer = None
-        if any(dataset.items for dataset in sweep.datasets):
-            on_cpu = (platform or ask_platform()).device == "cpu"
-            server = stack.enter_context(server_of(sweep, on_cpu, log_dir / "judge.log"))
-            scorer = TargetScorer(server.base_url, sweep.model)
-        judge = Judge(
-            sweep.datasets, margin=options.margin, nll_margin=options.nll_margin, scorer=scorer
-        )
-        judge.judge(cells, emit)
+        Raises:
+            RuntimeError: the server does not start or fails.
+        """
+        options = sweep.options
+        with contextlib.ExitStack() as stack:
+            scorer = None
+            if any(dataset.items for dataset in sweep.datasets):
+                on_cpu = self._platform.device == "cpu"
+                server = server_of(sweep, on_cpu, self._log_dir / "judge.log")
+                scorer = TargetScorer(stack.enter_context(server).base_url, sweep.model)
+            judge = Judge(
+                sweep.datasets, margin=options.margin, nll_margin=options.nll_margin, scorer=scorer
+            )
+            yield from judge.judge(cells)

@@ -1,10 +1,14 @@
 """Rows of a sweep's results: one for each rule at each point of the grid, over its repeats."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from vllm_mars.config import METRICS
 from vllm_mars.experiments.quality.judge import estimates, mean_scores, reference_cell
@@ -42,6 +46,11 @@ class Row:
     def estimate(self, name: str) -> Estimate | None:
         """The estimate of a score, None where it was not measured."""
         return next((item for item in self.estimates if item.name == name), None)
+
+    def value(self, name: str) -> float | None:
+        """The mean of a score, None where it was not measured."""
+        found = self.estimate(name)
+        return None if found is None else found.value
 
 
 def rows(cells: Sequence[Cell], margin: float = 0.05, nll_margin: float = 0.05) -> list[Row]:
@@ -122,48 +131,41 @@ def equal_acceptance(found: Sequence[Row]) -> list[EqualAcceptance]:
             ),
             key=lambda other: other.acceptance_length or 0.0,
         )
-        for below, above in itertools.pairwise(others):
-            low, high = below.acceptance_length or 0.0, above.acceptance_length or 0.0
-            if not low <= row.acceptance_length <= high or low == high:
-                continue
-            share = (row.acceptance_length - low) / (high - low)
-            scores = {}
-            for name in ("nll", "loss"):
-                ends = below.estimate(name), above.estimate(name)
-                if ends[0] is not None and ends[1] is not None:
-                    scores[name] = _between(ends[0].value, ends[1].value, share)
-            value = _between(below.key.value or 0.0, above.key.value or 0.0, share)
-            equal.append(EqualAcceptance(row, metric, value, scores))
-            break
+        lengths = [other.acceptance_length or 0.0 for other in others]
+        if len(set(lengths)) < 2 or not lengths[0] <= row.acceptance_length <= lengths[-1]:
+            continue
+        there = partial(np.interp, row.acceptance_length, lengths)
+        value = float(there([other.key.value for other in others]))
+        # None becomes NaN: what one of two neighbours lacks is not known between them.
+        scores = {
+            name: float(there(np.array([other.value(name) for other in others], float)))
+            for name in ("nll", "loss")
+        }
+        known = {name: score for name, score in scores.items() if not math.isnan(score)}
+        equal.append(EqualAcceptance(row, metric, value, known))
     return equal
-
-
-def _between(low: float, high: float, share: float) -> float:
-    return low + share * (high - low)
 
 
 def _without_repeat(key: CellKey) -> tuple[Any, ...]:
     return tuple(value for name, value in vars(key).items() if name != "repeat")
 
 
-def _ratio(cells: Iterable[Cell], measured: Sequence[Cell], method: str) -> float | None:
-    ratios = []
-    for cell in cells:
-        key = cell.key
-        if key.method == "autoregressive" and method != "autoregressive":
-            continue
-        for other in measured:
-            same_draft = method == "autoregressive" or (
-                (other.key.draft, other.key.k) == (key.draft, key.k)
-            )
-            same = other.key.method == method and same_draft and _point(other.key) == _point(key)
-            if same and cell.speed is not None and other.speed is not None:
-                ratios.append(cell.speed.tokens_per_second / other.speed.tokens_per_second)
-    return _median(ratios)
+def _ratio(cells: Iterable[Cell], measured: Iterable[Cell], method: str) -> float | None:
+    """Speed beside the cells of a method, with the same draft where it has one."""
+    drafted = method != "autoregressive"
+    others = {
+        _point(cell.key, drafted): cell.speed for cell in measured if cell.key.method == method
+    }
+    return _median(
+        cell.speed.tokens_per_second / other.tokens_per_second
+        for cell in cells
+        if cell.speed is not None and (other := others.get(_point(cell.key, drafted))) is not None
+    )
 
 
-def _point(key: CellKey) -> tuple[Any, ...]:
-    return (key.model, key.dataset, key.temperature, key.concurrency, key.repeat)
+def _point(key: CellKey, drafted: bool) -> tuple[Any, ...]:
+    draft = (key.draft, key.k) if drafted else ()
+    return (key.model, *draft, key.dataset, key.temperature, key.concurrency, key.repeat)
 
 
 def _pooled(
@@ -189,7 +191,7 @@ def _median(values: Iterable[float]) -> float | None:
 
 def print_rows(found: Sequence[Row], console: Any) -> None:
     """Prints a table for each dataset, temperature and concurrency."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     points: dict[Point, list[Row]] = {}
     for row in found:
@@ -198,23 +200,24 @@ def print_rows(found: Sequence[Row], console: Any) -> None:
         points.setdefault(point, []).append(row)
     for (model, dataset, temperature, concurrency), group in points.items():
         table = Table(
-            title=f"{model}, {dataset}, temperature {temperature:g}, concurrency {concurrency}"
+            *("rule", "draft", *(Column(name, justify="right") for name in _FIGURES)),
+            title=f"{model}, {dataset}, temperature {temperature:g}, concurrency {concurrency}",
         )
-        for name in ("rule", "draft"):
-            table.add_column(name)
-        for name in _FIGURES:
-            table.add_column(name, justify="right")
         for row in group:
-            measured = [figure(row) for figure in _FIGURES.values()] if row.cells else []
             draft = f"{row.key.draft} K{row.key.k}" if row.key.k else ""
+            measured = [
+                "" if (value := figure(row)) is None else format(value, form)
+                for form, figure in _FIGURES.values()
+            ]
             # A row without figures says why.
-            table.add_row(row.key.rule, draft, *(measured or [row.problem.split(":")[0]]))
+            told = measured if row.cells else [row.problem.split(":")[0]]
+            table.add_row(row.key.rule, draft, *told)
         console.print(table)
     for equal in equal_acceptance(found):
         beside = [
-            f"{name} {value:.3f} beside {own.value:.3f}"
+            f"{name} {value:.3f} beside {own:.3f}"
             for name, value in equal.scores.items()
-            if (own := equal.row.estimate(name)) is not None
+            if (own := equal.row.value(name)) is not None
         ]
         if beside:
             console.print(
@@ -233,27 +236,19 @@ def _task_score(row: Row) -> float | None:
     return sum(item.value * item.samples for item in tasks) / samples if samples else None
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _mean(row: Row, name: str, form: str) -> str:
-    found = row.estimate(name)
-    return _number(found.value if found else None, form)
-
-
-_FIGURES: dict[str, Callable[[Row], str]] = {
-    "tokens/s": lambda row: _number(row.tokens_per_second, ".1f"),
-    "x autoregr.": lambda row: _number(row.speedup, ".2f"),
-    "x standard": lambda row: _number(row.over_standard, ".2f"),
-    "accepted length": lambda row: _number(row.acceptance_length, ".2f"),
-    "s/answer": lambda row: _mean(row, "seconds", ".2f"),
-    "tokens/answer": lambda row: _mean(row, "output_tokens", ".1f"),
-    "NLL": lambda row: _mean(row, "nll", ".3f"),
-    "loss": lambda row: _mean(row, "loss", ".4f"),
-    "repeats": lambda row: _mean(row, "repeated_4grams", ".3f"),
-    "agreement": lambda row: _mean(row, "agreement", ".2f"),
-    "identity": lambda row: _mean(row, "identity", ".2f"),
-    "task score": lambda row: _number(_task_score(row), ".2f"),
-    "samples": lambda row: str(max((item.samples for item in row.estimates), default="")),
+# The form of each figure beside it.
+_FIGURES: dict[str, tuple[str, Callable[[Row], float | None]]] = {
+    "tokens/s": (".1f", lambda row: row.tokens_per_second),
+    "x autoregr.": (".2f", lambda row: row.speedup),
+    "x standard": (".2f", lambda row: row.over_standard),
+    "accepted length": (".2f", lambda row: row.acceptance_length),
+    "s/answer": (".2f", lambda row: row.value("seconds")),
+    "tokens/answer": (".1f", lambda row: row.value("output_tokens")),
+    "NLL": (".3f", lambda row: row.value("nll")),
+    "loss": (".4f", lambda row: row.value("loss")),
+    "repeats": (".3f", lambda row: row.value("repeated_4grams")),
+    "agreement": (".2f", lambda row: row.value("agreement")),
+    "identity": (".2f", lambda row: row.value("identity")),
+    "task score": (".2f", _task_score),
+    "samples": ("d", lambda row: max((item.samples for item in row.estimates), default=None)),
 }
