@@ -117,8 +117,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         prices=args.price,
         per_category=args.per_category,
     )
-    for line in table(result):
-        print(line)
+    print(*table(result), sep="\n")
     return 0
 
 

@@ -19,7 +19,6 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, Cache
 from transformers.cache_utils import DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 ATTENTION = "vllm-mars-grouped"
@@ -201,24 +200,29 @@ def _grouped_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one token: heads that share keys are further queries of one head."""
+    """Attention in which heads that share keys are further queries of one head."""
     rows, heads, length, width = query.shape
-    query = query.to(key.dtype)
-    if length > 1:
-        attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **given)
-        return attended, None
-    query = query.reshape(rows, key.shape[1], -1, width)
+    groups = heads // key.shape[1]
     attended = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=given["scaling"]
+        query.to(key.dtype).reshape(rows, -1, groups * length, width),
+        key,
+        value,
+        attn_mask=attention_mask.repeat(1, 1, groups, 1),
+        scale=given["scaling"],
     )
-    return attended.reshape(rows, 1, heads, width), None
+    return attended.reshape(rows, heads, length, width).transpose(1, 2), None
+
+
+def _mask(**given: Any) -> torch.Tensor:
+    mask: torch.Tensor = sdpa_mask(**{**given, "allow_is_causal_skip": False})
+    return mask
 
 
 AttentionInterface.register(ATTENTION, _grouped_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION, _mask)
 
 
 def _choose(
