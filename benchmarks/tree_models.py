@@ -4,11 +4,10 @@ Both keep what they know of each prompt in a row of one tensor, `capacity` token
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
-from transformers import Cache
 
 from benchmarks.draft.export import load
 from benchmarks.draft.head import Eagle3Head
@@ -39,27 +38,6 @@ def lineage(parents: torch.Tensor) -> torch.Tensor:
     return above
 
 
-class _Room(Cache):  # type: ignore[misc]
-    """Keys and values, `[layers, 2, rows, heads, capacity, width]`; some slots of some rows."""
-
-    rows: torch.Tensor
-    slots: torch.Tensor
-    used: int
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__(layers=[])
-        self.content = torch.zeros(shape)
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        own = self.content[layer]
-        own[0][self.rows[:, None], :, self.slots] = keys.transpose(1, 2)
-        own[1][self.rows[:, None], :, self.slots] = values.transpose(1, 2)
-        known_keys, known_values = own[:, self.rows, :, : self.used]
-        return known_keys, known_values
-
-
 class TreeTarget(Target):
     """A target that reads some tokens of each prompt at a time, each on a path of its own.
 
@@ -74,8 +52,7 @@ class TreeTarget(Target):
         self, directory: Path, aux_layers: tuple[int, ...], rows: int, capacity: int
     ) -> None:
         super().__init__(directory, aux_layers, dtype=torch.float32)
-        heads, width = self.config.num_key_value_heads, self.config.head_dim
-        self.room = _Room(len(self.layers), 2, rows, heads, capacity, width)
+        self.room = self.new_room(rows, capacity)
         self.eos = int(self.config.eos_token_id)
 
     @torch.inference_mode()
@@ -94,11 +71,11 @@ class TreeTarget(Target):
             The logits behind each, `[rows, tokens, vocab]`, and its states,
             `[rows, tokens, aux, hidden]`.
         """
-        count, room = tokens.shape[1], self.room
-        room.rows, room.slots = rows, lengths[:, None] + torch.arange(count)
-        room.used = int(lengths.max()) + count
+        count = tokens.shape[1]
+        slots = lengths[:, None] + torch.arange(count)
+        room = self.room.at(rows, slots)
         mask = (torch.arange(room.used) < lengths[:, None])[:, None].repeat(1, count, 1)
-        mask.scatter_(2, room.slots[:, None].expand(-1, count, -1), sees)
+        mask.scatter_(2, slots[:, None].expand(-1, count, -1), sees)
         size = self.config.hidden_size
         self._states = torch.empty(*tokens.shape, len(self.aux_layers), size)
         output = self.model(
