@@ -21,35 +21,25 @@ from typing import cast
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+    rotate_half,
+)
 
 from benchmarks.draft.target import Target
 
 
-class Attention(nn.Module):
-    """Projections of the attention; `Eagle3Head` computes it."""
+class Layer(LlamaDecoderLayer):  # type: ignore[misc]
+    """The parts of the one decoder layer, whose attention takes in a token and a hidden state."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        width = config.num_attention_heads * config.head_dim
-        kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-
-
-class Layer(nn.Module):
-    """The parts of the one decoder layer."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        self.hidden_norm = nn.RMSNorm(size, eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = LlamaMLP(config)
+        super().__init__(config, 0)
+        size = config.hidden_size
+        self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            width = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * size, width, bias=False))
 
 
 class Eagle3Head(nn.Module):
