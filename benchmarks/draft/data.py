@@ -188,29 +188,18 @@ def check_same(what: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -
             )
 
 
-@dataclass(frozen=True)
 class Shard:
     """One file of data; tensors are read when asked for.
 
     Attributes:
-        path: the file.
         lengths: tokens of each sequence.
         prompt_tokens: how many of them are the prompt's.
     """
 
-    path: Path
-    lengths: tuple[int, ...]
-    prompt_tokens: tuple[int, ...]
-
-    @classmethod
-    def open(cls, path: Path) -> "Shard":
-        """Reads the lengths."""
-        with safe_open(path, framework="pt") as file:
-            return cls(
-                path,
-                tuple(file.get_tensor("lengths").tolist()),
-                tuple(file.get_tensor("prompt_tokens").tolist()),
-            )
+    def __init__(self, path: Path) -> None:
+        self._file = safe_open(path, framework="pt")
+        self.lengths: list[int] = self._file.get_tensor("lengths").tolist()
+        self.prompt_tokens: list[int] = self._file.get_tensor("prompt_tokens").tolist()
 
     def tokens(self) -> list[torch.Tensor]:
         """Returns the tokens of each sequence."""
@@ -221,8 +210,7 @@ class Shard:
         return self.tokens(), self._split("states", torch.bfloat16)
 
     def _split(self, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        with safe_open(self.path, framework="pt") as file:
-            return list(file.get_tensor(name).to(dtype).split(self.lengths))
+        return list(self._file.get_tensor(name).to(dtype).split(self.lengths))
 
 
 def wait_for(path: Path) -> Path:

@@ -246,7 +246,7 @@ class Trainer:
 
     def data_tokens(self) -> dict[str, int]:
         """Returns how many tokens the shards hold, of prompts and of answers."""
-        shards = [Shard.open(self.shard_path(number)) for number in range(self.options.shards)]
+        shards = [Shard(self.shard_path(number)) for number in range(self.options.shards)]
         prompts = sum(sum(shard.prompt_tokens) for shard in shards)
         return {
             "prompt_tokens": prompts,
@@ -287,7 +287,7 @@ class Trainer:
             yield from self._shard(order[place], f"{options.seed} {epoch} {place}", skip)
 
     def _shard(self, number: int, seed: str, skip: int) -> Iterator[Batch]:
-        shard = Shard.open(wait_for(self.shard_path(number)))
+        shard = Shard(wait_for(self.shard_path(number)))
         tokens, states = shard.read()
         # Little padding where the lengths are alike.
         order = sorted(range(len(tokens)), key=lambda index: shard.lengths[index])
@@ -373,7 +373,7 @@ def choose_draft_tokens(paths: list[Path], size: int, vocab_size: int) -> torch.
     """
     answers, others = (torch.zeros(vocab_size) for _ in range(2))
     for path in paths:
-        shard = Shard.open(path)
+        shard = Shard(path)
         for ids, prompt_tokens in zip(shard.tokens(), shard.prompt_tokens, strict=True):
             answers += torch.bincount(ids[prompt_tokens:], minlength=vocab_size)
             others += torch.bincount(ids[:prompt_tokens], minlength=vocab_size)
