@@ -1,10 +1,10 @@
 """Clocks for benchmarks: the host's, or CUDA events around a call with a cold L2 cache."""
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 Call = Callable[[], Any]
@@ -15,6 +15,8 @@ class HostClock:
     """Times calls on a CPU; where it interprets kernels, in a dry run, the numbers mean nothing."""
 
     device = torch.device("cpu")
+    # Of the buffers with which bandwidth is measured.
+    copy_bytes = 2**20
 
     def describe(self) -> dict[str, Any]:
         """The device and how it is timed, for the result file."""
@@ -30,13 +32,12 @@ class HostClock:
         call()
         return (time.perf_counter() - begin) * 1e6
 
-    def copy_bytes(self) -> int:
-        """Size of the buffers with which bandwidth is measured."""
-        return 2**20
-
 
 class GpuClock(HostClock):
     """Times calls on the stream of one GPU, each with a cold L2 cache."""
+
+    # Far more than the cache, and long against a launch.
+    copy_bytes = 2**31
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -79,10 +80,6 @@ class GpuClock(HostClock):
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e3
 
-    def copy_bytes(self) -> int:
-        """2 GiB: far more than the cache, and long against a launch."""
-        return 2**31
-
 
 def time_in_turn(
     clock: HostClock, calls: dict[Name, Call], rounds: int, warmup: int = 3
@@ -104,13 +101,8 @@ def time_in_turn(
 
 def summary(runs: list[float]) -> dict[str, Any]:
     """Median, 20th and 80th percentile in microseconds, with the raw runs."""
-    ordered = sorted(runs)
-    return {
-        "median": round(statistics.median(ordered), 3),
-        "p20": ordered[int(0.2 * (len(ordered) - 1))],
-        "p80": ordered[int(0.8 * (len(ordered) - 1))],
-        "runs": runs,
-    }
+    p20, median, p80 = np.percentile(runs, (20, 50, 80)).round(3).tolist()
+    return {"median": median, "p20": p20, "p80": p80, "runs": runs}
 
 
 def measure_bandwidth(clock: HostClock) -> dict[str, Any]:
@@ -119,20 +111,19 @@ def measure_bandwidth(clock: HostClock) -> dict[str, Any]:
     The best of them is what kernels are held against: torch's reductions alone can fall short of
     what the memory gives.
     """
-    elements = clock.copy_bytes() // 4
-    source = torch.rand(elements, device=clock.device)
+    source = torch.rand(clock.copy_bytes // 4, device=clock.device)
     target = torch.empty_like(source)
-    # Bytes: a reduction reads the buffer once, a copy reads it and writes another.
-    bytes_moved = {"sum": 4 * elements, "max": 4 * elements, "copy": 8 * elements}
     calls: dict[str, Call] = {
         "sum": source.sum,
         "max": source.amax,
         "copy": lambda: target.copy_(source),
     }
+    # A reduction reads the buffer once, a copy reads it and writes another.
+    moved = {"sum": source.nbytes, "max": source.nbytes, "copy": 2 * source.nbytes}
     results = {name: summary(runs) for name, runs in time_in_turn(clock, calls, rounds=20).items()}
-    rates = {name: bytes_moved[name] / results[name]["median"] / 1e3 for name in calls}
+    rates = {name: moved[name] / results[name]["median"] / 1e3 for name in calls}
     return {
         "best_gb_per_s": max(rates.values()),
-        "buffer_bytes": 4 * elements,
+        "buffer_bytes": source.nbytes,
         **{name: {"gb_per_s": rates[name], "us": results[name]} for name in calls},
     }

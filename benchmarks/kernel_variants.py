@@ -312,37 +312,54 @@ def v1_inputs(step: Step, temperature: float = 0.0, top_p: float | None = None) 
     )
 
 
-def vllm_v1(step: Step, spec_config: object = None, strict: bool = True) -> Variant:
+def fly_options(step: Step, rejection_sample: Callable[..., Any]) -> dict[str, Any]:
+    """FLy's options at their defaults in vLLM 0.33; its rule is lossy and has no reference here."""
+    if "fly_window_size" not in inspect.signature(rejection_sample).parameters:
+        raise NotApplicableError("this vLLM has no FLy verification; 0.33 is the first that does")
+    return {
+        "fly_window_size": min(6, step.shape.k - 1),
+        "fly_entropy_threshold": 0.3,
+        "fly_entropy_top_k": 3,
+    }
+
+
+def vllm_v1(step: Step, fly: bool = False) -> Variant:
     """`RejectionSampler.forward` of vLLM's V1 model runner, all requests greedy."""
     # Greedy requests never reach FlashInfer's sampler; without it nothing is compiled for it.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.rejection_sampler import RejectionSampler, rejection_sample
     from vllm.v1.sample.sampler import Sampler
 
     device = step.logits.device
+    config: SimpleNamespace | None = None
     if device.type == "cpu":
         current_platform.import_kernels()
         if not HAS_TRITON:
             current_platform.register_triton_kernel_overrides()
-    sampler = RejectionSampler(Sampler(), spec_config, device)
+    if fly:
+        options = fly_options(step, rejection_sample)
+        config = SimpleNamespace(rejection_sample_method="fly", **options)
+    sampler = RejectionSampler(Sampler(), config, device)
     metadata, sampling = v1_inputs(step)
     return Variant(
         run=lambda: (sampler(metadata, None, step.logits, sampling).sampled_token_ids,),
         answer=_only,
-        expected=step.strict if strict else None,
+        expected=None if fly else step.strict,
         bytes=step.shape.logits_bytes,
     )
 
 
-def vllm_v2(step: Step, strict: bool = True, **options: Any) -> Variant:
+def vllm_v2(step: Step, fly: bool = False, **options: Any) -> Variant:
     """`rejection_sample` of vLLM's Model Runner V2, all requests greedy.
 
     That runner's sampler hands logits that need no processing to it as they are.
     """
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
+    if fly:
+        options |= fly_options(step, rejection_sample)
     batch, k, _, _ = step.shape
     device = step.logits.device
     requests = torch.arange(batch, device=device, dtype=torch.int32)
@@ -370,36 +387,9 @@ def vllm_v2(step: Step, strict: bool = True, **options: Any) -> Variant:
             **options,
         ),
         answer=answer,
-        expected=step.strict if strict else None,
+        expected=None if fly else step.strict,
         bytes=step.shape.logits_bytes,
     )
-
-
-def _fly(step: Step, rejection_sample: Callable[..., Any]) -> dict[str, Any]:
-    """FLy's options at their defaults in vLLM 0.33; its rule is lossy and has no reference here."""
-    if "fly_window_size" not in inspect.signature(rejection_sample).parameters:
-        raise NotApplicableError("this vLLM has no FLy verification; 0.33 is the first that does")
-    return {
-        "fly_window_size": min(6, step.shape.k - 1),
-        "fly_entropy_threshold": 0.3,
-        "fly_entropy_top_k": 3,
-    }
-
-
-def vllm_v1_fly(step: Step) -> Variant:
-    """FLy verification of the V1 model runner."""
-    from vllm.v1.sample.rejection_sampler import rejection_sample
-
-    options = _fly(step, rejection_sample)
-    config = SimpleNamespace(rejection_sample_method="fly", **options)
-    return vllm_v1(step, config, strict=False)
-
-
-def vllm_v2_fly(step: Step) -> Variant:
-    """FLy verification of Model Runner V2."""
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
-
-    return vllm_v2(step, strict=False, **_fly(step, rejection_sample))
 
 
 def empty(step: Step) -> Variant:
@@ -419,10 +409,10 @@ BASELINES: dict[str, Callable[[Step], Variant]] = {
     "torch argmax, strict": torch_argmax,
     "torch topk(2), whole rule": torch_topk,
     "vLLM V1, strict": vllm_v1,
-    "vLLM V1, fly": vllm_v1_fly,
+    "vLLM V1, fly": functools.partial(vllm_v1, fly=True),
     "vLLM V2, strict": vllm_v2,
     "vLLM V2, block": functools.partial(vllm_v2, use_block_verification=True),
-    "vLLM V2, fly": vllm_v2_fly,
+    "vLLM V2, fly": functools.partial(vllm_v2, fly=True),
 }
 
 

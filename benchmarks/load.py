@@ -17,7 +17,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def summarise(cells: Iterable[Cell]) -> list[dict[str, Any]]:
     fits = []
     for (model, dataset, temperature), found in by_point.items():
         steps = {
-            row.key.concurrency: (_median(row, _in_flight), _median(row, _seconds_per_token))
+            row.key.concurrency: _autoregressive(row)
             for row in found
             if row.key.method == "autoregressive"
         }
@@ -130,7 +130,7 @@ def summarise(cells: Iterable[Cell]) -> list[dict[str, Any]]:
 
 
 def _predicted(row: Row, step: StepTime, batch: float) -> dict[str, Any]:
-    length, width = _median(row, _length), _median(row, _width)
+    length, width = _speculative(row)
     return {
         **{"rule": row.key.rule, "draft": row.key.draft, "k": row.key.k},
         "concurrency": row.key.concurrency,
@@ -140,34 +140,30 @@ def _predicted(row: Row, step: StepTime, batch: float) -> dict[str, Any]:
     }
 
 
-def _median(row: Row, value: Callable[[Cell], float]) -> float:
-    return statistics.median(value(cell) for cell in row.cells)
+def _autoregressive(row: Row) -> tuple[float, float]:
+    """Requests in flight and seconds of an answer's token, each the median over the repeats."""
+    found = [
+        (sum(output.seconds for output in cell.outputs), cell.speed)
+        for cell in row.cells
+        if cell.speed is not None
+    ]
+    return (
+        statistics.median(busy / speed.seconds for busy, speed in found),
+        statistics.median(busy / speed.output_tokens for busy, speed in found),
+    )
 
 
-def _in_flight(cell: Cell) -> float:
-    assert cell.speed is not None, "rows without a speed are left out"
-    return sum(output.seconds for output in cell.outputs) / cell.speed.seconds
-
-
-def _seconds_per_token(cell: Cell) -> float:
-    tokens = sum(output.output_tokens for output in cell.outputs)
-    return sum(output.seconds for output in cell.outputs) / tokens
-
-
-def _request_steps(cell: Cell) -> int:
-    """Steps, counted once for each request in them: an accepted draft saves one."""
-    assert cell.speed is not None and cell.acceptance is not None, "a speculative cell"
-    return cell.speed.output_tokens - cell.acceptance.accepted_tokens
-
-
-def _length(cell: Cell) -> float:
-    assert cell.speed is not None, "rows without a speed are left out"
-    return cell.speed.output_tokens / _request_steps(cell)
-
-
-def _width(cell: Cell) -> float:
-    assert cell.acceptance is not None, "a speculative cell"
-    return 1 + cell.acceptance.draft_tokens / _request_steps(cell)
+def _speculative(row: Row) -> tuple[float, float]:
+    """L and width, each the median over the repeats; an accepted draft saves a request a step."""
+    found = [
+        (cell.speed.output_tokens, cell.acceptance.accepted_tokens, cell.acceptance.draft_tokens)
+        for cell in row.cells
+        if cell.speed is not None and cell.acceptance is not None
+    ]
+    return (
+        statistics.median(tokens / (tokens - accepted) for tokens, accepted, _ in found),
+        statistics.median(1 + drafts / (tokens - accepted) for tokens, accepted, drafts in found),
+    )
 
 
 def main() -> int:

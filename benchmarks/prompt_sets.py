@@ -9,13 +9,14 @@ docs/calibration.md. Nothing is downloaded, and no question stands here.
 
 import argparse
 import doctest
-import hashlib
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from vllm_mars.local.packaged_model import sha256
 
 # Of `mars/data/NAME/question.jsonl` at that commit, sha256.
 SOURCES = {
@@ -36,13 +37,11 @@ def read(checkout: Path, name: str) -> list[dict[str, Any]]:
         ValueError: the file is not the one that was used.
     """
     path = checkout / "mars/data" / name / "question.jsonl"
-    content = path.read_bytes()
-    found = hashlib.sha256(content).hexdigest()
-    if found != SOURCES[name]:
+    if (found := sha256(path)) != SOURCES[name]:
         raise ValueError(
             f"{path} has sha256 {found}, and not {SOURCES[name]}; check out commit 8909b41."
         )
-    return [json.loads(line) for line in content.decode().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def prompts_120(checkout: Path) -> Iterator[dict[str, Any]]:
@@ -98,11 +97,10 @@ def main() -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     try:
         for name, lines in SETS.items():
-            text = "".join(
-                json.dumps(line, ensure_ascii=False) + "\n" for line in lines(args.checkout)
-            )
-            (args.output / f"{name}.jsonl").write_text(text, encoding="utf-8")
-            print(f"{hashlib.sha256(text.encode()).hexdigest()}  {name}.jsonl")
+            found = [json.dumps(line, ensure_ascii=False) for line in lines(args.checkout)]
+            path = args.output / f"{name}.jsonl"
+            path.write_text("\n".join([*found, ""]), encoding="utf-8")
+            print(f"{sha256(path)}  {path.name}")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

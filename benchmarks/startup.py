@@ -10,21 +10,21 @@ not asked for, its hooks wrap the start of an engine and the admission of a requ
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
-from vllm_mars.local.provenance import describe_run
+from vllm_mars.local.provenance import ask_vllm, describe_run
 from vllm_mars.local.result_file import write_json
 
 PROBE = """
-import sys, time
+import json, sys, time
 import vllm.engine.arg_utils
 modules = len(sys.modules)
 start = time.perf_counter()
 from vllm_mars.plugin import register
 register()
-print(time.perf_counter() - start, len(sys.modules) - modules)
+took = time.perf_counter() - start
+print(json.dumps({"ms": 1e3 * took, "modules": len(sys.modules) - modules}))
 """
 
 
@@ -35,19 +35,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="JSON file; default: standard output only")
     args = parser.parse_args()
     # vLLM must not load the plugin itself before the clock runs.
-    environment = {**os.environ, "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
-    milliseconds, modules = [], 0
-    for _ in range(args.runs):
-        probe = subprocess.run(
-            [sys.executable, "-c", PROBE],
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        seconds, count = probe.stdout.split()[-2:]
-        milliseconds.append(float(seconds) * 1e3)
-        modules = int(count)
+    os.environ |= {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
+    probes = [ask_vllm(PROBE) for _ in range(args.runs)]
+    milliseconds, modules = [probe["ms"] for probe in probes], probes[-1]["modules"]
     median = statistics.median(milliseconds)
     print(f"plugin: {median:.1f} ms (median of {args.runs} processes), {modules} modules")
     if args.output:

@@ -13,7 +13,6 @@ first, paired over tasks; "to the goal" is of the tasks that both solve.
 
 import argparse
 import contextlib
-import hashlib
 import json
 import sys
 import time
@@ -28,7 +27,7 @@ from vllm_mars.config import OPTION, OPTION_PREFIX, split_speculative_config
 from vllm_mars.experiments.quality.intervals import estimate
 from vllm_mars.experiments.sweep.bench_client import wake
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS, NGRAM, draft_name, speculative_config
-from vllm_mars.local.packaged_model import ensure_model
+from vllm_mars.local.packaged_model import ensure_model, sha256
 from vllm_mars.local.prompts import read_json_lines
 from vllm_mars.local.provenance import describe_run, vllm_device
 from vllm_mars.local.result_file import require_writable, write_json
@@ -194,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
         **describe_run(gpu, agents[0].model, args.draft),
         "model": Path(agents[0].model).name,
         **own,
-        "prompts": hashlib.sha256(args.prompts.read_bytes()).hexdigest(),
+        "prompts": sha256(args.prompts),
         **{name: getattr(args, name) for name in ("temperature", "max_turns", "max_tokens")},
         "rules": rules,
         "episodes": episodes,

@@ -7,127 +7,45 @@
         --output benchmarks/results/trees-cpu.json --plot docs/trees.png
 
 `run` answers the prompts once for each cell, a rule with a shape of drafts, since a relaxed answer
-is another text. It goes on where it was interrupted. Of a tree the target reads only the nodes that
-the rule can reach, level by level, which gives what reading all would; counted are the rows that a
-server would read: all nodes and the root. Strict answers are all the same text, so the target reads
-it once.
-
-The decisions are those of `vllm_mars.verify_tree`.
+is another text. It goes on where it was interrupted. The target reads the root and all nodes of a
+draft in one pass, as a server would, and `vllm_mars.verify_tree` decides.
 """
 
 import argparse
-import hashlib
 import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.tree_cells import DEPTH, WIDTH, Answer, Recorded, Rule, Shape, run_cell
-from benchmarks.tree_models import TreeHead, TreeTarget
-from benchmarks.tree_summary import summary, tables
+from benchmarks.tree_cells import DEPTH, STRICT, WIDTH, Rule, Shape, Study, counts
+from benchmarks.tree_summary import COUNTS, SAMPLED_COUNTS, summary, tables
 from vllm_mars.local.draft_head import packaged_head
-from vllm_mars.local.packaged_model import ensure_model
+from vllm_mars.local.packaged_model import ensure_model, sha256
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 
 SCHEMA = "vllm-mars/trees/1"
-# Answers are recorded beyond their end, so that the last steps, too, are judged by them.
-BEYOND = 10
-STRICT = Rule("strict", 0.0)
+# In the order in which they are measured: what answers most comes first.
 RULES = [
-    *(Rule("theta", 0.9), Rule("price", 0.5), Rule("price", 1.0), Rule("price", 0.25)),
+    *(STRICT, Rule("theta", 0.9), Rule("price", 0.5), Rule("price", 1.0), Rule("price", 0.25)),
     Rule("gap", 1.0),
 ]
-CHAINS = [Shape("chain", nodes) for nodes in range(1, 10)]
-TREES = [Shape("tree", nodes) for nodes in (4, 8, 16, 32, 60)]
-# In the order in which they are measured: what answers most comes first.
-PAIR = [Shape("chain", 8), Shape("tree", 8)]
-FIRST_SHAPES = [*PAIR, Shape("tree", 60), Shape("chain", 4), Shape("tree", 4)]
-CELLS = [
-    *((rule, shape) for rule in (STRICT, *RULES[:2]) for shape in PAIR),
-    *((STRICT, shape) for shape in (*FIRST_SHAPES, *CHAINS, *TREES)),
-    *((rule, shape) for shape in PAIR for rule in RULES),
-    *((rule, shape) for rule in RULES[:2] for shape in FIRST_SHAPES),
-    *((rule, shape) for shape in (*FIRST_SHAPES, *TREES, *CHAINS) for rule in RULES),
-]
+FIRST_SHAPES = [Shape("chain", 8), Shape("tree", 8), Shape("tree", 60), Shape("chain", 4)]
+SHAPES = [Shape("tree", nodes) for nodes in (4, 8, 16, 32, 60)]
+SHAPES += [Shape("chain", nodes) for nodes in range(1, 10)]
+CELLS = [(rule, shape) for shape in dict.fromkeys(FIRST_SHAPES + SHAPES) for rule in RULES]
 # Requests that sample: among all tokens by price, or by gap among the two largest alone.
+LOOSE = [(metric, value) for value in (0.5, 1.0, 2.0) for metric in ("price", "gap")]
 SAMPLED_CELLS = [
     (Rule(metric, value, temperature), Shape("chain", 5))
-    for metric, value in (
-        *(("strict", 0.0), ("price", 0.5), ("gap", 0.5), ("price", 1.0), ("gap", 1.0)),
-        *(("price", 2.0), ("gap", 2.0)),
-    )
+    for metric, value in (("strict", 0.0), *LOOSE)
     for temperature in (0.7, 1.0)
 ]
-SAMPLED_FIGURES = ("nll", "beyond_two")
-
-
-@dataclass(frozen=True)
-class Study:
-    """The prompts, and what has read them.
-
-    Attributes:
-        target, head: that have read the prompts.
-        prompts: token ids of each.
-        firsts: the first token of each answer.
-        protected: bool `[vocab]`.
-        max_tokens: of an answer.
-    """
-
-    target: TreeTarget
-    head: TreeHead
-    prompts: list[list[int]]
-    firsts: list[int]
-    protected: torch.Tensor
-    max_tokens: int
-
-    @classmethod
-    def open(cls, model: Path, head: Path, prompts: list[list[int]], max_tokens: int) -> "Study":
-        """Reads the models and the prompts."""
-        from transformers import AutoTokenizer
-
-        config = json.loads((head / "config.json").read_text())
-        layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
-        # Room for the answers as they are recorded, a step beyond them, and what a step reads.
-        capacity = max(map(len, prompts)) + max_tokens + BEYOND + 80
-        target = TreeTarget(model, layers, len(prompts), capacity)
-        drafter = TreeHead(head, target.embedding, len(prompts), capacity)
-        firsts = []
-        for row, prompt in enumerate(prompts):
-            logits, states = target.fill(row, prompt)
-            firsts.append(int(logits.argmax()))
-            drafter.follow(row, states, [*prompt[1:], firsts[-1]])
-        protected = torch.zeros(len(target.lm_head), dtype=torch.bool)
-        protected[[target.eos, *AutoTokenizer.from_pretrained(model).all_special_ids]] = True
-        return cls(target, drafter, prompts, firsts, protected, max_tokens)
-
-    def answer(
-        self, rule: Rule, shape: Shape, recorded: Recorded | None = None, beyond: int = 0
-    ) -> list[Answer]:
-        """Runs a cell from the prompts on."""
-        lengths = [len(prompt) for prompt in self.prompts]
-        target = recorded or self.target
-        target.lengths = lengths
-        self.head.rewind()
-        most = self.max_tokens + beyond
-        return run_cell(target, self.head, self.firsts, rule, shape, most, self.protected)
-
-    def record(self) -> Recorded:
-        """The target's own answers, somewhat beyond their end."""
-        answers = self.answer(STRICT, Shape("chain", 4), beyond=BEYOND)
-        return Recorded(
-            [prompt + answer.tokens for prompt, answer in zip(self.prompts, answers, strict=True)],
-            [torch.cat(states) for states in self.head.states],
-            [len(prompt) for prompt in self.prompts],
-            len(self.target.lm_head),
-            self.target.eos,
-        )
 
 
 def choose_prompts(
@@ -159,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = choose_prompts(args.prompts, model, args.per_category, args.max_prompt_tokens)
     config = {
         **{"model": model.name, "head": head.name, "prompts": args.prompts.name},
-        "prompts_sha256": hashlib.sha256(args.prompts.read_bytes()).hexdigest(),
+        "prompts_sha256": sha256(args.prompts),
         "per_category": args.per_category,
         "max_prompt_tokens": args.max_prompt_tokens,
         **{"max_tokens": args.max_tokens, "width": WIDTH, "depth": DEPTH},
@@ -172,51 +90,27 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"work={args.work} holds another study; name another file.")
     done = {(line["rule"], line["shape"]) for line in lines}
     described = describe_run(None)
-    study = Study.open(model, head, [ids for _, _, ids in chosen], args.max_tokens)
-    recorded: Recorded | None = None
-    for rule, shape in dict.fromkeys(SAMPLED_CELLS if args.sampled else CELLS):
+    study = Study(model, head, [ids for _, _, ids in chosen], args.max_tokens)
+    args.work.parent.mkdir(parents=True, exist_ok=True)
+    for rule, shape in SAMPLED_CELLS if args.sampled else CELLS:
         name = str(rule), str(shape)
-        is_chosen = args.only is None or not set(args.only).isdisjoint(name)
-        if name in done or not is_chosen:
+        if name in done or (args.only and set(args.only).isdisjoint(name)):
             continue
-        if rule == STRICT and recorded is None:
-            recorded = study.record()
         torch.manual_seed(args.seed)
         begin = time.monotonic()
-        answers = study.answer(rule, shape, recorded if rule == STRICT else None)
+        answers = study.answer(rule, shape)
         line = {
-            "schema": SCHEMA,
-            **described,
-            "config": config,
-            "rule": str(rule),
-            "shape": str(shape),
-            "nodes": shape.nodes,
-            "threads": args.threads,
-            "seconds": round(time.monotonic() - begin, 1),
-            "tokens": [len(answer.tokens) - 1 for answer in answers],
-            "steps": [answer.steps for answer in answers],
-            "relaxed": [answer.relaxed for answer in answers],
-            "lost": [answer.lost for answer in answers],
-            **(
-                {name: [getattr(answer, name) for answer in answers] for name in SAMPLED_FIGURES}
-                if rule.temperature
-                else {}
-            ),
-            "repeated": [repeated(answer.tokens) for answer in answers],
+            **{"schema": SCHEMA, **described, "config": config},
+            **{"rule": str(rule), "shape": str(shape), "nodes": shape.nodes},
+            **{"threads": args.threads, "seconds": round(time.monotonic() - begin, 1)},
+            **counts(answers, (*COUNTS, *(SAMPLED_COUNTS if rule.temperature else ()))),
             "ranks": [rank for answer in answers for rank in answer.ranks],
         }
-        args.work.parent.mkdir(parents=True, exist_ok=True)
         with args.work.open("a") as file:
             file.write(json.dumps(line) + "\n")
         length = sum(line["tokens"]) / sum(line["steps"])
         print(f"{rule}, {shape}: {length:.3f} in {line['seconds']} s", flush=True)
     return 0
-
-
-def repeated(tokens: list[int]) -> int:
-    """How many 4-grams of an answer stand earlier in it."""
-    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
-    return len(grams) - len(set(grams))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -3,11 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -17,27 +14,21 @@ def plot(result: dict[str, Any], path: Path) -> None:
         result: what `benchmarks.tree summarise` writes.
         path: the file to write.
     """
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     rules = dict.fromkeys(cell["rule"] for cell in result["cells"])
     for color, rule in enumerate(rules):
-        for kind, style, marker in (("chain", ":", "o"), ("tree", "-", "^")):
+        for kind, form in (("chain", "o:"), ("tree", "^-")):
             points = sorted(
                 (cell["rows"], *(cell["length"][name] for name in ("value", "low", "high")))
                 for cell in result["cells"]
                 if cell["rule"] == rule and cell["shape"].startswith(kind)
             )
             if points:
-                rows, values, low, high = zip(*points, strict=True)
-                around = np.abs(np.array([low, high]) - values)
-                axes.errorbar(
-                    *(rows, values, around),
-                    label=f"{rule}, {kind}s",
-                    color=f"C{color}",
-                    linestyle=style,
-                    marker=marker,
-                    markersize=4,
-                    elinewidth=0.8,
-                )
+                rows, values, low, high = np.array(points).T
+                around = (values - low, high - values)
+                style = {"label": f"{rule}, {kind}s", "color": f"C{color}", "markersize": 4}
+                axes.errorbar(rows, values, around, fmt=form, elinewidth=0.8, **style)
     axes.set(
         xscale="log",
         xlabel="rows that the target reads in a step",
@@ -50,4 +41,3 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.legend(frameon=False, fontsize="small", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    plt.close(figure)

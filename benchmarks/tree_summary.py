@@ -4,14 +4,14 @@ Intervals are 95 %, by the bootstrap over prompts; two cells are compared on the
 The cost of a step with n rows is floor + slope * n, as in `benchmarks.load`; drafting is left out.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.load import StepTime
-from benchmarks.markdown import shown, table
+from benchmarks.markdown import Columns, at, described, shown, table
 from vllm_mars.kernels.terms import LOSS_BITS
 from vllm_mars.local.intervals import interval, resamples
 
@@ -21,11 +21,26 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 GPU_ROWS_OF_A_FLOOR = 295
 # Nats per token at which trees and chains are compared.
 LOSSES = (0.01, 0.03, 0.06)
-# Of each prompt; the last two of requests that sample.
-COUNTS = ("tokens", "steps", "relaxed", "lost", "repeated", "nll", "beyond_two")
+# Of each answer, beside its tokens; the others of requests that sample.
+COUNTS = ("steps", "relaxed", "lost", "repeated")
+SAMPLED_COUNTS = ("nll", "beyond_two")
 # What differs between the runs that one study is made of; older ones have no load.
 RUN = ("git_commit", "load_average")
 Figures = dict[str, NDArray[np.float64]]
+EQUAL_LOSS: Columns = {
+    "by price, at equal loss": lambda of: f"{of['tree']} over {of['chain']}",
+    "nats lost per token": at("nats_per_token"),
+    "chain": at("chain_length", ".2f"),
+    "tree": at("tree_length", ".2f"),
+    "tree over chain": at("length_ratio", ".2f"),
+}
+SAMPLED: Columns = {
+    "rule, temperature": at("rule"),
+    "tokens per step": at("length", ".2f"),
+    "NLL of a token, nats": at("nll", ".2f"),
+    "accepted without a draw": at("relaxed_share", ".2f"),
+    "though neither drawn nor one of the two largest": at("beyond_two/value", ".3f"),
+}
 
 
 def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[str, Any]:
@@ -47,7 +62,7 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
                 "rows": line["nodes"] + 1,
                 **{name: with_interval(values) for name, values in found.items()},
                 "ranks": _ranks(line["ranks"]) if line["shape"].startswith("chain") else None,
-                "raw": {name: line[name] for name in COUNTS if name in line},
+                "raw": _counts(line),
             }
         )
     result = {
@@ -66,22 +81,27 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
     return result
 
 
+def _counts(line: dict[str, Any]) -> dict[str, list[float]]:
+    names = ("tokens", *COUNTS, *SAMPLED_COUNTS)
+    return {name: line[name] for name in names if name in line}
+
+
 def figures_of(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
     """Each figure over all prompts, then over each resample."""
-    sums = {
-        name: np.concatenate([[values.sum()], values[draws].sum(1)])
-        for name in COUNTS
-        if name in line and (values := np.array(line[name], dtype=np.float64)) is not None
-    }
-    grams = np.maximum(np.array(line["tokens"], dtype=np.float64) - 2, 0)
+
+    def total(values: Sequence[float]) -> NDArray[np.float64]:
+        own = np.array(values, dtype=np.float64)
+        return np.concatenate([[own.sum()], own[draws].sum(1)])
+
+    sums = {name: total(values) for name, values in _counts(line).items()}
     length = sums["tokens"] / sums["steps"]
     return {
         "length": length,
         "length_per_row": length / (line["nodes"] + 1),
         "nats_per_token": sums["lost"] / 2**LOSS_BITS / sums["tokens"],
         "relaxed_share": sums["relaxed"] / sums["tokens"],
-        "repeated_4grams": sums["repeated"] / np.concatenate([[grams.sum()], grams[draws].sum(1)]),
-        **{name: sums[name] / sums["tokens"] for name in ("nll", "beyond_two") if name in sums},
+        "repeated_4grams": sums["repeated"] / total([max(n - 2, 0) for n in line["tokens"]]),
+        **{name: sums[name] / sums["tokens"] for name in SAMPLED_COUNTS if name in sums},
     }
 
 
@@ -180,46 +200,29 @@ def _cost(name: str, step: StepTime, cells: list[dict[str, Any]]) -> dict[str, A
 def tables(result: dict[str, Any]) -> dict[str, list[str]]:
     """The lines of each table of a result, by name: chains and trees, or requests that sample."""
     if "nll" in result["cells"][0]:
-        return {"sampled": _sampled(result["cells"])}
+        by_temperature = sorted(result["cells"], key=lambda of: of["rule"].rpartition(" ")[2])
+        return {"sampled": described(SAMPLED, by_temperature)}
     cells = {(cell["rule"], cell["shape"]): cell for cell in result["cells"]}
     rules = sorted({rule for rule, _ in cells}, key=_by_metric)
     rows = {shape: cell["rows"] for (_, shape), cell in cells.items()}
-    shapes = {(shape, str(rows[shape])): shape for shape in sorted(rows, key=rows.__getitem__)}
-
-    def length(rule: str, shape: str) -> str:
-        return shown(**cells[rule, shape]["length"])
-
-    def spent(rule: str, shape: str) -> str:
-        cell = cells[rule, shape]
-        return f"{cell['length_per_row']['value']:.2f}, {cell['nats_per_token']['value']:.3f}"
-
+    shapes = {shape: (shape, str(rows[shape])) for shape in sorted(rows, key=rows.__getitem__)}
+    length = {key: shown(**cell["length"]) for key, cell in cells.items()}
+    spent = {
+        key: f"{cell['length_per_row']['value']:.2f}, {cell['nats_per_token']['value']:.3f}"
+        for key, cell in cells.items()
+    }
     ratios = {
         (found["rule"], f"{found['tree']} over {found['chain']}"): shown(**found["length_ratio"])
         for found in result["trees_over_chains"]
     }
-    pairs = {(pair,): pair for _, pair in sorted(ratios, key=lambda key: int(key[1].split()[1]))}
+    pairs = {pair: (pair,) for _, pair in sorted(ratios, key=lambda key: int(key[1].split()[1]))}
+    at_equal_loss = sorted(result["by_price_at_equal_loss"], key=lambda of: rows[of["tree"]])
+    over_chains = ("a tree over a chain, tokens per step",)
     named = {
         "length": _matrix(("tokens per step", "rows"), shapes, rules, length),
         "spent": _matrix(("tokens per row, nats lost per token", "rows"), shapes, rules, spent),
-        "over_chains": _matrix(
-            ("a tree over a chain, tokens per step",), pairs, rules, lambda *key: ratios[key]
-        ),
-        "equal_loss": table(
-            ("by price, at equal loss", "nats lost per token", "chain", "tree", "tree over chain"),
-            [
-                (
-                    f"{found['tree']} over {found['chain']}",
-                    str(found["nats_per_token"]),
-                    *(
-                        shown(**found[name])
-                        for name in ("chain_length", "tree_length", "length_ratio")
-                    ),
-                )
-                for found in sorted(
-                    result["by_price_at_equal_loss"], key=lambda found: rows[found["tree"]]
-                )
-            ],
-        ),
+        "over_chains": _matrix(over_chains, pairs, rules, ratios),
+        "equal_loss": described(EQUAL_LOSS, at_equal_loss),
     }
     named |= {cost["name"]: _costs(cost, rules) for cost in result["costs"]}
     if ("strict", "chain 8") in cells:
@@ -257,42 +260,20 @@ def _by_metric(rule: str) -> tuple[int, float]:
 
 
 def _matrix(
-    names: tuple[str, ...],
-    lines: Mapping[Any, str],
-    rules: list[str],
-    cell: Callable[[str, str], str],
+    names: Sequence[str],
+    lines: Mapping[str, Sequence[str]],
+    rules: Sequence[str],
+    texts: Mapping[tuple[str, str], str],
 ) -> list[str]:
-    """A table with a column for each rule.
+    """A table with a column for each rule, empty where it was not measured.
 
     Args:
         names: of the first columns.
-        lines: what stands in them, with what `cell` is asked for.
-        rules: the columns.
-        cell: gives the text of a rule and a line; a `KeyError` for one that was not measured.
+        lines: what stands in these, by the line's name.
+        rules: the further columns.
+        texts: by rule and line.
     """
-    rows = []
-    for first, line in lines.items():
-        texts = []
-        for rule in rules:
-            try:
-                texts.append(cell(rule, line))
-            except KeyError:
-                texts.append("")
-        rows.append((*first, *texts))
-    return table((*names, *rules), rows)
-
-
-def _sampled(cells: list[dict[str, Any]]) -> list[str]:
-    columns = (
-        *("rule, temperature", "tokens per step", "NLL of a token, nats"),
-        *("accepted without a draw", "though neither drawn nor one of the two largest"),
-    )
     rows = [
-        (
-            cell["rule"],
-            *(shown(**cell[name]) for name in ("length", "nll", "relaxed_share")),
-            f"{cell['beyond_two']['value']:.3f}",
-        )
-        for cell in sorted(cells, key=lambda cell: cell["rule"].rpartition(" ")[2])
+        (*first, *(texts.get((rule, line), "") for rule in rules)) for line, first in lines.items()
     ]
-    return table(columns, rows)
+    return table((*names, *rules), rows)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.draft import pipeline
-from benchmarks.draft.data import DataOptions
+from benchmarks.draft.data import DataOptions, finished_shards
 from benchmarks.draft.evaluate import evaluate_heads, table
 from benchmarks.draft.train import TrainOptions
 from benchmarks.draft.untrained import write_untrained
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _make(args: argparse.Namespace) -> int:
     import torch
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from tqdm import tqdm
 
     setting = pipeline.SETTINGS[args.setting]
     if args.setting == "gpu":
@@ -57,41 +56,23 @@ def _make(args: argparse.Namespace) -> int:
     )
     work = args.work or pipeline.work_directory(model)
     output = args.output or work / "head"
-    console = Console(stderr=True)
     target = pipeline.read_target(model, setting)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        if args.stage in ("all", "data"):
-            answers = setting.data.shards * setting.data.shard_prompts
-            there = sum(
-                pipeline.shard_path(work, number).is_file() for number in range(setting.data.shards)
-            )
-            task = progress.add_task(
-                "answers", total=answers, completed=there * setting.data.shard_prompts
-            )
-            pipeline.make_data(
-                work,
-                model,
-                setting,
-                target,
-                lambda answered, tokens: progress.update(task, advance=answered),
-                tuple(args.part),
-            )
-        if args.stage in ("all", "train"):
-            task = progress.add_task("steps", total=None)
+    if args.stage in ("all", "data"):
+        size, there = setting.data.shard_prompts, len(finished_shards(work / "data"))
+        with tqdm(desc="answers", total=size * setting.data.shards, initial=size * there) as bar:
+            pipeline.make_data(work, model, setting, target, bar.update, tuple(args.part))
+    if args.stage in ("all", "train"):
+        with tqdm(desc="steps") as bar:
 
             def report(figures: dict[str, Any]) -> None:
-                progress.update(
-                    task,
-                    total=figures["total"],
-                    completed=figures["step"],
-                    description="loss {loss[0]:.2f}, right {accuracy[0]:.2f}".format(**figures),
-                )
+                bar.total = figures["total"]
+                bar.desc = "loss {loss[0]:.2f}, right {accuracy[0]:.2f}".format(**figures)
+                bar.update(figures["step"] - bar.n)
 
             trainer = pipeline.train(work, model, setting, target, report)
-            pipeline.write(trainer, output, model, setting)
-            size = (output / "model.safetensors").stat().st_size / 1e6
-            console.print(f"wrote {output}, {size:.1f} MB", soft_wrap=True)
+        pipeline.write(trainer, output, model, setting)
+        megabytes = (output / "model.safetensors").stat().st_size / 1e6
+        print(f"wrote {output}, {megabytes:.1f} MB", file=sys.stderr)
     return 0
 
 
@@ -117,8 +98,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         prices=args.price,
         per_category=args.per_category,
     )
-    for line in table(result):
-        print(line)
+    print(*table(result), sep="\n")
     return 0
 
 

@@ -9,12 +9,13 @@ A shard depends on the seed and its number alone, so that an interrupted run goe
 and several workers make different shards of the same data.
 """
 
+import contextlib
 import json
 import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def make_shard(
     target: Target,
     encode: Encode,
     decode: Decode,
-    advance: Callable[[int, int], None] = lambda answered, tokens: None,
+    answered: Callable[[], object] = lambda: None,
 ) -> bool:
     """Makes one shard unless it is there.
 
@@ -92,7 +93,7 @@ def make_shard(
         target: whose answers.
         encode: conversation to token ids, with the start of the answer.
         decode: token ids of an answer to text.
-        advance: told after each answer: 1, and its number of tokens.
+        answered: called after each answer.
 
     Returns:
         Whether it had to be made.
@@ -118,19 +119,25 @@ def make_shard(
         ids = [pair[1] for pair in batch]
         for answer in target.answer(ids, heat, options.max_tokens, generator):
             answers.append(answer)
-            generated = answer.tokens[answer.prompt_tokens :]
             line = {
                 "messages": batch[answer.index][0],
-                "answer": decode(generated),
+                "answer": decode(answer.tokens[answer.prompt_tokens :]),
                 "temperature": heat[answer.index],
             }
             lines.append(json.dumps(line, ensure_ascii=False))
-            advance(1, len(generated))
-    unfinished = directory / f"{number:05d}.tmp-{os.getpid()}"
-    unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    unfinished.replace(final.with_suffix(".jsonl"))
+            answered()
+    with replacing(final.with_suffix(".jsonl")) as unfinished:
+        unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
     save_shard(final, answers)
     return True
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a path to write to, which then takes a file's place: complete or not at all."""
+    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    yield unfinished
+    unfinished.replace(path)
 
 
 def save_shard(path: Path, answers: list[Sequence]) -> None:
@@ -138,15 +145,14 @@ def save_shard(path: Path, answers: list[Sequence]) -> None:
     states = []
     for answer in answers:
         states += [answer.states.bfloat16(), torch.zeros_like(answer.states[:1]).bfloat16()]
-    unfinished = path.with_suffix(f".tmp-{os.getpid()}")
     content = {
         "tokens": torch.cat([answer.tokens for answer in answers]).int(),
         "lengths": torch.tensor([len(answer.tokens) for answer in answers]),
         "prompt_tokens": torch.tensor([answer.prompt_tokens for answer in answers]),
         "states": torch.cat(states),
     }
-    save_file(content, unfinished)
-    unfinished.replace(path)
+    with replacing(path) as unfinished:
+        save_file(content, unfinished)
 
 
 def write_manifest(directory: Path, options: DataOptions, target_sha256: str) -> None:
@@ -165,38 +171,35 @@ def write_manifest(directory: Path, options: DataOptions, target_sha256: str) ->
     if not path.is_file():
         write_json(path, wanted)
         return
-    found = json.loads(path.read_text())
+    check_same(f"{directory} holds data made", json.loads(path.read_text()), wanted)
+
+
+def check_same(what: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares the options of what is there with those that are asked for.
+
+    Raises:
+        ValueError: they differ; the message begins with `what`, and names the option.
+    """
     for name in wanted.keys() | found.keys():
-        if wanted.get(name) != found.get(name):
+        if found.get(name) != wanted.get(name):
             raise ValueError(
-                f"{directory} holds data made with {name}={found.get(name)!r}, not "
-                f"{wanted.get(name)!r}; name another directory, or remove this one."
+                f"{what} with {name}={found.get(name)!r}, not {wanted.get(name)!r}; name another "
+                "directory, or remove this one."
             )
 
 
-@dataclass(frozen=True)
 class Shard:
     """One file of data; tensors are read when asked for.
 
     Attributes:
-        path: the file.
         lengths: tokens of each sequence.
         prompt_tokens: how many of them are the prompt's.
     """
 
-    path: Path
-    lengths: tuple[int, ...]
-    prompt_tokens: tuple[int, ...]
-
-    @classmethod
-    def open(cls, path: Path) -> "Shard":
-        """Reads the lengths."""
-        with safe_open(path, framework="pt") as file:
-            return cls(
-                path,
-                tuple(file.get_tensor("lengths").tolist()),
-                tuple(file.get_tensor("prompt_tokens").tolist()),
-            )
+    def __init__(self, path: Path) -> None:
+        self._file = safe_open(path, framework="pt")
+        self.lengths: list[int] = self._file.get_tensor("lengths").tolist()
+        self.prompt_tokens: list[int] = self._file.get_tensor("prompt_tokens").tolist()
 
     def tokens(self) -> list[torch.Tensor]:
         """Returns the tokens of each sequence."""
@@ -207,8 +210,7 @@ class Shard:
         return self.tokens(), self._split("states", torch.bfloat16)
 
     def _split(self, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        with safe_open(self.path, framework="pt") as file:
-            return list(file.get_tensor(name).to(dtype).split(self.lengths))
+        return list(self._file.get_tensor(name).to(dtype).split(self.lengths))
 
 
 def wait_for(path: Path) -> Path:

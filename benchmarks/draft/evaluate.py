@@ -8,19 +8,19 @@ hard ones.) The server's guard against repetition is off; repeated 4-grams are c
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.markdown import shown
-from benchmarks.tree import STRICT, Study, choose_prompts, repeated
-from benchmarks.tree_cells import Rule, Shape
-from benchmarks.tree_summary import LOSSES, figures_of, lengths_by_loss, with_interval
+from benchmarks import markdown
+from benchmarks.markdown import Columns, at, described, shown
+from benchmarks.tree import choose_prompts
+from benchmarks.tree_cells import STRICT, Rule, Shape, Study, counts
+from benchmarks.tree_summary import COUNTS, LOSSES, figures_of, lengths_by_loss, with_interval
 from vllm_mars.local.draft_head import WEIGHTS_KEY, check_head
 from vllm_mars.local.intervals import resamples
-from vllm_mars.local.packaged_model import sha256 as checksum
+from vllm_mars.local.packaged_model import sha256
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 
@@ -28,6 +28,16 @@ SCHEMA = "vllm-mars/drafts/2"
 # What tells heads apart in a table, of their training.json.
 TRAINED = ("steps", "seen_tokens", "draft_vocab_size", "aux_layers", "megabytes")
 TRAINED_WITH = ("steps_ahead", "loss", "price", "epochs")
+COLUMNS: Columns = {
+    "head": at("head"),
+    "trained": lambda of: ", ".join(f"{name} {value}" for name, value in of["trained"].items()),
+    "rule": at("rule"),
+    "tokens per step": at("length", ".2f"),
+    "accepted by position": lambda of: " ".join(
+        f"{share:.2f}" for share in np.array(of["accepted"]).sum(0) / sum(of["steps"])
+    ),
+    "nats per token": at("nats_per_token", ".3f"),
+}
 
 
 def evaluate_heads(
@@ -68,7 +78,7 @@ def evaluate_heads(
         raise ValueError("heads have one name; give each a directory of its own name.")
     chosen = choose_prompts(prompts, model, per_category, sys.maxsize)
     config: dict[str, Any] = {
-        **{"model": model.name, "prompts": prompts.name, "prompts_sha256": checksum(prompts)},
+        **{"model": model.name, "prompts": prompts.name, "prompts_sha256": sha256(prompts)},
         **{"prompt_ids": [name for name, _, _ in chosen], "max_tokens": max_tokens},
         "num_speculative_tokens": steps,
     }
@@ -89,57 +99,44 @@ def evaluate_heads(
         ]
     done = {(cell["head"], cell["rule"]) for cell in result["cells"]}
     rules = [Rule("price", price) if price else STRICT for price in prices]
-    ids = [tokens for _, _, tokens in chosen]
     for directory in heads:
         missing = [rule for rule in rules if (directory.name, str(rule)) not in done]
-        study = Study.open(model, directory, ids, max_tokens) if missing else None
+        if not missing:
+            continue
+        study = Study(model, directory, [ids for _, _, ids in chosen], max_tokens)
         for rule in missing:
-            assert study is not None
             answers = study.answer(rule, Shape("chain", steps))
             result["cells"].append(
                 {
                     **{"head": directory.name, "sha256": checksums[directory.name]},
                     **{"rule": str(rule), "nodes": steps, "git_commit": result["git_commit"]},
                     "trained": _trained(directory),
-                    # The first token is the prompt's, of no step.
-                    "tokens": [len(answer.tokens) - 1 for answer in answers],
-                    "steps": [answer.steps for answer in answers],
+                    **counts(answers, COUNTS),
                     "accepted": [
                         [sum(count > place for count in answer.accepted) for place in range(steps)]
                         for answer in answers
                     ],
-                    "relaxed": [answer.relaxed for answer in answers],
-                    "lost": [answer.lost for answer in answers],
-                    "repeated": [repeated(answer.tokens) for answer in answers],
                 }
             )
             write_json(output, result)
     return result
 
 
-def table(result: dict[str, Any]) -> Iterator[str]:
-    """Yields Markdown: a line for each head and rule, then each head where all lose as much."""
+def table(result: dict[str, Any]) -> list[str]:
+    """Lines of Markdown: each head and rule, then each head where all lose as much."""
     draws = resamples(len(result["cells"][0]["steps"]))
     found = {(cell["rule"], cell["head"]): figures_of(cell, draws) for cell in result["cells"]}
-    yield "| head | trained | rule | tokens per step | accepted by position | nats per token |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for cell in result["cells"]:
-        sums: dict[str, Any] = {
-            name: with_interval(v) for name, v in found[cell["rule"], cell["head"]].items()
-        }
-        trained = ", ".join(f"{name} {value}" for name, value in cell["trained"].items())
-        accepted = np.array(cell["accepted"]).sum(0) / sum(cell["steps"])
-        yield (
-            f"| {cell['head']} | {trained} | {cell['rule']} | {shown(**sums['length'])} "
-            f"| {' '.join(f'{share:.2f}' for share in accepted)} "
-            f"| {shown(**sums['nats_per_token'], form='.3f')} |"
-        )
-    yield f"| tokens per step at nats per token | {' | '.join(map(str, LOSSES))} |"
-    yield f"| --- |{' --- |' * len(LOSSES)}"
-    for head in dict.fromkeys(cell["head"] for cell in result["cells"]):
+    rows = [
+        cell | {name: with_interval(of) for name, of in found[cell["rule"], cell["head"]].items()}
+        for cell in result["cells"]
+    ]
+    at_loss = []
+    for head in dict.fromkeys(head for _, head in found):
         lengths = lengths_by_loss(found, head)
-        texts = ["" if np.isnan(at).any() else shown(*with_interval(at).values()) for at in lengths]
-        yield f"| {head} | {' | '.join(texts)} |"
+        texts = ["" if np.isnan(of).any() else shown(**with_interval(of)) for of in lengths]
+        at_loss.append((head, *texts))
+    names = ("tokens per step at nats per token", *map(str, LOSSES))
+    return [*described(COLUMNS, rows), *markdown.table(names, at_loss)]
 
 
 def _trained(directory: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ the target's.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from benchmarks.draft.data import replacing
 from benchmarks.draft.head import Eagle3Head
 from vllm_mars.local.draft_head import TARGET_KEY, WEIGHTS_KEY
 from vllm_mars.local.packaged_model import sha256
+from vllm_mars.local.result_file import write_json
 
 VERSION = "0.9.0"
 # Of the head's layer.
@@ -55,14 +56,12 @@ def export(
     }
     ids = head.draft_tokens.cpu()
     tensors["d2t"] = ids - torch.arange(len(ids))
-    unfinished = directory / f"model.tmp-{os.getpid()}"
-    save_file(tensors, unfinished)
     content = describe(head, target_name, target_sha256, num_speculative_tokens)
-    content[WEIGHTS_KEY] = sha256(unfinished)
-    unfinished.chmod(0o644)
-    unfinished.replace(directory / "model.safetensors")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    unfinished.replace(directory / "config.json")
+    with replacing(directory / "model.safetensors") as unfinished:
+        save_file(tensors, unfinished)
+        unfinished.chmod(0o644)
+        content[WEIGHTS_KEY] = sha256(unfinished)
+    write_json(directory / "config.json", content)
 
 
 def megabytes(head: Eagle3Head) -> float:

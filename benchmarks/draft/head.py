@@ -21,35 +21,25 @@ from typing import cast
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+    rotate_half,
+)
 
 from benchmarks.draft.target import Target
 
 
-class Attention(nn.Module):
-    """Projections of the attention; `Eagle3Head` computes it."""
+class Layer(LlamaDecoderLayer):  # type: ignore[misc]
+    """The parts of the one decoder layer, whose attention takes in a token and a hidden state."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        width = config.num_attention_heads * config.head_dim
-        kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-
-
-class Layer(nn.Module):
-    """The parts of the one decoder layer."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        self.hidden_norm = nn.RMSNorm(size, eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = LlamaMLP(config)
+        super().__init__(config, 0)
+        size = config.hidden_size
+        self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            width = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * size, width, bias=False))
 
 
 class Eagle3Head(nn.Module):
@@ -108,31 +98,54 @@ class Eagle3Head(nn.Module):
         Yields:
             Each step's normed output, [batch, queries, hidden]: what lm_head takes in.
         """
-        layer = self.layer
         combined = self.combine(states)
         places = torch.arange(states.shape[1], device=states.device)
         # Keys of step 0 are there for each token, whether it is an anchor or not.
         inputs, _ = self._inputs(embeddings[:, : states.shape[1]], combined)
-        key = self._heads(layer.self_attn.k_proj(inputs), places)
-        value = self._heads(layer.self_attn.v_proj(inputs))
-        hidden_mask = places > anchors[:, None, :, None]
+        known = *self._keys_values(inputs, places), places > anchors[:, None, :, None]
         hidden = _pick(combined, anchors)
         further: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(count):
-            inputs, residual = self._inputs(_pick(embeddings, anchors + step), hidden)
-            query = self._heads(layer.self_attn.q_proj(inputs), anchors + step)
-            if step:
-                further.append(
-                    (
-                        self._heads(layer.self_attn.k_proj(inputs), anchors + step),
-                        self._heads(layer.self_attn.v_proj(inputs)),
-                    )
-                )
-            attended = self._attend(query, key, value, hidden_mask, further)
-            residual = residual + layer.self_attn.o_proj(attended).float()
-            residual = residual + layer.mlp(layer.post_attention_layernorm(residual)).float()
-            hidden = residual
-            yield self.norm(residual)
+            at = anchors + step
+            hidden = self._step(_pick(embeddings, at), hidden, at, known, further, own=step > 0)
+            yield self.norm(hidden)
+
+    def _step(
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        known: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        further: list[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        own: bool,
+    ) -> torch.Tensor:
+        """One drafting step, from f_j to f_{j+1} of each query, `[batch, queries, hidden]`.
+
+        Args:
+            embeddings, hidden: `[batch, queries, hidden]`, e_j and f_j.
+            positions: `[batch, queries]`.
+            known: keys, values and mask of step 0.
+            further: keys and values of the later steps.
+            own: whether this is a later step, whose keys and values join `further`.
+        """
+        layer = self.layer
+        inputs, residual = self._inputs(embeddings, hidden)
+        query = self._heads(layer.self_attn.q_proj(inputs), positions)
+        if own:
+            further.append(self._keys_values(inputs, positions))
+        attended = self._attend(query, *known, further)
+        residual = residual + layer.self_attn.o_proj(attended).float()
+        changed: torch.Tensor = layer.mlp(layer.post_attention_layernorm(residual)).float()
+        return residual + changed
+
+    def _keys_values(
+        self, inputs: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        attention = self.layer.self_attn
+        return self._heads(attention.k_proj(inputs), positions), self._heads(
+            attention.v_proj(inputs)
+        )
 
     def _inputs(
         self, embeddings: torch.Tensor, hidden: torch.Tensor

@@ -26,6 +26,7 @@ from benchmarks.draft.train import Trainer, TrainOptions, choose_draft_tokens
 from vllm_mars.local.draft_head import model_checksum
 from vllm_mars.local.packaged_model import cache_root
 from vllm_mars.local.provenance import git_commit
+from vllm_mars.local.result_file import write_json
 
 # The first to be made: shards that the draft vocabulary is counted in.
 FIRST_SHARDS = 8
@@ -127,7 +128,7 @@ def make_data(
     model: Path,
     setting: Setting,
     target: Target,
-    report: Callable[[int, int], None] = lambda answered, tokens: None,
+    answered: Callable[[], object] = lambda: None,
     part: tuple[int, int] = (0, 1),
 ) -> None:
     """Makes the shards that are missing.
@@ -137,7 +138,7 @@ def make_data(
         model: the target's directory, with a tokenizer and a chat template.
         setting: what to make.
         target: the target.
-        report: told after each answer: 1, and its number of tokens.
+        answered: called after each answer.
         part: (i, n): only the shards whose number is i modulo n, so that n processes share the
             work; n is 1 or 2.
     """
@@ -156,7 +157,7 @@ def make_data(
 
     write_manifest(work / "data", setting.data, model_checksum(model))
     for number in range(part[0], setting.data.shards, part[1]):
-        make_shard(work / "data", number, setting.data, target, encode, decode, report)
+        make_shard(work / "data", number, setting.data, target, encode, decode, answered)
 
 
 def make_head(work: Path, setting: Setting, target: Target) -> Eagle3Head:
@@ -236,7 +237,7 @@ def write(trainer: Trainer, directory: Path, model: Path, setting: Setting) -> N
         "git_commit": git_commit(),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
     }
-    (directory / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_json(directory / "training.json", record)
     (directory / "README.md").write_text(model_card(record))
 
 

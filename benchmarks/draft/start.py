@@ -89,7 +89,7 @@ def _fit(target: Target, paths: list[Path]) -> tuple[torch.Tensor, torch.Tensor]
     last = target.aux_layers.index(target.config.num_hidden_layers)
     gram, moment = torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, size)
     for path in paths:
-        for tokens, states in zip(*Shard.open(path).read(), strict=True):
+        for tokens, states in zip(*Shard(path).read(), strict=True):
             normed = functional.rms_norm(states[:-1, last].float(), (size,))
             embedded = functional.rms_norm(target.embedding[tokens[1:-1]].float(), (size,))
             inputs = torch.cat([normed[:-1], embedded], 1)

@@ -18,9 +18,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, Cache
-from transformers.cache_utils import DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 ATTENTION = "vllm-mars-grouped"
 # Finished rows stay in the batch until this share of it is left.
@@ -119,15 +116,16 @@ class Target:
         )
         rows = torch.arange(count, device=self.device)
         live = torch.ones(count, dtype=torch.bool, device=self.device)
-        cache = Cache(layers=[_Slots(len(slots)) for _ in self.layers])
+        room = self.new_room(count, len(slots))
         start, end = 0, longest
         while True:
             self._states = states[:, start:end]
+            new, sees = slots[start:end], (slots[:end] >= padding[:, None])[:, None, None]
             last = self._forward(
                 tokens[:, start:end],
-                attention_mask=(slots[:end] >= padding[:, None]).long(),
-                position_ids=(slots[start:end] - padding[:, None]).clamp(min=0),
-                past_key_values=cache,
+                attention_mask=sees & (slots[:end] <= new[:, None]),
+                position_ids=(new - padding[:, None]).clamp(min=0),
+                past_key_values=room.at(torch.arange(len(rows), device=self.device), new),
             )
             chosen = _choose(last, heat, generator)
             tokens[:, end] = chosen
@@ -145,7 +143,7 @@ class Target:
                 return
             if live.float().mean() < COMPACT_BELOW:
                 keep = torch.nonzero(live).flatten()
-                cache.batch_select_indices(keep)
+                room.content = room.content[:, :, keep]
                 rows, padding, heat, live = (x[keep] for x in (rows, padding, heat, live))
                 tokens, states = tokens[keep], states[keep]
             start, end = end, end + 1
@@ -158,42 +156,46 @@ class Target:
         last = output.last_hidden_state[:, -1].to(self.dtype)
         return functional.linear(last, self.lm_head).float()
 
+    def new_room(self, rows: int, capacity: int) -> "Room":
+        """Room for the keys and values of so many prompts of so many tokens."""
+        heads, width = self.config.num_key_value_heads, self.config.head_dim
+        shape = (len(self.layers), 2, rows, heads, capacity, width)
+        return Room(*shape, dtype=self.dtype, device=self.device)
+
     def normed(self, last_state: torch.Tensor) -> torch.Tensor:
         """Returns what lm_head takes in, of states that the final norm takes in."""
         size, eps = last_state.shape[-1:], self.config.rms_norm_eps
         return functional.rms_norm(last_state.float(), size, self.final_norm, eps).to(self.dtype)
 
 
-class _Slots(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values, in room for all that will come."""
+class Room(Cache):  # type: ignore[misc]
+    """Keys and values, in room for all that will come.
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self.capacity = capacity
-        self.length = 0
+    Args:
+        shape: `[layers, 2, rows, heads, capacity, width]`.
+        dtype: of what is kept; keys come in float32 from their rotation.
+        device: where it is.
+    """
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        rows, heads, _, width = value_states.shape
-        # Rotation leaves keys in float32; values have the type of the linear layers.
-        self.room = value_states.new_zeros(2, rows, heads, self.capacity, width)
-        self.is_initialized = True
+    def __init__(self, *shape: int, dtype: torch.dtype, device: str) -> None:
+        super().__init__(layers=[])
+        self.content = torch.zeros(shape, dtype=dtype, device=device)
 
-    def get_seq_length(self) -> int:
-        return self.length
+    def at(self, rows: torch.Tensor, slots: torch.Tensor) -> "Room":
+        """Says where the next tokens go; rows ascend, slots are `[rows, tokens]` or `[tokens]`."""
+        self.rows, self.slots, self.used = rows, slots, int(slots.max()) + 1
+        return self
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start, self.length = self.length, self.length + key_states.shape[2]
-        self.room[0, :, :, start : self.length] = key_states
-        self.room[1, :, :, start : self.length] = value_states
-        keys, values = self.room[:, :, :, : self.length]
-        return keys, values
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.room = self.room[:, indices]
+        own = self.content[layer]
+        for kept, new in zip(own, (keys, values), strict=True):
+            kept[self.rows[:, None], :, self.slots] = new.transpose(1, 2).to(own.dtype)
+        known = own[..., : self.used, :]
+        # Only rows that are left out are worth a copy of the others.
+        all_keys, all_values = known if len(self.rows) == own.shape[1] else known[:, self.rows]
+        return all_keys, all_values
 
 
 def _grouped_attention(
@@ -201,24 +203,23 @@ def _grouped_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one token: heads that share keys are further queries of one head."""
+    """Attention in which heads that share keys are further queries of one head."""
     rows, heads, length, width = query.shape
-    query = query.to(key.dtype)
-    if length > 1:
-        attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **given)
-        return attended, None
-    query = query.reshape(rows, key.shape[1], -1, width)
+    groups = heads // key.shape[1]
     attended = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=given["scaling"]
+        query.to(key.dtype).reshape(rows, -1, groups * length, width),
+        key,
+        value,
+        attn_mask=attention_mask.repeat(1, 1, groups, 1),
+        scale=given["scaling"],
     )
-    return attended.reshape(rows, 1, heads, width), None
+    return attended.reshape(rows, heads, length, width).transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, _grouped_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def _choose(

@@ -10,7 +10,6 @@ on at its last checkpoint and ends with the same head. It waits for shards that 
 
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.draft.data import Shard, wait_for
+from benchmarks.draft.data import Shard, check_same, replacing, wait_for
 from benchmarks.draft.head import Eagle3Head
 from benchmarks.draft.loss import distillation_loss, price_loss
 from benchmarks.draft.target import Target
@@ -103,18 +104,15 @@ class Batch:
         device: str,
     ) -> "Batch":
         """Pads sequences into a batch."""
-        length = max(map(len, tokens))
-        padded = torch.zeros(len(tokens), length + steps_ahead + 1, dtype=torch.int64)
-        kept = torch.zeros(len(tokens), length, *states[0].shape[1:], dtype=states[0].dtype)
+        ends = torch.tensor([len(ids) for ids in tokens])[:, None]
+        starts = torch.tensor(prompt_tokens)[:, None]
+        padded = functional.pad(pad_sequence(tokens, batch_first=True), (0, steps_ahead + 1))
+        kept = pad_sequence(states, batch_first=True)
         # The last anchor is two tokens before the end: one is known, one is guessed.
-        answers = [max(1, len(t) - p - 1) for t, p in zip(tokens, prompt_tokens, strict=True)]
-        offsets = torch.arange(max(answers))
-        anchors = torch.tensor(prompt_tokens)[:, None] - 1 + offsets
-        valid = (torch.tensor([len(one) for one in tokens])[:, None] - 2 - anchors).clamp(min=0)
-        for row, (ids, state) in enumerate(zip(tokens, states, strict=True)):
-            padded[row, : len(ids)] = ids
-            kept[row, : len(state)] = state
-        anchors = anchors.clamp(max=length - 1)
+        queries = int((ends - starts - 1).amax().clamp(min=1))
+        anchors = starts - 1 + torch.arange(queries)
+        valid = (ends - 2 - anchors).clamp(min=0)
+        anchors = anchors.clamp(max=int(ends.amax()) - 1)
         return cls(padded.to(device), kept.to(device), anchors.to(device), valid.to(device))
 
 
@@ -195,13 +193,7 @@ class Trainer:
         if not path.is_file():
             return
         saved = torch.load(path, weights_only=True, map_location=self.target.device)
-        wanted = self._identity()
-        for name, value in wanted.items():
-            if saved["identity"].get(name) != value:
-                raise ValueError(
-                    f"{path} is of a run with {name}={saved['identity'].get(name)!r}, not "
-                    f"{value!r}; name another directory, or remove it."
-                )
+        check_same(f"{path} is of a run", saved["identity"], self._identity())
         self.head.load_state_dict(saved["head"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
@@ -209,17 +201,14 @@ class Trainer:
 
     def save(self) -> None:
         """Writes the checkpoint, complete or not at all."""
-        unfinished = self.directory / f"{CHECKPOINT}.tmp-{os.getpid()}"
-        torch.save(
-            {
-                "identity": self._identity(),
-                "head": self.head.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "done": self.done,
-            },
-            unfinished,
-        )
-        unfinished.replace(self.directory / CHECKPOINT)
+        content = {
+            "identity": self._identity(),
+            "head": self.head.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "done": self.done,
+        }
+        with replacing(self.directory / CHECKPOINT) as unfinished:
+            torch.save(content, unfinished)
 
     def _identity(self) -> dict[str, Any]:
         identity = asdict(self.options)
@@ -257,7 +246,7 @@ class Trainer:
 
     def data_tokens(self) -> dict[str, int]:
         """Returns how many tokens the shards hold, of prompts and of answers."""
-        shards = [Shard.open(self.shard_path(number)) for number in range(self.options.shards)]
+        shards = [Shard(self.shard_path(number)) for number in range(self.options.shards)]
         prompts = sum(sum(shard.prompt_tokens) for shard in shards)
         return {
             "prompt_tokens": prompts,
@@ -273,10 +262,7 @@ class Trainer:
         last = self._log()[-count:]
         wide = [line for line in last if len(line["loss"]) == len(last[-1]["loss"])]
         return {
-            name: [
-                round(sum(column) / len(column), 4)
-                for column in zip(*(line[name] for line in wide), strict=True)
-            ]
+            name: np.mean([line[name] for line in wide], 0).round(4).tolist()
             for name in ("loss", "accuracy")
         }
 
@@ -301,7 +287,7 @@ class Trainer:
             yield from self._shard(order[place], f"{options.seed} {epoch} {place}", skip)
 
     def _shard(self, number: int, seed: str, skip: int) -> Iterator[Batch]:
-        shard = Shard.open(wait_for(self.shard_path(number)))
+        shard = Shard(wait_for(self.shard_path(number)))
         tokens, states = shard.read()
         # Little padding where the lengths are alike.
         order = sorted(range(len(tokens)), key=lambda index: shard.lengths[index])
@@ -387,7 +373,7 @@ def choose_draft_tokens(paths: list[Path], size: int, vocab_size: int) -> torch.
     """
     answers, others = (torch.zeros(vocab_size) for _ in range(2))
     for path in paths:
-        shard = Shard.open(path)
+        shard = Shard(path)
         for ids, prompt_tokens in zip(shard.tokens(), shard.prompt_tokens, strict=True):
             answers += torch.bincount(ids[prompt_tokens:], minlength=vocab_size)
             others += torch.bincount(ids[:prompt_tokens], minlength=vocab_size)

@@ -12,8 +12,7 @@ from benchmarks.draft.data import save_shard
 from benchmarks.draft.evaluate import evaluate_heads, table
 from benchmarks.draft.export import export
 from benchmarks.draft.head import new_head
-from benchmarks.tree import STRICT, Study
-from benchmarks.tree_cells import Shape
+from benchmarks.tree_cells import STRICT, Shape, Study
 from tiny_draft import greedy
 from vllm_mars.local.draft_head import check_head, model_checksum
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
@@ -58,7 +57,7 @@ def test_heads_are_measured_once_strictly_and_by_price(model, target, shards, tm
         # Each step emits what it accepts and one more, but where an answer ends.
         emitted = [sum(row) + n for row, n in zip(cell["accepted"], cell["steps"], strict=True)]
         assert all(0 <= e - t <= 3 for e, t in zip(emitted, cell["tokens"], strict=True))
-    lines = list(table(result))
+    lines = table(result)
     assert [line.split(" | ")[0] for line in lines[2:6]] == ["| random"] * 2 + ["| linear"] * 2
     assert lines[4].startswith("| linear | steps 7, steps_ahead 5, loss price | strict | ")
     assert lines[6].startswith("| tokens per step at nats per token | 0.01 |")
@@ -140,9 +139,8 @@ def test_vllm_drafts_what_we_expect_of_the_head(model, target, tmp_path, monkeyp
     given = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
     max_tokens = 100
     answers = greedy(target, given, max_tokens)
-    walked = Study.open(model, tmp_path / "head", given, max_tokens).answer(
-        STRICT, Shape("chain", 3)
-    )
+    study = Study(model, tmp_path / "head", given, max_tokens)
+    walked = study.answer(STRICT, Shape("chain", 3))
     taken = [count for answer in walked for count in answer.accepted]
     strict, relaxed = verified(model, tmp_path / "head", given, max_tokens, (1.0, 0.5))
     assert strict["tokens"] == [

@@ -309,7 +309,7 @@ def test_drafting_from_all_tokens_at_once_equals_one_after_the_other(target, sha
     """The masks of the training steps against plain decoding with a growing cache."""
     paths = [shards / "00000.safetensors"]
     head = new_head(target, torch.arange(256), num_key_value_heads=2)
-    tokens, states = (parts[0] for parts in Shard.open(paths[0]).read())
+    tokens, states = (parts[0] for parts in Shard(paths[0]).read())
     batch = Batch.of([tokens], [states], [4], 3, "cpu")
     embeddings = target.embedding[batch.tokens[:, 1:]]
     with torch.no_grad():
