@@ -150,7 +150,7 @@ def test_methods_that_cannot_run_say_why():
     for method in ("autoregressive", "standard", "mars"):
         assert CPU.why_not(ServerSpec(method)) is None
     assert "0.32.0 has no rejection_sample_method 'fly' (it has" in CPU.why_not(ServerSpec("fly"))
-    assert "V2 model runner alone" in CPU.why_not(ServerSpec("block"))
+    assert "only in its V2 model runner" in CPU.why_not(ServerSpec("block"))
     newer = Platform("cpu", None, "0.33.0", CUDA.methods)
     assert newer.why_not(ServerSpec("fly")) == "vLLM has no 'fly' on a CPU."
     assert CUDA.why_not(ServerSpec("fly")) is None
@@ -160,7 +160,7 @@ def test_methods_that_cannot_run_say_why():
     assert CUDA.why_not(ServerSpec("standard"), 0.7) is None
     for method in ("autoregressive", "mars"):
         assert CPU.why_not(ServerSpec(method), 0.7) is None
-    assert "V2 model runner alone" in CUDA.why_not_in_log(ServerSpec("block"), "V1")
+    assert "only in its V2 model runner" in CUDA.why_not_in_log(ServerSpec("block"), "V1")
     assert CUDA.why_not_in_log(ServerSpec("block"), "INFO Using V2 Model Runner") is None
     assert CUDA.why_not_in_log(ServerSpec("standard"), "") is None
 
