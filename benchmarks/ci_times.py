@@ -3,7 +3,7 @@
     make test && make nightly
     python -m benchmarks.ci_times --output benchmarks/results/ci-times.json
 
-Without a run of the night the file is of the day alone. The run of the day and this command belong
+Without a run of the night the file has the day only. The run of the day and this command belong
 to one commit, and both runs to one machine with nothing else to do: the file names what it finds
 when it is written. --night-commit names a night's that is another. A test's seconds are those of
 its setup, call and teardown; an engine that several tests share counts for the first of them.
@@ -84,14 +84,14 @@ def main() -> int:
     runs = {}
     for name, report in (("day", given.day), ("night", given.night)):
         if not report.exists() and name == "night":
-            print(f"{report} is missing; the file is of the day alone", file=sys.stderr)
+            print(f"{report} is missing; the file has the day only", file=sys.stderr)
             continue
         if not report.exists():
-            print(f"error: {report} is missing; run the tests of the {name} first", file=sys.stderr)
+            print(f"error: {report} is missing; run its tests first", file=sys.stderr)
             return 1
         runs[name] = summary(report)
         for test in runs[name]["failed"]:
-            print(f"{report} tells of a failure, and so will the file: {test}", file=sys.stderr)
+            print(f"{report} has a failed test, which the file will name: {test}", file=sys.stderr)
     if given.night_commit and "night" in runs:
         runs["night"]["git_commit"] = given.night_commit
     _, gpu = vllm_device()

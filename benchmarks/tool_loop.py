@@ -172,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--draft", default=NGRAM, help="ngram, or a draft model or head; default ngram")
     add("--num-speculative-tokens", dest="k", type=int, default=4)
     add("--rules", nargs="+", default=["strict", "theta=0.9", "price=0.3,max_loss=0.02"])
-    add("--url", nargs="+", metavar="NAME=URL", help="running servers, in the place of the rules")
+    add("--url", nargs="+", metavar="NAME=URL", help="running servers, instead of --rules")
     add("--temperature", type=float, default=0.0)
     add("--max-turns", type=int, default=8)
     add("--max-tokens", type=int, default=96, help="of one message")

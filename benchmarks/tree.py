@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs.add_argument("--seed", type=int, default=0, metavar="N", help="of their draws")
     sums = commands.add_parser("summarise", help="intervals, the cost model, and the plot")
     sums.add_argument("--work", type=Path, required=True, nargs="+", metavar="FILE")
-    sums.add_argument("--load", type=Path, metavar="FILE", help="whose time of a step is taken")
+    sums.add_argument("--load", type=Path, metavar="FILE", help="with the time of a step")
     sums.add_argument("--output", type=Path, required=True, metavar="FILE")
     sums.add_argument("--plot", type=Path, metavar="PNG")
     args = parser.parse_args(argv)

@@ -69,7 +69,7 @@ def test_the_file_that_is_written(report, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*command[:4], str(tmp_path / "none.xml"), *command[5:]])
     assert ci_times.main() == 0
     assert "night" not in json.loads(output.read_text())
-    assert "none.xml is missing; the file is of the day alone" in capsys.readouterr().err
+    assert "none.xml is missing; the file has the day only" in capsys.readouterr().err
     report.unlink()
     assert ci_times.main() == 1
-    assert "report.xml is missing; run the tests of the day first" in capsys.readouterr().err
+    assert "report.xml is missing; run its tests first" in capsys.readouterr().err

@@ -175,10 +175,10 @@ def test_live_until_ctrl_c(monkeypatch, capsys):
         ("<html>hello</html>", "/metrics answers, but not with Prometheus metrics"),
         (
             "# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total 3.0\n",
-            "/metrics has no metrics vllm:mars_*; start the server with rejection_sample_method "
+            "/metrics has no vllm:mars_* metrics; start the server with rejection_sample_method "
             "'mars'",
         ),
-        ("", "/metrics has no metrics vllm:mars_*"),
+        ("", "/metrics has no vllm:mars_* metrics"),
     ],
 )
 def test_other_servers_are_refused(capsys, answer, message):

@@ -165,8 +165,8 @@ def _compare_draft(
     if then == now:
         return []
     return [
-        f"{given} was calibrated with drafts by {then[0]} of {then[1]} tokens, but this server's "
-        f"are by {now[0]} of {now[1]}: the loss can differ; run `vllm-mars calibrate` with them."
+        f"{given} was calibrated with {then[1]} draft tokens from {then[0]}, but this server "
+        f"drafts {now[1]} from {now[0]}: the loss can differ; calibrate again with this draft."
     ]
 
 

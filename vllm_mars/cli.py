@@ -79,8 +79,8 @@ def _in_new_words(arguments: Sequence[str]) -> list[str]:
         option, equals, value = argument.partition("=")
         if option in words:
             print(
-                f"warning: {option} is called {words[option]} now; the old name goes with the next "
-                "release.",
+                f"warning: {option} is now called {words[option]}; the next release removes the "
+                "old name.",
                 file=sys.stderr,
             )
             option = words[option]

@@ -89,18 +89,18 @@ class MarsConfig:
     """Validated options of margin-aware verification.
 
     Attributes:
-        theta: smallest z2/z1 that still counts as strict, in (0, 1]; a runner-up is accepted above
-            it. 1 switches the relaxation off, near 0 every runner-up with a positive logit is
-            accepted.
+        theta: a runner-up is accepted where z2/z1 is above it; in (0, 1]. 1 switches the relaxation
+            off, near 0 every runner-up with a positive logit is accepted.
         metric: "ratio" (the paper's z2 > theta * z1), "gap" (z2 > z1 - gap, shift-invariant), or
             "price" (the prefix that is worth most, over tokens of any rank).
         gap: tolerance of metric "gap" in nats, >= 0; the runner-up's probability is then above
             exp(-gap) times the first choice's. 0 with another metric.
-        price: of metric "price", nats that a draft token gained may cost, >= 0; 0 with another.
+        price: of metric "price", nats that a draft token gained may cost, >= 0; 0 with another
+            metric.
         protected_token_ids: tokens at which verification stays strict; None means the
             end-of-sequence and special tokens of the model, () none.
-        client_control: whether a request may choose its own theta (or gap, or price) and a smaller
-            `max_loss`.
+        client_control: whether a request may choose its own theta (or gap, or price), a smaller
+            `max_loss`, or no drafts.
         theta_min: lower limit of a request's own theta, in [0, 1]; None for the server's `theta`,
             so that a request may be stricter than the server, not looser; 0 sets no limit. It does
             not bind the server's own `theta`.
@@ -111,10 +111,11 @@ class MarsConfig:
         strict_spans: pairs of tokens between which verification is strict; None means the markers
             of the server's tool parser, () none.
         repeat_guard: n, in [2, 16]: no token is relaxed that completes an n-gram which the answer
-            holds already; 0 for no guard, None for 4 with metric "price" and 0 with the others.
+            already holds; 0 for no guard, None for 4 with metric "price" and 0 with the others.
         scope: "all", or "reasoning" to relax only inside the model's thinking section.
-        max_relaxed_share: most of a request's output tokens that may be relaxed, in [0, 1].
-        max_loss: most that the relaxed tokens of a request may lose against the target's first
+        max_relaxed_share: largest share of a request's output tokens that may be relaxed, in
+            [0, 1].
+        max_loss: the most that the relaxed tokens of a request may lose against the target's first
             choices, in nats per output token, >= 0; None sets no bound.
         loss_burst: nats that a request may lose beyond that, in [0, 16384].
         shadow: verify strictly, and count what each of `shadow_thetas` (or `shadow_gaps`,

@@ -28,8 +28,8 @@ NEEDED = ("openai", "prometheus_client", "rich")
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "mars"
 # What a release may lack, and what it then does without.
 OPTIONAL = {
-    "V2": "Model Runner V2; servers take V1 (VLLM_USE_V2_MODEL_RUNNER=0)",
-    "return": "mars_return of a request",
+    "V2": "MARS on Model Runner V2; set VLLM_USE_V2_MODEL_RUNNER=0 to serve with V1",
+    "return": "mars_return in requests",
 }
 PROBE_TOKENS = 48
 REQUEST_TIMEOUT = 120.0
@@ -124,7 +124,7 @@ def _interfaces(version: str) -> Iterator[Finding]:
             check_interfaces(group)
         except RuntimeError as error:
             if group in OPTIONAL:
-                yield Finding("note", f"vLLM {version} is without {OPTIONAL[group]}")
+                yield Finding("note", f"vLLM {version} does not support {OPTIONAL[group]}")
             else:
                 yield Finding("fault", str(error))
                 fits = False
@@ -178,7 +178,7 @@ def findings_at(url: str) -> Iterator[Finding]:
     except RuntimeError as error:
         yield Finding("fault", str(error))
         return
-    yield Finding("ok", f"{address} counts margin-aware verification")
+    yield Finding("ok", f"{address} has the metrics of margin-aware verification")
     probe = _Probe(address.removesuffix("/metrics"), before)
     try:
         yield from probe.findings()
@@ -218,8 +218,8 @@ class _Probe:
                 if told is None and self._tells:
                     yield Finding(
                         "fault",
-                        "the answer does not tell what was relaxed, though it was asked to: what "
-                        "answers is not the server that counts.",
+                        "the answer lacks mars_return's report, though it was asked for: the "
+                        "server that answers is not the one whose metrics were read.",
                     )
                     return
                 yield _rule(told)
@@ -246,7 +246,7 @@ class _Probe:
                 extra_body=extra,
             )
         except openai.BadRequestError as error:
-            # vLLM before 0.32 has no place for it.
+            # vLLM before 0.29 has no place for it.
             if self._tells and "mars_return" in str(error):
                 self._tells = False
                 return self._ask(prompt)
@@ -274,7 +274,9 @@ def _is_strict(told: dict[str, Any]) -> bool:
 def _rule(told: dict[str, Any] | None) -> Finding:
     """The rule in force for a request that chooses nothing."""
     if told is None:
-        return Finding("note", "this vLLM cannot tell which rule is in force; it is in the log.")
+        return Finding(
+            "note", "this vLLM cannot report the rule in force; the server's log names it."
+        )
     (rule,) = (f"{name} {told[name]:g}" for name in METRICS.values() if name in told)
     if _is_strict(told):
         return Finding(
@@ -306,13 +308,13 @@ def _verdict(rise: top.Snapshot, tokens: int) -> Finding:
         return Finding(
             "fault",
             f"{asked}none of {verified:.0f} verified positions was within the margin: the rule is "
-            "next to strict for this model.",
+            "almost strict for this model.",
         )
     refused = rise.by_label(top.REFUSED)
     reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
     return Finding(
         "fault",
-        f"{asked}none of {low_margin:.0f} low-margin positions was relaxed; forbidden: "
+        f"{asked}none of {low_margin:.0f} low-margin positions was relaxed; refusals: "
         f"{reasons or 'none, so no draft there was a token that the margin accepts'}.",
     )
 

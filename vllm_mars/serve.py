@@ -58,19 +58,19 @@ class Options(BaseModel):
         speculative_config: vLLM's, with the `mars_*` keys.
         engine_kwargs: further arguments of vLLM's `AsyncEngineArgs`, such as
             `tensor_parallel_size`.
-        min_replicas: replicas at all times; with 0 the first request waits for one.
-        max_replicas: replicas at most; as many as `min_replicas`, or 1, if left out.
+        min_replicas: fewest replicas; with 0 the first request waits for one.
+        max_replicas: most replicas; as many as `min_replicas`, or 1, if left out.
         target_ongoing_requests: requests per replica at which Ray adds another one.
         autoscaling: further keys of Ray's `AutoscalingConfig`, such as `downscale_delay_s`.
         max_ongoing_requests: requests per replica beyond which Ray's router holds them back.
-        graceful_shutdown_timeout_s: seconds that the answers on a replica may take yet when another
-            takes its place, or it is no longer needed; what is left then breaks off.
+        graceful_shutdown_timeout_s: seconds that a replica has to finish its answers when it is
+            replaced or no longer needed; what is left then breaks off.
         routing: "prefix" sends requests that begin alike to the same replica while the load is
             even, for its prefix cache; "load" takes the less loaded of two replicas.
         accelerator_type: Ray's name of the GPU, such as "H100"; any if left out.
         runtime_env: Ray's, for the replicas and their workers.
-        wait_for_nodes: for a cluster that adds nodes by itself: do not refuse to start because
-            it lacks the GPUs or CPUs now.
+        wait_for_nodes: whether to start although the cluster lacks GPUs or CPUs now, for a cluster
+            that adds nodes by itself.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())

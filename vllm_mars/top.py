@@ -163,7 +163,7 @@ def read_metrics(url: str) -> Snapshot:
         ) from error
     if VERIFIED not in values:
         raise RuntimeError(
-            f"{url} has no metrics vllm:mars_*; start the server with rejection_sample_method "
+            f"{url} has no vllm:mars_* metrics; start the server with rejection_sample_method "
             "'mars' and without --disable-log-stats."
         )
     return Snapshot({name: dict(labels) for name, labels in values.items()})

@@ -199,8 +199,8 @@ def verify_greedy(
     The first position that is not accepted emits the argmax and ends the request's output; if all
     are accepted the bonus token follows.
 
-    With a price tokens of any rank may be accepted, for what they lose against the first choice,
-    `r = z1 - z[x]` nats: of all places where the step may end, it ends where `price` times the
+    With a price, tokens of any rank may be accepted. They lose `r = z1 - z[x]` nats against the
+    first choice; of all places where the step may end, it ends where `price` times the number of
     accepted drafts, less what they lose, is largest (docs/rule.md).
 
     Args:
@@ -212,7 +212,7 @@ def verify_greedy(
             (the convention of vLLM); a request may have none.
         bonus_token_ids: `[batch]` or `[batch, 1]` int32 or int64, or None to emit no bonus token.
         theta: float in (0, 1] or float32 `[batch]`. 1 with gap 0 is strict; near 0 every runner-up
-            with a positive logit is accepted. A tensor's values are taken as they are.
+            with a positive logit is accepted. A tensor's values are not checked.
         gap: float >= 0 in nats or float32 `[batch]`; with theta 1 this is the metric "gap".
         protected: bool `[vocab]`; tokens at which the rule stays strict.
         target_rows: `[num_draft]` int32 or int64, the row of `logits` of each draft position;
@@ -228,8 +228,8 @@ def verify_greedy(
         price: nats per token gained, float >= 0 or float32 `[batch]`, with theta 1 and gap 0; 0 is
             strict, and a larger price never accepts fewer drafts.
         with_verdicts: also return the verdicts, the losses, and the values of the top 2. On a CPU
-            the last are NaN behind a request's first rejected position, but in a dry run.
-        dry_run: verify strictly; the verdicts tell what the margin would have done.
+            the last are NaN behind a request's first rejected position, except in a dry run.
+        dry_run: verify strictly; the verdicts say what the margin would have done.
         out: contiguous buffers to write, in the shapes and dtypes of the result; with them, and
             `max_draft_len` given, the Triton backend allocates nothing once it has seen a batch of
             this size. Calls on one device must be on one stream, since they share a workspace.

@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.draft", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    make = commands.add_parser("make", help="data, training and export; goes on where it was")
+    make = commands.add_parser("make", help="data, training and export; resumable")
     make.add_argument("--setting", choices=sorted(pipeline.SETTINGS), required=True,
         help="gpu has never been run")  # fmt: skip
     make.add_argument("--stage", choices=("all", "data", "train"), default="all")
@@ -135,11 +135,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     # Each of these is a field of the options, whose docstrings say more.
     data = make.add_argument_group("data")
-    data.add_argument("--prompts", dest="prompt_file", metavar="FILE", help="further, JSON lines")
+    data.add_argument("--prompts", dest="prompt_file", metavar="FILE", help="more, as JSON lines")
     data.add_argument("--shards", type=int, metavar="N")
     data.add_argument("--shard-prompts", type=int, metavar="N", help="conversations in a shard")
     data.add_argument("--max-tokens", type=int, metavar="N", help="of an answer")
-    data.add_argument("--seed", type=int, metavar="N", help="of the training, too")
+    data.add_argument("--seed", type=int, metavar="N", help="of data and training")
     data.add_argument("--aux-layers", type=int, nargs="+", metavar="N", help="states to keep")
     data.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in")
     head = make.add_argument_group("head")
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("--fed-layers", type=int, nargs="+", metavar="N", help="default: all kept")
     head.add_argument("--intermediate-size", type=int, metavar="N", help="default: the target's")
     head.add_argument("--num-speculative-tokens", type=int, metavar="K", help="of its config")
-    head.add_argument("--max-mb", type=float, metavar="MB", help="refuse a larger one; 20")
+    head.add_argument("--max-mb", type=float, metavar="MB", help="refuse a larger head; default 20")
     train = make.add_argument_group("training")
     train.add_argument("--epochs", type=float, metavar="N", help="passes over the data")
     train.add_argument("--steps-ahead", type=int, metavar="N", help="drafting steps to train")
@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     offline = commands.add_parser("evaluate", help="acceptance and loss of heads, without vLLM")
     offline.add_argument("heads", type=Path, nargs="+", metavar="HEAD", help="their directories")
     offline.add_argument("--output", type=Path, required=True, metavar="FILE",
-        help="heads and prices that it holds are not measured again")  # fmt: skip
+        help="JSON; what it already holds is not measured again")  # fmt: skip
     offline.add_argument("--price", type=float, nargs="+", default=[0.0], metavar="NATS",
         help="of the price rule; 0, the default, is strict verification")  # fmt: skip
     offline.add_argument("--model", type=Path, metavar="DIR", help="default: the packaged model")

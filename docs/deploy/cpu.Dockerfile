@@ -1,4 +1,4 @@
-# Not run, not even built: no Docker daemon was at hand. Linted and held together by
+# Neither run nor built: no Docker daemon was available. Linted, and checked by
 # tests/test_deploy.py. From the repository's root, with the address of PyTorch's index of CPU wheels:
 #
 #   docker build -f docs/deploy/cpu.Dockerfile -t vllm-mars:cpu --build-arg PIP_EXTRA_INDEX_URL=... .

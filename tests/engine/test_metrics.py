@@ -140,8 +140,8 @@ def test_a_server_that_relaxes_nothing_warns_once():
     logging.log(log, "Engine 000: ")
     assert log.warnings == [
         "Engine 000: MARS has relaxed none of 1000 low-margin positions since the server's start, "
-        "so it has had no effect. Forbidden: protected 8, budget 2, repeat 4. "
-        "`vllm-mars doctor URL` asks a server what it does."
+        "so it has had no effect. Refusals: protected 8, budget 2, repeat 4. "
+        "`vllm-mars doctor URL` shows what a server does."
     ]
     for _ in range(3):
         logging.observe(many, 600)

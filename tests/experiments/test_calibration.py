@@ -219,7 +219,7 @@ def test_a_task_is_done_where_all_of_its_checks_pass():
 def test_a_recovery_that_rests_on_few_tasks_is_refused(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(f'{{"prompt": "{n}", "answer": "#### 1"}}\n' for n in range(59)))
-    message = "does at most 29 of the 29 held-out tasks; fewer than min_solved=30 cannot tell"
+    message = "solves at most 29 of the 29 held-out tasks; fewer than min_solved=30 cannot show"
     with pytest.raises(ValueError, match=message):
         run_calibrate(CalibrateOptions(recovery=0.9, prompts=path))
     with pytest.raises(ValueError, match="min_solved=0 is below 1"):
@@ -286,7 +286,7 @@ def test_the_model_may_be_elsewhere(tmp_path, tiny_model, model_config):
 def test_another_draft_is_noted(tmp_path, model_config):
     path = write(tmp_path, model_config, draft={"name": "my-head", "num_speculative_tokens": 7})
     _, (note,) = resolve_auto({**MARS, "mars_theta": f"auto:{path}"}, model_config)
-    assert "calibrated with drafts by my-head of 7 tokens, but this server's are by ngram" in note
+    assert "calibrated with 7 draft tokens from my-head, but this server drafts" in note
 
 
 def test_weights_that_were_not_compared_are_noted(tmp_path, model_config):

@@ -156,11 +156,11 @@ def test_a_bad_key_is_named(tmp_path, change, message):
     [
         ("{", "line 1 is not JSON"),
         ("[]", "neither a cell nor its quality"),
-        ('{"kind": "cell"}', "another schema than 1"),
+        ('{"kind": "cell"}', "has schema=None, not 1"),
         ('{"kind": "cell", "schema": 1}', "line 1: key: Field required"),
         (
             json.dumps({"kind": "quality", "schema": 1, "key": dataclasses.asdict(KEY)}),
-            r"line 1 judges mars 0\.9.*, which no line before it measured",
+            r"line 1 judges mars 0\.9.*, which no earlier line measured",
         ),
     ],
 )

@@ -150,17 +150,17 @@ def test_methods_that_cannot_run_say_why():
     for method in ("autoregressive", "standard", "mars"):
         assert CPU.why_not(ServerSpec(method)) is None
     assert "0.32.0 has no rejection_sample_method 'fly' (it has" in CPU.why_not(ServerSpec("fly"))
-    assert "V2 model runner alone" in CPU.why_not(ServerSpec("block"))
+    assert "only in its V2 model runner" in CPU.why_not(ServerSpec("block"))
     newer = Platform("cpu", None, "0.33.0", CUDA.methods)
     assert newer.why_not(ServerSpec("fly")) == "vLLM has no 'fly' on a CPU."
     assert CUDA.why_not(ServerSpec("fly")) is None
     assert CUDA.why_not(ServerSpec("block")) is None
     assert CPU.why_not(ServerSpec("standard"), 0.0) is None
-    assert "compare with mars 1" in CPU.why_not(ServerSpec("standard"), 0.7)
+    assert "compare with theta 1" in CPU.why_not(ServerSpec("standard"), 0.7)
     assert CUDA.why_not(ServerSpec("standard"), 0.7) is None
     for method in ("autoregressive", "mars"):
         assert CPU.why_not(ServerSpec(method), 0.7) is None
-    assert "V2 model runner alone" in CUDA.why_not_in_log(ServerSpec("block"), "V1")
+    assert "only in its V2 model runner" in CUDA.why_not_in_log(ServerSpec("block"), "V1")
     assert CUDA.why_not_in_log(ServerSpec("block"), "INFO Using V2 Model Runner") is None
     assert CUDA.why_not_in_log(ServerSpec("standard"), "") is None
 
@@ -172,7 +172,7 @@ def test_a_server_that_no_cell_can_use_is_not_started(tmp_path):
     (group,) = plan(options, "tiny", [TASKS], 0)
     sweep = Sweep(options, str(tmp_path), (TASKS,), Settings(80, {}, 0, ()), ())
     for cell in measure(Job(group, sweep), tmp_path / "logs", CPU):
-        assert cell.status == "unavailable" and "compare with mars 1" in cell.reason
+        assert cell.status == "unavailable" and "compare with theta 1" in cell.reason
     assert not (tmp_path / "logs").exists(), "a server was started"
 
 

@@ -12,26 +12,27 @@ def add_parser(commands: Any) -> None:
         "demo",
         help="compare autoregressive, strict and margin-aware decoding on real vLLM servers",
         description="Serves a model three times, asks each server the same prompts one at a time "
-        "and compares speed, acceptance and answers. Options that are not given: %(prog)s "
-        "takes the packaged model and prompts, the recommended price with a bound on the loss, and "
-        "the model's EAGLE-3 head where there is one, else ngram drafts of 4 tokens.",
+        "and compares speed, acceptance and answers. By default it uses the packaged model with "
+        "its EAGLE-3 head, the packaged prompts, and the recommended price with a bound on the "
+        "loss; another model drafts with ngram, 4 tokens.",
     )
     add = parser.add_argument
     add("--model", metavar="MODEL", help="default: the packaged model")
-    add("--draft", metavar="DRAFT", help="ngram, suffix, mtp, or a draft model or head")
-    add("--theta", type=float, help="mars_theta in place of a price, in (0, 1]")
+    add("--draft", metavar="DRAFT",
+        help="ngram, suffix, mtp, or the directory or name of a draft model or head")  # fmt: skip
+    add("--theta", type=float, help="mars_theta, in (0, 1], instead of a price")
     add("--price", type=float, metavar="NATS",
-        help="mars_price, >= 0; default 0.3, with a mars_max_loss of 0.02")  # fmt: skip
+        help="mars_price, >= 0, without a bound; default 0.3 with mars_max_loss 0.02")  # fmt: skip
     add("--num-speculative-tokens", type=int, metavar="K", help="default: the head's, else 4")
     add("--prompts", type=Path, metavar="FILE", help="JSON lines with 'prompt' or 'turns'")
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 24")
     add("--repeats", type=int, metavar="N", help="timed passes; default 1")
     add("--short", action="store_true", default=None,
-        help="four prompts alone: shows that it works, not how fast")  # fmt: skip
+        help="four prompts only: shows that it works, not how fast")  # fmt: skip
     add("--output", type=Path, metavar="FILE", help="default build/demo.json; logs go beside it")
     add("--startup-timeout", type=float, metavar="SECONDS", help="per server; default 600")
     add("--server-arg", dest="server_args", action="append", metavar="ARG",
-        help="one more argument of `vllm serve`, as --server-arg=--max-model-len=1024; "
+        help="one more argument of `vllm serve`, such as --server-arg=--max-model-len=1024; "
         "repeatable")  # fmt: skip
 
 

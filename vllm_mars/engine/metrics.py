@@ -230,7 +230,7 @@ class MarsLogging:
         self._unrelaxed = None
         logger.warning(
             "%sMARS has relaxed none of %d low-margin positions since the server's start, so it "
-            "has had no effect. Forbidden: %s. `vllm-mars doctor URL` asks a server what it does.",
+            "has had no effect. Refusals: %s. `vllm-mars doctor URL` shows what a server does.",
             prefix,
             low_margin,
             ", ".join(f"{reason} {count}" for reason, count in refused if count) or "none",

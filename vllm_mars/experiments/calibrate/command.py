@@ -13,7 +13,7 @@ def add_parser(commands: Any) -> None:
         help="find the loosest threshold whose loss stays within a budget",
         description="Finds the smallest mars_theta (or the largest mars_gap or mars_price) whose "
         "loss under the target stays within a budget, for one model and draft, and writes a file "
-        'that the speculative config accepts: "mars_theta": "auto:FILE".',
+        'for a server\'s speculative config: "mars_theta": "auto:FILE". Temperature 0 only.',
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="default: the packaged model")
@@ -21,21 +21,22 @@ def add_parser(commands: Any) -> None:
     add("--num-speculative-tokens", type=int, metavar="K", help="default 4")
     loss = parser.add_mutually_exclusive_group()
     loss.add_argument("--budget", type=float, metavar="NATS",
-        help="loss per token that is allowed; default 0.01")  # fmt: skip
+        help="allowed loss per token; default 0.01")  # fmt: skip
     loss.add_argument("--recovery", type=float, metavar="SHARE",
-        help="share of the strict answers' task score that is kept, instead of a budget in "
+        help="share of the strict answers' task score to keep, instead of a budget in "
         "nats")  # fmt: skip
     add("--min-solved", type=int, metavar="N",
-        help="with --recovery: held-out tasks that strict decoding must do; default 30, since "
-        "fewer cannot tell what is kept")  # fmt: skip
+        help="with --recovery: held-out tasks that strict decoding must solve; default 30, since "
+        "fewer cannot show what is kept")  # fmt: skip
     add("--metric", metavar="ratio|gap|price", help="default ratio")
     add("--prompts", type=Path, metavar="FILE",
-        help="JSON lines with 'prompt' or 'turns', best 100 and more; every second one is held "
-        "out; with --recovery lines with a task, as `vllm-mars sweep` takes them")  # fmt: skip
+        help="JSON lines with 'prompt' or 'turns', at least 100 if possible; every second one is "
+        "held out. With --recovery, lines with a task, as for `vllm-mars sweep`. Default: a few "
+        "packaged ones, which show how it works")  # fmt: skip
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 128")
     add("--output", type=Path, metavar="FILE", help="default build/calibration.json")
     add("--server-arg", dest="engine_args", action="append", metavar="ARG",
-        help="one more argument as `vllm serve` takes it, as --server-arg=--max-model-len=1024; "
+        help="one more argument of `vllm serve`, such as --server-arg=--max-model-len=1024; "
         "repeatable")  # fmt: skip
 
 

@@ -22,8 +22,8 @@ def print_calibration(result: Calibration, console: Console) -> None:
     else:
         budget, larger = f"{options.recovery:.4g} of the task score", "a smaller --recovery"
         console.print(
-            f"Strict decoding does {result.solved} of the {result.prompts[1]} held-out tasks; only "
-            "with these can recovery be told."
+            f"Strict decoding solves {result.solved} of the {result.prompts[1]} held-out tasks; "
+            "recovery is measured on these alone."
         )
     if result.confirmed is not None:
         console.print(

@@ -325,9 +325,9 @@ def confirm(
 def _check_solved(options: CalibrateOptions, held_out: int, solved: int, at_most: str = "") -> None:
     if solved < options.min_solved:
         raise ValueError(
-            f"prompts={options.prompts}: strict decoding does {at_most}{solved} of the {held_out} "
-            f"held-out tasks; fewer than min_solved={options.min_solved} cannot tell what is kept: "
-            "give more tasks that this model can do, or lower --min-solved."
+            f"prompts={options.prompts}: strict decoding solves {at_most}{solved} of the "
+            f"{held_out} held-out tasks; fewer than min_solved={options.min_solved} cannot show "
+            "what is kept: give more tasks that this model can solve, or lower --min-solved."
         )
 
 

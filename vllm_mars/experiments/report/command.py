@@ -13,11 +13,19 @@ def add_parser(commands: Any) -> None:
         "report",
         help="make one HTML page of sweeps and calibrations",
         description="Makes one self-contained HTML page of files that `vllm-mars sweep` (.jsonl) "
-        "and `vllm-mars calibrate` (.json) wrote. It opens with what to set, or says what is "
-        "missing to tell and which command measures that.",
+        "and `vllm-mars calibrate` (.json) wrote. It begins with what to set, or with what is "
+        "missing and the command that measures it.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a sweep or calibration")
-    parser.add_argument("--output", type=Path, metavar="FILE", default=Path("build/report.html"))
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="file of a sweep or a calibration"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        default=Path("build/report.html"),
+        help="default build/report.html",
+    )
 
 
 def run(runs: Sequence[Path], output: Path) -> int:

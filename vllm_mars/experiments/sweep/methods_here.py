@@ -67,11 +67,11 @@ class Platform:
 
 _CPU_KERNELS = (
     "vLLM's CPU kernels give wrong tokens to sampled requests under speculation, and only a server "
-    "that asks for MARS mends them (vllm_mars/runner/cpu_kernels.py); compare with mars 1, which "
-    "verifies as 'standard'."
+    "that asks for MARS replaces them (vllm_mars/runner/cpu_kernels.py); compare with theta 1, "
+    "which verifies as 'standard'."
 )
 _V1 = (
-    "vLLM verifies blocks in its V2 model runner alone; this server has V1, which takes 'block' "
+    "vLLM verifies blocks only in its V2 model runner; this server has V1, which accepts 'block' "
     "and verifies as 'standard'."
 )
 

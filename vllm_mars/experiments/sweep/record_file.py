@@ -61,15 +61,13 @@ def read_cells(paths: Path | Iterable[Path]) -> list[Cell]:
                 cell = _validated(Cell, data, where)
                 if cell.key in cells and cells[cell.key].status == "ok":
                     raise ValueError(
-                        f"{where} measures {cell.key.label} a second time; a key stands once."
+                        f"{where} measures {cell.key.label} a second time; remove one of the two."
                     )
                 cells[cell.key] = cell
             else:
                 key = _validated(CellKey, data.pop("key", None), where)
                 if key not in cells:
-                    raise ValueError(
-                        f"{where} judges {key.label}, which no line before it measured."
-                    )
+                    raise ValueError(f"{where} judges {key.label}, which no earlier line measured.")
                 quality = _validated(Quality, data, where)
                 cells[key] = dataclasses.replace(cells[key], quality=quality)
     return list(cells.values())
@@ -125,7 +123,7 @@ def _lines(path: Path) -> Iterable[tuple[str, str, dict[str, Any]]]:
             )
         if (schema := data.pop("schema", None)) != SCHEMA:
             raise ValueError(
-                f"{where} has schema={schema}, another schema than {SCHEMA}; read it with the "
+                f"{where} has schema={schema}, not {SCHEMA}; read it with the "
                 "release that wrote it."
             )
         yield where, data.pop("kind"), data
