@@ -27,7 +27,11 @@ def plot(result: dict[str, Any], path: Path) -> None:
             if points:
                 rows, values, low, high = np.array(points).T
                 around = (values - low, high - values)
-                style = {"label": f"{rule}, {kind}s", "color": f"C{color}", "markersize": 4}
+                style: dict[str, Any] = {
+                    "label": f"{rule}, {kind}s",
+                    "color": f"C{color}",
+                    "markersize": 4,
+                }
                 axes.errorbar(rows, values, around, fmt=form, elinewidth=0.8, **style)
     axes.set(
         xscale="log",

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 from vllm_mars import __version__, doctor, top, vllm_cli
 from vllm_mars.demo import command as demo_command
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with 2, SIGTERM with 143, both after everything that was started has ended.
     """
     args = _parser().parse_args(_in_new_words(sys.argv[1:] if argv is None else argv))
-    given = {
+    given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(args).items()
         if value is not None

@@ -197,9 +197,10 @@ class Shard:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = safe_open(path, framework="pt")
-        self.lengths: list[int] = self._file.get_tensor("lengths").tolist()
-        self.prompt_tokens: list[int] = self._file.get_tensor("prompt_tokens").tolist()
+        file: Any = safe_open(path, framework="pt")
+        self._tensor: Callable[[str], torch.Tensor] = file.get_tensor
+        self.lengths: list[int] = self._tensor("lengths").tolist()
+        self.prompt_tokens: list[int] = self._tensor("prompt_tokens").tolist()
 
     def tokens(self) -> list[torch.Tensor]:
         """Returns the tokens of each sequence."""
@@ -210,7 +211,7 @@ class Shard:
         return self.tokens(), self._split("states", torch.bfloat16)
 
     def _split(self, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        return list(self._file.get_tensor(name).to(dtype).split(self.lengths))
+        return list(self._tensor(name).to(dtype).split(self.lengths))
 
 
 def wait_for(path: Path) -> Path:

@@ -133,7 +133,7 @@ def table(result: dict[str, Any]) -> list[str]:
     at_loss = []
     for head in dict.fromkeys(head for _, head in found):
         lengths = lengths_by_loss(found, head)
-        texts = ["" if np.isnan(of).any() else shown(**with_interval(of)) for of in lengths]
+        texts = ["" if np.isnan(of).any() else shown(*with_interval(of).values()) for of in lengths]
         at_loss.append((head, *texts))
     names = ("tokens per step at nats per token", *map(str, LOSSES))
     return [*described(COLUMNS, rows), *markdown.table(names, at_loss)]

@@ -135,7 +135,8 @@ class Eagle3Head(nn.Module):
         if own:
             further.append(self._keys_values(inputs, positions))
         attended = self._attend(query, *known, further)
-        residual = residual + layer.self_attn.o_proj(attended).float()
+        added: torch.Tensor = layer.self_attn.o_proj(attended).float()
+        residual = residual + added
         changed: torch.Tensor = layer.mlp(layer.post_attention_layernorm(residual)).float()
         return residual + changed
 

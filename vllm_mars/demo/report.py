@@ -65,7 +65,8 @@ def _figures_table(results: Results) -> Table:
     count = len(results.first_pass("mars"))
     names = {**LABELS, "mars": f"{LABELS['mars']}, {options.rule_name}"}
     table = Table(
-        *("", *(Column(name, justify="right") for name in names.values())),
+        "",
+        *(Column(name, justify="right") for name in names.values()),
         title=f"{count} answers of at most {options.max_tokens} tokens, one at a time;\n"
         f"{options.draft_name} drafts of {options.num_speculative_tokens} tokens",
         caption=f"relaxed: {mars['relaxed_tokens']} of {mars['output_tokens']} output tokens; "
@@ -81,7 +82,8 @@ def _figures_table(results: Results) -> Table:
 
 def _speedup_table(results: Results) -> Table:
     table = Table(
-        *("", *(Column(name, justify="right") for name in ("per further token", "per answer"))),
+        "",
+        *(Column(name, justify="right") for name in ("per further token", "per answer")),
         title="How many times as fast",
         caption="median over prompts of the ratio of times, and its 95 % interval (bootstrap)",
     )

@@ -142,7 +142,8 @@ def _validated(kind: type[_T], data: object, where: str) -> _T:
     from pydantic import ValidationError
 
     try:
-        record: _T = _adapter(kind).validate_json(json.dumps(data))
+        # mypy does not take a class for hashable.
+        record: _T = _adapter(kind).validate_json(json.dumps(data))  # type: ignore[arg-type]
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"]) or kind.__name__.lower()

@@ -200,7 +200,9 @@ def print_rows(found: Sequence[Row], console: Any) -> None:
         points.setdefault(point, []).append(row)
     for (model, dataset, temperature, concurrency), group in points.items():
         table = Table(
-            *("rule", "draft", *(Column(name, justify="right") for name in _FIGURES)),
+            "rule",
+            "draft",
+            *(Column(name, justify="right") for name in _FIGURES),
             title=f"{model}, {dataset}, temperature {temperature:g}, concurrency {concurrency}",
         )
         for row in group:
