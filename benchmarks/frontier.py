@@ -51,14 +51,16 @@ class Totals:
         accepted: draft tokens that were accepted.
         tokens: output tokens.
         nats: what they lost against the target's first choices.
-        answers: how many.
-        scores: means over the answers that have the score, by name.
+        prompts: how many.
+        answers: to all of them, in all passes.
+        scores: means over the prompts whose answers have the score, by name.
     """
 
     drafts: int
     accepted: int
     tokens: int
     nats: float
+    prompts: int
     answers: int
     scores: dict[str, float]
 
@@ -87,7 +89,7 @@ def totals(cells: Sequence[Cell]) -> Totals:
     Raises:
         ValueError: a cell was not judged, does not tell its loss, or is not of speculation.
     """
-    drafts = accepted = tokens = 0
+    drafts = accepted = tokens = answers = 0
     nats = 0.0
     for cell in cells:
         if cell.acceptance is None or cell.quality is None:
@@ -95,18 +97,19 @@ def totals(cells: Sequence[Cell]) -> Totals:
         drafts += cell.acceptance.drafts
         accepted += cell.acceptance.accepted_tokens
         tokens += sum(output.output_tokens for output in cell.outputs)
+        answers += len(cell.outputs)
         if cell.key.lossy and cell.lost_nats is None:
             raise ValueError(
                 f"{cell.key.label} is of an older sweep, without lost_nats; sweep again."
             )
         nats += cell.lost_nats or 0.0
-    answers = mean_scores(cells).values()
+    prompts = mean_scores(cells).values()
     scores = {
-        name: statistics.fmean(answer[name] for answer in answers if name in answer)
+        name: statistics.fmean(prompt[name] for prompt in prompts if name in prompt)
         for name in SCORES
-        if any(name in answer for answer in answers)
+        if any(name in prompt for prompt in prompts)
     }
-    return Totals(drafts, accepted, tokens, nats, len(answers), scores)
+    return Totals(drafts, accepted, tokens, nats, len(prompts), answers, scores)
 
 
 class Frontier:
@@ -188,7 +191,7 @@ class Frontier:
         rules = ["standard", *(key.rule for key in self.keys())]
         return {
             "folds": self.folds,
-            "prompts": self.of("standard").answers,
+            "prompts": self.of("standard").prompts,
             "rules": [
                 self._rule(rule) | (self._speed(rule) if with_speeds else {}) for rule in rules
             ],
@@ -360,7 +363,7 @@ def plot_speed(frontiers: dict[str, Frontier], path: Path) -> None:
             xlabel="loss, thousandths of a nat per token",
             ylabel="speed of further tokens, x strict",
         )
-        axes.legend(frameon=False, fontsize="small")
+        axes.legend(frameon=False, fontsize="small", loc="upper left")
         axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -96,6 +96,16 @@ def test_by_hand():
     assert at[0.07]["extra_acceptance"][ratio] is None, "no rule loses that much"
 
 
+def test_a_pass_once_more_changes_no_mean():
+    once = [*fold("a"), *fold("b")]
+    again = [
+        dataclasses.replace(cell, key=dataclasses.replace(cell.key, repeat=1)) for cell in once
+    ]
+    whole, twice = Frontier(once).summary(), Frontier([*once, *again]).summary()
+    assert whole == twice
+    assert [rule["tokens_per_answer"] for rule in whole["rules"][:2]] == [20, 24]
+
+
 def test_a_rule_is_as_fast_as_it_is_beside_strict_decoding_on_its_own_server():
     """23 further tokens beside `standard`'s 19; with price 0 the same server makes 22 of them."""
     rule = "mars price 0.2 repeat_guard 4"
