@@ -266,26 +266,43 @@ FRONTIER: Columns = {
     "tokens per answer": at("tokens_per_answer", ".1f"),
     "repeated 4-grams": at("repeated_4grams", ".3f"),
 }
-EQUAL_LOSS: Columns = {
-    "nats per token": at("loss"),
-    **{
-        f"{name}, %": at(f"extra_acceptance/{metric}{GUARD}/value", ".1f", 100)
-        for name, metric in (("theta", "ratio"), ("gap", "gap"), ("price", "price"))
-    },
-    "price / theta": at(f"price_over/ratio{GUARD}", ".2f"),
-    "price / gap": at(f"price_over/gap{GUARD}", ".2f"),
+SPEEDS: Columns = {
+    "rule": FRONTIER["rule"],
+    "acceptance length": FRONTIER["acceptance length"],
+    "nats lost per token": at("loss/value", ".3f"),
+    "ms to the first token": at("ttft_seconds/value", ".0f", 1000),
+    "ms per further token": at("tpot_seconds/value", ".1f", 1000),
+    "speed of further tokens, x strict": at("strict_tpot_over_tpot", ".2f"),
+    "seconds per answer": at("seconds_per_answer/value", ".2f"),
+    "tokens per answer": at("tokens_per_answer", ".1f"),
+    "repeated 4-grams": at("repeated_4grams", ".3f"),
 }
 
 
-def frontier(name: str, draft: str) -> list[str]:
-    """Each rule of the comparison at equal loss."""
+def frontier(columns: Columns, name: str, draft: str) -> list[str]:
+    """Each rule of a comparison at equal loss."""
     found = raw(name)["drafts"][draft]["rules"]
-    return described(FRONTIER, sorted(found, key=lambda of: looseness(of["rule"])))
+    return described(columns, sorted(found, key=lambda of: looseness(of["rule"])))
 
 
 def at_equal_loss(name: str, draft: str) -> list[str]:
     """What each metric accepts at a loss."""
-    return described(EQUAL_LOSS, raw(name)["drafts"][draft]["at_equal_loss"])
+    found = raw(name)["drafts"][draft]
+    names = {f"ratio{GUARD}": "theta", f"gap{GUARD}": "gap", f"price{GUARD}": "price"}
+    families = {of: family for family, of in names.items() if family in found["curves"]}
+    columns = {
+        "nats per token": at("loss"),
+        **{
+            f"{of}, %": at(f"extra_acceptance/{family}/value", ".1f", 100)
+            for of, family in families.items()
+        },
+        **{
+            f"price / {of}": at(f"price_over/{family}", ".2f")
+            for of, family in families.items()
+            if of != "price"
+        },
+    }
+    return described(columns, found["at_equal_loss"])
 
 
 # Parts.
@@ -407,7 +424,7 @@ def validated_rows() -> list[str]:
     return validated.table(raw(path.stem) for path in sorted(RESULTS.glob("gpu-*.json")))
 
 
-HEAD = "smollm2-135m-eagle3, K 5"
+HEAD, HEAD_K4 = (f"smollm2-135m-eagle3, K {k}" for k in (5, 4))
 THETA_DEMOS = [
     f"demo-{name}" for name in ("eagle3-24-cpu", "eagle3-k3-cpu", "eagle3-k4-cpu", "cpu", "cpu-2")
 ]
@@ -425,7 +442,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "thetas.load": partial(under_load, "sweep-cpu"),
     "thetas.sampled": partial(rules, "sweep-cpu", SAMPLED, 1),
     "tasks": partial(task_scores, "sweep-tasks-cpu"),
-    "frontier.rules": partial(frontier, "frontier-cpu", HEAD),
+    "speed.rules": partial(frontier, SPEEDS, "speed-head-cpu", HEAD_K4),
+    "speed.equal_loss": partial(at_equal_loss, "speed-head-cpu", HEAD_K4),
+    "frontier.rules": partial(frontier, FRONTIER, "frontier-cpu", HEAD),
     "frontier.equal_loss": partial(at_equal_loss, "frontier-cpu", HEAD),
     "sampler": lambda: described(SAMPLERS, raw("sampler-cpu")["samplers"]),
     "load": partial(load, "load-cpu"),

@@ -78,10 +78,15 @@ def test_a_changed_figure_is_seen_and_mended(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "load.md has new figures\n"
 
 
-def test_the_summary_of_the_frontier_is_that_of_its_sweeps(tmp_path, monkeypatch):
-    committed = tables.raw("frontier-cpu")
+@pytest.mark.parametrize(
+    "name", ["frontier-cpu", pytest.param("speed-head-cpu", marks=pytest.mark.nightly)]
+)
+def test_the_summary_of_a_frontier_is_that_of_its_sweeps(name, tmp_path, monkeypatch):
+    committed = tables.raw(name)
     sweeps = [str(tables.RESULTS / name) for name in committed["sweep"]]
     command = ["frontier", *sweeps, "--output", str(tmp_path / "again.json")]
+    if name.startswith("speed"):
+        command += ["--speeds", str(tmp_path / "speeds.png")]
     monkeypatch.setattr(sys, "argv", command)
     assert frontier.main() == 0
     assert json.loads((tmp_path / "again.json").read_text())["drafts"] == committed["drafts"]
