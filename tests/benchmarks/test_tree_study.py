@@ -69,13 +69,14 @@ def test_what_is_lost_is_what_the_target_says_of_the_answer(study, model, rule, 
         lost = logits[rows].amax(-1) - logits[rows, text[0, rows + 1]]
         assert answer.lost / 2**LOSS_BITS == pytest.approx(float(lost.sum()), abs=1e-3)
         assert answer.relaxed == (lost > 1e-6).sum()
-    assert sum(answer.relaxed for answer in answers)
+    if rule.metric == "price":
+        assert sum(answer.relaxed for answer in answers)
 
 
 @pytest.mark.parametrize("metric", ["strict", "price"])
 def test_sampled_answers_are_scored_as_the_target_scores_them(study, model, metric):
     torch.manual_seed(0)
-    answers = study.answer(Rule(metric, 2.0, temperature=0.7), SHAPES[0])
+    answers = study.answer(Rule(metric, 8.0, temperature=0.7), SHAPES[0])
     target = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         text = torch.tensor([prompt + answer.tokens])
