@@ -198,7 +198,7 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         file: Any = safe_open(path, framework="pt")
-        self._tensor: Callable[[str], torch.Tensor] = file.get_tensor
+        self._tensor: Callable[[str], Any] = file.get_tensor
         self.lengths: list[int] = self._tensor("lengths").tolist()
         self.prompt_tokens: list[int] = self._tensor("prompt_tokens").tolist()
 
