@@ -188,7 +188,7 @@ def test_a_task_score_as_budget(tiny_model, tmp_path, monkeypatch):
         # Where strict decoding does none of the tasks, nothing is tried.
         failed = [replace(task, answer="-1") for task in load_tasks(tasks).values()]
         questions = [Prompt(task.id, "", (task.prompt,)) for task in failed]
-        with pytest.raises(ValueError, match="does 0 of the 16 held-out tasks; fewer than"):
+        with pytest.raises(ValueError, match="solves 0 of the 16 held-out tasks; fewer than"):
             confirm(engine, result, questions, {task.id: task for task in failed}, print)
     # vLLM ends the core processes and leaves it to whoever started them to wait.
     for child in multiprocessing.active_children():
