@@ -319,15 +319,10 @@ def plot(frontiers: dict[str, Frontier], path: Path) -> None:
 
 def _panels(lines: int, columns: int) -> tuple[Any, Any]:
     # Only plots need it.
-    import matplotlib
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    size = (5.5 * columns, 4.2 * lines)
-    panels: tuple[Any, Any] = plt.subplots(
-        lines, columns, figsize=size, layout="constrained", squeeze=False
-    )
-    return panels
+    figure = Figure(figsize=(5.5 * columns, 4.2 * lines), layout="constrained")
+    return figure, figure.subplots(lines, columns, squeeze=False)
 
 
 def _label(axes: Any, key: CellKey, at: Sequence[float]) -> None:

@@ -267,15 +267,13 @@ FRONTIER: Columns = {
     "repeated 4-grams": at("repeated_4grams", ".3f"),
 }
 SPEEDS: Columns = {
-    "rule": FRONTIER["rule"],
-    "acceptance length": FRONTIER["acceptance length"],
+    **{name: FRONTIER[name] for name in ("rule", "acceptance length")},
     "nats lost per token": at("loss/value", ".3f"),
     "ms to the first token": at("ttft_seconds/value", ".0f", 1000),
     "ms per further token": at("tpot_seconds/value", ".1f", 1000),
     "speed of further tokens, x strict": at("strict_tpot_over_tpot", ".2f"),
     "seconds per answer": at("seconds_per_answer/value", ".2f"),
-    "tokens per answer": at("tokens_per_answer", ".1f"),
-    "repeated 4-grams": at("repeated_4grams", ".3f"),
+    **{name: FRONTIER[name] for name in ("tokens per answer", "repeated 4-grams")},
 }
 
 
