@@ -13,15 +13,14 @@ time.
 """
 
 import argparse
-import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -37,32 +36,28 @@ from vllm_mars.local.result_file import write_json
 
 # Nats per token at which metrics are compared.
 LOSSES = (0.0075, 0.02, 0.03, 0.05, 0.07)
+SCORES = ("repeated_4grams", "agreement", "rouge_l", "exact_match", "nll")
 COLORS = {"ratio": "#0072b2", "gap": "#009e73", "price": "#d55e00"}
 # Where a point's value stands beside it, in points: each metric's on a side of its own.
 LABELS = {"ratio": (5, -13), "gap": (8, -4), "price": (-8, 7)}
 
 
-@dataclass(frozen=True)
-class Totals:
-    """One rule over the prompts of some folds.
+class Totals(NamedTuple):
+    """One rule over some folds.
 
     Attributes:
         drafts: verification steps of single requests that had a draft.
         accepted: draft tokens that were accepted.
         tokens: output tokens.
-        nats: what they lost against the target's first choices.
-        prompts: how many.
-        answers: to all of them, in all passes.
-        scores: means over the prompts whose answers have the score, by name.
+        answers: in all passes.
+        nats: what the tokens lost against the target's first choices.
     """
 
     drafts: int
     accepted: int
     tokens: int
-    nats: float
-    prompts: int
     answers: int
-    scores: dict[str, float]
+    nats: float
 
     @property
     def acceptance(self) -> float:
@@ -70,46 +65,28 @@ class Totals:
         return 1 + self.accepted / self.drafts
 
     @property
-    def tokens_per_step(self) -> float:
-        """Output tokens by steps of a request, those without a draft included."""
-        return self.tokens / (self.tokens - self.accepted)
-
-    @property
     def loss(self) -> float:
         """Nats per output token."""
         return self.nats / self.tokens
 
 
-SCORES = ("repeated_4grams", "agreement", "rouge_l", "exact_match", "nll")
-
-
-def totals(cells: Sequence[Cell]) -> Totals:
+def totals(cells: Iterable[Cell]) -> Totals:
     """Adds up cells of one rule.
 
     Raises:
         ValueError: a cell was not judged, does not tell its loss, or is not of speculation.
     """
-    drafts = accepted = tokens = answers = 0
-    nats = 0.0
-    for cell in cells:
-        if cell.acceptance is None or cell.quality is None:
-            raise ValueError(f"{cell.key.label} has no acceptance or was not judged; sweep again.")
-        drafts += cell.acceptance.drafts
-        accepted += cell.acceptance.accepted_tokens
-        tokens += sum(output.output_tokens for output in cell.outputs)
-        answers += len(cell.outputs)
-        if cell.key.lossy and cell.lost_nats is None:
-            raise ValueError(
-                f"{cell.key.label} is of an older sweep, without lost_nats; sweep again."
-            )
-        nats += cell.lost_nats or 0.0
-    prompts = mean_scores(cells).values()
-    scores = {
-        name: statistics.fmean(prompt[name] for prompt in prompts if name in prompt)
-        for name in SCORES
-        if any(name in prompt for prompt in prompts)
-    }
-    return Totals(drafts, accepted, tokens, nats, len(prompts), answers, scores)
+    return Totals(*map(sum, zip(*map(_counts, cells), strict=True)))
+
+
+def _counts(cell: Cell) -> tuple[float, ...]:
+    if cell.acceptance is None or cell.quality is None:
+        raise ValueError(f"{cell.key.label} has no acceptance or was not judged; sweep again.")
+    if cell.key.lossy and cell.lost_nats is None:
+        raise ValueError(f"{cell.key.label} is of an older sweep, without lost_nats; sweep again.")
+    tokens = sum(output.output_tokens for output in cell.outputs)
+    drafts, accepted = cell.acceptance.drafts, cell.acceptance.accepted_tokens
+    return drafts, accepted, tokens, len(cell.outputs), cell.lost_nats or 0.0
 
 
 class Frontier:
@@ -133,22 +110,46 @@ class Frontier:
             if {cell.key.dataset for cell in own} != set(self.folds):
                 raise ValueError(f"{rule} was not measured on each of {', '.join(self.folds)}.")
 
+    def families(self) -> dict[str, list[CellKey]]:
+        """The rules by metric and options, each family from strict to loose."""
+        keys = [own[0].key for own in self._cells.values() if own[0].key.metric]
+        keys.sort(key=lambda key: (key.metric or "", key.variant, _looseness(key)))
+        return {family: list(own) for family, own in groupby(keys, _family)}
+
     @cached_property
     def speeds(self) -> dict[str, Measured]:
-        """What is known of each rule's speed over all folds, by rule."""
-        cells = [cell for own in self._cells.values() for cell in own]
-        return _speeds(
-            rows([replace(cell, key=replace(cell.key, dataset="all folds")) for cell in cells])
-        )
+        """What is known of each rule's speed over all folds, by rule.
 
-    def keys(self) -> list[CellKey]:
-        """One key of each rule, by metric, options and how far it goes."""
-        keys = [own[0].key for own in self._cells.values() if own[0].key.metric]
-        return sorted(keys, key=lambda key: (key.metric or "", key.variant, _looseness(key)))
+        Each is compared with what is strict on its own server, else with `standard`: what else
+        differs between two servers then stays out of the comparison.
+        """
+        found = rows(
+            [
+                replace(cell, key=replace(cell.key, dataset="all folds"))
+                for own in self._cells.values()
+                for cell in own
+            ]
+        )
+        standard = [row for row in found if row.key.method == "standard"]
+        speeds = {it.row.key.rule: it for it in measure(standard)}
+        servers: dict[str, list[Row]] = {}
+        for row in found:
+            if row.key.metric:
+                servers.setdefault(_family(row.key), []).append(row)
+        for own in servers.values():
+            beside = [] if any(not row.key.lossy for row in own) else standard
+            speeds |= {it.row.key.rule: it for it in measure([*beside, *own])}
+        return speeds
 
     def of(self, rule: str, without: str | None = None) -> Totals:
         """A rule over the folds but one."""
-        return totals([cell for cell in self._cells[rule] if cell.key.dataset != without])
+        return totals(cell for cell in self._cells[rule] if cell.key.dataset != without)
+
+    def scores(self, rule: str) -> dict[str, float]:
+        """Means over the prompts whose answers have the score, by its name."""
+        prompts = mean_scores(self._cells[rule]).values()
+        found = {name: [of[name] for of in prompts if name in of] for name in SCORES}
+        return {name: statistics.fmean(values) for name, values in found.items() if values}
 
     def extra(self, rule: str, without: str | None = None) -> float:
         """Its share of acceptance length above strict decoding."""
@@ -157,7 +158,7 @@ class Frontier:
 
     def curve(self, family: str, without: str | None = None) -> list[tuple[float, float]]:
         """Loss and extra acceptance of a family's rules, strict decoding first."""
-        rules = [key.rule for key in self.keys() if _family(key) == family]
+        rules = [key.rule for key in self.families().get(family, ())]
         points = [(self.of(rule, without).loss, self.extra(rule, without)) for rule in rules]
         return [(0.0, 0.0), *sorted(points)]
 
@@ -187,16 +188,16 @@ class Frontier:
 
     def summary(self, *, with_speeds: bool = False) -> dict[str, Any]:
         """All figures, as the result file has them."""
-        families = list(dict.fromkeys(_family(key) for key in self.keys()))
-        rules = ["standard", *(key.rule for key in self.keys())]
+        families = self.families()
+        rules = ["standard", *(key.rule for keys in families.values() for key in keys)]
         return {
             "folds": self.folds,
-            "prompts": self.of("standard").prompts,
+            "prompts": len(mean_scores(self._cells["standard"])),
             "rules": [
                 self._rule(rule) | (self._speed(rule) if with_speeds else {}) for rule in rules
             ],
             "curves": {family: self.curve(family) for family in families},
-            "at_equal_loss": [self._at_equal_loss(loss, families) for loss in LOSSES],
+            "at_equal_loss": [self._at_equal_loss(loss, list(families)) for loss in LOSSES],
         }
 
     def _at_equal_loss(self, loss: float, families: Sequence[str]) -> dict[str, Any]:
@@ -223,11 +224,12 @@ class Frontier:
         return {
             "rule": rule,
             "acceptance_length": own.acceptance,
-            "tokens_per_step": own.tokens_per_step,
+            # Of a request, steps without a draft included.
+            "tokens_per_step": own.tokens / (own.tokens - own.accepted),
             "extra_acceptance": self.jackknife(lambda fold: self.extra(rule, fold)),
             "loss": self.jackknife(lambda fold: self.of(rule, fold).loss),
             "tokens_per_answer": own.tokens / own.answers,
-            **own.scores,
+            **self.scores(rule),
         }
 
     def _speed(self, rule: str) -> dict[str, Any]:
@@ -239,23 +241,6 @@ class Frontier:
             "seconds_per_answer": speed.seconds,
         }
         return {name: at and at._asdict() for name, at in found.items()}
-
-
-def _speeds(found: Sequence[Row]) -> dict[str, Measured]:
-    """Compares each rule with what is strict on its own server, else with `standard`.
-
-    What else differs between two servers then stays out of the comparison.
-    """
-    standard = [row for row in found if row.key.method == "standard"]
-    speeds = {it.row.key.rule: it for it in measure(standard)}
-    servers: dict[str, list[Row]] = {}
-    for row in found:
-        if row.key.metric:
-            servers.setdefault(_family(row.key), []).append(row)
-    for own in servers.values():
-        beside = [] if any(not row.key.lossy for row in own) else standard
-        speeds |= {it.row.key.rule: it for it in measure([*beside, *own])}
-    return speeds
 
 
 def _family(key: CellKey) -> str:
@@ -272,96 +257,69 @@ def _looseness(key: CellKey) -> float:
     return -value if key.metric == "ratio" else value
 
 
-def plot(frontiers: dict[str, Frontier], path: Path) -> None:
-    """Draws extra acceptance by loss and repeated 4-grams by extra acceptance, a row per draft."""
-    figure, grid = _panels(len(frontiers), 2)
-    for (title, frontier), (gain, repeats) in zip(frontiers.items(), grid, strict=True):
-        strict = frontier.of("standard")
-        strict_repeats = 100 * strict.scores["repeated_4grams"]
-        for family, keys in groupby(frontier.keys(), _family):
-            rules = list(keys)
-            known = [(frontier.of(key.rule), frontier.extra(key.rule)) for key in rules]
-            own = {
-                "color": COLORS[str(rules[0].metric)],
-                "marker": "o",
-                "linestyle": "-" if len(rules) > 1 else "none",
-                "fillstyle": "full" if len(rules) > 1 else "none",
-                "label": family,
-            }
-            extra = [0.0, *(100 * more for _, more in known)]
-            loss = [0.0, *(1000 * of.loss for of, _ in known)]
-            repeated = [
-                strict_repeats,
-                *(100 * of.scores["repeated_4grams"] for of, _ in known),
-            ]
-            first = 0 if len(rules) > 1 else 1
-            gain.plot(loss[first:], extra[first:], **own)
-            repeats.plot(extra[first:], repeated[first:], **own)
-            for key, *at in zip(rules, loss[1:], extra[1:], strict=True):
-                _label(gain, key, at)
-        repeats.axhline(strict_repeats, color="black", linewidth=1)
-        gain.set(
-            title=title,
-            xlabel="loss, thousandths of a nat per token",
-            ylabel="acceptance length above strict, %",
-        )
-        repeats.set(
-            title=f"{title} (line: strict)",
-            xlabel="acceptance length above strict, %",
-            ylabel="repeated 4-grams, % of an answer's",
-        )
-        gain.legend(frameon=False, fontsize="small")
-        for axes in (gain, repeats):
+class Axis(NamedTuple):
+    """What is drawn: a rule's figure, with the ends of its interval where these are drawn too."""
+
+    label: str
+    of: Callable[[Frontier, str], Sequence[float]]
+
+
+LOSS = Axis(
+    "loss, thousandths of a nat per token", lambda found, rule: [1000 * found.of(rule).loss]
+)
+EXTRA = Axis("acceptance length above strict, %", lambda found, rule: [100 * found.extra(rule)])
+REPEATS = Axis(
+    "repeated 4-grams, % of an answer's",
+    lambda found, rule: [100 * found.scores(rule)["repeated_4grams"]],
+)
+SPEED = Axis(
+    "speed of further tokens, x strict",
+    lambda found, rule: found.speeds[rule].faster or [np.nan] * 3,
+)
+
+
+def plot(frontiers: dict[str, Frontier], path: Path, *panels: tuple[Axis, Axis]) -> None:
+    """Draws each of these pairs of figures, with a row per draft; strict decoding is a line."""
+    # Only plots need it.
+    from matplotlib.figure import Figure
+
+    size = 5.5 * len(panels), 4.2 * len(frontiers)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(frontiers), len(panels), squeeze=False)
+    for (title, frontier), line in zip(frontiers.items(), grid, strict=True):
+        for axes, (x, y) in zip(line, panels, strict=True):
+            for family, keys in frontier.families().items():
+                _draw(axes, frontier, family, keys, x, y)
+            axes.axhline(y.of(frontier, "standard")[0], color="black", linewidth=1)
+            axes.set(title=title, xlabel=x.label, ylabel=y.label)
+            axes.legend(frameon=False, fontsize="small")
             axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
 
-def _panels(lines: int, columns: int) -> tuple[Any, Any]:
-    # Only plots need it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5 * columns, 4.2 * lines), layout="constrained")
-    return figure, figure.subplots(lines, columns, squeeze=False)
-
-
-def _label(axes: Any, key: CellKey, at: Sequence[float]) -> None:
-    metric = str(key.metric)
-    axes.annotate(
-        f"{key.value:g}",
-        at,
-        LABELS[metric],
-        textcoords="offset points",
-        color=COLORS[metric],
-        ha="right" if LABELS[metric][0] < 0 else "left",
+def _draw(
+    axes: Any, frontier: Frontier, family: str, keys: Sequence[CellKey], x: Axis, y: Axis
+) -> None:
+    """Draws a family's curve, which starts at strict decoding."""
+    metric = str(keys[0].metric)
+    color, side = COLORS[metric], LABELS[metric]
+    rules = ["standard", *(key.rule for key in keys)]
+    across, up = ([of(frontier, rule) for rule in rules] for of in (x.of, y.of))
+    axes.plot(
+        [at for at, *_ in across], [at for at, *_ in up], color=color, marker="o", label=family
     )
-
-
-def plot_speed(frontiers: dict[str, Frontier], path: Path) -> None:
-    """Draws by loss how much sooner than under strict verification further tokens come."""
-    figure, grid = _panels(1, len(frontiers))
-    for axes, (title, frontier) in zip(grid[0], frontiers.items(), strict=True):
-        for family, group in groupby(frontier.keys(), _family):
-            keys = list(group)
-            speeds = [frontier.speeds[key.rule].faster or (math.nan,) * 3 for key in keys]
-            # Each curve starts at strict decoding.
-            x = [0.0, *(1000 * frontier.of(key.rule).loss for key in keys)]
-            y, low, high = (np.array([1.0, *ends]) for ends in zip(*speeds, strict=True))
-            color = COLORS[str(keys[0].metric)]
-            axes.plot(x, y, color=color, marker="o", label=family)
-            axes.vlines(x, low, high, color=color, alpha=0.4)
-            for key, *at in zip(keys, x[1:], y[1:], strict=True):
-                _label(axes, key, at)
-        axes.axhline(1, color="black", linewidth=1)
-        axes.set(
-            title=title,
-            xlabel="loss, thousandths of a nat per token",
-            ylabel="speed of further tokens, x strict",
+    for key, (at, *_), (value, *ends) in zip(keys, across[1:], up[1:], strict=True):
+        if ends:
+            axes.vlines(at, *ends, color=color, alpha=0.4)
+        axes.annotate(
+            f"{key.value:g}",
+            (at, value),
+            side,
+            textcoords="offset points",
+            color=color,
+            ha="right" if side[0] < 0 else "left",
         )
-        axes.legend(frameon=False, fontsize="small", loc="upper left")
-        axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
 
 
 def main() -> int:
@@ -391,9 +349,10 @@ def main() -> int:
         },
     }
     write_json(args.output, result)
-    for draw, path in ((plot, args.plot), (plot_speed, args.speeds)):
-        if path:
-            draw(frontiers, path)
+    if args.plot:
+        plot(frontiers, args.plot, (LOSS, EXTRA), (EXTRA, REPEATS))
+    if args.speeds:
+        plot(frontiers, args.speeds, (LOSS, SPEED))
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks import tree_summary, validated
 from benchmarks.markdown import Columns, Text, at, described, follow, pair, shown, transposed
+from vllm_mars.config import METRICS
 from vllm_mars.demo.results import speedup
 from vllm_mars.experiments.report.measured import Measured, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
@@ -283,23 +284,18 @@ def frontier(columns: Columns, name: str, draft: str) -> list[str]:
     return described(columns, sorted(found, key=lambda of: looseness(of["rule"])))
 
 
-def at_equal_loss(name: str, draft: str) -> list[str]:
-    """What each metric accepts at a loss."""
+def at_equal_loss(name: str, draft: str, options: str = GUARD) -> list[str]:
+    """What each metric accepts at a loss, with the same further options."""
     found = raw(name)["drafts"][draft]
-    names = {f"ratio{GUARD}": "theta", f"gap{GUARD}": "gap", f"price{GUARD}": "price"}
-    families = {of: family for family, of in names.items() if family in found["curves"]}
-    columns = {
-        "nats per token": at("loss"),
-        **{
-            f"{of}, %": at(f"extra_acceptance/{family}/value", ".1f", 100)
-            for of, family in families.items()
-        },
-        **{
-            f"price / {of}": at(f"price_over/{family}", ".2f")
-            for of, family in families.items()
-            if of != "price"
-        },
-    }
+    metrics = [metric for metric in METRICS if f"{metric}{options}" in found["curves"]]
+    columns = {"nats per token": at("loss")}
+    for metric in metrics:
+        extra = at(f"extra_acceptance/{metric}{options}/value", ".1f", 100)
+        columns[f"{METRICS[metric]}, %"] = extra
+    for metric in metrics:
+        if metric != "price":
+            over = at(f"price_over/{metric}{options}", ".2f")
+            columns[f"price / {METRICS[metric]}"] = over
     return described(columns, found["at_equal_loss"])
 
 
