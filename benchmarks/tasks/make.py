@@ -13,20 +13,17 @@ facts, functions, and templates with the words and limits from which values are 
 """
 
 import argparse
-import ast
-import inspect
 import itertools
 import json
 import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import yaml
 from jinja2 import Environment, StrictUndefined
-
-from benchmarks.tasks.functions import CASES
 
 HERE = Path(__file__).parent
 # Prompts of each kind.
@@ -149,27 +146,20 @@ def fact_lines(rng: random.Random) -> Iterator[Line]:
 
 def function_lines(rng: random.Random) -> Iterator[Line]:
     """Functions with tests, as HumanEval is published."""
-    for function, cases in CASES.items():
-        name, source = function.__name__, inspect.getsource(function)
-        (tree,) = ast.parse(source).body
-        assert isinstance(tree, ast.FunctionDef), "CASES holds functions"
-        lines, body = source.splitlines(), tree.body
-        signature = lines[tree.lineno - 1 : body[0].lineno - 1]
-        calls = [(f"{name}({', '.join(map(repr, case))})", repr(function(*case))) for case in cases]
-        examples = [
-            line for call, value in calls[:2] for line in (f"    >>> {call}", f"    {value}")
-        ]
-        docstring = f'    """{ast.get_docstring(tree)}'.replace("\n", "\n    ")
+    for name, function in _read("functions.yaml").items():
+        calls = [line.rsplit(" == ", 1) for line in function["tests"].splitlines()]
+        examples = [f">>> {call}\n{value}" for call, value in calls[:2]]
+        docstring = "\n".join([f'"""{function["docstring"]}', "", *examples, '"""', ""])
         tests = [
-            f"    assert {call.replace(name, 'candidate', 1)} == {value}" for call, value in calls
+            f"assert {call.replace(name, 'candidate', 1)} == {value}\n" for call, value in calls
         ]
         yield {
             "task_id": f"function/{name}",
             "category": "function",
-            "prompt": "\n".join([*signature, docstring, "", *examples, '    """', ""]),
+            "prompt": f"{function['signature']}\n{indent(docstring, '    ')}",
             "entry_point": name,
-            "canonical_solution": "\n".join([*lines[body[0].end_lineno :], ""]),
-            "test": "\n".join(["def check(candidate):", *tests, ""]),
+            "canonical_solution": indent(function["solution"], "    "),
+            "test": f"def check(candidate):\n{indent(''.join(tests), '    ')}",
         }
 
 
