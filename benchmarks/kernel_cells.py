@@ -12,9 +12,9 @@ from benchmarks.kernel_variants import (
     MismatchError,
     Outputs,
     Shape,
+    Step,
     Variant,
     build,
-    make_step,
     mars,
 )
 from vllm_mars.kernels import top2
@@ -33,14 +33,14 @@ def time_variants(
         results[name] = {"bytes": variant.bytes, "checked": variant.expected is not None}
         calls[name, "eager"] = variant.run
         try:
-            replay, outputs = clock.capture(variant.run)
+            replay = clock.capture(variant.run)
         except Exception as error:
             # A baseline may wait for the host anywhere, each with an error of its own; what ends
             # the capture then only says that something failed before.
             cause = error.__context__ or error
             results[name] |= {"graph": False, "graph_error": _first_line(cause)}
             continue
-        variant.check(f"{name} (graph)", shape, functools.partial(_replay, replay, outputs))
+        variant.check(f"{name} (graph)", shape, replay)
         calls[name, "graph"] = replay
     for (name, mode), runs in time_in_turn(clock, calls, rounds).items():
         results[name][mode] = summary(runs)
@@ -48,11 +48,6 @@ def time_variants(
         median = (result["graph"] or result["eager"])["median"]
         result["gb_per_s"] = result["bytes"] / median / 1e3
     return results
-
-
-def _replay(replay: Callable[[], Any], outputs: Outputs) -> Outputs:
-    replay()
-    return outputs
 
 
 def _first_line(error: BaseException) -> str:
@@ -71,7 +66,7 @@ def measure_cell(clock: HostClock, shape: Shape, bandwidth: float, rounds: int) 
     Raises:
         MismatchError: a variant gave other tokens than the reference.
     """
-    variants, skipped = build(make_step(shape, clock.device))
+    variants, skipped = build(Step(shape, clock.device))
     results = time_variants(clock, shape, variants, rounds)
     for result in results.values():
         result["share_of_bandwidth"] = result["gb_per_s"] / bandwidth
@@ -115,7 +110,7 @@ def tune_cell(
     Raises:
         MismatchError: with some settings the kernels gave other tokens than the reference.
     """
-    variant = mars(make_step(shape, clock.device))
+    variant = mars(Step(shape, clock.device))
     present = top2.launch_settings(shape.vocab, shape.rows)
     candidates = dict.fromkeys([present, *launch_candidates(shape, clock.describe()["sms"])])
     by_name: dict[str, Settings] = {}
@@ -123,9 +118,8 @@ def tune_cell(
     rows: list[dict[str, Any]] = []
     for settings in list(candidates)[:limit]:
         name = "{} blocks of {}, {} warps".format(*settings)
-        tuned = dataclasses.replace(
-            variant, run=functools.partial(_launched_with, settings, variant.run)
-        )
+        run = functools.partial(_launched_with, settings, variant.run)
+        tuned = dataclasses.replace(variant, run=run)
         try:
             tuned.check(f"mars with {name}", shape)
         except MismatchError:

@@ -22,8 +22,8 @@ class HostClock:
         """The device and how it is timed, for the result file."""
         return {"name": "cpu", "sms": 4, "l2_bytes": 0, "timing": "not meaningful"}
 
-    def capture(self, call: Call) -> tuple[Call, Any]:
-        """A replay of a call as a CUDA graph, and the outputs that each replay writes again."""
+    def capture(self, call: Call) -> Call:
+        """A replay of a call as a CUDA graph; it returns the outputs that it writes again."""
         raise RuntimeError("a CPU has no CUDA graphs")
 
     def time(self, call: Call) -> float:
@@ -56,14 +56,19 @@ class GpuClock(HostClock):
             "timing": "CUDA events around one call; before each, 4 times the L2 cache is read",
         }
 
-    def capture(self, call: Call) -> tuple[Call, Any]:
+    def capture(self, call: Call) -> Call:
         """Captures a call that has run before."""
         graph = torch.cuda.CUDAGraph()
         # A failed capture can leave its own stream the current one; this puts ours back.
         with torch.cuda.stream(torch.cuda.current_stream()):
             with torch.cuda.graph(graph):
                 outputs = call()
-        return graph.replay, outputs
+
+        def replay() -> Any:
+            graph.replay()
+            return outputs
+
+        return replay
 
     def time(self, call: Call) -> float:
         """Microseconds on the stream, behind a read that makes the cache cold.

@@ -20,7 +20,8 @@ from vllm_mars.verify import judge_positions, verify_input_tokens
 THETA = 0.9
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-Outputs = tuple[torch.Tensor | None, ...]
+# Tensors, and None where a field of a `VerifyOutput` was not asked for.
+Outputs = tuple[Any, ...]
 
 
 class Shape(NamedTuple):
@@ -53,9 +54,10 @@ class MismatchError(Exception):
     """A variant gave other tokens than the reference."""
 
 
-@dataclass
 class Step:
-    """The inputs of one step; a request's rows are its draft rows and then its bonus row.
+    """The inputs of one step, random and the same at each call.
+
+    A request's rows are its draft rows and then its bonus row.
 
     Attributes:
         shape: the cell of the grid.
@@ -68,13 +70,21 @@ class Step:
         protected: `[vocab]` bool, one token in 97.
     """
 
-    shape: Shape
-    logits: torch.Tensor
-    drafts: torch.Tensor
-    ends: torch.Tensor
-    target_rows: torch.Tensor
-    bonus_rows: torch.Tensor
-    protected: torch.Tensor
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        batch, k, vocab, dtype = shape
+        logits = torch.empty(shape.rows, vocab, device=device).normal_(0, 3, generator=generator)
+        rows = torch.arange(shape.rows, device=device, dtype=torch.int32).view(batch, k + 1)
+        rank = torch.rand(batch * k, device=device, generator=generator)
+        rank = (rank > 0.6).long() + (rank > 0.85)
+        self.shape = shape
+        self.logits = logits.to(DTYPES[dtype])
+        self.target_rows = rows[:, :-1].flatten()
+        best = self.logits.topk(3).indices[self.target_rows]
+        self.drafts = best.gather(1, rank[:, None]).squeeze(1).int()
+        self.ends = torch.arange(1, batch + 1, device=device, dtype=torch.int32) * k
+        self.bonus_rows = rows[:, -1].contiguous()
+        self.protected = torch.arange(vocab, device=device) % 97 == 0
 
     def verify(self, theta: float | torch.Tensor, **options: Any) -> Callable[..., Any]:
         """`verify_greedy` of this step, to be called with a backend."""
@@ -151,40 +161,16 @@ class Variant:
             )
 
 
-def make_step(shape: Shape, device: torch.device) -> Step:
-    """Random logits and drafts of a shape; the same ones at each call."""
-    generator = torch.Generator(device).manual_seed(0)
-    batch, k, vocab, dtype = shape
-    logits = torch.empty(shape.rows, vocab, device=device).normal_(0, 3, generator=generator)
-    logits = logits.to(DTYPES[dtype])
-    rows = torch.arange(shape.rows, device=device, dtype=torch.int32).view(batch, k + 1)
-    target_rows = rows[:, :-1].flatten()
-    rank = torch.rand(batch * k, device=device, generator=generator)
-    rank = (rank > 0.6).long() + (rank > 0.85)
-    best = logits.topk(3).indices[target_rows]
-    return Step(
-        shape=shape,
-        logits=logits,
-        drafts=best.gather(1, rank[:, None]).squeeze(1).int(),
-        ends=torch.arange(1, batch + 1, device=device, dtype=torch.int32) * k,
-        target_rows=target_rows,
-        bonus_rows=rows[:, -1].contiguous(),
-        protected=torch.arange(vocab, device=device) % 97 == 0,
-    )
-
-
 def _all_fields(outputs: Outputs) -> torch.Tensor:
     """Token ids, accepted and relaxed counts of a `VerifyOutput`, side by side."""
     tokens, accepted, relaxed = outputs[:3]
-    assert tokens is not None and accepted is not None and relaxed is not None, "always written"
     return torch.cat([tokens.int(), accepted[:, None], relaxed[:, None]], 1)
 
 
 def _only(outputs: Outputs) -> torch.Tensor:
     """The single output, token ids as int32."""
-    (tokens,) = outputs
-    assert tokens is not None, "always written"
-    return tokens if tokens.dtype == torch.bool else tokens.int()
+    (found,) = outputs
+    return found if found.dtype == torch.bool else found.int()  # type: ignore[no-any-return]
 
 
 def mars(step: Step, theta: float | torch.Tensor = THETA) -> Variant:
@@ -199,9 +185,9 @@ def mars(step: Step, theta: float | torch.Tensor = THETA) -> Variant:
     )
 
 
-def mars_per_request(step: Step) -> Variant:
-    """The same with a theta for each request."""
-    return mars(step, torch.full((step.shape.batch,), THETA, device=step.logits.device))
+def one_theta_each(step: Step) -> torch.Tensor:
+    """`[batch]`, a theta for each request."""
+    return torch.full((step.shape.batch,), THETA, device=step.logits.device)
 
 
 def mars_v2(step: Step) -> Variant:
@@ -265,7 +251,7 @@ def torch_argmax(step: Step) -> Variant:
 def torch_topk(step: Step) -> Variant:
     """The whole rule in torch, with topk(2): this project's torch backend."""
     # As tensors: a Python number would be copied from the host, which no graph can hold.
-    theta = torch.full((step.shape.batch,), THETA, device=step.logits.device)
+    theta = one_theta_each(step)
     call = step.verify(theta, gap=torch.zeros_like(theta), backend="torch")
     return Variant(call, _all_fields, _all_fields(call()), step.shape.logits_bytes)
 
@@ -367,8 +353,7 @@ def vllm_v2(step: Step, fly: bool = False, **options: Any) -> Variant:
 
     def answer(outputs: Outputs) -> torch.Tensor:
         tokens, num_tokens = outputs
-        assert tokens is not None and num_tokens is not None, "always written"
-        return tokens.masked_fill(offsets >= num_tokens[:, None], -1).int()
+        return tokens.masked_fill(offsets >= num_tokens[:, None], -1).int()  # type: ignore[no-any-return]
 
     return Variant(
         run=functools.partial(
@@ -400,7 +385,7 @@ def empty(step: Step) -> Variant:
 
 OURS: dict[str, Callable[[Step], Variant]] = {
     "mars": mars,
-    "mars, theta per request": mars_per_request,
+    "mars, theta per request": lambda step: mars(step, one_theta_each(step)),
     "mars, V2 layout": mars_v2,
     "mars judge_positions": mars_judge,
     "empty kernel": empty,

@@ -4,13 +4,11 @@
 
 Both samplers verify the same logits and drafts in turn, so a drift of the machine's speed meets
 both; the ratio is taken pair by pair. Drafts are the target's first choice with probability 0.6,
-else its second or third, which is about what a draft model does. The second part times the ways to
-reduce the rows that the torch backend could take.
+else its second or third, which is about what a draft model does.
 """
 
 import argparse
 import functools
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernel_timing import HostClock, summary, time_in_turn
-from benchmarks.kernel_variants import Shape, make_step, v1_inputs
+from benchmarks.kernel_variants import Shape, Step, v1_inputs
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 
@@ -80,7 +78,7 @@ def measure_samplers(runs: int) -> list[dict[str, Any]]:
             ("temperature 0.8", 0.8, None),
             ("temperature 0.8, top-p 0.9", 0.8, 0.9),
         ):
-            step = make_step(Shape(batch, NUM_DRAFT_TOKENS, VOCAB, "fp32"), device)
+            step = Step(Shape(batch, NUM_DRAFT_TOKENS, VOCAB, "fp32"), device)
             metadata, sampling = v1_inputs(step, temperature, top_p)
             times = time_in_turn(
                 HostClock(),
@@ -90,59 +88,19 @@ def measure_samplers(runs: int) -> list[dict[str, Any]]:
                 },
                 runs,
             )
-            ratios = [m / v for m, v in zip(times["mars"], times["vllm"], strict=True)]
-            counting_adds, guard_adds = (
-                [s - m for s, m in zip(times[key], times["mars"], strict=True)]
-                for key in ("mars_counting", "mars_guarded")
-            )
+            of = {key: np.array(values) for key, values in times.items()}
             results.append(
                 {
                     "batch": batch,
                     "requests": name,
                     **{key: in_milliseconds(values) for key, values in times.items()},
-                    "median_ratio_mars_to_vllm": statistics.median(ratios),
-                    "median_ms_counting_adds": statistics.median(counting_adds) / 1e3,
-                    "median_ms_guard_adds": statistics.median(guard_adds) / 1e3,
+                    "median_ratio_mars_to_vllm": float(np.median(of["mars"] / of["vllm"])),
+                    "median_ms_counting_adds": float(np.median(of["mars_counting"] - of["mars"]))
+                    / 1e3,
+                    "median_ms_guard_adds": float(np.median(of["mars_guarded"] - of["mars"])) / 1e3,
                 }
             )
     return results
-
-
-def measure_reductions(runs: int) -> dict[str, Any]:
-    """Ways to find the argmax and the runner-up of 160 rows of 49,152 float32 logits."""
-    torch.manual_seed(0)
-    logits = torch.randn(160, VOCAB) * 3
-    draft_logits = logits[:, 0].clone()
-
-    rows = logits.numpy()
-
-    def count_all_rows() -> None:
-        rows.argmax(axis=-1)
-        np.count_nonzero(rows > draft_logits[:, None].numpy(), axis=-1)
-
-    def count_candidates() -> None:
-        # One row in ten, those whose draft passes the margin without being the argmax.
-        rows.argmax(axis=-1)
-        for row, pivot in zip(rows[::10], draft_logits[::10].numpy(), strict=True):
-            np.count_nonzero(row > pivot)
-
-    def torch_count_all_rows() -> None:
-        logits.max(dim=-1)
-        (logits > draft_logits[:, None]).sum(-1)
-
-    times = time_in_turn(
-        HostClock(),
-        {
-            "torch: top-2": lambda: logits.topk(2, dim=-1),
-            "torch: max and argmax": lambda: logits.max(dim=-1),
-            "torch: max, argmax and a count over all rows": torch_count_all_rows,
-            "NumPy: argmax": lambda: rows.argmax(axis=-1),
-            "NumPy: argmax and a count over all rows": count_all_rows,
-            "NumPy: argmax and a count over candidate rows (used)": count_candidates,
-        },
-        runs,
-    )
-    return {name: in_milliseconds(values) for name, values in times.items()}
 
 
 def main() -> int:
@@ -160,7 +118,6 @@ def main() -> int:
         },
         "threads": torch.get_num_threads(),
         "samplers": measure_samplers(args.runs),
-        "reductions_160_rows": measure_reductions(args.runs),
     }
     for row in result["samplers"]:
         print(
@@ -170,8 +127,6 @@ def main() -> int:
             f"   counting adds {row['median_ms_counting_adds']:.2f} ms"
             f"   guard adds {row['median_ms_guard_adds']:.2f} ms"
         )
-    for name, values in result["reductions_160_rows"].items():
-        print(f"{name:<53} {values['median_ms']:8.2f} ms")
     if args.output:
         write_json(args.output, result)
     return 0
