@@ -157,17 +157,16 @@ class TreeHead(Eagle3Head):
         """
         used = int(lengths.max())
         keys, values = self.room[:, rows, :, :used]
-        known = keys, values, (torch.arange(used) >= lengths[:, None])[:, None, None]
+        seen = [(keys, values, (torch.arange(used) < lengths[:, None])[:, None, None])]
         hidden, token = self.last[rows][:, None], tokens[:, None]
         # Of each beam: its cumulated log probability, and its place among all candidates.
         total, place = torch.zeros(len(rows), 1), torch.full((len(rows), 1), -1)
-        further: list[tuple[torch.Tensor, torch.Tensor]] = []
         found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         all_logits = []
         for level in range(depth):
             positions = (lengths - 1 + level)[:, None].expand(token.shape)
             embedded = self.embedding[token]
-            hidden = self._step(embedded, hidden, positions, known, further, own=level > 0)
+            hidden = self._step(embedded, hidden, positions, seen, own=level > 0)
             logits = self.lm_head(self.norm(hidden))
             all_logits.append(logits[:, 0])
             best, ids = logits.log_softmax(-1).topk(width, -1)
@@ -182,7 +181,10 @@ class TreeHead(Eagle3Head):
             place = start + chosen
             hidden = hidden.take_along_dim(beam[..., None], 1)
             lane = beam[:, None, :, None]
-            further = [(k.take_along_dim(lane, 2), v.take_along_dim(lane, 2)) for k, v in further]
+            seen[1:] = [
+                (k.take_along_dim(lane, 2), v.take_along_dim(lane, 2), mask)
+                for k, v, mask in seen[1:]
+            ]
         totals, ids, places = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
         # Stable, so that a child that is as probable as its parent stays behind it.
         order = totals.argsort(stable=True, dim=1, descending=True)

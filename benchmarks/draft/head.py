@@ -20,6 +20,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
@@ -28,6 +29,9 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from benchmarks.draft.target import Target
+
+# Of each step so far: keys, values, and which of them each query sees.
+Seen = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class Layer(LlamaDecoderLayer):  # type: ignore[misc]
@@ -102,12 +106,11 @@ class Eagle3Head(nn.Module):
         places = torch.arange(states.shape[1], device=states.device)
         # Keys of step 0 are there for each token, whether it is an anchor or not.
         inputs, _ = self._inputs(embeddings[:, : states.shape[1]], combined)
-        known = *self._keys_values(inputs, places), places > anchors[:, None, :, None]
+        seen = [(*self._keys_values(inputs, places), places <= anchors[:, None, :, None])]
         hidden = _pick(combined, anchors)
-        further: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(count):
             at = anchors + step
-            hidden = self._step(_pick(embeddings, at), hidden, at, known, further, own=step > 0)
+            hidden = self._step(_pick(embeddings, at), hidden, at, seen, own=step > 0)
             yield self.norm(hidden)
 
     def _step(
@@ -115,8 +118,7 @@ class Eagle3Head(nn.Module):
         embeddings: torch.Tensor,
         hidden: torch.Tensor,
         positions: torch.Tensor,
-        known: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        further: list[tuple[torch.Tensor, torch.Tensor]],
+        seen: Seen,
         *,
         own: bool,
     ) -> torch.Tensor:
@@ -125,17 +127,23 @@ class Eagle3Head(nn.Module):
         Args:
             embeddings, hidden: `[batch, queries, hidden]`, e_j and f_j.
             positions: `[batch, queries]`.
-            known: keys, values and mask of step 0.
-            further: keys and values of the later steps.
-            own: whether this is a later step, whose keys and values join `further`.
+            seen: the keys of step 0, then those of later steps, of which each query sees its own.
+            own: whether this is a later step, whose keys and values join `seen`.
         """
-        layer = self.layer
+        layer, (rows, queries) = self.layer, positions.shape
         inputs, residual = self._inputs(embeddings, hidden)
-        query = self._heads(layer.self_attn.q_proj(inputs), positions)
         if own:
-            further.append(self._keys_values(inputs, positions))
-        attended = self._attend(query, *known, further)
-        added: torch.Tensor = layer.self_attn.o_proj(attended).float()
+            itself = torch.eye(queries, dtype=torch.bool, device=positions.device)
+            seen.append((*self._keys_values(inputs, positions), itself))
+        keys, values, masks = zip(*seen, strict=True)
+        attended = functional.scaled_dot_product_attention(
+            self._heads(layer.self_attn.q_proj(inputs), positions),
+            torch.cat(keys, 2),
+            torch.cat(values, 2),
+            torch.cat([mask.expand(rows, 1, queries, -1) for mask in masks], -1),
+            enable_gqa=True,
+        )
+        added: torch.Tensor = layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2)).float()
         residual = residual + added
         changed: torch.Tensor = layer.mlp(layer.post_attention_layernorm(residual)).float()
         return residual + changed
@@ -166,31 +174,6 @@ class Eagle3Head(nn.Module):
         cos, sin = (part.unsqueeze(-3) for part in self.rotary(split, positions))
         rotated: torch.Tensor = split * cos + rotate_half(split) * sin
         return rotated
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        hidden_mask: torch.Tensor,
-        further: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> torch.Tensor:
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-            further = [
-                (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)) for k, v in further
-            ]
-        query = query * self.config.head_dim**-0.5
-        scores = (query @ key.transpose(-1, -2)).float().masked_fill(hidden_mask, float("-inf"))
-        # An anchor sees one key of each later step: its own.
-        own = [(query * k).sum(-1, keepdim=True) for k, _ in further]
-        weights = torch.cat([scores, *own], -1).softmax(-1)
-        length = key.shape[2]
-        attended = (weights[..., :length] @ value).float()
-        for index, (_, v) in enumerate(further):
-            attended = attended + weights[..., length + index, None] * v
-        return attended.transpose(1, 2).flatten(2)
 
 
 def new_head(
