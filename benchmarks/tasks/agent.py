@@ -9,29 +9,18 @@ import operator
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from vllm_mars.experiments.quality.scores import names_one
 from vllm_mars.local.prompts import parse_prompt
 
-TOOLS = """\
-You solve a task with tools. Each of your messages is one line of JSON and nothing else. It calls a
-tool:
-{"tool": "look_up", "key": "pen"} looks a key up in the table.
-{"tool": "get", "key": "total"} reads a key of the store.
-{"tool": "put", "key": "total", "value": 12} writes a key of the store.
-{"tool": "calculate", "expression": "(2 + 1) * 4"} calculates.
-The result comes with the next message. Once you know the answer, your message is the answer:
-{"answer": 12}"""
-# User and agent in turn; not every chat template has a system message.
-OPENING = (
-    f"{TOOLS}\n\nThe table holds the price of each product. What do 4 pens cost?",
-    '{"tool": "look_up", "key": "pen"}',
-    "Result: 3",
-    '{"tool": "calculate", "expression": "4 * 3"}',
-    "Result: 12",
-    '{"answer": 12}',
-)
+HERE = Path(__file__).parent
+# User and agent in turn, the first of whom says what tools there are: not every chat template has a
+# system message.
+OPENING: list[str] = yaml.safe_load((HERE / "tools.yaml").read_text(encoding="utf-8"))["opening"]
 ROLES = ("user", "assistant")
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

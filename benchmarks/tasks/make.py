@@ -73,16 +73,15 @@ def shown(schema: dict[str, Any]) -> dict[str, Any]:
 
 def json_lines(rng: random.Random) -> Iterator[Line]:
     """What a text says, as JSON."""
-    for name, kind in _read("json.yaml")["kinds"].items():
+    data = _read("json.yaml")
+    for name, kind in data["kinds"].items():
         schema, template = shown(kind["schema"]), _jinja().from_string(kind["text"])
         for number in range(DRAWS):
             value = draw(kind["schema"], rng)
+            prompt = data["prompt"].format(text=template.render(value), schema=json.dumps(schema))
             yield {
                 **_head(f"json-{name}", number),
-                "prompt": "Write what this text says as JSON that fits the schema.\n\n"
-                f"Text: {template.render(value)}\n\nSchema: {json.dumps(schema)}\n\n"
-                "Answer with the JSON alone.",
-                **{"schema": schema, "expected": value},
+                **{"prompt": prompt, "schema": schema, "expected": value},
             }
 
 
@@ -91,43 +90,35 @@ def sql_lines(rng: random.Random) -> Iterator[Line]:
     data = _read("sql.yaml")
     for database in data["databases"]:
         things, owners = database["things"], database["owners"]
-        tables = (
-            f"CREATE TABLE {owners['table']} (id INTEGER PRIMARY KEY, {owners['name']} TEXT, "
-            f"{owners['number']} INTEGER);\n"
-            f"CREATE TABLE {things['table']} (id INTEGER PRIMARY KEY, {things['name']} TEXT, "
-            f"{things['number']} INTEGER, {things['group']} TEXT, "
-            f"{things['owner']} INTEGER REFERENCES {owners['table']} (id));"
-        )
-        rows: list[tuple[str, tuple[Any, ...]]] = []
+        words = {
+            **{"t": things["table"], "n": things["name"], "v": things["number"]},
+            **{"g": things["group"], "owner": things["owner"]},
+            **{"o": owners["table"], "m": owners["name"], "c": owners["number"]},
+        }
+        inserts = []
         for number, name in enumerate(database["owner_names"], 1):
-            rows.append((owners["table"], (number, name, rng.randint(*owners["between"]))))
+            row: tuple[Any, ...] = (number, name, rng.randint(*owners["between"]))
+            inserts.append(f"INSERT INTO {owners['table']} VALUES {row};")
         low, high = things["between"]
         numbers = rng.sample(range(low, high + 1), len(database["names"]))
         for number, name in enumerate(database["names"], 1):
             # Each group is there, and each owner but the last.
             group = things["groups"][number % len(things["groups"])]
             owner = rng.randint(1, OWNERS) if number > OWNERS else number
-            rows.append((things["table"], (number, name, numbers[number - 1], group, owner)))
-        inserts = [f"INSERT INTO {table} VALUES {row};" for table, row in rows]
-        words = {
-            **{"t": things["table"], "n": things["name"], "v": things["number"]},
-            **{"g": things["group"], "owner": things["owner"]},
-            **{"o": owners["table"], "m": owners["name"]},
-        }
+            row = (number, name, numbers[number - 1], group, owner)
+            inserts.append(f"INSERT INTO {things['table']} VALUES {row};")
+        tables = data["tables"].format(**words)
         for number, question in enumerate(data["questions"]):
-            drawn = {
-                "G": rng.choice(things["groups"]),
-                "N": rng.choice(numbers),
-                "O": rng.choice(database["owner_names"][:OWNERS]),
-            }
+            words["G"] = rng.choice(things["groups"])
+            words["N"] = rng.choice(numbers)
+            words["O"] = rng.choice(database["owner_names"][:OWNERS])
+            ask, query = (question[part].format(**words) for part in ("ask", "query"))
             yield {
                 **_head(f"sql-{number}", things["table"]),
-                "prompt": f"These are the tables of a SQLite database.\n\n{tables}\n\nWrite one "
-                f"query that answers this question: {question['ask'].format(**words, **drawn)}\n"
-                "Answer with the query in one code block.",
+                "prompt": data["prompt"].format(tables=tables, question=ask),
                 "sql": {
                     "setup": "\n".join([tables, *inserts]),
-                    "query": question["query"].format(**words, **drawn),
+                    "query": query,
                     "ordered": question.get("ordered", False),
                 },
             }

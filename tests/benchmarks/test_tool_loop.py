@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks import tool_loop
-from benchmarks.tasks.agent import TOOLS, Task, call, first_object, lead, read_task
+from benchmarks.tasks.agent import OPENING, Task, call, first_object, lead, read_task
 from benchmarks.tasks.make import write_sets
 from stand_in.answers import Handler, answering
 from vllm_mars.local.prompts import read_json_lines
@@ -203,7 +203,7 @@ def test_rules_are_compared(prompts, started, tmp_path, capsys):
     assert [one["rule"] for one in result["episodes"][:4]] == [*rules, *rules[::-1]]
     options = {"mars_price": 0.3, "mars_max_loss": 0.02}
     wake, first, *others = Model.asked
-    assert wake["max_tokens"] == 4 and first["messages"][0]["content"].startswith(TOOLS)
+    assert wake["max_tokens"] == 4 and first["messages"][0]["content"] == OPENING[0]
     assert [message["role"] for message in first["messages"]][-2:] == ["assistant", "user"]
     assert [body.get("vllm_xargs") for body in others if "vllm_xargs" in body][0] == options
     assert "strict: 14 of 14 reached" in capsys.readouterr().out
