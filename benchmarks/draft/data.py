@@ -98,7 +98,7 @@ def make_shard(
     Returns:
         Whether it had to be made.
     """
-    final = directory / f"{number:05d}.safetensors"
+    final = shard_path(directory, number)
     if final.is_file():
         return False
     rng = random.Random(f"{options.seed} {number}")
@@ -110,17 +110,12 @@ def make_shard(
     lines: list[str] = []
     for first in range(0, len(conversations), options.batch):
         batch = conversations[first : first + options.batch]
-        heat = [
-            1.0
-            if prompts.asks_for_a_task(messages)
-            else (0.0 if rng.random() < options.greedy_share else rng.uniform(0.6, 1.0))
-            for messages, _ in batch
-        ]
-        ids = [pair[1] for pair in batch]
-        for answer in target.answer(ids, heat, options.max_tokens, generator):
+        messages, ids = zip(*batch, strict=True)
+        heat = [_temperature(one, options, rng) for one in messages]
+        for answer in target.answer(list(ids), heat, options.max_tokens, generator):
             answers.append(answer)
             line = {
-                "messages": batch[answer.index][0],
+                "messages": messages[answer.index],
                 "answer": decode(answer.tokens[answer.prompt_tokens :]),
                 "temperature": heat[answer.index],
             }
@@ -130,6 +125,11 @@ def make_shard(
         unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
     save_shard(final, answers)
     return True
+
+
+def shard_path(directory: Path, number: int) -> Path:
+    """Returns the path of a shard."""
+    return directory / f"{number:05d}.safetensors"
 
 
 @contextlib.contextmanager
@@ -228,16 +228,20 @@ def finished_shards(directory: Path) -> list[Path]:
     return sorted(directory.glob("[0-9]*.safetensors"))
 
 
+def _temperature(messages: prompts.Messages, options: DataOptions, rng: random.Random) -> float:
+    if prompts.asks_for_a_task(messages):
+        return 1.0
+    return 0.0 if rng.random() < options.greedy_share else rng.uniform(0.6, 1.0)
+
+
 def _draw(
     directory: Path, number: int, options: DataOptions, encode: Encode, rng: random.Random
 ) -> list[tuple[prompts.Messages, list[int]]]:
     earlier: list[tuple[prompts.Messages, str]] = []
     if number >= EARLIER:
-        path = directory / f"{number - EARLIER:05d}.jsonl"
-        # Not splitlines, which also cuts at characters that JSON allows within a text.
-        for text in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
-            line: dict[str, Any] = json.loads(text)
-            earlier.append((line["messages"], line["answer"]))
+        path = shard_path(directory, number - EARLIER).with_suffix(".jsonl")
+        with path.open(encoding="utf-8") as file:
+            earlier = [(line["messages"], line["answer"]) for line in map(json.loads, file)]
     further = file_prompts(Path(options.prompt_file)) if options.prompt_file else []
     measured = measured_turns()
     conversations: list[tuple[prompts.Messages, list[int]]] = []

@@ -26,8 +26,10 @@ from vllm_mars.local.result_file import write_json
 
 SCHEMA = "vllm-mars/drafts/2"
 # What tells heads apart in a table, of their training.json.
-TRAINED = ("steps", "seen_tokens", "draft_vocab_size", "aux_layers", "megabytes")
-TRAINED_WITH = ("steps_ahead", "loss", "price", "epochs")
+TRAINED = (
+    *("steps", "seen_tokens", "draft_vocab_size", "aux_layers", "megabytes"),
+    *("steps_ahead", "loss", "price", "epochs"),
+)
 COLUMNS: Columns = {
     "head": at("head"),
     "trained": lambda of: ", ".join(f"{name} {value}" for name, value in of["trained"].items()),
@@ -143,7 +145,5 @@ def _trained(directory: Path) -> dict[str, Any]:
     """Returns how a head was trained; nothing where it does not say."""
     path = directory / "training.json"
     record = json.loads(path.read_text()) if path.is_file() else {}
-    train = record.get("train", {})
-    return {name: record[name] for name in TRAINED if name in record} | {
-        name: train[name] for name in TRAINED_WITH if name in train
-    }
+    record |= record.get("train", {})
+    return {name: record[name] for name in TRAINED if name in record}

@@ -10,13 +10,14 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import torch
 
-from benchmarks.draft.data import DataOptions, make_shard, wait_for, write_manifest
+from benchmarks.draft.data import DataOptions, make_shard, shard_path, wait_for, write_manifest
 from benchmarks.draft.export import export, megabytes
 from benchmarks.draft.head import Eagle3Head, new_head
 from benchmarks.draft.prompts import Messages
@@ -147,10 +148,9 @@ def make_data(
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def encode(messages: Messages) -> list[int]:
-        ids: list[int] = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True
-        )["input_ids"]
-        return ids
+        return list(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        )
 
     def decode(tokens: torch.Tensor) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -160,24 +160,9 @@ def make_data(
         make_shard(work / "data", number, setting.data, target, encode, decode, answered)
 
 
-def make_head(work: Path, setting: Setting, target: Target) -> Eagle3Head:
-    """Returns the head as training starts it."""
-    count = min(FIRST_SHARDS, setting.data.shards)
-    first = [wait_for(shard_path(work, number)) for number in range(count)]
-    tokens = choose_draft_tokens(first, setting.draft_vocab_size, target.config.vocab_size)
-    head = _new_head(setting, target, tokens)
-    start_linear(head, target, first[:1])
-    return head
-
-
 def work_directory(model: Path) -> Path:
     """Returns where a model's head is made by default."""
     return cache_root() / f"draft-{model.name}"
-
-
-def shard_path(work: Path, number: int) -> Path:
-    """Returns the path of a shard."""
-    return work / "data" / f"{number:05d}.safetensors"
 
 
 def train(
@@ -193,15 +178,13 @@ def train(
         ValueError: the data or the checkpoint is of other options.
     """
     write_manifest(work / "data", setting.data, model_checksum(model))
-    head = make_head(work, setting, target)
-    trainer = Trainer(
-        work / "train",
-        setting.train,
-        target,
-        head,
-        lambda number: shard_path(work, number),
-        setting.data.shard_prompts,
-    )
+    path_of = partial(shard_path, work / "data")
+    first = [wait_for(path_of(number)) for number in range(min(FIRST_SHARDS, setting.data.shards))]
+    tokens = choose_draft_tokens(first, setting.draft_vocab_size, target.config.vocab_size)
+    head = _new_head(setting, target, tokens)
+    start_linear(head, target, first[:1])
+    prompts = setting.data.shard_prompts
+    trainer = Trainer(work / "train", setting.train, target, head, path_of, prompts)
     trainer.resume()
     half = trainer.total // 2
     if trainer.done <= half:
@@ -238,11 +221,6 @@ def write(trainer: Trainer, directory: Path, model: Path, setting: Setting) -> N
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
     }
     write_json(directory / "training.json", record)
-    (directory / "README.md").write_text(model_card(record))
-
-
-def model_card(record: dict[str, Any]) -> str:
-    """Returns README.md of a head from the content of its training.json."""
     template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
-    card: str = jinja2.Template(template, keep_trailing_newline=True).render(record)
-    return card
+    card = jinja2.Template(template, keep_trailing_newline=True).render(record)
+    (directory / "README.md").write_text(card)

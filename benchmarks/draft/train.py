@@ -167,16 +167,11 @@ class Trainer:
         for name, parameter in self.head.named_parameters():
             by_muon = parameter.dim() == 2 and not name.startswith("lm_head")
             (matrices if by_muon else others).append(parameter)
+        decay = options.weight_decay
+        rates = options.adam_learning_rate, options.learning_rate
         optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(
-                others, options.adam_learning_rate, (0.9, 0.95), weight_decay=options.weight_decay
-            ),
-            torch.optim.Muon(
-                matrices,
-                options.learning_rate,
-                options.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            ),
+            torch.optim.AdamW(others, rates[0], (0.9, 0.95), weight_decay=decay),
+            torch.optim.Muon(matrices, rates[1], decay, adjust_lr_fn="match_rms_adamw"),
         ]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -235,9 +230,8 @@ class Trainer:
                 start = time.perf_counter()
                 figures = self._step(batch)
                 self.done += 1
-                figures["step"] = self.done
-                figures["total"] = self.total
-                figures["seconds"] = round(time.perf_counter() - start, 3)
+                seconds = round(time.perf_counter() - start, 3)
+                figures |= {"step": self.done, "total": self.total, "seconds": seconds}
                 log.write(json.dumps(figures) + "\n")
                 log.flush()
                 report(figures)
@@ -275,33 +269,24 @@ class Trainer:
     def _plan(self, first: int) -> Iterator[Batch]:
         """Yields the batches from the step `first` on."""
         options = self.options
-        for number in range(
-            first // self.shard_batches, math.ceil(options.epochs) * options.shards
-        ):
+        begin, skip = divmod(first, self.shard_batches)
+        for number in range(begin, math.ceil(options.epochs) * options.shards):
             epoch, place = divmod(number, options.shards)
             order = list(range(options.shards))
             # The first pass takes the shards as they are made.
             if epoch:
                 random.Random(f"{options.seed} {epoch}").shuffle(order)
-            skip = first % self.shard_batches if number == first // self.shard_batches else 0
-            yield from self._shard(order[place], f"{options.seed} {epoch} {place}", skip)
-
-    def _shard(self, number: int, seed: str, skip: int) -> Iterator[Batch]:
-        shard = Shard(wait_for(self.shard_path(number)))
-        tokens, states = shard.read()
-        # Little padding where the lengths are alike.
-        order = sorted(range(len(tokens)), key=lambda index: shard.lengths[index])
-        size = self.options.batch
-        groups = [order[start : start + size] for start in range(0, len(order), size)]
-        random.Random(seed).shuffle(groups)
-        for group in groups[skip:]:
-            yield Batch.of(
-                [tokens[index] for index in group],
-                [states[index] for index in group],
-                [shard.prompt_tokens[index] for index in group],
-                self.options.steps_ahead,
-                self.target.device,
-            )
+            shard = Shard(wait_for(self.shard_path(order[place])))
+            content: tuple[list[Any], ...] = (*shard.read(), shard.prompt_tokens)
+            # Little padding where the lengths are alike.
+            order = sorted(range(len(shard.lengths)), key=shard.lengths.__getitem__)
+            size = options.batch
+            groups = [order[start : start + size] for start in range(0, len(order), size)]
+            random.Random(f"{options.seed} {epoch} {place}").shuffle(groups)
+            for group in groups[skip:]:
+                tokens, states, prompts = ([of[index] for index in group] for of in content)
+                yield Batch.of(tokens, states, prompts, options.steps_ahead, self.target.device)
+            skip = 0
 
     def _step(self, batch: Batch) -> dict[str, Any]:
         share = self.done / self.total
@@ -312,11 +297,8 @@ class Trainer:
                 group["lr"] = group["peak"] * factor
             optimizer.zero_grad()
         losses, correct, counts = self._losses(batch)
-        loss = sum(
-            self.options.step_decay**step * one / max(1, counts[0])
-            for step, one in enumerate(losses)
-        )
-        assert isinstance(loss, torch.Tensor), "at least one step is trained"
+        weights = [self.options.step_decay**step / max(1, counts[0]) for step in range(len(losses))]
+        loss = torch.stack(losses) @ torch.tensor(weights, device=self.target.device)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         for optimizer in self.optimizers:
