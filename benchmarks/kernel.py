@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import Columns, at, described
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 
@@ -29,18 +30,24 @@ NO_GPU = "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes in Trit
 # runs out.
 Cell = tuple[int, int, int, str]
 SMALL: list[Cell] = list(itertools.product((1, 64), (5,), (151_936, 128_256), ("bf16", "fp32")))
-FULL: list[Cell] = list(
-    dict.fromkeys(
-        [
-            *SMALL,
-            *itertools.product(
-                (256, 64, 8, 1), (5, 8, 3), (151_936, 128_256, 32_000), ("bf16", "fp32")
-            ),
-        ]
-    )
-)
+GRID = (256, 64, 8, 1), (5, 8, 3), (151_936, 128_256, 32_000), ("bf16", "fp32")
+FULL: list[Cell] = list(dict.fromkeys([*SMALL, *itertools.product(*GRID)]))
 TUNED: list[Cell] = list(itertools.product((1, 8, 64, 256), (5,), (151_936,), ("bf16", "fp32")))
 DRY: list[Cell] = [(1, 3, 5_000, "bf16"), (2, 3, 5_000, "fp32")]
+TIMES: Columns = {
+    "graph, us": at("graph/median", ".1f"),
+    "eager, us": at("eager/median", ".1f"),
+    "of the bandwidth": at("share_of_bandwidth", ".1%"),
+}
+VARIANTS: Columns = {
+    **{"variant": at("name"), **TIMES},
+    **{"graph, x mars": at("over/graph", ".2f"), "eager, x mars": at("over/eager", ".2f")},
+    "": lambda of: of.get("skipped") or of.get("graph_error", ""),
+}
+SETTINGS: Columns = {
+    **{"": at("rank"), "settings": at("name"), "programs": at("programs", ","), **TIMES},
+    "note": lambda of: of.get("skipped") or "<- present" * of["is_present"],
+}
 
 
 def cell_of(text: str) -> Cell:
@@ -104,36 +111,25 @@ def outcomes(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return goals
 
 
-def print_cell(cell: dict[str, Any]) -> None:
-    """Prints a line for each variant of a cell."""
-    for name, result in cell["variants"].items():
-        if "skipped" in result:
-            print(f"    {name:<26} skipped: {result['skipped']}")
-            continue
-        graph = f"{result['graph']['median']:9.1f} us" if result["graph"] else "    no graph"
-        speedups = cell["speedup_of_mars_over"].items()
-        notes = [f"{mode} {ratios[name]:.2f} x mars" for mode, ratios in speedups if name in ratios]
-        if not result["graph"]:
-            notes.append(f"no graph: {result['graph_error']}")
-        print(
-            f"    {name:<26} {graph}, eager {result['eager']['median']:9.1f} us,"
-            f" {result['gb_per_s']:6.0f} GB/s = {result['share_of_bandwidth']:6.1%}",
-            ", ".join(notes),
-            sep="   ",
-        )
+def cell_table(cell: dict[str, Any]) -> list[str]:
+    """The lines of a table of a cell's variants."""
+    over = cell["speedup_of_mars_over"]
+    items = [
+        {"name": name, "over": {mode: of.get(name) for mode, of in over.items()}, **result}
+        for name, result in cell["variants"].items()
+    ]
+    return described(VARIANTS, items)
 
 
-def print_table(cell: dict[str, Any]) -> None:
-    """Prints the best launch settings of a cell, and the present ones."""
-    for rank, row in enumerate(cell["table"], start=1):
-        if "skipped" in row:
-            print(f"    {row['settings']} skipped: {row['skipped']}")
-        elif rank <= 5 or row["is_present"]:
-            median = (row["graph"] or row["eager"])["median"]
-            print(
-                f"    {rank:>3}. {row['name']:<32} {row['programs']:>7,} programs {median:9.1f} us"
-                f" {row['share_of_bandwidth']:6.1%}{'  <- present' * row['is_present']}"
-            )
+def tune_table(cell: dict[str, Any]) -> list[str]:
+    """The lines of a table of a cell's best launch settings, and of the present ones."""
+    rows = [
+        {"rank": rank, "name": str(row["settings"]), **row}
+        for rank, row in enumerate(cell["table"], 1)
+    ]
+    return described(
+        SETTINGS, [row for row in rows if row["rank"] <= 5 or row.get("is_present", True)]
+    )
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -186,11 +182,11 @@ def measure(args: argparse.Namespace) -> int:
                 limit = 3 if args.dry_run else None
                 tuned = kernel_cells.tune_cell(clock, shape, bandwidth, rounds, limit)
                 result["tune"].append(tuned)
-                print_table(tuned)
+                print(*tune_table(tuned), sep="\n", flush=True)
             else:
                 measured = kernel_cells.measure_cell(clock, shape, bandwidth, rounds)
                 result["cells"].append(measured)
-                print_cell(measured)
+                print(*cell_table(measured), sep="\n", flush=True)
         except MismatchError as error:
             result["error"] = str(error)
             write()
