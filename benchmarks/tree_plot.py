@@ -8,31 +8,26 @@ from matplotlib.figure import Figure
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Draws a result as a PNG.
-
-    Args:
-        result: what `benchmarks.tree summarise` writes.
-        path: the file to write.
-    """
+    """Draws what `benchmarks.tree summarise` writes as a PNG."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    rules = dict.fromkeys(cell["rule"] for cell in result["cells"])
-    for color, rule in enumerate(rules):
-        for kind, form in (("chain", "o:"), ("tree", "^-")):
-            points = sorted(
-                (cell["rows"], *(cell["length"][name] for name in ("value", "low", "high")))
-                for cell in result["cells"]
-                if cell["rule"] == rule and cell["shape"].startswith(kind)
-            )
-            if points:
-                rows, values, low, high = np.array(points).T
-                around = (values - low, high - values)
-                style: dict[str, Any] = {
-                    "label": f"{rule}, {kind}s",
-                    "color": f"C{color}",
-                    "markersize": 4,
-                }
-                axes.errorbar(rows, values, around, fmt=form, elinewidth=0.8, **style)
+    curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for cell in sorted(result["cells"], key=lambda cell: int(cell["rows"])):
+        curves.setdefault((cell["rule"], cell["shape"].split()[0]), []).append(cell)
+    colors = list(dict.fromkeys(rule for rule, _ in curves))
+    for (rule, kind), cells in curves.items():
+        ends = [[cell["length"][name] for cell in cells] for name in ("value", "low", "high")]
+        value, low, high = np.array(ends)
+        axes.errorbar(
+            [cell["rows"] for cell in cells],
+            value,
+            (value - low, high - value),
+            fmt={"chain": "o:", "tree": "^-"}[kind],
+            color=f"C{colors.index(rule)}",
+            label=f"{rule}, {kind}s",
+            markersize=4,
+            elinewidth=0.8,
+        )
     axes.set(
         xscale="log",
         xlabel="rows that the target reads in a step",

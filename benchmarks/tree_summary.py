@@ -4,6 +4,7 @@ Intervals are 95 %, by the bootstrap over prompts; two cells are compared on the
 The cost of a step with n rows is floor + slope * n, as in `benchmarks.load`; drafting is left out.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,19 +89,17 @@ def _counts(line: dict[str, Any]) -> dict[str, list[float]]:
 
 def figures_of(line: dict[str, Any], draws: NDArray[np.int64]) -> Figures:
     """Each figure over all prompts, then over each resample."""
-
-    def total(values: Sequence[float]) -> NDArray[np.float64]:
-        own = np.array(values, dtype=np.float64)
-        return np.concatenate([[own.sum()], own[draws].sum(1)])
-
-    sums = {name: total(values) for name, values in _counts(line).items()}
+    counts = {**_counts(line), "4grams": [max(n - 2, 0) for n in line["tokens"]]}
+    # The first "resample" has each prompt once.
+    draws = np.vstack([np.arange(draws.shape[1]), draws])
+    sums = {name: np.array(of, np.float64)[draws].sum(1) for name, of in counts.items()}
     length = sums["tokens"] / sums["steps"]
     return {
         "length": length,
         "length_per_row": length / (line["nodes"] + 1),
         "nats_per_token": sums["lost"] / 2**LOSS_BITS / sums["tokens"],
         "relaxed_share": sums["relaxed"] / sums["tokens"],
-        "repeated_4grams": sums["repeated"] / total([max(n - 2, 0) for n in line["tokens"]]),
+        "repeated_4grams": sums["repeated"] / sums["4grams"],
         **{name: sums[name] / sums["tokens"] for name in SAMPLED_COUNTS if name in sums},
     }
 
@@ -122,14 +121,12 @@ def _ranks(ranks: list[int]) -> dict[str, int]:
 
 def _pairs(figures: dict[tuple[str, str], Figures], rule: str) -> Iterator[tuple[str, str]]:
     """Each tree of a rule and the longest chain that was measured of no more nodes."""
-    shapes = [shape for named, shape in figures if named == rule]
-    nodes = {shape: int(shape.split()[1]) for shape in shapes}
-    for tree in shapes:
-        chains = [
-            shape for shape in shapes if shape.startswith("chain") and nodes[shape] <= nodes[tree]
-        ]
-        if tree.startswith("tree") and chains:
-            yield tree, max(chains, key=nodes.__getitem__)
+    shapes = [shape.split() for named, shape in figures if named == rule]
+    chains = sorted(int(nodes) for kind, nodes in shapes if kind == "chain")
+    for kind, nodes in shapes:
+        shorter = [chain for chain in chains if chain <= int(nodes)]
+        if kind == "tree" and shorter:
+            yield f"tree {nodes}", f"chain {shorter[-1]}"
 
 
 def _comparisons(figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, Any]]:
@@ -180,20 +177,19 @@ def lengths_by_loss(figures: dict[tuple[str, str], Figures], shape: str) -> NDAr
 def _cost(name: str, step: StepTime, cells: list[dict[str, Any]]) -> dict[str, Any]:
     """The best chain and the best tree of each rule, by batch."""
     found = []
-    for rule in dict.fromkeys(cell["rule"] for cell in cells):
-        own = [cell for cell in cells if cell["rule"] == rule]
-        for batch in BATCHES:
-            best: dict[str, Any] = {"rule": rule, "batch": batch}
-            for kind in ("chain", "tree"):
-                gains = [
-                    (step.gain(batch, cell["length"]["value"], cell["rows"]), cell["shape"])
-                    for cell in own
-                    if cell["shape"].startswith(kind)
-                ]
-                if gains:
-                    gain, shape = max(gains)
-                    best[kind] = {"gain": round(gain, 3), "shape": shape}
-            found.append(best)
+    rules = dict.fromkeys(cell["rule"] for cell in cells)
+    for rule, batch in itertools.product(rules, BATCHES):
+        best: dict[str, Any] = {"rule": rule, "batch": batch}
+        for kind in ("chain", "tree"):
+            gains = [
+                (step.gain(batch, cell["length"]["value"], cell["rows"]), cell["shape"])
+                for cell in cells
+                if cell["rule"] == rule and cell["shape"].startswith(kind)
+            ]
+            if gains:
+                gain, shape = max(gains)
+                best[kind] = {"gain": round(gain, 3), "shape": shape}
+        found.append(best)
     return {"name": name, "floor": step.floor, "slope": step.slope, "best": found}
 
 
