@@ -31,10 +31,7 @@ def file_of(dotted: str) -> str:
 
 
 def summary(report: Path) -> dict[str, Any]:
-    """Sums up one run.
-
-    Args:
-        report: what `pytest --junitxml` wrote.
+    """Sums up what `pytest --junitxml` wrote of one run.
 
     Returns:
         Seconds of wall time, numbers of tests by outcome, seconds and tests of each file, the

@@ -55,13 +55,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def measure_cell(clock: HostClock, shape: Shape, bandwidth: float, rounds: int) -> dict[str, Any]:
-    """All variants of one shape.
-
-    Args:
-        clock: how to time.
-        shape: the cell of the grid.
-        bandwidth: GB/s of the device, as measured.
-        rounds: counted runs of each variant.
+    """All variants of one shape; the bandwidth is the device's in GB/s, as measured.
 
     Raises:
         MismatchError: a variant gave other tokens than the reference.
@@ -100,12 +94,7 @@ def tune_cell(
 ) -> dict[str, Any]:
     """Times the kernels at one shape with many launch settings of the reduction, the best first.
 
-    Args:
-        clock: how to time.
-        shape: the cell of the grid.
-        bandwidth: GB/s of the device, as measured.
-        rounds: counted runs of each setting.
-        limit: how many settings to take, the present ones among them; default all.
+    A limit takes only so many settings, the present ones among them.
 
     Raises:
         MismatchError: with some settings the kernels gave other tokens than the reference.

@@ -173,22 +173,14 @@ def _repeat() -> None:
 
 
 def compile_variant(name: str, target: str) -> Any:
-    """The compiled kernel of a variant; Triton's `CompiledKernel`.
-
-    Args:
-        name: of `variants`.
-        target: of `TARGETS`.
-    """
+    """The compiled kernel of one of `variants`; Triton's `CompiledKernel`."""
     return compile_launch(variants()[name], f"{name.split(',')[0]}_kernel", target)
 
 
 def compile_launch(launch: Callable[[], Any], kernel_name: str, target: str) -> Any:
-    """The kernel of this name as a call launches it, compiled instead.
+    """The kernel of this name as a call on the CPU launches it, compiled for a target instead.
 
-    Args:
-        launch: calls the launchers of kernels with tensors on the CPU.
-        kernel_name: the other kernels that it launches are passed over.
-        target: of `TARGETS`.
+    Other kernels that the call launches are passed over.
     """
     compiled: list[Any] = []
 

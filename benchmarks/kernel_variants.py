@@ -133,13 +133,10 @@ class Variant:
     bytes: int
 
     def check(self, name: str, shape: Shape, call: Callable[[], Outputs] | None = None) -> None:
-        """Compares the answer with the expected one, after the outputs were poisoned.
+        """Compares the answer of a call, `run` by default, after the outputs were poisoned.
 
-        Args:
-            name: name for the message.
-            shape: shape for the message.
-            call: what to run; default `run`. An allocated output is poisoned too as far as the
-                allocator gives the same memory out again, and always under a graph.
+        An allocated output is poisoned too as far as the allocator gives the same memory out again,
+        and always under a graph.
 
         Raises:
             MismatchError: the answers differ.
@@ -259,13 +256,8 @@ def torch_topk(step: Step) -> Variant:
 def v1_inputs(step: Step, temperature: float = 0.0, top_p: float | None = None) -> tuple[Any, Any]:
     """What the V1 model runner gives its rejection sampler beside the logits.
 
-    Args:
-        step: the drafts.
-        temperature: of all requests; 0 is greedy.
-        top_p: of all requests; None for none.
-
     Returns:
-        `SpecDecodeMetadata` and `SamplingMetadata`.
+        `SpecDecodeMetadata`, and `SamplingMetadata` of requests that are all alike.
     """
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata

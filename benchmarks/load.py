@@ -59,11 +59,7 @@ class StepTime:
         return length * self(batch) / (self(batch * width) + drafting)
 
     def break_even(self, length: float, width: float, drafting: float = 0.0) -> float:
-        """The batch at which the gain falls to 1; infinite where it never does.
-
-        Args:
-            length, width, drafting: as for `gain`.
-        """
+        """The batch at which the gain falls to 1; infinite where it never does."""
         rejected = width - length
         saved = (length - 1) * self.floor - drafting
         if rejected <= 0 or self.slope <= 0:
@@ -80,9 +76,6 @@ def fit(points: Sequence[tuple[float, float]]) -> StepTime:
 
 def summarise(cells: Iterable[Cell]) -> list[dict[str, Any]]:
     """Fits the model at each model, dataset and temperature, and predicts the gains there.
-
-    Args:
-        cells: of a sweep.
 
     Returns:
         An entry for each point of the grid with autoregressive cells at two concurrencies or more:

@@ -99,12 +99,9 @@ class Answer:
 
 
 class Study:
-    """Prompts, and a target and a head that have read them.
+    """Prompts as token ids, and a target and a head that have read them.
 
-    Args:
-        model, head: directories.
-        prompts: token ids of each.
-        max_tokens: an answer ends with the step that reaches as many.
+    An answer ends with the step that reaches `max_tokens`.
     """
 
     def __init__(self, model: Path, head: Path, prompts: list[list[int]], max_tokens: int) -> None:

@@ -39,14 +39,7 @@ def lineage(parents: torch.Tensor) -> torch.Tensor:
 
 
 class TreeTarget(Target):
-    """A target that reads some tokens of each prompt at a time, each on a path of its own.
-
-    Args:
-        directory: the model's.
-        aux_layers: the hidden states that a head is fed.
-        rows: how many prompts.
-        capacity: tokens of each.
-    """
+    """A target that reads some tokens of each prompt at a time, each on a path of its own."""
 
     def __init__(
         self, directory: Path, aux_layers: tuple[int, ...], rows: int, capacity: int
@@ -102,14 +95,7 @@ class TreeTarget(Target):
 
 
 class TreeHead(Eagle3Head):
-    """An EAGLE-3 head that drafts trees.
-
-    Args:
-        directory: the head's.
-        embedding: the target's, `[vocab, hidden]`.
-        rows: how many prompts.
-        capacity: tokens of each.
-    """
+    """An EAGLE-3 head that drafts trees, with the target's embedding, `[vocab, hidden]`."""
 
     def __init__(self, directory: Path, embedding: torch.Tensor, rows: int, capacity: int) -> None:
         read = load(directory)

@@ -61,9 +61,7 @@ def objections(found: Iterable[dict[str, Any]]) -> list[str]:
 def table(results: Iterable[dict[str, Any]]) -> list[str]:
     """The lines of the page's table: rules below strict whose speed, loss and agreement are known.
 
-    Args:
-        results: contents of files that `benchmarks.gpu` wrote; a dry run, and one with an
-            objection, give no row.
+    Of the files that `benchmarks.gpu` wrote, a dry run and one with an objection give no row.
     """
     rows = [
         (

@@ -84,11 +84,11 @@ def make_shard(
     decode: Decode,
     answered: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Makes one shard unless it is there.
+    """Makes one shard unless it is there; the shard EARLIER before it must be.
 
     Args:
         directory: where the shards are.
-        number: the shard's number; the shard EARLIER before it must be there.
+        number: the shard's.
         options: what to make.
         target: whose answers.
         encode: conversation to token ids, with the start of the answer.

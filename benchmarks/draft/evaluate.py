@@ -56,9 +56,8 @@ def evaluate_heads(
     """Measures heads that are not in the result file yet, each at each price, in float32.
 
     Args:
-        model: the target's directory.
-        heads: directories of heads, whose names tell them apart.
-        prompts: prompt file; of each conversation the first turn is asked.
+        model, heads: directories; heads are told apart by the names of theirs.
+        prompts: of each conversation the first turn is asked.
         output: the result file, written after each head and price.
         max_tokens: an answer ends with the step that reaches as many.
         steps: drafts per step.

@@ -132,16 +132,10 @@ def make_data(
     answered: Callable[[], object] = lambda: None,
     part: tuple[int, int] = (0, 1),
 ) -> None:
-    """Makes the shards that are missing.
+    """Makes the shards that are missing, and calls `answered` after each answer.
 
-    Args:
-        work: the work directory.
-        model: the target's directory, with a tokenizer and a chat template.
-        setting: what to make.
-        target: the target.
-        answered: called after each answer.
-        part: (i, n): only the shards whose number is i modulo n, so that n processes share the
-            work; n is 1 or 2.
+    A part (i, n) is only the shards whose number is i modulo n, so that n processes share the work;
+    n is 1 or 2.
     """
     from transformers import AutoTokenizer
 

@@ -117,13 +117,13 @@ class Batch:
 
 
 class Trainer:
-    """A run in a directory: head, optimisers, plan and checkpoints.
+    """A run in a directory: head, optimisers, plan, checkpoints and log.
 
     Args:
         directory: of the checkpoint and the log.
         options: how to train.
-        target: the target, for its embedding and its distribution.
-        head: the head to train, as it starts.
+        target: for its embedding and its distribution.
+        head: as training starts it.
         shard_path: number of a shard to its file, which may not be there yet.
         shard_sequences: sequences in each shard.
     """
@@ -216,11 +216,9 @@ class Trainer:
     def run(
         self, until: int | None = None, report: Callable[[dict[str, Any]], None] = print
     ) -> None:
-        """Trains to the end of the plan.
+        """Trains to the end of the plan, or until a step, with a checkpoint there.
 
-        Args:
-            until: stop at this step instead, with a checkpoint.
-            report: called with each step's figures, which also go into the log.
+        Each step's figures are reported, and go into the log.
         """
         stop = self.total if until is None else min(until, self.total)
         batches = self._plan(self.done)

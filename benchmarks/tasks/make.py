@@ -180,15 +180,7 @@ SETS: dict[str, Callable[[random.Random], Iterator[Line]]] = {
 
 
 def write_sets(directory: Path, seed: int = 0) -> list[Path]:
-    """Writes the prompt files.
-
-    Args:
-        directory: made where it is not there.
-        seed: of all draws; facts and functions are the same for each.
-
-    Returns:
-        The files.
-    """
+    """Writes the prompt files, and returns them; facts and functions are the same for any seed."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, lines in SETS.items():
