@@ -75,55 +75,58 @@ def variants() -> dict[str, Callable[[], Any]]:
     A name begins with that of the kernel; what else a call launches is another variant.
     """
     by_index: dict[str, Any] = {"target_rows": _IDS, "bonus_rows": _ONE}
-    in_order: dict[str, Any] = {"bonus_rows": _ONE}
     last: dict[str, Any] = {"bonus_row_is_last": True}
     limits: dict[str, Any] = {
         "blocked": torch.zeros(2, dtype=torch.int8),
         "budget": RelaxedBudget(0.5, _ONE, _ONE),
         "loss_budget": LossBudget(_ONE.long(), 0, _ONE.long(), _ONE),
     }
-    found: dict[str, Callable[[], Any]] = {}
-
-    def add(name: str, launch: Callable[..., Any], *arguments: Any) -> None:
-        found[name] = functools.partial(launch, *arguments)
-
-    accept, judge = greedy.verify_greedy, greedy.judge_positions
-    for dtype in DTYPES:
-        add(f"top2, rows by index, {dtype}", top2.reduce_rows, _drafts(dtype, **by_index), True)
-        add(f"top2, rows in order, {dtype}", top2.reduce_rows, _drafts(dtype, **in_order), True)
-    odd = _drafts(stride=ODD_STRIDE, **by_index)
-    add("top2, rows by index, bf16, odd stride", top2.reduce_rows, odd, True)
-    add("top2, rows by index, bf16, z1 alone", top2.reduce_rows, _drafts(**by_index), False)
-    for whose, margin in (("one theta", _margin()), ("theta per request", _margin(True))):
-        add(f"accept, bonus rows, {whose}", accept, _drafts(**by_index), margin)
-        add(f"accept, bonus row last, {whose}", accept, _drafts(**last), margin)
-        add(f"judge, {whose}", judge, _drafts("fp32"), margin)
-    by_ids = _drafts(target_rows=_IDS, bonus_token_ids=_ONE.long())
-    add("accept, bonus ids, one theta", accept, by_ids, _margin())
-    add("accept, no bonus", accept, _drafts(target_rows=_IDS), _margin())
-    longest = _drafts(max_draft_len=128, **by_index)
-    add("accept, bonus rows, 128 drafts", accept, longest, _margin())
+    one_theta, own_price = _margin(), _margin(price=torch.ones(1))
     # An engine that counts, with all that requests can bring.
-    every = _margin(True, **limits)
-    add("accept, bonus rows, all limits", accept, _drafts(**by_index), every, True)
-    add("accept, bonus row last, all limits", accept, _drafts(**last), every, True)
-    add("judge, all limits", judge, _drafts("fp32"), every, True)
-    one_price, own_price = _margin(price=0.5), _margin(price=torch.ones(1))
-    add("accept, bonus rows, one price", accept, _drafts(**by_index), one_price)
-    add("accept, bonus row last, price per request", accept, _drafts(**last), own_price)
-    every = own_price._replace(**limits)
-    add("accept, bonus rows, price, all limits", accept, _drafts(**by_index), every, True)
-    add("judge, price per request", judge, _drafts("fp32"), own_price)
-    add("walk, 60 nodes, one theta", tree.verify_tree, _trees(60), _margin())
-    by_order = _trees(60, prefer="draft")
-    add("walk, 60 nodes, the drafter's order", tree.verify_tree, by_order, _margin())
-    add("walk, 60 nodes, draws", tree.verify_tree, _trees(60, draws=_ids(3)), _margin())
-    add("walk, 60 nodes, price per request", tree.verify_tree, _trees(60), own_price)
-    add(f"walk, {MOST_NODES} nodes, one theta", tree.verify_tree, _trees(MOST_NODES), _margin())
-    found["count"] = _count
-    found["block"] = _block
-    found["repeat"] = _repeat
-    return found
+    all_limits = _margin(True, **limits)
+    tops = {f"rows by index, {dtype}": (_drafts(dtype, **by_index), True) for dtype in DTYPES}
+    tops |= {f"rows in order, {dtype}": (_drafts(dtype, bonus_rows=_ONE), True) for dtype in DTYPES}
+    tops["rows by index, bf16, odd stride"] = _drafts(stride=ODD_STRIDE, **by_index), True
+    tops["rows by index, bf16, z1 alone"] = _drafts(**by_index), False
+    accepts: dict[str, tuple[Any, ...]] = {
+        "bonus rows, one theta": (_drafts(**by_index), one_theta),
+        "bonus rows, theta per request": (_drafts(**by_index), _margin(True)),
+        "bonus row last, one theta": (_drafts(**last), one_theta),
+        "bonus row last, theta per request": (_drafts(**last), _margin(True)),
+        "bonus ids, one theta": (_drafts(target_rows=_IDS, bonus_token_ids=_ONE.long()), one_theta),
+        "no bonus": (_drafts(target_rows=_IDS), one_theta),
+        "bonus rows, 128 drafts": (_drafts(max_draft_len=128, **by_index), one_theta),
+        "bonus rows, all limits": (_drafts(**by_index), all_limits, True),
+        "bonus row last, all limits": (_drafts(**last), all_limits, True),
+        "bonus rows, one price": (_drafts(**by_index), _margin(price=0.5)),
+        "bonus row last, price per request": (_drafts(**last), own_price),
+        "bonus rows, price, all limits": (_drafts(**by_index), own_price._replace(**limits), True),
+    }
+    judges: dict[str, tuple[Any, ...]] = {
+        "one theta": (_drafts("fp32"), one_theta),
+        "theta per request": (_drafts("fp32"), _margin(True)),
+        "all limits": (_drafts("fp32"), all_limits, True),
+        "price per request": (_drafts("fp32"), own_price),
+    }
+    walks = {
+        "60 nodes, one theta": (_trees(60), one_theta),
+        "60 nodes, the drafter's order": (_trees(60, prefer="draft"), one_theta),
+        "60 nodes, draws": (_trees(60, draws=_ids(3)), one_theta),
+        "60 nodes, price per request": (_trees(60), own_price),
+        f"{MOST_NODES} nodes, one theta": (_trees(MOST_NODES), one_theta),
+    }
+    launches: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "top2": (top2.reduce_rows, tops),
+        "accept": (greedy.verify_greedy, accepts),
+        "judge": (greedy.judge_positions, judges),
+        "walk": (tree.verify_tree, walks),
+    }
+    found = {
+        f"{kernel}, {name}": functools.partial(launch, *arguments)
+        for kernel, (launch, calls) in launches.items()
+        for name, arguments in calls.items()
+    }
+    return {**found, "count": _count, "block": _block, "repeat": _repeat}
 
 
 def _trees(num_nodes: int, **options: Any) -> Trees:
