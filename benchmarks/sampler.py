@@ -31,10 +31,8 @@ ANSWER = 512
 
 def in_milliseconds(runs: list[float]) -> dict[str, Any]:
     """Median, 20th and 80th percentile, with the raw runs, of runs in microseconds."""
-    return {
-        f"{name}_ms": [run / 1e3 for run in value] if name == "runs" else value / 1e3
-        for name, value in summary(runs).items()
-    }
+    found = summary([run / 1e3 for run in runs])
+    return {f"{name}_ms": value for name, value in found.items()}
 
 
 def measure_samplers(runs: int) -> list[dict[str, Any]]:

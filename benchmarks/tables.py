@@ -104,12 +104,6 @@ DEMO: Columns = {
 }
 
 
-def demo(name: str) -> list[str]:
-    """What a run of the demo shows."""
-    run = raw(name)
-    return transposed(DEMO, MODES.values(), [run[mode] for mode in MODES])
-
-
 def sooner(run: dict[str, Any]) -> str:
     """Strict verification's seconds over MARS's, median over the answers."""
     pairs = zip(run["strict"]["answers"], run["mars"]["answers"], strict=True)
@@ -329,10 +323,10 @@ GAINS: Columns = {
 
 def load(name: str) -> list[str]:
     """The gain of speculation by load, measured and by the model."""
-    cells = raw(name)["cells"]
-    strict, mars = ([cell for cell in cells if cell["mode"] == mode] for mode in ("strict", "mars"))
-    pairs = zip(strict, mars, strict=True)
-    return described(GAINS, [{"strict": one, "mars": other} for one, other in pairs])
+    loads: dict[int, dict[str, Any]] = {}
+    for cell in raw(name)["cells"]:
+        loads.setdefault(cell["concurrency"], {})[cell["mode"]] = cell
+    return described(GAINS, loads.values())
 
 
 CUDA = ("sm_80", "sm_90", "sm_100")
@@ -407,15 +401,9 @@ def times(name: str) -> list[str]:
     """How long the tests take."""
     runs = raw(name)
     own = {"git_commit": runs["git_commit"]}
-    names = {"by day": "day", "only at night": "night"}
-    return described(
-        TIMES, [{**own, "name": text, **runs[run]} for text, run in names.items() if run in runs]
-    )
-
-
-def validated_rows() -> list[str]:
-    """What `make gpu` measured."""
-    return validated.table(raw(path.stem) for path in sorted(RESULTS.glob("gpu-*.json")))
+    names = {"day": "by day", "night": "only at night"}
+    found = [{**own, "name": names[run], **runs[run]} for run in names if run in runs]
+    return described(TIMES, found)
 
 
 HEAD, HEAD_K4 = (f"smollm2-135m-eagle3, K {k}" for k in (5, 4))
@@ -426,7 +414,7 @@ THETAS = (1, 0.975, 0.96, 0.9, 0.84)
 MORE = {"ranks": "ranks", "h100": "H100 by data sheet", "cpu": "2 cores by measured steps"}
 STUDY = {part: part for part in ("length", "spent", "over_chains", "equal_loss")}
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "demo": partial(demo, "demo-price-cpu"),
+    "demo": lambda: transposed(DEMO, MODES.values(), map(raw("demo-price-cpu").get, MODES)),
     "demo.earlier": lambda: described(DEMOS, map(raw, THETA_DEMOS)),
     "draft.served": lambda: transposed(SERVED, ("K 3", "K 4"), map(raw, THETA_DEMOS[1:3])),
     "draft.offline": partial(drafts, "draft-offline-cpu", "heads", HEADS, OFFLINE),
@@ -450,5 +438,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "calibration.tried": partial(calibration, "calibration-cpu", "confirmations", TRIES),
     "calibration.task": partial(calibration, "calibration-task-cpu", "confirmations", BY_TASK),
     "times": partial(times, "ci-times"),
-    "validated": validated_rows,
+    # What `make gpu` measured.
+    "validated": lambda: validated.table(
+        raw(path.stem) for path in sorted(RESULTS.glob("gpu-*.json"))
+    ),
 }

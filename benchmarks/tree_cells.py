@@ -30,9 +30,7 @@ class Rule:
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `verify_tree`."""
-        if self.metric == "strict":
-            return {"theta": 1.0}
-        return {"theta": 1.0, self.metric: self.value}
+        return {"theta": 1.0, **({} if self.metric == "strict" else {self.metric: self.value})}
 
     def __str__(self) -> str:
         name = "strict" if self.metric == "strict" else f"{self.metric} {self.value:g}"
@@ -137,14 +135,15 @@ class Study:
         """Answers all prompts, each at its own pace."""
         self.rewind()
         answers = {row: Answer([token]) for row, token in enumerate(self.firsts)}
-        while active := [row for row, answer in answers.items() if not self._ended(answer)]:
+        while active := [
+            row
+            for row, answer in answers.items()
+            if answer.tokens[-1] != self.target.eos and len(answer.tokens) < self.max_tokens
+        ]:
             for first in range(0, len(active), LANES):
                 some = active[first : first + LANES]
                 self._step({row: answers[row] for row in some}, rule, shape)
         return list(answers.values())
-
-    def _ended(self, answer: Answer) -> bool:
-        return answer.tokens[-1] == self.target.eos or len(answer.tokens) >= self.max_tokens
 
     def _step(self, answers: dict[int, Answer], rule: Rule, shape: Shape) -> None:
         """Drafts, verifies and keeps what is accepted, for the answers of some rows."""
