@@ -34,10 +34,12 @@ from vllm_mars.experiments.sweep.summary import Row, rows
 from vllm_mars.local.intervals import COVERAGE
 from vllm_mars.local.result_file import write_json
 
-# Nats per token at which metrics are compared.
+# Nats per token at which metrics are compared, unless others are asked for.
 LOSSES = (0.0075, 0.02, 0.03, 0.05, 0.07)
 SCORES = ("repeated_4grams", "agreement", "rouge_l", "exact_match", "nll")
 COLORS = {"ratio": "#0072b2", "gap": "#009e73", "price": "#d55e00"}
+# Of sets of further options.
+LINES = ("-", "--", ":", "-.")
 # Where a point's value stands beside it, in points: each metric's on a side of its own.
 LABELS = {"ratio": (5, -13), "gap": (8, -4), "price": (-8, 7)}
 
@@ -186,8 +188,10 @@ class Frontier:
         reach = stats.t.ppf((1 + COVERAGE / 100) / 2, count - 1) * error
         return {"value": value, "low": value - reach, "high": value + reach}
 
-    def summary(self, *, with_speeds: bool = False) -> dict[str, Any]:
-        """All figures, as the result file has them."""
+    def summary(
+        self, losses: Sequence[float] = LOSSES, *, with_speeds: bool = False
+    ) -> dict[str, Any]:
+        """All figures, as the result file has them; metrics are compared at these losses."""
         families = self.families()
         rules = ["standard", *(key.rule for keys in families.values() for key in keys)]
         return {
@@ -197,7 +201,7 @@ class Frontier:
                 self._rule(rule) | (self._speed(rule) if with_speeds else {}) for rule in rules
             ],
             "curves": {family: self.curve(family) for family in families},
-            "at_equal_loss": [self._at_equal_loss(loss, list(families)) for loss in LOSSES],
+            "at_equal_loss": [self._at_equal_loss(loss, list(families)) for loss in losses],
         }
 
     def _at_equal_loss(self, loss: float, families: Sequence[str]) -> dict[str, Any]:
@@ -286,10 +290,13 @@ def plot(frontiers: dict[str, Frontier], path: Path, *panels: tuple[Axis, Axis])
     size = 5.5 * len(panels), 4.2 * len(frontiers)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(frontiers), len(panels), squeeze=False)
-    for (title, frontier), line in zip(frontiers.items(), grid, strict=True):
-        for axes, (x, y) in zip(line, panels, strict=True):
-            for family, keys in frontier.families().items():
-                _draw(axes, frontier, family, keys, x, y)
+    for (title, frontier), row in zip(frontiers.items(), grid, strict=True):
+        for axes, (x, y) in zip(row, panels, strict=True):
+            families = frontier.families()
+            variants = sorted({keys[0].variant for keys in families.values()}, reverse=True)
+            for family, keys in families.items():
+                line = LINES[variants.index(keys[0].variant) % len(LINES)]
+                _draw(axes, frontier, keys, x, y, label=family, linestyle=line)
             axes.axhline(y.of(frontier, "standard")[0], color="black", linewidth=1)
             axes.set(title=title, xlabel=x.label, ylabel=y.label)
             axes.legend(frameon=False, fontsize="small")
@@ -299,16 +306,14 @@ def plot(frontiers: dict[str, Frontier], path: Path, *panels: tuple[Axis, Axis])
 
 
 def _draw(
-    axes: Any, frontier: Frontier, family: str, keys: Sequence[CellKey], x: Axis, y: Axis
+    axes: Any, frontier: Frontier, keys: Sequence[CellKey], x: Axis, y: Axis, **line: str
 ) -> None:
     """Draws a family's curve, which starts at strict decoding."""
     metric = str(keys[0].metric)
     color, side = COLORS[metric], LABELS[metric]
     rules = ["standard", *(key.rule for key in keys)]
     across, up = ([of(frontier, rule) for rule in rules] for of in (x.of, y.of))
-    axes.plot(
-        [at for at, *_ in across], [at for at, *_ in up], color=color, marker="o", label=family
-    )
+    axes.plot([at for at, *_ in across], [at for at, *_ in up], color=color, marker="o", **line)
     for key, (at, *_), (value, *ends) in zip(keys, across[1:], up[1:], strict=True):
         if ends:
             axes.vlines(at, *ends, color=color, alpha=0.4)
@@ -327,6 +332,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("sweep", type=Path, nargs="+", help="files of `vllm-mars sweep`")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    parser.add_argument(
+        "--losses", type=float, nargs="+", default=LOSSES, metavar="NATS",
+        help="nats per token at which metrics are compared",
+    )  # fmt: skip
     parser.add_argument("--plot", type=Path, help="PNG file of acceptance and repetition")
     parser.add_argument(
         "--speeds", type=Path, help="PNG file of speed, which the JSON then has too"
@@ -344,7 +353,7 @@ def main() -> int:
         **{name: getattr(cells[0], name) for name in run},
         "sweep": [path.name for path in args.sweep],
         "drafts": {
-            title: frontier.summary(with_speeds=args.speeds is not None)
+            title: frontier.summary(args.losses, with_speeds=args.speeds is not None)
             for title, frontier in frontiers.items()
         },
     }

@@ -84,7 +84,9 @@ def test_a_changed_figure_is_seen_and_mended(tmp_path, monkeypatch, capsys):
 def test_the_summary_of_a_frontier_is_that_of_its_sweeps(name, tmp_path, monkeypatch):
     committed = tables.raw(name)
     sweeps = [str(tables.RESULTS / name) for name in committed["sweep"]]
-    command = ["frontier", *sweeps, "--output", str(tmp_path / "again.json")]
+    (draft,) = committed["drafts"].values()
+    losses = [str(at["loss"]) for at in draft["at_equal_loss"]]
+    command = ["frontier", *sweeps, "--output", str(tmp_path / "again.json"), "--losses", *losses]
     if name.startswith("speed"):
         command += ["--speeds", str(tmp_path / "speeds.png")]
     monkeypatch.setattr(sys, "argv", command)

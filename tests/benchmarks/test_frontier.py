@@ -94,6 +94,8 @@ def test_by_hand():
     # Below the first point the curve comes from strict decoding.
     assert at[0.0075]["extra_acceptance"][ratio]["value"] == pytest.approx(0.0375)
     assert at[0.07]["extra_acceptance"][ratio] is None, "no rule loses that much"
+    (at,) = frontier.summary([0.04])["at_equal_loss"]
+    assert at["extra_acceptance"][ratio]["value"] == pytest.approx(0.15)
 
 
 def test_a_pass_once_more_changes_no_mean():
