@@ -44,9 +44,12 @@ def point(name: str, temperature: float = 0, concurrency: int = 1) -> list[Measu
     return sorted(measure(found), key=lambda it: looseness(it.row.key.rule))
 
 
+GUARD, NO_GUARD = " repeat_guard 4", " repeat_guard 0"
+
+
 def rule_name(rule: str) -> str:
     """A sweep's rule as the docs name it: "theta 0.9" for "mars 0.9 repeat_guard 4"."""
-    name = rule.removeprefix("mars ").removesuffix(" repeat_guard 4")
+    name = rule.removeprefix("mars ").removesuffix(GUARD).replace(NO_GUARD, " unguarded")
     return f"theta {name}" if name[0].isdigit() else name
 
 
@@ -252,7 +255,6 @@ def task_scores(name: str) -> list[str]:
     return described(TASKS, [{"math": math[rule], "code": code[rule]} for rule in names])
 
 
-GUARD = " repeat_guard 4"
 FRONTIER: Columns = {
     "rule": lambda of: rule_name(of["rule"]),
     "acceptance length": at("acceptance_length", ".2f"),
@@ -407,6 +409,7 @@ def times(name: str) -> list[str]:
 
 
 HEAD, HEAD_K4 = (f"smollm2-135m-eagle3, K {k}" for k in (5, 4))
+NGRAM = "ngram, K 8"
 THETA_DEMOS = [
     f"demo-{name}" for name in ("eagle3-24-cpu", "eagle3-k3-cpu", "eagle3-k4-cpu", "cpu", "cpu-2")
 ]
@@ -428,6 +431,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "speed.equal_loss": partial(at_equal_loss, "speed-head-cpu", HEAD_K4),
     "frontier.rules": partial(frontier, FRONTIER, "frontier-cpu", HEAD),
     "frontier.equal_loss": partial(at_equal_loss, "frontier-cpu", HEAD),
+    "ngram.rules": partial(frontier, FRONTIER, "frontier-ngram-cpu", NGRAM),
+    "ngram.equal_loss": partial(at_equal_loss, "frontier-ngram-cpu", NGRAM),
+    "ngram.unguarded": partial(at_equal_loss, "frontier-ngram-cpu", NGRAM, NO_GUARD),
     "sampler": lambda: described(SAMPLERS, raw("sampler-cpu")["samplers"]),
     "load": partial(load, "load-cpu"),
     "kernel": partial(kernel, "kernel-resources"),

@@ -79,7 +79,11 @@ def test_a_changed_figure_is_seen_and_mended(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["frontier-cpu", pytest.param("speed-head-cpu", marks=pytest.mark.nightly)]
+    "name",
+    [
+        *("frontier-cpu", "frontier-ngram-cpu"),
+        pytest.param("speed-head-cpu", marks=pytest.mark.nightly),
+    ],
 )
 def test_the_summary_of_a_frontier_is_that_of_its_sweeps(name, tmp_path, monkeypatch):
     committed = tables.raw(name)
