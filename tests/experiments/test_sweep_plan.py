@@ -8,10 +8,10 @@ import pytest
 
 from vllm_mars.cli import main
 from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, Sql, load_dataset
-from vllm_mars.experiments.sweep.group import Job, Sweep, measure
 from vllm_mars.experiments.sweep.methods_here import Platform
 from vllm_mars.experiments.sweep.plan import ServerSpec, SweepOptions, check_names, plan
 from vllm_mars.experiments.sweep.records import Settings
+from vllm_mars.experiments.sweep.runners import LocalRunner, Sweep
 from vllm_mars.experiments.sweep.summary import rows
 from vllm_mars.local.drafts import NGRAM_CONFIG
 
@@ -171,7 +171,7 @@ def test_a_server_that_no_cell_can_use_is_not_started(tmp_path):
     )
     (group,) = plan(options, "tiny", [TASKS], 0)
     sweep = Sweep(options, str(tmp_path), (TASKS,), Settings(80, {}, 0, ()), ())
-    for cell in measure(Job(group, sweep), tmp_path / "logs", CPU):
+    for cell in LocalRunner(sweep, tmp_path / "logs", CPU).run([group]):
         assert cell.status == "unavailable" and "compare with theta 1" in cell.reason
     assert not (tmp_path / "logs").exists(), "a server was started"
 

@@ -21,7 +21,6 @@ from vllm_mars.experiments.sweep.records import (
     Cell,
     CellKey,
     Estimate,
-    OffChoice,
     Output,
     PromptQuality,
     Quality,
@@ -55,14 +54,7 @@ class Judge:
         nll_margin: float,
         scorer: TargetScorer | None,
     ) -> None:
-        """Describes the judge.
-
-        Args:
-            datasets: the prompts.
-            margin: loss of a task score that counts as none, as a share of the autoregressive mean.
-            nll_margin: increase of NLL in nats per token that counts as none.
-            scorer: the target; None leaves out what needs it.
-        """
+        """Takes the prompts, margins as for `estimates`, and the target; None leaves it out."""
         self._items = {(d.name, item.id): item for d in datasets for item in d.items}
         self._margin = margin
         self._nll_margin = nll_margin
@@ -83,8 +75,14 @@ class Judge:
         todo = [cell for cell in measured if cell.quality is None]
         references = [reference_cell(cell.key, measured) for cell in todo]
         twins = [strict_twin(cell.key, measured) for cell in todo]
-        others = [cell for cell in (*references, *twins) if cell is not None]
-        self._ask_target([*todo, *others])
+        if self._scorer is not None:
+            self._target = self._scorer.score_all(
+                (item.prompt, output.text)
+                for cell in (*todo, *references, *twins)
+                if cell is not None
+                for output in answers(cell).values()
+                if output.text and (item := self._item(cell, output.prompt_id)) is not None
+            )
         for cell, reference, twin in zip(todo, references, twins, strict=True):
             scores = self._scores(cell)
             other = None
@@ -98,26 +96,14 @@ class Judge:
                     "A difference counts as none where the target's two largest logits are within "
                     f"{self._rounding:.2g} nats, as far as batching moves them."
                 )
-            quality = Quality(
-                tuple(
-                    PromptQuality(name, values, self._off_choice(cell, name))
-                    for name, values in scores.items()
-                ),
-                tuple(estimates(scores, other, self._margin, self._nll_margin)),
-                tuple(notes),
+            prompts = tuple(
+                PromptQuality(output.prompt_id, scores[output.prompt_id], scored.off_choice)
+                if (scored := self._scored(cell, output))
+                else PromptQuality(output.prompt_id, scores[output.prompt_id])
+                for output in answers(cell).values()
             )
-            yield cell.key, quality
-
-    def _ask_target(self, cells: Iterable[Cell]) -> None:
-        if self._scorer is None:
-            return
-        pairs = [
-            (item.prompt, output.text)
-            for cell in cells
-            for output in answers(cell).values()
-            if output.text and (item := self._item(cell, output.prompt_id)) is not None
-        ]
-        self._target = self._scorer.score_all(pairs)
+            found = estimates(scores, other, self._margin, self._nll_margin)
+            yield cell.key, Quality(prompts, tuple(found), tuple(notes))
 
     def _item(self, cell: Cell, prompt_id: str) -> Item | None:
         return self._items.get((cell.key.dataset, prompt_id))
@@ -125,10 +111,6 @@ class Judge:
     def _scored(self, cell: Cell, output: Output | TaskAnswer) -> Scored | None:
         item = self._item(cell, output.prompt_id)
         return self._target.get((item.prompt, output.text)) if item else None
-
-    def _off_choice(self, cell: Cell, prompt_id: str) -> tuple[OffChoice, ...]:
-        scored = self._scored(cell, answers(cell)[prompt_id])
-        return scored.off_choice if scored else ()
 
     def _scores(self, cell: Cell) -> Scores:
         """The scores of a cell's answers that need no other cell."""
@@ -140,7 +122,10 @@ class Judge:
             values = {"seconds": output.seconds, "output_tokens": float(output.output_tokens)}
             item = self._item(cell, prompt_id)
             if item is not None:
-                values |= self._task_scores(cell.key.dataset, item, output.text)
+                key = (cell.key.dataset, prompt_id, output.text)
+                if key not in self._tasks:
+                    self._tasks[key] = task_scores(item, output.text)
+                values |= self._tasks[key]
             scored = self._scored(cell, output)
             if scored is not None:
                 values["nll"] = scored.nll
@@ -151,12 +136,6 @@ class Judge:
                 values["repeated_4grams"] = repeated_4grams(self._scorer.token_ids(output.text))
             scores[prompt_id] = values
         return scores
-
-    def _task_scores(self, dataset: str, item: Item, text: str) -> dict[str, float]:
-        key = (dataset, item.id, text)
-        if key not in self._tasks:
-            self._tasks[key] = task_scores(item, text)
-        return self._tasks[key]
 
     def _compare(self, cell: Cell, reference: Cell, scores: Scores) -> None:
         """Adds the scores that compare with the autoregressive answers."""
@@ -241,44 +220,30 @@ def answers(cell: Cell) -> dict[str, Output | TaskAnswer]:
 
 
 def reference_cell(key: CellKey, measured: Sequence[Cell]) -> Cell | None:
-    """The autoregressive cell on the same prompts at the same temperature.
+    """The measured autoregressive cell on the same prompts at the same temperature.
 
-    Args:
-        key: of the cell that is compared.
-        measured: cells with answers.
-
-    Returns:
-        The one of the same concurrency and repeat, else the nearest there is, else None.
+    Of several the one of the same concurrency and repeat, else the nearest.
     """
-    same = [
+
+    def distance(cell: Cell) -> tuple[bool, bool, int, int]:
+        load, repeat = cell.key.concurrency, cell.key.repeat
+        return load != key.concurrency, repeat != key.repeat, load, repeat
+
+    same = (
         cell
         for cell in measured
         if cell.key.method == "autoregressive"
         and (cell.key.model, cell.key.dataset) == (key.model, key.dataset)
         and cell.key.temperature == key.temperature
-    ]
-    return min(
-        same,
-        key=lambda cell: (
-            cell.key.concurrency != key.concurrency,
-            cell.key.repeat != key.repeat,
-            cell.key.concurrency,
-            cell.key.repeat,
-        ),
-        default=None,
     )
+    return min(same, key=distance, default=None)
 
 
 def strict_twin(key: CellKey, measured: Sequence[Cell]) -> Cell | None:
-    """The cell whose answers this one's must be, but for rounding.
+    """The measured cell whose answers this one's must be, but for rounding.
 
-    Args:
-        key: of the cell that is compared.
-        measured: cells with answers.
-
-    Returns:
-        Of a strict rule at temperature 0: for MARS vLLM's "standard" at the same point with the
-        same draft and K, else the autoregressive cell. None for any other.
+    Of a strict rule at temperature 0: for MARS vLLM's "standard" at the same point with the same
+    draft and K, else the autoregressive cell. None for any other.
     """
     if key.lossy or key.temperature or key.method == "autoregressive":
         return None

@@ -42,10 +42,6 @@ def is_task_score(name: str) -> bool:
 def task_scores(item: Item, text: str) -> dict[str, float]:
     """Scores an answer by what its prompt's line gives to check it by.
 
-    Args:
-        item: the request.
-        text: the answer.
-
     Returns:
         Those of `TASK_SCORES` for which the item has what they need, each 0 or 1.
 

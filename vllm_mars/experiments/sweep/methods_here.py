@@ -41,12 +41,7 @@ class Platform:
     methods: tuple[str, ...]
 
     def why_not(self, spec: ServerSpec, temperature: float = 0.0) -> str | None:
-        """Why this server would not verify as it should, as far as is known before it starts.
-
-        Args:
-            spec: the server.
-            temperature: of its requests.
-        """
+        """Why this server would not verify as it should, as far as is known before it starts."""
         if spec.method in ("autoregressive", "mars"):
             return None
         if spec.method not in self.methods:

@@ -51,39 +51,17 @@ THETAS = (0.84, 0.88, 0.90, 0.92, 0.96, 1.0)
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What to measure. The defaults take up to an hour on two CPU cores with the packaged model.
+    """What to measure: the options of `vllm-mars sweep`, which explains them (`command`).
+
+    The defaults take up to an hour on two CPU cores with the packaged model.
 
     Attributes:
-        model: directory or name of the target; None takes the packaged model.
-        drafts: "ngram", "suffix", "mtp", and directories or names of draft models or heads.
-        methods: verification methods.
-        thetas: thresholds of MARS with metric "ratio", each in (0, 1].
-        gaps: tolerances of MARS with metric "gap" in nats, each >= 0.
-        prices: prices of MARS with metric "price" in nats per token gained, each >= 0.
-        mars_options: sets of further options of MARS, each a JSON object of `mars_*` keys, "" for
-            none; each rule is measured with each set, which takes a server of its own.
-        unprotected: whether MARS is also measured without protected tokens.
-        num_speculative_tokens: draft tokens per step, each at least 1.
-        temperatures: sampling temperatures, each >= 0.
-        concurrencies: most requests in flight, each at least 1.
-        datasets: prompt files, vLLM's names as "vllm:NAME" or "vllm:NAME:PATH", or tasks of lm-eval
-            as "lm-eval:TASK" or "lm-eval:FILE.yaml".
+        mars_options: each a JSON object of `mars_*` keys, "" for none; each rule is measured with
+            each set, which takes a server of its own.
         num_prompts: prompts of each dataset, spread over its categories; 0 takes all.
-        max_tokens: longest answer.
-        repeats: passes over the grid.
-        seed: of every server, from which requests at a temperature above 0 draw, and of the
-            prompts that a dataset of vLLM draws.
         reference_theta: the theta of the parts "load" and "extra"; the nearest of `thetas`.
-        full_grid: whether every combination is measured.
         side_by_side: servers that run at the same time, so that their cells can take turns; 0 takes
             all of one draft and K on a CPU and 1 elsewhere.
-        tensor_parallel, pipeline_parallel: of every server.
-        server_args: further arguments of every `vllm serve`.
-        startup_timeout: seconds that a server may take to start.
-        cell_timeout: seconds that a cell may take.
-        margin: loss that still counts as none, as a share of the autoregressive score.
-        nll_margin: increase of NLL in nats per token that still counts as none.
-        judge: whether quality is judged.
 
     Raises:
         ValueError: a value is out of range or unknown.
@@ -182,16 +160,7 @@ _LEAST = {
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server configuration; requests choose the threshold.
-
-    Attributes:
-        method: verification method.
-        draft: "ngram", a directory or a name; "none" without speculation.
-        k: draft tokens per step; 0 without speculation.
-        metric: of "mars", else None.
-        protected: of "mars", else None.
-        options: as in `CellKey`.
-    """
+    """One server configuration, in the words of `CellKey`; requests choose the threshold."""
 
     method: Method
     draft: str = NO_DRAFT
@@ -257,12 +226,10 @@ def plan(
         starts with another one.
     """
     groups = []
-    specs = list(_servers(options))
-    for draft, k in itertools.product(options.drafts, options.num_speculative_tokens):
-        mine = [s for s in specs if (s.draft, s.k) in ((draft, k), (NO_DRAFT, 0))]
+    drafts = itertools.product(options.drafts, options.num_speculative_tokens)
+    for number, (draft, k) in enumerate(drafts):
         # The autoregressive server is shared: with the first draft alone.
-        if (draft, k) != (options.drafts[0], options.num_speculative_tokens[0]):
-            mine = [s for s in mine if s.k]
+        mine = [spec for spec in _servers(options, draft, k) if spec.k or not number]
         repeats = range(options.repeats)
         batches = [(mine, repeats)]
         if 0 < side_by_side < len(mine):
@@ -277,20 +244,19 @@ def plan(
     return [group for group in groups if group.cells]
 
 
-def _servers(options: SweepOptions) -> Iterator[ServerSpec]:
+def _servers(options: SweepOptions, draft: str, k: int) -> Iterator[ServerSpec]:
     if "autoregressive" in options.methods:
         yield ServerSpec("autoregressive")
-    for draft, k in itertools.product(options.drafts, options.num_speculative_tokens):
-        for method in options.methods:
-            if method == METHOD:
-                for further in options.mars_options:
-                    for metric, values in options.thresholds.items():
-                        if values:
-                            yield ServerSpec(method, draft, k, metric, True, further)
-                    if options.unprotected and options.thetas:
-                        yield ServerSpec(method, draft, k, "ratio", False, further)
-            elif method != "autoregressive":
-                yield ServerSpec(method, draft, k)
+    for method in options.methods:
+        if method == METHOD:
+            for further in options.mars_options:
+                for metric, values in options.thresholds.items():
+                    if values:
+                        yield ServerSpec(method, draft, k, metric, True, further)
+                if options.unprotected and options.thetas:
+                    yield ServerSpec(method, draft, k, "ratio", False, further)
+        elif method != "autoregressive":
+            yield ServerSpec(method, draft, k)
 
 
 def _pass(

@@ -17,14 +17,10 @@ METHODS: tuple[Method, ...] = ("autoregressive", "standard", "block", "fly", "ma
 
 
 def further_options(protected: bool | None, options: str) -> dict[str, Any]:
-    """The options of a server of "mars" besides its threshold.
-
-    Args:
-        protected, options: as in `CellKey`.
-    """
-    found: dict[str, Any] = {"mars_protected_token_ids": []} if protected is False else {}
-    found |= json.loads(options or "{}")
-    return found
+    """The options of a server of "mars" besides its threshold; arguments as in `CellKey`."""
+    unprotected: dict[str, Any] = {"mars_protected_token_ids": []} if protected is False else {}
+    further: dict[str, Any] = json.loads(options or "{}")
+    return unprotected | further
 
 
 @dataclass(frozen=True)
@@ -76,9 +72,7 @@ class CellKey:
                 raise ValueError(f"{name} is empty; a cell names its {name}.")
 
     def _check_method(self) -> None:
-        if (self.method == "autoregressive") != (self.draft == NO_DRAFT) or (self.k == 0) != (
-            self.draft == NO_DRAFT
-        ):
+        if len({self.method == "autoregressive", self.draft == NO_DRAFT, self.k == 0}) > 1:
             raise ValueError(
                 f"method={self.method!r} with draft={self.draft!r} and k={self.k}: method "
                 f"'autoregressive', draft {NO_DRAFT!r} and k 0 go together."
@@ -118,14 +112,9 @@ class CellKey:
     @property
     def label(self) -> str:
         """The key in a few words, such as "mars 0.9, ngram K4, T0, c1, prompts, #0"."""
-        return ", ".join(
-            [
-                self.rule,
-                *([f"{self.draft} K{self.k}"] if self.k else []),
-                *(f"T{self.temperature:g}", f"c{self.concurrency}", self.dataset),
-                f"#{self.repeat}",
-            ]
-        )
+        draft = [f"{self.draft} K{self.k}"] if self.k else []
+        point = [f"T{self.temperature:g}", f"c{self.concurrency}", self.dataset]
+        return ", ".join([self.rule, *draft, *point, f"#{self.repeat}"])
 
     @property
     def rule(self) -> str:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from vllm_mars.experiments.sweep.datasets import load_dataset
-from vllm_mars.experiments.sweep.group import Job, Sweep
 from vllm_mars.experiments.sweep.plan import SweepOptions, check_names, plan
 from vllm_mars.experiments.sweep.ray_cells import RayRunner
 from vllm_mars.experiments.sweep.record_file import (
@@ -18,7 +17,7 @@ from vllm_mars.experiments.sweep.record_file import (
     repair_end,
 )
 from vllm_mars.experiments.sweep.records import Cell, Settings
-from vllm_mars.experiments.sweep.runners import LocalRunner
+from vllm_mars.experiments.sweep.runners import LocalRunner, Sweep
 from vllm_mars.experiments.sweep.summary import print_rows, rows
 from vllm_mars.local.drafts import draft_config
 from vllm_mars.local.packaged_model import ensure_model
@@ -74,9 +73,9 @@ def run_sweep(
         sweep = Sweep(options, model, datasets, settings, command)
         runner: LocalRunner | RayRunner
         if ray_address is None:
-            runner = LocalRunner(options, output.with_name(f"{output.stem}-logs"))
+            runner = LocalRunner(sweep, output.with_name(f"{output.stem}-logs"))
         else:
-            runner = stack.enter_context(contextlib.closing(RayRunner(options, ray_address)))
+            runner = stack.enter_context(contextlib.closing(RayRunner(sweep, ray_address)))
         groups = plan(options, Path(model).name, datasets, runner.side_by_side)
         kept = {c.key for c in before if not (retry_failed and c.status == "failed")}
         total = sum(len(group.cells) for group in groups)
@@ -84,7 +83,7 @@ def run_sweep(
         done = total - sum(len(group.cells) for group in todo)
         servers = sum(len(group.servers) for group in todo)
         say(f"{total} cells, {done} of them in {output} already; {servers} server starts")
-        measured = runner.run([Job(group, sweep) for group in todo])
+        measured = runner.run(todo)
         for cell in stack.enter_context(contextlib.closing(measured)):
             append_cell(output, cell)
             done += 1
@@ -92,7 +91,7 @@ def run_sweep(
         cells = read_cells(output)
         if options.judge and any(c.status == "ok" and c.quality is None for c in cells):
             say("judging the answers")
-            judged = runner.judge(sweep, cells)
+            judged = runner.judge(cells)
             for key, quality in stack.enter_context(contextlib.closing(judged)):
                 append_quality(output, key, quality)
             cells = read_cells(output)

@@ -1,15 +1,81 @@
-"""Where the cells of a sweep are measured and judged: here, or on a Ray cluster (`ray_cells`)."""
+"""Measures and judges the cells of a sweep on this machine, or as a task of a Ray cluster does.
+
+A group of cells is measured on servers that run at the same time and take turns.
+"""
 
 import contextlib
+import json
+import tempfile
+import time
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from vllm_mars.config import METHOD
 from vllm_mars.experiments.quality.judge import Judge
 from vllm_mars.experiments.quality.target_scores import TargetScorer
-from vllm_mars.experiments.sweep.group import Job, Sweep, measure, server_of
-from vllm_mars.experiments.sweep.methods_here import ask_platform
-from vllm_mars.experiments.sweep.plan import SweepOptions
-from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
+from vllm_mars.experiments.quality.task_client import ask_task
+from vllm_mars.experiments.sweep.bench_client import Asking, BenchClient, acceptance_between, wake
+from vllm_mars.experiments.sweep.datasets import Dataset
+from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
+from vllm_mars.experiments.sweep.plan import Group, ServerSpec, SweepOptions
+from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality, Settings, Status
+from vllm_mars.local.provenance import describe_run, weights, without_directories
+from vllm_mars.local.scrape import LOST_NATS
+from vllm_mars.local.server import VllmServer
+from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
+
+GPU_MEMORY = 0.9
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What all groups of a sweep share; plain data, so that Ray can send it.
+
+    Attributes:
+        options: what to measure.
+        model: directory or name of the target.
+        datasets: the prompts.
+        settings: as the cells record them.
+        command: the sweep's command line.
+    """
+
+    options: SweepOptions
+    model: str
+    datasets: tuple[Dataset, ...]
+    settings: Settings
+    command: tuple[str, ...]
+
+    def cell(
+        self, key: CellKey, status: Status, reason: str, head: dict[str, Any], **measured: Any
+    ) -> Cell:
+        """A cell of this sweep, measured where `describe_run` gave `head`."""
+        about = {it: head[it] for it in ("git_commit", "versions", "hardware", "load_average")}
+        return Cell(
+            key=key,
+            status=status,
+            reason=reason,
+            settings=self.settings,
+            theta_set_by="request" if key.method == METHOD else None,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=self.command,
+            **({"speed": None, "acceptance": None, "outputs": ()} | about | measured),
+        )
+
+    def failed(self, key: CellKey, reason: str) -> Cell:
+        """A cell that no node could measure."""
+        return self.cell(key, "failed", reason, describe_run(None))
+
+
+@dataclass
+class _Live:
+    """A server of a group; `unusable` is what its cells are then, and why."""
+
+    spec: ServerSpec
+    server: VllmServer
+    unusable: tuple[Status, str] | None = None
 
 
 class LocalRunner:
@@ -19,49 +85,164 @@ class LocalRunner:
         side_by_side: servers that a group may hold; 0 sets no limit.
     """
 
-    def __init__(self, options: SweepOptions, log_dir: Path) -> None:
-        """Asks vLLM what it can do here.
+    def __init__(self, sweep: Sweep, log_dir: Path, platform: Platform | None = None) -> None:
+        """Starts nothing yet.
 
         Args:
-            options: of the sweep.
+            sweep: whose cells are measured.
             log_dir: directory for the logs of servers and client.
+            platform: what vLLM can do here; None asks it.
 
         Raises:
             RuntimeError: vLLM cannot be imported.
         """
-        self._platform = ask_platform()
+        self._sweep = sweep
         self._log_dir = log_dir
-        self.side_by_side = options.side_by_side or (0 if self._platform.device == "cpu" else 1)
+        self._platform = platform or ask_platform()
+        self._on_cpu = self._platform.device == "cpu"
+        self._head = describe_run(self._platform.gpu)
+        self.side_by_side = sweep.options.side_by_side or (0 if self._on_cpu else 1)
 
-    def run(self, jobs: Sequence[Job]) -> Generator[Cell]:
-        """Measures the jobs' cells and yields each as soon as it is measured."""
-        for job in jobs:
-            with contextlib.closing(measure(job, self._log_dir, self._platform)) as cells:
-                yield from cells
+    def run(self, groups: Sequence[Group]) -> Generator[Cell]:
+        """Measures the groups' cells, one at a time, and yields each as soon as it is measured.
 
-    def judge(self, sweep: Sweep, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
+        A cell that fails is yielded as failed and the others go on. No process outlives the
+        iterator, whichever way it ends: close it where it may be left early.
+        """
+        for group in groups:
+            with contextlib.ExitStack() as stack:
+                yield from self._measure_group(group, stack)
+
+    def judge(self, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
         """Judges cells, with a server of the target where the prompts are at hand.
 
         The server ends with the iterator: close it where it may be left early.
 
         Args:
-            sweep: of the cells.
             cells: all of the file; those with a quality are left as they are.
-
-        Yields:
-            Key and quality of each other cell.
 
         Raises:
             RuntimeError: the server does not start or fails.
         """
-        options = sweep.options
+        sweep = self._sweep
         with contextlib.ExitStack() as stack:
             scorer = None
             if any(dataset.items for dataset in sweep.datasets):
-                on_cpu = self._platform.device == "cpu"
-                server = server_of(sweep, on_cpu, self._log_dir / "judge.log")
-                scorer = TargetScorer(stack.enter_context(server).base_url, sweep.model)
-            judge = Judge(
-                sweep.datasets, margin=options.margin, nll_margin=options.nll_margin, scorer=scorer
-            )
-            yield from judge.judge(cells)
+                server = stack.enter_context(self._server("judge"))
+                scorer = TargetScorer(server.base_url, sweep.model)
+            margins = {it: getattr(sweep.options, it) for it in ("margin", "nll_margin")}
+            yield from Judge(sweep.datasets, scorer=scorer, **margins).judge(cells)
+
+    def _measure_group(self, group: Group, stack: contextlib.ExitStack) -> Generator[Cell]:
+        client = BenchClient(self._log_dir / "bench-client.log")
+        stack.callback(client.close)
+        lives = []
+        for index, spec in enumerate(group.servers):
+            live = _Live(spec, self._server(spec.label, self._args(spec, len(group.servers))))
+            lives.append(live)
+            reasons = [
+                self._platform.why_not(spec, key.temperature)
+                for key, server in group.cells
+                if server == index
+            ]
+            if all(reasons) and (reason := next(iter(reasons), None)):
+                live.unusable = "unavailable", reason
+                continue
+            stack.callback(live.server.close)
+            live.server.start()
+        for live in lives:
+            self._wait(live)
+        last: _Live | None = None
+        for key, index in group.cells:
+            live = lives[index]
+            if not live.unusable and last is not live:
+                if last is not None:
+                    # It polls for a second after its last step, which would slow the next one.
+                    time.sleep(SETTLE_SECONDS)
+                last = live
+            yield self._measure(client, live, key)
+
+    def _server(self, name: str, args: Sequence[str] = ()) -> VllmServer:
+        """A server of the target, with what all servers of the sweep are given."""
+        options = self._sweep.options
+        args = [*SERVER_ARGS, *(CPU_ARGS if self._on_cpu else ()), *args]
+        for parallel in ("tensor_parallel", "pipeline_parallel"):
+            if (ranks := getattr(options, parallel)) > 1:
+                args += [f"--{parallel.replace('_', '-')}-size", str(ranks)]
+        return VllmServer(
+            self._sweep.model,
+            [*args, *options.server_args],
+            log_path=self._log_dir / f"{name}.log",
+            env=CPU_ENV if self._on_cpu else None,
+            startup_timeout=options.startup_timeout,
+        )
+
+    def _args(self, spec: ServerSpec, count: int) -> list[str]:
+        """What is special to one of so many servers that run side by side."""
+        args = ["--seed", str(self._sweep.options.seed)]
+        if not self._on_cpu:
+            args += ["--gpu-memory-utilization", f"{GPU_MEMORY / count:.2f}"]
+        config = spec.speculative_config()
+        return args if config is None else [*args, "--speculative-config", json.dumps(config)]
+
+    def _wait(self, live: _Live) -> None:
+        """Waits for a server that was started; notes why it cannot be used."""
+        if live.unusable:
+            return
+        try:
+            live.server.wait_until_ready()
+        except RuntimeError as error:
+            live.unusable = "failed", str(error)
+            return
+        log = live.server.log_path.read_text(errors="replace")
+        if reason := self._platform.why_not_in_log(live.spec, log):
+            live.unusable = "unavailable", reason
+            live.server.close()
+
+    def _measure(self, client: BenchClient, live: _Live, key: CellKey) -> Cell:
+        def cell(status: Status, reason: str, **measured: Any) -> Cell:
+            return self._sweep.cell(key, status, reason, self._head, **measured)
+
+        if live.unusable:
+            return cell(*live.unusable)
+        if unfit := self._platform.why_not(live.spec, key.temperature):
+            return cell("unavailable", unfit)
+        server, sweep = live.server, self._sweep
+        dataset = next(d for d in sweep.datasets if d.name == key.dataset)
+        try:
+            self._restart_if_dead(live)
+            wake(server.base_url, sweep.model)
+            before = server.metrics()
+            with tempfile.TemporaryDirectory(prefix="vllm-mars-") as directory:
+                asking = Asking(
+                    key, dataset, sweep.options, sweep.model, server.base_url, Path(directory)
+                )
+                if dataset.task:
+                    measured = ask_task(asking, self._log_dir / "lm-eval.log")
+                else:
+                    measured = client.ask(asking)
+            after = server.metrics()
+        except RuntimeError as error:
+            reason = str(error)
+            with contextlib.suppress(RuntimeError):
+                server.check_alive("while it was measured")
+                return cell("failed", reason)
+            return cell("failed", f"{reason}\n{server.log_tail()}")
+        measured["acceptance"] = acceptance_between(before, after, key.k)
+        if LOST_NATS in before:
+            measured["lost_nats"] = after.get(LOST_NATS, 0.0) - before[LOST_NATS]
+        measured["weights"] = weights(sweep.model, live.spec.draft)
+        measured["server_command"] = server.command()
+        for name in ("server_command", "client_command"):
+            measured[name] = tuple(without_directories(measured[name]))
+        return cell("ok", "", **measured)
+
+    def _restart_if_dead(self, live: _Live) -> None:
+        try:
+            live.server.check_alive()
+        except RuntimeError:
+            live.server.close()
+            live.server.start()
+            self._wait(live)
+            if live.unusable:
+                raise RuntimeError(live.unusable[1]) from None
