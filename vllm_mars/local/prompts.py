@@ -33,17 +33,10 @@ Named = TypeVar("Named", bound=_HasId)
 
 
 def load_prompts(path: Path = PACKAGED) -> list[Prompt]:
-    """Reads a prompt file.
+    """Reads a prompt file, as `read_json_lines` does.
 
-    Args:
-        path: JSON lines. Each object has `prompt` (a string) or `turns` (a list of strings), and
-            may have `id` (or `question_id`, `task_id`; default: the line number) and `category`.
-
-    Returns:
-        The prompts in the order of the file, at least one.
-
-    Raises:
-        ValueError: the file cannot be read, is empty, or a line is not such an object.
+    Each object has `prompt` (a string) or `turns` (a list of strings), and may have `id` (or
+    `question_id`, `task_id`; default: the line number) and `category`.
     """
     return read_json_lines(path, parse_prompt, option="prompts")
 
@@ -61,8 +54,7 @@ def read_json_lines(
         path: the file.
         parse: makes a record of an object, its place in words and its line number; raises
             ValueError where it cannot.
-        option: what the user called the file, for errors.
-        instead: what the user can give, for errors.
+        option, instead: for errors, what the user called the file, and can give.
 
     Returns:
         The records in the order of the file, at least one.

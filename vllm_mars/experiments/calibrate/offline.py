@@ -57,12 +57,7 @@ class OfflineEngine:
         self.model = identify(llm.llm_engine.vllm_config.model_config)
 
     def lead(self, prompts: Sequence[Prompt], threshold: float) -> list[Conversation]:
-        """Leads conversations, all in one batch, turn after turn.
-
-        Args:
-            prompts: what the user says.
-            threshold: what the metric compares with.
-        """
+        """Leads conversations, all in one batch, turn after turn, with this threshold."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -87,17 +82,15 @@ class OfflineEngine:
         return [[str(row[0]).rsplit("-", 1)[0], *row[1:]] for row in records]
 
     def _answer(self, conversations: list[Conversation], turn: int, params: Any) -> list[Any]:
+        chats = [_messages(item, turn) for item in conversations]
+        outputs: list[Any]
         if getattr(self._llm.get_tokenizer(), "chat_template", None):
-            chats = [_messages(item, turn) for item in conversations]
-            outputs: list[Any] = self._llm.chat(chats, params, use_tqdm=False)
-            return outputs
-        # A base model continues the text.
-        texts = [
-            "\n".join(message["content"] for message in _messages(item, turn))
-            for item in conversations
-        ]
-        continued: list[Any] = self._llm.generate(texts, params, use_tqdm=False)
-        return continued
+            outputs = self._llm.chat(chats, params, use_tqdm=False)
+        else:
+            # A base model continues the text.
+            texts = ["\n".join(message["content"] for message in chat) for chat in chats]
+            outputs = self._llm.generate(texts, params, use_tqdm=False)
+        return outputs
 
 
 @contextlib.contextmanager

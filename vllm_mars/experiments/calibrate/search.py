@@ -15,7 +15,7 @@ With a share of a task's score to keep (`recovery`) instead of a budget in nats,
 loss can be predicted: the other half, then tasks, is answered strictly and with thresholds between
 which the search halves the curve, as if a stricter one never lost more.
 
-"Within the budget" means in at least `predictions.CONFIDENCE` of the bootstrap samples over
+"Within the budget" means in at least `simulate.CONFIDENCE` of the bootstrap samples over
 prompts.
 """
 
@@ -33,14 +33,14 @@ from vllm_mars.calibration import KIND, SCHEMA
 from vllm_mars.config import METHOD, OPTION, STRICT, MarsConfig, lossy_reason
 from vllm_mars.experiments.calibrate.losses import Confirmation, compare, recovery, scores
 from vllm_mars.experiments.calibrate.offline import OfflineEngine, offline_engine
-from vllm_mars.experiments.calibrate.predictions import (
+from vllm_mars.experiments.calibrate.simulate import (
     BOOTSTRAP_SAMPLES,
     GRIDS,
     Point,
     margins,
     point,
+    steps_of,
 )
-from vllm_mars.experiments.calibrate.simulate import steps_of
 from vllm_mars.experiments.quality.scores import MIN_SOLVED
 from vllm_mars.experiments.sweep.datasets import Item, load_dataset
 from vllm_mars.local.drafts import NGRAM, draft_name, speculative_config
@@ -58,22 +58,14 @@ BUDGET = 0.01
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """What to calibrate.
+    """What to calibrate: the options of `vllm-mars calibrate`, which explains them (`command`).
 
     Attributes:
-        model: directory or name of the target; None takes the packaged one.
-        draft: "ngram", "suffix", "mtp", or a draft model's directory or name.
-        num_speculative_tokens: draft tokens per step, at least 1.
-        metric: "ratio", "gap" or "price".
         budget: loss that is allowed, nats per token, above 0.
         recovery: share of the strict answers' task score that must be kept, in (0, 1]; where it is
             given, `budget` does not count.
-        min_solved: with `recovery`, held-out tasks that strict decoding must do, at least 1.
-        prompts: prompt file, with `recovery` one of tasks (`experiments.datasets`); every second
-            prompt is held out for the confirmation.
-        max_tokens: longest answer of a turn, at least 1.
+        prompts: every second one is held out for the confirmation.
         output: the file that `"auto:FILE"` reads.
-        engine_args: further arguments as `vllm serve` takes them.
 
     Raises:
         ValueError: a value is out of range.
@@ -122,21 +114,21 @@ class Calibration:
     """Everything measured, and the threshold that came out.
 
     Attributes:
-        prompts: recorded and held out.
-        recorded: tokens and positions.
-        solved: held-out tasks for which strict decoding scores anything; None without tasks.
+        run: `describe_run`.
+        model: `identify`.
+        samples: how many prompts, tokens and positions it rests on, as the file has them; of the
+            held-out tasks "solved_prompts" are those for which strict decoding scores anything.
+        margins: as `simulate.margins`.
     """
 
     options: CalibrateOptions
     run: dict[str, Any]
     model: dict[str, Any]
-    prompts: tuple[int, int]
-    recorded: tuple[int, int]
+    samples: dict[str, int | None]
     curve: list[Point]
     margins: dict[str, Any]
     confirmations: list[Confirmation] = field(default_factory=list)
     threshold: float = 1.0
-    solved: int | None = None
 
     @property
     def confirmed(self) -> Confirmation | None:
@@ -170,13 +162,7 @@ class Calibration:
                 "engine_args": list(options.engine_args),
                 "bootstrap_samples": BOOTSTRAP_SAMPLES,
             },
-            "samples": {
-                "recorded_prompts": self.prompts[0],
-                "held_out_prompts": self.prompts[1],
-                "solved_prompts": self.solved,
-                "recorded_tokens": self.recorded[0],
-                "recorded_positions": self.recorded[1],
-            },
+            "samples": self.samples,
             "curve": [vars(point) for point in self.curve],
             "confirmations": [
                 {**dataclasses.asdict(item), "kept": item.kept} for item in self.confirmations
@@ -187,9 +173,6 @@ class Calibration:
 
 def run_calibrate(options: CalibrateOptions) -> Calibration:
     """Calibrates and writes the file.
-
-    Args:
-        options: what to calibrate.
 
     Raises:
         ValueError: the prompts cannot be read, are fewer than two, gave no drafts, are no tasks
@@ -233,10 +216,7 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
 
 
 def load_tasks(path: Path) -> dict[str, Item]:
-    """Reads a file of tasks.
-
-    Returns:
-        The tasks by id, in the order of the file.
+    """Reads a file of tasks, by id, in the order of the file.
 
     Raises:
         ValueError: the file cannot be read, or a line has nothing to score its answer by.
@@ -272,8 +252,13 @@ def record(
         options=options,
         run=run,
         model=engine.model,
-        prompts=(len(prompts), held_out),
-        recorded=(int(tokens.sum()), len(steps.step)),
+        samples={
+            "recorded_prompts": len(prompts),
+            "held_out_prompts": held_out,
+            "solved_prompts": None,
+            "recorded_tokens": int(tokens.sum()),
+            "recorded_positions": len(steps.step),
+        },
         curve=[point(steps, tokens, value, options.metric) for value in GRIDS[options.metric]],
         margins=margins(steps),
     )
@@ -302,8 +287,9 @@ def confirm(
     strict = engine.lead(prompts, STRICT.value(options.metric))
     strict_scores = None if wanted is None else scores(strict, tasks)
     if strict_scores is not None:
-        result.solved = int((strict_scores > 0).sum())
-        _check_solved(options, len(prompts), result.solved)
+        solved = int((strict_scores > 0).sum())
+        _check_solved(options, len(prompts), solved)
+        result.samples["solved_prompts"] = solved
 
     def keeps(candidate: Point) -> bool:
         say(f"confirming {OPTION[options.metric]} {candidate.threshold:g} on held-out prompts")
