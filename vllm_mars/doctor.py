@@ -10,7 +10,7 @@ import os
 import time
 import urllib.parse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vllm_mars import top
 from vllm_mars.config import METRICS, STRICT
@@ -18,11 +18,8 @@ from vllm_mars.engine.compat import check_interfaces, check_version
 from vllm_mars.engine.interfaces import INTERFACES
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import versions
-from vllm_mars.local.scrape import LOOPBACK
+from vllm_mars.local.scrape import GENERATED_TOKENS, LOOPBACK
 from vllm_mars.lock import check_lock, lock_is_on
-
-if TYPE_CHECKING:
-    import openai
 
 NEEDED = ("openai", "prometheus_client", "rich")
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "mars"
@@ -174,13 +171,8 @@ def findings_at(url: str) -> Iterator[Finding]:
     """
     address = top.metrics_url(url)
     try:
-        before = top.read_metrics(address)
-    except RuntimeError as error:
-        yield Finding("fault", str(error))
-        return
-    yield Finding("ok", f"{address} has the metrics of margin-aware verification")
-    probe = _Probe(address.removesuffix("/metrics"), before)
-    try:
+        probe = _Probe(address)
+        yield Finding("ok", f"{address} has the metrics of margin-aware verification")
         yield from probe.findings()
     except RuntimeError as error:
         yield Finding("fault", str(error))
@@ -189,20 +181,20 @@ def findings_at(url: str) -> Iterator[Finding]:
 class _Probe:
     """Requests to a server, and how its metrics rise with them."""
 
-    def __init__(self, base_url: str, before: top.Snapshot) -> None:
+    def __init__(self, metrics_url: str) -> None:
         import openai
 
-        loopback = urllib.parse.urlsplit(base_url).hostname in LOOPBACK
+        self._metrics_url = metrics_url
+        self._before = top.read_metrics(metrics_url)
+        self._tells = True
+        loopback = urllib.parse.urlsplit(metrics_url).hostname in LOOPBACK
         self._client = openai.OpenAI(
-            base_url=f"{base_url}/v1",
+            base_url=f"{metrics_url.removesuffix('/metrics')}/v1",
             api_key=os.environ.get("OPENAI_API_KEY", "none"),
             timeout=REQUEST_TIMEOUT,
             max_retries=0,
             http_client=openai.DefaultHttpxClient(trust_env=not loopback),
         )
-        self._metrics_url = f"{base_url}/metrics"
-        self._before = before
-        self._tells = True
 
     def findings(self) -> Iterator[Finding]:
         """Asks prompt after prompt until a token is relaxed.
@@ -216,12 +208,10 @@ class _Probe:
             tokens += more
             if number == 0:
                 if told is None and self._tells:
-                    yield Finding(
-                        "fault",
+                    raise RuntimeError(
                         "the answer lacks mars_return's report, though it was asked for: the "
-                        "server that answers is not the one whose metrics were read.",
+                        "server that answers is not the one whose metrics were read."
                     )
-                    return
                 yield _rule(told)
                 if told is not None and _is_strict(told):
                     return
@@ -233,9 +223,7 @@ class _Probe:
         """One greedy answer: what it tells of its verification, and its tokens."""
         import openai
 
-        extra: dict[str, Any] = {"ignore_eos": True}
-        if self._tells:
-            extra["vllm_xargs"] = {"mars_return": True}
+        told = {"vllm_xargs": {"mars_return": True}} if self._tells else {}
         try:
             model = self._client.models.list().data[0].id
             answer = self._client.completions.create(
@@ -243,7 +231,7 @@ class _Probe:
                 prompt=prompt,
                 max_tokens=PROBE_TOKENS,
                 temperature=0.0,
-                extra_body=extra,
+                extra_body={"ignore_eos": True, **told},
             )
         except openai.BadRequestError as error:
             # vLLM before 0.29 has no place for it.
@@ -254,15 +242,15 @@ class _Probe:
         except openai.OpenAIError as error:
             raise _failure(error) from error
         metrics = (answer.model_extra or {}).get("metrics") or {}
-        told = (metrics.get("speculative_decoding") or {}).get("mars")
-        return told, answer.usage.completion_tokens if answer.usage else 0
+        tokens = answer.usage.completion_tokens if answer.usage else 0
+        return (metrics.get("speculative_decoding") or {}).get("mars"), tokens
 
     def _rise(self, tokens: int) -> top.Snapshot:
         """What was counted since the first request, once the metrics know of these tokens."""
         deadline = time.monotonic() + METRICS_TIMEOUT
         while True:
             rise = top.read_metrics(self._metrics_url).since(self._before)
-            if rise.total(top.GENERATED) >= tokens or time.monotonic() > deadline:
+            if rise.total(GENERATED_TOKENS) >= tokens or time.monotonic() > deadline:
                 return rise
             time.sleep(0.1)
 
@@ -297,29 +285,27 @@ def _verdict(rise: top.Snapshot, tokens: int) -> Finding:
             f"relaxed {relaxed:.0f} tokens at {low_margin:.0f} low-margin positions of "
             f"{verified:.0f} verified ones, within {tokens} tokens",
         )
-    asked = f"within {tokens} tokens "
     if not verified:
-        return Finding(
-            "fault",
-            f"{asked}no draft was verified: the draft method proposes nothing for these prompts, "
-            "so neither speculation nor MARS has any effect.",
+        problem = (
+            "no draft was verified: the draft method proposes nothing for these prompts, so "
+            "neither speculation nor MARS has any effect."
         )
-    if not low_margin:
-        return Finding(
-            "fault",
-            f"{asked}none of {verified:.0f} verified positions was within the margin: the rule is "
-            "almost strict for this model.",
+    elif not low_margin:
+        problem = (
+            f"none of {verified:.0f} verified positions was within the margin: the rule is almost "
+            "strict for this model."
         )
-    refused = rise.by_label(top.REFUSED)
-    reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
-    return Finding(
-        "fault",
-        f"{asked}none of {low_margin:.0f} low-margin positions was relaxed; refusals: "
-        f"{reasons or 'none, so no draft there was a token that the margin accepts'}.",
-    )
+    else:
+        refused = rise.by_label(top.REFUSED)
+        reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
+        problem = (
+            f"none of {low_margin:.0f} low-margin positions was relaxed; refusals: "
+            f"{reasons or 'none, so no draft there was a token that the margin accepts'}."
+        )
+    return Finding("fault", f"within {tokens} tokens {problem}")
 
 
-def _failure(error: "openai.OpenAIError") -> RuntimeError:
+def _failure(error: Exception) -> RuntimeError:
     return RuntimeError(
         f"a request failed: {error}; give the address of a server for text, and its API key in "
         "OPENAI_API_KEY."

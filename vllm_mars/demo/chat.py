@@ -24,16 +24,12 @@ class Answer:
     """One timed answer.
 
     Attributes:
-        text: the answer's text.
-        seconds: from sending the request to the end of the stream.
-        first_token_seconds: from sending the request to the first text.
-        prompt_tokens: tokens of the prompt with the chat template.
-        output_tokens: tokens of the answer.
+        seconds, first_token_seconds: from sending the request to the end of the stream, and to the
+            first text.
+        prompt_tokens: with the chat template.
         drafts: verification steps; 0 without speculative decoding.
-        draft_tokens: draft tokens that were verified.
-        accepted_tokens: draft tokens that were accepted.
+        draft_tokens, accepted_tokens: those that were verified, and of them those accepted.
         finish_reason: "stop" or "length".
-        token_ids: the answer's tokens.
         relaxed_positions: those that only the margin accepted, counted from 0; empty where the
             server was not asked.
         loss_nats: what they lost against the target's first choices, in sum.
@@ -62,14 +58,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """An output token beside the target's first choice at its position.
-
-    Attributes:
-        text: the token's text.
-        logprob: its log probability under the target.
-        best_text: text of the target's most probable token.
-        best_logprob: log probability of that token.
-    """
+    """An output token beside the target's first choice, with both log probabilities there."""
 
     text: str
     logprob: float
@@ -118,15 +107,10 @@ class ChatClient:
                 end of its log.
         """
         before = self.server.metrics()
-        extra: dict[str, Any] = {"return_token_ids": True}
-        if tell_relaxed:
-            extra["vllm_xargs"] = {"mars_return": True}
-        text: list[str] = []
+        told = {"vllm_xargs": {"mars_return": True}} if tell_relaxed else {}
+        text, finish_reason, first, usage = "", "", 0.0, None
         token_ids: list[int] = []
         relaxed: dict[str, list[Any]] = {"relaxed_positions": [], "loss_nats": []}
-        first = 0.0
-        finish_reason = ""
-        usage = None
         start = time.perf_counter()
         with self._reported():
             stream = self._client.chat.completions.create(
@@ -136,7 +120,7 @@ class ChatClient:
                 temperature=0.0,
                 stream=True,
                 stream_options={"include_usage": True},
-                extra_body=extra,
+                extra_body={"return_token_ids": True, **told},
             )
             for chunk in stream:
                 usage = chunk.usage or usage
@@ -146,14 +130,14 @@ class ChatClient:
                     token_ids += getattr(choice, "token_ids", None) or []
                     if choice.delta.content:
                         first = first or time.perf_counter() - start
-                        text.append(choice.delta.content)
+                        text += choice.delta.content
                     finish_reason = choice.finish_reason or finish_reason
         seconds = time.perf_counter() - start
         if usage is None or not finish_reason:
             raise self._failure("the stream ended early")
         after = self._metrics_after(before.get(GENERATED_TOKENS, 0.0) + usage.completion_tokens)
         return Answer(
-            text="".join(text),
+            text=text,
             seconds=seconds,
             first_token_seconds=first,
             prompt_tokens=usage.prompt_tokens,
@@ -170,14 +154,7 @@ class ChatClient:
     def score(
         self, messages: Sequence[dict[str, str]], max_tokens: int
     ) -> tuple[str, list[ScoredToken]]:
-        """Gets one greedy answer with the target's first choice at each position.
-
-        Returns:
-            The answer's text and its tokens.
-
-        Raises:
-            RuntimeError: as `ask`.
-        """
+        """The text and tokens of one greedy answer, each beside the target's first choice."""
         with self._reported():
             completion = self._client.chat.completions.create(
                 model=self._model,
@@ -198,11 +175,7 @@ class ChatClient:
         return choice.message.content or "", tokens
 
     def token_texts(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """Returns the text of each token, which is not whole where a character takes several.
-
-        Raises:
-            RuntimeError: as `ask`.
-        """
+        """The text of each token, which is not whole where a character takes several."""
         with self._reported():
             return {
                 token_id: self._client.post(

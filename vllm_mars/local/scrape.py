@@ -22,9 +22,9 @@ def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> by
     """Asks a server; on this machine not through a proxy, which would not reach it.
 
     Args:
-        url: what to get.
+        url: what to get, or to post to.
         timeout: in seconds.
-        body: what to post, as JSON; None gets.
+        body: what to post, as JSON.
 
     Raises:
         OSError: nothing answers, or with an HTTP error (`urllib.error.HTTPError`).
@@ -39,11 +39,7 @@ def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> by
 
 
 def samples(url: str, timeout: float) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Reads Prometheus metrics.
-
-    Args:
-        url: of the metrics.
-        timeout: in seconds.
+    """Reads Prometheus metrics within so many seconds.
 
     Yields:
         Name (counters end in `_total`), labels without `engine` and `model_name`, and value of each
