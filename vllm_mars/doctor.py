@@ -10,6 +10,7 @@ import os
 import time
 import urllib.parse
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from vllm_mars import top
@@ -48,6 +49,9 @@ class Finding(NamedTuple):
     text: str
 
 
+_fault = partial(Finding, "fault")
+
+
 def add_parser(commands: Any) -> None:
     """Adds the command to `vllm-mars`."""
     parser = commands.add_parser(
@@ -58,12 +62,9 @@ def add_parser(commands: Any) -> None:
         "short requests, whether it relaxes tokens. Exit status 0 if all is well, 1 if something "
         "is wrong or could not be shown.",
     )
-    parser.add_argument(
-        "url",
-        nargs="?",
-        metavar="URL",
-        help="a server, such as http://localhost:8000; its API key is taken from OPENAI_API_KEY",
-    )
+    parser.add_argument("url", nargs="?", metavar="URL",
+        help="a server, such as http://localhost:8000; its API key is taken from "
+        "OPENAI_API_KEY")  # fmt: skip
 
 
 def run(url: str | None = None) -> int:
@@ -83,17 +84,12 @@ def run(url: str | None = None) -> int:
 
 
 def findings_here() -> Iterator[Finding]:
-    """Looks at this environment; imports vLLM, which takes some seconds.
-
-    Yields:
-        What is found, in the order of what depends on what; nothing more after a missing vLLM.
-    """
+    """Looks at this environment; imports vLLM, which takes some seconds."""
     found = versions()
     listed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     yield Finding("ok", listed)
     if importlib.util.find_spec("vllm") is None:
-        yield Finding(
-            "fault",
+        yield _fault(
             "vLLM is not installed here; pip install 'vllm-mars[cuda]', or 'vllm-mars[cpu]' where "
             "there is no GPU.",
         )
@@ -105,7 +101,7 @@ def findings_here() -> Iterator[Finding]:
 
         check_version(vllm.__version__)
     except (ImportError, RuntimeError) as error:
-        yield Finding("fault", str(error))
+        yield _fault(str(error))
         return
     yield from _interfaces(vllm.__version__)
 
@@ -123,7 +119,7 @@ def _interfaces(version: str) -> Iterator[Finding]:
             if group in OPTIONAL:
                 yield Finding("note", f"vLLM {version} does not support {OPTIONAL[group]}")
             else:
-                yield Finding("fault", str(error))
+                yield _fault(str(error))
                 fits = False
     if fits:
         yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
@@ -133,15 +129,13 @@ def _plugin() -> Finding:
     """Whether vLLM will load the plugin in each of its processes on this machine."""
     entries = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN)
     if not entries:
-        return Finding(
-            "fault",
+        return _fault(
             f"vLLM does not find the plugin: no package here has the entry point {PLUGIN!r} in "
             f"{PLUGIN_GROUP}; install vllm-mars with pip into this environment.",
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
-        return Finding(
-            "fault",
+        return _fault(
             f"VLLM_PLUGINS={allowed!r} leaves the plugin out; add {PLUGIN!r} or unset it.",
         )
     return Finding("ok", f"vLLM finds the plugin ({next(iter(entries)).value})")
@@ -151,7 +145,7 @@ def _lock() -> Finding:
     try:
         check_lock(None)
     except ValueError as error:
-        return Finding("fault", str(error))
+        return _fault(str(error))
     if lock_is_on():
         return Finding("note", "VLLM_MARS_LOCK=strict: servers here refuse to be lossy.")
     return Finding("ok", "VLLM_MARS_LOCK is not set: servers here may be lossy")
@@ -159,12 +153,6 @@ def _lock() -> Finding:
 
 def findings_at(url: str) -> Iterator[Finding]:
     """Looks at a running server, and asks it until a token is relaxed.
-
-    Args:
-        url: the server's address, with or without the scheme or `/v1`.
-
-    Yields:
-        What is found; nothing more after a server that is none of MARS.
 
     Raises:
         ValueError: it is no HTTP address.
@@ -175,7 +163,7 @@ def findings_at(url: str) -> Iterator[Finding]:
         yield Finding("ok", f"{address} has the metrics of margin-aware verification")
         yield from probe.findings()
     except RuntimeError as error:
-        yield Finding("fault", str(error))
+        yield _fault(str(error))
 
 
 class _Probe:
@@ -302,7 +290,7 @@ def _verdict(rise: top.Snapshot, tokens: int) -> Finding:
             f"none of {low_margin:.0f} low-margin positions was relaxed; refusals: "
             f"{reasons or 'none, so no draft there was a token that the margin accepts'}."
         )
-    return Finding("fault", f"within {tokens} tokens {problem}")
+    return _fault(f"within {tokens} tokens {problem}")
 
 
 def _failure(error: Exception) -> RuntimeError:

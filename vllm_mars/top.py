@@ -23,6 +23,7 @@ RELAXED = "vllm:mars_relaxed_tokens_total"
 VERIFIED = "vllm:mars_verified_positions_total"
 LOW_MARGIN = "vllm:mars_low_margin_positions_total"
 REFUSED = "vllm:mars_refused_positions_total"
+ACCEPTED = scrape.ACCEPTED_PER_POSITION
 _RATIO = "vllm:mars_logit_ratio_bucket"
 
 # Sample name -> the label by which it is told apart; engines and models are added up.
@@ -34,7 +35,7 @@ _LABELS = {
     scrape.LOST_NATS: None,
     _RATIO: "le",
     scrape.DRAFTS: None,
-    scrape.ACCEPTED_PER_POSITION: "position",
+    ACCEPTED: "position",
     scrape.GENERATED_TOKENS: None,
 }
 
@@ -75,7 +76,7 @@ class Snapshot:
     def acceptance_length(self) -> float:
         """Tokens that a draft led to, the bonus or correction among them; NaN without drafts."""
         drafts = self.total(scrape.DRAFTS)
-        return 1 + self.total(scrape.ACCEPTED_PER_POSITION) / drafts if drafts else math.nan
+        return 1 + self.total(ACCEPTED) / drafts if drafts else math.nan
 
     @property
     def loss_per_token(self) -> float:
@@ -214,9 +215,7 @@ def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table
         "generated tokens": lambda it: f"{it.total(scrape.GENERATED_TOKENS):.0f}",
         "mean acceptance length": lambda it: _number(it.acceptance_length, 2),
         "relaxed tokens": lambda it: f"{it.total(RELAXED):.0f}",
-        "relaxed, of accepted": lambda it: _percent(
-            it.total(RELAXED), it.total(scrape.ACCEPTED_PER_POSITION)
-        ),
+        "relaxed, of accepted": lambda it: _percent(it.total(RELAXED), it.total(ACCEPTED)),
         "nats per token": lambda it: _number(it.loss_per_token, 4),
         "low margin, of verified": lambda it: _percent(it.total(LOW_MARGIN), it.total(VERIFIED)),
     }
@@ -231,7 +230,7 @@ def _positions(shown: Snapshot, when: str) -> "Table":
     table = _table(title, "position", "accepted", "", "relaxed", "")
     drafts = shown.total(scrape.DRAFTS)
     relaxed = shown.by_label(RELAXED)
-    for position, accepted in shown.by_label(scrape.ACCEPTED_PER_POSITION).items():
+    for position, accepted in shown.by_label(ACCEPTED).items():
         shares = [accepted, relaxed.get(position, 0.0)]
         cells = [(_percent(part, drafts), _bar(part, drafts)) for part in shares]
         table.add_row(position, *(cell for pair in cells for cell in pair))

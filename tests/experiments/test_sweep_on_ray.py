@@ -13,11 +13,9 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
 
 from vllm_mars.cli import main
 from vllm_mars.experiments.sweep.datasets import load_dataset
-from vllm_mars.experiments.sweep.plan import SweepOptions, plan
+from vllm_mars.experiments.sweep.plan import Sweep, SweepOptions, plan
 from vllm_mars.experiments.sweep.ray_cells import RayRunner
 from vllm_mars.experiments.sweep.record_file import read_cells
-from vllm_mars.experiments.sweep.records import Settings
-from vllm_mars.experiments.sweep.runners import Sweep
 
 # Each test starts Ray clusters.
 pytestmark = pytest.mark.nightly
@@ -39,8 +37,7 @@ def options(tmp_path):
 
 def sweep_of(options):
     datasets = tuple(load_dataset(name, options.num_prompts) for name in options.datasets)
-    settings = Settings(options.max_tokens, {d.name: d.count for d in datasets}, options.seed, ())
-    return Sweep(options, options.model, datasets, settings, ())
+    return Sweep(options, options.model, datasets)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +126,7 @@ def test_what_is_refused_within_seconds(two_nodes, options, monkeypatch):
 
 def test_a_node_that_is_lost_costs_no_cell_and_doubles_none(two_nodes, options):
     sweep = sweep_of(options)
-    groups = plan(options, "tiny", sweep.datasets, side_by_side=1)
+    groups = plan(sweep, side_by_side=1)
     wanted = {key for group in groups for key, _ in group.cells}
     assert len(groups) == 8
     assert len(wanted) == 24

@@ -71,7 +71,16 @@ class OfflineEngine:
         for turn in range(max(len(prompt.turns) for prompt in prompts)):
             still = [item for item in conversations if turn < len(item.prompt.turns)]
             for conversation, output in zip(still, self._answer(still, turn, params), strict=True):
-                _note(conversation, output)
+                completion = output.outputs[0]
+                conversation.texts.append(completion.text)
+                conversation.requests.append(str(output.request_id))
+                for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True):
+                    own = logprobs[token].logprob
+                    best = max(entry.logprob for entry in logprobs.values())
+                    conversation.tokens += 1
+                    conversation.nll -= own
+                    conversation.cost += best - own
+                    conversation.relaxed += own < best
         return conversations
 
     def take_records(self) -> list[list[Any]]:
@@ -159,16 +168,3 @@ def _messages(conversation: Conversation, turn: int) -> list[dict[str, str]]:
         messages.append({"role": "user", "content": text})
         messages.append({"role": "assistant", "content": answer})
     return messages[: 2 * turn + 1]
-
-
-def _note(conversation: Conversation, output: Any) -> None:
-    completion = output.outputs[0]
-    conversation.texts.append(completion.text)
-    conversation.requests.append(str(output.request_id))
-    for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True):
-        own = logprobs[token].logprob
-        best = max(entry.logprob for entry in logprobs.values())
-        conversation.tokens += 1
-        conversation.nll -= own
-        conversation.cost += best - own
-        conversation.relaxed += own < best

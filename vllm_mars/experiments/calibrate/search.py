@@ -301,10 +301,15 @@ def confirm(
         result.confirmations.append(confirmation)
         return confirmation.kept
 
+    curve = result.curve
     if strict_scores is None:
-        found = _by_prediction(result.curve, options.budget, keeps)
+        # Each candidate may spend less than the one before.
+        allowed = (options.budget * SHRINK**number for number in range(MAX_TRIES))
+        candidates = dict.fromkeys(loosest(curve, nats) for nats in allowed)
+        found = next((it for it in candidates if it is curve[-1] or keeps(it)), curve[-1])
     else:
-        found = _by_halves(result.curve, keeps)
+        # As if all that are stricter than one that keeps it did; the last, strict, does.
+        found = curve[bisect.bisect_left(curve, True, hi=len(curve) - 1, key=keeps)]
     result.threshold = found.threshold
 
 
@@ -315,20 +320,6 @@ def _check_solved(options: CalibrateOptions, held_out: int, solved: int, at_most
             f"{held_out} held-out tasks; fewer than min_solved={options.min_solved} cannot show "
             "what is kept: give more tasks that this model can solve, or lower --min-solved."
         )
-
-
-def _by_prediction(curve: Sequence[Point], budget: float, keeps: Callable[[Point], bool]) -> Point:
-    """The loosest point that is predicted to keep the budget and does; spends less at each try."""
-    candidates = (loosest(curve, budget * SHRINK**number) for number in range(MAX_TRIES))
-    for candidate in dict.fromkeys(candidates):
-        if candidate is curve[-1] or keeps(candidate):
-            return candidate
-    return curve[-1]
-
-
-def _by_halves(curve: Sequence[Point], keeps: Callable[[Point], bool]) -> Point:
-    """The loosest point that keeps the budget, if all stricter ones do; the last, strict, does."""
-    return curve[bisect.bisect_left(curve, True, hi=len(curve) - 1, key=keeps)]
 
 
 def loosest(curve: Sequence[Point], allowed: float) -> Point:

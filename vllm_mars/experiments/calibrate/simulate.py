@@ -9,6 +9,7 @@ run, and an online run has to confirm it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ GRIDS = {
     metric: [round(first + step * i, 3) for first, step, count in parts for i in range(count)]
     for metric, parts in _PARTS.items()
 }
+resamples = partial(intervals.resamples, samples=BOOTSTRAP_SAMPLES)
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -133,7 +135,14 @@ def simulate(steps: Steps, threshold: Threshold) -> Outcome:
         steps: the recorded positions.
         threshold: with a price steps end at their best stop, else at the first rejection.
     """
-    relaxed = steps.payable if threshold.price else _low_margin(steps, threshold)
+    if threshold.price:
+        relaxed = steps.payable
+    else:
+        # In float32 and in this order, as the samplers compare.
+        limit = np.float32(threshold.theta) * steps.first_logit - np.float32(threshold.gap)
+        relaxed = steps.may_relax & (steps.second_logit > limit)
+        if threshold.theta < 1:
+            relaxed &= steps.first_logit > 0
     verdicts = np.where(steps.is_first, Verdict.FIRST, relaxed * Verdict.RELAXED).astype(np.int8)
     index = np.arange(len(verdicts))
     end = np.append(steps.start[1:], len(index))
@@ -153,16 +162,6 @@ def simulate(steps: Steps, threshold: Threshold) -> Outcome:
         relaxed=np.bincount(steps.step, kept, count).astype(np.int64),
         cost=np.bincount(steps.step, cost, count).astype(np.float64),
     )
-
-
-def _low_margin(steps: Steps, threshold: Threshold) -> NDArray[np.bool_]:
-    """Marks the positions at which only the margin accepts the draft, were they reached."""
-    # In float32 and in this order, as the samplers compare.
-    limit = np.float32(threshold.theta) * steps.first_logit - np.float32(threshold.gap)
-    relaxed: NDArray[np.bool_] = steps.may_relax & (steps.second_logit > limit)
-    if threshold.theta < 1:
-        relaxed &= steps.first_logit > 0
-    return relaxed
 
 
 @dataclass(frozen=True)
@@ -202,11 +201,6 @@ def point(steps: Steps, strict_tokens: Floats, threshold: float, metric: str) ->
         relaxed=float(outcome.relaxed.sum() / tokens.sum()),
         acceptance_length=float(1 + outcome.accepted.mean()),
     )
-
-
-def resamples(groups: int) -> NDArray[np.int64]:
-    """`[BOOTSTRAP_SAMPLES, groups]` groups, drawn with replacement, the same each time."""
-    return intervals.resamples(groups, BOOTSTRAP_SAMPLES)
 
 
 def margins(steps: Steps, bins: int = 50) -> dict[str, Any]:

@@ -84,26 +84,30 @@ class Judge:
                 if output.text and (item := self._item(cell, output.prompt_id)) is not None
             )
         for cell, reference, twin in zip(todo, references, twins, strict=True):
-            scores = self._scores(cell)
-            other = None
+            own = answers(cell)
+            scores = {name: self._scores(cell, answer) for name, answer in own.items()}
+            beside: Scores | None = None
             if reference is not None and reference.key != cell.key:
-                other = self._scores(reference)
-                self._compare(cell, reference, scores)
+                theirs = answers(reference)
+                beside = {name: self._scores(reference, it) for name, it in theirs.items()}
+                for name in own.keys() & theirs.keys():
+                    scores[name] |= self._likeness(own[name].text, theirs[name].text)
             notes = list(self._notes(cell, reference))
-            has_scorer = self._scorer is not None
-            if has_scorer and twin is not None and self._compare_exactly(cell, twin, scores):
+            if self._scorer is not None and twin is not None:
+                for name, other in answers(twin).items():
+                    if name in own and self._item(cell, name) is not None:
+                        scores[name] |= self._identity(cell, own[name], other)
+            if any("divergence_gap" in values for values in scores.values()):
                 notes.append(
                     "A difference counts as none where the target's two largest logits are within "
                     f"{self._rounding:.2g} nats, as far as batching moves them."
                 )
-            prompts = tuple(
-                PromptQuality(output.prompt_id, scores[output.prompt_id], scored.off_choice)
-                if (scored := self._scored(cell, output))
-                else PromptQuality(output.prompt_id, scores[output.prompt_id])
-                for output in answers(cell).values()
-            )
-            found = estimates(scores, other, self._margin, self._nll_margin)
-            yield cell.key, Quality(prompts, tuple(found), tuple(notes))
+            prompts = []
+            for name, values in scores.items():
+                scored = self._scored(cell, own[name])
+                prompts.append(PromptQuality(name, values, scored.off_choice if scored else ()))
+            found = estimates(scores, beside, self._margin, self._nll_margin)
+            yield cell.key, Quality(tuple(prompts), tuple(found), tuple(notes))
 
     def _item(self, cell: Cell, prompt_id: str) -> Item | None:
         return self._items.get((cell.key.dataset, prompt_id))
@@ -112,74 +116,48 @@ class Judge:
         item = self._item(cell, output.prompt_id)
         return self._target.get((item.prompt, output.text)) if item else None
 
-    def _scores(self, cell: Cell) -> Scores:
-        """The scores of a cell's answers that need no other cell."""
-        scores: Scores = {}
-        for prompt_id, output in answers(cell).items():
-            if isinstance(output, TaskAnswer):
-                scores[prompt_id] = dict(output.scores)
-                continue
-            values = {"seconds": output.seconds, "output_tokens": float(output.output_tokens)}
-            item = self._item(cell, prompt_id)
-            if item is not None:
-                key = (cell.key.dataset, prompt_id, output.text)
-                if key not in self._tasks:
-                    self._tasks[key] = task_scores(item, output.text)
-                values |= self._tasks[key]
-            scored = self._scored(cell, output)
-            if scored is not None:
-                values["nll"] = scored.nll
-                # Where tokens are drawn, another than the first choice is no loss.
-                if not cell.key.temperature:
-                    values["loss"] = scored.loss
-            if self._scorer is not None:
-                values["repeated_4grams"] = repeated_4grams(self._scorer.token_ids(output.text))
-            scores[prompt_id] = values
-        return scores
+    def _scores(self, cell: Cell, answer: Output | TaskAnswer) -> dict[str, float]:
+        """The scores of an answer that need no other cell."""
+        if isinstance(answer, TaskAnswer):
+            return dict(answer.scores)
+        values = {"seconds": answer.seconds, "output_tokens": float(answer.output_tokens)}
+        item = self._item(cell, answer.prompt_id)
+        if item is not None:
+            key = (cell.key.dataset, answer.prompt_id, answer.text)
+            if key not in self._tasks:
+                self._tasks[key] = task_scores(item, answer.text)
+            values |= self._tasks[key]
+        scored = self._scored(cell, answer)
+        if scored is not None:
+            values["nll"] = scored.nll
+            # Where tokens are drawn, another than the first choice is no loss.
+            if not cell.key.temperature:
+                values["loss"] = scored.loss
+        if self._scorer is not None:
+            values["repeated_4grams"] = repeated_4grams(self._scorer.token_ids(answer.text))
+        return values
 
-    def _compare(self, cell: Cell, reference: Cell, scores: Scores) -> None:
-        """Adds the scores that compare with the autoregressive answers."""
-        theirs = answers(reference)
-        for prompt_id, output in answers(cell).items():
-            if prompt_id not in theirs:
-                continue
-            other = theirs[prompt_id].text
-            scores[prompt_id] |= likeness(output.text, other)
-            if self._scorer is not None:
-                scores[prompt_id] |= divergence(
-                    self._scorer.token_ids(output.text), self._scorer.token_ids(other)
-                )
+    def _likeness(self, text: str, other: str) -> dict[str, float]:
+        """The scores that compare with the autoregressive answer."""
+        if self._scorer is None:
+            return likeness(text, other)
+        ids = map(self._scorer.token_ids, (text, other))
+        return likeness(text, other) | divergence(*ids)
 
-    def _compare_exactly(self, cell: Cell, twin: Cell, scores: Scores) -> bool:
-        """Adds whether answers are the twin's but for rounding; returns whether one differs."""
-        differs = False
-        theirs = answers(twin)
-        for prompt_id, output in answers(cell).items():
-            if prompt_id not in theirs or self._item(cell, prompt_id) is None:
-                continue
-            gap = self._gap_at_difference(cell, output, theirs[prompt_id])
-            scores[prompt_id]["identity"] = 1.0
-            if gap is not None:
-                differs = True
-                scores[prompt_id] |= {
-                    "divergence_gap": gap,
-                    "identity": float(gap <= self._rounding),
-                }
-        return differs
-
-    def _gap_at_difference(
+    def _identity(
         self, cell: Cell, one: Output | TaskAnswer, other: Output | TaskAnswer
-    ) -> float | None:
-        """The target's gap where two answers to a prompt first differ; None of equal ones."""
+    ) -> dict[str, float]:
+        """Whether answers to a prompt are equal but for rounding, and the target's gap if not."""
         assert self._scorer is not None, "only with a scorer answers are compared exactly"
         ids = [self._scorer.token_ids(answer.text) for answer in (one, other)]
         first = divergence(*ids).get("first_divergence")
         if first is None:
-            return None
+            return {"identity": 1.0}
         # Where one answer has ended there, the other goes on from the same text.
         scored = self._scored(cell, one if len(ids[0]) > first else other)
         assert scored is not None, "the target was asked about every answer with a text"
-        return scored.gaps[int(first)]
+        gap = scored.gaps[int(first)]
+        return {"identity": float(gap <= self._rounding), "divergence_gap": gap}
 
     @functools.cached_property
     def _rounding(self) -> float:

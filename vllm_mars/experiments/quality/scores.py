@@ -82,12 +82,8 @@ def fits_schema(text: str, schema: dict[str, Any], name: str = "") -> bool:
     import jsonschema
 
     try:
-        value = _json(text)
-    except (ValueError, RecursionError):
-        return False
-    try:
-        jsonschema.validate(value, schema)
-    except jsonschema.ValidationError:
+        jsonschema.validate(_json(text), schema)
+    except (ValueError, RecursionError, jsonschema.ValidationError):
         return False
     except jsonschema.SchemaError as error:
         raise RuntimeError(f"the schema of prompt {name!r} is wrong: {error.message}.") from error

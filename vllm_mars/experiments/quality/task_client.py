@@ -18,11 +18,11 @@ CONFIG = "lm-eval.json"
 
 def ask_task(asking: Asking, log_path: Path) -> dict[str, Any]:
     """Lets lm-eval ask and score; returns the fields of the cell that this gives."""
-    key, task = asking.key, asking.dataset.task
+    key, task, options = asking.key, asking.dataset.task, asking.sweep.options
     config = {
         "model": "local-chat-completions",
         "model_args": {
-            "model": asking.model,
+            "model": asking.sweep.model,
             "base_url": f"{asking.base_url}/v1/chat/completions",
             "num_concurrent": key.concurrency,
             "max_retries": 1,
@@ -32,7 +32,7 @@ def ask_task(asking: Asking, log_path: Path) -> dict[str, Any]:
         "limit": asking.dataset.count or None,
         "apply_chat_template": True,
         "gen_kwargs": {
-            "max_gen_toks": asking.options.max_tokens,
+            "max_gen_toks": options.max_tokens,
             "temperature": key.temperature,
             "do_sample": key.temperature > 0,
             # lm-eval gives all requests one seed, so that they draw the same random numbers.
@@ -42,7 +42,7 @@ def ask_task(asking: Asking, log_path: Path) -> dict[str, Any]:
         "log_samples": True,
         "output_path": str(asking.directory),
     }
-    run_task(config, asking.directory, log_path, asking.options.cell_timeout)
+    run_task(config, asking.directory, log_path, options.cell_timeout)
     # The configuration is written out: the file that the command names is gone by then.
     written = json.dumps(config | {"tasks": [Path(task).name]})
     return {

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_mars.config import OPTION
 from vllm_mars.experiments.sweep.datasets import Dataset
-from vllm_mars.experiments.sweep.plan import SweepOptions
+from vllm_mars.experiments.sweep.plan import Sweep
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed
 from vllm_mars.local.scrape import (
     ACCEPTED_PER_POSITION,
@@ -37,20 +37,19 @@ class Asking:
     """What is asked for a cell, and of whom.
 
     Attributes:
-        key: the cell.
-        dataset: its prompts.
-        options: of the sweep.
-        model: the target, as the server was given it.
         base_url: the server, without `/v1`.
         directory: for files that are needed meanwhile.
     """
 
+    sweep: Sweep
     key: CellKey
-    dataset: Dataset
-    options: SweepOptions
-    model: str
     base_url: str
     directory: Path
+
+    @property
+    def dataset(self) -> Dataset:
+        """The cell's prompts."""
+        return next(it for it in self.sweep.datasets if it.name == self.key.dataset)
 
     @property
     def count(self) -> int:
@@ -84,12 +83,13 @@ class BenchClient:
     def ask(self, asking: Asking) -> dict[str, Any]:
         """Asks a cell's requests; returns the fields of the cell that this gives."""
         requests, result = asking.directory / "requests.jsonl", asking.directory / "result.json"
+        options = asking.sweep.options
         items = list(islice(cycle(asking.dataset.items), asking.count))
         requests.write_text("".join(json.dumps({"prompt": item.prompt}) + "\n" for item in items))
         args = _bench_args(asking, requests, result)
-        self.run(args, asking.options.cell_timeout)
+        self.run(args, options.cell_timeout)
         ids = [item.id for item in items]
-        speed, outputs = read_result(result, ids, asking.options.max_tokens)
+        speed, outputs = read_result(result, ids, options.max_tokens)
         return {
             "speed": speed,
             "outputs": outputs,
@@ -156,16 +156,16 @@ class BenchClient:
 
 def _bench_args(asking: Asking, requests: Path, result: Path) -> list[str]:
     """The arguments of `vllm bench serve`; `requests` is not used for a dataset of vLLM."""
-    key, options = asking.key, asking.options
+    key, options, dataset = asking.key, asking.sweep.options, asking.dataset
     source = (
         # The server applies the chat template.
         ["--dataset-name", "custom", "--dataset-path", str(requests), "--skip-chat-template"]
-        if asking.dataset.items
-        else [*asking.dataset.vllm_args]
+        if dataset.items
+        else dataset.vllm_args
     )
     return [
         *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
-        *("--base-url", asking.base_url, "--model", asking.model),
+        *("--base-url", asking.base_url, "--model", asking.sweep.model),
         *source,
         *("--disable-shuffle", "--output-len", str(options.max_tokens)),
         *("--num-prompts", str(asking.count)),

@@ -26,14 +26,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Platform:
-    """The platform that vLLM takes.
-
-    Attributes:
-        device: "cpu", "cuda", ...
-        gpu: the accelerator's name, None on a CPU.
-        vllm: version of vLLM.
-        methods: its rejection sample methods.
-    """
+    """The platform that vLLM takes, such as "cpu", its version and rejection sample methods."""
 
     device: str
     gpu: str | None

@@ -16,8 +16,10 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from vllm_mars.config import (
@@ -32,9 +34,12 @@ from vllm_mars.config import (
 from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, Dataset
 from vllm_mars.experiments.sweep.records import (
     METHODS,
+    Cell,
     CellKey,
     Method,
     Metric,
+    Settings,
+    Status,
     further_options,
 )
 from vllm_mars.local.drafts import (
@@ -44,6 +49,7 @@ from vllm_mars.local.drafts import (
     draft_name,
     speculative_config,
 )
+from vllm_mars.local.provenance import describe_run
 from vllm_mars.lock import check_lock
 
 THETAS = (0.84, 0.88, 0.90, 0.92, 0.96, 1.0)
@@ -192,40 +198,88 @@ class ServerSpec:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Cells that are measured together, on servers that run at the same time.
+class Sweep:
+    """What all cells of a sweep share; plain data, so that Ray can send it.
 
     Attributes:
-        servers: the servers.
-        cells: each cell with the index of its server, in the order of measurement.
+        options: what to measure.
+        model: directory or name of the target.
+        datasets: the prompts.
+        command: the sweep's command line.
+
+    Raises:
+        ValueError: two drafts or datasets would have one name in the cells.
     """
 
-    servers: tuple[ServerSpec, ...]
-    cells: tuple[tuple[CellKey, int], ...]
+    options: SweepOptions
+    model: str
+    datasets: tuple[Dataset, ...]
+    command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, names in (
+            ("drafts", [draft_name(draft) for draft in self.options.drafts]),
+            ("datasets", [dataset.name for dataset in self.datasets]),
+        ):
+            twice = {name for name in names if names.count(name) > 1}
+            if twice:
+                raise ValueError(
+                    f"two {what} are named {twice.pop()!r}; rename a file or directory, since "
+                    "cells are told apart by these names."
+                )
+
+    @property
+    def settings(self) -> Settings:
+        """As the cells record them."""
+        prompts = {dataset.name: dataset.count for dataset in self.datasets}
+        options = self.options
+        return Settings(options.max_tokens, prompts, options.seed, options.server_args)
+
+    def cell(
+        self, key: CellKey, status: Status, reason: str, head: dict[str, Any], **measured: Any
+    ) -> Cell:
+        """A cell of this sweep, measured where `describe_run` gave `head`."""
+        about = {it: head[it] for it in ("git_commit", "versions", "hardware", "load_average")}
+        return Cell(
+            key=key,
+            status=status,
+            reason=reason,
+            settings=self.settings,
+            theta_set_by="request" if key.method == METHOD else None,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=self.command,
+            **({"speed": None, "acceptance": None, "outputs": ()} | about | measured),
+        )
+
+    def failed(self, key: CellKey, reason: str) -> Cell:
+        """A cell that no node could measure."""
+        return self.cell(key, "failed", reason, describe_run(None))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that are measured together, each with its server; the servers run at the same time."""
+
+    cells: tuple[tuple[CellKey, ServerSpec], ...]
+
+    @property
+    def servers(self) -> tuple[ServerSpec, ...]:
+        """Those that a cell needs."""
+        return tuple(dict.fromkeys(spec for _, spec in self.cells))
 
     def without(self, keys: set[CellKey]) -> "Group":
-        """The group without these cells and without the servers that no cell needs then."""
-        left = [(key, self.servers[index]) for key, index in self.cells if key not in keys]
-        servers = tuple(spec for spec in self.servers if any(spec == used for _, used in left))
-        return Group(servers, tuple((key, servers.index(spec)) for key, spec in left))
+        """The group without these cells."""
+        return Group(tuple(cell for cell in self.cells if cell[0] not in keys))
 
 
-def plan(
-    options: SweepOptions, model_name: str, datasets: Sequence[Dataset], side_by_side: int
-) -> list[Group]:
-    """Lists the groups of a sweep.
-
-    Args:
-        options: what to measure.
-        model_name: the target's name in the cells.
-        datasets: the prompts of `options.datasets`.
-        side_by_side: servers at the same time; 0 sets no limit.
+def plan(sweep: Sweep, side_by_side: int) -> list[Group]:
+    """Lists the groups of a sweep, of so many servers at most; 0 sets no limit.
 
     Returns:
         The groups in the order of measurement. Within a group servers take turns, and each repeat
         starts with another one.
     """
-    groups = []
+    options, groups = sweep.options, []
     drafts = itertools.product(options.drafts, options.num_speculative_tokens)
     for number, (draft, k) in enumerate(drafts):
         # The autoregressive server is shared: with the first draft alone.
@@ -239,8 +293,8 @@ def plan(
                 for start in range(0, len(mine), side_by_side)
             ]
         for servers, passes in batches:
-            cells = (_pass(options, model_name, datasets, servers, repeat) for repeat in passes)
-            groups.append(Group(tuple(servers), tuple(itertools.chain.from_iterable(cells))))
+            cells = (_pass(sweep, servers, repeat) for repeat in passes)
+            groups.append(Group(tuple(itertools.chain.from_iterable(cells))))
     return [group for group in groups if group.cells]
 
 
@@ -260,14 +314,11 @@ def _servers(options: SweepOptions, draft: str, k: int) -> Iterator[ServerSpec]:
 
 
 def _pass(
-    options: SweepOptions,
-    model_name: str,
-    datasets: Sequence[Dataset],
-    servers: list[ServerSpec],
-    repeat: int,
-) -> Iterator[tuple[CellKey, int]]:
+    sweep: Sweep, servers: list[ServerSpec], repeat: int
+) -> Iterator[tuple[CellKey, ServerSpec]]:
     """One pass over the grid on these servers."""
-    points = itertools.product(datasets, options.temperatures, options.concurrencies)
+    options = sweep.options
+    points = itertools.product(sweep.datasets, options.temperatures, options.concurrencies)
     for dataset, temperature, concurrency in points:
         for spec in _turned(servers, repeat):
             values = _values(options, spec, temperature, concurrency)
@@ -276,7 +327,7 @@ def _pass(
                 if spec.metric is not None:
                     threshold[METRICS[spec.metric]] = value
                 key = CellKey(
-                    model=model_name,
+                    model=Path(sweep.model).name,
                     draft=draft_name(spec.draft),
                     method=spec.method,
                     metric=spec.metric,
@@ -289,7 +340,7 @@ def _pass(
                     repeat=repeat,
                     options=spec.options,
                 )
-                yield key, servers.index(spec)
+                yield key, spec
 
 
 def _values(
@@ -332,17 +383,3 @@ def _turned(servers: list[ServerSpec], repeat: int) -> list[ServerSpec]:
     """The servers with another one first."""
     start = repeat % len(servers)
     return servers[start:] + servers[:start]
-
-
-def check_names(options: SweepOptions, datasets: Sequence[Dataset]) -> None:
-    """Raises ValueError if two drafts or datasets would have one name in the cells."""
-    for what, names in (
-        ("drafts", [draft_name(draft) for draft in options.drafts]),
-        ("datasets", [dataset.name for dataset in datasets]),
-    ):
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise ValueError(
-                f"two {what} are named {twice.pop()!r}; rename a file or directory, since cells "
-                "are told apart by these names."
-            )

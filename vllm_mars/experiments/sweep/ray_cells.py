@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_mars.experiments.sweep.plan import Group, SweepOptions
+from vllm_mars.experiments.sweep.plan import Group, Sweep, SweepOptions
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
-from vllm_mars.experiments.sweep.runners import LocalRunner, Sweep
+from vllm_mars.experiments.sweep.runners import LocalRunner
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.ray_nodes import check_nodes
 from vllm_mars.local.requirements import require

@@ -139,7 +139,7 @@ class Settings:
     """What is the same for all cells of a file and would change their numbers.
 
     Attributes:
-        max_tokens: longest answer; answers end by themselves where the model ends them.
+        max_tokens: longest answer.
         prompts: number of prompts of each dataset, by dataset.
         seed: of every server, from which requests at temperature > 0 draw.
         server_args: arguments of every server besides those of the method.
@@ -157,12 +157,9 @@ class Output:
 
     Attributes:
         prompt_id: the prompt's id in its dataset.
-        text: the answer.
-        prompt_tokens: tokens of the prompt, chat template included.
-        output_tokens: tokens of the answer.
+        prompt_tokens: with the chat template.
         finish_reason: "stop" (the model ended it), "length" (max_tokens reached) or "error".
-        seconds: from sending the request to the last token.
-        first_token_seconds: from sending the request to the first token.
+        seconds, first_token_seconds: from sending the request to the last and the first token.
         start: when it was sent, in seconds after the cell's first request.
         error: what went wrong, "" where nothing did.
     """
@@ -184,7 +181,6 @@ class TaskAnswer:
 
     Attributes:
         prompt_id: TASK/NUMBER of the document.
-        text: the answer.
         scores: by lm-eval's name, METRIC,FILTER; more is better.
     """
 
@@ -199,10 +195,8 @@ class Speed:
 
     Attributes:
         seconds: from the first request to the last answer's end.
-        requests: answered requests.
-        failed: requests without an answer.
-        prompt_tokens: tokens of all prompts.
-        output_tokens: tokens of all answers.
+        requests, failed: those with and without an answer.
+        prompt_tokens, output_tokens: of all prompts and of all answers.
     """
 
     seconds: float
@@ -223,8 +217,7 @@ class Acceptance:
 
     Attributes:
         drafts: verification steps of single requests.
-        draft_tokens: draft tokens that were verified.
-        accepted_tokens: draft tokens that were accepted.
+        draft_tokens, accepted_tokens: those that were verified, and of them those accepted.
         accepted_by_position: accepted tokens at draft position 0, 1, ...; they add up to
             `accepted_tokens`.
     """
@@ -249,10 +242,8 @@ class OffChoice:
     Attributes:
         position: index of the token in the answer.
         start, end: the characters `text[start:end]` of the answer that it stands for.
-        text: the token.
-        logprob: its log probability under the target.
-        best_text: the target's first choice.
-        best_logprob: that one's log probability.
+        text, logprob: the token, and its log probability under the target.
+        best_text, best_logprob: the same of the target's first choice.
     """
 
     position: int
@@ -274,7 +265,6 @@ class PromptQuality:
     """What one answer is worth.
 
     Attributes:
-        prompt_id: the prompt's id in its dataset.
         scores: by name; names are explained in docs/sweep.md. A score that does not apply to
             the prompt is not there.
         off_choice: tokens that are not the target's first choice, where they were looked up.

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from vllm_mars.experiments.sweep.datasets import load_dataset
-from vllm_mars.experiments.sweep.plan import SweepOptions, check_names, plan
+from vllm_mars.experiments.sweep.plan import Sweep, SweepOptions, plan
 from vllm_mars.experiments.sweep.ray_cells import RayRunner
 from vllm_mars.experiments.sweep.record_file import (
     append_cell,
@@ -17,7 +17,7 @@ from vllm_mars.experiments.sweep.record_file import (
     repair_end,
 )
 from vllm_mars.experiments.sweep.records import Cell, Settings
-from vllm_mars.experiments.sweep.runners import LocalRunner, Sweep
+from vllm_mars.experiments.sweep.runners import LocalRunner
 from vllm_mars.experiments.sweep.summary import print_rows, rows
 from vllm_mars.local.drafts import draft_config
 from vllm_mars.local.packaged_model import ensure_model
@@ -43,9 +43,6 @@ def run_sweep(
         ray_address: Ray cluster that measures; None measures here.
         retry_failed: whether cells that failed are measured again.
 
-    Returns:
-        All cells of the file, judged.
-
     Raises:
         ValueError: prompts or drafts cannot be read, or the file is of another sweep.
         RuntimeError: the model cannot be made, the file is in use, vLLM cannot be imported, or the
@@ -55,28 +52,21 @@ def run_sweep(
 
     say = partial(Console(stderr=True).print, soft_wrap=True, markup=False, highlight=False)
     datasets = tuple(load_dataset(name, options.num_prompts) for name in options.datasets)
-    check_names(options, datasets)
     for draft in options.drafts:
         draft_config(draft)
-    settings = Settings(
-        options.max_tokens,
-        {dataset.name: dataset.count for dataset in datasets},
-        options.seed,
-        options.server_args,
-    )
+    command = (Path(sys.argv[0]).name, *without_directories(sys.argv[1:]))
+    sweep = Sweep(options, options.model or "", datasets, command)
     with _locked(output), contextlib.ExitStack() as stack:
         repair_end(output)
         before = read_cells(output) if output.exists() else []
-        _check_same_sweep(before, settings, output)
-        model = options.model or str(ensure_model())
-        command = (Path(sys.argv[0]).name, *without_directories(sys.argv[1:]))
-        sweep = Sweep(options, model, datasets, settings, command)
+        _check_same_sweep(before, sweep.settings, output)
+        sweep = dataclasses.replace(sweep, model=options.model or str(ensure_model()))
         runner: LocalRunner | RayRunner
         if ray_address is None:
             runner = LocalRunner(sweep, output.with_name(f"{output.stem}-logs"))
         else:
             runner = stack.enter_context(contextlib.closing(RayRunner(sweep, ray_address)))
-        groups = plan(options, Path(model).name, datasets, runner.side_by_side)
+        groups = plan(sweep, runner.side_by_side)
         kept = {c.key for c in before if not (retry_failed and c.status == "failed")}
         total = sum(len(group.cells) for group in groups)
         todo = [left for group in groups if (left := group.without(kept)).cells]

@@ -9,64 +9,22 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.config import METHOD
 from vllm_mars.experiments.quality.judge import Judge
 from vllm_mars.experiments.quality.target_scores import TargetScorer
 from vllm_mars.experiments.quality.task_client import ask_task
 from vllm_mars.experiments.sweep.bench_client import Asking, BenchClient, acceptance_between, wake
-from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
-from vllm_mars.experiments.sweep.plan import Group, ServerSpec, SweepOptions
-from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality, Settings, Status
+from vllm_mars.experiments.sweep.plan import Group, ServerSpec, Sweep
+from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality, Status
 from vllm_mars.local.provenance import describe_run, weights, without_directories
 from vllm_mars.local.scrape import LOST_NATS
 from vllm_mars.local.server import VllmServer
 from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
 
 GPU_MEMORY = 0.9
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What all groups of a sweep share; plain data, so that Ray can send it.
-
-    Attributes:
-        options: what to measure.
-        model: directory or name of the target.
-        datasets: the prompts.
-        settings: as the cells record them.
-        command: the sweep's command line.
-    """
-
-    options: SweepOptions
-    model: str
-    datasets: tuple[Dataset, ...]
-    settings: Settings
-    command: tuple[str, ...]
-
-    def cell(
-        self, key: CellKey, status: Status, reason: str, head: dict[str, Any], **measured: Any
-    ) -> Cell:
-        """A cell of this sweep, measured where `describe_run` gave `head`."""
-        about = {it: head[it] for it in ("git_commit", "versions", "hardware", "load_average")}
-        return Cell(
-            key=key,
-            status=status,
-            reason=reason,
-            settings=self.settings,
-            theta_set_by="request" if key.method == METHOD else None,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            command=self.command,
-            **({"speed": None, "acceptance": None, "outputs": ()} | about | measured),
-        )
-
-    def failed(self, key: CellKey, reason: str) -> Cell:
-        """A cell that no node could measure."""
-        return self.cell(key, "failed", reason, describe_run(None))
 
 
 @dataclass
@@ -136,25 +94,25 @@ class LocalRunner:
     def _measure_group(self, group: Group, stack: contextlib.ExitStack) -> Generator[Cell]:
         client = BenchClient(self._log_dir / "bench-client.log")
         stack.callback(client.close)
-        lives = []
-        for index, spec in enumerate(group.servers):
-            live = _Live(spec, self._server(spec.label, self._args(spec, len(group.servers))))
-            lives.append(live)
+        lives: dict[ServerSpec, _Live] = {}
+        for spec in group.servers:
+            args = self._args(spec, len(group.servers))
+            live = lives[spec] = _Live(spec, self._server(spec.label, args))
             reasons = [
                 self._platform.why_not(spec, key.temperature)
                 for key, server in group.cells
-                if server == index
+                if server == spec
             ]
-            if all(reasons) and (reason := next(iter(reasons), None)):
-                live.unusable = "unavailable", reason
+            if all(reasons) and reasons[0]:
+                live.unusable = "unavailable", reasons[0]
                 continue
             stack.callback(live.server.close)
             live.server.start()
-        for live in lives:
+        for live in lives.values():
             self._wait(live)
         last: _Live | None = None
-        for key, index in group.cells:
-            live = lives[index]
+        for key, spec in group.cells:
+            live = lives[spec]
             if not live.unusable and last is not live:
                 if last is not None:
                     # It polls for a second after its last step, which would slow the next one.
@@ -208,16 +166,13 @@ class LocalRunner:
         if unfit := self._platform.why_not(live.spec, key.temperature):
             return cell("unavailable", unfit)
         server, sweep = live.server, self._sweep
-        dataset = next(d for d in sweep.datasets if d.name == key.dataset)
         try:
             self._restart_if_dead(live)
             wake(server.base_url, sweep.model)
             before = server.metrics()
             with tempfile.TemporaryDirectory(prefix="vllm-mars-") as directory:
-                asking = Asking(
-                    key, dataset, sweep.options, sweep.model, server.base_url, Path(directory)
-                )
-                if dataset.task:
+                asking = Asking(sweep, key, server.base_url, Path(directory))
+                if asking.dataset.task:
                     measured = ask_task(asking, self._log_dir / "lm-eval.log")
                 else:
                     measured = client.ask(asking)
