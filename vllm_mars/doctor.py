@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import os
 import time
-import urllib.parse
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -19,7 +18,7 @@ from vllm_mars.engine.compat import check_interfaces, check_version
 from vllm_mars.engine.interfaces import INTERFACES
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import versions
-from vllm_mars.local.scrape import GENERATED_TOKENS, LOOPBACK
+from vllm_mars.local.scrape import GENERATED_TOKENS, openai_client
 from vllm_mars.lock import check_lock, lock_is_on
 
 NEEDED = ("openai", "prometheus_client", "rich")
@@ -170,19 +169,12 @@ class _Probe:
     """Requests to a server, and how its metrics rise with them."""
 
     def __init__(self, metrics_url: str) -> None:
-        import openai
-
         self._metrics_url = metrics_url
         self._before = top.read_metrics(metrics_url)
         self._tells = True
-        loopback = urllib.parse.urlsplit(metrics_url).hostname in LOOPBACK
-        self._client = openai.OpenAI(
-            base_url=f"{metrics_url.removesuffix('/metrics')}/v1",
-            api_key=os.environ.get("OPENAI_API_KEY", "none"),
-            timeout=REQUEST_TIMEOUT,
-            max_retries=0,
-            http_client=openai.DefaultHttpxClient(trust_env=not loopback),
-        )
+        api_key = os.environ.get("OPENAI_API_KEY", "none")
+        base_url = metrics_url.removesuffix("/metrics")
+        self._client = openai_client(base_url, REQUEST_TIMEOUT, api_key)
 
     def findings(self) -> Iterator[Finding]:
         """Asks prompt after prompt until a token is relaxed.

@@ -6,13 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from vllm_mars.local.scrape import (
-    ACCEPTED_TOKENS,
-    DRAFT_TOKENS,
-    DRAFTS,
-    GENERATED_TOKENS,
-    gained,
-)
+from vllm_mars.local.scrape import GENERATED_TOKENS, drafted, openai_client
 from vllm_mars.local.server import VllmServer
 
 REQUEST_TIMEOUT = 600.0
@@ -76,17 +70,8 @@ class ChatClient:
 
     def __init__(self, server: VllmServer) -> None:
         """Connects to a server that is ready."""
-        import openai
-
         self.server = server
-        # Not through a proxy (the address is a loopback one); a retry would spoil the timing.
-        self._client = openai.OpenAI(
-            base_url=f"{server.base_url}/v1",
-            api_key="none",
-            timeout=REQUEST_TIMEOUT,
-            max_retries=0,
-            http_client=openai.DefaultHttpxClient(trust_env=False),
-        )
+        self._client = openai_client(server.base_url, REQUEST_TIMEOUT)
         with self._reported():
             # Not the directory's name where the server was given another.
             self._model = self._client.models.list().data[0].id
@@ -99,8 +84,7 @@ class ChatClient:
         Args:
             messages: the conversation, as the OpenAI API takes it.
             max_tokens: limit of the answer's length.
-            tell_relaxed: whether the server, one that verifies by the margin, shall say at the end
-                of the stream which tokens it relaxed.
+            tell_relaxed: whether a server of MARS shall say which tokens it relaxed.
 
         Raises:
             RuntimeError: the server failed, ended or did not answer in time; the message holds the
@@ -142,9 +126,7 @@ class ChatClient:
             first_token_seconds=first,
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
-            drafts=gained(before, after, DRAFTS),
-            draft_tokens=gained(before, after, DRAFT_TOKENS),
-            accepted_tokens=gained(before, after, ACCEPTED_TOKENS),
+            **drafted(before, after),
             finish_reason=finish_reason,
             token_ids=tuple(token_ids),
             relaxed_positions=tuple(relaxed["relaxed_positions"]),

@@ -31,12 +31,7 @@ FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def print_report(results: Results, console: Console) -> None:
-    """Prints the comparison and one answer with its relaxed tokens marked.
-
-    Args:
-        results: a finished run.
-        console: where to print; without a terminal, relaxed tokens stand in brackets.
-    """
+    """Prints the comparison and one answer with its relaxed tokens marked or in brackets."""
     console.print(_figures_table(results))
     console.print(_speedup_table(results))
     _print_kinds(results.kinds(), console)

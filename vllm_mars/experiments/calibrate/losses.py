@@ -33,7 +33,6 @@ class Confirmation:
     """What a threshold did, on prompts that were held out.
 
     Attributes:
-        threshold: what the metric compares with.
         predicted: the simulation's cost for it.
         cost: mean of log p(first choice) - log p(token).
         nll_increase: increase of the mean NLL per token over the strict answers.

@@ -21,7 +21,6 @@ prompts.
 
 import bisect
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +29,10 @@ from typing import Any
 import numpy as np
 
 from vllm_mars.calibration import KIND, SCHEMA
-from vllm_mars.config import METHOD, OPTION, STRICT, MarsConfig, lossy_reason
+from vllm_mars.config import OPTION, STRICT
 from vllm_mars.experiments.calibrate.losses import Confirmation, compare, recovery, scores
 from vllm_mars.experiments.calibrate.offline import OfflineEngine, offline_engine
+from vllm_mars.experiments.calibrate.options import CalibrateOptions
 from vllm_mars.experiments.calibrate.simulate import (
     BOOTSTRAP_SAMPLES,
     GRIDS,
@@ -41,72 +41,15 @@ from vllm_mars.experiments.calibrate.simulate import (
     point,
     steps_of,
 )
-from vllm_mars.experiments.quality.scores import MIN_SOLVED
 from vllm_mars.experiments.sweep.datasets import Item, load_dataset
-from vllm_mars.local.drafts import NGRAM, draft_name, speculative_config
+from vllm_mars.local.drafts import draft_name
 from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
+from vllm_mars.local.prompts import Prompt, load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
 from vllm_mars.local.result_file import require_writable, write_json
-from vllm_mars.lock import check_lock
 
 SHRINK = 0.7
 MAX_TRIES = 8
-# Perplexity grows by at most 1 %.
-BUDGET = 0.01
-
-
-@dataclass(frozen=True)
-class CalibrateOptions:
-    """What to calibrate: the options of `vllm-mars calibrate`, which explains them (`command`).
-
-    Attributes:
-        budget: loss that is allowed, nats per token, above 0.
-        recovery: share of the strict answers' task score that must be kept, in (0, 1]; where it is
-            given, `budget` does not count.
-        prompts: every second one is held out for the confirmation.
-        output: the file that `"auto:FILE"` reads.
-
-    Raises:
-        ValueError: a value is out of range.
-        RuntimeError: the environment forbids lossy verification.
-    """
-
-    model: str | None = None
-    draft: str = NGRAM
-    num_speculative_tokens: int = 4
-    metric: str = "ratio"
-    budget: float = BUDGET
-    recovery: float | None = None
-    min_solved: int = MIN_SOLVED
-    prompts: Path = PACKAGED
-    max_tokens: int = 128
-    output: Path = Path("build/calibration.json")
-    engine_args: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.metric not in OPTION:
-            raise ValueError(f"metric={self.metric!r} is not one of {', '.join(OPTION)}.")
-        if not 0 < self.budget < math.inf:
-            raise ValueError(
-                f"budget={self.budget} is outside (0, inf); give nats per token, such as {BUDGET}."
-            )
-        if self.recovery is not None and not 0 < self.recovery <= 1:
-            raise ValueError(
-                f"recovery={self.recovery} is outside (0, 1]; give a share of the strict answers' "
-                "task score, such as 0.98."
-            )
-        for name in ("num_speculative_tokens", "max_tokens", "min_solved"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is below 1; give a positive number."
-                )
-        # Its requests are lossy, whatever threshold comes out.
-        check_lock(lossy_reason(MarsConfig(), METHOD))
-
-    def speculative_config(self) -> dict[str, Any]:
-        """Draft and its length, as vLLM takes them."""
-        return speculative_config(self.draft, self.num_speculative_tokens)
 
 
 @dataclass
@@ -199,16 +142,9 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
     device, gpu = vllm_device()
     model = options.model or str(ensure_model())
     run = describe_run(gpu, model, options.draft)
-    with offline_engine(
-        model,
-        options.speculative_config(),
-        options.metric,
-        options.max_tokens,
-        device,
-        options.engine_args,
-    ) as engine:
+    with offline_engine(options, model, device) as engine:
         console.print("recording one strict pass")
-        result = record(engine, options, run, prompts[0::2], len(prompts[1::2]))
+        result = record(engine, run, prompts[0::2], len(prompts[1::2]))
         confirm(engine, result, prompts[1::2], tasks, console.print)
     write_json(options.output, result.to_json())
     console.print(f"wrote {options.output}", soft_wrap=True)
@@ -233,13 +169,10 @@ def load_tasks(path: Path) -> dict[str, Item]:
 
 
 def record(
-    engine: OfflineEngine,
-    options: CalibrateOptions,
-    run: dict[str, Any],
-    prompts: Sequence[Prompt],
-    held_out: int,
+    engine: OfflineEngine, run: dict[str, Any], prompts: Sequence[Prompt], held_out: int
 ) -> Calibration:
     """Records one strict pass and simulates the grid of thresholds on it."""
+    options = engine.options
     conversations = engine.lead(prompts, STRICT.value(options.metric))
     group_of = {
         request: group

