@@ -33,16 +33,15 @@ class CellKey:
         method: "autoregressive" is decoding without drafts; the others are vLLM's rejection sample
             methods and this project's "mars".
         metric: rule of "mars"; None for the other methods.
-        theta: threshold of metric "ratio", in (0, 1]; None for everything else.
-        gap: tolerance of metric "gap" in nats, >= 0; None for everything else.
+        theta, gap, price: threshold of metric "ratio", in (0, 1], of "gap" in nats, >= 0, or of
+            "price" in nats per token gained, >= 0; the other two are None.
         protected: whether the default set of protected tokens is verified strictly (True) or no
             token is (False); None for methods other than "mars".
         k: draft tokens per step; 0 without speculation.
         temperature: sampling temperature; 0 is greedy.
         concurrency: most requests in flight.
         dataset: name of the prompts, such as the file's stem.
-        repeat: number of the pass, from 0; passes of different methods take turns.
-        price: of metric "price" in nats per token gained, >= 0; None for everything else.
+        repeat: number of the pass, from 0.
         options: further `mars_*` options of the server, as JSON with sorted keys; "" for none.
     """
 

@@ -154,15 +154,10 @@ def _pooled(
     cells: tuple[Cell, ...], measured: Sequence[Cell], margin: float, nll_margin: float
 ) -> list[Estimate]:
     judged = [cell for cell in cells if cell.quality is not None]
-    if not judged:
-        return []
-    references = {
-        reference.key: reference
-        for cell in judged
-        if (reference := reference_cell(cell.key, measured)) is not None
-    }
-    own = judged[0].key.method == "autoregressive"
-    other = None if own or not references else mean_scores(references.values())
+    references = [reference_cell(cell.key, measured) for cell in judged]
+    unique = {cell.key: cell for cell in references if cell is not None}
+    own = any(cell.key.method == "autoregressive" for cell in judged)
+    other = mean_scores(unique.values()) if unique and not own else None
     return estimates(mean_scores(judged), other, margin, nll_margin)
 
 
