@@ -116,7 +116,7 @@ def _config(directory: Path) -> dict[str, Any]:
         ) from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(
-            f"draft={directory} is not an EAGLE-3 head of vllm-mars: config.json is broken, or not "
-            f"as {TARGET_KEY} needs it ({error!r}); {WAY_OUT}."
+            f"draft={directory} is not an EAGLE-3 head of vllm-mars: config.json is broken or "
+            f"lacks {TARGET_KEY} ({error!r}); {WAY_OUT}."
         ) from error
     return config
