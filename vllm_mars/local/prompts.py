@@ -55,7 +55,8 @@ def read_json_lines(
             have one id.
     """
     records: dict[str, Named] = {}
-    for where, number, item in json_lines(path, f"{option}={path}", instead):
+    way_out = "write one object per line."
+    for where, number, item in json_lines(path, f"{option}={path}", instead, way_out):
         if not isinstance(item, dict):
             raise ValueError(f'{where} is not a JSON object; write {{"prompt": "..."}}.')
         record = parse(item, where, number)
@@ -68,13 +69,14 @@ def read_json_lines(
 
 
 def json_lines(
-    path: Path, name: str, instead: str, *, complete: bool = False
+    path: Path, name: str, instead: str, way_out: str, *, complete: bool = False
 ) -> Iterator[tuple[str, int, Any]]:
     """Reads a file with a JSON value in each line that is not empty.
 
     Args:
         path: the file.
         name, instead: for errors, what the file is called, and what the user can give.
+        way_out: what the error says of a line that is not JSON.
         complete: whether a last line without its end is left out.
 
     Yields:
@@ -94,7 +96,7 @@ def json_lines(
             try:
                 value = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{where} is not JSON: {error}; give {instead}.") from error
+                raise ValueError(f"{where} is not JSON: {error}; {way_out}") from error
             yield where, number, value
 
 

@@ -95,7 +95,7 @@ def _append(path: Path, kind: str, content: dict[str, Any]) -> None:
 
 def _lines(path: Path) -> Iterable[tuple[str, str, dict[str, Any]]]:
     instead = "a file of `vllm-mars sweep`"
-    for where, _, data in json_lines(path, str(path), instead, complete=True):
+    for where, _, data in json_lines(path, str(path), instead, f"is it {instead}?", complete=True):
         if not isinstance(data, dict) or data.get("kind") not in ("cell", "quality"):
             found = data.get("kind") if isinstance(data, dict) else data
             raise ValueError(
