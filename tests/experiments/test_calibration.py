@@ -26,12 +26,8 @@ from vllm_mars.cli import main
 from vllm_mars.config import METRICS, OPTION, STRICT, split_speculative_config
 from vllm_mars.experiments.calibrate.losses import Measure, recovery, scores
 from vllm_mars.experiments.calibrate.offline import offline_engine
-from vllm_mars.experiments.calibrate.search import (
-    CalibrateOptions,
-    confirm,
-    load_tasks,
-    run_calibrate,
-)
+from vllm_mars.experiments.calibrate.options import CalibrateOptions
+from vllm_mars.experiments.calibrate.search import confirm, load_tasks, run_calibrate
 from vllm_mars.experiments.sweep.datasets import Item
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.local.prompts import Prompt
@@ -149,15 +145,15 @@ def test_a_task_score_as_budget(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     prompts = [json.loads(line)["turns"][0] for line in prompt_lines(16)]
     asked = [Prompt(str(number), "", (text,)) for number, text in enumerate(prompts)]
-    speculation = CalibrateOptions().speculative_config()
-    arguments = (str(tiny_model), speculation, "ratio", 24, "cpu", ("--max-model-len=256",))
+    settings = {"max_tokens": 24, "engine_args": ("--max-model-len=256",)}
+    model = str(tiny_model)
     tasks, output = tmp_path / "tasks.jsonl", tmp_path / "calibration.json"
     environment = dict(os.environ)
 
     def last_number(text):
         return text.rsplit("w", 1)[1]
 
-    with offline_engine(*arguments) as engine:
+    with offline_engine(CalibrateOptions(**settings), model, "cpu") as engine:
         right = [last_number(item.texts[0]) for item in engine.lead(asked, 1.0)]
         right[1] = "-1"
         lines = zip(prompts, right, strict=True)
@@ -166,13 +162,12 @@ def test_a_task_score_as_budget(tiny_model, tmp_path, monkeypatch):
         )
         result = run_calibrate(
             CalibrateOptions(
-                model=str(tiny_model),
+                model=model,
                 recovery=0.7,
                 min_solved=7,
                 prompts=tasks,
-                max_tokens=24,
                 output=output,
-                engine_args=("--max-model-len=256",),
+                **settings,
             )
         )
         content = read_calibration(output)

@@ -9,10 +9,16 @@ from vllm_mars import verify_greedy
 from vllm_mars.config import STRICT, Threshold
 from vllm_mars.experiments.calibrate.losses import compare
 from vllm_mars.experiments.calibrate.offline import Conversation
-from vllm_mars.experiments.calibrate.predictions import Point, margins, point, resamples
 from vllm_mars.experiments.calibrate.recording import FIELDS, RecordingWorker
 from vllm_mars.experiments.calibrate.search import loosest
-from vllm_mars.experiments.calibrate.simulate import simulate, steps_of
+from vllm_mars.experiments.calibrate.simulate import (
+    Point,
+    margins,
+    point,
+    resamples,
+    simulate,
+    steps_of,
+)
 from vllm_mars.kernels.reference import top2
 from vllm_mars.local.prompts import Prompt
 

@@ -13,11 +13,9 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
 
 from vllm_mars.cli import main
 from vllm_mars.experiments.sweep.datasets import load_dataset
-from vllm_mars.experiments.sweep.group import Job, Sweep
-from vllm_mars.experiments.sweep.plan import SweepOptions, plan
+from vllm_mars.experiments.sweep.plan import Sweep, SweepOptions, plan
 from vllm_mars.experiments.sweep.ray_cells import RayRunner
 from vllm_mars.experiments.sweep.record_file import read_cells
-from vllm_mars.experiments.sweep.records import Settings
 
 # Each test starts Ray clusters.
 pytestmark = pytest.mark.nightly
@@ -35,6 +33,11 @@ def options(tmp_path):
         repeats=4,
         num_prompts=1,
     )
+
+
+def sweep_of(options):
+    datasets = tuple(load_dataset(name, options.num_prompts) for name in options.datasets)
+    return Sweep(options, options.model, datasets)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,7 @@ def test_a_cluster_that_cannot_is_refused(options, resources, node, message):
     head = {"num_cpus": 1, **resources, "env_vars": {"VLLM_MARS_TEST_NODE": node}}
     with cluster(head, **{MARK: MARK_VALUE}) as started:
         with pytest.raises(RuntimeError, match=message):
-            RayRunner(options, started.address)
+            RayRunner(sweep_of(options), started.address)
         assert not ray.is_initialized()
 
 
@@ -109,30 +112,23 @@ def test_what_is_refused_within_seconds(two_nodes, options, monkeypatch):
 
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"ray=127.0.0.1:1 does not answer: .*is the head node"):
-        RayRunner(options, "127.0.0.1:1")
+        RayRunner(sweep_of(options), "127.0.0.1:1")
     with pytest.raises(RuntimeError, match="ray='nowhere' is not an address; write HOST:PORT"):
-        RayRunner(options, "nowhere")
+        RayRunner(sweep_of(options), "nowhere")
     with monkeypatch.context() as other:
         other.setattr(ray, "__version__", "2.0.0")
         with pytest.raises(RuntimeError, match=r"(?s)ray=.*Version mismatch.*Ray: 2\.0\.0"):
-            RayRunner(options, two_nodes.address)
+            RayRunner(sweep_of(options), two_nodes.address)
     missing = dataclasses.replace(options, model="/nowhere")
-    RayRunner(missing, two_nodes.address).close()
+    RayRunner(sweep_of(missing), two_nodes.address).close()
     assert time.monotonic() - begin < 60
 
 
-def jobs_of(options):
-    datasets = tuple(load_dataset(name, options.num_prompts) for name in options.datasets)
-    settings = Settings(options.max_tokens, {d.name: d.count for d in datasets}, options.seed, ())
-    groups = plan(options, "tiny", datasets, side_by_side=1)
-    sweep = Sweep(options, options.model, datasets, settings, ())
-    return [Job(group, sweep) for group in groups]
-
-
 def test_a_node_that_is_lost_costs_no_cell_and_doubles_none(two_nodes, options):
-    jobs = jobs_of(options)
-    wanted = {key for job in jobs for key, _ in job.group.cells}
-    assert len(jobs) == 8
+    sweep = sweep_of(options)
+    groups = plan(sweep, side_by_side=1)
+    wanted = {key for group in groups for key, _ in group.cells}
+    assert len(groups) == 8
     assert len(wanted) == 24
     cells, lost_at = [], None
 
@@ -145,9 +141,9 @@ def test_a_node_that_is_lost_costs_no_cell_and_doubles_none(two_nodes, options):
             two_nodes.remove_node(*two_nodes.worker_nodes, allow_graceful=False)
             lost_at = len(cells)
 
-    runner = RayRunner(options, two_nodes.address)
+    runner = RayRunner(sweep, two_nodes.address)
     try:
-        for cell in runner.run(jobs):
+        for cell in runner.run(groups):
             emit(cell)
     finally:
         runner.close()

@@ -8,10 +8,9 @@ import pytest
 
 from vllm_mars.cli import main
 from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, Sql, load_dataset
-from vllm_mars.experiments.sweep.group import Job, Sweep, measure
 from vllm_mars.experiments.sweep.methods_here import Platform
-from vllm_mars.experiments.sweep.plan import ServerSpec, SweepOptions, check_names, plan
-from vllm_mars.experiments.sweep.records import Settings
+from vllm_mars.experiments.sweep.plan import ServerSpec, Sweep, SweepOptions, plan
+from vllm_mars.experiments.sweep.runners import LocalRunner
 from vllm_mars.experiments.sweep.summary import rows
 from vllm_mars.local.drafts import NGRAM_CONFIG
 
@@ -25,7 +24,7 @@ def keys_of(groups):
 
 
 def test_the_default_grid():
-    (group,) = plan(SweepOptions(), "model", [TASKS], 0)
+    (group,) = plan(Sweep(SweepOptions(), "model", (TASKS,)), 0)
     keys = [key for key, _ in group.cells]
     assert len(keys) == len(set(keys))
     counts = Counter((key.rule, key.temperature, key.concurrency) for key in keys)
@@ -40,14 +39,14 @@ def test_the_default_grid():
     for load in (4, 16, 64):
         assert {c[0] for c in counts if c[1:] == (0.0, load)} == rules | {"mars 0.9"}
     assert not [c for c in counts if c[1] == 1.0 and c[2] > 1]
-    for key, index in group.cells:
-        assert group.servers[index].method == key.method
-        assert group.servers[index].metric == key.metric
+    for key, server in group.cells:
+        assert server.method == key.method
+        assert server.metric == key.metric
 
 
 def test_the_full_grid_is_the_product():
     options = SweepOptions(full_grid=True, repeats=1)
-    keys = keys_of(plan(options, "model", [TASKS], 0))
+    keys = keys_of(plan(Sweep(options, "model", (TASKS,)), 0))
     assert len(keys) == len(set(keys)) == (4 + 6 + 4 + 4 + 1) * 2 * 4
 
 
@@ -57,7 +56,7 @@ def test_each_rule_is_measured_with_each_set_of_further_options():
         **{"methods": ("standard", "mars"), "thetas": (), "gaps": (1.0,), "prices": (0.25, 0.5)},
         **{"mars_options": further, "repeats": 1},
     )
-    groups = plan(options, "model", [TASKS], 0)
+    groups = plan(Sweep(options, "model", (TASKS,)), 0)
     rules = [key.rule for key in keys_of(groups) if key.method == "mars"]
     words = " client_control true max_relaxed_share 0.1"
     plain = ["mars gap 1", "mars price 0.25", "mars price 0.5"]
@@ -76,7 +75,7 @@ def test_repeats_start_with_another_server_and_turn_thetas_round():
     options = SweepOptions(
         methods=("autoregressive", "standard", "mars"), gaps=(), prices=(), unprotected=False
     ).short()
-    keys = keys_of(plan(options, "model", [TASKS], 0))
+    keys = keys_of(plan(Sweep(options, "model", (TASKS,)), 0))
     first = {repeat: [k.rule for k in keys if k.repeat == repeat][:5] for repeat in (0, 1, 2)}
     assert first[0] == ["autoregressive", "standard", "mars 0.84", "mars 0.9", "mars 1"]
     assert first[1] == ["standard", "mars 1", "mars 0.9", "mars 0.84", "autoregressive"]
@@ -85,9 +84,9 @@ def test_repeats_start_with_another_server_and_turn_thetas_round():
 
 def test_servers_that_do_not_fit_side_by_side_are_split():
     options = SweepOptions(repeats=2)
-    whole = set(keys_of(plan(options, "model", [TASKS], 0)))
+    whole = set(keys_of(plan(Sweep(options, "model", (TASKS,)), 0)))
     for side_by_side in (1, 2, 8):
-        groups = plan(options, "model", [TASKS], side_by_side)
+        groups = plan(Sweep(options, "model", (TASKS,)), side_by_side)
         assert max(len(group.servers) for group in groups) <= side_by_side
         keys = keys_of(groups)
         assert len(keys) == len(set(keys))
@@ -97,7 +96,7 @@ def test_servers_that_do_not_fit_side_by_side_are_split():
 def test_several_drafts_share_the_autoregressive_cells(tmp_path):
     options = SweepOptions(drafts=("ngram", str(tmp_path)), repeats=1)
     options = replace(options, num_speculative_tokens=(2, 4))
-    groups = plan(options, "model", [TASKS], 0)
+    groups = plan(Sweep(options, "model", (TASKS,)), 0)
     assert [len(group.servers) for group in groups] == [8, 7, 7, 7]
     keys = keys_of(groups)
     assert len(keys) == len(set(keys))
@@ -107,12 +106,12 @@ def test_several_drafts_share_the_autoregressive_cells(tmp_path):
 
 
 def test_a_group_without_measured_cells_keeps_only_servers_that_it_needs():
-    (group,) = plan(SweepOptions(repeats=1), "model", [TASKS], 0)
+    (group,) = plan(Sweep(SweepOptions(repeats=1), "model", (TASKS,)), 0)
     gaps = {key for key in keys_of([group]) if key.metric == "gap"}
     left = group.without(set(keys_of([group])) - gaps)
     assert {key for key, _ in left.cells} == gaps
     assert [server.metric for server in left.servers] == ["gap"]
-    assert {index for _, index in left.cells} == {0}
+    assert {server for _, server in left.cells} == set(left.servers)
     assert group.without(set()) == group
     assert group.without(set(keys_of([group]))).cells == ()
 
@@ -169,9 +168,9 @@ def test_a_server_that_no_cell_can_use_is_not_started(tmp_path):
     options = SweepOptions(
         model=str(tmp_path), methods=("standard",), temperatures=(1.0,), concurrencies=(1,)
     )
-    (group,) = plan(options, "tiny", [TASKS], 0)
-    sweep = Sweep(options, str(tmp_path), (TASKS,), Settings(80, {}, 0, ()), ())
-    for cell in measure(Job(group, sweep), tmp_path / "logs", CPU):
+    sweep = Sweep(options, str(tmp_path), (TASKS,))
+    (group,) = plan(sweep, 0)
+    for cell in LocalRunner(sweep, tmp_path / "logs", CPU).run([group]):
         assert cell.status == "unavailable" and "compare with theta 1" in cell.reason
     assert not (tmp_path / "logs").exists(), "a server was started"
 
@@ -226,10 +225,10 @@ def test_the_lock_forbids_lossy_rules(monkeypatch):
 
 def test_two_datasets_of_one_name_are_refused(tmp_path):
     with pytest.raises(ValueError, match="two datasets are named 'tasks'"):
-        check_names(SweepOptions(), [TASKS, TASKS])
+        Sweep(SweepOptions(), "model", (TASKS, TASKS))
     drafts = (str(tmp_path / "a" / "x"), str(tmp_path / "b" / "x"))
     with pytest.raises(ValueError, match="two drafts are named 'x'"):
-        check_names(SweepOptions(drafts=drafts), [TASKS])
+        Sweep(SweepOptions(drafts=drafts), "model", (TASKS,))
 
 
 def test_packaged_tasks():

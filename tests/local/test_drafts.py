@@ -5,7 +5,7 @@ import json
 import pytest
 
 from vllm_mars.demo.options import DemoOptions
-from vllm_mars.experiments.calibrate.search import CalibrateOptions
+from vllm_mars.experiments.calibrate.options import CalibrateOptions
 from vllm_mars.experiments.sweep.plan import ServerSpec
 from vllm_mars.local.drafts import draft_config, draft_name
 

@@ -3,20 +3,18 @@
 import os
 import time
 
-from vllm_mars.experiments.sweep.group import failed
-
 SECONDS = 1.0
 
 
 class StandIn:
     """In the place of a `LocalRunner`."""
 
-    def __init__(self, options, log_dir):
-        pass
+    def __init__(self, sweep, log_dir):
+        self._sweep = sweep
 
-    def run(self, jobs):
+    def run(self, groups):
         """A cell a second, whose reason is the name of the node."""
-        for job in jobs:
-            for key, _ in job.group.cells:
+        for group in groups:
+            for key, _ in group.cells:
                 time.sleep(SECONDS)
-                yield failed(job, key, os.environ["VLLM_MARS_TEST_NODE"])
+                yield self._sweep.failed(key, os.environ["VLLM_MARS_TEST_NODE"])

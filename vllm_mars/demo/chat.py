@@ -6,13 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from vllm_mars.local.scrape import (
-    ACCEPTED_TOKENS,
-    DRAFT_TOKENS,
-    DRAFTS,
-    GENERATED_TOKENS,
-    gained,
-)
+from vllm_mars.local.scrape import GENERATED_TOKENS, drafted, openai_client
 from vllm_mars.local.server import VllmServer
 
 REQUEST_TIMEOUT = 600.0
@@ -24,16 +18,12 @@ class Answer:
     """One timed answer.
 
     Attributes:
-        text: the answer's text.
-        seconds: from sending the request to the end of the stream.
-        first_token_seconds: from sending the request to the first text.
-        prompt_tokens: tokens of the prompt with the chat template.
-        output_tokens: tokens of the answer.
+        seconds, first_token_seconds: from sending the request to the end of the stream, and to the
+            first text.
+        prompt_tokens: with the chat template.
         drafts: verification steps; 0 without speculative decoding.
-        draft_tokens: draft tokens that were verified.
-        accepted_tokens: draft tokens that were accepted.
+        draft_tokens, accepted_tokens: those that were verified, and of them those accepted.
         finish_reason: "stop" or "length".
-        token_ids: the answer's tokens.
         relaxed_positions: those that only the margin accepted, counted from 0; empty where the
             server was not asked.
         loss_nats: what they lost against the target's first choices, in sum.
@@ -62,14 +52,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """An output token beside the target's first choice at its position.
-
-    Attributes:
-        text: the token's text.
-        logprob: its log probability under the target.
-        best_text: text of the target's most probable token.
-        best_logprob: log probability of that token.
-    """
+    """An output token beside the target's first choice, with both log probabilities there."""
 
     text: str
     logprob: float
@@ -87,17 +70,8 @@ class ChatClient:
 
     def __init__(self, server: VllmServer) -> None:
         """Connects to a server that is ready."""
-        import openai
-
         self.server = server
-        # Not through a proxy (the address is a loopback one); a retry would spoil the timing.
-        self._client = openai.OpenAI(
-            base_url=f"{server.base_url}/v1",
-            api_key="none",
-            timeout=REQUEST_TIMEOUT,
-            max_retries=0,
-            http_client=openai.DefaultHttpxClient(trust_env=False),
-        )
+        self._client = openai_client(server.base_url, REQUEST_TIMEOUT)
         with self._reported():
             # Not the directory's name where the server was given another.
             self._model = self._client.models.list().data[0].id
@@ -110,23 +84,17 @@ class ChatClient:
         Args:
             messages: the conversation, as the OpenAI API takes it.
             max_tokens: limit of the answer's length.
-            tell_relaxed: whether the server, one that verifies by the margin, shall say at the end
-                of the stream which tokens it relaxed.
+            tell_relaxed: whether a server of MARS shall say which tokens it relaxed.
 
         Raises:
             RuntimeError: the server failed, ended or did not answer in time; the message holds the
                 end of its log.
         """
         before = self.server.metrics()
-        extra: dict[str, Any] = {"return_token_ids": True}
-        if tell_relaxed:
-            extra["vllm_xargs"] = {"mars_return": True}
-        text: list[str] = []
+        told = {"vllm_xargs": {"mars_return": True}} if tell_relaxed else {}
+        text, finish_reason, first, usage = "", "", 0.0, None
         token_ids: list[int] = []
         relaxed: dict[str, list[Any]] = {"relaxed_positions": [], "loss_nats": []}
-        first = 0.0
-        finish_reason = ""
-        usage = None
         start = time.perf_counter()
         with self._reported():
             stream = self._client.chat.completions.create(
@@ -136,7 +104,7 @@ class ChatClient:
                 temperature=0.0,
                 stream=True,
                 stream_options={"include_usage": True},
-                extra_body=extra,
+                extra_body={"return_token_ids": True, **told},
             )
             for chunk in stream:
                 usage = chunk.usage or usage
@@ -146,21 +114,19 @@ class ChatClient:
                     token_ids += getattr(choice, "token_ids", None) or []
                     if choice.delta.content:
                         first = first or time.perf_counter() - start
-                        text.append(choice.delta.content)
+                        text += choice.delta.content
                     finish_reason = choice.finish_reason or finish_reason
         seconds = time.perf_counter() - start
         if usage is None or not finish_reason:
             raise self._failure("the stream ended early")
         after = self._metrics_after(before.get(GENERATED_TOKENS, 0.0) + usage.completion_tokens)
         return Answer(
-            text="".join(text),
+            text=text,
             seconds=seconds,
             first_token_seconds=first,
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
-            drafts=gained(before, after, DRAFTS),
-            draft_tokens=gained(before, after, DRAFT_TOKENS),
-            accepted_tokens=gained(before, after, ACCEPTED_TOKENS),
+            **drafted(before, after),
             finish_reason=finish_reason,
             token_ids=tuple(token_ids),
             relaxed_positions=tuple(relaxed["relaxed_positions"]),
@@ -170,14 +136,7 @@ class ChatClient:
     def score(
         self, messages: Sequence[dict[str, str]], max_tokens: int
     ) -> tuple[str, list[ScoredToken]]:
-        """Gets one greedy answer with the target's first choice at each position.
-
-        Returns:
-            The answer's text and its tokens.
-
-        Raises:
-            RuntimeError: as `ask`.
-        """
+        """The text and tokens of one greedy answer, each beside the target's first choice."""
         with self._reported():
             completion = self._client.chat.completions.create(
                 model=self._model,
@@ -198,11 +157,7 @@ class ChatClient:
         return choice.message.content or "", tokens
 
     def token_texts(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """Returns the text of each token, which is not whole where a character takes several.
-
-        Raises:
-            RuntimeError: as `ask`.
-        """
+        """The text of each token, which is not whole where a character takes several."""
         with self._reported():
             return {
                 token_id: self._client.post(

@@ -23,25 +23,14 @@ NUM_SPECULATIVE_TOKENS = 4
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What to run.
+    """What to run: the options of `vllm-mars demo`, which explains them (`command`).
 
     Attributes:
-        model: directory or name of the model; None takes the packaged one.
-        draft: "ngram", "suffix", "mtp", or a draft model's directory or name; None takes the
-            packaged model's EAGLE-3 head where there is one, else ngram.
-        theta: mars_theta of the MARS server, in (0, 1]; None takes the price.
-        price: mars_price of the MARS server in nats per token gained, >= 0; None takes the
-            recommended price and bound on the loss, or theta.
-        num_speculative_tokens: draft tokens per step, at least 1; None takes what the head names
-            as its best, else 4.
-        prompts: prompt file.
-        max_tokens: longest answer, at least 1.
-        repeats: timed passes over the prompts, at least 1; of each answer's times the median
-            counts.
-        short: takes the first four prompts alone, which shows that it works, not how fast.
+        draft: None takes the packaged model's EAGLE-3 head where there is one, else ngram.
+        price: None takes the recommended price and bound on the loss, or theta.
+        num_speculative_tokens: None takes what the head names as its best, else 4.
+        repeats: timed passes over the prompts; of each answer's times the median counts.
         output: the JSON file; the servers' logs go beside it.
-        server_args: further arguments of `vllm serve`, for all three.
-        startup_timeout: seconds that each server may take to start.
 
     Raises:
         ValueError: a number is out of range.
@@ -96,15 +85,12 @@ class DemoOptions:
     @property
     def _rule(self) -> dict[str, Any]:
         """What makes a server verify by the margin."""
+        method = {"rejection_sample_method": METHOD}
         if self.theta is not None:
-            return {"rejection_sample_method": METHOD, "mars_theta": self.theta}
+            return {**method, "mars_theta": self.theta}
         if self.price is None:
             return RECOMMENDED
-        return {
-            "rejection_sample_method": METHOD,
-            "mars_metric": "price",
-            "mars_price": self.price,
-        }
+        return {**method, "mars_metric": "price", "mars_price": self.price}
 
     @property
     def rule_name(self) -> str:

@@ -1,6 +1,7 @@
 """The line that says what the demo is doing and how long it will still take."""
 
 import contextlib
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,8 +17,8 @@ class Forecast:
         """Starts with nothing measured.
 
         Args:
-            guesses: seconds that one step of a kind is expected to take, above 0. Only their
-                proportions matter once a step has been measured.
+            guesses: seconds, above 0, of one step of each kind; once a step has been measured only
+                their proportions matter.
             steps: number of steps of each kind.
         """
         self._guesses = dict(guesses)
@@ -43,24 +44,17 @@ class Forecast:
         took = sum(sum(seconds) for seconds in self._took.values())
         guessed = sum(len(seconds) * self._guesses[kind] for kind, seconds in self._took.items())
         pace = took / guessed if guessed else 1.0
-        left = 0.0
-        for kind, count in self._left.items():
-            seconds = self._took[kind]
-            each = sum(seconds) / len(seconds) if seconds else self._guesses[kind] * pace
-            left += count * each
-        return left
+        return sum(
+            count * (statistics.mean(self._took[kind] or [self._guesses[kind] * pace]))
+            for kind, count in self._left.items()
+        )
 
 
 class ProgressLine:
     """Shows the present activity and the time left: one live line, or now and then a plain one."""
 
     def __init__(self, console: Any, forecast: Forecast) -> None:
-        """Prints nothing yet.
-
-        Args:
-            console: a `rich.console.Console`.
-            forecast: says how long is left.
-        """
+        """Prints nothing yet, to a `rich.console.Console` then."""
         self._console = console
         self._forecast = forecast
         self._activity = ""
@@ -83,8 +77,8 @@ class ProgressLine:
         """Says what is being done now.
 
         Args:
-            activity: a phrase, such as "asking: 3 of 9"; another word before the colon is printed
-                at once where there is no terminal.
+            activity: a phrase, such as "asking: 3 of 9"; without a terminal another word before
+                the colon is printed at once.
             since: `time.monotonic()` at the begin of the present step of the forecast; now if None.
         """
         new_phase = activity.split(":")[0] != self._activity.split(":")[0]

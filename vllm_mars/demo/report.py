@@ -31,12 +31,7 @@ FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def print_report(results: Results, console: Console) -> None:
-    """Prints the comparison and one answer with its relaxed tokens marked.
-
-    Args:
-        results: a finished run.
-        console: where to print; without a terminal, relaxed tokens stand in brackets.
-    """
+    """Prints the comparison and one answer with its relaxed tokens marked or in brackets."""
     console.print(_figures_table(results))
     console.print(_speedup_table(results))
     _print_kinds(results.kinds(), console)
@@ -125,14 +120,10 @@ def _print_lengths(changed: list[tuple[Record, Record]], count: int, console: Co
 
 
 def _print_example(example: Example, console: Console) -> None:
-    answer = Text()
+    answer, in_colour = Text(), console.is_terminal and not console.no_color
     for token in example.tokens:
-        if not token.relaxed:
-            answer.append(token.text)
-        elif console.is_terminal and not console.no_color:
-            answer.append(token.text, style=RELAXED_STYLE)
-        else:
-            answer.append(f"[{token.text}]")
+        style = RELAXED_STYLE if token.relaxed and in_colour else None
+        answer.append(f"[{token.text}]" if token.relaxed and not in_colour else token.text, style)
     record = example.record
     console.print(Panel(answer, title=f"MARS answer to {record.prompt.id}: relaxed tokens marked"))
     if example.text != record.answer.text:
@@ -142,10 +133,9 @@ def _print_example(example: Example, console: Console) -> None:
             style=WARNING_STYLE,
         )
 
-    table = Table(title="What the target would have said there")
-    for name in ("relaxed token", "target's first choice"):
-        table.add_column(name)
-        table.add_column("p", justify="right")
+    p = Column("p", justify="right")
+    names = ("relaxed token", p, "target's first choice", p.copy())
+    table = Table(*names, title="What the target would have said there")
     relaxed = [token for token in example.tokens if token.relaxed]
     for token in relaxed[:MAX_LISTED]:
         table.add_row(

@@ -17,15 +17,7 @@ PAIRS = (("strict", "autoregressive"), ("mars", "autoregressive"), ("mars", "str
 
 @dataclass(frozen=True)
 class Record:
-    """One answer of one server.
-
-    Attributes:
-        prompt: the conversation it belongs to.
-        turn: index of the turn.
-        repeat: index of the pass over the prompts.
-        messages: what was sent.
-        answer: what came back, with its measurements.
-    """
+    """One answer of one server, to what was sent in one turn of a prompt in one timed pass."""
 
     prompt: Prompt
     turn: int
@@ -47,13 +39,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Example:
-    """The MARS answer with the most relaxed tokens, asked once more, untimed, with logprobs.
-
-    Attributes:
-        record: the timed answer.
-        text: the text of the second answer.
-        tokens: its tokens, each beside the target's first choice.
-    """
+    """The MARS answer with the most relaxed tokens; `text` and `tokens` are asked once more."""
 
     record: Record
     text: str
@@ -62,12 +48,9 @@ class Example:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How much faster one mode is than another.
+    """The median, over so many prompts, of the other mode's time over this mode's.
 
-    Attributes:
-        prompts: number of prompts compared.
-        median: of the prompts' ratios of time; 1.2 means that the other takes 1.2 times as long.
-        low, high: its 95 % interval, by bootstrap over prompts.
+    Its 95 % interval, from `low` to `high`, is by bootstrap over prompts.
     """
 
     prompts: int
@@ -77,11 +60,7 @@ class Speedup:
 
 
 def speedup(ratios: Iterable[float]) -> Speedup | None:
-    """Returns the median of paired ratios with its interval; None without any.
-
-    Args:
-        ratios: of each prompt, the other mode's time over this mode's.
-    """
+    """Returns the median of the prompts' ratios with its interval; None without any."""
     values = list(ratios)
     return Speedup(len(values), *median(values)) if values else None
 
@@ -102,11 +81,9 @@ class Results:
         return [record for record in self.records[mode] if record.repeat == 0]
 
     def times(self, mode: str, name: str) -> dict[tuple[str, int], float]:
-        """Returns one of each answer's times, its median over the repeats, by prompt id and turn.
+        """Each answer's median over the repeats of a time of `Answer`, by prompt id and turn.
 
-        Args:
-            mode: of `MODES`.
-            name: of the time in `Answer`; an answer that has none in any repeat is left out.
+        An answer that has none in any repeat is left out.
         """
         found: dict[tuple[str, int], list[float]] = {}
         for record in self.records[mode]:
@@ -153,11 +130,9 @@ class Results:
         }
 
     def ratios(self, mode: str, other: str, name: str) -> dict[str, float]:
-        """Returns, by prompt id, the other mode's time over this mode's, summed over its turns.
+        """By prompt id, the other mode's time over this mode's, each summed over its turns.
 
-        Args:
-            mode, other: of `MODES`.
-            name: as for `times`; turns whose time is 0 or missing in a mode are left out.
+        Turns whose time is 0 or missing in a mode are left out.
         """
         sums: dict[str, list[float]] = {}
         others = self.times(other, name)
@@ -179,20 +154,13 @@ class Results:
         return dict(sorted(medians.items(), key=lambda item: -item[1]))
 
     def changed_lengths(self) -> list[tuple[Record, Record]]:
-        """Returns the strict and the MARS record of answers that differ in length.
+        """Strict and MARS records of answers that differ in length, the largest change first."""
 
-        The largest change comes first.
-        """
+        def change(pair: tuple[Record, Record]) -> int:
+            return abs(pair[1].answer.output_tokens - pair[0].answer.output_tokens)
+
         pairs = zip(self.first_pass("strict"), self.first_pass("mars"), strict=True)
-        changed = [
-            (strict, mars)
-            for strict, mars in pairs
-            if strict.answer.output_tokens != mars.answer.output_tokens
-        ]
-        return sorted(
-            changed,
-            key=lambda pair: -abs(pair[1].answer.output_tokens - pair[0].answer.output_tokens),
-        )
+        return sorted(filter(change, pairs), key=change, reverse=True)
 
     def comparison(self) -> dict[str, Any]:
         """Returns the ratios between the modes and the prompts whose strict text differs."""

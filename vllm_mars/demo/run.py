@@ -48,12 +48,6 @@ def run_demo(options: DemoOptions) -> Results:
     No server outlives the call, whichever way it ends. A line on standard error says what is being
     done and how long the rest will take.
 
-    Args:
-        options: what to run.
-
-    Returns:
-        What was measured.
-
     Raises:
         ValueError: the prompts cannot be read, or the draft does not fit.
         RuntimeError: the result file could not be written, the model cannot be made, or a server
@@ -71,9 +65,9 @@ def run_demo(options: DemoOptions) -> Results:
     line = ProgressLine(console, forecast(options, prompts))
     with contextlib.ExitStack() as stack:
         stack.enter_context(line.live())
-        clients = _start_servers(stack, options, model, device, line)
-        _timed_passes(clients, prompts, options, results, line)
-        _look_at_relaxed(clients["mars"], options, results, line)
+        clients = _start_servers(stack, results, device, line)
+        _timed_passes(clients, prompts, results, line)
+        _look_at_relaxed(clients["mars"], results, line)
         line.show("ending the servers")
     return results
 
@@ -81,28 +75,21 @@ def run_demo(options: DemoOptions) -> Results:
 def forecast(options: DemoOptions, prompts: Sequence[Prompt]) -> Forecast:
     """Returns the steps of a run: "start", each "turn", each mode's answers and the "example"."""
     answers = sum(len(prompt.turns) for prompt in prompts) * options.repeats
+    turns = len(_turns(len(prompts), options.repeats))
     guesses = {
         mode: FIRST_TOKEN_GUESS + seconds * options.max_tokens
         for mode, seconds in TOKEN_GUESSES.items()
     }
     return Forecast(
         {"start": START_GUESS, "turn": TURN_GUESS, **guesses, "example": guesses["mars"]},
-        {
-            "start": 1,
-            "turn": len(_turns(len(prompts), options.repeats)),
-            **dict.fromkeys(MODES, answers),
-            "example": 1,
-        },
+        {"start": 1, "turn": turns, **dict.fromkeys(MODES, answers), "example": 1},
     )
 
 
 def _start_servers(
-    stack: contextlib.ExitStack,
-    options: DemoOptions,
-    model: str,
-    device: str,
-    line: ProgressLine,
+    stack: contextlib.ExitStack, results: Results, device: str, line: ProgressLine
 ) -> dict[str, ChatClient]:
+    options = results.options
     on_cpu = device == "cpu"
     servers: dict[str, VllmServer] = {}
     begin = time.monotonic()
@@ -114,7 +101,7 @@ def _start_servers(
             args += ["--speculative-config", json.dumps(speculative_config)]
         servers[mode] = stack.enter_context(
             VllmServer(
-                model,
+                results.model,
                 args,
                 log_path=options.output.parent / "demo-logs" / f"{mode}.log",
                 env=_server_env(options, on_cpu),
@@ -159,10 +146,10 @@ def _turns(prompts: int, repeats: int) -> list[tuple[int, int, str]]:
 def _timed_passes(
     clients: dict[str, ChatClient],
     prompts: Sequence[Prompt],
-    options: DemoOptions,
     results: Results,
     line: ProgressLine,
 ) -> None:
+    options = results.options
     answers = len(MODES) * options.repeats * sum(len(prompt.turns) for prompt in prompts)
     done = 0
     for repeat, start, mode in _turns(len(prompts), options.repeats):
@@ -182,22 +169,16 @@ def _timed_passes(
                 done += 1
 
 
-def _look_at_relaxed(
-    client: ChatClient, options: DemoOptions, results: Results, line: ProgressLine
-) -> None:
+def _look_at_relaxed(client: ChatClient, results: Results, line: ProgressLine) -> None:
     """Gets, untimed, the relaxed tokens' texts and one answer with the target's first choices."""
     begin = time.monotonic()
     line.show("looking at the relaxed tokens")
     records = results.first_pass("mars")
-    results.token_texts = client.token_texts(
-        {
-            record.answer.token_ids[position]
-            for record in records
-            for position in record.answer.relaxed_positions
-        }
-    )
+    answers = [record.answer for record in records]
+    relaxed = {it.token_ids[position] for it in answers for position in it.relaxed_positions}
+    results.token_texts = client.token_texts(relaxed)
     record = max(records, key=lambda record: len(record.answer.relaxed_positions))
     if record.answer.relaxed_positions:
-        text, tokens = client.score(record.messages, options.max_tokens)
-        results.example = Example(record, text, tokens)
+        scored = client.score(record.messages, results.options.max_tokens)
+        results.example = Example(record, *scored)
     line.took("example", time.monotonic() - begin)

@@ -28,9 +28,7 @@ def packaged_head() -> Path | None:
 def is_head(directory: Path) -> bool:
     """Whether `check_head` must look at a draft before a server does.
 
-    Returns:
-        True for a directory whose config.json says that it is a head of this project, or cannot be
-        read at all; False for other drafts, and for what is no directory.
+    So it is with a directory whose config.json names a head of this project, or cannot be read.
     """
     if not directory.is_dir():
         return False
@@ -43,11 +41,6 @@ def is_head(directory: Path) -> bool:
 def check_head(directory: Path, model: Path) -> int:
     """Checks that a head is whole and made for a model.
 
-    Args:
-        directory: the head's.
-        model: the target's directory. The checksum of a directory that vllm-mars made is taken
-            from its manifest, that of another is computed.
-
     Returns:
         How many tokens it drafts best, as measured by who made it.
 
@@ -55,8 +48,19 @@ def check_head(directory: Path, model: Path) -> int:
         ValueError: a file is missing, cut or changed, or the head is for another target.
     """
     config = _config(directory)
-    _check_weights(directory, config)
-    target = config[TARGET_KEY]
+    target, weights = config[TARGET_KEY], directory / WEIGHTS
+    try:
+        checksum = sha256(weights)
+    except OSError as error:
+        raise ValueError(
+            f"draft={directory} has no {WEIGHTS} that can be read: {error}; {WAY_OUT}."
+        ) from error
+    if checksum != config[WEIGHTS_KEY]:
+        size = weights.stat().st_size
+        raise ValueError(
+            f"draft={directory} is damaged: its {WEIGHTS} of {size} bytes has sha256 {checksum}, "
+            f"and config.json says {config[WEIGHTS_KEY]}; copy it again, or {WAY_OUT}."
+        )
     try:
         found = json.loads((model / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -80,7 +84,7 @@ def check_head(directory: Path, model: Path) -> int:
 
 
 def model_checksum(model: Path) -> str:
-    """Returns the sha256 of a model's weights.
+    """Returns the sha256 of a model's weights, from its manifest where vllm-mars made it.
 
     Raises:
         ValueError: there is no model.safetensors.
@@ -94,17 +98,18 @@ def model_checksum(model: Path) -> str:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
     try:
-        config = json.loads(path.read_text())
-        target = config[TARGET_KEY]
-        complete = (
-            isinstance(target["sha256"], str)
-            and isinstance(target["vocab_size"], int)
-            and isinstance(target["hidden_size"], int)
-            and isinstance(config[WEIGHTS_KEY], str)
-            and config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] >= 1
-        )
+        config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+        target, method = config[TARGET_KEY], config["speculators_config"]["proposal_methods"][0]
+        for value, kind in (
+            (target["sha256"], str),
+            (target["vocab_size"], int),
+            (target["hidden_size"], int),
+            (config[WEIGHTS_KEY], str),
+            (method["speculative_tokens"], int),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(f"values of wrong types under {TARGET_KEY}")
     except OSError as error:
         raise ValueError(
             f"draft={directory} has no config.json that can be read: {error}; {WAY_OUT}."
@@ -114,25 +119,4 @@ def _config(directory: Path) -> dict[str, Any]:
             f"draft={directory} is not an EAGLE-3 head of vllm-mars: config.json is broken or "
             f"lacks {TARGET_KEY} ({error!r}); {WAY_OUT}."
         ) from error
-    if not complete:
-        raise ValueError(
-            f"draft={directory} is not an EAGLE-3 head of vllm-mars: config.json has values of "
-            f"wrong types under {TARGET_KEY}; {WAY_OUT}."
-        )
-    return dict(config)
-
-
-def _check_weights(directory: Path, config: dict[str, Any]) -> None:
-    path = directory / WEIGHTS
-    try:
-        checksum = sha256(path)
-    except OSError as error:
-        raise ValueError(
-            f"draft={directory} has no {WEIGHTS} that can be read: {error}; {WAY_OUT}."
-        ) from error
-    if checksum != config[WEIGHTS_KEY]:
-        size = path.stat().st_size
-        raise ValueError(
-            f"draft={directory} is damaged: its {WEIGHTS} of {size} bytes has sha256 {checksum}, "
-            f"and config.json says {config[WEIGHTS_KEY]}; copy it again, or {WAY_OUT}."
-        )
+    return config

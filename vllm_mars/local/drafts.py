@@ -69,24 +69,11 @@ def draft_config(draft: str) -> dict[str, Any]:
             f"draft model or an EAGLE-3 head, or one of {', '.join(WITHOUT_FILES)}."
         ) from error
     # vLLM recognises the others by themselves; from a head's directory it cannot tell EAGLE-3.
-    if any("eagle3" in name for name in architectures):
-        return {"method": "eagle3", "model": draft}
-    return {"model": draft}
+    is_eagle3 = any("eagle3" in name for name in architectures)
+    return {"model": draft, **({"method": "eagle3"} if is_eagle3 else {})}
 
 
 def speculative_config(draft: str, num_speculative_tokens: int, **options: Any) -> dict[str, Any]:
-    """vLLM's whole speculative config.
-
-    Args:
-        draft: as `draft_config` takes it.
-        num_speculative_tokens: draft tokens per step.
-        options: further keys.
-
-    Raises:
-        ValueError: as `draft_config`.
-    """
-    return {
-        "num_speculative_tokens": num_speculative_tokens,
-        **draft_config(draft),
-        **options,
-    }
+    """vLLM's whole speculative config: `draft_config`, with further options."""
+    drafts = {"num_speculative_tokens": num_speculative_tokens, **draft_config(draft)}
+    return drafts | options

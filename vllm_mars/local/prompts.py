@@ -1,7 +1,7 @@
 """Prompt files: JSON lines with `prompt` or `turns`."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -11,13 +11,7 @@ PACKAGED = Path(__file__).with_name("prompts.jsonl")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to lead.
-
-    Attributes:
-        id: unique within the file.
-        category: kind of task, or "".
-        turns: what the user says, in order; each turn follows the answer to the one before.
-    """
+    """One conversation to lead: the turns of the user, each after the answer to the one before."""
 
     id: str
     category: str
@@ -33,17 +27,10 @@ Named = TypeVar("Named", bound=_HasId)
 
 
 def load_prompts(path: Path = PACKAGED) -> list[Prompt]:
-    """Reads a prompt file.
+    """Reads a prompt file, as `read_json_lines` does.
 
-    Args:
-        path: JSON lines. Each object has `prompt` (a string) or `turns` (a list of strings), and
-            may have `id` (or `question_id`, `task_id`; default: the line number) and `category`.
-
-    Returns:
-        The prompts in the order of the file, at least one.
-
-    Raises:
-        ValueError: the file cannot be read, is empty, or a line is not such an object.
+    Each object has `prompt` (a string) or `turns` (a list of strings), and may have `id` (or
+    `question_id`, `task_id`; default: the line number) and `category`.
     """
     return read_json_lines(path, parse_prompt, option="prompts")
 
@@ -61,30 +48,15 @@ def read_json_lines(
         path: the file.
         parse: makes a record of an object, its place in words and its line number; raises
             ValueError where it cannot.
-        option: what the user called the file, for errors.
-        instead: what the user can give, for errors.
-
-    Returns:
-        The records in the order of the file, at least one.
+        option, instead: for errors, what the user called the file, and can give.
 
     Raises:
         ValueError: the file cannot be read or is empty, a line is not a JSON object, or two records
             have one id.
     """
-    try:
-        # Not splitlines, which also cuts at characters that JSON allows within a text.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{option}={path} cannot be read: {error}; give {instead}.") from error
     records: dict[str, Named] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where} is not JSON: {error}; write one object per line.") from error
+    way_out = "write one object per line."
+    for where, number, item in json_lines(path, f"{option}={path}", instead, way_out):
         if not isinstance(item, dict):
             raise ValueError(f'{where} is not a JSON object; write {{"prompt": "..."}}.')
         record = parse(item, where, number)
@@ -94,6 +66,38 @@ def read_json_lines(
     if not records:
         raise ValueError(f"{option}={path} is empty; give one JSON object with 'prompt' per line.")
     return list(records.values())
+
+
+def json_lines(
+    path: Path, name: str, instead: str, way_out: str, *, complete: bool = False
+) -> Iterator[tuple[str, int, Any]]:
+    """Reads a file with a JSON value in each line that is not empty.
+
+    Args:
+        path: the file.
+        name, instead: for errors, what the file is called, and what the user can give.
+        way_out: what the error says of a line that is not JSON.
+        complete: whether a last line without its end is left out.
+
+    Yields:
+        The place in words, the line's number from 1, and the value.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is not JSON.
+    """
+    try:
+        # Not splitlines, which also cuts at characters that JSON allows within a text.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name} cannot be read: {error}; give {instead}.") from error
+    for number, line in enumerate(lines[:-1] if complete else lines, start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where} is not JSON: {error}; {way_out}") from error
+            yield where, number, value
 
 
 def parse_prompt(

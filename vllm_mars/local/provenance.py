@@ -44,13 +44,10 @@ def _version(distribution: str) -> str | None:
 
 
 def ask_vllm(code: str) -> dict[str, Any]:
-    """Runs code that imports vLLM in a child process, which takes some seconds.
-
-    Args:
-        code: a Python program whose last line of output is a JSON object.
+    """Runs a program that imports vLLM in a child process, which takes some seconds.
 
     Returns:
-        That object.
+        The JSON object in its last line of output.
 
     Raises:
         RuntimeError: vLLM is not installed or cannot be imported.
@@ -88,11 +85,7 @@ def vllm_device() -> tuple[str, str | None]:
 
 
 def hardware(gpu: str | None) -> dict[str, Any]:
-    """Returns the processor's model, the cores and the memory that can be used, and the GPU.
-
-    Args:
-        gpu: name of the accelerator that vLLM uses, or None.
-    """
+    """The processor's model, the cores and memory that can be used, and the given GPU's name."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
@@ -107,21 +100,17 @@ def _cpu_model() -> str:
         first, *_ = Path("/proc/cpuinfo").read_text().split("\n\n")
     except OSError:
         first = ""
-    pairs = (line.partition(":") for line in first.splitlines())
-    fields = {name.strip(): value.strip() for name, _, value in pairs}
+    fields = dict(re.findall(r"^(.*?)\s*:[ \t]*(.*)$", first, re.M))
     name = fields.get("model name") or platform.processor() or platform.machine()
-    numbers = ("cpu family", "model", "stepping")
-    known = [
-        f"{number.removeprefix('cpu ')} {fields[number]}" for number in numbers if number in fields
-    ]
+    numbers = {"cpu family": "family", "model": "model", "stepping": "stepping"}
+    known = [f"{word} {fields[number]}" for number, word in numbers.items() if number in fields]
     return ", ".join([name, *known])
 
 
 def git_commit() -> str | None:
-    """Returns the commit of the checkout that this package runs from.
+    """The commit of the checkout that this package runs from; None outside of one.
 
-    Returns:
-        The hash, with "-dirty" if tracked files differ from it; None outside a checkout.
+    It ends in "-dirty" if tracked files differ from it.
     """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
@@ -139,21 +128,15 @@ def git_commit() -> str | None:
 
 
 def without_directories(command: Iterable[str]) -> list[str]:
-    """A command line with the names of files in the place of absolute paths.
-
-    Args:
-        command: its arguments; a path may stand within one, as in `--option=/a/b` or in JSON.
-    """
+    """A command line with file names for absolute paths, also within `--option=/a/b` or JSON."""
     return [_DIRECTORIES.sub("", argument) for argument in command]
 
 
 @functools.cache
 def weights(model: str, draft: str | None = None) -> dict[str, str | None]:
-    """Returns the checksums of the weights of a target, "model", and of a "draft".
+    """The checksums of the weights of a target, "model", and of a "draft".
 
-    Args:
-        model, draft: directories. Of what is none, such as the name of a model that vLLM finds by
-            itself or of a draft without files, the checksum is None.
+    Of what is no directory, such as a draft without files, the checksum is None.
     """
     return {
         name: weights_checksum(Path(directory)) if directory else None
@@ -164,10 +147,10 @@ def weights(model: str, draft: str | None = None) -> dict[str, str | None]:
 def describe_run(
     gpu: str | None, model: str | None = None, draft: str | None = None
 ) -> dict[str, Any]:
-    """Returns the head of a result file: time (UTC), command, commit, versions, hardware, load.
+    """The head of a result file: time (UTC), command, commit, versions, hardware, load.
 
     Args:
-        gpu: as for `hardware`.
+        gpu: name of the accelerator that vLLM uses, or None.
         model, draft: as for `weights`, which are in the head where a model is given.
     """
     head = {

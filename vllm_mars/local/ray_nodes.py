@@ -10,7 +10,7 @@ def check_nodes(nodes: Iterable[dict[str, Any]], directories: Sequence[str] = ()
     """Compares nodes with this process, which is connected to their cluster.
 
     Args:
-        nodes: entries of `ray.nodes()`; one machine can be several nodes.
+        nodes: entries of `ray.nodes()`.
         directories: that every node must have.
 
     Raises:

@@ -5,15 +5,11 @@ from collections.abc import Iterable
 
 
 def require(what: str, extra: str, modules: Iterable[str]) -> None:
-    """Checks that modules can be found, without importing them.
+    """Raises RuntimeError if modules cannot be found, with the extra that brings them.
 
     Args:
         what: what needs them, in words.
-        extra: the extra of this package that brings them.
-        modules: names of top-level modules.
-
-    Raises:
-        RuntimeError: some are missing; the message names them and the extra.
+        extra, modules: the extra of this package, and names of top-level modules.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:

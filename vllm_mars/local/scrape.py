@@ -4,7 +4,10 @@ import json
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import openai
 
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
@@ -22,15 +25,15 @@ def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> by
     """Asks a server; on this machine not through a proxy, which would not reach it.
 
     Args:
-        url: what to get.
+        url: what to get, or to post to.
         timeout: in seconds.
-        body: what to post, as JSON; None gets.
+        body: what to post, as JSON.
 
     Raises:
         OSError: nothing answers, or with an HTTP error (`urllib.error.HTTPError`).
     """
-    loopback = urllib.parse.urlsplit(url).hostname in LOOPBACK
-    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if loopback else []))
+    handlers = [urllib.request.ProxyHandler({})] if _is_here(url) else []
+    opener = urllib.request.build_opener(*handlers)
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with opener.open(request, timeout=timeout) as answer:
@@ -38,12 +41,29 @@ def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> by
     return content
 
 
-def samples(url: str, timeout: float) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Reads Prometheus metrics.
+def openai_client(base_url: str, timeout: float, api_key: str = "none") -> "openai.OpenAI":
+    """A client of a server, named without `/v1`, that uses no proxy on this machine.
 
-    Args:
-        url: of the metrics.
-        timeout: in seconds.
+    It does not try again, which would spoil times.
+    """
+    import openai
+
+    http_client = openai.DefaultHttpxClient(trust_env=not _is_here(base_url))
+    return openai.OpenAI(
+        base_url=f"{base_url}/v1",
+        api_key=api_key,
+        timeout=timeout,
+        max_retries=0,
+        http_client=http_client,
+    )
+
+
+def _is_here(url: str) -> bool:
+    return urllib.parse.urlsplit(url).hostname in LOOPBACK
+
+
+def samples(url: str, timeout: float) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Reads Prometheus metrics within so many seconds.
 
     Yields:
         Name (counters end in `_total`), labels without `engine` and `model_name`, and value of each
@@ -64,3 +84,9 @@ def samples(url: str, timeout: float) -> Iterator[tuple[str, dict[str, str], flo
 def gained(before: Mapping[str, float], after: Mapping[str, float], name: str) -> int:
     """How much a counter of `VllmServer.metrics` grew; one that was never counted is 0."""
     return round(after.get(name, 0.0) - before.get(name, 0.0))
+
+
+def drafted(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
+    """How much the counters of speculative decoding grew, by name."""
+    names = {"drafts": DRAFTS, "draft_tokens": DRAFT_TOKENS, "accepted_tokens": ACCEPTED_TOKENS}
+    return {name: gained(before, after, counter) for name, counter in names.items()}

@@ -55,17 +55,12 @@ def end(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def server_env(model: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the environment of a server: this process's, then `env`, then defaults where unset.
+    """The environment of a server: defaults, this process's variables, and `env` over them.
 
-    Args:
-        model: directory or name of the model; for a directory the Hugging Face hub is not asked.
-        env: variables that override the inherited ones.
+    By default the Hugging Face hub is not asked for a model that is a directory.
     """
-    merged = {**os.environ, **(env or {})}
-    defaults = dict(ENV_DEFAULTS)
-    if Path(model).is_dir():
-        defaults["HF_HUB_OFFLINE"] = "1"
-    return {**defaults, **merged}
+    offline = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
+    return {**ENV_DEFAULTS, **offline, **os.environ, **(env or {})}
 
 
 class VllmServer:
@@ -73,11 +68,7 @@ class VllmServer:
 
     The server runs in a session of its own under a small guard process (`server_guard`), which
     ends the whole tree, engine processes included, when this process closes it or is gone for any
-    reason, SIGKILL included. Several servers can be started first and waited for afterwards:
-
-        servers = [stack.enter_context(VllmServer(m, log_path=p, wait=False)) for m, p in ...]
-        for server in servers:
-            server.wait_until_ready()
+    reason, SIGKILL included.
     """
 
     def __init__(

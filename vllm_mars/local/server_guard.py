@@ -43,26 +43,19 @@ def reap() -> bool:
 def end_group(grace_seconds: float, directory: str) -> None:
     """Asks the process group to end, waits, then kills what is left, this process included.
 
-    Args:
-        grace_seconds: how long to wait.
-        directory: what to remove when the group has ended, or before it is killed.
+    The directory is removed when the group has ended, or before it is killed.
     """
     os.killpg(0, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
-    while reap():
-        if time.monotonic() > deadline:
-            shutil.rmtree(directory, ignore_errors=True)
-            os.killpg(0, signal.SIGKILL)
+    while (left := reap()) and time.monotonic() <= deadline:
         time.sleep(POLL_SECONDS)
     shutil.rmtree(directory, ignore_errors=True)
+    if left:
+        os.killpg(0, signal.SIGKILL)
 
 
 def main() -> int:
-    """Runs the command; returns its exit status, 128 + the signal's number, or 0 when asked to end.
-
-    Returns:
-        The status with which the guard exits.
-    """
+    """Runs the command; returns its exit status, 128 + a signal's number, or 0 if asked to end."""
     grace_seconds, command = float(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -79,17 +72,12 @@ def main() -> int:
         "TMPDIR": directory,
     }
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
-    status = 0
-    while True:
-        code = child.poll()
-        if code is not None:
-            status = code if code >= 0 else 128 - code
-            break
+    while (code := child.poll()) is None:
         readable, _, _ = select.select([0], [], [], POLL_SECONDS)
         if readable and not os.read(0, 1):
             break
     end_group(grace_seconds, directory)
-    return status
+    return 0 if code is None else code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -44,8 +44,9 @@ def run(**options: Any) -> int:
     """Runs the command and returns 0."""
     from rich.console import Console
 
+    from vllm_mars.experiments.calibrate.options import CalibrateOptions
     from vllm_mars.experiments.calibrate.result import print_calibration
-    from vllm_mars.experiments.calibrate.search import CalibrateOptions, run_calibrate
+    from vllm_mars.experiments.calibrate.search import run_calibrate
     from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS
 
     if "recovery" in options:

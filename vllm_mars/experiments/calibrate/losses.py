@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_mars.experiments.calibrate.offline import Conversation
-from vllm_mars.experiments.calibrate.predictions import CONFIDENCE, Floats, Point, resamples
+from vllm_mars.experiments.calibrate.simulate import CONFIDENCE, Floats, Point, resamples
 from vllm_mars.experiments.quality.scores import task_scores
 from vllm_mars.experiments.sweep.datasets import Item
 from vllm_mars.local.intervals import interval
@@ -33,7 +33,6 @@ class Confirmation:
     """What a threshold did, on prompts that were held out.
 
     Attributes:
-        threshold: what the metric compares with.
         predicted: the simulation's cost for it.
         cost: mean of log p(first choice) - log p(token).
         nll_increase: increase of the mean NLL per token over the strict answers.

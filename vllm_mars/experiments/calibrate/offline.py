@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_mars.calibration import identify
 from vllm_mars.config import OPTION
+from vllm_mars.experiments.calibrate.options import CalibrateOptions
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.local.prompts import Prompt
 from vllm_mars.local.server import server_env
@@ -26,10 +27,8 @@ class Conversation:
     """One prompt led to its end.
 
     Attributes:
-        prompt: what the user says.
-        texts: the answer of each turn.
-        requests: vLLM's id of each turn's request.
-        tokens: tokens of all answers.
+        texts, requests: the answer of each turn, and vLLM's id of its request.
+        tokens: of all answers.
         nll: sum of -log p of these tokens under the target, in nats.
         cost: sum of log p(first choice) - log p(token); 0 where decoding was strict.
         relaxed: tokens that are not the target's first choice.
@@ -47,36 +46,39 @@ class Conversation:
 class OfflineEngine:
     """A greedy engine whose requests bring their own thresholds; made by `offline_engine`."""
 
-    def __init__(self, llm: "LLM", metric: str, max_tokens: int) -> None:
+    def __init__(self, llm: "LLM", options: CalibrateOptions) -> None:
         """Starts recording in the workers."""
+        self.options = options
         self._llm = llm
-        self._metric = metric
-        self._max_tokens = max_tokens
         protected = [ids for ids in llm.collective_rpc("mars_record") if ids is not None]
         self.protected: list[int] = protected[0]
         self.model = identify(llm.llm_engine.vllm_config.model_config)
 
     def lead(self, prompts: Sequence[Prompt], threshold: float) -> list[Conversation]:
-        """Leads conversations, all in one batch, turn after turn.
-
-        Args:
-            prompts: what the user says.
-            threshold: what the metric compares with.
-        """
+        """Leads conversations, all in one batch, turn after turn, with this threshold."""
         from vllm import SamplingParams
 
         params = SamplingParams(
             temperature=0,
-            max_tokens=self._max_tokens,
+            max_tokens=self.options.max_tokens,
             # The emitted token's and the best one's.
             logprobs=1,
-            extra_args={OPTION[self._metric]: threshold},
+            extra_args={OPTION[self.options.metric]: threshold},
         )
         conversations = [Conversation(prompt) for prompt in prompts]
         for turn in range(max(len(prompt.turns) for prompt in prompts)):
             still = [item for item in conversations if turn < len(item.prompt.turns)]
             for conversation, output in zip(still, self._answer(still, turn, params), strict=True):
-                _note(conversation, output)
+                completion = output.outputs[0]
+                conversation.texts.append(completion.text)
+                conversation.requests.append(str(output.request_id))
+                for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True):
+                    own = logprobs[token].logprob
+                    best = max(entry.logprob for entry in logprobs.values())
+                    conversation.tokens += 1
+                    conversation.nll -= own
+                    conversation.cost += best - own
+                    conversation.relaxed += own < best
         return conversations
 
     def take_records(self) -> list[list[Any]]:
@@ -87,39 +89,27 @@ class OfflineEngine:
         return [[str(row[0]).rsplit("-", 1)[0], *row[1:]] for row in records]
 
     def _answer(self, conversations: list[Conversation], turn: int, params: Any) -> list[Any]:
+        chats = [_messages(item, turn) for item in conversations]
+        outputs: list[Any]
         if getattr(self._llm.get_tokenizer(), "chat_template", None):
-            chats = [_messages(item, turn) for item in conversations]
-            outputs: list[Any] = self._llm.chat(chats, params, use_tqdm=False)
-            return outputs
-        # A base model continues the text.
-        texts = [
-            "\n".join(message["content"] for message in _messages(item, turn))
-            for item in conversations
-        ]
-        continued: list[Any] = self._llm.generate(texts, params, use_tqdm=False)
-        return continued
+            outputs = self._llm.chat(chats, params, use_tqdm=False)
+        else:
+            # A base model continues the text.
+            texts = ["\n".join(message["content"] for message in chat) for chat in chats]
+            outputs = self._llm.generate(texts, params, use_tqdm=False)
+        return outputs
 
 
 @contextlib.contextmanager
-def offline_engine(
-    model: str,
-    speculative_config: dict[str, Any],
-    metric: str,
-    max_tokens: int,
-    device: str,
-    engine_args: Sequence[str] = (),
-) -> Iterator[OfflineEngine]:
+def offline_engine(options: CalibrateOptions, model: str, device: str) -> Iterator[OfflineEngine]:
     """Starts an engine that is strict unless a request says otherwise, and ends it on exit.
 
     The environment variables that it needs are set meanwhile.
 
     Args:
+        options: what to calibrate.
         model: directory or name of the target.
-        speculative_config: draft and its length, without this project's options.
-        metric: "ratio", "gap" or "price".
-        max_tokens: longest answer of a turn.
         device: vLLM's device type, such as "cpu".
-        engine_args: further arguments as `vllm serve` takes them.
     """
     with _environment(model):
         from vllm import LLM, EngineArgs
@@ -131,15 +121,18 @@ def offline_engine(
                 [
                     *("--model", model, "--no-enable-prefix-caching"),
                     *((*CPU_ARGS, *CPU_BATCH) if device == "cpu" else ()),
-                    *engine_args,
+                    *options.engine_args,
                 ]
             )
         )
-        arguments.speculative_config = {**speculative_config, **CHOSEN_BY_REQUESTS[metric]}
+        arguments.speculative_config = {
+            **options.speculative_config(),
+            **CHOSEN_BY_REQUESTS[options.metric],
+        }
         arguments.worker_extension_cls = RECORDER
         llm = LLM.from_engine_args(arguments)
         try:
-            yield OfflineEngine(llm, metric, max_tokens)
+            yield OfflineEngine(llm, options)
         finally:
             llm.llm_engine.engine_core.shutdown()
 
@@ -166,16 +159,3 @@ def _messages(conversation: Conversation, turn: int) -> list[dict[str, str]]:
         messages.append({"role": "user", "content": text})
         messages.append({"role": "assistant", "content": answer})
     return messages[: 2 * turn + 1]
-
-
-def _note(conversation: Conversation, output: Any) -> None:
-    completion = output.outputs[0]
-    conversation.texts.append(completion.text)
-    conversation.requests.append(str(output.request_id))
-    for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True):
-        own = logprobs[token].logprob
-        best = max(entry.logprob for entry in logprobs.values())
-        conversation.tokens += 1
-        conversation.nll -= own
-        conversation.cost += best - own
-        conversation.relaxed += own < best

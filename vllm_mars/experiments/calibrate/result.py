@@ -15,24 +15,24 @@ def print_calibration(result: Calibration, console: Console) -> None:
     console.print(_curve(result))
     if result.confirmations:
         console.print(_confirmations(result))
-    options = result.options
+    options, held_out = result.options, result.samples["held_out_prompts"]
     option = OPTION[options.metric]
     if options.recovery is None:
         budget, larger = f"the budget of {options.budget:g} nats per token", "a larger --budget"
     else:
         budget, larger = f"{options.recovery:.4g} of the task score", "a smaller --recovery"
         console.print(
-            f"Strict decoding solves {result.solved} of the {result.prompts[1]} held-out tasks; "
-            "recovery is measured on these alone."
+            f"Strict decoding solves {result.samples['solved_prompts']} of the {held_out} held-out "
+            "tasks; recovery is measured on these alone."
         )
     if result.confirmed is not None:
         console.print(
             f"{option} {result.threshold:g} keeps {budget} in {result.confirmed.kept_share:.0%} of "
-            f"the bootstrap samples over {result.prompts[1]} held-out prompts."
+            f"the bootstrap samples over {held_out} held-out prompts."
         )
     else:
         console.print(
-            f"No {option} short of strict keeps {budget} on {result.prompts[1]} held-out prompts; "
+            f"No {option} short of strict keeps {budget} on {held_out} held-out prompts; "
             f"{option} is {result.threshold:g}, strict. More prompts or {larger} may give one.",
             style="bold",
         )
@@ -41,11 +41,12 @@ def print_calibration(result: Calibration, console: Console) -> None:
 
 
 def _curve(result: Calibration) -> Table:
-    samples = f"{result.recorded[1]} positions in {result.recorded[0]} tokens"
+    of = result.samples
+    samples = f"{of['recorded_positions']} positions in {of['recorded_tokens']} tokens"
     names = (OPTION[result.options.metric], "cost", "90 %", "relaxed", "acceptance length")
     table = Table(
         *(Column(name, justify="right") for name in names),
-        title=f"Predicted from one strict pass: {samples} of {result.prompts[0]} prompts",
+        title=f"Predicted from one strict pass: {samples} of {of['recorded_prompts']} prompts",
         caption="cost: what the relaxed tokens' log p lacks to the target's first choice, nats per "
         "token, beside the 90th percentile of its bootstrap samples",
     )
@@ -68,10 +69,11 @@ def _curve(result: Calibration) -> Table:
 
 def _confirmations(result: Calibration) -> Table:
     option, tasks = OPTION[result.options.metric], result.options.recovery is not None
+    held_out = result.samples["held_out_prompts"]
     names = (option, "predicted", "cost", "NLL", *(["recovery"] if tasks else []))
     table = Table(
         *(Column(name, justify="right") for name in (*names, "relaxed", "kept")),
-        title=f"Measured on {result.prompts[1]} held-out prompts, against strict decoding",
+        title=f"Measured on {held_out} held-out prompts, against strict decoding",
         caption="cost as above, NLL: increase of the answers' mean NLL per token, both with their "
         "95 % interval; recovery: task score / strict task score; kept: share of bootstrap samples "
         "within the budget",

@@ -15,13 +15,12 @@ With a share of a task's score to keep (`recovery`) instead of a budget in nats,
 loss can be predicted: the other half, then tasks, is answered strictly and with thresholds between
 which the search halves the curve, as if a stricter one never lost more.
 
-"Within the budget" means in at least `predictions.CONFIDENCE` of the bootstrap samples over
+"Within the budget" means in at least `simulate.CONFIDENCE` of the bootstrap samples over
 prompts.
 """
 
 import bisect
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,91 +29,27 @@ from typing import Any
 import numpy as np
 
 from vllm_mars.calibration import KIND, SCHEMA
-from vllm_mars.config import METHOD, OPTION, STRICT, MarsConfig, lossy_reason
+from vllm_mars.config import OPTION, STRICT
 from vllm_mars.experiments.calibrate.losses import Confirmation, compare, recovery, scores
 from vllm_mars.experiments.calibrate.offline import OfflineEngine, offline_engine
-from vllm_mars.experiments.calibrate.predictions import (
+from vllm_mars.experiments.calibrate.options import CalibrateOptions
+from vllm_mars.experiments.calibrate.simulate import (
     BOOTSTRAP_SAMPLES,
     GRIDS,
     Point,
     margins,
     point,
+    steps_of,
 )
-from vllm_mars.experiments.calibrate.simulate import steps_of
-from vllm_mars.experiments.quality.scores import MIN_SOLVED
 from vllm_mars.experiments.sweep.datasets import Item, load_dataset
-from vllm_mars.local.drafts import NGRAM, draft_name, speculative_config
+from vllm_mars.local.drafts import draft_name
 from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.prompts import PACKAGED, Prompt, load_prompts
+from vllm_mars.local.prompts import Prompt, load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
 from vllm_mars.local.result_file import require_writable, write_json
-from vllm_mars.lock import check_lock
 
 SHRINK = 0.7
 MAX_TRIES = 8
-# Perplexity grows by at most 1 %.
-BUDGET = 0.01
-
-
-@dataclass(frozen=True)
-class CalibrateOptions:
-    """What to calibrate.
-
-    Attributes:
-        model: directory or name of the target; None takes the packaged one.
-        draft: "ngram", "suffix", "mtp", or a draft model's directory or name.
-        num_speculative_tokens: draft tokens per step, at least 1.
-        metric: "ratio", "gap" or "price".
-        budget: loss that is allowed, nats per token, above 0.
-        recovery: share of the strict answers' task score that must be kept, in (0, 1]; where it is
-            given, `budget` does not count.
-        min_solved: with `recovery`, held-out tasks that strict decoding must do, at least 1.
-        prompts: prompt file, with `recovery` one of tasks (`experiments.datasets`); every second
-            prompt is held out for the confirmation.
-        max_tokens: longest answer of a turn, at least 1.
-        output: the file that `"auto:FILE"` reads.
-        engine_args: further arguments as `vllm serve` takes them.
-
-    Raises:
-        ValueError: a value is out of range.
-        RuntimeError: the environment forbids lossy verification.
-    """
-
-    model: str | None = None
-    draft: str = NGRAM
-    num_speculative_tokens: int = 4
-    metric: str = "ratio"
-    budget: float = BUDGET
-    recovery: float | None = None
-    min_solved: int = MIN_SOLVED
-    prompts: Path = PACKAGED
-    max_tokens: int = 128
-    output: Path = Path("build/calibration.json")
-    engine_args: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.metric not in OPTION:
-            raise ValueError(f"metric={self.metric!r} is not one of {', '.join(OPTION)}.")
-        if not 0 < self.budget < math.inf:
-            raise ValueError(
-                f"budget={self.budget} is outside (0, inf); give nats per token, such as {BUDGET}."
-            )
-        if self.recovery is not None and not 0 < self.recovery <= 1:
-            raise ValueError(
-                f"recovery={self.recovery} is outside (0, 1]; give a share of the strict answers' "
-                "task score, such as 0.98."
-            )
-        for name in ("num_speculative_tokens", "max_tokens", "min_solved"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is below 1; give a positive number."
-                )
-        # Its requests are lossy, whatever threshold comes out.
-        check_lock(lossy_reason(MarsConfig(), METHOD))
-
-    def speculative_config(self) -> dict[str, Any]:
-        """Draft and its length, as vLLM takes them."""
-        return speculative_config(self.draft, self.num_speculative_tokens)
 
 
 @dataclass
@@ -122,21 +57,21 @@ class Calibration:
     """Everything measured, and the threshold that came out.
 
     Attributes:
-        prompts: recorded and held out.
-        recorded: tokens and positions.
-        solved: held-out tasks for which strict decoding scores anything; None without tasks.
+        run: `describe_run`.
+        model: `identify`.
+        samples: how many prompts, tokens and positions it rests on, as the file has them; of the
+            held-out tasks "solved_prompts" are those for which strict decoding scores anything.
+        margins: as `simulate.margins`.
     """
 
     options: CalibrateOptions
     run: dict[str, Any]
     model: dict[str, Any]
-    prompts: tuple[int, int]
-    recorded: tuple[int, int]
+    samples: dict[str, int | None]
     curve: list[Point]
     margins: dict[str, Any]
     confirmations: list[Confirmation] = field(default_factory=list)
     threshold: float = 1.0
-    solved: int | None = None
 
     @property
     def confirmed(self) -> Confirmation | None:
@@ -170,13 +105,7 @@ class Calibration:
                 "engine_args": list(options.engine_args),
                 "bootstrap_samples": BOOTSTRAP_SAMPLES,
             },
-            "samples": {
-                "recorded_prompts": self.prompts[0],
-                "held_out_prompts": self.prompts[1],
-                "solved_prompts": self.solved,
-                "recorded_tokens": self.recorded[0],
-                "recorded_positions": self.recorded[1],
-            },
+            "samples": self.samples,
             "curve": [vars(point) for point in self.curve],
             "confirmations": [
                 {**dataclasses.asdict(item), "kept": item.kept} for item in self.confirmations
@@ -187,9 +116,6 @@ class Calibration:
 
 def run_calibrate(options: CalibrateOptions) -> Calibration:
     """Calibrates and writes the file.
-
-    Args:
-        options: what to calibrate.
 
     Raises:
         ValueError: the prompts cannot be read, are fewer than two, gave no drafts, are no tasks
@@ -216,16 +142,9 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
     device, gpu = vllm_device()
     model = options.model or str(ensure_model())
     run = describe_run(gpu, model, options.draft)
-    with offline_engine(
-        model,
-        options.speculative_config(),
-        options.metric,
-        options.max_tokens,
-        device,
-        options.engine_args,
-    ) as engine:
+    with offline_engine(options, model, device) as engine:
         console.print("recording one strict pass")
-        result = record(engine, options, run, prompts[0::2], len(prompts[1::2]))
+        result = record(engine, run, prompts[0::2], len(prompts[1::2]))
         confirm(engine, result, prompts[1::2], tasks, console.print)
     write_json(options.output, result.to_json())
     console.print(f"wrote {options.output}", soft_wrap=True)
@@ -233,10 +152,7 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
 
 
 def load_tasks(path: Path) -> dict[str, Item]:
-    """Reads a file of tasks.
-
-    Returns:
-        The tasks by id, in the order of the file.
+    """Reads a file of tasks, by id, in the order of the file.
 
     Raises:
         ValueError: the file cannot be read, or a line has nothing to score its answer by.
@@ -253,13 +169,10 @@ def load_tasks(path: Path) -> dict[str, Item]:
 
 
 def record(
-    engine: OfflineEngine,
-    options: CalibrateOptions,
-    run: dict[str, Any],
-    prompts: Sequence[Prompt],
-    held_out: int,
+    engine: OfflineEngine, run: dict[str, Any], prompts: Sequence[Prompt], held_out: int
 ) -> Calibration:
     """Records one strict pass and simulates the grid of thresholds on it."""
+    options = engine.options
     conversations = engine.lead(prompts, STRICT.value(options.metric))
     group_of = {
         request: group
@@ -272,8 +185,13 @@ def record(
         options=options,
         run=run,
         model=engine.model,
-        prompts=(len(prompts), held_out),
-        recorded=(int(tokens.sum()), len(steps.step)),
+        samples={
+            "recorded_prompts": len(prompts),
+            "held_out_prompts": held_out,
+            "solved_prompts": None,
+            "recorded_tokens": int(tokens.sum()),
+            "recorded_positions": len(steps.step),
+        },
         curve=[point(steps, tokens, value, options.metric) for value in GRIDS[options.metric]],
         margins=margins(steps),
     )
@@ -302,8 +220,9 @@ def confirm(
     strict = engine.lead(prompts, STRICT.value(options.metric))
     strict_scores = None if wanted is None else scores(strict, tasks)
     if strict_scores is not None:
-        result.solved = int((strict_scores > 0).sum())
-        _check_solved(options, len(prompts), result.solved)
+        solved = int((strict_scores > 0).sum())
+        _check_solved(options, len(prompts), solved)
+        result.samples["solved_prompts"] = solved
 
     def keeps(candidate: Point) -> bool:
         say(f"confirming {OPTION[options.metric]} {candidate.threshold:g} on held-out prompts")
@@ -315,10 +234,15 @@ def confirm(
         result.confirmations.append(confirmation)
         return confirmation.kept
 
+    curve = result.curve
     if strict_scores is None:
-        found = _by_prediction(result.curve, options.budget, keeps)
+        # Each candidate may spend less than the one before.
+        allowed = (options.budget * SHRINK**number for number in range(MAX_TRIES))
+        candidates = dict.fromkeys(loosest(curve, nats) for nats in allowed)
+        found = next((it for it in candidates if it is curve[-1] or keeps(it)), curve[-1])
     else:
-        found = _by_halves(result.curve, keeps)
+        # As if all that are stricter than one that keeps it did; the last, strict, does.
+        found = curve[bisect.bisect_left(curve, True, hi=len(curve) - 1, key=keeps)]
     result.threshold = found.threshold
 
 
@@ -329,20 +253,6 @@ def _check_solved(options: CalibrateOptions, held_out: int, solved: int, at_most
             f"{held_out} held-out tasks; fewer than min_solved={options.min_solved} cannot show "
             "what is kept: give more tasks that this model can solve, or lower --min-solved."
         )
-
-
-def _by_prediction(curve: Sequence[Point], budget: float, keeps: Callable[[Point], bool]) -> Point:
-    """The loosest point that is predicted to keep the budget and does; spends less at each try."""
-    candidates = (loosest(curve, budget * SHRINK**number) for number in range(MAX_TRIES))
-    for candidate in dict.fromkeys(candidates):
-        if candidate is curve[-1] or keeps(candidate):
-            return candidate
-    return curve[-1]
-
-
-def _by_halves(curve: Sequence[Point], keeps: Callable[[Point], bool]) -> Point:
-    """The loosest point that keeps the budget, if all stricter ones do; the last, strict, does."""
-    return curve[bisect.bisect_left(curve, True, hi=len(curve) - 1, key=keeps)]
 
 
 def loosest(curve: Sequence[Point], allowed: float) -> Point:

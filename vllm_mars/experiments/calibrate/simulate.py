@@ -1,4 +1,4 @@
-"""Applies other thresholds to recorded drafts, without the model.
+"""What other thresholds would do to recorded drafts, and cost, predicted without the model.
 
 A strict run has looked at every draft token of every step, those behind the first rejection too:
 their logits are the target's after the drafts before them, which is what a looser rule would have
@@ -9,16 +9,32 @@ run, and an online run has to confirm it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_mars.config import Threshold
+from vllm_mars.config import STRICT, Threshold
 from vllm_mars.experiments.calibrate.recording import FIELDS
 from vllm_mars.kernels.cpu import keep_best_stop
 from vllm_mars.kernels.terms import LOSS_BITS, MOST_LOSS, Verdict, price_units
+from vllm_mars.local import intervals
 
+BOOTSTRAP_SAMPLES = 2000
+CONFIDENCE = 0.9
+# From loose to strict; finer where large logits make a small step a large one.
+# Metric -> first value, step and number of values of each part.
+_PARTS = {
+    "ratio": ((0.3, 0.02, 25), (0.8, 0.005, 36), (0.98, 0.002, 11)),
+    "gap": ((4, -0.1, 30), (1, -0.02, 51)),
+    "price": ((2, -0.05, 20), (1, -0.02, 40), (0.2, -0.005, 41)),
+}
+GRIDS = {
+    metric: [round(first + step * i, 3) for first, step, count in parts for i in range(count)]
+    for metric, parts in _PARTS.items()
+}
+resamples = partial(intervals.resamples, samples=BOOTSTRAP_SAMPLES)
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -86,10 +102,7 @@ def steps_of(
             "that give drafts."
         )
     column = dict(zip(FIELDS, zip(*kept, strict=True), strict=True))
-    numbers, start, step = np.unique(
-        np.array(column["step"]), return_index=True, return_inverse=True
-    )
-    assert len(numbers) == len(start), "one start for each step"
+    _, start, step = np.unique(np.array(column["step"]), return_index=True, return_inverse=True)
     first, draft = np.array(column["first"]), np.array(column["draft"])
     first_logit = np.array(column["first_logit"], np.float32)
     second_logit = np.array(column["second_logit"], np.float32)
@@ -122,7 +135,14 @@ def simulate(steps: Steps, threshold: Threshold) -> Outcome:
         steps: the recorded positions.
         threshold: with a price steps end at their best stop, else at the first rejection.
     """
-    relaxed = steps.payable if threshold.price else _low_margin(steps, threshold)
+    if threshold.price:
+        relaxed = steps.payable
+    else:
+        # In float32 and in this order, as the samplers compare.
+        limit = np.float32(threshold.theta) * steps.first_logit - np.float32(threshold.gap)
+        relaxed = steps.may_relax & (steps.second_logit > limit)
+        if threshold.theta < 1:
+            relaxed &= steps.first_logit > 0
     verdicts = np.where(steps.is_first, Verdict.FIRST, relaxed * Verdict.RELAXED).astype(np.int8)
     index = np.arange(len(verdicts))
     end = np.append(steps.start[1:], len(index))
@@ -144,11 +164,71 @@ def simulate(steps: Steps, threshold: Threshold) -> Outcome:
     )
 
 
-def _low_margin(steps: Steps, threshold: Threshold) -> NDArray[np.bool_]:
-    """Marks the positions at which only the margin accepts the draft, were they reached."""
-    # In float32 and in this order, as the samplers compare.
-    limit = np.float32(threshold.theta) * steps.first_logit - np.float32(threshold.gap)
-    relaxed: NDArray[np.bool_] = steps.may_relax & (steps.second_logit > limit)
-    if threshold.theta < 1:
-        relaxed &= steps.first_logit > 0
-    return relaxed
+@dataclass(frozen=True)
+class Point:
+    """What a threshold would do, by simulation; per token means per output token.
+
+    Attributes:
+        threshold: what the metric compares with.
+        cost: predicted cost of the relaxed tokens, nats per token.
+        high: 90th percentile of its bootstrap samples.
+        relaxed: relaxed tokens per token.
+        acceptance_length: mean tokens per step with drafts.
+    """
+
+    threshold: float
+    cost: float
+    high: float
+    relaxed: float
+    acceptance_length: float
+
+
+def point(steps: Steps, strict_tokens: Floats, threshold: float, metric: str) -> Point:
+    """Predicts what a threshold does; `strict_tokens` are those of each group's strict answers."""
+    groups = len(strict_tokens)
+    outcome = simulate(steps, Threshold.of(metric, threshold))
+    strict = simulate(steps, STRICT)
+    # Steps without drafts, which are not recorded, emit the same under every threshold.
+    more = np.bincount(steps.group, outcome.accepted - strict.accepted, groups)
+    cost = np.bincount(steps.group, outcome.cost, groups)
+    tokens = strict_tokens + more
+    chosen = resamples(groups)
+    samples = cost[chosen].sum(1) / tokens[chosen].sum(1)
+    return Point(
+        threshold=threshold,
+        cost=float(cost.sum() / tokens.sum()),
+        high=float(np.quantile(samples, CONFIDENCE)),
+        relaxed=float(outcome.relaxed.sum() / tokens.sum()),
+        acceptance_length=float(1 + outcome.accepted.mean()),
+    )
+
+
+def margins(steps: Steps, bins: int = 50) -> dict[str, Any]:
+    """Histograms of z2 / z1 over the positions that strict verification reaches, for the report.
+
+    Returns:
+        `edges`, and of each bin the `positions`, those whose draft is the `runner_up` and not the
+        first choice, and `probability_ratio`, the mean of p2 / p1 (None for an empty bin).
+        Positions with z1 <= 0 are `not_positive`.
+    """
+    stop = steps.start + simulate(steps, STRICT).accepted
+    reached = np.arange(len(steps.step)) <= stop[steps.step]
+    positive = reached & (steps.first_logit > 0)
+    ratio = steps.second_logit[positive].astype(float) / steps.first_logit[positive]
+    runner_up = steps.may_relax[positive]
+    probability = np.exp((steps.second_logit - steps.first_logit)[positive].astype(float))
+    edges = np.linspace(0, 1, bins + 1)
+    ratio = np.clip(ratio, 0, 1)
+    positions, _ = np.histogram(ratio, edges)
+    runners_up, _ = np.histogram(ratio[runner_up], edges)
+    sums, _ = np.histogram(ratio, edges, weights=probability)
+    return {
+        "edges": [round(float(edge), 4) for edge in edges],
+        "positions": positions.tolist(),
+        "runner_up": runners_up.tolist(),
+        "probability_ratio": [
+            float(total / count) if count else None
+            for total, count in zip(sums, positions, strict=True)
+        ],
+        "not_positive": int((reached & ~positive).sum()),
+    }

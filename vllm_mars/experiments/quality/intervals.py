@@ -27,9 +27,8 @@ def estimate(
 
     Args:
         name: of the score.
-        values: score by prompt; at least one.
-        reference: the same of the reference; only prompts in both count. None for a score that is
-            itself a comparison.
+        values, reference: score by prompt; only prompts in both count. A score that is itself a
+            comparison has no reference.
         margin: loss that counts as none, in units of the score, above 0; None does not test.
         higher_is_better: whether a loss is a lower score.
 

@@ -21,7 +21,6 @@ from vllm_mars.experiments.sweep.records import (
     Cell,
     CellKey,
     Estimate,
-    OffChoice,
     Output,
     PromptQuality,
     Quality,
@@ -55,14 +54,7 @@ class Judge:
         nll_margin: float,
         scorer: TargetScorer | None,
     ) -> None:
-        """Describes the judge.
-
-        Args:
-            datasets: the prompts.
-            margin: loss of a task score that counts as none, as a share of the autoregressive mean.
-            nll_margin: increase of NLL in nats per token that counts as none.
-            scorer: the target; None leaves out what needs it.
-        """
+        """Takes the prompts, margins as for `estimates`, and the target; None leaves it out."""
         self._items = {(d.name, item.id): item for d in datasets for item in d.items}
         self._margin = margin
         self._nll_margin = nll_margin
@@ -83,41 +75,39 @@ class Judge:
         todo = [cell for cell in measured if cell.quality is None]
         references = [reference_cell(cell.key, measured) for cell in todo]
         twins = [strict_twin(cell.key, measured) for cell in todo]
-        others = [cell for cell in (*references, *twins) if cell is not None]
-        self._ask_target([*todo, *others])
+        if self._scorer is not None:
+            self._target = self._scorer.score_all(
+                (item.prompt, output.text)
+                for cell in (*todo, *references, *twins)
+                if cell is not None
+                for output in answers(cell).values()
+                if output.text and (item := self._item(cell, output.prompt_id)) is not None
+            )
         for cell, reference, twin in zip(todo, references, twins, strict=True):
-            scores = self._scores(cell)
-            other = None
+            own = answers(cell)
+            scores = {name: self._scores(cell, answer) for name, answer in own.items()}
+            beside: Scores | None = None
             if reference is not None and reference.key != cell.key:
-                other = self._scores(reference)
-                self._compare(cell, reference, scores)
+                theirs = answers(reference)
+                beside = {name: self._scores(reference, it) for name, it in theirs.items()}
+                for name in own.keys() & theirs.keys():
+                    scores[name] |= self._likeness(own[name].text, theirs[name].text)
             notes = list(self._notes(cell, reference))
-            has_scorer = self._scorer is not None
-            if has_scorer and twin is not None and self._compare_exactly(cell, twin, scores):
+            if self._scorer is not None and twin is not None:
+                for name, other in answers(twin).items():
+                    if name in own and self._item(cell, name) is not None:
+                        scores[name] |= self._identity(cell, own[name], other)
+            if any("divergence_gap" in values for values in scores.values()):
                 notes.append(
                     "A difference counts as none where the target's two largest logits are within "
                     f"{self._rounding:.2g} nats, as far as batching moves them."
                 )
-            quality = Quality(
-                tuple(
-                    PromptQuality(name, values, self._off_choice(cell, name))
-                    for name, values in scores.items()
-                ),
-                tuple(estimates(scores, other, self._margin, self._nll_margin)),
-                tuple(notes),
-            )
-            yield cell.key, quality
-
-    def _ask_target(self, cells: Iterable[Cell]) -> None:
-        if self._scorer is None:
-            return
-        pairs = [
-            (item.prompt, output.text)
-            for cell in cells
-            for output in answers(cell).values()
-            if output.text and (item := self._item(cell, output.prompt_id)) is not None
-        ]
-        self._target = self._scorer.score_all(pairs)
+            prompts = []
+            for name, values in scores.items():
+                scored = self._scored(cell, own[name])
+                prompts.append(PromptQuality(name, values, scored.off_choice if scored else ()))
+            found = estimates(scores, beside, self._margin, self._nll_margin)
+            yield cell.key, Quality(tuple(prompts), tuple(found), tuple(notes))
 
     def _item(self, cell: Cell, prompt_id: str) -> Item | None:
         return self._items.get((cell.key.dataset, prompt_id))
@@ -126,81 +116,48 @@ class Judge:
         item = self._item(cell, output.prompt_id)
         return self._target.get((item.prompt, output.text)) if item else None
 
-    def _off_choice(self, cell: Cell, prompt_id: str) -> tuple[OffChoice, ...]:
-        scored = self._scored(cell, answers(cell)[prompt_id])
-        return scored.off_choice if scored else ()
+    def _scores(self, cell: Cell, answer: Output | TaskAnswer) -> dict[str, float]:
+        """The scores of an answer that need no other cell."""
+        if isinstance(answer, TaskAnswer):
+            return dict(answer.scores)
+        values = {"seconds": answer.seconds, "output_tokens": float(answer.output_tokens)}
+        item = self._item(cell, answer.prompt_id)
+        if item is not None:
+            key = (cell.key.dataset, answer.prompt_id, answer.text)
+            if key not in self._tasks:
+                self._tasks[key] = task_scores(item, answer.text)
+            values |= self._tasks[key]
+        scored = self._scored(cell, answer)
+        if scored is not None:
+            values["nll"] = scored.nll
+            # Where tokens are drawn, another than the first choice is no loss.
+            if not cell.key.temperature:
+                values["loss"] = scored.loss
+        if self._scorer is not None:
+            values["repeated_4grams"] = repeated_4grams(self._scorer.token_ids(answer.text))
+        return values
 
-    def _scores(self, cell: Cell) -> Scores:
-        """The scores of a cell's answers that need no other cell."""
-        scores: Scores = {}
-        for prompt_id, output in answers(cell).items():
-            if isinstance(output, TaskAnswer):
-                scores[prompt_id] = dict(output.scores)
-                continue
-            values = {"seconds": output.seconds, "output_tokens": float(output.output_tokens)}
-            item = self._item(cell, prompt_id)
-            if item is not None:
-                values |= self._task_scores(cell.key.dataset, item, output.text)
-            scored = self._scored(cell, output)
-            if scored is not None:
-                values["nll"] = scored.nll
-                # Where tokens are drawn, another than the first choice is no loss.
-                if not cell.key.temperature:
-                    values["loss"] = scored.loss
-            if self._scorer is not None:
-                values["repeated_4grams"] = repeated_4grams(self._scorer.token_ids(output.text))
-            scores[prompt_id] = values
-        return scores
+    def _likeness(self, text: str, other: str) -> dict[str, float]:
+        """The scores that compare with the autoregressive answer."""
+        if self._scorer is None:
+            return likeness(text, other)
+        ids = map(self._scorer.token_ids, (text, other))
+        return likeness(text, other) | divergence(*ids)
 
-    def _task_scores(self, dataset: str, item: Item, text: str) -> dict[str, float]:
-        key = (dataset, item.id, text)
-        if key not in self._tasks:
-            self._tasks[key] = task_scores(item, text)
-        return self._tasks[key]
-
-    def _compare(self, cell: Cell, reference: Cell, scores: Scores) -> None:
-        """Adds the scores that compare with the autoregressive answers."""
-        theirs = answers(reference)
-        for prompt_id, output in answers(cell).items():
-            if prompt_id not in theirs:
-                continue
-            other = theirs[prompt_id].text
-            scores[prompt_id] |= likeness(output.text, other)
-            if self._scorer is not None:
-                scores[prompt_id] |= divergence(
-                    self._scorer.token_ids(output.text), self._scorer.token_ids(other)
-                )
-
-    def _compare_exactly(self, cell: Cell, twin: Cell, scores: Scores) -> bool:
-        """Adds whether answers are the twin's but for rounding; returns whether one differs."""
-        differs = False
-        theirs = answers(twin)
-        for prompt_id, output in answers(cell).items():
-            if prompt_id not in theirs or self._item(cell, prompt_id) is None:
-                continue
-            gap = self._gap_at_difference(cell, output, theirs[prompt_id])
-            scores[prompt_id]["identity"] = 1.0
-            if gap is not None:
-                differs = True
-                scores[prompt_id] |= {
-                    "divergence_gap": gap,
-                    "identity": float(gap <= self._rounding),
-                }
-        return differs
-
-    def _gap_at_difference(
+    def _identity(
         self, cell: Cell, one: Output | TaskAnswer, other: Output | TaskAnswer
-    ) -> float | None:
-        """The target's gap where two answers to a prompt first differ; None of equal ones."""
+    ) -> dict[str, float]:
+        """Whether answers to a prompt are equal but for rounding, and the target's gap if not."""
         assert self._scorer is not None, "only with a scorer answers are compared exactly"
         ids = [self._scorer.token_ids(answer.text) for answer in (one, other)]
         first = divergence(*ids).get("first_divergence")
         if first is None:
-            return None
+            return {"identity": 1.0}
         # Where one answer has ended there, the other goes on from the same text.
         scored = self._scored(cell, one if len(ids[0]) > first else other)
         assert scored is not None, "the target was asked about every answer with a text"
-        return scored.gaps[int(first)]
+        gap = scored.gaps[int(first)]
+        return {"identity": float(gap <= self._rounding), "divergence_gap": gap}
 
     @functools.cached_property
     def _rounding(self) -> float:
@@ -241,44 +198,30 @@ def answers(cell: Cell) -> dict[str, Output | TaskAnswer]:
 
 
 def reference_cell(key: CellKey, measured: Sequence[Cell]) -> Cell | None:
-    """The autoregressive cell on the same prompts at the same temperature.
+    """The measured autoregressive cell on the same prompts at the same temperature.
 
-    Args:
-        key: of the cell that is compared.
-        measured: cells with answers.
-
-    Returns:
-        The one of the same concurrency and repeat, else the nearest there is, else None.
+    Of several the one of the same concurrency and repeat, else the nearest.
     """
-    same = [
+
+    def distance(cell: Cell) -> tuple[bool, bool, int, int]:
+        load, repeat = cell.key.concurrency, cell.key.repeat
+        return load != key.concurrency, repeat != key.repeat, load, repeat
+
+    same = (
         cell
         for cell in measured
         if cell.key.method == "autoregressive"
         and (cell.key.model, cell.key.dataset) == (key.model, key.dataset)
         and cell.key.temperature == key.temperature
-    ]
-    return min(
-        same,
-        key=lambda cell: (
-            cell.key.concurrency != key.concurrency,
-            cell.key.repeat != key.repeat,
-            cell.key.concurrency,
-            cell.key.repeat,
-        ),
-        default=None,
     )
+    return min(same, key=distance, default=None)
 
 
 def strict_twin(key: CellKey, measured: Sequence[Cell]) -> Cell | None:
-    """The cell whose answers this one's must be, but for rounding.
+    """The measured cell whose answers this one's must be, but for rounding.
 
-    Args:
-        key: of the cell that is compared.
-        measured: cells with answers.
-
-    Returns:
-        Of a strict rule at temperature 0: for MARS vLLM's "standard" at the same point with the
-        same draft and K, else the autoregressive cell. None for any other.
+    Of a strict rule at temperature 0: for MARS vLLM's "standard" at the same point with the same
+    draft and K, else the autoregressive cell. None for any other.
     """
     if key.lossy or key.temperature or key.method == "autoregressive":
         return None

@@ -42,10 +42,6 @@ def is_task_score(name: str) -> bool:
 def task_scores(item: Item, text: str) -> dict[str, float]:
     """Scores an answer by what its prompt's line gives to check it by.
 
-    Args:
-        item: the request.
-        text: the answer.
-
     Returns:
         Those of `TASK_SCORES` for which the item has what they need, each 0 or 1.
 
@@ -86,12 +82,8 @@ def fits_schema(text: str, schema: dict[str, Any], name: str = "") -> bool:
     import jsonschema
 
     try:
-        value = _json(text)
-    except (ValueError, RecursionError):
-        return False
-    try:
-        jsonschema.validate(value, schema)
-    except jsonschema.ValidationError:
+        jsonschema.validate(_json(text), schema)
+    except (ValueError, RecursionError, jsonschema.ValidationError):
         return False
     except jsonschema.SchemaError as error:
         raise RuntimeError(f"the schema of prompt {name!r} is wrong: {error.message}.") from error

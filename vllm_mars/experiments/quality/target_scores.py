@@ -46,12 +46,7 @@ class TargetScorer:
     """
 
     def __init__(self, base_url: str, model: str) -> None:
-        """Loads the tokenizer.
-
-        Args:
-            base_url: the server, without `/v1`.
-            model: the target, as the server was given it.
-        """
+        """Loads the tokenizer of a model, named as for the server, which is without `/v1`."""
         from transformers import AutoTokenizer
 
         self._url = f"{base_url}/v1/completions"
@@ -63,10 +58,7 @@ class TargetScorer:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def score_all(self, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Scored]:
-        """Scores answers.
-
-        Args:
-            pairs: (prompt, answer) with an answer that is not empty.
+        """Scores pairs of a prompt and an answer that is not empty.
 
         Raises:
             RuntimeError: the server fails or gives no logprobs of the prompt.
@@ -86,7 +78,7 @@ class TargetScorer:
         prompt_ids = self._prompt_ids(prompt)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         answer_ids = [int(token) for token in encoded["input_ids"]]
-        rows = self._prompt_logprobs(prompt_ids + answer_ids)[len(prompt_ids) :]
+        rows = self._logprobs(prompt_ids, answer_ids)
         logprobs, off_choice = [], []
         for position, (token, row) in enumerate(zip(answer_ids, rows, strict=True)):
             own = row[str(token)]
@@ -110,7 +102,7 @@ class TargetScorer:
             loss=sum(token.loss for token in off_choice) / len(logprobs),
             off_choice=tuple(off_choice),
             prompt_tokens=len(prompt_ids),
-            gaps=tuple(_gap(entry["logprob"] for entry in row.values()) for row in rows),
+            gaps=_gaps(rows),
         )
 
     def rounding(self, prompts: Sequence[str]) -> float:
@@ -118,9 +110,6 @@ class TargetScorer:
 
         Each prompt is answered alone, all are answered in one batch, and the answers are read as
         prompts. At one token of one text the three gaps differ by rounding alone.
-
-        Args:
-            prompts: to answer greedily.
 
         Returns:
             The largest of these differences in nats.
@@ -137,9 +126,8 @@ class TargetScorer:
                 moved = max(moved, abs(gap - other_gap))
                 if token != other_token:
                     break
-            rows = self._prompt_logprobs(prompt + tokens)[len(prompt) :]
-            for (_, gap), row in zip(one, rows, strict=True):
-                moved = max(moved, abs(gap - _gap(entry["logprob"] for entry in row.values())))
+            gaps = _gaps(self._logprobs(prompt, tokens))
+            moved = max([moved, *(abs(mine[1] - it) for mine, it in zip(one, gaps, strict=True))])
         return moved
 
     def _answers(self, prompts: Sequence[list[int]]) -> list[list[tuple[int, float]]]:
@@ -160,10 +148,11 @@ class TargetScorer:
             for found in (choice["logprobs"] for choice in choices)
         ]
 
-    def _prompt_logprobs(self, ids: list[int]) -> list[dict[str, Any]]:
-        # The token itself and the target's first two choices.
-        (choice,) = self._asked("prompt_logprobs", prompt=ids, max_tokens=1, prompt_logprobs=2)
-        rows: list[dict[str, Any]] = choice["prompt_logprobs"]
+    def _logprobs(self, prompt: list[int], answer: list[int]) -> list[dict[str, Any]]:
+        """Of each token of an answer itself and the target's first two choices."""
+        asked = {"prompt": prompt + answer, "max_tokens": 1, "prompt_logprobs": 2}
+        (choice,) = self._asked("prompt_logprobs", **asked)
+        rows: list[dict[str, Any]] = choice["prompt_logprobs"][len(prompt) :]
         return rows
 
     def _asked(self, wanted: str, **body: Any) -> list[dict[str, Any]]:
@@ -179,6 +168,10 @@ class TargetScorer:
         except (OSError, ValueError, LookupError) as error:
             raise RuntimeError(f"{self._url} gave no {wanted}: {error!r}") from error
         raise RuntimeError(f"{self._url} gave no {wanted}.")
+
+
+def _gaps(rows: Iterable[dict[str, Any]]) -> tuple[float, ...]:
+    return tuple(_gap(entry["logprob"] for entry in row.values()) for row in rows)
 
 
 def _gap(logprobs: Iterable[float]) -> float:

@@ -9,31 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mars.experiments.sweep.bench_client import Asking
-from vllm_mars.experiments.sweep.records import Acceptance, TaskAnswer
-from vllm_mars.local.scrape import (
-    ACCEPTED_PER_POSITION,
-    ACCEPTED_TOKENS,
-    DRAFT_TOKENS,
-    DRAFTS,
-    NO_PROXY,
-    gained,
-)
+from vllm_mars.experiments.sweep.records import TaskAnswer
+from vllm_mars.local.scrape import NO_PROXY
 from vllm_mars.local.server import tail
 
 CONFIG = "lm-eval.json"
 
 
 def ask_task(asking: Asking, log_path: Path) -> dict[str, Any]:
-    """Lets lm-eval ask and score; returns the fields of the cell that this gives.
-
-    Raises:
-        RuntimeError: as `run_task` and `read_answers`.
-    """
-    key, task = asking.key, asking.dataset.task
+    """Lets lm-eval ask and score; returns the fields of the cell that this gives."""
+    key, task, options = asking.key, asking.dataset.task, asking.sweep.options
     config = {
         "model": "local-chat-completions",
         "model_args": {
-            "model": asking.model,
+            "model": asking.sweep.model,
             "base_url": f"{asking.base_url}/v1/chat/completions",
             "num_concurrent": key.concurrency,
             "max_retries": 1,
@@ -43,7 +32,7 @@ def ask_task(asking: Asking, log_path: Path) -> dict[str, Any]:
         "limit": asking.dataset.count or None,
         "apply_chat_template": True,
         "gen_kwargs": {
-            "max_gen_toks": asking.options.max_tokens,
+            "max_gen_toks": options.max_tokens,
             "temperature": key.temperature,
             "do_sample": key.temperature > 0,
             # lm-eval gives all requests one seed, so that they draw the same random numbers.
@@ -53,7 +42,7 @@ def ask_task(asking: Asking, log_path: Path) -> dict[str, Any]:
         "log_samples": True,
         "output_path": str(asking.directory),
     }
-    run_task(config, asking.directory, log_path, asking.options.cell_timeout)
+    run_task(config, asking.directory, log_path, options.cell_timeout)
     # The configuration is written out: the file that the command names is gone by then.
     written = json.dumps(config | {"tasks": [Path(task).name]})
     return {
@@ -63,16 +52,10 @@ def ask_task(asking: Asking, log_path: Path) -> dict[str, Any]:
 
 
 def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: float) -> None:
-    """Runs lm-eval with this configuration.
-
-    Args:
-        config: of `lm_eval run`.
-        directory: takes the configuration and the results.
-        log_path: file that takes what lm-eval prints.
-        timeout: in seconds.
+    """Runs lm-eval with this configuration in a directory that takes it and the results.
 
     Raises:
-        RuntimeError: it failed or took longer than `timeout`; no process of it is left.
+        RuntimeError: it failed or took longer than `timeout` seconds; no process of it is left.
     """
     path = directory / CONFIG
     path.write_text(json.dumps(config))
@@ -99,10 +82,7 @@ def run_task(config: dict[str, Any], directory: Path, log_path: Path, timeout: f
 
 
 def read_answers(directory: Path) -> tuple[TaskAnswer, ...]:
-    """Reads the samples that lm-eval saved.
-
-    Args:
-        directory: `output_path` of its configuration.
+    """Reads the samples that lm-eval saved in a directory.
 
     Returns:
         One answer for each document, with every metric of which more is better, named as lm-eval
@@ -135,23 +115,3 @@ def read_answers(directory: Path) -> tuple[TaskAnswer, ...]:
             "lm-eval scored nothing of which more is better; take a task with such a metric."
         )
     return tuple(TaskAnswer(name, texts[name], scores[name]) for name in scores)
-
-
-def acceptance_between(
-    before: dict[str, float], after: dict[str, float], k: int
-) -> Acceptance | None:
-    """Returns what a server's counters of speculative decoding gained.
-
-    Args:
-        before, after: `VllmServer.metrics`.
-        k: draft tokens per step; 0 without speculation, which gives None.
-    """
-    if not k:
-        return None
-    per_position = (f'{ACCEPTED_PER_POSITION}{{position="{place}"}}' for place in range(k))
-    return Acceptance(
-        drafts=gained(before, after, DRAFTS),
-        draft_tokens=gained(before, after, DRAFT_TOKENS),
-        accepted_tokens=gained(before, after, ACCEPTED_TOKENS),
-        accepted_by_position=tuple(gained(before, after, name) for name in per_position),
-    )

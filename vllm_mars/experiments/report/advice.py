@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_mars.config import METHOD, OPTION
+from vllm_mars.experiments.calibrate.options import BUDGET
 from vllm_mars.experiments.quality.scores import MIN_SOLVED, is_task_score
 from vllm_mars.experiments.report.measured import Measured
 from vllm_mars.experiments.sweep.records import Estimate, further_options
 
-# The default budget of `vllm-mars calibrate`, in nats per token.
-BUDGET = 0.01
 CANNOT_TELL = "cannot tell"
 
 

@@ -16,16 +16,10 @@ def add_parser(commands: Any) -> None:
         "and `vllm-mars calibrate` (.json) wrote. It begins with what to set, or with what is "
         "missing and the command that measures it.",
     )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="file of a sweep or a calibration"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        default=Path("build/report.html"),
-        help="default build/report.html",
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="file of a sweep or a calibration")
+    add("--output", type=Path, metavar="FILE", default=Path("build/report.html"),
+        help="default build/report.html")  # fmt: skip
 
 
 def run(runs: Sequence[Path], output: Path) -> int:

@@ -35,14 +35,12 @@ class Section:
     """What one sweep measured of one setup, and that setup's calibrations.
 
     Attributes:
-        setup: model, draft and K.
         answers: what to set, by each calibration or else by the sweep.
         points: the rules at each point of the grid (dataset, temperature, load); first the one with
             most lossy rules whose loss is known.
         chart: their speed by loss, None without any.
         calibrations: file name, content and chart of each.
         relaxed: answers with their relaxed tokens, by title.
-        cells: of the sweep.
         runs: file name, commit, versions, hardware and command of all that, each once.
     """
 
@@ -187,11 +185,7 @@ def _kept(calibration: dict[str, Any], tried: dict[str, Any]) -> float:
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
-    """Writes the page.
-
-    Args:
-        paths: files of sweeps and calibrations, at least one.
-        output: the HTML file.
+    """Writes the page of at least one file of a sweep or calibration.
 
     Raises:
         ValueError: a file cannot be read.

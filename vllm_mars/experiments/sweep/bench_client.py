@@ -1,4 +1,13 @@
-"""One cell's requests, sent and timed by `vllm bench serve`."""
+"""One cell's requests, sent and timed by `vllm bench serve`.
+
+The command runs for many cells in one process, which imports vLLM once instead of each time:
+
+    python -m vllm_mars.experiments.sweep.bench_client
+
+Each line on standard input is a JSON list of the command's arguments; each answer on standard
+output is {"error": null} or what went wrong. What the command prints goes to standard error. The
+end of the input ends the process.
+"""
 
 import contextlib
 import json
@@ -14,9 +23,9 @@ from typing import Any
 
 from vllm_mars.config import OPTION
 from vllm_mars.experiments.sweep.datasets import Dataset
-from vllm_mars.experiments.sweep.plan import SweepOptions
+from vllm_mars.experiments.sweep.plan import Sweep
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed
-from vllm_mars.local.scrape import NO_PROXY, fetch
+from vllm_mars.local.scrape import ACCEPTED_PER_POSITION, NO_PROXY, drafted, fetch, gained
 from vllm_mars.local.server import end, tail
 
 CLOSE_SECONDS = 5.0
@@ -29,20 +38,19 @@ class Asking:
     """What is asked for a cell, and of whom.
 
     Attributes:
-        key: the cell.
-        dataset: its prompts.
-        options: of the sweep.
-        model: the target, as the server was given it.
         base_url: the server, without `/v1`.
         directory: for files that are needed meanwhile.
     """
 
+    sweep: Sweep
     key: CellKey
-    dataset: Dataset
-    options: SweepOptions
-    model: str
     base_url: str
     directory: Path
+
+    @property
+    def dataset(self) -> Dataset:
+        """The cell's prompts."""
+        return next(it for it in self.sweep.datasets if it.name == self.key.dataset)
 
     @property
     def count(self) -> int:
@@ -69,34 +77,22 @@ class BenchClient:
     """
 
     def __init__(self, log_path: Path) -> None:
-        """Describes the client.
-
-        Args:
-            log_path: file that takes what vLLM prints.
-        """
+        """Starts nothing yet; the file takes what vLLM prints."""
         self._log_path = log_path
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, asking: Asking) -> dict[str, Any]:
-        """Asks a cell's requests; returns the fields of the cell that this gives.
-
-        Raises:
-            RuntimeError: as `run` and `read_result`.
-        """
+        """Asks a cell's requests; returns the fields of the cell that this gives."""
         requests, result = asking.directory / "requests.jsonl", asking.directory / "result.json"
+        options = asking.sweep.options
         items = list(islice(cycle(asking.dataset.items), asking.count))
         requests.write_text("".join(json.dumps({"prompt": item.prompt}) + "\n" for item in items))
-        args = bench_args(asking, requests, result)
-        self.run(args, asking.options.cell_timeout)
-        speed, acceptance, outputs = read_result(
-            result, [item.id for item in items], asking.options.max_tokens
-        )
-        if acceptance is None and asking.key.k:
-            # vLLM leaves its counters out where nothing was drafted, as ngram may in short answers.
-            acceptance = Acceptance(0, 0, 0, ())
+        args = _bench_args(asking, requests, result)
+        self.run(args, options.cell_timeout)
+        ids = [item.id for item in items]
+        speed, outputs = read_result(result, ids, options.max_tokens)
         return {
             "speed": speed,
-            "acceptance": acceptance,
             "outputs": outputs,
             "client_command": ["python", "-m", "vllm_mars.vllm_cli", "bench", "serve", *args],
         }
@@ -136,7 +132,7 @@ class BenchClient:
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
             with self._log_path.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "vllm_mars.experiments.sweep.bench_process"],
+                    [sys.executable, "-m", "vllm_mars.experiments.sweep.bench_client"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -159,24 +155,18 @@ class BenchClient:
         end(process, CLOSE_SECONDS)
 
 
-def bench_args(asking: Asking, requests: Path, result: Path) -> list[str]:
-    """Returns the arguments of `vllm bench serve` for a cell.
-
-    Args:
-        asking: the cell.
-        requests: JSON lines of its prompts; not used for a dataset of vLLM.
-        result: file that takes the result.
-    """
-    key, options = asking.key, asking.options
+def _bench_args(asking: Asking, requests: Path, result: Path) -> list[str]:
+    """The arguments of `vllm bench serve`; `requests` is not used for a dataset of vLLM."""
+    key, options, dataset = asking.key, asking.sweep.options, asking.dataset
     source = (
         # The server applies the chat template.
         ["--dataset-name", "custom", "--dataset-path", str(requests), "--skip-chat-template"]
-        if asking.dataset.items
-        else [*asking.dataset.vllm_args]
+        if dataset.items
+        else dataset.vllm_args
     )
     return [
         *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
-        *("--base-url", asking.base_url, "--model", asking.model),
+        *("--base-url", asking.base_url, "--model", asking.sweep.model),
         *source,
         *("--disable-shuffle", "--output-len", str(options.max_tokens)),
         *("--num-prompts", str(asking.count)),
@@ -191,7 +181,7 @@ def bench_args(asking: Asking, requests: Path, result: Path) -> list[str]:
 
 def read_result(
     path: Path, prompt_ids: Sequence[str], max_tokens: int
-) -> tuple[Speed, Acceptance | None, tuple[Output, ...]]:
+) -> tuple[Speed, tuple[Output, ...]]:
     """Reads a result of `vllm bench serve --save-detailed`.
 
     Args:
@@ -212,15 +202,15 @@ def read_result(
                 prompt_id=prompt_ids[i] if prompt_ids else str(i),
                 text=text,
                 prompt_tokens=data["input_lens"][i],
-                output_tokens=data["output_lens"][i],
-                finish_reason=_finish(error, data["output_lens"][i], max_tokens),
+                output_tokens=length,
+                finish_reason="error" if error else "length" if length >= max_tokens else "stop",
                 seconds=data["latencies"][i],
                 first_token_seconds=data["ttfts"][i],
                 start=data["start_times"][i] - first,
                 error=error,
             )
-            for i, (text, error) in enumerate(
-                zip(data["generated_texts"], data["errors"], strict=True)
+            for i, (text, length, error) in enumerate(
+                zip(data["generated_texts"], data["output_lens"], data["errors"], strict=True)
             )
         )
         failed = [output for output in outputs if output.finish_reason == "error"]
@@ -234,29 +224,12 @@ def read_result(
             prompt_tokens=data["total_input_tokens"],
             output_tokens=data["total_output_tokens"],
         )
-        if "spec_decode_num_drafts" not in data:
-            return speed, None, outputs
-        drafts = data["spec_decode_num_drafts"]
-        rates = data["spec_decode_per_position_acceptance_rates"]
-        acceptance = Acceptance(
-            drafts=drafts,
-            draft_tokens=data["spec_decode_draft_tokens"],
-            accepted_tokens=data["spec_decode_accepted_tokens"],
-            # vLLM divides the counts by the drafts.
-            accepted_by_position=tuple(round(rate * drafts) for rate in rates),
-        )
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise RuntimeError(
             f"{path} is not a result of vllm bench serve --save-detailed: {error!r}; does this "
             "vLLM's format differ?"
         ) from error
-    return speed, acceptance, outputs
-
-
-def _finish(error: str, output_tokens: int, max_tokens: int) -> Any:
-    if error:
-        return "error"
-    return "length" if output_tokens >= max_tokens else "stop"
+    return speed, outputs
 
 
 def wake(base_url: str, model: str) -> None:
@@ -270,3 +243,40 @@ def wake(base_url: str, model: str) -> None:
         fetch(f"{base_url}/v1/completions", WAKE_TIMEOUT, body)
     except OSError as error:
         raise RuntimeError(f"{base_url} does not answer: {error}") from error
+
+
+def acceptance_between(
+    before: dict[str, float], after: dict[str, float], k: int
+) -> Acceptance | None:
+    """What a server's counters gained between two `VllmServer.metrics`; None where K is 0."""
+    if not k:
+        return None
+    per_position = (f'{ACCEPTED_PER_POSITION}{{position="{place}"}}' for place in range(k))
+    by_position = tuple(gained(before, after, name) for name in per_position)
+    return Acceptance(**drafted(before, after), accepted_by_position=by_position)
+
+
+def main() -> int:
+    """Runs the command until the input ends; returns 0."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    from vllm_mars.vllm_cli import answer_for_vllm_cpu
+
+    answer_for_vllm_cpu()
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    for line in sys.stdin:
+        error = None
+        try:
+            serve.main(parser.parse_args(json.loads(line)))
+        except (Exception, SystemExit) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        print(json.dumps({"error": error}), file=answers, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,7 +16,7 @@ A line is a JSON object. What it holds decides how answers to it are scored:
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,7 @@ _NUMBER = re.compile(r"####\s*(-?[\d.,]*\d)")
 
 @dataclass(frozen=True)
 class Sql:
-    """What an answer in SQL is compared with, in SQLite.
-
-    Attributes:
-        setup: the statements that make the tables and fill them.
-        query: a query that gives the rows that are asked for.
-        ordered: whether the order of the rows counts.
-    """
+    """What an answer in SQLite is compared with: the rows that `query` gives after `setup`."""
 
     setup: str
     query: str
@@ -54,15 +48,11 @@ class Item:
 
     Attributes:
         id: unique within the file.
-        category: kind of task, or "".
-        prompt: what the user says.
-        answer: the number that the answer must give, or None.
-        test: Python code that defines `check(candidate)`, or None.
-        entry_point: name of the function that `test` calls, or "".
+        answer: the number that the answer must give.
+        test: Python code that defines `check(candidate)`, which calls the function `entry_point`.
         code: the beginning of the program that the request shows, or "".
-        schema: a JSON schema, or None.
-        expected: the value that an answer in JSON must hold, or None where any will do that fits.
-        sql: what an answer in SQL is compared with, or None.
+        expected: the value that an answer in JSON must hold, or None where any will do that fits
+            the `schema`.
         accepted: texts, one of which names the fact that is asked for; empty for other tasks.
     """
 
@@ -90,7 +80,6 @@ class Dataset:
     """Requests of a sweep.
 
     Attributes:
-        name: as the cells have it.
         items: the requests; empty for a dataset of vLLM and a task of lm-eval.
         vllm_args: arguments with which `vllm bench serve` makes the requests itself; empty for a
             file.
@@ -156,43 +145,46 @@ def _parse(data: dict[str, Any], where: str, number: int) -> Item:
     if isinstance(data.get("question"), str):
         data = {"prompt": _MATH + data["question"], **data}
     read = parse_prompt(data, where, number, "'prompt', 'turns' nor 'question' (texts)")
-    prompt = read.turns[0]
-    item = Item(read.id, read.category, prompt, _answer(data))
-    if "schema" in data:
-        if not isinstance(data["schema"], dict):
-            raise ValueError(f"{where}: 'schema' is not an object; write a JSON schema.")
-        item = replace(item, schema=data["schema"], expected=data.get("expected"))
-    elif "expected" in data:
-        raise ValueError(f"{where}: 'expected' without a 'schema'; add the JSON schema it fits.")
+    prompt, code, sql = read.turns[0], "", data.get("sql")
+    has_test, accepted = "test" in data, data.get("accepted", ())
+
+    def check(fine: bool, problem: str) -> None:
+        if not fine:
+            raise ValueError(f"{where}: {problem}")
+
+    is_object = isinstance(data.get("schema", {}), dict)
+    check(is_object, "'schema' is not an object; write a JSON schema.")
+    has_schema = "expected" not in data or "schema" in data
+    check(has_schema, "'expected' without a 'schema'; add the JSON schema it fits.")
     if "sql" in data:
-        item = replace(item, sql=_sql(data["sql"], where))
-    if "accepted" in data:
-        accepted = data["accepted"]
-        if not isinstance(accepted, list) or not accepted or not all(map(_is_text, accepted)):
-            raise ValueError(
-                f"{where}: 'accepted' is not a list of texts; write the right answers."
-            )
-        item = replace(item, accepted=tuple(accepted))
-    if "test" in data:
-        if not isinstance(data["test"], str) or not isinstance(data.get("entry_point"), str):
-            raise ValueError(f"{where}: 'test' needs to be code, with the 'entry_point' it calls.")
-        item = replace(item, test=data["test"], entry_point=data["entry_point"])
-        if "turns" not in data and "task_id" in data:
-            item = replace(item, prompt=f"{_CODE}```python\n{prompt}```", code=prompt)
-    return item
-
-
-def _sql(data: Any, where: str) -> Sql:
-    try:
-        sql = Sql(**data)
-    except TypeError:
-        sql = Sql("", "")
-    if not _is_text(sql.setup) or not _is_text(sql.query):
-        raise ValueError(
-            f"{where}: 'sql' needs to be an object with 'setup' and 'query' (texts), and 'ordered' "
-            "where the order of the rows counts."
+        check(
+            isinstance(sql, dict)
+            and sql.keys() <= {"setup", "query", "ordered"}
+            and all(_is_text(sql.get(name)) for name in ("setup", "query")),
+            "'sql' needs to be an object with 'setup' and 'query' (texts), and 'ordered' where the "
+            "order of the rows counts.",
         )
-    return sql
+    if "accepted" in data:
+        is_list = isinstance(accepted, list) and bool(accepted) and all(map(_is_text, accepted))
+        check(is_list, "'accepted' is not a list of texts; write the right answers.")
+    if has_test:
+        is_code = all(isinstance(data.get(name), str) for name in ("test", "entry_point"))
+        check(is_code, "'test' needs to be code, with the 'entry_point' it calls.")
+    if has_test and "turns" not in data and "task_id" in data:
+        prompt, code = f"{_CODE}```python\n{prompt}```", prompt
+    return Item(
+        id=read.id,
+        category=read.category,
+        prompt=prompt,
+        answer=_answer(data),
+        test=data.get("test"),
+        entry_point=data["entry_point"] if has_test else "",
+        code=code,
+        schema=data.get("schema"),
+        expected=data.get("expected"),
+        sql=Sql(**sql) if sql else None,
+        accepted=tuple(accepted),
+    )
 
 
 def _is_text(value: Any) -> bool:

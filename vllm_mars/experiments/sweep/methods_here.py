@@ -1,5 +1,6 @@
 """What the installed vLLM can verify here, asked in a child process that imports it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_mars.experiments.sweep.plan import ServerSpec
@@ -26,27 +27,15 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Platform:
-    """The platform that vLLM takes.
-
-    Attributes:
-        device: "cpu", "cuda", ...
-        gpu: the accelerator's name, None on a CPU.
-        vllm: version of vLLM.
-        methods: its rejection sample methods.
-    """
+    """The platform that vLLM takes, such as "cpu", its version and rejection sample methods."""
 
     device: str
     gpu: str | None
     vllm: str
-    methods: tuple[str, ...]
+    methods: Sequence[str]
 
     def why_not(self, spec: ServerSpec, temperature: float = 0.0) -> str | None:
-        """Why this server would not verify as it should, as far as is known before it starts.
-
-        Args:
-            spec: the server.
-            temperature: of its requests.
-        """
+        """Why this server would not verify as it should, as far as is known before it starts."""
         if spec.method in ("autoregressive", "mars"):
             return None
         if spec.method not in self.methods:
@@ -82,5 +71,4 @@ def ask_platform() -> Platform:
     Raises:
         RuntimeError: vLLM is not installed or cannot be imported.
     """
-    answer = ask_vllm(_ASK)
-    return Platform(answer["device"], answer["gpu"], answer["vllm"], tuple(answer["methods"]))
+    return Platform(**ask_vllm(_ASK))

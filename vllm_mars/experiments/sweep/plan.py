@@ -16,8 +16,10 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from vllm_mars.config import (
@@ -32,9 +34,12 @@ from vllm_mars.config import (
 from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, Dataset
 from vllm_mars.experiments.sweep.records import (
     METHODS,
+    Cell,
     CellKey,
     Method,
     Metric,
+    Settings,
+    Status,
     further_options,
 )
 from vllm_mars.local.drafts import (
@@ -44,6 +49,7 @@ from vllm_mars.local.drafts import (
     draft_name,
     speculative_config,
 )
+from vllm_mars.local.provenance import describe_run
 from vllm_mars.lock import check_lock
 
 THETAS = (0.84, 0.88, 0.90, 0.92, 0.96, 1.0)
@@ -51,39 +57,17 @@ THETAS = (0.84, 0.88, 0.90, 0.92, 0.96, 1.0)
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What to measure. The defaults take up to an hour on two CPU cores with the packaged model.
+    """What to measure: the options of `vllm-mars sweep`, which explains them (`command`).
+
+    The defaults take up to an hour on two CPU cores with the packaged model.
 
     Attributes:
-        model: directory or name of the target; None takes the packaged model.
-        drafts: "ngram", "suffix", "mtp", and directories or names of draft models or heads.
-        methods: verification methods.
-        thetas: thresholds of MARS with metric "ratio", each in (0, 1].
-        gaps: tolerances of MARS with metric "gap" in nats, each >= 0.
-        prices: prices of MARS with metric "price" in nats per token gained, each >= 0.
-        mars_options: sets of further options of MARS, each a JSON object of `mars_*` keys, "" for
-            none; each rule is measured with each set, which takes a server of its own.
-        unprotected: whether MARS is also measured without protected tokens.
-        num_speculative_tokens: draft tokens per step, each at least 1.
-        temperatures: sampling temperatures, each >= 0.
-        concurrencies: most requests in flight, each at least 1.
-        datasets: prompt files, vLLM's names as "vllm:NAME" or "vllm:NAME:PATH", or tasks of lm-eval
-            as "lm-eval:TASK" or "lm-eval:FILE.yaml".
+        mars_options: each a JSON object of `mars_*` keys, "" for none; each rule is measured with
+            each set, which takes a server of its own.
         num_prompts: prompts of each dataset, spread over its categories; 0 takes all.
-        max_tokens: longest answer.
-        repeats: passes over the grid.
-        seed: of every server, from which requests at a temperature above 0 draw, and of the
-            prompts that a dataset of vLLM draws.
         reference_theta: the theta of the parts "load" and "extra"; the nearest of `thetas`.
-        full_grid: whether every combination is measured.
         side_by_side: servers that run at the same time, so that their cells can take turns; 0 takes
             all of one draft and K on a CPU and 1 elsewhere.
-        tensor_parallel, pipeline_parallel: of every server.
-        server_args: further arguments of every `vllm serve`.
-        startup_timeout: seconds that a server may take to start.
-        cell_timeout: seconds that a cell may take.
-        margin: loss that still counts as none, as a share of the autoregressive score.
-        nll_margin: increase of NLL in nats per token that still counts as none.
-        judge: whether quality is judged.
 
     Raises:
         ValueError: a value is out of range or unknown.
@@ -182,16 +166,7 @@ _LEAST = {
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server configuration; requests choose the threshold.
-
-    Attributes:
-        method: verification method.
-        draft: "ngram", a directory or a name; "none" without speculation.
-        k: draft tokens per step; 0 without speculation.
-        metric: of "mars", else None.
-        protected: of "mars", else None.
-        options: as in `CellKey`.
-    """
+    """One server configuration, in the words of `CellKey`; requests choose the threshold."""
 
     method: Method
     draft: str = NO_DRAFT
@@ -223,46 +198,86 @@ class ServerSpec:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Cells that are measured together, on servers that run at the same time.
+class Sweep:
+    """What all cells of a sweep share, with its command line; plain data, so that Ray can send it.
 
-    Attributes:
-        servers: the servers.
-        cells: each cell with the index of its server, in the order of measurement.
+    Raises:
+        ValueError: two drafts or datasets would have one name in the cells.
     """
 
-    servers: tuple[ServerSpec, ...]
-    cells: tuple[tuple[CellKey, int], ...]
+    options: SweepOptions
+    model: str
+    datasets: tuple[Dataset, ...]
+    command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, names in (
+            ("drafts", [draft_name(draft) for draft in self.options.drafts]),
+            ("datasets", [dataset.name for dataset in self.datasets]),
+        ):
+            twice = {name for name in names if names.count(name) > 1}
+            if twice:
+                raise ValueError(
+                    f"two {what} are named {twice.pop()!r}; rename a file or directory, since "
+                    "cells are told apart by these names."
+                )
+
+    @property
+    def settings(self) -> Settings:
+        """As the cells record them."""
+        prompts = {dataset.name: dataset.count for dataset in self.datasets}
+        options = self.options
+        return Settings(options.max_tokens, prompts, options.seed, options.server_args)
+
+    def cell(
+        self, key: CellKey, status: Status, reason: str, head: dict[str, Any], **measured: Any
+    ) -> Cell:
+        """A cell of this sweep, measured where `describe_run` gave `head`."""
+        about = {it: head[it] for it in ("git_commit", "versions", "hardware", "load_average")}
+        return Cell(
+            key=key,
+            status=status,
+            reason=reason,
+            settings=self.settings,
+            theta_set_by="request" if key.method == METHOD else None,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=self.command,
+            **({"speed": None, "acceptance": None, "outputs": ()} | about | measured),
+        )
+
+    def failed(self, key: CellKey, reason: str) -> Cell:
+        """A cell that no node could measure."""
+        return self.cell(key, "failed", reason, describe_run(None))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that are measured together, each with its server; the servers run at the same time."""
+
+    cells: tuple[tuple[CellKey, ServerSpec], ...]
+
+    @property
+    def servers(self) -> tuple[ServerSpec, ...]:
+        """Those that a cell needs."""
+        return tuple(dict.fromkeys(spec for _, spec in self.cells))
 
     def without(self, keys: set[CellKey]) -> "Group":
-        """The group without these cells and without the servers that no cell needs then."""
-        left = [(key, self.servers[index]) for key, index in self.cells if key not in keys]
-        servers = tuple(spec for spec in self.servers if any(spec == used for _, used in left))
-        return Group(servers, tuple((key, servers.index(spec)) for key, spec in left))
+        """The group without these cells."""
+        return Group(tuple(cell for cell in self.cells if cell[0] not in keys))
 
 
-def plan(
-    options: SweepOptions, model_name: str, datasets: Sequence[Dataset], side_by_side: int
-) -> list[Group]:
-    """Lists the groups of a sweep.
-
-    Args:
-        options: what to measure.
-        model_name: the target's name in the cells.
-        datasets: the prompts of `options.datasets`.
-        side_by_side: servers at the same time; 0 sets no limit.
+def plan(sweep: Sweep, side_by_side: int) -> list[Group]:
+    """Lists the groups of a sweep, of so many servers at most; 0 sets no limit.
 
     Returns:
         The groups in the order of measurement. Within a group servers take turns, and each repeat
         starts with another one.
     """
-    groups = []
-    specs = list(_servers(options))
-    for draft, k in itertools.product(options.drafts, options.num_speculative_tokens):
-        mine = [s for s in specs if (s.draft, s.k) in ((draft, k), (NO_DRAFT, 0))]
+    options, groups = sweep.options, []
+    drafts = itertools.product(options.drafts, options.num_speculative_tokens)
+    for number, (draft, k) in enumerate(drafts):
         # The autoregressive server is shared: with the first draft alone.
-        if (draft, k) != (options.drafts[0], options.num_speculative_tokens[0]):
-            mine = [s for s in mine if s.k]
+        mine = [spec for spec in _servers(options, draft, k) if spec.k or not number]
         repeats = range(options.repeats)
         batches = [(mine, repeats)]
         if 0 < side_by_side < len(mine):
@@ -272,36 +287,32 @@ def plan(
                 for start in range(0, len(mine), side_by_side)
             ]
         for servers, passes in batches:
-            cells = (_pass(options, model_name, datasets, servers, repeat) for repeat in passes)
-            groups.append(Group(tuple(servers), tuple(itertools.chain.from_iterable(cells))))
+            cells = (_pass(sweep, servers, repeat) for repeat in passes)
+            groups.append(Group(tuple(itertools.chain.from_iterable(cells))))
     return [group for group in groups if group.cells]
 
 
-def _servers(options: SweepOptions) -> Iterator[ServerSpec]:
+def _servers(options: SweepOptions, draft: str, k: int) -> Iterator[ServerSpec]:
     if "autoregressive" in options.methods:
         yield ServerSpec("autoregressive")
-    for draft, k in itertools.product(options.drafts, options.num_speculative_tokens):
-        for method in options.methods:
-            if method == METHOD:
-                for further in options.mars_options:
-                    for metric, values in options.thresholds.items():
-                        if values:
-                            yield ServerSpec(method, draft, k, metric, True, further)
-                    if options.unprotected and options.thetas:
-                        yield ServerSpec(method, draft, k, "ratio", False, further)
-            elif method != "autoregressive":
-                yield ServerSpec(method, draft, k)
+    for method in options.methods:
+        if method == METHOD:
+            for further in options.mars_options:
+                for metric, values in options.thresholds.items():
+                    if values:
+                        yield ServerSpec(method, draft, k, metric, True, further)
+                if options.unprotected and options.thetas:
+                    yield ServerSpec(method, draft, k, "ratio", False, further)
+        elif method != "autoregressive":
+            yield ServerSpec(method, draft, k)
 
 
 def _pass(
-    options: SweepOptions,
-    model_name: str,
-    datasets: Sequence[Dataset],
-    servers: list[ServerSpec],
-    repeat: int,
-) -> Iterator[tuple[CellKey, int]]:
+    sweep: Sweep, servers: list[ServerSpec], repeat: int
+) -> Iterator[tuple[CellKey, ServerSpec]]:
     """One pass over the grid on these servers."""
-    points = itertools.product(datasets, options.temperatures, options.concurrencies)
+    options = sweep.options
+    points = itertools.product(sweep.datasets, options.temperatures, options.concurrencies)
     for dataset, temperature, concurrency in points:
         for spec in _turned(servers, repeat):
             values = _values(options, spec, temperature, concurrency)
@@ -310,7 +321,7 @@ def _pass(
                 if spec.metric is not None:
                     threshold[METRICS[spec.metric]] = value
                 key = CellKey(
-                    model=model_name,
+                    model=Path(sweep.model).name,
                     draft=draft_name(spec.draft),
                     method=spec.method,
                     metric=spec.metric,
@@ -323,7 +334,7 @@ def _pass(
                     repeat=repeat,
                     options=spec.options,
                 )
-                yield key, servers.index(spec)
+                yield key, spec
 
 
 def _values(
@@ -366,17 +377,3 @@ def _turned(servers: list[ServerSpec], repeat: int) -> list[ServerSpec]:
     """The servers with another one first."""
     start = repeat % len(servers)
     return servers[start:] + servers[:start]
-
-
-def check_names(options: SweepOptions, datasets: Sequence[Dataset]) -> None:
-    """Raises ValueError if two drafts or datasets would have one name in the cells."""
-    for what, names in (
-        ("drafts", [draft_name(draft) for draft in options.drafts]),
-        ("datasets", [dataset.name for dataset in datasets]),
-    ):
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise ValueError(
-                f"two {what} are named {twice.pop()!r}; rename a file or directory, since cells "
-                "are told apart by these names."
-            )

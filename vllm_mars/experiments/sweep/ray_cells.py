@@ -11,14 +11,13 @@ import contextlib
 import logging
 import socket
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_mars.experiments.sweep.group import Job, Sweep, failed
-from vllm_mars.experiments.sweep.plan import SweepOptions
+from vllm_mars.experiments.sweep.plan import Group, Sweep, SweepOptions
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
 from vllm_mars.experiments.sweep.runners import LocalRunner
 from vllm_mars.local.packaged_model import ensure_model
@@ -33,9 +32,9 @@ ATTEMPTS = 4
 
 @dataclass(eq=False)
 class _Task:
-    """A group under way; `job` holds the cells that the driver has not got yet."""
+    """A group under way; `group` holds the cells that the driver has not got yet."""
 
-    job: Job
+    group: Group
     stream: Any
     attempts: int = 1
 
@@ -43,11 +42,11 @@ class _Task:
 class RayRunner:
     """Measures on a Ray cluster; the constructor checks that the cluster can."""
 
-    def __init__(self, options: SweepOptions, address: str) -> None:
+    def __init__(self, sweep: Sweep, address: str) -> None:
         """Connects and checks, within seconds.
 
         Args:
-            options: of the sweep.
+            sweep: whose cells are measured.
             address: of the cluster, as `ray.init` takes it: "HOST:PORT", "ray://HOST:PORT", or
                 "auto" for the cluster that runs on this machine.
 
@@ -60,6 +59,7 @@ class RayRunner:
         import ray
 
         self._ray: Any = ray
+        self._sweep, options = sweep, sweep.options
         # One server is one task: whichever node is free takes it.
         self.side_by_side = options.side_by_side or 1
         _check_reachable(address)
@@ -69,54 +69,28 @@ class RayRunner:
             # Ray names both versions where they differ.
             raise RuntimeError(f"ray={address}: {error}") from error
         try:
-            self._resources = self._needed(options)
-            self._check_nodes(options)
+            nodes = [node for node in self._ray.nodes() if node["Alive"]]
+            self._resources = needed = _needed(options, [node["Resources"] for node in nodes])
+            able = [
+                node
+                for node in nodes
+                if node["Resources"].get("CPU", 0) >= needed["num_cpus"]
+                and node["Resources"].get("GPU", 0) >= needed["num_gpus"]
+            ]
+            directories = [p for p in (options.model, *options.drafts) if p and Path(p).is_dir()]
+            check_nodes(able, directories)
         except BaseException:
             ray.shutdown()
             raise
 
-    def _nodes(self) -> list[dict[str, Any]]:
-        return [node for node in self._ray.nodes() if node["Alive"]]
-
-    def _needed(self, options: SweepOptions) -> dict[str, float]:
-        """`num_cpus` and `num_gpus` of a task."""
-        nodes = [node["Resources"] for node in self._nodes()]
-        per_server = options.tensor_parallel * options.pipeline_parallel
-        most = max((resources.get("GPU", 0) for resources in nodes), default=0)
-        if most:
-            # Servers side by side share the memory of the same GPUs.
-            if most < per_server:
-                raise RuntimeError(
-                    f"a cell needs {per_server} GPUs (tensor parallel {options.tensor_parallel} x "
-                    f"pipeline parallel {options.pipeline_parallel}), but the largest node of this "
-                    f"cluster has {most:g}; lower them or add a larger node."
-                )
-            return {"num_cpus": 1, "num_gpus": per_server}
-        cores = [resources["CPU"] for resources in nodes if resources.get("CPU", 0) >= 1]
-        if not cores:
-            raise RuntimeError(
-                "this Ray cluster has neither GPUs nor CPUs; start nodes with --num-cpus."
-            )
-        return {"num_cpus": min(cores), "num_gpus": 0}
-
-    def _check_nodes(self, options: SweepOptions) -> None:
-        """Compares every node that can take a task with this machine."""
-        able = [
-            node
-            for node in self._nodes()
-            if node["Resources"].get("CPU", 0) >= self._resources["num_cpus"]
-            and node["Resources"].get("GPU", 0) >= self._resources["num_gpus"]
-        ]
-        check_nodes(able, [p for p in (options.model, *options.drafts) if p and Path(p).is_dir()])
-
-    def run(self, jobs: Sequence[Job]) -> Generator[Cell]:
-        """Measures the jobs' cells and yields each, once, as soon as the driver has it."""
+    def run(self, groups: Sequence[Group]) -> Generator[Cell]:
+        """Measures the groups' cells and yields each, once, as soon as the driver has it."""
         ray = self._ray
         # Ray's own retry would measure the whole group again, its finished cells too.
         remote = ray.remote(_measure).options(
             num_returns="streaming", max_retries=0, **self._resources
         )
-        tasks = [_Task(job, remote.remote(job)) for job in jobs]
+        tasks = [_Task(group, remote.remote(self._sweep, group)) for group in groups]
         try:
             while tasks:
                 ready, _ = ray.wait([task.stream for task in tasks], timeout=POLL_SECONDS)
@@ -130,29 +104,28 @@ class RayRunner:
                         reason = f"its Ray task failed: {error.cause!r}"
                     except ray.exceptions.RayError as error:
                         reason = f"its node was lost {ATTEMPTS} times: {error}"
-                        if task.attempts < ATTEMPTS and task.job.group.cells:
-                            task.stream = remote.remote(task.job)
+                        if task.attempts < ATTEMPTS and task.group.cells:
+                            task.stream = remote.remote(self._sweep, task.group)
                             task.attempts += 1
                             continue
                     else:
                         yield cell
-                        left = task.job.group.without({cell.key})
-                        task.job = replace(task.job, group=left)
+                        task.group = task.group.without({cell.key})
                         continue
                     tasks.remove(task)
-                    for key, _ in task.job.group.cells:
-                        yield failed(task.job, key, reason)
+                    for key, _ in task.group.cells:
+                        yield self._sweep.failed(key, reason)
         finally:
             for task in tasks:
                 # Raises KeyboardInterrupt in the task, which ends its servers.
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.cancel(task.stream)
 
-    def judge(self, sweep: Sweep, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
+    def judge(self, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
         """Judges the cells that were not judged yet, in one task."""
         remote = self._ray.remote(_judge).options(max_retries=ATTEMPTS - 1, **self._resources)
         try:
-            yield from self._ray.get(remote.remote(sweep, list(cells)))
+            yield from self._ray.get(remote.remote(self._sweep, list(cells)))
         except self._ray.exceptions.RayError as error:
             raise RuntimeError(f"the Ray task that judges failed: {error}") from error
 
@@ -161,21 +134,44 @@ class RayRunner:
         self._ray.shutdown()
 
 
-def _measure(job: Job) -> Generator[Cell]:
+def _needed(options: SweepOptions, nodes: Sequence[dict[str, float]]) -> dict[str, float]:
+    """`num_cpus` and `num_gpus` of a task, from the resources of each node."""
+    per_server = options.tensor_parallel * options.pipeline_parallel
+    most = max((resources.get("GPU", 0) for resources in nodes), default=0)
+    if most:
+        # Servers side by side share the memory of the same GPUs.
+        if most < per_server:
+            raise RuntimeError(
+                f"a cell needs {per_server} GPUs (tensor parallel {options.tensor_parallel} x "
+                f"pipeline parallel {options.pipeline_parallel}), but the largest node of this "
+                f"cluster has {most:g}; lower them or add a larger node."
+            )
+        return {"num_cpus": 1, "num_gpus": per_server}
+    cores = [resources["CPU"] for resources in nodes if resources.get("CPU", 0) >= 1]
+    if not cores:
+        raise RuntimeError(
+            "this Ray cluster has neither GPUs nor CPUs; start nodes with --num-cpus."
+        )
+    return {"num_cpus": min(cores), "num_gpus": 0}
+
+
+def _measure(sweep: Sweep, group: Group) -> Generator[Cell]:
     """The task of a group."""
-    with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
-        runner = LocalRunner(job.sweep.options, Path(logs))
-        yield from runner.run([replace(job, sweep=_here(job.sweep))])
+    with _runner(sweep) as runner:
+        yield from runner.run([group])
 
 
 def _judge(sweep: Sweep, cells: list[Cell]) -> list[tuple[CellKey, Quality]]:
+    with _runner(sweep) as runner:
+        return list(runner.judge(cells))
+
+
+@contextlib.contextmanager
+def _runner(sweep: Sweep) -> Iterator[LocalRunner]:
+    """That of this node, with the packaged model where this node has it."""
+    here = sweep if sweep.options.model else replace(sweep, model=str(ensure_model()))
     with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
-        return list(LocalRunner(sweep.options, Path(logs)).judge(_here(sweep), cells))
-
-
-def _here(sweep: Sweep) -> Sweep:
-    """The sweep with the packaged model where this node has it."""
-    return sweep if sweep.options.model else replace(sweep, model=str(ensure_model()))
+        yield LocalRunner(here, Path(logs))
 
 
 def _check_reachable(address: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
+from vllm_mars.local.prompts import json_lines
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -42,9 +43,6 @@ def append_quality(path: Path, key: CellKey, quality: Quality) -> None:
 
 def read_cells(paths: Path | Iterable[Path]) -> list[Cell]:
     """Reads the files of one or more sweeps.
-
-    Args:
-        paths: files that `append_cell` and `append_quality` wrote.
 
     Returns:
         The cells in the order of the files, each with its quality where that was judged. A last
@@ -96,30 +94,13 @@ def _append(path: Path, kind: str, content: dict[str, Any]) -> None:
 
 
 def _lines(path: Path) -> Iterable[tuple[str, str, dict[str, Any]]]:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} cannot be read: {error}; give a file of `vllm-mars sweep`."
-        ) from error
-    lines = content.split("\n")
-    # Empty where the file ends as it should.
-    lines.pop()
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            data = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{where} is not JSON: {error}; is it a file of `vllm-mars sweep`?"
-            ) from error
+    instead = "a file of `vllm-mars sweep`"
+    for where, _, data in json_lines(path, str(path), instead, f"is it {instead}?", complete=True):
         if not isinstance(data, dict) or data.get("kind") not in ("cell", "quality"):
             found = data.get("kind") if isinstance(data, dict) else data
             raise ValueError(
-                f"{where} is neither a cell nor its quality: its kind is {found!r:.80}; give a "
-                "file of `vllm-mars sweep`."
+                f"{where} is neither a cell nor its quality: its kind is {found!r:.80}; give "
+                f"{instead}."
             )
         if (schema := data.pop("schema", None)) != SCHEMA:
             raise ValueError(

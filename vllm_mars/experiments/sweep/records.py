@@ -17,14 +17,10 @@ METHODS: tuple[Method, ...] = ("autoregressive", "standard", "block", "fly", "ma
 
 
 def further_options(protected: bool | None, options: str) -> dict[str, Any]:
-    """The options of a server of "mars" besides its threshold.
-
-    Args:
-        protected, options: as in `CellKey`.
-    """
-    found: dict[str, Any] = {"mars_protected_token_ids": []} if protected is False else {}
-    found |= json.loads(options or "{}")
-    return found
+    """The options of a server of "mars" besides its threshold; arguments as in `CellKey`."""
+    unprotected: dict[str, Any] = {"mars_protected_token_ids": []} if protected is False else {}
+    further: dict[str, Any] = json.loads(options or "{}")
+    return unprotected | further
 
 
 @dataclass(frozen=True)
@@ -37,16 +33,15 @@ class CellKey:
         method: "autoregressive" is decoding without drafts; the others are vLLM's rejection sample
             methods and this project's "mars".
         metric: rule of "mars"; None for the other methods.
-        theta: threshold of metric "ratio", in (0, 1]; None for everything else.
-        gap: tolerance of metric "gap" in nats, >= 0; None for everything else.
+        theta, gap, price: threshold of metric "ratio", in (0, 1], of "gap" in nats, >= 0, or of
+            "price" in nats per token gained, >= 0; the other two are None.
         protected: whether the default set of protected tokens is verified strictly (True) or no
             token is (False); None for methods other than "mars".
         k: draft tokens per step; 0 without speculation.
         temperature: sampling temperature; 0 is greedy.
         concurrency: most requests in flight.
         dataset: name of the prompts, such as the file's stem.
-        repeat: number of the pass, from 0; passes of different methods take turns.
-        price: of metric "price" in nats per token gained, >= 0; None for everything else.
+        repeat: number of the pass, from 0.
         options: further `mars_*` options of the server, as JSON with sorted keys; "" for none.
     """
 
@@ -76,9 +71,7 @@ class CellKey:
                 raise ValueError(f"{name} is empty; a cell names its {name}.")
 
     def _check_method(self) -> None:
-        if (self.method == "autoregressive") != (self.draft == NO_DRAFT) or (self.k == 0) != (
-            self.draft == NO_DRAFT
-        ):
+        if len({self.method == "autoregressive", self.draft == NO_DRAFT, self.k == 0}) > 1:
             raise ValueError(
                 f"method={self.method!r} with draft={self.draft!r} and k={self.k}: method "
                 f"'autoregressive', draft {NO_DRAFT!r} and k 0 go together."
@@ -118,14 +111,9 @@ class CellKey:
     @property
     def label(self) -> str:
         """The key in a few words, such as "mars 0.9, ngram K4, T0, c1, prompts, #0"."""
-        return ", ".join(
-            [
-                self.rule,
-                *([f"{self.draft} K{self.k}"] if self.k else []),
-                *(f"T{self.temperature:g}", f"c{self.concurrency}", self.dataset),
-                f"#{self.repeat}",
-            ]
-        )
+        draft = [f"{self.draft} K{self.k}"] if self.k else []
+        point = [f"T{self.temperature:g}", f"c{self.concurrency}", self.dataset]
+        return ", ".join([self.rule, *draft, *point, f"#{self.repeat}"])
 
     @property
     def rule(self) -> str:
@@ -150,7 +138,7 @@ class Settings:
     """What is the same for all cells of a file and would change their numbers.
 
     Attributes:
-        max_tokens: longest answer; answers end by themselves where the model ends them.
+        max_tokens: longest answer.
         prompts: number of prompts of each dataset, by dataset.
         seed: of every server, from which requests at temperature > 0 draw.
         server_args: arguments of every server besides those of the method.
@@ -168,12 +156,9 @@ class Output:
 
     Attributes:
         prompt_id: the prompt's id in its dataset.
-        text: the answer.
-        prompt_tokens: tokens of the prompt, chat template included.
-        output_tokens: tokens of the answer.
+        prompt_tokens: with the chat template.
         finish_reason: "stop" (the model ended it), "length" (max_tokens reached) or "error".
-        seconds: from sending the request to the last token.
-        first_token_seconds: from sending the request to the first token.
+        seconds, first_token_seconds: from sending the request to the last and the first token.
         start: when it was sent, in seconds after the cell's first request.
         error: what went wrong, "" where nothing did.
     """
@@ -195,7 +180,6 @@ class TaskAnswer:
 
     Attributes:
         prompt_id: TASK/NUMBER of the document.
-        text: the answer.
         scores: by lm-eval's name, METRIC,FILTER; more is better.
     """
 
@@ -210,10 +194,8 @@ class Speed:
 
     Attributes:
         seconds: from the first request to the last answer's end.
-        requests: answered requests.
-        failed: requests without an answer.
-        prompt_tokens: tokens of all prompts.
-        output_tokens: tokens of all answers.
+        requests, failed: those with and without an answer.
+        prompt_tokens, output_tokens: of all prompts and of all answers.
     """
 
     seconds: float
@@ -234,8 +216,7 @@ class Acceptance:
 
     Attributes:
         drafts: verification steps of single requests.
-        draft_tokens: draft tokens that were verified.
-        accepted_tokens: draft tokens that were accepted.
+        draft_tokens, accepted_tokens: those that were verified, and of them those accepted.
         accepted_by_position: accepted tokens at draft position 0, 1, ...; they add up to
             `accepted_tokens`.
     """
@@ -260,10 +241,8 @@ class OffChoice:
     Attributes:
         position: index of the token in the answer.
         start, end: the characters `text[start:end]` of the answer that it stands for.
-        text: the token.
-        logprob: its log probability under the target.
-        best_text: the target's first choice.
-        best_logprob: that one's log probability.
+        text, logprob: the token, and its log probability under the target.
+        best_text, best_logprob: the same of the target's first choice.
     """
 
     position: int
@@ -285,7 +264,6 @@ class PromptQuality:
     """What one answer is worth.
 
     Attributes:
-        prompt_id: the prompt's id in its dataset.
         scores: by name; names are explained in docs/sweep.md. A score that does not apply to
             the prompt is not there.
         off_choice: tokens that are not the target's first choice, where they were looked up.
@@ -303,7 +281,6 @@ class Estimate:
     Intervals are 95 % of a paired bootstrap over prompts.
 
     Attributes:
-        name: of the score.
         samples: prompts that have the score in both cells.
         value, low, high: mean of this cell.
         reference: mean of the autoregressive cell; None where the score is itself a comparison.
@@ -337,8 +314,7 @@ class Quality:
     """Quality of a cell's answers.
 
     Attributes:
-        prompts: the scores of each answer.
-        estimates: their means, compared with the autoregressive cell where there is one.
+        estimates: of the prompts' scores, beside the autoregressive cell where there is one.
         notes: what the reader must know, such as how generated code was confined.
     """
 
@@ -356,10 +332,8 @@ class Cell:
     """One line of a sweep's file.
 
     Attributes:
-        key: what was measured.
         status: "ok", "failed" (it was tried) or "unavailable" (this vLLM or platform cannot).
         reason: why it is not "ok", else "".
-        settings: what all cells of the file share.
         theta_set_by: "request" where each request carried its threshold, "server" where the server
             was started with it, None where there is none.
         speed: None where the cell is not "ok", or its dataset is a task of lm-eval.

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from vllm_mars.experiments.sweep.datasets import load_dataset
-from vllm_mars.experiments.sweep.group import Job, Sweep
-from vllm_mars.experiments.sweep.plan import SweepOptions, check_names, plan
+from vllm_mars.experiments.sweep.plan import Sweep, SweepOptions, plan
 from vllm_mars.experiments.sweep.ray_cells import RayRunner
 from vllm_mars.experiments.sweep.record_file import (
     append_cell,
@@ -36,16 +35,8 @@ def run_sweep(
 ) -> list[Cell]:
     """Measures, judges and prints a sweep; one that was interrupted continues.
 
-    No process outlives the call, whichever way it ends.
-
-    Args:
-        options: what to measure.
-        output: JSON lines file; cells that it holds are not measured again.
-        ray_address: Ray cluster that measures; None measures here.
-        retry_failed: whether cells that failed are measured again.
-
-    Returns:
-        All cells of the file, judged.
+    No process outlives the call, whichever way it ends. Cells that the file `output` holds are not
+    measured again, but with `retry_failed` those that failed are.
 
     Raises:
         ValueError: prompts or drafts cannot be read, or the file is of another sweep.
@@ -56,35 +47,28 @@ def run_sweep(
 
     say = partial(Console(stderr=True).print, soft_wrap=True, markup=False, highlight=False)
     datasets = tuple(load_dataset(name, options.num_prompts) for name in options.datasets)
-    check_names(options, datasets)
     for draft in options.drafts:
         draft_config(draft)
-    settings = Settings(
-        options.max_tokens,
-        {dataset.name: dataset.count for dataset in datasets},
-        options.seed,
-        options.server_args,
-    )
+    command = (Path(sys.argv[0]).name, *without_directories(sys.argv[1:]))
+    sweep = Sweep(options, options.model or "", datasets, command)
     with _locked(output), contextlib.ExitStack() as stack:
         repair_end(output)
         before = read_cells(output) if output.exists() else []
-        _check_same_sweep(before, settings, output)
-        model = options.model or str(ensure_model())
-        command = (Path(sys.argv[0]).name, *without_directories(sys.argv[1:]))
-        sweep = Sweep(options, model, datasets, settings, command)
+        _check_same_sweep(before, sweep.settings, output)
+        sweep = dataclasses.replace(sweep, model=options.model or str(ensure_model()))
         runner: LocalRunner | RayRunner
         if ray_address is None:
-            runner = LocalRunner(options, output.with_name(f"{output.stem}-logs"))
+            runner = LocalRunner(sweep, output.with_name(f"{output.stem}-logs"))
         else:
-            runner = stack.enter_context(contextlib.closing(RayRunner(options, ray_address)))
-        groups = plan(options, Path(model).name, datasets, runner.side_by_side)
+            runner = stack.enter_context(contextlib.closing(RayRunner(sweep, ray_address)))
+        groups = plan(sweep, runner.side_by_side)
         kept = {c.key for c in before if not (retry_failed and c.status == "failed")}
         total = sum(len(group.cells) for group in groups)
         todo = [left for group in groups if (left := group.without(kept)).cells]
         done = total - sum(len(group.cells) for group in todo)
         servers = sum(len(group.servers) for group in todo)
         say(f"{total} cells, {done} of them in {output} already; {servers} server starts")
-        measured = runner.run([Job(group, sweep) for group in todo])
+        measured = runner.run(todo)
         for cell in stack.enter_context(contextlib.closing(measured)):
             append_cell(output, cell)
             done += 1
@@ -92,7 +76,7 @@ def run_sweep(
         cells = read_cells(output)
         if options.judge and any(c.status == "ok" and c.quality is None for c in cells):
             say("judging the answers")
-            judged = runner.judge(sweep, cells)
+            judged = runner.judge(cells)
             for key, quality in stack.enter_context(contextlib.closing(judged)):
                 append_quality(output, key, quality)
             cells = read_cells(output)

@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,6 @@ from vllm_mars.config import METRICS
 from vllm_mars.experiments.quality.judge import estimates, mean_scores, reference_cell
 from vllm_mars.experiments.quality.scores import TASK_SCORES, is_task_score
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Estimate
-
-Point = tuple[str, str, float, int]
 
 
 @dataclass(frozen=True)
@@ -54,17 +52,11 @@ class Row:
 
 
 def rows(cells: Sequence[Cell], margin: float = 0.05, nll_margin: float = 0.05) -> list[Row]:
-    """Summarises cells over their repeats.
-
-    Args:
-        cells: of one or more sweeps, judged or not.
-        margin: as `judge.estimates`.
-        nll_margin: as `judge.estimates`.
-    """
+    """Summarises cells, judged or not, over their repeats; margins as for `judge.estimates`."""
     measured = [cell for cell in cells if cell.status == "ok"]
-    by_rule: dict[tuple[Any, ...], list[Cell]] = {}
+    by_rule: dict[CellKey, list[Cell]] = {}
     for cell in cells:
-        by_rule.setdefault(_without_repeat(cell.key), []).append(cell)
+        by_rule.setdefault(replace(cell.key, repeat=0), []).append(cell)
     found = []
     for group in by_rule.values():
         ok = tuple(cell for cell in group if cell.status == "ok")
@@ -109,45 +101,35 @@ class EqualAcceptance:
 def equal_acceptance(found: Sequence[Row]) -> list[EqualAcceptance]:
     """Compares the metrics where they accept as much, by linear interpolation.
 
-    Args:
-        found: rows of one or more sweeps.
-
     Returns:
         An entry for each other metric and each row of metric "ratio" whose acceptance length lies
         between those of two of its values with the same draft, K, options and point of the grid.
     """
     equal = []
     unset: dict[str, Any] = dict.fromkeys(METRICS.values())
-    for row, metric in itertools.product(found, ("gap", "price")):
-        if row.key.metric != "ratio" or row.acceptance_length is None or not row.key.protected:
+    measured = [(row.acceptance_length, row) for row in found if row.acceptance_length is not None]
+    for (length, row), metric in itertools.product(measured, ("gap", "price")):
+        if row.key.metric != "ratio" or not row.key.protected:
             continue
         same = {**vars(row.key), **unset, "metric": metric}
-        others = sorted(
-            (
-                other
-                for other in found
-                if {**vars(other.key), **unset, "repeat": row.key.repeat} == same
-                and other.acceptance_length is not None
-            ),
-            key=lambda other: other.acceptance_length or 0.0,
-        )
-        lengths = [other.acceptance_length or 0.0 for other in others]
-        if len(set(lengths)) < 2 or not lengths[0] <= row.acceptance_length <= lengths[-1]:
+        others = [
+            item
+            for item in sorted(measured, key=lambda item: item[0])
+            if {**vars(item[1].key), **unset, "repeat": row.key.repeat} == same
+        ]
+        lengths = [it for it, _ in others]
+        if len(set(lengths)) < 2 or not lengths[0] <= length <= lengths[-1]:
             continue
-        there = partial(np.interp, row.acceptance_length, lengths)
-        value = float(there([other.key.value for other in others]))
+        there = partial(np.interp, length, lengths)
+        value = float(there([other.key.value for _, other in others]))
         # None becomes NaN: what one of two neighbours lacks is not known between them.
         scores = {
-            name: float(there(np.array([other.value(name) for other in others], float)))
+            name: float(there(np.array([other.value(name) for _, other in others], float)))
             for name in ("nll", "loss")
         }
         known = {name: score for name, score in scores.items() if not math.isnan(score)}
         equal.append(EqualAcceptance(row, metric, value, known))
     return equal
-
-
-def _without_repeat(key: CellKey) -> tuple[Any, ...]:
-    return tuple(value for name, value in vars(key).items() if name != "repeat")
 
 
 def _ratio(cells: Iterable[Cell], measured: Iterable[Cell], method: str) -> float | None:
@@ -172,15 +154,10 @@ def _pooled(
     cells: tuple[Cell, ...], measured: Sequence[Cell], margin: float, nll_margin: float
 ) -> list[Estimate]:
     judged = [cell for cell in cells if cell.quality is not None]
-    if not judged:
-        return []
-    references = {
-        reference.key: reference
-        for cell in judged
-        if (reference := reference_cell(cell.key, measured)) is not None
-    }
-    own = judged[0].key.method == "autoregressive"
-    other = None if own or not references else mean_scores(references.values())
+    references = [reference_cell(cell.key, measured) for cell in judged]
+    unique = {cell.key: cell for cell in references if cell is not None}
+    own = any(cell.key.method == "autoregressive" for cell in judged)
+    other = mean_scores(unique.values()) if unique and not own else None
     return estimates(mean_scores(judged), other, margin, nll_margin)
 
 
@@ -193,7 +170,7 @@ def print_rows(found: Sequence[Row], console: Any) -> None:
     """Prints a table for each dataset, temperature and concurrency."""
     from rich.table import Column, Table
 
-    points: dict[Point, list[Row]] = {}
+    points: dict[tuple[str, str, float, int], list[Row]] = {}
     for row in found:
         key = row.key
         point = (key.model, key.dataset, key.temperature, key.concurrency)
