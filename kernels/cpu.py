@@ -98,7 +98,7 @@ def verify_greedy(
 
 
 def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = False) -> Judgement:
-    """The CPU form of `vllm_mars.verify.judge_positions`."""
+    """The CPU form of `vllm_mars.verify.judge_drafts`."""
     ids = drafts.draft_token_ids.numpy()
     rows = _as_numpy(drafts.logits)
     target = _target_rows(drafts)

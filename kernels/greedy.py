@@ -441,7 +441,7 @@ def verify_greedy(
     dry_run: bool = False,
     out: VerifyOutput | None = None,
 ) -> VerifyOutput:
-    """The Triton form of `vllm_mars.verify_greedy` and `vllm_mars.verify.verify_input_tokens`."""
+    """The Triton form of `vllm_mars.verify.verify_drafts`."""
     batch = drafts.cu_num_draft_tokens.shape[0]
     if out is None:
         token_dtype = torch.int64 if drafts.bonus_row_is_last else torch.int32
@@ -475,7 +475,7 @@ def verify_greedy(
 
 
 def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = False) -> Judgement:
-    """The Triton form of `vllm_mars.verify.judge_positions`."""
+    """The Triton form of `vllm_mars.verify.judge_drafts`."""
     num_draft = drafts.draft_token_ids.shape[0]
     device = drafts.logits.device
     verdicts = torch.empty(num_draft, dtype=torch.int8, device=device)

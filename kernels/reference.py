@@ -219,7 +219,7 @@ def top2(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = False) -> Judgement:
-    """The torch form of `vllm_mars.verify.judge_positions`."""
+    """The torch form of `vllm_mars.verify.judge_drafts`."""
     values = top2(_target_rows(drafts))[0] if with_top2_values else None
     return Judgement(_verdicts(drafts, margin, first_choice=False), values, losses(drafts))
 
