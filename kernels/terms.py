@@ -346,17 +346,9 @@ class TreeOutput(NamedTuple):
         return self.lost.float() / 2**LOSS_BITS
 
 
-class CounterStarts(NamedTuple):
-    """Where the counts of `vllm_mars.runner.counters.CounterLayout` begin in their vector.
-
-    Those of the first four are by draft position; the others' meaning is the layout's.
-    """
-
-    verified: int
-    accepted: int
-    relaxed: int
-    low_margin: int
-    ratio: int
-    ratio_sum: int
-    lost: int
-    refused: int
+# What `vllm_mars.runner.counters` counts at the positions of a step, in the order of the entries;
+# `CounterLayout` there says what each is.
+COUNTS = (
+    *("verified", "accepted", "relaxed", "low_margin"),
+    *("ratio", "ratio_sum", "lost", "refused"),
+)
