@@ -225,13 +225,16 @@ def install(runner: Any, config: MarsConfig) -> None:
     """Puts a `MarsRejectionSampler` into a V1 model runner.
 
     Args:
-        runner: vLLM's `GPUModelRunner`, or a subclass of it, once built.
+        runner: vLLM's `GPUModelRunner`, or a subclass of it, once built. Only that of the last
+            pipeline stage has a rejection sampler; another stays as it is.
         config: the options.
 
     Raises:
         RuntimeError: another extension has already replaced vLLM's rejection sampler.
     """
-    own = runner.rejection_sampler
+    own = getattr(runner, "rejection_sampler", None)
+    if own is None:
+        return
     require_own_sampler(own, RejectionSampler)
     if current_platform.is_cpu():
         from vllm_mars.runner.cpu_kernels import mend

@@ -170,13 +170,16 @@ def install(runner: Any, config: MarsConfig) -> None:
     """Puts a `MarsRejectionSamplerV2` into a V2 model runner.
 
     Args:
-        runner: vLLM's V2 `GPUModelRunner` once its model is loaded.
+        runner: vLLM's V2 `GPUModelRunner` once its model is loaded; as it is where it has no
+            rejection sampler.
         config: the options.
 
     Raises:
         RuntimeError: the model or another extension brings a rejection sampler of its own.
     """
     own = runner.rejection_sampler
+    if own is None:
+        return
     require_own_sampler(own, RejectionSampler)
     requests = RequestsV2(config, runner.req_states)
     own.sampler.logits_processors.append(requests)
