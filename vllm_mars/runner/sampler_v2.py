@@ -110,32 +110,24 @@ class MarsRejectionSamplerV2(RejectionSampler):
         )
         drafts = Drafts(
             processed[:, :vocab],
-            next_input_tokens(verify_draft_sampled, ends),
+            verify_draft_sampled,
             ends,
-            # The bonus row of a request counts as one more, with a padding draft.
-            max_draft_len=self.num_speculative_steps + 1,
+            max_draft_len=self.num_speculative_steps,
+            bonus_row_is_last=True,
         )
         temperature = self.sampler.sampling_states.temperature
         samples = temperature.np[idx_mapping_np] != 0
         if not samples.any():
-            rows = drafts._replace(
-                draft_token_ids=verify_draft_sampled,
-                max_draft_len=self.num_speculative_steps,
-                bonus_row_is_last=True,
-            )
-            output = self.rule.verify(rows, margin)
-            if output.judgement is not None:
-                self.rule.record(
-                    drafts,
-                    margin,
-                    output.judgement,
-                    output.num_accepted,
-                    returns,
-                    is_greedy=True,
-                )
+            output = self.rule.verify(drafts, margin, returns)
             self.requests.spend(output.num_relaxed, output.lost, idx_mapping)
             return processed, output.output_token_ids, output.num_accepted + 1
 
+        # The bonus row of a request counts as one more position, with a padding draft.
+        drafts = drafts._replace(
+            draft_token_ids=next_input_tokens(verify_draft_sampled, ends),
+            max_draft_len=self.num_speculative_steps + 1,
+            bonus_row_is_last=False,
+        )
         is_greedy = not samples.all() and temperature.gpu[idx_mapping] == 0
         with self.rule.relaxed_made_certain(drafts, margin, is_greedy) as judgement:
             sampled, num_sampled = rejection_sample(
@@ -154,12 +146,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             )
         if judgement is not None:
             spent = self.rule.record(
-                drafts,
-                margin,
-                judgement,
-                num_sampled - 1,
-                returns,
-                is_greedy=is_greedy,
+                drafts, margin, judgement, num_sampled - 1, returns, is_greedy=is_greedy
             )
             if spent is not None:
                 self.requests.spend(*spent, idx_mapping)

@@ -72,7 +72,7 @@ def _judge(rule: MarginRule, drafts: Drafts, margin: Margin) -> None:
         pass
     if judgement is not None:
         none = torch.zeros_like(drafts.cu_num_draft_tokens)
-        rule.record(drafts, margin, judgement, none, {})
+        rule.record(drafts, margin, judgement, none)
 
 
 def _block(rule: MarginRule, device: torch.device, *, bonus_row_is_last: bool) -> None:
