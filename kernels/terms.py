@@ -210,6 +210,38 @@ class Drafts(NamedTuple):
     bonus_row_is_last: bool = False
 
 
+class Slots(NamedTuple):
+    """The requests of a step, and the tokens that each has so far.
+
+    Attributes:
+        idx_mapping: `[batch]` int32, slot of each request.
+        all_token_ids: `[max_num_reqs, width]` int32, prompt and answer by slot.
+        prompt_len: `[max_num_reqs]` int32.
+        total_len: `[max_num_reqs]` int32, of prompt and answer.
+    """
+
+    idx_mapping: torch.Tensor
+    all_token_ids: torch.Tensor
+    prompt_len: torch.Tensor
+    total_len: torch.Tensor
+
+
+class Markers(NamedTuple):
+    """What `vllm_mars.runner.sections` walks by, on a device.
+
+    Attributes:
+        opens: int32 `[largest marker + 1]`, the number of the span that a token opens, or 0.
+        closes: int32 of that shape, the spans that it closes, as a bit mask.
+        thinking: the tokens that begin and end the thinking section; -1 for none.
+        only_thinking: whether all outside that section is strict.
+    """
+
+    opens: torch.Tensor
+    closes: torch.Tensor
+    thinking: tuple[int, int]
+    only_thinking: bool
+
+
 class Judgement(NamedTuple):
     """What the margin says of a step's positions.
 

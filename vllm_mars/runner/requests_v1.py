@@ -19,7 +19,9 @@ from vllm_mars.kernels.terms import (
     Drafts,
     LossBudget,
     Margin,
+    Markers,
     RelaxedBudget,
+    Slots,
     Verdict,
     loss_rate,
     loss_units,
@@ -235,8 +237,8 @@ class RequestsV1(LogitsProcessor):
         return {place: ids[place] for place in places if self._of_place(place).options.wants_return}
 
     @cached_property
-    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._sections.tables(self._device)
+    def _markers(self) -> Markers:
+        return self._sections.markers(self._device)
 
     def _blocked(self, drafts: Drafts) -> torch.Tensor:
         ids, ends = drafts.draft_token_ids, drafts.cu_num_draft_tokens
@@ -261,19 +263,15 @@ class RequestsV1(LogitsProcessor):
         from vllm_mars.kernels.sections import blocked_rows
 
         none = torch.zeros(len(requests), dtype=torch.int32, device=self._device)
+        places = torch.arange(len(requests), dtype=torch.int32, device=self._device)
         rows: torch.Tensor = blocked_rows(
-            states=self._to_device(states).int(),
-            scanned=none.clone(),
-            is_structured=self._to_device(is_structured).int(),
-            idx_mapping=torch.arange(len(requests), dtype=torch.int32, device=self._device),
-            all_token_ids=none[:, None],
-            total_len=none,
+            self._to_device(states).int(),
+            none.clone(),
+            self._to_device(is_structured).int(),
+            Slots(places, none[:, None], none, none),
             # A row's draft token is looked for one entry behind it.
-            input_token_ids=torch.nn.functional.pad(ids, (1, 0)),
-            cu_num_logits=ends,
-            tables=self._tables,
-            thinking=self._sections.thinking,
-            only_thinking=self._sections.only_thinking,
+            drafts._replace(draft_token_ids=torch.nn.functional.pad(ids, (1, 0))),
+            self._markers,
         )
         blocked = rows[: ids.shape[0]]
         if self._config.repeat_ngram:

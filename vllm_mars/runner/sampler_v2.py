@@ -95,7 +95,14 @@ class MarsRejectionSamplerV2(RejectionSampler):
             warm_up_v2(self.rule, logits[:, :vocab], self.num_speculative_steps)
             self._is_warm = True
         ends = cu_num_logits[1:]
-        margin = self.requests.margin(idx_mapping, idx_mapping_np, verify_draft_sampled, ends)
+        drafts = Drafts(
+            logits[:, :vocab],
+            verify_draft_sampled,
+            ends,
+            max_draft_len=self.num_speculative_steps,
+            bonus_row_is_last=True,
+        )
+        margin = self.requests.margin(drafts, idx_mapping, idx_mapping_np)
         returns = self.requests.returns(idx_mapping_np)
         # Without a request that needs it, this is the logits themselves, as they are.
         processed = self.sampler.apply_sampling_params(
@@ -108,13 +115,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        drafts = Drafts(
-            processed[:, :vocab],
-            verify_draft_sampled,
-            ends,
-            max_draft_len=self.num_speculative_steps,
-            bonus_row_is_last=True,
-        )
+        drafts = drafts._replace(logits=processed[:, :vocab])
         temperature = self.sampler.sampling_states.temperature
         samples = temperature.np[idx_mapping_np] != 0
         if not samples.any():

@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, RelaxedBudget, loss_units
+from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, RelaxedBudget, Slots, loss_units
 from vllm_mars.runner.margin import MarginRule
 from vllm_mars.runner.sections import Sections
 from vllm_mars.verify import resolve_backend
@@ -82,32 +82,13 @@ def _block(rule: MarginRule, device: torch.device, *, bonus_row_is_last: bool) -
     from vllm_mars.kernels.repeats import block_repeats
     from vllm_mars.kernels.sections import blocked_rows
 
-    sections = Sections(rule.config)
-    blocked = blocked_rows(
-        states=_ids(0, device),
-        scanned=_ids(0, device),
-        is_structured=_ids(0, device),
-        idx_mapping=_ids(0, device),
-        all_token_ids=_ids(0, device)[None],
-        total_len=_ids(0, device),
-        input_token_ids=_ids(0, device),
-        cu_num_logits=_ids(1, device),
-        tables=sections.tables(device),
-        thinking=sections.thinking,
-        only_thinking=sections.only_thinking,
-    )
+    zero = _ids(0, device)
+    slots = Slots(zero, zero[None], zero, zero)
+    drafts = Drafts(torch.empty(0, 0), zero, _ids(1, device), bonus_row_is_last=bonus_row_is_last)
+    markers = Sections(rule.config).markers(device)
+    blocked = blocked_rows(zero.clone(), zero.clone(), zero, slots, drafts, markers)
     if rule.config.repeat_ngram:
-        block_repeats(
-            blocked,
-            idx_mapping=_ids(0, device),
-            all_token_ids=_ids(0, device)[None],
-            prompt_len=_ids(0, device),
-            total_len=_ids(0, device),
-            draft_token_ids=_ids(0, device),
-            cu_num_draft_tokens=_ids(1, device),
-            bonus_row_is_last=bonus_row_is_last,
-            length=rule.config.repeat_ngram,
-        )
+        block_repeats(blocked, slots, drafts, rule.config.repeat_ngram)
 
 
 def _margins(rule: MarginRule, device: torch.device, num_draft: int) -> list[Margin]:
