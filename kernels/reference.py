@@ -33,7 +33,6 @@ import torch
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_LOSS,
-    MOST_PRICE,
     Drafts,
     Judgement,
     LossBudget,
@@ -68,9 +67,9 @@ def _per_position(value: float | torch.Tensor, drafts: Drafts) -> torch.Tensor:
 
 def _price_units(price: float | torch.Tensor, drafts: Drafts) -> torch.Tensor:
     """A price, or that of each draft position's request, as int64."""
-    if not isinstance(price, torch.Tensor):
-        return torch.tensor(price_units(price), device=drafts.logits.device)
-    units = (price * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
+    units = price_units(price)
+    if isinstance(units, int):
+        return torch.tensor(units, device=drafts.logits.device)
     return _per_position(units, drafts)
 
 

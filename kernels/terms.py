@@ -89,8 +89,10 @@ def loss_units(nats: float) -> int:
     return math.floor(nats * 2**LOSS_BITS)
 
 
-def price_units(price: float) -> int:
-    """A price, as float32 like a tensor's, in units of 2**-LOSS_BITS nats, rounded down."""
+def price_units(price: float | torch.Tensor) -> int | torch.Tensor:
+    """A price, in float32, in units of 2**-LOSS_BITS nats, rounded down; a tensor's as int64."""
+    if isinstance(price, torch.Tensor):
+        return (price * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
     return min(loss_units(float(np.float32(price))), MOST_PRICE)
 
 
