@@ -53,9 +53,8 @@ def _after(module: ModuleType, method: str, *acts: str, needs: Sequence[str] = (
         needs: groups of `INTERFACES` that the installed vLLM is held against first.
     """
 
-    def call_and_act(
-        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    @wrapt.patch_function_wrapper(module, method)
+    def call_and_act(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
         config = config_of(instance.vllm_config)
         if config is not None:
@@ -67,8 +66,6 @@ def _after(module: ModuleType, method: str, *acts: str, needs: Sequence[str] = (
                 pkgutil.resolve_name(act)(instance, config)
         return result
 
-    wrapt.wrap_function_wrapper(module, method, call_and_act)
-
 
 # Why: vLLM knows a fixed set of rejection sample methods and its config classes forbid other
 # fields. Until: vLLM lets a plugin add a rejection sample method with options of its own.
@@ -76,9 +73,8 @@ def _after(module: ModuleType, method: str, *acts: str, needs: Sequence[str] = (
 def patch_engine_args(module: ModuleType) -> None:
     """Takes the options out of the engine's arguments, and notes the tool parser for them."""
 
-    def from_cli_args(
-        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    @wrapt.patch_function_wrapper(module, "EngineArgs.from_cli_args")
+    def from_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         engine_args = wrapped(*args, **kwargs)
         if engine_args.speculative_config is not None:
             from vllm_mars.engine.markers import remember_tool_parser
@@ -86,19 +82,13 @@ def patch_engine_args(module: ModuleType) -> None:
             remember_tool_parser(engine_args, kwargs["args"] if "args" in kwargs else args[0])
         return engine_args
 
-    def create_speculative_config(
-        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    @wrapt.patch_function_wrapper(module, "EngineArgs.create_speculative_config")
+    def create_speculative_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if instance.speculative_config is not None:
             from vllm_mars.engine.options import take_options
 
             take_options(instance, kwargs.get("target_model_config") or args[0])
         return wrapped(*args, **kwargs)
-
-    wrapt.wrap_function_wrapper(module, "EngineArgs.from_cli_args", from_cli_args)
-    wrapt.wrap_function_wrapper(
-        module, "EngineArgs.create_speculative_config", create_speculative_config
-    )
 
 
 # Why: a request's own options are checked where a bad value is that client's error 400; the V1
@@ -107,18 +97,16 @@ def patch_engine_args(module: ModuleType) -> None:
 @_once
 def patch_input_processor(module: ModuleType) -> None:
     """Checks a request's own options when the front end validates its parameters."""
+    # First, so that a vLLM without the other method is refused.
+    _after(module, "InputProcessor.__init__", needs=["requests"])
 
-    def validate_params(
-        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    @wrapt.patch_function_wrapper(module, "InputProcessor._validate_params")
+    def validate_params(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from vllm_mars.engine.options import check_request
 
         result = wrapped(*args, **kwargs)
         check_request(kwargs["params"] if "params" in kwargs else args[0], instance.vllm_config)
         return result
-
-    _after(module, "InputProcessor.__init__", needs=["requests"])
-    wrapt.wrap_function_wrapper(module, "InputProcessor._validate_params", validate_params)
 
 
 # Why: the server answers a streaming request with status 200 before `_validate_params` sees it.
@@ -127,16 +115,13 @@ def patch_input_processor(module: ModuleType) -> None:
 def patch_async_llm(module: ModuleType) -> None:
     """Checks a request's own options before its answer begins."""
 
-    def generate(
-        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    @wrapt.patch_function_wrapper(module, "AsyncLLM.generate")
+    def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from vllm_mars.engine.options import check_request
 
         params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
         check_request(params, instance.vllm_config)
         return wrapped(*args, **kwargs)
-
-    wrapt.wrap_function_wrapper(module, "AsyncLLM.generate", generate)
 
 
 # Why: vLLM carries a fixed set of statistics from the workers to the front end, and verifies drafts
