@@ -27,6 +27,7 @@ from vllm_mars.kernels.terms import (
     Verdict,
     VerifyOutput,
     price_units,
+    share_units,
 )
 from vllm_mars.kernels.walk import walk
 
@@ -225,7 +226,7 @@ def _keep_budgets(
     most_relaxed = most_lost = None
     if (budget := margin.budget) is not None:
         produced = budget.num_output_tokens.numpy().astype(np.int64)[request_of] + offset + 1
-        most_relaxed = budget.share_units * produced >> SHARE_BITS
+        most_relaxed = share_units(budget.share) * produced >> SHARE_BITS
         most_relaxed -= budget.num_relaxed.numpy()[request_of]
     if (nats := margin.loss_budget) is not None:
         produced = nats.num_output_tokens.numpy().astype(np.int64)[request_of] + offset + 1

@@ -28,6 +28,7 @@ from vllm_mars.kernels.terms import (
     VerifyOutput,
     new_output,
     price_units,
+    share_units,
 )
 from vllm_mars.kernels.top2 import reduce_rows, reduce_splits, unpack_id
 from vllm_mars.kernels.verdicts import (
@@ -413,7 +414,7 @@ def _shared_arguments(drafts: Drafts, margin: Margin, with_values: bool) -> dict
         "theta": margin.theta,
         "gap": margin.gap,
         "price": price_units(price or 0.0) if not isinstance(price, torch.Tensor) else price,
-        "share": 0 if budget is None else budget.share_units,
+        "share": 0 if budget is None else share_units(budget.share),
         "rate": 0 if nats is None else nats.rate,
         "burst": 0 if nats is None else nats.burst,
         "vocab": drafts.logits.shape[1],

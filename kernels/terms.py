@@ -112,11 +112,6 @@ class RelaxedBudget(NamedTuple):
     num_relaxed: torch.Tensor
     num_output_tokens: torch.Tensor
 
-    @property
-    def share_units(self) -> int:
-        """The share as an integer."""
-        return share_units(self.share)
-
 
 class LossBudget(NamedTuple):
     """How many nats the relaxed tokens of a request may lose.

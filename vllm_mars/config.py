@@ -303,8 +303,9 @@ def split_speculative_config(
     method = config.get("rejection_sample_method", "standard")
     if method != METHOD:
         if options:
+            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
             raise ValueError(
-                f"{_list(options)} is given, but rejection_sample_method is {method!r}; "
+                f"{given} is given, but rejection_sample_method is {method!r}; "
                 f"set it to {METHOD!r} or drop the option."
             )
         return None, config
@@ -469,7 +470,3 @@ def _spans(spans: object) -> tuple[Span, ...]:
             '"</tool_call>"]]; [] switches it off.'
         )
     return tuple(tuple(span) for span in spans)
-
-
-def _list(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in options.items())

@@ -284,8 +284,11 @@ def verify_drafts(
     Args:
         drafts: the step's draft tokens and logits.
         margin: what may be relaxed.
-        with_verdicts, dry_run, backend: as in `verify_greedy`.
-        out: as there; None where the bonus row is last.
+        with_verdicts: also return the verdicts, the losses and the values of the top 2.
+        dry_run: verify strictly; the verdicts say what the margin would have done.
+        out: contiguous buffers to write, in the shapes and dtypes of the result; None where the
+            bonus row is last.
+        backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
 
     Returns:
         A `VerifyOutput`. Where the bonus row is last its `output_token_ids` is int64, as that
