@@ -206,6 +206,15 @@ class Drafts(NamedTuple):
     max_draft_len: int | None = None
     bonus_row_is_last: bool = False
 
+    def locate(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The request of each position and the offset within its draft; int64 `[num_draft]`."""
+        ends = self.cu_num_draft_tokens.long()
+        position = torch.arange(len(self.draft_token_ids), device=ends.device)
+        # Requests without a draft end where the one before does, and are passed over.
+        request = torch.searchsorted(ends, position, right=True)
+        starts = torch.cat([ends.new_zeros(1), ends])
+        return request, position - starts[request]
+
 
 class Slots(NamedTuple):
     """The requests of a step, and the tokens that each has so far.
@@ -336,13 +345,8 @@ class Trees(NamedTuple):
     def parent_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The row that judges each node, int64, and which are nodes at all; both `[num_draft]`."""
         drafts, parents = self.drafts, self.parents
-        ends = drafts.cu_num_draft_tokens.long()
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        request = torch.arange(len(ends), device=ends.device).repeat_interleave(
-            counts, output_size=len(parents)
-        )
-        start = (ends - counts)[request]
-        index = torch.arange(len(parents), device=ends.device) - start
+        request, index = drafts.locate()
+        start = torch.arange(len(parents), device=parents.device) - index
         is_node = (index < MOST_NODES) & (parents >= -1) & (parents < index)
         has_parent = is_node & (parents >= 0)
         of_parent = drafts.target_rows[torch.where(has_parent, start + parents, 0)]

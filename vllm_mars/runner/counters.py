@@ -15,14 +15,7 @@ import numpy as np
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import (
-    LOSS_BITS,
-    MOST_PRICE,
-    Drafts,
-    Judgement,
-    Margin,
-    Verdict,
-)
+from vllm_mars.kernels.terms import LOSS_BITS, Drafts, Judgement, Margin, Verdict, price_units
 from vllm_mars.verify import Backend, resolve_backend
 
 # Upper edges of the histogram of z2/z1, inclusive; above the last one is infinity. They lie close
@@ -192,22 +185,6 @@ def layout_of(config: MarsConfig, speculative_config: Any) -> CounterLayout:
     return CounterLayout(speculative_config.num_speculative_tokens, config.shadowed, config.metric)
 
 
-def locate(cu_num_draft_tokens: torch.Tensor, num_draft: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request of each draft position and the offset within its draft; int64 `[num_draft]`.
-
-    Args:
-        cu_num_draft_tokens: int32 `[batch]`, inclusive prefix sum.
-        num_draft: its last element.
-    """
-    row = torch.arange(num_draft, device=cu_num_draft_tokens.device)
-    ends = cu_num_draft_tokens.long()
-    # Requests without a draft end where the one before does, and are passed over.
-    request = torch.searchsorted(ends, row, right=True)
-    lengths = ends.clone()
-    lengths[1:] -= ends[:-1]
-    return request, row - (ends - lengths)[request]
-
-
 def count_positions(
     counters: Counters,
     drafts: Drafts,
@@ -250,19 +227,7 @@ def count_positions(
             ratio_unit=RATIO_UNIT,
         )
         return
-    _count_in_numpy(counters, drafts, judgement, num_accepted, margin, dry_run)
-
-
-def _count_in_numpy(
-    counters: Counters,
-    drafts: Drafts,
-    judgement: Judgement,
-    num_accepted: torch.Tensor,
-    margin: Margin,
-    dry_run: bool,
-) -> None:
-    """`count_positions` on a CPU, where NumPy's small operations cost a fifth of torch's."""
-    layout = counters.layout
+    # On a CPU, where NumPy's small operations cost a fifth of torch's.
     verdicts, accepted = judgement.verdicts.numpy(), num_accepted.numpy()
     ends = drafts.cu_num_draft_tokens.numpy()
     row = np.arange(len(verdicts))
@@ -333,7 +298,7 @@ def count_shadow(
         return
     layout = counters.layout
     longest = layout.num_speculative_tokens
-    request, position = locate(drafts.cu_num_draft_tokens, len(verdicts))
+    request, position = drafts.locate()
     is_draft = drafts.draft_token_ids >= 0
     strict = is_draft & ((verdicts == Verdict.FIRST) | (position < num_accepted[request]))
     relaxed = is_draft & (verdicts == Verdict.RELAXED) & ~strict
@@ -350,8 +315,7 @@ def count_shadow(
     threshold = counters.shadowed[:, None]
     if layout.metric == "price":
         assert judgement.losses is not None, "verdicts come with losses"
-        price = (threshold * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
-        gain = price - judgement.losses * relaxed
+        gain = price_units(threshold) - judgement.losses * relaxed
         is_small = (gain > 0) | is_greedy[request]
     else:
         largest, second = judgement.top2_values.unbind(1)

@@ -17,7 +17,7 @@ from vllm_mars.kernels.terms import (
     Verdict,
     VerifyOutput,
 )
-from vllm_mars.runner.counters import Counters, count_positions, count_shadow, locate
+from vllm_mars.runner.counters import Counters, count_positions, count_shadow
 from vllm_mars.verify import (
     Backend,
     judge_drafts,
@@ -154,7 +154,7 @@ class MarginRule:
                 dry_run=self.config.shadow,
                 backend=self.backend,
             )
-            request, _ = locate(drafts.cu_num_draft_tokens, judgement.verdicts.shape[0])
+            request, _ = drafts.locate()
             verdicts = torch.where(is_greedy[request], output.verdicts, judgement.verdicts)
             judgement = judgement._replace(verdicts=verdicts)
         if self.config.shadow:
@@ -210,7 +210,7 @@ class MarginRule:
         if not has_budget and not returns:
             return None
         # A step's tokens are the accepted drafts and one more.
-        request, offset = locate(drafts.cu_num_draft_tokens, verdicts.shape[0])
+        request, offset = drafts.locate()
         is_relaxed = (verdicts == Verdict.RELAXED) & (offset < num_accepted[request])
         is_relaxed &= not self.config.shadow
         if returns:
