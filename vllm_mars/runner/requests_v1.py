@@ -1,7 +1,7 @@
 """The requests in the batch of vLLM's V1 model runner, and what each brings to a step."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -251,14 +251,14 @@ class RequestsV1(LogitsProcessor):
         states = [request.state for request in requests]
         is_structured = [request.options.is_structured for request in requests]
         if self._on_host:
-            lists = ids.tolist(), ends.tolist()
-            reasons = list(self._sections.blocked(states, is_structured, *lists))
-            if self._config.repeat_ngram:
-                repeats = self._repeats(requests, *lists)
-                reasons = [
-                    reason or Verdict.REPEAT * is_repeat
-                    for reason, is_repeat in zip(reasons, repeats, strict=True)
-                ]
+            drafted, begin = ids.tolist(), 0
+            reasons = list(self._sections.blocked(states, is_structured, drafted, ends.tolist()))
+            for request, end in zip(requests, ends.tolist(), strict=True):
+                if self._config.repeat_ngram:
+                    repeats = request.ngrams.repeated(request.output, drafted[begin:end])
+                    for position, is_repeat in enumerate(repeats, start=begin):
+                        reasons[position] = reasons[position] or Verdict.REPEAT * is_repeat
+                begin = end
             return torch.tensor(reasons, dtype=torch.int8)
         from vllm_mars.kernels.sections import blocked_rows
 
@@ -277,13 +277,6 @@ class RequestsV1(LogitsProcessor):
         if self._config.repeat_ngram:
             self._answers.block_repeats(blocked, [request.answer for request in requests], drafts)
         return blocked
-
-    @staticmethod
-    def _repeats(requests: list[_Request], drafts: list[int], ends: list[int]) -> Iterator[bool]:
-        begin = 0
-        for request, end in zip(requests, ends, strict=True):
-            yield from request.ngrams.repeated(request.output, drafts[begin:end])
-            begin = end
 
     def _to_device(self, values: Sequence[float]) -> torch.Tensor:
         # New memory each time: an earlier copy may not have been made yet, with steps queued ahead.

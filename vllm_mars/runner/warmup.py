@@ -123,11 +123,9 @@ def _loss_budgets(rule: MarginRule, device: torch.device) -> list[LossBudget | N
         torch.zeros(1, dtype=torch.int64, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
     )
-    if config.shadow:
+    if config.shadow or (config.max_loss is None and not config.client_control):
         return [None]
-    if config.max_loss is not None:
-        return [bound]
-    return [None, bound] if config.client_control else [None]
+    return [None, bound] if config.max_loss is None else [bound]
 
 
 def _may_block(rule: MarginRule) -> bool:
