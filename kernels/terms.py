@@ -206,6 +206,17 @@ class Drafts(NamedTuple):
     max_draft_len: int | None = None
     bonus_row_is_last: bool = False
 
+    def by_position(self) -> "Drafts":
+        """These; a bonus row that is a request's last is a position with a padding draft.
+
+        That is always rejected, so the row emits its argmax.
+        """
+        if not self.bonus_row_is_last:
+            return self
+        last = self.cu_num_draft_tokens.long() - 1
+        ids = self.draft_token_ids.roll(-1).index_fill(0, last, -1)
+        return self._replace(draft_token_ids=ids, bonus_row_is_last=False)
+
     def locate(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The request of each position and the offset within its draft; int64 `[num_draft]`."""
         ends = self.cu_num_draft_tokens.long()

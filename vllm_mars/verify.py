@@ -309,15 +309,9 @@ def verify_drafts(
     kernels = kernels_of(resolved, drafts.logits.device.type)
     if resolved == "triton":
         return kernels.verify_greedy(drafts, margin, with_verdicts, dry_run, out)
+    output = kernels.verify_greedy(drafts.by_position(), margin, with_verdicts, dry_run)
     if drafts.bonus_row_is_last:
-        # A bonus row is a position whose draft is always rejected: it emits its argmax.
-        rows = drafts._replace(
-            draft_token_ids=next_input_tokens(drafts.draft_token_ids, drafts.cu_num_draft_tokens),
-            bonus_row_is_last=False,
-        )
-        output = kernels.verify_greedy(rows, margin, with_verdicts, dry_run)
         return output._replace(output_token_ids=output.output_token_ids.long())
-    output = kernels.verify_greedy(drafts, margin, with_verdicts, dry_run)
     if out is None:
         return output
     for buffer, result in zip(out, output, strict=True):
@@ -335,16 +329,6 @@ def kernels_of(resolved: str, device_type: str) -> Any:
     from vllm_mars.kernels import cpu, reference
 
     return cpu if device_type == "cpu" else reference
-
-
-def next_input_tokens(input_token_ids: torch.Tensor, cu_num_logits: torch.Tensor) -> torch.Tensor:
-    """The draft token of each row, and -1 for each request's last row; all `[num_logits]`.
-
-    Args:
-        input_token_ids: `[num_logits]`, the model's input token at each row.
-        cu_num_logits: `[batch]` int32, inclusive prefix sum of the requests' rows.
-    """
-    return input_token_ids.roll(-1).index_fill(0, cu_num_logits.long() - 1, -1)
 
 
 def judge_drafts(

@@ -18,13 +18,7 @@ from vllm_mars.kernels.terms import (
     VerifyOutput,
 )
 from vllm_mars.runner.counters import Counters, count_positions, count_shadow
-from vllm_mars.verify import (
-    Backend,
-    judge_drafts,
-    next_input_tokens,
-    resolve_backend,
-    verify_drafts,
-)
+from vllm_mars.verify import Backend, judge_drafts, resolve_backend, verify_drafts
 
 # A gap that any draft token among the two largest passes, and the largest price, for shadow mode to
 # judge.
@@ -89,11 +83,9 @@ class MarginRule:
             backend=self.backend,
         )
         if output.judgement is not None:
-            if drafts.bonus_row_is_last:
-                ids = next_input_tokens(drafts.draft_token_ids, drafts.cu_num_draft_tokens)
-                drafts = drafts._replace(draft_token_ids=ids)
+            rows = drafts.by_position()
             self.record(
-                drafts, margin, output.judgement, output.num_accepted, returns, is_greedy=True
+                rows, margin, output.judgement, output.num_accepted, returns, is_greedy=True
             )
         return output
 
@@ -184,8 +176,7 @@ class MarginRule:
         """Counts a step, and notes what was relaxed for the requests that want to know it.
 
         Args:
-            drafts: the step's, with a bonus row as a position of a padding draft, or without; its
-                logits are not read.
+            drafts: the step's, by position; the logits are not read.
             margin: what the requests allowed.
             judgement: of the step's positions; its values are None where nothing is counted.
             num_accepted: int `[batch]`, accepted draft tokens.

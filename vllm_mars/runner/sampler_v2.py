@@ -16,7 +16,6 @@ from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
 from vllm_mars.runner.warmup import warm_up_v2
-from vllm_mars.verify import next_input_tokens
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -94,11 +93,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
         if not self._is_warm:
             warm_up_v2(self.rule, logits[:, :vocab], self.num_speculative_steps)
             self._is_warm = True
-        ends = cu_num_logits[1:]
         drafts = Drafts(
             logits[:, :vocab],
             verify_draft_sampled,
-            ends,
+            cu_num_logits[1:],
             max_draft_len=self.num_speculative_steps,
             bonus_row_is_last=True,
         )
@@ -123,12 +121,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
             self.requests.spend(output.num_relaxed, output.lost, idx_mapping)
             return processed, output.output_token_ids, output.num_accepted + 1
 
-        # The bonus row of a request counts as one more position, with a padding draft.
-        drafts = drafts._replace(
-            draft_token_ids=next_input_tokens(verify_draft_sampled, ends),
-            max_draft_len=self.num_speculative_steps + 1,
-            bonus_row_is_last=False,
-        )
+        # The bonus row of a request counts as one more.
+        drafts = drafts.by_position()._replace(max_draft_len=self.num_speculative_steps + 1)
         is_greedy = not samples.all() and temperature.gpu[idx_mapping] == 0
         with self.rule.relaxed_made_certain(drafts, margin, is_greedy) as judgement:
             sampled, num_sampled = rejection_sample(
