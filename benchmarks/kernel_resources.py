@@ -33,7 +33,9 @@ from vllm_mars.kernels.terms import (
     Judgement,
     LossBudget,
     Margin,
+    Markers,
     RelaxedBudget,
+    Slots,
     Trees,
 )
 from vllm_mars.local.provenance import describe_run
@@ -56,6 +58,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ids = functools.partial(torch.zeros, dtype=torch.int32)
 # A request with two draft tokens, and the row of its bonus token.
 _IDS, _ONE = _ids(2), _ids(1)
+_SLOTS = Slots(_ONE, _ids(1, 1), _ONE, _ONE)
 
 
 def _drafts(dtype: str = "bf16", stride: int = VOCAB, **layout: Any) -> Drafts:
@@ -152,27 +155,12 @@ def _count() -> None:
 
 
 def _block() -> None:
-    names = ("states", "scanned", "is_structured", "idx_mapping", "total_len", "cu_num_logits")
-    sections.blocked_rows(
-        **dict.fromkeys(names, _ONE),
-        all_token_ids=_ids(1, 1),
-        input_token_ids=_IDS,
-        tables=(_IDS, _IDS),
-        thinking=(3, 4),
-        only_thinking=True,
-    )
+    markers = Markers(_IDS, _IDS, (3, 4), only_thinking=True)
+    sections.blocked_rows(_ONE, _ONE, _ONE, _SLOTS, _drafts(), markers)
 
 
 def _repeat() -> None:
-    names = ("idx_mapping", "prompt_len", "total_len", "cu_num_draft_tokens")
-    repeats.block_repeats(
-        _IDS.to(torch.int8),
-        **dict.fromkeys(names, _ONE),
-        all_token_ids=_ids(1, 1),
-        draft_token_ids=_IDS,
-        bonus_row_is_last=True,
-        length=4,
-    )
+    repeats.block_repeats(_IDS.to(torch.int8), _SLOTS, _drafts(bonus_row_is_last=True), 4)
 
 
 def compile_variant(name: str, target: str) -> Any:

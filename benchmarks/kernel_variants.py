@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_mars import verify_greedy
-from vllm_mars.verify import judge_positions, verify_input_tokens
+from vllm_mars.kernels.terms import Drafts, Margin
+from vllm_mars.verify import judge_drafts, verify_drafts
 
 THETA = 0.9
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -191,13 +192,15 @@ def mars_v2(step: Step) -> Variant:
     """The Triton kernels as the V2 sampler calls them: rows in order, input tokens as drafts."""
     batch, k, _, _ = step.shape
     call = functools.partial(
-        verify_input_tokens,
-        step.logits,
-        step.input_tokens,
-        torch.arange(1, batch + 1, device=step.logits.device, dtype=torch.int32) * (k + 1),
-        THETA,
-        k,
-        protected=step.protected,
+        verify_drafts,
+        Drafts(
+            step.logits,
+            step.input_tokens,
+            torch.arange(1, batch + 1, device=step.logits.device, dtype=torch.int32) * (k + 1),
+            max_draft_len=k,
+            bonus_row_is_last=True,
+        ),
+        Margin(THETA, protected=step.protected),
     )
     return Variant(
         run=lambda: tuple(call(backend="triton")[:3]),
@@ -215,13 +218,9 @@ def mars_judge(step: Step) -> Variant:
         )
     batch, k, vocab, _ = step.shape
     call = functools.partial(
-        judge_positions,
-        step.logits,
-        step.drafts,
-        step.ends,
-        THETA,
-        protected=step.protected,
-        target_rows=step.target_rows,
+        judge_drafts,
+        Drafts(step.logits, step.drafts, step.ends, step.target_rows),
+        Margin(THETA, protected=step.protected),
     )
     return Variant(
         run=lambda: (call(backend="triton").verdicts,),

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.terms import CounterStarts, Drafts, Judgement, Margin, Verdict
+from vllm_mars.kernels.terms import COUNTS, Drafts, Judgement, Margin, Verdict
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))
 _PROTECTED = tl.constexpr(int(Verdict.PROTECTED))
@@ -24,7 +24,7 @@ _UNALIGNED = [
 
 
 @triton.jit(
-    do_not_specialize=["theta", "gap", *(f"{name}_start" for name in CounterStarts._fields)],
+    do_not_specialize=["theta", "gap", *(f"{name}_start" for name in COUNTS)],
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def count_kernel(
@@ -48,7 +48,7 @@ def count_kernel(
     theta,
     # float, or [batch]
     gap,
-    # As in `CounterStarts`.
+    # Where each of `COUNTS` begins.
     verified_start,
     accepted_start,
     relaxed_start,
@@ -120,7 +120,7 @@ def count_positions(
     *,
     dry_run: bool,
     counts: torch.Tensor,
-    starts: CounterStarts,
+    starts: tuple[int, ...],
     ratio_edges: torch.Tensor,
     ratio_unit: float,
 ) -> None:
@@ -133,7 +133,7 @@ def count_positions(
         margin: its theta and gap say which positions are low-margin.
         dry_run: whether nothing counts as relaxed or refused.
         counts: int64, added into.
-        starts: where each count begins in it.
+        starts: where each of `COUNTS` begins in it.
         ratio_edges: `[num_edges]` float32, upper edges of the histogram, inclusive.
         ratio_unit: one unit of the sum of ratios.
     """

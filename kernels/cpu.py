@@ -18,7 +18,6 @@ import torch
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_LOSS,
-    MOST_PRICE,
     SHARE_BITS,
     Drafts,
     Judgement,
@@ -28,6 +27,7 @@ from vllm_mars.kernels.terms import (
     Verdict,
     VerifyOutput,
     price_units,
+    share_units,
 )
 from vllm_mars.kernels.walk import walk
 
@@ -45,9 +45,7 @@ def verify_greedy(
     ends = drafts.cu_num_draft_tokens.numpy().astype(np.int64)
     counts = np.diff(ends, prepend=0)
 
-    accepted = ids == argmax
     verdicts, losses = _verdicts(rows, target, ids, argmax, counts, margin)
-    verdicts[accepted] = Verdict.FIRST
 
     # Ragged to padded: position j of request i is draft token start[i] + j, if j < counts[i].
     offsets = np.arange(drafts.max_draft_len + 1)
@@ -56,9 +54,10 @@ def verify_greedy(
     if num_draft:
         index = np.minimum((ends - counts)[:, None] + offsets, num_draft - 1)
         if margin.price is not None:
-            keep_best_stop(verdicts, losses, index, counts, _price_units(margin.price))
+            price = np.asarray(price_units(margin.price))
+            keep_best_stop(verdicts, losses, index, counts, price)
         relaxed = (verdicts == Verdict.RELAXED) & (not dry_run)
-        accepted |= relaxed
+        accepted = (verdicts == Verdict.FIRST) | relaxed
         kept = np.logical_and.accumulate(is_draft & accepted[index], axis=1)
         num_accepted = kept.sum(axis=1)
         is_relaxed = kept & relaxed[index]
@@ -98,7 +97,7 @@ def verify_greedy(
 
 
 def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = False) -> Judgement:
-    """The CPU form of `vllm_mars.verify.judge_positions`."""
+    """The CPU form of `vllm_mars.verify.judge_drafts`."""
     ids = drafts.draft_token_ids.numpy()
     rows = _as_numpy(drafts.logits)
     target = _target_rows(drafts)
@@ -122,8 +121,6 @@ def verify_tree(trees: Trees, margin: Margin) -> TreeOutput:
     counts = np.diff(drafts.cu_num_draft_tokens.numpy().astype(np.int64), prepend=0)
     alone = trees.draws is not None
     verdicts, losses = _verdicts(rows, target.numpy(), ids, argmax, counts, margin, alone)
-    if not alone:
-        verdicts[ids == argmax] = Verdict.FIRST
     return walk(
         trees,
         is_node,
@@ -151,14 +148,6 @@ def _per_position(value: float | torch.Tensor, counts: np.ndarray) -> np.ndarray
     return np.float32(value)
 
 
-def _price_units(price: float | torch.Tensor) -> np.ndarray | int:
-    """A price in units of 2**-LOSS_BITS nats; int64 `[batch]` where each request has its own."""
-    if not isinstance(price, torch.Tensor):
-        return price_units(price)
-    units = np.floor(price.numpy() * np.float32(2**LOSS_BITS))
-    return np.minimum(units, MOST_PRICE).astype(np.int64)
-
-
 def _verdicts(
     rows: np.ndarray,
     target: np.ndarray,
@@ -170,7 +159,7 @@ def _verdicts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The verdicts, int8, and the losses, int32; both `[num_draft]`.
 
-    NONE stands where the argmax is drafted, but where each position is judged alone. With a price
+    FIRST stands where the argmax is drafted, but where each position is judged alone. With a price
     RELAXED stands at each payable position; alone, at those that pay for themselves.
     """
     in_vocab = (drafts >= 0) & (drafts < rows.shape[1])
@@ -191,8 +180,8 @@ def _verdicts(
         refusable = allowed
     else:
         allowed = considered & (draft_logits > -np.inf) & (first < np.inf)
-        price = _price_units(margin.price)
-        pays = losses < (price if isinstance(price, int) else price.repeat(counts))
+        price = price_units(margin.price)
+        pays = losses < (price if isinstance(price, int) else price.numpy().repeat(counts))
         refusable = allowed & pays
         if alone:
             allowed = refusable
@@ -208,6 +197,8 @@ def _verdicts(
         np.copyto(verdicts, blocked, where=refusable & (blocked != 0))
     if margin.budget is not None or margin.loss_budget is not None:
         _keep_budgets(verdicts, losses, counts, margin)
+    if not alone:
+        verdicts[drafts == argmax] = Verdict.FIRST
     return verdicts, losses
 
 
@@ -235,7 +226,7 @@ def _keep_budgets(
     most_relaxed = most_lost = None
     if (budget := margin.budget) is not None:
         produced = budget.num_output_tokens.numpy().astype(np.int64)[request_of] + offset + 1
-        most_relaxed = budget.share_units * produced >> SHARE_BITS
+        most_relaxed = share_units(budget.share) * produced >> SHARE_BITS
         most_relaxed -= budget.num_relaxed.numpy()[request_of]
     if (nats := margin.loss_budget) is not None:
         produced = nats.num_output_tokens.numpy().astype(np.int64)[request_of] + offset + 1

@@ -28,6 +28,7 @@ from vllm_mars.kernels.terms import (
     VerifyOutput,
     new_output,
     price_units,
+    share_units,
 )
 from vllm_mars.kernels.top2 import reduce_rows, reduce_splits, unpack_id
 from vllm_mars.kernels.verdicts import (
@@ -391,12 +392,11 @@ def num_positions(max_draft_len: int) -> int:
     return max(_MIN_POSITIONS, triton.next_power_of_2(max_draft_len + 1))
 
 
-def _shared_arguments(drafts: Drafts, margin: Margin, with_values: bool) -> dict[str, Any]:
-    """Launches `top2_kernel`; returns what `accept_kernel` and `judge_kernel` both take."""
-    with_second = margin.price is None or with_values
+def row_arguments(drafts: Drafts, margin: Margin, with_values: bool = False) -> dict[str, Any]:
+    """Launches `top2_kernel`; returns what each kernel takes that then judges the rows."""
+    price = margin.price
+    with_second = price is None or with_values
     best, second, num_splits, padded_splits = reduce_rows(drafts, with_second)
-    budget, nats, price = margin.budget, margin.loss_budget, margin.price
-    either = budget if nats is None else nats
     return {
         "best_ptr": best,
         "second_ptr": second,
@@ -404,33 +404,41 @@ def _shared_arguments(drafts: Drafts, margin: Margin, with_values: bool) -> dict
         "logits_stride": drafts.logits.stride(0),
         "draft_token_ids_ptr": drafts.draft_token_ids,
         "protected_ptr": margin.protected,
+        "cu_num_draft_tokens_ptr": drafts.cu_num_draft_tokens,
+        "theta": margin.theta,
+        "gap": margin.gap,
+        "price": price if isinstance(price, torch.Tensor) else price_units(price or 0.0),
+        "vocab": drafts.logits.shape[1],
+        "num_splits": num_splits,
+        "SPLITS": padded_splits,
+        "HAS_PROTECTED": margin.protected is not None,
+        "HAS_PRICE": price is not None,
+        "THETA_PER_REQUEST": isinstance(margin.theta, torch.Tensor),
+        "GAP_PER_REQUEST": isinstance(margin.gap, torch.Tensor),
+        "PRICE_PER_REQUEST": isinstance(price, torch.Tensor),
+        "WITH_SECOND": with_second,
+        "enable_fp_fusion": False,
+    }
+
+
+def _limit_arguments(drafts: Drafts, margin: Margin) -> dict[str, Any]:
+    """What `accept_kernel` and `judge_kernel` take besides."""
+    budget, nats = margin.budget, margin.loss_budget
+    either = budget if nats is None else nats
+    return {
         "blocked_ptr": margin.blocked,
         "budget_used_ptr": None if budget is None else budget.num_relaxed,
         "budget_lost_ptr": None if nats is None else nats.lost,
         "budget_produced_ptr": None if either is None else either.num_output_tokens,
         "target_rows_ptr": drafts.target_rows,
-        "cu_num_draft_tokens_ptr": drafts.cu_num_draft_tokens,
-        "theta": margin.theta,
-        "gap": margin.gap,
-        "price": price_units(price or 0.0) if not isinstance(price, torch.Tensor) else price,
-        "share": 0 if budget is None else budget.share_units,
+        "share": 0 if budget is None else share_units(budget.share),
         "rate": 0 if nats is None else nats.rate,
         "burst": 0 if nats is None else nats.burst,
-        "vocab": drafts.logits.shape[1],
-        "num_splits": num_splits,
-        "SPLITS": padded_splits,
         "HAS_TARGET_ROWS": drafts.target_rows is not None,
-        "HAS_PROTECTED": margin.protected is not None,
         "HAS_BLOCKED": margin.blocked is not None,
         "HAS_BUDGET": budget is not None,
         "HAS_LOSS_BUDGET": nats is not None,
-        "HAS_PRICE": price is not None,
-        "THETA_PER_REQUEST": isinstance(margin.theta, torch.Tensor),
-        "GAP_PER_REQUEST": isinstance(margin.gap, torch.Tensor),
-        "PRICE_PER_REQUEST": isinstance(price, torch.Tensor),
         "RATE_PER_REQUEST": nats is not None and isinstance(nats.rate, torch.Tensor),
-        "WITH_SECOND": with_second,
-        "enable_fp_fusion": False,
     }
 
 
@@ -441,7 +449,7 @@ def verify_greedy(
     dry_run: bool = False,
     out: VerifyOutput | None = None,
 ) -> VerifyOutput:
-    """The Triton form of `vllm_mars.verify_greedy` and `vllm_mars.verify.verify_input_tokens`."""
+    """The Triton form of `vllm_mars.verify.verify_drafts`."""
     batch = drafts.cu_num_draft_tokens.shape[0]
     if out is None:
         token_dtype = torch.int64 if drafts.bonus_row_is_last else torch.int32
@@ -469,13 +477,14 @@ def verify_greedy(
         BONUS=bonus,
         WITH_VERDICTS=with_verdicts,
         DRY_RUN=dry_run,
-        **_shared_arguments(drafts, margin, with_verdicts),
+        **row_arguments(drafts, margin, with_verdicts),
+        **_limit_arguments(drafts, margin),
     )
     return out
 
 
 def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = False) -> Judgement:
-    """The Triton form of `vllm_mars.verify.judge_positions`."""
+    """The Triton form of `vllm_mars.verify.judge_drafts`."""
     num_draft = drafts.draft_token_ids.shape[0]
     device = drafts.logits.device
     verdicts = torch.empty(num_draft, dtype=torch.int8, device=device)
@@ -488,6 +497,7 @@ def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = Fal
             top2_values_ptr=values,
             POSITIONS=_MIN_POSITIONS,
             WITH_VALUES=with_top2_values,
-            **_shared_arguments(drafts, margin, with_top2_values),
+            **row_arguments(drafts, margin, with_top2_values),
+            **_limit_arguments(drafts, margin),
         )
     return Judgement(verdicts, values, losses)

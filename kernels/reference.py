@@ -33,7 +33,6 @@ import torch
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_LOSS,
-    MOST_PRICE,
     Drafts,
     Judgement,
     LossBudget,
@@ -59,18 +58,16 @@ def _target_rows(drafts: Drafts) -> torch.Tensor:
 
 def _per_position(value: float | torch.Tensor, drafts: Drafts) -> torch.Tensor:
     """A float, or `[batch]` values repeated for each request's draft positions, as float32."""
-    ends = drafts.cu_num_draft_tokens
     if not isinstance(value, torch.Tensor):
-        return torch.tensor(value, dtype=torch.float32, device=ends.device)
-    counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    return value.repeat_interleave(counts, output_size=drafts.draft_token_ids.shape[0])
+        return torch.tensor(value, dtype=torch.float32, device=drafts.logits.device)
+    return value[drafts.locate()[0]]
 
 
 def _price_units(price: float | torch.Tensor, drafts: Drafts) -> torch.Tensor:
     """A price, or that of each draft position's request, as int64."""
-    if not isinstance(price, torch.Tensor):
-        return torch.tensor(price_units(price), device=drafts.logits.device)
-    units = (price * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
+    units = price_units(price)
+    if isinstance(units, int):
+        return torch.tensor(units, device=drafts.logits.device)
     return _per_position(units, drafts)
 
 
@@ -219,7 +216,7 @@ def top2(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = False) -> Judgement:
-    """The torch form of `vllm_mars.verify.judge_positions`."""
+    """The torch form of `vllm_mars.verify.judge_drafts`."""
     values = top2(_target_rows(drafts))[0] if with_top2_values else None
     return Judgement(_verdicts(drafts, margin, first_choice=False), values, losses(drafts))
 
@@ -228,10 +225,6 @@ def verify_greedy(
     drafts: Drafts, margin: Margin, with_verdicts: bool = False, dry_run: bool = False
 ) -> VerifyOutput:
     """The torch form of `vllm_mars.verify_greedy`."""
-    num_draft = drafts.draft_token_ids.shape[0]
-    batch = drafts.cu_num_draft_tokens.shape[0]
-    device = drafts.logits.device
-
     rows = _target_rows(drafts)
     verdicts = _verdicts(drafts, margin, first_choice=True)
     loss = losses(drafts)
@@ -242,24 +235,21 @@ def verify_greedy(
 
     # Ragged to padded: position j of request i is draft token start[i] + j, if j < counts[i].
     ends = drafts.cu_num_draft_tokens.long()
-    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    counts = ends - starts
-    offsets = torch.arange(drafts.max_draft_len + 1, device=device)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    offsets = torch.arange(drafts.max_draft_len + 1, device=ends.device)
     is_draft = offsets < counts[:, None]
-    output = torch.full((batch, len(offsets)), -1, dtype=torch.int32, device=device)
-    if num_draft:
-        index = (starts[:, None] + offsets).clamp_(max=num_draft - 1)
-        kept = (is_draft & is_accepted[index]).cumprod(1).bool()
-        num_accepted = kept.sum(1)
-        num_relaxed = (kept & relaxed[index]).sum(1).int()
-        lost = torch.where(kept & relaxed[index], loss[index], 0).sum(1)
-        output = torch.where(kept, drafts.draft_token_ids[index].int(), output)
-        is_corrected = is_draft & (offsets == num_accepted[:, None])
-        output = torch.where(is_corrected, rows.argmax(dim=-1)[index].int(), output)
-    else:
-        num_accepted = torch.zeros(batch, dtype=torch.int64, device=device)
-        num_relaxed = torch.zeros(batch, dtype=torch.int32, device=device)
-        lost = torch.zeros(batch, dtype=torch.int64, device=device)
+    index = torch.where(is_draft, (ends - counts)[:, None] + offsets, len(verdicts))
+
+    def by_request(values: torch.Tensor) -> torch.Tensor:
+        """`[batch, max_draft_len + 1]`, 0 behind each request's draft."""
+        return torch.cat([values, values.new_zeros(1)])[index]
+
+    kept = by_request(is_accepted).cumprod(1).bool()
+    num_accepted = kept.sum(1)
+    is_relaxed = kept & by_request(relaxed)
+    output = torch.where(kept, by_request(drafts.draft_token_ids).int(), -1)
+    is_corrected = is_draft & (offsets == num_accepted[:, None])
+    output = torch.where(is_corrected, by_request(rows.argmax(dim=-1)).int(), output)
 
     bonus_token_ids = drafts.bonus_token_ids
     if drafts.bonus_rows is not None:
@@ -271,8 +261,8 @@ def verify_greedy(
     return VerifyOutput(
         output,
         num_accepted.int(),
-        num_relaxed,
-        lost,
+        is_relaxed.sum(1).int(),
+        torch.where(is_relaxed, by_request(loss), 0).sum(1),
         top2(rows)[0] if with_verdicts else None,
         verdicts if with_verdicts else None,
         loss if with_verdicts else None,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.terms import Verdict
+from vllm_mars.kernels.terms import Drafts, Slots, Verdict
 
 _REPEAT = tl.constexpr(int(Verdict.REPEAT))
 # Draft tokens and places of the answer that are compared at a time.
@@ -98,37 +98,26 @@ def repeat_kernel(
         tl.store(blocked_ptr + row, _REPEAT, mask=is_repeat)
 
 
-def block_repeats(
-    blocked: torch.Tensor,
-    *,
-    idx_mapping: torch.Tensor,
-    all_token_ids: torch.Tensor,
-    prompt_len: torch.Tensor,
-    total_len: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_draft_tokens: torch.Tensor,
-    bonus_row_is_last: bool,
-    length: int,
-) -> None:
+def block_repeats(blocked: torch.Tensor, slots: Slots, drafts: Drafts, length: int) -> None:
     """Launches `repeat_kernel`, which documents the tensors.
 
     Args:
         blocked: int8 `[num_draft]`; REPEAT is written where a draft token repeats its answer and
             nothing else blocks it.
-        idx_mapping, all_token_ids, prompt_len, total_len: where the answers are.
-        draft_token_ids, cu_num_draft_tokens, bonus_row_is_last: as in `Drafts`.
+        slots: where the answers are.
+        drafts: the step's; the logits are not read.
         length: tokens of an n-gram, >= 2.
     """
-    repeat_kernel[(idx_mapping.shape[0],)](
+    repeat_kernel[(slots.idx_mapping.shape[0],)](
         blocked,
-        idx_mapping,
-        all_token_ids,
-        all_token_ids.stride(0),
-        prompt_len,
-        total_len,
-        draft_token_ids,
-        cu_num_draft_tokens,
-        BONUS_ROW_IS_LAST=bonus_row_is_last,
+        slots.idx_mapping,
+        slots.all_token_ids,
+        slots.all_token_ids.stride(0),
+        slots.prompt_len,
+        slots.total_len,
+        drafts.draft_token_ids,
+        drafts.cu_num_draft_tokens,
+        BONUS_ROW_IS_LAST=drafts.bonus_row_is_last,
         LENGTH=length,
         DRAFTS=DRAFTS,
         BLOCK=BLOCK,

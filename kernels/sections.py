@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.terms import THINKING, Verdict
+from vllm_mars.kernels.terms import THINKING, Drafts, Markers, Slots, Verdict
 
 _SPAN = tl.constexpr(int(Verdict.SPAN))
 _STRUCTURED = tl.constexpr(int(Verdict.STRUCTURED))
@@ -104,42 +104,41 @@ def block_kernel(
 
 
 def blocked_rows(
-    *,
     states: torch.Tensor,
     scanned: torch.Tensor,
     is_structured: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    all_token_ids: torch.Tensor,
-    total_len: torch.Tensor,
-    input_token_ids: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    thinking: tuple[int, int],
-    only_thinking: bool,
+    slots: Slots,
+    drafts: Drafts,
+    markers: Markers,
 ) -> torch.Tensor:
     """Launches `block_kernel`, which documents the tensors; `states` and `scanned` move on.
+
+    Args:
+        states, scanned, is_structured: `[max_num_reqs]` int32.
+        slots: of the requests; where a prompt ends is not read.
+        drafts: the step's, with the bonus row last; the logits are not read.
+        markers: of the engine.
 
     Returns:
         int8 `[num_logits]`, a `Verdict` where a row's draft token is verified strictly, else 0.
     """
-    blocked = torch.empty(input_token_ids.shape[0], dtype=torch.int8, device=states.device)
-    opens, closes = tables
-    block_kernel[(idx_mapping.shape[0],)](
+    blocked = torch.empty(drafts.draft_token_ids.shape[0], dtype=torch.int8, device=states.device)
+    block_kernel[(slots.idx_mapping.shape[0],)](
         blocked,
         states,
         scanned,
         is_structured,
-        idx_mapping,
-        all_token_ids,
-        all_token_ids.stride(0),
-        total_len,
-        input_token_ids,
-        cu_num_logits,
-        opens,
-        closes,
-        opens.shape[0],
-        *thinking,
-        ONLY_THINKING=only_thinking,
+        slots.idx_mapping,
+        slots.all_token_ids,
+        slots.all_token_ids.stride(0),
+        slots.total_len,
+        drafts.draft_token_ids,
+        drafts.cu_num_draft_tokens,
+        markers.opens,
+        markers.closes,
+        markers.opens.shape[0],
+        *markers.thinking,
+        ONLY_THINKING=markers.only_thinking,
         num_warps=1,
     )
     return blocked

@@ -89,8 +89,10 @@ def loss_units(nats: float) -> int:
     return math.floor(nats * 2**LOSS_BITS)
 
 
-def price_units(price: float) -> int:
-    """A price, as float32 like a tensor's, in units of 2**-LOSS_BITS nats, rounded down."""
+def price_units(price: float | torch.Tensor) -> int | torch.Tensor:
+    """A price, in float32, in units of 2**-LOSS_BITS nats, rounded down; a tensor's as int64."""
+    if isinstance(price, torch.Tensor):
+        return (price * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
     return min(loss_units(float(np.float32(price))), MOST_PRICE)
 
 
@@ -109,11 +111,6 @@ class RelaxedBudget(NamedTuple):
     share: float
     num_relaxed: torch.Tensor
     num_output_tokens: torch.Tensor
-
-    @property
-    def share_units(self) -> int:
-        """The share as an integer."""
-        return share_units(self.share)
 
 
 class LossBudget(NamedTuple):
@@ -208,6 +205,58 @@ class Drafts(NamedTuple):
     bonus_rows: torch.Tensor | None = None
     max_draft_len: int | None = None
     bonus_row_is_last: bool = False
+
+    def by_position(self) -> "Drafts":
+        """These; a bonus row that is a request's last is a position with a padding draft.
+
+        That is always rejected, so the row emits its argmax.
+        """
+        if not self.bonus_row_is_last:
+            return self
+        last = self.cu_num_draft_tokens.long() - 1
+        ids = self.draft_token_ids.roll(-1).index_fill(0, last, -1)
+        return self._replace(draft_token_ids=ids, bonus_row_is_last=False)
+
+    def locate(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The request of each position and the offset within its draft; int64 `[num_draft]`."""
+        ends = self.cu_num_draft_tokens.long()
+        position = torch.arange(len(self.draft_token_ids), device=ends.device)
+        # Requests without a draft end where the one before does, and are passed over.
+        request = torch.searchsorted(ends, position, right=True)
+        starts = torch.cat([ends.new_zeros(1), ends])
+        return request, position - starts[request]
+
+
+class Slots(NamedTuple):
+    """The requests of a step, and the tokens that each has so far.
+
+    Attributes:
+        idx_mapping: `[batch]` int32, slot of each request.
+        all_token_ids: `[max_num_reqs, width]` int32, prompt and answer by slot.
+        prompt_len: `[max_num_reqs]` int32.
+        total_len: `[max_num_reqs]` int32, of prompt and answer.
+    """
+
+    idx_mapping: torch.Tensor
+    all_token_ids: torch.Tensor
+    prompt_len: torch.Tensor
+    total_len: torch.Tensor
+
+
+class Markers(NamedTuple):
+    """What `vllm_mars.runner.sections` walks by, on a device.
+
+    Attributes:
+        opens: int32 `[largest marker + 1]`, the number of the span that a token opens, or 0.
+        closes: int32 of that shape, the spans that it closes, as a bit mask.
+        thinking: the tokens that begin and end the thinking section; -1 for none.
+        only_thinking: whether all outside that section is strict.
+    """
+
+    opens: torch.Tensor
+    closes: torch.Tensor
+    thinking: tuple[int, int]
+    only_thinking: bool
 
 
 class Judgement(NamedTuple):
@@ -307,13 +356,8 @@ class Trees(NamedTuple):
     def parent_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The row that judges each node, int64, and which are nodes at all; both `[num_draft]`."""
         drafts, parents = self.drafts, self.parents
-        ends = drafts.cu_num_draft_tokens.long()
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        request = torch.arange(len(ends), device=ends.device).repeat_interleave(
-            counts, output_size=len(parents)
-        )
-        start = (ends - counts)[request]
-        index = torch.arange(len(parents), device=ends.device) - start
+        request, index = drafts.locate()
+        start = torch.arange(len(parents), device=parents.device) - index
         is_node = (index < MOST_NODES) & (parents >= -1) & (parents < index)
         has_parent = is_node & (parents >= 0)
         of_parent = drafts.target_rows[torch.where(has_parent, start + parents, 0)]
@@ -346,17 +390,9 @@ class TreeOutput(NamedTuple):
         return self.lost.float() / 2**LOSS_BITS
 
 
-class CounterStarts(NamedTuple):
-    """Where the counts of `vllm_mars.runner.counters.CounterLayout` begin in their vector.
-
-    Those of the first four are by draft position; the others' meaning is the layout's.
-    """
-
-    verified: int
-    accepted: int
-    relaxed: int
-    low_margin: int
-    ratio: int
-    ratio_sum: int
-    lost: int
-    refused: int
+# What `vllm_mars.runner.counters` counts at the positions of a step, in the order of the entries;
+# `CounterLayout` there says what each is.
+COUNTS = (
+    *("verified", "accepted", "relaxed", "low_margin"),
+    *("ratio", "ratio_sum", "lost", "refused"),
+)

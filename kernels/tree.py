@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.greedy import num_positions
+from vllm_mars.kernels.greedy import num_positions, row_arguments
 from vllm_mars.kernels.terms import (
     FIRST_TIE,
     LONGEST_PRICE,
@@ -31,9 +31,8 @@ from vllm_mars.kernels.terms import (
     TreeOutput,
     Trees,
     Verdict,
-    price_units,
 )
-from vllm_mars.kernels.top2 import reduce_rows, reduce_splits, unpack_id
+from vllm_mars.kernels.top2 import reduce_splits, unpack_id
 from vllm_mars.kernels.verdicts import price_of, verdicts_at
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))
@@ -232,7 +231,7 @@ def walk_kernel(
 
 def verify_tree(trees: Trees, margin: Margin) -> TreeOutput:
     """The Triton form of `vllm_mars.verify_tree`."""
-    drafts, price = trees.drafts, margin.price
+    drafts = trees.drafts
     num_draft, max_depth = len(drafts.draft_token_ids), drafts.max_draft_len
     batch, device = len(drafts.cu_num_draft_tokens), drafts.logits.device
     output = TreeOutput(
@@ -243,41 +242,21 @@ def verify_tree(trees: Trees, margin: Margin) -> TreeOutput:
     )
     if not batch:
         return output
-    best, second, num_splits, padded_splits = reduce_rows(drafts, price is None)
     walk_kernel[(batch,)](
         *output,
-        best,
-        second,
-        drafts.logits,
-        drafts.logits.stride(0),
-        drafts.draft_token_ids,
-        trees.parents,
-        trees.draws,
-        margin.protected,
-        drafts.target_rows,
-        drafts.bonus_rows,
-        drafts.cu_num_draft_tokens,
-        margin.theta,
-        margin.gap,
-        price if isinstance(price, torch.Tensor) else price_units(price or 0.0),
-        num_draft,
-        max_depth,
+        parents_ptr=trees.parents,
+        draws_ptr=trees.draws,
+        node_rows_ptr=drafts.target_rows,
+        root_rows_ptr=drafts.bonus_rows,
+        num_draft=num_draft,
+        max_depth=max_depth,
         num_rounds=max(max_depth - 1, 0).bit_length(),
         # Without draws "longest" and a price end where their one leap does.
         num_leaps=1 if trees.prefer == "longest" and trees.draws is None else max_depth,
-        vocab=drafts.logits.shape[1],
-        num_splits=num_splits,
-        SPLITS=padded_splits,
         # One request may hold all nodes.
         SLOTS=num_positions(max(max_depth, min(num_draft, MOST_NODES))),
         PREFER=trees.prefer,
         HAS_DRAWS=trees.draws is not None,
-        HAS_PROTECTED=margin.protected is not None,
-        HAS_PRICE=price is not None,
-        THETA_PER_REQUEST=isinstance(margin.theta, torch.Tensor),
-        GAP_PER_REQUEST=isinstance(margin.gap, torch.Tensor),
-        PRICE_PER_REQUEST=isinstance(price, torch.Tensor),
-        WITH_SECOND=price is None,
-        enable_fp_fusion=False,
+        **row_arguments(drafts, margin),
     )
     return output

@@ -27,9 +27,7 @@ import torch
 from vllm_mars.kernels.terms import (
     FIRST_TIE,
     LONGEST_PRICE,
-    LOSS_BITS,
     MOST_LOSS,
-    MOST_PRICE,
     RELAXED_TIE,
     TIE_BITS,
     Preference,
@@ -67,11 +65,14 @@ def walk(
     judged = (parents, verdicts.tolist(), losses.tolist(), is_argmax.tolist())
     all_nodes = [_Node(*node) for node in zip(*judged, strict=True)]
     at_node, at_root = (emitted[rows].tolist() for rows in (drafts.target_rows, drafts.bonus_rows))
+    batch = len(drafts.cu_num_draft_tokens)
+    units = LONGEST_PRICE if price is None else price_units(price)
+    prices = [units] * batch if isinstance(units, int) else units.tolist()
     tokens, paths, counts = [], [], []
     start = 0
     for request, end in enumerate(drafts.cu_num_draft_tokens.tolist()):
         nodes, drafted = all_nodes[start:end], ids[start:end]
-        begins, worth = _leaps(nodes, trees.prefer, _price(price, request))
+        begins, worth = _leaps(nodes, trees.prefer, prices[request])
         path: list[int] = []
         while True:
             here, token = -1, at_root[request]
@@ -115,16 +116,6 @@ class _Node(NamedTuple):
     verdict: int
     loss: int
     is_argmax: bool
-
-
-def _price(price: float | torch.Tensor | None, request: int) -> int:
-    """What a token gained by a request may cost, in units of 2**-LOSS_BITS nats."""
-    if price is None:
-        return LONGEST_PRICE
-    if isinstance(price, torch.Tensor):
-        # In float32, as everywhere.
-        return int((price[request] * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE))
-    return price_units(price)
 
 
 def _leaps(

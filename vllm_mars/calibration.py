@@ -133,27 +133,27 @@ def _check_model(
     given: str, calibration: Mapping[str, Any], model_config: "ModelConfig"
 ) -> list[str]:
     model, ours = calibration["model"], identify(model_config)
-    differing = [name for name in _FACTS if model.get(name) != ours[name]]
-    if not differing and None not in (model.get("weights"), ours["weights"]):
-        differing = ["weights"] if model["weights"] != ours["weights"] else []
-        notes = []
-    else:
-        notes = [
-            f"{given} was calibrated on {model.get('name')!r}; the weights of this server's "
-            f"{ours['name']!r} are not in a local directory, so they were not compared."
-        ]
+    differing = [
+        f"{name} {model.get(name)!r} and not {ours[name]!r}"
+        for name in _FACTS
+        if model.get(name) != ours[name]
+    ]
+    are_comparable = None not in (model.get("weights"), ours["weights"])
+    if not differing and are_comparable and model["weights"] != ours["weights"]:
+        differing = ["weights"]
     if differing:
-        what = ", ".join(
-            "weights" if name == "weights" else f"{name} {model.get(name)!r} and not {ours[name]!r}"
-            for name in differing
-        )
         raise ValueError(
             f"{given} was calibrated on another model than {ours['name']!r}: "
-            f"{model.get('name')!r} differs in {what}. A threshold fits one model: run `vllm-mars "
-            f"calibrate` on this one, "
-            f"or write the number {calibration['threshold']:g} if you mean it."
+            f"{model.get('name')!r} differs in {', '.join(differing)}. A threshold fits one model: "
+            f"run `vllm-mars calibrate` on this one, or write the number "
+            f"{calibration['threshold']:g} if you mean it."
         )
-    return notes
+    if are_comparable:
+        return []
+    return [
+        f"{given} was calibrated on {model.get('name')!r}; the weights of this server's "
+        f"{ours['name']!r} are not in a local directory, so they were not compared."
+    ]
 
 
 def _compare_draft(

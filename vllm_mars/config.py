@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,6 @@ _LIMITS = {"ratio": "theta_min", "gap": "gap_max", "price": "price_max"}
 LIMIT = {metric: OPTION_PREFIX + name for metric, name in _LIMITS.items()}
 # The option that lists what shadow mode counts by each metric.
 _SHADOW = {metric: f"shadow_{name}s" for metric, name in METRICS.items()}
-_STRUCTURED = ("strict", "relaxed")
-_SCOPES = ("all", "reasoning")
 # Lengths of an n-gram that the guard against repetition can look for, and which one by default.
 _NGRAMS = range(2, 17)
 _DEFAULT_NGRAM = 4
@@ -153,16 +152,17 @@ class MarsConfig:
     thinking: tuple[int, int] | None = dataclasses.field(default=None, metadata=_RESOLVED)
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise ValueError(
-                f"mars_metric={self.metric!r} is not one of {', '.join(METRICS)}; "
-                "'ratio' is the paper's z2 > theta * z1, 'gap' is z2 > z1 - gap, 'price' weighs a "
-                "prefix of the draft against its loss."
-            )
+        _require_choice(
+            "mars_metric",
+            self.metric,
+            tuple(METRICS),
+            "'ratio' is the paper's z2 > theta * z1, 'gap' is z2 > z1 - gap, 'price' weighs a "
+            "prefix of the draft against its loss",
+        )
         check_theta(self.theta)
         for metric in ("gap", "price"):
             value = getattr(self, metric)
-            check_nats(value, OPTION_PREFIX + metric)
+            check_nats(value, OPTION[metric])
             if self.metric != metric and value != 0:
                 raise ValueError(
                     f"mars_{metric}={value} belongs to metric {metric!r}; add "
@@ -170,67 +170,53 @@ class MarsConfig:
                 )
         if self.protected_token_ids is not None:
             object.__setattr__(self, "protected_token_ids", _token_ids(self.protected_token_ids))
-        self._check_client_options()
-        self._check_scope()
-        self._check_repeat_guard()
-        self._check_shadow()
-
-    def _check_client_options(self) -> None:
-        if not isinstance(self.client_control, bool):
-            raise ValueError(
-                f"mars_client_control={self.client_control!r} is not true or false; false refuses "
-                "requests that choose their own theta."
-            )
-        for metric, name in _LIMITS.items():
-            limit = getattr(self, name)
-            if limit is None:
-                continue
-            _require_number(LIMIT[metric], limit)
-            if metric == "ratio" and not 0 <= limit <= 1:
-                raise ValueError(
-                    f"mars_theta_min={limit} is outside [0, 1]; 0 sets no limit, 1 lets requests "
-                    "only switch the relaxation off."
-                )
-            if not 0 <= limit <= sys.float_info.max:
-                raise ValueError(
-                    f"{LIMIT[metric]}={limit} is outside [0, inf); leave it out and requests may "
-                    "only be stricter than the server."
-                )
-            if metric != self.metric:
-                raise ValueError(
-                    f"{LIMIT[metric]}={limit} belongs to metric {metric!r}, but mars_metric is "
-                    f"{self.metric!r}; set {LIMIT[self.metric]} instead or drop it."
-                )
-        if self.structured not in _STRUCTURED:
-            raise ValueError(
-                f"mars_structured={self.structured!r} is not one of {', '.join(_STRUCTURED)}; "
-                "'strict' never relaxes a request with structured output."
-            )
-
-    def _check_scope(self) -> None:
+        meaning = "false refuses requests that choose their own theta"
+        _require_boolean("mars_client_control", self.client_control, meaning)
+        self._check_limits()
+        meaning = "'strict' never relaxes a request with structured output"
+        _require_choice("mars_structured", self.structured, ("strict", "relaxed"), meaning)
         if self.strict_spans is not None:
             object.__setattr__(self, "strict_spans", _spans(self.strict_spans))
-        if self.scope not in _SCOPES:
-            raise ValueError(
-                f"mars_scope={self.scope!r} is not one of {', '.join(_SCOPES)}; 'reasoning' "
-                "relaxes only inside the model's thinking section."
-            )
+        meaning = "'reasoning' relaxes only inside the model's thinking section"
+        _require_choice("mars_scope", self.scope, ("all", "reasoning"), meaning)
         if self.thinking is not None:
             object.__setattr__(self, "thinking", tuple(self.thinking))
-        _require_number("mars_max_relaxed_share", self.max_relaxed_share)
-        if not 0 <= self.max_relaxed_share <= 1:
-            raise ValueError(
-                f"mars_max_relaxed_share={self.max_relaxed_share} is outside [0, 1]; 1 sets no "
-                "limit, 0.1 lets a tenth of a request's tokens be relaxed."
-            )
+        meaning = "1 sets no limit, 0.1 lets a tenth of a request's tokens be relaxed"
+        _require_within("mars_max_relaxed_share", self.max_relaxed_share, 1, meaning)
         if self.max_loss is not None:
             check_max_loss(self.max_loss)
-        _require_number("mars_loss_burst", self.loss_burst)
-        if not 0 <= self.loss_burst <= MOST_BURST:
-            raise ValueError(
-                f"mars_loss_burst={self.loss_burst} is outside [0, {MOST_BURST}]; 1 lets an answer "
-                "lose one nat beyond mars_max_loss for each of its tokens."
-            )
+        meaning = "1 lets an answer lose one nat beyond mars_max_loss for each of its tokens"
+        _require_within("mars_loss_burst", self.loss_burst, MOST_BURST, meaning)
+        self._check_repeat_guard()
+        meaning = "true verifies strictly and counts what other thresholds would have accepted"
+        _require_boolean("mars_shadow", self.shadow, meaning)
+        for metric, name in _SHADOW.items():
+            values = getattr(self, name)
+            if not isinstance(values, list | tuple) or not values:
+                raise ValueError(
+                    f"mars_{name}={values!r} is not a list of numbers, such as "
+                    f"{list(getattr(MarsConfig, name))}."
+                )
+            for value in values:
+                check_threshold(metric, value, OPTION_PREFIX + name)
+            object.__setattr__(self, name, tuple(sorted(set(map(float, values)))))
+
+    def _check_limits(self) -> None:
+        for metric, option in LIMIT.items():
+            limit = getattr(self, option.removeprefix(OPTION_PREFIX))
+            if limit is None:
+                continue
+            if metric == "ratio":
+                meaning = "0 sets no limit, 1 lets requests only switch the relaxation off"
+                _require_within(option, limit, 1, meaning)
+            else:
+                meaning = "leave it out and requests may only be stricter than the server"
+                _require_within(option, limit, math.inf, meaning)
+            if metric != self.metric:
+                raise ValueError(
+                    f"{option}={limit} belongs to metric {metric!r}, but mars_metric is "
+                    f"{self.metric!r}; set {LIMIT[self.metric]} instead or drop it."
+                )
 
     def _check_repeat_guard(self) -> None:
         ngram = self.repeat_guard
@@ -245,23 +231,6 @@ class MarsConfig:
                 f"mars_repeat_guard={ngram} is neither 0 nor in [{_NGRAMS[0]}, {_NGRAMS[-1]}]; 4 "
                 "relaxes no token that repeats four tokens of the answer, 0 switches the guard off."
             )
-
-    def _check_shadow(self) -> None:
-        if not isinstance(self.shadow, bool):
-            raise ValueError(
-                f"mars_shadow={self.shadow!r} is not true or false; true verifies strictly and "
-                "counts what other thresholds would have accepted."
-            )
-        for metric, name in _SHADOW.items():
-            values = getattr(self, name)
-            if not isinstance(values, list | tuple) or not values:
-                raise ValueError(
-                    f"mars_{name}={values!r} is not a list of numbers, such as "
-                    f"{list(getattr(MarsConfig, name))}."
-                )
-            for value in values:
-                check_threshold(metric, value, OPTION_PREFIX + name)
-            object.__setattr__(self, name, tuple(sorted(set(map(float, values)))))
 
     @property
     def shadowed(self) -> tuple[float, ...]:
@@ -334,8 +303,9 @@ def split_speculative_config(
     method = config.get("rejection_sample_method", "standard")
     if method != METHOD:
         if options:
+            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
             raise ValueError(
-                f"{_list(options)} is given, but rejection_sample_method is {method!r}; "
+                f"{given} is given, but rejection_sample_method is {method!r}; "
                 f"set it to {METHOD!r} or drop the option."
             )
         return None, config
@@ -409,9 +379,7 @@ def unknown_option(key: str, whose: str, names: Sequence[str]) -> ValueError:
 
 def check_theta(theta: object, name: str = "mars_theta") -> None:
     """Raises ValueError unless theta is a number in (0, 1]."""
-    _require_number(name, theta)
-    if not 0 < theta <= 1:  # type: ignore[operator]
-        raise ValueError(f"{name}={theta} is outside (0, 1]; 1 switches the relaxation off.")
+    _require_within(name, theta, 1, "1 switches the relaxation off", above_0=True)
 
 
 def check_threshold(metric: str, value: object, name: str | None = None) -> None:
@@ -427,19 +395,15 @@ def check_threshold(metric: str, value: object, name: str | None = None) -> None
 
 def check_nats(nats: object, name: str = "mars_gap") -> None:
     """Raises ValueError unless a gap or a price is a finite number >= 0."""
-    _require_number(name, nats)
-    if not 0 <= nats <= sys.float_info.max:  # type: ignore[operator]
-        raise ValueError(f"{name}={nats} is outside [0, inf); 0 switches the relaxation off.")
+    _require_within(name, nats, math.inf, "0 switches the relaxation off")
 
 
 def check_max_loss(nats: object) -> None:
     """Raises ValueError unless a bound on the loss is a finite number >= 0."""
-    _require_number("mars_max_loss", nats)
-    if not 0 <= nats <= sys.float_info.max:  # type: ignore[operator]
-        raise ValueError(
-            f"mars_max_loss={nats} is outside [0, inf); leave it out to set no bound, 0.02 lets an "
-            "answer lose 0.02 nats for each of its tokens."
-        )
+    meaning = (
+        "leave it out to set no bound, 0.02 lets an answer lose 0.02 nats for each of its tokens"
+    )
+    _require_within("mars_max_loss", nats, math.inf, meaning)
 
 
 def lossy_reason(config: MarsConfig | None, method: str) -> str | None:
@@ -454,9 +418,25 @@ def lossy_reason(config: MarsConfig | None, method: str) -> str | None:
     return f"{OPTION_PREFIX}{name}={getattr(config, name)}"
 
 
-def _require_number(name: str, value: object) -> None:
+def _require_within(
+    name: str, value: object, most: float, meaning: str, *, above_0: bool = False
+) -> None:
+    """Raises ValueError unless a value is a finite number in [0, most], or in (0, most]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}, but must be a number.")
+    if not 0 <= value <= min(most, sys.float_info.max) or (above_0 and value == 0):
+        start, end = "(" if above_0 else "[", ")" if most == math.inf else "]"
+        raise ValueError(f"{name}={value} is outside {start}0, {most}{end}; {meaning}.")
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...], meaning: str) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}; {meaning}.")
+
+
+def _require_boolean(name: str, value: object, meaning: str) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not true or false; {meaning}.")
 
 
 def _token_ids(ids: object) -> tuple[int, ...]:
@@ -490,7 +470,3 @@ def _spans(spans: object) -> tuple[Span, ...]:
             '"</tool_call>"]]; [] switches it off.'
         )
     return tuple(tuple(span) for span in spans)
-
-
-def _list(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in options.items())

@@ -1,42 +1,36 @@
 """`verify_tree`: argument checks, then a backend."""
 
-from typing import TYPE_CHECKING
+import torch
 
+from vllm_mars.kernels.terms import Drafts, Margin, Preference, TreeOutput, Trees
 from vllm_mars.verify import (
+    ID_DTYPES,
     Backend,
-    check_given,
-    check_shape,
     check_step,
+    check_tensor,
     kernels_of,
     price_or_none,
     resolve_backend,
 )
 
-if TYPE_CHECKING:
-    import torch
-
-    from vllm_mars.kernels.terms import Preference, TreeOutput
-
-_ROW_DTYPES = ("torch.int32", "torch.int64")
-
 
 def verify_tree(
-    logits: "torch.Tensor",
-    draft_token_ids: "torch.Tensor",
-    parents: "torch.Tensor",
-    cu_num_draft_tokens: "torch.Tensor",
-    root_rows: "torch.Tensor",
-    node_rows: "torch.Tensor",
-    theta: "float | torch.Tensor" = 1.0,
+    logits: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    parents: torch.Tensor,
+    cu_num_draft_tokens: torch.Tensor,
+    root_rows: torch.Tensor,
+    node_rows: torch.Tensor,
+    theta: float | torch.Tensor = 1.0,
     *,
-    gap: "float | torch.Tensor" = 0.0,
-    price: "float | torch.Tensor" = 0.0,
-    protected: "torch.Tensor | None" = None,
-    prefer: "Preference" = "longest",
+    gap: float | torch.Tensor = 0.0,
+    price: float | torch.Tensor = 0.0,
+    protected: torch.Tensor | None = None,
+    prefer: Preference = "longest",
     max_depth: int | None = None,
-    draws: "torch.Tensor | None" = None,
+    draws: torch.Tensor | None = None,
     backend: Backend = "auto",
-) -> "TreeOutput":
+) -> TreeOutput:
     """Verifies a batch of draft trees by the margin-aware rule.
 
     A node's token is judged on its parent's row as `verify_greedy` judges a draft token on its own.
@@ -71,7 +65,7 @@ def verify_tree(
         draws: None where requests are greedy. To sample, `[num_rows]` int32 or int64: one token
             drawn from the distribution of each row of `logits`, which are then the processed ones
             (temperature, top-k, top-p). At a node the children that the margin accepts are taken
-            outright, the argmax counting as in `judge_positions`; if there is none, the row's draw
+            outright, the argmax counting as in `judge_drafts`; if there is none, the row's draw
             decides: the walk goes on at the child that equals it, or ends with it. So with theta 1
             each emitted token is the draw of its row, whatever the drafts are, and the output's
             distribution is the target's, if the tree does not depend on the draws and each was
@@ -88,19 +82,16 @@ def verify_tree(
 
     Source: arXiv 2601.15498. Deviations: docs/rule.md.
     """
-    from vllm_mars.kernels.terms import Drafts, Margin, Trees
-
     resolved = resolve_backend(backend, logits.device.type)
     device, nodes = logits.device, tuple(draft_token_ids.shape)
     for name, tensor, dtypes, shape in (
-        ("parents", parents, ("torch.int32",), nodes),
-        ("root_rows", root_rows, _ROW_DTYPES, tuple(cu_num_draft_tokens.shape)),
-        ("node_rows", node_rows, _ROW_DTYPES, nodes),
-        ("draws", draws, _ROW_DTYPES, tuple(logits.shape[:1])),
+        ("parents", parents, (torch.int32,), nodes),
+        ("root_rows", root_rows, ID_DTYPES, tuple(cu_num_draft_tokens.shape)),
+        ("node_rows", node_rows, ID_DTYPES, nodes),
+        ("draws", draws, ID_DTYPES, tuple(logits.shape[:1])),
     ):
         if tensor is not None:
-            check_given(name, tensor, dtypes, device)
-            check_shape(name, tensor, (shape,))
+            check_tensor(name, tensor, dtypes, device, shape)
     if prefer not in ("draft", "target", "longest"):
         raise ValueError(
             f"prefer={prefer!r} is not one of 'draft', 'target', 'longest'; "
@@ -120,14 +111,11 @@ def verify_tree(
         prefer if margin.price is None else "longest",
         draws,
     )
-    output: TreeOutput
     if resolved == "triton":
         from vllm_mars.kernels import tree
 
-        output = tree.verify_tree(trees, margin)
-    else:
-        output = kernels_of(resolved, device.type).verify_tree(trees, margin)
-    return output
+        return tree.verify_tree(trees, margin)
+    return kernels_of(resolved, device.type).verify_tree(trees, margin)
 
 
 def _depth(parents: list[int], ends: list[int]) -> int:

@@ -19,9 +19,9 @@ STRUCTURED = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"
 
 
 def test_strict_positions_are_those_of_a_cpu(monkeypatch):
-    """Over steps in which requests grow, swap places, go and come; the tables are copied once."""
-    tables, copies = Sections.tables, []
-    monkeypatch.setattr(Sections, "tables", lambda *args: copies.append(0) or tables(*args))
+    """Over steps in which requests grow, swap places, go and come; the markers are copied once."""
+    markers, copies = Sections.markers, []
+    monkeypatch.setattr(Sections, "markers", lambda *args: copies.append(0) or markers(*args))
     rng = np.random.default_rng(0)
     config = MarsConfig(metric="price", price=0.5, strict_spans=((3, 4),), repeat_guard=2)
     on_cpu, elsewhere = RequestsV1(config, 4, CPU), RequestsV1(config, 4, CPU)

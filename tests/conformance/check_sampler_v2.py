@@ -19,7 +19,7 @@ import oracle
 import steps_v2
 from steps_v2 import Request, Step, emitted, random_step
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.terms import Verdict
+from vllm_mars.kernels.terms import Drafts, Verdict
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.requests_v2 import RequestsV2
 
@@ -392,8 +392,9 @@ def test_what_was_lost_is_kept_by_slot(temperature):
     batch = step.batch()
 
     def bound():
-        layout = batch.input_ids, batch.cu_num_logits[1:]
-        return sampler.requests.margin(batch.idx_mapping, batch.idx_mapping_np, *layout).loss_budget
+        drafts = Drafts(torch.empty(0, 0), batch.input_ids, batch.cu_num_logits[1:])
+        margin = sampler.requests.margin(drafts, batch.idx_mapping, batch.idx_mapping_np)
+        return margin.loss_budget
 
     before = bound()
     assert before.rate.tolist() == [2**28, 2**27, 2**28]

@@ -132,7 +132,7 @@ def test_every_hook_is_listed():
                 call.args[1].value
                 for call in ast.walk(node)
                 if isinstance(call, ast.Call)
-                and ast.unparse(call.func) in ("_after", "wrapt.wrap_function_wrapper")
+                and ast.unparse(call.func) in ("_after", "wrapt.patch_function_wrapper")
             ]
     rooms, hooked = zip(*(hook.split(":") for hook in HOOKS.values()), strict=True)
     assert set(rooms) == {"vllm_mars.engine.hooks"}

@@ -132,7 +132,7 @@ class Scheduler:
 
 def test_the_scheduler_passes_the_counts_on():
     scheduler = Scheduler()
-    carry_counts(scheduler)
+    carry_counts(scheduler, MarsConfig())
 
     def step(increase=None):
         output = runner_output()

@@ -7,11 +7,12 @@ import pickle
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 
-from vllm_mars import __version__
+from vllm_mars import MarsConfig, __version__
 from vllm_mars.config import config_of
 from vllm_mars.engine import ranks
 from vllm_mars.engine.ranks import TravellingOptions
@@ -124,6 +125,7 @@ class Executor:
 
     def __init__(self, *answers):
         self.answers = answers
+        self.parallel_config = SimpleNamespace(node_rank_within_dp=0)
         self.ended = False
 
     def collective_rpc(self, method):
@@ -153,12 +155,12 @@ class Executor:
 def test_a_rank_that_differs_is_named(answers, fault):
     executor = Executor(*answers)
     with pytest.raises(RuntimeError) as refused:
-        ranks.require_same_everywhere(executor)
+        ranks.require_same_everywhere(executor, MarsConfig())
     assert f"verification is asked for, but {fault}" in str(refused.value)
     assert executor.ended
 
 
 def test_equal_ranks_and_stages_without_a_sampler_pass():
     executor = Executor((0, "a", __version__, None), (1, "b", __version__, OURS))
-    ranks.require_same_everywhere(executor)
+    ranks.require_same_everywhere(executor, MarsConfig())
     assert not executor.ended

@@ -8,7 +8,7 @@ import torch
 from vllm_mars import verify_greedy
 from vllm_mars.kernels import reference, tree
 from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Trees, Verdict, new_output
-from vllm_mars.verify import judge_drafts, verify_drafts, verify_input_tokens
+from vllm_mars.verify import judge_drafts, verify_drafts
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -88,9 +88,9 @@ def test_input_token_layout(dtype):
     logits = batch(128_256, dtype, [3] * 8)[0].logits
     inputs = logits.float().topk(2).indices[:, 1].roll(1).int()
     ends = torch.arange(4, len(logits) + 1, 4, device=DEVICE).int()
-    given = (logits, inputs, ends, 0.9, 3)
-    output = verify_input_tokens(*given, backend="triton")
-    expected = verify_input_tokens(*given, backend="torch")
+    given = Drafts(logits, inputs, ends, max_draft_len=3, bonus_row_is_last=True), Margin(0.9)
+    output = verify_drafts(*given, backend="triton")
+    expected = verify_drafts(*given, backend="torch")
     for ours, theirs in zip(output[:3], expected[:3], strict=True):
         assert torch.equal(ours, theirs)
 

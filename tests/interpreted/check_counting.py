@@ -11,6 +11,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from test_counters import LONGEST, random_case, step
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import counting, sections
+from vllm_mars.kernels.terms import Drafts, Slots
 from vllm_mars.runner.counters import CounterLayout, Counters, count_positions
 from vllm_mars.runner.sections import Sections
 
@@ -62,18 +63,10 @@ def test_blocked_rows_equal_the_walk(scope):
             # The bonus row, whose draft token there is none of, is as strict as a draft would be.
             expected += walk.blocked([state], [structured[slot]], [*draft, 0], [len(draft) + 1])
         ends = torch.tensor([len(draft) + 1 for draft in drafts]).cumsum(0).int()
+        given = Drafts(torch.empty(0, 0), torch.tensor(rows, dtype=torch.int32), ends)
+        where = Slots(mapping, tokens, torch.zeros_like(total), total)
         blocked = sections.blocked_rows(
-            states=states,
-            scanned=scanned,
-            is_structured=structured,
-            idx_mapping=mapping,
-            all_token_ids=tokens,
-            total_len=total,
-            input_token_ids=torch.tensor(rows, dtype=torch.int32),
-            cu_num_logits=ends,
-            tables=walk.tables(CPU),
-            thinking=walk.thinking,
-            only_thinking=walk.only_thinking,
+            states, scanned, structured, where, given, walk.markers(CPU)
         )
         assert blocked.tolist() == list(map(int, expected))
         for slot in mapping.tolist():

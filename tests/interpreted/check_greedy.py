@@ -26,7 +26,7 @@ from vllm_mars.kernels.terms import (
     loss_rate,
     new_output,
 )
-from vllm_mars.verify import judge_positions, verify_input_tokens
+from vllm_mars.verify import judge_drafts, verify_drafts
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -68,13 +68,7 @@ def check(logits, drafts, lengths, theta, **given):
     verify(with_verdicts=True, out=out)
     for buffer, result in zip(out, expected, strict=True):
         torch.testing.assert_close(buffer, result, rtol=0, atol=0, equal_nan=True)
-    judged = judge_positions(
-        *(logits, drafts, cu, theta),
-        target_rows=rows["target_rows"],
-        with_top2_values=True,
-        backend="triton",
-        **given,
-    )
+    judged = judge_drafts(*step, with_top2_values=True, backend="triton")
     wanted = reference.judge_positions(*step, with_top2_values=True)
     assert torch.equal(judged.verdicts, wanted.verdicts)
     assert torch.equal(judged.losses, wanted.losses)
@@ -187,13 +181,16 @@ def test_input_token_layout_equals_the_other(batch):
     # A draft token is the input of the row after its own.
     inputs[(~is_bonus).nonzero().squeeze(1) + 1] = drafts
     longest = max(lengths)
-    options = {name: given.get(name) for name in ("gap", "protected", "budget", "dry_run")}
+    limits = {name: given.get(name) for name in ("gap", "protected", "budget")}
     if "blocked" in given:
-        options["blocked"] = torch.zeros(rows, dtype=torch.int8)
-        options["blocked"][~is_bonus] = given["blocked"]
-    options["with_verdicts"] = True
-    output = verify_input_tokens(logits, inputs, ends, theta, longest, backend="triton", **options)
-    expected = verify_input_tokens(logits, inputs, ends, theta, longest, backend="torch", **options)
+        limits["blocked"] = torch.zeros(rows, dtype=torch.int8)
+        limits["blocked"][~is_bonus] = given["blocked"]
+    step = Drafts(logits, inputs, ends, max_draft_len=longest, bonus_row_is_last=True)
+    options = {"with_verdicts": True, "dry_run": given.get("dry_run")}
+    output, expected = (
+        verify_drafts(step, Margin(theta, **limits), backend=backend, **options)
+        for backend in ("triton", "torch")
+    )
     for name in ("output_token_ids", "num_accepted", "num_relaxed", "lost"):
         assert torch.equal(getattr(output, name), getattr(expected, name))
     assert torch.equal(output.verdicts, expected.verdicts)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpretedFunction
 
 from vllm_mars.kernels import repeats
-from vllm_mars.kernels.terms import Drafts, Verdict
+from vllm_mars.kernels.terms import Drafts, Slots, Verdict
 from vllm_mars.runner.repeats import AnswerNgrams, DeviceAnswer, DeviceAnswers
 
 CPU = torch.device("cpu")
@@ -41,14 +41,14 @@ def check(length, requests, bonus_row_is_last, blocked):
     found = given.clone()
     repeats.block_repeats(
         found,
-        idx_mapping=torch.tensor(slots, dtype=torch.int32),
-        all_token_ids=table,
-        prompt_len=prompt_len,
-        total_len=total_len,
-        draft_token_ids=torch.tensor(rows, dtype=torch.int32),
-        cu_num_draft_tokens=torch.tensor(ends, dtype=torch.int32),
-        bonus_row_is_last=bonus_row_is_last,
-        length=length,
+        Slots(torch.tensor(slots, dtype=torch.int32), table, prompt_len, total_len),
+        Drafts(
+            torch.empty(0, 0),
+            torch.tensor(rows, dtype=torch.int32),
+            torch.tensor(ends, dtype=torch.int32),
+            bonus_row_is_last=bonus_row_is_last,
+        ),
+        length,
     )
     wanted = [
         reason or Verdict.REPEAT * is_repeat

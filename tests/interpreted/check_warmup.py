@@ -10,7 +10,7 @@ import torch
 
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import counting, greedy, repeats, sections, top2
-from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, RelaxedBudget, loss_units
+from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, RelaxedBudget, Slots, loss_units
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.margin import MarginRule
 from vllm_mars.runner.sections import Sections
@@ -130,35 +130,16 @@ def judge(rule, drafts, margin):
 def block(rule, drafts, ends, *, bonus_row_is_last):
     """The kernels that requests launch before each step that can have strict positions."""
     blocked = torch.zeros(len(drafts), dtype=torch.int8)
+    given = Drafts(torch.empty(0, 0), drafts, ends, bonus_row_is_last=bonus_row_is_last)
+    prompt_len, total_len = torch.zeros(2, 5, dtype=torch.int32)
+    places = torch.arange(len(ends), dtype=torch.int32) % 5
+    slots = Slots(places, torch.zeros((5, 33), dtype=torch.int32), prompt_len, total_len)
     if rule.config.repeat_ngram:
-        prompt_len, total_len = torch.zeros(2, 5, dtype=torch.int32)
-        repeats.block_repeats(
-            blocked,
-            idx_mapping=torch.arange(len(ends), dtype=torch.int32) % 5,
-            all_token_ids=torch.zeros((5, 33), dtype=torch.int32),
-            prompt_len=prompt_len,
-            total_len=total_len,
-            draft_token_ids=drafts,
-            cu_num_draft_tokens=ends,
-            bonus_row_is_last=bonus_row_is_last,
-            length=rule.config.repeat_ngram,
-        )
+        repeats.block_repeats(blocked, slots, given, rule.config.repeat_ngram)
     if rule.config.strict_spans or rule.config.structured == "strict" or rule.config.repeat_ngram:
-        states, scanned, structured, total_len = torch.zeros(4, 5, dtype=torch.int32)
-        walk = Sections(rule.config)
-        sections.blocked_rows(
-            states=states,
-            scanned=scanned,
-            is_structured=structured,
-            idx_mapping=torch.arange(len(ends), dtype=torch.int32) % 5,
-            all_token_ids=torch.zeros((5, 33), dtype=torch.int32),
-            total_len=total_len,
-            input_token_ids=drafts,
-            cu_num_logits=ends,
-            tables=walk.tables(torch.device("cpu")),
-            thinking=walk.thinking,
-            only_thinking=walk.only_thinking,
-        )
+        states, scanned, structured = torch.zeros(3, 5, dtype=torch.int32)
+        markers = Sections(rule.config).markers(torch.device("cpu"))
+        sections.blocked_rows(states, scanned, structured, slots, given, markers)
 
 
 def test_v1(seen, served):

@@ -21,7 +21,7 @@ from vllm_mars.kernels.terms import (
     loss_rate,
     loss_units,
 )
-from vllm_mars.verify import judge_drafts, judge_positions, verify_drafts
+from vllm_mars.verify import judge_drafts, verify_drafts
 
 NAN, INF = math.nan, math.inf
 BONUS = 3
@@ -105,7 +105,8 @@ def test_hand_computed(name, dtype):
 def test_top_two_are_accepted_outright_in_sampling():
     logits = torch.tensor([[1.9, 2.0, 0.5], [1.9, 2.0, 0.5], [1.9, 2.0, 0.5], [1.0, 2.0, 0.5]])
     drafts = torch.tensor([0, 1, 2, 1])
-    judged = judge_positions(logits, drafts, torch.tensor([4], dtype=torch.int32), 0.9)
+    step = Drafts(logits, drafts, torch.tensor([4], dtype=torch.int32))
+    judged = judge_drafts(step, Margin(0.9))
     assert judged.verdicts.tolist() == [1, 1, 0, 0]
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vllm_mars import verify_greedy
-from vllm_mars.kernels.terms import LossBudget, VerifyOutput
-from vllm_mars.verify import verify_input_tokens
+from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, VerifyOutput
+from vllm_mars.verify import verify_drafts
 
 
 def arguments(**changes):
@@ -162,7 +162,8 @@ def test_input_tokens_are_the_same_rule_in_another_layout():
         bonus_rows=torch.tensor([2, 3, 5]),
         max_draft_len=2,
     )
-    output = verify_input_tokens(logits, inputs, ends, 0.8, 2)
+    rows = Drafts(logits, inputs, ends, max_draft_len=2, bonus_row_is_last=True)
+    output = verify_drafts(rows, Margin(0.8))
     assert output.output_token_ids.dtype == torch.int64
     assert output.output_token_ids.tolist() == expected.output_token_ids.tolist()
     assert torch.equal(output.num_accepted, expected.num_accepted)

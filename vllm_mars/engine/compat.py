@@ -40,9 +40,17 @@ _WAY_OUT = {"V2": "Set VLLM_USE_V2_MODEL_RUNNER=0, install"}
 
 def touches(group: str) -> Iterator[tuple[str, str, Touch]]:
     """Yields (module, name within it, use) of each symbol that a group of `INTERFACES` needs."""
-    for module, names in INTERFACES[group].items():
-        for name, touch in names.items():
-            yield module, name, touch
+    for module, uses in INTERFACES[group].items():
+        for text in uses:
+            owner, _, attributes = text.partition(": ")
+            if attributes:
+                for attribute in attributes.split(", "):
+                    yield module, f"{owner}.{attribute}", Touch("exists")
+            else:
+                signature, _, parameters = text.removesuffix(")").partition("(")
+                use: Any
+                *use, name = signature.split()
+                yield module, name, Touch(use[0] if use else "exists", parameters)
 
 
 def check_version(version: str) -> None:

@@ -5,13 +5,14 @@ docs/coupling.md lists every hook with the reason and when it can go.
 """
 
 import functools
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
-from vllm_mars.config import MarsConfig, config_of
+from vllm_mars.config import config_of
 
 _MARKER = "_vllm_mars_patched"
 
@@ -42,41 +43,28 @@ def _once(hook: Hook) -> Hook:
     return patch
 
 
-def _after(
-    module: ModuleType,
-    method: str,
-    act: Callable[[Any, MarsConfig], None] | None = None,
-    *,
-    needs: str | None = None,
-) -> None:
+def _after(module: ModuleType, method: str, *acts: str, needs: Sequence[str] = ()) -> None:
     """Wraps a method: vLLM's own call, and more behind it if the server asks for MARS.
 
     Args:
         module: of the class.
         method: "Class.method"; its instances have a `vllm_config`.
-        act: called with the instance and the server's options.
-        needs: group of `INTERFACES` that the installed vLLM is held against first.
+        acts: "module:function" each, called with the instance and the server's options.
+        needs: groups of `INTERFACES` that the installed vLLM is held against first.
     """
 
-    def call_and_act(
-        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    @wrapt.patch_function_wrapper(module, method)
+    def call_and_act(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
         config = config_of(instance.vllm_config)
         if config is not None:
-            if needs is not None:
-                _check_interfaces(needs)
-            if act is not None:
-                act(instance, config)
+            from vllm_mars.engine.compat import check_interfaces
+
+            for group in needs:
+                check_interfaces(group)
+            for act in acts:
+                pkgutil.resolve_name(act)(instance, config)
         return result
-
-    wrapt.wrap_function_wrapper(module, method, call_and_act)
-
-
-def _check_interfaces(group: str) -> None:
-    from vllm_mars.engine.compat import check_interfaces
-
-    check_interfaces(group)
 
 
 # Why: vLLM knows a fixed set of rejection sample methods and its config classes forbid other
@@ -85,9 +73,8 @@ def _check_interfaces(group: str) -> None:
 def patch_engine_args(module: ModuleType) -> None:
     """Takes the options out of the engine's arguments, and notes the tool parser for them."""
 
-    def from_cli_args(
-        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    @wrapt.patch_function_wrapper(module, "EngineArgs.from_cli_args")
+    def from_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         engine_args = wrapped(*args, **kwargs)
         if engine_args.speculative_config is not None:
             from vllm_mars.engine.markers import remember_tool_parser
@@ -95,19 +82,13 @@ def patch_engine_args(module: ModuleType) -> None:
             remember_tool_parser(engine_args, kwargs["args"] if "args" in kwargs else args[0])
         return engine_args
 
-    def create_speculative_config(
-        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    @wrapt.patch_function_wrapper(module, "EngineArgs.create_speculative_config")
+    def create_speculative_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if instance.speculative_config is not None:
             from vllm_mars.engine.options import take_options
 
             take_options(instance, kwargs.get("target_model_config") or args[0])
         return wrapped(*args, **kwargs)
-
-    wrapt.wrap_function_wrapper(module, "EngineArgs.from_cli_args", from_cli_args)
-    wrapt.wrap_function_wrapper(
-        module, "EngineArgs.create_speculative_config", create_speculative_config
-    )
 
 
 # Why: a request's own options are checked where a bad value is that client's error 400; the V1
@@ -116,18 +97,16 @@ def patch_engine_args(module: ModuleType) -> None:
 @_once
 def patch_input_processor(module: ModuleType) -> None:
     """Checks a request's own options when the front end validates its parameters."""
+    # First, so that a vLLM without the other method is refused.
+    _after(module, "InputProcessor.__init__", needs=["requests"])
 
-    def validate_params(
-        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    @wrapt.patch_function_wrapper(module, "InputProcessor._validate_params")
+    def validate_params(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from vllm_mars.engine.options import check_request
 
         result = wrapped(*args, **kwargs)
         check_request(kwargs["params"] if "params" in kwargs else args[0], instance.vllm_config)
         return result
-
-    _after(module, "InputProcessor.__init__", needs="requests")
-    wrapt.wrap_function_wrapper(module, "InputProcessor._validate_params", validate_params)
 
 
 # Why: the server answers a streaming request with status 200 before `_validate_params` sees it.
@@ -136,16 +115,13 @@ def patch_input_processor(module: ModuleType) -> None:
 def patch_async_llm(module: ModuleType) -> None:
     """Checks a request's own options before its answer begins."""
 
-    def generate(
-        wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    @wrapt.patch_function_wrapper(module, "AsyncLLM.generate")
+    def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from vllm_mars.engine.options import check_request
 
         params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
         check_request(params, instance.vllm_config)
         return wrapped(*args, **kwargs)
-
-    wrapt.wrap_function_wrapper(module, "AsyncLLM.generate", generate)
 
 
 # Why: vLLM carries a fixed set of statistics from the workers to the front end, and verifies drafts
@@ -153,19 +129,14 @@ def patch_async_llm(module: ModuleType) -> None:
 @_once
 def patch_scheduler(module: ModuleType) -> None:
     """Passes the workers' counts on, collects what requests want to know, and drops drafts."""
-
-    def carry(scheduler: Any, config: MarsConfig) -> None:
-        from vllm_mars.engine.returned import collect_relaxed, is_supported
-        from vllm_mars.engine.transport import carry_counts
-        from vllm_mars.engine.undrafted import drop_drafts
-
-        carry_counts(scheduler)
-        drop_drafts(scheduler, config)
-        if is_supported():
-            _check_interfaces("return")
-            collect_relaxed(scheduler, config)
-
-    _after(module, "Scheduler.__init__", carry, needs="scheduler")
+    _after(
+        module,
+        "Scheduler.__init__",
+        "vllm_mars.engine.transport:carry_counts",
+        "vllm_mars.engine.undrafted:drop_drafts",
+        "vllm_mars.engine.returned:collect_relaxed",
+        needs=["scheduler"],
+    )
 
 
 # Why: the messages between vLLM's processes carry the fields of its dataclasses and nothing else.
@@ -188,19 +159,9 @@ def patch_stats(module: ModuleType) -> None:
 @_once
 def patch_stat_loggers(module: ModuleType) -> None:
     """Exports and logs the counts."""
-
-    def export(stat_logger: Any, config: MarsConfig) -> None:
-        from vllm_mars.engine.metrics import add_metrics
-
-        add_metrics(stat_logger, config)
-
-    def log(stat_logger: Any, config: MarsConfig) -> None:
-        from vllm_mars.engine.metrics import add_log_line
-
-        add_log_line(stat_logger, config)
-
-    _after(module, "PrometheusStatLogger.__init__", export, needs="metrics")
-    _after(module, "LoggingStatLogger.__init__", log, needs="metrics")
+    export, log = (f"vllm_mars.engine.metrics:{name}" for name in ("add_metrics", "add_log_line"))
+    _after(module, "PrometheusStatLogger.__init__", export, needs=["metrics"])
+    _after(module, "LoggingStatLogger.__init__", log, needs=["metrics"])
 
 
 # Why: vLLM skips a plugin that a worker's machine lacks, and that rank would verify strictly.
@@ -208,15 +169,8 @@ def patch_stat_loggers(module: ModuleType) -> None:
 @_once
 def patch_executor(module: ModuleType) -> None:
     """Asks every worker, once it is up, what it verifies with."""
-
-    def compare(executor: Any, config: MarsConfig) -> None:
-        # On further nodes of one engine only the first can ask, and it asks all of them.
-        if executor.parallel_config.node_rank_within_dp == 0:
-            from vllm_mars.engine.ranks import require_same_everywhere
-
-            require_same_everywhere(executor)
-
-    _after(module, "Executor.__init__", compare, needs="executor")
+    act = "vllm_mars.engine.ranks:require_same_everywhere"
+    _after(module, "Executor.__init__", act, needs=["executor"])
 
 
 # Why: the V1 runner names its rejection sampler class and offers no place for another.
@@ -224,32 +178,16 @@ def patch_executor(module: ModuleType) -> None:
 @_once
 def patch_runner_v1(module: ModuleType) -> None:
     """Replaces the rejection sampler of the V1 runner."""
+    from vllm.platforms import current_platform
 
-    def replace(runner: Any, config: MarsConfig) -> None:
-        from vllm.platforms import current_platform
-
-        if current_platform.is_cpu():
-            _check_interfaces("cpu")
-        # Only the last pipeline stage samples.
-        if hasattr(runner, "rejection_sampler"):
-            from vllm_mars.runner.sampler_v1 import install
-
-            install(runner, config)
-
-    _after(module, "GPUModelRunner.__init__", replace, needs="V1")
+    needs = ["V1", "cpu"] if current_platform.is_cpu() else ["V1"]
+    _after(module, "GPUModelRunner.__init__", "vllm_mars.runner.sampler_v1:install", needs=needs)
 
 
 # Why and until: as for V1. The V2 runner builds its samplers once the model is loaded.
 @_once
 def patch_runner_v2(module: ModuleType) -> None:
     """Replaces the rejection sampler of the V2 runner."""
-
-    def replace(runner: Any, config: MarsConfig) -> None:
-        if runner.rejection_sampler is not None:
-            from vllm_mars.runner.sampler_v2 import install
-
-            install(runner, config)
-
     # The check comes before the model is loaded, which can take minutes.
-    _after(module, "GPUModelRunner.__init__", needs="V2")
-    _after(module, "GPUModelRunner.load_model", replace)
+    _after(module, "GPUModelRunner.__init__", needs=["V2"])
+    _after(module, "GPUModelRunner.load_model", "vllm_mars.runner.sampler_v2:install")

@@ -3,7 +3,7 @@
 `vllm_mars.engine.compat` holds the installed vLLM against it. Nothing of vLLM is imported here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 
@@ -22,355 +22,277 @@ class Touch(NamedTuple):
     parameters: str = ""
 
 
-Interfaces = Mapping[str, Mapping[str, Touch]]
+# The uses of each module's symbols: "use name(parameters)", or for what exists the name alone, or
+# "Class: attribute, attribute".
+Interfaces = Mapping[str, Sequence[str]]
 
-_EXISTS = Touch("exists")
-
-
-def _attributes(owner: str, *names: str) -> dict[str, Touch]:
-    return {f"{owner}.{name}": _EXISTS for name in names}
-
-
-_SAMPLING_PARAMS = {
-    "SamplingParams": _EXISTS,
-    **_attributes("SamplingParams", "extra_args", "structured_outputs"),
-}
-
-# Module -> name -> use, for all that both runners need.
+# All that both runners need.
 _RUNNER: Interfaces = {
-    "vllm.config": {"ModelConfig": _EXISTS, "SpeculativeConfig": _EXISTS, "VllmConfig": _EXISTS},
-    "vllm.config.model": {
-        "ModelConfig.hf_text_config": _EXISTS,
-        "ModelConfig.try_get_generation_config": Touch("call"),
-    },
-    "vllm.distributed": {"get_tensor_model_parallel_rank": Touch("call")},
-    "vllm.logger": {"init_logger": Touch("call", "name")},
-    "vllm.sampling_params": _SAMPLING_PARAMS,
-    "vllm.tokenizers": {"cached_tokenizer_from_config": Touch("call", "model_config")},
-}
-
-# What a runner returns, to which its counts are attached.
-_RUNNER_OUTPUTS = {
-    "AsyncModelRunnerOutput": _EXISTS,
-    "EMPTY_MODEL_RUNNER_OUTPUT": _EXISTS,
-    "ModelRunnerOutput": _EXISTS,
-    "ModelRunnerOutput.req_ids": _EXISTS,
+    "vllm.config": ["ModelConfig", "SpeculativeConfig", "VllmConfig"],
+    "vllm.config.model": [
+        "ModelConfig.hf_text_config",
+        "call ModelConfig.try_get_generation_config",
+    ],
+    "vllm.distributed": ["call get_tensor_model_parallel_rank"],
+    "vllm.logger": ["call init_logger(name)"],
+    "vllm.sampling_params": ["SamplingParams", "SamplingParams: extra_args, structured_outputs"],
+    "vllm.tokenizers": ["call cached_tokenizer_from_config(model_config)"],
+    "vllm.config.speculative": ["SpeculativeConfig.num_speculative_tokens"],
+    # What a runner returns, to which its counts are attached.
+    "vllm.v1.outputs": [
+        "AsyncModelRunnerOutput",
+        "EMPTY_MODEL_RUNNER_OUTPUT",
+        "ModelRunnerOutput",
+        "ModelRunnerOutput.req_ids",
+    ],
 }
 
 INTERFACES: Mapping[str, Interfaces] = {
     # The front end, which reads the options; it has loaded these modules by then.
     "options": {
-        "vllm": {"__version__": _EXISTS},
-        "vllm.config": {"ModelConfig": _EXISTS, "VllmConfig": _EXISTS},
-        "vllm.config.model": {"ModelConfig.get_vocab_size": Touch("call")},
-        "vllm.config.speculative": {"SpeculativeConfig.rejection_sample_method": _EXISTS},
-        "vllm.config.vllm": {"VllmConfig.additional_config": _EXISTS},
-        "vllm.engine.arg_utils": {
-            "EngineArgs.create_speculative_config": Touch("wrap", "target_model_config"),
-            "EngineArgs.from_cli_args": Touch("wrap", "args"),
-            **_attributes(
-                "EngineArgs",
-                *("additional_config", "reasoning_config", "reasoning_parser"),
-                "speculative_config",
-            ),
-        },
-        "vllm.logger": {"init_logger": Touch("call", "name")},
-        "vllm.platforms": {"current_platform": _EXISTS},
-        "vllm.platforms.interface": {
-            "Platform.device_name": _EXISTS,
-            "Platform.is_cpu": Touch("call"),
-            "Platform.is_cuda_alike": Touch("call"),
-            "Platform.is_xpu": Touch("call"),
-        },
+        "vllm": ["__version__"],
+        "vllm.config": ["ModelConfig", "VllmConfig"],
+        "vllm.config.model": ["call ModelConfig.get_vocab_size"],
+        "vllm.config.speculative": ["SpeculativeConfig.rejection_sample_method"],
+        "vllm.config.vllm": ["VllmConfig.additional_config"],
+        "vllm.engine.arg_utils": [
+            "wrap EngineArgs.create_speculative_config(target_model_config)",
+            "wrap EngineArgs.from_cli_args(args)",
+            "EngineArgs: additional_config, reasoning_config, reasoning_parser, speculative_config",
+        ],
+        "vllm.logger": ["call init_logger(name)"],
+        "vllm.platforms": ["current_platform"],
+        "vllm.platforms.interface": [
+            "Platform.device_name",
+            "call Platform.is_cpu",
+            "call Platform.is_cuda_alike",
+            "call Platform.is_xpu",
+        ],
         # Hooked when they are imported, so a hook on a module that is gone would never run. These
         # are looked for, not imported.
-        "vllm.v1.core.sched": {"scheduler": _EXISTS},
-        "vllm.v1.engine": {"async_llm": _EXISTS, "input_processor": _EXISTS},
-        "vllm.v1.metrics": {"loggers": _EXISTS, "stats": _EXISTS},
-        "vllm.v1.executor": {"abstract": _EXISTS},
-        "vllm.v1.worker": {"gpu_model_runner": _EXISTS},
-        "vllm.v1.worker.gpu": {"model_runner": _EXISTS},
+        "vllm.v1.core.sched": ["scheduler"],
+        "vllm.v1.engine": ["async_llm", "input_processor"],
+        "vllm.v1.metrics": ["loggers", "stats"],
+        "vllm.v1.executor": ["abstract"],
+        "vllm.v1.worker": ["gpu_model_runner"],
+        "vllm.v1.worker.gpu": ["model_runner"],
     },
     # The front end again, where markers are named by a parser or by their text.
     "markers": {
-        "vllm.config.reasoning": {
-            "ReasoningConfig": _EXISTS,
-            "ReasoningConfig.initialize_token_ids": Touch("call", "model_config"),
-            **_attributes(
-                "ReasoningConfig", "reasoning_end_token_ids", "reasoning_start_token_ids"
-            ),
-        },
-        "vllm.tokenizers": {"cached_tokenizer_from_config": Touch("call", "model_config")},
-        "vllm.tool_parsers": {"ToolParserManager": _EXISTS},
-        "vllm.tool_parsers.abstract_tool_parser": {
-            "ToolParserManager.get_tool_parser": Touch("call", "name"),
-        },
+        "vllm.config.reasoning": [
+            "ReasoningConfig",
+            "call ReasoningConfig.initialize_token_ids(model_config)",
+            "ReasoningConfig: reasoning_end_token_ids, reasoning_start_token_ids",
+        ],
+        "vllm.tokenizers": ["call cached_tokenizer_from_config(model_config)"],
+        "vllm.tool_parsers": ["ToolParserManager"],
+        "vllm.tool_parsers.abstract_tool_parser": ["call ToolParserManager.get_tool_parser(name)"],
     },
     # The front end, which checks each request's own options.
     "requests": {
-        "vllm.exceptions": {"VLLMValidationError": Touch("call", "message, *, parameter")},
-        "vllm.sampling_params": _SAMPLING_PARAMS,
-        "vllm.v1.engine.async_llm": {
-            "AsyncLLM.generate": Touch("wrap", "prompt, sampling_params"),
-            "AsyncLLM.vllm_config": _EXISTS,
-        },
-        "vllm.v1.engine.input_processor": {
-            "InputProcessor.__init__": Touch("wrap"),
-            "InputProcessor._validate_params": Touch("wrap", "params"),
-            "InputProcessor.vllm_config": _EXISTS,
-        },
+        "vllm.exceptions": ["call VLLMValidationError(message, *, parameter)"],
+        "vllm.sampling_params": _RUNNER["vllm.sampling_params"],
+        "vllm.v1.engine.async_llm": [
+            "wrap AsyncLLM.generate(prompt, sampling_params)",
+            "AsyncLLM.vllm_config",
+        ],
+        "vllm.v1.engine.input_processor": [
+            "wrap InputProcessor.__init__",
+            "wrap InputProcessor._validate_params(params)",
+            "InputProcessor.vllm_config",
+        ],
     },
     # The engine core, where the counts pass through, and drafts that nobody wants end.
     "scheduler": {
-        "vllm.v1.core.sched.scheduler": {
-            "Scheduler.__init__": Touch("wrap"),
-            "Scheduler.add_request": Touch("wrap", "request"),
-            "Scheduler.make_stats": Touch("wrap"),
-            "Scheduler.schedule": Touch("wrap"),
-            "Scheduler.update_from_output": Touch("wrap", "scheduler_output, model_runner_output"),
-            **_attributes("Scheduler", "requests", "vllm_config"),
-        },
-        "vllm.v1.metrics.stats": {"SchedulerStats": _EXISTS},
-        "vllm.v1.request": _attributes(
-            "Request", "request_id", "sampling_params", "spec_token_ids"
-        ),
+        "vllm.v1.core.sched.scheduler": [
+            "wrap Scheduler.__init__",
+            "wrap Scheduler.add_request(request)",
+            "wrap Scheduler.make_stats",
+            "wrap Scheduler.schedule",
+            "wrap Scheduler.update_from_output(scheduler_output, model_runner_output)",
+            "Scheduler: requests, vllm_config",
+        ],
+        "vllm.v1.metrics.stats": ["SchedulerStats"],
+        "vllm.v1.request": ["Request: request_id, sampling_params, spec_token_ids"],
     },
     # The engine core, which collects what a request wants to know.
     "return": {
-        "vllm.v1.core.sched.scheduler": {
-            "Scheduler.add_request": Touch("wrap", "request"),
-            "Scheduler.requests": _EXISTS,
-        },
-        "vllm.v1.metrics.stats": {
-            "RequestSpecDecodeMetrics": _EXISTS,
-            "RequestSpecDecodeMetrics.new": Touch("call", "num_spec_tokens"),
-            "RequestSpecDecodeMetrics.to_dict": Touch("call"),
-        },
-        "vllm.v1.request": _attributes(
-            "Request", "num_output_tokens", "request_id", "sampling_params", "spec_decode_metrics"
-        ),
+        "vllm.v1.core.sched.scheduler": [
+            "wrap Scheduler.add_request(request)",
+            "Scheduler.requests",
+        ],
+        "vllm.v1.metrics.stats": [
+            "RequestSpecDecodeMetrics",
+            "call RequestSpecDecodeMetrics.new(num_spec_tokens)",
+            "call RequestSpecDecodeMetrics.to_dict",
+        ],
+        "vllm.v1.request": [
+            "Request: num_output_tokens, request_id, sampling_params, spec_decode_metrics"
+        ],
     },
     # The front end, which exports and logs them.
     "metrics": {
-        "vllm.config.speculative": {"SpeculativeConfig.num_speculative_tokens": _EXISTS},
-        "vllm.logger": {"init_logger": Touch("call", "name")},
-        "vllm.v1.metrics.loggers": {
-            "LoggingStatLogger.__init__": Touch("wrap", "vllm_config"),
-            "LoggingStatLogger.log": Touch("wrap"),
-            "LoggingStatLogger.record": Touch("wrap", "scheduler_stats, iteration_stats"),
-            **_attributes("LoggingStatLogger", "log_prefix", "vllm_config"),
-            "PrometheusStatLogger.__init__": Touch("wrap", "vllm_config"),
-            "PrometheusStatLogger.record": Touch("wrap", "scheduler_stats"),
-            **_attributes(
-                "PrometheusStatLogger",
-                *("_counter_cls", "_histogram_cls", "per_engine_labelvalues", "vllm_config"),
-            ),
-            "SchedulerStats": _EXISTS,
-        },
+        "vllm.config.speculative": ["SpeculativeConfig.num_speculative_tokens"],
+        "vllm.logger": ["call init_logger(name)"],
+        "vllm.v1.metrics.loggers": [
+            "wrap LoggingStatLogger.__init__(vllm_config)",
+            "wrap LoggingStatLogger.log",
+            "wrap LoggingStatLogger.record(scheduler_stats, iteration_stats)",
+            "LoggingStatLogger: log_prefix, vllm_config",
+            "wrap PrometheusStatLogger.__init__(vllm_config)",
+            "wrap PrometheusStatLogger.record(scheduler_stats)",
+            "PrometheusStatLogger: _counter_cls, _histogram_cls, per_engine_labelvalues, "
+            "vllm_config",
+            "SchedulerStats",
+        ],
     },
     # The engine core, which asks every worker what it verifies with.
     "executor": {
-        "vllm.config.parallel": {"ParallelConfig.node_rank_within_dp": _EXISTS},
-        "vllm.v1.executor.abstract": {
-            "Executor.__init__": Touch("wrap"),
-            "Executor.collective_rpc": Touch("call", "method"),
-            "Executor.shutdown": Touch("call"),
-            **_attributes("Executor", "parallel_config", "vllm_config"),
-        },
-        "vllm.v1.worker.worker_base": _attributes("WorkerBase", "model_runner", "rank"),
+        "vllm.config.parallel": ["ParallelConfig.node_rank_within_dp"],
+        "vllm.v1.executor.abstract": [
+            "wrap Executor.__init__",
+            "call Executor.collective_rpc(method)",
+            "call Executor.shutdown",
+            "Executor: parallel_config, vllm_config",
+        ],
+        "vllm.v1.worker.worker_base": ["WorkerBase: model_runner, rank"],
     },
     "V1": {
         **_RUNNER,
-        "vllm.config.speculative": {"SpeculativeConfig.num_speculative_tokens": _EXISTS},
-        "vllm.platforms": {"current_platform": _EXISTS},
-        "vllm.v1.outputs": {
-            **_RUNNER_OUTPUTS,
-            "LogprobsTensors.logprobs": _EXISTS,
-            "SamplerOutput": Touch("call", "*, sampled_token_ids, logprobs_tensors"),
-            **_attributes("SamplerOutput", "sampled_token_ids", "logprobs_tensors"),
-        },
-        "vllm.v1.sample.logits_processor.builtin": {
-            "LogitBiasLogitsProcessor": _EXISTS,
-            "LogitBiasLogitsProcessor.biases": _EXISTS,
-            "MinTokensLogitsProcessor": _EXISTS,
-            "MinTokensLogitsProcessor.min_toks": _EXISTS,
-            "process_dict_updates": Touch("call", "req_entries, batch_update, new_state"),
-        },
-        "vllm.v1.sample.logits_processor.interface": {
-            "BatchUpdate": _EXISTS,
-            "LogitsProcessor": _EXISTS,
-            "LogitsProcessor.apply": Touch("override", "logits"),
-            "LogitsProcessor.is_argmax_invariant": Touch("override"),
-            "LogitsProcessor.update_state": Touch("override", "batch_update"),
-            "MoveDirectionality": _EXISTS,
-            "MoveDirectionality.SWAP": _EXISTS,
-        },
-        "vllm.v1.sample.logits_processor.state": _attributes(
-            "LogitsProcessors", "argmax_invariant", "non_argmax_invariant"
-        ),
-        "vllm.v1.sample.metadata": {
-            "SamplingMetadata": _EXISTS,
-            **_attributes(
-                "SamplingMetadata",
-                *("all_greedy", "allowed_token_ids_mask", "bad_words_token_ids"),
-                *("logitsprocs", "logprob_token_ids", "max_num_logprobs", "no_penalties"),
-                "thinking_budget_state_holder",
-            ),
-        },
-        "vllm.v1.sample.rejection_sampler": {
-            "RejectionSampler": Touch("call", "sampler, spec_config, device"),
-            "RejectionSampler.forward": Touch(
-                "override", "metadata, draft_probs, logits, sampling_metadata"
-            ),
-            "RejectionSampler.apply_logits_processors": Touch(
-                "call", "logits, sampling_metadata, metadata"
-            ),
-            "RejectionSampler._get_logprobs_tensors": Touch(
-                "call",
-                "max_num_logprobs, metadata, logits, target_logits, bonus_logits, "
-                "sampled_token_ids",
-            ),
-            **_attributes(
-                "RejectionSampler", "sampler", "is_processed_logprobs_mode", "use_fp64_gumbel"
-            ),
-            "apply_sampling_constraints": Touch(
-                "call", "logits, cu_num_draft_tokens, sampling_metadata"
-            ),
-            "rejection_sample": Touch(
-                "call",
-                "draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, "
-                "draft_probs, target_logits, bonus_token_ids, sampling_metadata, *, "
-                "use_fp64_gumbel",
-            ),
-        },
-        "vllm.v1.sample.sampler": {
-            "Sampler": _EXISTS,
-            "Sampler.forward": Touch(
-                "call", "*, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override"
-            ),
-        },
-        "vllm.v1.sample.thinking_budget_state": {
-            "ThinkingBudgetStateHolder.has_tracked_requests": Touch("call"),
-        },
-        "vllm.v1.spec_decode.metadata": {
-            "SpecDecodeMetadata": _EXISTS,
-            **_attributes(
-                "SpecDecodeMetadata",
-                *("bonus_logits_indices", "cu_num_draft_tokens", "draft_token_ids"),
-                *("max_spec_len", "num_draft_tokens", "target_logits_indices"),
-            ),
-        },
-        "vllm.v1.worker.gpu_input_batch": _attributes(
-            "InputBatch", "logitsprocs", "logitsprocs_need_output_token_ids", "req_ids"
-        ),
-        "vllm.v1.worker.gpu_model_runner": {
-            "AsyncGPUModelRunnerOutput._model_runner_output": _EXISTS,
-            "GPUModelRunner.__init__": Touch("wrap"),
-            "GPUModelRunner.execute_model": Touch("wrap"),
-            "GPUModelRunner.sample_tokens": Touch("wrap"),
-            **_attributes(
-                "GPUModelRunner",
-                *("device", "input_batch", "max_num_reqs", "model_config", "rejection_sampler"),
-                *("speculative_config", "vllm_config"),
-            ),
-        },
+        "vllm.platforms": ["current_platform"],
+        "vllm.v1.outputs": [
+            *_RUNNER["vllm.v1.outputs"],
+            "LogprobsTensors.logprobs",
+            "call SamplerOutput(*, sampled_token_ids, logprobs_tensors)",
+            "SamplerOutput: sampled_token_ids, logprobs_tensors",
+        ],
+        "vllm.v1.sample.logits_processor.builtin": [
+            "LogitBiasLogitsProcessor",
+            "LogitBiasLogitsProcessor.biases",
+            "MinTokensLogitsProcessor",
+            "MinTokensLogitsProcessor.min_toks",
+            "call process_dict_updates(req_entries, batch_update, new_state)",
+        ],
+        "vllm.v1.sample.logits_processor.interface": [
+            "BatchUpdate",
+            "LogitsProcessor",
+            "override LogitsProcessor.apply(logits)",
+            "override LogitsProcessor.is_argmax_invariant",
+            "override LogitsProcessor.update_state(batch_update)",
+            "MoveDirectionality",
+            "MoveDirectionality.SWAP",
+        ],
+        "vllm.v1.sample.logits_processor.state": [
+            "LogitsProcessors: argmax_invariant, non_argmax_invariant"
+        ],
+        "vllm.v1.sample.metadata": [
+            "SamplingMetadata",
+            "SamplingMetadata: all_greedy, allowed_token_ids_mask, bad_words_token_ids, "
+            "logitsprocs, logprob_token_ids, max_num_logprobs, no_penalties, "
+            "thinking_budget_state_holder",
+        ],
+        "vllm.v1.sample.rejection_sampler": [
+            "call RejectionSampler(sampler, spec_config, device)",
+            "override RejectionSampler.forward(metadata, draft_probs, logits, sampling_metadata)",
+            "call RejectionSampler.apply_logits_processors(logits, sampling_metadata, metadata)",
+            "call RejectionSampler._get_logprobs_tensors(max_num_logprobs, metadata, logits, "
+            "target_logits, bonus_logits, sampled_token_ids)",
+            "RejectionSampler: sampler, is_processed_logprobs_mode, use_fp64_gumbel",
+            "call apply_sampling_constraints(logits, cu_num_draft_tokens, sampling_metadata)",
+            "call rejection_sample(draft_token_ids, num_draft_tokens, max_spec_len, "
+            "cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, "
+            "sampling_metadata, *, use_fp64_gumbel)",
+        ],
+        "vllm.v1.sample.sampler": [
+            "Sampler",
+            "call Sampler.forward(*, logits, sampling_metadata, predict_bonus_token, "
+            "logprobs_mode_override)",
+        ],
+        "vllm.v1.sample.thinking_budget_state": [
+            "call ThinkingBudgetStateHolder.has_tracked_requests"
+        ],
+        "vllm.v1.spec_decode.metadata": [
+            "SpecDecodeMetadata",
+            "SpecDecodeMetadata: bonus_logits_indices, cu_num_draft_tokens, draft_token_ids, "
+            "max_spec_len, num_draft_tokens, target_logits_indices",
+        ],
+        "vllm.v1.worker.gpu_input_batch": [
+            "InputBatch: logitsprocs, logitsprocs_need_output_token_ids, req_ids"
+        ],
+        "vllm.v1.worker.gpu_model_runner": [
+            "AsyncGPUModelRunnerOutput._model_runner_output",
+            "wrap GPUModelRunner.__init__",
+            "wrap GPUModelRunner.execute_model",
+            "wrap GPUModelRunner.sample_tokens",
+            "GPUModelRunner: device, input_batch, max_num_reqs, model_config, "
+            "rejection_sampler, speculative_config, vllm_config",
+        ],
     },
     "V2": {
         **_RUNNER,
-        "vllm.config.speculative": {"SpeculativeConfig.num_speculative_tokens": _EXISTS},
-        "vllm.v1.outputs": _RUNNER_OUTPUTS,
-        "vllm.v1.worker.gpu.async_utils": {"AsyncOutput.model_runner_output": _EXISTS},
-        "vllm.v1.worker.gpu.buffer_utils": {
-            "StagedWriteTensor": Touch("call", "size, *, dtype, device"),
-            "StagedWriteTensor.apply_write": Touch("call"),
-            "StagedWriteTensor.gpu": _EXISTS,
-            "StagedWriteTensor.stage_write_elem": Touch("call", "index, x"),
-            "UvaBackedTensor": Touch("call", "size, *, dtype"),
-            "UvaBackedTensor.copy_to_uva": Touch("call"),
-            **_attributes("UvaBackedTensor", "gpu", "np"),
-        },
-        "vllm.v1.worker.gpu.model_runner": {
-            "GPUModelRunner.__init__": Touch("wrap"),
-            "GPUModelRunner.execute_model": Touch("wrap"),
-            "GPUModelRunner.load_model": Touch("wrap"),
-            "GPUModelRunner.sample_tokens": Touch("wrap"),
-            **_attributes(
-                "GPUModelRunner",
-                *("device", "model_config", "rejection_sampler", "req_states"),
-                *("speculative_config", "vllm_config"),
-            ),
-        },
-        "vllm.v1.worker.gpu.states": {
-            "RequestState.add_request": Touch("wrap", "req_id, prompt_len, all_token_ids"),
-            **_attributes(
-                "RequestState",
-                *("all_token_ids", "device", "index_to_req_id", "max_num_reqs", "prompt_len"),
-                *("req_id_to_index", "total_len"),
-            ),
-        },
-        "vllm.v1.worker.gpu.sample.logits_processor.interface": {
-            "LogitsContext": _EXISTS,
-            "LogitsProcessor": _EXISTS,
-            "LogitsProcessor.add_request": Touch("override", "req_idx, sampling_params"),
-            "LogitsProcessor.apply": Touch("override", "logits, ctx"),
-            "LogitsProcessor.apply_staged_writes": Touch("override"),
-        },
-        "vllm.v1.worker.gpu.sample.sampler": {
-            "Sampler": _EXISTS,
-            "Sampler.apply_sampling_params": Touch(
-                "call",
-                "logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, "
-                "expanded_local_pos, seq_lens_upper_bound_np",
-            ),
-            **_attributes(
-                "Sampler",
-                *("logits_processors", "needs_logits_processing", "sampling_states"),
-                "use_fp64_gumbel",
-            ),
-        },
-        "vllm.v1.worker.gpu.sample.states": _attributes("SamplingStates", "seeds", "temperature"),
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler": {
-            "RejectionSampler": Touch("call", "sampler, spec_config, device"),
-            "RejectionSampler._verify": Touch(
-                "override",
-                "logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, "
-                "idx_mapping_np, expanded_idx_mapping, expanded_local_pos, "
-                "seq_lens_upper_bound_np, verify_draft_sampled",
-            ),
-            **_attributes("RejectionSampler", "num_speculative_steps", "sampler"),
-        },
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils": {
-            "rejection_sample": Touch(
-                "call",
-                "target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, "
-                "expanded_idx_mapping, expanded_local_pos, temperature, seed, "
-                "num_speculative_steps, *, use_fp64",
-            ),
-        },
+        "vllm.v1.worker.gpu.async_utils": ["AsyncOutput.model_runner_output"],
+        "vllm.v1.worker.gpu.buffer_utils": [
+            "call StagedWriteTensor(size, *, dtype, device)",
+            "call StagedWriteTensor.apply_write",
+            "StagedWriteTensor.gpu",
+            "call StagedWriteTensor.stage_write_elem(index, x)",
+            "call UvaBackedTensor(size, *, dtype)",
+            "call UvaBackedTensor.copy_to_uva",
+            "UvaBackedTensor: gpu, np",
+        ],
+        "vllm.v1.worker.gpu.model_runner": [
+            "wrap GPUModelRunner.__init__",
+            "wrap GPUModelRunner.execute_model",
+            "wrap GPUModelRunner.load_model",
+            "wrap GPUModelRunner.sample_tokens",
+            "GPUModelRunner: device, model_config, rejection_sampler, req_states, "
+            "speculative_config, vllm_config",
+        ],
+        "vllm.v1.worker.gpu.states": [
+            "wrap RequestState.add_request(req_id, prompt_len, all_token_ids)",
+            "RequestState: all_token_ids, device, index_to_req_id, max_num_reqs, prompt_len, "
+            "req_id_to_index, total_len",
+        ],
+        "vllm.v1.worker.gpu.sample.logits_processor.interface": [
+            "LogitsContext",
+            "LogitsProcessor",
+            "override LogitsProcessor.add_request(req_idx, sampling_params)",
+            "override LogitsProcessor.apply(logits, ctx)",
+            "override LogitsProcessor.apply_staged_writes",
+        ],
+        "vllm.v1.worker.gpu.sample.sampler": [
+            "Sampler",
+            "call Sampler.apply_sampling_params(logits, expanded_idx_mapping, idx_mapping, "
+            "idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np)",
+            "Sampler: logits_processors, needs_logits_processing, sampling_states, use_fp64_gumbel",
+        ],
+        "vllm.v1.worker.gpu.sample.states": ["SamplingStates: seeds, temperature"],
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler": [
+            "call RejectionSampler(sampler, spec_config, device)",
+            "override RejectionSampler._verify(logits, draft_logits, draft_sampled, pos, "
+            "cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, "
+            "expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled)",
+            "RejectionSampler: num_speculative_steps, sampler",
+        ],
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils": [
+            "call rejection_sample(target_logits, draft_logits, draft_sampled, cu_num_logits, "
+            "pos, idx_mapping, expanded_idx_mapping, expanded_local_pos, temperature, seed, "
+            "num_speculative_steps, *, use_fp64)"
+        ],
     },
     # vLLM's CPU kernels, which cpu_kernels.py mends.
     "cpu": {
-        "vllm.triton_utils": {"HAS_TRITON": _EXISTS},
-        "vllm.triton_utils.dispatcher": {
-            "KernelOverride": _EXISTS,
-            "KernelOverride._impl": _EXISTS,
-        },
-        "vllm.utils.cpu_triton_utils": {
-            "_expand_kernel_impl": Touch(
-                "wrap", "output, input_val, cu_num_tokens, replace_from, replace_to"
-            ),
-            "_rejection_random_sample_kernel_impl": Touch(
-                "wrap",
-                "output_token_ids, cu_num_draft_tokens, draft_token_ids, draft_probs, "
-                "target_probs, bonus_token_ids, recovered_token_ids, uniform_probs",
-            ),
-        },
-        "vllm.v1.sample": {"rejection_sampler": _EXISTS},
-        "vllm.v1.sample.rejection_sampler": {
-            "expand_kernel": _EXISTS,
-            "rejection_random_sample_kernel": _EXISTS,
-        },
+        "vllm.triton_utils": ["HAS_TRITON"],
+        "vllm.triton_utils.dispatcher": ["KernelOverride", "KernelOverride._impl"],
+        "vllm.utils.cpu_triton_utils": [
+            "wrap _expand_kernel_impl(output, input_val, cu_num_tokens, replace_from, replace_to)",
+            "wrap _rejection_random_sample_kernel_impl(output_token_ids, cu_num_draft_tokens, "
+            "draft_token_ids, draft_probs, target_probs, bonus_token_ids, recovered_token_ids, "
+            "uniform_probs)",
+        ],
+        "vllm.v1.sample": ["rejection_sampler"],
+        "vllm.v1.sample.rejection_sampler": ["expand_kernel", "rejection_random_sample_kernel"],
     },
     # `python -m vllm_mars.vllm_cli`, which is vLLM's own command; checked by the tests alone.
-    "command": {"vllm.entrypoints.cli.main": {"main": Touch("call")}},
+    "command": {"vllm.entrypoints.cli.main": ["call main"]},
 }

@@ -4,7 +4,6 @@ A user may write a marker as text, or leave it to the server's tool parser or re
 workers, which walk the answers (`vllm_mars.runner.sections`), know ids alone.
 """
 
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +107,9 @@ def _spans_of_tool_parser(
         return ()
     vocab = tokenizer.get_vocab()
     spans: dict[int, int | None] = {}
-    for attribute in dir(parser):
-        match = re.fullmatch(r"(.*)start_token", attribute)
-        start = getattr(parser, attribute, None) if match else None
-        end = getattr(parser, f"{match[1]}end_token", None) if match else None
+    for attribute in (name for name in dir(parser) if name.endswith("start_token")):
+        start = getattr(parser, attribute, None)
+        end = getattr(parser, attribute.removesuffix("start_token") + "end_token", None)
         if isinstance(start, str) and start in vocab:
             spans[vocab[start]] = vocab.get(end) if isinstance(end, str) else None
     if not spans:

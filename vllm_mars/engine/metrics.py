@@ -6,7 +6,7 @@ logger uses, so that several API servers add up and every engine has its own ser
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
@@ -29,30 +29,18 @@ LOW_MARGIN = "vllm:mars_low_margin_positions"
 REFUSED = "vllm:mars_refused_positions"
 LOST = "vllm:mars_lost_nats"
 RATIO = "vllm:mars_logit_ratio"
-
-# Counter, help, label, name in `CounterLayout`.
-_COUNTERS = (
-    (RELAXED, "Draft tokens accepted only by the margin, by position.", "position", "relaxed"),
-    (
-        VERIFIED,
-        "Draft positions looked at: up to and including the first rejected one, by position.",
-        "position",
-        "verified",
-    ),
-    (
-        LOW_MARGIN,
-        "Verified positions whose two largest logits are within the margin, by position.",
-        "position",
-        "low_margin",
-    ),
-    (
-        REFUSED,
-        "Verified positions that the margin would have relaxed, by what forbade it.",
-        "reason",
-        "refused",
-    ),
-)
 SHADOW = "vllm:mars_shadow_accepted_tokens"
+
+_HELP = {
+    RELAXED: "Draft tokens accepted only by the margin, by position.",
+    VERIFIED: "Draft positions looked at: up to and including the first rejected one, by position.",
+    LOW_MARGIN: "Verified positions whose two largest logits are within the margin, by position.",
+    REFUSED: "Verified positions that the margin would have relaxed, by what forbade it.",
+    LOST: "What relaxed tokens lost against the target's first choices, in nats: "
+    "the sum of log p(first choice) - log p(token).",
+    RATIO: "Second largest logit over the largest at verified positions where that is positive.",
+    SHADOW: "Draft tokens that verification with this threshold would have accepted, by position.",
+}
 # Low-margin positions without any relaxed token after which the log warns. Were one in 200 relaxed,
 # fewer than one server in 100 would come this far without.
 INERT_AFTER = 1000
@@ -97,33 +85,36 @@ class MarsProm:
         histogram_class: Any = prometheus_client.Histogram,
     ) -> None:
         self._layout = layout
-        self._counters: list[tuple[slice, dict[int, list[Any]]]] = []
-        for name, documentation, label, entry in _COUNTERS:
-            entries: slice = getattr(layout, entry)
-            values = REASONS if label == "reason" else range(entries.stop - entries.start)
+        self._counters: list[tuple[slice, float, dict[int, list[Any]]]] = []
+
+        def add(
+            name: str, entries: slice, labels: Mapping[str, Iterable[object]], unit: float = 1
+        ) -> None:
+            """A counter with a child for each entry, by the values of its labels."""
             counter = counter_class(
-                name=name, documentation=documentation, labelnames=[*_LABELS, label]
+                name=name, documentation=_HELP[name], labelnames=[*_LABELS, *labels]
             )
+            values = [tuple(map(str, value)) for value in itertools.product(*labels.values())]
             children = {
-                engine: [counter.labels(*labels, str(value)) for value in values]
-                for engine, labels in engines.items()
+                engine: [counter.labels(*whose, *value) for value in values]
+                for engine, whose in engines.items()
             }
-            self._counters.append((entries, children))
-        lost = counter_class(
-            name=LOST,
-            documentation="What relaxed tokens lost against the target's first choices, in nats: "
-            "the sum of log p(first choice) - log p(token).",
-            labelnames=_LABELS,
-        )
-        self._lost = {engine: lost.labels(*labels) for engine, labels in engines.items()}
+            self._counters.append((entries, unit, children))
+
+        by_position = {"position": range(layout.num_speculative_tokens)}
+        add(RELAXED, layout.relaxed, by_position)
+        add(VERIFIED, layout.verified, by_position)
+        add(LOW_MARGIN, layout.low_margin, by_position)
+        add(REFUSED, layout.refused, {"reason": REASONS})
+        add(LOST, layout.lost, {}, LOSS_UNIT)
         if layout.shadowed:
-            self._add_shadow(counter_class, engines)
+            thresholds = [f"{value:g}" for value in layout.shadowed]
+            add(SHADOW, layout.shadow, {METRICS[layout.metric]: thresholds, **by_position})
         self._histograms: dict[int, Any] = {}
         if issubclass(histogram_class, prometheus_client.Histogram):
             histogram = BucketHistogram(
                 name=RATIO,
-                documentation="Second largest logit over the largest at verified positions where "
-                "that is positive.",
+                documentation=_HELP[RATIO],
                 buckets=RATIO_EDGES,
                 labelnames=_LABELS,
             )
@@ -137,32 +128,13 @@ class MarsProm:
                 histogram_class.__name__,
             )
 
-    def _add_shadow(self, counter_class: Any, engines: dict[int, list[object]]) -> None:
-        counter = counter_class(
-            name=SHADOW,
-            documentation="Draft tokens that verification with this threshold would have "
-            "accepted, by position.",
-            labelnames=[*_LABELS, METRICS[self._layout.metric], "position"],
-        )
-        positions = range(self._layout.num_speculative_tokens)
-        values = itertools.product(self._layout.shadowed, positions)
-        names = [(f"{value:g}", str(position)) for value, position in values]
-        children = {
-            engine: [counter.labels(*labels, *name) for name in names]
-            for engine, labels in engines.items()
-        }
-        self._counters.append((self._layout.shadow, children))
-
     def observe(self, counts: list[int], engine: int = 0) -> None:
         """Adds an increase of one engine's counts."""
         _check_length(counts, self._layout)
-        for entries, children in self._counters:
+        for entries, unit, children in self._counters:
             for child, count in zip(children[engine], counts[entries], strict=True):
                 if count:
-                    child.inc(count)
-        (lost,) = counts[self._layout.lost]
-        if lost:
-            self._lost[engine].inc(lost * LOSS_UNIT)
+                    child.inc(count * unit)
         if self._histograms:
             (units,) = counts[self._layout.ratio_sum]
             self._histograms[engine].add(counts[self._layout.ratio], units * RATIO_UNIT)

@@ -99,7 +99,12 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
             from vllm_mars.engine.returned import is_supported
 
             if not is_supported():
-                raise ValueError("mars_return needs vLLM 0.29 or newer here; leave it out.")
+                import vllm
+
+                raise ValueError(
+                    f"mars_return=true needs vLLM 0.29 or newer, but this server runs "
+                    f"{vllm.__version__}; leave it out."
+                )
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vllm_mars import __version__
+from vllm_mars.config import MarsConfig
 
 
 class TravellingOptions(dict[str, Any]):
@@ -89,7 +90,7 @@ def question() -> Callable[[Any], tuple[int, str, str | None, str | None]]:
     return answer
 
 
-def require_same_everywhere(executor: Any) -> None:
+def require_same_everywhere(executor: Any, _config: MarsConfig) -> None:
     """Refuses a server of which a rank verifies with anything but this extension.
 
     Args:
@@ -98,6 +99,9 @@ def require_same_everywhere(executor: Any) -> None:
     Raises:
         RuntimeError: the message names each such rank, its node, and what is there.
     """
+    # On further nodes of one engine only the first can ask, and it asks all of them.
+    if executor.parallel_config.node_rank_within_dp != 0:
+        return
     ranks = [Rank(*answer) for answer in executor.collective_rpc(question())]
     faults = [fault for rank in ranks if (fault := _fault(rank))]
     if not faults and all(rank.sampler is None for rank in ranks):

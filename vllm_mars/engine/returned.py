@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 from vllm_mars.config import MarsConfig
+from vllm_mars.engine.compat import check_interfaces
 from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
 from vllm_mars.requests import in_force, options_of
 from vllm_mars.runner.counters import LOSS_UNIT
@@ -36,13 +37,16 @@ def declare_request_field(metrics: type) -> None:
 
 
 def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
-    """Makes a scheduler collect what was relaxed for the requests that ask.
+    """Makes a scheduler collect what was relaxed for the requests that ask, if vLLM can return it.
 
     Args:
         scheduler: vLLM's `Scheduler`, or a subclass of it. Its `add_request` and
             `update_from_output` are wrapped, on this instance alone.
         config: the server's options.
     """
+    if not is_supported():
+        return
+    check_interfaces("return")
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
     add_request, update_from_output = scheduler.add_request, scheduler.update_from_output

@@ -11,6 +11,7 @@ carries the fields of the dataclass and nothing else, so it is given one more.
 import dataclasses
 from typing import Any
 
+from vllm_mars.config import MarsConfig
 from vllm_mars.runner.outputs import FIELD
 
 # The field of RequestSpecDecodeMetrics with all that was relaxed of a request.
@@ -39,7 +40,7 @@ def declare_field(stats: type, name: str = FIELD, kind: Any = list[int] | None) 
     setattr(stats, name, None)
 
 
-def carry_counts(scheduler: Any) -> None:
+def carry_counts(scheduler: Any, _config: MarsConfig) -> None:
     """Makes a scheduler pass the counts on, from the workers' outputs to its statistics.
 
     Args:

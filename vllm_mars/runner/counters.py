@@ -5,9 +5,9 @@ device, and sends it along with a step's output (`vllm_mars.runner.outputs`). `C
 which entry is what, for the kernels that add into it and for the front end that exports it.
 """
 
+import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,15 +15,7 @@ import numpy as np
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import (
-    LOSS_BITS,
-    MOST_PRICE,
-    CounterStarts,
-    Drafts,
-    Judgement,
-    Margin,
-    Verdict,
-)
+from vllm_mars.kernels.terms import LOSS_BITS, Drafts, Judgement, Margin, Verdict, price_units
 from vllm_mars.verify import Backend, resolve_backend
 
 # Upper edges of the histogram of z2/z1, inclusive; above the last one is infinity. They lie close
@@ -39,114 +31,57 @@ LOSS_UNIT = 2.0**-LOSS_BITS
 # Seconds between two copies from an accelerator.
 INTERVAL = 1.0
 
-
 # Why the margin was not applied where it would have accepted the draft token, in the order of the
 # entries, and the label values of these reasons.
-REFUSALS = (
-    Verdict.PROTECTED,
-    Verdict.SPAN,
-    Verdict.BUDGET,
-    Verdict.STRUCTURED,
-    Verdict.LOSS,
-    Verdict.REPEAT,
-)
+REFUSALS = tuple(v for v in Verdict if Verdict.PROTECTED <= v <= Verdict.REPEAT)
 REASONS = tuple(verdict.name.lower() for verdict in REFUSALS)
 
 
-@dataclass(frozen=True)
 class CounterLayout:
     """Which entries of the vector count what.
 
-    K entries each, one per draft position:
-
-    - `verified`: positions that verification looked at: up to and including the first rejected one.
-    - `accepted`: accepted draft tokens.
-    - `relaxed`: accepted only by the margin.
-    - `low_margin`: verified positions with z2 > theta * z1 - gap, whatever the draft token is.
-
-    And for all positions together:
-
-    - `ratio`: verified positions with z1 > 0 by z2/z1, an entry per edge of `RATIO_EDGES` and one
-      for what is above.
-    - `ratio_sum`: one entry, the sum of those ratios in `RATIO_UNIT`, each clamped to [0, 1].
-    - `lost`: one entry, what the relaxed tokens lost against the first choices, in `LOSS_UNIT`.
-    - `refused`: verified positions that would have been relaxed, an entry per reason of `REASONS`.
-
-    And in shadow mode K entries per threshold, one threshold after the other:
-
-    - `shadow`: draft tokens that verification with this threshold would have accepted.
-
-    Attributes:
+    Args:
         num_speculative_tokens: K, the longest draft, >= 1.
         shadowed: thresholds of the shadow mode; none outside it.
         metric: that they belong to.
+
+    Attributes:
+        verified: K entries, one per draft position: positions that verification looked at, up to
+            and including the first rejected one.
+        accepted: K entries, accepted draft tokens.
+        relaxed: K entries, those accepted only by the margin.
+        low_margin: K entries, verified positions with z2 > theta * z1 - gap, whatever the draft
+            token is.
+        ratio: verified positions with z1 > 0 by z2/z1, an entry per edge of `RATIO_EDGES` and one
+            for what is above; not cumulated.
+        ratio_sum: one entry, the sum of those ratios in `RATIO_UNIT`, each clamped to [0, 1].
+        lost: one entry, what the relaxed tokens lost against the first choices, in `LOSS_UNIT`.
+        refused: verified positions that would have been relaxed, an entry per reason of `REASONS`.
+        shadow: draft tokens that verification with each of `shadowed` would have accepted, K
+            entries per threshold, one threshold after the other.
+        starts: where each of `COUNTS` begins.
+        size: number of entries.
     """
 
-    num_speculative_tokens: int
-    shadowed: tuple[float, ...] = ()
-    metric: str = "ratio"
-
-    @property
-    def verified(self) -> slice:
-        """Entries of the verified positions."""
-        return self._per_position(0)
-
-    @property
-    def accepted(self) -> slice:
-        """Entries of the accepted tokens."""
-        return self._per_position(1)
-
-    @property
-    def relaxed(self) -> slice:
-        """Entries of the relaxed tokens."""
-        return self._per_position(2)
-
-    @property
-    def low_margin(self) -> slice:
-        """Entries of the low-margin positions."""
-        return self._per_position(3)
-
-    @property
-    def ratio(self) -> slice:
-        """Entries of the histogram, not cumulated."""
-        start = 4 * self.num_speculative_tokens
-        return slice(start, start + len(RATIO_EDGES) + 1)
-
-    @property
-    def ratio_sum(self) -> slice:
-        """The entry of the sum of ratios."""
-        return slice(self.ratio.stop, self.ratio.stop + 1)
-
-    @property
-    def lost(self) -> slice:
-        """The entry of the sum of losses."""
-        return slice(self.ratio_sum.stop, self.ratio_sum.stop + 1)
-
-    @property
-    def refused(self) -> slice:
-        """Entries of the refused positions, in the order of `REFUSALS`."""
-        return slice(self.lost.stop, self.lost.stop + len(REASONS))
-
-    @property
-    def shadow(self) -> slice:
-        """Entries of the shadow mode."""
-        start = self.refused.stop
-        return slice(start, start + self.num_speculative_tokens * len(self.shadowed))
-
-    @property
-    def starts(self) -> CounterStarts:
-        """Where each count that a step adds to begins."""
-        return CounterStarts(*(getattr(self, name).start for name in CounterStarts._fields))
-
-    @property
-    def size(self) -> int:
-        """Number of entries."""
-        last: int = self.shadow.stop
-        return last
-
-    def _per_position(self, index: int) -> slice:
-        start = index * self.num_speculative_tokens
-        return slice(start, start + self.num_speculative_tokens)
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        shadowed: tuple[float, ...] = (),
+        metric: str = "ratio",
+    ) -> None:
+        self.num_speculative_tokens = longest = num_speculative_tokens
+        self.shadowed = shadowed
+        self.metric = metric
+        lengths = [*[longest] * 4, len(RATIO_EDGES) + 1, 1, 1, len(REASONS)]
+        lengths.append(longest * len(shadowed))
+        *counted, self.shadow = (
+            slice(end - length, end)
+            for length, end in zip(lengths, itertools.accumulate(lengths), strict=True)
+        )
+        self.verified, self.accepted, self.relaxed, self.low_margin = counted[:4]
+        self.ratio, self.ratio_sum, self.lost, self.refused = counted[4:]
+        self.starts = tuple(entries.start for entries in counted)
+        self.size: int = self.shadow.stop
 
 
 class Counters:
@@ -250,22 +185,6 @@ def layout_of(config: MarsConfig, speculative_config: Any) -> CounterLayout:
     return CounterLayout(speculative_config.num_speculative_tokens, config.shadowed, config.metric)
 
 
-def locate(cu_num_draft_tokens: torch.Tensor, num_draft: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request of each draft position and the offset within its draft; int64 `[num_draft]`.
-
-    Args:
-        cu_num_draft_tokens: int32 `[batch]`, inclusive prefix sum.
-        num_draft: its last element.
-    """
-    row = torch.arange(num_draft, device=cu_num_draft_tokens.device)
-    ends = cu_num_draft_tokens.long()
-    # Requests without a draft end where the one before does, and are passed over.
-    request = torch.searchsorted(ends, row, right=True)
-    lengths = ends.clone()
-    lengths[1:] -= ends[:-1]
-    return request, row - (ends - lengths)[request]
-
-
 def count_positions(
     counters: Counters,
     drafts: Drafts,
@@ -308,19 +227,7 @@ def count_positions(
             ratio_unit=RATIO_UNIT,
         )
         return
-    _count_in_numpy(counters, drafts, judgement, num_accepted, margin, dry_run)
-
-
-def _count_in_numpy(
-    counters: Counters,
-    drafts: Drafts,
-    judgement: Judgement,
-    num_accepted: torch.Tensor,
-    margin: Margin,
-    dry_run: bool,
-) -> None:
-    """`count_positions` on a CPU, where NumPy's small operations cost a fifth of torch's."""
-    starts = counters.layout.starts
+    # On a CPU, where NumPy's small operations cost a fifth of torch's.
     verdicts, accepted = judgement.verdicts.numpy(), num_accepted.numpy()
     ends = drafts.cu_num_draft_tokens.numpy()
     row = np.arange(len(verdicts))
@@ -342,11 +249,11 @@ def _count_in_numpy(
     units = np.floor(ratio.clip(0, 1) * np.float32(1 / RATIO_UNIT) + np.float32(0.5))
 
     added = [
-        (position + starts.verified, is_verified),
-        (position + starts.accepted, is_accepted),
-        (position + starts.low_margin, is_low),
-        (np.searchsorted(counters.ratio_edges.numpy(), ratio) + starts.ratio, has_ratio),
-        (np.full_like(position, starts.ratio_sum), units),
+        (position + layout.verified.start, is_verified),
+        (position + layout.accepted.start, is_accepted),
+        (position + layout.low_margin.start, is_low),
+        (np.searchsorted(counters.ratio_edges.numpy(), ratio) + layout.ratio.start, has_ratio),
+        (np.full_like(position, layout.ratio_sum.start), units),
     ]
     if not dry_run:
         is_refused = (verdicts >= REFUSALS[0]) & (verdicts <= REFUSALS[-1])
@@ -354,9 +261,9 @@ def _count_in_numpy(
         lost = is_relaxed * judgement.losses.numpy()
         refusal = verdicts.astype(np.int64).clip(REFUSALS[0], REFUSALS[-1]) - REFUSALS[0]
         added += [
-            (position + starts.relaxed, is_relaxed),
-            (np.full_like(position, starts.lost), lost),
-            (refusal + starts.refused, is_verified & is_refused),
+            (position + layout.relaxed.start, is_relaxed),
+            (np.full_like(position, layout.lost.start), lost),
+            (refusal + layout.refused.start, is_verified & is_refused),
         ]
     entries, amounts = zip(*added, strict=True)
     counts = counters.device_counts.numpy()
@@ -391,7 +298,7 @@ def count_shadow(
         return
     layout = counters.layout
     longest = layout.num_speculative_tokens
-    request, position = locate(drafts.cu_num_draft_tokens, len(verdicts))
+    request, position = drafts.locate()
     is_draft = drafts.draft_token_ids >= 0
     strict = is_draft & ((verdicts == Verdict.FIRST) | (position < num_accepted[request]))
     relaxed = is_draft & (verdicts == Verdict.RELAXED) & ~strict
@@ -408,8 +315,7 @@ def count_shadow(
     threshold = counters.shadowed[:, None]
     if layout.metric == "price":
         assert judgement.losses is not None, "verdicts come with losses"
-        price = (threshold * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
-        gain = price - judgement.losses * relaxed
+        gain = price_units(threshold) - judgement.losses * relaxed
         is_small = (gain > 0) | is_greedy[request]
     else:
         largest, second = judgement.top2_values.unbind(1)

@@ -17,7 +17,7 @@ from vllm_mars.kernels.terms import (
     Verdict,
     VerifyOutput,
 )
-from vllm_mars.runner.counters import Counters, count_positions, count_shadow, locate
+from vllm_mars.runner.counters import Counters, count_positions, count_shadow
 from vllm_mars.verify import Backend, judge_drafts, resolve_backend, verify_drafts
 
 # A gap that any draft token among the two largest passes, and the largest price, for shadow mode to
@@ -40,18 +40,6 @@ class RelaxedOffsets(NamedTuple):
 
     request_ids: dict[int, str]
     losses: torch.Tensor
-
-
-class Spent(NamedTuple):
-    """What a step takes off its requests' budgets.
-
-    Attributes:
-        num_relaxed: int32 `[batch]`, relaxed tokens.
-        lost: int64 `[batch]`, what they lost, in units of 2**-LOSS_BITS nats.
-    """
-
-    num_relaxed: torch.Tensor
-    lost: torch.Tensor
 
 
 class MarginRule:
@@ -77,20 +65,29 @@ class MarginRule:
         self.relaxed: list[RelaxedOffsets] = []
         self._protected: torch.Tensor | None = None
 
-    def verify(self, drafts: Drafts, margin: Margin) -> VerifyOutput:
-        """Verifies greedy requests; with verdicts where they are counted.
+    def verify(
+        self, drafts: Drafts, margin: Margin, returns: dict[int, str] | None = None
+    ) -> VerifyOutput:
+        """Verifies greedy requests, and records the step where positions are counted.
 
         Args:
             drafts: the step's.
             margin: what the requests allow; the protected tokens are added here.
+            returns: ids by place of the requests that want to know what was relaxed.
         """
-        return verify_drafts(
+        output = verify_drafts(
             drafts,
             self._applied(margin, drafts.logits),
             with_verdicts=self.counters is not None,
             dry_run=self.config.shadow,
             backend=self.backend,
         )
+        if output.judgement is not None:
+            rows = drafts.by_position()
+            self.record(
+                rows, margin, output.judgement, output.num_accepted, returns, is_greedy=True
+            )
+        return output
 
     def _applied(self, margin: Margin, logits: torch.Tensor) -> Margin:
         """The margin that the verdicts follow: in shadow mode the loosest, and what is protected.
@@ -149,7 +146,7 @@ class MarginRule:
                 dry_run=self.config.shadow,
                 backend=self.backend,
             )
-            request, _ = locate(drafts.cu_num_draft_tokens, judgement.verdicts.shape[0])
+            request, _ = drafts.locate()
             verdicts = torch.where(is_greedy[request], output.verdicts, judgement.verdicts)
             judgement = judgement._replace(verdicts=verdicts)
         if self.config.shadow:
@@ -172,14 +169,14 @@ class MarginRule:
         margin: Margin,
         judgement: Judgement,
         num_accepted: torch.Tensor,
-        returns: dict[int, str],
+        returns: dict[int, str] | None = None,
         *,
         is_greedy: torch.Tensor | bool = False,
-    ) -> Spent | None:
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Counts a step, and notes what was relaxed for the requests that want to know it.
 
         Args:
-            drafts: the step's; its logits are not read.
+            drafts: the step's, by position; the logits are not read.
             margin: what the requests allowed.
             judgement: of the step's positions; its values are None where nothing is counted.
             num_accepted: int `[batch]`, accepted draft tokens.
@@ -188,7 +185,8 @@ class MarginRule:
                 not judged by position.
 
         Returns:
-            What was spent, where a budget limits it; else None.
+            Where a budget limits it, what was spent: int32 `[batch]` relaxed tokens, and int64
+            `[batch]` what they lost, in units of 2**-LOSS_BITS nats; else None.
         """
         verdicts = judgement.verdicts
         if self.counters is not None and judgement.top2_values is not None:
@@ -203,7 +201,7 @@ class MarginRule:
         if not has_budget and not returns:
             return None
         # A step's tokens are the accepted drafts and one more.
-        request, offset = locate(drafts.cu_num_draft_tokens, verdicts.shape[0])
+        request, offset = drafts.locate()
         is_relaxed = (verdicts == Verdict.RELAXED) & (offset < num_accepted[request])
         is_relaxed &= not self.config.shadow
         if returns:
@@ -218,10 +216,9 @@ class MarginRule:
         if not has_budget:
             return None
         lost = torch.where(is_relaxed, judgement.losses, 0).long()
-        return Spent(
-            torch.zeros_like(num_accepted, dtype=torch.int32).index_add_(
-                0, request, is_relaxed.int()
-            ),
+        num_relaxed = torch.zeros_like(num_accepted, dtype=torch.int32)
+        return (
+            num_relaxed.index_add_(0, request, is_relaxed.int()),
             torch.zeros_like(num_accepted, dtype=torch.int64).index_add_(0, request, lost),
         )
 

@@ -46,7 +46,7 @@ def attach_counters(runner: Any, rule: MarginRule) -> None:
     def execute_and_flush(*args: Any, **kwargs: Any) -> Any:
         return with_counts(execute_model(*args, **kwargs), counters)
 
-    def sample_and_report(*args: Any, **kwargs: Any) -> Any:
+    def sample_and_attach(*args: Any, **kwargs: Any) -> Any:
         nonlocal has_begun
         if not has_begun:
             has_begun = True
@@ -61,7 +61,7 @@ def attach_counters(runner: Any, rule: MarginRule) -> None:
         return output
 
     runner.execute_model = execute_and_flush
-    runner.sample_tokens = sample_and_report
+    runner.sample_tokens = sample_and_attach
 
 
 def attach_relaxed(
@@ -80,16 +80,14 @@ def attach_relaxed(
         return
     waiting: list[tuple[dict[int, str], torch.Tensor, torch.Event | None]] = []
     for request_ids, table in relaxed:
-        places = torch.tensor(list(request_ids))
-        if table.device.type == "cpu":
-            waiting.append((request_ids, table[places], None))
-            continue
-        rows = table[places.to(table.device, non_blocking=True)]
-        copy = torch.empty_like(rows, device="cpu", pin_memory=True)
-        copy.copy_(rows, non_blocking=True)
-        event = torch.Event(table.device)
-        event.record()
-        waiting.append((request_ids, copy, event))
+        places = torch.tensor(list(request_ids)).to(table.device, non_blocking=True)
+        rows, event = table[places], None
+        if table.device.type != "cpu":
+            on_host = torch.empty_like(rows, device="cpu", pin_memory=True)
+            rows = on_host.copy_(rows, non_blocking=True)
+            event = torch.Event(table.device)
+            event.record()
+        waiting.append((request_ids, rows, event))
 
     def offsets() -> dict[str, list[tuple[int, int]]]:
         found: dict[str, list[tuple[int, int]]] = {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_mars.kernels.terms import Drafts
+from vllm_mars.kernels.terms import Drafts, Slots
 
 
 class AnswerNgrams:
@@ -115,17 +115,13 @@ class DeviceAnswers:
         total_len = [0] * self._tokens.shape[0]
         for row, answer in zip(rows, answers, strict=True):
             total_len[row] = len(answer.tokens)
-        block_repeats(
-            blocked,
-            idx_mapping=self._to_device(rows).int(),
-            all_token_ids=self._tokens,
-            prompt_len=torch.zeros_like(self._tokens[:, 0]),
-            total_len=self._to_device(total_len).int(),
-            draft_token_ids=drafts.draft_token_ids,
-            cu_num_draft_tokens=drafts.cu_num_draft_tokens,
-            bonus_row_is_last=False,
-            length=self._length,
+        slots = Slots(
+            self._to_device(rows).int(),
+            self._tokens,
+            torch.zeros_like(self._tokens[:, 0]),
+            self._to_device(total_len).int(),
         )
+        block_repeats(blocked, slots, drafts, self._length)
 
     def _copy(self, answers: Iterable[DeviceAnswer]) -> None:
         longest = max((len(answer.tokens) for answer in answers), default=0)

@@ -1,7 +1,7 @@
 """The requests in the batch of vLLM's V1 model runner, and what each brings to a step."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -19,7 +19,9 @@ from vllm_mars.kernels.terms import (
     Drafts,
     LossBudget,
     Margin,
+    Markers,
     RelaxedBudget,
+    Slots,
     Verdict,
     loss_rate,
     loss_units,
@@ -85,15 +87,16 @@ class RequestsV1(LogitsProcessor):
         self._sections = Sections(config)
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
-        self._has_own_threshold = self._has_structured = self._has_returns = False
-        self._has_loss_bound = False
-        # Theta, gap and price by place, once a request has its own.
+        self._nobody = self._request(RequestOptions(config.threshold), [])
+        self._has_structured = self._has_returns = self._has_loss_bound = False
+        # Theta, gap and price by place, where a request has its own.
         self._thresholds: list[torch.Tensor] = []
         # Relaxed tokens of each request, by place.
         self._num_relaxed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
-        # What each lost, by place, in units of 2**-LOSS_BITS nats, while any has a bound.
+        # What each lost, by place, in units of 2**-LOSS_BITS nats, and `LossBudget.rate` of each,
+        # while any has a bound.
         self._lost = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self._loss_rates: torch.Tensor | None = None
+        self._loss_rates = torch.zeros_like(self._lost)
         self._answers = DeviceAnswers(config.repeat_ngram, max_num_reqs, device, self._to_device)
 
     @property
@@ -101,9 +104,6 @@ class RequestsV1(LogitsProcessor):
         """Whether the output lists of the batch must be up to date when a step is verified."""
         budgets = self._config.limits_share or self._has_loss_bound
         return bool(self._sections) or budgets or self._config.repeat_ngram > 0
-
-    def _limits_loss(self, options: RequestOptions) -> bool:
-        return options.max_loss < math.inf and not self._config.shadow
 
     def is_argmax_invariant(self) -> bool:
         """True: no logit changes."""
@@ -118,36 +118,45 @@ class RequestsV1(LogitsProcessor):
         if not batch_update:
             return
         if self._config.limits_share:
-            self._num_relaxed = self._moved(self._num_relaxed, batch_update, self._relaxed_before)
+            share = self._config.max_relaxed_share
+            self._num_relaxed = self._moved(
+                self._num_relaxed, batch_update, lambda _, produced: most_relaxed(share, produced)
+            )
         had_loss_bound = self._has_loss_bound
-        process_dict_updates(self._requests, batch_update, self._request)
+        process_dict_updates(self._requests, batch_update, self._enter)
         self._answers.follow([request.answer for request in self._requests.values()])
         options = [request.options for request in self._requests.values()]
-        self._has_loss_bound = any(map(self._limits_loss, options))
+        self._has_structured = any(o.is_structured for o in options)
+        self._has_returns = any(o.wants_return for o in options)
+        is_bound = any(o.max_loss < math.inf for o in options)
+        self._has_loss_bound = is_bound and not self._config.shadow
         if self._has_loss_bound:
             # Without a bound in the batch nobody kept it.
             lost = self._lost if had_loss_bound else torch.zeros_like(self._lost)
             self._lost = self._moved(lost, batch_update, self._lost_before)
-        self._loss_rates = None
-        self._need_output_tokens(self.needs_output_tokens)
-        self._has_own_threshold = any(o.threshold != self._config.threshold for o in options)
-        self._has_structured = any(o.is_structured for o in options)
-        self._has_returns = any(o.wants_return for o in options)
+            rates = [loss_rate(o.max_loss) for o in self._options_by_place()]
+            self._loss_rates = self._to_device(rates)
         self._thresholds = []
+        if any(o.threshold != self._config.threshold for o in options):
+            columns = zip(*(o.threshold for o in self._options_by_place()), strict=True)
+            self._thresholds = [self._to_device(values) for values in columns]
+        self._need_output_tokens(self.needs_output_tokens)
 
-    def _request(
+    def _enter(
         self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
     ) -> _Request:
         state = self._sections.advance(0, prompt or ()) if self._sections else 0
-        return self._tracked(options_of(params, self._config), output, state)
+        return self._request(options_of(params, self._config), output, state)
 
-    def _tracked(self, options: RequestOptions, output: list[int], state: int = 0) -> _Request:
+    def _request(self, options: RequestOptions, output: list[int], state: int = 0) -> _Request:
         ngrams = AnswerNgrams(self._config.repeat_ngram)
         return _Request(options, output, ngrams, DeviceAnswer(output), state)
 
-    def _relaxed_before(self, params: "SamplingParams", num_output_tokens: int) -> int:
-        most: int = most_relaxed(self._config.max_relaxed_share, num_output_tokens)
-        return most
+    def _of_place(self, place: int) -> _Request:
+        return self._requests.get(place, self._nobody)
+
+    def _options_by_place(self) -> list[RequestOptions]:
+        return [self._of_place(place).options for place in range(self._lost.shape[0])]
 
     def _lost_before(self, params: "SamplingParams", num_output_tokens: int) -> int:
         rate = loss_rate(options_of(params, self._config).max_loss)
@@ -199,27 +208,13 @@ class RequestsV1(LogitsProcessor):
                 )
             if self._has_loss_bound:
                 burst = loss_units(self._config.loss_burst)
-                rates = self._rates_of_loss()[:batch]
-                loss_budget = LossBudget(rates, burst, self._lost[:batch], produced)
+                rates, lost = self._loss_rates[:batch], self._lost[:batch]
+                loss_budget = LossBudget(rates, burst, lost, produced)
         threshold: Sequence[float | torch.Tensor] = self._config.threshold
-        if self._has_own_threshold:
-            if not self._thresholds:
-                places = range(self._num_relaxed.shape[0])
-                of_place = [self._of_place(place).options.threshold for place in places]
-                self._thresholds = [
-                    self._to_device(values) for values in zip(*of_place, strict=True)
-                ]
+        if self._thresholds:
             threshold = [values[:batch] for values in self._thresholds]
         limits = {"blocked": blocked, "budget": budget, "loss_budget": loss_budget}
         return Margin.of(self._config.metric, threshold, **limits)
-
-    def _rates_of_loss(self) -> torch.Tensor:
-        """`LossBudget.rate` by place."""
-        if self._loss_rates is None:
-            places = range(self._lost.shape[0])
-            rates = [loss_rate(self._of_place(place).options.max_loss) for place in places]
-            self._loss_rates = self._to_device(rates)
-        return self._loss_rates
 
     def spend(self, num_relaxed: torch.Tensor, lost: torch.Tensor) -> None:
         """Takes what a step relaxed off the budgets.
@@ -242,12 +237,8 @@ class RequestsV1(LogitsProcessor):
         return {place: ids[place] for place in places if self._of_place(place).options.wants_return}
 
     @cached_property
-    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._sections.tables(self._device)
-
-    def _of_place(self, place: int) -> _Request:
-        request = self._requests.get(place)
-        return request or self._tracked(RequestOptions(self._config.threshold), [])
+    def _markers(self) -> Markers:
+        return self._sections.markers(self._device)
 
     def _blocked(self, drafts: Drafts) -> torch.Tensor:
         ids, ends = drafts.draft_token_ids, drafts.cu_num_draft_tokens
@@ -260,43 +251,32 @@ class RequestsV1(LogitsProcessor):
         states = [request.state for request in requests]
         is_structured = [request.options.is_structured for request in requests]
         if self._on_host:
-            lists = ids.tolist(), ends.tolist()
-            reasons = list(self._sections.blocked(states, is_structured, *lists))
-            if self._config.repeat_ngram:
-                repeats = self._repeats(requests, *lists)
-                reasons = [
-                    reason or Verdict.REPEAT * is_repeat
-                    for reason, is_repeat in zip(reasons, repeats, strict=True)
-                ]
+            drafted, begin = ids.tolist(), 0
+            reasons = list(self._sections.blocked(states, is_structured, drafted, ends.tolist()))
+            for request, end in zip(requests, ends.tolist(), strict=True):
+                if self._config.repeat_ngram:
+                    repeats = request.ngrams.repeated(request.output, drafted[begin:end])
+                    for position, is_repeat in enumerate(repeats, start=begin):
+                        reasons[position] = reasons[position] or Verdict.REPEAT * is_repeat
+                begin = end
             return torch.tensor(reasons, dtype=torch.int8)
         from vllm_mars.kernels.sections import blocked_rows
 
         none = torch.zeros(len(requests), dtype=torch.int32, device=self._device)
+        places = torch.arange(len(requests), dtype=torch.int32, device=self._device)
         rows: torch.Tensor = blocked_rows(
-            states=self._to_device(states).int(),
-            scanned=none.clone(),
-            is_structured=self._to_device(is_structured).int(),
-            idx_mapping=torch.arange(len(requests), dtype=torch.int32, device=self._device),
-            all_token_ids=none[:, None],
-            total_len=none,
+            self._to_device(states).int(),
+            none.clone(),
+            self._to_device(is_structured).int(),
+            Slots(places, none[:, None], none, none),
             # A row's draft token is looked for one entry behind it.
-            input_token_ids=torch.nn.functional.pad(ids, (1, 0)),
-            cu_num_logits=ends,
-            tables=self._tables,
-            thinking=self._sections.thinking,
-            only_thinking=self._sections.only_thinking,
+            drafts._replace(draft_token_ids=torch.nn.functional.pad(ids, (1, 0))),
+            self._markers,
         )
         blocked = rows[: ids.shape[0]]
         if self._config.repeat_ngram:
             self._answers.block_repeats(blocked, [request.answer for request in requests], drafts)
         return blocked
-
-    @staticmethod
-    def _repeats(requests: list[_Request], drafts: list[int], ends: list[int]) -> Iterator[bool]:
-        begin = 0
-        for request, end in zip(requests, ends, strict=True):
-            yield from request.ngrams.repeated(request.output, drafts[begin:end])
-            begin = end
 
     def _to_device(self, values: Sequence[float]) -> torch.Tensor:
         # New memory each time: an earlier copy may not have been made yet, with steps queued ahead.

@@ -12,9 +12,12 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 
 from vllm_mars.config import MarsConfig, Threshold
 from vllm_mars.kernels.terms import (
+    Drafts,
     LossBudget,
     Margin,
+    Markers,
     RelaxedBudget,
+    Slots,
     loss_rate,
     loss_units,
     lost_before,
@@ -70,8 +73,8 @@ class RequestsV2(LogitsProcessor):
     # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
     # sleep mode throws away. The slots' values are written anew for each request.
     @cached_property
-    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._sections.tables(self._req_states.device)
+    def _markers(self) -> Markers:
+        return self._sections.markers(self._req_states.device)
 
     def _begin(self, slot: int, prompt_len: int, tokens: list[int]) -> None:
         state = self._sections.advance(0, tokens) if self._sections else 0
@@ -111,61 +114,44 @@ class RequestsV2(LogitsProcessor):
         return logits
 
     def margin(
-        self,
-        idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        input_token_ids: torch.Tensor,
-        cu_num_logits: torch.Tensor,
+        self, drafts: Drafts, idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
     ) -> Margin:
         """What may be relaxed of a batch's requests in this step, but for protected tokens.
 
         Args:
+            drafts: of these requests, with the bonus row last; the logits are not read.
             idx_mapping: `[num_reqs]` slot of each request.
             idx_mapping_np: the same on the host.
-            input_token_ids: `[num_logits]`, input token of each row.
-            cu_num_logits: `[num_reqs]` int32, inclusive prefix sum of rows.
         """
         threshold: Sequence[float | torch.Tensor] = self._config.threshold
         if self._is_own[idx_mapping_np].any():
             threshold = [uva.gpu[idx_mapping] for uva in self._threshold]
         states = self._req_states
+        slots = Slots(
+            idx_mapping, states.all_token_ids.gpu, states.prompt_len.gpu, states.total_len.gpu
+        )
         blocked = None
         if self._sections or self._is_structured.np[idx_mapping_np].any():
             from vllm_mars.kernels.sections import blocked_rows
 
             blocked = blocked_rows(
-                states=self._state.gpu,
-                scanned=self._scanned.gpu,
-                is_structured=self._is_structured.gpu,
-                idx_mapping=idx_mapping,
-                all_token_ids=states.all_token_ids.gpu,
-                total_len=states.total_len.gpu,
-                input_token_ids=input_token_ids,
-                cu_num_logits=cu_num_logits,
-                tables=self._tables,
-                thinking=self._sections.thinking,
-                only_thinking=self._sections.only_thinking,
+                self._state.gpu,
+                self._scanned.gpu,
+                self._is_structured.gpu,
+                slots,
+                drafts,
+                self._markers,
             )
         if self._config.repeat_ngram:
             from vllm_mars.kernels.repeats import block_repeats
 
             if blocked is None:
-                blocked = input_token_ids.new_zeros(input_token_ids.shape, dtype=torch.int8)
-            block_repeats(
-                blocked,
-                idx_mapping=idx_mapping,
-                all_token_ids=states.all_token_ids.gpu,
-                prompt_len=states.prompt_len.gpu,
-                total_len=states.total_len.gpu,
-                draft_token_ids=input_token_ids,
-                cu_num_draft_tokens=cu_num_logits,
-                bonus_row_is_last=True,
-                length=self._config.repeat_ngram,
-            )
+                blocked = torch.zeros_like(drafts.draft_token_ids, dtype=torch.int8)
+            block_repeats(blocked, slots, drafts, self._config.repeat_ngram)
         budget = loss_budget = None
         has_loss_bound = self._has_loss_bound[idx_mapping_np].any()
         if self._config.limits_share or has_loss_bound:
-            produced = states.total_len.gpu[idx_mapping] - states.prompt_len.gpu[idx_mapping]
+            produced = slots.total_len[idx_mapping] - slots.prompt_len[idx_mapping]
             if self._config.limits_share:
                 budget = RelaxedBudget(
                     self._config.max_relaxed_share, self._num_relaxed.gpu[idx_mapping], produced

@@ -21,8 +21,8 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Drafts, Judgement, Margin
-from vllm_mars.runner.margin import MarginRule, Spent, require_own_sampler
+from vllm_mars.kernels.terms import Drafts
+from vllm_mars.runner.margin import MarginRule, require_own_sampler
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v1 import RequestsV1
@@ -158,7 +158,10 @@ class MarsRejectionSampler(RejectionSampler):
             if judgement is not None:
                 # A step emits the accepted drafts and one more token.
                 num_accepted = (output_token_ids >= 0).sum(1) - 1
-                spent = self._record(drafts, margin, judgement, num_accepted, is_greedy=is_greedy)
+                returns = self.requests.returns(num_accepted.shape[0])
+                spent = self.rule.record(
+                    drafts, margin, judgement, num_accepted, returns, is_greedy=is_greedy
+                )
                 if spent is not None:
                     self.requests.spend(*spent)
         logprobs = None
@@ -173,25 +176,10 @@ class MarsRejectionSampler(RejectionSampler):
             )
         return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
 
-    def _record(
-        self,
-        drafts: Drafts,
-        margin: Margin,
-        judgement: Judgement,
-        num_accepted: torch.Tensor,
-        *,
-        is_greedy: torch.Tensor | bool,
-    ) -> Spent | None:
-        returns = self.requests.returns(num_accepted.shape[0])
-        return self.rule.record(
-            drafts, margin, judgement, num_accepted, returns, is_greedy=is_greedy
-        )
-
     def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:
         margin = self.requests.margin(drafts)
-        output = self.rule.verify(drafts, margin)
-        if output.judgement is not None:
-            self._record(drafts, margin, output.judgement, output.num_accepted, is_greedy=True)
+        returns = self.requests.returns(drafts.cu_num_draft_tokens.shape[0])
+        output = self.rule.verify(drafts, margin, returns)
         self.requests.spend(output.num_relaxed, output.lost)
         output_token_ids: torch.Tensor = output.output_token_ids
         return output_token_ids
@@ -225,13 +213,16 @@ def install(runner: Any, config: MarsConfig) -> None:
     """Puts a `MarsRejectionSampler` into a V1 model runner.
 
     Args:
-        runner: vLLM's `GPUModelRunner`, or a subclass of it, once built.
+        runner: vLLM's `GPUModelRunner`, or a subclass of it, once built. Only that of the last
+            pipeline stage has a rejection sampler; another stays as it is.
         config: the options.
 
     Raises:
         RuntimeError: another extension has already replaced vLLM's rejection sampler.
     """
-    own = runner.rejection_sampler
+    own = getattr(runner, "rejection_sampler", None)
+    if own is None:
+        return
     require_own_sampler(own, RejectionSampler)
     if current_platform.is_cpu():
         from vllm_mars.runner.cpu_kernels import mend

@@ -16,7 +16,6 @@ from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
 from vllm_mars.runner.warmup import warm_up_v2
-from vllm_mars.verify import next_input_tokens
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -94,8 +93,14 @@ class MarsRejectionSamplerV2(RejectionSampler):
         if not self._is_warm:
             warm_up_v2(self.rule, logits[:, :vocab], self.num_speculative_steps)
             self._is_warm = True
-        ends = cu_num_logits[1:]
-        margin = self.requests.margin(idx_mapping, idx_mapping_np, verify_draft_sampled, ends)
+        drafts = Drafts(
+            logits[:, :vocab],
+            verify_draft_sampled,
+            cu_num_logits[1:],
+            max_draft_len=self.num_speculative_steps,
+            bonus_row_is_last=True,
+        )
+        margin = self.requests.margin(drafts, idx_mapping, idx_mapping_np)
         returns = self.requests.returns(idx_mapping_np)
         # Without a request that needs it, this is the logits themselves, as they are.
         processed = self.sampler.apply_sampling_params(
@@ -108,34 +113,16 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        drafts = Drafts(
-            processed[:, :vocab],
-            next_input_tokens(verify_draft_sampled, ends),
-            ends,
-            # The bonus row of a request counts as one more, with a padding draft.
-            max_draft_len=self.num_speculative_steps + 1,
-        )
+        drafts = drafts._replace(logits=processed[:, :vocab])
         temperature = self.sampler.sampling_states.temperature
         samples = temperature.np[idx_mapping_np] != 0
         if not samples.any():
-            rows = drafts._replace(
-                draft_token_ids=verify_draft_sampled,
-                max_draft_len=self.num_speculative_steps,
-                bonus_row_is_last=True,
-            )
-            output = self.rule.verify(rows, margin)
-            if output.judgement is not None:
-                self.rule.record(
-                    drafts,
-                    margin,
-                    output.judgement,
-                    output.num_accepted,
-                    returns,
-                    is_greedy=True,
-                )
+            output = self.rule.verify(drafts, margin, returns)
             self.requests.spend(output.num_relaxed, output.lost, idx_mapping)
             return processed, output.output_token_ids, output.num_accepted + 1
 
+        # The bonus row of a request counts as one more.
+        drafts = drafts.by_position()._replace(max_draft_len=self.num_speculative_steps + 1)
         is_greedy = not samples.all() and temperature.gpu[idx_mapping] == 0
         with self.rule.relaxed_made_certain(drafts, margin, is_greedy) as judgement:
             sampled, num_sampled = rejection_sample(
@@ -154,12 +141,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             )
         if judgement is not None:
             spent = self.rule.record(
-                drafts,
-                margin,
-                judgement,
-                num_sampled - 1,
-                returns,
-                is_greedy=is_greedy,
+                drafts, margin, judgement, num_sampled - 1, returns, is_greedy=is_greedy
             )
             if spent is not None:
                 self.requests.spend(*spent, idx_mapping)
@@ -170,13 +152,16 @@ def install(runner: Any, config: MarsConfig) -> None:
     """Puts a `MarsRejectionSamplerV2` into a V2 model runner.
 
     Args:
-        runner: vLLM's V2 `GPUModelRunner` once its model is loaded.
+        runner: vLLM's V2 `GPUModelRunner` once its model is loaded; as it is where it has no
+            rejection sampler.
         config: the options.
 
     Raises:
         RuntimeError: the model or another extension brings a rejection sampler of its own.
     """
     own = runner.rejection_sampler
+    if own is None:
+        return
     require_own_sampler(own, RejectionSampler)
     requests = RequestsV2(config, runner.req_states)
     own.sampler.logits_processors.append(requests)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import THINKING, Verdict
+from vllm_mars.kernels.terms import THINKING, Markers, Verdict
 
 # Spans are numbered from 1; a token closes those of a bit mask.
 MOST_SPANS = 31
@@ -58,15 +58,15 @@ class Sections:
         """Whether the next token is verified strictly."""
         return state % THINKING != 0 or (self.only_thinking and state < THINKING)
 
-    def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """`opens` and `closes` as int32 `[largest marker + 1]`, for the kernel."""
+    def markers(self, device: torch.device) -> Markers:
+        """The markers for the kernel."""
         size = max([0, *self.opens, *self.closes]) + 1
         tables = torch.zeros((2, size), dtype=torch.int32)
         for table, entries in zip(tables, (self.opens, self.closes), strict=True):
             for token, value in entries.items():
                 table[token] = value
         opens, closes = tables.to(device)
-        return opens, closes
+        return Markers(opens, closes, self.thinking, self.only_thinking)
 
     def blocked(
         self,

@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, RelaxedBudget, loss_units
+from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, RelaxedBudget, Slots, loss_units
 from vllm_mars.runner.margin import MarginRule
 from vllm_mars.runner.sections import Sections
 from vllm_mars.verify import resolve_backend
@@ -72,7 +72,7 @@ def _judge(rule: MarginRule, drafts: Drafts, margin: Margin) -> None:
         pass
     if judgement is not None:
         none = torch.zeros_like(drafts.cu_num_draft_tokens)
-        rule.record(drafts, margin, judgement, none, {})
+        rule.record(drafts, margin, judgement, none)
 
 
 def _block(rule: MarginRule, device: torch.device, *, bonus_row_is_last: bool) -> None:
@@ -82,32 +82,13 @@ def _block(rule: MarginRule, device: torch.device, *, bonus_row_is_last: bool) -
     from vllm_mars.kernels.repeats import block_repeats
     from vllm_mars.kernels.sections import blocked_rows
 
-    sections = Sections(rule.config)
-    blocked = blocked_rows(
-        states=_ids(0, device),
-        scanned=_ids(0, device),
-        is_structured=_ids(0, device),
-        idx_mapping=_ids(0, device),
-        all_token_ids=_ids(0, device)[None],
-        total_len=_ids(0, device),
-        input_token_ids=_ids(0, device),
-        cu_num_logits=_ids(1, device),
-        tables=sections.tables(device),
-        thinking=sections.thinking,
-        only_thinking=sections.only_thinking,
-    )
+    zero = _ids(0, device)
+    slots = Slots(zero, zero[None], zero, zero)
+    drafts = Drafts(torch.empty(0, 0), zero, _ids(1, device), bonus_row_is_last=bonus_row_is_last)
+    markers = Sections(rule.config).markers(device)
+    blocked = blocked_rows(zero.clone(), zero.clone(), zero, slots, drafts, markers)
     if rule.config.repeat_ngram:
-        block_repeats(
-            blocked,
-            idx_mapping=_ids(0, device),
-            all_token_ids=_ids(0, device)[None],
-            prompt_len=_ids(0, device),
-            total_len=_ids(0, device),
-            draft_token_ids=_ids(0, device),
-            cu_num_draft_tokens=_ids(1, device),
-            bonus_row_is_last=bonus_row_is_last,
-            length=rule.config.repeat_ngram,
-        )
+        block_repeats(blocked, slots, drafts, rule.config.repeat_ngram)
 
 
 def _margins(rule: MarginRule, device: torch.device, num_draft: int) -> list[Margin]:
@@ -142,11 +123,9 @@ def _loss_budgets(rule: MarginRule, device: torch.device) -> list[LossBudget | N
         torch.zeros(1, dtype=torch.int64, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
     )
-    if config.shadow:
+    if config.shadow or (config.max_loss is None and not config.client_control):
         return [None]
-    if config.max_loss is not None:
-        return [bound]
-    return [None, bound] if config.client_control else [None]
+    return [None, bound] if config.max_loss is None else [bound]
 
 
 def _may_block(rule: MarginRule) -> bool:
