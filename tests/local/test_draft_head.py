@@ -125,6 +125,15 @@ def test_values_of_wrong_types(head, model):
         check_head(head, model)
 
 
+def test_a_head_for_no_draft_tokens(head, model):
+    def none(config):
+        config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 0
+
+    change(head / "config.json", none)
+    with pytest.raises(ValueError, match=r"speculative_tokens=0 is below 1"):
+        check_head(head, model)
+
+
 def test_what_is_checked(head, tmp_path):
     assert is_head(head)
     assert not is_head(tmp_path / "no-such-directory")

@@ -110,6 +110,8 @@ def _config(directory: Path) -> dict[str, Any]:
         ):
             if not isinstance(value, kind):
                 raise TypeError(f"values of wrong types under {TARGET_KEY}")
+        if (most := method["speculative_tokens"]) < 1:
+            raise ValueError(f"speculative_tokens={most} is below 1")
     except OSError as error:
         raise ValueError(
             f"draft={directory} has no config.json that can be read: {error}; {WAY_OUT}."
