@@ -27,12 +27,12 @@ from vllm_mars.kernels.terms import (
     Verdict,
     VerifyOutput,
     new_output,
-    price_units,
     share_units,
 )
-from vllm_mars.kernels.top2 import reduce_rows, reduce_splits, unpack_id
+from vllm_mars.kernels.top2 import reduce_splits, unpack_id
 from vllm_mars.kernels.verdicts import (
     price_of,
+    row_arguments,
     rows_at,
     store_values,
     up_to_best_stop,
@@ -390,35 +390,6 @@ def judge_kernel(
 def num_positions(max_draft_len: int) -> int:
     """POSITIONS of `accept_kernel`: a power of 2 that holds the drafts and the bonus token."""
     return max(_MIN_POSITIONS, triton.next_power_of_2(max_draft_len + 1))
-
-
-def row_arguments(drafts: Drafts, margin: Margin, with_values: bool = False) -> dict[str, Any]:
-    """Launches `top2_kernel`; returns what each kernel takes that then judges the rows."""
-    price = margin.price
-    with_second = price is None or with_values
-    best, second, num_splits, padded_splits = reduce_rows(drafts, with_second)
-    return {
-        "best_ptr": best,
-        "second_ptr": second,
-        "logits_ptr": drafts.logits,
-        "logits_stride": drafts.logits.stride(0),
-        "draft_token_ids_ptr": drafts.draft_token_ids,
-        "protected_ptr": margin.protected,
-        "cu_num_draft_tokens_ptr": drafts.cu_num_draft_tokens,
-        "theta": margin.theta,
-        "gap": margin.gap,
-        "price": price if isinstance(price, torch.Tensor) else price_units(price or 0.0),
-        "vocab": drafts.logits.shape[1],
-        "num_splits": num_splits,
-        "SPLITS": padded_splits,
-        "HAS_PROTECTED": margin.protected is not None,
-        "HAS_PRICE": price is not None,
-        "THETA_PER_REQUEST": isinstance(margin.theta, torch.Tensor),
-        "GAP_PER_REQUEST": isinstance(margin.gap, torch.Tensor),
-        "PRICE_PER_REQUEST": isinstance(price, torch.Tensor),
-        "WITH_SECOND": with_second,
-        "enable_fp_fusion": False,
-    }
 
 
 def _limit_arguments(drafts: Drafts, margin: Margin) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.greedy import num_positions, row_arguments
+from vllm_mars.kernels.greedy import num_positions
 from vllm_mars.kernels.terms import (
     FIRST_TIE,
     LONGEST_PRICE,
@@ -33,7 +33,7 @@ from vllm_mars.kernels.terms import (
     Verdict,
 )
 from vllm_mars.kernels.top2 import reduce_splits, unpack_id
-from vllm_mars.kernels.verdicts import price_of, verdicts_at
+from vllm_mars.kernels.verdicts import price_of, row_arguments, verdicts_at
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))
 _FIRST = tl.constexpr(int(Verdict.FIRST))

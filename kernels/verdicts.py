@@ -5,11 +5,23 @@ leaves room for a later one that does, so no prefix sum tells it. With a price, 
 the largest prefix sum at a position where verification may end: no loop.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.terms import LOSS_BITS, MOST_LOSS, MOST_PRICE, SHARE_BITS, Verdict
-from vllm_mars.kernels.top2 import reduce_splits, unpack_id, unpack_value
+from vllm_mars.kernels.terms import (
+    LOSS_BITS,
+    MOST_LOSS,
+    MOST_PRICE,
+    SHARE_BITS,
+    Drafts,
+    Margin,
+    Verdict,
+    price_units,
+)
+from vllm_mars.kernels.top2 import reduce_rows, reduce_splits, unpack_id, unpack_value
 
 _RELAXED = tl.constexpr(int(Verdict.RELAXED))
 _PROTECTED = tl.constexpr(int(Verdict.PROTECTED))
@@ -171,3 +183,32 @@ def store_values(top2_values_ptr, position, first, second, mask):
     """z1 and z2, both NaN where the row holds one."""
     tl.store(top2_values_ptr + 2 * position, first, mask=mask)
     tl.store(top2_values_ptr + 2 * position + 1, tl.where(first != first, first, second), mask=mask)
+
+
+def row_arguments(drafts: Drafts, margin: Margin, with_values: bool = False) -> dict[str, Any]:
+    """Launches `top2_kernel`; returns what each kernel takes that then judges the rows."""
+    price = margin.price
+    with_second = price is None or with_values
+    best, second, num_splits, padded_splits = reduce_rows(drafts, with_second)
+    return {
+        "best_ptr": best,
+        "second_ptr": second,
+        "logits_ptr": drafts.logits,
+        "logits_stride": drafts.logits.stride(0),
+        "draft_token_ids_ptr": drafts.draft_token_ids,
+        "protected_ptr": margin.protected,
+        "cu_num_draft_tokens_ptr": drafts.cu_num_draft_tokens,
+        "theta": margin.theta,
+        "gap": margin.gap,
+        "price": price if isinstance(price, torch.Tensor) else price_units(price or 0.0),
+        "vocab": drafts.logits.shape[1],
+        "num_splits": num_splits,
+        "SPLITS": padded_splits,
+        "HAS_PROTECTED": margin.protected is not None,
+        "HAS_PRICE": price is not None,
+        "THETA_PER_REQUEST": isinstance(margin.theta, torch.Tensor),
+        "GAP_PER_REQUEST": isinstance(margin.gap, torch.Tensor),
+        "PRICE_PER_REQUEST": isinstance(price, torch.Tensor),
+        "WITH_SECOND": with_second,
+        "enable_fp_fusion": False,
+    }
