@@ -71,7 +71,10 @@ def in_steps(price: float) -> Fraction:
 
 @dataclass
 class Nats:
-    """No more than `rate` nats per output token and `burst`; `lost` with `produced` so far."""
+    """No more than `rate` nats per output token and `burst`; `lost` with `produced` so far.
+
+    The rate counts in steps of 2**-30, rounded down, and what has been earned in steps of 2**-16.
+    """
 
     rate: Fraction
     burst: Fraction
@@ -142,7 +145,8 @@ def judge(
 
 def earned(nats: Nats, tokens: int) -> Fraction:
     """What the request may have lost by the end of so many tokens of this step."""
-    steps = math.floor(nats.rate * (nats.produced + tokens) * 2**16)
+    rate = Fraction(math.floor(nats.rate * 2**30), 2**30)
+    steps = math.floor(rate * (nats.produced + tokens) * 2**16)
     return Fraction(steps, 2**16) + nats.burst
 
 

@@ -20,6 +20,7 @@ from vllm_mars.kernels.terms import (
     Verdict,
     loss_rate,
     loss_units,
+    most_lost,
 )
 from vllm_mars.verify import judge_drafts, verify_drafts
 
@@ -289,6 +290,14 @@ def check_values(batch, logits, output, everywhere):
             if len(row) > 1:
                 np.testing.assert_array_equal(values, expected)
         start += len(rows)
+
+
+def test_a_bound_is_rounded_down():
+    """25 tokens at 0.01 nats allow one step less than 0.25, in the oracle too."""
+    steps = most_lost(loss_rate(0.01), 0, 25)
+    assert steps == loss_units(0.25) - 1
+    nats = oracle.Nats(Fraction(0.01), Fraction(0), Fraction(0), 20)
+    assert oracle.earned(nats, 5) == Fraction(steps, 2**16)
 
 
 @pytest.mark.parametrize("judge", [judge_drafts, reference.judge_positions])
