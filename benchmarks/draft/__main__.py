@@ -47,6 +47,12 @@ def _make(args: argparse.Namespace) -> int:
         print("setting gpu has never been run: its sizes are guesses", file=sys.stderr)
     if setting.device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("setting=gpu needs CUDA, which torch does not see; take --setting cpu.")
+    for name in ("draft_vocab_size", "fed_layers", "intermediate_size"):
+        if args.start_from is not None and getattr(args, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(args, name)} beside start_from={args.start_from}, which has its "
+                "own; leave it out."
+            )
     if args.threads:
         torch.set_num_threads(args.threads)
     model = args.model or ensure_model()
@@ -151,6 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     train = make.add_argument_group("training")
     train.add_argument("--epochs", type=float, metavar="N", help="passes over the data")
     train.add_argument("--steps-ahead", type=int, metavar="N", help="drafting steps to train")
+    train.add_argument("--start-from", metavar="HEAD",
+        help="train this head on, with its draft tokens, layers and width")  # fmt: skip
+    train.add_argument("--learning-rate", type=float, metavar="RATE", help="of the matrices")
     train.add_argument("--loss", choices=("distil", "price"))
     train.add_argument("--price", type=float, metavar="NATS", help="of --loss price")
 

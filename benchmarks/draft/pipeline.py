@@ -18,13 +18,13 @@ import jinja2
 import torch
 
 from benchmarks.draft.data import DataOptions, make_shard, shard_path, wait_for, write_manifest
-from benchmarks.draft.export import export, megabytes
+from benchmarks.draft.export import export, load, megabytes
 from benchmarks.draft.head import Eagle3Head, new_head
 from benchmarks.draft.prompts import Messages
 from benchmarks.draft.start import start_linear
 from benchmarks.draft.target import Target
 from benchmarks.draft.train import Trainer, TrainOptions, choose_draft_tokens
-from vllm_mars.local.draft_head import model_checksum
+from vllm_mars.local.draft_head import check_head, model_checksum
 from vllm_mars.local.packaged_model import cache_root
 from vllm_mars.local.provenance import git_commit
 from vllm_mars.local.result_file import write_json
@@ -169,14 +169,19 @@ def train(
     """Trains to the end of the plan, with the half-trained head on the way.
 
     Raises:
-        ValueError: the data or the checkpoint is of other options.
+        ValueError: the data or the checkpoint is of other options, or the head to start from does
+            not fit.
     """
     write_manifest(work / "data", setting.data, model_checksum(model))
     path_of = partial(shard_path, work / "data")
-    first = [wait_for(path_of(number)) for number in range(min(FIRST_SHARDS, setting.data.shards))]
-    tokens = choose_draft_tokens(first, setting.draft_vocab_size, target.config.vocab_size)
-    head = _new_head(setting, target, tokens)
-    start_linear(head, target, first[:1])
+    if setting.train.start_from is None:
+        numbers = range(min(FIRST_SHARDS, setting.data.shards))
+        first = [wait_for(path_of(number)) for number in numbers]
+        tokens = choose_draft_tokens(first, setting.draft_vocab_size, target.config.vocab_size)
+        head = _new_head(setting, target, tokens)
+        start_linear(head, target, first[:1])
+    else:
+        head = _given_head(Path(setting.train.start_from), model, target)
     prompts = setting.data.shard_prompts
     trainer = Trainer(work / "train", setting.train, target, head, path_of, prompts)
     trainer.resume()
@@ -188,6 +193,22 @@ def train(
     return trainer
 
 
+def _given_head(directory: Path, model: Path, target: Target) -> Eagle3Head:
+    """A head to train on.
+
+    Raises:
+        ValueError: it is damaged, for another target, or fed with states that the data lacks.
+    """
+    check_head(directory, model)
+    head = load(directory)
+    if not set(head.config.aux_layers) <= set(target.aux_layers):
+        raise ValueError(
+            f"start_from={directory} is fed with layers {head.config.aux_layers}, which are not "
+            f"all in the data's aux_layers={target.aux_layers}; make the data with them."
+        )
+    return head.to(target.device)
+
+
 def write(trainer: Trainer, directory: Path, model: Path, setting: Setting) -> None:
     """Exports a trainer's head, with training.json and its model card beside it."""
     export(
@@ -197,11 +218,12 @@ def write(trainer: Trainer, directory: Path, model: Path, setting: Setting) -> N
         target_sha256=model_checksum(model),
         num_speculative_tokens=setting.num_speculative_tokens,
     )
+    started = setting.train.start_from and Path(setting.train.start_from).name
     record = {
         "target": {"name": model.name, "sha256": model_checksum(model)},
         "device": setting.device,
         "data": asdict(setting.data) | trainer.data_tokens(),
-        "train": asdict(setting.train),
+        "train": asdict(setting.train) | {"start_from": started},
         "steps": trainer.done,
         "planned_steps": trainer.total,
         "seen_tokens": trainer.log_sum("tokens"),

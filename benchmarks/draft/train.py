@@ -41,6 +41,8 @@ class TrainOptions:
         shards: how many shards of the data are used.
         epochs: passes over them; may be a fraction.
         steps_ahead: drafting steps that are trained, at least 1; more or fewer may be drafted.
+        start_from: directory of a head that is trained on, whose draft tokens, layers and width it
+            keeps; None starts from the linear guess (`start.py`).
         loss: "distil" or "price" (`loss.py`).
         price: of the loss "price", in nats.
         batch: sequences in a batch.
@@ -58,6 +60,7 @@ class TrainOptions:
     shards: int = 12
     epochs: float = 1.0
     steps_ahead: int = 3
+    start_from: str | None = None
     loss: str = "distil"
     price: float = 0.3
     batch: int = 16

@@ -12,7 +12,7 @@ from benchmarks.draft.export import export, load
 from benchmarks.draft.head import new_head
 from benchmarks.draft.start import start_linear
 from benchmarks.draft.target import Target
-from vllm_mars.local.draft_head import check_head, model_checksum
+from vllm_mars.local.draft_head import best_length, check_head, model_checksum
 
 FIRST_LAYERS = 4
 
@@ -34,7 +34,7 @@ def write_untrained(model: Path, trained: Path, data: Path, output: Path) -> lis
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokens = check_head(trained, model)
+    check_head(trained, model)
     layers = output / f"layers-{FIRST_LAYERS}"
     like = load(trained)
     target = Target(model, like.config.aux_layers)
@@ -66,6 +66,6 @@ def write_untrained(model: Path, trained: Path, data: Path, output: Path) -> lis
             written[-1],
             target_name=model.name,
             target_sha256=model_checksum(model),
-            num_speculative_tokens=tokens,
+            num_speculative_tokens=best_length(trained),
         )
     return written

@@ -14,7 +14,7 @@ from benchmarks.draft.export import export
 from benchmarks.draft.head import new_head
 from benchmarks.tree_cells import STRICT, Shape, Study
 from tiny_draft import greedy
-from vllm_mars.local.draft_head import check_head, model_checksum
+from vllm_mars.local.draft_head import best_length, model_checksum
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
 
@@ -82,7 +82,7 @@ def verified(model, head, given, max_tokens, thetas):
         speculative_config={
             "method": "eagle3",
             "model": str(head),
-            "num_speculative_tokens": check_head(head, model),
+            "num_speculative_tokens": best_length(head),
             **CHOSEN_BY_REQUESTS["ratio"],
         },
         **CPU_ENGINE_ARGS,

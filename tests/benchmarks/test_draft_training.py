@@ -21,7 +21,7 @@ from benchmarks.draft.loss import distillation_loss, price_loss
 from benchmarks.draft.train import Batch, Trainer, TrainOptions, choose_draft_tokens
 from benchmarks.draft.untrained import write_untrained
 from tiny_draft import AUX, DATA, greedy
-from vllm_mars.local.draft_head import check_head, model_checksum
+from vllm_mars.local.draft_head import best_length, check_head, model_checksum
 
 TRAIN = TrainOptions(shards=2, epochs=1.0, steps_ahead=3, batch=4, warm_up=2, checkpoint_every=3)
 
@@ -156,8 +156,9 @@ def test_the_pipeline_writes_the_half_trained_and_the_trained_head(model, target
     )
     trained = pipeline.train(tmp_path, model, setting, target)
     pipeline.write(trained, tmp_path / "head", model, setting)
-    assert check_head(tmp_path / "head", model) == 4
-    assert check_head(tmp_path / "half", model)
+    for name in ("head", "half"):
+        check_head(tmp_path / name, model)
+        assert best_length(tmp_path / name) == 4
     record = json.loads((tmp_path / "head" / "training.json").read_text())
     assert (record["steps"], record["planned_steps"]) == (6, 6)
     assert json.loads((tmp_path / "half" / "training.json").read_text())["steps"] == 3
@@ -167,6 +168,34 @@ def test_the_pipeline_writes_the_half_trained_and_the_trained_head(model, target
     with pytest.raises(ValueError, match=r"holds data made with max_tokens=12, not 13"):
         other = replace(setting, data=replace(setting.data, max_tokens=13))
         pipeline.train(tmp_path, model, other, target)
+
+
+def test_a_head_is_trained_on(model, target, shards, tmp_path, capsys):
+    (tmp_path / "data").symlink_to(shards)
+    setting = replace(
+        pipeline.SETTINGS["cpu"], data=replace(DATA, shards=2), train=TRAIN, draft_vocab_size=256
+    )
+    first = pipeline.train(tmp_path, model, setting, target)
+    pipeline.write(first, tmp_path / "first", model, setting)
+    train = replace(TRAIN, start_from=str(tmp_path / "first"))
+    with pytest.raises(ValueError, match=r"is of a run with start_from=None, not "):
+        pipeline.train(tmp_path, model, replace(setting, train=train), target)
+    # So small a rate leaves it as it was.
+    slow = replace(train, learning_rate=1e-9, adam_learning_rate=1e-9, loss="price")
+    again = replace(setting, train=slow, draft_vocab_size=64)
+    (tmp_path / "train").rename(tmp_path / "before")
+    trained = pipeline.train(tmp_path, model, again, target)
+    was = load(tmp_path / "first")
+    assert torch.equal(trained.head.draft_tokens, was.draft_tokens)
+    for one, other in zip(trained.head.parameters(), was.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    pipeline.write(trained, tmp_path / "second", model, again)
+    record = json.loads((tmp_path / "second" / "training.json").read_text())
+    assert record["train"]["start_from"] == "first"
+    assert "3 drafting steps, from the head first |" in (tmp_path / "second/README.md").read_text()
+    line = f"make --setting cpu --model {model} --start-from {tmp_path} --draft-vocab-size 64"
+    assert command.main(line.split()) == 1
+    assert "draft_vocab_size=64 beside start_from=" in capsys.readouterr().err
 
 
 def test_what_the_command_line_names(model, target, shards, tmp_path):
@@ -184,7 +213,8 @@ def test_what_the_command_line_names(model, target, shards, tmp_path):
     setting = replace(setting, data=replace(DATA, shards=2), train=train)
     trained = pipeline.train(tmp_path, model, setting, target)
     pipeline.write(trained, tmp_path / "head", model, setting)
-    assert check_head(tmp_path / "head", model) == 5
+    check_head(tmp_path / "head", model)
+    assert best_length(tmp_path / "head") == 5
     head = load(tmp_path / "head")
     assert (head.config.aux_layers, len(head.draft_tokens)) == ((0, 2), 128)
     assert head.config.intermediate_size == 64
@@ -266,7 +296,8 @@ def test_untrained_drafts(model, target, shards, tmp_path, monkeypatch):
     assert [path.name for path in found] == ["layers-1", "random", "linear"]
     layers, *heads = found
     for path in heads:
-        assert check_head(path, model) == 3
+        check_head(path, model)
+        assert best_length(path) == 3
     random_head, linear = map(load, heads)
     expected = new_head(target, torch.arange(256))
     start.start_linear(expected, target, [shards / "00000.safetensors"])
