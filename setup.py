@@ -10,15 +10,12 @@ VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "vllm_mars/__init__.py").r
 
 # Not ray[llm], which pins a vLLM of its own; `ray.serve.llm` needs pyarrow beyond ray[serve].
 RAY = ["ray[serve]>=2.60", "pyarrow"]
-DEMO = [
-    *("accelerate", "filelock", "gguf", "numpy", "openai", "prometheus-client", "rich"),
-    "transformers",
-]
 # pandas is what `vllm bench serve` reads prompt files with.
-EXPERIMENTS = [
-    *(*DEMO, "jinja2", "jsonschema", "pandas", "pydantic"),
-    *("lm-eval[api]>=0.4.10", "rouge-score", "sacrebleu", "scipy"),
+DEMO = [
+    *("accelerate", "filelock", "gguf", "jsonschema", "numpy", "openai", "pandas"),
+    *("prometheus-client", "pydantic", "rich", "rouge-score", "sacrebleu", "scipy", "transformers"),
 ]
+EXPERIMENTS = [*DEMO, "jinja2", "lm-eval[api]>=0.4.10"]
 # Ruff breaks the lines of long signatures.
 DOCS = ["mkdocs-material", "mkdocstrings[python]", "ruff"]
 

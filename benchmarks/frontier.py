@@ -346,11 +346,10 @@ def main() -> int:
     for cell in cells:
         by_draft.setdefault(f"{cell.key.draft}, K {cell.key.k}", []).append(cell)
     frontiers = {title: Frontier(own) for title, own in by_draft.items()}
-    run = ("created", "git_commit", "versions", "hardware", "load_average", "command", "weights")
     result = {
         "schema": "vllm-mars/frontier/1",
         # Of the measurement: this command only calculates.
-        **{name: getattr(cells[0], name) for name in run},
+        **cells[0].origin,
         "sweep": [path.name for path in args.sweep],
         "drafts": {
             title: frontier.summary(args.losses, with_speeds=args.speeds is not None)

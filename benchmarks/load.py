@@ -167,11 +167,10 @@ def main() -> int:
     args = parser.parse_args()
     cells = read_cells(args.sweep)
     fits = summarise(cells)
-    run = ("created", "git_commit", "versions", "hardware", "load_average", "command")
     result = {
         "schema": "vllm-mars/load/2",
         # Of the measurement: this command only calculates.
-        **{name: getattr(cells[0], name) for name in run},
+        **cells[0].origin,
         "sweep": [path.name for path in args.sweep],
         "fits": fits,
     }

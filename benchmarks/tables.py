@@ -13,10 +13,10 @@ from typing import Any
 from benchmarks import tree_summary, validated
 from benchmarks.markdown import Columns, Text, at, described, follow, pair, shown, transposed
 from vllm_mars.config import METRICS
-from vllm_mars.demo.results import speedup
 from vllm_mars.experiments.report.measured import Measured, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.summary import Row, rows
+from vllm_mars.local.intervals import median
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -44,6 +44,7 @@ def point(name: str, temperature: float = 0, concurrency: int = 1) -> list[Measu
     return sorted(measure(found), key=lambda it: looseness(it.row.key.rule))
 
 
+BOUND = " max_loss "
 GUARD, NO_GUARD = " repeat_guard 4", " repeat_guard 0"
 
 
@@ -110,8 +111,7 @@ DEMO: Columns = {
 def sooner(run: dict[str, Any]) -> str:
     """Strict verification's seconds over MARS's, median over the answers."""
     pairs = zip(run["strict"]["answers"], run["mars"]["answers"], strict=True)
-    found = speedup(strict["seconds"] / mars["seconds"] for strict, mars in pairs)
-    return "" if found is None else shown(found.median, found.low, found.high)
+    return shown(*median(strict["seconds"] / mars["seconds"] for strict, mars in pairs))
 
 
 def kept(run: dict[str, Any]) -> str:
@@ -274,15 +274,34 @@ SPEEDS: Columns = {
 }
 
 
+def drafted(name: str, draft: str) -> dict[str, Any]:
+    """A comparison at equal loss, of one draft and K."""
+    found: dict[str, Any] = raw(name)["drafts"][draft]
+    return found
+
+
 def frontier(columns: Columns, name: str, draft: str) -> list[str]:
     """Each rule of a comparison at equal loss."""
-    found = raw(name)["drafts"][draft]["rules"]
+    found = drafted(name, draft)["rules"]
     return described(columns, sorted(found, key=lambda of: looseness(of["rule"])))
+
+
+def bounded(name: str, draft: str) -> list[str]:
+    """The rules of a comparison with a bound on the loss, each below itself without one."""
+    parts = {of["rule"]: rule_name(of["rule"]).split(BOUND) for of in drafted(name, draft)["rules"]}
+    rules = {rule for rule, *bound in parts.values() if bound}
+
+    def order(of: dict[str, Any]) -> tuple[Any, ...]:
+        rule, *bound = parts[of["rule"]]
+        return *looseness(rule), -float(*bound or ["inf"])
+
+    found = [of for of in drafted(name, draft)["rules"] if parts[of["rule"]][0] in rules]
+    return described(FRONTIER, sorted(found, key=order))
 
 
 def at_equal_loss(name: str, draft: str, options: str = GUARD) -> list[str]:
     """What each metric accepts at a loss, with the same further options."""
-    found = raw(name)["drafts"][draft]
+    found = drafted(name, draft)
     metrics = [metric for metric in METRICS if f"{metric}{options}" in found["curves"]]
     columns = {"nats per token": at("loss")}
     for metric in metrics:
@@ -431,6 +450,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "speed.equal_loss": partial(at_equal_loss, "speed-head-cpu", HEAD_K4),
     "frontier.rules": partial(frontier, FRONTIER, "frontier-cpu", HEAD),
     "frontier.equal_loss": partial(at_equal_loss, "frontier-cpu", HEAD),
+    "head.rules": partial(frontier, FRONTIER, "frontier-head-cpu", HEAD_K4),
+    "head.equal_loss": partial(at_equal_loss, "frontier-head-cpu", HEAD_K4),
+    "head.unguarded": partial(at_equal_loss, "frontier-head-cpu", HEAD_K4, NO_GUARD),
+    "head.bounded": partial(bounded, "frontier-head-bounds-cpu", HEAD_K4),
     "ngram.rules": partial(frontier, FRONTIER, "frontier-ngram-cpu", NGRAM),
     "ngram.equal_loss": partial(at_equal_loss, "frontier-ngram-cpu", NGRAM),
     "ngram.unguarded": partial(at_equal_loss, "frontier-ngram-cpu", NGRAM, NO_GUARD),

@@ -1,7 +1,6 @@
 """What is released: the sdist, the wheel that is built from it, and their version."""
 
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from vllm_mars import __version__
+from vllm_mars.experiments.sweep.record_file import read_cells
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"vllm_mars": "vllm_mars", "kernels": "vllm_mars/kernels"}
@@ -108,12 +108,12 @@ def test_it_serves_from_an_empty_environment(archives, archive, packaged_model, 
     run(programs / "vllm-mars", "doctor")
     # Three servers at once compile what they import: nothing in this environment is, yet.
     run(programs / "vllm-mars", "demo", "--short", "--startup-timeout", "1200")
-    result = json.loads((tmp_path / "build/demo.json").read_text())
-    assert result["git_commit"] is None
-    assert result["versions"]["vllm_mars"] == __version__
-    assert result["comparison"]["strict_text_equals_autoregressive"] is True
-    assert result["strict"]["mean_acceptance_length"] > 1
-    assert result["mars"]["verified_tokens"] > 0
+    cells = {cell.key.method: cell for cell in read_cells(tmp_path / "build/demo.jsonl")}
+    assert cells["mars"].git_commit is None
+    assert cells["mars"].versions["vllm_mars"] == __version__
+    assert cells["standard"].quality.estimate("agreement").value == 1
+    assert cells["standard"].acceptance.mean_length > 1
+    assert cells["mars"].acceptance.draft_tokens > 0
 
 
 def wrong_with_the_version(version, tags, tags_here, changes):

@@ -79,6 +79,7 @@ def test_the_house_looks_down():
     assert {name for name, others in allowed.items() if "experiments" in others} <= {
         "cli",
         "benchmarks",
+        "demo",
     }
     product = allowed.keys() - LABORATORY - {"cli"}
     assert not any(LABORATORY & allowed[name] for name in product)

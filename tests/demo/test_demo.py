@@ -1,4 +1,4 @@
-"""The demo on real servers: its file, its report, and that it ends everything it started."""
+"""The demo on real servers: its file, its report, and that it ends everything that it started."""
 
 import json
 import os
@@ -12,14 +12,16 @@ from transformers import AutoModelForCausalLM
 
 import tiny_models
 from processes import MARK, marked, wait_until
-from vllm_mars.demo.options import MODES, DemoOptions
-from vllm_mars.local.drafts import NGRAM_CONFIG, RECOMMENDED
+from vllm_mars.demo.report import LABELS
+from vllm_mars.experiments.sweep.record_file import read_cells
+from vllm_mars.experiments.sweep.summary import rows
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = [
     {"id": "list", "prompt": "w10 w20 w30 w10 w20 w30 w10 w20"},
-    {"id": "two", "turns": ["w40 w50 w60 w40 w50", "w70 w80 w70 w80 w70"]},
+    {"id": "two", "prompt": "w40 w50 w60 w40 w50"},
+    {"id": "three", "prompt": "w70 w80 w70 w80 w70"},
 ]
 
 
@@ -40,7 +42,7 @@ def start_demo(tmp_path, model, mark, *arguments):
             *(sys.executable, "-m", "vllm_mars.cli", "demo", "--model", str(model)),
             *("--draft", str(model.with_name("eagle-head"))),
             *("--prompts", str(prompts), "--max-tokens", "32", "--theta", "0.6"),
-            *("--output", str(tmp_path / "out" / "demo.json"), *arguments),
+            *("--output", str(tmp_path / "out" / "demo.jsonl"), *arguments),
             # As much as the tiny model takes.
             "--server-arg=--max-model-len=512",
         ],
@@ -55,78 +57,34 @@ def start_demo(tmp_path, model, mark, *arguments):
 
 def test_demo(tmp_path, model):
     mark = uuid.uuid4().hex
+    before = tmp_path / "out" / "demo.jsonl"
+    before.parent.mkdir()
+    before.write_text("of the run before\n")
     process = start_demo(tmp_path, model, mark, "--repeats", "2", "--short")
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     assert marked(mark) == []
-    result = json.loads((tmp_path / "out" / "demo.json").read_text())
+    assert before.with_name("demo.jsonl.old").read_text() == "of the run before\n"
 
-    assert result["schema"] == 2
-    assert set(result["versions"]) == {"vllm_mars", "vllm", "torch", "python"}
-    assert set(result["hardware"]) == {"cpu", "cores", "memory_gib", "gpu"}
-    assert result["command"][1:3] == ["demo", "--model"]
-    for mode in MODES:
-        figures = result[mode]
-        assert len(figures["answers"]) == 2 * 3
-        assert figures["tokens_per_second"] > 0
-        assert 0 < figures["tpot_seconds"] < figures["seconds_per_answer"]
-        assert 0 < figures["ttft_seconds"] < figures["seconds_per_answer"]
-        assert figures["output_tokens"] == sum(
-            answer["output_tokens"] for answer in figures["answers"] if answer["repeat"] == 0
-        )
-        assert figures["seconds_per_answer"] == pytest.approx(
-            figures["output_tokens"] / 3 / figures["tokens_per_second"]
-        )
-    assert result["autoregressive"]["mean_acceptance_length"] == 1.0
-    assert result["autoregressive"]["verified_tokens"] == 0
-    assert result["comparison"]["strict_text_equals_autoregressive"] is True
-    assert result["comparison"]["differing_prompts"] == []
-    assert result["strict"]["equal_answers"] == result["autoregressive"]["equal_answers"] == 3
-    assert result["mars"]["equal_answers"] == sum(
-        mars["text"] == plain["text"]
-        for mars, plain in zip(
-            result["mars"]["answers"][:3], result["autoregressive"]["answers"][:3], strict=True
-        )
-    )
-    for pair in ("strict_over_autoregressive", "mars_over_autoregressive", "mars_over_strict"):
-        for found in result["comparison"]["speedup"][pair].values():
-            assert found["prompts"] == 2
-            assert 0 < found["low"] <= found["median"] <= found["high"]
-
-    mars, strict = result["mars"], result["strict"]
-    assert mars["theta"] == 0.6
-    assert mars["mean_acceptance_length"] > strict["mean_acceptance_length"] > 1
-    assert mars["verified_tokens"] >= mars["accepted_tokens"] >= mars["relaxed_tokens"] > 0
-    assert mars["relaxed_tokens"] == sum(len(item["tokens"]) for item in mars["relaxed"])
-    # What the server said that it relaxed is what was not the target's first choice.
-    example = mars["example"]
-    assert example["same_text"] is True
-    assert all(token["logprob"] < token["best_logprob"] for token in example["tokens"])
-    (told,) = (
-        item["tokens"]
-        for item in mars["relaxed"]
-        if (item["id"], item["turn"]) == (example["id"], example["turn"])
-    )
-    assert told == [
-        {"position": token["position"], "text": token["text"]} for token in example["tokens"]
-    ]
-    assert len(told) == max(len(item["tokens"]) for item in mars["relaxed"])
-    (lost,) = (
-        answer["loss_nats"]
-        for answer in mars["answers"]
-        if (answer["id"], answer["turn"], answer["repeat"]) == (example["id"], example["turn"], 0)
-    )
-    assert lost == pytest.approx(
-        sum(token["best_logprob"] - token["logprob"] for token in example["tokens"]), abs=0.01
-    )
+    found = {row.key.method: row for row in rows(read_cells(tmp_path / "out" / "demo.jsonl"))}
+    assert set(found) == set(LABELS)
+    for row in found.values():
+        assert len(row.cells) == 2
+        assert all(len(cell.outputs) == 3 and cell.command[1] == "demo" for cell in row.cells)
+    strict, mars = found["standard"], found["mars"]
+    assert strict.value("agreement") == strict.value("identity") == 1
+    assert (mars.key.theta, mars.key.k) == (0.6, 4)
+    assert mars.acceptance_length > strict.acceptance_length > 1
+    assert all(cell.lost_nats > 0 for cell in mars.cells)
 
     assert "mean acceptance length" in out
+    assert "The strict answers equal the autoregressive ones, character for character." in out
     assert "What the target would have said there" in out
     assert "This short form shows that it works, not how fast" in out
-    assert err.startswith("starting three vLLM servers: none ready; at a guess ")
-    assert "asking the three in turn: 0 of 18 answers, now autoregressive; about " in err
-    assert "ending the servers" in err
-    assert len(err.splitlines()) < 30, err
+    lines = err.splitlines()
+    assert lines[0].startswith("6 cells, 0 of them in ")
+    assert lines[1].startswith("[1/6] autoregressive, T0, c1, prompts#0, #0: ")
+    assert len(lines) < 30, err
     assert "\x1b[" not in out, "no colour codes without a terminal"
 
 
@@ -147,7 +105,7 @@ def test_a_signal_ends_all_servers(tmp_path, model, number, code, processes):
     assert process.returncode == code
     assert "Traceback" not in err
     assert marked(mark) == []
-    assert not (tmp_path / "out" / "demo.json").exists()
+    assert not (tmp_path / "out" / "demo.jsonl").exists()
 
 
 @pytest.mark.nightly
@@ -162,36 +120,9 @@ def test_a_server_that_dies_is_reported(tmp_path, model):
     assert marked(mark) == []
 
 
-def test_speculative_configs():
-    options = DemoOptions(theta=0.8, num_speculative_tokens=3)
-    assert options.speculative_config("autoregressive") is None
-    strict = options.speculative_config("strict")
-    assert strict == {**NGRAM_CONFIG, "num_speculative_tokens": 3}
-    assert options.speculative_config("mars") == {
-        **strict,
-        "rejection_sample_method": "mars",
-        "mars_theta": 0.8,
-    }
-    recommended = DemoOptions(num_speculative_tokens=3)
-    assert recommended.speculative_config("mars") == {**strict, **RECOMMENDED}
-    assert recommended.rule_name == f"price {RECOMMENDED['mars_price']}"
-    priced = DemoOptions(price=0.25, num_speculative_tokens=3)
-    assert priced.speculative_config("mars") == {
-        **strict,
-        **{"rejection_sample_method": "mars", "mars_metric": "price", "mars_price": 0.25},
-    }
-    assert (options.rule_name, priced.rule_name) == ("theta 0.8", "price 0.25")
-    with pytest.raises(ValueError, match=r"theta=0\.8 and price=0\.25 are two rules; give one of"):
-        DemoOptions(theta=0.8, price=0.25)
-    with pytest.raises(ValueError, match="mars_price=-1 is outside"):
-        DemoOptions(price=-1)
-    model = DemoOptions(draft="some/draft").speculative_config("strict")
-    assert model == {"model": "some/draft", "num_speculative_tokens": 4}
-
-
 @pytest.mark.nightly
 def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_model):
-    output = tmp_path / "demo.json"
+    output = tmp_path / "demo.jsonl"
     process = subprocess.run(
         [sys.executable, "-m", "vllm_mars.cli", "demo", "--short", "--output", str(output)],
         capture_output=True,
@@ -199,10 +130,12 @@ def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_m
         timeout=400,
     )
     assert process.returncode == 0, process.stderr
-    result = json.loads(output.read_text())
-    assert result["config"]["draft"] == "smollm2-135m-eagle3"
-    assert (result["config"]["short"], result["config"]["max_tokens"]) == (True, 24)
-    assert [len(result[mode]["answers"]) for mode in MODES] == [4, 4, 4]
-    assert result["comparison"]["strict_text_equals_autoregressive"] is True
-    lengths = {mode: result[mode]["mean_acceptance_length"] for mode in MODES}
-    assert lengths["mars"] >= lengths["strict"] > lengths["autoregressive"] == 1
+    cells = {cell.key.method: cell for cell in read_cells(output)}
+    assert cells["mars"].key.draft == "smollm2-135m-eagle3"
+    assert [len(cells[method].outputs) for method in LABELS] == [4, 4, 4]
+    assert cells["standard"].quality.estimate("agreement").value == 1
+    lengths = {method: cells[method].acceptance.mean_length for method in ("standard", "mars")}
+    assert lengths["mars"] >= lengths["standard"] > 1
+    # What the target scores as not its first choice is what the server counted as lost.
+    relaxed = [token for it in cells["mars"].quality.prompts for token in it.off_choice]
+    assert cells["mars"].lost_nats == pytest.approx(sum(it.loss for it in relaxed), abs=0.01)

@@ -42,6 +42,7 @@ def test_the_page(report):
     assert "<b>" not in text
     assert "&#39;my prompts.jsonl&#39;" in text
     assert "45.2 <small>" in text
+    assert "requests at once: 1; repeats: 2." in text
     order = [text.index(it) for it in ("mars_theta&#34;: 0.96", "<figure", "<table", "<details")]
     assert order == sorted(order), "the answer, a plot, a table, then what is folded"
 

@@ -309,12 +309,35 @@ def test_the_command_names_what_is_wrong(tmp_path, capsys):
     for arguments, message in (
         (["--theta", "2"], "mars_theta=2.0 is outside (0, 1]"),
         (["--prompts", str(tmp_path / "none")], "none cannot be read"),
-        (["--output", str(tmp_path)], "is a directory; name a file"),
+        (["--output", str(tmp_path)], "cannot be written; name a file in another directory"),
         (["--draft", str(tmp_path)], "has no config.json"),
     ):
         assert main(["sweep", "--output", str(output), *arguments]) == 1
         assert message in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_blocks_take_turns_and_count_as_one_dataset(tmp_path):
+    path = tmp_path / "many#1.jsonl"
+    path.write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(5)))
+    (whole,) = load_dataset(str(path), 0).blocks(0)
+    blocks = tuple(whole.blocks(2))
+    assert [(block.name, block.count) for block in blocks] == [
+        *(("many#1#0", 2), ("many#1#1", 2), ("many#1#2", 1)),
+    ]
+    assert [item for block in blocks for item in block.items] == list(whole.items)
+    options = SweepOptions(
+        **{"methods": ("autoregressive", "standard"), "repeats": 2, "block": 2},
+        **{"temperatures": (0.0,), "concurrencies": (1,)},
+    )
+    keys = keys_of(plan(Sweep(options, "model", blocks), 0))
+    assert {key.prompts for key in keys} == {"many#1"} != {whole.name, "many"}
+    first = {(key.repeat, key.dataset): key.method for key in reversed(keys)}
+    names = [block.name for block in blocks]
+    assert [first[0, name] for name in names] == ["autoregressive", "standard", "autoregressive"]
+    assert [first[1, name] for name in names] == ["standard", "autoregressive", "standard"]
+    vllms = load_dataset("vllm:random", 3)
+    assert vllms.blocks(2) == [vllms]
 
 
 def test_no_cells_give_no_rows():

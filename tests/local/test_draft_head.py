@@ -9,11 +9,10 @@ import tiny_models
 from benchmarks.draft.export import export, load
 from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
-from vllm_mars.demo import run as demo
-from vllm_mars.demo.options import DemoOptions
+from vllm_mars.cli import main
+from vllm_mars.demo.command import sweep_options
 from vllm_mars.local import draft_head
-from vllm_mars.local.draft_head import check_head, is_head, model_checksum
-from vllm_mars.local.drafts import RECOMMENDED
+from vllm_mars.local.draft_head import best_length, check_head, is_head, model_checksum
 
 AUX = (0, 1, 2)
 
@@ -46,7 +45,8 @@ def change(path, update):
 
 
 def test_a_head_that_fits(head, model):
-    assert check_head(head, model) == 3
+    check_head(head, model)
+    assert best_length(head) == 3
     read = load(head)
     assert read.draft_tokens.tolist() == list(range(0, 512, 2))
     assert read.config.aux_layers == AUX
@@ -147,46 +147,35 @@ def test_what_is_checked(head, tmp_path):
 
 
 def test_the_demo_drafts_with_the_head(head, model, monkeypatch):
-    options = DemoOptions(draft=str(head)).resolved(str(model))
-    assert options.num_speculative_tokens == 3
-    assert options.draft_name == "head"
-    assert options.speculative_config("strict") == {
-        "method": "eagle3",
-        "model": str(head),
-        "num_speculative_tokens": 3,
-    }
-    assert DemoOptions(draft=str(head), num_speculative_tokens=5).resolved(
-        str(model)
-    ).speculative_config("mars") == {
-        "method": "eagle3",
-        "model": str(head),
-        "num_speculative_tokens": 5,
-        **RECOMMENDED,
-    }
+    def drafts(**options):
+        chosen = sweep_options(**options)
+        return chosen.drafts + chosen.num_speculative_tokens
+
+    assert drafts(model=str(model), draft=str(head)) == (str(head), 3)
+    assert drafts(model=str(model), draft=str(head), num_speculative_tokens=5) == (str(head), 5)
     # The packaged model's head is the default, ngram without one or for another model.
     monkeypatch.setattr(draft_head, "PACKAGED_HEAD", head)
-    assert DemoOptions().resolved(str(model)).draft == str(head)
-    assert DemoOptions(model="other").resolved("other").draft == "ngram"
-    ngram = DemoOptions(draft="ngram").resolved(str(model))
-    assert (ngram.draft, ngram.num_speculative_tokens) == ("ngram", 4)
+    assert drafts() == (str(head), 3)
+    assert drafts(model="other") == ("ngram", 4)
+    assert drafts(draft="ngram") == ("ngram", 4)
     monkeypatch.setattr(draft_head, "PACKAGED_HEAD", head / "nothing")
-    assert DemoOptions().resolved(str(model)).draft == "ngram"
+    assert drafts() == ("ngram", 4)
 
 
 def test_the_head_of_this_checkout_fits_the_packaged_model(packaged_model):
     directory = draft_head.packaged_head()
-    assert check_head(directory, packaged_model) == 4
+    check_head(directory, packaged_model)
+    assert best_length(directory) == 4
     assert (directory / "model.safetensors").stat().st_size < 20e6
-    options = DemoOptions().resolved(str(packaged_model))
-    assert (options.draft, options.num_speculative_tokens) == (str(directory), 4)
+    options = sweep_options()
+    assert (options.drafts, options.num_speculative_tokens) == ((str(directory),), (4,))
 
 
-def test_the_demo_refuses_a_damaged_head_before_it_starts_a_server(
-    head, model, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("command", ["demo", "sweep"])
+def test_a_damaged_head_is_refused_before_a_server_starts(head, model, tmp_path, command, capsys):
     (head / "model.safetensors").write_bytes(b"cut")
-    monkeypatch.setattr(demo, "VllmServer", None)
-    monkeypatch.setattr(demo, "vllm_device", lambda: ("cpu", None))
-    options = DemoOptions(model=str(model), draft=str(head), output=tmp_path / "demo.json")
-    with pytest.raises(ValueError, match=r"is damaged"):
-        demo.run_demo(options)
+    output = tmp_path / "found.jsonl"
+    options = ["--model", str(model), "--draft", str(head), "--output", str(output)]
+    assert main([command, *options]) == 1
+    assert "is damaged" in capsys.readouterr().err
+    assert list(tmp_path.glob("found*")) == []

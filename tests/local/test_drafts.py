@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from vllm_mars.demo.options import DemoOptions
 from vllm_mars.experiments.calibrate.options import CalibrateOptions
 from vllm_mars.experiments.sweep.plan import ServerSpec
 from vllm_mars.local.drafts import draft_config, draft_name
@@ -27,7 +26,6 @@ def test_every_command_says_that_a_directory_is_an_eagle3_head(tmp_path):
     draft = str(tmp_path)
     wanted = {"method": "eagle3", "model": draft, "num_speculative_tokens": 3}
     for options in (
-        DemoOptions(draft=draft, num_speculative_tokens=3).speculative_config("strict"),
         CalibrateOptions(draft=draft, num_speculative_tokens=3).speculative_config(),
         ServerSpec("standard", draft, 3).speculative_config(),
     ):

@@ -14,8 +14,7 @@ import pytest
 
 from processes import MARK, marked, wait_until
 from stand_in import StandInServer
-from vllm_mars.demo.chat import ChatClient
-from vllm_mars.local.scrape import DRAFT_TOKENS, GENERATED_TOKENS
+from vllm_mars.local.scrape import GENERATED_TOKENS, drafted, openai_client
 from vllm_mars.local.server import VllmServer, free_port, server_env
 
 ARGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]
@@ -54,10 +53,12 @@ def test_serves_counts_and_ends(packaged_model, tmp_path, mark, temporary):
     env = {MARK: mark}
     server = VllmServer(packaged_model, args, log_path=tmp_path / "logs" / "server.log", env=env)
     with server:
-        client = ChatClient(server)
-        messages = [{"role": "user", "content": "Repeat: red green blue, red green blue."}]
-        answer = client.ask(messages, 24)
-        text, tokens = client.score(messages, 24)
+        before = server.metrics()
+        answer = openai_client(server.base_url, 60).chat.completions.create(
+            model=str(packaged_model),
+            messages=[{"role": "user", "content": "Repeat: red green blue, red green blue."}],
+            **{"max_tokens": 24, "temperature": 0, "logprobs": True, "top_logprobs": 2},
+        )
         metrics = server.metrics()
         assert len(marked(mark)) >= 3
         assert sockets(temporary)
@@ -65,13 +66,15 @@ def test_serves_counts_and_ends(packaged_model, tmp_path, mark, temporary):
             server.start()
     assert marked(mark) == []
     assert left_in(temporary) == []
-    assert text == answer.text
-    assert answer.output_tokens in (len(tokens), len(tokens) + 1)
-    assert not any(token.relaxed for token in tokens), "strict verification never relaxes"
-    assert answer.draft_tokens > 0
-    assert 0 <= answer.accepted_tokens <= answer.draft_tokens <= 2 * answer.drafts
-    assert metrics[GENERATED_TOKENS] == 2 * answer.output_tokens
-    assert metrics[DRAFT_TOKENS] >= answer.draft_tokens
+    tokens = answer.choices[0].logprobs.content
+    assert answer.usage.completion_tokens in (len(tokens), len(tokens) + 1)
+    for token in tokens:
+        best = max(top.logprob for top in token.top_logprobs)
+        assert token.logprob == best, "strict verification never relaxes"
+    counts = drafted(before, metrics)
+    assert 0 < counts["draft_tokens"] <= 2 * counts["drafts"]
+    assert 0 <= counts["accepted_tokens"] <= counts["draft_tokens"]
+    assert metrics[GENERATED_TOKENS] == answer.usage.completion_tokens
     assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}' in metrics
     with pytest.raises(RuntimeError, match=r"not running; call start"):
         server.metrics()

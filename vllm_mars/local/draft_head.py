@@ -38,11 +38,8 @@ def is_head(directory: Path) -> bool:
         return True
 
 
-def check_head(directory: Path, model: Path) -> int:
+def check_head(directory: Path, model: Path) -> None:
     """Checks that a head is whole and made for a model.
-
-    Returns:
-        How many tokens it drafts best, as measured by who made it.
 
     Raises:
         ValueError: a file is missing, cut or changed, or the head is for another target.
@@ -80,7 +77,17 @@ def check_head(directory: Path, model: Path) -> int:
             f"draft={directory} was made for a target whose {WEIGHTS} has sha256 "
             f"{target['sha256']}, and that of {model} has {checksum}; {WAY_OUT}."
         )
-    return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
+
+
+def best_length(directory: Path) -> int:
+    """How many tokens a head drafts best, as measured by who made it.
+
+    Raises:
+        ValueError: its config.json is missing or broken.
+    """
+    return int(
+        _config(directory)["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    )
 
 
 def model_checksum(model: Path) -> str:

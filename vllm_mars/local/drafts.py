@@ -32,7 +32,7 @@ CHOSEN_BY_REQUESTS = {
 
 # The rule of servers that this project starts where nobody names another, by measurement
 # (docs/experiments.md): a price, and a bound on what one answer may lose.
-RECOMMENDED = {
+RECOMMENDED: dict[str, Any] = {
     "rejection_sample_method": METHOD,
     "mars_metric": "price",
     "mars_price": 0.3,

@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_mars.config import METRICS
 from vllm_mars.experiments.sweep.summary import Row
-from vllm_mars.local.intervals import RESAMPLES, interval, median
+from vllm_mars.local.intervals import interval, median, resamples
 
 # What is known of an answer.
 TOKENS, CLOCK, SECONDS, COST, TTFT, TPOT = KNOWN = range(6)
@@ -68,12 +68,13 @@ def measure(point: Sequence[Row]) -> list[Measured]:
     """Compares the rows of one point of the grid: of one draft and K, and without drafts."""
     lossless = [row for row in point if row.cells and not row.key.lossy]
     strict = min(lossless, key=lambda row: STRICT.index(row.key.method), default=None)
-    return [_beside(row, strict) for row in point]
+    return [beside(row, strict) for row in point]
 
 
-def _beside(row: Row, strict: Row | None) -> Measured:
-    own = _answers(row)
-    base = {key: [np.nan] * len(KNOWN) for key in own} if strict is None else _answers(strict)
+def beside(row: Row, strict: Row | None) -> Measured:
+    """Compares a row with another one."""
+    own = by_answer(row)
+    base = {key: [np.nan] * len(KNOWN) for key in own} if strict is None else by_answer(strict)
     both = own.keys() & base.keys()
     repeats, prompts = {repeat for repeat, _ in both}, sorted({prompt for _, prompt in both})
     prompts = [name for name in prompts if all((repeat, name) in both for repeat in repeats)]
@@ -82,9 +83,9 @@ def _beside(row: Row, strict: Row | None) -> Measured:
     # [this and strict, repeats, prompts, what is known]
     values = np.array([[[of[r, p] for p in prompts] for r in repeats] for of in (own, base)])
     count = len(prompts)
-    draws = np.random.default_rng(0).multinomial(count, [1 / count] * count, size=RESAMPLES)
-    # The first "sample" has each prompt once: the estimate itself.
-    draws = np.vstack([np.ones_like(draws[:1]), draws])
+    # How often each sample holds each prompt; the first, once: it is the estimate itself.
+    drawn = (np.bincount(sample, minlength=count) for sample in resamples(count))
+    draws = np.vstack([np.ones(count, int), *drawn])
     mine, theirs = np.einsum("srpk,dp->skrd", values, draws)
     samples = {
         "tokens_per_second": mine[TOKENS] / mine[CLOCK],
@@ -106,7 +107,7 @@ def _beside(row: Row, strict: Row | None) -> Measured:
     return Measured(row, strict, **found)
 
 
-def _answers(row: Row) -> dict[tuple[int, str], list[float]]:
+def by_answer(row: Row) -> dict[tuple[int, str], list[float]]:
     """What is known of the answer to each prompt in each repeat, NaN what is not."""
     found: dict[tuple[int, str], list[list[float]]] = {}
     for cell in row.cells:

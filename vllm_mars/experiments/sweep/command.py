@@ -1,6 +1,7 @@
 """The arguments of `vllm-mars sweep`."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from vllm_mars.experiments.sweep.plan import SweepOptions
 from vllm_mars.experiments.sweep.records import METHODS
 
 NEEDED = ("filelock", "jsonschema", "pandas", "pydantic", "rich", "rouge_score", "sacrebleu")
+FILE_WIDTH = 220
 
 
 def add_parser(commands: Any) -> None:
@@ -52,6 +54,8 @@ def add_parser(commands: Any) -> None:
     add("--prompts", dest="datasets", nargs="+", metavar="FILE",
         help="JSON lines, vllm:NAME[:PATH] of vllm bench serve, lm-eval:TASK[.yaml]")  # fmt: skip
     add("--num-prompts", type=int, metavar="N", help="of each file; 0 for all; default 16")
+    add("--block", type=int, metavar="N",
+        help="prompts of a file that a server is asked in one turn; default all")  # fmt: skip
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 80")
     add("--repeats", type=int, metavar="N", help="passes over the grid; default 3")
     add("--seed", type=int, help="of every server; default 0")
@@ -82,9 +86,15 @@ def run(
     Returns:
         0, or 1 where no cell at all could be measured.
     """
+    from rich.console import Console
+
     from vllm_mars.experiments.sweep.run import run_sweep
+    from vllm_mars.experiments.sweep.summary import print_rows, rows
 
     base = SweepOptions().short() if short else SweepOptions()
     chosen = dataclasses.replace(base, **options)
     cells = run_sweep(chosen, output, ray_address=ray, retry_failed=retry_failed)
+    # A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
+    width = None if sys.stdout.isatty() else FILE_WIDTH
+    print_rows(rows(cells, chosen.margin, chosen.nll_margin), Console(width=width))
     return 0 if any(cell.status == "ok" for cell in cells) else 1

@@ -93,6 +93,16 @@ class Dataset:
     count: int = 0
     task: str = ""
 
+    def blocks(self, size: int) -> "list[Dataset]":
+        """The requests of a file in datasets of so many, as `CellKey` names them; 0 takes all."""
+        if not size or not self.items:
+            return [self]
+        parts = [self.items[first : first + size] for first in range(0, len(self.items), size)]
+        return [
+            Dataset(f"{self.name}#{number}", part, (), len(part))
+            for number, part in enumerate(parts)
+        ]
+
 
 def load_dataset(source: str, num_prompts: int) -> Dataset:
     """Reads a prompt file, or names a dataset of vLLM or a task of lm-eval.

@@ -68,6 +68,7 @@ class SweepOptions:
         reference_theta: the theta of the parts "load" and "extra"; the nearest of `thetas`.
         side_by_side: servers that run at the same time, so that their cells can take turns; 0 takes
             all of one draft and K on a CPU and 1 elsewhere.
+        block: prompts of a file that a server is asked before the next takes its turn; 0 takes all.
 
     Raises:
         ValueError: a value is out of range or unknown.
@@ -87,6 +88,7 @@ class SweepOptions:
     concurrencies: tuple[int, ...] = (1, 4, 16, 64)
     datasets: tuple[str, ...] = (str(PACKAGED_TASKS),)
     num_prompts: int = 16
+    block: int = 0
     max_tokens: int = 80
     repeats: int = 3
     seed: int = 0
@@ -158,7 +160,8 @@ class SweepOptions:
 
 
 _LEAST = {
-    **dict.fromkeys(("temperatures", "num_prompts", "side_by_side", "margin", "nll_margin"), 0),
+    **dict.fromkeys(("temperatures", "num_prompts", "block", "side_by_side"), 0),
+    **dict.fromkeys(("margin", "nll_margin"), 0),
     **dict.fromkeys(("num_speculative_tokens", "concurrencies", "max_tokens", "repeats"), 1),
     **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "startup_timeout", "cell_timeout"), 1),
 }
@@ -270,8 +273,8 @@ def plan(sweep: Sweep, side_by_side: int) -> list[Group]:
     """Lists the groups of a sweep, of so many servers at most; 0 sets no limit.
 
     Returns:
-        The groups in the order of measurement. Within a group servers take turns, and each repeat
-        starts with another one.
+        The groups in the order of measurement. Within a group servers take turns, and each dataset
+        and each repeat starts with another one.
     """
     options, groups = sweep.options, []
     drafts = itertools.product(options.drafts, options.num_speculative_tokens)
@@ -312,9 +315,11 @@ def _pass(
 ) -> Iterator[tuple[CellKey, ServerSpec]]:
     """One pass over the grid on these servers."""
     options = sweep.options
-    points = itertools.product(sweep.datasets, options.temperatures, options.concurrencies)
-    for dataset, temperature, concurrency in points:
-        for spec in _turned(servers, repeat):
+    points = itertools.product(
+        enumerate(sweep.datasets, start=repeat), options.temperatures, options.concurrencies
+    )
+    for (turn, dataset), temperature, concurrency in points:
+        for spec in _turned(servers, turn):
             values = _values(options, spec, temperature, concurrency)
             for value in values[:: -1 if repeat % 2 else 1]:
                 threshold = dict.fromkeys(METRICS.values())
@@ -373,7 +378,7 @@ def _canonical(options: str) -> str:
     return json.dumps(found, sort_keys=True) if found else ""
 
 
-def _turned(servers: list[ServerSpec], repeat: int) -> list[ServerSpec]:
+def _turned(servers: list[ServerSpec], turn: int) -> list[ServerSpec]:
     """The servers with another one first."""
-    start = repeat % len(servers)
+    start = turn % len(servers)
     return servers[start:] + servers[:start]

@@ -4,6 +4,7 @@ A cell is what one client measured on one server with one setting of everything,
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,7 +41,8 @@ class CellKey:
         k: draft tokens per step; 0 without speculation.
         temperature: sampling temperature; 0 is greedy.
         concurrency: most requests in flight.
-        dataset: name of the prompts, such as the file's stem.
+        dataset: name of the prompts, such as the file's stem; of a block of them, with its number,
+            as in "prompts#0".
         repeat: number of the pass, from 0.
         options: further `mars_*` options of the server, as JSON with sorted keys; "" for none.
     """
@@ -107,6 +109,11 @@ class CellKey:
         """What the metric compares with; None where there is no metric."""
         value: float | None = getattr(self, METRICS[self.metric]) if self.metric else None
         return value
+
+    @property
+    def prompts(self) -> str:
+        """The dataset that this one is a block of."""
+        return re.sub(r"#\d+$", "", self.dataset)
 
     @property
     def label(self) -> str:
@@ -372,6 +379,12 @@ class Cell:
     load_average: float | None = None
     weights: dict[str, str | None] = field(default_factory=dict)
     quality: Quality | None = field(default=None, compare=False)
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where it was measured, for files of what is calculated from it."""
+        names = ("created", "git_commit", "versions", "hardware", "load_average", "command")
+        return {name: getattr(self, name) for name in (*names, "weights")}
 
     def __post_init__(self) -> None:
         if (self.status == "ok") != (self.speed is not None or bool(self.task_answers)):

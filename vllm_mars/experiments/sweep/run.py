@@ -1,4 +1,4 @@
-"""Runs a sweep: plans its cells, measures what the file does not hold yet, judges, prints."""
+"""Runs a sweep: plans its cells, measures what the file does not hold yet, and judges."""
 
 import contextlib
 import dataclasses
@@ -18,12 +18,11 @@ from vllm_mars.experiments.sweep.record_file import (
 )
 from vllm_mars.experiments.sweep.records import Cell, Settings
 from vllm_mars.experiments.sweep.runners import LocalRunner
-from vllm_mars.experiments.sweep.summary import print_rows, rows
+from vllm_mars.local.draft_head import check_head, is_head
 from vllm_mars.local.drafts import draft_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.provenance import without_directories
-
-FILE_WIDTH = 220
+from vllm_mars.local.result_file import require_writable
 
 
 def run_sweep(
@@ -33,20 +32,22 @@ def run_sweep(
     ray_address: str | None = None,
     retry_failed: bool = False,
 ) -> list[Cell]:
-    """Measures, judges and prints a sweep; one that was interrupted continues.
+    """Measures and judges a sweep; one that was interrupted continues.
 
     No process outlives the call, whichever way it ends. Cells that the file `output` holds are not
     measured again, but with `retry_failed` those that failed are.
 
     Raises:
-        ValueError: prompts or drafts cannot be read, or the file is of another sweep.
-        RuntimeError: the model cannot be made, the file is in use, vLLM cannot be imported, or the
-            cluster cannot be used.
+        ValueError: prompts or drafts cannot be read, a head is damaged or made for another target,
+            or the file is of another sweep.
+        RuntimeError: the model cannot be made, the file is in use or cannot be written, vLLM cannot
+            be imported, or the cluster cannot be used.
     """
     from rich.console import Console
 
     say = partial(Console(stderr=True).print, soft_wrap=True, markup=False, highlight=False)
-    datasets = tuple(load_dataset(name, options.num_prompts) for name in options.datasets)
+    files = (load_dataset(name, options.num_prompts) for name in options.datasets)
+    datasets = tuple(block for file in files for block in file.blocks(options.block))
     for draft in options.drafts:
         draft_config(draft)
     command = (Path(sys.argv[0]).name, *without_directories(sys.argv[1:]))
@@ -56,6 +57,9 @@ def run_sweep(
         before = read_cells(output) if output.exists() else []
         _check_same_sweep(before, sweep.settings, output)
         sweep = dataclasses.replace(sweep, model=options.model or str(ensure_model()))
+        if (model := Path(sweep.model)).is_dir():
+            for head in filter(is_head, map(Path, options.drafts)):
+                check_head(head, model)
         runner: LocalRunner | RayRunner
         if ray_address is None:
             runner = LocalRunner(sweep, output.with_name(f"{output.stem}-logs"))
@@ -80,10 +84,6 @@ def run_sweep(
             for key, quality in stack.enter_context(contextlib.closing(judged)):
                 append_quality(output, key, quality)
             cells = read_cells(output)
-    # A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
-    width = None if sys.stdout.isatty() else FILE_WIDTH
-    found = rows(cells, options.margin, options.nll_margin)
-    print_rows(found, Console(width=width))
     say(f"wrote {output}")
     return cells
 
@@ -93,9 +93,7 @@ def _locked(output: Path) -> Iterator[None]:
     """Keeps a second sweep away from the file."""
     import filelock
 
-    if output.is_dir():
-        raise ValueError(f"output={output} is a directory; name a file.")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(output)
     lock = filelock.FileLock(f"{output}.lock", timeout=0)
     try:
         lock.acquire()

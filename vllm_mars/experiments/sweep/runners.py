@@ -5,6 +5,7 @@ A group of cells is measured on servers that run at the same time and take turns
 
 import contextlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Generator, Sequence
@@ -19,6 +20,7 @@ from vllm_mars.experiments.sweep.bench_client import Asking, BenchClient, accept
 from vllm_mars.experiments.sweep.methods_here import Platform, ask_platform
 from vllm_mars.experiments.sweep.plan import Group, ServerSpec, Sweep
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality, Status
+from vllm_mars.local.drafts import NO_DRAFT, WITHOUT_FILES
 from vllm_mars.local.provenance import describe_run, weights, without_directories
 from vllm_mars.local.scrape import LOST_NATS
 from vllm_mars.local.server import VllmServer
@@ -100,7 +102,10 @@ class LocalRunner:
                 continue
             stack.callback(live.server.close)
             live.server.start()
-        for live in lives.values():
+            if not self._on_cpu:
+                # vLLM measures the GPU's free memory while it starts.
+                self._wait(live)
+        for live in lives.values() if self._on_cpu else ():
             self._wait(live)
         last: _Live | None = None
         for key, spec in group.cells:
@@ -127,9 +132,17 @@ class LocalRunner:
             self._sweep.model,
             [*args, *options.server_args],
             log_path=self._log_dir / f"{name}.log",
-            env=CPU_ENV if self._on_cpu else None,
+            env=self._env(spec),
             startup_timeout=options.startup_timeout,
         )
+
+    def _env(self, spec: ServerSpec) -> dict[str, str]:
+        """Variables for a server, none of which the user has set."""
+        env = dict(CPU_ENV) if self._on_cpu else {}
+        if not (spec.draft in (NO_DRAFT, *WITHOUT_FILES) or Path(spec.draft).is_dir()):
+            # A local model alone would keep the server from asking the hub for the draft model.
+            env["HF_HUB_OFFLINE"] = "0"
+        return {name: value for name, value in env.items() if name not in os.environ}
 
     def _wait(self, live: _Live) -> None:
         """Waits for a server that was started; notes why it cannot be used."""

@@ -21,15 +21,15 @@ class Row:
     """One rule at one point of the grid.
 
     Attributes:
-        key: of its first repeat.
-        cells: its measured repeats; empty where none was.
-        problem: status of a repeat that is missing and why, "" where none is.
-        tokens_per_second: median over the repeats; None for a task of lm-eval, which is not timed.
-        speedup: median over the repeats of the ratio to the autoregressive cell of the same repeat;
-            None where there is none.
+        key: of its first repeat, of all prompts where these were asked in blocks.
+        cells: its measured repeats, of each block; empty where none was.
+        problem: status of a cell that is missing and why, "" where none is.
+        tokens_per_second: median over the cells; None for a task of lm-eval, which is not timed.
+        speedup: median over the cells of the ratio to the autoregressive one of the same repeat and
+            block; None where there is none.
         over_standard: the same beside "standard" with the same draft and K.
-        acceptance_length: over all repeats; None without speculation.
-        estimates: quality over all repeats: each prompt's scores are averaged first.
+        acceptance_length: over all cells; None without speculation.
+        estimates: quality over all cells: each prompt's scores are averaged first.
     """
 
     key: CellKey
@@ -40,6 +40,11 @@ class Row:
     over_standard: float | None
     acceptance_length: float | None
     estimates: tuple[Estimate, ...]
+
+    @property
+    def repeats(self) -> int:
+        """How often each block was measured, at most."""
+        return len({cell.key.repeat for cell in self.cells})
 
     def estimate(self, name: str) -> Estimate | None:
         """The estimate of a score, None where it was not measured."""
@@ -56,15 +61,16 @@ def rows(cells: Sequence[Cell], margin: float = 0.05, nll_margin: float = 0.05) 
     measured = [cell for cell in cells if cell.status == "ok"]
     by_rule: dict[CellKey, list[Cell]] = {}
     for cell in cells:
-        by_rule.setdefault(replace(cell.key, repeat=0), []).append(cell)
+        key = replace(cell.key, repeat=0, dataset=cell.key.prompts)
+        by_rule.setdefault(key, []).append(cell)
     found = []
-    for group in by_rule.values():
+    for key, group in by_rule.items():
         ok = tuple(cell for cell in group if cell.status == "ok")
         lengths = [cell.acceptance for cell in ok if cell.acceptance is not None]
         drafts = sum(item.drafts for item in lengths)
         found.append(
             Row(
-                key=group[0].key,
+                key=key,
                 cells=ok,
                 problem=next(
                     (f"{cell.status}: {cell.reason}" for cell in group if cell.status != "ok"), ""
