@@ -52,15 +52,9 @@ def curves(found: Sequence[Row]) -> Curves:
 
 def _figures(k: int, row: Row) -> dict[str, Any]:
     measured = beside(row, None)
-    found = {
-        "tpot_seconds": measured.tpot,
-        "ttft_seconds": measured.ttft,
-        "seconds_per_answer": measured.seconds,
-        "tokens_per_answer": measured.length,
-    }
     return {
-        **{"k": k, "acceptance_length": row.acceptance_length},
-        **{name: at and at._asdict() for name, at in found.items()},
+        **{"k": k, "acceptance_length": row.acceptance_length, **measured.times},
+        "tokens_per_answer": measured.length and measured.length._asdict(),
     }
 
 

@@ -238,13 +238,8 @@ class Frontier:
 
     def _speed(self, rule: str) -> dict[str, Any]:
         speed = self.speeds[rule]
-        found = {
-            "ttft_seconds": speed.ttft,
-            "tpot_seconds": speed.tpot,
-            "strict_tpot_over_tpot": speed.faster,
-            "seconds_per_answer": speed.seconds,
-        }
-        return {name: at and at._asdict() for name, at in found.items()}
+        faster = speed.faster and speed.faster._asdict()
+        return {**speed.times, "strict_tpot_over_tpot": faster}
 
 
 def _family(key: CellKey) -> str:

@@ -63,6 +63,16 @@ class Measured:
             return key.method
         return METRICS[key.metric] + key.variant
 
+    @property
+    def times(self) -> dict[str, dict[str, float] | None]:
+        """The times of an answer as a result file has them, in seconds."""
+        found = {
+            "ttft_seconds": self.ttft,
+            "tpot_seconds": self.tpot,
+            "seconds_per_answer": self.seconds,
+        }
+        return {name: at and at._asdict() for name, at in found.items()}
+
 
 def measure(point: Sequence[Row]) -> list[Measured]:
     """Compares the rows of one point of the grid: of one draft and K, and without drafts."""
