@@ -105,6 +105,20 @@ def test_several_drafts_share_the_autoregressive_cells(tmp_path):
     assert len(plain) == 5
 
 
+def test_drafts_that_run_side_by_side_take_turns(tmp_path):
+    options = SweepOptions(
+        drafts=("ngram", str(tmp_path)), methods=("autoregressive", "standard"), repeats=2
+    ).short()
+    sweep = Sweep(options, "model", (TASKS,))
+    (group,) = plan(sweep, 3)
+    assert len(group.servers) == 3
+    starts = {}
+    for key in keys_of([group]):
+        starts.setdefault(key.repeat, key.draft)
+    assert starts == {0: "none", 1: "ngram"}
+    assert set(keys_of([group])) == set(keys_of(plan(sweep, 0)))
+
+
 def test_a_group_without_measured_cells_keeps_only_servers_that_it_needs():
     (group,) = plan(Sweep(SweepOptions(repeats=1), "model", (TASKS,)), 0)
     gaps = {key for key in keys_of([group]) if key.metric == "gap"}

@@ -66,8 +66,8 @@ class SweepOptions:
             each set, which takes a server of its own.
         num_prompts: prompts of each dataset, spread over its categories; 0 takes all.
         reference_theta: the theta of the parts "load" and "extra"; the nearest of `thetas`.
-        side_by_side: servers that run at the same time, so that their cells can take turns; 0 takes
-            all of one draft and K on a CPU and 1 elsewhere.
+        side_by_side: servers that run at the same time, of whatever draft and K, so that their
+            cells can take turns; 0 takes all of one draft and K on a CPU and 1 elsewhere.
         block: prompts of a file that a server is asked before the next takes its turn; 0 takes all.
 
     Raises:
@@ -270,7 +270,7 @@ class Group:
 
 
 def plan(sweep: Sweep, side_by_side: int) -> list[Group]:
-    """Lists the groups of a sweep, of so many servers at most; 0 sets no limit.
+    """Lists the groups of a sweep, of so many servers at most; 0 is all of one draft and K.
 
     Returns:
         The groups in the order of measurement. Within a group servers take turns, and each dataset
@@ -278,9 +278,14 @@ def plan(sweep: Sweep, side_by_side: int) -> list[Group]:
     """
     options, groups = sweep.options, []
     drafts = itertools.product(options.drafts, options.num_speculative_tokens)
-    for number, (draft, k) in enumerate(drafts):
+    servers_of_drafts = [
         # The autoregressive server is shared: with the first draft alone.
-        mine = [spec for spec in _servers(options, draft, k) if spec.k or not number]
+        [spec for spec in _servers(options, draft, k) if spec.k or not number]
+        for number, (draft, k) in enumerate(drafts)
+    ]
+    if side_by_side:
+        servers_of_drafts = [list(itertools.chain.from_iterable(servers_of_drafts))]
+    for mine in servers_of_drafts:
         repeats = range(options.repeats)
         batches = [(mine, repeats)]
         if 0 < side_by_side < len(mine):
