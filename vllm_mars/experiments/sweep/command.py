@@ -62,7 +62,7 @@ def add_parser(commands: Any) -> None:
     add("--reference-theta", type=float, metavar="THETA", help="theta under load; default 0.9")
     add("--full-grid", action="store_true", default=None, help="measure every combination")
     add("--side-by-side", type=int, metavar="N",
-        help="servers at a time; default 0: all of a draft and K on a CPU, one on a GPU")  # fmt: skip
+        help="servers at a time; default 0: all of one draft on a CPU, one on a GPU")  # fmt: skip
     add("--tensor-parallel", type=int, metavar="N")
     add("--pipeline-parallel", type=int, metavar="N")
     add("--startup-timeout", type=float, metavar="SECONDS", help="per server; default 600")
