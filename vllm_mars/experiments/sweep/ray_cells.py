@@ -3,8 +3,8 @@
 A task is a group of cells with its servers. It asks for the GPUs that its servers need, tensor
 parallel times pipeline parallel each; on a cluster without GPUs for all cores of a node, since two
 servers on one processor would disturb each other's times. A task yields each cell as soon as it is
-measured, so a node that is lost costs the cell that it was measuring: what is left of its group
-runs again elsewhere.
+measured. If its node is lost, Ray runs it again elsewhere, and the driver gets only the cells that
+it has not got yet.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import logging
 import socket
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,17 +26,8 @@ from vllm_mars.local.requirements import require
 
 CONNECT_SECONDS = 5.0
 POLL_SECONDS = 1.0
-# Nodes that may be lost under one group before its cells count as failed.
-ATTEMPTS = 4
-
-
-@dataclass(eq=False)
-class _Task:
-    """A group under way; `group` holds the cells that the driver has not got yet."""
-
-    group: Group
-    stream: Any
-    attempts: int = 1
+# How often Ray runs a task again whose node was lost.
+RETRIES = 3
 
 
 class RayRunner:
@@ -86,44 +77,39 @@ class RayRunner:
     def run(self, groups: Sequence[Group]) -> Generator[Cell]:
         """Measures the groups' cells and yields each, once, as soon as the driver has it."""
         ray = self._ray
-        # Ray's own retry would measure the whole group again, its finished cells too.
         remote = ray.remote(_measure).options(
-            num_returns="streaming", max_retries=0, **self._resources
+            num_returns="streaming", max_retries=RETRIES, **self._resources
         )
-        tasks = [_Task(group, remote.remote(self._sweep, group)) for group in groups]
+        # By task, with the cells that the driver has not got yet.
+        left = {remote.remote(self._sweep, group): group for group in groups}
         try:
-            while tasks:
-                ready, _ = ray.wait([task.stream for task in tasks], timeout=POLL_SECONDS)
-                for task in [task for task in tasks if task.stream in ready]:
+            while left:
+                ready, _ = ray.wait(list(left), timeout=POLL_SECONDS)
+                for task in ready:
                     reason = "its task ended without this cell"
                     try:
-                        cell = ray.get(next(task.stream))
+                        cell = ray.get(next(task))
                     except StopIteration:
                         pass
                     except ray.exceptions.RayTaskError as error:
                         reason = f"its Ray task failed: {error.cause!r}"
                     except ray.exceptions.RayError as error:
-                        reason = f"its node was lost {ATTEMPTS} times: {error}"
-                        if task.attempts < ATTEMPTS and task.group.cells:
-                            task.stream = remote.remote(self._sweep, task.group)
-                            task.attempts += 1
-                            continue
+                        reason = f"its node was lost {RETRIES + 1} times: {error}"
                     else:
                         yield cell
-                        task.group = task.group.without({cell.key})
+                        left[task] = left[task].without({cell.key})
                         continue
-                    tasks.remove(task)
-                    for key, _ in task.group.cells:
+                    for key, _ in left.pop(task).cells:
                         yield self._sweep.failed(key, reason)
         finally:
-            for task in tasks:
+            for task in left:
                 # Raises KeyboardInterrupt in the task, which ends its servers.
                 with contextlib.suppress(ray.exceptions.RayError):
-                    ray.cancel(task.stream)
+                    ray.cancel(task)
 
     def judge(self, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
         """Judges the cells that were not judged yet, in one task."""
-        remote = self._ray.remote(_judge).options(max_retries=ATTEMPTS - 1, **self._resources)
+        remote = self._ray.remote(_judge).options(max_retries=RETRIES, **self._resources)
         try:
             yield from self._ray.get(remote.remote(self._sweep, list(cells)))
         except self._ray.exceptions.RayError as error:
