@@ -62,6 +62,10 @@ def engine_in_process(model: Path, speculative_config: dict | None, **options) -
 @contextlib.contextmanager
 def packaged_engine(model: Path, speculative_config: dict | None, **options) -> Iterator[LLM]:
     """An engine as vLLM's CPU build starts it of its own accord, with two processes more."""
+    from vllm.envs import disable_envs_cache
+
+    # An engine that lives in this process has frozen the variables that vLLM reads.
+    disable_envs_cache()
     with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}):
         with _engine(model, speculative_config, **PACKAGED, **options) as llm:
             yield llm
