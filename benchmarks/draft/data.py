@@ -44,7 +44,8 @@ class DataOptions:
     """What to make.
 
     Attributes:
-        seed: the same seed gives the same prompts and, on the same machine, the same answers.
+        seed: the same seed gives the same prompts and, on the same machine and up to rounding, the
+            same answers.
         shards: how many.
         shard_prompts: conversations in a shard.
         batch: how many are answered at once.
