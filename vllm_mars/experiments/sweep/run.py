@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -72,11 +74,14 @@ def run_sweep(
         done = total - sum(len(group.cells) for group in todo)
         servers = sum(len(group.servers) for group in todo)
         say(f"{total} cells, {done} of them in {output} already; {servers} server starts")
+        started, before_now = time.monotonic(), done
         measured = runner.run(todo)
         for cell in stack.enter_context(contextlib.closing(measured)):
             append_cell(output, cell)
             done += 1
-            say(f"[{done}/{total}] {cell.key.label}: {_outcome(cell)}")
+            each = (time.monotonic() - started) / (done - before_now)
+            rest = timedelta(seconds=round(each * (total - done)))
+            say(f"[{done}/{total}] {cell.key.label}: {_outcome(cell)}; about {rest} left")
         cells = read_cells(output)
         if options.judge and any(c.status == "ok" and c.quality is None for c in cells):
             say("judging the answers")
