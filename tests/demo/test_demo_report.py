@@ -67,14 +67,14 @@ def cells():
     ]
 
 
-def printed(cells):
+def printed(cells, kinds=None):
     file = io.StringIO()
-    print_report(cells, Console(file=file, width=110))
+    print_report(cells, kinds or {}, Console(file=file, width=110))
     return file.getvalue()
 
 
 def test_the_report_says_what_changed(cells):
-    out = printed(cells)
+    out = printed(cells, {"a": "lists", "b": "", "c": "lists"})
     assert "3 answers of at most 64 tokens, one at a time" in out
     assert "ngram drafts of 4 tokens" in out
     assert re.search(r"│ autoregressive │ +strict │ MARS 0.9 │", out.replace("┃", "│"))
@@ -89,6 +89,8 @@ def test_the_report_says_what_changed(cells):
     # Per token 1, 2 and 0.5; 17.2 seconds over 13.6.
     assert re.search(r"MARS / strict +│ +1.00 \(0.50 to 2.00\) │ +1.26 \(", out)
     assert re.search(r"strict / autoregressive +│ +2.00 \(2.00 to 4.00\) │", out)
+    # The median of 1 and 0.5 of one kind.
+    assert "MARS / strict per further token: (no category) 2.00, lists 0.75\n" in out
     assert "2 of 3 answers changed length (tokens, strict -> MARS): b 21 -> 11, c 2 -> 5" in out
     assert "The strict answers differ from the autoregressive ones at: c" in out
     assert "MARS answer to a: relaxed tokens marked" in out
@@ -118,6 +120,25 @@ def test_an_answer_of_one_token_has_no_time_per_further_token():
     assert "0 of 1 answers changed length\n" in out
     assert "The strict answers equal the autoregressive ones" in out
     assert "No token was relaxed in any answer." in out
+
+
+def test_of_many_kinds_the_report_names_the_best_and_the_worst():
+    names = "abcdefgh"
+    tpots = {
+        "autoregressive": [0.8] * 8,
+        "standard": [0.8] * 8,
+        "mars": [0.1 * place for place in range(1, 9)],
+    }
+    many = [
+        cell(method, [answer(name, 1.0, tpot, 5) for name, tpot in zip(names, of, strict=True)])
+        for method, of in tpots.items()
+    ]
+    out = printed(many, {name: f"kind {name}" for name in names})
+    assert (
+        "MARS / strict per further token, of 8 kinds of prompt: most kind a 8.00, kind b 4.00, "
+        "kind c 2.67; least kind f 1.33, kind g 1.14, kind h 1.00 0 of 8 answers"
+    ) in " ".join(out.split())
+    assert "MARS / strict per further token" not in printed(many)
 
 
 def servers(tmp_path, **options):

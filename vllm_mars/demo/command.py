@@ -52,6 +52,7 @@ def run(output: Path, short: bool, **options: Any) -> int:
     from rich.console import Console
 
     from vllm_mars.demo.report import print_report
+    from vllm_mars.experiments.sweep.datasets import load_dataset
     from vllm_mars.experiments.sweep.run import run_sweep
 
     chosen = sweep_options(**options, num_prompts=SHORT_PROMPTS if short else 0)
@@ -62,7 +63,8 @@ def run(output: Path, short: bool, **options: Any) -> int:
     for cell in cells:
         if cell.status != "ok":
             raise RuntimeError(f"{cell.key.label}: {cell.reason}")
-    print_report(cells, Console())
+    prompts = load_dataset(chosen.datasets[0], 0).items
+    print_report(cells, {prompt.id: prompt.category for prompt in prompts}, Console())
     if short:
         print("This short form shows that it works, not how fast: leave out --short.")
     return 0

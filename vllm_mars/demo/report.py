@@ -1,7 +1,8 @@
 """The demo's report for the terminal."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.panel import Panel
@@ -15,7 +16,8 @@ from vllm_mars.experiments.sweep.summary import Row, rows
 RELAXED_STYLE = "bold black on yellow"
 WARNING_STYLE = "bold red"
 MAX_LISTED = 12
-# Answers named whose length changed most.
+# Kinds of prompt named at either end, and answers whose length changed most.
+MAX_KINDS = 3
 MAX_LENGTHS = 6
 LABELS = {"autoregressive": "autoregressive", "standard": "strict", "mars": "MARS"}
 PAIRS = (("standard", "autoregressive"), ("mars", "autoregressive"), ("mars", "standard"))
@@ -34,16 +36,18 @@ FIGURES: dict[str, tuple[Callable[[Measured], float | None], str]] = {
 }
 
 
-def print_report(cells: Sequence[Cell], console: Console) -> None:
+def print_report(cells: Sequence[Cell], kinds: Mapping[str, str], console: Console) -> None:
     """Prints the comparison and one answer with its relaxed tokens marked or in brackets.
 
     Args:
         cells: judged, of three servers: autoregressive, "standard" and of one rule of MARS.
+        kinds: each prompt's id and category.
         console: where to print.
     """
     found: dict[str, Row] = {row.key.method: row for row in rows(cells)}
     console.print(_figures_table(found))
     console.print(_speed_table(found))
+    _print_kinds(found, kinds, console)
     _print_lengths(found, console)
     differing = [name for name, of in _judged(found["standard"]).items() if not _agrees(of)]
     if differing:
@@ -131,6 +135,32 @@ def _speed_table(found: dict[str, Row]) -> Table:
 
 def _interval(found: Interval | None) -> str:
     return "-" if found is None else f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"
+
+
+def _print_kinds(found: dict[str, Row], kinds: Mapping[str, str], console: Console) -> None:
+    """Names the kinds of prompt for which MARS gains most and least."""
+    gains = {}
+    for kind in sorted(set(kinds.values())):
+        names = {name for name, of in kinds.items() if of == kind}
+        gain = beside(*(_answers(found[method], names) for method in ("mars", "standard"))).faster
+        if gain is not None:
+            gains[kind or "(no category)"] = gain.value
+    named = [f"{kind} {gains[kind]:.2f}" for kind in sorted(gains, key=lambda it: -gains[it])]
+    text = "MARS / strict per further token"
+    if len(named) > 2 * MAX_KINDS:
+        most, least = ", ".join(named[:MAX_KINDS]), ", ".join(named[-MAX_KINDS:])
+        console.print(f"{text}, of {len(named)} kinds of prompt: most {most}; least {least}")
+    elif named:
+        console.print(f"{text}: {', '.join(named)}")
+
+
+def _answers(row: Row, prompts: set[str]) -> Row:
+    """A row with the answers to some prompts alone."""
+
+    def some(cell: Cell) -> Cell:
+        return replace(cell, outputs=tuple(it for it in cell.outputs if it.prompt_id in prompts))
+
+    return replace(row, cells=tuple(map(some, row.cells)))
 
 
 def _print_lengths(found: dict[str, Row], console: Console) -> None:
