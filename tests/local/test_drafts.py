@@ -15,7 +15,7 @@ def test_names():
         "prompt_lookup_max": 4,
         "prompt_lookup_min": 1,
     }
-    assert draft_config("suffix") == {"method": "suffix"}
+    assert draft_config("suffix") == {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
     assert draft_config("mtp") == {"method": "mtp"}
     assert draft_config("org/draft") == {"model": "org/draft"}
     assert draft_name("org/draft") == "draft"

@@ -14,7 +14,8 @@ NGRAM_CONFIG = {"method": NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
 # the target brings.
 WITHOUT_FILES: dict[str, dict[str, Any]] = {
     NGRAM: NGRAM_CONFIG,
-    "suffix": {"method": "suffix"},
+    # It would find the answer to a prompt that was asked before, as each rule and pass asks it.
+    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     "mtp": {"method": "mtp"},
 }
 # What a server gets whose requests choose thresholds, any of them, by metric: who chooses nothing
