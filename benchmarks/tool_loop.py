@@ -33,10 +33,9 @@ from vllm_mars.local.provenance import describe_run, vllm_device
 from vllm_mars.local.result_file import require_writable, write_json
 from vllm_mars.local.scrape import fetch
 from vllm_mars.local.server import VllmServer
-from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
+from vllm_mars.local.vllm_args import CPU_ENV, SETTLE_SECONDS, server_args
 
 TIMEOUT = 600.0
-GPU_MEMORY = 0.9
 MEASURES = ("turns", "output_tokens", "seconds")
 
 
@@ -97,11 +96,10 @@ def started(args: argparse.Namespace, on_cpu: bool, stack: contextlib.ExitStack)
     servers = {}
     for metric in metrics:
         config = speculative_config(args.draft, args.k, **CHOSEN_BY_REQUESTS[metric])
-        share = ("--gpu-memory-utilization", f"{GPU_MEMORY / len(metrics):.2f}")
         servers[metric] = VllmServer(
             args.model,
             [
-                *(*SERVER_ARGS, *(CPU_ARGS if on_cpu else share)),
+                *server_args(on_cpu, len(metrics)),
                 *("--speculative-config", json.dumps(config), *args.server_args),
             ],
             log_path=args.output.with_name(f"tool-loop-{metric}.log"),

@@ -18,6 +18,7 @@ from vllm_mars.engine.compat import check_interfaces, check_version
 from vllm_mars.engine.interfaces import INTERFACES
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import versions
+from vllm_mars.local.requirements import INSTALL_VLLM
 from vllm_mars.local.scrape import GENERATED_TOKENS, openai_client
 from vllm_mars.lock import check_lock, lock_is_on
 
@@ -88,10 +89,7 @@ def findings_here() -> Iterator[Finding]:
     listed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     yield Finding("ok", listed)
     if importlib.util.find_spec("vllm") is None:
-        yield _fault(
-            "vLLM is not installed here; pip install 'vllm-mars[cuda]', or 'vllm-mars[cpu]' where "
-            "there is no GPU.",
-        )
+        yield _fault(f"vLLM is not installed here; {INSTALL_VLLM}")
         return
     yield _plugin()
     yield _lock()

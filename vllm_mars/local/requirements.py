@@ -3,6 +3,8 @@
 import importlib.util
 from collections.abc import Iterable
 
+INSTALL_VLLM = "pip install 'vllm-mars[cuda]', or 'vllm-mars[cpu]' where there is no GPU."
+
 
 def require(what: str, extra: str, modules: Iterable[str]) -> None:
     """Raises RuntimeError if modules cannot be found, with the extra that brings them.

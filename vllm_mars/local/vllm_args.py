@@ -4,6 +4,8 @@ from typing import Any
 
 # Each request pays for its own prefill, so that repeats measure the same as the first pass.
 SERVER_ARGS = ("--max-model-len", "2048", "--no-enable-prefix-caching")
+# The share of a GPU's memory that all servers on it have.
+GPU_MEMORY = 0.9
 # Without AVX-512 float32 is faster than bfloat16 on a CPU; compiling would take minutes.
 CPU_ENGINE_ARGS: dict[str, Any] = {"enforce_eager": True, "dtype": "float32"}
 # The same for the command line.
@@ -20,3 +22,9 @@ CPU_ENV = {
 # After its last step vLLM 0.32 polls shared memory for a second before it sleeps, which slows
 # another server on the same cores.
 SETTLE_SECONDS = 1.5
+
+
+def server_args(on_cpu: bool, servers: int = 1) -> list[str]:
+    """Arguments of one of so many servers that run side by side."""
+    share = ("--gpu-memory-utilization", f"{GPU_MEMORY / servers:.2f}")
+    return [*SERVER_ARGS, *(CPU_ARGS if on_cpu else share)]

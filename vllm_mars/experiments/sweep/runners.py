@@ -24,9 +24,7 @@ from vllm_mars.local.drafts import NO_DRAFT, WITHOUT_FILES
 from vllm_mars.local.provenance import describe_run, weights, without_directories
 from vllm_mars.local.scrape import LOST_NATS
 from vllm_mars.local.server import VllmServer
-from vllm_mars.local.vllm_args import CPU_ARGS, CPU_ENV, SERVER_ARGS, SETTLE_SECONDS
-
-GPU_MEMORY = 0.9
+from vllm_mars.local.vllm_args import CPU_ENV, SETTLE_SECONDS, server_args
 
 
 @dataclass
@@ -120,9 +118,7 @@ class LocalRunner:
     def _server(self, spec: ServerSpec, name: str, count: int = 1) -> VllmServer:
         """One of so many servers of the target that run side by side; the log is `name`'s."""
         options = self._sweep.options
-        args = [*SERVER_ARGS, *(CPU_ARGS if self._on_cpu else ()), "--seed", str(options.seed)]
-        if not self._on_cpu:
-            args += ["--gpu-memory-utilization", f"{GPU_MEMORY / count:.2f}"]
+        args = [*server_args(self._on_cpu, count), "--seed", str(options.seed)]
         if (config := spec.speculative_config()) is not None:
             args += ["--speculative-config", json.dumps(config)]
         for parallel in ("tensor_parallel", "pipeline_parallel"):
