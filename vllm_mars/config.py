@@ -224,7 +224,8 @@ class MarsConfig:
             return
         if isinstance(ngram, bool) or not isinstance(ngram, int):
             raise ValueError(
-                f"mars_repeat_guard={ngram!r} is a {type(ngram).__name__}, but must be an integer."
+                f"mars_repeat_guard={ngram!r} is a {type(ngram).__name__}, but must be an integer; "
+                "give 4, or 0 to switch the guard off."
             )
         if ngram != 0 and ngram not in _NGRAMS:
             raise ValueError(
@@ -423,7 +424,9 @@ def _require_within(
 ) -> None:
     """Raises ValueError unless a value is a finite number in [0, most], or in (0, most]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}={value!r} is a {type(value).__name__}, but must be a number.")
+        raise ValueError(
+            f"{name}={value!r} is a {type(value).__name__}, but must be a number; {meaning}."
+        )
     if not 0 <= value <= min(most, sys.float_info.max) or (above_0 and value == 0):
         start, end = "(" if above_0 else "[", ")" if most == math.inf else "]"
         raise ValueError(f"{name}={value} is outside {start}0, {most}{end}; {meaning}.")

@@ -16,8 +16,8 @@ def weights_checksum(model: Path) -> str | None:
         model: a directory with weight files, or one such file.
 
     Returns:
-        Hexadecimal digits, None where there is no such file here. It takes the begin of each file
-        and probes spread over it: enough to tell trainings of one model apart, not to find a
+        Hexadecimal digits, None where there is no such file here. It takes the beginning of each
+        file and probes spread over it: enough to tell trainings of one model apart, not to find a
         single damaged byte.
     """
     if model.is_dir():

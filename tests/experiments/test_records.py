@@ -22,6 +22,7 @@ from vllm_mars.experiments.sweep.records import (
     Quality,
     Settings,
     Speed,
+    TaskAnswer,
 )
 
 KEY = CellKey("model", "ngram", "mars", "ratio", 0.9, None, True, 4, 0.0, 1, "prompts", 0)
@@ -189,6 +190,10 @@ def test_no_number_that_json_lacks_is_written(tmp_path):
     ("change", "message"),
     [
         ({"speed": None}, "has a speed or answers of a task exactly when it is 'ok'"),
+        (
+            {"speed": None, "task_answers": (TaskAnswer("t/0", "", {}),)},
+            "outputs: a cell that is 'ok' has a speed",
+        ),
         ({"reason": "x"}, "has a reason unless it is 'ok'"),
     ],
 )

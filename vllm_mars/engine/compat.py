@@ -27,7 +27,7 @@ class Symbol(NamedTuple):
     Attributes:
         kind: what it is.
         parameters: names without self in the notation of a signature; "=" marks a default, "*" the
-            begin of the keyword-only ones. Empty where nobody calls it.
+            beginning of the keyword-only ones. Empty where nobody calls it.
     """
 
     kind: Literal["module", "class", "function", "method", "attribute"]

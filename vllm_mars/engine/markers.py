@@ -73,7 +73,8 @@ def _span_ids(
         number = tokens[token] if isinstance(token, str) else token
         if number >= vocab:
             raise ValueError(
-                f"mars_strict_spans: {number} is outside the model's vocabulary [0, {vocab})."
+                f"mars_strict_spans: {number} is outside the model's vocabulary [0, {vocab}); "
+                "give the id of the token that marks the span."
             )
         return number
 

@@ -62,7 +62,8 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     outside = [token for token in config.protected_token_ids or () if token >= vocab]
     if outside:
         raise ValueError(
-            f"mars_protected_token_ids={outside} is outside the model's vocabulary [0, {vocab})."
+            f"mars_protected_token_ids={outside} is outside the model's vocabulary [0, {vocab}); "
+            "leave these ids out."
         )
     check_interfaces("markers")
     config = resolve_markers(config, engine_args, model_config)

@@ -189,7 +189,7 @@ class RequestsV1(LogitsProcessor):
         return torch.where(index < 0, self._to_device(begin).to(spent.dtype), moved)
 
     def margin(self, drafts: Drafts) -> Margin:
-        """What may be relaxed of the first requests in this step, but for protected tokens.
+        """What may be relaxed of the first requests in this step, protected tokens aside.
 
         Args:
             drafts: of these requests; the logits are not read.

@@ -116,7 +116,7 @@ class RequestsV2(LogitsProcessor):
     def margin(
         self, drafts: Drafts, idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
     ) -> Margin:
-        """What may be relaxed of a batch's requests in this step, but for protected tokens.
+        """What may be relaxed of a batch's requests in this step, protected tokens aside.
 
         Args:
             drafts: of these requests, with the bonus row last; the logits are not read.

@@ -119,7 +119,7 @@ class SweepOptions:
             if not values:
                 raise ValueError(f"{name} is empty; give at least one.")
             if len(set(values)) < len(values):
-                raise ValueError(f"{name}={values} holds a value twice.")
+                raise ValueError(f"{name}={values} holds a value twice; give each once.")
         for method in self.methods:
             if method not in METHODS:
                 raise ValueError(f"methods={method!r} is not one of {', '.join(METHODS)}.")

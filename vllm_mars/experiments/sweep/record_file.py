@@ -65,7 +65,9 @@ def read_cells(paths: Path | Iterable[Path]) -> list[Cell]:
             else:
                 key = _validated(CellKey, data.pop("key", None), where)
                 if key not in cells:
-                    raise ValueError(f"{where} judges {key.label}, which no earlier line measured.")
+                    raise ValueError(
+                        f"{where} judges {key.label}, which no earlier line measured; remove it."
+                    )
                 quality = _validated(Quality, data, where)
                 cells[key] = dataclasses.replace(cells[key], quality=quality)
     return list(cells.values())

@@ -392,5 +392,7 @@ class Cell:
                 f"status={self.status!r}: a cell has a speed or answers of a task exactly when it "
                 "is 'ok'."
             )
+        if self.status == "ok" and self.outputs and self.speed is None:
+            raise ValueError("outputs: a cell that is 'ok' has a speed beside them.")
         if (self.status == "ok") == bool(self.reason):
             raise ValueError(f"status={self.status!r}: a cell has a reason unless it is 'ok'.")
