@@ -6,6 +6,7 @@
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 from benchmarks import tree_summary, validated
 from benchmarks.markdown import Columns, Text, at, described, follow, pair, shown, transposed
 from vllm_mars.config import METRICS
-from vllm_mars.experiments.report.measured import Measured, measure
+from vllm_mars.experiments.report.advice import verdict
+from vllm_mars.experiments.report.measured import Measured, beside, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.summary import Row, rows
+from vllm_mars.local.drafts import NO_DRAFT
 from vllm_mars.local.intervals import median
 
 RESULTS = Path(__file__).with_name("results")
@@ -31,6 +34,20 @@ def raw(name: str) -> Any:
 def sweep(name: str) -> list[Row]:
     """The rows of a sweep's file."""
     return rows(read_cells(RESULTS / f"{name}.jsonl"))
+
+
+ALL = "all"
+
+
+@cache
+def by_dataset(name: str) -> dict[str, list[Row]]:
+    """The rows of a sweep's file by prompt file, and of all prompts as `ALL`."""
+    cells = read_cells(RESULTS / f"{name}.jsonl")
+    cells += [replace(cell, key=replace(cell.key, dataset=ALL)) for cell in cells]
+    found: dict[str, list[Row]] = {}
+    for row in rows(cells):
+        found.setdefault(row.key.dataset, []).append(row)
+    return found
 
 
 @cache
@@ -231,28 +248,94 @@ def under_load(name: str) -> list[str]:
 
 
 TASKS: Columns = {
-    **rule("code"),
-    "GSM8K exact match, of 60": done("exact_match,marked", "math"),
-    "recovery": score("exact_match,marked", of="recovery", row="math"),
-    "HumanEval examples, of 46": done("pass_at_1", "code"),
-    "its recovery": score("pass_at_1", of="recovery", row="code"),
-    "NLL": score("nll", ".3f", row="code"),
-    "tokens per answer": score("output_tokens", ".1f", row="code"),
-    "answers that agree": score("agreement", row="code"),
+    **rule("code/row"),
+    "GSM8K exact match, of 60": done("exact_match,marked", "math/row"),
+    "recovery": score("exact_match,marked", of="recovery", row="math/row"),
+    "HumanEval examples, of 46": done("pass_at_1", "code/row"),
+    "its recovery": score("pass_at_1", of="recovery", row="code/row"),
+    "NLL": score("nll", ".3f", row="code/row"),
+    "tokens per answer": score("output_tokens", ".1f", row="code/row"),
+    "answers that agree": score("agreement", row="code/row"),
     "acceptance length, GSM8K and HumanEval": pair(
-        "math/acceptance_length", "code/acceptance_length", ".2f"
+        "math/row/acceptance_length", "code/row/acceptance_length", ".2f"
     ),
 }
 
 
-def task_scores(name: str) -> list[str]:
-    """GSM8K and HumanEval."""
-    math, code = (
-        {row.key.rule: row for row in sweep(name) if row.key.dataset == dataset}
-        for dataset in ("lm-eval-gsm8k", "humaneval-examples")
-    )
-    names = sorted(code, key=looseness)
-    return described(TASKS, [{"math": math[rule], "code": code[rule]} for rule in names])
+def solved(name: str, row: str) -> Text:
+    """How many tasks were done, and what that shows beside decoding without drafts."""
+
+    def text(it: Any) -> str:
+        shows = verdict(follow(it, row).estimate(name))
+        return done(name, row)(it) + (shows and f", {shows}")
+
+    return text
+
+
+SENSITIVE: Columns = {
+    **rule("all/row"),
+    "JSON valid, of 120": solved("json_valid", "json/row"),
+    "JSON values right, share": score("json_values", row="json/row"),
+    "SQL rows right, of 70": solved("sql_rows", "sql/row"),
+    "facts, of 107": solved("fact", "facts/row"),
+    "functions, of 42": solved("pass_at_1", "functions/row"),
+    "acceptance length": at("all/row/acceptance_length", ".2f"),
+    "nats lost per token": at("all/loss", ".4f"),
+    "tokens per answer": at("all/length", ".1f"),
+}
+
+
+def task_scores(columns: Columns, name: str, **datasets: str) -> list[str]:
+    """What each rule does to the tasks of some prompt files."""
+    found = {
+        short: {it.row.key.rule: it for it in measure(by_dataset(name)[dataset])}
+        for short, dataset in datasets.items()
+    }
+    names = sorted(next(reversed(found.values())), key=looseness)
+    return described(columns, [{short: of[rule] for short, of in found.items()} for rule in names])
+
+
+# Of each draft the sweep with a file of prompts of each kind, and the draft's name in it.
+BY_KIND = {
+    "ngram": ("drafts-cpu", "ngram"),
+    "suffix": ("drafts-suffix-cpu", "suffix"),
+    "head": ("drafts-cpu", "smollm2-135m-eagle3"),
+}
+KINDS: Columns = {
+    "kind": at("kind"),
+    **{
+        draft: pair(
+            f"{draft}/strict/row/acceptance_length", f"{draft}/price/row/acceptance_length", ".2f"
+        )
+        for draft in BY_KIND
+    },
+}
+DRAFTED: Columns = {
+    "draft": at("draft"),
+    "strict, x no drafts": at("strict/faster", ".2f"),
+    "price 0.3, x strict": at("price/faster", ".2f"),
+    "price 0.3, x no drafts": at("both/faster", ".2f"),
+    "its answers sooner, x no drafts": at("both/sooner", ".2f"),
+    "nats lost per token": at("price/loss", ".3f"),
+    "tokens per answer, strict and price": pair("strict/length/value", "price/length/value", ".1f"),
+}
+
+
+@cache
+def by_kind() -> dict[str, dict[str, Any]]:
+    """Each draft, strict and with price 0.3, by kind of prompt; of all kinds as `ALL`."""
+    found: dict[str, dict[str, Any]] = {}
+    for draft, (name, own_name) in BY_KIND.items():
+        for kind, of_kind in by_dataset(name).items():
+            of = {(row.key.draft, row.key.price): row for row in of_kind}
+            none, strict, price = of[NO_DRAFT, None], of[own_name, 0], of[own_name, 0.3]
+            found.setdefault(kind, {"kind": kind.replace("_", " ")})[draft] = {
+                "draft": draft,
+                "strict": beside(strict, none),
+                "price": beside(price, strict),
+                "both": beside(price, none),
+            }
+    return dict(sorted(found.items(), key=lambda item: (item[0] == ALL, item[0])))
 
 
 FRONTIER: Columns = {
@@ -445,7 +528,15 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "thetas.head": partial(rules, "sweep-eagle3-cpu", GREEDY),
     "thetas.load": partial(under_load, "sweep-cpu"),
     "thetas.sampled": partial(rules, "sweep-cpu", SAMPLED, 1),
-    "tasks": partial(task_scores, "sweep-tasks-cpu"),
+    "tasks": partial(
+        task_scores,
+        TASKS,
+        "sweep-tasks-cpu",
+        math="lm-eval-gsm8k",
+        code="humaneval-examples",
+    ),
+    "drafts.kinds": lambda: described(KINDS, by_kind().values()),
+    "drafts.all": lambda: described(DRAFTED, map(by_kind()[ALL].get, BY_KIND)),
     "speed.rules": partial(frontier, SPEEDS, "speed-head-cpu", HEAD_K4),
     "speed.equal_loss": partial(at_equal_loss, "speed-head-cpu", HEAD_K4),
     "frontier.rules": partial(frontier, FRONTIER, "frontier-cpu", HEAD),
