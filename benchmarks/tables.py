@@ -275,13 +275,12 @@ def solved(name: str, row: str) -> Text:
 SENSITIVE: Columns = {
     **rule("all/row"),
     "JSON valid, of 120": solved("json_valid", "json/row"),
-    "JSON values right, share": score("json_values", row="json/row"),
     "SQL rows right, of 70": solved("sql_rows", "sql/row"),
     "facts, of 107": solved("fact", "facts/row"),
     "functions, of 42": solved("pass_at_1", "functions/row"),
     "acceptance length": at("all/row/acceptance_length", ".2f"),
     "nats lost per token": at("all/loss", ".4f"),
-    "tokens per answer": at("all/length", ".1f"),
+    "tokens per answer, of facts": at("facts/length", ".1f"),
 }
 
 
@@ -534,6 +533,13 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         "sweep-tasks-cpu",
         math="lm-eval-gsm8k",
         code="humaneval-examples",
+    ),
+    "tasks.sensitive": partial(
+        task_scores,
+        SENSITIVE,
+        "sensitive-head-cpu",
+        **{name: name for name in ("json", "sql", "facts", "functions")},
+        all=ALL,
     ),
     "drafts.kinds": lambda: described(KINDS, by_kind().values()),
     "drafts.all": lambda: described(DRAFTED, map(by_kind()[ALL].get, BY_KIND)),
