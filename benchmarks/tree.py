@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tree_cells import DEPTH, STRICT, WIDTH, Rule, Shape, Study, counts
+from benchmarks.tree_cells import DEPTH, STRICT, WIDTH, DraftShape, Rule, Study, counts
 from benchmarks.tree_summary import COUNTS, SAMPLED_COUNTS, summary, tables
 from vllm_mars.local.draft_head import packaged_head
 from vllm_mars.local.packaged_model import ensure_model, sha256
@@ -35,14 +35,19 @@ RULES = [
     *(STRICT, Rule("theta", 0.9), Rule("price", 0.5), Rule("price", 1.0), Rule("price", 0.25)),
     Rule("gap", 1.0),
 ]
-FIRST_SHAPES = [Shape("chain", 8), Shape("tree", 8), Shape("tree", 60), Shape("chain", 4)]
-SHAPES = [Shape("tree", nodes) for nodes in (4, 8, 16, 32, 60)]
-SHAPES += [Shape("chain", nodes) for nodes in range(1, 10)]
+FIRST_SHAPES = [
+    DraftShape("chain", 8),
+    DraftShape("tree", 8),
+    DraftShape("tree", 60),
+    DraftShape("chain", 4),
+]
+SHAPES = [DraftShape("tree", nodes) for nodes in (4, 8, 16, 32, 60)]
+SHAPES += [DraftShape("chain", nodes) for nodes in range(1, 10)]
 CELLS = [(rule, shape) for shape in dict.fromkeys(FIRST_SHAPES + SHAPES) for rule in RULES]
 # Requests that sample: among all tokens by price, or by gap among the two largest alone.
 LOOSE = [(metric, value) for value in (0.5, 1.0, 2.0) for metric in ("price", "gap")]
 SAMPLED_CELLS = [
-    (Rule(metric, value, temperature), Shape("chain", 5))
+    (Rule(metric, value, temperature), DraftShape("chain", 5))
     for metric, value in (("strict", 0.0), *LOOSE)
     for temperature in (0.7, 1.0)
 ]

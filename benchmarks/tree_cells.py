@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tree_models import Drafts, TreeHead, TreeTarget, lineage
+from benchmarks.tree_models import DraftTree, TreeHead, TreeTarget, lineage
 from vllm_mars import verify_tree
 
 # Children of a node, and levels, of a tree; a small tree has half as many children as nodes.
@@ -41,7 +41,7 @@ STRICT = Rule("strict", 0.0)
 
 
 @dataclass(frozen=True)
-class Shape:
+class DraftShape:
     """What is drafted: a chain, or a tree, of so many nodes."""
 
     kind: str
@@ -126,12 +126,12 @@ class Study:
         """Forgets all but the prompts."""
         self.lengths, self.head.last = (begin.clone() for begin in self._begin)
 
-    def draft(self, rows: list[int], tokens: list[int], shape: Shape) -> Drafts:
+    def draft(self, rows: list[int], tokens: list[int], shape: DraftShape) -> DraftTree:
         """Drafts for some prompts, behind the last token of each."""
         own = torch.tensor(rows)
         return self.head.draft(own, self.lengths[own], torch.tensor(tokens), *shape.sizes)
 
-    def answer(self, rule: Rule, shape: Shape) -> list[Answer]:
+    def answer(self, rule: Rule, shape: DraftShape) -> list[Answer]:
         """Answers all prompts, each at its own pace."""
         self.rewind()
         answers = {row: Answer([token]) for row, token in enumerate(self.firsts)}
@@ -145,7 +145,7 @@ class Study:
                 self._step({row: answers[row] for row in some}, rule, shape)
         return list(answers.values())
 
-    def _step(self, answers: dict[int, Answer], rule: Rule, shape: Shape) -> None:
+    def _step(self, answers: dict[int, Answer], rule: Rule, shape: DraftShape) -> None:
         """Drafts, verifies and keeps what is accepted, for the answers of some rows."""
         rows, last = list(answers), [answer.tokens[-1] for answer in answers.values()]
         lengths = self.lengths[rows]

@@ -14,7 +14,7 @@ from benchmarks.draft.head import Eagle3Head
 from benchmarks.draft.target import Target
 
 
-class Drafts(NamedTuple):
+class DraftTree(NamedTuple):
     """What the head drafts for some prompts: nodes by falling probability, parents first.
 
     Attributes:
@@ -127,7 +127,7 @@ class TreeHead(Eagle3Head):
         width: int,
         depth: int,
         nodes: int,
-    ) -> Drafts:
+    ) -> DraftTree:
         """Drafts a tree for each of some prompts.
 
         Each level keeps the `width` nodes of the largest cumulated probability, each of them has
@@ -179,4 +179,4 @@ class TreeHead(Eagle3Head):
         node = functional.pad(order.argsort(1), (0, 1), value=-1)
         parents = node.gather(1, places.gather(1, kept) % node.shape[1])
         logits_of_chains = torch.stack(all_logits, 1) if width == 1 else None
-        return Drafts(ids.gather(1, kept), parents, logits_of_chains)
+        return DraftTree(ids.gather(1, kept), parents, logits_of_chains)

@@ -70,12 +70,12 @@ def _make(args: argparse.Namespace) -> int:
     if args.stage in ("all", "train"):
         with tqdm(desc="steps") as bar:
 
-            def report(figures: dict[str, Any]) -> None:
+            def show(figures: dict[str, Any]) -> None:
                 bar.total = figures["total"]
                 bar.desc = "loss {loss[0]:.2f}, right {accuracy[0]:.2f}".format(**figures)
                 bar.update(figures["step"] - bar.n)
 
-            trainer = pipeline.train(work, model, setting, target, report)
+            trainer = pipeline.train(work, model, setting, target, show)
         pipeline.write(trainer, output, model, setting)
         megabytes = (output / "model.safetensors").stat().st_size / 1e6
         print(f"wrote {output}, {megabytes:.1f} MB", file=sys.stderr)

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks import markdown
 from benchmarks.markdown import Columns, at, described, shown
 from benchmarks.tree import choose_prompts
-from benchmarks.tree_cells import STRICT, Rule, Shape, Study, counts
+from benchmarks.tree_cells import STRICT, DraftShape, Rule, Study, counts
 from benchmarks.tree_summary import COUNTS, LOSSES, figures_of, lengths_by_loss, with_interval
 from vllm_mars.local.draft_head import WEIGHTS_KEY, check_head
 from vllm_mars.local.intervals import resamples
@@ -106,7 +106,7 @@ def evaluate_heads(
             continue
         study = Study(model, directory, [ids for _, _, ids in chosen], max_tokens)
         for rule in missing:
-            answers = study.answer(rule, Shape("chain", steps))
+            answers = study.answer(rule, DraftShape("chain", steps))
             result["cells"].append(
                 {
                     **{"head": directory.name, "sha256": checksums[directory.name]},

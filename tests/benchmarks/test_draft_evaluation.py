@@ -12,7 +12,7 @@ from benchmarks.draft.data import save_shard
 from benchmarks.draft.evaluate import evaluate_heads, table
 from benchmarks.draft.export import export
 from benchmarks.draft.head import new_head
-from benchmarks.tree_cells import STRICT, Shape, Study
+from benchmarks.tree_cells import STRICT, DraftShape, Study
 from tiny_draft import greedy
 from vllm_mars.local.draft_head import best_length, model_checksum
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
@@ -140,7 +140,7 @@ def test_vllm_drafts_what_we_expect_of_the_head(model, target, tmp_path, monkeyp
     max_tokens = 100
     answers = greedy(target, given, max_tokens)
     study = Study(model, tmp_path / "head", given, max_tokens)
-    walked = study.answer(STRICT, Shape("chain", 3))
+    walked = study.answer(STRICT, DraftShape("chain", 3))
     taken = [count for answer in walked for count in answer.accepted]
     strict, relaxed = verified(model, tmp_path / "head", given, max_tokens, (1.0, 0.5))
     assert strict["tokens"] == [

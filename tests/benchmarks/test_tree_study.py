@@ -8,7 +8,7 @@ import tiny_models
 from benchmarks.draft.export import export
 from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
-from benchmarks.tree_cells import STRICT, Rule, Shape, Study, rank_of
+from benchmarks.tree_cells import STRICT, DraftShape, Rule, Study, rank_of
 from benchmarks.tree_models import lineage
 from benchmarks.tree_summary import summary
 from vllm_mars.kernels.terms import LOSS_BITS
@@ -16,9 +16,9 @@ from vllm_mars.kernels.terms import LOSS_BITS
 AUX = (0, 1, 2)
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
 SHAPES = [
-    Shape("chain", 3),
-    Shape("tree", 4),
-    pytest.param(Shape("tree", 30), marks=pytest.mark.nightly),
+    DraftShape("chain", 3),
+    DraftShape("tree", 4),
+    pytest.param(DraftShape("tree", 30), marks=pytest.mark.nightly),
 ]
 
 
@@ -95,7 +95,7 @@ def test_a_chain_is_what_the_head_guesses(study):
     head, row, depth = study.head, 0, 4
     study.rewind()
     last = study.firsts[row]
-    chain = study.draft([row], [last], Shape("chain", depth))
+    chain = study.draft([row], [last], DraftShape("chain", depth))
     _, states = study.target.fill(row, PROMPTS[row])
     tokens = [*PROMPTS[row][1:], last, *chain.tokens[0].tolist()]
     embeddings = study.target.embedding[tokens][None]

@@ -9,7 +9,7 @@ import pytest
 
 from report_files import PROMPTS, RULES, make_cell, write_calibration, write_sweep
 from vllm_mars.cli import main
-from vllm_mars.experiments.report.advice import BUDGET, CANNOT_TELL, verdict
+from vllm_mars.experiments.report.advice import BUDGET, CANNOT_TELL, conclusion
 from vllm_mars.experiments.report.answers import pieces
 from vllm_mars.experiments.report.chart import Chart, Curve
 from vllm_mars.experiments.report.measured import Interval
@@ -150,21 +150,21 @@ def test_missing_data_is_named(tmp_path, rules, judged, missing):
 
 def test_verdicts():
     base = Estimate("pass_at_1", 100, 0.5, 0.4, 0.6, 0.5, 0.0, -0.1, 0.1, non_inferior=False)
-    assert verdict(base) == "not shown"
-    assert verdict(dataclasses.replace(base, non_inferior=True)) == "kept"
+    assert conclusion(base) == "not shown"
+    assert conclusion(dataclasses.replace(base, non_inferior=True)) == "kept"
     worse = dataclasses.replace(base, difference_high=-0.01)
-    assert verdict(worse) == "worse"
+    assert conclusion(worse) == "worse"
     # Strict decoding solves 29 of 100.
-    assert verdict(dataclasses.replace(worse, reference=0.29)) == CANNOT_TELL
+    assert conclusion(dataclasses.replace(worse, reference=0.29)) == CANNOT_TELL
     nll = dataclasses.replace(base, name="nll", margin=0.1, difference_low=-0.09)
-    assert verdict(nll) == "not shown"
+    assert conclusion(nll) == "not shown"
     for task in (base, nll):
         within = {"margin": 0.1, "difference_low": -0.09, "difference_high": 0.09}
-        assert verdict(dataclasses.replace(task, **within)) == "equal"
-        assert verdict(dataclasses.replace(task, **within | {"margin": 0.09})) == "not shown"
-    assert verdict(dataclasses.replace(nll, difference_low=0.01)) == "worse"
-    assert verdict(dataclasses.replace(worse, margin=0.2)) == "worse"
-    assert verdict(dataclasses.replace(base, name="chrf")) == ""
+        assert conclusion(dataclasses.replace(task, **within)) == "equal"
+        assert conclusion(dataclasses.replace(task, **within | {"margin": 0.09})) == "not shown"
+    assert conclusion(dataclasses.replace(nll, difference_low=0.01)) == "worse"
+    assert conclusion(dataclasses.replace(worse, margin=0.2)) == "worse"
+    assert conclusion(dataclasses.replace(base, name="chrf")) == ""
 
 
 def test_two_sweeps_with_the_same_autoregressive_cell(tmp_path):

@@ -78,7 +78,9 @@ def fastest_within(point: Iterable[Measured]) -> Answer:
     kept = [
         (speedup, it)
         for it, speedup, loss in judged
-        if loss.high <= BUDGET and speedup.low > 1 and "worse" not in map(verdict, it.row.estimates)
+        if loss.high <= BUDGET
+        and speedup.low > 1
+        and "worse" not in map(conclusion, it.row.estimates)
     ]
     if kept:
         _, best = max(kept, key=lambda found: found[0].value)
@@ -95,7 +97,7 @@ def fastest_within(point: Iterable[Measured]) -> Answer:
     return Answer(CANNOT_TELL, why, least)
 
 
-def verdict(score: Estimate) -> str:
+def conclusion(score: Estimate) -> str:
     """What a comparison with autoregressive decoding shows of NLL or a task score.
 
     Returns:

@@ -8,7 +8,7 @@ from functools import cached_property
 from vllm_mars.experiments.report.measured import Interval
 
 # x, y and a label.
-Point = tuple[Interval, Interval, str]
+ChartPoint = tuple[Interval, Interval, str]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Curve:
     """Named points, joined in their order or not."""
 
     name: str
-    points: Sequence[Point]
+    points: Sequence[ChartPoint]
     joined: bool = True
 
 

@@ -14,7 +14,7 @@ from vllm_mars.experiments.quality.scores import is_task_score
 from vllm_mars.experiments.report import advice
 from vllm_mars.experiments.report.advice import Answer, calibrated, fastest_within
 from vllm_mars.experiments.report.answers import Piece, relaxed_answers
-from vllm_mars.experiments.report.chart import Chart, Curve, Point
+from vllm_mars.experiments.report.chart import Chart, ChartPoint, Curve
 from vllm_mars.experiments.report.measured import Interval, Measured, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.records import Cell
@@ -120,7 +120,7 @@ def _section(
 
 def _speed_by_loss(rules: Sequence[Measured]) -> Chart | None:
     """The lossy rules; the curve of each family starts at strict decoding."""
-    families: dict[str, list[tuple[float, Point]]] = {}
+    families: dict[str, list[tuple[float, ChartPoint]]] = {}
     for it in rules:
         if it.row.key.lossy and it.loss and it.speedup:
             key = it.row.key
