@@ -9,6 +9,7 @@ that changes its speed while the lengths are measured one after the other.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mars.experiments.report.measured import TPOT, beside, by_answer
+from vllm_mars.experiments.report.measured import TPOT, Measured, by_answer, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.summary import Row, rows
 from vllm_mars.local.intervals import COVERAGE, resamples
@@ -29,31 +30,38 @@ def curves(found: Sequence[Row]) -> Curves:
     """The rules of each draft at each point of the grid, by K.
 
     Returns:
-        An entry for each, with the figures `by_k` and their `peak`.
+        An entry for each, with the figures `by_k` and their `peak`. A lossy rule is compared with
+        what is strict at its K.
 
     Raises:
         ValueError: a K of a curve has no prompt in common with the others.
     """
     names = ("draft", "dataset", "temperature", "concurrency", "rule")
-    by_rule: dict[tuple[Any, ...], dict[int, Row]] = {}
+    points: dict[tuple[Any, ...], list[Row]] = {}
     for row in found:
         if row.key.k and row.cells:
-            of = tuple(getattr(row.key, name) for name in names)
-            by_rule.setdefault(of, {})[row.key.k] = row
+            of = tuple(getattr(row.key, name) for name in (*names[:-1], "k"))
+            points.setdefault(of, []).append(row)
+    by_rule: dict[tuple[Any, ...], dict[int, Measured]] = {}
+    for measured in itertools.chain.from_iterable(map(measure, points.values())):
+        key = measured.row.key
+        of = tuple(getattr(key, name) for name in names)
+        by_rule.setdefault(of, {})[key.k] = measured
     return [
         {
             **dict(zip(names, of, strict=True)),
-            "peak": peak(curve),
+            "peak": peak({k: measured.row for k, measured in curve.items()}),
             "by_k": [_figures(k, curve[k]) for k in sorted(curve)],
         }
         for of, curve in by_rule.items()
     ]
 
 
-def _figures(k: int, row: Row) -> dict[str, Any]:
-    measured = beside(row, None)
+def _figures(k: int, measured: Measured) -> dict[str, Any]:
+    compared = measured.faster if measured.row.key.lossy else None
     return {
-        **{"k": k, "acceptance_length": row.acceptance_length, **measured.times},
+        **{"k": k, "acceptance_length": measured.row.acceptance_length, **measured.times},
+        "strict_tpot_over_tpot": compared and compared._asdict(),
         "tokens_per_answer": measured.length and measured.length._asdict(),
     }
 

@@ -5,107 +5,42 @@
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks import tree_summary, validated
-from benchmarks.markdown import Columns, Text, at, described, follow, pair, shown, transposed
+from benchmarks import draft_length, tree_summary, validated
+from benchmarks.markdown import Columns, Text, at, described, pair, shown, transposed
+from benchmarks.sweep_tables import (
+    ALL,
+    BY_KIND,
+    DRAFTED,
+    GREEDY,
+    GUARD,
+    KINDS,
+    NO_GUARD,
+    RESULTS,
+    RUNGS,
+    SAMPLED,
+    SENSITIVE,
+    TASKS,
+    by_kind,
+    ladder,
+    looseness,
+    rule_name,
+    rules,
+    sweep,
+    task_scores,
+    under_load,
+)
 from vllm_mars.config import METRICS
-from vllm_mars.experiments.report.advice import verdict
-from vllm_mars.experiments.report.measured import Measured, beside, measure
-from vllm_mars.experiments.sweep.record_file import read_cells
-from vllm_mars.experiments.sweep.summary import Row, rows
-from vllm_mars.local.drafts import NO_DRAFT
 from vllm_mars.local.intervals import median
-
-RESULTS = Path(__file__).with_name("results")
 
 
 @cache
 def raw(name: str) -> Any:
     """The content of a result file of JSON."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-@cache
-def sweep(name: str) -> list[Row]:
-    """The rows of a sweep's file."""
-    return rows(read_cells(RESULTS / f"{name}.jsonl"))
-
-
-ALL = "all"
-
-
-@cache
-def by_dataset(name: str) -> dict[str, list[Row]]:
-    """The rows of a sweep's file by prompt file, and of all prompts as `ALL`."""
-    cells = read_cells(RESULTS / f"{name}.jsonl")
-    cells += [replace(cell, key=replace(cell.key, dataset=ALL)) for cell in cells]
-    found: dict[str, list[Row]] = {}
-    for row in rows(cells):
-        found.setdefault(row.key.dataset, []).append(row)
-    return found
-
-
-@cache
-def point(name: str, temperature: float = 0, concurrency: int = 1) -> list[Measured]:
-    """The rules that were measured at one point of a sweep, beside strict decoding there."""
-    found = [
-        row
-        for row in sweep(name)
-        if row.cells and (row.key.temperature, row.key.concurrency) == (temperature, concurrency)
-    ]
-    return sorted(measure(found), key=lambda it: looseness(it.row.key.rule))
-
-
-BOUND = " max_loss "
-GUARD, NO_GUARD = " repeat_guard 4", " repeat_guard 0"
-
-
-def rule_name(rule: str) -> str:
-    """A sweep's rule as the docs name it: "theta 0.9" for "mars 0.9 repeat_guard 4"."""
-    name = rule.removeprefix("mars ").removesuffix(GUARD).replace(NO_GUARD, " unguarded")
-    return f"theta {name}" if name[0].isdigit() else name
-
-
-def looseness(rule: str) -> tuple[int, int, float]:
-    """Sorts rules: strict ones, thetas, gaps, prices, each from strict to loose."""
-    metric, *value = rule_name(rule).split()
-    order = ("autoregressive", "standard", "theta", "gap", "price")
-    number = float(value[0]) if value else 0.0
-    return order.index(metric), len(value), -number if metric == "theta" else number
-
-
-def score(name: str, form: str = ".2f", of: str = "value", row: str = "row") -> Text:
-    """The text of a row's score, or of its "difference" from or "recovery" of the reference's."""
-
-    def text(it: Any) -> str:
-        found = follow(it, row).estimate(name)
-        if (value := getattr(found, of, None)) is None:
-            return ""
-        if of == "value":
-            return format(value, form)
-        return shown(value, getattr(found, f"{of}_low"), getattr(found, f"{of}_high"), form=form)
-
-    return text
-
-
-def done(name: str, row: str = "row") -> Text:
-    """How many tasks were done."""
-
-    def text(it: Any) -> str:
-        found = follow(it, row).estimate(name)
-        return f"{found.value * found.samples:.0f}"
-
-    return text
-
-
-def rule(row: str = "row") -> Columns:
-    """The column with the rule's name."""
-    return {"rule": lambda it: rule_name(follow(it, row).key.rule)}
 
 
 # The demo and drafts.
@@ -164,178 +99,25 @@ SERVED: Columns = {
 }
 
 
-def accepted(path: str = "") -> Text:
-    """Acceptance by position."""
-    return lambda draft: " ".join(
-        f"{share:.2f}" for share in follow(draft, f"{path}acceptance_by_position")
-    )
-
-
 HEADS = {"half": "after half of the steps", "head": "trained"}
 OFFLINE: Columns = {
     "head": at("name"),
     "mean acceptance length": at(LENGTH, ".2f"),
-    "accepted by position": accepted(),
-}
-DRAFTS = {
-    "random": "`random`: a head with random weights",
-    "layers-4": "`layers-4`: the target's first 4 layers",
-    "linear": "`linear`: the head before training",
-    "half": "`half`: after half of the steps",
-    "trained": "`trained`",
-    "ngram": "`ngram`",
-}
-LADDER: Columns = {
-    "draft": at("name"),
-    "strict": at(f"strict/{LENGTH}", ".2f"),
-    "strict, by position": accepted("strict/"),
-    "MARS": at(f"relaxed/{LENGTH}", ".2f"),
-    "MARS, by position": accepted("relaxed/"),
-    "MARS / strict": lambda of: f"{of['relaxed'][LENGTH] / of['strict'][LENGTH]:.2f}",
-}
-
-
-def drafts(name: str, what: str, names: Mapping[str, str], columns: Columns) -> list[str]:
-    """Drafts of a file, with these names."""
-    found = raw(name)[what]
-    return described(columns, [{**found[key], "name": text} for key, text in names.items()])
-
-
-# Sweeps.
-
-
-def speeds(beside: str) -> Columns:
-    """Speed, acceptance and length, beside the strict rule of this name."""
-    return {
-        "tokens/s, x autoregressive": at("row/speedup", ".2f"),
-        f"tokens/s, x {beside}": at("speedup", ".2f"),
-        f"answers sooner, x {beside}": at("sooner", ".2f"),
-        "acceptance length": at("row/acceptance_length", ".2f"),
-        "tokens per answer": score("output_tokens", ".1f"),
-    }
-
-
-NLL: Columns = {"NLL": score("nll", ".3f"), "its change": score("nll", "+.3f", "difference")}
-GREEDY: Columns = {
-    **{**rule(), **speeds("standard"), "nats lost per token": at("loss", ".3f"), **NLL},
-    **{"answers that agree": score("agreement"), "ROUGE-L": score("rouge_l")},
-    **{"functions, of 4": done("pass_at_1"), "JSON valid, of 3": done("json_valid")},
-    "sums right, of 4": done("exact_match"),
-}
-SAMPLED: Columns = {**rule(), **speeds("theta 1"), **NLL}
-
-
-def rules(name: str, columns: Columns, temperature: float = 0) -> list[str]:
-    """The rules of a sweep, one request at a time."""
-    return described(columns, point(name, temperature))
-
-
-LOADS: Columns = {
-    "requests at once": at("load"),
-    "standard": at("standard/row/speedup", ".2f"),
-    "theta 0.9": at("mars 0.9/row/speedup", ".2f"),
-    "theta 0.9, x standard": at("mars 0.9/speedup", ".2f"),
-    "theta 0.9, answers sooner, x standard": at("mars 0.9/sooner", ".2f"),
-}
-
-
-def under_load(name: str) -> list[str]:
-    """Strict decoding and theta 0.9 by the number of requests at once."""
-    loads = sorted({row.key.concurrency for row in sweep(name)})
-    points = [{it.row.key.rule: it for it in point(name, 0, load)} for load in loads]
-    items = [{"load": load, **found} for load, found in zip(loads, points, strict=True)]
-    return described(LOADS, items)
-
-
-TASKS: Columns = {
-    **rule("code/row"),
-    "GSM8K exact match, of 60": done("exact_match,marked", "math/row"),
-    "recovery": score("exact_match,marked", of="recovery", row="math/row"),
-    "HumanEval examples, of 46": done("pass_at_1", "code/row"),
-    "its recovery": score("pass_at_1", of="recovery", row="code/row"),
-    "NLL": score("nll", ".3f", row="code/row"),
-    "tokens per answer": score("output_tokens", ".1f", row="code/row"),
-    "answers that agree": score("agreement", row="code/row"),
-    "acceptance length, GSM8K and HumanEval": pair(
-        "math/row/acceptance_length", "code/row/acceptance_length", ".2f"
+    "accepted by position": lambda draft: " ".join(
+        f"{share:.2f}" for share in draft["acceptance_by_position"]
     ),
 }
 
 
-def solved(name: str, row: str) -> Text:
-    """How many tasks were done, and what that shows beside decoding without drafts."""
-
-    def text(it: Any) -> str:
-        shows = verdict(follow(it, row).estimate(name))
-        return done(name, row)(it) + (shows and f", {shows}")
-
-    return text
+def offline(name: str) -> list[str]:
+    """The heads of a file that `evaluate` of an earlier commit wrote."""
+    found = raw(name)["heads"]
+    return described(OFFLINE, [{**found[key], "name": text} for key, text in HEADS.items()])
 
 
-SENSITIVE: Columns = {
-    **rule("all/row"),
-    "JSON valid, of 120": solved("json_valid", "json/row"),
-    "SQL rows right, of 70": solved("sql_rows", "sql/row"),
-    "facts, of 107": solved("fact", "facts/row"),
-    "functions, of 42": solved("pass_at_1", "functions/row"),
-    "acceptance length": at("all/row/acceptance_length", ".2f"),
-    "nats lost per token": at("all/loss", ".4f"),
-    "tokens per answer, of facts": at("facts/length", ".1f"),
-}
+# Sweeps at equal loss.
 
-
-def task_scores(columns: Columns, name: str, **datasets: str) -> list[str]:
-    """What each rule does to the tasks of some prompt files."""
-    found = {
-        short: {it.row.key.rule: it for it in measure(by_dataset(name)[dataset])}
-        for short, dataset in datasets.items()
-    }
-    names = sorted(next(reversed(found.values())), key=looseness)
-    return described(columns, [{short: of[rule] for short, of in found.items()} for rule in names])
-
-
-# Of each draft the sweep with a file of prompts of each kind, and the draft's name in it.
-BY_KIND = {
-    "ngram": ("drafts-cpu", "ngram"),
-    "suffix": ("drafts-suffix-cpu", "suffix"),
-    "head": ("drafts-cpu", "smollm2-135m-eagle3"),
-}
-KINDS: Columns = {
-    "kind": at("kind"),
-    **{
-        draft: pair(
-            f"{draft}/strict/row/acceptance_length", f"{draft}/price/row/acceptance_length", ".2f"
-        )
-        for draft in BY_KIND
-    },
-}
-DRAFTED: Columns = {
-    "draft": at("draft"),
-    "strict, x no drafts": at("strict/faster", ".2f"),
-    "price 0.3, x strict": at("price/faster", ".2f"),
-    "price 0.3, x no drafts": at("both/faster", ".2f"),
-    "its answers sooner, x no drafts": at("both/sooner", ".2f"),
-    "nats lost per token": at("price/loss", ".3f"),
-    "tokens per answer, strict and price": pair("strict/length/value", "price/length/value", ".1f"),
-}
-
-
-@cache
-def by_kind() -> dict[str, dict[str, Any]]:
-    """Each draft, strict and with price 0.3, by kind of prompt; of all kinds as `ALL`."""
-    found: dict[str, dict[str, Any]] = {}
-    for draft, (name, own_name) in BY_KIND.items():
-        for kind, of_kind in by_dataset(name).items():
-            of = {(row.key.draft, row.key.price): row for row in of_kind}
-            none, strict, price = of[NO_DRAFT, None], of[own_name, 0], of[own_name, 0.3]
-            found.setdefault(kind, {"kind": kind.replace("_", " ")})[draft] = {
-                "draft": draft,
-                "strict": beside(strict, none),
-                "price": beside(price, strict),
-                "both": beside(price, none),
-            }
-    return dict(sorted(found.items(), key=lambda item: (item[0] == ALL, item[0])))
-
+BOUND = " max_loss "
 
 FRONTIER: Columns = {
     "rule": lambda of: rule_name(of["rule"]),
@@ -394,6 +176,41 @@ def at_equal_loss(name: str, draft: str, options: str = GUARD) -> list[str]:
             over = at(f"price_over/{metric}{options}", ".2f")
             columns[f"price / {METRICS[metric]}"] = over
     return described(columns, found["at_equal_loss"])
+
+
+# How long a draft.
+
+CURVE_OF: Columns = {
+    "draft": lambda of: RUNGS[of["draft"]],
+    "requests at once": at("concurrency"),
+    "rule": lambda of: rule_name(of["rule"]),
+}
+PEAKS: Columns = {
+    **CURVE_OF,
+    "fastest K": at("peak", "d"),
+    "ms per further token": at("at_peak/tpot_seconds", ".1f", 1000),
+    "ms to the first token": at("at_peak/ttft_seconds/value", ".0f", 1000),
+    "seconds per answer": at("at_peak/seconds_per_answer/value", ".2f"),
+    "tokens per answer": at("at_peak/tokens_per_answer/value", ".1f"),
+}
+
+
+@cache
+def curves(name: str) -> list[dict[str, Any]]:
+    """The rules of each draft and load, with the figures of each K by its name."""
+    found: list[dict[str, Any]] = [
+        {**of, "by": {f"K {at_k['k']}": at_k for at_k in of["by_k"]}}
+        for of in draft_length.curves(sweep(name))
+    ]
+    found = [{**of, "at_peak": of["by"][f"K {of['peak']['value']}"]} for of in found]
+    return sorted(found, key=lambda of: (of["draft"], of["concurrency"], looseness(of["rule"])))
+
+
+def by_length(figure: str, form: str, found: Iterable[dict[str, Any]]) -> list[str]:
+    """A figure of some curves by K."""
+    found = list(found)
+    columns = {k: at(f"by/{k}/{figure}", form) for k in found[0]["by"]}
+    return described({**CURVE_OF, **columns}, found)
 
 
 # Parts.
@@ -521,8 +338,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "demo": lambda: transposed(DEMO, MODES.values(), map(raw("demo-price-cpu").get, MODES)),
     "demo.earlier": lambda: described(DEMOS, map(raw, THETA_DEMOS)),
     "draft.served": lambda: transposed(SERVED, ("K 3", "K 4"), map(raw, THETA_DEMOS[1:3])),
-    "draft.offline": partial(drafts, "draft-offline-cpu", "heads", HEADS, OFFLINE),
-    "draft.ladder": partial(drafts, "draft-ladder-cpu", "drafts", DRAFTS, LADDER),
+    "draft.offline": partial(offline, "draft-offline-cpu"),
+    "draft.ladder": partial(ladder, "ladder-cpu"),
     "thetas.greedy": partial(rules, "sweep-cpu", GREEDY),
     "thetas.head": partial(rules, "sweep-eagle3-cpu", GREEDY),
     "thetas.load": partial(under_load, "sweep-cpu"),
@@ -554,6 +371,15 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "ngram.rules": partial(frontier, FRONTIER, "frontier-ngram-cpu", NGRAM),
     "ngram.equal_loss": partial(at_equal_loss, "frontier-ngram-cpu", NGRAM),
     "ngram.unguarded": partial(at_equal_loss, "frontier-ngram-cpu", NGRAM, NO_GUARD),
+    "length.peaks": lambda: described(PEAKS, curves("length-cpu")),
+    "length.gains": lambda: by_length(
+        "strict_tpot_over_tpot",
+        ".2f",
+        (of for of in curves("length-cpu") if of["rule"] != "standard"),
+    ),
+    "length.accepted": lambda: by_length(
+        "acceptance_length", ".2f", (of for of in curves("length-cpu") if of["concurrency"] == 1)
+    ),
     "sampler": lambda: described(SAMPLERS, raw("sampler-cpu")["samplers"]),
     "load": partial(load, "load-cpu"),
     "kernel": partial(kernel, "kernel-resources"),

@@ -52,6 +52,15 @@ def test_each_rule_has_a_curve_and_repeats_are_averaged():
     assert peaks == {"standard": 2, "mars 0.9": 4}
 
 
+def test_a_lossy_rule_is_compared_with_strict_verification_at_its_k():
+    cells = [cell(2, [0.4] * 3), cell(4, [0.3] * 3)]
+    cells += [cell(2, [0.2] * 3, "mars"), cell(4, [0.2] * 3, "mars")]
+    strict, mars = curves(rows(cells))
+    gains = [of["strict_tpot_over_tpot"]["value"] for of in mars["by_k"]]
+    assert gains == pytest.approx([2.0, 1.5])
+    assert {of["strict_tpot_over_tpot"] for of in strict["by_k"]} == {None}
+
+
 def test_datasets_have_curves_of_their_own():
     other = [
         dataclasses.replace(it, key=dataclasses.replace(it.key, dataset="other"))
