@@ -27,6 +27,7 @@ from benchmarks.sweep_tables import (
     by_kind,
     ladder,
     looseness,
+    rule,
     rule_name,
     rules,
     sweep,
@@ -34,6 +35,7 @@ from benchmarks.sweep_tables import (
     under_load,
 )
 from vllm_mars.config import METRICS
+from vllm_mars.experiments.report.measured import beside
 from vllm_mars.local.intervals import median
 
 
@@ -213,6 +215,24 @@ def by_length(figure: str, form: str, found: Iterable[dict[str, Any]]) -> list[s
     return described({**CURVE_OF, **columns}, found)
 
 
+NEAR: Columns = {
+    **rule(),
+    "K": at("row/key/k"),
+    "acceptance length": at("row/acceptance_length", ".2f"),
+    "ms per further token": at("tpot", ".1f", 1000),
+    "x K 4": at("faster", ".2f"),
+    "answers sooner, x K 4": at("sooner", ".2f"),
+    "tokens per answer": at("length", ".1f"),
+}
+
+
+def near(name: str) -> list[str]:
+    """Lengths that were measured side by side, beside K 4."""
+    found = {(row.key.rule, row.key.k): row for row in sweep(name)}
+    order = sorted(found, key=lambda key: (looseness(key[0]), key[1]))
+    return described(NEAR, [beside(found[key], found[key[0], 4]) for key in order])
+
+
 # Parts.
 
 
@@ -377,6 +397,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         ".2f",
         (of for of in curves("length-cpu") if of["rule"] != "standard"),
     ),
+    "length.near": partial(near, "length-near-cpu"),
     "length.accepted": lambda: by_length(
         "acceptance_length", ".2f", (of for of in curves("length-cpu") if of["concurrency"] == 1)
     ),
