@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from benchmarks.draft import pipeline
 from benchmarks.draft.data import DataOptions, finished_shards
-from benchmarks.draft.evaluate import evaluate_heads, table
+from benchmarks.draft.evaluate import evaluate_heads, tables
 from benchmarks.draft.train import TrainOptions
 from benchmarks.draft.untrained import write_untrained
 from vllm_mars.local.draft_head import packaged_head
@@ -104,7 +104,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         prices=args.price,
         per_category=args.per_category,
     )
-    print(*table(result), sep="\n")
+    for lines in tables(result).values():
+        print(*lines, "", sep="\n")
     return 0
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import markdown
-from benchmarks.markdown import Columns, at, described, shown
+from benchmarks.markdown import Columns, at, described
 from benchmarks.tree import choose_prompts
 from benchmarks.tree_cells import STRICT, DraftShape, Rule, Study, counts
 from benchmarks.tree_summary import COUNTS, LOSSES, figures_of, lengths_by_loss, with_interval
@@ -39,6 +38,13 @@ COLUMNS: Columns = {
         f"{share:.2f}" for share in np.array(of["accepted"]).sum(0) / sum(of["steps"])
     ),
     "nats per token": at("nats_per_token", ".3f"),
+}
+
+EQUAL_LOSS: Columns = {
+    "head": at("head"),
+    "nats lost per token": at("nats_per_token"),
+    "tokens per step": at("length", ".2f"),
+    "x the first head": at("ratio", ".3f"),
 }
 
 
@@ -123,21 +129,31 @@ def evaluate_heads(
     return result
 
 
-def table(result: dict[str, Any]) -> list[str]:
-    """Lines of Markdown: each head and rule, then each head where all lose as much."""
+def tables(result: dict[str, Any]) -> dict[str, list[str]]:
+    """Lines of Markdown: each head and rule, and the heads where all lose as much."""
     draws = resamples(len(result["cells"][0]["steps"]))
     found = {(cell["rule"], cell["head"]): figures_of(cell, draws) for cell in result["cells"]}
     rows = [
         cell | {name: with_interval(of) for name, of in found[cell["rule"], cell["head"]].items()}
         for cell in result["cells"]
     ]
-    at_loss = []
-    for head in dict.fromkeys(head for _, head in found):
-        lengths = lengths_by_loss(found, head)
-        texts = ["" if np.isnan(of).any() else shown(*with_interval(of).values()) for of in lengths]
-        at_loss.append((head, *texts))
-    names = ("tokens per step at nats per token", *map(str, LOSSES))
-    return [*described(COLUMNS, rows), *markdown.table(names, at_loss)]
+    lengths = {head: lengths_by_loss(found, head) for _, head in found}
+    first = next(iter(lengths.values()))
+    at_equal_loss = [
+        {
+            **{"head": head, "nats_per_token": loss, "length": with_interval(own)},
+            "ratio": with_interval(own / other),
+        }
+        for head, of in lengths.items()
+        for loss, own, other in zip(LOSSES, of, first, strict=True)
+        if not np.isnan([own, other]).any()
+    ]
+    return {
+        "rules": described(COLUMNS, rows),
+        "equal_loss": described(
+            EQUAL_LOSS, sorted(at_equal_loss, key=lambda of: of["nats_per_token"])
+        ),
+    }
 
 
 def _trained(directory: Path) -> dict[str, Any]:

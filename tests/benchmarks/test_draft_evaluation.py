@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.draft import start
 from benchmarks.draft.data import save_shard
-from benchmarks.draft.evaluate import evaluate_heads, table
+from benchmarks.draft.evaluate import evaluate_heads, tables
 from benchmarks.draft.export import export
 from benchmarks.draft.head import new_head
 from benchmarks.tree_cells import STRICT, DraftShape, Study
@@ -57,10 +57,13 @@ def test_heads_are_measured_once_strictly_and_by_price(model, target, shards, tm
         # Each step emits what it accepts and one more, but where an answer ends.
         emitted = [sum(row) + n for row, n in zip(cell["accepted"], cell["steps"], strict=True)]
         assert all(0 <= e - t <= 3 for e, t in zip(emitted, cell["tokens"], strict=True))
-    lines = table(result)
-    assert [line.split(" | ")[0] for line in lines[2:6]] == ["| random"] * 2 + ["| linear"] * 2
-    assert lines[4].startswith("| linear | steps 7, steps_ahead 5, loss price | strict | ")
-    assert lines[6].startswith("| tokens per step at nats per token | 0.01 |")
+    lines = tables(result)
+    by_rule = lines["rules"][2:]
+    assert [line.split(" | ")[0] for line in by_rule] == ["| random"] * 2 + ["| linear"] * 2
+    assert by_rule[2].startswith("| linear | steps 7, steps_ahead 5, loss price | strict | ")
+    # The first head is compared with itself.
+    assert lines["equal_loss"][2].startswith("| random | 0.01 | ")
+    assert lines["equal_loss"][2].endswith(" | 1.000 |")
     assert len(measure(prices=[0.0, 1.0])["cells"]) == 6
     with pytest.raises(ValueError, match=r"out\.json holds another measurement; name another"):
         measure(steps=2)
