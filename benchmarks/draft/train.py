@@ -13,6 +13,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.draft.data import Shard, check_same, replacing, wait_for
 from benchmarks.draft.head import Eagle3Head
@@ -119,6 +121,22 @@ class Batch:
         return cls(padded.to(device), kept.to(device), anchors.to(device), valid.to(device))
 
 
+class _Float32Muon(TorchFunctionMode):
+    """Keeps torch's Muon from rounding gradients to bfloat16.
+
+    Without AVX-512 BF16 a CPU multiplies bfloat16 matrices so slowly that the rounding would make a
+    step of training take ten times as long.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.bfloat16:
+            # Muon changes the result in place.
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
+
+
 class Trainer:
     """A run in a directory: head, optimisers, plan, checkpoints and log.
 
@@ -160,6 +178,7 @@ class Trainer:
         self.to_draft[head.draft_tokens] = torch.arange(
             len(head.draft_tokens), device=target.device
         )
+        self.low_precision = target.dtype == torch.bfloat16
         self.optimizers = self._optimizers()
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -302,8 +321,9 @@ class Trainer:
         loss = torch.stack(losses) @ torch.tensor(weights, device=self.target.device)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        with nullcontext() if self.low_precision else _Float32Muon():
+            for optimizer in self.optimizers:
+                optimizer.step()
         return {
             "loss": [
                 round(float(one.detach()) / max(1, n), 4)
@@ -319,8 +339,7 @@ class Trainer:
         device_type = torch.device(self.target.device).type
         losses, correct, counts = [], [], []
         embeddings = self.target.embedding[batch.tokens[:, 1:]]
-        low_precision = self.target.dtype == torch.bfloat16
-        with torch.autocast(device_type, torch.bfloat16, enabled=low_precision):
+        with torch.autocast(device_type, torch.bfloat16, enabled=self.low_precision):
             # The state one token before the guessed one gives the target's logits. Step j of an
             # anchor guesses what step 0 of the j-th anchor after it does.
             first = batch.valid > 0

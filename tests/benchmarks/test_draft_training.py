@@ -3,9 +3,11 @@
 import json
 from argparse import Namespace
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 import tiny_models
@@ -147,6 +149,25 @@ def test_training_lowers_the_loss_of_each_step(target, shards, tmp_path, loss):
         assert last < first
     assert made.data_tokens()["answer_tokens"] > 100
     assert len(made.log_means(4)["accuracy"]) == 3
+
+
+def test_float32_training_multiplies_in_float32(target, shards, tmp_path):
+    class Products(TorchDispatchMode):
+        dtypes: ClassVar[set[torch.dtype]] = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                self.dtypes.add(out.dtype)
+            return out
+
+    assert target.dtype == torch.float32
+    started = trainer(tmp_path, target, shards)
+    before = [matrix.clone() for matrix in started.head.parameters()]
+    with Products() as products:
+        started.run(until=1)
+    assert products.dtypes == {torch.float32}
+    assert not any(map(torch.equal, before, started.head.parameters()))
 
 
 def test_the_pipeline_writes_the_half_trained_and_the_trained_head(model, target, shards, tmp_path):
