@@ -76,8 +76,9 @@ def commands(args: argparse.Namespace, options: list[str]) -> dict[str, list[str
 
 
 def share(args: argparse.Namespace, name: str) -> float:
-    """Seconds of a part."""
-    return float(60 * args.minutes * MINUTES[name] / sum(MINUTES.values()))
+    """Seconds of a part, of those that are asked for."""
+    total = sum(MINUTES[part] for part in args.parts or MINUTES)
+    return float(60 * args.minutes * MINUTES[name] / total)
 
 
 def run_part(command: list[str], seconds: float, log: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,13 @@ def test_parts_are_given_what_their_commands_take(tmp_path):
     assert packaged.model is None and Path(packaged.drafts[0], "config.json").is_file()
     assert "--seconds=108" in found["kernel"] and "--tune" in found["tune"]
     assert sum(gpu.MINUTES.values()) == 10
+
+
+def test_the_parts_that_are_asked_for_share_the_minutes():
+    all_parts = Namespace(minutes=20.0, parts=None)
+    assert [gpu.share(all_parts, name) for name in ("tests", "kernel")] == [120, 180]
+    some = Namespace(minutes=20.0, parts=["tests", "kernel"])
+    assert [gpu.share(some, name) for name in some.parts] == [480, 720]
 
 
 def test_a_part_that_fails_does_not_hold_up_the_others(tmp_path, monkeypatch, capsys):
