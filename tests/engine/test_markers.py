@@ -5,6 +5,7 @@ import argparse
 import pytest
 
 from vllm_mars.config import config_of
+from vllm_mars.engine import markers
 from vllm_mars.local.drafts import NGRAM_CONFIG
 
 NGRAM = {
@@ -33,31 +34,67 @@ def resolved(model, options, arguments=(), **engine_options):
     return config_of(EngineArgs.from_cli_args(given).create_engine_config())
 
 
-def test_text_becomes_ids(packaged_model):
-    config = resolved(packaged_model, {"mars_strict_spans": [[START, END], [5, None]]})
+def _ids(model, *tokens):
     from transformers import AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(packaged_model).convert_tokens_to_ids([START, END])
-    assert config.strict_spans == (tuple(ids), (5, None))
+    return AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(list(tokens))
+
+
+def test_text_becomes_ids(packaged_model):
+    config = resolved(packaged_model, {"mars_strict_spans": [[START, END], [5, None]]})
+    assert config.strict_spans == (tuple(_ids(packaged_model, START, END)), (5, None))
 
 
 def test_the_tool_parsers_markers_are_the_default(packaged_model, monkeypatch):
     from vllm.tool_parsers import ToolParserManager
 
     class Parser:
-        call_start_token, call_end_token = START, END
-        other_start_token = "<no such token>"
-        alone_start_token = "<jupyter_code>"
+        tool_call_start_token, tool_call_end_token = START, END
+        # The same marker again, without its end; after the first in the order of names.
+        tool_calls_start_token = START
+        tool_other_start_token = "<no such token>"
+        tool_start_token = "<jupyter_code>"
+        # Around the answer itself.
+        response_start_token = "<reponame>"
 
         def __init__(self, tokenizer):
             pass
 
     monkeypatch.setattr(ToolParserManager, "get_tool_parser", lambda name: Parser)
     config = resolved(packaged_model, {}, {"tool_call_parser": "any"})
-    assert len(config.strict_spans) == 2
-    assert {end is None for _, end in config.strict_spans} == {True, False}
+    ids = _ids(packaged_model, START, END, "<jupyter_code>")
+    assert set(config.strict_spans) == {(ids[0], ids[1]), (ids[2], None)}
     off = resolved(packaged_model, {"mars_strict_spans": []}, {"tool_call_parser": "any"})
     assert off.strict_spans == ()
+
+
+@pytest.mark.parametrize("name", ["qwen3_xml", "kimi_k2", "gemma4", "hermes", "ernie45"])
+def test_the_markers_of_vllms_own_tool_parsers_are_known(packaged_model, monkeypatch, name):
+    """Of a model whose every marker is a token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(packaged_model)
+    pairs = [
+        ("<tool_call>", "</tool_call>"),
+        ("<|tool_call_begin|>", "<|tool_call_end|>"),
+        ("<|tool_call>", "<tool_call|>"),
+    ]
+    tokenizer.add_tokens([*sum(pairs, ()), "<think>", "</think>", "<response>", "</response>"])
+    monkeypatch.setattr(markers, "_tokenizer", lambda model_config: tokenizer)
+    expected = pairs[{"kimi_k2": 1, "gemma4": 2}.get(name, 0)]
+    spans = resolved(packaged_model, {}, {"tool_call_parser": name}).strict_spans
+    assert spans == (tuple(tokenizer.convert_tokens_to_ids(expected)),)
+
+
+def test_a_tool_parser_without_markers_is_said(packaged_model, monkeypatch):
+    from vllm.logger import init_logger
+
+    said = []
+    logger = init_logger("vllm.vllm_mars.engine.markers")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    assert resolved(packaged_model, {}, {"tool_call_parser": "pythonic"}).strict_spans == ()
+    (text,) = said
+    assert "the markers of the tool parser pythonic are not known; mars_strict_spans can" in text
 
 
 def test_the_thinking_section_is_vllms(packaged_model):

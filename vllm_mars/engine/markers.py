@@ -4,6 +4,7 @@ A user may write a marker as text, or leave it to the server's tool parser or re
 workers, which walk the answers (`vllm_mars.runner.sections`), know ids alone.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def _span_ids(
 def _spans_of_tool_parser(
     name: str, model_config: "ModelConfig"
 ) -> tuple[tuple[int, int | None], ...]:
-    """The markers of a tool parser that are single tokens: its `*_start_token`, `*_end_token`."""
+    """The markers of a tool parser that are single tokens."""
     from vllm.logger import init_logger
     from vllm.tool_parsers import ToolParserManager
 
@@ -108,18 +109,43 @@ def _spans_of_tool_parser(
         return ()
     vocab = tokenizer.get_vocab()
     spans: dict[int, int | None] = {}
-    for attribute in (name for name in dir(parser) if name.endswith("start_token")):
-        start = getattr(parser, attribute, None)
-        end = getattr(parser, attribute.removesuffix("start_token") + "end_token", None)
-        if isinstance(start, str) and start in vocab:
-            spans[vocab[start]] = vocab.get(end) if isinstance(end, str) else None
+    found = list(_tool_markers(parser))
+    for start, end in found:
+        # Some parsers name one marker twice, and its end once.
+        if start in vocab and spans.get(vocab[start]) is None:
+            spans[vocab[start]] = None if end is None else vocab.get(end)
     if not spans:
+        why = "are not single tokens of this model" if found else "are not known"
         logger.warning(
-            "No strict spans: the markers of the tool parser %s are not single tokens of this "
-            "model; mars_strict_spans can name others.",
+            "No strict spans: the markers of the tool parser %s %s; mars_strict_spans can name "
+            "others.",
             name,
+            why,
         )
     return tuple(spans.items())[:MOST_SPANS]
+
+
+def _tool_markers(parser: Any) -> Iterator[tuple[str, str | None]]:
+    """What encloses a parser's tool calls: each start's text with its end's, None without one.
+
+    Newer parsers hold an engine that is configured with its terminals; the others have attributes
+    `tool*_start_token` and `tool*_end_token`.
+    """
+    engine = getattr(parser, "_parser_engine", None)
+    terminals = getattr(getattr(engine, "parser_engine_config", None), "terminals", {})
+    starts, ends = (_spellings(terminals.get(name)) for name in ("TOOL_START", "TOOL_END"))
+    for start in starts:
+        yield start, next(iter(ends), None)
+    for name in dir(parser):
+        if name.startswith("tool") and name.endswith("start_token"):
+            named = getattr(parser, name, None)
+            end = getattr(parser, name.removesuffix("start_token") + "end_token", None)
+            if isinstance(named, str):
+                yield named, end if isinstance(end, str) else None
+
+
+def _spellings(terminal: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (terminal,) if isinstance(terminal, str) else terminal or ()
 
 
 def _thinking_ids(engine_args: Any, model_config: "ModelConfig") -> tuple[int, int]:
