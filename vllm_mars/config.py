@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 METHOD = "mars"
 # The key in vLLM's `additional_config` under which the options travel to the workers.
 CONFIG_KEY = METHOD
+# The key there under which whoever makes vLLM's engine arguments without its command line names the
+# server's tool parser.
+TOOL_PARSER_KEY = "mars_tool_call_parser"
 OPTION_PREFIX = "mars_"
 # Methods of vLLM itself that do not keep the target's distribution.
 LOSSY_VLLM_METHODS = ("synthetic", "fly")

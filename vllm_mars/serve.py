@@ -25,7 +25,7 @@ from ray.serve.llm import LLMConfig, build_openai_app
 from ray.serve.llm.deployment import LLMServer
 
 from vllm_mars.calibration import AUTO
-from vllm_mars.config import METHOD, OPTION, STRICT, split_speculative_config
+from vllm_mars.config import METHOD, OPTION, STRICT, TOOL_PARSER_KEY, split_speculative_config
 from vllm_mars.local.drafts import NGRAM, RECOMMENDED, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.ray_nodes import check_nodes
@@ -113,7 +113,7 @@ def app(options: Options) -> Application:
         RuntimeError: a node has another version of Ray, vLLM or this package, or the cluster lacks
             the GPUs or CPUs for `min_replicas`, or for one replica.
     """
-    _check_speculation(options.speculative_config)
+    engine_kwargs = _engine_kwargs(options)
     autoscaling = _autoscaling_config(options)
     on_cpu = _vllm_is_for_cpus()
     with _connected():
@@ -133,11 +133,7 @@ def app(options: Options) -> Application:
         deployment["request_router_config"] = {"request_router_class": PREFIX_ROUTER}
     config = LLMConfig(
         model_loading_config={"model_id": options.model_id or name, "model_source": model},
-        engine_kwargs={
-            **(CPU_ENGINE_ARGS if on_cpu else {}),
-            **options.engine_kwargs,
-            "speculative_config": options.speculative_config,
-        },
+        engine_kwargs={**(CPU_ENGINE_ARGS if on_cpu else {}), **engine_kwargs},
         accelerator_config={"kind": "cpu"} if on_cpu else None,  # type: ignore[arg-type]
         accelerator_type=options.accelerator_type,
         runtime_env=options.runtime_env or None,
@@ -151,14 +147,25 @@ def app(options: Options) -> Application:
     return build_openai_app({"llm_configs": [config], "ingress_deployment_config": ingress})
 
 
-def _check_speculation(speculative_config: dict[str, Any]) -> None:
-    """Checks all but the value in a calibration, whose file is read on the node of each replica."""
-    config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+def _engine_kwargs(options: Options) -> dict[str, Any]:
+    """The arguments of the replicas' engines, checked.
+
+    All but the value in a calibration, whose file is read on the node of each replica.
+    """
+    found = {**options.engine_kwargs, "speculative_config": options.speculative_config}
+    config = {key.replace("-", "_"): value for key, value in options.speculative_config.items()}
     if config.get("rejection_sample_method") == METHOD:
         for metric, option in OPTION.items():
             if str(config.get(option)).startswith(AUTO):
                 config[option] = STRICT.value(metric)
-    split_speculative_config(config)
+    is_mars = split_speculative_config(config)[0] is not None
+    if is_mars and (parser := found.get("tool_call_parser")):
+        # Ray gives it to vLLM's API server alone; the spans of tool calls follow from it.
+        found["additional_config"] = {
+            **found.get("additional_config", {}),
+            TOOL_PARSER_KEY: parser,
+        }
+    return found
 
 
 def _autoscaling_config(options: Options) -> dict[str, Any]:

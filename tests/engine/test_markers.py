@@ -68,6 +68,23 @@ def test_the_tool_parsers_markers_are_the_default(packaged_model, monkeypatch):
     assert off.strict_spans == ()
 
 
+def test_the_tool_parser_of_an_engine_without_a_command_line(packaged_model, monkeypatch):
+    """As Ray Serve makes it."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    monkeypatch.setattr(markers, "_spans_of_tool_parser", lambda name, _: ((len(name), None),))
+    arguments = AsyncEngineArgs(
+        model=str(packaged_model),
+        dtype="float32",
+        max_model_len=512,
+        speculative_config={**NGRAM, "mars_theta": 0.9},
+        additional_config={"mars_tool_call_parser": "hermes"},
+    )
+    assert config_of(arguments.create_engine_config()).strict_spans == ((6, None),)
+
+
 @pytest.mark.parametrize("name", ["qwen3_xml", "kimi_k2", "gemma4", "hermes", "ernie45"])
 def test_the_markers_of_vllms_own_tool_parsers_are_known(packaged_model, monkeypatch, name):
     """Of a model whose every marker is a token."""

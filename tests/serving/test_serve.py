@@ -70,6 +70,18 @@ def test_options_of_a_command_line_are_text():
         Options(routing="random")
 
 
+def test_the_engine_learns_of_the_tool_parser():
+    """Ray gives the parser to the API server alone, and its markers are the strict spans."""
+    from vllm_mars.serve import Options, _engine_kwargs
+
+    given = {"tool_call_parser": "hermes", "additional_config": {"own": 1}}
+    found = _engine_kwargs(Options(engine_kwargs=given))
+    assert found["additional_config"] == {"own": 1, "mars_tool_call_parser": "hermes"}
+    strict = {"method": "ngram", "num_speculative_tokens": 4}
+    found = _engine_kwargs(Options(engine_kwargs=given, speculative_config=strict))
+    assert found == {**given, "speculative_config": strict}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

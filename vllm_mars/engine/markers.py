@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.config import MarsConfig, Span, Token
+from vllm_mars.config import TOOL_PARSER_KEY, MarsConfig, Span, Token
 from vllm_mars.runner.sections import MOST_SPANS
 
 if TYPE_CHECKING:
@@ -25,15 +25,16 @@ def resolve_markers(
     Args:
         config: the user's options.
         engine_args: vLLM's `EngineArgs`; its reasoning parser or configuration gives the thinking
-            section, the parser of its tool calls, as `remember_tool_parser` noted it, the default
-            of the spans.
+            section, the parser of its tool calls, as `remember_tool_parser` or `TOOL_PARSER_KEY`
+            noted it, the default of the spans.
         model_config: gives the tokenizer.
 
     Raises:
         ValueError: a marker is not one token, or the server does not know a thinking section.
     """
     if config.strict_spans is None:
-        name = getattr(engine_args, _TOOL_PARSER, None)
+        named = engine_args.additional_config.get(TOOL_PARSER_KEY)
+        name = getattr(engine_args, _TOOL_PARSER, named)
         spans = _spans_of_tool_parser(name, model_config) if name else ()
     else:
         spans = _span_ids(config.strict_spans, model_config)
