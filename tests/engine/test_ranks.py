@@ -83,7 +83,8 @@ ANSWER = """
 import pickle, sys
 
 class Sampler: pass
-class Runner: rejection_sampler = Sampler()
+class Config: additional_config = {{"mars": {{"theta": 0.9}}}}
+class Runner: rejection_sampler, vllm_config = Sampler(), Config()
 class Worker: rank, model_runner = 3, Runner()
 
 {before}
@@ -117,20 +118,22 @@ def test_a_worker_answers_without_the_extension(before, version):
         text=True,
         timeout=60,
     )
-    assert worker.stdout.strip() == str((3, NODE, version, "__main__.Sampler")), worker.stderr
+    answer = (3, NODE, version, "__main__.Sampler", {"theta": 0.9}, False)
+    assert worker.stdout.strip() == str(answer), worker.stderr
 
 
 class Executor:
     """Stands in for vLLM's executor; its workers give these answers."""
 
     def __init__(self, *answers):
-        self.answers = answers
+        same = (MarsConfig().to_json(), False)
+        self.answers = [answer + same[len(answer) - 4 :] for answer in answers]
         self.parallel_config = SimpleNamespace(node_rank_within_dp=0)
         self.ended = False
 
     def collective_rpc(self, method):
         assert callable(method)
-        return list(self.answers)
+        return self.answers
 
     def shutdown(self):
         self.ended = True
@@ -150,6 +153,11 @@ class Executor:
             f"rank 1 on the node b verifies with {VLLMS}. Install vllm-mars {__version__} on every",
         ),
         ([(0, "a", __version__, None)], "no rank has a rejection sampler"),
+        (
+            [(0, "a", __version__, OURS), (1, "b", __version__, OURS, MarsConfig(0.95).to_json())],
+            "rank 1 on the node b has mars_theta=0.95, not 0.9. Install",
+        ),
+        ([(0, "a", __version__, OURS, None)], "rank 0 on the node a has mars_theta=None, not 0.9"),
     ],
 )
 def test_a_rank_that_differs_is_named(answers, fault):
@@ -158,6 +166,18 @@ def test_a_rank_that_differs_is_named(answers, fault):
         ranks.require_same_everywhere(executor, MarsConfig())
     assert f"verification is asked for, but {fault}" in str(refused.value)
     assert executor.ended
+
+
+def test_a_lock_on_a_rank_alone_is_refused_where_requests_may_relax(monkeypatch):
+    """There a request that this process allows would end the engine."""
+    config = MarsConfig(theta=1.0, theta_min=0.9)
+    answer = (0, "a", __version__, OURS, config.to_json(), True)
+    with pytest.raises(RuntimeError, match="rank 0 on the node a has VLLM_MARS_LOCK=strict, but"):
+        ranks.require_same_everywhere(Executor(answer), config)
+    closed = MarsConfig(theta=1.0)
+    ranks.require_same_everywhere(Executor((*answer[:4], closed.to_json(), True)), closed)
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    ranks.require_same_everywhere(Executor(answer), config)
 
 
 def test_equal_ranks_and_stages_without_a_sampler_pass():
