@@ -132,7 +132,8 @@ def block(rule, drafts, ends, *, bonus_row_is_last):
     blocked = torch.zeros(len(drafts), dtype=torch.int8)
     given = Drafts(torch.empty(0, 0), drafts, ends, bonus_row_is_last=bonus_row_is_last)
     prompt_len, total_len = torch.zeros(2, 5, dtype=torch.int32)
-    places = torch.arange(len(ends), dtype=torch.int32) % 5
+    # V2's `idx_mapping` is int64.
+    places = torch.arange(len(ends), dtype=torch.int64 if bonus_row_is_last else torch.int32) % 5
     slots = Slots(places, torch.zeros((5, 33), dtype=torch.int32), prompt_len, total_len)
     if rule.config.repeat_ngram:
         repeats.block_repeats(blocked, slots, given, rule.config.repeat_ngram)

@@ -83,7 +83,9 @@ def _block(rule: MarginRule, device: torch.device, *, bonus_row_is_last: bool) -
     from vllm_mars.kernels.sections import blocked_rows
 
     zero = _ids(0, device)
-    slots = Slots(zero, zero[None], zero, zero)
+    # V2's `idx_mapping` is int64.
+    places = zero.long() if bonus_row_is_last else zero
+    slots = Slots(places, zero[None], zero, zero)
     drafts = Drafts(torch.empty(0, 0), zero, _ids(1, device), bonus_row_is_last=bonus_row_is_last)
     markers = Sections(rule.config).markers(device)
     blocked = blocked_rows(zero.clone(), zero.clone(), zero, slots, drafts, markers)
