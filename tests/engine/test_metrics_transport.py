@@ -30,9 +30,11 @@ class Runner:
     speculative_config = SimpleNamespace(num_speculative_tokens=3)
     device = torch.device("cpu")
 
-    def __init__(self):
+    def __init__(self, backend=None):
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
+        parallel_config = SimpleNamespace(distributed_executor_backend=backend)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel_config)
         self.sampled = None
         self.executed = EMPTY_MODEL_RUNNER_OUTPUT
 
@@ -100,6 +102,14 @@ def test_other_ranks_do_not_count(on_rank):
     runner.sampled = runner_output()
     runner.sample_tokens(None)
     assert not hasattr(runner.sampled, FIELD)
+
+
+def test_each_rank_of_an_external_launcher_counts(on_rank):
+    """It is an engine of its own, whose outputs nobody else reads."""
+    on_rank(1)
+    rule = MarginRule(MarsConfig(), [])
+    attach_counters(Runner("external_launcher"), rule)
+    assert rule.counters is not None
 
 
 def test_asynchronous_outputs_carry_the_counts():

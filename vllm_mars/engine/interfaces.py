@@ -33,6 +33,7 @@ _RUNNER: Interfaces = {
         "ModelConfig.hf_text_config",
         "call ModelConfig.try_get_generation_config",
     ],
+    "vllm.config.parallel": ["ParallelConfig.distributed_executor_backend"],
     "vllm.distributed": ["call get_tensor_model_parallel_rank"],
     "vllm.logger": ["call init_logger(name)"],
     "vllm.sampling_params": ["SamplingParams", "SamplingParams: extra_args, structured_outputs"],

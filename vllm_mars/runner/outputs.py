@@ -31,14 +31,17 @@ def attach_counters(runner: Any, rule: MarginRule) -> None:
     Args:
         runner: vLLM's V1 or V2 `GPUModelRunner` with a rejection sampler. Its `execute_model` and
             `sample_tokens` are wrapped, on this instance alone; on a tensor-parallel rank whose
-            output vLLM drops, nothing is counted.
+            output vLLM drops, nothing is counted. With an external launcher, such as torchrun, each
+            rank has an engine of its own, which drops nothing.
         rule: gets its counters.
     """
     from vllm.distributed import get_tensor_model_parallel_rank
 
-    is_first_rank = get_tensor_model_parallel_rank() == 0
+    parallel_config = runner.vllm_config.parallel_config
+    is_engines_own = parallel_config.distributed_executor_backend == "external_launcher"
+    is_read = is_engines_own or get_tensor_model_parallel_rank() == 0
     counters = Counters(layout_of(rule.config, runner.speculative_config), runner.device)
-    if is_first_rank:
+    if is_read:
         rule.counters = counters
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
     has_begun = False
@@ -56,7 +59,7 @@ def attach_counters(runner: Any, rule: MarginRule) -> None:
         carrier = carrier_of(output)
         if carrier is not None and (increase := counters.take_delta()):
             setattr(carrier, FIELD, increase)
-        if rule.relaxed and is_first_rank:
+        if rule.relaxed and is_read:
             attach_relaxed(output, carrier, rule.relaxed)
         return output
 
