@@ -261,6 +261,8 @@ LADDER: Columns = {
 
 
 def ladder(name: str) -> list[str]:
-    """Drafts of rising quality."""
-    found = sweep(name)
-    return described(LADDER, [compared(found, *rung) for rung in RUNGS.items()])
+    """Drafts of rising quality, those that were measured on all prompts of a sweep."""
+    found = by_dataset(name)[ALL]
+    measured = {row.key.draft for row in found}
+    rungs = [rung for rung in RUNGS.items() if rung[0] in measured]
+    return described(LADDER, [compared(found, *rung) for rung in rungs])

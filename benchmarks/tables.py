@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from benchmarks import draft_length, tree_summary, validated
+from benchmarks.draft import evaluate
 from benchmarks.markdown import Columns, Text, at, described, pair, shown, transposed
 from benchmarks.sweep_tables import (
     ALL,
@@ -101,20 +102,9 @@ SERVED: Columns = {
 }
 
 
-HEADS = {"half": "after half of the steps", "head": "trained"}
-OFFLINE: Columns = {
-    "head": at("name"),
-    "mean acceptance length": at(LENGTH, ".2f"),
-    "accepted by position": lambda draft: " ".join(
-        f"{share:.2f}" for share in draft["acceptance_by_position"]
-    ),
-}
-
-
-def offline(name: str) -> list[str]:
-    """The heads of a file that `evaluate` of an earlier commit wrote."""
-    found = raw(name)["heads"]
-    return described(OFFLINE, [{**found[key], "name": text} for key, text in HEADS.items()])
+def heads(name: str, part: str) -> list[str]:
+    """A table of heads that were measured offline."""
+    return evaluate.tables(raw(name))[part]
 
 
 # Sweeps at equal loss.
@@ -358,7 +348,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "demo": lambda: transposed(DEMO, MODES.values(), map(raw("demo-price-cpu").get, MODES)),
     "demo.earlier": lambda: described(DEMOS, map(raw, THETA_DEMOS)),
     "draft.served": lambda: transposed(SERVED, ("K 3", "K 4"), map(raw, THETA_DEMOS[1:3])),
-    "draft.offline": partial(offline, "draft-offline-cpu"),
+    "draft.losses": partial(heads, "draft-losses-cpu", "rules"),
+    "draft.equal_loss": partial(heads, "draft-losses-cpu", "equal_loss"),
     "draft.ladder": partial(ladder, "ladder-cpu"),
     "thetas.greedy": partial(rules, "sweep-cpu", GREEDY),
     "thetas.head": partial(rules, "sweep-eagle3-cpu", GREEDY),
@@ -381,6 +372,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "drafts.kinds": lambda: described(KINDS, by_kind().values()),
     "drafts.all": lambda: described(DRAFTED, map(by_kind()[ALL].get, BY_KIND)),
     "speed.rules": partial(frontier, SPEEDS, "speed-head-cpu", HEAD_K4),
+    "speed.recommended": partial(ladder, "recommended-cpu"),
     "speed.equal_loss": partial(at_equal_loss, "speed-head-cpu", HEAD_K4),
     "frontier.rules": partial(frontier, FRONTIER, "frontier-cpu", HEAD),
     "frontier.equal_loss": partial(at_equal_loss, "frontier-cpu", HEAD),

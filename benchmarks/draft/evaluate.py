@@ -24,14 +24,13 @@ from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 
 SCHEMA = "vllm-mars/drafts/2"
-# What tells heads apart in a table, of their training.json.
+# What tells heads apart, of their training.json.
 TRAINED = (
     *("steps", "seen_tokens", "draft_vocab_size", "aux_layers", "megabytes"),
     *("steps_ahead", "loss", "price", "epochs"),
 )
 COLUMNS: Columns = {
     "head": at("head"),
-    "trained": lambda of: ", ".join(f"{name} {value}" for name, value in of["trained"].items()),
     "rule": at("rule"),
     "tokens per step": at("length", ".2f"),
     "accepted by position": lambda of: " ".join(
