@@ -102,9 +102,10 @@ SERVED: Columns = {
 }
 
 
-def heads(name: str, part: str) -> list[str]:
-    """A table of heads that were measured offline."""
-    return evaluate.tables(raw(name))[part]
+@cache
+def heads(name: str) -> dict[str, list[str]]:
+    """The tables of heads that were measured offline."""
+    return evaluate.tables(raw(name))
 
 
 # Sweeps at equal loss.
@@ -348,8 +349,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "demo": lambda: transposed(DEMO, MODES.values(), map(raw("demo-price-cpu").get, MODES)),
     "demo.earlier": lambda: described(DEMOS, map(raw, THETA_DEMOS)),
     "draft.served": lambda: transposed(SERVED, ("K 3", "K 4"), map(raw, THETA_DEMOS[1:3])),
-    "draft.losses": partial(heads, "draft-losses-cpu", "rules"),
-    "draft.equal_loss": partial(heads, "draft-losses-cpu", "equal_loss"),
+    "draft.losses": lambda: heads("draft-losses-cpu")["rules"],
+    "draft.equal_loss": lambda: heads("draft-losses-cpu")["equal_loss"],
     "draft.ladder": partial(ladder, "ladder-cpu"),
     "thetas.greedy": partial(rules, "sweep-cpu", GREEDY),
     "thetas.head": partial(rules, "sweep-eagle3-cpu", GREEDY),

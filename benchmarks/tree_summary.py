@@ -143,15 +143,22 @@ def _comparisons(figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, 
 def _at_equal_loss(figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, Any]]:
     """Each tree beside a chain, by those prices at which both lose as much."""
     for tree, chain in _pairs(figures, "strict"):
-        lengths = {shape: lengths_by_loss(figures, shape) for shape in (tree, chain)}
-        for i, loss in enumerate(LOSSES):
-            own, other = (lengths[shape][i] for shape in (tree, chain))
-            if not np.isnan([own, other]).any():
-                yield {
-                    **{"tree": tree, "chain": chain, "nats_per_token": loss},
-                    **{"tree_length": with_interval(own), "chain_length": with_interval(other)},
-                    "length_ratio": with_interval(own / other),
-                }
+        for loss, own, other in both_by_loss(figures, tree, chain):
+            yield {
+                **{"tree": tree, "chain": chain, "nats_per_token": loss},
+                **{"tree_length": with_interval(own), "chain_length": with_interval(other)},
+                "length_ratio": with_interval(own / other),
+            }
+
+
+def both_by_loss(
+    figures: dict[tuple[str, str], Figures], one: str, other: str
+) -> Iterator[tuple[float, NDArray[np.float64], NDArray[np.float64]]]:
+    """Each of `LOSSES` that two shapes reach, with the tokens per step `[resamples]` of both."""
+    lengths = (lengths_by_loss(figures, shape) for shape in (one, other))
+    for loss, *both in zip(LOSSES, *lengths, strict=True):
+        if not np.isnan(both).any():
+            yield loss, both[0], both[1]
 
 
 def lengths_by_loss(figures: dict[tuple[str, str], Figures], shape: str) -> NDArray[np.float64]:

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.markdown import Columns, at, described
 from benchmarks.tree import choose_prompts
 from benchmarks.tree_cells import STRICT, DraftShape, Rule, Study, counts
-from benchmarks.tree_summary import COUNTS, LOSSES, figures_of, lengths_by_loss, with_interval
+from benchmarks.tree_summary import COUNTS, both_by_loss, figures_of, with_interval
 from vllm_mars.local.draft_head import WEIGHTS_KEY, check_head
 from vllm_mars.local.intervals import resamples
 from vllm_mars.local.packaged_model import sha256
@@ -38,7 +38,6 @@ COLUMNS: Columns = {
     ),
     "nats per token": at("nats_per_token", ".3f"),
 }
-
 EQUAL_LOSS: Columns = {
     "head": at("head"),
     "nats lost per token": at("nats_per_token"),
@@ -136,22 +135,19 @@ def tables(result: dict[str, Any]) -> dict[str, list[str]]:
         cell | {name: with_interval(of) for name, of in found[cell["rule"], cell["head"]].items()}
         for cell in result["cells"]
     ]
-    lengths = {head: lengths_by_loss(found, head) for _, head in found}
-    first = next(iter(lengths.values()))
+    heads = list(dict.fromkeys(head for _, head in found))
     at_equal_loss = [
         {
             **{"head": head, "nats_per_token": loss, "length": with_interval(own)},
-            "ratio": with_interval(own / other),
+            "ratio": with_interval(own / first),
         }
-        for head, of in lengths.items()
-        for loss, own, other in zip(LOSSES, of, first, strict=True)
-        if not np.isnan([own, other]).any()
+        for head in heads
+        for loss, own, first in both_by_loss(found, head, heads[0])
     ]
+    at_equal_loss.sort(key=lambda of: of["nats_per_token"])
     return {
         "rules": described(COLUMNS, rows),
-        "equal_loss": described(
-            EQUAL_LOSS, sorted(at_equal_loss, key=lambda of: of["nats_per_token"])
-        ),
+        "equal_loss": described(EQUAL_LOSS, at_equal_loss),
     }
 
 

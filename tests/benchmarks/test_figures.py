@@ -21,7 +21,7 @@ LACK = {
         *("trees-cpu.json", "trees-longer-cpu.json"),
     ),
     # Changed files, the docs say which where it matters.
-    "clean cpu load": (*("fuzz.json", "load-cpu.json", "startup-cpu.json"),),
+    "clean cpu load": ("fuzz.json", "load-cpu.json", "startup-cpu.json"),
     # They name the host.
     "nameless cpu load": ("sweep-cpu.jsonl", "sweep-eagle3-cpu.jsonl", "sweep-short-cpu.jsonl"),
     "clean nameless cpu load": ("sweep-tasks-cpu.jsonl",),
