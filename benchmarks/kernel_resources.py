@@ -75,7 +75,8 @@ def _margin(per_request: bool = False, **limits: Any) -> Margin:
 def variants() -> dict[str, Callable[[], Any]]:
     """Calls of the launchers by variant: all that the samplers and the public functions reach.
 
-    A name begins with that of the kernel; what else a call launches is another variant.
+    A name begins with that of the kernel, but "judge" is `accept_kernel` for verdicts alone; what
+    else a call launches is another variant.
     """
     by_index: dict[str, Any] = {"target_rows": _IDS, "bonus_rows": _ONE}
     last: dict[str, Any] = {"bonus_row_is_last": True}
@@ -165,7 +166,8 @@ def _repeat() -> None:
 
 def compile_variant(name: str, target: str) -> Any:
     """The compiled kernel of one of `variants`; Triton's `CompiledKernel`."""
-    return compile_launch(variants()[name], f"{name.split(',')[0]}_kernel", target)
+    kernel = name.split(",")[0].replace("judge", "accept")
+    return compile_launch(variants()[name], f"{kernel}_kernel", target)
 
 
 def compile_launch(launch: Callable[[], Any], kernel_name: str, target: str) -> Any:

@@ -219,7 +219,7 @@ def mars_judge(step: Step) -> Variant:
     batch, k, vocab, _ = step.shape
     call = functools.partial(
         judge_drafts,
-        Drafts(step.logits, step.drafts, step.ends, step.target_rows),
+        Drafts(step.logits, step.drafts, step.ends, step.target_rows, max_draft_len=k),
         Margin(THETA, protected=step.protected),
     )
     return Variant(

@@ -5,8 +5,8 @@ positions, B requests, R = N + B rows that are read (N without `bonus_rows`), S 
 
     top2_kernel    grid (R, S)   z1 with its id, and z2, of each split of a row: see `top2`
     accept_kernel  grid (B,)     joins the splits of one request's rows, applies the rule, and
-                                 writes the request's outputs
-    judge_kernel   grid (B,)     in its place for `judge_positions`: writes the verdicts alone
+                                 writes the request's outputs, or for `judge_positions` the
+                                 verdicts alone
 
 With a price and no verdicts asked for, z2 is neither looked for nor stored.
 
@@ -64,13 +64,10 @@ _FIRST = tl.constexpr(int(Verdict.FIRST))
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def accept_kernel(
-    # [batch, max_draft_len + 1]
+    # [batch, max_draft_len + 1], and three of [batch]; None for verdicts alone
     output_token_ids_ptr,
-    # [batch]
     num_accepted_ptr,
-    # [batch]
     num_relaxed_ptr,
-    # [batch]
     lost_ptr,
     # [num_draft, 2] or None
     top2_values_ptr,
@@ -137,6 +134,8 @@ def accept_kernel(
     WITH_VERDICTS: tl.constexpr,
     # The margin accepts nothing: verdicts alone tell what it would.
     DRY_RUN: tl.constexpr,
+    # Each position by itself, for verdicts alone.
+    ALONE: tl.constexpr,
 ):
     request = tl.program_id(0)
     end = tl.load(cu_num_draft_tokens_ptr + request)
@@ -147,9 +146,7 @@ def accept_kernel(
         gap = tl.load(gap + request)
     if HAS_PRICE:
         price = price_of(price, request, PRICE_PER_REQUEST)
-    # What the request starts this step with, and has relaxed and lost in it.
-    relaxed = tl.zeros([], tl.int64)
-    lost = tl.zeros([], tl.int64)
+    # What the request starts this step with.
     produced = tl.zeros([], tl.int64)
     left_to_relax = tl.zeros([], tl.int64)
     left_to_lose = tl.zeros([], tl.int64)
@@ -194,197 +191,60 @@ def accept_kernel(
         HAS_BLOCKED,
         HAS_PRICE,
         WITH_SECOND,
-        False,
+        ALONE,
     )
     length = end - start
     if HAS_BUDGET or HAS_LOSS_BUDGET:
-        verdict, _, _ = within_budgets(
+        verdict = within_budgets(
             verdict,
             loss,
             offset,
             length,
             produced,
             left_to_relax,
-            relaxed,
             left_to_lose,
-            lost,
             share,
             rate,
             HAS_BUDGET,
             HAS_LOSS_BUDGET,
         )
-    if HAS_PRICE:
-        verdict = up_to_best_stop(verdict, loss, offset, is_row, length, price)
-    strict = verdict == _FIRST
-    is_relaxed = verdict == _RELAXED
-    if DRY_RUN:
-        is_relaxed = is_relaxed & False
-    accepted = tl.min(tl.where(is_row & ~(strict | is_relaxed), offset, length), axis=0)
-    kept = offset < accepted
-    num_relaxed = tl.sum((kept & is_relaxed).to(tl.int32), axis=0)
-    sum_lost = tl.sum(tl.where(kept & is_relaxed, loss, 0), axis=0)
+    if not ALONE:
+        if HAS_PRICE:
+            verdict = up_to_best_stop(verdict, loss, offset, is_row, length, price)
+        strict = verdict == _FIRST
+        is_relaxed = verdict == _RELAXED
+        if DRY_RUN:
+            is_relaxed = is_relaxed & False
+        accepted = tl.min(tl.where(is_row & ~(strict | is_relaxed), offset, length), axis=0)
+        kept = offset < accepted
+        num_relaxed = tl.sum((kept & is_relaxed).to(tl.int32), axis=0)
+        sum_lost = tl.sum(tl.where(kept & is_relaxed, loss, 0), axis=0)
 
-    token = tl.where(kept, draft, -1)
-    token = tl.where(is_row & (offset == accepted), argmax.to(tl.int64), token)
-    if BONUS == "ids":
-        bonus = tl.load(bonus_token_ids_ptr + request).to(tl.int64)
-        token = tl.where((offset == length) & (accepted == length), bonus, token)
-    if BONUS == "rows":
-        row = num_draft + request + tl.zeros([1], tl.int32)
-        of_bonus, _ = reduce_splits(
-            best_ptr, second_ptr, row, row >= 0, num_splits, SPLITS, WITH_SECOND
+        token = tl.where(kept, draft, -1)
+        token = tl.where(is_row & (offset == accepted), argmax.to(tl.int64), token)
+        if BONUS == "ids":
+            bonus = tl.load(bonus_token_ids_ptr + request).to(tl.int64)
+            token = tl.where((offset == length) & (accepted == length), bonus, token)
+        if BONUS == "rows":
+            row = num_draft + request + tl.zeros([1], tl.int32)
+            of_bonus, _ = reduce_splits(
+                best_ptr, second_ptr, row, row >= 0, num_splits, SPLITS, WITH_SECOND
+            )
+            bonus = tl.max(unpack_id(of_bonus), axis=0).to(tl.int64)
+            token = tl.where((offset == length) & (accepted == length), bonus, token)
+        tl.store(
+            output_token_ids_ptr + request.to(tl.int64) * (max_draft_len + 1) + offset,
+            token.to(output_token_ids_ptr.dtype.element_ty),
+            mask=offset <= max_draft_len,
         )
-        bonus = tl.max(unpack_id(of_bonus), axis=0).to(tl.int64)
-        token = tl.where((offset == length) & (accepted == length), bonus, token)
-    tl.store(
-        output_token_ids_ptr + request.to(tl.int64) * (max_draft_len + 1) + offset,
-        token.to(output_token_ids_ptr.dtype.element_ty),
-        mask=offset <= max_draft_len,
-    )
-    tl.store(num_accepted_ptr + request, accepted)
-    tl.store(num_relaxed_ptr + request, num_relaxed)
-    tl.store(lost_ptr + request, sum_lost)
-    if WITH_VERDICTS:
+        tl.store(num_accepted_ptr + request, accepted)
+        tl.store(num_relaxed_ptr + request, num_relaxed)
+        tl.store(lost_ptr + request, sum_lost)
+    if top2_values_ptr is not None:
         store_values(top2_values_ptr, position, first, second, is_row)
+    if WITH_VERDICTS:
         tl.store(verdicts_ptr + position, verdict.to(tl.int8), mask=is_row)
         tl.store(losses_ptr + position, loss.to(tl.int32), mask=is_row)
-
-
-@triton.jit(
-    do_not_specialize=_UNSPECIALIZED,
-    do_not_specialize_on_alignment=_UNALIGNED,
-)
-def judge_kernel(
-    # [num_draft]
-    verdicts_ptr,
-    # [num_draft]
-    losses_ptr,
-    # [num_draft, 2] or None
-    top2_values_ptr,
-    # [num_rows, num_splits]
-    best_ptr,
-    # [num_rows, num_splits]
-    second_ptr,
-    # [*, vocab]
-    logits_ptr,
-    logits_stride,
-    # [num_draft]
-    draft_token_ids_ptr,
-    # [vocab] or None
-    protected_ptr,
-    # [num_draft] or None
-    blocked_ptr,
-    # [batch] or None
-    budget_used_ptr,
-    # [batch] or None
-    budget_lost_ptr,
-    # [batch] or None
-    budget_produced_ptr,
-    # [num_draft] or None
-    target_rows_ptr,
-    # [batch], inclusive prefix sum
-    cu_num_draft_tokens_ptr,
-    # float, or [batch]
-    theta,
-    # float, or [batch]
-    gap,
-    # in units of 2**-LOSS_BITS nats, or [batch] in nats
-    price,
-    # of the budgets, in units of 2**-SHARE_BITS; the rate may be [batch]
-    share,
-    rate,
-    # in units of 2**-LOSS_BITS nats
-    burst,
-    vocab,
-    num_splits,
-    SPLITS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    HAS_TARGET_ROWS: tl.constexpr,
-    HAS_PROTECTED: tl.constexpr,
-    HAS_BLOCKED: tl.constexpr,
-    HAS_BUDGET: tl.constexpr,
-    HAS_LOSS_BUDGET: tl.constexpr,
-    HAS_PRICE: tl.constexpr,
-    THETA_PER_REQUEST: tl.constexpr,
-    GAP_PER_REQUEST: tl.constexpr,
-    PRICE_PER_REQUEST: tl.constexpr,
-    RATE_PER_REQUEST: tl.constexpr,
-    WITH_SECOND: tl.constexpr,
-    WITH_VALUES: tl.constexpr,
-):
-    request = tl.program_id(0)
-    end = tl.load(cu_num_draft_tokens_ptr + request)
-    start = tl.load(cu_num_draft_tokens_ptr + request - 1, mask=request > 0, other=0)
-    if THETA_PER_REQUEST:
-        theta = tl.load(theta + request)
-    if GAP_PER_REQUEST:
-        gap = tl.load(gap + request)
-    if HAS_PRICE:
-        price = price_of(price, request, PRICE_PER_REQUEST)
-    # What the request starts this step with, and has relaxed and lost in it.
-    relaxed = tl.zeros([], tl.int64)
-    lost = tl.zeros([], tl.int64)
-    produced = tl.zeros([], tl.int64)
-    left_to_relax = tl.zeros([], tl.int64)
-    left_to_lose = tl.zeros([], tl.int64)
-    if HAS_BUDGET or HAS_LOSS_BUDGET:
-        produced = tl.load(budget_produced_ptr + request).to(tl.int64)
-    if HAS_BUDGET:
-        left_to_relax -= tl.load(budget_used_ptr + request)
-    if HAS_LOSS_BUDGET:
-        left_to_lose += burst - tl.load(budget_lost_ptr + request)
-        if RATE_PER_REQUEST:
-            rate = tl.load(rate + request)
-    offset = tl.arange(0, POSITIONS)
-    # The longest draft is not known on the host: a request's positions go in blocks.
-    for block in range(0, end - start, POSITIONS):
-        position = start + block + offset
-        is_draft = position < end
-        _, verdict, loss, first, second, _ = verdicts_at(
-            best_ptr,
-            second_ptr,
-            logits_ptr,
-            logits_stride,
-            draft_token_ids_ptr,
-            protected_ptr,
-            blocked_ptr,
-            position,
-            position,
-            rows_at(target_rows_ptr, position, is_draft, HAS_TARGET_ROWS),
-            is_draft,
-            is_draft,
-            theta,
-            gap,
-            price,
-            vocab,
-            num_splits,
-            SPLITS,
-            HAS_PROTECTED,
-            HAS_BLOCKED,
-            HAS_PRICE,
-            WITH_SECOND,
-            True,
-        )
-        if HAS_BUDGET or HAS_LOSS_BUDGET:
-            verdict, relaxed, lost = within_budgets(
-                verdict,
-                loss,
-                offset,
-                POSITIONS,
-                produced + block,
-                left_to_relax,
-                relaxed,
-                left_to_lose,
-                lost,
-                share,
-                rate,
-                HAS_BUDGET,
-                HAS_LOSS_BUDGET,
-            )
-        tl.store(verdicts_ptr + position, verdict.to(tl.int8), mask=is_draft)
-        tl.store(losses_ptr + position, loss.to(tl.int32), mask=is_draft)
-        if WITH_VALUES:
-            store_values(top2_values_ptr, position, first, second, is_draft)
 
 
 def num_positions(max_draft_len: int) -> int:
@@ -393,7 +253,7 @@ def num_positions(max_draft_len: int) -> int:
 
 
 def _limit_arguments(drafts: Drafts, margin: Margin) -> dict[str, Any]:
-    """What `accept_kernel` and `judge_kernel` take besides."""
+    """What `accept_kernel` takes of limits."""
     budget, nats = margin.budget, margin.loss_budget
     either = budget if nats is None else nats
     return {
@@ -438,7 +298,7 @@ def verify_greedy(
         num_accepted_ptr=out.num_accepted,
         num_relaxed_ptr=out.num_relaxed,
         lost_ptr=out.lost,
-        top2_values_ptr=out.top2_values,
+        top2_values_ptr=out.top2_values if with_verdicts else None,
         verdicts_ptr=out.verdicts,
         losses_ptr=out.losses,
         bonus_token_ids_ptr=drafts.bonus_token_ids,
@@ -448,6 +308,7 @@ def verify_greedy(
         BONUS=bonus,
         WITH_VERDICTS=with_verdicts,
         DRY_RUN=dry_run,
+        ALONE=False,
         **row_arguments(drafts, margin, with_verdicts),
         **_limit_arguments(drafts, margin),
     )
@@ -462,12 +323,20 @@ def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = Fal
     losses = torch.empty(num_draft, dtype=torch.int32, device=device)
     values = torch.empty((num_draft, 2), device=device) if with_top2_values else None
     if num_draft:
-        judge_kernel[(drafts.cu_num_draft_tokens.shape[0],)](
+        accept_kernel[(drafts.cu_num_draft_tokens.shape[0],)](
+            **dict.fromkeys(("output_token_ids_ptr", "num_accepted_ptr", "num_relaxed_ptr")),
+            lost_ptr=None,
+            top2_values_ptr=values,
             verdicts_ptr=verdicts,
             losses_ptr=losses,
-            top2_values_ptr=values,
-            POSITIONS=_MIN_POSITIONS,
-            WITH_VALUES=with_top2_values,
+            bonus_token_ids_ptr=None,
+            num_draft=num_draft,
+            max_draft_len=drafts.max_draft_len,
+            POSITIONS=num_positions(drafts.max_draft_len),
+            BONUS="no",
+            WITH_VERDICTS=True,
+            DRY_RUN=False,
+            ALONE=True,
             **row_arguments(drafts, margin, with_top2_values),
             **_limit_arguments(drafts, margin),
         )

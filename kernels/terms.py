@@ -190,8 +190,8 @@ class Drafts(NamedTuple):
         bonus_token_ids: `[batch]` or `[batch, 1]` int32 or int64, what follows a draft of which all
             is accepted; or None.
         bonus_rows: `[batch]` int32 or int64, rows whose argmax is that; or None.
-        max_draft_len: the longest draft of a request, which sets the width of what is emitted; None
-            to read it from the prefix sum, which waits for the device.
+        max_draft_len: the longest draft of a request, or more, which sets the width of what is
+            emitted; None to read it from the prefix sum, which waits for the device.
         bonus_row_is_last: whether this is the layout of vLLM's Model Runner V2:
             `draft_token_ids` are the model's input tokens, so that a row's draft token stands one
             entry behind it, and `cu_num_draft_tokens` counts a request's bonus row, its last, too.

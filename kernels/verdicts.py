@@ -130,19 +130,19 @@ def within_budgets(
     length,
     produced,
     left_to_relax,
-    relaxed,
     left_to_lose,
-    lost,
     share,
     rate,
     HAS_BUDGET: tl.constexpr,
     HAS_LOSS_BUDGET: tl.constexpr,
 ):
-    """The verdicts with BUDGET or LOSS where a sum is used up, and the sums after them.
+    """The verdicts with BUDGET or LOSS where what is relaxed in this step uses a sum up.
 
-    `relaxed` and `lost` are the request's sums in this step so far; `left_to_relax` and
-    `left_to_lose` what it starts with, to which each output token adds its share or rate.
+    `left_to_relax` and `left_to_lose` are what the request starts the step with, to which each
+    output token adds its share or rate.
     """
+    relaxed = tl.zeros([], tl.int64)
+    lost = tl.zeros([], tl.int64)
     most_relaxed = ((share * (produced + offset + 1)) >> _SHARE_BITS) + left_to_relax
     most_lost = ((rate * (produced + offset + 1)) >> _RATE_SHIFT) + left_to_lose
     for j in range(0, length):
@@ -160,7 +160,7 @@ def within_budgets(
             fits = fits & fits_loss
         relaxed += tl.where(fits, count, 0)
         lost += tl.where(fits, weight, 0)
-    return verdict, relaxed, lost
+    return verdict
 
 
 @triton.jit

@@ -300,10 +300,7 @@ def verify_drafts(
     """
     resolved = resolve_backend(backend, drafts.logits.device.type)
     check_step(drafts, margin)
-    if drafts.max_draft_len is None:
-        ends = drafts.cu_num_draft_tokens
-        lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        drafts = drafts._replace(max_draft_len=max(lengths, default=0))
+    drafts = _sized(drafts)
     if out is not None:
         _check_out(out, drafts, with_verdicts)
     kernels = kernels_of(resolved, drafts.logits.device.type)
@@ -359,4 +356,13 @@ def judge_drafts(
     resolved = resolve_backend(backend, drafts.logits.device.type)
     check_step(drafts, margin)
     kernels = kernels_of(resolved, drafts.logits.device.type)
-    return kernels.judge_positions(drafts, margin, with_top2_values)
+    return kernels.judge_positions(_sized(drafts), margin, with_top2_values)
+
+
+def _sized(drafts: Drafts) -> Drafts:
+    """The drafts with their longest length, which is read from the device where it is not known."""
+    if drafts.max_draft_len is not None:
+        return drafts
+    ends = drafts.cu_num_draft_tokens
+    lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return drafts._replace(max_draft_len=max(lengths, default=0))

@@ -63,7 +63,6 @@ def seen(monkeypatch):
     for module, name in (
         (top2, "top2_kernel"),
         (greedy, "accept_kernel"),
-        (greedy, "judge_kernel"),
         (counting, "count_kernel"),
         (sections, "block_kernel"),
         (repeats, "repeat_kernel"),
