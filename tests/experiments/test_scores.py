@@ -193,6 +193,9 @@ def test_an_answer_may_continue_the_function_of_its_prompt():
         ("open('x', 'w').write('a' * 10**8)", "File too large|SIGXFSZ"),
         ("import os; assert not os.environ.get('PATH'), os.environ", ""),
         ("assert not input()", "EOF"),
+        ("print([1, 2]); print('and more')", ""),
+        ("while True: print('x' * 1000)", "SIGXCPU|SIGKILL"),
+        ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "x{500}"),
         ("raise ValueError('no')", "ValueError: no"),
     ],
 )

@@ -1,9 +1,10 @@
 """Runs generated code in a process of its own: little time and memory, no network, no processes.
 
 Confinement of careless code, not of hostile code: ask for code or SQL where that suffices.
-The process has empty environment, directory and input; limits of CPU time, wall time, memory and
-file size; an audit hook that refuses sockets, processes and foreign code; and, where Linux lets an
-ordinary user make one, a network namespace without any network.
+The process has empty environment, directory and input, and what it prints is thrown away. It has
+limits of CPU time, wall time, memory and file size; an audit hook that refuses sockets, processes
+and foreign code; and, where Linux lets an ordinary user make one, a network namespace without any
+network.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ CPU_SECONDS = 5
 WALL_SECONDS = 15.0
 MEMORY_BYTES = 512 * 2**20
 FILE_BYTES = 2**20
+REASON_CHARACTERS = 500
 
 # Runs in the child: the limits first, then the program, then the proof that its end was reached.
 _CHILD = """
@@ -44,7 +46,7 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 def run(write=os.write):
     exec(compile(program, "<answer>", "exec"), {"__name__": "answer"})
-    write(1, f"{token} {namespace:d}".encode())
+    write(2, f"{token} {namespace:d}".encode())
 run()
 """
 
@@ -83,27 +85,31 @@ def run_confined(program: str) -> Ending:
     sent = "\0".join([token, program.replace("\0", ""), *map(str, limits)])
     with (
         tempfile.TemporaryDirectory(prefix="vllm-mars-code-") as directory,
+        # A file, whose size is limited; a pipe would take what a careless loop prints.
+        tempfile.TemporaryFile() as errors,
         subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _CHILD],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
             cwd=directory,
             env={},
             start_new_session=True,
         ) as child,
     ):
         try:
-            out, err = child.communicate(sent.encode(errors="replace"), WALL_SECONDS)
+            child.communicate(sent.encode(errors="replace"), WALL_SECONDS)
         except subprocess.TimeoutExpired:
             return Ending(False, f"it ran longer than {WALL_SECONDS:g} s")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-    words = out.decode(errors="replace").split()
-    if len(words) >= 2 and words[-2] == token:
-        return Ending(True, own_network=words[-1] == "1")
+        errors.seek(0)
+        text = errors.read().decode(errors="replace")
+    _, proof, after = text.partition(f"{token} ")
+    if proof:
+        return Ending(True, own_network=after.startswith("1"))
     if child.returncode < 0:
         return Ending(False, f"ended by {signal.Signals(-child.returncode).name}")
-    tail = err.decode(errors="replace").strip().splitlines()[-1:]
-    return Ending(False, tail[0] if tail else "it ended before its test")
+    tail = text.strip().splitlines()[-1:]
+    return Ending(False, tail[0][-REASON_CHARACTERS:] if tail else "it ended before its test")
