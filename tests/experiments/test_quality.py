@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from vllm_mars.experiments.quality.intervals import estimate, non_inferiority
-from vllm_mars.experiments.quality.judge import Judge, estimates, mean_scores, reference_cell
+from vllm_mars.experiments.quality.judge import (
+    Judge,
+    estimates,
+    mean_scores,
+    reference_cell,
+    unjudged,
+)
 from vllm_mars.experiments.quality.target_scores import Scored
 from vllm_mars.experiments.sweep.datasets import Item
 from vllm_mars.experiments.sweep.records import (
@@ -17,8 +23,6 @@ from vllm_mars.experiments.sweep.records import (
     CellKey,
     OffChoice,
     Output,
-    PromptQuality,
-    Quality,
     Settings,
     Speed,
 )
@@ -261,6 +265,64 @@ def test_nothing_is_said_of_identity_where_it_cannot_be_told():
         assert judged(cells, known, scorer)[-1].quality.estimate("identity") is None
 
 
+def test_answers_without_their_thoughts_are_not_shown_to_the_target():
+    from dataclasses import replace
+
+    items = (Item("a", "", "?"), Item("b", "", "?"))
+    cells = [cell("autoregressive", PLAIN), strict_cell(OTHER)]
+    settings = replace(cells[0].settings, server_args=("--reasoning-parser=deepseek_r1",))
+    target = Target()
+    target.score_all = lambda pairs: dict.fromkeys(pairs, "never asked")
+    for found in judged([replace(c, settings=settings) for c in cells], items, target):
+        for name in ("nll", "loss", "identity"):
+            assert found.quality.estimate(name) is None
+        assert "A reasoning parser kept the thoughts out" in found.quality.notes[0]
+
+
+def test_cells_are_judged_again_once_there_is_a_reference():
+    items = (Item("a", "", "?"), Item("b", "", "?"))
+    (mars,) = judged([cell("mars", OTHER)], items)
+    assert mars.quality.estimate("agreement") is None
+    assert unjudged([mars]) == []
+    plain = cell("autoregressive", PLAIN)
+    assert unjudged([mars, plain]) == [mars, plain]
+    mars, plain = judged([mars, plain], items)
+    assert mars.quality.estimate("agreement").value == 0
+    assert unjudged([mars, plain]) == []
+
+
+def test_an_answer_that_fills_the_context_is_scored_but_for_its_end(monkeypatch):
+    from vllm_mars.experiments.quality import target_scores
+
+    class Tokenizer:
+        """A letter is a token."""
+
+        def __call__(self, text, **_):
+            places = [(i, i + 1) for i in range(len(text))]
+            return {"input_ids": [ord(letter) for letter in text], "offset_mapping": places}
+
+    def fetch(url, timeout, body=None):
+        if url.endswith("/v1/models"):
+            return json.dumps({"data": [{"max_model_len": 8}]}).encode()
+        assert len(body["prompt"]) < 8, "the server refuses it"
+        rows = [
+            {str(token): {"logprob": -2.0, "decoded_token": "?"}, "0": {"logprob": -1.0}}
+            for token in body["prompt"]
+        ]
+        for row in rows:
+            row["0"]["decoded_token"] = "!"
+        return json.dumps({"choices": [{"prompt_logprobs": rows}]}).encode()
+
+    monkeypatch.setattr(target_scores, "fetch", fetch)
+    scorer = object.__new__(target_scores.TargetScorer)
+    scorer._base_url = scorer._url = "url"
+    scorer._model, scorer._tokenizer = "model", Tokenizer()
+    scorer._prompt_ids = lambda prompt: [1, 2, 3]
+    found = scorer.score_all([("?", "abcde")])[("?", "abcde")]
+    assert [token.text for token in found.off_choice] == list("abcd")
+    assert (found.nll, found.loss, len(found.gaps)) == (2.0, 1.0, 4)
+
+
 def test_how_far_batching_moves_the_gaps(monkeypatch):
     """Beside the first prompt the second one's second gap is 0.25 less, and another token wins."""
     from vllm_mars.experiments.quality import target_scores
@@ -283,7 +345,7 @@ def test_how_far_batching_moves_the_gaps(monkeypatch):
 
     monkeypatch.setattr(target_scores, "fetch", fetch)
     scorer = object.__new__(target_scores.TargetScorer)
-    scorer._url, scorer._model = "url", "model"
+    scorer._url, scorer._model, scorer._context = "url", "model", 2048
     scorer._prompt_ids = lambda prompt: [int(prompt)]
     assert scorer.rounding(["1", "2"]) == 0.25
 
@@ -321,33 +383,6 @@ def test_rows_take_ratios_within_a_repeat():
     assert mars.acceptance_length == 3.0 and plain.acceptance_length is None
     assert mars.estimate("seconds").value == 2.0
     assert len(mars.cells) == 2
-
-
-def test_metrics_are_compared_at_equal_acceptance():
-    from dataclasses import replace
-
-    from vllm_mars.experiments.sweep.summary import equal_acceptance
-
-    ratio = cell("mars", PLAIN)
-    gaps = []
-    # Acceptance lengths 2, 4 and 6 beside the 3 of the ratio.
-    for gap, accepted in ((0.5, 2), (1.0, 6), (2.0, 10)):
-        key = replace(ratio.key, metric="gap", theta=None, gap=gap)
-        gaps.append(replace(ratio, key=key, acceptance=Acceptance(2, 16, accepted, (accepted,))))
-    (equal,) = equal_acceptance(rows([ratio, *gaps]))
-    assert (equal.metric, equal.value) == ("gap", pytest.approx(0.75)) and equal.scores == {}
-    assert equal.row.key == ratio.key
-    prices = []
-    for it, loss in zip(gaps, (0.02, 0.06, 0.1), strict=True):
-        key = replace(it.key, metric="price", gap=None, price=it.key.gap / 2)
-        quality = Quality((PromptQuality("a", {"loss": loss}),), ())
-        prices.append(replace(it, key=key, quality=quality))
-    _, equal = equal_acceptance(rows([ratio, *gaps, *prices]))
-    assert (equal.metric, equal.value) == ("price", pytest.approx(0.375))
-    assert equal.scores == {"loss": pytest.approx(0.04)}
-    assert equal_acceptance(rows([ratio, gaps[1], gaps[2]])) == []
-    other_k = replace(gaps[0], key=replace(gaps[0].key, k=5))
-    assert equal_acceptance(rows([ratio, other_k, gaps[1]])) == []
 
 
 def test_scores_are_averaged_over_repeats_before_prompts():

@@ -90,9 +90,11 @@ def test_lm_eval_asks_and_scores(tiny_model, monkeypatch, tmp_path):
 
 
 def test_an_answer_with_a_line_separator_is_one_line(tmp_path):
-    sample = {"doc_id": 0, "resps": [["a\u2028b"]], "filter": "none", "metrics": ["exact_match"]}
+    sample = {"doc_id": 0, "resps": [["a\u2028b"]], "filter": "none"}
+    # BLEU is of all answers together: lm-eval keeps what it will need of each.
+    sample |= {"metrics": ["exact_match", "bleu"], "bleu": ["right", "a"]}
     (tmp_path / "results_1.json").write_text(
-        '{"higher_is_better": {"echo": {"exact_match": true}}}'
+        '{"higher_is_better": {"echo": {"exact_match": true, "bleu": true}}}'
     )
     (tmp_path / "samples_echo_2.jsonl").write_text(
         json.dumps({**sample, "exact_match": 1.0}, ensure_ascii=False) + "\n", encoding="utf-8"

@@ -35,6 +35,7 @@ COMPARISONS = (
 LOWER_IS_BETTER = ("nll", "loss", "repeated_4grams", "seconds", "output_tokens")
 # Prompts from which it is measured how far batching moves the target's logits.
 ROUNDING_PROMPTS = 16
+NO_REFERENCE = "No autoregressive cell with these prompts and this temperature was measured."
 
 Scores = dict[str, dict[str, float]]
 
@@ -63,27 +64,18 @@ class Judge:
         self._tasks: dict[tuple[str, str, str], dict[str, float]] = {}
 
     def judge(self, cells: Iterable[Cell]) -> Iterator[tuple[CellKey, Quality]]:
-        """Yields the quality of each cell that was measured and not yet judged.
+        """Yields the quality of each cell that is `unjudged`.
 
         Args:
-            cells: of one file, autoregressive ones included.
+            cells: of one file and one target, autoregressive ones included.
 
         Raises:
             RuntimeError: the target's server fails, or a prompt's JSON schema is wrong.
         """
         measured = [cell for cell in cells if cell.status == "ok"]
-        todo = [cell for cell in measured if cell.quality is None]
-        references = [reference_cell(cell.key, measured) for cell in todo]
-        twins = [strict_twin(cell.key, measured) for cell in todo]
-        if self._scorer is not None:
-            self._target = self._scorer.score_all(
-                (item.prompt, output.text)
-                for cell in (*todo, *references, *twins)
-                if cell is not None
-                for output in answers(cell).values()
-                if output.text and (item := self._item(cell, output.prompt_id)) is not None
-            )
-        for cell, reference, twin in zip(todo, references, twins, strict=True):
+        for cell in unjudged(measured):
+            reference, twin = (of(cell.key, measured) for of in (reference_cell, strict_twin))
+            self._ask_target(other for other in (cell, reference, twin) if other is not None)
             own = answers(cell)
             scores = {name: self._scores(cell, answer) for name, answer in own.items()}
             beside: Scores | None = None
@@ -95,7 +87,7 @@ class Judge:
             notes = list(self._notes(cell, reference))
             if self._scorer is not None and twin is not None:
                 for name, other in answers(twin).items():
-                    if name in own and self._item(cell, name) is not None:
+                    if name in own and not hides_thoughts(cell) and self._item(cell, name):
                         scores[name] |= self._identity(cell, own[name], other)
             if any("divergence_gap" in values for values in scores.values()):
                 notes.append(
@@ -111,6 +103,18 @@ class Judge:
 
     def _item(self, cell: Cell, prompt_id: str) -> Item | None:
         return self._items.get((cell.key.dataset, prompt_id))
+
+    def _ask_target(self, cells: Iterable[Cell]) -> None:
+        """Asks the target about the answers that it has not been asked about."""
+        if self._scorer is not None:
+            pairs = (
+                (item.prompt, output.text)
+                for cell in cells
+                if not hides_thoughts(cell)
+                for output in answers(cell).values()
+                if output.text and (item := self._item(cell, output.prompt_id)) is not None
+            )
+            self._target |= self._scorer.score_all(it for it in pairs if it not in self._target)
 
     def _scored(self, cell: Cell, output: Output | TaskAnswer) -> Scored | None:
         item = self._item(cell, output.prompt_id)
@@ -155,7 +159,9 @@ class Judge:
             return {"identity": 1.0}
         # Where one answer has ended there, the other goes on from the same text.
         scored = self._scored(cell, one if len(ids[0]) > first else other)
-        assert scored is not None, "the target was asked about every answer with a text"
+        if scored is None or first >= len(scored.gaps):
+            # At the end of its context, where it is not asked.
+            return {}
         gap = scored.gaps[int(first)]
         return {"identity": float(gap <= self._rounding), "divergence_gap": gap}
 
@@ -168,11 +174,16 @@ class Judge:
 
     def _notes(self, cell: Cell, reference: Cell | None) -> Iterable[str]:
         if reference is None:
-            yield "No autoregressive cell with these prompts and this temperature was measured."
+            yield NO_REFERENCE
         elif reference.key.repeat != cell.key.repeat:
             yield f"Compared with the autoregressive repeat {reference.key.repeat}."
         if reference is not None and reference.key.concurrency != cell.key.concurrency:
             yield f"Compared with concurrency {reference.key.concurrency}."
+        if hides_thoughts(cell):
+            yield (
+                "A reasoning parser kept the thoughts out of the texts, so the target was not "
+                "asked about these answers, which depend on them."
+            )
         if any(item.test or item.sql for item in self._items.values()):
             yield confinement()
         wrong = [
@@ -195,6 +206,22 @@ def answers(cell: Cell) -> dict[str, Output | TaskAnswer]:
     for output in cell.outputs:
         first.setdefault(output.prompt_id, output)
     return first
+
+
+def unjudged(measured: Sequence[Cell]) -> list[Cell]:
+    """The cells whose quality is not known, or for which a reference was measured since."""
+    return [
+        cell
+        for cell in measured
+        if cell.quality is None
+        or (NO_REFERENCE in cell.quality.notes and reference_cell(cell.key, measured))
+    ]
+
+
+def hides_thoughts(cell: Cell) -> bool:
+    """Whether the server kept what the model thought out of the texts."""
+    words = (arg.replace("_", "-") for arg in cell.settings.server_args)
+    return any(word.startswith("--reasoning-parser") for word in words)
 
 
 def reference_cell(key: CellKey, measured: Sequence[Cell]) -> Cell | None:

@@ -49,6 +49,7 @@ class TargetScorer:
         """Loads the tokenizer of a model, named as for the server, which is without `/v1`."""
         from transformers import AutoTokenizer
 
+        self._base_url = base_url
         self._url = f"{base_url}/v1/completions"
         self._model = model
         self._tokenizer = AutoTokenizer.from_pretrained(model)
@@ -60,12 +61,16 @@ class TargetScorer:
     def score_all(self, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Scored]:
         """Scores pairs of a prompt and an answer that is not empty.
 
+        Of an answer that fills the server's context the end is left out, since as a prompt the
+        context has no room for it; an answer of which nothing is left has no score.
+
         Raises:
             RuntimeError: the server fails or gives no logprobs of the prompt.
         """
         unique = list(dict.fromkeys(pairs))
         with ThreadPoolExecutor(PARALLEL) as pool:
-            return dict(zip(unique, pool.map(lambda pair: self._score(*pair), unique), strict=True))
+            scores = pool.map(lambda pair: self._score(*pair), unique)
+            return {pair: it for pair, it in zip(unique, scores, strict=True) if it is not None}
 
     @functools.cache  # noqa: B019 - lives as long as one sweep's scorer
     def _prompt_ids(self, prompt: str) -> list[int]:
@@ -74,13 +79,15 @@ class TargetScorer:
         )
         return [int(token) for token in ids]
 
-    def _score(self, prompt: str, text: str) -> Scored:
+    def _score(self, prompt: str, text: str) -> Scored | None:
         prompt_ids = self._prompt_ids(prompt)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         answer_ids = [int(token) for token in encoded["input_ids"]]
         rows = self._logprobs(prompt_ids, answer_ids)
+        if not rows:
+            return None
         logprobs, off_choice = [], []
-        for position, (token, row) in enumerate(zip(answer_ids, rows, strict=True)):
+        for position, (token, row) in enumerate(zip(answer_ids, rows, strict=False)):
             own = row[str(token)]
             logprobs.append(own["logprob"])
             best = max(row.values(), key=lambda entry: entry["logprob"])
@@ -127,7 +134,7 @@ class TargetScorer:
                 if token != other_token:
                     break
             gaps = _gaps(self._logprobs(prompt, tokens))
-            moved = max([moved, *(abs(mine[1] - it) for mine, it in zip(one, gaps, strict=True))])
+            moved = max([moved, *(abs(mine[1] - it) for mine, it in zip(one, gaps, strict=False))])
         return moved
 
     def _answers(self, prompts: Sequence[list[int]]) -> list[list[tuple[int, float]]]:
@@ -149,11 +156,21 @@ class TargetScorer:
         ]
 
     def _logprobs(self, prompt: list[int], answer: list[int]) -> list[dict[str, Any]]:
-        """Of each token of an answer itself and the target's first two choices."""
-        asked = {"prompt": prompt + answer, "max_tokens": 1, "prompt_logprobs": 2}
-        (choice,) = self._asked("prompt_logprobs", **asked)
+        """Of each token of an answer that fits the context: itself, the target's two choices."""
+        # One token is generated.
+        ids = (prompt + answer)[: self._context - 1]
+        (choice,) = self._asked("prompt_logprobs", prompt=ids, max_tokens=1, prompt_logprobs=2)
         rows: list[dict[str, Any]] = choice["prompt_logprobs"][len(prompt) :]
         return rows
+
+    @functools.cached_property
+    def _context(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        try:
+            models = json.loads(fetch(f"{self._base_url}/v1/models", TIMEOUT))["data"]
+            return int(models[0]["max_model_len"])
+        except (OSError, ValueError, LookupError) as error:
+            raise RuntimeError(f"{self._base_url} does not name its context: {error!r}") from error
 
     def _asked(self, wanted: str, **body: Any) -> list[dict[str, Any]]:
         """The choices of a greedy completion, each with the field that is wanted."""

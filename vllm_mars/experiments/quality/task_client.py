@@ -85,8 +85,9 @@ def read_answers(directory: Path) -> tuple[TaskAnswer, ...]:
     """Reads the samples that lm-eval saved in a directory.
 
     Returns:
-        One answer for each document, with every metric of which more is better, named as lm-eval
-        does: "exact_match,strict-match" is exact_match after the filter strict-match.
+        One answer for each document, with every metric of which more is better and which is a
+        number for each document (BLEU, for example, is not), named as lm-eval does:
+        "exact_match,strict-match" is exact_match after the filter strict-match.
 
     Raises:
         RuntimeError: there are none, or they have another format.
@@ -103,15 +104,17 @@ def read_answers(directory: Path) -> tuple[TaskAnswer, ...]:
                     name = f"{task}/{sample['doc_id']}"
                     texts[name] = str(sample["resps"][0][0])
                     for metric in sample["metrics"]:
-                        if better.get(metric):
-                            score = float(sample[metric])
-                            scores.setdefault(name, {})[f"{metric},{sample['filter']}"] = score
+                        score = sample[metric]
+                        if better.get(metric) and isinstance(score, (int, float)):
+                            named = f"{metric},{sample['filter']}"
+                            scores.setdefault(name, {})[named] = float(score)
     except (OSError, StopIteration, ValueError, KeyError, IndexError, TypeError) as error:
         raise RuntimeError(
             f"{directory} holds no samples of lm-eval: {error!r}; does its format differ?"
         ) from error
     if not scores:
         raise RuntimeError(
-            "lm-eval scored nothing of which more is better; take a task with such a metric."
+            "lm-eval gave no document a number of which more is better; take a task with such a "
+            "metric."
         )
     return tuple(TaskAnswer(name, texts[name], scores[name]) for name in scores)
