@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.tree_cells import DEPTH, STRICT, WIDTH, DraftShape, Rule, Study, counts
 from benchmarks.tree_summary import COUNTS, SAMPLED_COUNTS, summary, tables
-from vllm_mars.local.draft_head import packaged_head
+from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.packaged_model import ensure_model, sha256
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import describe_run
@@ -76,9 +76,7 @@ def choose_prompts(
 def run(args: argparse.Namespace) -> int:
     """Measures what is not in the work file yet."""
     torch.set_num_threads(args.threads)
-    model, head = args.model or ensure_model(), args.head or packaged_head()
-    if head is None:
-        raise ValueError("there is no trained head; name one with --head.")
+    model, head = args.model or ensure_model(), args.head or PACKAGED_HEAD
     chosen = choose_prompts(args.prompts, model, args.per_category, args.max_prompt_tokens)
     config = {
         **{"model": model.name, "head": head.name, "prompts": args.prompts.name},

@@ -247,5 +247,7 @@ def test_failed_requests_fail_the_cell(tmp_path):
     per_request = {"start_times": [1, 2], "input_lens": [3, 3], "output_lens": [4, 0]}
     per_request |= {"latencies": [1, 0], "ttfts": [1, 0], "generated_texts": ["a", ""]}
     path.write_text(json.dumps({**per_request, "errors": ["", "x\nBad Request"], "failed": 1}))
-    with pytest.raises(RuntimeError, match="1 of 2 requests failed: Bad Request"):
+    with pytest.raises(
+        RuntimeError, match="1 of 2 requests failed: Bad Request: .*max-model-len=N"
+    ):
         read_result(path, ["a", "b"], 8)

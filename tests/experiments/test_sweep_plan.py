@@ -4,12 +4,17 @@ import json
 from collections import Counter
 from dataclasses import replace
 
+import filelock
 import pytest
 
+from report_files import make_cell
 from vllm_mars.cli import main
 from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, Sql, load_dataset
 from vllm_mars.experiments.sweep.methods_here import Platform
 from vllm_mars.experiments.sweep.plan import ServerSpec, Sweep, SweepOptions, plan
+from vllm_mars.experiments.sweep.ray_cells import _needed
+from vllm_mars.experiments.sweep.record_file import append_cell
+from vllm_mars.experiments.sweep.run import run_sweep
 from vllm_mars.experiments.sweep.runners import LocalRunner
 from vllm_mars.experiments.sweep.summary import rows
 from vllm_mars.local.drafts import NGRAM_CONFIG
@@ -103,6 +108,10 @@ def test_several_drafts_share_the_autoregressive_cells(tmp_path):
     plain = [key for key in keys if key.method == "autoregressive"]
     # Two temperatures at the first concurrency, three more concurrencies.
     assert len(plain) == 5
+    alone = replace(options, methods=("autoregressive",), temperatures=(0.0,))
+    for side_by_side in (0, 1):
+        keys = keys_of(plan(Sweep(alone, "model", (TASKS,)), side_by_side))
+        assert [key.concurrency for key in keys] == [1, 4, 16, 64]
 
 
 def test_drafts_that_run_side_by_side_take_turns(tmp_path):
@@ -198,6 +207,8 @@ def test_a_server_that_no_cell_can_use_is_not_started(tmp_path):
         ({"methods": ()}, "methods is empty; give at least one"),
         ({"num_speculative_tokens": (4, 0)}, "num_speculative_tokens=0 is below 1"),
         ({"num_speculative_tokens": (4, 4)}, r"_tokens=\(4, 4\) holds a value twice"),
+        ({"thetas": (0.9, 0.90)}, r"thetas=\(0.9, 0.9\) holds a value twice"),
+        ({"prices": (1, 1.0)}, "holds a value twice"),
         ({"concurrencies": (0,)}, "concurrencies=0 is below 1"),
         ({"temperatures": (-0.5,)}, r"temperatures=-0\.5 is below 0"),
         ({"repeats": 0}, "repeats=0 is below 1"),
@@ -245,6 +256,43 @@ def test_two_datasets_of_one_name_are_refused(tmp_path):
         Sweep(SweepOptions(drafts=drafts), "model", (TASKS,))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": {"model": "0" * 64, "draft": None}}, "other weights of the model 'tiny'"),
+        ({"prompts": "other"}, "other prompts named 'prompts'; name another file, or give the"),
+        ({"tensor_parallel": 2}, r"server_args=\(\), but this sweep has \('--tensor-parallel-si"),
+    ],
+)
+def test_a_file_of_another_sweep_is_refused(tmp_path, tiny_model, changes, message):
+    (tmp_path / "tiny").symlink_to(tiny_model)
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
+    prompts.write_text('{"prompt": "one"}')
+    options = SweepOptions(model=str(tmp_path / "tiny"), datasets=(str(prompts),), max_tokens=8)
+    settings = Sweep(options, options.model, (load_dataset(str(prompts), 0),)).settings
+    cell = replace(make_cell("mars", 0.9, 4, 40.0, 1, 0), settings=settings)
+    append_cell(output, replace(cell, weights=changes.get("weights", {})))
+    before = output.read_bytes()
+    prompts.write_text(f'{{"prompt": "{changes.get("prompts", "one")}"}}')
+    options = replace(options, tensor_parallel=changes.get("tensor_parallel", 1))
+    with pytest.raises(ValueError, match=message):
+        run_sweep(options, output)
+    assert output.read_bytes() == before
+
+
+def test_a_file_in_use_is_not_moved(tmp_path):
+    output = tmp_path / "run.jsonl"
+    append_cell(output, make_cell("mars", 0.9, 4, 40.0, 1, 0))
+    with filelock.FileLock(f"{output}.lock"), pytest.raises(RuntimeError, match="is in use by"):
+        run_sweep(SweepOptions(model=str(tmp_path)), output, anew=True)
+    assert output.exists()
+
+
+def test_a_task_takes_a_whole_node():
+    nodes = [{"CPU": 1.0}, {"CPU": 16.0}, {"memory": 1.0}]
+    assert _needed(SweepOptions(), nodes) == {"num_cpus": 16.0, "num_gpus": 0}
+
+
 def test_packaged_tasks():
     everything = load_dataset(str(PACKAGED_TASKS), 0)
     assert everything.count == len(everything.items) == 24
@@ -286,7 +334,7 @@ def test_published_formats_are_read(tmp_path):
 
 def test_datasets_of_vllm():
     dataset = load_dataset("vllm:sharegpt:some/file.json", 8)
-    assert dataset.name == "vllm-sharegpt" and dataset.count == 8
+    assert dataset.name == "vllm-sharegpt-file" and dataset.count == 8
     assert dataset.vllm_args == ("--dataset-name", "sharegpt", "--dataset-path", "some/file.json")
     assert load_dataset("vllm:random", 2).vllm_args == ("--dataset-name", "random")
     with pytest.raises(ValueError, match="say how many prompts vLLM draws"):

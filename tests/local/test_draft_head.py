@@ -11,8 +11,13 @@ from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
 from vllm_mars.cli import main
 from vllm_mars.demo.command import sweep_options
-from vllm_mars.local import draft_head
-from vllm_mars.local.draft_head import best_length, check_head, is_head, model_checksum
+from vllm_mars.local.draft_head import (
+    PACKAGED_HEAD,
+    best_length,
+    check_head,
+    is_head,
+    model_checksum,
+)
 
 AUX = (0, 1, 2)
 
@@ -146,29 +151,23 @@ def test_what_is_checked(head, tmp_path):
     assert is_head(other)
 
 
-def test_the_demo_drafts_with_the_head(head, model, monkeypatch):
+def test_the_demo_drafts_with_the_head(head, model):
     def drafts(**options):
         chosen = sweep_options(**options)
         return chosen.drafts + chosen.num_speculative_tokens
 
     assert drafts(model=str(model), draft=str(head)) == (str(head), 3)
     assert drafts(model=str(model), draft=str(head), num_speculative_tokens=5) == (str(head), 5)
-    # The packaged model's head is the default, ngram without one or for another model.
-    monkeypatch.setattr(draft_head, "PACKAGED_HEAD", head)
-    assert drafts() == (str(head), 3)
+    # The packaged model's head is its default, and ngram that of another model.
+    assert drafts() == (str(PACKAGED_HEAD), 4)
     assert drafts(model="other") == ("ngram", 4)
     assert drafts(draft="ngram") == ("ngram", 4)
-    monkeypatch.setattr(draft_head, "PACKAGED_HEAD", head / "nothing")
-    assert drafts() == ("ngram", 4)
 
 
 def test_the_head_of_this_checkout_fits_the_packaged_model(packaged_model):
-    directory = draft_head.packaged_head()
-    check_head(directory, packaged_model)
-    assert best_length(directory) == 4
-    assert (directory / "model.safetensors").stat().st_size < 20e6
-    options = sweep_options()
-    assert (options.drafts, options.num_speculative_tokens) == ((str(directory),), (4,))
+    check_head(PACKAGED_HEAD, packaged_model)
+    assert best_length(PACKAGED_HEAD) == 4
+    assert (PACKAGED_HEAD / "model.safetensors").stat().st_size < 20e6
 
 
 @pytest.mark.parametrize("command", ["demo", "sweep"])

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_mars.experiments.sweep import command as sweep
 from vllm_mars.experiments.sweep.plan import SweepOptions
-from vllm_mars.local.draft_head import best_length, is_head, packaged_head
+from vllm_mars.local.draft_head import PACKAGED_HEAD, best_length, is_head
 from vllm_mars.local.drafts import NGRAM, RECOMMENDED
 from vllm_mars.local.prompts import PACKAGED
 
@@ -56,10 +56,7 @@ def run(output: Path, short: bool, **options: Any) -> int:
     from vllm_mars.experiments.sweep.run import run_sweep
 
     chosen = sweep_options(**options, num_prompts=SHORT_PROMPTS if short else 0)
-    if output.is_file():
-        # Measured anew each time.
-        output.replace(f"{output}.old")
-    cells = run_sweep(chosen, output)
+    cells = run_sweep(chosen, output, anew=True)
     for cell in cells:
         if cell.status != "ok":
             raise RuntimeError(f"{cell.key.label}: {cell.reason}")
@@ -85,7 +82,7 @@ def sweep_options(
 
     Args:
         model: None takes the packaged model.
-        draft: None takes the packaged model's EAGLE-3 head where there is one, else ngram.
+        draft: None takes the packaged model's EAGLE-3 head, for another model ngram.
         theta, price: of the MARS server; without both the recommended price and bound on the loss.
         num_speculative_tokens: None takes what the head names as its best, else 4.
         prompts: path of a file.
@@ -103,8 +100,7 @@ def sweep_options(
         price = RECOMMENDED["mars_price"]
         bound = json.dumps({"mars_max_loss": RECOMMENDED["mars_max_loss"]})
     if draft is None:
-        head = packaged_head() if model is None else None
-        draft = NGRAM if head is None else str(head)
+        draft = str(PACKAGED_HEAD) if model is None else NGRAM
     if num_speculative_tokens is None:
         of_head = is_head(Path(draft))
         num_speculative_tokens = best_length(Path(draft)) if of_head else NUM_SPECULATIVE_TOKENS

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: finding the packaged model's, and refusing a wrong or broken one before a server.
+"""EAGLE-3 heads: the packaged model's, and refusing a wrong or broken one before a server.
 
 vLLM would load a head of another target of the same sizes without a word, and draft nonsense. The
 heads of `benchmarks.draft` therefore carry what they were made for, in config.json:
@@ -18,11 +18,6 @@ WEIGHTS_KEY = "vllm_mars_weights_sha256"
 WEIGHTS = "model.safetensors"
 PACKAGED_HEAD = Path(__file__).with_name("heads") / "smollm2-135m-eagle3"
 WAY_OUT = "take another, train one in a checkout (docs/draft.md), or draft with ngram"
-
-
-def packaged_head() -> Path | None:
-    """Returns the directory of the packaged model's head, or None where there is none."""
-    return PACKAGED_HEAD if (PACKAGED_HEAD / "config.json").is_file() else None
 
 
 def is_head(directory: Path) -> bool:

@@ -27,7 +27,10 @@ from vllm_mars.experiments.sweep.plan import Sweep
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed
 from vllm_mars.local.scrape import ACCEPTED_PER_POSITION, NO_PROXY, drafted, fetch, gained
 from vllm_mars.local.server import end, tail
+from vllm_mars.local.vllm_args import MAX_MODEL_LEN
 
+# All that vLLM's client keeps of an answer with HTTP status 400.
+REFUSED = "Bad Request"
 CLOSE_SECONDS = 5.0
 WAKE_TOKENS = 4
 WAKE_TIMEOUT = 120.0
@@ -216,6 +219,12 @@ def read_result(
         failed = [output for output in outputs if output.finish_reason == "error"]
         if failed or data["failed"]:
             reason = (failed[0].error.strip().splitlines() or ["no reason"])[-1] if failed else "?"
+            if reason == REFUSED:
+                reason += (
+                    ": the usual cause is a prompt, or a --max-tokens, beyond the server's "
+                    f"--max-model-len, {MAX_MODEL_LEN} unless --server-arg=--max-model-len=N is "
+                    "given"
+                )
             raise RuntimeError(f"{data['failed']} of {len(outputs)} requests failed: {reason}")
         speed = Speed(
             seconds=data["duration"],

@@ -14,6 +14,8 @@ A line is a JSON object. What it holds decides how answers to it are scored:
     id | question_id | task_id, category
 """
 
+import hashlib
+import json
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -93,6 +95,12 @@ class Dataset:
     count: int = 0
     task: str = ""
 
+    @property
+    def checksum(self) -> str:
+        """Of what is asked, as far as it is known here: the prompts, or the arguments for vLLM."""
+        asked = [[item.id, item.prompt] for item in self.items] or self.vllm_args
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
     def blocks(self, size: int) -> "list[Dataset]":
         """The requests of a file in datasets of so many, as `CellKey` names them; 0 takes all."""
         if not size or not self.items:
@@ -125,7 +133,8 @@ def load_dataset(source: str, num_prompts: int) -> Dataset:
                 "vllm:NAME:PATH, and say how many prompts vLLM draws (1 or more)."
             )
         args = ("--dataset-name", name, *(("--dataset-path", file[0]) if file else ()))
-        return Dataset(f"vllm-{name}", (), args, num_prompts)
+        stem = "".join(f"-{Path(path).stem}" for path in file)
+        return Dataset(f"vllm-{name}{stem}", (), args, num_prompts)
     if source.startswith("lm-eval:"):
         return _task(source.removeprefix("lm-eval:"), num_prompts)
     path = Path(source)

@@ -115,11 +115,11 @@ class SweepOptions:
             *("drafts", "num_speculative_tokens", "methods", "mars_options"),
             *("temperatures", "concurrencies", "datasets"),
         ):
-            values = getattr(self, name)
-            if not values:
+            if not getattr(self, name):
                 raise ValueError(f"{name} is empty; give at least one.")
-            if len(set(values)) < len(values):
-                raise ValueError(f"{name}={values} holds a value twice; give each once.")
+            _check_different(name, getattr(self, name))
+        for name in ("thetas", "gaps", "prices"):
+            _check_different(name, getattr(self, name))
         for method in self.methods:
             if method not in METHODS:
                 raise ValueError(f"methods={method!r} is not one of {', '.join(METHODS)}.")
@@ -157,6 +157,11 @@ class SweepOptions:
             num_prompts=4,
             max_tokens=32,
         )
+
+
+def _check_different(name: str, values: tuple[Any, ...]) -> None:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{name}={values} holds a value twice; give each once.")
 
 
 _LEAST = {
@@ -228,9 +233,25 @@ class Sweep:
     @property
     def settings(self) -> Settings:
         """As the cells record them."""
-        prompts = {dataset.name: dataset.count for dataset in self.datasets}
         options = self.options
-        return Settings(options.max_tokens, prompts, options.seed, options.server_args)
+        return Settings(
+            options.max_tokens,
+            {dataset.name: dataset.count for dataset in self.datasets},
+            options.seed,
+            self.server_args,
+            {dataset.name: dataset.checksum for dataset in self.datasets},
+        )
+
+    @property
+    def server_args(self) -> tuple[str, ...]:
+        """Arguments of every server besides those of the method and the platform."""
+        options = self.options
+        parallel = {
+            "--tensor-parallel-size": options.tensor_parallel,
+            "--pipeline-parallel-size": options.pipeline_parallel,
+        }
+        ranks = ((name, str(count)) for name, count in parallel.items() if count > 1)
+        return (*itertools.chain.from_iterable(ranks), *options.server_args)
 
     def cell(
         self, key: CellKey, status: Status, reason: str, head: dict[str, Any], **measured: Any
@@ -285,7 +306,7 @@ def plan(sweep: Sweep, side_by_side: int) -> list[Group]:
     ]
     if side_by_side:
         servers_of_drafts = [list(itertools.chain.from_iterable(servers_of_drafts))]
-    for mine in servers_of_drafts:
+    for mine in filter(None, servers_of_drafts):
         repeats = range(options.repeats)
         batches = [(mine, repeats)]
         if 0 < side_by_side < len(mine):

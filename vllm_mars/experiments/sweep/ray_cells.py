@@ -138,7 +138,8 @@ def _needed(options: SweepOptions, nodes: Sequence[dict[str, float]]) -> dict[st
         raise RuntimeError(
             "this Ray cluster has neither GPUs nor CPUs; start nodes with --num-cpus."
         )
-    return {"num_cpus": min(cores), "num_gpus": 0}
+    # A smaller node would measure something else, and a larger one would take two tasks at once.
+    return {"num_cpus": max(cores), "num_gpus": 0}
 
 
 def _measure(sweep: Sweep, group: Group) -> Generator[Cell]:

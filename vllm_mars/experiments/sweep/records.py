@@ -149,12 +149,14 @@ class Settings:
         prompts: number of prompts of each dataset, by dataset.
         seed: of every server, from which requests at temperature > 0 draw.
         server_args: arguments of every server besides those of the method.
+        checksums: of each dataset's prompts, by dataset; empty in older files.
     """
 
     max_tokens: int
     prompts: dict[str, int]
     seed: int
     server_args: tuple[str, ...]
+    checksums: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

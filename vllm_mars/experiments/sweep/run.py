@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from vllm_mars.experiments.quality.judge import unjudged
 from vllm_mars.experiments.sweep.datasets import load_dataset
 from vllm_mars.experiments.sweep.plan import Sweep, SweepOptions, plan
 from vllm_mars.experiments.sweep.ray_cells import RayRunner
@@ -21,9 +22,9 @@ from vllm_mars.experiments.sweep.record_file import (
 from vllm_mars.experiments.sweep.records import Cell, Settings
 from vllm_mars.experiments.sweep.runners import LocalRunner
 from vllm_mars.local.draft_head import check_head, is_head
-from vllm_mars.local.drafts import draft_config
+from vllm_mars.local.drafts import draft_config, draft_name
 from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.provenance import without_directories
+from vllm_mars.local.provenance import weights, without_directories
 from vllm_mars.local.result_file import require_writable
 
 
@@ -33,11 +34,13 @@ def run_sweep(
     *,
     ray_address: str | None = None,
     retry_failed: bool = False,
+    anew: bool = False,
 ) -> list[Cell]:
     """Measures and judges a sweep; one that was interrupted continues.
 
     No process outlives the call, whichever way it ends. Cells that the file `output` holds are not
-    measured again, but with `retry_failed` those that failed are.
+    measured again, but with `retry_failed` those that failed are, and with `anew` all: then what
+    the file held moves to `output` with ".old" at its end.
 
     Raises:
         ValueError: prompts or drafts cannot be read, a head is damaged or made for another target,
@@ -56,9 +59,10 @@ def run_sweep(
     sweep = Sweep(options, options.model or "", datasets, command)
     with _locked(output), contextlib.ExitStack() as stack:
         repair_end(output)
-        before = read_cells(output) if output.exists() else []
+        before = read_cells(output) if output.exists() and not anew else []
         _check_same_sweep(before, sweep.settings, output)
         sweep = dataclasses.replace(sweep, model=options.model or str(ensure_model()))
+        _check_same_weights(before, sweep, output)
         if (model := Path(sweep.model)).is_dir():
             for head in filter(is_head, map(Path, options.drafts)):
                 check_head(head, model)
@@ -67,6 +71,8 @@ def run_sweep(
             runner = LocalRunner(sweep, output.with_name(f"{output.stem}-logs"))
         else:
             runner = stack.enter_context(contextlib.closing(RayRunner(sweep, ray_address)))
+        if anew and output.exists():
+            output.replace(f"{output}.old")
         groups = plan(sweep, runner.side_by_side)
         kept = {c.key for c in before if not (retry_failed and c.status == "failed")}
         total = sum(len(group.cells) for group in groups)
@@ -83,9 +89,11 @@ def run_sweep(
             rest = timedelta(seconds=round(each * (total - done)))
             say(f"[{done}/{total}] {cell.key.label}: {_outcome(cell)}; about {rest} left")
         cells = read_cells(output)
-        if options.judge and any(c.status == "ok" and c.quality is None for c in cells):
+        # Another model's answers are not this target's to judge.
+        own = [c for c in cells if c.status == "ok" and c.key.model == Path(sweep.model).name]
+        if options.judge and unjudged(own):
             say("judging the answers")
-            judged = runner.judge(cells)
+            judged = runner.judge(own)
             for key, quality in stack.enter_context(contextlib.closing(judged)):
                 append_quality(output, key, quality)
             cells = read_cells(output)
@@ -117,10 +125,32 @@ def _check_same_sweep(cells: Sequence[Cell], settings: Settings, output: Path) -
     for cell in cells:
         for field in dataclasses.fields(Settings):
             old, new = getattr(cell.settings, field.name), getattr(settings, field.name)
-            if old != new:
+            if field.name == "checksums":
+                names = [name for name in old if name in new and old[name] != new[name]]
+                if names:
+                    raise ValueError(
+                        f"output={output} was measured with other prompts named {names[0]!r}; name "
+                        "another file, or give the prompts of the first."
+                    )
+            elif old != new:
                 raise ValueError(
                     f"output={output} was measured with {field.name}={old}, but this sweep has "
                     f"{new}; name another file, or repeat the options of the first."
+                )
+
+
+def _check_same_weights(cells: Sequence[Cell], sweep: Sweep, output: Path) -> None:
+    drafts = {draft_name(draft): draft for draft in sweep.options.drafts}
+    for cell in cells:
+        if cell.key.model != Path(sweep.model).name:
+            continue
+        new = weights(sweep.model, drafts.get(cell.key.draft))
+        for what, old in cell.weights.items():
+            if old and new[what] and old != new[what]:
+                name = getattr(cell.key, what)
+                raise ValueError(
+                    f"output={output} was measured with other weights of the {what} {name!r}; name "
+                    "another file, or give the weights of the first."
                 )
 
 

@@ -121,12 +121,9 @@ class LocalRunner:
         args = [*server_args(self._on_cpu, count), "--seed", str(options.seed)]
         if (config := spec.speculative_config()) is not None:
             args += ["--speculative-config", json.dumps(config)]
-        for parallel in ("tensor_parallel", "pipeline_parallel"):
-            if (ranks := getattr(options, parallel)) > 1:
-                args += [f"--{parallel.replace('_', '-')}-size", str(ranks)]
         return VllmServer(
             self._sweep.model,
-            [*args, *options.server_args],
+            [*args, *self._sweep.server_args],
             log_path=self._log_dir / f"{name}.log",
             env=self._env(spec),
             startup_timeout=options.startup_timeout,

@@ -1,16 +1,10 @@
 """Rows of a sweep's results: one for each rule at each point of the grid, over its repeats."""
 
-import itertools
-import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import numpy as np
-
-from vllm_mars.config import METRICS
 from vllm_mars.experiments.quality.judge import estimates, mean_scores, reference_cell
 from vllm_mars.experiments.quality.scores import TASK_SCORES, is_task_score
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Estimate
@@ -87,57 +81,6 @@ def rows(cells: Sequence[Cell], margin: float = 0.05, nll_margin: float = 0.05) 
     return found
 
 
-@dataclass(frozen=True)
-class EqualAcceptance:
-    """Another metric at the acceptance length of a row of metric "ratio".
-
-    Attributes:
-        row: the row of metric "ratio".
-        metric: "gap" or "price".
-        value: the gap or price with that acceptance length, between two that were measured.
-        scores: "nll" and "loss" there, in nats per token, where they were judged.
-    """
-
-    row: Row
-    metric: str
-    value: float
-    scores: dict[str, float]
-
-
-def equal_acceptance(found: Sequence[Row]) -> list[EqualAcceptance]:
-    """Compares the metrics where they accept as much, by linear interpolation.
-
-    Returns:
-        An entry for each other metric and each row of metric "ratio" whose acceptance length lies
-        between those of two of its values with the same draft, K, options and point of the grid.
-    """
-    equal = []
-    unset: dict[str, Any] = dict.fromkeys(METRICS.values())
-    measured = [(row.acceptance_length, row) for row in found if row.acceptance_length is not None]
-    for (length, row), metric in itertools.product(measured, ("gap", "price")):
-        if row.key.metric != "ratio" or not row.key.protected:
-            continue
-        same = {**vars(row.key), **unset, "metric": metric}
-        others = [
-            item
-            for item in sorted(measured, key=lambda item: item[0])
-            if {**vars(item[1].key), **unset, "repeat": row.key.repeat} == same
-        ]
-        lengths = [it for it, _ in others]
-        if len(set(lengths)) < 2 or not lengths[0] <= length <= lengths[-1]:
-            continue
-        there = partial(np.interp, length, lengths)
-        value = float(there([other.key.value for _, other in others]))
-        # None becomes NaN: what one of two neighbours lacks is not known between them.
-        scores = {
-            name: float(there(np.array([other.value(name) for _, other in others], float)))
-            for name in ("nll", "loss")
-        }
-        known = {name: score for name, score in scores.items() if not math.isnan(score)}
-        equal.append(EqualAcceptance(row, metric, value, known))
-    return equal
-
-
 def _ratio(cells: Iterable[Cell], measured: Iterable[Cell], method: str) -> float | None:
     """Speed beside the cells of a method, with the same draft where it has one."""
     drafted = method != "autoregressive"
@@ -198,19 +141,6 @@ def print_rows(found: Sequence[Row], console: Any) -> None:
             told = measured if row.cells else [row.problem.split(":")[0]]
             table.add_row(row.key.rule, draft, *told)
         console.print(table)
-    for equal in equal_acceptance(found):
-        beside = [
-            f"{name} {value:.3f} beside {own:.3f}"
-            for name, value in equal.scores.items()
-            if (own := equal.row.value(name)) is not None
-        ]
-        if beside:
-            console.print(
-                f"{equal.row.key.label.rsplit(',', 1)[0]}: a {equal.metric} of {equal.value:.2f} "
-                f"accepts as much, {equal.row.acceptance_length:.2f}; {', '.join(beside)}",
-                highlight=False,
-                soft_wrap=True,
-            )
 
 
 def _task_score(row: Row) -> float | None:
