@@ -10,7 +10,7 @@ import pytest
 from report_files import PROMPTS, RULES, make_cell, write_calibration, write_sweep
 from vllm_mars.cli import main
 from vllm_mars.experiments.report.advice import BUDGET, CANNOT_TELL, conclusion
-from vllm_mars.experiments.report.answers import pieces
+from vllm_mars.experiments.report.answers import pieces, relaxed_answers
 from vllm_mars.experiments.report.chart import Chart, Curve
 from vllm_mars.experiments.report.measured import Interval
 from vllm_mars.experiments.report.page import read_sections, write_report
@@ -93,6 +93,69 @@ def test_the_fastest_rule_within_the_budget(tmp_path):
     assert f"at most {BUDGET} nats per token" in answer.why
 
 
+def test_a_rule_that_makes_answers_longer_is_not_faster(tmp_path):
+    """It has more tokens per second, but is done later."""
+    path = tmp_path / "s.jsonl"
+    for cell in (make_cell("standard", None, 4, 40.0, 1, 0), make_cell("mars", 0.9, 4, 50.0, 1, 0)):
+        if cell.key.lossy:
+            longer = [
+                dataclasses.replace(one, output_tokens=150, seconds=1.5 * one.seconds)
+                for one in cell.outputs
+            ]
+            speed = dataclasses.replace(
+                cell.speed, output_tokens=600, seconds=1.5 * cell.speed.seconds
+            )
+            cell = dataclasses.replace(cell, outputs=tuple(longer), speed=speed)
+        append_cell(path, cell)
+        answers = tuple(PromptQuality(name, {"nll": 0.5}) for name in PROMPTS)
+        append_quality(path, cell.key, Quality(answers, ()))
+    (section,) = read_sections([path])
+    mars = next(it for it in section.points[0] if it.row.key.lossy)
+    assert mars.speedup.low > 1 > mars.sooner.high
+    assert section.answers[0].setting == CANNOT_TELL
+
+
+def test_an_answer_that_ends_at_once_loses_nothing(tmp_path):
+    path = tmp_path / "s.jsonl"
+    for cell in (make_cell("standard", None, 4, 40.0, 1, 0), make_cell("mars", 0.9, 4, 50.0, 1, 0)):
+        first, *others = cell.outputs
+        outputs = (dataclasses.replace(first, text="", output_tokens=1), *others)
+        append_cell(path, dataclasses.replace(cell, outputs=outputs))
+        loss = (OffChoice(1, 4, 7, "red", -1.5, "brown", -1.0),) if cell.key.lossy else ()
+        answers = [PromptQuality(name, {"nll": 0.5}, loss) for name in PROMPTS[1:]]
+        append_quality(path, cell.key, Quality((PromptQuality(PROMPTS[0], {}), *answers), ()))
+    strict, mars = read_sections([path])[0].points[0]
+    assert strict.loss.value == 0
+    assert mars.loss.value == pytest.approx(3 * 0.5 / 301)
+
+
+def test_the_answers_shown_are_those_that_were_judged(tmp_path):
+    """Of a prompt that was asked twice, the first."""
+    cell = make_cell("mars", 0.9, 4, 50.0, 4, 0)
+    again = dataclasses.replace(cell.outputs[0], text="short")
+    cell = dataclasses.replace(cell, outputs=(*cell.outputs, again))
+    token = OffChoice(1, 4, 7, "red", -1.5, "brown", -1.0)
+    quality = Quality((PromptQuality(PROMPTS[0], {"nll": 0.5}, (token,)),), ())
+    (found,) = relaxed_answers([dataclasses.replace(cell, quality=quality)]).values()
+    assert found[1] == ("red", token)
+
+
+def test_conclusions_are_of_the_sweeps_margins(tmp_path):
+    path = tmp_path / "s.jsonl"
+    for cell in (
+        make_cell("autoregressive", None, 0, 40.0, 1, 0),
+        make_cell("mars", 0.9, 4, 50.0, 1, 0),
+    ):
+        append_cell(path, cell)
+        scores = [{"nll": 0.5 + 0.02 * cell.key.lossy}] * len(PROMPTS)
+        found = (Estimate("nll", 4, 0.5, 0.5, 0.5, margin=0.01),) if cell.key.lossy else ()
+        answers = (PromptQuality(*one) for one in zip(PROMPTS, scores, strict=True))
+        append_quality(path, cell.key, Quality(tuple(answers), found))
+    mars = read_sections([path])[0].points[0][-1]
+    assert mars.row.estimate("nll").margin == 0.01
+    assert not mars.row.estimate("nll").non_inferior
+
+
 def test_prices_are_a_curve_beside_the_others(tmp_path):
     """A curve each for the prices alone and with further options, from strict to the loosest."""
     path = write_sweep(tmp_path / "s.jsonl", RULES[:4], (1,))
@@ -133,10 +196,10 @@ def test_a_rule_that_is_not_shown_to_be_good(tmp_path, speed, nll):
 @pytest.mark.parametrize(
     ("rules", "judged", "missing"),
     [
-        (RULES[:2], True, "No lossy rule was measured beside a strict one; `vllm-mars sweep`"),
+        (RULES[:2], True, "No lossy rule was timed beside a strict one; `vllm-mars sweep`"),
         ([RULES[0], RULES[2]], True, "`vllm-mars sweep --method standard mars` measures both"),
-        (RULES[2:3], True, "No lossy rule was measured beside a strict one"),
-        (RULES[:3], False, "`vllm-mars sweep --temperature 0` judges its answers unless"),
+        (RULES[2:3], True, "No lossy rule was timed beside a strict one"),
+        (RULES[:3], False, "`vllm-mars sweep --temperature 0` judges answers to prompts"),
         (RULES[:3], True, "`vllm-mars calibrate` looks for a threshold"),
     ],
 )

@@ -58,38 +58,43 @@ def calibrated(content: dict[str, Any], point: Iterable[Measured]) -> Answer:
 
 def fastest_within(point: Iterable[Measured]) -> Answer:
     """Answers by a sweep: the fastest rule that is shown to keep the budget and to be faster."""
-    lossy = [(it, it.speedup) for it in point if it.row.key.lossy and it.speedup]
-    judged = [(it, speedup, it.loss) for it, speedup in lossy if it.loss]
+    lossy = [
+        (it, it.speedup, it.sooner) for it in point if it.row.key.lossy and it.speedup and it.sooner
+    ]
+    judged = [(it, speedup, sooner, it.loss) for it, speedup, sooner in lossy if it.loss]
     missing = ""
     if not lossy:
-        missing = "No lossy rule was measured beside a strict one; `vllm-mars sweep` measures both."
+        missing = "No lossy rule was timed beside a strict one; `vllm-mars sweep` times both, but "
+        missing += "not with tasks of lm-eval."
     elif lossy[0][0].strict is None or not lossy[0][0].strict.key.k:
         missing = "No strict verification was measured beside the lossy rules; `vllm-mars sweep "
         missing += "--method standard mars` measures both."
     elif not judged:
-        missing = "No loss was judged at temperature 0; `vllm-mars sweep --temperature 0` judges "
-        missing += "its answers unless it is given --no-judge."
+        missing = "No loss was judged; `vllm-mars sweep --temperature 0` judges answers to prompts "
+        missing += "of a file, without --no-judge and without a reasoning parser."
     if missing:
         return Answer(CANNOT_TELL, missing)
     rule = (
-        f"to lose at most {BUDGET} nats per token and to be faster than strict verification (95 % "
-        "intervals), and of which neither NLL nor a task score is shown to be worse"
+        f"to lose at most {BUDGET} nats per token and to be faster than strict verification, in "
+        "tokens per second and in time per answer (95 % intervals), and of which neither NLL nor a "
+        "task score is shown to be worse"
     )
     kept = [
-        (speedup, it)
-        for it, speedup, loss in judged
+        # An answer that is longer has more tokens per second, and a shorter one is done sooner.
+        (min(speedup.value, sooner.value), it)
+        for it, speedup, sooner, loss in judged
         if loss.high <= BUDGET
-        and speedup.low > 1
+        and min(speedup.low, sooner.low) > 1
         and "worse" not in map(conclusion, it.row.estimates)
     ]
     if kept:
-        _, best = max(kept, key=lambda found: found[0].value)
+        _, best = max(kept, key=lambda found: found[0])
         key = best.row.key
         further = further_options(key.protected, key.options)
         setting = _setting(key.metric or key.method, key.value, further)
         why = f"The fastest of the lossy rules (here {len(judged)}) that are shown {rule}."
         return Answer(setting, why, best)
-    least = min(judged, key=lambda found: found[2].high)[0]
+    least = min(judged, key=lambda found: found[-1].high)[0]
     why = (
         f"No lossy rule (here {len(judged)}) is shown {rule}. `vllm-mars calibrate` looks for a "
         f"threshold. The least lossy rule, {least.row.key.rule}:"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from vllm_mars.experiments.quality.judge import answers
 from vllm_mars.experiments.sweep.records import Cell, OffChoice
 
 MAX_ANSWERS = 6
@@ -15,7 +16,7 @@ def relaxed_answers(cells: Iterable[Cell]) -> dict[str, list[Piece]]:
     for cell in cells:
         if not cell.key.lossy or cell.key.temperature or cell.quality is None:
             continue
-        texts = {output.prompt_id: output.text for output in cell.outputs}
+        texts = {name: answer.text for name, answer in answers(cell).items()}
         for prompt in cell.quality.prompts:
             name, count = prompt.prompt_id, len(prompt.off_choice)
             if name in texts and count > (richest[name][0] if name in richest else 0):

@@ -127,6 +127,8 @@ def by_answer(row: Row) -> dict[tuple[int, str], list[float]]:
             # Without it the target was not asked.
             if "nll" in prompt.scores
         }
+        # An answer that ended at once lost nothing.
+        costs |= {it.prompt_id: 0.0 for it in cell.outputs if costs and not it.text}
         outputs = [output for output in cell.outputs if not output.error]
         total = sum(output.seconds for output in outputs)
         for output in outputs:

@@ -79,7 +79,7 @@ def read_sections(paths: Iterable[Path]) -> list[Section]:
             )
     sections = []
     for file, cells in sweeps.items():
-        found = rows(cells)
+        found = rows(cells, **_margins(cells))
         setups = dict.fromkeys((row.key.model, row.key.draft, row.key.k) for row in found)
         # Decoding without drafts is beside every draft of its file.
         for setup in [setup for setup in setups if setup[2]] or setups:
@@ -88,6 +88,18 @@ def read_sections(paths: Iterable[Path]) -> list[Section]:
     shown = {section.setup for section in sections}
     sections += [_section(setup, own) for setup, own in calibrations.items() if setup not in shown]
     return sections
+
+
+def _margins(cells: Iterable[Cell]) -> dict[str, float]:
+    """Those that a sweep judged with, as for `rows`; without a test, its defaults."""
+    found: dict[str, float] = {}
+    for cell in cells:
+        for of in cell.quality.estimates if cell.quality else ():
+            if of.margin is not None and of.name == "nll":
+                found["nll_margin"] = of.margin
+            elif of.margin is not None and of.reference:
+                found["margin"] = of.margin / of.reference
+    return found
 
 
 def _section(
