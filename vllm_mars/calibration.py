@@ -129,6 +129,31 @@ def draft_of(speculative_config: Mapping[str, Any]) -> str:
     return Path(str(model)).name if model else str(speculative_config.get("method"))
 
 
+def draft_facts(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a calibration remembers of its draft.
+
+    Args:
+        speculative_config: vLLM's dict.
+
+    Returns:
+        `name`, `num_speculative_tokens` (None where the dict leaves it to vLLM) and, of ngram
+        drafts, the lengths that are looked up; empty where the dict names no draft.
+    """
+    given = speculative_config.get
+    if not (given("model") or given("method")):
+        return {}
+    facts = {
+        "name": draft_of(speculative_config),
+        "num_speculative_tokens": given("num_speculative_tokens"),
+    }
+    if given("method") == "ngram":
+        # As vLLM completes them.
+        least, most = given("prompt_lookup_min"), given("prompt_lookup_max")
+        facts["prompt_lookup_min"] = least or most or 5
+        facts["prompt_lookup_max"] = most or least or 5
+    return facts
+
+
 def _check_model(
     given: str, calibration: Mapping[str, Any], model_config: "ModelConfig"
 ) -> list[str]:
@@ -159,14 +184,17 @@ def _check_model(
 def _compare_draft(
     given: str, calibration: Mapping[str, Any], speculative_config: Mapping[str, Any]
 ) -> list[str]:
-    draft = calibration["draft"]
-    then = (draft.get("name"), draft.get("num_speculative_tokens"))
-    now = (draft_of(speculative_config), speculative_config.get("num_speculative_tokens"))
-    if then == now:
+    then, now = calibration["draft"], draft_facts(speculative_config)
+    if not now:
+        return [f"{given}: the draft was not compared, since options outside the dict name it."]
+    # Older files have fewer facts, and some drafts bring their own number of tokens.
+    different = [name for name in then if now.get(name) is not None and then[name] != now[name]]
+    if not different:
         return []
+    had, has = (", ".join(f"{name} {of[name]}" for name in different) for of in (then, now))
     return [
-        f"{given} was calibrated with {then[1]} draft tokens from {then[0]}, but this server "
-        f"drafts {now[1]} from {now[0]}: the loss can differ; calibrate again with this draft."
+        f"{given} was calibrated with the draft's {had}, but this server has {has}: the loss can "
+        "differ; calibrate again with this draft."
     ]
 
 

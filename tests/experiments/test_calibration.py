@@ -17,6 +17,7 @@ import torch
 
 import tiny_models
 from vllm_mars.calibration import (
+    draft_facts,
     draft_of,
     identify,
     read_calibration,
@@ -106,7 +107,7 @@ def test_calibrate(tiny_model, calibrated):
     assert (content["metric"], content["budget"]) == (metric, 0.0004)
     assert content["model"]["weights"] == weights_checksum(tiny_model)
     assert content["weights"] == {"model": weights_checksum(tiny_model), "draft": None}
-    assert content["draft"] == {"name": "ngram", "num_speculative_tokens": 4}
+    assert content["draft"] == draft_facts(NGRAM)
     assert content["samples"]["recorded_prompts"] == content["samples"]["held_out_prompts"] == 6
     assert content["samples"]["recorded_positions"] > 50
     assert content["versions"]["vllm"]
@@ -281,7 +282,26 @@ def test_the_model_may_be_elsewhere(tmp_path, tiny_model, model_config):
 def test_another_draft_is_noted(tmp_path, model_config):
     path = write(tmp_path, model_config, draft={"name": "my-head", "num_speculative_tokens": 7})
     _, (note,) = resolve_auto({**MARS, "mars_theta": f"auto:{path}"}, model_config)
-    assert "calibrated with 7 draft tokens from my-head, but this server drafts" in note
+    assert "the draft's name my-head, num_speculative_tokens 7, but this server has" in note
+
+
+def test_other_lengths_of_ngram_are_another_draft(tmp_path, model_config):
+    """vLLM looks 5 up where the dict names no length."""
+    here = draft_facts(NGRAM)
+    assert (here["prompt_lookup_min"], here["prompt_lookup_max"]) == (1, 4)
+    path = write(tmp_path, model_config, draft=here)
+    given = {**MARS, "mars_theta": f"auto:{path}"}
+    assert resolve_auto(given, model_config)[1] == []
+    given = {name: value for name, value in given.items() if "lookup" not in name}
+    (note,) = resolve_auto(given, model_config)[1]
+    assert (
+        "prompt_lookup_min 1, prompt_lookup_max 4, but this server has prompt_lookup_min 5" in note
+    )
+    # Named by --spec-method and its like, or K as the draft brings it.
+    (note,) = resolve_auto({**given, "method": None}, model_config)[1]
+    assert "the draft was not compared, since options outside the dict name it" in note
+    given = {**MARS, "mars_theta": f"auto:{path}", "num_speculative_tokens": None}
+    assert resolve_auto(given, model_config)[1] == []
 
 
 def test_weights_that_were_not_compared_are_noted(tmp_path, model_config):
@@ -384,6 +404,12 @@ def test_draft_names():
         (["--recovery", "98"], "recovery=98.0 is outside (0, 1]; give a share of the strict"),
         (["--metric", "entropy"], "metric='entropy' is not one of ratio, gap"),
         (["--max-tokens", "0"], "max_tokens=0 is below 1"),
+        (["--min-solved", "3"], "min_solved=3 belongs to --recovery; give both or neither"),
+        (["--server-arg=--speculative-config={}"], "names a draft; give it with --draft and"),
+        (
+            ["--recovery", "0.9", "--prompts", "lm-eval:gsm8k"],
+            "prompts=lm-eval:gsm8k is no file; recovery needs JSON lines with tasks",
+        ),
         (["--num-speculative-tokens", "0"], "num_speculative_tokens=0 is below 1"),
         (["--prompts", "none.jsonl"], "prompts=none.jsonl cannot be read"),
         (["--output", "/proc/none/it.json"], "output=/proc/none/it.json cannot be written"),

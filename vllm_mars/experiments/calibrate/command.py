@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 128")
     add("--output", type=Path, metavar="FILE", help="default build/calibration.json")
     add("--server-arg", dest="engine_args", action="append", metavar="ARG",
-        help="one more argument of `vllm serve`, such as --server-arg=--max-model-len=1024; "
+        help="one more engine argument of vLLM, such as --server-arg=--max-model-len=1024; "
         "repeatable")  # fmt: skip
 
 
@@ -51,5 +51,9 @@ def run(**options: Any) -> int:
 
     if "recovery" in options:
         options.setdefault("prompts", PACKAGED_TASKS)
+    elif "min_solved" in options:
+        raise ValueError(
+            f"min_solved={options['min_solved']} belongs to --recovery; give both or neither."
+        )
     print_calibration(run_calibrate(CalibrateOptions(**options)), Console())
     return 0

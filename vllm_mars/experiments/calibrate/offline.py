@@ -52,7 +52,15 @@ class OfflineEngine:
         self._llm = llm
         protected = [ids for ids in llm.collective_rpc("mars_record") if ids is not None]
         self.protected: list[int] = protected[0]
-        self.model = identify(llm.llm_engine.vllm_config.model_config)
+        model_config = llm.llm_engine.vllm_config.model_config
+        self.model = identify(model_config)
+        # What a server applies to the logits of every request unless this one says otherwise;
+        # a factor of 1 and a difference of 0 change nothing.
+        self.penalties = {
+            name: value
+            for name, value in model_config.get_diff_sampling_param().items()
+            if name.endswith("_penalty") and value != (name == "repetition_penalty")
+        }
 
     def lead(self, prompts: Sequence[Prompt], threshold: float) -> list[Conversation]:
         """Leads conversations, all in one batch, turn after turn, with this threshold."""
@@ -82,7 +90,7 @@ class OfflineEngine:
         return conversations
 
     def take_records(self) -> list[list[Any]]:
-        """Returns what the workers recorded since the last call (`recording.FIELDS`)."""
+        """Stops recording, and returns what the workers recorded (`recording.FIELDS`)."""
         # Every tensor-parallel rank sees the same; one that does not sample has none.
         records: list[list[Any]] = max(self._llm.collective_rpc("mars_take_records"), key=len)
         # Inside the engine vLLM appends a random suffix to the id.

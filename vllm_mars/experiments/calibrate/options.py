@@ -60,6 +60,11 @@ class CalibrateOptions:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is below 1; give a positive number."
                 )
+        if any(arg.startswith(("--spec", "-sc")) for arg in self.engine_args):
+            raise ValueError(
+                f"server_args={self.engine_args} names a draft; give it with --draft and "
+                "--num-speculative-tokens."
+            )
         # Its requests are lossy, whatever threshold comes out.
         check_lock(lossy_reason(MarsConfig(), METHOD))
 

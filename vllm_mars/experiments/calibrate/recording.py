@@ -4,8 +4,8 @@ from typing import Any
 
 # What is recorded of each verified draft position, in this order.
 FIELDS = (
-    *("request", "step", "position", "draft", "first", "second"),
-    *("draft_logit", "first_logit", "second_logit", "log_normaliser"),
+    *("request", "step", "position", "draft", "first"),
+    *("draft_logit", "first_logit", "second_logit"),
 )
 
 
@@ -38,12 +38,15 @@ class RecordingWorker:
             )
         self._mars_records: list[list[Any]] = []
         self._mars_step = 0
-        sampler.register_forward_pre_hook(self._mars_look)
+        self._mars_hook = sampler.register_forward_pre_hook(self._mars_look)
         return sampler.rule.protected_token_ids
 
     def mars_take_records(self) -> list[list[Any]]:
-        """Returns the recorded positions as rows of `FIELDS`, and forgets them."""
-        records, self._mars_records = getattr(self, "_mars_records", []), []
+        """Stops recording, and returns the recorded positions as rows of `FIELDS`."""
+        if not hasattr(self, "_mars_hook"):
+            return []
+        self._mars_hook.remove()
+        records, self._mars_records = self._mars_records, []
         return records
 
     def _mars_look(self, sampler: Any, arguments: tuple[Any, ...]) -> None:
@@ -62,8 +65,8 @@ class RecordingWorker:
         draft_logits = rows.gather(1, drafts.clamp(0, rows.shape[1] - 1)[:, None]).squeeze(1)
         draft_logits = torch.where(inside, draft_logits, -torch.inf)
         columns = [
-            *(drafts.tolist(), ids[:, 0].tolist(), ids[:, 1].tolist(), draft_logits.tolist()),
-            *(values[:, 0].tolist(), values[:, 1].tolist(), rows.logsumexp(-1).tolist()),
+            *(drafts.tolist(), ids[:, 0].tolist(), draft_logits.tolist()),
+            *(values[:, 0].tolist(), values[:, 1].tolist()),
         ]
         rest = zip(*columns, strict=True)
         for request, count in zip(

@@ -8,6 +8,8 @@ from vllm_mars.experiments.calibrate.losses import Measure
 from vllm_mars.experiments.calibrate.search import Calibration
 
 MAX_ROWS = 14
+# Held-out prompts below which a warning is printed.
+FEW_PROMPTS = 30
 
 
 def print_calibration(result: Calibration, console: Console) -> None:
@@ -15,7 +17,7 @@ def print_calibration(result: Calibration, console: Console) -> None:
     console.print(_curve(result))
     if result.confirmations:
         console.print(_confirmations(result))
-    options, held_out = result.options, result.samples["held_out_prompts"]
+    options, held_out = result.options, result.samples["held_out_prompts"] or 0
     option = OPTION[options.metric]
     if options.recovery is None:
         budget, larger = f"the budget of {options.budget:g} nats per token", "a larger --budget"
@@ -34,6 +36,12 @@ def print_calibration(result: Calibration, console: Console) -> None:
         console.print(
             f"No {option} short of strict keeps {budget} on {held_out} held-out prompts; "
             f"{option} is {result.threshold:g}, strict. More prompts or {larger} may give one.",
+            style="bold",
+        )
+    if held_out < FEW_PROMPTS:
+        console.print(
+            f"{held_out} held-out prompts are few: others may lose much more. Give a file of 100 "
+            "or more prompts like those that will be asked (--prompts).",
             style="bold",
         )
     metric = "" if options.metric == "ratio" else f'"mars_metric": "{options.metric}", '

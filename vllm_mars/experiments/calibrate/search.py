@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mars.calibration import KIND, SCHEMA
+from vllm_mars.calibration import KIND, SCHEMA, draft_facts
 from vllm_mars.config import OPTION, STRICT
 from vllm_mars.experiments.calibrate.losses import Confirmation, compare, recovery, scores
 from vllm_mars.experiments.calibrate.offline import OfflineEngine, offline_engine
@@ -42,7 +42,6 @@ from vllm_mars.experiments.calibrate.simulate import (
     steps_of,
 )
 from vllm_mars.experiments.sweep.datasets import Item, load_dataset
-from vllm_mars.local.drafts import draft_name
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import Prompt, load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
@@ -93,10 +92,7 @@ class Calibration:
             "recovery": options.recovery,
             "budget_kept_share": confirmed.kept_share if confirmed else 1.0,
             "model": self.model,
-            "draft": {
-                "name": draft_name(options.draft),
-                "num_speculative_tokens": options.num_speculative_tokens,
-            },
+            "draft": draft_facts(options.speculative_config()),
             **self.run,
             "config": {
                 "prompts": options.prompts.name,
@@ -143,6 +139,13 @@ def run_calibrate(options: CalibrateOptions) -> Calibration:
     model = options.model or str(ensure_model())
     run = describe_run(gpu, model, options.draft)
     with offline_engine(options, model, device) as engine:
+        if engine.penalties:
+            console.print(
+                f"Servers of this model apply {engine.penalties} of its generation_config.json, "
+                "which this calibration does not: serve with --generation-config vllm, or expect "
+                "another loss.",
+                style="bold",
+            )
         console.print("recording one strict pass")
         result = record(engine, run, prompts[0::2], len(prompts[1::2]))
         confirm(engine, result, prompts[1::2], tasks, console.print)
@@ -157,6 +160,11 @@ def load_tasks(path: Path) -> dict[str, Item]:
     Raises:
         ValueError: the file cannot be read, or a line has nothing to score its answer by.
     """
+    if str(path).startswith(("vllm:", "lm-eval:")):
+        raise ValueError(
+            f"prompts={path} is no file; recovery needs JSON lines with tasks, every second of "
+            "which can be held out."
+        )
     items = load_dataset(str(path), 0).items
     for item in items:
         if not item.is_task:
