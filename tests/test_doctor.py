@@ -89,6 +89,24 @@ def test_a_server_that_relaxes(capsys):
     assert lines.endswith("all is well")
 
 
+def test_counts_that_come_later_are_waited_for(monkeypatch):
+    """As those of a GPU, while other clients' tokens are counted at once."""
+    from vllm_mars import top
+
+    read, seen = top.read_metrics, []
+
+    def late(url):
+        seen.append(url)
+        with monkeypatch.context() as patch:
+            patch.setitem(RELAXES, "relaxed", 0 if len(seen) < 4 else 2)
+            return read(url)
+
+    monkeypatch.setattr(top, "read_metrics", late)
+    with server(RELAXES, {**told(theta=0.9), "num_relaxed_tokens": 2}) as (address, asked):
+        *_, last = findings_at(address)
+    assert len(asked) == 1 and last.state == "ok" and "relaxed 2 tokens" in last.text
+
+
 def test_a_server_that_is_strict(capsys):
     for rule in ({"theta": 1.0}, {"gap": 0.0}, {"price": 0.0}):
         with server({"verified": 20}, told(**rule)) as (address, asked):

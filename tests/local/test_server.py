@@ -2,10 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -14,7 +16,8 @@ import pytest
 
 from processes import MARK, marked, wait_until
 from stand_in import StandInServer
-from vllm_mars.local.scrape import GENERATED_TOKENS, drafted, openai_client
+from vllm_mars.local import server_guard
+from vllm_mars.local.scrape import GENERATED_TOKENS, drafted, fetch, openai_client
 from vllm_mars.local.server import VllmServer, free_port, server_env
 
 ARGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]
@@ -180,6 +183,31 @@ def test_the_guard_ends_orphans_and_returns_the_status(mark):
     process = guarded(code, mark)
     assert process.wait(20) == 7
     assert marked(mark) == []
+
+
+def test_a_user_without_a_name_has_a_cache(monkeypatch):
+    def unknown():
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(server_guard.getpass, "getuser", unknown)
+    assert server_guard.user_name() == f"uid_{os.getuid()}"
+
+
+def test_what_does_not_speak_http_does_not_answer():
+    with pytest.raises(OSError, match="nonnumeric port: '80o0'"):
+        fetch("http://localhost:80o0/metrics", 1)
+
+    def greet(listener):
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=greet, args=(listener,))
+        thread.start()
+        with pytest.raises(OSError, match="BadStatusLine"):
+            fetch(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics", 5)
+        thread.join()
 
 
 def test_environment_defaults(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """HTTP requests to vLLM servers, and what their `/metrics` count."""
 
+import http.client
 import json
 import urllib.parse
 import urllib.request
@@ -36,8 +37,12 @@ def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> by
     opener = urllib.request.build_opener(*handlers)
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with opener.open(request, timeout=timeout) as answer:
-        content: bytes = answer.read()
+    try:
+        with opener.open(request, timeout=timeout) as answer:
+            content: bytes = answer.read()
+    except http.client.HTTPException as error:
+        # A port that is no number, or what answers there is no HTTP server.
+        raise OSError(f"{url}: {error!r}") from error
     return content
 
 

@@ -54,6 +54,14 @@ def end_group(grace_seconds: float, directory: str) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
+def user_name() -> str:
+    """The user's name, as torch tells users apart: in a container there may be none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid_{os.getuid()}"
+
+
 def main() -> int:
     """Runs the command; returns its exit status, 128 + a signal's number, or 0 if asked to end."""
     grace_seconds, command = float(sys.argv[1]), sys.argv[2:]
@@ -67,7 +75,7 @@ def main() -> int:
     directory = tempfile.mkdtemp(prefix="mars-")
     environment = {
         # What was compiled is of use to the next server, so it stays where torch keeps it.
-        "TORCHINDUCTOR_CACHE_DIR": os.path.join(temporary, f"torchinductor_{getpass.getuser()}"),
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(temporary, f"torchinductor_{user_name()}"),
         **os.environ,
         "TMPDIR": directory,
     }
