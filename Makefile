@@ -22,8 +22,9 @@ install: $(ALL)
 
 $(DEMO) $(ALL) $(SITE): setup.py install.py
 	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.13 is needed; say PYTHON=/path/to/it" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python install.py $(EXTRAS)
+	@rm -f $(filter-out %-$(BUILD),$(wildcard $(VENV)/.demo-* $(VENV)/.all-*))
 	@touch $@
 $(DEMO): EXTRAS := $(BUILD) demo
 $(ALL): EXTRAS := $(BUILD) demo test

@@ -1,16 +1,17 @@
 """All that waits for a GPU, in ten minutes: tests, the kernel's goals, real servers.
 
-    make gpu ARGS="--model MODEL --draft DRAFT"               # all parts, into build/gpu
+    make gpu ARGS="--model MODEL --draft DRAFT"               # all parts but tune, into build/gpu
     python -m benchmarks.gpu --parts tests kernel tune        # these alone
 
     tests      tests/gpu
     kernel     benchmarks.kernel, its goals judged
-    tune       the same with --tune, for the choices that docs/kernel.md leaves open
+    tune       the same with --tune, for the choices that docs/kernel.md leaves open; on request
     packaged   a sweep of the packaged model with its head: strict, theta 1 and 0.9, a price
     named      the same of --model with --draft; options that are not known here are the sweep's
 
 Each part has its share of --minutes and keeps what it has written by then: NAME.log and its result
-file. gpu.json sums up, with the rows for docs/validated.md. --dry-run goes the same way on a CPU.
+file. gpu.json sums up, with the rows for docs/validated.md. What another commit, version or machine
+left in the directory moves to one beside it. --dry-run goes the same way on a CPU.
 
 Exit status: 0; 1 where a part failed or strict rules answer otherwise than the target alone, but
 for ties; 2 without a GPU.
@@ -34,17 +35,18 @@ from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 from vllm_mars.local.server import end, tail
 
-# Of ten; a model that takes minutes to load needs more.
-MINUTES = {"tests": 1.0, "kernel": 1.5, "tune": 1.0, "packaged": 3.0, "named": 3.5}
-# In which a sweep ends its servers.
-GRACE_SECONDS = 20.0
+# Of ten, without "tune"; a model that takes minutes to load needs more.
+MINUTES = {"tests": 1.5, "kernel": 1.5, "tune": 1.0, "packaged": 3.5, "named": 3.5}
+# In which a sweep ends its servers, and in which anything else ends.
+SWEEP_GRACE_SECONDS, GRACE_SECONDS = 20.0, 5.0
 NO_TESTS_RAN = 5
 SWEEPS = ("packaged", "named")
 # Parts that were run one by one stand in one file where these are the same.
 SAME = ("git_commit", "versions", "hardware", "dry_run")
 NO_GPU = (
-    "benchmarks.gpu needs a GPU, and torch {} sees none. A build for CPUs never does: `make gpu "
-    "BUILD=cuda` installs the other one. --dry-run goes the same way on a CPU."
+    "benchmarks.gpu needs a GPU, and torch {} sees none. A build for CPUs never does: remove "
+    ".venv, and then `make gpu BUILD=cuda` installs the other one. --dry-run goes the same way on "
+    "a CPU."
 )
 
 
@@ -72,27 +74,32 @@ def commands(args: argparse.Namespace, options: list[str]) -> dict[str, list[str
         found["named"] = [*sweep, "--model", args.model, "--draft", args.draft, *options]
     for name in found.keys() & set(SWEEPS):
         found[name].append(f"--output={args.output}/{name}.jsonl")
-    return {name: command for name, command in found.items() if name in (args.parts or found)}
+    return {name: command for name, command in found.items() if name in asked(args)}
+
+
+def asked(args: argparse.Namespace) -> list[str]:
+    """The parts that run."""
+    every = [name for name in MINUTES if name != "tune" and (args.model or name != "named")]
+    return args.parts or every
 
 
 def share(args: argparse.Namespace, name: str) -> float:
-    """Seconds of a part, of those that are asked for."""
-    total = sum(MINUTES[part] for part in args.parts or MINUTES)
-    return float(60 * args.minutes * MINUTES[name] / total)
+    """Seconds of a part, of those that run."""
+    return float(60 * args.minutes * MINUTES[name] / sum(MINUTES[part] for part in asked(args)))
 
 
-def run_part(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
-    """Runs a part, and ends it with what it started where it takes longer."""
+def run_part(command: list[str], seconds: float, grace: float, log: Path) -> dict[str, Any]:
+    """Runs a part, and ends it with what it started, within `grace`, where it takes longer."""
     begin, status = time.monotonic(), None
     with log.open("wb") as file:
         python = [sys.executable, *command]
         process = subprocess.Popen(python, stdout=file, stderr=subprocess.STDOUT)
         try:
-            status = process.wait(max(1.0, seconds - GRACE_SECONDS))
+            status = process.wait(max(1.0, seconds - grace))
         except subprocess.TimeoutExpired:
             print("    its share of --minutes is over", flush=True)
         finally:
-            end(process, GRACE_SECONDS)
+            end(process, grace)
     return {"exit_status": status, "seconds": round(time.monotonic() - begin, 1)}
 
 
@@ -101,17 +108,27 @@ def run(args: argparse.Namespace, options: list[str], gpu: str | None) -> int:
     result: dict[str, Any] = {"schema": "vllm-mars/gpu/1", **describe_run(gpu)}
     result |= {"dry_run": args.dry_run, "parts": {}, "goals": [], "rules": []}
     good = (0, NO_TESTS_RAN) if args.dry_run else (0,)
-    args.output.mkdir(parents=True, exist_ok=True)
     summary, kernel = args.output / "gpu.json", args.output / "kernel.json"
-    before = json.loads(summary.read_text()) if summary.exists() else {}
-    if all(before.get(name) == result[name] for name in SAME):
-        result["parts"] = before["parts"]
+    if summary.exists():
+        before = json.loads(summary.read_text())
+        if all(before.get(name) == result[name] for name in SAME):
+            result["parts"] = before["parts"]
+        else:
+            aside = f"{args.output}-{before['created'].replace(':', '-')}"
+            args.output.rename(aside)
+            print(f"what was measured elsewhere or before is in {aside}")
+    args.output.mkdir(parents=True, exist_ok=True)
+    # Also where the first part is interrupted, its file says what it is of.
+    write_json(summary, result)
     for name, command in commands(args, options).items():
         log = args.output / f"{name}.log"
         print(f"{name}: at most {share(args, name):.0f} s, {log}", flush=True)
         # That of an earlier run; a sweep's goes on.
         (args.output / f"{name}.json").unlink(missing_ok=True)
-        part = result["parts"][name] = run_part(command, share(args, name), log)
+        if name == "named":
+            set_failed_aside(args.output / "named.jsonl", Path(args.model).name)
+        grace = SWEEP_GRACE_SECONDS if name in SWEEPS else GRACE_SECONDS
+        part = result["parts"][name] = run_part(command, share(args, name), grace, log)
         if part["exit_status"] not in good:
             print(tail(log, 8))
         result["goals"] = json.loads(kernel.read_text())["goals"] if kernel.exists() else []
@@ -125,10 +142,16 @@ def run(args: argparse.Namespace, options: list[str], gpu: str | None) -> int:
     return int(bool(found) or any(p["exit_status"] not in good for p in result["parts"].values()))
 
 
+def set_failed_aside(sweep: Path, model: str) -> None:
+    """Moves a sweep's file to FILE.old where another model, such as a wrong name, has failed."""
+    if sweep.exists() and objections(it for it in rules(sweep) if it["model"] != model):
+        sweep.replace(f"{sweep}.old")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Reads the arguments, looks for the GPU and runs; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--parts", nargs="+", choices=MINUTES, help="default: all")
+    parser.add_argument("--parts", nargs="+", choices=MINUTES, help="default: all but tune")
     parser.add_argument("--model", help="of the part `named`: directory or name")
     parser.add_argument("--draft", default=NGRAM, help="its draft; default ngram")
     parser.add_argument("--output", type=Path, default=Path("build/gpu"), help="a directory")

@@ -107,6 +107,9 @@ def started(args: argparse.Namespace, on_cpu: bool, stack: contextlib.ExitStack)
             wait=False,
         )
         stack.enter_context(servers[metric])
+        if not on_cpu:
+            # vLLM measures the GPU's free memory while it starts.
+            servers[metric].wait_until_ready()
     for server in servers.values():
         server.wait_until_ready()
     urls = {rule: servers[chosen.get(rule, metrics[0])].base_url for rule in rules}

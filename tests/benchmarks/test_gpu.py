@@ -52,7 +52,7 @@ def write_sweep(path, *, identity=1.0, failed=""):
 def test_without_a_gpu_it_says_what_is_missing(capsys, tmp_path):
     assert gpu.main(["--output", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
-    assert "needs a GPU, and torch 2" in error and "`make gpu BUILD=cuda` installs" in error
+    assert "needs a GPU, and torch 2" in error and "then `make gpu BUILD=cuda` installs" in error
     assert not (tmp_path / "new").exists()
     for arguments in (["--parts", "named"], ["--tensor-parallel", "2"]):
         with pytest.raises(SystemExit, match="2"):
@@ -75,21 +75,23 @@ def test_parts_are_given_what_their_commands_take(tmp_path):
         patch.setattr(gpu, "run", run)
         options = ["--dry-run", *arguments, "--tensor-parallel", "2"]
         assert gpu.main([*options, "--output", str(tmp_path)]) == 0
-    assert list(found) == list(gpu.MINUTES)
+    assert list(found) == ["tests", "kernel", "packaged", "named"]
     sweep = _parser().parse_args(found["named"][2:])
     assert (sweep.model, sweep.drafts, sweep.tensor_parallel) == ("some/model", ["some/draft"], 2)
     assert (sweep.thetas, sweep.prices, sweep.gaps) == ([1.0, 0.9], [0.3], [])
     packaged = _parser().parse_args(found["packaged"][2:])
     assert packaged.model is None and Path(packaged.drafts[0], "config.json").is_file()
-    assert "--seconds=108" in found["kernel"] and "--tune" in found["tune"]
-    assert sum(gpu.MINUTES.values()) == 10
+    assert "--seconds=108" in found["kernel"]
 
 
 def test_the_parts_that_are_asked_for_share_the_minutes():
-    all_parts = Namespace(minutes=20.0, parts=None)
-    assert [gpu.share(all_parts, name) for name in ("tests", "kernel")] == [120, 180]
-    some = Namespace(minutes=20.0, parts=["tests", "kernel"])
-    assert [gpu.share(some, name) for name in some.parts] == [480, 720]
+    for model, parts, seconds in (
+        ("some/model", None, {"tests": 180, "kernel": 180, "packaged": 420, "named": 420}),
+        (None, None, {"tests": 277, "kernel": 277, "packaged": 646}),
+        (None, ["kernel", "tune"], {"kernel": 720, "tune": 480}),
+    ):
+        args = Namespace(minutes=20.0, model=model, parts=parts)
+        assert {name: round(gpu.share(args, name)) for name in gpu.asked(args)} == seconds
 
 
 def test_a_part_that_fails_does_not_hold_up_the_others(tmp_path, monkeypatch, capsys):
@@ -104,7 +106,7 @@ def test_a_part_that_fails_does_not_hold_up_the_others(tmp_path, monkeypatch, ca
     }
     found = {name: ["-c", code] for name, code in parts.items()}
     monkeypatch.setattr(gpu, "commands", lambda args, options: found)
-    monkeypatch.setattr(gpu, "share", lambda args, name: 25.0 if name == "tune" else 60.0)
+    monkeypatch.setattr(gpu, "share", lambda args, name: 10.0 if name == "tune" else 60.0)
     output.mkdir()
     write_sweep(output / "packaged.jsonl")
     assert gpu.main(["--dry-run", "--output", str(output)]) == 1
@@ -126,6 +128,31 @@ def test_a_part_that_fails_does_not_hold_up_the_others(tmp_path, monkeypatch, ca
     again = json.loads((output / "gpu.json").read_text())
     assert again["parts"].keys() == statuses.keys()
     assert again["parts"]["tune"]["exit_status"] == 0
+
+
+def test_what_was_measured_elsewhere_moves_aside(tmp_path, monkeypatch, capsys):
+    output = tmp_path / "gpu"
+    output.mkdir()
+    write_sweep(output / "packaged.jsonl")
+    summary = {"created": "2026-01-01T00:00:00+00:00", "git_commit": "older"}
+    (output / "gpu.json").write_text(json.dumps(summary))
+    monkeypatch.setattr(gpu, "commands", lambda args, options: {"tests": ["-c", "pass"]})
+    assert gpu.main(["--dry-run", "--output", str(output)]) == 0
+    assert json.loads((output / "gpu.json").read_text())["rules"] == []
+    aside = tmp_path / "gpu-2026-01-01T00-00-00+00-00"
+    assert {path.name for path in aside.iterdir()} == {"packaged.jsonl", "gpu.json"}
+    assert f"is in {aside}" in capsys.readouterr().out
+
+
+def test_a_wrong_model_does_not_stay(tmp_path):
+    good = write_sweep(tmp_path / "named.jsonl")
+    gpu.set_failed_aside(good, "other")
+    assert good.exists()
+    failed = write_sweep(tmp_path / "failed.jsonl", failed="no such model")
+    gpu.set_failed_aside(failed, "tiny")
+    assert failed.exists(), "the same model goes on"
+    gpu.set_failed_aside(failed, "other")
+    assert not failed.exists() and Path(f"{failed}.old").exists()
 
 
 def test_the_row(tmp_path):
