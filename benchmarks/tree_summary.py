@@ -76,7 +76,9 @@ def summary(lines: list[dict[str, Any]], load: dict[str, Any] | None) -> dict[st
     }
     steps = {"H100 by data sheet": StepTime(GPU_ROWS_OF_A_FLOOR, 1.0)}
     if load is not None:
-        steps["2 cores by measured steps"] = StepTime(**load["step_time"])
+        # A file of one sweep's model holds it by itself.
+        step_time = load.get("fits", [load])[0]["step_time"]
+        steps["2 cores by measured steps"] = StepTime(**step_time)
         result["step_time_from"] = {name: load[name] for name in ("git_commit", "hardware")}
     result["costs"] = [_cost(name, step, cells) for name, step in steps.items()]
     return result

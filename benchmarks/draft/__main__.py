@@ -6,6 +6,7 @@ python -m benchmarks.draft untrained
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -17,7 +18,7 @@ from benchmarks.draft.data import DataOptions, finished_shards
 from benchmarks.draft.evaluate import evaluate_heads, tables
 from benchmarks.draft.train import TrainOptions
 from benchmarks.draft.untrained import write_untrained
-from vllm_mars.local.draft_head import packaged_head
+from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED
 
@@ -112,9 +113,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _untrained(args: argparse.Namespace) -> int:
     model = args.model or ensure_model()
     work = args.work or pipeline.work_directory(model)
-    trained = args.head or packaged_head()
-    if trained is None:
-        raise ValueError("there is no trained head; name one with --head, or make one first.")
+    trained = args.head or PACKAGED_HEAD
     for draft in write_untrained(model, trained, work / "data", args.output or work / "untrained"):
         print(draft)
     return 0
@@ -186,4 +185,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # `timeout` sends it: an end like that of Ctrl-C, with nothing half-written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -137,8 +137,11 @@ def shard_path(directory: Path, number: int) -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """Gives a path to write to, which then takes a file's place: complete or not at all."""
     unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    yield unfinished
-    unfinished.replace(path)
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def save_shard(path: Path, answers: list[Sequence]) -> None:

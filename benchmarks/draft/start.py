@@ -87,11 +87,13 @@ def _fit(target: Target, paths: list[Path]) -> tuple[torch.Tensor, torch.Tensor]
     """Returns C and B."""
     size = target.config.hidden_size
     last = target.aux_layers.index(target.config.num_hidden_layers)
+    # Shards are read on the CPU.
+    embedding = target.embedding.float().cpu()
     gram, moment = torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, size)
     for path in paths:
         for tokens, states in zip(*Shard(path).read(), strict=True):
             normed = functional.rms_norm(states[:-1, last].float(), (size,))
-            embedded = functional.rms_norm(target.embedding[tokens[1:-1]].float(), (size,))
+            embedded = functional.rms_norm(embedding[tokens[1:-1]], (size,))
             inputs = torch.cat([normed[:-1], embedded], 1)
             gram += inputs.T @ inputs
             moment += inputs.T @ normed[1:]

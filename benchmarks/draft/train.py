@@ -233,6 +233,7 @@ class Trainer:
         for name in ("shards", "epochs", "checkpoint_every", "cool_down", "ramp"):
             identity.pop(name)
         identity["draft_tokens"] = int(self.head.draft_tokens.sum())
+        identity["fed_layers"] = list(self.head.config.aux_layers)
         return identity
 
     def run(
@@ -260,7 +261,8 @@ class Trainer:
 
     def data_tokens(self) -> dict[str, int]:
         """Returns how many tokens the shards hold, of prompts and of answers."""
-        shards = [Shard(self.shard_path(number)) for number in range(self.options.shards)]
+        numbers = range(self.options.shards)
+        shards = [Shard(wait_for(self.shard_path(number))) for number in numbers]
         prompts = sum(sum(shard.prompt_tokens) for shard in shards)
         return {
             "prompt_tokens": prompts,

@@ -36,6 +36,13 @@ def test_a_shard_follows_from_seed_and_number(target, shards, tmp_path):
     assert (other / "00001.jsonl").read_text() != (shards / "00001.jsonl").read_text()
 
 
+def test_a_file_that_is_not_finished_does_not_stay(tmp_path):
+    with pytest.raises(KeyboardInterrupt), data.replacing(tmp_path / "a") as unfinished:
+        unfinished.write_text("half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_data_of_other_options_is_refused(tmp_path, monkeypatch):
     write_manifest(tmp_path, DATA, "abc")
     write_manifest(tmp_path, replace(DATA, shards=9), "abc")

@@ -113,6 +113,12 @@ def test_an_interrupted_run_ends_with_the_same_head(target, shards, tmp_path):
         trainer(tmp_path / "parts", target, shards, replace(TRAIN, batch=5))
     with pytest.raises(ValueError, match=r"is of a run with loss='distil', not 'price'; name"):
         trainer(tmp_path / "parts", target, shards, replace(TRAIN, loss="price"))
+    # Other states of the same size would fit without a word.
+    again.head.config.aux_layers = (0, 2, 2)
+    with pytest.raises(
+        ValueError, match=r"is of a run with fed_layers=\[0, 1, 2\], not \[0, 2, 2\]"
+    ):
+        again.resume()
 
 
 def test_a_killed_run_ends_with_the_same_head(target, shards, tmp_path):
