@@ -338,7 +338,7 @@ def times(name: str) -> list[str]:
 
 
 HEAD, HEAD_K4 = (f"smollm2-135m-eagle3, K {k}" for k in (5, 4))
-NGRAM = "ngram, K 8"
+NGRAM, NGRAM_K4 = (f"ngram, K {k}" for k in (8, 4))
 THETA_DEMOS = [
     f"demo-{name}" for name in ("eagle3-24-cpu", "eagle3-k3-cpu", "eagle3-k4-cpu", "cpu", "cpu-2")
 ]
@@ -373,6 +373,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "drafts.kinds": lambda: described(KINDS, by_kind().values()),
     "drafts.all": lambda: described(DRAFTED, map(by_kind()[ALL].get, BY_KIND)),
     "speed.rules": partial(frontier, SPEEDS, "speed-head-cpu", HEAD_K4),
+    "speed.ngram": partial(frontier, SPEEDS, "speed-ngram-cpu", NGRAM_K4),
     "speed.recommended": partial(ladder, "recommended-cpu"),
     "speed.equal_loss": partial(at_equal_loss, "speed-head-cpu", HEAD_K4),
     "frontier.rules": partial(frontier, FRONTIER, "frontier-cpu", HEAD),
