@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
+
 from benchmarks import draft_length, tree_summary, validated
 from benchmarks.draft import evaluate
 from benchmarks.markdown import Columns, Text, at, described, pair, shown, transposed
@@ -169,6 +171,79 @@ def at_equal_loss(name: str, draft: str, options: str = GUARD) -> list[str]:
             over = at(f"price_over/{metric}{options}", ".2f")
             columns[f"price / {METRICS[metric]}"] = over
     return described(columns, found["at_equal_loss"])
+
+
+SIMULATED: Columns = {
+    "rule": FRONTIER["rule"],
+    "above strict, %: simulated": at("simulated/extra_acceptance", ".1f", 100),
+    "online": FRONTIER["above strict, %"],
+    "nats lost per token: simulated": at("simulated/cost", ".4f"),
+    "lost online": FRONTIER["nats lost per token"],
+}
+
+
+@cache
+def simulated_curves(calibrations: str) -> dict[str, dict[float, dict[str, float]]]:
+    """What calibrations predict, without the guard, by metric and threshold.
+
+    Args:
+        calibrations: name of each metric's file, with `{}` in place of the metric.
+
+    Returns:
+        `cost` in nats per token, and `extra_acceptance`, the acceptance length over strict - 1.
+    """
+    found: dict[str, dict[float, dict[str, float]]] = {}
+    for metric, name in METRICS.items():
+        *points, strict = raw(calibrations.format(metric))["curve"]
+        found[name] = {
+            of["threshold"]: {
+                "cost": of["cost"],
+                "extra_acceptance": of["acceptance_length"] / strict["acceptance_length"] - 1,
+            }
+            for of in (*points, strict)
+        }
+    return found
+
+
+def simulated(calibrations: str, online: str, draft: str) -> list[str]:
+    """What calibrations predict of rules without the guard, beside a comparison online."""
+    items = []
+    for of in drafted(online, draft)["rules"]:
+        name, value, *variant = [*rule_name(of["rule"]).split(), ""]
+        if "unguarded" in variant:
+            items.append({**of, "simulated": simulated_curves(calibrations)[name][float(value)]})
+    return described(SIMULATED, sorted(items, key=lambda of: looseness(of["rule"])))
+
+
+def simulated_at_equal_loss(
+    calibrations: str, online: str, draft: str, losses: Iterable[float]
+) -> list[str]:
+    """What each metric is predicted to accept at a loss, and what the price gains over the ratio.
+
+    Beside it, where it was measured, stands what the price gains without the guard online.
+    """
+    measured = {of["loss"]: of for of in drafted(online, draft)["at_equal_loss"]}
+    items: list[dict[str, Any]] = []
+    for loss in losses:
+        gains = {}
+        for name, curve in simulated_curves(calibrations).items():
+            costs, extra = np.array(
+                sorted((of["cost"], of["extra_acceptance"]) for of in curve.values())
+            ).T
+            gains[name] = float(np.interp(loss, costs, extra))
+        over = {f"over {name}": gains["price"] / gains[name] for name in ("theta", "gap")}
+        items.append({"loss": loss, **gains, **over, "online": measured.get(loss)})
+    names = ("theta", "gap", "price")
+    columns: Columns = {
+        "nats per token": at("loss"),
+        **{f"{name}, %": at(name, ".1f", 100) for name in names},
+        "price / theta: simulated": at("over theta", ".2f"),
+        "price / theta: online": lambda of: (
+            at(f"price_over/ratio{NO_GUARD}", ".2f")(of["online"]) if of["online"] else ""
+        ),
+        "price / gap: simulated": at("over gap", ".2f"),
+    }
+    return described(columns, items)
 
 
 # How long a draft.
@@ -381,6 +456,14 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "head.rules": partial(frontier, FRONTIER, "frontier-head-cpu", HEAD_K4),
     "head.equal_loss": partial(at_equal_loss, "frontier-head-cpu", HEAD_K4),
     "head.unguarded": partial(at_equal_loss, "frontier-head-cpu", HEAD_K4, NO_GUARD),
+    "head.simulated": partial(simulated, "simulated-{}-cpu", "frontier-head-cpu", HEAD_K4),
+    "head.simulated_equal_loss": partial(
+        simulated_at_equal_loss,
+        "simulated-{}-cpu",
+        "frontier-head-cpu",
+        HEAD_K4,
+        (0.0075, 0.02, 0.03, 0.05, 0.065, 0.09),
+    ),
     "head.bounded": partial(bounded, "frontier-head-bounds-cpu", HEAD_K4),
     "ngram.rules": partial(frontier, FRONTIER, "frontier-ngram-cpu", NGRAM),
     "ngram.equal_loss": partial(at_equal_loss, "frontier-ngram-cpu", NGRAM),

@@ -17,7 +17,7 @@ LACK = {
         *("demo-cpu-2.json", "demo-eagle3-24-cpu.json", "demo-eagle3-k3-cpu.json"),
         *("demo-eagle3-k4-cpu.json", "demo-price-cpu.json"),
         *("frontier-cpu.json", "frontier-cpu.jsonl", "frontier-ratio-cpu.jsonl"),
-        *("kernel-resources.json", "sampled-price-cpu.json", "sampler-cpu.json", "soak.json"),
+        *("sampled-price-cpu.json", "sampler-cpu.json", "soak.json"),
         *("trees-cpu.json", "trees-longer-cpu.json"),
     ),
     # Changed files, the docs say which where it matters.
