@@ -11,7 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
 from vllm_mars import MarsConfig
-from vllm_mars.config import OPTION, Threshold, split_speculative_config
+from vllm_mars.config import OPTION, STRICT, Threshold, split_speculative_config
 from vllm_mars.engine.options import check_request
 from vllm_mars.kernels.terms import NO_BOUND, Drafts, Margin, Verdict
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
@@ -155,13 +155,20 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
 
 
 def test_the_lock_holds_for_requests(monkeypatch):
+    from vllm.exceptions import VLLMValidationError
+
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     strict = MarsConfig(theta=1.0)
     assert options_of(params(mars_theta=1), strict).threshold.theta == 1
-    with pytest.raises(ValueError, match="mars_theta=0.9 is lossy, but this server is locked"):
-        options_of(params(mars_theta=0.9), strict)
-    with pytest.raises(ValueError, match="mars_gap=1 is lossy, but this server is locked"):
-        options_of(params(mars_gap=1), MarsConfig(metric="gap", theta=1.0))
+    loose = MarsConfig(theta=1.0, theta_min=0.5), MarsConfig(metric="gap", theta=1.0, gap_max=2.0)
+    for config, chosen in zip(loose, ({"mars_theta": 0.9}, {"mars_gap": 1}), strict=True):
+        ((key, value),) = chosen.items()
+        message = f"{key}={value} is lossy, but this server is locked"
+        with pytest.raises(VLLMValidationError, match=message):
+            check_request(params(**chosen), served_with(config))
+        # In an engine whose front end is not locked.
+        assert options_of(params(**chosen), config).threshold == STRICT
+    check_request(params(mars_theta=1), served_with(strict))
 
 
 @pytest.mark.parametrize(("structured", "is_strict"), [("strict", True), ("relaxed", False)])

@@ -92,6 +92,24 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
     return parsed.options
 
 
+def refuse_locked(params: "SamplingParams") -> None:
+    """Refuses a lossy choice of a request where the environment locks the server to strict.
+
+    Args:
+        params: parameters that `options_of` has read.
+
+    Raises:
+        ValueError: such a choice.
+    """
+    for key, value in (params.extra_args or {}).items():
+        metric = _THRESHOLDS.get(key)
+        if metric is not None and lock_is_on() and Threshold.of(metric, value) != STRICT:
+            raise ValueError(
+                f"{key}={value} is lossy, but this server is locked to strict verification "
+                f"({LOCK_VARIABLE}=strict); choose {STRICT.value(metric):g} or leave it out."
+            )
+
+
 def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float]:
     """The threshold that verification follows, as `mars_return` reports it."""
     strict = options.is_structured or config.shadow
@@ -129,14 +147,9 @@ def _own_threshold(key: str, value: Any, config: MarsConfig) -> Threshold:
             f"{key}={value} belongs to mars_metric={metric!r}, but this server's is "
             f"{config.metric!r}; choose {OPTION[config.metric]} or leave it out."
         )
-    threshold = Threshold.of(metric, value)
-    if threshold != STRICT and lock_is_on():
-        raise ValueError(
-            f"{key}={value} is lossy, but this server is locked to strict verification "
-            f"({LOCK_VARIABLE}=strict); choose {STRICT.value(metric):g} or leave it out."
-        )
     _check_limit(metric, value, config)
-    return threshold
+    # Where an engine alone is locked, what its front end let through is verified strictly.
+    return STRICT if lock_is_on() else Threshold.of(metric, value)
 
 
 def _check_limit(metric: str, value: float, config: MarsConfig) -> None:

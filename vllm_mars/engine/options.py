@@ -14,7 +14,7 @@ from vllm_mars.engine.compat import check_interfaces, check_version
 from vllm_mars.engine.markers import resolve_markers
 from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.lock import check_lock
-from vllm_mars.requests import options_of
+from vllm_mars.requests import options_of, refuse_locked
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -96,7 +96,9 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
     from vllm.exceptions import VLLMValidationError
 
     try:
-        if options_of(params, config).wants_return:
+        options = options_of(params, config)
+        refuse_locked(params)
+        if options.wants_return:
             from vllm_mars.engine.returned import is_supported
 
             if not is_supported():
