@@ -194,13 +194,14 @@ def simulated_curves(calibrations: str) -> dict[str, dict[float, dict[str, float
     """
     found: dict[str, dict[float, dict[str, float]]] = {}
     for metric, name in METRICS.items():
-        *points, strict = raw(calibrations.format(metric))["curve"]
+        curve = raw(calibrations.format(metric))["curve"]
+        strict = curve[-1]["acceptance_length"]
         found[name] = {
             of["threshold"]: {
                 "cost": of["cost"],
-                "extra_acceptance": of["acceptance_length"] / strict["acceptance_length"] - 1,
+                "extra_acceptance": of["acceptance_length"] / strict - 1,
             }
-            for of in (*points, strict)
+            for of in curve
         }
     return found
 
@@ -209,8 +210,8 @@ def simulated(calibrations: str, online: str, draft: str) -> list[str]:
     """What calibrations predict of rules without the guard, beside a comparison online."""
     items = []
     for of in drafted(online, draft)["rules"]:
-        name, value, *variant = [*rule_name(of["rule"]).split(), ""]
-        if "unguarded" in variant:
+        if of["rule"].endswith(NO_GUARD):
+            name, value, _ = rule_name(of["rule"]).split()
             items.append({**of, "simulated": simulated_curves(calibrations)[name][float(value)]})
     return described(SIMULATED, sorted(items, key=lambda of: looseness(of["rule"])))
 
@@ -233,14 +234,11 @@ def simulated_at_equal_loss(
             gains[name] = float(np.interp(loss, costs, extra))
         over = {f"over {name}": gains["price"] / gains[name] for name in ("theta", "gap")}
         items.append({"loss": loss, **gains, **over, "online": measured.get(loss)})
-    names = ("theta", "gap", "price")
     columns: Columns = {
         "nats per token": at("loss"),
-        **{f"{name}, %": at(name, ".1f", 100) for name in names},
+        **{f"{name}, %": at(name, ".1f", 100) for name in METRICS.values()},
         "price / theta: simulated": at("over theta", ".2f"),
-        "price / theta: online": lambda of: (
-            at(f"price_over/ratio{NO_GUARD}", ".2f")(of["online"]) if of["online"] else ""
-        ),
+        "price / theta: online": at(f"online/price_over/ratio{NO_GUARD}", ".2f"),
         "price / gap: simulated": at("over gap", ".2f"),
     }
     return described(columns, items)

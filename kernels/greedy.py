@@ -324,7 +324,9 @@ def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = Fal
     values = torch.empty((num_draft, 2), device=device) if with_top2_values else None
     if num_draft:
         accept_kernel[(drafts.cu_num_draft_tokens.shape[0],)](
-            **dict.fromkeys(("output_token_ids_ptr", "num_accepted_ptr", "num_relaxed_ptr")),
+            output_token_ids_ptr=None,
+            num_accepted_ptr=None,
+            num_relaxed_ptr=None,
             lost_ptr=None,
             top2_values_ptr=values,
             verdicts_ptr=verdicts,

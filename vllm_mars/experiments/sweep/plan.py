@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +112,16 @@ class SweepOptions:
                 if item < least:
                     raise ValueError(f"{name}={item} is below {least}; give {least} or more.")
         object.__setattr__(self, "mars_options", tuple(map(_canonical, self.mars_options)))
-        for name in (
+        needed = (
             *("drafts", "num_speculative_tokens", "methods", "mars_options"),
             *("temperatures", "concurrencies", "datasets"),
-        ):
-            if not getattr(self, name):
+        )
+        for name in (*needed, "thetas", "gaps", "prices"):
+            values = getattr(self, name)
+            if name in needed and not values:
                 raise ValueError(f"{name} is empty; give at least one.")
-            _check_different(name, getattr(self, name))
-        for name in ("thetas", "gaps", "prices"):
-            _check_different(name, getattr(self, name))
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name}={values} holds a value twice; give each once.")
         for method in self.methods:
             if method not in METHODS:
                 raise ValueError(f"methods={method!r} is not one of {', '.join(METHODS)}.")
@@ -157,11 +159,6 @@ class SweepOptions:
             num_prompts=4,
             max_tokens=32,
         )
-
-
-def _check_different(name: str, values: tuple[Any, ...]) -> None:
-    if len(set(values)) < len(values):
-        raise ValueError(f"{name}={values} holds a value twice; give each once.")
 
 
 _LEAST = {
@@ -230,7 +227,7 @@ class Sweep:
                     "cells are told apart by these names."
                 )
 
-    @property
+    @cached_property
     def settings(self) -> Settings:
         """As the cells record them."""
         options = self.options

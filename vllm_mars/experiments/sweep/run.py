@@ -126,11 +126,11 @@ def _check_same_sweep(cells: Sequence[Cell], settings: Settings, output: Path) -
         for field in dataclasses.fields(Settings):
             old, new = getattr(cell.settings, field.name), getattr(settings, field.name)
             if field.name == "checksums":
-                names = [name for name in old if name in new and old[name] != new[name]]
-                if names:
+                # The names are those of `prompts`; an older file has no checksums.
+                if changed := [name for name in old if old[name] != new[name]]:
                     raise ValueError(
-                        f"output={output} was measured with other prompts named {names[0]!r}; name "
-                        "another file, or give the prompts of the first."
+                        f"output={output} was measured with other prompts named {changed[0]!r}; "
+                        "name another file, or give the prompts of the first."
                     )
             elif old != new:
                 raise ValueError(
