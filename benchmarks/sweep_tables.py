@@ -28,7 +28,12 @@ ALL = "all"
 def by_dataset(name: str) -> dict[str, list[Row]]:
     """The rows of a sweep's file by prompt file, and of all prompts as `ALL`."""
     cells = read_cells(RESULTS / f"{name}.jsonl")
-    cells += [replace(cell, key=replace(cell.key, dataset=ALL)) for cell in cells]
+    datasets = sorted({cell.key.dataset for cell in cells})
+    # As blocks of one dataset, so that a cell finds the others of its own prompts.
+    blocks = {dataset: f"{ALL}#{number}" for number, dataset in enumerate(datasets)}
+    cells += [
+        replace(cell, key=replace(cell.key, dataset=blocks[cell.key.dataset])) for cell in cells
+    ]
     found: dict[str, list[Row]] = {}
     for row in rows(cells):
         found.setdefault(row.key.dataset, []).append(row)
@@ -40,7 +45,7 @@ def point(name: str, temperature: float = 0, concurrency: int = 1) -> list[Measu
     """The rules that were measured at one point of a sweep, beside strict decoding there."""
     found = [
         row
-        for row in sweep(name)
+        for row in by_dataset(name)[ALL]
         if row.cells and (row.key.temperature, row.key.concurrency) == (temperature, concurrency)
     ]
     return sorted(measure(found), key=lambda it: looseness(it.row.key.rule))

@@ -429,6 +429,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "thetas.head": partial(rules, "sweep-eagle3-cpu", GREEDY),
     "thetas.load": partial(under_load, "sweep-cpu"),
     "thetas.sampled": partial(rules, "sweep-cpu", SAMPLED, 1),
+    "thetas.sampled_head": partial(rules, "sampled-head-cpu", SAMPLED, 1),
     "tasks": partial(
         task_scores,
         TASKS,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import figures, frontier, tables
+from benchmarks import figures, frontier, sweep_tables, tables
 
 RESULTS = sorted(path for path in tables.RESULTS.iterdir() if path.suffix in (".json", ".jsonl"))
 # What older files do not say. A new file says all of it: measure at a clean commit.
@@ -37,6 +37,15 @@ def test_each_table_stands_once():
 def test_the_docs_show_the_raw_files(page):
     text = page.read_text()
     assert figures.written(text) == text, "`make figures` writes what the raw files say"
+
+
+def test_cells_of_several_datasets_are_compared_within_each():
+    (none,) = (
+        row
+        for row in sweep_tables.by_dataset("recommended-cpu")[sweep_tables.ALL]
+        if row.key.method == "autoregressive"
+    )
+    assert len({cell.key.dataset for cell in none.cells}) == 11 and none.speedup == 1
 
 
 @pytest.mark.parametrize("before", ["| old |\n| --- |\n", "", "\n"])
