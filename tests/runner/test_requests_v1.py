@@ -32,6 +32,14 @@ def thresholds(state, batch):
     return margin(state, *[[]] * batch)[:2]
 
 
+def answering(config, *outputs, prompt=None):
+    """A batch of up to four requests that have given these outputs so far."""
+    state = RequestsV1(config, 4, torch.device("cpu"))
+    added = [(place, params(), prompt, output) for place, output in enumerate(outputs)]
+    state.update_state(BatchUpdate(len(outputs), removed=[], added=added, moved=[]))
+    return state
+
+
 class TestV1Batch:
     """The V1 batch tells what was removed, added and moved."""
 
@@ -101,10 +109,7 @@ class TestV1Budget:
     CONFIG = MarsConfig(max_relaxed_share=0.25)
 
     def state(self, *outputs, config=CONFIG):
-        state = RequestsV1(config, 4, torch.device("cpu"))
-        added = [(place, params(), None, output) for place, output in enumerate(outputs)]
-        state.update_state(BatchUpdate(len(outputs), removed=[], added=added, moved=[]))
-        return state
+        return answering(config, *outputs)
 
     @staticmethod
     def budget(state, batch):
@@ -150,10 +155,7 @@ class TestV1LossBound:
     CONFIG = MarsConfig(max_loss=0.5, loss_burst=1.0)
 
     def state(self, *outputs, config=CONFIG):
-        state = RequestsV1(config, 4, torch.device("cpu"))
-        added = [(place, params(), None, output) for place, output in enumerate(outputs)]
-        state.update_state(BatchUpdate(len(outputs), removed=[], added=added, moved=[]))
-        return state
+        return answering(config, *outputs)
 
     @staticmethod
     def lost(state, batch):
@@ -263,10 +265,7 @@ class TestV1RepeatGuard:
 
     @staticmethod
     def state(*outputs, **options):
-        state = RequestsV1(MarsConfig(repeat_guard=2, **options), 4, torch.device("cpu"))
-        added = [(place, params(), [1, 2, 3], output) for place, output in enumerate(outputs)]
-        state.update_state(BatchUpdate(len(outputs), removed=[], added=added, moved=[]))
-        return state
+        return answering(MarsConfig(repeat_guard=2, **options), *outputs, prompt=[1, 2, 3])
 
     def test_the_answer_is_followed_and_the_prompt_may_be_copied(self):
         output = []
