@@ -17,7 +17,7 @@ import json
 import sys
 import time
 import urllib.error
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,14 @@ def given(args: argparse.Namespace) -> list[Agent]:
     return agents
 
 
-def measure(agents: Sequence[Agent], tasks: Sequence[Task], max_turns: int) -> list[dict[str, Any]]:
-    """Lets the agents take turns, task by task; each task begins with another one."""
+def measure(
+    agents: Sequence[Agent], tasks: Sequence[Task], max_turns: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Lets the agents take turns, task by task; each task begins with another one.
+
+    Yields:
+        the episodes so far, after each task.
+    """
     episodes: list[dict[str, Any]] = []
     last = ""
     for number, task in enumerate(tasks):
@@ -141,7 +147,7 @@ def measure(agents: Sequence[Agent], tasks: Sequence[Task], max_turns: int) -> l
             episodes.append(found)
             outcome = "reached" if found["reached"] else "missed"
             print(f"{task.id}, {agent.rule}: {outcome}, {found['turns']} turns", flush=True)
-    return episodes
+        yield episodes
 
 
 def compare(episodes: Sequence[Mapping[str, Any]], rules: Sequence[str]) -> dict[str, Any]:
@@ -168,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("prompts", type=Path, help="tools.jsonl of benchmarks.tasks.make")
-    add("--num-prompts", type=int, help="the first ones, of all kinds in turn; default all")
+    add("--num-prompts", type=int, default=0, help="the first ones, of all kinds in turn; 0: all")
     add("--model", help="default: the packaged model")
     add("--draft", default=NGRAM, help="ngram, or a draft model or head; default ngram")
     add("--num-speculative-tokens", dest="k", type=int, default=4)
@@ -181,25 +187,24 @@ def main(arguments: list[str] | None = None) -> int:
     add("--output", type=Path, default=Path("build/tool-loop.json"), help="logs go beside it")
     args = parser.parse_args(arguments)
     require_writable(args.output)
-    tasks = read_json_lines(args.prompts, read_task, option="prompts")[: args.num_prompts]
+    tasks = read_json_lines(args.prompts, read_task, option="prompts")[: args.num_prompts or None]
     # Of servers that somebody else started, nothing is known.
     device, gpu = ("", None) if args.url else vllm_device()
     with contextlib.ExitStack() as stack:
         agents = given(args) if args.url else started(args, device == "cpu", stack)
-        episodes = measure(agents, tasks, args.max_turns)
-    rules = compare(episodes, [agent.rule for agent in agents])
-    own = {} if args.url else {"draft": draft_name(args.draft), "num_speculative_tokens": args.k}
-    result = {
-        "schema": "vllm-mars/tool-loop/1",
-        **describe_run(gpu, agents[0].model, args.draft),
-        "model": Path(agents[0].model).name,
-        **own,
-        "prompts": sha256(args.prompts),
-        **{name: getattr(args, name) for name in ("temperature", "max_turns", "max_tokens")},
-        "rules": rules,
-        "episodes": episodes,
-    }
-    write_json(args.output, result)
+        result = {
+            "schema": "vllm-mars/tool-loop/1",
+            **describe_run(gpu, agents[0].model, args.draft),
+            "model": Path(agents[0].model).name,
+            "prompts": sha256(args.prompts),
+            **{name: getattr(args, name) for name in ("temperature", "max_turns", "max_tokens")},
+        }
+        if not args.url:
+            result |= {"draft": draft_name(args.draft), "num_speculative_tokens": args.k}
+        for episodes in measure(agents, tasks, args.max_turns):
+            rules = compare(episodes, [agent.rule for agent in agents])
+            # After each task: what is interrupted keeps what it has.
+            write_json(args.output, {**result, "rules": rules, "episodes": episodes})
     for rule, found in rules.items():
         means = ", ".join(f"{found[name]['value']:.1f} {name}" for name in MEASURES)
         share = found["reached"]

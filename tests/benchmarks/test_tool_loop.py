@@ -1,6 +1,7 @@
 """The loop of an agent and its tools, beside an agent that makes no mistake and one that does."""
 
 import json
+import math
 import re
 
 import pytest
@@ -131,6 +132,7 @@ class Model(Handler):
     """Serves the faultless agent, and the faulty one where a price is asked for."""
 
     asked = []
+    most = math.inf
 
     def do_GET(self):  # noqa: N802
         self.answer(200, json.dumps({"data": [{"id": "some/model"}]}))
@@ -138,6 +140,8 @@ class Model(Handler):
     def do_POST(self):  # noqa: N802
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
+        if len(self.asked) > self.most:
+            return self.answer(503, "the server stops")
         if self.path == "/v1/completions":
             return self.answer(200, "{}")
         xargs = body.get("vllm_xargs", {})
@@ -218,6 +222,19 @@ def test_running_servers_are_asked_as_they_are(prompts, model, tmp_path):
     assert result["rules"].keys() == {"one", "other"} and result["model"] == "model"
     assert "draft" not in result
     assert all(body["model"] == "some/model" and "vllm_xargs" not in body for body in Model.asked)
+
+
+def test_an_interrupted_run_keeps_its_tasks(prompts, model, tmp_path, monkeypatch):
+    output = tmp_path / "loop.json"
+    first = read_json_lines(prompts, read_task, option="prompts")[0]
+    turns = lead(first, lambda messages: (reply(messages), 5), 8)["turns"]
+    # One more wakes the server.
+    monkeypatch.setattr(Model, "most", 1 + turns)
+    with pytest.raises(RuntimeError, match="one: the server stops"):
+        tool_loop.main([str(prompts), "--output", str(output), "--url", f"one={model}"])
+    result = json.loads(output.read_text())
+    assert [episode["task"] for episode in result["episodes"]] == [first.id]
+    assert result["rules"]["one"]["reached"]["samples"] == 1
 
 
 def test_rules_that_are_none(prompts, started, tmp_path):
