@@ -91,6 +91,25 @@ def _counts(cell: Cell) -> tuple[float, ...]:
     return drafts, accepted, tokens, len(cell.outputs), cell.lost_nats or 0.0
 
 
+def by_server(found: Iterable[Row]) -> list[Measured]:
+    """Compares each rule with what is strict on its own server, else with strict decoding.
+
+    What else differs between two servers then stays out of the comparison.
+
+    Args:
+        found: rules at one point of the grid.
+    """
+    servers: dict[str | None, list[Row]] = {None: []}
+    for row in found:
+        servers.setdefault(row.key.metric and _family(row.key), []).append(row)
+    strict = servers.pop(None)
+    measured = measure(strict)
+    for own in servers.values():
+        beside = [] if any(not row.key.lossy for row in own) else strict
+        measured += measure([*beside, *own])[len(beside) :]
+    return measured
+
+
 class Frontier:
     """The rules of one draft and K over the folds of a sweep.
 
@@ -120,11 +139,7 @@ class Frontier:
 
     @cached_property
     def speeds(self) -> dict[str, Measured]:
-        """What is known of each rule's speed over all folds, by rule.
-
-        Each is compared with what is strict on its own server, else with `standard`: what else
-        differs between two servers then stays out of the comparison.
-        """
+        """What is known of each rule's speed over all folds, by rule."""
         found = rows(
             [
                 replace(cell, key=replace(cell.key, dataset="all folds"))
@@ -132,16 +147,7 @@ class Frontier:
                 for cell in own
             ]
         )
-        standard = [row for row in found if row.key.method == "standard"]
-        speeds = {it.row.key.rule: it for it in measure(standard)}
-        servers: dict[str, list[Row]] = {}
-        for row in found:
-            if row.key.metric:
-                servers.setdefault(_family(row.key), []).append(row)
-        for own in servers.values():
-            beside = [] if any(not row.key.lossy for row in own) else standard
-            speeds |= {it.row.key.rule: it for it in measure([*beside, *own])}
-        return speeds
+        return {it.row.key.rule: it for it in by_server(found)}
 
     def of(self, rule: str, without: str | None = None) -> Totals:
         """A rule over the folds but one."""

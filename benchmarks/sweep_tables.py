@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.frontier import by_server
 from benchmarks.markdown import Columns, Text, at, described, follow, pair, shown
 from vllm_mars.experiments.report.advice import conclusion
 from vllm_mars.experiments.report.measured import Measured, beside, measure
@@ -138,6 +139,34 @@ def under_load(name: str) -> list[str]:
     points = [{it.row.key.rule: it for it in point(name, 0, load)} for load in loads]
     items = [{"load": load, **found} for load, found in zip(loads, points, strict=True)]
     return described(LOADS, items)
+
+
+AT_LOADS: Columns = {
+    "requests at once": at("own/row/key/concurrency"),
+    **rule("own/row"),
+    "acceptance length": at("own/row/acceptance_length", ".2f"),
+    "nats lost per token": at("own/loss/value", ".3f"),
+    "ms to the first token": at("own/ttft/value", ".0f", 1000),
+    "ms per further token": at("own/tpot/value", ".1f", 1000),
+    "further tokens, x strict": at("own/faster", ".2f"),
+    "further tokens, x no drafts": at("none/faster", ".2f"),
+    "tokens/s, x no drafts": at("none/speedup", ".2f"),
+    "answers sooner, x no drafts": at("none/sooner", ".2f"),
+    "tokens per answer": at("own/length/value", ".1f"),
+}
+
+
+def at_loads(name: str) -> list[str]:
+    """Each rule by the number of requests at once, beside strict verification and no drafts."""
+    by_load: dict[int, list[Row]] = {}
+    for row in by_dataset(name)[ALL]:
+        by_load.setdefault(row.key.concurrency, []).append(row)
+    items = []
+    for _, found in sorted(by_load.items()):
+        none = next(row for row in found if row.key.draft == NO_DRAFT)
+        measured = sorted(by_server(found), key=lambda it: looseness(it.row.key.rule))
+        items += [{"own": it, "none": beside(it.row, none)} for it in measured]
+    return described(AT_LOADS, items)
 
 
 TASKS: Columns = {

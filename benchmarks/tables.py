@@ -27,6 +27,7 @@ from benchmarks.sweep_tables import (
     SAMPLED,
     SENSITIVE,
     TASKS,
+    at_loads,
     by_kind,
     ladder,
     looseness,
@@ -428,6 +429,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "thetas.greedy": partial(rules, "sweep-cpu", GREEDY),
     "thetas.head": partial(rules, "sweep-eagle3-cpu", GREEDY),
     "thetas.load": partial(under_load, "sweep-cpu"),
+    "load.head": partial(at_loads, "load-head-cpu"),
     "thetas.sampled": partial(rules, "sweep-cpu", SAMPLED, 1),
     "thetas.sampled_head": partial(rules, "sampled-head-cpu", SAMPLED, 1),
     "tasks": partial(
