@@ -393,6 +393,34 @@ def calibration(name: str, part: str, columns: Columns, only: Iterable[float] = 
     return described(columns, sorted(found, key=lambda of: -of["threshold"]))
 
 
+def difference(name: str, form: str) -> Text:
+    """How much larger a measure of the agent is than under the first rule."""
+
+    def text(of: dict[str, Any]) -> str:
+        ends = [of[name].get(f"difference{end}") for end in ("", "_low", "_high")]
+        return "" if None in ends else shown(*ends, form=form)
+
+    return text
+
+
+AGENT: Columns = {
+    "rule": at("rule"),
+    "tasks done": lambda of: f"{of['reached']['value'] * of['reached']['samples']:.0f}",
+    "turns": at("turns", ".1f"),
+    "output tokens": at("output_tokens", ".0f"),
+    "seconds": at("seconds", ".1f"),
+    "turns more": difference("turns", "+.1f"),
+    "output tokens more": difference("output_tokens", "+.0f"),
+    "seconds more": difference("seconds", "+.1f"),
+}
+
+
+def agent(name: str) -> list[str]:
+    """An agent with tools, under each rule."""
+    rules = raw(name)["rules"]
+    return described(AGENT, [{"rule": rule, **found} for rule, found in rules.items()])
+
+
 TIMES: Columns = {
     "": at("name"),
     "time": lambda of: "{} min {} s".format(*divmod(round(of["wall_seconds"]), 60)),
@@ -446,6 +474,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         **{name: name for name in ("json", "sql", "facts", "functions")},
         all=ALL,
     ),
+    "tasks.tools": partial(agent, "tool-loop-cpu"),
     "drafts.kinds": lambda: described(KINDS, by_kind().values()),
     "drafts.all": lambda: described(DRAFTED, map(by_kind()[ALL].get, BY_KIND)),
     "speed.rules": partial(frontier, SPEEDS, "speed-head-cpu", HEAD_K4),
