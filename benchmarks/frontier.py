@@ -91,6 +91,21 @@ def _counts(cell: Cell) -> tuple[float, ...]:
     return drafts, accepted, tokens, len(cell.outputs), cell.lost_nats or 0.0
 
 
+ALL = "all"
+
+
+def together(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of several datasets as blocks of one, `ALL`.
+
+    As blocks, so that a cell finds the others of its own prompts.
+    """
+    datasets = sorted({cell.key.dataset for cell in cells})
+    blocks = {dataset: f"{ALL}#{number}" for number, dataset in enumerate(datasets)}
+    return [
+        replace(cell, key=replace(cell.key, dataset=blocks[cell.key.dataset])) for cell in cells
+    ]
+
+
 def by_server(found: Iterable[Row]) -> list[Measured]:
     """Compares each rule with what is strict on its own server, else with strict decoding.
 
@@ -140,13 +155,7 @@ class Frontier:
     @cached_property
     def speeds(self) -> dict[str, Measured]:
         """What is known of each rule's speed over all folds, by rule."""
-        found = rows(
-            [
-                replace(cell, key=replace(cell.key, dataset="all folds"))
-                for own in self._cells.values()
-                for cell in own
-            ]
-        )
+        found = rows(together([cell for own in self._cells.values() for cell in own]))
         return {it.row.key.rule: it for it in by_server(found)}
 
     def of(self, rule: str, without: str | None = None) -> Totals:

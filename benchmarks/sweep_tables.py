@@ -1,11 +1,10 @@
 """Tables of the docs that are read from the cells of sweeps: rules, loads, tasks, drafts."""
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frontier import by_server
+from benchmarks.frontier import ALL, by_server, together
 from benchmarks.markdown import Columns, Text, at, described, follow, pair, shown
 from vllm_mars.experiments.report.advice import conclusion
 from vllm_mars.experiments.report.measured import Measured, beside, measure
@@ -22,21 +21,12 @@ def sweep(name: str) -> list[Row]:
     return rows(read_cells(RESULTS / f"{name}.jsonl"))
 
 
-ALL = "all"
-
-
 @cache
 def by_dataset(name: str) -> dict[str, list[Row]]:
     """The rows of a sweep's file by prompt file, and of all prompts as `ALL`."""
     cells = read_cells(RESULTS / f"{name}.jsonl")
-    datasets = sorted({cell.key.dataset for cell in cells})
-    # As blocks of one dataset, so that a cell finds the others of its own prompts.
-    blocks = {dataset: f"{ALL}#{number}" for number, dataset in enumerate(datasets)}
-    cells += [
-        replace(cell, key=replace(cell.key, dataset=blocks[cell.key.dataset])) for cell in cells
-    ]
     found: dict[str, list[Row]] = {}
-    for row in rows(cells):
+    for row in rows([*cells, *together(cells)]):
         found.setdefault(row.key.dataset, []).append(row)
     return found
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks import draft_length, tree_summary, validated
 from benchmarks.draft import evaluate
+from benchmarks.frontier import ALL
 from benchmarks.markdown import Columns, Text, at, described, pair, shown, transposed
 from benchmarks.sweep_tables import (
-    ALL,
     BY_KIND,
     DRAFTED,
     GREEDY,

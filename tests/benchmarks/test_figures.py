@@ -42,7 +42,7 @@ def test_the_docs_show_the_raw_files(page):
 def test_cells_of_several_datasets_are_compared_within_each():
     (none,) = (
         row
-        for row in sweep_tables.by_dataset("recommended-cpu")[sweep_tables.ALL]
+        for row in sweep_tables.by_dataset("recommended-cpu")[frontier.ALL]
         if row.key.method == "autoregressive"
     )
     assert len({cell.key.dataset for cell in none.cells}) == 11 and none.speedup == 1
