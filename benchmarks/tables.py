@@ -393,32 +393,30 @@ def calibration(name: str, part: str, columns: Columns, only: Iterable[float] = 
     return described(columns, sorted(found, key=lambda of: -of["threshold"]))
 
 
-def difference(name: str, form: str) -> Text:
-    """How much larger a measure of the agent is than under the first rule."""
-
-    def text(of: dict[str, Any]) -> str:
-        ends = [of[name].get(f"difference{end}") for end in ("", "_low", "_high")]
-        return "" if None in ends else shown(*ends, form=form)
-
-    return text
-
-
 AGENT: Columns = {
     "rule": at("rule"),
     "tasks done": lambda of: f"{of['reached']['value'] * of['reached']['samples']:.0f}",
     "turns": at("turns", ".1f"),
     "output tokens": at("output_tokens", ".0f"),
     "seconds": at("seconds", ".1f"),
-    "turns more": difference("turns", "+.1f"),
-    "output tokens more": difference("output_tokens", "+.0f"),
-    "seconds more": difference("seconds", "+.1f"),
+    "turns more": at("more/turns", "+.1f"),
+    "output tokens more": at("more/output_tokens", "+.0f"),
+    "seconds more": at("more/seconds", "+.1f"),
 }
 
 
 def agent(name: str) -> list[str]:
-    """An agent with tools, under each rule."""
-    rules = raw(name)["rules"]
-    return described(AGENT, [{"rule": rule, **found} for rule, found in rules.items()])
+    """An agent with tools, under each rule, and how much more it takes than under the first."""
+    ends = {"value": "difference", "low": "difference_low", "high": "difference_high"}
+    items = []
+    for label, found in raw(name)["rules"].items():
+        more = {
+            measure: {end: of[key] for end, key in ends.items()}
+            for measure, of in found.items()
+            if "difference" in of
+        }
+        items.append({"rule": label, **found, "more": more})
+    return described(AGENT, items)
 
 
 TIMES: Columns = {
