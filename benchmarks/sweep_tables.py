@@ -1,5 +1,6 @@
 """Tables of the docs that are read from the cells of sweeps: rules, loads, tasks, drafts."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,12 @@ from vllm_mars.experiments.sweep.summary import Row, rows
 from vllm_mars.local.drafts import NO_DRAFT
 
 RESULTS = Path(__file__).with_name("results")
+
+
+@cache
+def raw(name: str) -> Any:
+    """The content of a result file of JSON."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 @cache

@@ -9,7 +9,9 @@ import pytest
 
 from benchmarks import figures, frontier, sweep_tables, tables
 
-RESULTS = sorted(path for path in tables.RESULTS.iterdir() if path.suffix in (".json", ".jsonl"))
+RESULTS = sorted(
+    path for path in sweep_tables.RESULTS.iterdir() if path.suffix in (".json", ".jsonl")
+)
 # What older files do not say. A new file says all of it: measure at a clean commit.
 LACK = {
     "cpu load": (
@@ -93,8 +95,8 @@ def test_a_changed_figure_is_seen_and_mended(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_the_summary_of_a_frontier_is_that_of_its_sweeps(name, tmp_path, monkeypatch):
-    committed = tables.raw(name)
-    sweeps = [str(tables.RESULTS / name) for name in committed["sweep"]]
+    committed = sweep_tables.raw(name)
+    sweeps = [str(sweep_tables.RESULTS / name) for name in committed["sweep"]]
     (draft,) = committed["drafts"].values()
     losses = [str(at["loss"]) for at in draft["at_equal_loss"]]
     command = ["frontier", *sweeps, "--output", str(tmp_path / "again.json"), "--losses", *losses]
