@@ -16,7 +16,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -30,7 +29,7 @@ from vllm_mars.experiments.quality.judge import mean_scores
 from vllm_mars.experiments.report.measured import Measured, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.records import Cell, CellKey
-from vllm_mars.experiments.sweep.summary import Row, rows
+from vllm_mars.experiments.sweep.summary import Row, rows, together
 from vllm_mars.local.intervals import COVERAGE
 from vllm_mars.local.result_file import write_json
 
@@ -89,21 +88,6 @@ def _counts(cell: Cell) -> tuple[float, ...]:
     tokens = sum(output.output_tokens for output in cell.outputs)
     drafts, accepted = cell.acceptance.drafts, cell.acceptance.accepted_tokens
     return drafts, accepted, tokens, len(cell.outputs), cell.lost_nats or 0.0
-
-
-ALL = "all"
-
-
-def together(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of several datasets as blocks of one, `ALL`.
-
-    As blocks, so that a cell finds the others of its own prompts.
-    """
-    datasets = sorted({cell.key.dataset for cell in cells})
-    blocks = {dataset: f"{ALL}#{number}" for number, dataset in enumerate(datasets)}
-    return [
-        replace(cell, key=replace(cell.key, dataset=blocks[cell.key.dataset])) for cell in cells
-    ]
 
 
 def by_server(found: Iterable[Row]) -> list[Measured]:

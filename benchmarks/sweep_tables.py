@@ -5,12 +5,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frontier import ALL, by_server, together
+from benchmarks.frontier import by_server
 from benchmarks.markdown import Columns, Text, at, described, follow, pair, shown
 from vllm_mars.experiments.report.advice import conclusion
 from vllm_mars.experiments.report.measured import Measured, beside, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
-from vllm_mars.experiments.sweep.summary import Row, rows
+from vllm_mars.experiments.sweep.summary import ALL, Row, rows, together
 from vllm_mars.local.drafts import NO_DRAFT
 
 RESULTS = Path(__file__).with_name("results")

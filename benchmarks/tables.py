@@ -10,7 +10,6 @@ from typing import Any
 
 from benchmarks import draft_length, tree_summary, validated
 from benchmarks.draft import evaluate
-from benchmarks.frontier import ALL
 from benchmarks.loss_tables import (
     FRONTIER,
     SPEEDS,
@@ -45,6 +44,7 @@ from benchmarks.sweep_tables import (
     under_load,
 )
 from vllm_mars.experiments.report.measured import beside
+from vllm_mars.experiments.sweep.summary import ALL
 from vllm_mars.local.intervals import median
 
 # The demo and drafts.

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from benchmarks import figures, frontier, sweep_tables, tables
+from vllm_mars.experiments.sweep.summary import ALL
 
 RESULTS = sorted(
     path for path in sweep_tables.RESULTS.iterdir() if path.suffix in (".json", ".jsonl")
@@ -44,7 +45,7 @@ def test_the_docs_show_the_raw_files(page):
 def test_cells_of_several_datasets_are_compared_within_each():
     (none,) = (
         row
-        for row in sweep_tables.by_dataset("recommended-cpu")[frontier.ALL]
+        for row in sweep_tables.by_dataset("recommended-cpu")[ALL]
         if row.key.method == "autoregressive"
     )
     assert len({cell.key.dataset for cell in none.cells}) == 11 and none.speedup == 1

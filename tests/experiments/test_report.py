@@ -76,6 +76,53 @@ def test_intervals_are_paired_over_prompts(tmp_path):
     assert mars.faster.low == 1
 
 
+def write_files_of_prompts(path, names, rules=RULES[:3]):
+    """A sweep over several files, each with prompts `names[file]`."""
+    for file, prompts in names.items():
+        for method, theta, k, speed, nll in rules:
+            cell = make_cell(method, theta, k, speed, 1, 0)
+            outputs = tuple(
+                dataclasses.replace(output, prompt_id=name)
+                for output, name in zip(cell.outputs, prompts, strict=True)
+            )
+            key = dataclasses.replace(cell.key, dataset=file)
+            cell = dataclasses.replace(cell, key=key, outputs=outputs)
+            append_cell(path, cell)
+            answers = tuple(PromptQuality(name, {"nll": nll}) for name in prompts)
+            append_quality(path, key, Quality(answers, ()))
+    return path
+
+
+def test_the_files_of_a_sweep_are_taken_together(tmp_path):
+    """The answer is of all prompts; each file's own rows are folded."""
+    names = {"one": "abcd", "two": "efgh", "three": "ijkl"}
+    path = write_files_of_prompts(tmp_path / "s.jsonl", names)
+    (section,) = read_sections([path])
+    assert [point[0].row.key.prompts for point in section.points] == ["all", *names]
+    (mars,) = (it for it in section.points[0] if it.row.key.lossy)
+    assert mars.row.estimate("nll").samples == 12
+    assert section.answers[0].measured is mars
+    write_report([path], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.index("Prompts: all (12);") < page.index("<details") < page.index("one (4);")
+
+
+@pytest.mark.parametrize(
+    ("names", "rules"),
+    [
+        ({"one": "abcd"}, {}),
+        ({"one": "abcd", "two": "defg"}, {}),
+        ({"one": "abcd", "two": "efgh"}, {"two": RULES[:2]}),
+    ],
+    ids=["one file", "a prompt of the same name", "other rules"],
+)
+def test_files_that_cannot_be_taken_together(tmp_path, names, rules):
+    for file, prompts in names.items():
+        write_files_of_prompts(tmp_path / "s.jsonl", {file: prompts}, rules.get(file, RULES[:3]))
+    (section,) = read_sections([tmp_path / "s.jsonl"])
+    assert sorted(point[0].row.key.prompts for point in section.points) == sorted(names)
+
+
 def advice(tmp_path, rules, **more):
     write_sweep(tmp_path / "s.jsonl", rules, (1,), **more)
     (section,) = read_sections([tmp_path / "s.jsonl"])

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from vllm_mars.experiments.report.answers import Piece, relaxed_answers
 from vllm_mars.experiments.report.chart import Chart, ChartPoint, Curve
 from vllm_mars.experiments.report.measured import Interval, Measured, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
-from vllm_mars.experiments.sweep.records import Cell
-from vllm_mars.experiments.sweep.summary import Row, rows
+from vllm_mars.experiments.sweep.records import Cell, CellKey
+from vllm_mars.experiments.sweep.summary import ALL, Row, rows, together
 from vllm_mars.local.result_file import require_writable
 
 TEMPLATE = "report.html.j2"
@@ -36,8 +36,9 @@ class Section:
 
     Attributes:
         answers: what to set, by each calibration or else by the sweep.
-        points: the rules at each point of the grid (dataset, temperature, load); first the one with
-            most lossy rules whose loss is known.
+        points: the rules at each point of the grid (dataset, temperature, load), and of all
+            datasets where these can be taken together; first the one with most lossy rules whose
+            loss is known.
         chart: their speed by loss, None without any.
         calibrations: file name, content and chart of each.
         relaxed: answers with their relaxed tokens, by title.
@@ -79,7 +80,7 @@ def read_sections(paths: Iterable[Path]) -> list[Section]:
             )
     sections = []
     for file, cells in sweeps.items():
-        found = rows(cells, **_margins(cells))
+        found = rows([*_all_prompts(cells), *cells], **_margins(cells))
         setups = dict.fromkeys((row.key.model, row.key.draft, row.key.k) for row in found)
         # Decoding without drafts is beside every draft of its file.
         for setup in [setup for setup in setups if setup[2]] or setups:
@@ -88,6 +89,21 @@ def read_sections(paths: Iterable[Path]) -> list[Section]:
     shown = {section.setup for section in sections}
     sections += [_section(setup, own) for setup, own in calibrations.items() if setup not in shown]
     return sections
+
+
+def _all_prompts(cells: Iterable[Cell]) -> list[Cell]:
+    """The cells of several datasets as one, if the same rules answered different prompts."""
+    timed = [cell for cell in cells if cell.outputs]
+    asked: dict[str, set[str]] = {}
+    rules: dict[str, set[CellKey]] = {}
+    for cell in timed:
+        dataset = cell.key.prompts
+        asked.setdefault(dataset, set()).update(output.prompt_id for output in cell.outputs)
+        rules.setdefault(dataset, set()).add(replace(cell.key, dataset=ALL, repeat=0))
+    if len(asked) < 2 or ALL in asked or len(set(map(frozenset, rules.values()))) > 1:
+        return []
+    differ = sum(map(len, asked.values())) == len(set().union(*asked.values()))
+    return together(timed) if differ else []
 
 
 def _margins(cells: Iterable[Cell]) -> dict[str, float]:

@@ -9,6 +9,9 @@ from vllm_mars.experiments.quality.judge import estimates, mean_scores, referenc
 from vllm_mars.experiments.quality.scores import TASK_SCORES, is_task_score
 from vllm_mars.experiments.sweep.records import Cell, CellKey, Estimate
 
+# The name of several datasets as one.
+ALL = "all"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -79,6 +82,18 @@ def rows(cells: Sequence[Cell], margin: float = 0.05, nll_margin: float = 0.05) 
             )
         )
     return found
+
+
+def together(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of several datasets as blocks of one, `ALL`.
+
+    As blocks, so that a cell finds the others of its own prompts.
+    """
+    datasets = sorted({cell.key.dataset for cell in cells})
+    blocks = {dataset: f"{ALL}#{number}" for number, dataset in enumerate(datasets)}
+    return [
+        replace(cell, key=replace(cell.key, dataset=blocks[cell.key.dataset])) for cell in cells
+    ]
 
 
 def _ratio(cells: Iterable[Cell], measured: Iterable[Cell], method: str) -> float | None:
