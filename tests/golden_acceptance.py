@@ -3,17 +3,20 @@
     python tests/golden_acceptance.py       # measures again, and writes golden_acceptance.json
 
 Tokens per step are what speed comes from, and no other work on the machine changes them: a draft
-that is fed wrongly, or a rule that accepts less, shows here without a clock. One greedy engine of
-the V1 runner answers under each rule in turn.
+that is fed wrongly, or a rule that accepts less, shows here without a clock. One greedy engine
+answers under each rule in turn: of the V1 runner, and of V2 where `interpreted/sitecustomize.py`
+makes vLLM take it. Both are to accept the same.
 """
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import conftest  # noqa: F401 - sets the environment in which engines are tested
-from engines import PACKAGED, engine_in_process
+from engines import engine_in_process
 from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.drafts import speculative_config
 from vllm_mars.local.packaged_model import ensure_model
@@ -23,6 +26,13 @@ from vllm_mars.local.provenance import describe_run
 GOLDEN = Path(__file__).with_suffix(".json")
 K = 4
 MAX_TOKENS = 24
+# No larger than the answers need, since V2's start runs whole batches through the interpreter.
+ENGINE = {
+    "skip_tokenizer_init": False,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+}
 # Of four kinds, short ones.
 PROMPTS = ("story-bridge", "json-inventory", "explain-yeast", "code-sql")
 STRICT = {"theta": 1.0, "metric": "ratio", "gap": 0.0, "price": 0.0}
@@ -36,26 +46,18 @@ RULES = {
 
 def take_rule(worker, options):
     """Runs in the worker: gives its sampler a rule, which a server is started with."""
-    from vllm_mars.runner.requests_v1 import RequestsV1
-
-    runner = worker.model_runner
-    sampler, old = runner.rejection_sampler, runner.rejection_sampler.requests
-    sampler.rule.config = replace(sampler.rule.config, **{**STRICT, **options})
-    sampler.requests = RequestsV1(
-        sampler.rule.config,
-        runner.max_num_reqs,
-        runner.device,
-        need_output_tokens=old._need_output_tokens,
-    )
-    processors = runner.input_batch.logitsprocs.argmax_invariant
-    processors[processors.index(old)] = sampler.requests
+    sampler = worker.model_runner.rejection_sampler
+    config = replace(sampler.rule.config, **{**STRICT, **options})
+    sampler.rule.config = sampler.requests._config = config
+    return type(sampler).__name__
 
 
-def measure(model: Path) -> dict[str, dict[str, object]]:
+def measure(model: Path) -> tuple[str, dict[str, dict[str, object]]]:
     """Answers the prompts under each rule.
 
     Returns:
-        By rule the steps that verified a draft, and how many drafts were accepted at each position.
+        The class of the sampler, and by rule the steps that verified a draft, and how many drafts
+        were accepted at each position.
     """
     from vllm import SamplingParams
 
@@ -65,9 +67,8 @@ def measure(model: Path) -> dict[str, dict[str, object]]:
     config = speculative_config(
         str(PACKAGED_HEAD), K, rejection_sample_method="mars", mars_theta=1.0
     )
-    options = {**PACKAGED, "skip_tokenizer_init": False}
     found = {}
-    with engine_in_process(model, config, **options) as llm:
+    with engine_in_process(model, config, **ENGINE) as llm:
 
         def counts():
             metrics = {metric.name: metric for metric in llm.get_metrics()}
@@ -75,15 +76,38 @@ def measure(model: Path) -> dict[str, dict[str, object]]:
             return [metrics["vllm:spec_decode_num_drafts"].value, *by_position]
 
         for rule, rule_options in RULES.items():
-            llm.collective_rpc(take_rule, args=(rule_options,))
+            (sampler,) = llm.collective_rpc(take_rule, args=(rule_options,))
             before = counts()
             llm.chat(chats, greedy, use_tqdm=False)
             drafts, *accepted = (now - then for now, then in zip(counts(), before, strict=True))
             found[rule] = {"drafts": int(drafts), "accepted": [int(count) for count in accepted]}
-    return found
+    return sampler, found
+
+
+def measure_on_v2() -> tuple[str, dict[str, dict[str, object]]]:
+    """As `measure`, with the packaged model, in a process that runs Triton's interpreter."""
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (here / "interpreted", here))),
+        "TRITON_INTERPRET": "1",
+    }
+    child = subprocess.run(
+        [sys.executable, __file__, "--print"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=environment,
+    )
+    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
+    sampler, found = json.loads(child.stdout.splitlines()[-1])
+    return sampler, found
 
 
 if __name__ == "__main__":
-    content = {"schema": 1, **describe_run(None), "rules": measure(ensure_model())}
-    GOLDEN.write_text(json.dumps(content, indent=1) + "\n")
-    sys.exit(0)
+    measured = measure(ensure_model())
+    if sys.argv[1:] == ["--print"]:
+        print(json.dumps(measured))
+    else:
+        content = {"schema": 1, **describe_run(None), "rules": measured[1]}
+        GOLDEN.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,13 +1,10 @@
-"""The packaged model with its head accepts as many drafts as when its table was made.
-
-By the V1 runner; that V2 accepts what vLLM accepts is counted in `tests/conformance`.
-"""
+"""The packaged model with its head accepts as many drafts as when its table was made, V1 and V2."""
 
 import json
 
 import pytest
 
-from golden_acceptance import GOLDEN, RULES, K, measure
+from golden_acceptance import GOLDEN, RULES, K, measure, measure_on_v2
 
 # On the worker that has packaged engines in its process already.
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("test_end_to_end")]
@@ -21,9 +18,12 @@ def golden():
     return json.loads(GOLDEN.read_text())["rules"]
 
 
-@pytest.fixture(scope="module")
-def measured(packaged_model):
-    return measure(packaged_model)
+@pytest.fixture(scope="module", params=["MarsRejectionSampler", "MarsRejectionSamplerV2"])
+def measured(packaged_model, request):
+    is_v2 = request.param.endswith("V2")
+    sampler, found = measure_on_v2() if is_v2 else measure(packaged_model)
+    assert sampler == request.param
+    return found
 
 
 @pytest.mark.parametrize("rule", RULES)
