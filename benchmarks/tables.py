@@ -314,7 +314,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "demo.earlier": lambda: described(DEMOS, map(raw, THETA_DEMOS)),
     "draft.served": lambda: transposed(SERVED, ("K 3", "K 4"), map(raw, THETA_DEMOS[1:3])),
     "draft.losses": lambda: heads("draft-losses-cpu")["rules"],
-    "draft.equal_loss": lambda: heads("draft-losses-cpu")["equal_loss"],
+    "draft.by_head": lambda: heads("draft-losses-cpu")["heads"],
     "draft.ladder": partial(ladder, "ladder-cpu"),
     "thetas.greedy": partial(rules, "sweep-cpu", GREEDY),
     "thetas.head": partial(rules, "sweep-eagle3-cpu", GREEDY),

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.markdown import Columns, at, described
 from benchmarks.tree import choose_prompts
 from benchmarks.tree_cells import STRICT, DraftShape, Rule, Study, counts
-from benchmarks.tree_summary import COUNTS, both_by_loss, figures_of, with_interval
+from benchmarks.tree_summary import COUNTS, LOSSES, both_by_loss, figures_of, with_interval
 from vllm_mars.local.draft_head import WEIGHTS_KEY, check_head
 from vllm_mars.local.intervals import resamples
 from vllm_mars.local.packaged_model import sha256
@@ -38,11 +38,11 @@ COLUMNS: Columns = {
     ),
     "nats per token": at("nats_per_token", ".3f"),
 }
-EQUAL_LOSS: Columns = {
+BY_HEAD: Columns = {
     "head": at("head"),
-    "nats lost per token": at("nats_per_token"),
-    "tokens per step": at("length", ".2f"),
-    "x the first head": at("ratio", ".3f"),
+    "tokens per step, strict": at("length", ".2f"),
+    "x the first head's": at("ratio", ".3f"),
+    **{f"at {loss:g} nats per token": at(str(loss), ".3f") for loss in LOSSES},
 }
 
 
@@ -128,7 +128,7 @@ def evaluate_heads(
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[str]]:
-    """Lines of Markdown: each head and rule, and the heads where all lose as much."""
+    """Lines of Markdown: each head and rule, and each head beside the first, also at equal loss."""
     draws = resamples(len(result["cells"][0]["steps"]))
     found = {(cell["rule"], cell["head"]): figures_of(cell, draws) for cell in result["cells"]}
     rows = [
@@ -136,19 +136,16 @@ def tables(result: dict[str, Any]) -> dict[str, list[str]]:
         for cell in result["cells"]
     ]
     heads = list(dict.fromkeys(head for _, head in found))
-    at_equal_loss = [
-        {
-            **{"head": head, "nats_per_token": loss, "length": with_interval(own)},
-            "ratio": with_interval(own / first),
-        }
-        for head in heads
-        for loss, own, first in both_by_loss(found, head, heads[0])
-    ]
-    at_equal_loss.sort(key=lambda of: of["nats_per_token"])
-    return {
-        "rules": described(COLUMNS, rows),
-        "equal_loss": described(EQUAL_LOSS, at_equal_loss),
-    }
+    by_head: list[dict[str, Any]] = []
+    for head in heads:
+        of: dict[str, Any] = {"head": head}
+        if {(str(STRICT), head), (str(STRICT), heads[0])} <= found.keys():
+            own, first = (found[str(STRICT), name]["length"] for name in (head, heads[0]))
+            of |= {"length": with_interval(own), "ratio": with_interval(own / first)}
+        for loss, own, first in both_by_loss(found, head, heads[0]):
+            of[str(loss)] = with_interval(own / first)
+        by_head.append(of)
+    return {"rules": described(COLUMNS, rows), "heads": described(BY_HEAD, by_head)}
 
 
 def _trained(directory: Path) -> dict[str, Any]:
