@@ -5,74 +5,42 @@
 
 Without a run of the night the file has the day only. The run of the day and this command belong
 to one commit, and both runs to one machine with nothing else to do: the file names what it finds
-when it is written. --night-commit names a night's that is another. A test's seconds are those of
-its setup, call and teardown; an engine that several tests share counts for the first of them.
+when it is written. --night-commit names a night's that is another. Which tests are slow pytest
+tells itself (--durations).
 """
 
 import argparse
-import re
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from vllm_mars.local.provenance import describe_run, vllm_device
 from vllm_mars.local.result_file import write_json
 
-SLOW_SECONDS = 60.0
-
-
-def file_of(dotted: str) -> str:
-    """Returns the file of a test from pytest's dotted name of its module, and of its class."""
-    parts = dotted.split(".")
-    module = next(index for index, part in enumerate(parts) if part.startswith("test_"))
-    return "/".join(parts[: module + 1]) + ".py"
-
 
 def summary(report: Path) -> dict[str, Any]:
     """Sums up what `pytest --junitxml` wrote of one run.
 
     Returns:
-        Seconds of wall time, numbers of tests by outcome, seconds and tests of each file, the
-        slowest file first, the tests that failed, and the seconds of each test above
-        SLOW_SECONDS.
+        Seconds of wall time, numbers of tests by outcome, and the tests that failed.
     """
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-    files: dict[str, dict[str, float]] = defaultdict(lambda: {"seconds": 0.0, "tests": 0})
-    slow: dict[str, float] = {}
-    failed = []
-    for case in suite.iter("testcase"):
-        name = case.get("name", "")
-        # A module that is skipped as a whole has its name in the place of a test's.
-        seconds, file = float(case.get("time", 0)), file_of(case.get("classname") or name)
-        files[file]["seconds"] += seconds
-        files[file]["tests"] += 1
-        # Without pytest-xdist's group.
-        test = f"{file}::{re.sub('@[^]]*$', '', name)}"
-        if seconds > SLOW_SECONDS:
-            slow[test] = seconds
-        if case.find("failure") is not None or case.find("error") is not None:
-            failed.append(test)
-    outcomes = {name: int(suite.get(name, 0)) for name in ("failures", "errors", "skipped")}
-    by_seconds = sorted(files.items(), key=lambda item: -item[1]["seconds"])
     return {
         "started": suite.get("timestamp"),
         "wall_seconds": float(suite.get("time", 0)),
-        "tests": int(suite.get("tests", 0)),
-        **outcomes,
-        "failed": failed,
-        "files": {
-            file: {"seconds": round(figures["seconds"], 1), "tests": int(figures["tests"])}
-            for file, figures in by_seconds
-        },
-        "slow_tests": dict(sorted(slow.items(), key=lambda item: -item[1])),
+        **{name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")},
+        "failed": [
+            f"{case.get('classname')}::{case.get('name')}"
+            for case in suite.iter("testcase")
+            if case.find("failure") is not None or case.find("error") is not None
+        ],
     }
 
 
 def main() -> int:
     """Writes the file; returns 1 if the run of the day is missing."""
-    parser = argparse.ArgumentParser(description="How long the tests take, by file.")
+    parser = argparse.ArgumentParser(description="How long the tests take.")
     parser.add_argument("--day", type=Path, default="build/test.xml", help="of `make test`")
     parser.add_argument("--night", type=Path, default="build/nightly.xml", help="of `make nightly`")
     parser.add_argument("--night-commit", help="of the night's run, where it is not this one")

@@ -11,10 +11,9 @@ from benchmarks import ci_times
 TESTS = """
 import pytest
 
-class TestIt:
-    @pytest.mark.parametrize("case", ["a.b", "c"])
-    def test_passes(self, case):
-        pass
+@pytest.mark.parametrize("case", ["a.b", "c"])
+def test_passes(case):
+    pass
 
 @pytest.mark.skip(reason="needs nothing")
 def test_skipped():
@@ -40,32 +39,25 @@ def test_failures_are_named(report):
     failed = f'{case}<failure message="" /></testcase></testsuite>'
     report.write_text(text.replace("</testsuite>", failed))
     found = ci_times.summary(report)
-    assert (found["failures"], found["failed"]) == (1, ["tests/room/test_it.py::test_it"])
+    assert (found["failures"], found["failed"]) == (1, ["tests.room.test_it::test_it"])
 
 
-def test_files_are_told_apart_from_classes(report):
+def test_outcomes(report):
     found = ci_times.summary(report)
-    assert found["files"].keys() == {"tests/room/test_it.py", "tests/room/test_skipped.py"}
-    assert found["files"]["tests/room/test_it.py"]["tests"] == 3
     assert (found["tests"], found["skipped"], found["failures"]) == (4, 2, 0)
-    assert found["slow_tests"] == {} and found["failed"] == []
+    assert found["failed"] == []
     assert found["wall_seconds"] > 0
 
 
 def test_the_file_that_is_written(report, tmp_path, monkeypatch, capsys):
     output = tmp_path / "times.json"
-    # As pytest-xdist names a test of a group.
-    report.write_text(report.read_text().replace("test_passes[c]", "test_passes[c]@test_it"))
     command = ["ci_times", "--day", str(report), "--night", str(report), "--output", str(output)]
     monkeypatch.setattr(sys, "argv", [*command, "--night-commit", "0123abc"])
     monkeypatch.setattr(ci_times, "vllm_device", lambda: ("cpu", None))
-    monkeypatch.setattr(ci_times, "SLOW_SECONDS", -1.0)
     assert ci_times.main() == 0
     written = json.loads(output.read_text())
     assert {"schema", "git_commit", "versions", "hardware", "day", "night"} <= written.keys()
     assert written["night"]["git_commit"] == "0123abc"
-    assert "tests/room/test_it.py::test_passes[a.b]" in written["day"]["slow_tests"]
-    assert "tests/room/test_it.py::test_passes[c]" in written["day"]["slow_tests"]
     monkeypatch.setattr(sys, "argv", [*command[:4], str(tmp_path / "none.xml"), *command[5:]])
     assert ci_times.main() == 0
     assert "night" not in json.loads(output.read_text())
