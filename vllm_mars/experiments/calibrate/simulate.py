@@ -204,7 +204,7 @@ def point(steps: Steps, strict_tokens: Floats, threshold: float, metric: str) ->
 
 
 def margins(steps: Steps, bins: int = 50) -> dict[str, Any]:
-    """Histograms of z2 / z1 over the positions that strict verification reaches, for the report.
+    """Histograms of z2 / z1 over the positions that strict verification reaches.
 
     Returns:
         `edges`, and of each bin the `positions`, those whose draft is the `runner_up` and not the
