@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,16 @@ def test_the_files_of_a_sweep_are_taken_together(tmp_path):
     write_report([path], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert page.index("Prompts: all (12);") < page.index("<details") < page.index("one (4);")
+
+
+@pytest.mark.parametrize("rules", [RULES[:3], RULES[1:3]], ids=["beside", "without"])
+def test_autoregressive_decoding_has_columns_where_it_was_measured(tmp_path, rules):
+    sweep = write_sweep(tmp_path / "s.jsonl", rules, (1,))
+    write_report([sweep], tmp_path / "page.html")
+    head, *lines = re.findall("<tr.*?</tr>", (tmp_path / "page.html").read_text(), re.DOTALL)[:3]
+    columns = ("x autoregr.", "NLL change", "same answers")
+    assert [name in head for name in columns] == [rules == RULES[:3]] * 3
+    assert len({len(re.findall("<t[hd]", line)) for line in (head, *lines)}) == 1
 
 
 @pytest.mark.parametrize(
