@@ -15,7 +15,7 @@ DEMO = [
     *("accelerate", "filelock", "gguf", "jsonschema", "numpy", "openai", "pandas"),
     *("prometheus-client", "pydantic", "rich", "rouge-score", "sacrebleu", "scipy", "transformers"),
 ]
-EXPERIMENTS = [*DEMO, "jinja2", "lm-eval[api]>=0.4.10"]
+EXPERIMENTS = [*DEMO, "jinja2", "lm-eval[api]>=0.4.10", "matplotlib"]
 # Ruff breaks the lines of long signatures.
 DOCS = ["mkdocs-material", "mkdocstrings[python]", "ruff"]
 
@@ -50,8 +50,8 @@ setup(
             *RAY,
             "build",
             "hypothesis",
-            # Of plots and tasks in benchmarks/.
-            *("matplotlib", "pyyaml"),
+            # Of tasks in benchmarks/.
+            "pyyaml",
             "mypy",
             "playwright",
             # With 9.2, pytest-xdist 3.8 takes every test for a group of its own.

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mars.experiments.report.measured import TPOT, Measured, by_answer, measure
+from vllm_mars.experiments.sweep.measured import TPOT, Measured, by_answer, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.summary import Row, rows
 from vllm_mars.local.intervals import COVERAGE, resamples

@@ -26,7 +26,8 @@ from scipy import stats
 
 from vllm_mars.config import METRICS
 from vllm_mars.experiments.quality.judge import mean_scores
-from vllm_mars.experiments.report.measured import Measured, measure
+from vllm_mars.experiments.report.chart import Chart, Curve, Point
+from vllm_mars.experiments.sweep.measured import Measured, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.records import Cell, CellKey
 from vllm_mars.experiments.sweep.summary import Row, rows, together
@@ -36,11 +37,6 @@ from vllm_mars.local.result_file import write_json
 # Nats per token at which metrics are compared, unless others are asked for.
 LOSSES = (0.0075, 0.02, 0.03, 0.05, 0.07)
 SCORES = ("repeated_4grams", "agreement", "rouge_l", "exact_match", "nll")
-COLORS = {"ratio": "#0072b2", "gap": "#009e73", "price": "#d55e00"}
-# Of sets of further options.
-LINES = ("-", "--", ":", "-.")
-# Where a point's value stands beside it, in points: each metric's on a side of its own.
-LABELS = {"ratio": (5, -13), "gap": (8, -4), "price": (-8, 7)}
 
 
 class Totals(NamedTuple):
@@ -133,7 +129,7 @@ class Frontier:
     def families(self) -> dict[str, list[CellKey]]:
         """The rules by metric and options, each family from strict to loose."""
         keys = [own[0].key for own in self._cells.values() if own[0].key.metric]
-        keys.sort(key=lambda key: (key.metric or "", key.variant, _looseness(key)))
+        keys.sort(key=lambda key: (key.metric or "", key.variant, key.looseness))
         return {family: list(own) for family, own in groupby(keys, _family)}
 
     @cached_property
@@ -250,11 +246,6 @@ def _of_metric(metric: str, family: str) -> str:
     return metric + family[len(next(name for name in METRICS if family.startswith(name))) :]
 
 
-def _looseness(key: CellKey) -> float:
-    value = key.value or 0.0
-    return -value if key.metric == "ratio" else value
-
-
 class Axis(NamedTuple):
     """What is drawn: a rule's figure, with the ends of its interval where these are drawn too."""
 
@@ -276,8 +267,19 @@ SPEED = Axis(
 )
 
 
+def chart(frontier: Frontier, x: Axis, y: Axis) -> Chart:
+    """Two figures of each rule; a family's curve starts at strict decoding."""
+    curves = []
+    for family, keys in frontier.families().items():
+        names = {"standard": "", **{key.rule: f"{key.value:g}" for key in keys}}
+        points = [Point(x.of(frontier, rule), y.of(frontier, rule), names[rule]) for rule in names]
+        curves.append(Curve(family, keys[0].metric, keys[0].variant, points))
+    curves.sort(key=lambda curve: curve.variant, reverse=True)
+    return Chart(x.label, y.label, curves, y.of(frontier, "standard")[0])
+
+
 def plot(frontiers: dict[str, Frontier], path: Path, *panels: tuple[Axis, Axis]) -> None:
-    """Draws each of these pairs of figures, with a row per draft; strict decoding is a line."""
+    """Draws each of these pairs of figures, with a row per draft."""
     # Only plots need it.
     from matplotlib.figure import Figure
 
@@ -285,40 +287,11 @@ def plot(frontiers: dict[str, Frontier], path: Path, *panels: tuple[Axis, Axis])
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(frontiers), len(panels), squeeze=False)
     for (title, frontier), row in zip(frontiers.items(), grid, strict=True):
-        for axes, (x, y) in zip(row, panels, strict=True):
-            families = frontier.families()
-            variants = sorted({keys[0].variant for keys in families.values()}, reverse=True)
-            for family, keys in families.items():
-                line = LINES[variants.index(keys[0].variant) % len(LINES)]
-                _draw(axes, frontier, keys, x, y, label=family, linestyle=line)
-            axes.axhline(y.of(frontier, "standard")[0], color="black", linewidth=1)
-            axes.set(title=title, xlabel=x.label, ylabel=y.label)
-            axes.legend(frameon=False, fontsize="small", loc="upper left")
-            axes.grid(alpha=0.3)
+        for axes, pair in zip(row, panels, strict=True):
+            chart(frontier, *pair).draw(axes)
+            axes.set(title=title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-
-
-def _draw(
-    axes: Any, frontier: Frontier, keys: Sequence[CellKey], x: Axis, y: Axis, **line: str
-) -> None:
-    """Draws a family's curve, which starts at strict decoding."""
-    metric = str(keys[0].metric)
-    color, side = COLORS[metric], LABELS[metric]
-    rules = ["standard", *(key.rule for key in keys)]
-    across, up = ([of(frontier, rule) for rule in rules] for of in (x.of, y.of))
-    axes.plot([at for at, *_ in across], [at for at, *_ in up], color=color, marker="o", **line)
-    for key, (at, *_), (value, *ends) in zip(keys, across[1:], up[1:], strict=True):
-        if ends:
-            axes.vlines(at, *ends, color=color, alpha=0.4)
-        axes.annotate(
-            f"{key.value:g}",
-            (at, value),
-            side,
-            textcoords="offset points",
-            color=color,
-            ha="right" if side[0] < 0 else "left",
-        )
 
 
 def main() -> int:

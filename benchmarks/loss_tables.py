@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.markdown import Columns, at, described
+from benchmarks.markdown import described
 from benchmarks.sweep_tables import GUARD, NO_GUARD, looseness, raw, rule_name
 from vllm_mars.config import METRICS
+from vllm_mars.experiments.columns import Columns, at
 
 BOUND = " max_loss "
 

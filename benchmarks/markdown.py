@@ -1,11 +1,9 @@
 """Tables of Markdown, for the docs and for a terminal."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-Text = Callable[[Any], str]
-# What gives an item's text, by the column's name.
-Columns = Mapping[str, Text]
+from vllm_mars.experiments.columns import Columns
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -28,42 +26,3 @@ def transposed(labels: Columns, columns: Iterable[str], items: Iterable[Any]) ->
     """The lines of a table with a column for each item, whose names are `columns`."""
     items = list(items)
     return table(["", *columns], [(name, *map(text, items)) for name, text in labels.items()])
-
-
-def shown(value: float, low: float, high: float, *, form: str = ".2f") -> str:
-    """An estimate with its interval, such as "1.15 (1.02 to 1.33)"; alone where both ends meet."""
-    ends = f" ({low:{form}} to {high:{form}})" if low < high else ""
-    return f"{value:{form}}{ends}"
-
-
-def follow(of: Any, path: str) -> Any:
-    """What lies in an item at keys or attributes with slashes between them; None if nothing."""
-    for name in path.split("/"):
-        of = of.get(name) if isinstance(of, dict) else getattr(of, name, None)
-    return of
-
-
-def at(path: str, form: str = "", times: float = 1) -> Text:
-    """The text of a figure.
-
-    Args:
-        path: where it is, as names with slashes between them; it may be an interval.
-        form: as `format` takes it.
-        times: what it is multiplied by.
-    """
-
-    def text(of: Any) -> str:
-        found = follow(of, path)
-        if found is None or isinstance(found, str):
-            return found or ""
-        ends = [follow(found, name) for name in ("value", "low", "high")]
-        if None in ends:
-            return format(times * found, form)
-        return shown(*(times * end for end in ends), form=form)
-
-    return text
-
-
-def pair(one: str, other: str, form: str) -> Text:
-    """The texts of two figures."""
-    return lambda of: ", ".join(filter(None, (at(path, form)(of) for path in (one, other))))

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frontier import by_server
-from benchmarks.markdown import Columns, Text, at, described, follow, pair, shown
+from benchmarks.markdown import described
+from vllm_mars.experiments.columns import Columns, Text, at, follow, pair, score
 from vllm_mars.experiments.report.advice import conclusion
-from vllm_mars.experiments.report.measured import Measured, beside, measure
+from vllm_mars.experiments.sweep.measured import Measured, beside, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.summary import ALL, Row, rows, together
 from vllm_mars.local.drafts import NO_DRAFT
@@ -64,20 +65,6 @@ def looseness(rule: str) -> tuple[int, int, float]:
     order = ("autoregressive", "standard", "theta", "gap", "price")
     number = float(value[0]) if value else 0.0
     return order.index(metric), len(value), -number if metric == "theta" else number
-
-
-def score(name: str, form: str = ".2f", of: str = "value", row: str = "row") -> Text:
-    """The text of a row's score, or of its "difference" from or "recovery" of the reference's."""
-
-    def text(it: Any) -> str:
-        found = follow(it, row).estimate(name)
-        if (value := getattr(found, of, None)) is None:
-            return ""
-        if of == "value":
-            return format(value, form)
-        return shown(value, getattr(found, f"{of}_low"), getattr(found, f"{of}_high"), form=form)
-
-    return text
 
 
 def done(name: str, row: str = "row") -> Text:

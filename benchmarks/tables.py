@@ -19,7 +19,7 @@ from benchmarks.loss_tables import (
     simulated,
     simulated_at_equal_loss,
 )
-from benchmarks.markdown import Columns, Text, at, described, pair, shown, transposed
+from benchmarks.markdown import described, transposed
 from benchmarks.sweep_tables import (
     BY_KIND,
     DRAFTED,
@@ -43,7 +43,8 @@ from benchmarks.sweep_tables import (
     task_scores,
     under_load,
 )
-from vllm_mars.experiments.report.measured import beside
+from vllm_mars.experiments.columns import Columns, Text, at, pair, shown
+from vllm_mars.experiments.sweep.measured import beside
 from vllm_mars.experiments.sweep.summary import ALL
 from vllm_mars.local.intervals import median
 
@@ -341,6 +342,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "drafts.all": lambda: described(DRAFTED, map(by_kind()[ALL].get, BY_KIND)),
     "speed.rules": partial(frontier, SPEEDS, "speed-head-cpu", HEAD_K4),
     "speed.ngram": partial(frontier, SPEEDS, "speed-ngram-cpu", NGRAM_K4),
+    "speed.gap": partial(frontier, SPEEDS, "speed-gap-cpu", HEAD_K4),
     "speed.recommended": partial(ladder, "recommended-cpu"),
     "speed.equal_loss": partial(at_equal_loss, "speed-head-cpu", HEAD_K4),
     "frontier.rules": partial(frontier, FRONTIER, "frontier-cpu", HEAD),

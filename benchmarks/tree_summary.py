@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.load import StepTime
-from benchmarks.markdown import Columns, at, described, shown, table
+from benchmarks.markdown import described, table
+from vllm_mars.experiments.columns import Columns, at, shown
 from vllm_mars.kernels.terms import LOSS_BITS
 from vllm_mars.local.intervals import interval, resamples
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
-from vllm_mars.experiments.report.measured import measure
+from vllm_mars.experiments.columns import shown
+from vllm_mars.experiments.sweep.measured import measure
 from vllm_mars.experiments.sweep.record_file import read_cells
 from vllm_mars.experiments.sweep.summary import Row, rows
 
@@ -66,10 +67,10 @@ def table(results: Iterable[dict[str, Any]]) -> list[str]:
     rows = [
         (
             *(rule["model"], rule["draft"], rule["rule"], str(rule["k"]), str(rule["batch"])),
-            markdown.shown(*rule["tokens_per_second_x_strict"]),
-            markdown.shown(*rule["sooner_x_strict"]),
+            shown(*rule["tokens_per_second_x_strict"]),
+            shown(*rule["sooner_x_strict"]),
             f"{rule['tokens_per_answer'][0]:.1f}",
-            markdown.shown(*rule["nats_per_token"], form=".4f"),
+            shown(*rule["nats_per_token"], form=".4f"),
             f"{rule['agreement']:.2f}",
             f"{result['hardware']['gpu']}, vLLM {result['versions']['vllm']}",
         )

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.markdown import Columns, at, described
+from benchmarks.markdown import described
 from benchmarks.tree import choose_prompts
 from benchmarks.tree_cells import STRICT, DraftShape, Rule, Study, counts
 from benchmarks.tree_summary import COUNTS, LOSSES, both_by_loss, figures_of, with_interval
+from vllm_mars.experiments.columns import Columns, at
 from vllm_mars.local.draft_head import WEIGHTS_KEY, check_head
 from vllm_mars.local.intervals import resamples
 from vllm_mars.local.packaged_model import sha256

@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from report_files import PROMPTS, RULES, make_cell, write_calibration, write_sweep
 from vllm_mars.cli import main
 from vllm_mars.experiments.report.advice import BUDGET, CANNOT_TELL, conclusion
 from vllm_mars.experiments.report.answers import pieces, relaxed_answers
-from vllm_mars.experiments.report.chart import Chart, Curve
-from vllm_mars.experiments.report.measured import Interval
+from vllm_mars.experiments.report.chart import Chart, Curve, Point
 from vllm_mars.experiments.report.page import read_sections, write_report
 from vllm_mars.experiments.sweep.record_file import append_cell, append_quality
 from vllm_mars.experiments.sweep.records import Estimate, OffChoice, PromptQuality, Quality
@@ -46,7 +46,7 @@ def test_a_section_for_each_draft(tmp_path):
     assert [curve.name for curve in four.chart.curves] == ["theta"]
     # From strict decoding to the loosest.
     assert [label for _, _, label in four.chart.curves[0].points] == ["", "0.98", "0.9"]
-    assert four.chart.curves[0].points[0][0].value == 0
+    assert four.chart.curves[0].points[0].x == [0]
     assert len(four.relaxed) == len(PROMPTS)
     (title, first), *_ = four.relaxed.items()
     assert title == "mars 0.9: a (2 relaxed)"
@@ -113,8 +113,8 @@ def test_autoregressive_decoding_has_columns_where_it_was_measured(tmp_path, rul
     sweep = write_sweep(tmp_path / "s.jsonl", rules, (1,))
     write_report([sweep], tmp_path / "page.html")
     head, *lines = re.findall("<tr.*?</tr>", (tmp_path / "page.html").read_text(), re.DOTALL)[:3]
-    columns = ("x autoregr.", "NLL change", "same answers")
-    assert [name in head for name in columns] == [rules == RULES[:3]] * 3
+    columns = ("x autoregr.", "NLL change")
+    assert [name in head for name in columns] == [rules == RULES[:3]] * 2
     assert len({len(re.findall("<t[hd]", line)) for line in (head, *lines)}) == 1
 
 
@@ -235,7 +235,7 @@ def test_prices_are_a_curve_beside_the_others(tmp_path):
         **{"theta": ["", "0.98", "0.9"], "price": ["", "0.25", "0.5"]},
         "price max_relaxed_share 0.1": ["", "0.5"],
     }
-    x = [point[0].value for point in section.chart.curves[1].points]
+    x = [point.x[0] for point in section.chart.curves[1].points]
     assert x == pytest.approx([0, 0.00025, 0.0005])
     assert json.loads(section.answers[0].setting) == {
         **{"rejection_sample_method": "mars", "mars_metric": "price", "mars_price": 0.5}
@@ -308,19 +308,21 @@ def test_a_calibration_alone(tmp_path):
     (section,) = read_sections([calibration])
     (answer,) = section.answers
     assert json.loads(answer.setting) == {"rejection_sample_method": "mars", "mars_theta": 0.96}
-    ((_, _, chart),) = section.calibrations
-    assert len(chart.curves) == 3
-    assert chart.curves[2].name == "measured on held-out prompts"
-    assert chart.level == (0.01, "budget 0.01")
+    assert answer.facts == {
+        "speed": "not measured at 0.96",
+        "loss, held out": "0.0090 (0.0070 to 0.0098) nats per token; "
+        "NLL -0.0100 (-0.0300 to +0.0100)",
+    }
     write_report([calibration], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "not measured at 0.96" in text
+    assert "keeps a budget of 0.01 nats per token on 8 held-out prompts" in text
     assert "in 95 % of the bootstrap samples" in text
 
 
-@pytest.mark.parametrize(("theta", "near"), [(0.96, []), (0.97, [0.9, 0.98])])
-def test_a_calibration_beside_a_sweep(tmp_path, theta, near):
-    """It is the answer; the sweep gives the speed at its threshold, or beside it."""
+@pytest.mark.parametrize("theta", [0.96, 0.97])
+def test_a_calibration_beside_a_sweep(tmp_path, theta):
+    """It is the answer; the sweep gives the speed at its threshold, if it was measured."""
     rules = [*RULES[:4], ("mars", 0.96, 4, 42.0, 0.5), ("mars", 0.8, 4, 50.0, 0.5)]
     rules = rules if theta == 0.96 else [rule for rule in rules if rule[1] != 0.96]
     sweep = write_sweep(tmp_path / "s.jsonl", rules, (1,))
@@ -328,11 +330,12 @@ def test_a_calibration_beside_a_sweep(tmp_path, theta, near):
     (section,) = read_sections([sweep, calibration])
     (answer,) = section.answers
     assert json.loads(answer.setting)["mars_theta"] == theta
-    if near:
+    if theta == 0.97:
         assert answer.measured is None
-        assert [it.row.key.value for it in answer.near] == near
+        assert answer.facts["speed"] == "not measured at 0.97"
     else:
         assert answer.measured.speedup.value == pytest.approx(42 / 36)
+        assert answer.facts["speed"].startswith("1.17 x standard in tokens per second")
 
 
 def test_a_calibration_that_found_nothing(tmp_path):
@@ -351,8 +354,8 @@ def test_a_calibration_with_a_task_score_as_budget(tmp_path):
     text = path.with_suffix(".html").read_text()
     assert "keeps 0.98 of the task score" in text
     assert "Strict decoding solves 7 of them; fewer than 30" in text
-    for cell in ("0.990 <small>[0.950, 1.000]</small>", "91%"):
-        assert cell in text
+    for fact in ("0.990 (0.950 to 1.000)", "in 91 % of the bootstrap samples"):
+        assert fact in text
 
 
 def test_pieces():
@@ -365,19 +368,28 @@ def test_pieces():
 
 
 def test_a_chart():
-    points = [
-        (Interval(0, 0, 0), Interval(1, 1, 1), ""),
-        (Interval(5, 0, 10), Interval(2, 1, 3), ""),
+    """Values, and intervals where there are any; families differ in color or in the line."""
+    strict = Point([0.0], [1.0])
+    curves = [
+        Curve("price", "price", "", [strict, Point([0.1], (1.2, 1.1, 1.3), "0.5")]),
+        Curve("price guarded", "price", " guarded", [strict, Point([0.1], [1.1], "0.6")]),
+        Curve("fly", None, "", [strict, Point((0.3, 0.2, 0.4), [1.4], "fly")]),
     ]
-    chart = Chart("x", "y", [Curve("c", points)], (5, "level"))
-    assert chart.at(0, 5) == 50
-    # Six per cent of the range are room on each side; y grows upwards and holds the level.
-    assert chart.at(0, 0) == pytest.approx(100 * 0.06 / 1.12, abs=0.01)
-    assert chart.at(1, 5) == pytest.approx(100 * 0.06 / 1.12, abs=0.01)
-    assert [text for _, text in chart.ticks(0)] == ["0", "5", "10"]
-    assert [text for _, text in chart.ticks(1)] == ["1", "2", "3", "4", "5"]
-    one = Chart("x", "y", [Curve("c", points[:1])])
-    assert one.at(0, 0) == 50, "a single value stands in the middle"
+    axes = Figure().subplots()
+    Chart("loss <nats>", "speed", curves, 1.0).draw(axes)
+    lines = axes.get_lines()[:-1]
+    assert [line.get_label() for line in lines] == ["price", "price guarded", "fly"]
+    assert [list(line.get_xdata()) for line in lines] == [[0, 0.1], [0, 0.1], [0, 0.3]]
+    assert len({line.get_color() for line in lines}) == 2
+    assert [line.get_linestyle() for line in lines] == ["-", "--", "-"]
+    upright, flat = (bars.get_segments()[0].tolist() for bars in axes.collections)
+    assert upright == [[0.1, 1.1], [0.1, 1.3]]
+    assert flat == [[0.2, 1.4], [0.4, 1.4]]
+    assert list(axes.get_lines()[-1].get_ydata()) == [1, 1], "strict decoding"
+    drawn = Chart("loss <nats>", "speed", curves, 1.0).svg()
+    assert drawn == Chart("loss <nats>", "speed", curves, 1.0).svg(), "the same each time"
+    assert "loss &lt;nats&gt;" in drawn
+    assert drawn.startswith("<svg")
 
 
 @pytest.mark.parametrize(

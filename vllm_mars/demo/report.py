@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from vllm_mars.experiments.report.measured import Interval, Measured, beside
+from vllm_mars.experiments.sweep.measured import Interval, Measured, beside
 from vllm_mars.experiments.sweep.records import Cell, Output, PromptQuality
 from vllm_mars.experiments.sweep.summary import Row, rows
 

@@ -1,17 +1,23 @@
 """The page's answer: what to set for a model and draft."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_mars.config import METHOD, OPTION
 from vllm_mars.experiments.calibrate.options import BUDGET
+from vllm_mars.experiments.columns import at
 from vllm_mars.experiments.quality.scores import MIN_SOLVED, is_task_score
-from vllm_mars.experiments.report.measured import Measured
+from vllm_mars.experiments.sweep.measured import Measured
 from vllm_mars.experiments.sweep.records import Estimate, further_options
 
 CANNOT_TELL = "cannot tell"
+SHOWN = (
+    f"to lose at most {BUDGET} nats per token and to be faster than strict verification, in tokens "
+    "per second and in time per answer (95 % intervals), and of which neither NLL nor a task score "
+    "is shown to be worse"
+)
 
 
 @dataclass(frozen=True)
@@ -20,40 +26,53 @@ class Answer:
 
     Attributes:
         setting: JSON for `--speculative-config`, or that the data does not tell.
-        why: by which rule a sweep's row was chosen, or what is missing.
+        why: by what it was chosen, or what is missing.
+        facts: what was measured of it, by name.
         measured: the rule's row, or the least lossy one where none was chosen.
-        near: the measured rules beside a calibrated threshold that was not measured.
-        calibration, tried: its file's content, and what it measured of the threshold.
     """
 
     setting: str
-    why: str = ""
+    why: str
+    facts: Mapping[str, str]
     measured: Measured | None = None
-    near: Sequence[Measured] = ()
-    calibration: dict[str, Any] | None = None
-    tried: dict[str, Any] | None = None
 
 
 def calibrated(content: dict[str, Any], point: Iterable[Measured]) -> Answer:
     """Answers by a calibration, and says what a sweep measured of it."""
-    metric, threshold = content["metric"], content["threshold"]
-    same = {
-        it.row.key.value: it
-        for it in point
-        if it.row.key.value is not None
-        and it.speedup is not None
-        and (it.row.key.metric, it.row.key.variant) == (metric, "")
-    }
-    below = max((value for value in same if value < threshold), default=None)
-    above = min((value for value in same if value > threshold), default=None)
-    tried = [it for it in content["confirmations"] if it["threshold"] == threshold]
-    return Answer(
-        _setting(metric, threshold),
-        measured=same.get(threshold),
-        near=[same[value] for value in (below, above) if value is not None],
-        calibration=content,
-        tried=tried[0] if tried else None,
-    )
+    metric, threshold, samples = content["metric"], content["threshold"], content["samples"]
+    wanted = (metric, "", threshold)
+    keys = ((it, it.row.key) for it in point if it.speedup)
+    same = (it for it, key in keys if (key.metric, key.variant, key.value) == wanted)
+    measured = next(same, None)
+    tried = next((it for it in content["confirmations"] if it["threshold"] == threshold), None)
+    goal, of_tasks = f"a budget of {content['budget']} nats per token", ""
+    if content["budget"] is None:
+        goal = f"{content['recovery']} of the task score"
+        of_tasks = (
+            f" Strict decoding solves {samples.get('solved_prompts', 'an unrecorded number')}"
+        )
+        of_tasks += f" of them; fewer than {MIN_SOLVED} cannot tell a loss of tasks."
+    found = ": nothing looser than strict"
+    facts = {"speed": f"not measured at {threshold}"} if measured is None else _facts(measured)
+    if tried is not None:
+        found = f", in {100 * kept(content, tried):.0f} % of the bootstrap samples"
+        facts["loss, held out"] = (
+            f"{at('cost', '.4f')(tried)} nats per token; NLL {at('nll_increase', '+.4f')(tried)}"
+        )
+        if left := at("recovery", ".3f")(tried):
+            facts["task score left, held out"] = left
+        if "changed" in tried:
+            changed = f"{tried['changed']} of {samples['held_out_prompts']} answers"
+            facts["changed, held out"] = changed
+    held_out = f"{samples.get('held_out_prompts', 'an unknown number of')} held-out prompts"
+    why = f"The loosest {OPTION[metric]} that keeps {goal} on {held_out}{found}.{of_tasks}"
+    return Answer(_setting(metric, threshold), why, facts, measured)
+
+
+def kept(calibration: dict[str, Any], tried: dict[str, Any]) -> float:
+    """The share of bootstrap samples within a calibration's budget."""
+    names = ("recovery",) if calibration["budget"] is None else ("cost", "nll_increase")
+    return min(float(tried[name]["kept_share"]) for name in names)
 
 
 def fastest_within(point: Iterable[Measured]) -> Answer:
@@ -73,13 +92,8 @@ def fastest_within(point: Iterable[Measured]) -> Answer:
         missing = "No loss was judged; `vllm-mars sweep --temperature 0` judges answers to prompts "
         missing += "of a file, without --no-judge and without a reasoning parser."
     if missing:
-        return Answer(CANNOT_TELL, missing)
-    rule = (
-        f"to lose at most {BUDGET} nats per token and to be faster than strict verification, in "
-        "tokens per second and in time per answer (95 % intervals), and of which neither NLL nor a "
-        "task score is shown to be worse"
-    )
-    kept = [
+        return Answer(CANNOT_TELL, missing, {})
+    good = [
         # An answer that is longer has more tokens per second, and a shorter one is done sooner.
         (min(speedup.value, sooner.value), it)
         for it, speedup, sooner, loss in judged
@@ -87,19 +101,42 @@ def fastest_within(point: Iterable[Measured]) -> Answer:
         and min(speedup.low, sooner.low) > 1
         and "worse" not in map(conclusion, it.row.estimates)
     ]
-    if kept:
-        _, best = max(kept, key=lambda found: found[0])
+    if good:
+        _, best = max(good, key=lambda found: found[0])
         key = best.row.key
         further = further_options(key.protected, key.options)
         setting = _setting(key.metric or key.method, key.value, further)
-        why = f"The fastest of the lossy rules (here {len(judged)}) that are shown {rule}."
-        return Answer(setting, why, best)
+        why = f"The fastest of the lossy rules (here {len(judged)}) that are shown {SHOWN}."
+        return Answer(setting, why, _facts(best), best)
     least = min(judged, key=lambda found: found[-1].high)[0]
     why = (
-        f"No lossy rule (here {len(judged)}) is shown {rule}. `vllm-mars calibrate` looks for a "
+        f"No lossy rule (here {len(judged)}) is shown {SHOWN}. `vllm-mars calibrate` looks for a "
         f"threshold. The least lossy rule, {least.row.key.rule}:"
     )
-    return Answer(CANNOT_TELL, why, least)
+    return Answer(CANNOT_TELL, why, _facts(least), least)
+
+
+def _facts(it: Measured) -> dict[str, str]:
+    """What a sweep measured of a lossy rule that was timed beside a strict one."""
+    assert it.strict is not None, "a speedup is over something"
+    speedup, sooner = at("speedup", ".2f")(it), at("sooner", ".2f")(it)
+    speed = f"{speedup} x {it.strict.key.rule} in tokens per second, {sooner} x in time per answer"
+    facts = {"speed": speed}
+    if it.loss:
+        facts["loss"] = f"{at('loss', '.4f')(it)} nats per token"
+    same, length = map(it.row.estimate, ("agreement", "output_tokens"))
+    if same:
+        facts["what changes"] = f"{100 - 100 * same.value:.0f} % of {same.samples} answers"
+        if length and length.reference:
+            lengths = f"; {length.value:.1f} tokens per answer instead of {length.reference:.1f}"
+            facts["what changes"] += lengths
+    for score in it.row.estimates:
+        if is_task_score(score.name) and score.reference is not None:
+            facts[score.name.replace("_", " ")] = (
+                f"{score.value:.2f} instead of {score.reference:.2f} on {score.samples} tasks: "
+                f"{conclusion(score)}"
+            )
+    return facts
 
 
 def conclusion(score: Estimate) -> str:

@@ -1,56 +1,75 @@
-"""Charts as the template draws them: in per cent of the plot, so that they fit any width."""
+"""Curves of rules, what each gains by what it loses, drawn by matplotlib."""
 
-import math
+import io
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import Any, NamedTuple
 
-from vllm_mars.experiments.report.measured import Interval
+# A metric's color, and on which side of a point its value stands, in points.
+STYLES = {
+    "ratio": ("#0072b2", (5, -13)),
+    "gap": ("#009e73", (8, -4)),
+    "price": ("#d55e00", (-8, 7)),
+}
+OTHER = ("#595959", (5, -13))
+# Of sets of further options.
+LINES = ("-", "--", ":", "-.")
 
-# x, y and a label.
-ChartPoint = tuple[Interval, Interval, str]
+
+class Point(NamedTuple):
+    """One rule; with the ends of an interval behind a value where these are drawn, too."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    text: str = ""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Named points, joined in their order or not."""
+class Curve(NamedTuple):
+    """A family of rules, the first of them strict."""
 
     name: str
-    points: Sequence[ChartPoint]
-    joined: bool = True
+    metric: str | None
+    variant: str
+    points: Sequence[Point]
 
 
-@dataclass(frozen=True)
-class Chart:
-    """Curves in a plot; `level` is a y that is marked across it, and its name."""
+class Chart(NamedTuple):
+    """Curves, and the y of strict decoding, which is a line across them."""
 
     x_name: str
     y_name: str
     curves: Sequence[Curve]
-    level: tuple[float, str] | None = None
+    strict: float
 
-    @cached_property
-    def _ends(self) -> list[tuple[float, float]]:
-        """Lowest and highest value of each axis, with some room."""
-        points = [(x, y) for curve in self.curves for x, y, _ in curve.points]
-        ends = []
-        for axis, marked in enumerate(([], [self.level[0]] if self.level else [])):
-            values = [*(end for point in points for end in point[axis]), *marked]
-            room = 0.06 * (max(values) - min(values) or 1)
-            ends.append((min(values) - room, max(values) + room))
-        return ends
+    def draw(self, axes: Any) -> None:
+        """Draws it into axes of matplotlib."""
+        variants = list(dict.fromkeys(curve.variant for curve in self.curves))
+        for curve in self.curves:
+            color, side = STYLES.get(curve.metric or "", OTHER)
+            line = LINES[variants.index(curve.variant) % len(LINES)]
+            places = [(point.x[0], point.y[0]) for point in curve.points]
+            axes.plot(*zip(*places, strict=True), line, color=color, marker="o", label=curve.name)
+            for (x, *width), (y, *height), text in curve.points:
+                if width:
+                    axes.hlines(y, *width, color=color, alpha=0.4)
+                if height:
+                    axes.vlines(x, *height, color=color, alpha=0.4)
+                right = "right" if side[0] < 0 else "left"
+                axes.annotate(text, (x, y), side, textcoords="offset points", color=color, ha=right)
+        axes.axhline(self.strict, color="black", linewidth=1)
+        axes.set(xlabel=self.x_name, ylabel=self.y_name)
+        axes.legend(frameon=False, fontsize="small", loc="upper left")
+        axes.grid(alpha=0.3)
 
-    def at(self, axis: int, value: float) -> float:
-        """Where a value is: per cent from the left for axis 0, from the top for axis 1."""
-        low, high = self._ends[axis]
-        share = (value - low) / (high - low)
-        return round(100 * (1 - share if axis else share), 2)
+    def svg(self) -> str:
+        """An SVG element for a page, whose text stays text."""
+        import matplotlib
+        from matplotlib.figure import Figure
 
-    def ticks(self, axis: int) -> list[tuple[float, str]]:
-        """Where an axis has round values, and the values."""
-        low, high = self._ends[axis]
-        least = (high - low) / 5
-        power = 10.0 ** math.floor(math.log10(least))
-        step = next(power * times for times in (1, 2, 5, 10) if power * times >= least)
-        whole = range(math.ceil(low / step), math.floor(high / step) + 1)
-        return [(self.at(axis, index * step), f"{index * step:.6g}") for index in whole]
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 11}):
+            figure = Figure(figsize=(6, 4.2), layout="constrained")
+            self.draw(figure.subplots())
+            drawn = io.StringIO()
+            nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            figure.savefig(drawn, format="svg", metadata=nothing)
+        text = drawn.getvalue()
+        return text[text.index("<svg") :]

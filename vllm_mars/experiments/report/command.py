@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-NEEDED = ("jinja2", "pydantic", "scipy")
+NEEDED = ("jinja2", "matplotlib", "pydantic", "scipy")
 
 
 def add_parser(commands: Any) -> None:

@@ -3,22 +3,28 @@
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_mars import __version__
 from vllm_mars.calibration import read_calibration
-from vllm_mars.config import OPTION
+from vllm_mars.experiments.columns import Columns, at, score
 from vllm_mars.experiments.quality.scores import is_task_score
-from vllm_mars.experiments.report import advice
-from vllm_mars.experiments.report.advice import Answer, calibrated, fastest_within
+from vllm_mars.experiments.report.advice import (
+    CANNOT_TELL,
+    Answer,
+    calibrated,
+    conclusion,
+    fastest_within,
+)
 from vllm_mars.experiments.report.answers import Piece, relaxed_answers
-from vllm_mars.experiments.report.chart import Chart, ChartPoint, Curve
-from vllm_mars.experiments.report.measured import Interval, Measured, measure
+from vllm_mars.experiments.report.chart import Chart, Curve, Point
+from vllm_mars.experiments.sweep.measured import Measured, measure
 from vllm_mars.experiments.sweep.record_file import read_cells
-from vllm_mars.experiments.sweep.records import Cell, CellKey
-from vllm_mars.experiments.sweep.summary import ALL, Row, rows, together
+from vllm_mars.experiments.sweep.records import Cell
+from vllm_mars.experiments.sweep.summary import Row, all_rows
 from vllm_mars.local.result_file import require_writable
 
 TEMPLATE = "report.html.j2"
@@ -27,7 +33,37 @@ Setup = tuple[str, str, int]
 # File name and content.
 Calibrations = list[tuple[str, dict[str, Any]]]
 # What a calibration's file may lack.
-NOTHING: dict[str, Any] = {"samples": {}, "curve": [], "confirmations": []}
+NOTHING: dict[str, Any] = {"samples": {}, "confirmations": []}
+RUNS: Columns = {
+    "file": lambda of: str(of[0]),
+    "commit": lambda of: of[1].get("git_commit") or "",
+    "versions": lambda of: _words(of[1].get("versions")),
+    "hardware": lambda of: _words(of[1].get("hardware")),
+    "command": lambda of: shlex.join(of[1].get("command", [])),
+}
+PROBLEMS: Columns = {"cell": at("key/label"), "status": at("status"), "reason": at("reason")}
+
+
+class Table(NamedTuple):
+    """Texts in rows below their names; one row may be the chosen one."""
+
+    title: str
+    names: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    chosen: int | None = None
+
+
+def table(title: str, columns: Columns, items: Iterable[Any], chosen: Any = None) -> Table:
+    """A row for each item, equal ones once, without the columns in which none has a text."""
+    found = {tuple(text(item) for text in columns.values()): item for item in items}
+    texts = [
+        (name, *column)
+        for name, column in zip(columns, zip(*found, strict=True), strict=True)
+        if any(column)
+    ]
+    names, *lines = zip(*texts, strict=True)
+    place = [number for number, item in enumerate(found.values()) if item is chosen]
+    return Table(title, names, lines, place[0] if place else None)
 
 
 @dataclass(frozen=True)
@@ -40,19 +76,32 @@ class Section:
             datasets where these can be taken together; first the one with most lossy rules whose
             loss is known.
         chart: their speed by loss, None without any.
-        calibrations: file name, content and chart of each.
         relaxed: answers with their relaxed tokens, by title.
-        runs: file name, commit, versions, hardware and command of all that, each once.
+        cells: of the sweep.
+        runs: file name and content, or a cell's fields, of all that was measured.
     """
 
     setup: Setup
     answers: Sequence[Answer]
     points: Sequence[Sequence[Measured]]
     chart: Chart | None
-    calibrations: Sequence[tuple[str, dict[str, Any], Chart | None]]
     relaxed: dict[str, list[Piece]]
     cells: Sequence[Cell]
-    runs: Sequence[tuple[str, ...]]
+    runs: Calibrations
+
+    @property
+    def rules(self) -> list[Table]:
+        """A table for each point."""
+        answer = self.answers[0]
+        chosen = None if answer.setting == CANNOT_TELL else answer.measured
+        return [_rules(point, chosen) for point in self.points]
+
+    @property
+    def run(self) -> list[Table]:
+        """What was run, and what could not be measured."""
+        problems = [cell for cell in self.cells if cell.status != "ok"]
+        found = [table("Runs", RUNS, self.runs)]
+        return found + ([table("Not measured", PROBLEMS, problems)] if problems else [])
 
 
 def read_sections(paths: Iterable[Path]) -> list[Section]:
@@ -80,7 +129,7 @@ def read_sections(paths: Iterable[Path]) -> list[Section]:
             )
     sections = []
     for file, cells in sweeps.items():
-        found = rows([*_all_prompts(cells), *cells], **_margins(cells))
+        found = all_rows(cells)
         setups = dict.fromkeys((row.key.model, row.key.draft, row.key.k) for row in found)
         # Decoding without drafts is beside every draft of its file.
         for setup in [setup for setup in setups if setup[2]] or setups:
@@ -89,33 +138,6 @@ def read_sections(paths: Iterable[Path]) -> list[Section]:
     shown = {section.setup for section in sections}
     sections += [_section(setup, own) for setup, own in calibrations.items() if setup not in shown]
     return sections
-
-
-def _all_prompts(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells of several datasets as one, if the same rules answered different prompts."""
-    timed = [cell for cell in cells if cell.outputs]
-    asked: dict[str, set[str]] = {}
-    rules: dict[str, set[CellKey]] = {}
-    for cell in timed:
-        dataset = cell.key.prompts
-        asked.setdefault(dataset, set()).update(output.prompt_id for output in cell.outputs)
-        rules.setdefault(dataset, set()).add(replace(cell.key, dataset=ALL, repeat=0))
-    if len(asked) < 2 or ALL in asked or len(set(map(frozenset, rules.values()))) > 1:
-        return []
-    differ = sum(map(len, asked.values())) == len(set().union(*asked.values()))
-    return together(timed) if differ else []
-
-
-def _margins(cells: Iterable[Cell]) -> dict[str, float]:
-    """Those that a sweep judged with, as for `rows`; without a test, its defaults."""
-    found: dict[str, float] = {}
-    for cell in cells:
-        for of in cell.quality.estimates if cell.quality else ():
-            if of.margin is not None and of.name == "nll":
-                found["nll_margin"] = of.margin
-            elif of.margin is not None and of.reference:
-                found["margin"] = of.margin / of.reference
-    return found
 
 
 def _section(
@@ -139,77 +161,70 @@ def _section(
         [calibrated(content, main) for _, content in calibrations] or [fastest_within(main)],
         points,
         _speed_by_loss(main),
-        [(name, content, _cost_by_threshold(content)) for name, content in calibrations],
         relaxed_answers(cell for cell in cells if [cell.key.draft, cell.key.k] == draft),
         cells,
-        _runs([*((file, vars(cell)) for cell in cells), *calibrations]),
+        [*((file, vars(cell)) for cell in cells), *calibrations],
     )
 
 
 def _speed_by_loss(rules: Sequence[Measured]) -> Chart | None:
     """The lossy rules; the curve of each family starts at strict decoding."""
-    families: dict[str, list[tuple[float, ChartPoint]]] = {}
-    for it in rules:
+    families: dict[str, list[Measured]] = {}
+    for it in sorted(rules, key=lambda it: it.row.key.looseness):
         if it.row.key.lossy and it.loss and it.speedup:
-            key = it.row.key
-            looser = key.value or 0.0
-            if key.metric == "ratio":
-                looser = -looser
-            text = it.family if key.value is None else f"{key.value:g}"
-            families.setdefault(it.family, []).append((looser, (it.loss, it.speedup, text)))
+            families.setdefault(it.family, []).append(it)
     if not families or rules[0].strict is None:
         return None
-    name = rules[0].strict.key.rule
-    origin = (_exact(0), _exact(1), "")
-    curves = [
-        Curve(family, [origin, *(point for _, point in sorted(points))])
-        for family, points in families.items()
-    ]
-    return Chart("loss, nats per token", f"speed, x {name}", curves, (1.0, f"strict: {name}"))
+    curves = []
+    for name, own in families.items():
+        points = [Point([0.0], [1.0])]
+        for it in own:
+            assert it.loss and it.speedup, "only such rules are drawn"
+            points.append(Point(it.loss, it.speedup, at("row/key/value", "g")(it)))
+        key = own[0].row.key
+        curves.append(Curve(name, key.metric, key.variant, points))
+    strict = rules[0].strict.key.rule
+    return Chart("loss, nats per token", f"tokens per second, x {strict}", curves, 1.0)
 
 
-def _cost_by_threshold(content: dict[str, Any]) -> Chart | None:
-    """What a calibration predicted, and what it measured on held-out prompts."""
-    if not content["curve"]:
-        return None
-    curves = [
-        Curve(text, [(_exact(it["threshold"]), _exact(it[name]), "") for it in content["curve"]])
-        for text, name in (("predicted", "cost"), ("90 % bound of that", "high"))
-    ]
-    measured = [
-        (_exact(it["threshold"]), Interval(*(it["cost"][end] for end in Interval._fields)), "")
-        for it in content["confirmations"]
-    ]
-    curves.append(Curve("measured on held-out prompts", measured, joined=False))
-    budget = content["budget"]
-    level = None if budget is None else (budget, f"budget {budget:g}")
-    return Chart(OPTION[content["metric"]], "cost, nats per token", curves, level)
+def _rules(point: Sequence[Measured], chosen: Measured | None) -> Table:
+    """What each rule gives at one point of the grid."""
+    key, measured = point[0].row.key, [it for it in point if it.row.cells]
+    strict = point[0].strict.key.rule if point[0].strict else "strict"
+    cells = [cell for it in measured for cell in it.row.cells]
+    prompts = len({output.prompt_id for cell in cells for output in cell.outputs})
+    repeats = max((it.row.repeats for it in point), default=0)
+    title = f"Prompts: {key.dataset}{f' ({prompts})' if prompts else ''}; temperature "
+    title += f"{key.temperature:g}; requests at once: {key.concurrency}; repeats: {repeats}."
+    names = dict.fromkeys(of.name for it in measured for of in it.row.estimates)
+    columns: Columns = {
+        **{"rule": at("family"), "value": at("row/key/value", "g")},
+        "tokens/s": at("tokens_per_second", ".1f"),
+        **{f"x {strict}": at("speedup", ".2f"), "x autoregr.": at("row/speedup", ".2f")},
+        "ms to first token": at("ttft", ".0f", 1000),
+        "ms / further token": at("tpot", ".1f", 1000),
+        f"x {strict}, further tokens": at("faster", ".2f"),
+        **{"seconds / answer": at("seconds", ".2f"), "tokens / answer": at("length", ".1f")},
+        "accepted length": at("row/acceptance_length", ".2f"),
+        "loss, nats / token": at("loss", ".4f"),
+        "NLL change": partial(_change, "nll", "+.3f"),
+        "repeated 4-grams": score("repeated_4grams", ".3f"),
+        "same answers": score("agreement"),
+    }
+    for name in filter(is_task_score, names):
+        task: Columns = {name: score(name), f"{name}, change": partial(_change, name, "+.2f")}
+        columns = {**columns, **{text.replace("_", " "): of for text, of in task.items()}}
+    return table(title, columns, measured, chosen)
 
 
-def _exact(value: float) -> Interval:
-    return Interval(value, value, value)
+def _change(name: str, form: str, it: Measured) -> str:
+    """A score's difference from autoregressive decoding, and what it shows."""
+    found = it.row.estimate(name)
+    return f"{score(name, form, 'difference')(it)} {conclusion(found)}".strip() if found else ""
 
 
-def _milliseconds(seconds: Interval | None) -> Interval | None:
-    return seconds and Interval(*(1000 * end for end in seconds))
-
-
-def _runs(origins: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, ...]]:
-    def words(values: dict[str, Any] | None) -> str:
-        return ", ".join(f"{name} {value}" for name, value in (values or {}).items() if value)
-
-    runs = []
-    for name, content in origins:
-        versions, hardware = (words(content.get(what)) for what in ("versions", "hardware"))
-        command = shlex.join(content.get("command", []))
-        runs.append((name, content.get("git_commit") or "", versions, hardware, command))
-    return list(dict.fromkeys(runs))
-
-
-def _kept(calibration: dict[str, Any], tried: dict[str, Any]) -> float:
-    """The share of bootstrap samples within a calibration's budget."""
-    names = ("recovery",) if calibration["budget"] is None else ("cost", "nll_increase")
-    return min(float(tried[name]["kept_share"]) for name in names)
+def _words(values: dict[str, Any] | None) -> str:
+    return ", ".join(f"{name} {value}" for name, value in (values or {}).items() if value)
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
@@ -228,9 +243,8 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.tests["task_score"] = is_task_score
-    environment.filters |= {"exp": math.exp, "ms": _milliseconds}
-    environment.globals.update(advice=advice, option=OPTION, kept=_kept, version=__version__)
-    page = environment.get_template(TEMPLATE).render(sections=read_sections(paths))
+    environment.filters["exp"] = math.exp
+    page = environment.get_template(TEMPLATE)
+    text = page.render(sections=read_sections(paths), version=__version__)
     require_writable(output)
-    output.write_text(page, encoding="utf-8")
+    output.write_text(text, encoding="utf-8")

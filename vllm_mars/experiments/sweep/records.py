@@ -111,6 +111,11 @@ class CellKey:
         return value
 
     @property
+    def looseness(self) -> float:
+        """Sorts the rules of a metric from strict to loose."""
+        return -(self.value or 0.0) if self.metric == "ratio" else self.value or 0.0
+
+    @property
     def prompts(self) -> str:
         """The dataset that this one is a block of."""
         return re.sub(r"#\d+$", "", self.dataset)

@@ -96,6 +96,41 @@ def together(cells: Sequence[Cell]) -> list[Cell]:
     ]
 
 
+def all_rows(cells: Sequence[Cell]) -> list[Row]:
+    """Rows of each dataset, with the margins that a sweep judged with, else the defaults.
+
+    Before them those of all datasets as one, if the same rules answered different prompts there.
+    """
+    timed = [cell for cell in cells if cell.outputs]
+    as_one = together(timed) if _differ_in_prompts_alone(timed) else []
+    return rows([*as_one, *cells], **_margins(cells))
+
+
+def _differ_in_prompts_alone(cells: Iterable[Cell]) -> bool:
+    """Whether there are several datasets, of which no prompt stands in two."""
+    asked: dict[str, set[str]] = {}
+    rules: dict[str, set[CellKey]] = {}
+    for cell in cells:
+        dataset = cell.key.prompts
+        asked.setdefault(dataset, set()).update(output.prompt_id for output in cell.outputs)
+        rules.setdefault(dataset, set()).add(replace(cell.key, dataset=ALL, repeat=0))
+    if len(asked) < 2 or ALL in asked or len(set(map(frozenset, rules.values()))) > 1:
+        return False
+    return sum(map(len, asked.values())) == len(set().union(*asked.values()))
+
+
+def _margins(cells: Iterable[Cell]) -> dict[str, float]:
+    """Those of the tests in the cells, as arguments of `rows`."""
+    found: dict[str, float] = {}
+    for cell in cells:
+        for of in cell.quality.estimates if cell.quality else ():
+            if of.margin is not None and of.name == "nll":
+                found["nll_margin"] = of.margin
+            elif of.margin is not None and of.reference:
+                found["margin"] = of.margin / of.reference
+    return found
+
+
 def _ratio(cells: Iterable[Cell], measured: Iterable[Cell], method: str) -> float | None:
     """Speed beside the cells of a method, with the same draft where it has one."""
     drafted = method != "autoregressive"
