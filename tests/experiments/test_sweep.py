@@ -90,8 +90,12 @@ def test_a_sweep(directory, tmp_path, monkeypatch, capsys):
     options = (*methods, "--price", "2")
     command = sweep(directory, output, *options)
     assert main(command) == 0
-    out, _ = capsys.readouterr()
+    out, told = capsys.readouterr()
     assert "tokens/s" in out and "mars 0.3" in out
+    # The first cell's time is that of the servers' start, from which nothing follows.
+    first, *others = (line for line in told.splitlines() if line.startswith("["))
+    assert "left" not in first
+    assert all("; about 0:" in line for line in others), told
     assert marked(mark) == []
     cells = read_cells(output)
     check_cells(cells, directory, {"none": 1, "ngram": 4})

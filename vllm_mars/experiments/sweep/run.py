@@ -80,14 +80,17 @@ def run_sweep(
         done = total - sum(len(group.cells) for group in todo)
         servers = sum(len(group.servers) for group in todo)
         say(f"{total} cells, {done} of them in {output} already; {servers} server starts")
-        started, before_now = time.monotonic(), done
         measured = runner.run(todo)
-        for cell in stack.enter_context(contextlib.closing(measured)):
+        for number, cell in enumerate(stack.enter_context(contextlib.closing(measured))):
             append_cell(output, cell)
-            done += 1
-            each = (time.monotonic() - started) / (done - before_now)
-            rest = timedelta(seconds=round(each * (total - done)))
-            say(f"[{done}/{total}] {cell.key.label}: {_outcome(cell)}; about {rest} left")
+            done, left = done + 1, ""
+            if not number:
+                # Before the first cell servers start, which would count for each of the others.
+                started = time.monotonic()
+            else:
+                each = (time.monotonic() - started) / number
+                left = f"; about {timedelta(seconds=round(each * (total - done)))} left"
+            say(f"[{done}/{total}] {cell.key.label}: {_outcome(cell)}{left}")
         cells = read_cells(output)
         # Another model's answers are not this target's to judge.
         own = [c for c in cells if c.status == "ok" and c.key.model == Path(sweep.model).name]
