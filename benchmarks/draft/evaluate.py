@@ -43,7 +43,6 @@ BY_HEAD: Columns = {
     "head": at("head"),
     "tokens per step, strict": at("length", ".2f"),
     "x the first head's": at("ratio", ".3f"),
-    **{f"at {loss:g} nats per token": at(str(loss), ".3f") for loss in LOSSES},
 }
 
 
@@ -146,7 +145,15 @@ def tables(result: dict[str, Any]) -> dict[str, list[str]]:
         for loss, own, first in both_by_loss(found, head, heads[0]):
             of[str(loss)] = with_interval(own / first)
         by_head.append(of)
-    return {"rules": described(COLUMNS, rows), "heads": described(BY_HEAD, by_head)}
+    at_losses = {
+        f"at {loss:g} nats per token": at(str(loss), ".3f")
+        for loss in LOSSES
+        if any(str(loss) in of for of in by_head)
+    }
+    return {
+        "rules": described(COLUMNS, rows),
+        "heads": described(BY_HEAD | at_losses, by_head),
+    }
 
 
 def _trained(directory: Path) -> dict[str, Any]:
