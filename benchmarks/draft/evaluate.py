@@ -17,7 +17,7 @@ from benchmarks.markdown import described
 from benchmarks.tree import choose_prompts
 from benchmarks.tree_cells import STRICT, DraftShape, Rule, Study, counts
 from benchmarks.tree_summary import COUNTS, LOSSES, both_by_loss, figures_of, with_interval
-from vllm_mars.experiments.columns import Columns, at
+from vllm_mars.experiments.columns import Columns, at, filled
 from vllm_mars.local.draft_head import WEIGHTS_KEY, check_head
 from vllm_mars.local.intervals import resamples
 from vllm_mars.local.packaged_model import sha256
@@ -43,6 +43,7 @@ BY_HEAD: Columns = {
     "head": at("head"),
     "tokens per step, strict": at("length", ".2f"),
     "x the first head's": at("ratio", ".3f"),
+    **{f"at {loss:g} nats per token": at(str(loss), ".3f") for loss in LOSSES},
 }
 
 
@@ -145,15 +146,8 @@ def tables(result: dict[str, Any]) -> dict[str, list[str]]:
         for loss, own, first in both_by_loss(found, head, heads[0]):
             of[str(loss)] = with_interval(own / first)
         by_head.append(of)
-    at_losses = {
-        f"at {loss:g} nats per token": at(str(loss), ".3f")
-        for loss in LOSSES
-        if any(str(loss) in of for of in by_head)
-    }
-    return {
-        "rules": described(COLUMNS, rows),
-        "heads": described(BY_HEAD | at_losses, by_head),
-    }
+    columns = filled(BY_HEAD, by_head)
+    return {"rules": described(COLUMNS, rows), "heads": described(columns, by_head)}
 
 
 def _trained(directory: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Columns of tables: what gives a figure's text, for pages and docs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Text = Callable[[Any], str]
@@ -54,6 +54,12 @@ def score(name: str, form: str = ".2f", of: str = "value", row: str = "row") -> 
         return shown(value, getattr(found, f"{of}_low"), getattr(found, f"{of}_high"), form=form)
 
     return text
+
+
+def filled(columns: Columns, items: Iterable[Any]) -> Columns:
+    """The columns in which some item has a text."""
+    items = list(items)
+    return {name: text for name, text in columns.items() if any(map(text, items))}
 
 
 def pair(one: str, other: str, form: str) -> Text:

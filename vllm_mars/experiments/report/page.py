@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from vllm_mars import __version__
 from vllm_mars.calibration import read_calibration
-from vllm_mars.experiments.columns import Columns, at, score
+from vllm_mars.experiments.columns import Columns, at, filled, score
 from vllm_mars.experiments.quality.scores import is_task_score
 from vllm_mars.experiments.report.advice import (
     CANNOT_TELL,
@@ -53,17 +53,12 @@ class Table(NamedTuple):
     chosen: int | None = None
 
 
-def table(title: str, columns: Columns, items: Iterable[Any], chosen: Any = None) -> Table:
+def table(title: str, columns: Columns, items: Sequence[Any], chosen: Any = None) -> Table:
     """A row for each item, equal ones once, without the columns in which none has a text."""
+    columns = filled(columns, items)
     found = {tuple(text(item) for text in columns.values()): item for item in items}
-    texts = [
-        (name, *column)
-        for name, column in zip(columns, zip(*found, strict=True), strict=True)
-        if any(column)
-    ]
-    names, *lines = zip(*texts, strict=True)
-    place = [number for number, item in enumerate(found.values()) if item is chosen]
-    return Table(title, names, lines, place[0] if place else None)
+    places = [number for number, item in enumerate(found.values()) if item is chosen]
+    return Table(title, list(columns), list(found), places[0] if places else None)
 
 
 @dataclass(frozen=True)

@@ -83,14 +83,14 @@ def run_sweep(
         measured = runner.run(todo)
         for number, cell in enumerate(stack.enter_context(contextlib.closing(measured))):
             append_cell(output, cell)
-            done, left = done + 1, ""
+            done, rest = done + 1, ""
             if not number:
                 # Before the first cell servers start, which would count for each of the others.
                 started = time.monotonic()
             else:
                 each = (time.monotonic() - started) / number
-                left = f"; about {timedelta(seconds=round(each * (total - done)))} left"
-            say(f"[{done}/{total}] {cell.key.label}: {_outcome(cell)}{left}")
+                rest = f"; about {timedelta(seconds=round(each * (total - done)))} left"
+            say(f"[{done}/{total}] {cell.key.label}: {_outcome(cell)}{rest}")
         cells = read_cells(output)
         # Another model's answers are not this target's to judge.
         own = [c for c in cells if c.status == "ok" and c.key.model == Path(sweep.model).name]
