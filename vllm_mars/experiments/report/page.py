@@ -31,7 +31,7 @@ TEMPLATE = "report.html.j2"
 # Model, draft and K.
 Setup = tuple[str, str, int]
 # File name and content.
-Calibrations = list[tuple[str, dict[str, Any]]]
+Files = list[tuple[str, dict[str, Any]]]
 # What a calibration's file may lack.
 NOTHING: dict[str, Any] = {"samples": {}, "confirmations": []}
 RUNS: Columns = {
@@ -82,7 +82,7 @@ class Section:
     chart: Chart | None
     relaxed: dict[str, list[Piece]]
     cells: Sequence[Cell]
-    runs: Calibrations
+    runs: Files
 
     @property
     def rules(self) -> list[Table]:
@@ -108,7 +108,7 @@ def read_sections(paths: Iterable[Path]) -> list[Section]:
         ValueError: a file is neither, or cannot be read.
     """
     sweeps: dict[str, list[Cell]] = {}
-    calibrations: dict[Setup, Calibrations] = {}
+    calibrations: dict[Setup, Files] = {}
     for path in dict.fromkeys(paths):
         if path.suffix == ".jsonl":
             sweeps[str(path)] = read_cells(path)
@@ -137,7 +137,7 @@ def read_sections(paths: Iterable[Path]) -> list[Section]:
 
 def _section(
     setup: Setup,
-    calibrations: Calibrations,
+    calibrations: Files,
     file: str = "",
     found: Sequence[Row] = (),
     cells: Sequence[Cell] = (),
@@ -208,7 +208,7 @@ def _rules(point: Sequence[Measured], chosen: Measured | None) -> Table:
     }
     for name in filter(is_task_score, names):
         task: Columns = {name: score(name), f"{name}, change": partial(_change, name, "+.2f")}
-        columns = {**columns, **{text.replace("_", " "): of for text, of in task.items()}}
+        columns = {**columns, **task}
     return table(title, columns, measured, chosen)
 
 
