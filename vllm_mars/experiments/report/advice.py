@@ -40,33 +40,38 @@ class Answer:
 def calibrated(content: dict[str, Any], point: Iterable[Measured]) -> Answer:
     """Answers by a calibration, and says what a sweep measured of it."""
     metric, threshold, samples = content["metric"], content["threshold"], content["samples"]
-    wanted = (metric, "", threshold)
-    keys = ((it, it.row.key) for it in point if it.speedup)
-    same = (it for it, key in keys if (key.metric, key.variant, key.value) == wanted)
-    measured = next(same, None)
+    keys = [(it, it.row.key) for it in point if it.speedup]
+    same = [it for it, key in keys if (key.metric, key.value) == (metric, threshold)]
+    measured = next((it for it in same if not it.row.key.variant), None)
+    facts = {"speed": f"not measured at {threshold}"} if measured is None else _facts(measured)
     tried = next((it for it in content["confirmations"] if it["threshold"] == threshold), None)
-    goal, of_tasks = f"a budget of {content['budget']} nats per token", ""
+    if tried is None:
+        found = ": nothing looser than strict."
+    else:
+        found = f", in {100 * kept(content, tried):.0f} % of the bootstrap samples."
+        facts |= _held_out(tried, samples)
     if content["budget"] is None:
         goal = f"{content['recovery']} of the task score"
-        of_tasks = (
-            f" Strict decoding solves {samples.get('solved_prompts', 'an unrecorded number')}"
-        )
-        of_tasks += f" of them; fewer than {MIN_SOLVED} cannot tell a loss of tasks."
-    found = ": nothing looser than strict"
-    facts = {"speed": f"not measured at {threshold}"} if measured is None else _facts(measured)
-    if tried is not None:
-        found = f", in {100 * kept(content, tried):.0f} % of the bootstrap samples"
-        facts["loss, held out"] = (
-            f"{at('cost', '.4f')(tried)} nats per token; NLL {at('nll_increase', '+.4f')(tried)}"
-        )
-        if left := at("recovery", ".3f")(tried):
-            facts["task score left, held out"] = left
-        if "changed" in tried:
-            changed = f"{tried['changed']} of {samples['held_out_prompts']} answers"
-            facts["changed, held out"] = changed
-    held_out = f"{samples.get('held_out_prompts', 'an unknown number of')} held-out prompts"
-    why = f"The loosest {OPTION[metric]} that keeps {goal} on {held_out}{found}.{of_tasks}"
+        solved = samples.get("solved_prompts", "an unrecorded number")
+        found += f" Strict decoding solves {solved} of them; fewer than {MIN_SOLVED} cannot tell a "
+        found += "loss of tasks."
+    else:
+        goal = f"a budget of {content['budget']} nats per token"
+    prompts = f"{samples.get('held_out_prompts', 'an unknown number of')} held-out prompts"
+    why = f"The loosest {OPTION[metric]} that keeps {goal} on {prompts}{found}"
     return Answer(_setting(metric, threshold), why, facts, measured)
+
+
+def _held_out(tried: dict[str, Any], samples: dict[str, Any]) -> dict[str, str]:
+    """What a calibration measured of a threshold on held-out prompts."""
+    facts = {
+        "loss, held out": f"{at('cost', '.4f')(tried)} nats per token; "
+        f"NLL {at('nll_increase', '+.4f')(tried)}",
+        "task score left, held out": at("recovery", ".3f")(tried),
+    }
+    if "changed" in tried:
+        facts["changed, held out"] = f"{tried['changed']} of {samples['held_out_prompts']} answers"
+    return {name: text for name, text in facts.items() if text}
 
 
 def kept(calibration: dict[str, Any], tried: dict[str, Any]) -> float:
