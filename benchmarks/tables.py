@@ -316,6 +316,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "draft.served": lambda: transposed(SERVED, ("K 3", "K 4"), map(raw, THETA_DEMOS[1:3])),
     "draft.losses": lambda: heads("draft-losses-cpu")["rules"],
     "draft.by_head": lambda: heads("draft-losses-cpu")["heads"],
+    "draft.ablations": lambda: heads("draft-ablations-cpu")["heads"],
     "draft.ladder": partial(ladder, "ladder-cpu"),
     "thetas.greedy": partial(rules, "sweep-cpu", GREEDY),
     "thetas.head": partial(rules, "sweep-eagle3-cpu", GREEDY),
