@@ -53,8 +53,8 @@ class Chart(NamedTuple):
                     axes.hlines(y, *width, color=color, alpha=0.4)
                 if height:
                     axes.vlines(x, *height, color=color, alpha=0.4)
-                right = "right" if side[0] < 0 else "left"
-                axes.annotate(text, (x, y), side, textcoords="offset points", color=color, ha=right)
+                ends = "right" if side[0] < 0 else "left"
+                axes.annotate(text, (x, y), side, textcoords="offset points", color=color, ha=ends)
         axes.axhline(self.strict, color="black", linewidth=1)
         axes.set(xlabel=self.x_name, ylabel=self.y_name)
         axes.legend(frameon=False, fontsize="small", loc="upper left")
