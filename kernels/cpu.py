@@ -1,294 +1,364 @@
-"""Margin-aware verification on a CPU: the same results as `reference`, at the cost of one argmax.
+"""Verification on a CPU: the rows by NumPy, then `rule` as it is written.
 
 NumPy's vectorised argmax takes a third of the time of torch's, and its small operations a quarter,
-which counts for a single request. z2 is computed only for a caller that wants verdicts. With
-t = theta * z1 - gap and "larger" the number of logits above a pivot, relaxed(x) is
+which counts for a single request. z2 is never computed. With t the threshold and "larger" the
+number of logits above a pivot, a draft token x is one of the two largest within a small margin if
 
     x is not the argmax:  z[x] > t  and  larger(z[x]) <= 1      (z[x] is z2, or ties with z1)
     x is the argmax:      larger(t) >= 2                        (z1 and z2 are above t)
 
-so a step reads all rows once, for the argmax, and once more the candidate rows alone, those that
-pass every other condition. A price needs no second read. float32 logits are read in place; others
-are converted first.
+so a step reads all rows once, for the argmax, once more the candidate rows alone, and, where a
+request samples, its rows for the log-sum-exp. float32 logits are read in place; others are
+converted first.
 """
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_mars.kernels import rule as definition
+from vllm_mars.kernels.clip import Clipped
+from vllm_mars.kernels.rule import Allowance, Position, Rows
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_LOSS,
-    SHARE_BITS,
+    Account,
     Drafts,
-    Judgement,
-    Margin,
-    TreeOutput,
-    Trees,
+    Requests,
+    Rule,
     Verdict,
     VerifyOutput,
-    price_units,
-    share_units,
+    count_starts,
 )
-from vllm_mars.kernels.walk import walk
+
+ReadRows = Callable[..., tuple[Rows, np.ndarray]]
 
 
-def verify_greedy(
-    drafts: Drafts, margin: Margin, with_verdicts: bool = False, dry_run: bool = False
-) -> VerifyOutput:
-    """The CPU form of `vllm_mars.verify_greedy`."""
-    rows = _as_numpy(drafts.logits)
-    row_argmax = rows.argmax(axis=-1)
-    ids = drafts.draft_token_ids.numpy()
-    num_draft = len(ids)
-    target = _target_rows(drafts)
-    argmax = row_argmax[target]
-    ends = drafts.cu_num_draft_tokens.numpy().astype(np.int64)
-    counts = np.diff(ends, prepend=0)
+class Plan(NamedTuple):
+    """What was decided about a step in which requests sample.
 
-    verdicts, losses = _verdicts(rows, target, ids, argmax, counts, margin)
-
-    # Ragged to padded: position j of request i is draft token start[i] + j, if j < counts[i].
-    offsets = np.arange(drafts.max_draft_len + 1)
-    is_draft = offsets < counts[:, None]
-    output = np.full((len(counts), len(offsets)), -1, dtype=np.int32)
-    if num_draft:
-        index = np.minimum((ends - counts)[:, None] + offsets, num_draft - 1)
-        if margin.price is not None:
-            price = np.asarray(price_units(margin.price))
-            keep_best_stop(verdicts, losses, index, counts, price)
-        relaxed = (verdicts == Verdict.RELAXED) & (not dry_run)
-        accepted = (verdicts == Verdict.FIRST) | relaxed
-        kept = np.logical_and.accumulate(is_draft & accepted[index], axis=1)
-        num_accepted = kept.sum(axis=1)
-        is_relaxed = kept & relaxed[index]
-        num_relaxed = is_relaxed.sum(axis=1)
-        lost = np.where(is_relaxed, losses[index], 0).sum(axis=1)
-        # Up to the first rejection the draft is emitted, there the argmax, behind it nothing.
-        is_corrected = is_draft & (offsets == num_accepted[:, None])
-        emitted = np.where(kept, ids[index], argmax[index])
-        np.copyto(output, emitted, where=kept | is_corrected, casting="unsafe")
-    else:
-        num_accepted = num_relaxed = lost = np.zeros_like(counts)
-
-    bonus = None
-    if drafts.bonus_rows is not None:
-        bonus = row_argmax[drafts.bonus_rows.numpy()]
-    elif drafts.bonus_token_ids is not None:
-        bonus = drafts.bonus_token_ids.numpy().reshape(-1)
-    if bonus is not None:
-        complete = np.flatnonzero(num_accepted == counts)
-        output[complete, counts[complete]] = bonus[complete]
-
-    values = None
-    if with_verdicts:
-        # Behind the first rejection nobody looks, but in a dry run.
-        behind = 0 if dry_run else (ends - counts + num_accepted).repeat(counts)
-        looked_at = np.flatnonzero(dry_run | (np.arange(num_draft) <= behind))
-        values = _top2_values(rows, target, argmax, looked_at)
-    return VerifyOutput(
-        torch.from_numpy(output),
-        torch.from_numpy(num_accepted.astype(np.int32)),
-        torch.from_numpy(num_relaxed.astype(np.int32)),
-        torch.from_numpy(lost),
-        values,
-        torch.from_numpy(verdicts) if with_verdicts else None,
-        torch.from_numpy(losses) if with_verdicts else None,
-    )
-
-
-def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = False) -> Judgement:
-    """The CPU form of `vllm_mars.verify.judge_drafts`."""
-    ids = drafts.draft_token_ids.numpy()
-    rows = _as_numpy(drafts.logits)
-    target = _target_rows(drafts)
-    # Rows that are not asked for may come along; reading them costs less than a copy of the others.
-    argmax = rows.argmax(axis=-1)[target]
-    counts = np.diff(drafts.cu_num_draft_tokens.numpy().astype(np.int64), prepend=0)
-    verdicts, losses = _verdicts(rows, target, ids, argmax, counts, margin, alone=True)
-    values = None
-    if with_top2_values:
-        values = _top2_values(rows, target, argmax, np.arange(len(ids)))
-    return Judgement(torch.from_numpy(verdicts), values, torch.from_numpy(losses))
-
-
-def verify_tree(trees: Trees, margin: Margin) -> TreeOutput:
-    """The CPU form of `vllm_mars.verify_tree`."""
-    drafts = trees.drafts
-    target, is_node = trees.parent_rows()
-    rows = _as_numpy(drafts.logits)
-    row_argmax = rows.argmax(axis=-1)
-    ids, argmax = drafts.draft_token_ids.numpy(), row_argmax[target.numpy()]
-    counts = np.diff(drafts.cu_num_draft_tokens.numpy().astype(np.int64), prepend=0)
-    alone = trees.draws is not None
-    verdicts, losses = _verdicts(rows, target.numpy(), ids, argmax, counts, margin, alone)
-    return walk(
-        trees,
-        is_node,
-        margin.price,
-        torch.from_numpy(verdicts),
-        torch.from_numpy(losses),
-        torch.from_numpy(ids == argmax),
-        torch.from_numpy(row_argmax) if trees.draws is None else trees.draws,
-    )
-
-
-def _target_rows(drafts: Drafts) -> np.ndarray:
-    if drafts.target_rows is None:
-        return np.arange(len(drafts.draft_token_ids))
-    return drafts.target_rows.numpy()
-
-
-def _as_numpy(logits: torch.Tensor) -> np.ndarray:
-    return logits.detach().float().numpy()
-
-
-def _per_position(value: float | torch.Tensor, counts: np.ndarray) -> np.ndarray | np.float32:
-    if isinstance(value, torch.Tensor):
-        return value.numpy().repeat(counts)
-    return np.float32(value)
-
-
-def _verdicts(
-    rows: np.ndarray,
-    target: np.ndarray,
-    drafts: np.ndarray,
-    argmax: np.ndarray,
-    counts: np.ndarray,
-    margin: Margin,
-    alone: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The verdicts, int8, and the losses, int32; both `[num_draft]`.
-
-    FIRST stands where the argmax is drafted, but where each position is judged alone. With a price
-    RELAXED stands at each payable position; alone, at those that pay for themselves.
+    Attributes:
+        begins: where each request's draft begins, and behind the last one the end.
+        positions: of each draft position of a request that samples, and of one that is greedy.
+        is_greedy: of each request.
+        saved: `[num_draft, 1]`, the draft tokens' logits before anything was added.
+        clipped: where drafts are drawn, the rows that are served instead.
     """
-    in_vocab = (drafts >= 0) & (drafts < rows.shape[1])
-    considered = in_vocab if alone else in_vocab & (drafts != argmax)
-    safe = np.where(in_vocab, drafts, 0)
-    first, draft_logits = rows[target, argmax], rows[target, safe]
-    # float32 as the rule says; of infinities no number comes out.
-    with np.errstate(invalid="ignore"):
-        loss = first - draft_logits
-        units = np.ceil(np.minimum(loss * np.float32(2**LOSS_BITS), np.float32(MOST_LOSS)))
-    losses = np.where(in_vocab & (loss == loss), units, 0).astype(np.int32)
-    if margin.price is None:
-        theta, gap = _per_position(margin.theta, counts), _per_position(margin.gap, counts)
-        threshold = theta * first - gap
-        allowed = considered & (draft_logits > threshold) & ((theta == 1) | (first > 0))
-        pivot = np.where(safe == argmax, threshold, draft_logits)
-        _keep_two_largest(allowed, rows, target, safe == argmax, pivot)
-        refusable = allowed
-    else:
-        allowed = considered & (draft_logits > -np.inf) & (first < np.inf)
-        price = price_units(margin.price)
-        pays = losses < (price if isinstance(price, int) else price.numpy().repeat(counts))
-        refusable = allowed & pays
-        if alone:
-            allowed = refusable
-    verdicts = allowed.astype(np.int8)
-    if margin.protected is not None:
-        mask = margin.protected.numpy()
-        forbidden = mask[safe] | mask[argmax]
-        verdicts[allowed & forbidden] = Verdict.NONE
-        verdicts[refusable & forbidden] = Verdict.PROTECTED
-    if margin.blocked is not None:
-        blocked = margin.blocked.numpy()
-        verdicts[allowed & (blocked != 0)] = Verdict.NONE
-        np.copyto(verdicts, blocked, where=refusable & (blocked != 0))
-    if margin.budget is not None or margin.loss_budget is not None:
-        _keep_budgets(verdicts, losses, counts, margin)
-    if not alone:
-        verdicts[drafts == argmax] = Verdict.FIRST
-    return verdicts, losses
+
+    begins: list[int]
+    positions: list[Position]
+    is_greedy: list[bool]
+    saved: torch.Tensor
+    clipped: Clipped | None = None
 
 
-def _keep_two_largest(
-    allowed: np.ndarray,
-    rows: np.ndarray,
-    target: np.ndarray,
-    is_argmax: np.ndarray,
-    pivot: np.ndarray,
-) -> None:
-    """Writes False where too many logits are above the pivot, or for the argmax too few."""
-    # Row by row: indexing with the list would copy the rows, which costs more than the count.
-    for position in np.flatnonzero(allowed):
-        larger = np.count_nonzero(rows[target[position]] > pivot[position])
-        allowed[position] = larger >= 2 if is_argmax[position] else larger <= 1
-
-
-def _keep_budgets(
-    verdicts: np.ndarray, losses: np.ndarray, counts: np.ndarray, margin: Margin
-) -> None:
-    """Writes BUDGET or LOSS where a request has used up what it may relax or lose."""
-    request_of = np.arange(len(counts)).repeat(counts)
-    offset = np.arange(len(verdicts)) - (counts.cumsum() - counts).repeat(counts)
-    # What each position may bring the sums of its request to, in this step.
-    most_relaxed = most_lost = None
-    if (budget := margin.budget) is not None:
-        produced = budget.num_output_tokens.numpy().astype(np.int64)[request_of] + offset + 1
-        most_relaxed = share_units(budget.share) * produced >> SHARE_BITS
-        most_relaxed -= budget.num_relaxed.numpy()[request_of]
-    if (nats := margin.loss_budget) is not None:
-        produced = nats.num_output_tokens.numpy().astype(np.int64)[request_of] + offset + 1
-        rate = nats.rate if isinstance(nats.rate, int) else nats.rate.numpy()[request_of]
-        most_lost = (rate * produced >> (SHARE_BITS - LOSS_BITS)) + nats.burst
-        most_lost -= nats.lost.numpy()[request_of]
-    relaxed, lost = [0] * len(counts), [0] * len(counts)
-    for position in np.flatnonzero(verdicts == Verdict.RELAXED):
-        request, loss = request_of[position], int(losses[position])
-        if most_relaxed is not None and relaxed[request] >= most_relaxed[position]:
-            verdicts[position] = Verdict.BUDGET
-        elif most_lost is not None and lost[request] + loss > most_lost[position]:
-            verdicts[position] = Verdict.LOSS
-        else:
-            relaxed[request] += 1
-            lost[request] += loss
-
-
-def keep_best_stop(
-    verdicts: np.ndarray,
-    losses: np.ndarray,
-    index: np.ndarray,
-    counts: np.ndarray,
-    price: np.ndarray | int,
-) -> None:
-    """Writes NONE in place of RELAXED from each request's best stop on.
+def read_rows(
+    drafts: Drafts,
+    thresholds: np.ndarray,
+    rule: Rule,
+    blocked: Sequence[int] | None,
+    is_sampled: Sequence[bool] | None = None,
+) -> tuple[Rows, np.ndarray]:
+    """What the rule reads, and the argmax of each row of logits, int64 `[num_rows]`.
 
     Args:
-        verdicts: `[num_draft]`, RELAXED where a position is payable.
-        losses: `[num_draft]`.
-        index: `[batch, max_draft_len + 1]`, the position at each offset of a request.
-        counts: `[batch]`, the drafts' lengths.
-        price: in units of 2**-LOSS_BITS nats, an int or `[batch]`.
+        drafts: the step's, without V2's layout.
+        thresholds: float32 `[num_draft]`, theta or gap at each position.
+        rule: of the engine.
+        blocked: a `Verdict` at each position that must stay strict, else 0; or None.
+        is_sampled: which positions are of requests that sample; None if none are.
     """
-    offsets = np.arange(index.shape[1])
-    is_draft = offsets < counts[:, None]
-    strict = is_draft & (verdicts[index] == Verdict.FIRST)
-    payable = is_draft & (verdicts[index] == Verdict.RELAXED)
-    gain = np.reshape(price, (-1, 1)) - np.where(payable, losses[index], 0).astype(np.int64)
-    gain = np.where(is_draft, gain, 0)
-    # Of a stop: what comes before it.
-    value = gain.cumsum(axis=1) - gain
-    is_open = np.logical_and.accumulate(strict | payable, axis=1)
-    is_reached = np.column_stack([np.ones(len(counts), bool), is_open[:, :-1]])
-    is_stop = is_reached & ~strict & (offsets <= counts[:, None])
-    # argmax takes the first of equals.
-    best = np.where(is_stop, value, np.iinfo(np.int64).min).argmax(axis=1)
-    behind = payable & (offsets >= best[:, None])
-    verdicts[index[behind]] = Verdict.NONE
+    rows = drafts.logits.detach().float().numpy()
+    row_argmax = rows.argmax(axis=-1)
+    ids = drafts.draft_token_ids.numpy()
+    if drafts.target_rows is None:
+        target = np.arange(len(ids))
+    else:
+        target = drafts.target_rows.numpy()
+    argmax = row_argmax[target]
+    in_vocab = (ids >= 0) & (ids < rows.shape[1])
+    safe = np.where(in_vocab, ids, 0)
+    first, logit = rows[target, argmax], rows[target, safe]
+    with np.errstate(invalid="ignore"):
+        loss = first - logit
+        units = np.ceil(np.minimum(loss * np.float32(2**LOSS_BITS), np.float32(MOST_LOSS)))
+        units = np.where(in_vocab & (loss == loss), units, 0)
+        is_small = np.zeros(len(ids), dtype=bool)
+        if rule.name != "price":
+            is_theta = rule.name == "theta"
+            t = thresholds * first if is_theta else first - thresholds
+            is_small = in_vocab & (logit > t) & ((thresholds == 1) | (first > 0) | (not is_theta))
+            is_argmax = safe == argmax
+            if is_sampled is None:
+                is_small &= ~is_argmax
+            # Row by row: indexing with the list would copy the rows, which costs more.
+            for i in np.flatnonzero(is_small):
+                larger = np.count_nonzero(rows[target[i]] > (t if is_argmax[i] else logit)[i])
+                is_small[i] = larger >= 2 if is_argmax[i] else larger <= 1
+    log_p = None
+    if is_sampled is not None:
+        log_p = np.full(len(ids), -math.inf)
+        for i in np.flatnonzero(in_vocab & np.asarray(is_sampled)):
+            # A NaN is no number and stays one; of one finite logit the rest adds nothing.
+            with np.errstate(all="ignore"):
+                sum_exp = np.exp(rows[target[i]] - first[i]).sum(dtype=np.float32)
+                log_p[i] = min(logit[i] - first[i] - np.log(sum_exp), 0.0)
+    return (
+        Rows(
+            np.where(in_vocab, ids, -1).tolist(),
+            argmax.tolist(),
+            units.astype(np.int64).tolist(),
+            is_small.tolist(),
+            (in_vocab & (logit > -np.inf) & (first < np.inf)).tolist(),
+            forbidden(safe, argmax, rule, blocked),
+            None if log_p is None else log_p.tolist(),
+        ),
+        row_argmax,
+    )
 
 
-def _top2_values(
-    rows: np.ndarray, target: np.ndarray, argmax: np.ndarray, looked_at: np.ndarray
-) -> torch.Tensor:
-    """z1 and z2 at the positions that are looked at, NaN elsewhere; float32 `[num_draft, 2]`."""
-    values = np.full((len(target), 2), np.nan, dtype=np.float32)
-    for position in looked_at:
-        row, token = rows[target[position]], argmax[position]
-        first = row[token]
-        if first == first:
-            # Taken out for a moment, which costs less than a copy or a sort of the row.
-            row[token] = -np.inf
-            values[position] = first, row.max()
-            row[token] = first
-    return torch.from_numpy(values)
+def forbidden(
+    draft: np.ndarray, argmax: np.ndarray, rule: Rule, blocked: Sequence[int] | None
+) -> list[int]:
+    """Why each position must stay strict, or NONE."""
+    reasons = np.zeros(len(draft), dtype=np.int64)
+    if rule.protected is not None:
+        mask = rule.protected.cpu().numpy()
+        reasons[mask[draft] | mask[argmax]] = Verdict.PROTECTED
+    found: list[int] = reasons.tolist()
+    if blocked is not None:
+        found = [block or reason for block, reason in zip(blocked, found, strict=True)]
+    return found
+
+
+def accept(
+    drafts: Drafts,
+    requests: Requests,
+    rule: Rule,
+    blocked: Sequence[int] | None = None,
+    account: Account | None = None,
+    read: ReadRows = read_rows,
+) -> VerifyOutput:
+    """Verifies a step of greedy requests; what they lose is added to their records."""
+    begins, thresholds = _prepare(drafts, requests)
+    rows, row_argmax = read(drafts, thresholds, rule, blocked)
+    batch = len(begins) - 1
+    tokens = np.full((batch, drafts.max_draft_len + 1), -1, dtype=np.int32)
+    bonus: list[int] | None = None
+    if drafts.bonus_rows is not None:
+        bonus = row_argmax[drafts.bonus_rows.cpu().numpy()].tolist()
+    elif drafts.bonus_token_ids is not None:
+        bonus = drafts.bonus_token_ids.reshape(-1).tolist()
+    summary = np.zeros((3, batch), dtype=np.int64)
+    for place, allowed in enumerate(_allowances(requests, rule, batch)):
+        begin, end = begins[place : place + 2]
+        verdicts = definition.greedy(rows, begin, end, rule.name, allowed)
+        accepted = _accepted(verdicts)
+        tokens[place, :accepted] = rows.draft[begin : begin + accepted]
+        if begin + accepted < end:
+            tokens[place, accepted] = rows.argmax[begin + accepted]
+        elif bonus is not None:
+            tokens[place, accepted] = bonus[place]
+        positions = [
+            _of_greedy(verdict, rows.loss[begin + i]) for i, verdict in enumerate(verdicts)
+        ]
+        num_relaxed, lost = _finish(
+            place, positions, rows.draft[begin:end], accepted, True, requests, account
+        )
+        summary[:, place] = accepted, num_relaxed, lost
+    accepted_, relaxed_, lost_ = torch.from_numpy(summary)
+    return VerifyOutput(torch.from_numpy(tokens), accepted_.int(), relaxed_.int(), lost_)
+
+
+def plan(
+    drafts: Drafts,
+    requests: Requests,
+    rule: Rule,
+    temperature: torch.Tensor,
+    blocked: Sequence[int] | None = None,
+    clip: Callable[[torch.Tensor], Clipped] | None = None,
+    read: ReadRows = read_rows,
+) -> Plan:
+    """Decides about a step in which requests sample, and adds it to the draft tokens' logits.
+
+    Args:
+        drafts: the step's, with processed float32 logits, a row for each draft in order.
+        requests: of the step; their records are read.
+        rule: of the engine.
+        temperature: float32 `[batch]`; 0 is greedy.
+        blocked: as in `read_rows`.
+        clip: makes `clip_rows` of the prices at the positions, where drafts are drawn.
+        read: reads the rows.
+    """
+    begins, thresholds = _prepare(drafts, requests)
+    is_greedy = (temperature == 0).tolist()
+    lengths = [end - begin for begin, end in zip(begins[:-1], begins[1:], strict=True)]
+    is_sampled = np.repeat(np.logical_not(is_greedy), lengths)
+    rows, _ = read(drafts, thresholds, rule, blocked, is_sampled & (clip is None))
+    positions: list[Position] = []
+    prices: list[float] = []
+    for place, allowed in enumerate(_allowances(requests, rule, len(lengths))):
+        begin, end = begins[place : place + 2]
+        if is_greedy[place]:
+            verdicts = definition.greedy(rows, begin, end, rule.name, allowed)
+            positions += map(_of_greedy, verdicts, rows.loss[begin:end])
+            prices += [0.0] * (end - begin)
+        elif clip is None:
+            positions += definition.sampled(rows, begin, end, rule.name, allowed)
+        else:
+            prices += definition.drawn_prices(rows, begin, end, allowed)
+    index = drafts.draft_token_ids.long().clamp(0, drafts.logits.shape[1] - 1)[:, None]
+    saved = drafts.logits.gather(1, index)
+    clipped = None
+    if clip is not None:
+        clipped = clip(torch.tensor(prices, dtype=torch.float32))
+        positions = _of_drawn(clipped, rows, positions, begins, is_greedy)
+    logits = drafts.logits if clipped is None else clipped.logits
+    if any(position.bias for position in positions):
+        # The largest finite logit: its probability is exactly 1, and softmax meets no inf - inf.
+        certain = torch.finfo(logits.dtype).max
+        bias = torch.tensor([position.bias for position in positions])[:, None]
+        served = logits.gather(1, index) + bias
+        logits.scatter_(1, index, torch.where(bias.isinf(), certain, served))
+    return Plan(begins, positions, is_greedy, saved, clipped)
+
+
+def settle(
+    plan: Plan,
+    drafts: Drafts,
+    requests: Requests,
+    output_token_ids: torch.Tensor,
+    account: Account | None = None,
+) -> None:
+    """Restores the logits that `plan` changed, and writes down what the step did.
+
+    Args:
+        plan: of this step.
+        drafts: the step's.
+        requests: of the step; what they lost is added to their records.
+        output_token_ids: int32 `[batch, max_draft_len + 1]`, -1 behind the last token.
+        account: where the step is counted.
+    """
+    if plan.clipped is None:
+        index = drafts.draft_token_ids.long().clamp(0, drafts.logits.shape[1] - 1)[:, None]
+        drafts.logits.scatter_(1, index, plan.saved)
+    ids = drafts.draft_token_ids.tolist()
+    for place, tokens in enumerate(output_token_ids.tolist()):
+        begin, end = plan.begins[place : place + 2]
+        accepted = sum(token >= 0 for token in tokens) - 1
+        is_greedy = plan.is_greedy[place]
+        positions, draft = plan.positions[begin:end], ids[begin:end]
+        _finish(place, positions, draft, accepted, is_greedy, requests, account)
+        if is_greedy or account is None or account.table is None:
+            continue
+        ratios = account.table[place]
+        for offset, token in enumerate(tokens[: accepted + 1]):
+            if begin + offset == end:
+                ratios[offset] = 0.0
+            elif plan.clipped is None:
+                position = positions[offset]
+                bias = position.bias if offset < accepted and position.bias < math.inf else 0.0
+                ratios[offset] = bias - position.log_z
+            else:
+                row = begin + offset
+                served, lse = plan.clipped.logits[row], plan.clipped.target_lse[row]
+                own = drafts.logits[row, token] - lse
+                ratios[offset] = served[token] - served.logsumexp(0) - own
+
+
+def _prepare(drafts: Drafts, requests: Requests) -> tuple[list[int], np.ndarray]:
+    """Where each request's draft begins, and the threshold at each position."""
+    ends = drafts.cu_num_draft_tokens.cpu().numpy()
+    lengths = np.diff(ends, prepend=0)
+    thresholds = requests.records.threshold[requests.slots.long()].cpu().numpy()
+    return [0, *ends.tolist()], thresholds.repeat(lengths)
+
+
+def _allowances(requests: Requests, rule: Rule, batch: int) -> list[Allowance]:
+    records, slots = requests.records, requests.slots.long()
+    _, price, scale, rate, lost = (values[slots].tolist() for values in records)
+    assert requests.produced is not None, "on a CPU the runner counts the output tokens"
+    produced = requests.produced.tolist()
+    return [
+        Allowance.of(price[i], scale[i], rate[i], rule.burst, lost[i], produced[i])
+        for i in range(batch)
+    ]
+
+
+def _accepted(verdicts: Sequence[Verdict]) -> int:
+    for offset, verdict in enumerate(verdicts):
+        if verdict not in (Verdict.FIRST, Verdict.RELAXED):
+            return offset
+    return len(verdicts)
+
+
+def _of_greedy(verdict: Verdict, loss: int) -> Position:
+    if verdict == Verdict.RELAXED:
+        return Position(verdict, math.inf, 0.0, loss, 1 << LOSS_BITS)
+    return Position(verdict)
+
+
+def _of_drawn(
+    clipped: Clipped,
+    rows: Rows,
+    of_greedy: list[Position],
+    begins: list[int],
+    is_greedy: list[bool],
+) -> list[Position]:
+    greedy = iter(of_greedy)
+    positions = []
+    losses, gained = clipped.losses.tolist(), clipped.gained.tolist()
+    for place, (begin, end) in enumerate(zip(begins[:-1], begins[1:], strict=True)):
+        for i in range(begin, end):
+            if is_greedy[place]:
+                positions.append(next(greedy))
+                continue
+            reason = Verdict(rows.forbidden[i]) if rows.draft[i] >= 0 else Verdict.NONE
+            units = max(round(gained[i] * 2**LOSS_BITS), 0)
+            positions.append(
+                Position(reason, 0.0, 0.0, definition.units_of(losses[i]), units)
+            )
+    return positions
+
+
+def _finish(
+    place: int,
+    positions: Sequence[Position],
+    draft: Sequence[int],
+    accepted: int,
+    is_greedy: bool,
+    requests: Requests,
+    account: Account | None,
+) -> tuple[int, int]:
+    """Counts a request's step and takes its losses off; returns relaxed tokens and the loss."""
+    num_relaxed = lost = gained = 0
+    counts = None if account is None else account.counts.numpy()
+    starts = {} if account is None else count_starts(account.longest)
+    table = None if account is None or account.table is None else account.table[place]
+    if table is not None:
+        table.fill_(math.nan)
+    # Up to and including the first rejected one.
+    for offset, position in enumerate(positions[: accepted + 1]):
+        is_accepted, verdict = offset < accepted, position.verdict
+        is_relaxed = is_accepted and verdict == Verdict.RELAXED
+        num_relaxed += is_relaxed
+        if is_relaxed or not is_greedy:
+            lost += position.loss
+            gained += position.gained
+        if table is not None and is_relaxed and is_greedy:
+            table[offset] = position.loss * 2.0**-LOSS_BITS
+        if counts is not None and draft[offset] >= 0:
+            counts[starts["verified"] + offset] += 1
+            counts[starts["accepted"] + offset] += is_accepted
+            counts[starts["relaxed"] + offset] += is_relaxed
+            if verdict >= Verdict.PROTECTED:
+                counts[starts["refused"] + verdict - Verdict.PROTECTED] += 1
+    if counts is not None:
+        counts[starts["lost"]] += lost
+        counts[starts["gained"]] += gained
+    if lost:
+        requests.records.lost[requests.slots[place]] += lost
+    return num_relaxed, lost

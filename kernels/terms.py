@@ -2,86 +2,66 @@
 
 import enum
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
-# What a budget allows per output token is an integer in units of 2**-SHARE_BITS, of a token or of a
-# nat, so that every backend agrees.
-SHARE_BITS = 30
-# So are losses and prices, in units of 2**-LOSS_BITS nats: losses rounded up, prices down.
+# Losses and prices are integers in units of 2**-LOSS_BITS nats, so that every backend agrees: losses
+# rounded up, prices down.
 LOSS_BITS = 16
-# The largest loss of one position, and the largest price, in those units: 16,384 and 8,192 nats.
+# What an output token adds to a request's allowance is an integer in units of 2**-RATE_BITS nats.
+RATE_BITS = 30
+# The largest loss of one position, and the largest price, in units: 16,384 and 8,192 nats.
 MOST_LOSS = 1 << 30
 MOST_PRICE = 1 << 29
-# A rate that nothing reaches, for a request without a bound among others that have one.
+# The rate of a request without a bound.
 NO_BOUND = 1 << 40
-# Of a request's tree no more nodes are looked at.
-MOST_NODES = 128
-# At this price the longest path of a tree is the best: so many nodes never lose it.
-LONGEST_PRICE = 2 * MOST_NODES * MOST_LOSS
-# What a node adds to its path is in units of 2**-(LOSS_BITS + TIE_BITS) nats, so that of equal
-# paths the one with the fewest RELAXED nodes is best, and of those the longest.
-TIE_BITS = 16
-FIRST_TIE, RELAXED_TIE = 1, -2 * MOST_NODES
 
 # Added to the state of a request (see `vllm_mars.runner.sections`) inside its thinking section.
 THINKING = 1 << 8
+# The guard against repetition looks at so many of an answer's last tokens.
+GUARD_WINDOW = 4096
+
+RuleName = Literal["theta", "gap", "price"]
 
 
 class Verdict(enum.IntEnum):
-    """What the margin says about the draft token at one position.
+    """What verification says about the draft token at one position.
 
-    NONE where the margin does not accept it, RELAXED where it does and nothing forbids it, else
-    what forbids it. Greedy verification asks the margin only where the draft token is not the
-    target's FIRST choice.
+    NONE: only a draw, or nothing, accepts it. PAYABLE: the rule may accept it, if the tokens behind
+    it are worth its loss. RELAXED: the rule accepts it. FIRST: it is the target's first choice
+    (greedy requests). All others: the rule would accept it, but for this reason must not.
     """
 
     NONE = 0
-    RELAXED = 1
-    PROTECTED = 2
-    SPAN = 3
-    BUDGET = 4
-    STRUCTURED = 5
-    LOSS = 6
-    REPEAT = 7
-    FIRST = 8
+    PAYABLE = 1
+    RELAXED = 2
+    FIRST = 3
+    PROTECTED = 4
+    SPAN = 5
+    STRUCTURED = 6
+    LOSS = 7
+    REPEAT = 8
 
 
-def most_relaxed(share: float, num_output_tokens: int) -> int:
-    """How many of so many output tokens may be relaxed: their share, rounded down."""
-    return share_units(share) * num_output_tokens >> SHARE_BITS
-
-
-def share_units(share: float) -> int:
-    """A share in [0, 1] in units of 2**-SHARE_BITS, rounded up."""
-    return math.ceil(share * 2**SHARE_BITS)
+# Why the rule was not applied where it would have accepted the draft token.
+REFUSALS = tuple(verdict for verdict in Verdict if verdict >= Verdict.PROTECTED)
 
 
 def loss_rate(nats_per_token: float) -> int:
-    """What `LossBudget` adds per output token, in units of 2**-SHARE_BITS nats, rounded down.
+    """What an output token adds to a request's allowance, in units of 2**-RATE_BITS, rounded down.
 
     Infinity is `NO_BOUND`, and any number less.
     """
     if nats_per_token == math.inf:
         return NO_BOUND
-    return math.floor(min(nats_per_token * 2**SHARE_BITS, NO_BOUND - 1))
+    return math.floor(min(nats_per_token * 2**RATE_BITS, NO_BOUND - 1))
 
 
 def most_lost(rate: int, burst: int, num_output_tokens: int) -> int:
     """What so many output tokens may lose, in units of 2**-LOSS_BITS nats."""
-    return (rate * num_output_tokens >> (SHARE_BITS - LOSS_BITS)) + burst
-
-
-def lost_before(rate: int, burst: int, num_output_tokens: int) -> int:
-    """What a request is taken to have lost of the output that it comes with: all that it could.
-
-    A new request, and one without a bound, has lost nothing.
-    """
-    known = num_output_tokens > 0 and rate < NO_BOUND
-    return most_lost(rate, burst, num_output_tokens) if known else 0
+    return (rate * num_output_tokens >> (RATE_BITS - LOSS_BITS)) + burst
 
 
 def loss_units(nats: float) -> int:
@@ -89,93 +69,61 @@ def loss_units(nats: float) -> int:
     return math.floor(nats * 2**LOSS_BITS)
 
 
-def price_units(price: float | torch.Tensor) -> int | torch.Tensor:
-    """A price, in float32, in units of 2**-LOSS_BITS nats, rounded down; a tensor's as int64."""
-    if isinstance(price, torch.Tensor):
-        return (price * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
+def price_units(price: float) -> int:
+    """A price, in float32, in units of 2**-LOSS_BITS nats, rounded down."""
     return min(loss_units(float(np.float32(price))), MOST_PRICE)
 
 
-class RelaxedBudget(NamedTuple):
-    """How many of a request's output tokens may be relaxed.
-
-    The token at offset j of a step may be relaxed if, with it, no more than
-    `floor(share * (num_output_tokens + j + 1))` output tokens of the request are.
+class Rule(NamedTuple):
+    """What holds for all requests of a step.
 
     Attributes:
-        share: in [0, 1]; 1 allows all, 0 none.
-        num_relaxed: `[batch]` int32, relaxed tokens of each request before this step.
-        num_output_tokens: `[batch]` int32, output tokens of each request before this step.
+        name: "theta" accepts a runner-up where z2 > threshold * z1 and z1 > 0, "gap" where z2 >
+            z1 - threshold, "price" weighs a prefix of the draft against its loss.
+        burst: nats that each request may lose beyond its rate, in units of 2**-LOSS_BITS.
+        protected: bool `[vocab]`, tokens at which verification stays strict, or None.
     """
 
-    share: float
-    num_relaxed: torch.Tensor
-    num_output_tokens: torch.Tensor
-
-
-class LossBudget(NamedTuple):
-    """How many nats the relaxed tokens of a request may lose.
-
-    The token at offset j of a step may be relaxed if, with it, the relaxed tokens of the request
-    have lost no more than `rate * (num_output_tokens + j + 1) + burst`. So that holds for each
-    prefix of the output.
-
-    Attributes:
-        rate: what an output token adds, as `loss_rate` gives it; an int, or int64 `[batch]`.
-        burst: what is there from the start, as `loss_units` gives it; an int >= 0.
-        lost: int64 `[batch]`, what each request lost before this step, in units of 2**-LOSS_BITS.
-        num_output_tokens: `[batch]` int32, output tokens of each request before this step.
-    """
-
-    rate: int | torch.Tensor
-    burst: int
-    lost: torch.Tensor
-    num_output_tokens: torch.Tensor
-
-
-class Margin(NamedTuple):
-    """What may be relaxed in a step, unless something forbids it.
-
-    The rule goes by position, `z2 > theta * z1 - gap`, or, where there is a price, by prefix.
-
-    Attributes:
-        theta: float in (0, 1] or float32 `[batch]`; 1 with gap 0 is strict.
-        gap: float >= 0 in nats or float32 `[batch]`.
-        protected: bool `[vocab]`, tokens at which the rule stays strict, or None.
-        blocked: int8 `[num_draft]`, a `Verdict` where the rule stays strict, else 0; or None.
-        budget: how many output tokens of each request may be relaxed, or None for no limit.
-        loss_budget: how many nats they may lose, or None for no limit.
-        price: nats per token gained, a float >= 0 or float32 `[batch]`, beside theta 1 and gap 0;
-            0 is strict. None for the rule by position.
-    """
-
-    theta: float | torch.Tensor
-    gap: float | torch.Tensor = 0.0
+    name: RuleName
+    burst: int = 0
     protected: torch.Tensor | None = None
-    blocked: torch.Tensor | None = None
-    budget: RelaxedBudget | None = None
-    loss_budget: LossBudget | None = None
-    price: float | torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, metric: str, threshold: Sequence[Any], **limits: Any) -> "Margin":
-        """That of a metric: a price stands in the place of theta and gap.
 
-        Args:
-            metric: "ratio", "gap" or "price".
-            threshold: theta, gap and price; each a float, or float32 `[batch]`.
-            limits: the other attributes.
-        """
-        theta, gap, price = threshold
-        if metric == "price":
-            return cls(1.0, price=price, **limits)
-        return cls(theta, gap, **limits)
+class Records(NamedTuple):
+    """What each request allows and has lost, by slot; `S` slots.
 
-    @property
-    def is_strict(self) -> bool:
-        """Whether the host knows that nothing is relaxed; a tensor's values it does not know."""
-        values = self.theta, self.gap, 0.0 if self.price is None else self.price
-        return not any(isinstance(value, torch.Tensor) for value in values) and values == (1, 0, 0)
+    Attributes:
+        threshold: float32 `[S]`, theta or gap; not read with a price.
+        price: int64 `[S]`, in units of 2**-LOSS_BITS nats per token gained; 0 is strict.
+        price_scale: int64 `[S]`; where it is not 0 the price is isqrt(price_scale * what is left).
+        rate: int64 `[S]`, what an output token adds to the allowance: see `loss_rate`.
+        lost: int64 `[S]`, what the request has lost, in units of 2**-LOSS_BITS nats. A step adds
+            to it.
+    """
+
+    threshold: torch.Tensor
+    price: torch.Tensor
+    price_scale: torch.Tensor
+    rate: torch.Tensor
+    lost: torch.Tensor
+
+
+class Requests(NamedTuple):
+    """The requests of a step.
+
+    Attributes:
+        records: of all slots.
+        slots: int32 or int64 `[batch]`, the slot of each request.
+        produced: int32 `[batch]`, output tokens before this step; None where `total_len` says it.
+        total_len: int32 `[S]`, tokens of prompt and output by slot (Model Runner V2).
+        prompt_len: int32 `[S]`.
+    """
+
+    records: Records
+    slots: torch.Tensor
+    produced: torch.Tensor | None
+    total_len: torch.Tensor | None = None
+    prompt_len: torch.Tensor | None = None
 
 
 class Drafts(NamedTuple):
@@ -191,7 +139,7 @@ class Drafts(NamedTuple):
             is accepted; or None.
         bonus_rows: `[batch]` int32 or int64, rows whose argmax is that; or None.
         max_draft_len: the longest draft of a request, or more, which sets the width of what is
-            emitted; None to read it from the prefix sum, which waits for the device.
+            emitted.
         bonus_row_is_last: whether this is the layout of vLLM's Model Runner V2:
             `draft_token_ids` are the model's input tokens, so that a row's draft token stands one
             entry behind it, and `cu_num_draft_tokens` counts a request's bonus row, its last, too.
@@ -203,19 +151,8 @@ class Drafts(NamedTuple):
     target_rows: torch.Tensor | None = None
     bonus_token_ids: torch.Tensor | None = None
     bonus_rows: torch.Tensor | None = None
-    max_draft_len: int | None = None
+    max_draft_len: int = 0
     bonus_row_is_last: bool = False
-
-    def by_position(self) -> "Drafts":
-        """These; a bonus row that is a request's last is a position with a padding draft.
-
-        That is always rejected, so the row emits its argmax.
-        """
-        if not self.bonus_row_is_last:
-            return self
-        last = self.cu_num_draft_tokens.long() - 1
-        ids = self.draft_token_ids.roll(-1).index_fill(0, last, -1)
-        return self._replace(draft_token_ids=ids, bonus_row_is_last=False)
 
     def locate(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The request of each position and the offset within its draft; int64 `[num_draft]`."""
@@ -227,54 +164,44 @@ class Drafts(NamedTuple):
         return request, position - starts[request]
 
 
-class Slots(NamedTuple):
-    """The requests of a step, and the tokens that each has so far.
+class Account(NamedTuple):
+    """Where a step writes down what it did, beside `Records.lost`.
 
     Attributes:
-        idx_mapping: `[batch]` int32, slot of each request.
-        all_token_ids: `[max_num_reqs, width]` int32, prompt and answer by slot.
-        prompt_len: `[max_num_reqs]` int32.
-        total_len: `[max_num_reqs]` int32, of prompt and answer.
+        counts: int64 `[count_size(K)]`, added into; see `count_starts`.
+        table: float32 `[batch, K + 1]`, written, or None: of a greedy request what each relaxed
+            token lost, in nats; of one that samples log m - log p of each token, where m is the
+            distribution that was served. NaN elsewhere.
+        longest: K, the longest draft of the engine.
     """
 
-    idx_mapping: torch.Tensor
-    all_token_ids: torch.Tensor
-    prompt_len: torch.Tensor
-    total_len: torch.Tensor
+    counts: torch.Tensor
+    table: torch.Tensor | None
+    longest: int
 
 
-class Markers(NamedTuple):
-    """What `vllm_mars.runner.sections` walks by, on a device.
-
-    Attributes:
-        opens: int32 `[largest marker + 1]`, the number of the span that a token opens, or 0.
-        closes: int32 of that shape, the spans that it closes, as a bit mask.
-        thinking: the tokens that begin and end the thinking section; -1 for none.
-        only_thinking: whether all outside that section is strict.
-    """
-
-    opens: torch.Tensor
-    closes: torch.Tensor
-    thinking: tuple[int, int]
-    only_thinking: bool
+# What is counted at the positions of a step: by position, then in one entry, then by reason.
+#   verified   positions looked at: up to and including the first rejected one
+#   accepted   accepted draft tokens
+#   relaxed    draft tokens that the rule accepted outright
+#   lost       nats lost, in units of 2**-LOSS_BITS: greedily z1 - z[x] of relaxed tokens, sampled
+#              the divergence KL(m || p) at each position looked at
+#   gained     what the rule added to the probability of acceptance at positions looked at, in units
+#              of 2**-LOSS_BITS; of greedy requests the relaxed tokens
+#   refused    an entry per reason of `REFUSALS`
+BY_POSITION = ("verified", "accepted", "relaxed")
 
 
-class Judgement(NamedTuple):
-    """What the margin says of a step's positions.
+def count_starts(longest: int) -> dict[str, int]:
+    """Where each count begins in `Account.counts`, for drafts of up to `longest` tokens."""
+    starts = {name: i * longest for i, name in enumerate(BY_POSITION)}
+    single = len(BY_POSITION) * longest
+    return {**starts, "lost": single, "gained": single + 1, "refused": single + 2}
 
-    Attributes:
-        verdicts: `[num_draft]` int8, a `Verdict` each. Judged without being verified, the target's
-            first choice is RELAXED, too, where the margin is small.
-        top2_values: `[num_draft, 2]` float32 or None, z1 and z2 of each draft position. A row that
-            holds a NaN gives NaN for both.
-        losses: int32 `[num_draft]` or None, what the draft token of each position loses against the
-            first choice, in units of 2**-LOSS_BITS nats: z1 - z[x], rounded up, at most MOST_LOSS;
-            0 at padding and where that is no number.
-    """
 
-    verdicts: torch.Tensor
-    top2_values: torch.Tensor | None = None
-    losses: torch.Tensor | None = None
+def count_size(longest: int) -> int:
+    """Entries of `Account.counts`."""
+    return count_starts(longest)["refused"] + len(REFUSALS)
 
 
 class VerifyOutput(NamedTuple):
@@ -284,102 +211,12 @@ class VerifyOutput(NamedTuple):
         output_token_ids: `[batch, max_draft_len + 1]` int32; the accepted drafts, then the
             corrected or the bonus token, then -1.
         num_accepted: `[batch]` int32, accepted draft tokens.
-        num_relaxed: `[batch]` int32, those of them that only the margin accepted.
-        lost: `[batch]` int64, what these lost against the first choice: the sum of their `losses`.
-        top2_values: as in `Judgement`.
-        verdicts: `[num_draft]` int8 or None, a `Verdict` each.
-        losses: as in `Judgement`.
-    """
-
-    output_token_ids: torch.Tensor
-    num_accepted: torch.Tensor
-    num_relaxed: torch.Tensor
-    lost: torch.Tensor
-    top2_values: torch.Tensor | None = None
-    verdicts: torch.Tensor | None = None
-    losses: torch.Tensor | None = None
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """`lost` in nats: the sum of log p(first choice) - log p(token); float32 `[batch]`."""
-        return self.lost.float() / 2**LOSS_BITS
-
-    @property
-    def judgement(self) -> Judgement | None:
-        """The verdicts with what goes with them, or None where they were not asked for."""
-        if self.verdicts is None:
-            return None
-        return Judgement(self.verdicts, self.top2_values, self.losses)
-
-
-def new_output(
-    drafts: Drafts, with_verdicts: bool = False, token_dtype: torch.dtype = torch.int32
-) -> VerifyOutput:
-    """An uninitialised `VerifyOutput` with the buffers that are wanted."""
-    batch, num_draft = drafts.cu_num_draft_tokens.shape[0], drafts.draft_token_ids.shape[0]
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=drafts.logits.device)
-
-    return VerifyOutput(
-        empty(batch, drafts.max_draft_len + 1, dtype=token_dtype),
-        empty(batch),
-        empty(batch),
-        empty(batch, dtype=torch.int64),
-        empty(num_draft, 2, dtype=torch.float32) if with_verdicts else None,
-        empty(num_draft, dtype=torch.int8) if with_verdicts else None,
-        empty(num_draft) if with_verdicts else None,
-    )
-
-
-Preference = Literal["draft", "target", "longest"]
-
-
-class Trees(NamedTuple):
-    """The draft trees of a step, and which of several acceptable children is taken.
-
-    Attributes:
-        drafts: the nodes, each behind its parent. `target_rows` are the rows that they lead to,
-            `bonus_rows` those of the roots, and `max_draft_len` is the depth of the deepest tree.
-        parents: `[num_draft]` int32, the index of each node's parent among its request's nodes, or
-            -1. A node whose parent is neither -1 nor a node before it is never accepted.
-        prefer: "draft", "target" or "longest"; with a price, "longest".
-        draws: `[num_rows]` int32 or int64, a token drawn from each row of logits; None where
-            requests are greedy.
-    """
-
-    drafts: Drafts
-    parents: torch.Tensor
-    prefer: Preference = "longest"
-    draws: torch.Tensor | None = None
-
-    def parent_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row that judges each node, int64, and which are nodes at all; both `[num_draft]`."""
-        drafts, parents = self.drafts, self.parents
-        request, index = drafts.locate()
-        start = torch.arange(len(parents), device=parents.device) - index
-        is_node = (index < MOST_NODES) & (parents >= -1) & (parents < index)
-        has_parent = is_node & (parents >= 0)
-        of_parent = drafts.target_rows[torch.where(has_parent, start + parents, 0)]
-        return torch.where(has_parent, of_parent, drafts.bonus_rows[request]).long(), is_node
-
-
-class TreeOutput(NamedTuple):
-    """What one verification of trees emits.
-
-    Attributes:
-        output_token_ids: `[batch, max_depth + 1]` int32; the tokens of the accepted path, then the
-            token of the row that it ends on, then -1.
-        path: `[batch, max_depth]` int32; the accepted nodes, by their index among their request's
-            nodes, then -1.
-        num_accepted: `[batch]` int32, accepted nodes.
-        num_relaxed: `[batch]` int32, those of them that only the margin accepted.
+        num_relaxed: `[batch]` int32, those of them that only the rule accepted.
         lost: `[batch]` int64, what these lost against the first choice, in units of 2**-LOSS_BITS
             nats.
     """
 
     output_token_ids: torch.Tensor
-    path: torch.Tensor
     num_accepted: torch.Tensor
     num_relaxed: torch.Tensor
     lost: torch.Tensor
@@ -388,11 +225,3 @@ class TreeOutput(NamedTuple):
     def loss(self) -> torch.Tensor:
         """`lost` in nats: the sum of log p(first choice) - log p(token); float32 `[batch]`."""
         return self.lost.float() / 2**LOSS_BITS
-
-
-# What `vllm_mars.runner.counters` counts at the positions of a step, in the order of the entries;
-# `CounterLayout` there says what each is.
-COUNTS = (
-    *("verified", "accepted", "relaxed", "low_margin"),
-    *("ratio", "ratio_sum", "lost", "refused"),
-)

@@ -1,0 +1,235 @@
+"""The rule at the draft positions of one request, in plain Python: the definition.
+
+The Triton kernels of `accept` follow it line by line; `cpu` runs it as it is. At one draft position
+let z be the target's processed logits, x the draft token, z1 >= z2 the two largest logits, p the
+softmax of z, r = z1 - z[x] in nats.
+
+Greedy requests (temperature 0)
+
+    theta, gap   a runner-up is PAYABLE where z2 > theta * z1 (and z1 > 0), or z2 > z1 - gap
+    price        every x with a finite logit is PAYABLE
+
+    What is PAYABLE becomes LOSS where its r does not fit into what the request may still lose.
+    theta, gap   what is PAYABLE is RELAXED
+    price        with V = 0 behind the draft, going backwards
+                     FIRST    V_i = price + V_(i+1)
+                     PAYABLE  V_i = max(0, price + V_(i+1) - r_i), RELAXED where that is above 0
+                     others   V_i = 0
+
+Requests that sample, with drafts that are not drawn (one-hot)
+
+    theta, gap   what the margin accepts, the first choice included, is accepted outright: RELAXED.
+                 Its loss is -log p(x).
+    price        b_i = price + V_(i+1) is added to the logit of x, and the draw decides:
+                     V_i = log(1 - p(x) + p(x) exp(b_i));  at a strict position V_i = p(x) b_i
+                 The distribution that is served is m = p exp(b [y = x]) / exp(V). Its loss is
+                 KL(m || p) = a b - V with a = m(x), at most b**2 / 8; so b is at most
+                 sqrt(8 * what the request may still lose).
+
+Greedy is the limit of the price rule as the temperature goes to 0.
+
+Source: arXiv 2601.15498 for theta; the prices are this project's (docs/rule.md).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_mars.kernels.terms import (
+    LOSS_BITS,
+    MOST_LOSS,
+    MOST_PRICE,
+    RuleName,
+    Verdict,
+    most_lost,
+)
+
+_UNIT = 2.0**-LOSS_BITS
+
+
+class Rows(NamedTuple):
+    """What the rule reads of the logits at each draft position of a step; each a list.
+
+    Attributes:
+        draft: the draft token, -1 for padding.
+        argmax: the target's first choice, of equal logits the lowest id; of a row that holds a NaN
+            the first NaN.
+        loss: z1 - z[x] in units of 2**-LOSS_BITS nats, rounded up, at most MOST_LOSS; 0 at padding
+            and where that is no number.
+        is_small: whether x is one of the two largest and the margin between these is small;
+            nowhere with a price.
+        is_finite: whether z[x] is above -inf and z1 a finite number.
+        forbidden: PROTECTED, or the reason for which the position must stay strict, or NONE.
+        log_p: log p(x), -inf for padding; NaN where it is no number. None if no request samples.
+    """
+
+    draft: Sequence[int]
+    argmax: Sequence[int]
+    loss: Sequence[int]
+    is_small: Sequence[bool]
+    is_finite: Sequence[bool]
+    forbidden: Sequence[int]
+    log_p: Sequence[float] | None
+
+
+class Allowance(NamedTuple):
+    """What one request may pay and lose in this step; integers.
+
+    Attributes:
+        price: per token gained, in units of 2**-LOSS_BITS nats.
+        rate: what an output token adds, in units of 2**-RATE_BITS nats.
+        produced: output tokens before this step.
+        left: what is left before the step's first token, in units of 2**-LOSS_BITS nats; the burst
+            less what the request has lost.
+    """
+
+    price: int
+    rate: int
+    produced: int
+    left: int
+
+    @classmethod
+    def of(
+        cls, price: int, scale: int, rate: int, burst: int, lost: int, produced: int
+    ) -> "Allowance":
+        """That of a request's record; with a scale the price follows what is left."""
+        left = burst - lost
+        if scale:
+            balance = most_lost(rate, left, produced + 1)
+            price = min(math.isqrt(scale * max(balance, 0)), MOST_PRICE)
+        return cls(price, rate, produced, left)
+
+    def at(self, offset: int) -> int:
+        """What the step's tokens up to this offset may lose."""
+        return most_lost(self.rate, self.left, self.produced + offset + 1)
+
+
+class Position(NamedTuple):
+    """What was decided at one draft position of a request that samples.
+
+    Attributes:
+        verdict: RELAXED where the draft token is accepted outright, NONE where the draw decides,
+            else why the rule was not applied.
+        bias: b, what is added to the draft token's logit; infinity where it is accepted outright.
+        log_z: V with this b.
+        loss: in units of 2**-LOSS_BITS nats.
+        gained: what the rule adds to the probability of acceptance, in those units.
+    """
+
+    verdict: Verdict
+    bias: float = 0.0
+    log_z: float = 0.0
+    loss: int = 0
+    gained: int = 0
+
+
+def greedy(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance) -> list[Verdict]:
+    """The verdicts at the positions of a greedy request's draft."""
+    verdicts: list[Verdict] = []
+    lost = 0
+    for offset, i in enumerate(range(begin, end)):
+        is_price = name == "price"
+        pays = rows.loss[i] < allowed.price if is_price else rows.is_small[i]
+        verdict = Verdict.NONE
+        if rows.draft[i] == rows.argmax[i]:
+            verdict = Verdict.FIRST
+        elif rows.is_finite[i] and allowed.price > 0 if is_price else pays:
+            verdict = Verdict.PAYABLE
+            if rows.forbidden[i]:
+                verdict = Verdict(rows.forbidden[i]) if pays else Verdict.NONE
+            elif lost + rows.loss[i] > allowed.at(offset):
+                verdict = Verdict.LOSS
+            else:
+                lost += rows.loss[i]
+        verdicts.append(verdict)
+    ahead = 0
+    for offset in reversed(range(end - begin)):
+        verdict = verdicts[offset]
+        value = allowed.price + ahead if verdict == Verdict.FIRST else 0
+        if verdict == Verdict.PAYABLE:
+            value = max(0, allowed.price + ahead - rows.loss[begin + offset])
+            is_worth_it = value > 0 or name != "price"
+            verdicts[offset] = Verdict.RELAXED if is_worth_it else Verdict.NONE
+        ahead = value
+    return verdicts
+
+
+def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance) -> list[Position]:
+    """What is decided at the positions of a draft, not drawn, of a request that samples."""
+    assert rows.log_p is not None, "a request samples"
+    # Behind the draft nothing can be gained.
+    value = 0.0
+    biases = [0.0] * (end - begin)
+    for offset in reversed(range(end - begin)):
+        log_p = rows.log_p[begin + offset]
+        bias = allowed.price * _UNIT + value
+        if not log_p > -math.inf:
+            value = 0.0
+        elif rows.forbidden[begin + offset]:
+            value = math.exp(log_p) * bias
+        else:
+            biases[offset], value = bias, log_partition(log_p, bias)
+    positions: list[Position] = []
+    lost = 0
+    for offset, i in enumerate(range(begin, end)):
+        log_p, left = rows.log_p[i], allowed.at(offset) - lost
+        position = Position(Verdict.NONE)
+        if name == "price":
+            if biases[offset] > 0:
+                # Rounded down by more than a float can be off.
+                most = math.sqrt(8 * max(left, 0) * _UNIT) * (1 - 2**-20)
+                position = _tilted(log_p, min(biases[offset], most))
+            elif rows.forbidden[i] and log_p > -math.inf and allowed.price:
+                position = Position(Verdict(rows.forbidden[i]))
+        elif rows.is_small[i] and log_p > -math.inf:
+            loss = units_of(-log_p)
+            if rows.forbidden[i]:
+                position = Position(Verdict(rows.forbidden[i]))
+            elif loss > left:
+                position = Position(Verdict.LOSS)
+            else:
+                gained = round((1 - math.exp(log_p)) / _UNIT)
+                # The draft token's share of m is 1: log m - log p is -log p.
+                position = Position(Verdict.RELAXED, math.inf, log_p, loss, gained)
+        lost += position.loss
+        positions.append(position)
+    return positions
+
+
+def log_partition(log_p: float, bias: float) -> float:
+    """log(1 - p + p exp(bias)), for p in (0, 1]."""
+    if log_p >= 0:
+        return bias
+    rest, tilted = math.log1p(-math.exp(log_p)), log_p + bias
+    most = max(rest, tilted)
+    return most + math.log1p(math.exp(min(rest, tilted) - most))
+
+
+def _tilted(log_p: float, bias: float) -> Position:
+    log_z = log_partition(log_p, bias)
+    accepted = math.exp(min(log_p + bias - log_z, 0.0))
+    loss = units_of(max(accepted * bias - log_z, 0.0))
+    gained = max(round((accepted - math.exp(log_p)) / _UNIT), 0)
+    return Position(Verdict.NONE, bias, log_z, loss, gained)
+
+
+def units_of(nats: float) -> int:
+    """Nats in units of 2**-LOSS_BITS, rounded up, at most MOST_LOSS."""
+    return min(math.ceil(nats / _UNIT), MOST_LOSS)
+
+
+
+
+def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[float]:
+    """The price in nats at each position of a drawn draft of a request that samples.
+
+    What the request may still lose is shared by the draft's positions, so that their losses, each
+    at most price**2 / 8, fit whichever of them are reached.
+    """
+    if begin == end:
+        return []
+    share = max(allowed.at(0), 0) // (end - begin)
+    price = min(allowed.price * _UNIT, math.sqrt(8 * share * _UNIT) * (1 - 2**-20))
+    return [
+        0.0 if rows.forbidden[i] or rows.draft[i] < 0 else price for i in range(begin, end)
+    ]
