@@ -1,17 +1,21 @@
 """The public verification functions: argument checks, then a backend."""
 
 import os
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
 
-from vllm_mars.config import check_nats, check_theta
+from vllm_mars.config import check_value
 from vllm_mars.kernels.terms import (
+    LOSS_BITS,
+    MOST_PRICE,
+    NO_BOUND,
     Drafts,
-    Judgement,
-    LossBudget,
-    Margin,
-    RelaxedBudget,
+    Records,
+    Requests,
+    Rule,
+    RuleName,
     VerifyOutput,
 )
 
@@ -86,7 +90,7 @@ def _check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
         )
 
 
-def check_step(drafts: Drafts, margin: Margin) -> None:
+def check_drafts(drafts: Drafts) -> None:
     """Checks all but a tensor's values, since to read them would wait for the device."""
     logits, device = drafts.logits, drafts.logits.device
     if logits.ndim != 2:
@@ -118,58 +122,10 @@ def check_step(drafts: Drafts, margin: Margin) -> None:
         ("target_rows", drafts.target_rows, ID_DTYPES, (num_draft,)),
         ("bonus_token_ids", drafts.bonus_token_ids, ID_DTYPES, (batch,), (batch, 1)),
         ("bonus_rows", drafts.bonus_rows, ID_DTYPES, (batch,)),
-        ("protected", margin.protected, (torch.bool,), (logits.shape[1],)),
-        ("blocked", margin.blocked, (torch.int8,), (num_draft,)),
     ]
-    thresholds = [("theta", margin.theta, check_theta), ("gap", margin.gap, check_nats)]
-    if margin.price is not None:
-        others = [v for v in (margin.theta, margin.gap) if isinstance(v, float | int)]
-        if len(others) == 2 and others != [1, 0]:
-            raise ValueError(
-                f"price={margin.price} is given beside theta={margin.theta} and gap={margin.gap}; "
-                "give theta=1 and gap=0 with a price."
-            )
-        thresholds.append(("price", margin.price, check_nats))
-    for name, value, check in thresholds:
-        if isinstance(value, float | int):
-            check(value, name)
-        else:
-            given.append((name, value, (torch.float32,), (batch,)))
-    if (budget := margin.budget) is not None:
-        if not 0 <= budget.share <= 1:
-            raise ValueError(f"budget.share={budget.share} is outside [0, 1]; 1 allows all.")
-        for name in ("num_relaxed", "num_output_tokens"):
-            given.append((f"budget.{name}", getattr(budget, name), (torch.int32,), (batch,)))
-    if (nats := margin.loss_budget) is not None:
-        rate = None if isinstance(nats.rate, int) else nats.rate
-        given += [
-            ("loss_budget.rate", rate, (torch.int64,), (batch,)),
-            ("loss_budget.lost", nats.lost, (torch.int64,), (batch,)),
-            ("loss_budget.num_output_tokens", nats.num_output_tokens, (torch.int32,), (batch,)),
-        ]
     for name, tensor, dtypes, *shapes in given:
         if tensor is not None:
             check_tensor(name, tensor, dtypes, device, *shapes)
-
-
-def _check_out(out: VerifyOutput, drafts: Drafts, with_verdicts: bool) -> None:
-    """Checks the caller's buffers."""
-    num_draft, batch = drafts.draft_token_ids.shape[0], drafts.cu_num_draft_tokens.shape[0]
-    wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        "output_token_ids": (torch.int32, (batch, drafts.max_draft_len + 1)),
-        "num_accepted": (torch.int32, (batch,)),
-        "num_relaxed": (torch.int32, (batch,)),
-        "lost": (torch.int64, (batch,)),
-    }
-    if with_verdicts:
-        wanted["top2_values"] = (torch.float32, (num_draft, 2))
-        wanted["verdicts"] = (torch.int8, (num_draft,))
-        wanted["losses"] = (torch.int32, (num_draft,))
-    for name, (dtype, shape) in wanted.items():
-        buffer = getattr(out, name)
-        if buffer is None:
-            raise ValueError(f"out.{name} is None, but with_verdicts needs a buffer there.")
-        check_tensor(f"out.{name}", buffer, (dtype,), drafts.logits.device, shape)
 
 
 def verify_greedy(
@@ -177,28 +133,23 @@ def verify_greedy(
     draft_token_ids: torch.Tensor,
     cu_num_draft_tokens: torch.Tensor,
     bonus_token_ids: torch.Tensor | None,
-    theta: float | torch.Tensor,
+    theta: float | torch.Tensor | None = None,
     *,
-    gap: float | torch.Tensor = 0.0,
+    gap: float | torch.Tensor | None = None,
+    price: float | torch.Tensor | None = None,
     protected: torch.Tensor | None = None,
+    blocked: torch.Tensor | None = None,
     target_rows: torch.Tensor | None = None,
     bonus_rows: torch.Tensor | None = None,
     max_draft_len: int | None = None,
-    blocked: torch.Tensor | None = None,
-    budget: RelaxedBudget | None = None,
-    loss_budget: LossBudget | None = None,
-    price: float | torch.Tensor = 0.0,
-    with_verdicts: bool = False,
-    dry_run: bool = False,
-    out: VerifyOutput | None = None,
     backend: Backend = "auto",
 ) -> VerifyOutput:
     """Verifies a batch of greedy drafts by the margin-aware rule.
 
     A draft token is accepted if it is the row's argmax, or if it is the runner-up and the margin is
-    small: `z2 > theta * z1 - gap` (and `z1 > 0` where theta is below 1), neither token protected.
-    The first position that is not accepted emits the argmax and ends the request's output; if all
-    are accepted the bonus token follows.
+    small: `z2 > theta * z1` and `z1 > 0`, or `z2 > z1 - gap`, neither token protected. The first
+    position that is not accepted emits the argmax and ends the request's output; if all are
+    accepted the bonus token follows.
 
     With a price, tokens of any rank may be accepted. They lose `r = z1 - z[x]` nats against the
     first choice; of all places where the step may end, it ends where `price` times the number of
@@ -212,33 +163,25 @@ def verify_greedy(
         cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the requests' draft lengths
             (the convention of vLLM); a request may have none.
         bonus_token_ids: `[batch]` or `[batch, 1]` int32 or int64, or None to emit no bonus token.
-        theta: float in (0, 1] or float32 `[batch]`. 1 with gap 0 is strict; near 0 every runner-up
-            with a positive logit is accepted. A tensor's values are not checked.
-        gap: float >= 0 in nats or float32 `[batch]`; with theta 1 this is the metric "gap".
+        theta: float in (0, 1] or float32 `[batch]`; exactly one of theta, gap and price is given.
+            1 is strict; near 0 every runner-up with a positive logit is accepted. A tensor's values
+            are not checked.
+        gap: float >= 0 in nats or float32 `[batch]`; 0 is strict.
+        price: nats per token gained, float >= 0 or float32 `[batch]`; 0 is strict, and a larger
+            price never accepts fewer drafts.
         protected: bool `[vocab]`; tokens at which the rule stays strict.
+        blocked: `[num_draft]` int8 or None; not 0 where the rule stays strict, a `Verdict` that
+            says why.
         target_rows: `[num_draft]` int32 or int64, the row of `logits` of each draft position;
             default 0..num_draft-1.
         bonus_rows: `[batch]` int32 or int64, rows of `logits` whose argmax is the bonus token,
             found in the same pass; only one of `bonus_token_ids` and `bonus_rows` may be given.
         max_draft_len: longest draft of a request, which sets the output's width. Default: read from
             `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
-        blocked: `[num_draft]` int8 or None; not 0 where the rule stays strict. The value, a
-            `Verdict`, is the verdict there if the margin would have accepted.
-        budget: how many output tokens of each request may be relaxed, or None for no limit.
-        loss_budget: how many nats these may lose, or None for no limit.
-        price: nats per token gained, float >= 0 or float32 `[batch]`, with theta 1 and gap 0; 0 is
-            strict, and a larger price never accepts fewer drafts.
-        with_verdicts: also return the verdicts, the losses, and the values of the top 2. On a CPU
-            the last are NaN behind a request's first rejected position, except in a dry run.
-        dry_run: verify strictly; the verdicts say what the margin would have done.
-        out: contiguous buffers to write, in the shapes and dtypes of the result; with them, and
-            `max_draft_len` given, the Triton backend allocates nothing once it has seen a batch of
-            this size. Calls on one device must be on one stream, since they share a workspace.
         backend: "torch", "triton", or "auto": Triton on an accelerator, torch on a CPU.
 
     Returns:
-        A `VerifyOutput`, `out` if it is given; `output_token_ids` is -1 after the last emitted
-        token.
+        A `VerifyOutput`; `output_token_ids` is -1 after the last emitted token.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
@@ -247,122 +190,62 @@ def verify_greedy(
     Source: arXiv 2601.15498. Deviation: outside the top 2 its research code rejects, here the token
     still gets the strict test, so acceptance is never below strict.
     """
-    return verify_drafts(
-        Drafts(
-            logits,
-            draft_token_ids,
-            cu_num_draft_tokens,
-            target_rows,
-            bonus_token_ids,
-            bonus_rows,
-            max_draft_len,
-        ),
-        Margin(theta, gap, protected, blocked, budget, loss_budget, price_or_none(price)),
-        with_verdicts=with_verdicts,
-        dry_run=dry_run,
-        out=out,
-        backend=backend,
+    device = logits.device
+    resolved = resolve_backend(backend, device.type)
+    drafts = Drafts(
+        logits,
+        draft_token_ids,
+        cu_num_draft_tokens,
+        target_rows,
+        bonus_token_ids,
+        bonus_rows,
+        max_draft_len or 0,
     )
+    check_drafts(drafts)
+    batch = cu_num_draft_tokens.shape[0]
+    name, value = _only_one(theta, gap, price)
+    if isinstance(value, torch.Tensor):
+        check_tensor(name, value, (torch.float32,), device, (batch,))
+    else:
+        check_value(name, value, name)
+        value = torch.full((batch,), value, device=device)
+    if protected is not None:
+        check_tensor("protected", protected, (torch.bool,), device, (logits.shape[1],))
+    if blocked is not None:
+        check_tensor("blocked", blocked, (torch.int8,), device, draft_token_ids.shape)
+    if max_draft_len is None:
+        lengths = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1)).tolist()
+        drafts = drafts._replace(max_draft_len=max(lengths, default=0))
+    zeros = torch.zeros(batch, dtype=torch.int64, device=device)
+    units = (value * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
+    records = Records(value, units, zeros, torch.full_like(zeros, NO_BOUND), zeros.clone())
+    slots = torch.arange(batch, dtype=torch.int32, device=device)
+    requests = Requests(records, slots, torch.zeros_like(slots))
+    where = blocked
+    if resolved == "torch" and blocked is not None:
+        where = blocked.tolist()
+    output: VerifyOutput = kernels_of(resolved, device.type).accept(
+        drafts, requests, Rule(name, 0, protected), where
+    )
+    return output
 
 
-def price_or_none(price: float | torch.Tensor) -> float | torch.Tensor | None:
-    """A price, or None for 0, which leaves the rule to theta and gap."""
-    return None if isinstance(price, float | int) and price == 0 else price
+def _only_one(theta: Any, gap: Any, price: Any) -> tuple[RuleName, Any]:
+    given = {"theta": theta, "gap": gap, "price": price}
+    named = [(name, value) for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        what = " and ".join(f"{name}={value}" for name, value in named) or "none of them"
+        raise ValueError(f"Exactly one of theta, gap and price names the rule; {what} is given.")
+    name, value = named[0]
+    return name, value  # type: ignore[return-value]
 
 
-def verify_drafts(
-    drafts: Drafts,
-    margin: Margin,
-    *,
-    with_verdicts: bool = False,
-    dry_run: bool = False,
-    out: VerifyOutput | None = None,
-    backend: Backend = "auto",
-) -> VerifyOutput:
-    """`verify_greedy` of a step, also in the layout of Model Runner V2.
-
-    Args:
-        drafts: the step's draft tokens and logits.
-        margin: what may be relaxed.
-        with_verdicts: also return the verdicts, the losses and the values of the top 2.
-        dry_run: verify strictly; the verdicts say what the margin would have done.
-        out: contiguous buffers to write, in the shapes and dtypes of the result; None where the
-            bonus row is last.
-        backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
-
-    Returns:
-        A `VerifyOutput`. Where the bonus row is last its `output_token_ids` is int64, as that
-        runner wants it, and what is by position is by row; a bonus row's verdict is NONE.
-
-    Raises:
-        ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
-        NotImplementedError: the backend is "triton" on a CPU.
-    """
-    resolved = resolve_backend(backend, drafts.logits.device.type)
-    check_step(drafts, margin)
-    drafts = _sized(drafts)
-    if out is not None:
-        _check_out(out, drafts, with_verdicts)
-    kernels = kernels_of(resolved, drafts.logits.device.type)
+def kernels_of(resolved: str, device_type: str) -> ModuleType:
+    """The module that holds a backend's `accept`; the first two also have `plan` and `settle`."""
     if resolved == "triton":
-        return kernels.verify_greedy(drafts, margin, with_verdicts, dry_run, out)
-    output = kernels.verify_greedy(drafts.by_position(), margin, with_verdicts, dry_run)
-    if drafts.bonus_row_is_last:
-        return output._replace(output_token_ids=output.output_token_ids.long())
-    if out is None:
-        return output
-    for buffer, result in zip(out, output, strict=True):
-        if buffer is not None and result is not None:
-            buffer.copy_(result)
-    return out
+        from vllm_mars.kernels import accept
 
-
-def kernels_of(resolved: str, device_type: str) -> Any:
-    """The module that holds a backend's functions; on Triton those of trees are in `tree`."""
-    if resolved == "triton":
-        from vllm_mars.kernels import greedy
-
-        return greedy
+        return accept
     from vllm_mars.kernels import cpu, reference
 
     return cpu if device_type == "cpu" else reference
-
-
-def judge_drafts(
-    drafts: Drafts,
-    margin: Margin,
-    *,
-    with_top2_values: bool = False,
-    backend: Backend = "auto",
-) -> Judgement:
-    """Says at which draft positions the margin accepts outright, for the sampling branch.
-
-    Args:
-        drafts: the step's draft tokens and processed logits (temperature, top-k, top-p applied);
-            what follows a draft is not read.
-        margin: what may be relaxed; its budgets are spent on each position that it accepts.
-        with_top2_values: also return z1 and z2 at each draft position.
-        backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
-
-    Returns:
-        A `Judgement`. RELAXED is where the draft token is one of the two largest, the margin is
-        small and nothing forbids it; by a price, where a token of any rank loses less. The argmax
-        counts: sampling accepts it there without a draw.
-
-    Raises:
-        ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
-        NotImplementedError: the backend is "triton" on a CPU.
-    """
-    resolved = resolve_backend(backend, drafts.logits.device.type)
-    check_step(drafts, margin)
-    kernels = kernels_of(resolved, drafts.logits.device.type)
-    return kernels.judge_positions(_sized(drafts), margin, with_top2_values)
-
-
-def _sized(drafts: Drafts) -> Drafts:
-    """The drafts with their longest length, which is read from the device where it is not known."""
-    if drafts.max_draft_len is not None:
-        return drafts
-    ends = drafts.cu_num_draft_tokens
-    lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return drafts._replace(max_draft_len=max(lengths, default=0))

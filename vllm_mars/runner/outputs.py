@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_mars.runner.counters import Counters, layout_of
-from vllm_mars.runner.margin import MarginRule, RelaxedOffsets
+from vllm_mars.runner.counters import Counters
+from vllm_mars.runner.verification import Returned, Verification
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
-# The attribute with the counts, and that with what was relaxed of some requests.
+# The attribute with the counts, and that with what a step did, for the requests that ask.
 FIELD = "mars_counts"
-RELAXED_FIELD = "mars_relaxed"
+RETURNED_FIELD = "mars_returned"
 
 
-def attach_counters(runner: Any, rule: MarginRule) -> None:
+def attach_counters(runner: Any, verification: Verification) -> None:
     """Makes the counts of a model runner leave with its outputs, and what requests asked for.
 
     What has been counted before the runner first samples, with the random logits of vLLM's memory
@@ -30,89 +30,94 @@ def attach_counters(runner: Any, rule: MarginRule) -> None:
 
     Args:
         runner: vLLM's V1 or V2 `GPUModelRunner` with a rejection sampler. Its `execute_model` and
-            `sample_tokens` are wrapped, on this instance alone; on a tensor-parallel rank whose
-            output vLLM drops, nothing is counted. With an external launcher, such as torchrun, each
+            `sample_tokens` are wrapped, on this instance alone; the output of a tensor-parallel
+            rank that vLLM drops is left as it is. With an external launcher, such as torchrun, each
             rank has an engine of its own, which drops nothing.
-        rule: gets its counters.
+        verification: of this runner.
     """
     from vllm.distributed import get_tensor_model_parallel_rank
 
     parallel_config = runner.vllm_config.parallel_config
     is_engines_own = parallel_config.distributed_executor_backend == "external_launcher"
     is_read = is_engines_own or get_tensor_model_parallel_rank() == 0
-    counters = Counters(layout_of(rule.config, runner.speculative_config), runner.device)
-    if is_read:
-        rule.counters = counters
+    counters = verification.counters
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
-    has_begun = False
+    has_begun = has_news = False
 
     def execute_and_flush(*args: Any, **kwargs: Any) -> Any:
-        return with_counts(execute_model(*args, **kwargs), counters)
+        nonlocal has_news
+        output = execute_model(*args, **kwargs)
+        # With requests left, a step without tokens is a poll or a bubble, which must not wait.
+        if not is_read or not has_news or _has_requests(runner):
+            return output
+        has_news = False
+        return with_counts(output, counters)
 
     def sample_and_attach(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_begun
+        nonlocal has_begun, has_news
         if not has_begun:
             has_begun = True
             counters.take_delta(flush=True)
-        rule.relaxed.clear()
+        verification.returned.clear()
         output = sample_tokens(*args, **kwargs)
+        has_news = True
         carrier = carrier_of(output)
-        if carrier is not None and (increase := counters.take_delta()):
-            setattr(carrier, FIELD, increase)
-        if rule.relaxed and is_read:
-            attach_relaxed(output, carrier, rule.relaxed)
+        if is_read and carrier is not None:
+            if increase := counters.take_delta():
+                setattr(carrier, FIELD, increase)
+            if verification.returned:
+                attach_returned(output, carrier, verification.returned)
         return output
 
     runner.execute_model = execute_and_flush
     runner.sample_tokens = sample_and_attach
 
 
-def attach_relaxed(
-    output: Any, carrier: "ModelRunnerOutput | None", relaxed: "list[RelaxedOffsets]"
-) -> None:
-    """Sends what was relaxed in a step along with its output.
+def _has_requests(runner: Any) -> bool:
+    """Whether a V1 or V2 runner still holds requests."""
+    states = getattr(runner, "req_states", None)
+    return bool(runner.requests if states is None else states.req_id_to_index)
+
+
+def attach_returned(output: Any, carrier: "ModelRunnerOutput", returned: list[Returned]) -> None:
+    """Sends what a step did along with its output.
 
     Args:
         output: what `sample_tokens` returns. If it is asynchronous, its `get_output` is wrapped, on
             this instance alone: the copy from the device is waited for there.
-        carrier: its ModelRunnerOutput, which gets, by request, the offset of each relaxed token
-            within the step's tokens and what it lost, in units of 2**-LOSS_BITS nats.
-        relaxed: what the sampler noted.
+        carrier: its ModelRunnerOutput, which gets, by request, its row of the step's table.
+        returned: what the sampler noted.
     """
-    if carrier is None:
-        return
     waiting: list[tuple[dict[int, str], torch.Tensor, torch.Event | None]] = []
-    for request_ids, table in relaxed:
-        places = torch.tensor(list(request_ids)).to(table.device, non_blocking=True)
-        rows, event = table[places], None
+    for request_ids, table in returned:
+        rows, event = table, None
         if table.device.type != "cpu":
-            on_host = torch.empty_like(rows, device="cpu", pin_memory=True)
-            rows = on_host.copy_(rows, non_blocking=True)
+            rows = torch.empty_like(table, device="cpu", pin_memory=True)
+            rows.copy_(table, non_blocking=True)
             event = torch.Event(table.device)
             event.record()
         waiting.append((request_ids, rows, event))
 
-    def offsets() -> dict[str, list[tuple[int, int]]]:
-        found: dict[str, list[tuple[int, int]]] = {}
+    def by_request() -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
         for request_ids, rows, event in waiting:
             if event is not None:
                 event.synchronize()
-            for request_id, row in zip(request_ids.values(), rows, strict=True):
-                losses = enumerate(row.tolist())
-                found[request_id] = [(offset, lost) for offset, lost in losses if lost >= 0]
+            for place, request_id in request_ids.items():
+                found[request_id] = rows[place].tolist()
         return found
 
     if all(event is None for _, _, event in waiting) or not hasattr(output, "get_output"):
-        setattr(carrier, RELAXED_FIELD, offsets())
+        setattr(carrier, RETURNED_FIELD, by_request())
         return
     get_output = output.get_output
 
-    def get_with_offsets() -> Any:
+    def get_with_returned() -> Any:
         result = get_output()
-        setattr(carrier_of(result), RELAXED_FIELD, offsets())
+        setattr(carrier_of(result), RETURNED_FIELD, by_request())
         return result
 
-    output.get_output = get_with_offsets
+    output.get_output = get_with_returned
 
 
 def carrier_of(output: Any) -> "ModelRunnerOutput | None":

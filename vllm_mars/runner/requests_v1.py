@@ -1,35 +1,18 @@
 """The requests in the batch of vLLM's V1 model runner, and what each brings to a step."""
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
-from vllm.v1.sample.logits_processor.interface import (
-    BatchUpdate,
-    LogitsProcessor,
-    MoveDirectionality,
-)
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import (
-    Drafts,
-    LossBudget,
-    Margin,
-    Markers,
-    RelaxedBudget,
-    Slots,
-    Verdict,
-    loss_rate,
-    loss_units,
-    lost_before,
-    most_relaxed,
-)
+from vllm_mars.kernels.terms import Drafts, Requests, Verdict
 from vllm_mars.requests import RequestOptions, options_of
-from vllm_mars.runner.repeats import AnswerNgrams, DeviceAnswer, DeviceAnswers
+from vllm_mars.runner.records import new_records, record_of
+from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.sections import Sections
 
 if TYPE_CHECKING:
@@ -42,19 +25,23 @@ class _Request:
 
     Attributes:
         options: what it chose.
+        is_greedy: whether its temperature is 0.
+        prompt: its prompt's tokens.
         output: its output tokens; vLLM's own list, which grows.
-        ngrams: of the output, for the guard against repetition on a CPU.
-        answer: the output, for that guard on an accelerator.
+        ngrams: of the output, for the guard against repetition.
+        slot: of its record; -1 before it has one.
         state: of `Sections`, after the prompt and the first `scanned` output tokens.
         scanned: how many output tokens the state has taken in.
     """
 
     options: RequestOptions
+    is_greedy: bool
+    prompt: Sequence[int]
     output: list[int]
     ngrams: AnswerNgrams
-    answer: DeviceAnswer
+    slot: int = -1
     state: int = 0
-    scanned: int = 0
+    scanned: int = field(default=0)
 
 
 class RequestsV1(LogitsProcessor):
@@ -69,6 +56,7 @@ class RequestsV1(LogitsProcessor):
         request_ids: gives the ids of the batch's requests by place.
         need_output_tokens: is told with each change of the batch whether its output lists must be
             up to date when a step is verified.
+        is_drawn: whether the engine's drafts are drawn from the draft's distribution.
     """
 
     def __init__(
@@ -78,32 +66,28 @@ class RequestsV1(LogitsProcessor):
         device: torch.device,
         request_ids: Callable[[], Sequence[str]] = tuple,
         need_output_tokens: Callable[[bool], object] = bool,
+        is_drawn: bool = False,
     ) -> None:
         self._config = config
         self._device = device
-        self._on_host = device.type == "cpu"
         self._request_ids = request_ids
         self._need_output_tokens = need_output_tokens
+        self._is_drawn = is_drawn
         self._sections = Sections(config)
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
-        self._nobody = self._request(RequestOptions(config.threshold), [])
-        self._has_structured = self._has_returns = self._has_loss_bound = False
-        # Theta, gap and price by place, where a request has its own.
-        self._thresholds: list[torch.Tensor] = []
-        # Relaxed tokens of each request, by place.
-        self._num_relaxed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
-        # What each lost, by place, in units of 2**-LOSS_BITS nats, and `LossBudget.rate` of each,
-        # while any has a bound.
-        self._lost = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self._loss_rates = torch.zeros_like(self._lost)
-        self._answers = DeviceAnswers(config.repeat_ngram, max_num_reqs, device, self._to_device)
+        # The last slot is that of no request.
+        self._records = new_records(max_num_reqs + 1, device)
+        self._nobody = self._new_request(RequestOptions(config.value), True, (), [])
+        self._nobody.slot = max_num_reqs
+        self._write(self._nobody)
+        self._slots = self._to_device([max_num_reqs] * max_num_reqs)
+        self._has_structured = self._has_returns = self._has_bound = False
 
     @property
     def needs_output_tokens(self) -> bool:
         """Whether the output lists of the batch must be up to date when a step is verified."""
-        budgets = self._config.limits_share or self._has_loss_bound
-        return bool(self._sections) or budgets or self._config.repeat_ngram > 0
+        return bool(self._sections) or self._has_bound or self._config.repeat_ngram > 0
 
     def is_argmax_invariant(self) -> bool:
         """True: no logit changes."""
@@ -117,168 +101,101 @@ class RequestsV1(LogitsProcessor):
         """Notes which requests came, went and moved."""
         if not batch_update:
             return
-        if self._config.limits_share:
-            share = self._config.max_relaxed_share
-            self._num_relaxed = self._moved(
-                self._num_relaxed, batch_update, lambda _, produced: most_relaxed(share, produced)
-            )
-        had_loss_bound = self._has_loss_bound
         process_dict_updates(self._requests, batch_update, self._enter)
-        self._answers.follow([request.answer for request in self._requests.values()])
-        options = [request.options for request in self._requests.values()]
+        requests = list(self._requests.values())
+        free = set(range(self._nobody.slot)) - {request.slot for request in requests}
+        for request in requests:
+            if request.slot < 0:
+                request.slot = free.pop()
+                self._write(request)
+        # A request keeps its record while it is in the batch; only the index follows its moves.
+        places = range(self._nobody.slot)
+        self._slots = self._to_device([self._of_place(place).slot for place in places])
+        options = [request.options for request in requests]
         self._has_structured = any(o.is_structured for o in options)
         self._has_returns = any(o.wants_return for o in options)
-        is_bound = any(o.max_loss < math.inf for o in options)
-        self._has_loss_bound = is_bound and not self._config.shadow
-        if self._has_loss_bound:
-            # Without a bound in the batch nobody kept it.
-            lost = self._lost if had_loss_bound else torch.zeros_like(self._lost)
-            self._lost = self._moved(lost, batch_update, self._lost_before)
-            rates = [loss_rate(o.max_loss) for o in self._options_by_place()]
-            self._loss_rates = self._to_device(rates)
-        self._thresholds = []
-        if any(o.threshold != self._config.threshold for o in options):
-            columns = zip(*(o.threshold for o in self._options_by_place()), strict=True)
-            self._thresholds = [self._to_device(values) for values in columns]
+        self._has_bound = any(o.max_loss < float("inf") for o in options)
         self._need_output_tokens(self.needs_output_tokens)
 
     def _enter(
         self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
     ) -> _Request:
-        state = self._sections.advance(0, prompt or ()) if self._sections else 0
-        return self._request(options_of(params, self._config), output, state)
+        is_greedy = params.temperature == 0
+        return self._new_request(
+            options_of(params, self._config), is_greedy, prompt or (), output
+        )
 
-    def _request(self, options: RequestOptions, output: list[int], state: int = 0) -> _Request:
+    def _new_request(
+        self, options: RequestOptions, is_greedy: bool, prompt: Sequence[int], output: list[int]
+    ) -> _Request:
         ngrams = AnswerNgrams(self._config.repeat_ngram)
-        return _Request(options, output, ngrams, DeviceAnswer(output), state)
+        state = self._sections.advance(0, prompt) if self._sections else 0
+        return _Request(options, is_greedy, prompt, output, ngrams, state=state)
+
+    def _write(self, request: _Request) -> None:
+        record = record_of(
+            request.options,
+            self._config,
+            len(request.output),
+            is_greedy=request.is_greedy,
+            is_drawn=self._is_drawn,
+        )
+        for values, value in zip(self._records, record, strict=True):
+            values[request.slot] = value
 
     def _of_place(self, place: int) -> _Request:
         return self._requests.get(place, self._nobody)
 
-    def _options_by_place(self) -> list[RequestOptions]:
-        return [self._of_place(place).options for place in range(self._lost.shape[0])]
-
-    def _lost_before(self, params: "SamplingParams", num_output_tokens: int) -> int:
-        rate = loss_rate(options_of(params, self._config).max_loss)
-        lost: int = lost_before(rate, loss_units(self._config.loss_burst), num_output_tokens)
-        return lost
-
-    def _moved(
-        self,
-        spent: torch.Tensor,
-        update: BatchUpdate,
-        before: Callable[["SamplingParams", int], int],
-    ) -> torch.Tensor:
-        """What each request has spent, `[max_num_reqs]`, once the batch has changed."""
-        size = spent.shape[0]
-        source = list(range(size))
-        # vLLM does not tell a request that comes back from a new one. What was spent on the output
-        # that it already has is taken to be all that was allowed.
-        begin = [0] * size
-        for place, params, _, output in update.added:
-            source[place] = -1
-            begin[place] = before(params, len(output))
-        for a, b, direction in update.moved:
-            if direction == MoveDirectionality.SWAP:
-                source[a], source[b] = source[b], source[a]
-                begin[a], begin[b] = begin[b], begin[a]
-            else:
-                source[b], begin[b] = source[a], begin[a]
-        index = self._to_device(source)
-        moved = spent[index.clamp(min=0)]
-        return torch.where(index < 0, self._to_device(begin).to(spent.dtype), moved)
-
-    def margin(self, drafts: Drafts) -> Margin:
-        """What may be relaxed of the first requests in this step, protected tokens aside.
+    def step(self, drafts: Drafts) -> tuple[Requests, Any]:
+        """The first requests as they are before a step, and where their drafts must stay strict.
 
         Args:
             drafts: of these requests; the logits are not read.
+
+        Returns:
+            The requests, and a `Verdict` at each position that must stay strict, else 0; None where
+            none must.
         """
         batch = drafts.cu_num_draft_tokens.shape[0]
+        requests = [self._of_place(place) for place in range(batch)]
+        produced = self._to_device([len(request.output) for request in requests])
         blocked = None
         if self._sections or self._has_structured or self._config.repeat_ngram:
-            blocked = self._blocked(drafts)
-        budget = loss_budget = None
-        if self._config.limits_share or self._has_loss_bound:
-            lengths = [len(self._of_place(place).output) for place in range(batch)]
-            produced = self._to_device(lengths).int()
-            if self._config.limits_share:
-                budget = RelaxedBudget(
-                    self._config.max_relaxed_share, self._num_relaxed[:batch], produced
-                )
-            if self._has_loss_bound:
-                burst = loss_units(self._config.loss_burst)
-                rates, lost = self._loss_rates[:batch], self._lost[:batch]
-                loss_budget = LossBudget(rates, burst, lost, produced)
-        threshold: Sequence[float | torch.Tensor] = self._config.threshold
-        if self._thresholds:
-            threshold = [values[:batch] for values in self._thresholds]
-        limits = {"blocked": blocked, "budget": budget, "loss_budget": loss_budget}
-        return Margin.of(self._config.metric, threshold, **limits)
-
-    def spend(self, num_relaxed: torch.Tensor, lost: torch.Tensor) -> None:
-        """Takes what a step relaxed off the budgets.
-
-        Args:
-            num_relaxed: int32 `[batch]`, relaxed tokens.
-            lost: int64 `[batch]`, what they lost, in units of 2**-LOSS_BITS nats.
-        """
-        if self._config.limits_share:
-            self._num_relaxed[: num_relaxed.shape[0]] += num_relaxed
-        if self._has_loss_bound:
-            self._lost[: lost.shape[0]] += lost
+            blocked = self._blocked(requests, drafts)
+        return Requests(self._records, self._slots[:batch], produced), blocked
 
     def returns(self, batch: int) -> dict[int, str]:
-        """Ids of those of the first `batch` requests that want to know what was relaxed."""
+        """Ids of those of the first `batch` requests that want to know what was done."""
         if not self._has_returns:
             return {}
         ids = self._request_ids()
         places = range(batch)
         return {place: ids[place] for place in places if self._of_place(place).options.wants_return}
 
-    @cached_property
-    def _markers(self) -> Markers:
-        return self._sections.markers(self._device)
-
-    def _blocked(self, drafts: Drafts) -> torch.Tensor:
-        ids, ends = drafts.draft_token_ids, drafts.cu_num_draft_tokens
-        requests = [self._of_place(place) for place in range(ends.shape[0])]
+    def _blocked(self, requests: list[_Request], drafts: Drafts) -> list[int]:
+        drafted, ends = drafts.draft_token_ids.tolist(), drafts.cu_num_draft_tokens.tolist()
         for request in requests:
+            if request.scanned > len(request.output):
+                # A failed load of the KV cache took tokens back.
+                request.state = self._sections.advance(0, request.prompt)
+                request.scanned = 0
             if self._sections:
                 tokens = request.output[request.scanned :]
                 request.state = self._sections.advance(request.state, tokens)
                 request.scanned += len(tokens)
         states = [request.state for request in requests]
         is_structured = [request.options.is_structured for request in requests]
-        if self._on_host:
-            drafted, begin = ids.tolist(), 0
-            reasons = list(self._sections.blocked(states, is_structured, drafted, ends.tolist()))
-            for request, end in zip(requests, ends.tolist(), strict=True):
-                if self._config.repeat_ngram:
-                    repeats = request.ngrams.repeated(request.output, drafted[begin:end])
-                    for position, is_repeat in enumerate(repeats, start=begin):
-                        reasons[position] = reasons[position] or Verdict.REPEAT * is_repeat
-                begin = end
-            return torch.tensor(reasons, dtype=torch.int8)
-        from vllm_mars.kernels.sections import blocked_rows
+        reasons = list(self._sections.blocked(states, is_structured, drafted, ends))
+        begin = 0
+        for request, end in zip(requests, ends, strict=True):
+            if self._config.repeat_ngram:
+                repeats = request.ngrams.repeated(request.output, drafted[begin:end])
+                for position, is_repeat in enumerate(repeats, start=begin):
+                    reasons[position] = reasons[position] or Verdict.REPEAT * is_repeat
+            begin = end
+        return reasons
 
-        none = torch.zeros(len(requests), dtype=torch.int32, device=self._device)
-        places = torch.arange(len(requests), dtype=torch.int32, device=self._device)
-        rows: torch.Tensor = blocked_rows(
-            self._to_device(states).int(),
-            none.clone(),
-            self._to_device(is_structured).int(),
-            Slots(places, none[:, None], none, none),
-            # A row's draft token is looked for one entry behind it.
-            drafts._replace(draft_token_ids=torch.nn.functional.pad(ids, (1, 0))),
-            self._markers,
-        )
-        blocked = rows[: ids.shape[0]]
-        if self._config.repeat_ngram:
-            self._answers.block_repeats(blocked, [request.answer for request in requests], drafts)
-        return blocked
-
-    def _to_device(self, values: Sequence[float]) -> torch.Tensor:
+    def _to_device(self, values: Sequence[int]) -> torch.Tensor:
         # New memory each time: an earlier copy may not have been made yet, with steps queued ahead.
-        pinned = torch.tensor(values, pin_memory=self._device.type == "cuda")
+        pinned = torch.tensor(values, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         return pinned.to(self._device, non_blocking=True)

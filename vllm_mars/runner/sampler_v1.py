@@ -21,11 +21,13 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
+from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts
-from vllm_mars.runner.margin import MarginRule, require_own_sampler
+from vllm_mars.runner.counters import Counters, layout_of
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v1 import RequestsV1
+from vllm_mars.runner.verification import Verification, require_own_sampler
 from vllm_mars.runner.warmup import warm_up_v1
 
 if TYPE_CHECKING:
@@ -38,16 +40,15 @@ class MarsRejectionSampler(RejectionSampler):
     """vLLM's V1 rejection sampler with the margin-aware rule.
 
     A greedy batch is verified in one pass: on the raw logits rows where no logits processor touches
-    them, else on the processed ones. Any other batch takes vLLM's own path; in between, at each
-    relaxed position, the draft token is made the target's certain choice, so that vLLM's kernels
-    accept it with the random numbers and the corrections that they would have used anyway.
+    them, else on the processed ones. Any other batch takes vLLM's own path, with the bias of the
+    rule on the draft tokens' logits (or, where drafts are drawn, with the rows that are served), so
+    that vLLM's kernels verify losslessly against the distribution that is served.
 
     Args:
         sampler: vLLM's sampler, for bonus tokens.
         spec_config: vLLM's speculative config.
         device: device of the logits.
-        config: the options.
-        protected_token_ids: tokens at which verification stays strict.
+        verification: of the engine.
         requests: the requests of the runner's batch.
     """
 
@@ -56,12 +57,11 @@ class MarsRejectionSampler(RejectionSampler):
         sampler: Sampler,
         spec_config: "SpeculativeConfig",
         device: torch.device,
-        config: MarsConfig,
-        protected_token_ids: list[int],
+        verification: Verification,
         requests: RequestsV1,
     ) -> None:
         super().__init__(sampler, spec_config, device)
-        self.rule = MarginRule(config, protected_token_ids)
+        self.verification = verification
         self.requests = requests
         self._longest_draft_to_warm_up = spec_config.num_speculative_tokens if spec_config else 0
 
@@ -85,7 +85,7 @@ class MarsRejectionSampler(RejectionSampler):
             the last emitted token.
         """
         if self._longest_draft_to_warm_up:
-            warm_up_v1(self.rule, logits, self._longest_draft_to_warm_up)
+            warm_up_v1(self.verification, logits, self._longest_draft_to_warm_up)
             self._longest_draft_to_warm_up = 0
         if takes_raw_logits(sampling_metadata):
             drafts = Drafts(
@@ -141,29 +141,7 @@ class MarsRejectionSampler(RejectionSampler):
         if sampling_metadata.all_greedy:
             output_token_ids = self._verify_greedy(drafts)
         else:
-            margin = self.requests.margin(drafts)
-            is_greedy = not sampling_metadata.all_random and sampling_metadata.temperature == 0
-            with self.rule.relaxed_made_certain(drafts, margin, is_greedy) as judgement:
-                output_token_ids = rejection_sample(
-                    metadata.draft_token_ids,
-                    metadata.num_draft_tokens,
-                    metadata.max_spec_len,
-                    metadata.cu_num_draft_tokens,
-                    draft_probs,
-                    processed,
-                    bonus.sampled_token_ids,
-                    sampling_metadata,
-                    use_fp64_gumbel=self.use_fp64_gumbel,
-                )
-            if judgement is not None:
-                # A step emits the accepted drafts and one more token.
-                num_accepted = (output_token_ids >= 0).sum(1) - 1
-                returns = self.requests.returns(num_accepted.shape[0])
-                spent = self.rule.record(
-                    drafts, margin, judgement, num_accepted, returns, is_greedy=is_greedy
-                )
-                if spent is not None:
-                    self.requests.spend(*spent)
+            output_token_ids = self._sample(drafts, metadata, draft_probs, sampling_metadata)
         logprobs = None
         if wants_logprobs:
             logprobs = self._get_logprobs_tensors(
@@ -177,11 +155,46 @@ class MarsRejectionSampler(RejectionSampler):
         return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
 
     def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:
-        margin = self.requests.margin(drafts)
+        requests, blocked = self.requests.step(drafts)
         returns = self.requests.returns(drafts.cu_num_draft_tokens.shape[0])
-        output = self.rule.verify(drafts, margin, returns)
-        self.requests.spend(output.num_relaxed, output.lost)
-        output_token_ids: torch.Tensor = output.output_token_ids
+        output = self.verification.accept(drafts, requests, blocked, returns)
+        return output.output_token_ids
+
+    def _sample(
+        self,
+        drafts: Drafts,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        sampling_metadata: SamplingMetadata,
+    ) -> torch.Tensor:
+        verification, device = self.verification, drafts.logits.device
+        rule, kernels = verification.rule(drafts.logits), verification.kernels(device)
+        batch = drafts.cu_num_draft_tokens.shape[0]
+        requests, blocked = self.requests.step(drafts)
+        account = verification.account(batch, device, self.requests.returns(batch))
+        temperature = sampling_metadata.temperature
+        if verification.config.is_shadow:
+            verification.count_shadow(drafts, blocked, (temperature == 0).tolist())
+
+        def clip(prices: torch.Tensor) -> Clipped:
+            return clip_rows(drafts.logits, draft_probs, prices)
+
+        is_drawn = draft_probs is not None
+        plan = kernels.plan(
+            drafts, requests, rule, temperature, blocked, clip if is_drawn else None
+        )
+        output_token_ids = rejection_sample(
+            metadata.draft_token_ids,
+            metadata.num_draft_tokens,
+            metadata.max_spec_len,
+            metadata.cu_num_draft_tokens,
+            draft_probs,
+            plan.clipped.logits if is_drawn else drafts.logits,
+            drafts.bonus_token_ids,
+            sampling_metadata,
+            use_fp64_gumbel=self.use_fp64_gumbel,
+        )
+        kernels.settle(plan, drafts, requests, output_token_ids, account)
         return output_token_ids
 
 
@@ -235,21 +248,23 @@ def install(runner: Any, config: MarsConfig) -> None:
         batch = runner.input_batch
         batch.logitsprocs_need_output_token_ids = others_need_output_tokens or needed
 
+    spec_config = runner.speculative_config
     requests = RequestsV1(
         config,
         runner.max_num_reqs,
         runner.device,
         lambda: runner.input_batch.req_ids,
         need_output_tokens,
+        getattr(spec_config, "draft_sample_method", None) == "probabilistic",
     )
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
-    runner.rejection_sampler = MarsRejectionSampler(
-        own.sampler,
-        runner.speculative_config,
-        runner.device,
+    verification = Verification(
         config,
         protected_token_ids(config, runner.model_config),
-        requests,
+        Counters(layout_of(config, spec_config), runner.device),
     )
-    attach_counters(runner, runner.rejection_sampler.rule)
-    runner.rejection_sampler.rule.log_start(logger, "V1", runner.device)
+    runner.rejection_sampler = MarsRejectionSampler(
+        own.sampler, spec_config, runner.device, verification, requests
+    )
+    attach_counters(runner, verification)
+    verification.log_start(logger, "V1", runner.device)

@@ -1,0 +1,167 @@
+"""Verification as one engine applies it, shared by the samplers of both model runners."""
+
+from logging import Logger
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_mars.config import MarsConfig
+from vllm_mars.kernels.terms import Account, Drafts, Requests, Rule, VerifyOutput, loss_units
+from vllm_mars.runner.counters import Counters
+from vllm_mars.runner.shadow import count_shadow, without_bonus_rows
+from vllm_mars.verify import Backend, kernels_of, resolve_backend
+
+# Of the value that the log names, by rule.
+_UNITS = {"theta": "", "gap": " nats", "price": " nats per token gained"}
+
+
+class Returned(NamedTuple):
+    """What a step did, for the requests that want to know it.
+
+    Attributes:
+        request_ids: ids of these requests by their place in the batch.
+        table: float32 `[batch, width]`: see `Account`.
+    """
+
+    request_ids: dict[int, str]
+    table: torch.Tensor
+
+
+class Verification:
+    """Verifies one engine's steps by its options, and writes down what they did.
+
+    Args:
+        config: the options.
+        protected_token_ids: tokens at which verification stays strict.
+        counters: where positions are counted.
+        backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
+
+    Attributes:
+        returned: what requests want to know of the steps since it was last emptied.
+    """
+
+    def __init__(
+        self,
+        config: MarsConfig,
+        protected_token_ids: list[int],
+        counters: Counters,
+        backend: Backend = "auto",
+    ) -> None:
+        self.config = config
+        self.protected_token_ids = protected_token_ids
+        self.counters = counters
+        self.backend = backend
+        self.returned: list[Returned] = []
+        self._protected: torch.Tensor | None = None
+
+    def kernels(self, device: torch.device) -> ModuleType:
+        """The module with `accept`, `plan` and `settle` for a device."""
+        return kernels_of(resolve_backend(self.backend, device.type), device.type)
+
+    def rule(self, logits: torch.Tensor) -> Rule:
+        """The rule on logits of this width.
+
+        The mask of the protected tokens is built on the first call, because only the logits tell
+        how wide the model's output is.
+        """
+        vocab = logits.shape[1]
+        if self._protected is None or self._protected.shape[0] != vocab:
+            mask = torch.zeros(vocab, dtype=torch.bool)
+            mask[[token for token in self.protected_token_ids if token < vocab]] = True
+            self._protected = mask.to(logits.device)
+        return Rule(self.config.rule, loss_units(self.config.loss_burst), self._protected)
+
+    def account(self, batch: int, device: torch.device, returns: dict[int, str]) -> Account:
+        """Where a step of so many requests is written down, with a table if any `returns`."""
+        longest = self.counters.layout.num_speculative_tokens
+        table = None
+        if returns:
+            table = torch.empty((batch, longest + 1), device=device)
+            self.returned.append(Returned(returns, table))
+        return Account(self.counters.device_counts, table, longest)
+
+    def accept(
+        self, drafts: Drafts, requests: Requests, blocked: Any, returns: dict[int, str]
+    ) -> VerifyOutput:
+        """Verifies a step of greedy requests.
+
+        Args:
+            drafts: the step's.
+            requests: of the step.
+            blocked: a `Verdict` at each position that must stay strict, else 0; or None.
+            returns: ids by place of the requests that want to know what was done.
+        """
+        rule, device = self.rule(drafts.logits), drafts.logits.device
+        batch = drafts.cu_num_draft_tokens.shape[0]
+        self.count_shadow(drafts, blocked, [True] * batch)
+        account = self.account(batch, device, returns)
+        output: VerifyOutput = self.kernels(device).accept(drafts, requests, rule, blocked, account)
+        return output
+
+    def count_shadow(self, drafts: Drafts, blocked: Any, is_greedy: list[bool]) -> None:
+        """Counts what the other values would have accepted, in shadow mode."""
+        if not self.config.is_shadow or not len(drafts.draft_token_ids):
+            return
+        rows = without_bonus_rows(drafts)
+        if isinstance(blocked, torch.Tensor):
+            blocked = blocked[: len(drafts.draft_token_ids)]
+            blocked = (blocked if rows is drafts else blocked[rows.target_rows]).tolist()
+        count_shadow(self.counters, rows, self.rule(drafts.logits), blocked, is_greedy)
+
+    def log_start(self, logger: Logger, runner: str, device: torch.device) -> None:
+        """Logs once, on the first tensor-parallel rank, what verification this engine does."""
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        if get_tensor_model_parallel_rank() != 0:
+            return
+        logger.info(
+            "Margin-aware verification (MARS) is on: %s, %d protected tokens, model runner %s, "
+            "%s backend; %s",
+            self.describe(),
+            len(self.protected_token_ids),
+            runner,
+            resolve_backend(self.backend, device.type),
+            self._loss(),
+        )
+
+    def describe(self) -> str:
+        """The rule and the bound, in words."""
+        config, words = self.config, []
+        if config.sets_price:
+            words.append("price set by what is left of mars_max_loss")
+        else:
+            words.append(f"{config.rule}={config.value:g}{_UNITS[config.rule]}")
+        if config.max_loss is not None:
+            words.append(
+                f"max_loss={config.max_loss:g} nats per token with a burst of "
+                f"{config.loss_burst:g} nats"
+            )
+        return ", ".join(words)
+
+    def _loss(self) -> str:
+        if self.config.is_shadow:
+            return "shadow mode: the output is lossless (strict), other values are counted."
+        if self.config.lossy:
+            return "the output is LOSSY: it can differ from the target's own."
+        if self.config.clients_may_relax:
+            return "the output is lossless (strict) unless a request chooses otherwise."
+        return "the output is lossless (strict)."
+
+
+def require_own_sampler(sampler: object, own: type) -> None:
+    """Refuses a runner whose rejection sampler is not vLLM's own class.
+
+    Args:
+        sampler: the runner's rejection sampler.
+        own: vLLM's class.
+
+    Raises:
+        RuntimeError: the sampler is of another class; the message names it.
+    """
+    if type(sampler) is not own:
+        raise RuntimeError(
+            f"The rejection sampler is already {type(sampler).__module__}."
+            f"{type(sampler).__qualname__}, not vLLM's own; only one extension can verify drafts, "
+            "so disable the other one (VLLM_PLUGINS lists the plugins to load)."
+        )
