@@ -164,6 +164,22 @@ class Drafts(NamedTuple):
         return request, position - starts[request]
 
 
+class Markers(NamedTuple):
+    """What `vllm_mars.runner.sections` walks by, on a device.
+
+    Attributes:
+        opens: int32 `[largest marker + 1]`, the number of the span that a token opens, or 0.
+        closes: int32 of that shape, the spans that it closes, as a bit mask.
+        thinking: the tokens that begin and end the thinking section; -1 for none.
+        only_thinking: whether all outside that section is strict.
+    """
+
+    opens: torch.Tensor
+    closes: torch.Tensor
+    thinking: tuple[int, int]
+    only_thinking: bool
+
+
 class Account(NamedTuple):
     """Where a step writes down what it did, beside `Records.lost`.
 

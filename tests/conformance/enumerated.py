@@ -1,17 +1,19 @@
-"""The distribution of what one request emits in a sampled step, by enumerating the rule.
+"""The distribution of what one request emits in a sampled step, by enumerating its steps.
 
-Two draft positions and a bonus, five tokens. A draft token x ~ q is accepted with probability 1 if
-it is relaxed, else min(1, p(x) / q(x)); after a rejection the token comes from max(p - q, 0),
-normalised; a position counts only where all before it were accepted, the bonus only where both
-were. A draft without probabilities is q = 1 at its token, so that the residual is p without it.
+Two draft positions and a bonus, five tokens. A draft token x ~ q is accepted with probability
+min(1, m(x) / q(x)); after a rejection the token comes from max(m - q, 0), normalised; a position
+counts only where all before it were accepted, the bonus only where both were. A draft that is not
+drawn is q = 1 at its token. What m is, the rule says: `served`, from its formulas.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
+from scipy import optimize, stats
 
 import oracle
 
@@ -27,7 +29,7 @@ LOGITS = torch.tensor(
 )
 # What the draft draws from; the first position's is likely to draw the runner-up.
 DRAFT = torch.tensor([[0.5, 0.1, 0.2, 0.15, 0.05], [0.1, 0.1, 0.3, 0.4, 0.1]], dtype=torch.float64)
-# The draft without probabilities: a runner-up, then a token far from the argmax.
+# The draft that is not drawn: a runner-up, then a token far from the argmax.
 FIXED = (0, 4)
 SIGNIFICANCE = 1e-4
 
@@ -41,85 +43,140 @@ def logits_after(top_k: int | None) -> torch.Tensor:
     return LOGITS.masked_fill(LOGITS < smallest_kept, -torch.inf)
 
 
-def draws(with_draft_probs: bool) -> torch.Tensor:
+def draws(is_drawn: bool) -> torch.Tensor:
     """q at each draft position, `[STEPS, VOCAB]`."""
-    if with_draft_probs:
+    if is_drawn:
         return DRAFT
     return torch.nn.functional.one_hot(torch.tensor(FIXED), VOCAB).double()
 
 
-def emitted(theta: float, with_draft_probs: bool, top_k: int | None) -> dict[Tokens, float]:
-    """Probability of each sequence of tokens that the step can emit."""
+def tilted(p: list[np.ndarray], draft: list[int], price: float, strict: set[int]) -> list[Any]:
+    """The served rows of a draft that is not drawn, by backward induction."""
+    ahead, rows = 0.0, []
+    for i in reversed(range(STEPS)):
+        bias = price + ahead
+        x = draft[i]
+        z = 1 - p[i][x] + p[i][x] * math.exp(bias)
+        if i in strict:
+            ahead = p[i][x] * bias
+            rows.append(p[i])
+            continue
+        m = p[i].copy()
+        m[x] *= math.exp(bias)
+        rows.append(m / z)
+        ahead = math.log(z)
+    return rows[::-1]
+
+
+def clipped(p: np.ndarray, q: np.ndarray, price: float) -> np.ndarray:
+    """m = clip(q, w p, w p e^price), with w such that it sums to 1."""
+
+    def served(log_w: float) -> np.ndarray:
+        w = math.exp(log_w)
+        return np.clip(q, w * p, w * p * math.exp(price)) * (p > 0)
+
+    m = served(optimize.brentq(lambda w: served(w).sum() - 1, -2 * price - 1e-9, 1e-9))
+    return m / m.sum()
+
+
+def served(
+    draft: list[int], is_drawn: bool, top_k: int | None, rule: str, value: float, strict: set[int]
+) -> list[np.ndarray]:
+    """m at each position of a draft."""
     z = logits_after(top_k)
-    p = z.double().softmax(-1)
-    q = draws(with_draft_probs)
+    p = list(z.double().softmax(-1).numpy())
+    if rule == "price" and is_drawn:
+        q = draws(True).numpy()
+        return [p[i] if i in strict else clipped(p[i], q[i], value) for i in range(STEPS)]
+    if rule == "price":
+        return tilted(p, draft, value, strict)
+    rows = []
+    for i, x in enumerate(draft):
+        theta, gap = (value, 0.0) if rule == "theta" else (1.0, value)
+        if i not in strict and oracle.is_relaxed(z[i].tolist(), x, theta, gap, frozenset()):
+            rows.append(np.eye(VOCAB)[x])
+        else:
+            rows.append(p[i])
+    return rows
 
-    def from_position(i: int) -> Iterator[tuple[Tokens, float]]:
+
+def emitted(
+    is_drawn: bool,
+    top_k: int | None,
+    rule: str,
+    value: float,
+    strict: set[int] = frozenset(),  # type: ignore[assignment]
+) -> dict[Tokens, tuple[float, float]]:
+    """Of each sequence that the step can emit its probability and the sum of log m - log p."""
+    p = logits_after(top_k).double().softmax(-1).numpy()
+    q = draws(is_drawn).numpy()
+    found: dict[Tokens, tuple[float, float]] = {}
+
+    def add(tokens: Tokens, share: float, ratio: float) -> None:
+        if share > 0:
+            before, _ = found.get(tokens, (0.0, 0.0))
+            found[tokens] = before + share, ratio
+
+    def paths(draft: list[int], share: float) -> Iterator[tuple[list[int], float]]:
+        i = len(draft)
         if i == STEPS:
-            for token in range(VOCAB):
-                yield (token,), float(p[i, token])
+            yield draft, share
             return
-        rejected = 0.0
         for x in range(VOCAB):
-            if q[i, x] == 0:
-                continue
-            relaxed = oracle.is_relaxed(z[i].tolist(), x, theta, 0.0, frozenset())
-            accepted = 1.0 if relaxed else min(1.0, float(p[i, x] / q[i, x]))
-            rejected += float(q[i, x]) * (1 - accepted)
-            for rest, share in from_position(i + 1):
-                yield (x, *rest), float(q[i, x]) * accepted * share
-        residual = (p[i] - q[i]).clamp(min=0)
-        for token in range(VOCAB):
-            yield (token,), rejected * float(residual[token] / residual.sum())
+            if q[i, x] > 0:
+                yield from paths([*draft, x], share * q[i, x])
 
-    # A rejection emits sequences that no acceptance does, so nothing is listed twice.
-    return {tokens: share for tokens, share in from_position(0) if share > 0}
+    for draft, share in paths([], 1.0):
+        m = served(draft, is_drawn, top_k, rule, value, strict)
+        ratio = 0.0
+        for i, x in enumerate(draft):
+            accepted = min(1.0, m[i][x] / q[i, x])
+            residual = np.maximum(m[i] - q[i], 0)
+            for y in range(VOCAB):
+                if residual[y] > 0 and accepted < 1:
+                    own = ratio + math.log(m[i][y] / p[i, y])
+                    add((*draft[:i], y), share * (1 - accepted) * residual[y] / residual.sum(), own)
+            share *= accepted
+            if share == 0:
+                break
+            ratio += math.log(m[i][x] / p[i, x])
+        for y in range(VOCAB):
+            add((*draft, y), share * p[STEPS, y], ratio)
+    return found
 
 
-def first_token(distribution: dict[Tokens, float]) -> np.ndarray:
-    shares = np.zeros(VOCAB)
-    for tokens, share in distribution.items():
-        shares[tokens[0]] += share
-    return shares
-
-
-def check(samples: list[Tokens], theta: float, with_draft_probs: bool, top_k: int | None) -> None:
-    """Chi-squared tests of the whole sequences, and of the first token."""
-    expected = emitted(theta, with_draft_probs, top_k)
-    assert abs(sum(expected.values()) - 1) < 1e-9
+def check(
+    samples: list[Tokens],
+    ratios: list[float],
+    expected: dict[Tokens, tuple[float, float]],
+) -> None:
+    """A chi-squared test of the sequences; the log-ratios equal the formula's."""
+    assert abs(sum(share for share, _ in expected.values()) - 1) < 1e-9
     counts = Counter(samples)
     assert set(counts) <= set(expected), "something impossible was emitted"
+    for tokens, ratio in dict(zip(samples, ratios, strict=True)).items():
+        assert math.isclose(ratio, expected[tokens][1], abs_tol=2e-5)
     # Sequences too rare for the test are one class together.
-    common = [tokens for tokens, share in expected.items() if share * len(samples) >= 5]
+    common = [tokens for tokens, (share, _) in expected.items() if share * len(samples) >= 5]
     observed = [counts[tokens] for tokens in common]
-    wanted = [expected[tokens] * len(samples) for tokens in common]
+    wanted = [expected[tokens][0] * len(samples) for tokens in common]
     rest = len(samples) - sum(wanted)
     if rest >= 5:
         observed.append(len(samples) - sum(observed))
         wanted.append(rest)
     else:
         wanted = [value * sum(observed) / sum(wanted) for value in wanted]
-    assert stats.chisquare(observed, wanted).pvalue > SIGNIFICANCE
-
-    shares = first_token(expected)
-    if theta == 1:
-        target = logits_after(top_k)[0].double().softmax(-1).numpy()
-        np.testing.assert_allclose(shares, target, atol=1e-9)
-    first = np.bincount([tokens[0] for tokens in samples], minlength=VOCAB)
-    possible = shares > 0
-    assert first[~possible].sum() == 0
-    if possible.sum() > 1:
-        wanted = shares[possible] * len(samples)
-        assert stats.chisquare(first[possible], wanted).pvalue > SIGNIFICANCE
+    if len(wanted) > 1:
+        assert stats.chisquare(observed, wanted).pvalue > SIGNIFICANCE
 
 
-def drafts(count: int, with_draft_probs: bool) -> torch.Tensor:
+def drafts(count: int, is_drawn: bool) -> torch.Tensor:
     """Draft tokens `[count, STEPS]`, drawn from q."""
     generator = torch.Generator().manual_seed(1)
     return torch.stack(
         [
             torch.multinomial(row, count, replacement=True, generator=generator)
-            for row in draws(with_draft_probs)
+            for row in draws(is_drawn)
         ],
         dim=1,
     )

@@ -20,6 +20,7 @@ from vllm_mars.runner import sampler_v1
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.cpu_kernels import mend
 from vllm_mars.runner.requests_v1 import RequestsV1
+from vllm_mars.runner.verification import Verification
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -33,10 +34,11 @@ def _cpu_kernels():
     mend()
 
 
-def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs"):
-    return MarsRejectionSampler(
-        Sampler(logprobs_mode), None, CPU, config, list(protected), RequestsV1(config, 4, CPU)
-    )
+def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs", places=4):
+    counters = Counters(CounterLayout(5, config.shadow, config.rule), CPU)
+    verification = Verification(config, list(protected), counters)
+    requests = RequestsV1(config, places, CPU)
+    return MarsRejectionSampler(Sampler(logprobs_mode), None, CPU, verification, requests)
 
 
 def sampling(temperatures, *, seeds=None, output=None, drafts=None, **changes):

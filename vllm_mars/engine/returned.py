@@ -1,4 +1,7 @@
-"""`mars_return`: what was relaxed of one request, in its answer.
+"""`mars_return`: what verification did to one request, in its answer.
+
+Of a greedy request the relaxed tokens and what each lost; of one that samples `log_ratios`, for
+each token log m - log p, where m is the distribution that was served and p the target's.
 
 The engine core collects it in vLLM's `RequestSpecDecodeMetrics`, which is given one more field and
 which the server puts into a response as `metrics.speculative_decoding`. vLLM fills that only where
@@ -6,14 +9,14 @@ which the server puts into a response as `metrics.speculative_decoding`. vLLM fi
 """
 
 import functools
+import math
 from typing import Any
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.engine.compat import check_interfaces
 from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
 from vllm_mars.requests import in_force, options_of
-from vllm_mars.runner.counters import LOSS_UNIT
-from vllm_mars.runner.outputs import RELAXED_FIELD
+from vllm_mars.runner.outputs import RETURNED_FIELD
 
 
 def declare_request_field(metrics: type) -> None:
@@ -51,6 +54,7 @@ def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
 
     add_request, update_from_output = scheduler.add_request, scheduler.update_from_output
     longest = scheduler.vllm_config.speculative_config.num_speculative_tokens
+    asking: set[str] = set()
 
     def add_and_begin(request: Any, *args: Any, **kwargs: Any) -> Any:
         result = add_request(request, *args, **kwargs)
@@ -60,36 +64,48 @@ def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
         if params is not None and (options := options_of(params, config)).wants_return:
             if request.spec_decode_metrics is None:
                 request.spec_decode_metrics = RequestSpecDecodeMetrics.new(longest)
-            found = {
-                **in_force(options, config),
-                "num_relaxed_tokens": 0,
-                "relaxed_positions": [],
-                "loss_nats": [],
-            }
+            found = in_force(options, config)
+            if params.temperature == 0:
+                found |= {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
+            else:
+                found["log_ratios"] = []
             setattr(request.spec_decode_metrics, REQUEST_FIELD, found)
+            asking.add(request.request_id)
         return result
 
     def update_and_collect(scheduler_output: Any, model_runner_output: Any) -> Any:
-        relaxed = vars(model_runner_output).pop(RELAXED_FIELD, None) or {}
+        rows = vars(model_runner_output).pop(RETURNED_FIELD, None) or {}
         # A request that ends in this step is no longer in the scheduler's list afterwards.
         before = {
             request: request.num_output_tokens
-            for request_id in relaxed
+            for request_id in asking
             if (request := scheduler.requests.get(request_id)) is not None
         }
         result = update_from_output(scheduler_output, model_runner_output)
         for request, begin in before.items():
             # What a stop cut off is no part of the answer.
             produced = request.num_output_tokens - begin
-            kept = [(o, lost) for o, lost in relaxed[request.request_id] if o < produced]
             found = getattr(request.spec_decode_metrics, REQUEST_FIELD)
-            found["relaxed_positions"] += [begin + offset for offset, _ in kept]
-            found["loss_nats"] += [lost * LOSS_UNIT for _, lost in kept]
-            found["num_relaxed_tokens"] += len(kept)
+            _add_step(found, begin, rows.get(request.request_id, [])[: max(produced, 0)], produced)
+            if request.request_id not in scheduler.requests:
+                asking.discard(request.request_id)
         return result
 
     scheduler.add_request = add_and_begin
     scheduler.update_from_output = update_and_collect
+
+
+def _add_step(found: dict[str, Any], begin: int, row: list[float], produced: int) -> None:
+    """Adds a step's row of the table to what a request gets back."""
+    if "log_ratios" in found:
+        # Without a draft a token is the target's own.
+        rest = [0.0] * (produced - len(row))
+        found["log_ratios"] = found["log_ratios"][:begin] + row + rest
+        return
+    kept = [(offset, lost) for offset, lost in enumerate(row) if not math.isnan(lost)]
+    found["relaxed_positions"] += [begin + offset for offset, _ in kept]
+    found["loss_nats"] += [lost for _, lost in kept]
+    found["num_relaxed_tokens"] += len(kept)
 
 
 def is_supported() -> bool:

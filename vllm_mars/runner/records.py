@@ -8,7 +8,6 @@ import torch
 from vllm_mars.config import STRICT_VALUE, MarsConfig
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
-    MOST_PRICE,
     RATE_BITS,
     Records,
     loss_rate,
@@ -69,11 +68,11 @@ def record_of(
     if num_output_tokens and options.max_loss < math.inf:
         lost = most_lost(rate, burst, num_output_tokens)
     scale = 0
-    if config.sets_price and not config.is_shadow:
+    if value == math.inf:
         c = GREEDY_SCALE if is_greedy else DRAWN_SCALE if is_drawn else SAMPLED_SCALE
         scale = price_scale(c, rate, burst)
-    price = price_units(value) if config.rule == "price" else 0
-    return Record(value, min(price, MOST_PRICE), scale, rate, lost)
+    price = price_units(value) if config.rule == "price" and not scale else 0
+    return Record(value, price, scale, rate, lost)
 
 
 def price_scale(c: float, rate: int, burst: int) -> int:
