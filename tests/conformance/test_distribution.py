@@ -40,7 +40,7 @@ def test_v1(monkeypatch, is_drawn, top_k, rule, value, strict):
     metadata = test_sampler_v1.metadata_of(drafts.tolist())
     metadata.draft_token_ids = drafts.flatten().int()
     torch.manual_seed(0)
-    sampler = test_sampler_v1.mars_sampler(MarsConfig(**{rule: value}, repeat_guard=0), places=COUNT)
+    sampler = test_sampler_v1.mars_sampler(MarsConfig(**{rule: value}, repeat_guard=0))
     step = sampler.requests.step
 
     def with_strict(given):
