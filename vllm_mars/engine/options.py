@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.calibration import resolve_auto
 from vllm_mars.config import (
     CONFIG_KEY,
     OPTION,
@@ -44,11 +43,8 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     """
     from vllm.logger import init_logger
 
-    given, notes = resolve_auto(engine_args.speculative_config, model_config)
     logger = init_logger("vllm.vllm_mars.engine.options")
-    for note in notes:
-        logger.warning("%s", note)
-    config, speculative_config = split_speculative_config(given)
+    config, speculative_config = split_speculative_config(engine_args.speculative_config)
     method = speculative_config.get("rejection_sample_method", "standard")
     check_lock(lossy_reason(config, method))
     if config is None:
@@ -67,7 +63,8 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         )
     check_interfaces("markers")
     config = resolve_markers(config, engine_args, model_config)
-    if config.lossy and not given.keys() & set(OPTION.values()):
+    given = {key.replace("-", "_") for key in engine_args.speculative_config}
+    if config.lossy and not given & set(OPTION.values()):
         is_bounded = config.max_loss is not None
         unbounded = "" if is_bounded else ", and nothing bounds how much an answer loses"
         logger.warning(_NOT_CHOSEN, unbounded)
