@@ -2,7 +2,6 @@
 
 import enum
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -158,18 +157,15 @@ class Margin(NamedTuple):
     price: float | torch.Tensor | None = None
 
     @classmethod
-    def of(cls, metric: str, threshold: Sequence[Any], **limits: Any) -> "Margin":
-        """That of a metric: a price stands in the place of theta and gap.
+    def of(cls, rule: str, value: float | torch.Tensor, **limits: Any) -> "Margin":
+        """That of a rule: a price stands in the place of theta and gap.
 
         Args:
-            metric: "ratio", "gap" or "price".
-            threshold: theta, gap and price; each a float, or float32 `[batch]`.
+            rule: "theta", "gap" or "price".
+            value: of the rule; a float, or float32 `[batch]`.
             limits: the other attributes.
         """
-        theta, gap, price = threshold
-        if metric == "price":
-            return cls(1.0, price=price, **limits)
-        return cls(theta, gap, **limits)
+        return cls(**{"theta": 1.0, rule: value}, **limits)
 
     @property
     def is_strict(self) -> bool:

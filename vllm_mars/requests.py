@@ -9,15 +9,12 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mars.config import (
-    LIMIT,
-    METRICS,
     OPTION,
     OPTION_PREFIX,
-    STRICT,
+    STRICT_VALUE,
     MarsConfig,
-    Threshold,
     check_max_loss,
-    check_threshold,
+    check_value,
     unknown_option,
 )
 from vllm_mars.lock import LOCK_VARIABLE, lock_is_on
@@ -25,12 +22,12 @@ from vllm_mars.lock import LOCK_VARIABLE, lock_is_on
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-# The metric that each threshold belongs to.
-_THRESHOLDS = {option: metric for metric, option in OPTION.items()}
+# The rule that each option names.
+_RULES = {option: rule for rule, option in OPTION.items()}
 _MAX_LOSS = "mars_max_loss"
 _RETURN = "mars_return"
 _SPECULATE = "mars_speculate"
-_KEYS = (*_THRESHOLDS, _MAX_LOSS, _RETURN, _SPECULATE)
+_KEYS = (*_RULES, _MAX_LOSS, _RETURN, _SPECULATE)
 # Where a request's parameters keep what was read of them.
 _PARSED = "_mars_options"
 
@@ -39,14 +36,14 @@ class RequestOptions(NamedTuple):
     """What one request chose, or has from the server.
 
     Attributes:
-        threshold: of its verification.
+        value: of the server's rule.
         is_structured: whether all of it is verified strictly, because its output is structured.
         wants_return: whether the client asked what was relaxed.
         max_loss: most that it may lose, in nats per output token; infinity for no bound.
         speculates: whether it is verified with drafts at all.
     """
 
-    threshold: Threshold
+    value: float
     is_structured: bool = False
     wants_return: bool = False
     max_loss: float = math.inf
@@ -66,11 +63,10 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
     """The options of one request, which are parsed once in a process and kept on its parameters.
 
     Args:
-        params: the request's parameters; its `extra_args` may hold `mars_theta`, a number in (0, 1]
-            where 1 is strict, `mars_gap` or `mars_price` where that is the server's metric,
-            `mars_max_loss`, `mars_speculate`, and `mars_return`.
-        config: the server's options. In shadow mode the threshold is checked, but nothing is
-            relaxed.
+        params: the request's parameters; its `extra_args` may hold the option of the server's rule
+            (`mars_theta`, `mars_gap` or `mars_price`), `mars_max_loss`, `mars_speculate`, and
+            `mars_return`.
+        config: the server's options. In shadow mode the value is checked, but nothing is relaxed.
 
     Raises:
         ValueError: an unknown `mars_*` key, a bad value, or one that the server does not allow.
@@ -81,7 +77,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
     # A caller may change parameters that have served a request, and use them for the next one.
     if parsed is None or parsed[:-1] != (config, own, is_constrained):
         options = RequestOptions(
-            _threshold(own, config),
+            _value(own, config),
             is_constrained and config.structured == "strict",
             _boolean(own, _RETURN, False, "true adds what was relaxed to the answer"),
             _max_loss(own, config),
@@ -102,27 +98,26 @@ def refuse_locked(params: "SamplingParams") -> None:
         ValueError: such a choice.
     """
     for key, value in (params.extra_args or {}).items():
-        metric = _THRESHOLDS.get(key)
-        if metric is not None and lock_is_on() and Threshold.of(metric, value) != STRICT:
+        rule = _RULES.get(key)
+        if rule is not None and lock_is_on() and value != STRICT_VALUE[rule]:
             raise ValueError(
                 f"{key}={value} is lossy, but this server is locked to strict verification "
-                f"({LOCK_VARIABLE}=strict); choose {STRICT.value(metric):g} or leave it out."
+                f"({LOCK_VARIABLE}=strict); choose {STRICT_VALUE[rule]:g} or leave it out."
             )
 
 
 def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float]:
-    """The threshold that verification follows, as `mars_return` reports it."""
-    strict = options.is_structured or config.shadow
-    threshold = STRICT if strict else options.threshold
-    return {METRICS[config.metric]: threshold.value(config.metric)}
+    """The rule and the value that verification follows, as `mars_return` reports it."""
+    is_strict = options.is_structured or config.is_shadow
+    return {config.rule: STRICT_VALUE[config.rule] if is_strict else options.value}
 
 
 def _is_ours(key: object) -> bool:
     return isinstance(key, str) and key.startswith(OPTION_PREFIX)
 
 
-def _threshold(own: dict[str, Any], config: MarsConfig) -> Threshold:
-    """The threshold among a request's own options, else the server's."""
+def _value(own: dict[str, Any], config: MarsConfig) -> float:
+    """The rule's value among a request's own options, else the server's."""
     for key in own:
         if key not in _KEYS:
             raise unknown_option(key, "a request", _KEYS)
@@ -132,40 +127,37 @@ def _threshold(own: dict[str, Any], config: MarsConfig) -> Threshold:
             f"{', '.join(chosen)}: this server does not let requests choose their verification "
             "(mars_client_control is false); leave it out."
         )
-    threshold = config.threshold
     for key in chosen:
-        if key in _THRESHOLDS:
-            threshold = _own_threshold(key, own[key], config)
-    return threshold
-
-
-def _own_threshold(key: str, value: Any, config: MarsConfig) -> Threshold:
-    metric = _THRESHOLDS[key]
-    check_threshold(metric, value)
-    if metric != config.metric:
-        raise ValueError(
-            f"{key}={value} belongs to mars_metric={metric!r}, but this server's is "
-            f"{config.metric!r}; choose {OPTION[config.metric]} or leave it out."
-        )
-    _check_limit(metric, value, config)
+        rule = _RULES.get(key, config.rule)
+        if key in _RULES:
+            check_value(rule, own[key])
+        if rule != config.rule:
+            raise ValueError(
+                f"{key}={own[key]} names another rule than this server's; choose "
+                f"{OPTION[config.rule]} or leave it out."
+            )
+    if OPTION[config.rule] not in own:
+        return config.value
+    value = float(own[OPTION[config.rule]])
+    _check_limit(value, config)
     # Where an engine alone is locked, what its front end let through is verified strictly.
-    return STRICT if lock_is_on() else Threshold.of(metric, value)
+    return STRICT_VALUE[config.rule] if lock_is_on() else value
 
 
-def _check_limit(metric: str, value: float, config: MarsConfig) -> None:
-    """Refuses what is looser than the server allows; that is its own threshold by default."""
-    limit = config.limit
-    if metric == "ratio":
+def _check_limit(value: float, config: MarsConfig) -> None:
+    """Refuses what is looser than the server allows; that is its own value by default."""
+    limit = config.limit_value
+    if config.rule == "theta":
         is_looser, where, allowed = value < limit, "below", f"[{limit}, 1]"
     else:
         is_looser, where, allowed = value > limit, "above", f"[0, {limit}]"
     if not is_looser:
         return
-    given = f"{OPTION[metric]}={value} is {where} this server's"
-    if limit == config.threshold.value(metric):
+    given = f"{OPTION[config.rule]}={value} is {where} this server's"
+    if limit == config.value:
         raise ValueError(
             f"{given} own {limit}, but a request may only be stricter than its server; choose a "
-            f"value in {allowed}, or have the server started with {LIMIT[metric]}."
+            f"value in {allowed}, or have the server started with mars_limit."
         )
     raise ValueError(f"{given} limit of {limit}; choose a value in {allowed}.")
 

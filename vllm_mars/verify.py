@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 
-from vllm_mars.config import check_nats, check_theta
+from vllm_mars.config import check_value
 from vllm_mars.kernels.terms import (
     Drafts,
     Judgement,
@@ -121,7 +121,7 @@ def check_step(drafts: Drafts, margin: Margin) -> None:
         ("protected", margin.protected, (torch.bool,), (logits.shape[1],)),
         ("blocked", margin.blocked, (torch.int8,), (num_draft,)),
     ]
-    thresholds = [("theta", margin.theta, check_theta), ("gap", margin.gap, check_nats)]
+    thresholds = [("theta", margin.theta), ("gap", margin.gap)]
     if margin.price is not None:
         others = [v for v in (margin.theta, margin.gap) if isinstance(v, float | int)]
         if len(others) == 2 and others != [1, 0]:
@@ -129,10 +129,10 @@ def check_step(drafts: Drafts, margin: Margin) -> None:
                 f"price={margin.price} is given beside theta={margin.theta} and gap={margin.gap}; "
                 "give theta=1 and gap=0 with a price."
             )
-        thresholds.append(("price", margin.price, check_nats))
-    for name, value, check in thresholds:
+        thresholds.append(("price", margin.price))
+    for name, value in thresholds:
         if isinstance(value, float | int):
-            check(value, name)
+            check_value(name, value, name)
         else:
             given.append((name, value, (torch.float32,), (batch,)))
     if (budget := margin.budget) is not None:

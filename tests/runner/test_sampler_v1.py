@@ -16,6 +16,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 import oracle
 from vllm_mars import MarsConfig, MarsRejectionSampler
+from vllm_mars.kernels.terms import Margin
 from vllm_mars.runner import sampler_v1
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.cpu_kernels import mend
@@ -163,9 +164,7 @@ def both(setting, seed, config, *, draft_probs=False, logprobs_mode="raw_logprob
 @pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("draft_probs", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize(
-    "config", [MarsConfig(theta=1.0), MarsConfig(metric="gap"), MarsConfig(metric="price")]
-)
+@pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(gap=0), MarsConfig(price=0)])
 def test_theta_1_is_vllm(config, setting, draft_probs, logprobs_mode):
     for seed in range(8):
         own, mars = both(
@@ -183,7 +182,7 @@ def test_theta_1_is_vllm(config, setting, draft_probs, logprobs_mode):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("config", [MarsConfig(theta=0.5), MarsConfig(metric="price", price=0.5)])
+@pytest.mark.parametrize("config", [MarsConfig(theta=0.5), MarsConfig(price=0.5)])
 def test_relaxed_accepts_more(config, setting):
     strict_total = relaxed_total = 0
     for seed in range(20):
@@ -198,12 +197,12 @@ def test_relaxed_accepts_more(config, setting):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("processed", [False, True])
-@pytest.mark.parametrize("config", [MarsConfig(theta=0.8), MarsConfig(metric="price", price=1.5)])
+@pytest.mark.parametrize("config", [MarsConfig(theta=0.8), MarsConfig(price=1.5)])
 def test_greedy_follows_the_rule(config, processed, dtype):
     """Raw rows and vLLM's path with the relaxed drafts made certain give the oracle's tokens."""
     protected = frozenset({3, 50})
     sampler = mars_sampler(config, protected)
-    theta, gap, price = config.threshold
+    margin = Margin.of(config.rule, config.value)
     for seed in range(30):
         metadata, logits = step(seed, dtype=dtype)
         changes = {"max_num_logprobs": 0} if processed else {}
@@ -213,8 +212,8 @@ def test_greedy_follows_the_rule(config, processed, dtype):
         target = logits[rows].float().split(LENGTHS)
         expected = [
             oracle.verify(
-                *(part.tolist(), drafts, int(last), theta, gap, protected),
-                price=price if config.metric == "price" else None,
+                *(part.tolist(), drafts, int(last), margin.theta, margin.gap, protected),
+                price=margin.price,
             ).tokens
             for part, drafts, last in zip(
                 target, drafts_of(metadata), logits[bonus].argmax(-1), strict=True
@@ -224,7 +223,7 @@ def test_greedy_follows_the_rule(config, processed, dtype):
         assert [[token for token in row if token != -1] for row in output] == expected
 
 
-@pytest.mark.parametrize("config", [MarsConfig(theta=0.8), MarsConfig(metric="price", price=1.5)])
+@pytest.mark.parametrize("config", [MarsConfig(theta=0.8), MarsConfig(price=1.5)])
 def test_greedy_requests_get_the_same_beside_one_that_samples(config):
     for seed in range(30):
         metadata, logits = step(seed)
@@ -237,9 +236,7 @@ def test_greedy_requests_get_the_same_beside_one_that_samples(config):
         assert torch.equal(alone, beside)
 
 
-@pytest.mark.parametrize(
-    "config", [MarsConfig(theta=0.5), MarsConfig(metric="price", price=1.0, repeat_guard=0)]
-)
+@pytest.mark.parametrize("config", [MarsConfig(theta=0.5), MarsConfig(price=1.0, repeat_guard=0)])
 def test_a_first_choice_is_not_relaxed_beside_one_that_samples(config):
     metadata = metadata_of([[1], [1]])
     logits = torch.tensor([[1.9, 2.0, 0.5, 0.0]]).repeat(4, 1)
@@ -302,7 +299,7 @@ def test_distribution_of_the_first_token(value, with_draft_probs):
     if price is None:
         theta, config = value, MarsConfig(theta=value)
     else:
-        theta, config = 1.0, MarsConfig(metric="price", price=price)
+        theta, config = 1.0, MarsConfig(price=price)
     count = 20_000
     z = torch.tensor([1.9, 2.0, 1.2, 0.3, -1.0])
     p = z.double().softmax(-1)

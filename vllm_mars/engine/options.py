@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # What a server with a threshold that nobody chose says.
 _NOT_CHOSEN = (
     "None of mars_theta, mars_gap and mars_price is given, so mars_theta is the paper's 0.9: "
-    "lossy%s. Prefer mars_metric 'price' with a mars_price, which weighs the tokens gained against "
-    "their loss, and mars_max_loss, which bounds the loss of each answer."
+    "lossy%s. Prefer mars_price, which weighs the tokens gained against their loss, and "
+    "mars_max_loss, which bounds the loss of each answer."
 )
 
 
@@ -41,15 +41,13 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         NotImplementedError: MARS together with a feature that it cannot serve.
         RuntimeError: an unsupported vLLM, or the environment forbids lossy verification.
     """
-    from vllm.logger import init_logger
-
-    logger = init_logger("vllm.vllm_mars.engine.options")
     config, speculative_config = split_speculative_config(engine_args.speculative_config)
     method = speculative_config.get("rejection_sample_method", "standard")
     check_lock(lossy_reason(config, method))
     if config is None:
         return
     import vllm
+    from vllm.logger import init_logger
 
     check_version(vllm.__version__)
     check_interfaces("options")
@@ -67,11 +65,11 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     if config.lossy and not given & set(OPTION.values()):
         is_bounded = config.max_loss is not None
         unbounded = "" if is_bounded else ", and nothing bounds how much an answer loses"
-        logger.warning(_NOT_CHOSEN, unbounded)
+        init_logger("vllm.vllm_mars.engine.options").warning(_NOT_CHOSEN, unbounded)
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {
         **engine_args.additional_config,
-        CONFIG_KEY: TravellingOptions(config.to_json()),
+        CONFIG_KEY: TravellingOptions(config),
     }
 
 

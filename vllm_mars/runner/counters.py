@@ -42,8 +42,8 @@ class CounterLayout:
 
     Args:
         num_speculative_tokens: K, the longest draft, >= 1.
-        shadowed: thresholds of the shadow mode; none outside it.
-        metric: that they belong to.
+        shadowed: values of the rule that the shadow mode counts; none outside it.
+        rule: that they belong to.
 
     Attributes:
         verified: K entries, one per draft position: positions that verification looked at, up to
@@ -67,11 +67,11 @@ class CounterLayout:
         self,
         num_speculative_tokens: int,
         shadowed: tuple[float, ...] = (),
-        metric: str = "ratio",
+        rule: str = "theta",
     ) -> None:
         self.num_speculative_tokens = longest = num_speculative_tokens
         self.shadowed = shadowed
-        self.metric = metric
+        self.rule = rule
         lengths = [*[longest] * 4, len(RATIO_EDGES) + 1, 1, 1, len(REASONS)]
         lengths.append(longest * len(shadowed))
         *counted, self.shadow = (
@@ -182,7 +182,7 @@ def layout_of(config: MarsConfig, speculative_config: Any) -> CounterLayout:
         config: its options.
         speculative_config: vLLM's `SpeculativeConfig`.
     """
-    return CounterLayout(speculative_config.num_speculative_tokens, config.shadowed, config.metric)
+    return CounterLayout(speculative_config.num_speculative_tokens, config.shadow, config.rule)
 
 
 def count_positions(
@@ -313,18 +313,18 @@ def count_shadow(
     if isinstance(is_greedy, bool):
         is_greedy = torch.full_like(num_accepted, is_greedy, dtype=torch.bool)
     threshold = counters.shadowed[:, None]
-    if layout.metric == "price":
+    if layout.rule == "price":
         assert judgement.losses is not None, "verdicts come with losses"
         gain = price_units(threshold) - judgement.losses * relaxed
         is_small = (gain > 0) | is_greedy[request]
     else:
         largest, second = judgement.top2_values.unbind(1)
-        is_ratio = layout.metric == "ratio"
+        is_ratio = layout.rule == "theta"
         limit = threshold * largest if is_ratio else largest - threshold
         is_small = (second > limit) & ((largest > 0) | (not is_ratio))
     reached = by_request(strict | relaxed & is_small).cumprod(2)
     stop = reached.sum(2)
-    if layout.metric == "price":
+    if layout.rule == "price":
         gain = by_request(gain)
         # Of a stop: what comes before it. argmax takes the first of equals.
         value = gain.cumsum(2) - gain

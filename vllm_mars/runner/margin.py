@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_mars.config import METRICS, MarsConfig
+from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_PRICE,
@@ -25,8 +25,8 @@ from vllm_mars.verify import Backend, judge_drafts, resolve_backend, verify_draf
 _LOOSEST = {"theta": 1.0, "gap": 3e38}
 _HIGHEST = {"price": MOST_PRICE / 2**LOSS_BITS}
 
-# Of the value that the log names, by metric.
-_UNITS = {"ratio": "", "gap": " nats", "price": " nats per token"}
+# Of the value that the log names, by rule.
+_UNITS = {"theta": "", "gap": " nats", "price": " nats per token"}
 
 
 class RelaxedOffsets(NamedTuple):
@@ -79,7 +79,7 @@ class MarginRule:
             drafts,
             self._applied(margin, drafts.logits),
             with_verdicts=self.counters is not None,
-            dry_run=self.config.shadow,
+            dry_run=self.config.is_shadow,
             backend=self.backend,
         )
         if output.judgement is not None:
@@ -102,7 +102,7 @@ class MarginRule:
             mask = torch.zeros(vocab, dtype=torch.bool)
             mask[[token for token in self.protected_token_ids if token < vocab]] = True
             self._protected = mask.to(logits.device)
-        if self.config.shadow:
+        if self.config.is_shadow:
             margin = margin._replace(**_LOOSEST if margin.price is None else _HIGHEST)
         return margin._replace(protected=self._protected)
 
@@ -143,13 +143,13 @@ class MarginRule:
                 drafts,
                 applied,
                 with_verdicts=True,
-                dry_run=self.config.shadow,
+                dry_run=self.config.is_shadow,
                 backend=self.backend,
             )
             request, _ = drafts.locate()
             verdicts = torch.where(is_greedy[request], output.verdicts, judgement.verdicts)
             judgement = judgement._replace(verdicts=verdicts)
-        if self.config.shadow:
+        if self.config.is_shadow:
             yield judgement
             return
         is_relaxed = judgement.verdicts == Verdict.RELAXED
@@ -172,7 +172,7 @@ class MarginRule:
         returns: dict[int, str] | None = None,
         *,
         is_greedy: torch.Tensor | bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    ) -> torch.Tensor | None:
         """Counts a step, and notes what was relaxed for the requests that want to know it.
 
         Args:
@@ -185,25 +185,30 @@ class MarginRule:
                 not judged by position.
 
         Returns:
-            Where a budget limits it, what was spent: int32 `[batch]` relaxed tokens, and int64
-            `[batch]` what they lost, in units of 2**-LOSS_BITS nats; else None.
+            Where a budget limits it, what was lost, int64 `[batch]` in units of 2**-LOSS_BITS
+            nats; else None.
         """
         verdicts = judgement.verdicts
         if self.counters is not None and judgement.top2_values is not None:
             # By a price a position is low-margin where the runner-up would pay for itself.
             counted = margin if margin.price is None else margin._replace(gap=margin.price)
             count_positions(
-                self.counters, drafts, judgement, num_accepted, counted, dry_run=self.config.shadow
+                self.counters,
+                drafts,
+                judgement,
+                num_accepted,
+                counted,
+                dry_run=self.config.is_shadow,
             )
-            if self.config.shadow:
+            if self.config.is_shadow:
                 count_shadow(self.counters, drafts, judgement, num_accepted, is_greedy=is_greedy)
-        has_budget = margin.budget is not None or margin.loss_budget is not None
+        has_budget = margin.loss_budget is not None
         if not has_budget and not returns:
             return None
         # A step's tokens are the accepted drafts and one more.
         request, offset = drafts.locate()
         is_relaxed = (verdicts == Verdict.RELAXED) & (offset < num_accepted[request])
-        is_relaxed &= not self.config.shadow
+        is_relaxed &= not self.config.is_shadow
         if returns:
             width = verdicts.shape[0] or 1
             if self.counters is not None:
@@ -216,11 +221,7 @@ class MarginRule:
         if not has_budget:
             return None
         lost = torch.where(is_relaxed, judgement.losses, 0).long()
-        num_relaxed = torch.zeros_like(num_accepted, dtype=torch.int32)
-        return (
-            num_relaxed.index_add_(0, request, is_relaxed.int()),
-            torch.zeros_like(num_accepted, dtype=torch.int64).index_add_(0, request, lost),
-        )
+        return torch.zeros_like(num_accepted, dtype=torch.int64).index_add_(0, request, lost)
 
     def log_start(self, logger: Logger, runner: str, device: torch.device) -> None:
         """Logs once, on the first tensor-parallel rank, what verification this engine does."""
@@ -228,13 +229,14 @@ class MarginRule:
 
         if get_tensor_model_parallel_rank() != 0:
             return
-        name, value = METRICS[self.config.metric], self.config.threshold.value(self.config.metric)
-        threshold = f"{name}={value:g}" + _UNITS[self.config.metric]
+        rule, bound = self.config.rule, self.config.max_loss
         logger.info(
-            "Margin-aware verification (MARS) is on: metric=%s, %s, %d protected tokens, "
+            "Margin-aware verification (MARS) is on: mars_%s=%g%s, %s, %d protected tokens, "
             "model runner %s, %s backend; %s",
-            self.config.metric,
-            threshold,
+            rule,
+            self.config.value,
+            _UNITS[rule],
+            "no mars_max_loss" if bound is None else f"mars_max_loss={bound:g} nats per token",
             len(self.protected_token_ids),
             runner,
             resolve_backend(self.backend, device.type),
@@ -242,7 +244,7 @@ class MarginRule:
         )
 
     def _loss(self) -> str:
-        if self.config.shadow:
+        if self.config.is_shadow:
             return "shadow mode: the output is lossless (strict), other thresholds are counted."
         if self.config.lossy:
             return "the output is LOSSY: it can differ from the target's own."

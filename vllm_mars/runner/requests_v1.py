@@ -20,13 +20,11 @@ from vllm_mars.kernels.terms import (
     LossBudget,
     Margin,
     Markers,
-    RelaxedBudget,
     Slots,
     Verdict,
     loss_rate,
     loss_units,
     lost_before,
-    most_relaxed,
 )
 from vllm_mars.requests import RequestOptions, options_of
 from vllm_mars.runner.repeats import AnswerNgrams, DeviceAnswer, DeviceAnswers
@@ -87,12 +85,10 @@ class RequestsV1(LogitsProcessor):
         self._sections = Sections(config)
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
-        self._nobody = self._request(RequestOptions(config.threshold), [])
+        self._nobody = self._request(RequestOptions(config.value), [])
         self._has_structured = self._has_returns = self._has_loss_bound = False
-        # Theta, gap and price by place, where a request has its own.
-        self._thresholds: list[torch.Tensor] = []
-        # Relaxed tokens of each request, by place.
-        self._num_relaxed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        # The rule's value by place, where a request has its own.
+        self._values: torch.Tensor | None = None
         # What each lost, by place, in units of 2**-LOSS_BITS nats, and `LossBudget.rate` of each,
         # while any has a bound.
         self._lost = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
@@ -102,8 +98,8 @@ class RequestsV1(LogitsProcessor):
     @property
     def needs_output_tokens(self) -> bool:
         """Whether the output lists of the batch must be up to date when a step is verified."""
-        budgets = self._config.limits_share or self._has_loss_bound
-        return bool(self._sections) or budgets or self._config.repeat_ngram > 0
+        has_guard = self._config.repeat_ngram > 0
+        return bool(self._sections) or self._has_loss_bound or has_guard
 
     def is_argmax_invariant(self) -> bool:
         """True: no logit changes."""
@@ -117,11 +113,6 @@ class RequestsV1(LogitsProcessor):
         """Notes which requests came, went and moved."""
         if not batch_update:
             return
-        if self._config.limits_share:
-            share = self._config.max_relaxed_share
-            self._num_relaxed = self._moved(
-                self._num_relaxed, batch_update, lambda _, produced: most_relaxed(share, produced)
-            )
         had_loss_bound = self._has_loss_bound
         process_dict_updates(self._requests, batch_update, self._enter)
         self._answers.follow([request.answer for request in self._requests.values()])
@@ -129,17 +120,16 @@ class RequestsV1(LogitsProcessor):
         self._has_structured = any(o.is_structured for o in options)
         self._has_returns = any(o.wants_return for o in options)
         is_bound = any(o.max_loss < math.inf for o in options)
-        self._has_loss_bound = is_bound and not self._config.shadow
+        self._has_loss_bound = is_bound and not self._config.is_shadow
         if self._has_loss_bound:
             # Without a bound in the batch nobody kept it.
             lost = self._lost if had_loss_bound else torch.zeros_like(self._lost)
-            self._lost = self._moved(lost, batch_update, self._lost_before)
+            self._lost = self._moved(lost, batch_update)
             rates = [loss_rate(o.max_loss) for o in self._options_by_place()]
             self._loss_rates = self._to_device(rates)
-        self._thresholds = []
-        if any(o.threshold != self._config.threshold for o in options):
-            columns = zip(*(o.threshold for o in self._options_by_place()), strict=True)
-            self._thresholds = [self._to_device(values) for values in columns]
+        self._values = None
+        if any(o.value != self._config.value for o in options):
+            self._values = self._to_device([o.value for o in self._options_by_place()])
         self._need_output_tokens(self.needs_output_tokens)
 
     def _enter(
@@ -163,12 +153,7 @@ class RequestsV1(LogitsProcessor):
         lost: int = lost_before(rate, loss_units(self._config.loss_burst), num_output_tokens)
         return lost
 
-    def _moved(
-        self,
-        spent: torch.Tensor,
-        update: BatchUpdate,
-        before: Callable[["SamplingParams", int], int],
-    ) -> torch.Tensor:
+    def _moved(self, spent: torch.Tensor, update: BatchUpdate) -> torch.Tensor:
         """What each request has spent, `[max_num_reqs]`, once the batch has changed."""
         size = spent.shape[0]
         source = list(range(size))
@@ -177,7 +162,7 @@ class RequestsV1(LogitsProcessor):
         begin = [0] * size
         for place, params, _, output in update.added:
             source[place] = -1
-            begin[place] = before(params, len(output))
+            begin[place] = self._lost_before(params, len(output))
         for a, b, direction in update.moved:
             if direction == MoveDirectionality.SWAP:
                 source[a], source[b] = source[b], source[a]
@@ -198,33 +183,23 @@ class RequestsV1(LogitsProcessor):
         blocked = None
         if self._sections or self._has_structured or self._config.repeat_ngram:
             blocked = self._blocked(drafts)
-        budget = loss_budget = None
-        if self._config.limits_share or self._has_loss_bound:
+        loss_budget = None
+        if self._has_loss_bound:
             lengths = [len(self._of_place(place).output) for place in range(batch)]
             produced = self._to_device(lengths).int()
-            if self._config.limits_share:
-                budget = RelaxedBudget(
-                    self._config.max_relaxed_share, self._num_relaxed[:batch], produced
-                )
-            if self._has_loss_bound:
-                burst = loss_units(self._config.loss_burst)
-                rates, lost = self._loss_rates[:batch], self._lost[:batch]
-                loss_budget = LossBudget(rates, burst, lost, produced)
-        threshold: Sequence[float | torch.Tensor] = self._config.threshold
-        if self._thresholds:
-            threshold = [values[:batch] for values in self._thresholds]
-        limits = {"blocked": blocked, "budget": budget, "loss_budget": loss_budget}
-        return Margin.of(self._config.metric, threshold, **limits)
+            burst = loss_units(self._config.loss_burst)
+            rates, lost = self._loss_rates[:batch], self._lost[:batch]
+            loss_budget = LossBudget(rates, burst, lost, produced)
+        value = self._config.value if self._values is None else self._values[:batch]
+        limits = {"blocked": blocked, "loss_budget": loss_budget}
+        return Margin.of(self._config.rule, value, **limits)
 
-    def spend(self, num_relaxed: torch.Tensor, lost: torch.Tensor) -> None:
-        """Takes what a step relaxed off the budgets.
+    def spend(self, lost: torch.Tensor) -> None:
+        """Takes what a step lost off the budgets.
 
         Args:
-            num_relaxed: int32 `[batch]`, relaxed tokens.
-            lost: int64 `[batch]`, what they lost, in units of 2**-LOSS_BITS nats.
+            lost: int64 `[batch]`, in units of 2**-LOSS_BITS nats.
         """
-        if self._config.limits_share:
-            self._num_relaxed[: num_relaxed.shape[0]] += num_relaxed
         if self._has_loss_bound:
             self._lost[: lost.shape[0]] += lost
 

@@ -163,7 +163,7 @@ class MarsRejectionSampler(RejectionSampler):
                     drafts, margin, judgement, num_accepted, returns, is_greedy=is_greedy
                 )
                 if spent is not None:
-                    self.requests.spend(*spent)
+                    self.requests.spend(spent)
         logprobs = None
         if wants_logprobs:
             logprobs = self._get_logprobs_tensors(
@@ -180,7 +180,7 @@ class MarsRejectionSampler(RejectionSampler):
         margin = self.requests.margin(drafts)
         returns = self.requests.returns(drafts.cu_num_draft_tokens.shape[0])
         output = self.rule.verify(drafts, margin, returns)
-        self.requests.spend(output.num_relaxed, output.lost)
+        self.requests.spend(output.lost)
         output_token_ids: torch.Tensor = output.output_token_ids
         return output_token_ids
 

@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, RelaxedBudget, Slots, loss_units
+from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, Slots, loss_units
 from vllm_mars.runner.margin import MarginRule
 from vllm_mars.runner.sections import Sections
 from vllm_mars.verify import resolve_backend
@@ -94,23 +94,17 @@ def _block(rule: MarginRule, device: torch.device, *, bonus_row_is_last: bool) -
 
 
 def _margins(rule: MarginRule, device: torch.device, num_draft: int) -> list[Margin]:
-    """What the requests of a step can bring: a threshold for all or one each, strict positions."""
-    threshold = rule.config.threshold
-    own = [torch.full((1,), value, device=device) for value in threshold]
+    """What the requests of a step can bring: a value for all or one each, strict positions."""
+    value = rule.config.value
+    own = torch.full((1,), value, device=device)
     blocked: list[torch.Tensor | None] = []
     if not Sections(rule.config) and not rule.config.repeat_ngram:
         blocked.append(None)
     if _may_block(rule):
         blocked.append(torch.zeros(num_draft, dtype=torch.int8, device=device))
-    budget = None
-    if rule.config.limits_share:
-        none = torch.zeros(1, dtype=torch.int32, device=device)
-        budget = RelaxedBudget(rule.config.max_relaxed_share, none, none)
     return [
-        Margin.of(
-            rule.config.metric, values, blocked=positions, budget=budget, loss_budget=loss_budget
-        )
-        for values in (threshold, own)
+        Margin.of(rule.config.rule, values, blocked=positions, loss_budget=loss_budget)
+        for values in (value, own)
         for positions in blocked
         for loss_budget in _loss_budgets(rule, device)
     ]
@@ -125,7 +119,7 @@ def _loss_budgets(rule: MarginRule, device: torch.device) -> list[LossBudget | N
         torch.zeros(1, dtype=torch.int64, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
     )
-    if config.shadow or (config.max_loss is None and not config.client_control):
+    if config.is_shadow or (config.max_loss is None and not config.client_control):
         return [None]
     return [None, bound] if config.max_loss is None else [bound]
 

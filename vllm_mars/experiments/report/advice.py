@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_mars.config import METHOD, OPTION
+from vllm_mars.config import METHOD
 from vllm_mars.experiments.columns import at
+from vllm_mars.experiments.metrics import OPTION
 from vllm_mars.experiments.quality.scores import MIN_SOLVED, is_task_score
 from vllm_mars.experiments.sweep.measured import Measured
 from vllm_mars.experiments.sweep.records import Estimate, further_options
@@ -129,6 +130,4 @@ def _setting(metric: str, threshold: float | None, further: dict[str, Any] | Non
     if metric not in OPTION:
         return json.dumps({"rejection_sample_method": metric})
     options: dict[str, Any] = {"rejection_sample_method": METHOD}
-    if metric != "ratio":
-        options["mars_metric"] = metric
     return json.dumps({**options, OPTION[metric]: threshold, **(further or {})})
