@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from vllm_mars.config import METRICS
+from vllm_mars.experiments.metrics import METRICS
 from vllm_mars.experiments.quality.judge import mean_scores
 from vllm_mars.experiments.report.chart import Chart, Curve, Point
 from vllm_mars.experiments.sweep.measured import Measured, measure

@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.markdown import described
 from benchmarks.sweep_tables import GUARD, NO_GUARD, looseness, raw, rule_name
-from vllm_mars.config import METRICS
 from vllm_mars.experiments.columns import Columns, at
+from vllm_mars.experiments.metrics import METRICS
 
 BOUND = " max_loss "
 

@@ -230,34 +230,6 @@ def trees(name: str, part: str) -> list[str]:
     return tree_summary.tables(raw(name))[part]
 
 
-# Calibrations and tests.
-
-CURVE: Columns = {
-    "theta": at("threshold", "g"),
-    "predicted cost, nats per token": at("cost", ".4f"),
-    "predicted relaxed tokens, %": at("relaxed", ".1f", 100),
-    "predicted acceptance length": at("acceptance_length", ".2f"),
-}
-TRIES: Columns = {
-    "theta": at("threshold", "g"),
-    "cost": at("cost", ".4f"),
-    "NLL increase": at("nll_increase", "+.4f"),
-    "samples within 0.01, %": lambda of: (
-        f"{100 * min(of[name]['kept_share'] for name in ('cost', 'nll_increase')):.0f}"
-    ),
-}
-BY_TASK: Columns = {
-    "theta": at("threshold", "g"),
-    "share of strict tasks done": at("recovery", ".2f"),
-}
-
-
-def calibration(name: str, part: str, columns: Columns, only: Iterable[float] = ()) -> list[str]:
-    """Thresholds of a calibration."""
-    found = [of for of in raw(name)[part] if not only or of["threshold"] in only]
-    return described(columns, sorted(found, key=lambda of: -of["threshold"]))
-
-
 AGENT: Columns = {
     "rule": at("rule"),
     "tasks done": lambda of: f"{of['reached']['value'] * of['reached']['samples']:.0f}",
@@ -379,9 +351,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **{f"trees.{name}": partial(trees, "trees-cpu", part) for name, part in (STUDY | MORE).items()},
     **{f"longer.{part}": partial(trees, "trees-longer-cpu", part) for part in STUDY},
     "sampled": partial(trees, "sampled-price-cpu", "sampled"),
-    "calibration.curve": partial(calibration, "calibration-cpu", "curve", CURVE, THETAS),
-    "calibration.tried": partial(calibration, "calibration-cpu", "confirmations", TRIES),
-    "calibration.task": partial(calibration, "calibration-task-cpu", "confirmations", BY_TASK),
     "times": partial(times, "ci-times"),
     # What `make gpu` measured.
     "validated": lambda: validated.table(

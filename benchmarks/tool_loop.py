@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tasks.agent import Messages, Task, lead, read_task
-from vllm_mars.config import OPTION, OPTION_PREFIX, split_speculative_config
+from vllm_mars.config import OPTION_PREFIX, split_speculative_config
+from vllm_mars.experiments.metrics import METRICS, OPTION
 from vllm_mars.experiments.quality.intervals import estimate
 from vllm_mars.experiments.sweep.bench_client import wake
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS, NGRAM, draft_name, speculative_config
@@ -73,7 +74,7 @@ def request_options(rule: str) -> dict[str, Any]:
     try:
         pairs = (part.split("=") for part in rule.split(","))
         options = {OPTION_PREFIX + name: json.loads(value) for name, value in pairs}
-        split_speculative_config({**CHOSEN_BY_REQUESTS[metric_of(options)], **options})
+        split_speculative_config({**CHOSEN_BY_REQUESTS[METRICS[metric_of(options)]], **options})
         return options
     except (ValueError, StopIteration) as error:
         raise ValueError(
@@ -95,7 +96,7 @@ def started(args: argparse.Namespace, on_cpu: bool, stack: contextlib.ExitStack)
     metrics = list(dict.fromkeys(chosen.values())) or ["ratio"]
     servers = {}
     for metric in metrics:
-        config = speculative_config(args.draft, args.k, **CHOSEN_BY_REQUESTS[metric])
+        config = speculative_config(args.draft, args.k, **CHOSEN_BY_REQUESTS[METRICS[metric]])
         servers[metric] = VllmServer(
             args.model,
             [

@@ -29,7 +29,7 @@ PACKAGED = {"max_model_len": 1024, "max_num_seqs": 8, "enable_prefix_caching": F
 LOSSY = {
     **MARS,
     "mars_theta": 0.5,
-    "mars_theta_min": 0.3,
+    "mars_limit": 0.3,
     # The harder case: the margin may relax, and only the grammar's mask keeps the form.
     "mars_structured": "relaxed",
 }

@@ -215,7 +215,7 @@ def check_triton(rng: Any) -> str | None:
 def sampler_call(rng: Any) -> tuple[Call, Any, list[dict[str, float]]]:
     """A call for a sampler, its config, and what each request asks for."""
     from vllm_mars import MarsConfig
-    from vllm_mars.config import LOOSEST
+    from vllm_mars.local.drafts import LOOSEST_LIMIT
 
     call = random_call(rng, sampler=True)
     # A sampler has one metric; a request may have a value of its own.
@@ -223,19 +223,18 @@ def sampler_call(rng: Any) -> tuple[Call, Any, list[dict[str, float]]]:
     if metric == "ratio":
         call.gap = 0.0
         theta = call.theta if isinstance(call.theta, float) else 1.0
-        config = MarsConfig(theta=theta, theta_min=LOOSEST.theta)
+        config = MarsConfig(theta=theta, limit=LOOSEST_LIMIT["theta"])
         own = [{"mars_theta": theta} for theta in call.theta] if call.theta != config.theta else []
     elif metric == "price":
         # A gap's values will do.
         call.theta, call.gap, call.price = 1.0, 0.0, call.gap
         price = call.price if isinstance(call.price, float) else 0.0
-        limits = {"price_max": LOOSEST.price, "repeat_guard": 0}
-        config = MarsConfig(metric="price", price=price, **limits)
+        config = MarsConfig(price=price, limit=LOOSEST_LIMIT["price"], repeat_guard=0)
         own = [{"mars_price": value} for value in call.price] if call.price != price else []
     else:
         call.theta = 1.0
         gap = call.gap if isinstance(call.gap, float) else 0.0
-        config = MarsConfig(metric="gap", theta=1.0, gap=gap, gap_max=LOOSEST.gap)
+        config = MarsConfig(gap=gap, limit=LOOSEST_LIMIT["gap"])
         own = [{"mars_gap": value} for value in call.gap] if call.gap != gap else []
     return call, config, own or [{} for _ in call.drafts]
 

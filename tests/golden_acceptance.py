@@ -35,19 +35,19 @@ ENGINE = {
 }
 # Of four kinds, short ones.
 PROMPTS = ("story-bridge", "json-inventory", "explain-yeast", "code-sql")
-STRICT = {"theta": 1.0, "metric": "ratio", "gap": 0.0, "price": 0.0}
+NO_RULE = {"theta": None, "gap": None, "price": None}
 RULES = {
-    "strict": {},
+    "strict": {"theta": 1.0},
     "ratio 0.9": {"theta": 0.9},
-    "gap 1": {"metric": "gap", "gap": 1.0},
-    "price 0.3": {"metric": "price", "price": 0.3},
+    "gap 1": {"gap": 1.0},
+    "price 0.3": {"price": 0.3},
 }
 
 
 def take_rule(worker, options):
     """Runs in the worker: gives its sampler a rule, which a server is started with."""
     sampler = worker.model_runner.rejection_sampler
-    config = replace(sampler.rule.config, **{**STRICT, **options})
+    config = replace(sampler.rule.config, **{**NO_RULE, **options})
     sampler.rule.config = sampler.requests._config = config
     return type(sampler).__name__
 

@@ -1,6 +1,5 @@
-"""Files of sweeps and calibrations as the report reads them, with figures known by hand."""
+"""Files of sweeps as the report reads them, with figures known by hand."""
 
-import json
 import math
 
 from vllm_mars.experiments.sweep.record_file import append_cell, append_quality
@@ -95,36 +94,4 @@ def write_sweep(path, rules=RULES, concurrencies=(1, 4), judged=True, small_loss
     if judged:
         for cell, nll in cells:
             append_quality(path, cell.key, make_quality(cell, nll, small_loss))
-    return path
-
-
-def write_calibration(path, **changes):
-    measure = {"value": 0.009, "low": 0.007, "high": 0.0098, "kept_share": 0.99}
-    content = {
-        **{"kind": "calibration", "schema": 1, "metric": "ratio", "threshold": 0.96},
-        **{
-            "budget": 0.01,
-            "model": {"name": "tiny"},
-        },
-        "draft": {"name": "ngram", "num_speculative_tokens": 4},
-        "recovery": None,
-        "samples": {"held_out_prompts": 8, "solved_prompts": 7},
-        "curve": [
-            {"threshold": t / 100, "cost": (100 - t) / 400, "high": (100 - t) / 350}
-            for t in range(80, 101)
-        ],
-        "confirmations": [
-            {
-                **{"threshold": 0.96, "predicted": 0.01, "cost": measure, "kept": True},
-                "nll_increase": {"value": -0.01, "low": -0.03, "high": 0.01, "kept_share": 0.95},
-            }
-        ],
-        "margins": {
-            "edges": [i / 10 for i in range(11)],
-            "positions": [0, 1, 2, 4, 8, 8, 9, 10, 12, 30],
-            "runner_up": [0, 0, 0, 1, 1, 1, 2, 2, 2, 8],
-            "not_positive": 1,
-        },
-    }
-    path.write_text(json.dumps(content | changes))
     return path

@@ -38,8 +38,8 @@ SPECULATION = {
     "num_speculative_tokens": 4,
     "rejection_sample_method": "mars",
     "mars_theta": 0.9,
-    "mars_theta_min": 0.5,
-    "mars_max_relaxed_share": 0.5,
+    "mars_limit": 0.5,
+    "mars_max_loss": 0.5,
     "mars_strict_spans": [["<jupyter_code>", "<jupyter_output>"]],
 }
 SUBJECTS = ("a fox", "the days of the week", "a red boat", "rain in Spain", "two cats", "a list")

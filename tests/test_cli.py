@@ -107,21 +107,3 @@ def test_bad_prompt_files(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         load_prompts(path)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (["sweep", "--k", "0"], "--num-speculative-tokens"),
-        (["sweep", "--dataset=none.jsonl"], "--prompts"),
-        (["calibrate", "--engine-arg=--x", "--max-tokens", "0"], "--server-arg"),
-    ],
-)
-def test_old_words_still_work_with_a_warning(old, new, capsys):
-    assert main(old) == 1
-    option = next(argument for argument in old if argument.startswith("--")).partition("=")[0]
-    warning, error = capsys.readouterr().err.splitlines()
-    assert warning.startswith(f"warning: {option} is now called {new}; the next release removes")
-    assert error.startswith("error: ") and ("is below 1" in error or "none.jsonl cannot" in error)
-    assert main([new if a == option else a.replace(f"{option}=", f"{new}=") for a in old]) == 1
-    assert capsys.readouterr().err.splitlines() == [error]

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pickle
 import pkgutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from vllm_mars import MarsConfig
+from vllm_mars.config import config_of
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.plugin import HOOKS
 
@@ -77,8 +79,8 @@ def test_every_hook_is_there():
     [
         ({}, True),
         ({"mars-theta": 0.9}, False),
-        ({"mars_metric": "price", "mars_price": 0.25}, False),
-        ({"mars_shadow": True}, False),
+        ({"mars_price": 0.25}, False),
+        ({"mars_shadow": [0.9]}, False),
     ],
 )
 def test_a_threshold_that_nobody_chose_is_named(packaged_model, monkeypatch, caplog, options, said):
@@ -96,7 +98,7 @@ def test_options_reach_the_workers_config(packaged_model):
     config = engine_config(packaged_model, given, additional_config={"other": 1})
     assert config.additional_config["other"] == 1
     expected = MarsConfig(theta=0.8, protected_token_ids=(5, 2), strict_spans=())
-    assert config.additional_config["mars"] == expected.to_json()
+    assert config.additional_config["mars"].config == expected
     assert config.speculative_config.rejection_sample_method == "standard"
     assert json.dumps(given) == before
 
@@ -107,12 +109,18 @@ def test_nothing_is_added_when_not_asked_for(packaged_model):
     assert engine_config(packaged_model, None).speculative_config is None
 
 
-def test_options_lead_to_different_config_hashes(packaged_model):
-    hashes = {
-        engine_config(packaged_model, {**MARS, "mars_theta": theta}).compute_hash()
-        for theta in (0.8, 0.9)
-    }
-    assert len(hashes) == 2
+def test_a_compiled_model_serves_every_price(packaged_model):
+    """The config's hash is the key of vLLM's compile cache."""
+    from vllm.config.utils import replace
+
+    found = {}
+    for price in (0.2, 0.3):
+        config = engine_config(packaged_model, {**MARS, "mars_price": price})
+        # As the engine core and the workers get it, and as vLLM derives the drafter's.
+        for arrived in (pickle.loads(pickle.dumps(config)), replace(config)):
+            assert config_of(arrived).price == price
+            found.setdefault(price, set()).add(arrived.compute_hash())
+    assert found[0.2] == found[0.3] and len(found[0.2]) == 1
 
 
 @pytest.mark.parametrize(
@@ -188,7 +196,7 @@ def test_lock(packaged_model, monkeypatch, lock, theta, message):
     monkeypatch.setenv("VLLM_MARS_LOCK", lock)
     given = {**MARS, "mars_theta": theta}
     if message is None:
-        assert engine_config(packaged_model, given).additional_config["mars"]["theta"] == 1.0
+        assert engine_config(packaged_model, given).additional_config["mars"].config.theta == 1.0
     else:
         with pytest.raises((RuntimeError, ValueError), match=message):
             engine_config(packaged_model, given)
@@ -207,7 +215,6 @@ def test_a_second_owner_is_refused():
 
 
 def test_protected_by_default(packaged_model):
-    from vllm_mars import MarsConfig
     from vllm_mars.runner.protection import protected_token_ids
 
     model_config = engine_config(packaged_model, None).model_config

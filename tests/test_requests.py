@@ -8,14 +8,15 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_mars import MarsConfig
-from vllm_mars.config import OPTION, STRICT, Threshold, split_speculative_config
+from vllm_mars.config import OPTION, split_speculative_config
 from vllm_mars.engine.options import check_request
+from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.requests import RequestOptions, in_force, options_of
 
-RATIO = MarsConfig(theta=0.9, theta_min=0.8)
-GAP = MarsConfig(metric="gap", theta=1.0, gap=0.5, gap_max=2.0)
-PRICE = MarsConfig(metric="price", price=0.25, price_max=0.5, repeat_guard=0)
+THETA = MarsConfig(theta=0.9, limit=0.8)
+GAP = MarsConfig(gap=0.5, limit=2.0)
+PRICE = MarsConfig(price=0.25, limit=0.5, repeat_guard=0)
 BOUND = MarsConfig(max_loss=0.5)
 
 
@@ -25,61 +26,60 @@ def params(**extra_args):
 
 def served_with(config):
     """As much of vLLM's config as carries the options."""
-    return SimpleNamespace(additional_config={"mars": config.to_json()})
+    return SimpleNamespace(additional_config={"mars": TravellingOptions(config)})
 
 
 @pytest.mark.parametrize(
     ("config", "extra_args", "expected"),
     [
-        (RATIO, {}, (0.9, 0.0, 0.0)),
-        (RATIO, {"mars_theta": 1}, (1.0, 0.0, 0.0)),
-        (RATIO, {"mars_theta": 0.8}, (0.8, 0.0, 0.0)),
+        (THETA, {}, 0.9),
+        (THETA, {"mars_theta": 1}, 1.0),
+        (THETA, {"mars_theta": 0.8}, 0.8),
         # Without a limit a request may be stricter than the server.
-        (MarsConfig(theta=0.9), {"mars_theta": 0.95}, (0.95, 0.0, 0.0)),
-        (MarsConfig(theta=0.9), {"mars_theta": 0.9}, (0.9, 0.0, 0.0)),
-        (MarsConfig(metric="gap", gap=0.5), {"mars_gap": 0.5}, (1.0, 0.5, 0.0)),
-        (MarsConfig(metric="price", price=0.25), {"mars_price": 0.25}, (1.0, 0.0, 0.25)),
-        (RATIO, {"other": "x"}, (0.9, 0.0, 0.0)),
-        (GAP, {}, (1.0, 0.5, 0.0)),
-        (GAP, {"mars_gap": 0}, (1.0, 0.0, 0.0)),
-        (GAP, {"mars_gap": 2}, (1.0, 2.0, 0.0)),
-        (PRICE, {}, (1.0, 0.0, 0.25)),
-        (PRICE, {"mars_price": 0}, (1.0, 0.0, 0.0)),
-        (PRICE, {"mars_price": 0.5}, (1.0, 0.0, 0.5)),
+        (MarsConfig(theta=0.9), {"mars_theta": 0.95}, 0.95),
+        (MarsConfig(theta=0.9), {"mars_theta": 0.9}, 0.9),
+        (MarsConfig(gap=0.5), {"mars_gap": 0.5}, 0.5),
+        (MarsConfig(price=0.25), {"mars_price": 0.25}, 0.25),
+        (THETA, {"other": "x"}, 0.9),
+        (GAP, {}, 0.5),
+        (GAP, {"mars_gap": 0}, 0.0),
+        (GAP, {"mars_gap": 2}, 2.0),
+        (PRICE, {}, 0.25),
+        (PRICE, {"mars_price": 0}, 0.0),
+        (PRICE, {"mars_price": 0.5}, 0.5),
     ],
 )
-def test_thresholds(config, extra_args, expected):
-    assert options_of(params(**extra_args), config).threshold == expected
+def test_values(config, extra_args, expected):
+    value = options_of(params(**extra_args), config).value
+    assert value == expected and isinstance(value, float)
 
 
 @pytest.mark.parametrize(
     ("config", "extra_args", "message"),
     [
-        (RATIO, {"mars_theta": 0}, r"mars_theta=0 is outside \(0, 1\]; 1 switches the relaxation"),
-        (RATIO, {"mars_theta": -1}, r"mars_theta=-1 is outside \(0, 1\]"),
-        (RATIO, {"mars_theta": 2.0}, r"mars_theta=2.0 is outside \(0, 1\]"),
-        (RATIO, {"mars_theta": float("nan")}, r"mars_theta=nan is outside \(0, 1\]"),
-        (RATIO, {"mars_theta": 2**63}, r"mars_theta=9223372036854775808 is outside \(0, 1\]"),
-        (RATIO, {"mars_theta": "x"}, "mars_theta='x' is a str, but must be a number"),
-        (RATIO, {"mars_theta": [0.9]}, r"mars_theta=\[0.9\] is a list, but must be a number"),
-        (RATIO, {"mars_theta": True}, "mars_theta=True is a bool, but must be a number"),
-        (RATIO, {"mars_theta": None}, "mars_theta=None is a NoneType, but must be a number"),
-        (RATIO, {"mars_theta": 0.7}, r"below this server's limit of 0.8; choose .* \[0.8, 1\]"),
-        (RATIO, {"mars_tehta": 0.9}, "mars_tehta is not an option of a request; .* mars_theta?"),
-        (RATIO, {"mars_return": 2}, "mars_return=2 is not true or false"),
-        (RATIO, {"mars_return": "yes"}, "mars_return='yes' is not true or false"),
-        (RATIO, {"mars_speculate": None}, "mars_speculate=None is not .*; false answers without"),
+        (THETA, {"mars_theta": 0}, r"mars_theta=0 is outside \(0, 1\]; 1 switches the relaxation"),
+        (THETA, {"mars_theta": -1}, r"mars_theta=-1 is outside \(0, 1\]"),
+        (THETA, {"mars_theta": 2.0}, r"mars_theta=2.0 is outside \(0, 1\]"),
+        (THETA, {"mars_theta": float("nan")}, r"mars_theta=nan is outside \(0, 1\]"),
+        (THETA, {"mars_theta": 2**63}, r"mars_theta=9223372036854775808 is outside \(0, 1\]"),
+        (THETA, {"mars_theta": "x"}, "mars_theta='x' is a str, but must be a number"),
+        (THETA, {"mars_theta": [0.9]}, r"mars_theta=\[0.9\] is a list, but must be a number"),
+        (THETA, {"mars_theta": True}, "mars_theta=True is a bool, but must be a number"),
+        (THETA, {"mars_theta": None}, "mars_theta=None is a NoneType, but must be a number"),
+        (THETA, {"mars_theta": 0.7}, r"below this server's limit of 0.8; choose .* \[0.8, 1\]"),
+        (THETA, {"mars_tehta": 0.9}, "mars_tehta is not an option of a request; .* mars_theta?"),
+        (THETA, {"mars_return": 2}, "mars_return=2 is not true or false"),
+        (THETA, {"mars_return": "yes"}, "mars_return='yes' is not true or false"),
+        (THETA, {"mars_speculate": None}, "mars_speculate=None is not .*; false answers without"),
         (
-            RATIO,
+            THETA,
             {"mars_gap": 1},
-            "mars_gap=1 belongs to mars_metric='gap', but this server's is 'ratio'; "
-            "choose mars_theta or leave it out",
+            "mars_gap=1 names another rule than this server's; choose mars_theta or leave it out",
         ),
         (
             GAP,
             {"mars_theta": 0.9},
-            "mars_theta=0.9 belongs to mars_metric='ratio', but this server's is 'gap'; "
-            "choose mars_gap or leave it out",
+            "mars_theta=0.9 names another rule than this server's; choose mars_gap or leave it",
         ),
         (GAP, {"mars_gap": 2.5}, r"mars_gap=2.5 is above this server's limit of 2.0"),
         (PRICE, {"mars_price": 0.75}, r"mars_price=0.75 is above this server's limit of 0.5"),
@@ -88,34 +88,33 @@ def test_thresholds(config, extra_args, expected):
             {"mars_theta": 0.89},
             r"mars_theta=0.89 is below this server's own 0.9, but a request may only be stricter "
             r"than its server; choose a value in \[0.9, 1\], or have the server started with "
-            "mars_theta_min",
+            "mars_limit",
         ),
         (
-            MarsConfig(metric="gap", gap=0.5),
+            MarsConfig(gap=0.5),
             {"mars_gap": 0.6},
-            r"mars_gap=0.6 is above this server's own 0.5, .* in \[0, 0.5\], or .* mars_gap_max",
+            r"mars_gap=0.6 is above this server's own 0.5, .* in \[0, 0.5\], or .* mars_limit",
         ),
         (
-            MarsConfig(metric="price", price=0.25),
+            MarsConfig(price=0.25),
             {"mars_price": 0.3},
-            r"mars_price=0.3 is above this server's own 0.25, .* 0.25\], or .* mars_price_max",
+            r"mars_price=0.3 is above this server's own 0.25, .* 0.25\], or .* mars_limit",
         ),
         (MarsConfig(theta=1.0), {"mars_theta": 0.99}, r"this server's own 1.0, .* in \[1.0, 1\]"),
         (PRICE, {"mars_price": -1}, r"mars_price=-1 is outside \[0, inf\)"),
         (
             PRICE,
             {"mars_theta": 0.9},
-            "mars_theta=0.9 belongs to mars_metric='ratio', but this server's is 'price'; "
-            "choose mars_price or leave it out",
+            "mars_theta=0.9 names another rule than this server's; choose mars_price or leave it",
         ),
         (GAP, {"mars_gap": -1}, r"mars_gap=-1 is outside \[0, inf\)"),
         (GAP, {"mars_gap": float("inf")}, r"mars_gap=inf is outside \[0, inf\)"),
         (BOUND, {"mars_max_loss": 0.75}, r"mars_max_loss=0.75 is above this server's bound of 0.5"),
-        (RATIO, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, inf\); leave it out"),
-        (RATIO, {"mars_max_loss": float("inf")}, r"mars_max_loss=inf is outside \[0, inf\)"),
-        (RATIO, {"mars_max_loss": float("nan")}, r"mars_max_loss=nan is outside \[0, inf\)"),
-        (RATIO, {"mars_max_loss": "x"}, "mars_max_loss='x' is a str, but must be a number"),
-        (RATIO, {"mars_loss_burst": 1}, "mars_loss_burst is not an option of a request"),
+        (THETA, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, inf\); leave it out"),
+        (THETA, {"mars_max_loss": float("inf")}, r"mars_max_loss=inf is outside \[0, inf\)"),
+        (THETA, {"mars_max_loss": float("nan")}, r"mars_max_loss=nan is outside \[0, inf\)"),
+        (THETA, {"mars_max_loss": "x"}, "mars_max_loss='x' is a str, but must be a number"),
+        (THETA, {"mars_loss_burst": 1}, "mars_loss_burst is not an option of a request"),
         (MarsConfig(client_control=False), {"mars_max_loss": 0}, "mars_max_loss: this server does"),
         (
             MarsConfig(client_control=False),
@@ -133,17 +132,16 @@ def test_refused(config, extra_args, message):
 
 
 def test_a_server_whose_requests_choose_allows_everything():
-    for metric, option in OPTION.items():
-        config, _ = split_speculative_config(CHOSEN_BY_REQUESTS[metric])
+    for rule, option in OPTION.items():
+        config, _ = split_speculative_config(CHOSEN_BY_REQUESTS[rule])
         assert config.clients_may_relax and not config.lossy
-        for value in (1e-6, 1.0) if metric == "ratio" else (0.0, 1000.0):
-            chosen = options_of(params(**{option: value}), config).threshold
-            assert chosen.value(metric) == value
+        for value in (1e-6, 1.0) if rule == "theta" else (0.0, 1000.0):
+            assert options_of(params(**{option: value}), config).value == value
 
 
 def test_a_bound_is_the_servers_or_a_smaller_one():
-    assert options_of(params(), RATIO).max_loss == math.inf
-    assert options_of(params(mars_max_loss=7), RATIO).max_loss == 7
+    assert options_of(params(), THETA).max_loss == math.inf
+    assert options_of(params(mars_max_loss=7), THETA).max_loss == 7
     assert options_of(params(), BOUND).max_loss == 0.5
     assert options_of(params(mars_max_loss=0.5), BOUND).max_loss == 0.5
     assert options_of(params(mars_max_loss=0), BOUND).max_loss == 0
@@ -154,15 +152,15 @@ def test_the_lock_holds_for_requests(monkeypatch):
 
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     strict = MarsConfig(theta=1.0)
-    assert options_of(params(mars_theta=1), strict).threshold.theta == 1
-    loose = MarsConfig(theta=1.0, theta_min=0.5), MarsConfig(metric="gap", theta=1.0, gap_max=2.0)
+    assert options_of(params(mars_theta=1), strict).value == 1
+    loose = MarsConfig(theta=1.0, limit=0.5), MarsConfig(gap=0.0, limit=2.0)
     for config, chosen in zip(loose, ({"mars_theta": 0.9}, {"mars_gap": 1}), strict=True):
         ((key, value),) = chosen.items()
         message = f"{key}={value} is lossy, but this server is locked"
         with pytest.raises(VLLMValidationError, match=message):
             check_request(params(**chosen), served_with(config))
         # In an engine whose front end is not locked.
-        assert options_of(params(**chosen), config).threshold == STRICT
+        assert options_of(params(**chosen), config).value == config.value
     check_request(params(mars_theta=1), served_with(strict))
 
 
@@ -173,27 +171,27 @@ def test_structured_output(structured, is_strict):
         structured_outputs=StructuredOutputsParams(regex="a+"), extra_args={"mars_theta": 0.85}
     )
     options = options_of(constrained, config)
-    assert options == RequestOptions(Threshold(0.85), is_structured=is_strict)
+    assert options == RequestOptions(0.85, is_structured=is_strict)
     assert in_force(options, config) == {"theta": 1.0 if is_strict else 0.85}
 
 
 def test_options_are_parsed_once_until_they_change():
     request = params(mars_theta=0.85)
-    options = options_of(request, RATIO)
-    assert options_of(request, RATIO) is options
+    options = options_of(request, THETA)
+    assert options_of(request, THETA) is options
     request.extra_args["mars_theta"] = 0.95
-    assert options_of(request, RATIO).threshold.theta == 0.95
+    assert options_of(request, THETA).value == 0.95
     request.structured_outputs = StructuredOutputsParams(regex="a+")
-    assert options_of(request, RATIO).is_structured
+    assert options_of(request, THETA).is_structured
     with pytest.raises(ValueError, match="below this server's limit of 0.97"):
-        options_of(request, MarsConfig(theta_min=0.97))
+        options_of(request, MarsConfig(limit=0.97))
 
 
 def test_what_is_in_force():
-    assert in_force(options_of(params(), RATIO), RATIO) == {"theta": 0.9}
+    assert in_force(options_of(params(), THETA), THETA) == {"theta": 0.9}
     assert in_force(options_of(params(mars_gap=1), GAP), GAP) == {"gap": 1.0}
     assert in_force(options_of(params(), PRICE), PRICE) == {"price": 0.25}
-    shadow = MarsConfig(theta=0.9, shadow=True)
+    shadow = MarsConfig(theta=0.9, shadow=(0.8,))
     assert in_force(options_of(params(mars_theta=0.95), shadow), shadow) == {"theta": 1.0}
 
 
@@ -206,4 +204,4 @@ def test_return_is_asked_for(value, wanted):
 
 @pytest.mark.parametrize(("own", "drafted"), [({}, True), ({"mars_speculate": 0}, False)])
 def test_drafts_may_be_declined(own, drafted):
-    assert options_of(params(**own), RATIO).speculates == drafted
+    assert options_of(params(**own), THETA).speculates == drafted

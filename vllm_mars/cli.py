@@ -9,7 +9,6 @@ from typing import Any
 
 from vllm_mars import __version__, doctor, top, vllm_cli
 from vllm_mars.demo import command as demo_command
-from vllm_mars.experiments.calibrate import command as calibrate_command
 from vllm_mars.experiments.report import command as report_command
 from vllm_mars.experiments.sweep import command as sweep_command
 from vllm_mars.local import packaged_model
@@ -28,14 +27,8 @@ COMMANDS: dict[str, tuple[ModuleType, str, str]] = {
     "doctor": (doctor, "the doctor", "demo"),
     "top": (top, "top", "demo"),
     "demo": (demo_command, "the demo", "demo"),
-    "calibrate": (calibrate_command, "a calibration", "experiments"),
     "report": (report_command, "a report", "experiments"),
     "sweep": (sweep_command, "a sweep", "experiments"),
-}
-# The words of 0.1.0's first commands, which go with the release after it.
-OLD_WORDS = {
-    "calibrate": {"--engine-arg": "--server-arg"},
-    "sweep": {"--k": "--num-speculative-tokens", "--dataset": "--prompts"},
 }
 
 
@@ -46,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, 1 after an error with a message on standard error, 130 after Ctrl-C. Wrong usage exits
         with 2, SIGTERM with 143, both after everything that was started has ended.
     """
-    args = _parser().parse_args(_in_new_words(sys.argv[1:] if argv is None else argv))
+    args = _parser().parse_args(argv)
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(args).items()
@@ -67,23 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _in_new_words(arguments: Sequence[str]) -> list[str]:
-    """Replaces options that have another name now, with a warning for each."""
-    words = OLD_WORDS.get(arguments[0], {}) if arguments else {}
-    translated = []
-    for argument in arguments:
-        option, equals, value = argument.partition("=")
-        if option in words:
-            print(
-                f"warning: {option} is now called {words[option]}; the next release removes the "
-                "old name.",
-                file=sys.stderr,
-            )
-            option = words[option]
-        translated.append(option + equals + value)
-    return translated
 
 
 def _parser() -> argparse.ArgumentParser:

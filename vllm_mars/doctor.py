@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from vllm_mars import top
-from vllm_mars.config import METRICS, STRICT
+from vllm_mars.config import RULES, STRICT_VALUE
 from vllm_mars.engine.compat import check_interfaces, check_version
 from vllm_mars.engine.interfaces import INTERFACES
 from vllm_mars.local.prompts import load_prompts
@@ -239,7 +239,7 @@ class _Probe:
 
 
 def _is_strict(told: dict[str, Any]) -> bool:
-    return all(told[name] == STRICT.value(m) for m, name in METRICS.items() if name in told)
+    return all(told[rule] == STRICT_VALUE[rule] for rule in RULES if rule in told)
 
 
 def _rule(told: dict[str, Any] | None) -> Finding:
@@ -248,7 +248,7 @@ def _rule(told: dict[str, Any] | None) -> Finding:
         return Finding(
             "note", "this vLLM cannot report the rule in force; the server's log names it."
         )
-    (rule,) = (f"{name} {told[name]:g}" for name in METRICS.values() if name in told)
+    (rule,) = (f"{name} {told[name]:g}" for name in RULES if name in told)
     if _is_strict(told):
         return Finding(
             "note",

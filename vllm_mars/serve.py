@@ -24,8 +24,7 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.llm import LLMConfig, build_openai_app
 from ray.serve.llm.deployment import LLMServer
 
-from vllm_mars.calibration import AUTO
-from vllm_mars.config import METHOD, OPTION, STRICT, TOOL_PARSER_KEY, split_speculative_config
+from vllm_mars.config import TOOL_PARSER_KEY, split_speculative_config
 from vllm_mars.local.drafts import NGRAM, RECOMMENDED, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.ray_nodes import check_nodes
@@ -148,17 +147,9 @@ def app(options: Options) -> Application:
 
 
 def _engine_kwargs(options: Options) -> dict[str, Any]:
-    """The arguments of the replicas' engines, checked.
-
-    All but the value in a calibration, whose file is read on the node of each replica.
-    """
+    """The arguments of the replicas' engines, checked."""
     found = {**options.engine_kwargs, "speculative_config": options.speculative_config}
-    config = {key.replace("-", "_"): value for key, value in options.speculative_config.items()}
-    if config.get("rejection_sample_method") == METHOD:
-        for metric, option in OPTION.items():
-            if str(config.get(option)).startswith(AUTO):
-                config[option] = STRICT.value(metric)
-    is_mars = split_speculative_config(config)[0] is not None
+    is_mars = split_speculative_config(options.speculative_config)[0] is not None
     if is_mars and (parser := found.get("tool_call_parser")):
         # Ray gives it to vLLM's API server alone; the spans of tool calls follow from it.
         found["additional_config"] = {

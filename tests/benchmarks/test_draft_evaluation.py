@@ -88,7 +88,7 @@ def verified(model, head, given, max_tokens, thetas):
             "method": "eagle3",
             "model": str(head),
             "num_speculative_tokens": best_length(head),
-            **CHOSEN_BY_REQUESTS["ratio"],
+            **CHOSEN_BY_REQUESTS["theta"],
         },
         **CPU_ENGINE_ARGS,
     )

@@ -23,7 +23,7 @@ def test_strict_positions_are_those_of_a_cpu(monkeypatch):
     markers, copies = Sections.markers, []
     monkeypatch.setattr(Sections, "markers", lambda *args: copies.append(0) or markers(*args))
     rng = np.random.default_rng(0)
-    config = MarsConfig(metric="price", price=0.5, strict_spans=((3, 4),), repeat_guard=2)
+    config = MarsConfig(price=0.5, strict_spans=((3, 4),), repeat_guard=2)
     on_cpu, elsewhere = RequestsV1(config, 4, CPU), RequestsV1(config, 4, CPU)
     elsewhere._on_host = False
 

@@ -19,11 +19,11 @@ import oracle
 import steps_v2
 from steps_v2 import Request, Step, emitted, random_step
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.terms import Drafts, Verdict
+from vllm_mars.kernels.terms import Drafts, Margin, Verdict
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.requests_v2 import RequestsV2
 
-STRICT = [MarsConfig(theta=1.0), MarsConfig(metric="gap", theta=1.0, gap=0.0)]
+STRICT = [MarsConfig(theta=1.0), MarsConfig(gap=0.0)]
 LENGTHS = [3, 0, 5, 1, 2]
 
 
@@ -133,13 +133,13 @@ def rows_of(step, logits):
 
 
 # The steps' tokens are random: the guard against repetition has a test of its own.
-PRICED = MarsConfig(metric="price", price=1.0, repeat_guard=0)
+PRICED = MarsConfig(price=1.0, repeat_guard=0)
 
 
 def rule_of(config):
     """Theta, gap and price as the oracle takes them."""
-    theta, gap, price = config.threshold
-    return theta, gap, price if config.metric == "price" else None
+    margin = Margin.of(config.rule, config.value)
+    return margin.theta, margin.gap, margin.price
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_no_relaxed_token_repeats_the_answer():
         for request in step.requests:
             answer = rng.integers(0, 5, rng.integers(1, 8)).tolist()
             request.tokens, request.prompt_len = prompt + answer, len(prompt)
-        output = step.run(MarsConfig(metric="gap", theta=1.0, gap=1000.0, repeat_guard=2))
+        output = step.run(MarsConfig(gap=1000.0, repeat_guard=2))
         expected, row = [], 0
         for request, rows in zip(step.requests, rows_of(step, step.logits), strict=True):
             repeats = AnswerNgrams(2).repeated(request.tokens[len(prompt) :], request.drafts)
@@ -267,7 +267,7 @@ def processed_logits(step):
     [
         (MarsConfig(theta=0.85), False),
         (MarsConfig(theta=0.85), True),
-        (MarsConfig(metric="gap", theta=1.0, gap=1.0), True),
+        (MarsConfig(gap=1.0), True),
         (PRICED, True),
     ],
 )
@@ -330,7 +330,7 @@ def test_greedy_requests_get_the_same_beside_one_that_samples():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("config", "threshold"),
-    [(MarsConfig(theta=0.9), 1.8), (MarsConfig(metric="gap", theta=1.0, gap=0.5), 1.5)],
+    [(MarsConfig(theta=0.9), 1.8), (MarsConfig(gap=0.5), 1.5)],
 )
 def test_the_threshold_is_sharp(config, threshold, temperature):
     """Runners-up just above it are all accepted; just below it strict verification decides."""
@@ -368,7 +368,7 @@ def test_invalid_drafts(temperatures, with_draft_logits):
         invalid = torch.rand(len(step.logits), generator=torch.Generator().manual_seed(seed)) < 0.4
         own = step.run(None, invalid_drafts=invalid)
         assert_equal(own, step.run(MarsConfig(theta=1.0), invalid_drafts=invalid))
-        relaxed = step.run(MarsConfig(metric="gap", gap=1000.0), invalid_drafts=invalid)
+        relaxed = step.run(MarsConfig(gap=1000.0), invalid_drafts=invalid)
         row = 0
         for request, tokens in zip(step.requests, emitted(relaxed), strict=True):
             count = len(request.drafts)
@@ -388,7 +388,7 @@ def test_what_was_lost_is_kept_by_slot(temperature):
         Request(params(temperature, 1), [0], [*tokens, 1], prefill_len=5),
     ]
     step = Step(requests, logits.repeat(3, 1))
-    sampler = step.sampler(MarsConfig(metric="gap", gap=1.0, max_loss=0.25, loss_burst=1.0))
+    sampler = step.sampler(MarsConfig(gap=1.0, max_loss=0.25, loss_burst=1.0))
     batch = step.batch()
 
     def bound():
@@ -424,9 +424,7 @@ def test_nothing_is_left_of_what_sleep_throws_away(monkeypatch, spans):
     constraint = StructuredOutputsParams(regex="a")
     sampling = [*each(GREEDY[:4]), params(structured_outputs=constraint)]
     step = random_step(3, sampling, LENGTHS, ranks=(0, 1, 1))
-    config = MarsConfig(
-        metric="gap", gap=1000.0, strict_spans=spans, max_loss=9.0, max_relaxed_share=0.9
-    )
+    config = MarsConfig(gap=1000.0, strict_spans=spans, max_loss=9.0)
     expected = emitted(step.run(config))
     assert expected != emitted(step.run(None))
     monkeypatch.setattr(steps_v2, "RequestsV2", Slept)

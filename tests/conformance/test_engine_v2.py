@@ -63,8 +63,8 @@ def test_draft_model(models):
     assert own["metrics"][-1]["vllm:prefix_cache_hits"] > 0
     assert workload.finish_reasons(own, 0) == {"length", "stop"}
     assert (
-        "Margin-aware verification (MARS) is on: metric=ratio, theta=1, 1 protected tokens, "
-        "model runner V2, torch backend; the output is lossless" in mars["log"]
+        "Margin-aware verification (MARS) is on: mars_theta=1, no mars_max_loss, 1 protected "
+        "tokens, model runner V2, torch backend; the output is lossless" in mars["log"]
     )
     assert "Margin-aware" not in own["log"]
     relaxed = run(draft_model(models, **workload.RELAXED), [again], models, **options)
@@ -87,6 +87,6 @@ def test_eagle_and_a_small_cache(models):
     assert own["metrics"][-1]["vllm:num_preemptions"] > 0
     workload.assert_same_batches([crowd], own, mars)
     relaxed = run(eagle(models, **workload.RELAXED), [crowd], models, **options)
-    assert "metric=gap, gap=1000 nats" in relaxed["log"]
+    assert "mars_gap=1000 nats" in relaxed["log"]
     assert "the output is LOSSY: it can differ from the target's own." in relaxed["log"]
     assert workload.accepted_share(relaxed, 0) > workload.accepted_share(own, 0)

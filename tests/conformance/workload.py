@@ -11,9 +11,9 @@ from typing import Any
 HERE = Path(__file__).parent
 INTERPRETED = HERE.parent / "interpreted"
 STRICT = {"rejection_sample_method": "mars", "mars_theta": 1.0}
-STRICT_GAP = {"rejection_sample_method": "mars", "mars_metric": "gap", "mars_gap": 0.0}
+STRICT_GAP = {"rejection_sample_method": "mars", "mars_gap": 0.0}
 # Above every difference of two logits of the tiny models: each runner-up is accepted.
-RELAXED = {"rejection_sample_method": "mars", "mars_metric": "gap", "mars_gap": 1000.0}
+RELAXED = {"rejection_sample_method": "mars", "mars_gap": 1000.0}
 
 Request = tuple[list[int] | str, dict[str, Any]]
 

@@ -160,7 +160,7 @@ def test_three_servers_take_turns_of_eight_prompts(tmp_path):
     plain, strict, mars = (server.speculative_config() for server in group.servers)
     assert plain is None
     assert strict == {**NGRAM_CONFIG, "num_speculative_tokens": 4}
-    assert (mars["mars_metric"], mars["mars_max_loss"]) == ("price", RECOMMENDED["mars_max_loss"])
+    assert mars["mars_max_loss"] == RECOMMENDED["mars_max_loss"]
     assert {key.price for key, _ in group.cells} == {None, RECOMMENDED["mars_price"]}
 
 

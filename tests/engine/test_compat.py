@@ -8,10 +8,12 @@ import sys
 import pytest
 import wrapt
 
+from vllm_mars import MarsConfig
 from vllm_mars.engine import compat, hooks
 from vllm_mars.engine.compat import Symbol
 from vllm_mars.engine.interfaces import INTERFACES, Touch
 from vllm_mars.engine.options import take_options
+from vllm_mars.engine.ranks import TravellingOptions
 
 REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
 
@@ -162,7 +164,7 @@ def test_a_newer_version_with_the_same_interfaces_is_warned_of(monkeypatch, warn
     monkeypatch.setattr(vllm, "__version__", version)
     options = Options()
     take_options(options, Model())
-    assert options.additional_config["mars"]["theta"] == 0.9
+    assert options.additional_config["mars"].config.theta == 0.9
     assert warnings == [
         f"vLLM {version} is newer than the releases that vllm-mars knows (0.26 to 0.33); its "
         "interfaces are checked at start, its behaviour is untested."
@@ -187,7 +189,7 @@ def test_a_version_with_other_interfaces_is_refused(monkeypatch, warnings, versi
 
 
 class Config:
-    additional_config = {"mars": {"theta": 0.9}}
+    additional_config = {"mars": TravellingOptions(MarsConfig(theta=0.9))}
 
 
 class Unasked:

@@ -138,21 +138,10 @@ def test_the_thinking_section_is_vllms(packaged_model):
         ({"mars_strict_spans": [[1]]}, {}, "is not a list of pairs of a start and an end token"),
         ({"mars_scope": "answer"}, {}, "mars_scope='answer' is not one of all, reasoning"),
         ({"mars_scope": "reasoning"}, {}, "add --reasoning-parser or --reasoning-config"),
-        ({"mars_thinking": [1, 2]}, {}, "mars_thinking is not an option of margin-aware"),
-        ({"mars_max_relaxed_share": 1.5}, {}, r"mars_max_relaxed_share=1.5 is outside \[0, 1\]"),
-        ({"mars_max_relaxed_share": "x"}, {}, "mars_max_relaxed_share='x' is a str"),
         ({"mars_max_loss": -0.5}, {}, r"mars_max_loss=-0.5 is outside \[0, inf\)"),
         ({"mars_max_loss": "x"}, {}, "mars_max_loss='x' is a str"),
         ({"mars_loss_burst": -1}, {}, r"mars_loss_burst=-1 is outside \[0, 16384\]"),
         ({"mars_loss_burst": None}, {}, "mars_loss_burst=None is a NoneType"),
-        ({"mars_shadow": 1}, {}, "mars_shadow=1 is not true or false"),
-        (
-            {"mars_shadow_thetas": [0.5]},
-            {},
-            r"mars_shadow_thetas=\[0.5\] belongs to the shadow mode; add mars_shadow=true",
-        ),
-        ({"mars_shadow": True, "mars_shadow_thetas": []}, {}, r"mars_shadow_thetas=\[\] is not"),
-        ({"mars_shadow": True, "mars_shadow_thetas": [2]}, {}, "mars_shadow_thetas=2 is outside"),
     ],
 )
 def test_bad_options_are_named(packaged_model, options, engine_options, message):

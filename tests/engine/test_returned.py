@@ -7,6 +7,7 @@ import pytest
 from vllm_mars import MarsConfig
 from vllm_mars.engine import returned
 from vllm_mars.engine.options import check_request
+from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.engine.returned import collect_relaxed
 from vllm_mars.engine.transport import REQUEST_FIELD
 from vllm_mars.runner.outputs import RELAXED_FIELD
@@ -77,7 +78,7 @@ def test_a_vllm_without_a_place_for_it_is_named(monkeypatch):
     from vllm.exceptions import VLLMValidationError
 
     monkeypatch.setattr(returned, "is_supported", lambda: False)
-    config = SimpleNamespace(additional_config={"mars": MarsConfig().to_json()})
+    config = SimpleNamespace(additional_config={"mars": TravellingOptions(MarsConfig())})
     with pytest.raises(VLLMValidationError) as refused:
         check_request(request(mars_return=True).sampling_params, config)
     assert (

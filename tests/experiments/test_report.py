@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from report_files import PROMPTS, RULES, make_cell, write_calibration, write_sweep
+from report_files import PROMPTS, RULES, make_cell, write_sweep
 from vllm_mars.cli import main
 from vllm_mars.experiments.report.advice import BUDGET, CANNOT_TELL, conclusion
 from vllm_mars.experiments.report.answers import pieces, relaxed_answers
@@ -102,7 +102,7 @@ def test_the_files_of_a_sweep_are_taken_together(tmp_path):
     assert [point[0].row.key.prompts for point in section.points] == ["all", *names]
     (mars,) = (it for it in section.points[0] if it.row.key.lossy)
     assert mars.row.estimate("nll").samples == 12
-    assert section.answers[0].measured is mars
+    assert section.answer.measured is mars
     write_report([path], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert page.index("Prompts: all (12);") < page.index("<details") < page.index("one (4);")
@@ -137,7 +137,7 @@ def test_files_that_cannot_be_taken_together(tmp_path, names, rules):
 def advice(tmp_path, rules, **more):
     write_sweep(tmp_path / "s.jsonl", rules, (1,), **more)
     (section,) = read_sections([tmp_path / "s.jsonl"])
-    (answer,) = section.answers
+    answer = section.answer
     return answer
 
 
@@ -170,7 +170,7 @@ def test_a_rule_that_makes_answers_longer_is_not_faster(tmp_path):
     (section,) = read_sections([path])
     mars = next(it for it in section.points[0] if it.row.key.lossy)
     assert mars.speedup.low > 1 > mars.sooner.high
-    assert section.answers[0].setting == CANNOT_TELL
+    assert section.answer.setting == CANNOT_TELL
 
 
 def test_an_answer_that_ends_at_once_loses_nothing(tmp_path):
@@ -237,7 +237,7 @@ def test_prices_are_a_curve_beside_the_others(tmp_path):
     }
     x = [point.x[0] for point in section.chart.curves[1].points]
     assert x == pytest.approx([0, 0.00025, 0.0005])
-    assert json.loads(section.answers[0].setting) == {
+    assert json.loads(section.answer.setting) == {
         **{"rejection_sample_method": "mars", "mars_metric": "price", "mars_price": 0.5}
     }
 
@@ -258,7 +258,7 @@ def test_a_rule_that_is_not_shown_to_be_good(tmp_path, speed, nll):
         ([RULES[0], RULES[2]], True, "`vllm-mars sweep --method standard mars` measures both"),
         (RULES[2:3], True, "No lossy rule was timed beside a strict one"),
         (RULES[:3], False, "`vllm-mars sweep --temperature 0` judges answers to prompts"),
-        (RULES[:3], True, "`vllm-mars calibrate` looks for a threshold"),
+        (RULES[:3], True, "The least lossy one, mars 0.9"),
     ],
 )
 def test_missing_data_is_named(tmp_path, rules, judged, missing):
@@ -303,61 +303,6 @@ def test_two_sweeps_with_the_same_autoregressive_cell(tmp_path):
     assert "From other.jsonl." in page.read_text()
 
 
-def test_a_calibration_alone(tmp_path):
-    calibration = write_calibration(tmp_path / "c.json")
-    (section,) = read_sections([calibration])
-    (answer,) = section.answers
-    assert json.loads(answer.setting) == {"rejection_sample_method": "mars", "mars_theta": 0.96}
-    assert answer.facts == {
-        "speed": "not measured at 0.96",
-        "loss, held out": "0.0090 (0.0070 to 0.0098) nats per token; "
-        "NLL -0.0100 (-0.0300 to +0.0100)",
-    }
-    write_report([calibration], tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert "not measured at 0.96" in text
-    assert "keeps a budget of 0.01 nats per token on 8 held-out prompts" in text
-    assert "in 95 % of the bootstrap samples" in text
-
-
-@pytest.mark.parametrize("theta", [0.96, 0.97])
-def test_a_calibration_beside_a_sweep(tmp_path, theta):
-    """It is the answer; the sweep gives the speed at its threshold, if it was measured."""
-    rules = [*RULES[:4], ("mars", 0.96, 4, 42.0, 0.5), ("mars", 0.8, 4, 50.0, 0.5)]
-    rules = rules if theta == 0.96 else [rule for rule in rules if rule[1] != 0.96]
-    sweep = write_sweep(tmp_path / "s.jsonl", rules, (1,))
-    calibration = write_calibration(tmp_path / "c.json", threshold=theta)
-    (section,) = read_sections([sweep, calibration])
-    (answer,) = section.answers
-    assert json.loads(answer.setting)["mars_theta"] == theta
-    if theta == 0.97:
-        assert answer.measured is None
-        assert answer.facts["speed"] == "not measured at 0.97"
-    else:
-        assert answer.measured.speedup.value == pytest.approx(42 / 36)
-        assert answer.facts["speed"].startswith("1.17 x standard in tokens per second")
-
-
-def test_a_calibration_that_found_nothing(tmp_path):
-    path = write_calibration(tmp_path / "c.json", threshold=1, confirmations=[])
-    write_report([path], tmp_path / "page.html")
-    assert "nothing looser than strict" in (tmp_path / "page.html").read_text()
-
-
-def test_a_calibration_with_a_task_score_as_budget(tmp_path):
-    path = write_calibration(tmp_path / "c.json", budget=None, recovery=0.98)
-    content = json.loads(path.read_text())
-    left = {"value": 0.99, "low": 0.95, "high": 1.0, "kept_share": 0.91}
-    content["confirmations"][0]["recovery"] = left
-    path.write_text(json.dumps(content))
-    write_report([path], path.with_suffix(".html"))
-    text = path.with_suffix(".html").read_text()
-    assert "keeps 0.98 of the task score" in text
-    assert "Strict decoding solves 7 of them; fewer than 30" in text
-    for fact in ("0.990 (0.950 to 1.000)", "in 91 % of the bootstrap samples"):
-        assert fact in text
-
-
 def test_pieces():
     text = "abcdef"
     tokens = [OffChoice(1, 2, 4, "cd", 0.0, "X", 0.0), OffChoice(2, 3, 4, "d", 0.0, "Y", 0.0)]
@@ -395,8 +340,6 @@ def test_a_chart():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("run.txt", "", "is neither a sweep (.jsonl) nor a calibration (.json); give files"),
-        ("run.json", "{}", "is not a calibration"),
         ("run.jsonl", "{}\n", "is neither a cell nor its quality"),
         ("none.jsonl", None, "cannot be read"),
     ],
@@ -411,6 +354,6 @@ def test_bad_files(tmp_path, capsys, name, content, message):
 
 
 def test_an_output_that_cannot_be_written(tmp_path):
-    calibration = write_calibration(tmp_path / "c.json")
+    sweep = write_sweep(tmp_path / "s.jsonl")
     with pytest.raises(RuntimeError, match="output=/proc/none/page.html cannot be written"):
-        write_report([calibration], Path("/proc/none/page.html"))
+        write_report([sweep], Path("/proc/none/page.html"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from report_files import make_cell, write_calibration, write_sweep
+from report_files import make_cell, write_sweep
 from vllm_mars.cli import main
 from vllm_mars.experiments.sweep.record_file import append_cell
 
@@ -15,7 +15,7 @@ SCREENSHOTS = Path(__file__).parents[2] / "build" / "report-screenshots"
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The page of a sweep and a calibration, made by the command."""
+    """The page of a sweep, made by the command."""
     directory = tmp_path_factory.mktemp("report")
     sweep = write_sweep(directory / "sweep.jsonl")
     failed = dataclasses.replace(
@@ -24,9 +24,8 @@ def report(tmp_path_factory):
         **{"acceptance": None, "outputs": ()},
     )
     append_cell(sweep, failed)
-    calibration = write_calibration(directory / "calibration.json")
     page = directory / "out" / "page.html"
-    assert main(["report", str(sweep), str(calibration), "--output", str(page)]) == 0
+    assert main(["report", str(sweep), "--output", str(page)]) == 0
     return page
 
 

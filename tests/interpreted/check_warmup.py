@@ -10,7 +10,7 @@ import torch
 
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import counting, greedy, repeats, sections, top2
-from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, RelaxedBudget, Slots, loss_units
+from vllm_mars.kernels.terms import Drafts, LossBudget, Margin, Slots, loss_units
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.margin import MarginRule
 from vllm_mars.runner.sections import Sections
@@ -20,8 +20,8 @@ SPECIALIZED = {"logits_stride", "vocab", "logits_ptr", "best_ptr", "second_ptr",
 LONGEST = 9
 CONFIGS = [
     MarsConfig(theta=0.9),
-    MarsConfig(theta=0.9, structured="relaxed", max_relaxed_share=0.5),
-    MarsConfig(theta=0.9, strict_spans=((3, 4),), shadow=True),
+    MarsConfig(theta=0.9, structured="relaxed"),
+    MarsConfig(theta=0.9, strict_spans=((3, 4),), shadow=(0.8, 0.9)),
     MarsConfig(theta=0.9, structured="relaxed", repeat_guard=4),
 ]
 
@@ -94,16 +94,12 @@ def served(request):
     """(vocabulary, stride) of a model, and the rule of an engine that counts."""
     shape, config = request.param
     rule = MarginRule(config, [2], backend="triton")
-    rule.counters = Counters(CounterLayout(LONGEST, config.shadowed), torch.device("cpu"))
+    rule.counters = Counters(CounterLayout(LONGEST, config.shadow), torch.device("cpu"))
     return shape, rule
 
 
 def all_margins(config, batch, num_draft):
     """What the requests of a step can bring."""
-    budget = None
-    if config.max_relaxed_share < 1:
-        none = torch.zeros(batch, dtype=torch.int32)
-        budget = RelaxedBudget(config.max_relaxed_share, none, none)
     blocked = torch.zeros(num_draft, dtype=torch.int8)
     positions = [blocked] if config.strict_spans or config.repeat_ngram else [None, blocked]
     if positions[0] is None and config.structured == "relaxed":
@@ -111,10 +107,11 @@ def all_margins(config, batch, num_draft):
     long, int32 = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.int32)
     bound = LossBudget(long, loss_units(config.loss_burst), long, int32)
     loss_budgets = [None] if config.shadow else [None, bound]
-    thresholds = ((0.9, 0.0), (torch.full((batch,), 0.9), torch.zeros(batch)))
-    for (theta, gap), *limits in itertools.product(thresholds, positions, loss_budgets):
+    for theta, *limits in itertools.product(
+        (0.9, torch.full((batch,), 0.9)), positions, loss_budgets
+    ):
         blocked, loss_budget = limits
-        yield Margin(theta, gap, None, blocked, budget, loss_budget)
+        yield Margin(theta, blocked=blocked, loss_budget=loss_budget)
 
 
 def judge(rule, drafts, margin):

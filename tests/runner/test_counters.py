@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_mars.config import METRICS, MarsConfig, Threshold
+from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import Drafts, Judgement, Margin, Verdict
 from vllm_mars.runner.counters import (
     INTERVAL,
@@ -262,14 +262,14 @@ GREEDY_OF_EIGHT = {
 
 @pytest.mark.parametrize("is_greedy", GREEDY_OF_EIGHT.values(), ids=GREEDY_OF_EIGHT)
 @pytest.mark.parametrize(
-    ("metric", "values"), [("ratio", (0.5, 0.9)), ("gap", (0.3, 2.0)), ("price", (0.3, 1.0, 4.0))]
+    ("name", "values"), [("theta", (0.5, 0.9)), ("gap", (0.3, 2.0)), ("price", (0.3, 1.0, 4.0))]
 )
-def test_shadow_counts_are_what_verification_accepts(metric, values, is_greedy):
+def test_shadow_counts_are_what_verification_accepts(name, values, is_greedy):
     """Of requests that were verified, or judged position by position, at each threshold."""
     generator = torch.Generator().manual_seed(4)
-    config = MarsConfig(metric=metric, shadow=True, **{f"shadow_{METRICS[metric]}s": values})
+    config = MarsConfig(**{name: values[0]}, shadow=values)
     rule = MarginRule(config, [0])
-    rule.counters = Counters(CounterLayout(LONGEST, config.shadowed, metric), CPU)
+    rule.counters = Counters(CounterLayout(LONGEST, config.shadow, name), CPU)
     protected = torch.arange(64) == 0
     expected = torch.zeros(len(values), LONGEST, dtype=torch.long)
     for _ in range(20):
@@ -280,7 +280,7 @@ def test_shadow_counts_are_what_verification_accepts(metric, values, is_greedy):
         ids = logits.argsort(1, descending=True).gather(1, ranks[:, None]).squeeze(1)
         ids[torch.rand(num_draft, generator=generator) < 0.05] = -1
         drafts = Drafts(logits, ids, lengths.cumsum(0).int(), max_draft_len=LONGEST)
-        margin = Margin.of(metric, config.threshold)
+        margin = Margin.of(name, config.value)
         request, position = drafts.locate()
         drawn = (torch.rand(8, generator=generator) * (lengths + 1)).int()
         strict = verify_drafts(drafts, Margin(1.0))
@@ -292,7 +292,7 @@ def test_shadow_counts_are_what_verification_accepts(metric, values, is_greedy):
                 pass
             rule.record(drafts, margin, judgement, num_accepted, {}, is_greedy=is_greedy)
         for index, value in enumerate(values):
-            own = Margin.of(metric, Threshold.of(metric, value), protected=protected)
+            own = Margin.of(name, value, protected=protected)
             relaxed = judge_drafts(drafts, own).verdicts == Verdict.RELAXED
             passed = (relaxed | (position < num_accepted[request])) & (ids >= 0)
             table = torch.zeros(8, LONGEST + 1, dtype=torch.long)

@@ -56,7 +56,7 @@ def test_family(family, tmp_path):
         "num_speculative_tokens": 3,
     }
     (plain,) = generate(tmp_path / "target", draft, [None])
-    mars = {**draft, **CHOSEN_BY_REQUESTS["ratio"]}
+    mars = {**draft, **CHOSEN_BY_REQUESTS["theta"]}
     strict, loose = generate(tmp_path / "target", mars, [1.0, theta])
     assert strict == plain
     assert loose != strict

@@ -22,8 +22,8 @@ NUM_ANSWERS = 200
 BOUNDS = (None, 0.3, 0.1, 0.0)
 SERVER = {"mars_max_loss": 0.5, "mars_loss_burst": 1.5}
 METRICS = {
-    "gap": {"mars_metric": "gap", "mars_gap": 1000.0},
-    "price": {"mars_metric": "price", "mars_price": 1000.0},
+    "gap": {"mars_gap": 1000.0},
+    "price": {"mars_price": 1000.0},
 }
 # Two requests fill these blocks before they end.
 MEMORY = {"max_num_seqs": 4, "block_size": 32, "num_gpu_blocks_override": 7}

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
-from test_requests import PRICE, RATIO, params
+from test_requests import PRICE, THETA, params
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.terms import NO_BOUND, Drafts, Margin, Verdict
 from vllm_mars.runner.requests_v1 import RequestsV1
@@ -21,10 +21,9 @@ def margin(state, *drafts):
     return state.margin(Drafts(torch.empty(0, 0), ids, ends))
 
 
-def spent(*num_relaxed, lost=()):
-    """What a step relaxed of each request, and what that lost."""
-    lost = lost or [0] * len(num_relaxed)
-    return torch.tensor(num_relaxed, dtype=torch.int32), torch.tensor(lost)
+def lost(*units):
+    """What a step lost of each request."""
+    return torch.tensor(units)
 
 
 def thresholds(state, batch):
@@ -45,7 +44,7 @@ class TestV1Batch:
 
     @pytest.fixture
     def batch(self):
-        state = RequestsV1(RATIO, 8, torch.device("cpu"))
+        state = RequestsV1(THETA, 8, torch.device("cpu"))
         added = [(0, params(), None, []), (1, params(mars_theta=0.8), None, [])]
         state.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
         return state
@@ -53,11 +52,11 @@ class TestV1Batch:
     @staticmethod
     def theta(state, size):
         theta, gap = thresholds(state, size)
-        assert torch.equal(gap, torch.zeros(size))
+        assert gap == 0
         return [round(value, 4) for value in theta.tolist()]
 
     def test_the_servers_own_stay_floats(self):
-        state = RequestsV1(RATIO, 8, torch.device("cpu"))
+        state = RequestsV1(THETA, 8, torch.device("cpu"))
         state.update_state(BatchUpdate(1, removed=[], added=[(0, params(), None, [])], moved=[]))
         assert thresholds(state, 1) == (0.9, 0.0)
 
@@ -103,52 +102,6 @@ class TestV1Batch:
         assert round(theta[0].item(), 4) == 0.9
 
 
-class TestV1Budget:
-    """No more than a quarter of a request's tokens; what was relaxed moves with its request."""
-
-    CONFIG = MarsConfig(max_relaxed_share=0.25)
-
-    def state(self, *outputs, config=CONFIG):
-        return answering(config, *outputs)
-
-    @staticmethod
-    def budget(state, batch):
-        budget = margin(state, *[[]] * batch).budget
-        assert budget.num_relaxed.dtype == budget.num_output_tokens.dtype == torch.int32
-        return budget.num_relaxed.tolist(), budget.num_output_tokens.tolist()
-
-    def test_counts_follow_the_output(self):
-        output = [5, 5]
-        state = self.state([], output)
-        state.spend(*spent(3, 1))
-        output += [6, 6, 6]
-        assert self.budget(state, 2) == ([3, 1], [0, 5])
-
-    def test_a_request_that_comes_back_has_used_its_budget_up(self):
-        assert self.budget(self.state([1] * 9, []), 2) == ([2, 0], [9, 0])
-
-    def test_swapped_moved_and_replaced(self):
-        state = self.state([1], [2], [3])
-        state.spend(*spent(1, 2, 3))
-        swap = (0, 1, MoveDirectionality.SWAP)
-        move = (2, 3, MoveDirectionality.UNIDIRECTIONAL)
-        state.update_state(BatchUpdate(4, removed=[2], added=[], moved=[swap]))
-        assert self.budget(state, 2)[0] == [2, 1]
-        added = [(0, params(), None, [1] * 8)]
-        state.update_state(BatchUpdate(4, removed=[], added=added, moved=[move]))
-        assert self.budget(state, 4)[0] == [2, 1, 3, 3]
-
-    def test_without_a_budget_nothing_is_kept(self):
-        state = RequestsV1(RATIO, 2, torch.device("cpu"))
-        state.spend(*spent(3))
-        assert margin(state, [])[-3:-1] == (None, None)
-
-    def test_the_shadow_mode_has_none(self):
-        state = self.state([], config=MarsConfig(shadow=True, max_relaxed_share=0.25))
-        assert margin(state, []).budget is None
-        assert not state.needs_output_tokens
-
-
 class TestV1LossBound:
     """Half a nat per token and one beyond; what was lost moves with its request."""
 
@@ -167,9 +120,9 @@ class TestV1LossBound:
     def test_losses_add_up(self):
         output = []
         state = self.state([], output)
-        state.spend(*spent(1, 0, lost=(70_000, 0)))
+        state.spend(lost(70_000, 0))
         # Too many to be counted exactly in float32.
-        state.spend(*spent(1, 1, lost=(2**40 + 1, 7)))
+        state.spend(lost(2**40 + 1, 7))
         output += [6, 6, 6]
         bound = margin(state, [], []).loss_budget
         assert self.lost(state, 2) == [2**40 + 70_001, 7]
@@ -189,7 +142,7 @@ class TestV1LossBound:
     def test_swapped_moved_and_replaced(self):
         state = self.state([1], [2], [3])
         before = self.lost(state, 3)[0]
-        state.spend(*spent(1, 1, 1, lost=(1, 2, 3)))
+        state.spend(lost(1, 2, 3))
         swap = (0, 1, MoveDirectionality.SWAP)
         move = (2, 3, MoveDirectionality.UNIDIRECTIONAL)
         state.update_state(BatchUpdate(4, removed=[2], added=[], moved=[swap]))
@@ -200,14 +153,14 @@ class TestV1LossBound:
 
     def test_a_bound_of_one_request_binds_no_other(self):
         told = []
-        state = RequestsV1(RATIO, 4, torch.device("cpu"), need_output_tokens=told.append)
+        state = RequestsV1(THETA, 4, torch.device("cpu"), need_output_tokens=told.append)
         free, bound = (0, params(), None, [1] * 5), (1, params(mars_max_loss=0.25), None, [])
         state.update_state(BatchUpdate(1, removed=[], added=[free], moved=[]))
         assert margin(state, []).loss_budget is None
-        state.spend(*spent(1, lost=(5,)))
+        state.spend(lost(5))
         state.update_state(BatchUpdate(2, removed=[], added=[bound], moved=[]))
         assert margin(state, [], []).loss_budget.rate.tolist() == [NO_BOUND, 2**28]
-        state.spend(*spent(1, 1, lost=(5, 6)))
+        state.spend(lost(5, 6))
         assert self.lost(state, 2) == [5, 6]
         state.update_state(BatchUpdate(1, removed=[1], added=[], moved=[]))
         assert margin(state, []).loss_budget is None
@@ -217,7 +170,7 @@ class TestV1LossBound:
         assert told == [False, True, False, True]
 
     def test_the_shadow_mode_is_not_bound(self):
-        state = self.state([], config=MarsConfig(shadow=True, max_loss=0.0))
+        state = self.state([], config=MarsConfig(shadow=(0.9,), max_loss=0.0))
         assert margin(state, []).loss_budget is None
 
 

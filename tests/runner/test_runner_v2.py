@@ -79,8 +79,8 @@ def test_theta_1_is_vllm_and_a_gap_accepts_more(models):
     assert strict["sampler"] == "MarsRejectionSamplerV2"
     assert strict["tokens"] == own["tokens"]
     assert (
-        "Margin-aware verification (MARS) is on: metric=ratio, theta=1, 1 protected tokens, "
-        "model runner V2, torch backend; the output is lossless (strict)." in strict["log"]
+        "Margin-aware verification (MARS) is on: mars_theta=1, no mars_max_loss, 1 protected "
+        "tokens, model runner V2, torch backend; the output is lossless (strict)." in strict["log"]
     )
     assert "Margin-aware" not in own["log"]
     # In one batch: the first request stays strict, the second's prompt opens a span that never
@@ -90,9 +90,8 @@ def test_theta_1_is_vllm_and_a_gap_accepts_more(models):
         models,
         [{**GREEDY, "extra_args": {"mars_return": True, **extra}} for extra in chosen],
         rejection_sample_method="mars",
-        mars_metric="gap",
         mars_gap=1000.0,
-        mars_max_relaxed_share=0.5,
+        mars_max_loss=0.5,
         mars_strict_spans=[[3, None]],
     )
     assert relaxed["tokens"][:2] == own["tokens"][:2]
@@ -104,6 +103,6 @@ def test_theta_1_is_vllm_and_a_gap_accepts_more(models):
     assert positions[2]
     for count, position in enumerate(positions[2], start=1):
         assert count <= 0.5 * (position + 1)
-    assert "metric=gap, gap=1000 nats" in relaxed["log"]
+    assert "mars_gap=1000 nats, mars_max_loss=0.5 nats per token" in relaxed["log"]
     assert "the output is LOSSY: it can differ from the target's own." in relaxed["log"]
     assert relaxed["accepted"] / relaxed["drafted"] > own["accepted"] / own["drafted"]

@@ -43,7 +43,7 @@ def test_sampled_answers_follow_the_target_at_theta_1_alone(packaged_model):
     from vllm import SamplingParams
 
     given = speculative_config(
-        str(PACKAGED_HEAD), 4, rejection_sample_method="mars", mars_theta=1.0, mars_theta_min=0.5
+        str(PACKAGED_HEAD), 4, rejection_sample_method="mars", mars_theta=1.0, mars_limit=0.5
     )
     sampling = {
         theta: SamplingParams(

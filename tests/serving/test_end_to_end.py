@@ -121,7 +121,7 @@ def generate(llm, batches=("greedy",), mend=False, extra_args=None):
     return run
 
 
-CHOICE = {**MARS, "mars_theta": 0.95, "mars_theta_min": 0.3}
+CHOICE = {**MARS, "mars_theta": 0.95, "mars_limit": 0.3}
 IN_PROCESS = {**PACKAGED, "skip_tokenizer_init": False}
 # Who says which theta holds.
 BY = ["request", pytest.param("server", marks=pytest.mark.nightly)]

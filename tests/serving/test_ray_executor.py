@@ -39,7 +39,6 @@ def speculation(models):
         "model": str(models / "eagle"),
         "num_speculative_tokens": tiny_models.NUM_DRAFT_TOKENS,
         "rejection_sample_method": "mars",
-        "mars_metric": "gap",
         "mars_gap": 2.0,
     }
 

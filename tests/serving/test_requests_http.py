@@ -126,7 +126,7 @@ def refusals():
         ({"mars_theta": [0.9]}, "mars_theta=[0.9] is a list, but must be a number"),
         ({"mars_theta": 0.2}, "below this server's limit of 0.3; choose a value in [0.3, 1]"),
         ({"mars_tehta": 0.9}, "did you mean mars_theta?"),
-        ({"mars_gap": 1.0}, "mars_gap=1.0 belongs to mars_metric='gap'"),
+        ({"mars_gap": 1.0}, "mars_gap=1.0 names another rule than this server's"),
         ({"mars_speculate": "no"}, "mars_speculate='no' is not true or false"),
     ]
 
@@ -169,7 +169,7 @@ def test_a_refusal_reaches_the_official_client(client):
 @pytest.mark.nightly
 def test_structured_output_is_strict_and_valid(packaged_model, tmp_path):
     """The schema holds, and the text is that of strict verification, whatever theta is."""
-    given = {**MARS, "mars_theta": 0.98, "mars_theta_min": 0.3}
+    given = {**MARS, "mars_theta": 0.98, "mars_limit": 0.3}
     json_schema = {"name": "pet", "schema": SCHEMA, "strict": True}
     with (
         packaged_server(packaged_model, given, tmp_path, "--no-enable-prefix-caching") as server,

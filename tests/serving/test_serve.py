@@ -103,19 +103,6 @@ def test_the_engine_learns_of_the_tool_parser():
         ({"thetta": 0.9}, ValueError, "thetta"),
         ({"speculative_config": "{"}, ValueError, "speculative_config"),
         ({"min_replicas": 9}, RuntimeError, "9 replicas of 1 ranks need 18 CPUs, but this Ray clu"),
-        # The file of a calibration is looked for where a replica starts.
-        (
-            {
-                "speculative_config": {
-                    "rejection-sample-method": "mars",
-                    "mars-metric": "gap",
-                    "mars-gap": "auto:calibration.json",
-                },
-                "min_replicas": 9,
-            },
-            RuntimeError,
-            "9 replicas of 1 ranks need 18 CPUs, but this Ray clu",
-        ),
         (
             {"engine_kwargs": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}},
             RuntimeError,

@@ -31,7 +31,7 @@ SPECULATION = {
     "num_speculative_tokens": 3,
     "rejection_sample_method": "mars",
     "mars_theta": 0.9,
-    "mars_theta_min": 0.5,
+    "mars_limit": 0.5,
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import prometheus_client
 
-from vllm_mars.config import METRICS, MarsConfig
+from vllm_mars.config import MarsConfig
 from vllm_mars.engine.transport import add_counts
 from vllm_mars.runner.counters import (
     LOSS_UNIT,
@@ -109,7 +109,7 @@ class MarsProm:
         add(LOST, layout.lost, {}, LOSS_UNIT)
         if layout.shadowed:
             thresholds = [f"{value:g}" for value in layout.shadowed]
-            add(SHADOW, layout.shadow, {METRICS[layout.metric]: thresholds, **by_position})
+            add(SHADOW, layout.shadow, {layout.rule: thresholds, **by_position})
         self._histograms: dict[int, Any] = {}
         if issubclass(histogram_class, prometheus_client.Histogram):
             histogram = BucketHistogram(

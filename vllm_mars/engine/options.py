@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.calibration import resolve_auto
 from vllm_mars.config import (
     CONFIG_KEY,
     OPTION,
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 # What a server with a threshold that nobody chose says.
 _NOT_CHOSEN = (
     "None of mars_theta, mars_gap and mars_price is given, so mars_theta is the paper's 0.9: "
-    "lossy%s. Prefer mars_metric 'price' with a mars_price, which weighs the tokens gained against "
-    "their loss, and mars_max_loss, which bounds the loss of each answer."
+    "lossy%s. Prefer mars_price, which weighs the tokens gained against their loss, and "
+    "mars_max_loss, which bounds the loss of each answer."
 )
 
 
@@ -42,18 +41,13 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         NotImplementedError: MARS together with a feature that it cannot serve.
         RuntimeError: an unsupported vLLM, or the environment forbids lossy verification.
     """
-    from vllm.logger import init_logger
-
-    given, notes = resolve_auto(engine_args.speculative_config, model_config)
-    logger = init_logger("vllm.vllm_mars.engine.options")
-    for note in notes:
-        logger.warning("%s", note)
-    config, speculative_config = split_speculative_config(given)
+    config, speculative_config = split_speculative_config(engine_args.speculative_config)
     method = speculative_config.get("rejection_sample_method", "standard")
     check_lock(lossy_reason(config, method))
     if config is None:
         return
     import vllm
+    from vllm.logger import init_logger
 
     check_version(vllm.__version__)
     check_interfaces("options")
@@ -67,14 +61,15 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         )
     check_interfaces("markers")
     config = resolve_markers(config, engine_args, model_config)
-    if config.lossy and not given.keys() & set(OPTION.values()):
+    given = {key.replace("-", "_") for key in engine_args.speculative_config}
+    if config.lossy and not given & set(OPTION.values()):
         is_bounded = config.max_loss is not None
         unbounded = "" if is_bounded else ", and nothing bounds how much an answer loses"
-        logger.warning(_NOT_CHOSEN, unbounded)
+        init_logger("vllm.vllm_mars.engine.options").warning(_NOT_CHOSEN, unbounded)
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {
         **engine_args.additional_config,
-        CONFIG_KEY: TravellingOptions(config.to_json()),
+        CONFIG_KEY: TravellingOptions(config),
     }
 
 

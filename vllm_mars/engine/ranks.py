@@ -19,11 +19,26 @@ from vllm_mars.config import CONFIG_KEY, OPTION_PREFIX, MarsConfig
 from vllm_mars.lock import LOCK_VARIABLE, lock_is_on
 
 
-class TravellingOptions(dict[str, Any]):
-    """The options as plain JSON, which know the version of the extension when pickled."""
+class TravellingOptions(str):
+    """The options in vLLM's `additional_config`.
+
+    vLLM hashes that as JSON for the key of its compile cache. As JSON this is a constant, since the
+    options change no graph: with another price the compiled model is found again.
+
+    Attributes:
+        config: the options.
+    """
+
+    config: MarsConfig
+
+    def __new__(cls, config: MarsConfig) -> "TravellingOptions":
+        """Carries these options."""
+        carrier = super().__new__(cls, "margin-aware verification")
+        carrier.config = config
+        return carrier
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return unpack, (__version__, dict(self))
+        return unpack, (__version__, self.config.to_json())
 
 
 def unpack(version: str, options: Mapping[str, Any]) -> TravellingOptions:
@@ -33,7 +48,7 @@ def unpack(version: str, options: Mapping[str, Any]) -> TravellingOptions:
 
     Args:
         version: the version that pickled the options.
-        options: the options.
+        options: the options as plain JSON.
 
     Raises:
         RuntimeError: this process has another version of the extension.
@@ -46,7 +61,7 @@ def unpack(version: str, options: Mapping[str, Any]) -> TravellingOptions:
     from vllm_mars.plugin import register
 
     register()
-    return TravellingOptions(options)
+    return TravellingOptions(MarsConfig(**options))
 
 
 class Rank(NamedTuple):
@@ -85,7 +100,7 @@ def question() -> Callable[[Any], tuple[Any, ...]]:
 
         sampler = getattr(worker.model_runner, "rejection_sampler", None)
         kind = type(sampler)
-        options = worker.model_runner.vllm_config.additional_config.get(key)
+        carrier = worker.model_runner.vllm_config.additional_config.get(key)
         return (
             worker.rank,
             socket.gethostname(),
@@ -94,7 +109,7 @@ def question() -> Callable[[Any], tuple[Any, ...]]:
             if "vllm_mars.plugin" in sys.modules
             else None,
             None if sampler is None else f"{kind.__module__}.{kind.__qualname__}",
-            None if options is None else dict(options),
+            None if carrier is None else carrier.config.to_json(),
             os.environ.get(lock) == "strict",
         )
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.config import LIMIT, LOOSEST, METHOD, OPTION, STRICT
+from vllm_mars.config import METHOD, MOST_BURST, OPTION, STRICT_VALUE
 
 NGRAM = "ngram"
 NO_DRAFT = "none"
@@ -18,16 +18,16 @@ WITHOUT_FILES: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     "mtp": {"method": "mtp"},
 }
-# What a server gets whose requests choose thresholds, any of them, by metric: who chooses nothing
-# is strict.
+# As a limit of what requests may choose: anything, by rule.
+LOOSEST_LIMIT = {"theta": 0.0, "gap": MOST_BURST, "price": MOST_BURST}
+# What a server gets whose requests choose any value, by rule: who chooses nothing is strict.
 CHOSEN_BY_REQUESTS = {
-    metric: {
+    rule: {
         "rejection_sample_method": METHOD,
-        "mars_metric": metric,
-        option: STRICT.value(metric),
-        LIMIT[metric]: LOOSEST.value(metric),
+        option: STRICT_VALUE[rule],
+        "mars_limit": LOOSEST_LIMIT[rule],
     }
-    for metric, option in OPTION.items()
+    for rule, option in OPTION.items()
 }
 
 
@@ -35,7 +35,6 @@ CHOSEN_BY_REQUESTS = {
 # (docs/experiments.md): a price, and a bound on what one answer may lose.
 RECOMMENDED: dict[str, Any] = {
     "rejection_sample_method": METHOD,
-    "mars_metric": "price",
     "mars_price": 0.3,
     "mars_max_loss": 0.02,
 }

@@ -1,7 +1,6 @@
 """The requests in the slots of vLLM's Model Runner V2, and what each brings to a step."""
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +9,16 @@ import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
-from vllm_mars.config import MarsConfig, Threshold
+from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import (
     Drafts,
     LossBudget,
     Margin,
     Markers,
-    RelaxedBudget,
     Slots,
     loss_rate,
     loss_units,
     lost_before,
-    most_relaxed,
 )
 from vllm_mars.requests import options_of
 from vllm_mars.runner.sections import Sections
@@ -43,17 +40,15 @@ class RequestsV2(LogitsProcessor):
         self._config = config
         self._req_states = req_states
         slots, device = req_states.max_num_reqs, req_states.device
-        # Theta, gap and price.
-        self._threshold = [UvaBackedTensor(slots, dtype=torch.float32) for _ in Threshold._fields]
+        # The rule's value.
+        self._value = UvaBackedTensor(slots, dtype=torch.float32)
         self._is_structured = UvaBackedTensor(slots, dtype=torch.int32)
-        # Whether a slot's threshold is not the server's, and who wants to know what was relaxed.
+        # Whether a slot's value is not the server's, and who wants to know what was relaxed.
         self._is_own = np.zeros(slots, dtype=bool)
         self._wants_return = np.zeros(slots, dtype=bool)
         self._sections = Sections(config)
         self._state = StagedWriteTensor(slots, dtype=torch.int32, device=device)
         self._scanned = StagedWriteTensor(slots, dtype=torch.int32, device=device)
-        # Relaxed tokens of each request.
-        self._num_relaxed = StagedWriteTensor(slots, dtype=torch.int32, device=device)
         # What each lost, in units of 2**-LOSS_BITS nats, and `LossBudget.rate` of each.
         self._lost = StagedWriteTensor(slots, dtype=torch.int64, device=device)
         self._loss_rate = UvaBackedTensor(slots, dtype=torch.int64)
@@ -80,33 +75,29 @@ class RequestsV2(LogitsProcessor):
         state = self._sections.advance(0, tokens) if self._sections else 0
         self._state.stage_write_elem(slot, state)
         self._scanned.stage_write_elem(slot, len(tokens))
-        # Of a request that comes back after a preemption nobody knows what was relaxed and lost: it
-        # is taken to be all that was allowed.
-        self._produced[slot] = produced = len(tokens) - prompt_len
-        self._num_relaxed.stage_write_elem(
-            slot, most_relaxed(self._config.max_relaxed_share, produced)
-        )
+        # Of a request that comes back after a preemption nobody knows what was lost: it is taken to
+        # be all that was allowed.
+        self._produced[slot] = len(tokens) - prompt_len
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         """Notes the options of a slot's new request; no logit changes, so False."""
         options = options_of(sampling_params, self._config)
-        for uva, value in zip(self._threshold, options.threshold, strict=True):
-            uva.np[req_idx] = value
-        self._is_own[req_idx] = options.threshold != self._config.threshold
+        self._value.np[req_idx] = options.value
+        self._is_own[req_idx] = options.value != self._config.value
         self._is_structured.np[req_idx] = options.is_structured
         self._wants_return[req_idx] = options.wants_return
         rate, burst = loss_rate(options.max_loss), loss_units(self._config.loss_burst)
         lost = lost_before(rate, burst, int(self._produced[req_idx]))
         self._lost.stage_write_elem(req_idx, lost)
         self._loss_rate.np[req_idx] = rate
-        self._has_loss_bound[req_idx] = options.max_loss < math.inf and not self._config.shadow
+        self._has_loss_bound[req_idx] = options.max_loss < math.inf and not self._config.is_shadow
         return False
 
     def apply_staged_writes(self) -> None:
         """Hands what is new to the device."""
-        for uva in (*self._threshold, self._is_structured, self._loss_rate):
+        for uva in (self._value, self._is_structured, self._loss_rate):
             uva.copy_to_uva()
-        for staged in (self._state, self._scanned, self._num_relaxed, self._lost):
+        for staged in (self._state, self._scanned, self._lost):
             staged.apply_write()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
@@ -123,9 +114,9 @@ class RequestsV2(LogitsProcessor):
             idx_mapping: `[num_reqs]` slot of each request.
             idx_mapping_np: the same on the host.
         """
-        threshold: Sequence[float | torch.Tensor] = self._config.threshold
+        value: float | torch.Tensor = self._config.value
         if self._is_own[idx_mapping_np].any():
-            threshold = [uva.gpu[idx_mapping] for uva in self._threshold]
+            value = self._value.gpu[idx_mapping]
         states = self._req_states
         slots = Slots(
             idx_mapping, states.all_token_ids.gpu, states.prompt_len.gpu, states.total_len.gpu
@@ -148,36 +139,24 @@ class RequestsV2(LogitsProcessor):
             if blocked is None:
                 blocked = torch.zeros_like(drafts.draft_token_ids, dtype=torch.int8)
             block_repeats(blocked, slots, drafts, self._config.repeat_ngram)
-        budget = loss_budget = None
-        has_loss_bound = self._has_loss_bound[idx_mapping_np].any()
-        if self._config.limits_share or has_loss_bound:
-            produced = slots.total_len[idx_mapping] - slots.prompt_len[idx_mapping]
-            if self._config.limits_share:
-                budget = RelaxedBudget(
-                    self._config.max_relaxed_share, self._num_relaxed.gpu[idx_mapping], produced
-                )
-            if has_loss_bound:
-                loss_budget = LossBudget(
-                    self._loss_rate.gpu[idx_mapping],
-                    loss_units(self._config.loss_burst),
-                    self._lost.gpu[idx_mapping],
-                    produced,
-                )
-        limits = {"blocked": blocked, "budget": budget, "loss_budget": loss_budget}
-        return Margin.of(self._config.metric, threshold, **limits)
+        loss_budget = None
+        if self._has_loss_bound[idx_mapping_np].any():
+            loss_budget = LossBudget(
+                self._loss_rate.gpu[idx_mapping],
+                loss_units(self._config.loss_burst),
+                self._lost.gpu[idx_mapping],
+                slots.total_len[idx_mapping] - slots.prompt_len[idx_mapping],
+            )
+        limits = {"blocked": blocked, "loss_budget": loss_budget}
+        return Margin.of(self._config.rule, value, **limits)
 
-    def spend(
-        self, num_relaxed: torch.Tensor, lost: torch.Tensor, idx_mapping: torch.Tensor
-    ) -> None:
-        """Takes what a step relaxed off the budgets.
+    def spend(self, lost: torch.Tensor, idx_mapping: torch.Tensor) -> None:
+        """Takes what a step lost off the budgets.
 
         Args:
-            num_relaxed: int32 `[num_reqs]`, relaxed tokens.
-            lost: int64 `[num_reqs]`, what they lost, in units of 2**-LOSS_BITS nats.
+            lost: int64 `[num_reqs]`, in units of 2**-LOSS_BITS nats.
             idx_mapping: `[num_reqs]` slot of each request.
         """
-        if self._config.limits_share:
-            self._num_relaxed.gpu.index_add_(0, idx_mapping.long(), num_relaxed)
         if self._has_loss_bound.any():
             self._lost.gpu.index_add_(0, idx_mapping.long(), lost)
 

@@ -118,7 +118,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         samples = temperature.np[idx_mapping_np] != 0
         if not samples.any():
             output = self.rule.verify(drafts, margin, returns)
-            self.requests.spend(output.num_relaxed, output.lost, idx_mapping)
+            self.requests.spend(output.lost, idx_mapping)
             return processed, output.output_token_ids, output.num_accepted + 1
 
         # The bonus row of a request counts as one more.
@@ -144,7 +144,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 drafts, margin, judgement, num_sampled - 1, returns, is_greedy=is_greedy
             )
             if spent is not None:
-                self.requests.spend(*spent, idx_mapping)
+                self.requests.spend(spent, idx_mapping)
         return processed, sampled, num_sampled
 
 

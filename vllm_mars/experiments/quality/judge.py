@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_mars.config import METRICS
+from vllm_mars.experiments.metrics import METRICS
 from vllm_mars.experiments.quality.confined import confinement
 from vllm_mars.experiments.quality.intervals import estimate
 from vllm_mars.experiments.quality.scores import (

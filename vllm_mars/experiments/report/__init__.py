@@ -1,1 +1,1 @@
-"""`vllm-mars report`: one page of sweeps and calibrations."""
+"""`vllm-mars report`: one page of sweeps."""

@@ -5,14 +5,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_mars.config import METHOD, OPTION
-from vllm_mars.experiments.calibrate.options import BUDGET
+from vllm_mars.config import METHOD
 from vllm_mars.experiments.columns import at
+from vllm_mars.experiments.metrics import OPTION
 from vllm_mars.experiments.quality.scores import MIN_SOLVED, is_task_score
 from vllm_mars.experiments.sweep.measured import Measured
 from vllm_mars.experiments.sweep.records import Estimate, further_options
 
 CANNOT_TELL = "cannot tell"
+# Nats per token.
+BUDGET = 0.01
 SHOWN = (
     f"to lose at most {BUDGET} nats per token and to be faster than strict verification, in tokens "
     "per second and in time per answer (95 % intervals), and of which neither NLL nor a task score "
@@ -35,49 +37,6 @@ class Answer:
     why: str
     facts: Mapping[str, str]
     measured: Measured | None = None
-
-
-def calibrated(content: dict[str, Any], point: Iterable[Measured]) -> Answer:
-    """Answers by a calibration, and says what a sweep measured of it."""
-    metric, threshold, samples = content["metric"], content["threshold"], content["samples"]
-    keys = [(it, it.row.key) for it in point if it.speedup]
-    same = [it for it, key in keys if (key.metric, key.value) == (metric, threshold)]
-    measured = next((it for it in same if not it.row.key.variant), None)
-    facts = {"speed": f"not measured at {threshold}"} if measured is None else _facts(measured)
-    tried = next((it for it in content["confirmations"] if it["threshold"] == threshold), None)
-    if tried is None:
-        found = ": nothing looser than strict."
-    else:
-        found = f", in {100 * kept(content, tried):.0f} % of the bootstrap samples."
-        facts |= _held_out(tried, samples)
-    if content["budget"] is None:
-        goal = f"{content['recovery']} of the task score"
-        solved = samples.get("solved_prompts", "an unrecorded number")
-        found += f" Strict decoding solves {solved} of them; fewer than {MIN_SOLVED} cannot tell a "
-        found += "loss of tasks."
-    else:
-        goal = f"a budget of {content['budget']} nats per token"
-    prompts = f"{samples.get('held_out_prompts', 'an unknown number of')} held-out prompts"
-    why = f"The loosest {OPTION[metric]} that keeps {goal} on {prompts}{found}"
-    return Answer(_setting(metric, threshold), why, facts, measured)
-
-
-def _held_out(tried: dict[str, Any], samples: dict[str, Any]) -> dict[str, str]:
-    """What a calibration measured of a threshold on held-out prompts."""
-    facts = {
-        "loss, held out": f"{at('cost', '.4f')(tried)} nats per token; "
-        f"NLL {at('nll_increase', '+.4f')(tried)}",
-        "task score left, held out": at("recovery", ".3f")(tried),
-    }
-    if "changed" in tried:
-        facts["changed, held out"] = f"{tried['changed']} of {samples['held_out_prompts']} answers"
-    return {name: text for name, text in facts.items() if text}
-
-
-def kept(calibration: dict[str, Any], tried: dict[str, Any]) -> float:
-    """The share of bootstrap samples within a calibration's budget."""
-    names = ("recovery",) if calibration["budget"] is None else ("cost", "nll_increase")
-    return min(float(tried[name]["kept_share"]) for name in names)
 
 
 def fastest_within(point: Iterable[Measured]) -> Answer:
@@ -115,8 +74,8 @@ def fastest_within(point: Iterable[Measured]) -> Answer:
         return Answer(setting, why, _facts(best), best)
     least = min(judged, key=lambda found: found[-1].high)[0]
     why = (
-        f"No lossy rule (here {len(judged)}) is shown {SHOWN}. `vllm-mars calibrate` looks for a "
-        f"threshold. The least lossy rule, {least.row.key.rule}:"
+        f"No lossy rule (here {len(judged)}) is shown {SHOWN}. "
+        f"The least lossy one, {least.row.key.rule}:"
     )
     return Answer(CANNOT_TELL, why, _facts(least), least)
 
@@ -171,6 +130,4 @@ def _setting(metric: str, threshold: float | None, further: dict[str, Any] | Non
     if metric not in OPTION:
         return json.dumps({"rejection_sample_method": metric})
     options: dict[str, Any] = {"rejection_sample_method": METHOD}
-    if metric != "ratio":
-        options["mars_metric"] = metric
     return json.dumps({**options, OPTION[metric]: threshold, **(further or {})})

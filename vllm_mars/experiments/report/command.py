@@ -11,13 +11,12 @@ def add_parser(commands: Any) -> None:
     """Adds the command to `vllm-mars`."""
     parser = commands.add_parser(
         "report",
-        help="make one HTML page of sweeps and calibrations",
-        description="Makes one self-contained HTML page of files that `vllm-mars sweep` (.jsonl) "
-        "and `vllm-mars calibrate` (.json) wrote. It begins with what to set, or with what is "
-        "missing and the command that measures it.",
+        help="make one HTML page of sweeps",
+        description="Makes one self-contained HTML page of files that `vllm-mars sweep` wrote. "
+        "It begins with what to set, or with what is missing and the command that measures it.",
     )
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="file of a sweep or a calibration")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="file of a sweep")
     add("--output", type=Path, metavar="FILE", default=Path("build/report.html"),
         help="default build/report.html")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of sweeps and calibrations."""
+"""One self-contained HTML page of sweeps."""
 
 import math
 import shlex
@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_mars import __version__
-from vllm_mars.calibration import read_calibration
 from vllm_mars.experiments.columns import Columns, at, filled, score
 from vllm_mars.experiments.quality.scores import is_task_score
 from vllm_mars.experiments.report.advice import (
     CANNOT_TELL,
     Answer,
-    calibrated,
     conclusion,
     fastest_within,
 )
@@ -32,8 +30,6 @@ TEMPLATE = "report.html.j2"
 Setup = tuple[str, str, int]
 # File name and content.
 Files = list[tuple[str, dict[str, Any]]]
-# What a calibration's file may lack.
-NOTHING: dict[str, Any] = {"samples": {}, "confirmations": []}
 RUNS: Columns = {
     "file": lambda of: str(of[0]),
     "commit": lambda of: of[1].get("git_commit") or "",
@@ -63,10 +59,10 @@ def table(title: str, columns: Columns, items: Sequence[Any], chosen: Any = None
 
 @dataclass(frozen=True)
 class Section:
-    """What one sweep measured of one setup, and that setup's calibrations.
+    """What one sweep measured of one setup.
 
     Attributes:
-        answers: what to set, by each calibration or else by the sweep.
+        answer: what to set.
         points: the rules at each point of the grid (dataset, temperature, load), and of all
             datasets where these can be taken together; first the one with most lossy rules whose
             loss is known.
@@ -77,7 +73,7 @@ class Section:
     """
 
     setup: Setup
-    answers: Sequence[Answer]
+    answer: Answer
     points: Sequence[Sequence[Measured]]
     chart: Chart | None
     relaxed: dict[str, list[Piece]]
@@ -87,8 +83,7 @@ class Section:
     @property
     def rules(self) -> list[Table]:
         """A table for each point."""
-        answer = self.answers[0]
-        chosen = None if answer.setting == CANNOT_TELL else answer.measured
+        chosen = None if self.answer.setting == CANNOT_TELL else self.answer.measured
         return [_rules(point, chosen) for point in self.points]
 
     @property
@@ -100,48 +95,25 @@ class Section:
 
 
 def read_sections(paths: Iterable[Path]) -> list[Section]:
-    """Reads files of `vllm-mars sweep` (`.jsonl`) and `vllm-mars calibrate` (`.json`).
+    """Reads files of `vllm-mars sweep`.
 
     Sweeps are never merged: only in one file did rules take turns, so that speeds compare.
 
     Raises:
-        ValueError: a file is neither, or cannot be read.
+        ValueError: a file is none, or cannot be read.
     """
-    sweeps: dict[str, list[Cell]] = {}
-    calibrations: dict[Setup, Files] = {}
-    for path in dict.fromkeys(paths):
-        if path.suffix == ".jsonl":
-            sweeps[str(path)] = read_cells(path)
-        elif path.suffix == ".json":
-            content = NOTHING | read_calibration(path)
-            model, draft = content["model"], content["draft"]
-            setup = (model.get("name"), draft.get("name"), draft.get("num_speculative_tokens"))
-            calibrations.setdefault(setup, []).append((path.name, content))
-        else:
-            raise ValueError(
-                f"{path} is neither a sweep (.jsonl) nor a calibration (.json); give files that "
-                "`vllm-mars sweep` or `vllm-mars calibrate` wrote."
-            )
     sections = []
-    for file, cells in sweeps.items():
+    for path in dict.fromkeys(paths):
+        cells = read_cells(path)
         found = all_rows(cells)
         setups = dict.fromkeys((row.key.model, row.key.draft, row.key.k) for row in found)
         # Decoding without drafts is beside every draft of its file.
         for setup in [setup for setup in setups if setup[2]] or setups:
-            own = calibrations.get(setup, [])
-            sections.append(_section(setup, own, Path(file).name, found, cells))
-    shown = {section.setup for section in sections}
-    sections += [_section(setup, own) for setup, own in calibrations.items() if setup not in shown]
+            sections.append(_section(setup, path.name, found, cells))
     return sections
 
 
-def _section(
-    setup: Setup,
-    calibrations: Files,
-    file: str = "",
-    found: Sequence[Row] = (),
-    cells: Sequence[Cell] = (),
-) -> Section:
+def _section(setup: Setup, file: str, found: Sequence[Row], cells: Sequence[Cell]) -> Section:
     model, *draft = setup
     grid: dict[tuple[Any, ...], list[Row]] = {}
     for row in found:
@@ -153,12 +125,12 @@ def _section(
     main = points[0] if points else []
     return Section(
         setup,
-        [calibrated(content, main) for _, content in calibrations] or [fastest_within(main)],
+        fastest_within(main),
         points,
         _speed_by_loss(main),
         relaxed_answers(cell for cell in cells if [cell.key.draft, cell.key.k] == draft),
         cells,
-        [*((file, vars(cell)) for cell in cells), *calibrations],
+        [(file, vars(cell)) for cell in cells],
     )
 
 
@@ -223,7 +195,7 @@ def _words(values: dict[str, Any] | None) -> str:
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
-    """Writes the page of at least one file of a sweep or calibration.
+    """Writes the page of at least one file of a sweep.
 
     Raises:
         ValueError: a file cannot be read.

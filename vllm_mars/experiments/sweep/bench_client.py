@@ -21,7 +21,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.config import OPTION
+from vllm_mars.experiments.metrics import OPTION
 from vllm_mars.experiments.sweep.datasets import Dataset
 from vllm_mars.experiments.sweep.plan import Sweep
 from vllm_mars.experiments.sweep.records import Acceptance, CellKey, Output, Speed

@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
             help=f"default {' '.join(map(str, values))}; no value: none")  # fmt: skip
     add("--mars-options", nargs="+", metavar="JSON",
         help="measure every rule of MARS with each of these sets of further options, such as "
-        "{} '{\"mars_max_relaxed_share\": 0.1}'")  # fmt: skip
+        "{} '{\"mars_max_loss\": 0.1}'")  # fmt: skip
     add("--no-unprotected", dest="unprotected", action="store_false", default=None,
         help="leave out MARS without protected tokens")  # fmt: skip
     add("--num-speculative-tokens", dest="num_speculative_tokens", nargs="+", type=int, metavar="K",

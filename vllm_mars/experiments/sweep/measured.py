@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_mars.config import METRICS
+from vllm_mars.experiments.metrics import METRICS
 from vllm_mars.experiments.sweep.summary import Row
 from vllm_mars.local.intervals import interval, median, resamples
 

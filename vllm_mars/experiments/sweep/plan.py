@@ -25,13 +25,12 @@ from typing import Any
 
 from vllm_mars.config import (
     METHOD,
-    METRICS,
-    OPTION,
     OPTION_PREFIX,
-    check_theta,
+    check_value,
     lossy_reason,
     split_speculative_config,
 )
+from vllm_mars.experiments.metrics import METRICS, OPTION
 from vllm_mars.experiments.sweep.datasets import PACKAGED_TASKS, Dataset
 from vllm_mars.experiments.sweep.records import (
     METHODS,
@@ -129,12 +128,12 @@ class SweepOptions:
             raise ValueError(
                 "method 'mars' needs thetas, gaps or prices; give some or leave it out."
             )
-        check_theta(self.reference_theta, "reference_theta")
+        check_value("theta", self.reference_theta, "reference_theta")
         for (metric, values), further in itertools.product(
             self.thresholds.items(), self.mars_options
         ):
             for value in values:
-                given = {**CHOSEN_BY_REQUESTS[metric], **further_options(None, further)}
+                given = {**CHOSEN_BY_REQUESTS[METRICS[metric]], **further_options(None, further)}
                 config, _ = split_speculative_config({**given, OPTION[metric]: value})
                 if METHOD in self.methods:
                     check_lock(lossy_reason(config, METHOD))
@@ -186,7 +185,7 @@ class ServerSpec:
             return None
         options: dict[str, Any] = {}
         if self.metric is not None:
-            options = dict(CHOSEN_BY_REQUESTS[self.metric])
+            options = dict(CHOSEN_BY_REQUESTS[METRICS[self.metric]])
             options |= further_options(self.protected, self.options)
         elif self.method != "standard":
             options["rejection_sample_method"] = self.method
@@ -389,14 +388,14 @@ def _canonical(options: str) -> str:
         found = json.loads(options or "{}")
     except ValueError:
         found = None
-    taken = {"mars_metric", *OPTION.values()}
+    taken = set(OPTION.values())
     if not isinstance(found, dict) or not all(
         key.startswith(OPTION_PREFIX) and key not in taken for key in found
     ):
         raise ValueError(
             f"mars_options={options!r} is not a JSON object of mars_* options other than "
             f"{', '.join(sorted(taken))}, which the grid sets; give some such as "
-            '{"mars_max_relaxed_share": 0.1}, or {} for none.'
+            '{"mars_max_loss": 0.1}, or {} for none.'
         )
     return json.dumps(found, sort_keys=True) if found else ""
 

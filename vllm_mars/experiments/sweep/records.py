@@ -8,7 +8,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vllm_mars.config import METRICS, OPTION_PREFIX, STRICT, Threshold, check_threshold
+from vllm_mars.config import OPTION_PREFIX, STRICT_VALUE, check_value
+from vllm_mars.experiments.metrics import METRICS
 from vllm_mars.local.drafts import NO_DRAFT
 
 Method = Literal["autoregressive", "standard", "block", "fly", "mars"]
@@ -95,14 +96,14 @@ class CellKey:
             raise ValueError(
                 f"metric {self.metric!r} needs {needed}, and {', '.join(values)} null."
             )
-        check_threshold(self.metric, value, needed)
+        check_value(needed, value, needed)
 
     @property
     def lossy(self) -> bool:
         """Whether the rule can let through what the target would not have said."""
         if self.metric is None:
             return self.method == "fly"
-        return Threshold.of(self.metric, self.value or 0.0) != STRICT
+        return (self.value or 0.0) != STRICT_VALUE[METRICS[self.metric]]
 
     @property
     def value(self) -> float | None:

@@ -1,1 +1,0 @@
-"""`vllm-mars calibrate`: the loosest threshold that keeps a budget of loss."""
