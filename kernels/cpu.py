@@ -317,9 +317,7 @@ def _of_drawn(
                 continue
             reason = Verdict(rows.forbidden[i]) if rows.draft[i] >= 0 else Verdict.NONE
             units = max(round(gained[i] * 2**LOSS_BITS), 0)
-            positions.append(
-                Position(reason, 0.0, 0.0, definition.units_of(losses[i]), units)
-            )
+            positions.append(Position(reason, 0.0, 0.0, definition.units_of(losses[i]), units))
     return positions
 
 

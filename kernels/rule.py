@@ -37,6 +37,7 @@ from typing import NamedTuple
 
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
+    MOST_BALANCE,
     MOST_LOSS,
     MOST_PRICE,
     RuleName,
@@ -95,8 +96,8 @@ class Allowance(NamedTuple):
         """That of a request's record; with a scale the price follows what is left."""
         left = burst - lost
         if scale:
-            balance = most_lost(rate, left, produced + 1)
-            price = min(math.isqrt(scale * max(balance, 0)), MOST_PRICE)
+            balance = min(max(most_lost(rate, left, produced + 1), 0), MOST_BALANCE)
+            price = min(math.isqrt(scale * balance), MOST_PRICE)
         return cls(price, rate, produced, left)
 
     def at(self, offset: int) -> int:
@@ -218,8 +219,6 @@ def units_of(nats: float) -> int:
     return min(math.ceil(nats / _UNIT), MOST_LOSS)
 
 
-
-
 def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[float]:
     """The price in nats at each position of a drawn draft of a request that samples.
 
@@ -230,6 +229,4 @@ def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[f
         return []
     share = max(allowed.at(0), 0) // (end - begin)
     price = min(allowed.price * _UNIT, math.sqrt(8 * share * _UNIT) * (1 - 2**-20))
-    return [
-        0.0 if rows.forbidden[i] or rows.draft[i] < 0 else price for i in range(begin, end)
-    ]
+    return [0.0 if rows.forbidden[i] or rows.draft[i] < 0 else price for i in range(begin, end)]

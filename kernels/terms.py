@@ -15,6 +15,8 @@ RATE_BITS = 30
 # The largest loss of one position, and the largest price, in units: 16,384 and 8,192 nats.
 MOST_LOSS = 1 << 30
 MOST_PRICE = 1 << 29
+# The most that counts of what is left, and of a `price_scale`: their product stays below 2**62.
+MOST_BALANCE = (1 << 31) - 1
 # The rate of a request without a bound.
 NO_BOUND = 1 << 40
 

@@ -1,7 +1,7 @@
 """`vllm-mars doctor`: whether an install fits together, and whether a server really relaxes.
 
 A patch of an inference engine fails most often in silence: it is installed, and nothing comes of
-it. So the doctor does not only look for the parts, it asks a server and looks for relaxed tokens.
+it. So the doctor does not only look for the parts, it asks a server and looks at what its rule gains.
 """
 
 import importlib.metadata
@@ -19,7 +19,7 @@ from vllm_mars.engine.interfaces import INTERFACES
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import versions
 from vllm_mars.local.requirements import INSTALL_VLLM
-from vllm_mars.local.scrape import GENERATED_TOKENS, openai_client
+from vllm_mars.local.scrape import GENERATED_TOKENS, LOST_NATS, openai_client
 from vllm_mars.lock import check_lock, lock_is_on
 
 NEEDED = ("openai", "prometheus_client", "rich")
@@ -149,7 +149,7 @@ def _lock() -> Finding:
 
 
 def findings_at(url: str) -> Iterator[Finding]:
-    """Looks at a running server, and asks it until a token is relaxed.
+    """Looks at a running server, and asks it until its rule gains something.
 
     Raises:
         ValueError: it is no HTTP address.
@@ -175,16 +175,15 @@ class _Probe:
         self._client = openai_client(base_url, REQUEST_TIMEOUT, api_key)
 
     def findings(self) -> Iterator[Finding]:
-        """Asks prompt after prompt until a token is relaxed.
+        """Asks prompt after prompt until the rule has gained something.
 
         Raises:
             RuntimeError: the server does not answer as it should.
         """
-        tokens, relaxed, told = 0, 0, None
+        tokens, told = 0, None
         for number, prompt in enumerate(load_prompts()):
             told, more = self._ask(prompt.turns[0])
             tokens += more
-            relaxed += (told or {}).get("num_relaxed_tokens", 0)
             if number == 0:
                 if told is None and self._tells:
                     raise RuntimeError(
@@ -194,9 +193,9 @@ class _Probe:
                 yield _rule(told)
                 if told is not None and _is_strict(told):
                     return
-            if relaxed or self._rise(tokens).total(top.RELAXED):
+            if self._rise(tokens).total(top.GAINED):
                 break
-        yield _verdict(self._rise(tokens, relaxed), tokens)
+        yield _verdict(self._rise(tokens), tokens)
 
     def _ask(self, prompt: str) -> tuple[dict[str, Any] | None, int]:
         """One greedy answer: what it tells of its verification, and its tokens."""
@@ -224,7 +223,7 @@ class _Probe:
         tokens = answer.usage.completion_tokens if answer.usage else 0
         return (metrics.get("speculative_decoding") or {}).get("mars"), tokens
 
-    def _rise(self, tokens: int, relaxed: int = 0) -> top.Snapshot:
+    def _rise(self, tokens: int) -> top.Snapshot:
         """What was counted since the first request, once the metrics know of these tokens.
 
         The counts of verification come later: a GPU hands them over about once a second.
@@ -232,14 +231,14 @@ class _Probe:
         deadline = time.monotonic() + METRICS_TIMEOUT
         while True:
             rise = top.read_metrics(self._metrics_url).since(self._before)
-            known = rise.total(GENERATED_TOKENS) >= tokens and rise.total(top.RELAXED) >= relaxed
+            known = rise.total(GENERATED_TOKENS) >= tokens and rise.total(top.VERIFIED) > 0
             if known or time.monotonic() > deadline:
                 return rise
             time.sleep(0.1)
 
 
 def _is_strict(told: dict[str, Any]) -> bool:
-    return all(told[rule] == STRICT_VALUE[rule] for rule in RULES if rule in told)
+    return any(told.get(rule) == STRICT_VALUE[rule] for rule in RULES)
 
 
 def _rule(told: dict[str, Any] | None) -> Finding:
@@ -248,7 +247,7 @@ def _rule(told: dict[str, Any] | None) -> Finding:
         return Finding(
             "note", "this vLLM cannot report the rule in force; the server's log names it."
         )
-    (rule,) = (f"{name} {told[name]:g}" for name in RULES if name in told)
+    (rule,) = (f"{name} {told[name]:g}" for name in (*RULES, "max_loss") if name in told)
     if _is_strict(told):
         return Finding(
             "note",
@@ -259,31 +258,28 @@ def _rule(told: dict[str, Any] | None) -> Finding:
 
 
 def _verdict(rise: top.Snapshot, tokens: int) -> Finding:
-    """Whether tokens were relaxed, and if not, how far verification came."""
-    relaxed, low_margin = rise.total(top.RELAXED), rise.total(top.LOW_MARGIN)
-    verified = rise.total(top.VERIFIED)
-    if relaxed:
+    """Whether the rule gained anything, and if not, how far verification came."""
+    gained, verified = rise.total(top.GAINED), rise.total(top.VERIFIED)
+    if gained:
+        allowed = rise.total(top.ALLOWED)
+        asked = f" of the {allowed:g} allowed" if allowed else ""
         return Finding(
             "ok",
-            f"relaxed {relaxed:.0f} tokens at {low_margin:.0f} low-margin positions of "
-            f"{verified:.0f} verified ones, within {tokens} tokens",
+            f"gained {gained:.1f} draft tokens at {verified:.0f} verified positions within "
+            f"{tokens} tokens, and lost {rise.total(LOST_NATS) / tokens:.4f} nats per "
+            f"token{asked}",
         )
     if not verified:
         problem = (
             "no draft was verified: the draft method proposes nothing for these prompts, so "
             "neither speculation nor MARS has any effect."
         )
-    elif not low_margin:
-        problem = (
-            f"none of {verified:.0f} verified positions was within the margin: the rule is almost "
-            "strict for this model."
-        )
     else:
         refused = rise.by_label(top.REFUSED)
         reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
         problem = (
-            f"none of {low_margin:.0f} low-margin positions was relaxed; refusals: "
-            f"{reasons or 'none, so no draft there was a token that the margin accepts'}."
+            f"nothing was gained at {verified:.0f} verified positions; refusals: "
+            f"{reasons or 'none: the rule is almost strict for this model'}."
         )
     return _fault(f"within {tokens} tokens {problem}")
 

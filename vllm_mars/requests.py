@@ -107,9 +107,15 @@ def refuse_locked(params: "SamplingParams") -> None:
 
 
 def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float]:
-    """The rule and the value that verification follows, as `mars_return` reports it."""
-    is_strict = options.is_structured or config.is_shadow
-    return {config.rule: STRICT_VALUE[config.rule] if is_strict else options.value}
+    """The rule and the value that verification follows, as `mars_return` reports it.
+
+    Where the price follows what is left of a bound, that is named instead.
+    """
+    if options.is_structured or config.is_shadow:
+        return {config.rule: STRICT_VALUE[config.rule]}
+    if options.value == math.inf:
+        return {"max_loss": options.max_loss}
+    return {config.rule: options.value}
 
 
 def _is_ours(key: object) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mars.local import scrape
 
 if TYPE_CHECKING:
-    from rich.columns import Columns
+    from rich.console import Group
     from rich.table import Table
 
 NEEDED = ("prometheus_client", "rich")
@@ -21,19 +21,19 @@ BAR_WIDTH = 24
 
 RELAXED = "vllm:mars_relaxed_tokens_total"
 VERIFIED = "vllm:mars_verified_positions_total"
-LOW_MARGIN = "vllm:mars_low_margin_positions_total"
+GAINED = "vllm:mars_gained_acceptance_total"
+ALLOWED = "vllm:mars_max_loss_nats_per_token"
 REFUSED = "vllm:mars_refused_positions_total"
 ACCEPTED = scrape.ACCEPTED_PER_POSITION
-_RATIO = "vllm:mars_logit_ratio_bucket"
 
 # Sample name -> the label by which it is told apart; engines and models are added up.
 _LABELS = {
     RELAXED: "position",
     VERIFIED: "position",
-    LOW_MARGIN: "position",
+    GAINED: None,
+    ALLOWED: None,
     REFUSED: "reason",
     scrape.LOST_NATS: None,
-    _RATIO: "le",
     scrape.DRAFTS: None,
     ACCEPTED: "position",
     scrape.GENERATED_TOKENS: None,
@@ -63,7 +63,7 @@ class Snapshot:
         """The increase since another snapshot; everything, if the server has begun anew."""
         increase = {
             name: {
-                label: value - earlier.values.get(name, {}).get(label, 0.0)
+                label: value - earlier.values.get(name, {}).get(label, 0.0) * (name != ALLOWED)
                 for label, value in values.items()
             }
             for name, values in self.values.items()
@@ -80,26 +80,18 @@ class Snapshot:
 
     @property
     def loss_per_token(self) -> float:
-        """Nats that relaxed tokens lost, by generated token; NaN without any."""
+        """Nats lost by generated token; NaN without any."""
         generated = self.total(scrape.GENERATED_TOKENS)
         return self.total(scrape.LOST_NATS) / generated if generated else math.nan
-
-    @property
-    def histogram(self) -> dict[str, float]:
-        """Positions per bucket, by upper edge."""
-        buckets, below = {}, 0.0
-        for edge, cumulated in self.by_label(_RATIO).items():
-            buckets[edge], below = cumulated - below, cumulated
-        return buckets
 
 
 def add_parser(commands: Any) -> None:
     """Adds the command to `vllm-mars`."""
     parser = commands.add_parser(
         "top",
-        help="watch a running server's speculation and relaxed tokens",
+        help="watch what a running server gains and loses",
         description="Shows, from a running server's /metrics, tokens per second, acceptance "
-        "length, relaxed tokens and the ratio of the two largest logits. Ctrl-C ends it.",
+        "length, what the rule gained and what it lost. Ctrl-C ends it.",
     )
     add = parser.add_argument
     add("url", metavar="URL", help="the server, such as http://localhost:8000")
@@ -190,18 +182,15 @@ def run(url: str, interval: float = 2.0, once: bool = False) -> int:
     return 0
 
 
-def view(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Columns":
+def view(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Group":
     """The figures since the server's start, and recent ones: those of the last `seconds`."""
-    from rich.columns import Columns
     from rich.console import Group
 
     # The charts show the last interval, unless it was idle.
     shown, when = total, "since start"
     if recent is not None and recent.total(scrape.DRAFTS):
         shown, when = recent, f"last {seconds:.1f} s"
-    left = Group(_figures(total, recent, seconds), _positions(shown, when), _refusals(total))
-    # Side by side, where the terminal is wide enough, they fit into its height.
-    return Columns([left, _histogram(shown, when)])
+    return Group(_figures(total, recent, seconds), _positions(shown, when), _refusals(total))
 
 
 def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table":
@@ -214,10 +203,11 @@ def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table
     figures: dict[str, Callable[[Snapshot], str]] = {
         "generated tokens": lambda it: f"{it.total(scrape.GENERATED_TOKENS):.0f}",
         "mean acceptance length": lambda it: _number(it.acceptance_length, 2),
-        "relaxed tokens": lambda it: f"{it.total(RELAXED):.0f}",
-        "relaxed, of accepted": lambda it: _percent(it.total(RELAXED), it.total(ACCEPTED)),
-        "nats per token": lambda it: _number(it.loss_per_token, 4),
-        "low margin, of verified": lambda it: _percent(it.total(LOW_MARGIN), it.total(VERIFIED)),
+        "draft tokens gained": lambda it: f"{it.total(GAINED):.1f}",
+        "gained, of accepted": lambda it: _percent(it.total(GAINED), it.total(ACCEPTED)),
+        "relaxed outright": lambda it: f"{it.total(RELAXED):.0f}",
+        "nats lost per token": lambda it: _number(it.loss_per_token, 4),
+        "nats allowed per token": lambda it: _number(it.total(ALLOWED) or math.nan, 4),
     }
     for name, figure in figures.items():
         table.add_row(name, *map(figure, shown.values()))
@@ -234,15 +224,6 @@ def _positions(shown: Snapshot, when: str) -> "Table":
         shares = [accepted, relaxed.get(position, 0.0)]
         cells = [(_percent(part, drafts), _bar(part, drafts)) for part in shares]
         table.add_row(position, *(cell for pair in cells for cell in pair))
-    return table
-
-
-def _histogram(shown: Snapshot, when: str) -> "Table":
-    table = _table(f"z2/z1 at verified positions ({when})", "up to", "share", "")
-    buckets = shown.histogram
-    positions, most = sum(buckets.values()), max(buckets.values(), default=0.0)
-    for edge, count in buckets.items():
-        table.add_row(edge, _percent(count, positions), _bar(count, most))
     return table
 
 

@@ -6,64 +6,40 @@ logger uses, so that several API servers add up and every engine has its own ser
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import prometheus_client
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.engine.transport import add_counts
-from vllm_mars.runner.counters import (
-    LOSS_UNIT,
-    RATIO_EDGES,
-    RATIO_UNIT,
-    REASONS,
-    CounterLayout,
-    layout_of,
-)
+from vllm_mars.runner.counters import REASONS, UNIT, CounterLayout, layout_of
 from vllm_mars.runner.outputs import FIELD
 
 RELAXED = "vllm:mars_relaxed_tokens"
 VERIFIED = "vllm:mars_verified_positions"
-LOW_MARGIN = "vllm:mars_low_margin_positions"
 REFUSED = "vllm:mars_refused_positions"
 LOST = "vllm:mars_lost_nats"
-RATIO = "vllm:mars_logit_ratio"
+GAINED = "vllm:mars_gained_acceptance"
+ALLOWED = "vllm:mars_max_loss_nats_per_token"
 SHADOW = "vllm:mars_shadow_accepted_tokens"
 
 _HELP = {
-    RELAXED: "Draft tokens accepted only by the margin, by position.",
+    RELAXED: "Draft tokens that the rule accepted outright, by position.",
     VERIFIED: "Draft positions looked at: up to and including the first rejected one, by position.",
-    LOW_MARGIN: "Verified positions whose two largest logits are within the margin, by position.",
-    REFUSED: "Verified positions that the margin would have relaxed, by what forbade it.",
-    LOST: "What relaxed tokens lost against the target's first choices, in nats: "
-    "the sum of log p(first choice) - log p(token).",
-    RATIO: "Second largest logit over the largest at verified positions where that is positive.",
-    SHADOW: "Draft tokens that verification with this threshold would have accepted, by position.",
+    REFUSED: "Verified positions at which the rule was not applied, by what forbade it.",
+    LOST: "What answers lost, in nats: log-probability below the target's first choices where "
+    "requests are greedy, KL(served || target) where they sample.",
+    GAINED: "What the rule added to the probability of acceptance at verified positions: draft "
+    "tokens gained, as expected before any draw.",
+    ALLOWED: "mars_max_loss of this server: what an answer may lose per token, in nats.",
+    SHADOW: "Draft tokens that verification with this value would have accepted, as expected "
+    "before any draw, by position.",
 }
-# Low-margin positions without any relaxed token after which the log warns. Were one in 200 relaxed,
-# fewer than one server in 100 would come this far without.
+# Verified positions without any gain after which the log warns. Were one in 200 gained, fewer than
+# one server in 100 would come this far without.
 INERT_AFTER = 1000
 _LABELS = ("model_name", "engine")
-
-
-class BucketHistogram(prometheus_client.Histogram):
-    """A histogram that is fed with counts per bucket instead of single values."""
-
-    def add(self, counts: Sequence[int], total: float) -> None:
-        """Adds observations, in one step per bucket.
-
-        prometheus_client has no public way to add more than one at a time. These are the values
-        that its `observe` adds to, also where several processes share them.
-
-        Args:
-            counts: new observations of each bucket, not cumulated.
-            total: their sum.
-        """
-        for bucket, count in zip(self._buckets, counts, strict=True):
-            if count:
-                bucket.inc(count)
-        self._sum.inc(total)
 
 
 class MarsProm:
@@ -72,17 +48,18 @@ class MarsProm:
     Args:
         layout: which count is what.
         engines: the values of the labels `model_name` and `engine`, by engine.
+        max_loss: the server's bound in nats per token, or None.
         counter_class: vLLM's choice of a counter class, prometheus_client's or Ray's.
-        histogram_class: the same of a histogram class. Only prometheus_client's can be fed with
-            counts; with another there is no histogram, and the log says so once.
+        gauge_class: the same of a gauge class.
     """
 
     def __init__(
         self,
         layout: CounterLayout,
         engines: dict[int, list[object]],
+        max_loss: float | None = None,
         counter_class: Any = prometheus_client.Counter,
-        histogram_class: Any = prometheus_client.Histogram,
+        gauge_class: Any = prometheus_client.Gauge,
     ) -> None:
         self._layout = layout
         self._counters: list[tuple[slice, float, dict[int, list[Any]]]] = []
@@ -104,29 +81,18 @@ class MarsProm:
         by_position = {"position": range(layout.num_speculative_tokens)}
         add(RELAXED, layout.relaxed, by_position)
         add(VERIFIED, layout.verified, by_position)
-        add(LOW_MARGIN, layout.low_margin, by_position)
         add(REFUSED, layout.refused, {"reason": REASONS})
-        add(LOST, layout.lost, {}, LOSS_UNIT)
-        if layout.shadowed:
-            thresholds = [f"{value:g}" for value in layout.shadowed]
-            add(SHADOW, layout.shadow, {layout.rule: thresholds, **by_position})
-        self._histograms: dict[int, Any] = {}
-        if issubclass(histogram_class, prometheus_client.Histogram):
-            histogram = BucketHistogram(
-                name=RATIO,
-                documentation=_HELP[RATIO],
-                buckets=RATIO_EDGES,
-                labelnames=_LABELS,
+        add(LOST, layout.lost, {}, UNIT)
+        add(GAINED, layout.gained, {}, UNIT)
+        if layout.shadow:
+            values = [f"{value:g}" for value in layout.shadow]
+            add(SHADOW, layout.shadowed, {layout.rule: values, **by_position}, UNIT)
+        if max_loss is not None:
+            gauge = gauge_class(
+                name=ALLOWED, documentation=_HELP[ALLOWED], labelnames=list(_LABELS)
             )
-            self._histograms = {
-                engine: histogram.labels(*labels) for engine, labels in engines.items()
-            }
-        else:
-            _logger().warning_once(
-                "%s is not exported: a %s cannot be fed with counts.",
-                RATIO,
-                histogram_class.__name__,
-            )
+            for whose in engines.values():
+                gauge.labels(*whose).set(max_loss)
 
     def observe(self, counts: list[int], engine: int = 0) -> None:
         """Adds an increase of one engine's counts."""
@@ -135,16 +101,13 @@ class MarsProm:
             for child, count in zip(children[engine], counts[entries], strict=True):
                 if count:
                     child.inc(count * unit)
-        if self._histograms:
-            (units,) = counts[self._layout.ratio_sum]
-            self._histograms[engine].add(counts[self._layout.ratio], units * RATIO_UNIT)
 
 
 class MarsLogging:
     """Sums the counts of an interval up for a line in the log.
 
-    Once a server has verified many low-margin positions and relaxed none, it warns, once: what was
-    asked for is without effect, and nothing else would tell.
+    Once a server has verified many positions and gained nothing, it warns, once: what was asked for
+    is without effect, and nothing else would tell.
 
     Args:
         layout: which count is what.
@@ -154,8 +117,8 @@ class MarsLogging:
         self._layout = layout
         self._counts = [0] * layout.size
         self._generated = 0
-        # Since the server's start; None once it has relaxed a token or warned, and in shadow mode.
-        self._unrelaxed: list[int] | None = None if layout.shadowed else list(self._counts)
+        # Since the server's start; None once it has gained anything or warned, and in shadow mode.
+        self._inert: list[int] | None = None if layout.shadow else list(self._counts)
 
     def observe(self, counts: list[int] | None, generated: int) -> None:
         """Adds an increase of the counts, if there is one, and of the generated tokens."""
@@ -173,38 +136,40 @@ class MarsLogging:
         """
         counts, self._counts = self._counts, [0] * self._layout.size
         generated, self._generated = self._generated, 0
-        verified, relaxed = counts[self._layout.verified], counts[self._layout.relaxed]
+        verified = counts[self._layout.verified]
         if not any(verified):
             return
+        gained, lost = (
+            sum(counts[entries]) * UNIT for entries in (self._layout.gained, self._layout.lost)
+        )
         logger.info(
-            "%sMARS metrics: Relaxed: %d tokens (%.1f%% of accepted), Lost: %.4f nats per token, "
-            "Low margin: %.1f%% of verified positions, Per-position relaxed rate: %s",
+            "%sMARS metrics: Gained: %.1f draft tokens (%.1f%% of accepted), Lost: %.4f nats per "
+            "token, Relaxed outright: %d tokens",
             prefix,
-            sum(relaxed),
-            100 * share(sum(relaxed), sum(counts[self._layout.accepted])),
-            share(sum(counts[self._layout.lost]) * LOSS_UNIT, generated),
-            100 * share(sum(counts[self._layout.low_margin]), sum(verified)),
-            ", ".join(f"{share(r, v):.3f}" for r, v in zip(relaxed, verified, strict=True)),
+            gained,
+            100 * share(gained, sum(counts[self._layout.accepted])),
+            share(lost, generated),
+            sum(counts[self._layout.relaxed]),
         )
         self._warn_if_inert(counts, logger, prefix)
 
     def _warn_if_inert(self, counts: list[int], logger: Any, prefix: str) -> None:
-        if self._unrelaxed is None:
+        if self._inert is None:
             return
-        if any(counts[self._layout.relaxed]):
-            self._unrelaxed = None
+        if any(counts[self._layout.gained]):
+            self._inert = None
             return
-        self._unrelaxed = add_counts(self._unrelaxed, counts)
-        low_margin = sum(self._unrelaxed[self._layout.low_margin])
-        if low_margin < INERT_AFTER:
+        self._inert = add_counts(self._inert, counts)
+        verified = sum(self._inert[self._layout.verified])
+        if verified < INERT_AFTER:
             return
-        refused = zip(REASONS, self._unrelaxed[self._layout.refused], strict=True)
-        self._unrelaxed = None
+        refused = zip(REASONS, self._inert[self._layout.refused], strict=True)
+        self._inert = None
         logger.warning(
-            "%sMARS has relaxed none of %d low-margin positions since the server's start, so it "
+            "%sMARS has gained nothing at %d verified positions since the server's start, so it "
             "has had no effect. Refusals: %s. `vllm-mars doctor URL` shows what a server does.",
             prefix,
-            low_margin,
+            verified,
             ", ".join(f"{reason} {count}" for reason, count in refused if count) or "none",
         )
 
@@ -225,8 +190,9 @@ def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
     prom = MarsProm(
         layout_of(config, stat_logger.vllm_config.speculative_config),
         stat_logger.per_engine_labelvalues,
+        config.max_loss,
         stat_logger._counter_cls,
-        stat_logger._histogram_cls,
+        stat_logger._gauge_cls,
     )
 
     def observe(counts: list[int] | None, generated: int, engine: int) -> None:

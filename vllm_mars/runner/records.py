@@ -8,6 +8,7 @@ import torch
 from vllm_mars.config import STRICT_VALUE, MarsConfig
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
+    MOST_BALANCE,
     RATE_BITS,
     Records,
     loss_rate,
@@ -18,10 +19,11 @@ from vllm_mars.kernels.terms import (
 from vllm_mars.requests import RequestOptions
 
 # A price that follows what is left is c * sqrt(b * left / B), for a bound of b nats per token with
-# a burst of B. The c at which a request's loss lands on b, by how it is verified: benchmarks/rules.py.
-GREEDY_SCALE = 2.5
-SAMPLED_SCALE = 3.0
-DRAWN_SCALE = 4.5
+# a burst of B. Its square at which a request's loss lands on b, by how the request is verified, found
+# on recorded steps (benchmarks/rules.py).
+GREEDY_C2 = 6.25
+SAMPLED_C2 = 10.5
+DRAWN_C2 = 20.25
 
 
 class Record(NamedTuple):
@@ -69,12 +71,13 @@ def record_of(
         lost = most_lost(rate, burst, num_output_tokens)
     scale = 0
     if value == math.inf:
-        c = GREEDY_SCALE if is_greedy else DRAWN_SCALE if is_drawn else SAMPLED_SCALE
-        scale = price_scale(c, rate, burst)
+        c2 = GREEDY_C2 if is_greedy else DRAWN_C2 if is_drawn else SAMPLED_C2
+        scale = price_scale(c2, rate, burst)
     price = price_units(value) if config.rule == "price" and not scale else 0
     return Record(value, price, scale, rate, lost)
 
 
-def price_scale(c: float, rate: int, burst: int) -> int:
+def price_scale(c2: float, rate: int, burst: int) -> int:
     """What makes isqrt(price_scale * left) the price c * sqrt(b * left / B), in units."""
-    return math.floor(c * c * rate * 2 ** (2 * LOSS_BITS - RATE_BITS) / max(burst, 1))
+    units = 2 ** (2 * LOSS_BITS - RATE_BITS)
+    return min(math.floor(c2 * rate * units / max(burst, 1)), MOST_BALANCE)

@@ -121,9 +121,7 @@ class RequestsV1(LogitsProcessor):
         self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
     ) -> _Request:
         is_greedy = params.temperature == 0
-        return self._new_request(
-            options_of(params, self._config), is_greedy, prompt or (), output
-        )
+        return self._new_request(options_of(params, self._config), is_greedy, prompt or (), output)
 
     def _new_request(
         self, options: RequestOptions, is_greedy: bool, prompt: Sequence[int], output: list[int]
