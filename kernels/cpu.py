@@ -46,6 +46,7 @@ class Plan(NamedTuple):
         is_greedy: of each request.
         saved: `[num_draft, 1]`, the draft tokens' logits before anything was added.
         clipped: where drafts are drawn, the rows that are served instead.
+        prices: with `clipped`, the price in nats at each position.
     """
 
     begins: list[int]
@@ -53,6 +54,7 @@ class Plan(NamedTuple):
     is_greedy: list[bool]
     saved: torch.Tensor
     clipped: Clipped | None = None
+    prices: Sequence[float] = ()
 
 
 def read_rows(
@@ -222,7 +224,7 @@ def plan(
         bias = torch.tensor([position.bias for position in positions])[:, None]
         served = logits.gather(1, index) + bias
         logits.scatter_(1, index, torch.where(bias.isinf(), certain, served))
-    return Plan(begins, positions, is_greedy, saved, clipped)
+    return Plan(begins, positions, is_greedy, saved, clipped, prices)
 
 
 def settle(
@@ -263,9 +265,10 @@ def settle(
                 ratios[offset] = bias - position.log_z
             else:
                 row = begin + offset
-                served, lse = plan.clipped.logits[row], plan.clipped.target_lse[row]
-                own = drafts.logits[row, token] - lse
-                ratios[offset] = served[token] - served.logsumexp(0) - own
+                rows = plan.clipped.logits, drafts.logits
+                served, own = (float(logits[row, token]) for logits in rows)
+                lse = float(plan.clipped.target_lse[row])
+                ratios[offset] = served - own + lse if plan.prices[row] else 0.0
 
 
 def _prepare(drafts: Drafts, requests: Requests) -> tuple[list[int], np.ndarray]:

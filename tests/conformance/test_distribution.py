@@ -9,7 +9,7 @@ import test_sampler_v1
 from vllm_mars import MarsConfig
 from vllm_mars.runner.cpu_kernels import mend
 
-COUNT = 20_000
+COUNT = 4_000
 RULES = [
     ("theta", 1.0),
     ("theta", 0.9),

@@ -177,7 +177,9 @@ class MarsRejectionSampler(RejectionSampler):
             verification.count_shadow(drafts, blocked, (temperature == 0).tolist())
 
         def clip(prices: torch.Tensor) -> Clipped:
-            return clip_rows(drafts.logits, draft_probs, prices)
+            return clip_rows(
+                drafts.logits, draft_probs, prices, backend=verification.backend_on(device)
+            )
 
         is_drawn = draft_probs is not None
         plan = kernels.plan(

@@ -57,7 +57,11 @@ class Verification:
 
     def kernels(self, device: torch.device) -> ModuleType:
         """The module with `accept`, `plan` and `settle` for a device."""
-        return kernels_of(resolve_backend(self.backend, device.type), device.type)
+        return kernels_of(self.backend_on(device), device.type)
+
+    def backend_on(self, device: torch.device) -> str:
+        """The backend, "torch" or "triton", for a device."""
+        return resolve_backend(self.backend, device.type)
 
     def rule(self, logits: torch.Tensor) -> Rule:
         """The rule on logits of this width.
@@ -121,7 +125,7 @@ class Verification:
             self.describe(),
             len(self.protected_token_ids),
             runner,
-            resolve_backend(self.backend, device.type),
+            self.backend_on(device),
             self._loss(),
         )
 
