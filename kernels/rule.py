@@ -179,7 +179,7 @@ def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance
             if biases[offset] > 0:
                 # Rounded down by more than a float can be off.
                 most = math.sqrt(8 * max(left, 0) * _UNIT) * (1 - 2**-20)
-                position = _tilted(log_p, min(biases[offset], most))
+                position = _tilted(log_p, min(biases[offset], most), left)
             elif rows.forbidden[i] and log_p > -math.inf and allowed.price:
                 position = Position(Verdict(rows.forbidden[i]))
         elif rows.is_small[i] and log_p > -math.inf:
@@ -206,10 +206,11 @@ def log_partition(log_p: float, bias: float) -> float:
     return most + math.log1p(math.exp(min(rest, tilted) - most))
 
 
-def _tilted(log_p: float, bias: float) -> Position:
+def _tilted(log_p: float, bias: float, left: int) -> Position:
     log_z = log_partition(log_p, bias)
     accepted = math.exp(min(log_p + bias - log_z, 0.0))
-    loss = units_of(max(accepted * bias - log_z, 0.0))
+    # By Hoeffding's lemma it is no more than what is left; a float may say a unit more.
+    loss = min(units_of(max(accepted * bias - log_z, 0.0)), max(left, 0))
     gained = max(round((accepted - math.exp(log_p)) / _UNIT), 0)
     return Position(Verdict.NONE, bias, log_z, loss, gained)
 
