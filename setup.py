@@ -51,7 +51,6 @@ setup(
             *RAY,
             "build",
             "hypothesis",
-            # Of tasks in benchmarks/.
             "pyyaml",
             "mypy",
             "playwright",

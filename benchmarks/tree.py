@@ -4,7 +4,7 @@
     python -m benchmarks.tree run --prompts question.jsonl --work build/sampled.jsonl --sampled
     python -m benchmarks.tree summarise --work build/trees.jsonl \\
         --load benchmarks/results/load-cpu.json \\
-        --output benchmarks/results/trees-cpu.json --plot docs/trees.png
+        --output benchmarks/results/trees-cpu.json
 
 `run` answers the prompts once for each cell, a rule with a shape of drafts, since a relaxed answer
 is another text. It goes on where it was interrupted. The target reads the root and all nodes of a
@@ -143,11 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     runs.add_argument("--sampled", action="store_true", help="requests that sample, in chains of 5")
     runs.add_argument("--seed", type=int, default=0, metavar="N", help="of their draws")
-    sums = commands.add_parser("summarise", help="intervals, the cost model, and the plot")
+    sums = commands.add_parser("summarise", help="intervals and the cost model")
     sums.add_argument("--work", type=Path, required=True, nargs="+", metavar="FILE")
     sums.add_argument("--load", type=Path, metavar="FILE", help="with the time of a step")
     sums.add_argument("--output", type=Path, required=True, metavar="FILE")
-    sums.add_argument("--plot", type=Path, metavar="PNG")
     args = parser.parse_args(argv)
     try:
         return {"run": run, "summarise": summarise}[args.command](args)
@@ -164,11 +163,6 @@ def summarise(args: argparse.Namespace) -> int:
         raise ValueError(f"work={' '.join(map(str, args.work))} are of different studies.")
     result = summary(lines, load)
     write_json(args.output, result)
-    if args.plot:
-        # Only this needs matplotlib.
-        from benchmarks.tree_plot import plot
-
-        plot(result, args.plot)
     for own in tables(result).values():
         print(*own, "", sep="\n")
     return 0
