@@ -37,10 +37,9 @@ demo: $(DEMO)
 docs: $(SITE)
 	$(BIN)/mkdocs build --strict $(ARGS)
 
-# Distils an EAGLE-3 head from the packaged model (docs/draft.md); goes on where it was interrupted.
-SETTING ?= cpu
+# Makes the packaged model's EAGLE-3 head again (docs/draft.md).
 draft: install
-	$(BIN)/python -m benchmarks.draft make --setting $(SETTING) $(ARGS)
+	$(BIN)/python -m benchmarks.draft $(ARGS)
 
 # Tests that share an engine run on one worker, files without one side by side: two at a time, but
 # where engines would share a GPU one by one.
