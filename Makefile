@@ -14,7 +14,7 @@ SITE := $(VENV)/.docs
 # Each engine imports vLLM anew: without bytecode on disk that takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo docs figures draft test nightly fuzz soak gpu lint format clean
+.PHONY: install demo docs draft test nightly fuzz soak gpu lint format clean
 
 # The demo needs less than the tests, and the site no vLLM, so each has a stamp; all install with uv
 # (install.py).
@@ -37,14 +37,9 @@ demo: $(DEMO)
 docs: $(SITE)
 	$(BIN)/mkdocs build --strict $(ARGS)
 
-# The tables of figures in the pages, out of benchmarks/results; a clean checkout stays clean.
-figures: install
-	$(BIN)/python -m benchmarks.figures
-
-# Distils an EAGLE-3 head from the packaged model (docs/draft.md); goes on where it was interrupted.
-SETTING ?= cpu
+# Makes the packaged model's EAGLE-3 head again (docs/draft.md).
 draft: install
-	$(BIN)/python -m benchmarks.draft make --setting $(SETTING) $(ARGS)
+	$(BIN)/python -m benchmarks.draft $(ARGS)
 
 # Tests that share an engine run on one worker, files without one side by side: two at a time, but
 # where engines would share a GPU one by one.

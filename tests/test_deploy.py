@@ -72,7 +72,8 @@ def test_prometheus_finds_the_server_and_grafana_finds_both():
         service = COMPOSE["services"][name]
         assert service["networks"]["default"]["aliases"] == [host]
         assert service["ports"] == [f"127.0.0.1:{port}:{port}"]
-    assert mounts("prometheus") == {DEPLOY / "prometheus.yml": "/etc/prometheus/prometheus.yml"}
+    files = ("prometheus.yml", *read("prometheus.yml")["rule_files"])
+    assert mounts("prometheus") == {DEPLOY / file: f"/etc/prometheus/{file}" for file in files}
     (source,) = read("grafana-datasources.yml")["datasources"]
     assert source["url"] == "http://prometheus:9090" and source["isDefault"]
     assert source["jsonData"]["timeInterval"] == read("prometheus.yml")["global"]["scrape_interval"]
@@ -92,6 +93,53 @@ def test_promtool_takes_prometheus_configuration():
         [of_prometheus("promtool"), "check", "config", DEPLOY / "prometheus.yml"],
         capture_output=True,
         text=True,
+    )
+    assert check.returncode == 0, check.stdout + check.stderr
+
+
+def every_minute(name, value):
+    """Two hours of a counter that grows by so much in each minute, as promtool writes it."""
+    return {"series": f'vllm:{name}_total{{model_name="m"}}', "values": f"0+{value}x120"}
+
+
+@pytest.mark.parametrize(
+    ("lost", "relaxed", "low_margin", "fires"),
+    [(30, 5, 50, ["MarsLossAboveBudget"]), (10, 5, 50, []), (0, 0, 50, ["MarsRelaxesNothing"])]
+    + [(0, 0, 10, [])],
+)
+def test_alerts_fire_where_they_should(tmp_path, lost, relaxed, low_margin, fires):
+    """Of 1,000 tokens a minute."""
+    series = [
+        every_minute("generation_tokens", 1000),
+        every_minute("mars_lost_nats", lost),
+        every_minute("mars_relaxed_tokens", relaxed),
+        every_minute("mars_low_margin_positions", low_margin),
+    ]
+    rules = {rule["alert"]: rule for rule in read("alerts.yml")["groups"][0]["rules"]}
+    expected = [
+        {
+            "eval_time": "110m",
+            "alertname": alert,
+            "exp_alerts": [
+                {
+                    "exp_labels": {"model_name": "m"},
+                    "exp_annotations": {
+                        "summary": rule["annotations"]["summary"]
+                        .replace("{{ $labels.model_name }}", "m")
+                        .replace("{{ $value | humanize }}", f"{lost}m")
+                    },
+                }
+            ]
+            if alert in fires
+            else [],
+        }
+        for alert, rule in rules.items()
+    ]
+    case = {"interval": "1m", "input_series": series, "alert_rule_test": expected}
+    file = tmp_path / "case.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yml")], "tests": [case]}))
+    check = subprocess.run(
+        [of_prometheus("promtool"), "test", "rules", file], capture_output=True, text=True
     )
     assert check.returncode == 0, check.stdout + check.stderr
 

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_mars import MarsConfig
-from vllm_mars.config import OPTION, split_speculative_config
+from vllm_mars.config import OPTION, STRICT_VALUE, split_speculative_config
 from vllm_mars.engine.options import check_request
 from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
@@ -70,7 +70,7 @@ def test_values(config, extra_args, expected):
         (THETA, {"mars_tehta": 0.9}, "mars_tehta is not an option of a request; .* mars_theta?"),
         (THETA, {"mars_return": 2}, "mars_return=2 is not true or false"),
         (THETA, {"mars_return": "yes"}, "mars_return='yes' is not true or false"),
-        (THETA, {"mars_speculate": None}, "mars_speculate=None is not .*; false answers without"),
+        (THETA, {"mars_speculate": None}, "mars_speculate=None is not .*; false verifies strictly"),
         (
             THETA,
             {"mars_gap": 1},
@@ -202,6 +202,9 @@ def test_return_is_asked_for(value, wanted):
     assert options_of(params(mars_return=value), closed).wants_return == wanted
 
 
-@pytest.mark.parametrize(("own", "drafted"), [({}, True), ({"mars_speculate": 0}, False)])
-def test_drafts_may_be_declined(own, drafted):
-    assert options_of(params(**own), THETA).speculates == drafted
+@pytest.mark.parametrize("config", [THETA, GAP, PRICE])
+def test_speculation_may_be_declined_by_any_rule(config):
+    own = {OPTION[config.rule]: config.value}
+    declined = options_of(params(mars_speculate=0, **own), config)
+    assert in_force(declined, config) == {config.rule: STRICT_VALUE[config.rule]}
+    assert options_of(params(mars_speculate=True, **own), config).value == config.value

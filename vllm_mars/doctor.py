@@ -22,7 +22,7 @@ from vllm_mars.local.requirements import INSTALL_VLLM
 from vllm_mars.local.scrape import GENERATED_TOKENS, LOST_NATS, openai_client
 from vllm_mars.lock import check_lock, lock_is_on
 
-NEEDED = ("openai", "prometheus_client", "rich")
+NEEDED = ()
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "mars"
 # What a release may lack, and what it then does without.
 OPTIONAL = {
@@ -71,12 +71,14 @@ def run(url: str | None = None) -> int:
     """Prints what is found here, or at a server; returns 0, or 1 where there is a fault."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     faults = 0
     for state, text in findings_here() if url is None else findings_at(url):
         line = Table.grid(padding=(0, 2))
-        line.add_row(f"[{_STYLES[state]}]{state:5}[/]", text)
+        # As text, not as markup, for which the extra in `pip install '.[cuda]'` would be a style.
+        line.add_row(f"[{_STYLES[state]}]{state:5}[/]", Text(text))
         console.print(line)
         faults += state == "fault"
     console.print(f"{faults} fault{'s' * (faults != 1)}" if faults else "all is well")

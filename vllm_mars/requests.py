@@ -40,14 +40,12 @@ class RequestOptions(NamedTuple):
         is_structured: whether all of it is verified strictly, because its output is structured.
         wants_return: whether the client asked what was relaxed.
         max_loss: most that it may lose, in nats per output token; infinity for no bound.
-        speculates: whether it is verified with drafts at all.
     """
 
     value: float
     is_structured: bool = False
     wants_return: bool = False
     max_loss: float = math.inf
-    speculates: bool = True
 
 
 class _Parsed(NamedTuple):
@@ -81,8 +79,11 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
             is_constrained and config.structured == "strict",
             _boolean(own, _RETURN, False, "true adds what was relaxed to the answer"),
             _max_loss(own, config),
-            _boolean(own, _SPECULATE, True, "false answers without drafts"),
         )
+        # Its drafts stay: a request without any would make a batch of vLLM's V1 runner non-uniform,
+        # and all others would lose the CUDA graph of a decode step.
+        if not _boolean(own, _SPECULATE, True, "false verifies strictly"):
+            options = options._replace(value=STRICT_VALUE[config.rule])
         parsed = _Parsed(config, own, is_constrained, options)
         setattr(params, _PARSED, parsed)
     return parsed.options

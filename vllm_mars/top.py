@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-NEEDED = ("prometheus_client", "rich")
+NEEDED = ()
 TIMEOUT = 10.0
 BAR_WIDTH = 24
 

@@ -8,15 +8,14 @@ With h_t the target's states at token t, x the tokens, N an RMS norm: a step dra
     f_{j+1} = o_j;  logits_j = lm_head(N(o_j))       which guess x_{t+2+j}
 
 At step j the query is at position t + j. It sees the keys of step 0 at anchors up to t, and its own
-of the steps 1..j: what vLLM's cache holds while it drafts. These are the options `fc_norm` and
-`norm_before_residual` of vLLM's `Eagle3LlamaForCausalLM`, and the names of the
-tensors are those that it and the speculators library read.
+of the steps 1..j: what vLLM's cache holds while it drafts. The options (`fc_norm`,
+`norm_before_residual`) and names are those of vLLM's `Eagle3LlamaForCausalLM`.
 
 Paper: EAGLE-3, arXiv 2503.01840 (training-time test, section 3.2).
 """
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,9 +28,6 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from benchmarks.draft.target import Target
-
-# Of each step so far: keys, values, and which of them each query sees.
-Seen = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class Layer(LlamaDecoderLayer):  # type: ignore[misc]
@@ -62,34 +58,14 @@ class Eagle3Head(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps) for _ in config.aux_layers)
         self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
-        self.layers = nn.ModuleList([Layer(config)])
+        self.layers: Any = nn.ModuleList([Layer(config)])
         self.norm = nn.RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, len(draft_tokens), bias=False)
         self.register_buffer("draft_tokens", draft_tokens, persistent=False)
         self.rotary = LlamaRotaryEmbedding(config)
 
-    @property
-    def layer(self) -> Layer:
-        """The one decoder layer."""
-        return cast(Layer, self.layers[0])
-
-    @property
-    def state_norms(self) -> list[nn.RMSNorm]:
-        """The norms of the hidden states that come in."""
-        return [cast(nn.RMSNorm, norm) for norm in self.fc_norm]
-
-    def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns f_0 of hidden states [..., aux, hidden]."""
-        parts = [norm(states[..., index, :].float()) for index, norm in enumerate(self.state_norms)]
-        combined: torch.Tensor = self.fc(torch.cat(parts, -1))
-        return combined
-
     def steps(
-        self,
-        states: torch.Tensor,
-        embeddings: torch.Tensor,
-        anchors: torch.Tensor,
-        count: int,
+        self, states: torch.Tensor, embeddings: torch.Tensor, anchors: torch.Tensor, count: int
     ) -> Iterator[torch.Tensor]:
         """Runs the drafting steps from many anchors at once, fed with the true tokens.
 
@@ -102,130 +78,82 @@ class Eagle3Head(nn.Module):
         Yields:
             Each step's normed output, [batch, queries, hidden]: what lm_head takes in.
         """
-        combined = self.combine(states)
-        places = torch.arange(states.shape[1], device=states.device)
+        layer, (rows, queries) = self.layers[0], anchors.shape
+        project = layer.self_attn
+        parts = [norm(states[..., index, :].float()) for index, norm in enumerate(self.fc_norm)]
+        combined: torch.Tensor = self.fc(torch.cat(parts, -1))
+        places = torch.arange(states.shape[1])
         # Keys of step 0 are there for each token, whether it is an anchor or not.
         inputs, _ = self._inputs(embeddings[:, : states.shape[1]], combined)
-        seen = [(*self._keys_values(inputs, places), places <= anchors[:, None, :, None])]
+        keys = [self._rotated(project.k_proj(inputs), places)]
+        values = [self._heads(project.v_proj(inputs))]
+        masks = [(places <= anchors[:, None, :, None]).expand(rows, 1, queries, -1)]
+        itself = torch.eye(queries, dtype=torch.bool).expand(rows, 1, queries, -1)
         hidden = _pick(combined, anchors)
         for step in range(count):
             at = anchors + step
-            hidden = self._step(_pick(embeddings, at), hidden, at, seen, own=step > 0)
+            inputs, residual = self._inputs(_pick(embeddings, at), hidden)
+            if step:
+                keys.append(self._rotated(project.k_proj(inputs), at))
+                values.append(self._heads(project.v_proj(inputs)))
+                masks.append(itself)
+            attended = functional.scaled_dot_product_attention(
+                self._rotated(project.q_proj(inputs), at),
+                torch.cat(keys, 2),
+                torch.cat(values, 2),
+                torch.cat(masks, -1),
+            )
+            hidden = residual + project.o_proj(attended.transpose(1, 2).flatten(2)).float()
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)).float()
             yield self.norm(hidden)
-
-    def _step(
-        self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        seen: Seen,
-        *,
-        own: bool,
-    ) -> torch.Tensor:
-        """One drafting step, from f_j to f_{j+1} of each query, `[batch, queries, hidden]`.
-
-        Args:
-            embeddings, hidden: `[batch, queries, hidden]`, e_j and f_j.
-            positions: `[batch, queries]`.
-            seen: the keys of step 0, then those of later steps, of which each query sees its own.
-            own: whether this is a later step, whose keys and values join `seen`.
-        """
-        layer, (rows, queries) = self.layer, positions.shape
-        inputs, residual = self._inputs(embeddings, hidden)
-        if own:
-            itself = torch.eye(queries, dtype=torch.bool, device=positions.device)
-            seen.append((*self._keys_values(inputs, positions), itself))
-        keys, values, masks = zip(*seen, strict=True)
-        attended = functional.scaled_dot_product_attention(
-            self._heads(layer.self_attn.q_proj(inputs), positions),
-            torch.cat(keys, 2),
-            torch.cat(values, 2),
-            torch.cat([mask.expand(rows, 1, queries, -1) for mask in masks], -1),
-            enable_gqa=True,
-        )
-        added: torch.Tensor = layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2)).float()
-        residual = residual + added
-        changed: torch.Tensor = layer.mlp(layer.post_attention_layernorm(residual)).float()
-        return residual + changed
-
-    def _keys_values(
-        self, inputs: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = self.layer.self_attn
-        return self._heads(attention.k_proj(inputs), positions), self._heads(
-            attention.v_proj(inputs)
-        )
 
     def _inputs(
         self, embeddings: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.layer
-        residual = layer.hidden_norm(hidden.float())
-        return torch.cat([layer.input_layernorm(embeddings.float()), residual], -1), residual
+        """Returns what the attention takes in, and the residual."""
+        residual = self.layers[0].hidden_norm(hidden.float())
+        embedded = self.layers[0].input_layernorm(embeddings.float())
+        return torch.cat([embedded, residual], -1), residual
 
-    def _heads(
-        self, projected: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Splits into [batch, heads, length, head_dim], rotated where positions are given."""
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        """Splits into [batch, heads, length, head_dim]."""
         shape = (*projected.shape[:-1], -1, self.config.head_dim)
-        split = projected.view(shape).transpose(1, 2).float()
-        if positions is None:
-            return split
+        return projected.view(shape).transpose(1, 2).float()
+
+    def _rotated(self, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        split = self._heads(projected)
         cos, sin = (part.unsqueeze(-3) for part in self.rotary(split, positions))
         rotated: torch.Tensor = split * cos + rotate_half(split) * sin
         return rotated
 
 
-def new_head(
-    target: Target,
-    draft_tokens: torch.Tensor,
-    *,
-    intermediate_size: int | None = None,
-    num_key_value_heads: int | None = None,
-    aux_layers: tuple[int, ...] | None = None,
-    seed: int = 0,
-) -> Eagle3Head:
-    """Makes an untrained head that starts from the target's own weights where shapes allow.
+def new_head(target: Target, draft_tokens: torch.Tensor, seed: int = 0) -> Eagle3Head:
+    """Makes a head before `start_linear`, with the target's own weights where shapes allow.
+
+    It has as many key-value heads as attention heads: the token just chosen comes in through the
+    values alone, so that narrow ones would be its bottleneck.
 
     Args:
         target: the target.
         draft_tokens: [draft_vocab_size] int64, ascending.
-        intermediate_size: width of the MLP; the target's by default.
-        num_key_value_heads: as many as attention heads by default: the token just chosen comes in
-            through the values alone, so that narrow ones would be its bottleneck.
-        aux_layers: the hidden states it is fed; the target's by default.
         seed: of the random weights.
     """
     given = target.config
-    config = LlamaConfig.from_dict(
-        {
-            **given.to_dict(),
-            "intermediate_size": intermediate_size or given.intermediate_size,
-            "num_key_value_heads": num_key_value_heads or given.num_attention_heads,
-            "aux_layers": aux_layers or target.aux_layers,
-        }
-    )
+    own = {"num_key_value_heads": given.num_attention_heads, "aux_layers": target.aux_layers}
+    config = LlamaConfig.from_dict({**given.to_dict(), **own})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = Eagle3Head(config, draft_tokens.cpu())
-        for name, parameter in head.named_parameters():
+        head = Eagle3Head(config, draft_tokens)
+        for parameter in head.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=given.initializer_range)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(parameter)
-    last = target.layers[-1]
+    last, layer = target.layers[-1], head.layers[0]
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head[draft_tokens].float())
         head.norm.weight.copy_(target.final_norm)
-        layer = head.layer
-        layer.input_layernorm.weight.copy_(target.layers[0].input_layernorm.weight)
         layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
-        if config.intermediate_size == given.intermediate_size:
-            layer.mlp.load_state_dict(last.mlp.state_dict())
-        # The residual starts as what the target's own lm_head takes in.
-        if config.aux_layers[-1] == given.num_hidden_layers:
-            head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
-    return head.to(target.device)
+        layer.mlp.load_state_dict(last.mlp.state_dict())
+    return head
 
 
 def _pick(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""Training prompts: templates of many kinds, filled at random, and what earlier answers lead to.
+"""Training prompts: templates of nine kinds, filled at random, and turns that continue answers.
 
-prompts.json holds the templates and the words. A word may hold fields itself, so that a table or a
-record is a word. The benchmarks' prompts and the demo's are no source of these. Some templates ask
-the target for a task, which a later shard then sets. A prompt file can be added.
+prompts.json holds the templates and the words, in the form and order with which a seed gives the
+prompts that the packaged head was trained on. The benchmarks' prompts and the demo's are no source.
 """
 
 import json
@@ -15,31 +14,25 @@ from typing import Any
 Messages = list[dict[str, str]]
 Values = Mapping[str, Sequence[Any]]
 
-TEMPLATES = Path(__file__).with_name("prompts.json")
-DATA = json.loads(TEMPLATES.read_text(encoding="utf-8"))
+DATA = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
 
 
-def _ranges(limits: dict[str, tuple[int, int]]) -> dict[str, range]:
-    return {name: range(low, high + 1) for name, (low, high) in limits.items()}
-
-
+RANGES = {
+    part: {name: range(low, high + 1) for name, (low, high) in DATA[part].items()}
+    for part in ("numbers", "passage_numbers")
+}
 WORDS: Values = {
     **DATA["words"],
-    **_ranges(DATA["numbers"]),
+    **RANGES["numbers"],
     "company": [f"{firm} {of}" for firm in DATA["words"]["firm"] for of in DATA["words"]["trade"]],
 }
 # Fields of passages have names and limits of their own.
-PASSAGE_WORDS: Values = {**WORDS, **_ranges(DATA["passage_numbers"])}
+PASSAGE_WORDS: Values = {**WORDS, **RANGES["passage_numbers"]}
 # How often each kind is drawn. Passages weigh more: their answers copy, which needs practice.
 WEIGHTS = [kind["weight"] for kind in DATA["kinds"].values()]
 # Share of prompts that go on from an earlier answer, and of passages that are one.
-FOLLOW_UP_SHARE = 0.15
+FOLLOW_UP_SHARE = 0.12
 ANSWER_AS_PASSAGE_SHARE = 0.5
-# Messages of the longest conversation that is gone on with.
-MOST_MESSAGES = 6
-# Share of prompts that the target wrote, and of conversations with a system's turn.
-OWN_TASK_SHARE = 0.03
-SYSTEM_SHARE = 0.08
 
 
 def draw(rng: random.Random, earlier: list[tuple[Messages, str]]) -> Messages:
@@ -47,22 +40,15 @@ def draw(rng: random.Random, earlier: list[tuple[Messages, str]]) -> Messages:
 
     Args:
         rng: source of all choices; the same state draws the same prompts.
-        earlier: conversations with the target's answers, from which follow-ups, passages and
-            the target's own tasks are taken; may be empty.
+        earlier: conversations with the target's answers, from which follow-ups and passages are
+            taken; may be empty.
     """
     if earlier and rng.random() < FOLLOW_UP_SHARE:
         messages, answer = rng.choice(earlier)
-        if len(messages) < MOST_MESSAGES and not asks_for_a_task(messages):
+        if len(messages) < 4:
             turn = fill(rng.choice(DATA["follow_ups"]), rng)
-            return [
-                *messages,
-                {"role": "assistant", "content": answer},
-                {"role": "user", "content": turn},
-            ]
-    if rng.random() < OWN_TASK_SHARE:
-        own = [answer.strip() for messages, answer in earlier if asks_for_a_task(messages)]
-        if own:
-            return [{"role": "user", "content": rng.choice(own)}]
+            answered = {"role": "assistant", "content": answer}
+            return [*messages, answered, {"role": "user", "content": turn}]
     template = rng.choice(rng.choices(list(DATA["kinds"].values()), WEIGHTS)[0]["templates"])
     passage = ""
     if "{passage}" in template:
@@ -72,23 +58,15 @@ def draw(rng: random.Random, earlier: list[tuple[Messages, str]]) -> Messages:
             passage = compose(rng)
     # The passage comes last: it may hold braces.
     text = fill(template, rng).replace("{passage}", passage)
-    user = [{"role": "user", "content": text}]
-    if rng.random() < SYSTEM_SHARE:
-        return [{"role": "system", "content": fill(rng.choice(DATA["systems"]), rng)}, *user]
-    return user
-
-
-def asks_for_a_task(messages: Messages) -> bool:
-    """Whether a conversation asks the target for a task, so that its answer is a prompt."""
-    return messages[-1]["content"].startswith(DATA["task_request"])
+    return [{"role": "user", "content": text}]
 
 
 def fill(template: str, rng: random.Random) -> str:
     """Fills a template's fields at random; a field that appears twice means the same thing."""
     composed: dict[str, Callable[[random.Random], str]] = {
-        "sentence": sentence,
-        "snippet": snippet,
-        "typo": misspelt,
+        "sentence": _sentence,
+        "snippet": _snippet,
+        "typo": _misspelt,
         "words": _some_words,
     }
     for field in DATA["fields"]:
@@ -128,15 +106,14 @@ def shorten(text: str, rng: random.Random) -> str:
     return joint.join(kept) or compose(rng)
 
 
-def sentence(rng: random.Random) -> str:
-    """Returns one sentence."""
+def _sentence(rng: random.Random) -> str:
     parts = DATA["passages"]
     return _fill_passage(rng.choice(parts["sentences"] + parts["notes"][:13]), rng)
 
 
-def misspelt(rng: random.Random) -> str:
+def _misspelt(rng: random.Random) -> str:
     """Returns a sentence with some letters swapped or dropped."""
-    letters = list(sentence(rng))
+    letters = list(_sentence(rng))
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(1, len(letters) - 1)
         if rng.random() < 0.5:
@@ -146,16 +123,11 @@ def misspelt(rng: random.Random) -> str:
     return "".join(letters).replace(".", "") if rng.random() < 0.5 else "".join(letters).lower()
 
 
-def snippet(rng: random.Random) -> str:
-    """Returns a few lines of code."""
+def _snippet(rng: random.Random) -> str:
     first, second = rng.sample(WORDS["identifier"], 2)
-    return str(rng.choice(DATA["snippets"])).format(
-        a=first,
-        b=second,
-        f=rng.choice(WORDS["function"]),
-        c=rng.choice(WORDS["class"]),
-        n=rng.randint(2, 99),
-    )
+    code = str(rng.choice(DATA["snippets"]))
+    names = {"f": rng.choice(WORDS["function"]), "c": rng.choice(WORDS["class"])}
+    return code.format(a=first, b=second, **names, n=rng.randint(2, 99))
 
 
 def _some_words(rng: random.Random) -> str:

@@ -7,12 +7,8 @@ least squares give C and B of
 
 and the head's layer can hold just that: fc passes y_t on, most heads look at their own token alone,
 and their values and output project [C - 1, B] (its best approximation of their rank). What comes
-out is y-like again, so that the guess holds for further steps. Training then adds what is not
-linear: the MLP, the other hidden states, other tokens. The solution takes a few seconds; training
-takes dozens of steps to get as far.
+out is y-like again, so that the guess holds for further steps.
 """
-
-from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -29,41 +25,19 @@ RIDGE = 1e-3
 
 
 @torch.no_grad()
-def start_linear(head: Eagle3Head, target: Target, paths: list[Path]) -> None:
-    """Sets the head's weights to the linear guess.
-
-    Args:
-        head: a new head, whose last hidden state is what the target's final norm takes in, with as
-            many key-value heads as attention heads.
-        target: the target.
-        paths: shards to fit on.
-
-    Raises:
-        ValueError: the head has another shape.
-    """
-    config = head.config
-    if config.aux_layers[-1] != target.config.num_hidden_layers:
-        raise ValueError(
-            f"aux_layers={config.aux_layers} does not end with the target's last state, "
-            f"{target.config.num_hidden_layers}; add it."
-        )
-    if config.num_key_value_heads != config.num_attention_heads:
-        raise ValueError(
-            f"num_key_value_heads={config.num_key_value_heads} is not num_attention_heads="
-            f"{config.num_attention_heads}; a linear start needs a value for each head."
-        )
-    size, width = config.hidden_size, config.head_dim
-    hidden_part, embedding_part = _fit(target, paths)
-    layer = head.layer
-    for norm in (*head.state_norms, layer.input_layernorm, layer.hidden_norm):
+def start_linear(head: Eagle3Head, target: Target, shard: Shard) -> None:
+    """Sets a new head's weights to the linear guess, fitted on a shard."""
+    size, width = head.config.hidden_size, head.config.head_dim
+    hidden_part, embedding_part = _fit(target, shard)
+    layer = head.layers[0]
+    for norm in (*head.fc_norm, layer.input_layernorm, layer.hidden_norm):
         norm.weight.fill_(1.0)
-    head.norm.weight.copy_(target.final_norm)
     head.fc.weight.mul_(0.1)
     head.fc.weight[:, -size:] = torch.eye(size)
     layer.mlp.down_proj.weight.zero_()
     # Inputs of the attention: the embedding, then the hidden state.
     wanted = torch.cat([embedding_part, hidden_part - torch.eye(size)], 1)
-    own = max(1, config.num_attention_heads - FREE_HEADS)
+    own = max(1, head.config.num_attention_heads - FREE_HEADS)
     rank = min(own * width, size)
     left, scale, right = torch.linalg.svd(wanted, full_matrices=False)
     root = scale[:rank].sqrt()
@@ -83,20 +57,16 @@ def start_linear(head: Eagle3Head, target: Target, paths: list[Path]) -> None:
             projection.weight[rows, :size] = same
 
 
-def _fit(target: Target, paths: list[Path]) -> tuple[torch.Tensor, torch.Tensor]:
+def _fit(target: Target, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns C and B."""
     size = target.config.hidden_size
-    last = target.aux_layers.index(target.config.num_hidden_layers)
-    # Shards are read on the CPU.
-    embedding = target.embedding.float().cpu()
     gram, moment = torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, size)
-    for path in paths:
-        for tokens, states in zip(*Shard(path).read(), strict=True):
-            normed = functional.rms_norm(states[:-1, last].float(), (size,))
-            embedded = functional.rms_norm(embedding[tokens[1:-1]], (size,))
-            inputs = torch.cat([normed[:-1], embedded], 1)
-            gram += inputs.T @ inputs
-            moment += inputs.T @ normed[1:]
+    for tokens, states in zip(shard.tokens, shard.states, strict=True):
+        normed = functional.rms_norm(states[:-1, -1].float(), (size,))
+        embedded = functional.rms_norm(target.embedding[tokens[1:-1]], (size,))
+        inputs = torch.cat([normed[:-1], embedded], 1)
+        gram += inputs.T @ inputs
+        moment += inputs.T @ normed[1:]
     gram += RIDGE * gram.diagonal().mean() * torch.eye(2 * size)
     solution = torch.linalg.solve(gram, moment).T
     return solution[:, :size], solution[:, size:]

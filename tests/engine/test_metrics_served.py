@@ -116,6 +116,7 @@ def prometheus(lossy_server, tmp_path):
     config = yaml.safe_load((DOCS / "deploy/prometheus.yml").read_text())
     # Which is also how long a scrape may take.
     config["global"]["scrape_interval"] = "2s"
+    config["rule_files"] = [str(DOCS / "deploy" / file) for file in config["rule_files"]]
     config["scrape_configs"][0]["static_configs"] = [
         {"targets": [f"127.0.0.1:{lossy_server.port}"]}
     ]

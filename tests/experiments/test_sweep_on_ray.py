@@ -9,7 +9,7 @@ import pytest
 from clusters import cluster
 from processes import MARK, marked, wait_until
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 from vllm_mars.cli import main
 from vllm_mars.experiments.sweep.datasets import load_dataset

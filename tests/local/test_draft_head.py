@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tiny_models
-from benchmarks.draft.export import export, load
+from benchmarks.draft.export import export
 from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
 from vllm_mars.cli import main
@@ -19,8 +20,6 @@ from vllm_mars.local.draft_head import (
     model_checksum,
 )
 
-AUX = (0, 1, 2)
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -32,14 +31,8 @@ def model(tmp_path_factory):
 @pytest.fixture
 def head(model, tmp_path):
     directory = tmp_path / "head"
-    made = new_head(Target(model, AUX), torch.arange(0, 512, 2))
-    export(
-        made,
-        directory,
-        target_name="tiny",
-        target_sha256=model_checksum(model),
-        num_speculative_tokens=3,
-    )
+    made = new_head(Target(model), torch.arange(0, 512, 2))
+    export(made, directory, model, num_speculative_tokens=3)
     return directory
 
 
@@ -52,9 +45,9 @@ def change(path, update):
 def test_a_head_that_fits(head, model):
     check_head(head, model)
     assert best_length(head) == 3
-    read = load(head)
-    assert read.draft_tokens.tolist() == list(range(0, 512, 2))
-    assert read.config.aux_layers == AUX
+    assert load_file(head / "model.safetensors")["d2t"].tolist() == list(range(256))
+    config = json.loads((head / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
 
 
 def test_the_checksum_of_a_model_that_was_made_here_comes_from_its_manifest(model, tmp_path):

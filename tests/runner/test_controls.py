@@ -1,4 +1,4 @@
-"""Spans, the budget, the guard, the shadow mode and `mars_return` in real engines on a tiny model.
+"""Spans, bounds, the guard, the shadow mode and `mars_return` in real engines on a tiny model.
 
 What `mars_return` says is held against the target itself: its positions are exactly those whose
 token is not the target's first choice.
@@ -22,7 +22,6 @@ from vllm_mars.runner.sections import Sections
 pytestmark = pytest.mark.engine
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
-SHARE = 0.125
 BOUNDS = (math.inf, 0.5, 0.1, 0.0)
 OWN_BOUNDS = [{"mars_max_loss": bound} if bound < math.inf else {} for bound in BOUNDS]
 NOTHING = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
@@ -127,13 +126,11 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
         silent = running.ask(extra_args={"mars_return": False})
         assert all(output.spec_decode_metrics is None for output in silent)
 
-        # Beside those that are drafted for, a request without drafts gets the target's own answer.
+        # Beside relaxed ones, a request that declines speculation gets the target's own answer.
         for temperature in (0.0, 1.0):
             own = [{"mars_speculate": place != 1} for place in range(len(PROMPTS))]
             answers = running.ask(temperature=temperature, seed=1, extra_args=own)
-            drafted = [output.spec_decode_metrics.num_draft_tokens for output in answers]
-            assert drafted[1] == 0 and all(drafted[:1] + drafted[2:])
-            assert returned(answers[1]) == {metric: 1000.0, **NOTHING}
+            assert returned(answers[1]) == {metric: 0.0, **NOTHING}
             if not temperature:
                 tokens = list(answers[1].token_ids)
                 assert not_first_choices(models[2], PROMPTS[1], tokens) == []
@@ -159,19 +156,6 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
         # Sampled requests are told what the margin accepted without a draw.
         hot = running.ask(temperature=1.0, seed=3, extra_args={option: 2.0})
         assert any(returned(output)["num_relaxed_tokens"] for output in hot)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_bound_holds_after_every_token(engine, models, temperature):
-    with engine(mars_gap=1000.0, mars_max_loss=0.25, mars_loss_burst=2.0) as running:
-        outputs = running.ask(temperature=temperature, seed=1, max_tokens=64)
-        most = 0
-        for prompt, output in zip(PROMPTS, outputs, strict=True):
-            tokens, told = list(output.token_ids), returned(output)
-            check_promise(models[2], prompt, tokens, told, 0.25, burst=2.0)
-            most = max(most, told["num_relaxed_tokens"])
-        assert most > 1
-        assert running.metrics("vllm:mars_refused_positions")["loss",] > 0
 
 
 def test_nothing_is_relaxed_inside_a_span(engine):

@@ -1,5 +1,8 @@
 """Strict spans and the thinking section: the walk by hand."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.terms import THINKING
 from vllm_mars.runner.sections import Sections
@@ -60,3 +63,17 @@ def test_a_span_is_strict_inside_the_thinking_section_too():
 def test_nothing_is_strict_without_sections():
     assert not Sections(MarsConfig())
     assert Sections(MarsConfig(strict_spans=((1, 2),)))
+
+
+@given(
+    tokens=st.lists(st.integers(0, 12), min_size=65, max_size=300),
+    scope=st.sampled_from(["all", "reasoning"]),
+    state=st.sampled_from([0, 1, THINKING, THINKING + 3]),
+)
+def test_a_long_prompt_leads_where_its_tokens_lead_one_by_one(tokens, scope, state):
+    spans = ((1, 2), (3, 4), (5, 5), (6, None))
+    walk = Sections(MarsConfig(strict_spans=spans, scope=scope, thinking=(7, 8)))
+    expected = state
+    for token in tokens:
+        expected = walk.advance(expected, [token])
+    assert walk.advance(state, tokens) == expected

@@ -14,7 +14,7 @@ from test_tensor_parallel import PROMPTS, generate
 from vllm_mars import __version__
 from vllm_mars.local.server import VllmServer
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 pytestmark = [
     pytest.mark.engine,

@@ -20,7 +20,7 @@ import pytest
 from clusters import cluster
 from processes import MARK, marked, wait_until
 
-ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
+ray = pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 MARK_VALUE = "serve"
 REPLICA = "ray::ServeReplica:default:LLMServer"

@@ -17,7 +17,7 @@ from processes import MARK, kill, wait_until
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.local.server import free_port
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mars[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 # Not beside Serve's other tests: either fills two cores with its replicas.
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.xdist_group("test_serve")]
 

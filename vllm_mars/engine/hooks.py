@@ -124,16 +124,15 @@ def patch_async_llm(module: ModuleType) -> None:
         return wrapped(*args, **kwargs)
 
 
-# Why: vLLM carries a fixed set of statistics from the workers to the front end, and verifies drafts
-# for every request. Until: a worker can add to `SchedulerStats`; a request can do without drafts.
+# Why: vLLM carries a fixed set of statistics from the workers to the front end.
+# Until: a worker can add to `SchedulerStats`.
 @_once
 def patch_scheduler(module: ModuleType) -> None:
-    """Passes the workers' counts on, collects what requests want to know, and drops drafts."""
+    """Passes the workers' counts on, and collects what requests want to know."""
     _after(
         module,
         "Scheduler.__init__",
         "vllm_mars.engine.transport:carry_counts",
-        "vllm_mars.engine.undrafted:drop_drafts",
         "vllm_mars.engine.returned:collect_relaxed",
         needs=["scheduler"],
     )

@@ -103,18 +103,15 @@ INTERFACES: Mapping[str, Interfaces] = {
             "InputProcessor.vllm_config",
         ],
     },
-    # The engine core, where the counts pass through, and drafts that nobody wants end.
+    # The engine core, where the counts pass through.
     "scheduler": {
         "vllm.v1.core.sched.scheduler": [
             "wrap Scheduler.__init__",
-            "wrap Scheduler.add_request(request)",
             "wrap Scheduler.make_stats",
-            "wrap Scheduler.schedule",
             "wrap Scheduler.update_from_output(scheduler_output, model_runner_output)",
-            "Scheduler: requests, vllm_config",
+            "Scheduler.vllm_config",
         ],
         "vllm.v1.metrics.stats": ["SchedulerStats"],
-        "vllm.v1.request": ["Request: request_id, sampling_params, spec_token_ids"],
     },
     # The engine core, which collects what a request wants to know.
     "return": {

@@ -218,7 +218,7 @@ def _convert(source: Path, made: Path) -> None:
         import transformers
     except Exception as error:  # A torchvision of another build raises RuntimeError here.
         raise RuntimeError(
-            f"transformers cannot be imported: {error}; pip install 'vllm-mars[demo]', "
+            f"transformers cannot be imported: {error}; run pip install '.[demo]' in the checkout, "
             "and uninstall torchvision if it is the cause."
         ) from error
     directory, name = str(source.parent), source.name

@@ -3,7 +3,9 @@
 import importlib.util
 from collections.abc import Iterable
 
-INSTALL_VLLM = "pip install 'vllm-mars[cuda]', or 'vllm-mars[cpu]' where there is no GPU."
+INSTALL_VLLM = (
+    "run pip install '.[cuda]' in the checkout of vllm-mars, or '.[cpu]' where there is no GPU."
+)
 
 
 def require(what: str, extra: str, modules: Iterable[str]) -> None:
@@ -15,4 +17,7 @@ def require(what: str, extra: str, modules: Iterable[str]) -> None:
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise RuntimeError(f"{what} needs {', '.join(missing)}; pip install 'vllm-mars[{extra}]'.")
+        raise RuntimeError(
+            f"{what} needs {', '.join(missing)}; run pip install '.[{extra}]' in the checkout of "
+            "vllm-mars."
+        )

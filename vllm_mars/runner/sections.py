@@ -5,8 +5,9 @@ the number of the span that is open (0 for none), plus `THINKING` inside the thi
 draft is walked through token by token, so a marker inside it changes the positions behind it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from vllm_mars.config import MarsConfig
@@ -14,6 +15,8 @@ from vllm_mars.kernels.terms import THINKING, Markers, Verdict
 
 # Spans are numbered from 1; a token closes those of a bit mask.
 MOST_SPANS = 31
+# So many are walked through in Python sooner than NumPy finds the markers among them.
+_FEW_TOKENS = 64
 
 
 class Sections:
@@ -33,13 +36,18 @@ class Sections:
             self.opens[start] = number
             if end is not None:
                 self.closes[end] = self.closes.get(end, 0) | 1 << (number - 1)
+        self._marking = np.array([*self.opens, *self.closes, *self.thinking])
 
     def __bool__(self) -> bool:
         """Whether any position can be strict."""
         return bool(self.opens) or self.only_thinking
 
-    def advance(self, state: int, tokens: Iterable[int]) -> int:
+    def advance(self, state: int, tokens: Sequence[int]) -> int:
         """The state after some more tokens."""
+        if len(tokens) > _FEW_TOKENS:
+            # A prompt can be long, and only markers change the state.
+            ids = np.fromiter(tokens, np.int64, len(tokens))
+            tokens = ids[np.isin(ids, self._marking)].tolist()
         for token in tokens:
             span = state % THINKING
             thinking = state - span

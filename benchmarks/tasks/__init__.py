@@ -1,1 +1,0 @@
-"""Prompts of tasks that a single wrong token spoils."""

@@ -1,0 +1,312 @@
+"""The making of an EAGLE-3 head, on a tiny target: prompts, data, training, export, evaluation."""
+
+import hashlib
+import json
+import multiprocessing
+import random
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import tiny_models
+from benchmarks.draft import __main__ as command
+from benchmarks.draft import prompts, start
+from benchmarks.draft.data import Shard, make_data, read_states, save_shard
+from benchmarks.draft.evaluate import accepted_drafts
+from benchmarks.draft.export import export
+from benchmarks.draft.head import new_head
+from benchmarks.draft.recipe import Recipe
+from benchmarks.draft.target import Target, vllm_answers
+from benchmarks.draft.train import choose_draft_tokens, make_batch, num_steps, train
+from vllm_mars.local.draft_head import PACKAGED_HEAD, best_length, check_head
+from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
+from vllm_mars.local.prompts import load_prompts
+from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
+
+TINY = Recipe(
+    shards=3, shard_prompts=12, max_tokens=12, draft_vocab_size=256, epochs=1.0, batch=4, warm_up=2
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("target")
+    made = tiny_models.llama(directory)
+    with torch.no_grad():
+        # So near a function of the last token that least squares guess it.
+        for layer in made.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.2)
+            layer.mlp.down_proj.weight.mul_(0.2)
+    made.save_pretrained(directory)
+    tiny_models.tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def target(model):
+    return Target(model, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def answer(model):
+    """Greedy answers of transformers, at any temperature."""
+    whole = LlamaForCausalLM.from_pretrained(model)
+
+    def answer(asked, heat, max_tokens, seed):
+        rows = (
+            whole.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=max_tokens)
+            for ids in asked
+        )
+        return [row[0, len(ids) :].tolist() for ids, row in zip(asked, rows, strict=True)]
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def shards(model, target, answer, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    return make_data(directory, TINY, target, AutoTokenizer.from_pretrained(model), answer)
+
+
+def trained(target, shards, recipe):
+    head = new_head(target, choose_draft_tokens(shards, 256, tiny_models.VOCAB))
+    start.start_linear(head, target, Shard(shards[0]))
+    return head, list(train(head, target, shards, recipe))
+
+
+def test_the_recipe_is_that_of_the_packaged_head():
+    made = json.loads((PACKAGED_HEAD / "training.json").read_text())
+    config = json.loads((PACKAGED_HEAD / "config.json").read_text())
+    recipe = asdict(Recipe())
+    for part in ("data", "train"):
+        # `batch` of the data is how many conversations were answered at once.
+        shared = (made[part].keys() & recipe.keys()) - ({"batch"} if part == "data" else set())
+        assert {name: recipe.pop(name, made[part][name]) for name in shared} == {
+            name: made[part][name] for name in shared
+        }
+    assert recipe == {"draft_vocab_size": config["draft_vocab_size"]}
+    assert num_steps(Recipe()) == made["steps"] == 979
+    assert best_length(PACKAGED_HEAD) == 4
+
+
+def test_the_prompts_are_those_of_the_packaged_head():
+    earlier = [([{"role": "user", "content": "Q"}], "One red fox. Two red foxes. Three. Cut")]
+    rng = random.Random(0)
+    drawn = [prompts.draw(rng, found) for found in ([], earlier) for _ in range(500)]
+    checksum = hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
+    assert checksum.startswith("e4862e6ca8b8f406"), (
+        "prompts.json or the order of the draws has changed"
+    )
+    follow_ups = [messages for messages in drawn[500:] if len(messages) == 3]
+    assert follow_ups[0][1] == {"role": "assistant", "content": earlier[0][1]}
+    assert sum("Two red foxes." in messages[-1]["content"] for messages in drawn) > 10
+    assert not any("Cut" in messages[-1]["content"] for messages in drawn)
+
+
+def test_the_demos_prompts_are_no_training_prompts(model, target, answer, tmp_path, monkeypatch):
+    measured = load_prompts()[0].turns[0]
+    drawn = [[{"role": "user", "content": text}] for text in ("w9 w8", measured)] * 20
+    monkeypatch.setattr(prompts, "draw", lambda rng, earlier: drawn.pop())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    make_data(tmp_path, replace(TINY, shards=1), target, tokenizer, answer)
+    lines = (tmp_path / "00000.jsonl").read_text().splitlines()
+    assert {json.loads(line)[0][0]["content"] for line in lines} == {"w9 w8"}
+
+
+def test_a_shard_follows_from_seed_and_number(model, target, answer, shards, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for path in shards:
+        (tmp_path / path.with_suffix(".jsonl").name).write_bytes(
+            path.with_suffix(".jsonl").read_bytes()
+        )
+    for path in shards[:2]:
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    again = make_data(tmp_path, TINY, target, tokenizer, answer)
+    made, expected = load_file(again[2]), load_file(shards[2])
+    assert made.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(made[name], tensor, rtol=2**-7, atol=2**-13)
+    with pytest.raises(ValueError, match=r"was made by .*'max_tokens': 12.* name another --work"):
+        make_data(tmp_path, replace(TINY, max_tokens=13), target, tokenizer, answer)
+
+
+def test_states_are_those_of_transformers(model, target):
+    tokens = torch.tensor([5, 6, 7, 8, 9, 5, 6, 7])
+    whole = LlamaForCausalLM.from_pretrained(model)
+    with torch.inference_mode():
+        output = whole(tokens[None], output_hidden_states=True)
+    states = target.states(tokens)
+    # transformers gives its last state after the norm, the others as they are.
+    for index in range(2):
+        torch.testing.assert_close(states[:, index], output.hidden_states[index][0])
+    torch.testing.assert_close(target.normed(states[:, 2]), output.hidden_states[2][0])
+
+
+def test_training_lowers_the_loss_of_each_step(target, shards):
+    recipe = replace(TINY, epochs=6.0, ramp=0.0)
+    _, log = trained(target, shards, recipe)
+    assert len(log) == num_steps(recipe) == 54
+    for step in range(3):
+        first, last = (sum(line["loss"][step] for line in part) for part in (log[:9], log[-9:]))
+        assert last < first
+
+
+def test_the_command_writes_a_head_that_fits(model, answer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "vllm_answers", lambda model: (answer, lambda: None))
+    line = f"--model {model} --work {tmp_path} --shards 2 --shard-prompts 12 --max-tokens 12"
+    line += " --draft-vocab-size 256 --epochs 1 --batch 4 --warm-up 2"
+    assert command.main(line.split()) == 0
+    head = tmp_path / "head"
+    check_head(head, model)
+    assert best_length(head) == 4
+    assert f"wrote {head}; strict acceptance length " in capsys.readouterr().out
+    record = json.loads((head / "training.json").read_text())
+    assert record["steps"] == 6 and record["recipe"]["max_tokens"] == 12
+    assert 1 <= record["acceptance_length"] <= 5
+    packaged, made = (
+        json.loads((directory / "config.json").read_text()) for directory in (PACKAGED_HEAD, head)
+    )
+    assert made.keys() == packaged.keys()
+    assert made["transformer_layer_config"]["hidden_size"] == tiny_models.HIDDEN
+    names = load_file(PACKAGED_HEAD / "model.safetensors").keys()
+    tensors = load_file(head / "model.safetensors")
+    assert tensors.keys() == names - {"fc_norm.3.weight"}, "the tiny target has three states"
+    assert tensors["lm_head.weight"].dtype == torch.bfloat16
+    assert command.main([*line.split(), "--max-tokens", "13"]) == 1
+    assert "name another --work" in capsys.readouterr().err
+
+
+def test_anchors_end_where_nothing_is_left_to_guess():
+    states = [torch.zeros(6, 3, 8), torch.zeros(4, 3, 8)]
+    batch = make_batch([torch.arange(6), torch.arange(4)], states, [2, 2], 3)
+    # The first drafts after token 1, the prompt's last, knowing token 2: tokens 3, 4 and 5.
+    assert batch.anchors[0].tolist() == [1, 2, 3]
+    assert batch.valid.tolist() == [[3, 2, 1], [1, 0, 0]]
+
+
+def test_answers_shorter_than_what_is_drafted(target, tmp_path):
+    for tokens in (1, 3):
+        answers = [read_states(target, [5, 6], [7, 8, 9][:tokens])] * 2
+        save_shard(tmp_path / f"{tokens}", answers)
+    recipe = replace(TINY, shards=2, shard_prompts=2, steps_ahead=7, ramp=0.0)
+    head = new_head(target, torch.arange(512))
+    log = list(train(head, target, [tmp_path / "1", tmp_path / "3"], recipe))
+    assert [line["tokens"] for line in log] == [0, 4]
+    assert all(parameter.isfinite().all() for parameter in head.parameters())
+
+
+def test_drafting_from_all_tokens_at_once_equals_one_after_the_other(target, shards):
+    """The masks of the training steps against plain decoding with a growing cache."""
+    head, shard = new_head(target, torch.arange(256)), Shard(shards[0])
+    batch = make_batch([shard.tokens[0]], [shard.states[0]], [shard.prompt_tokens[0]], 3)
+    embeddings = target.embedding[batch.tokens[:, 1:]]
+    with torch.no_grad():
+        together = list(head.steps(batch.states, embeddings, batch.anchors, 3))
+        for column, anchor in enumerate(batch.anchors[0].tolist()):
+            # Only what is known at the anchor: nothing after it may matter.
+            alone = head.steps(
+                batch.states[:, : anchor + 1],
+                embeddings[:, : anchor + 4],
+                torch.tensor([[anchor]]),
+                3,
+            )
+            for step, hidden in enumerate(alone):
+                torch.testing.assert_close(
+                    together[step][:, column], hidden[:, 0], rtol=1e-3, atol=1e-4
+                )
+
+
+def verified(model, head, asked, max_tokens, thetas):
+    """The answers of vLLM to each prompt by itself, and its counters, at each theta."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(model),
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        speculative_config={
+            "method": "eagle3",
+            "model": str(head),
+            "num_speculative_tokens": best_length(head),
+            **CHOSEN_BY_REQUESTS["theta"],
+        },
+        **CPU_ENGINE_ARGS,
+    )
+
+    def counters():
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+        drafts = metrics["vllm:spec_decode_num_drafts"].value
+        return [drafts, *metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values]
+
+    found = []
+    try:
+        for theta in thetas:
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                detokenize=False,
+                stop_token_ids=[2],
+                extra_args={"mars_theta": theta},
+            )
+            before = counters()
+            given = [{"prompt_token_ids": prompt} for prompt in asked]
+            outputs = llm.generate(given, sampling, use_tqdm=False)
+            drafts, *accepted = (now - then for now, then in zip(counters(), before, strict=True))
+            tokens = [list(output.outputs[0].token_ids) for output in outputs]
+            found.append({"tokens": tokens, "drafts": drafts, "accepted": accepted})
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        # Waits for what has ended.
+        multiprocessing.active_children()
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+def test_vllm_drafts_what_we_expect_of_the_head(model, target, answer, tmp_path, monkeypatch):
+    """Positions, inputs and hidden states agree if the counts of acceptance do."""
+    asked = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
+    rng = random.Random(0)
+    drawn = [[rng.randrange(3, 512) for _ in range(6)] for _ in range(40)]
+    # All heads shall look at their own token.
+    monkeypatch.setattr(start, "FREE_HEADS", 0)
+    head = new_head(target, torch.arange(500))
+    found = answer(asked + drawn, [0.0] * 43, 60, 0)
+    save_shard(tmp_path / "shard", [*map(read_states, [target] * 43, asked + drawn, found)])
+    start.start_linear(head, target, Shard(tmp_path / "shard"))
+    export(head, tmp_path / "head", model, num_speculative_tokens=3, dtype=torch.float32)
+    answers = answer(asked, [0.0] * 3, 100, 0)
+    taken = []
+    for prompt, tokens in zip(asked, answers, strict=True):
+        taken += accepted_drafts(target, head, read_states(target, prompt, tokens), 3)
+    strict, relaxed = verified(model, tmp_path / "head", asked, 100, (1.0, 0.5))
+    assert strict["tokens"] == answers
+    assert 1 + sum(taken) / len(taken) > 1.2
+    # The engine also drafts past the end of an answer, once at most.
+    assert abs(strict["drafts"] - len(taken)) <= len(asked)
+    for place, seen in enumerate(strict["accepted"]):
+        assert abs(seen - sum(count > place for count in taken)) <= len(asked)
+    strict_length, relaxed_length = (
+        sum(counts["accepted"]) / counts["drafts"] for counts in (strict, relaxed)
+    )
+    assert relaxed_length > strict_length
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+def test_the_engine_answers_as_transformers_does(model, answer):
+    asked = [[5, 6, 7, 8], [100, 3, 200, 9]]
+    ask, end = vllm_answers(model)
+    try:
+        greedy, sampled = (ask(asked, [heat] * 2, 20, 0) for heat in (0.0, 1.0))
+    finally:
+        end()
+        multiprocessing.active_children()
+    assert greedy == answer(asked, [0.0] * 2, 20, 0)
+    assert sampled != greedy
