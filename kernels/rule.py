@@ -40,6 +40,7 @@ from vllm_mars.kernels.terms import (
     MOST_BALANCE,
     MOST_LOSS,
     MOST_PRICE,
+    PRICE_BURSTS,
     RuleName,
     Verdict,
     most_lost,
@@ -96,7 +97,9 @@ class Allowance(NamedTuple):
         """That of a request's record; with a scale the price follows what is left."""
         left = burst - lost
         if scale:
-            balance = min(max(most_lost(rate, left, produced + 1), 0), MOST_BALANCE)
+            # Who loses nothing for long saves no more for the price than this.
+            most = min(PRICE_BURSTS * burst, MOST_BALANCE)
+            balance = min(max(most_lost(rate, left, produced + 1), 0), most)
             price = min(math.isqrt(scale * balance), MOST_PRICE)
         return cls(price, rate, produced, left)
 

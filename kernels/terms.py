@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-# Losses and prices are integers in units of 2**-LOSS_BITS nats, so that every backend agrees: losses
-# rounded up, prices down.
+# Losses and prices are integers in units of 2**-LOSS_BITS nats, so that every backend agrees:
+# losses rounded up, prices down.
 LOSS_BITS = 16
 # What an output token adds to a request's allowance is an integer in units of 2**-RATE_BITS nats.
 RATE_BITS = 30
@@ -17,6 +17,8 @@ MOST_LOSS = 1 << 30
 MOST_PRICE = 1 << 29
 # The most that counts of what is left, and of a `price_scale`: their product stays below 2**62.
 MOST_BALANCE = (1 << 31) - 1
+# Of what is left, a price that follows it counts at most so many times the burst.
+PRICE_BURSTS = 4
 # The rate of a request without a bound.
 NO_BOUND = 1 << 40
 

@@ -60,9 +60,8 @@ Span = tuple[Token, Token | None]
 class MarsConfig:
     """Validated options of margin-aware verification.
 
-    One of `theta`, `gap` and `price` names the rule. Without any of them `max_loss`, if it is given,
-    sets the price of each request by what is left of its bound, and else `theta` is 0.9, as in the
-    paper.
+    One of `theta`, `gap` and `price` names the rule. Without any of them `max_loss`, if given, sets
+    the price of each request by what is left of its bound; else `theta` is 0.9, as in the paper.
 
     Attributes:
         theta: the paper's rule: a runner-up is accepted where z2 > theta * z1. In (0, 1]; 1 is
@@ -107,7 +106,7 @@ class MarsConfig:
     repeat_guard: int | None = None
     scope: Literal["all", "reasoning"] = "all"
     max_loss: float | None = None
-    loss_burst: float = 1.0
+    loss_burst: float = 2.0
     shadow: tuple[float, ...] = ()
     thinking: tuple[int, int] | None = dataclasses.field(default=None, metadata=_RESOLVED)
 

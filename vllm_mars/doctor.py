@@ -1,7 +1,7 @@
 """`vllm-mars doctor`: whether an install fits together, and whether a server really relaxes.
 
 A patch of an inference engine fails most often in silence: it is installed, and nothing comes of
-it. So the doctor does not only look for the parts, it asks a server and looks at what its rule gains.
+it. So the doctor does not only look for the parts, it asks a server and looks at what it gains.
 """
 
 import importlib.metadata

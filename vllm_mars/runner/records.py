@@ -18,12 +18,12 @@ from vllm_mars.kernels.terms import (
 )
 from vllm_mars.requests import RequestOptions
 
-# A price that follows what is left is c * sqrt(b * left / B), for a bound of b nats per token with
-# a burst of B. Its square at which a request's loss lands on b, by how the request is verified, found
-# on recorded steps (benchmarks/rules.py).
-GREEDY_C2 = 6.25
-SAMPLED_C2 = 10.5
-DRAWN_C2 = 20.25
+# A price that follows what is left is c * sqrt(b * left / B), for a bound of b nats per token with a
+# burst of B. At this c**2 a request's loss lands on b; found on recorded steps, by how a request is
+# verified (docs/results.md).
+GREEDY_C2 = 7
+SAMPLED_C2 = 10
+DRAWN_C2 = 20
 
 
 class Record(NamedTuple):
@@ -77,7 +77,6 @@ def record_of(
     return Record(value, price, scale, rate, lost)
 
 
-def price_scale(c2: float, rate: int, burst: int) -> int:
+def price_scale(c2: int, rate: int, burst: int) -> int:
     """What makes isqrt(price_scale * left) the price c * sqrt(b * left / B), in units."""
-    units = 2 ** (2 * LOSS_BITS - RATE_BITS)
-    return min(math.floor(c2 * rate * units / max(burst, 1)), MOST_BALANCE)
+    return min(c2 * rate * 2 ** (2 * LOSS_BITS - RATE_BITS) // max(burst, 1), MOST_BALANCE)
