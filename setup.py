@@ -12,10 +12,9 @@ VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "vllm_mars/__init__.py").r
 RAY = ["ray[serve]>=2.60", "pyarrow"]
 # pandas is what `vllm bench serve` reads prompt files with.
 DEMO = [
-    *("accelerate", "filelock", "gguf", "jsonschema", "numpy", "pandas"),
-    *("pydantic", "rouge-score", "sacrebleu", "scipy", "transformers"),
+    *("accelerate", "filelock", "gguf", "numpy", "pandas", "pydantic", "scipy", "transformers"),
 ]
-EXPERIMENTS = [*DEMO, "jinja2", "lm-eval[api]>=0.4.10", "matplotlib"]
+EXPERIMENTS = [*DEMO, "jinja2", "matplotlib"]
 # Ruff breaks the lines of long signatures.
 DOCS = ["mkdocs-material", "mkdocstrings[python]", "ruff"]
 
@@ -33,8 +32,7 @@ setup(
     package_data={
         "vllm_mars": ["py.typed"],
         "vllm_mars.local": ["prompts.jsonl", "heads/*/*"],
-        "vllm_mars.experiments.report": ["report.html.j2"],
-        "vllm_mars.experiments.sweep": ["tasks.jsonl"],
+        "vllm_mars.experiments": ["report.html.j2"],
     },
     # All but wrapt are for `doctor` and `top`; vLLM needs the first two as well.
     install_requires=["openai", "prometheus-client", "rich", "wrapt>=1.16"],
@@ -51,9 +49,9 @@ setup(
             *RAY,
             "build",
             "hypothesis",
+            "lm-eval[api]>=0.4.10",
             "pyyaml",
             "mypy",
-            "playwright",
             # With 9.2, pytest-xdist 3.8 takes every test for a group of its own.
             "pytest<9.2",
             "pytest-timeout",

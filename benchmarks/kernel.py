@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.columns import Columns, at
 from benchmarks.markdown import described
-from vllm_mars.experiments.columns import Columns, at
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm_mars.experiments.columns import Columns
+from benchmarks.columns import Columns
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

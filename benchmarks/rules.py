@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 
 from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import draft_name, speculative_config
+from vllm_mars.local.drafts import speculative_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import describe_run
@@ -170,7 +170,7 @@ def record(args: argparse.Namespace) -> None:
     with mock.patch.object(rejection_sampler, "rejection_sample", verify_and_keep):
         llm.chat(prompts, params)
     columns = dict(zip(Steps._fields, np.concatenate(rows).astype(np.float32).T, strict=True))
-    draft = f"{draft_name(args.draft)} K {args.length}"
+    draft = f"{Path(args.draft).name} K {args.length}"
     about = {"draft": draft, "temperature": args.temperature, "prompts": len(prompts)}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(args.output, length=lengths, **columns, **about)

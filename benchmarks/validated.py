@@ -1,58 +1,46 @@
 """The rows of docs/validated.md: what `make gpu` measured of each rule on real servers."""
 
 from collections.abc import Iterable
-from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
-from vllm_mars.experiments.columns import shown
-from vllm_mars.experiments.sweep.measured import measure
-from vllm_mars.experiments.sweep.record_file import read_cells
-from vllm_mars.experiments.sweep.summary import Row, rows
+from vllm_mars.experiments.records import read_sweep
+from vllm_mars.experiments.report import gain
+from vllm_mars.experiments.rows import Interval, rows, shown
 
 COLUMNS = (
-    *("model", "draft", "rule", "K", "batch", "tokens/s, x strict", "sooner, x strict"),
-    *("tokens per answer", "nats per token", "agree", "on"),
+    *("model", "draft", "rule", "K", "batch", "speed, x standard", "tokens per answer"),
+    *("nats per token", "same answers", "on"),
 )
+# Of a strict rule's greedy answers, those that equal those of `standard`: rounding changes some.
+MOSTLY = 0.5
 
 
 def rules(sweep: Path) -> list[dict[str, Any]]:
-    """Each greedy rule in a sweep's file, beside `standard` with its draft and load."""
-
-    def point(row: Row) -> tuple[Any, ...]:
-        return row.key.model, row.key.draft, row.key.k, row.key.dataset, row.key.concurrency
-
-    found: list[dict[str, Any]] = []
-    greedy = [row for row in rows(read_cells(sweep)) if row.key.k and not row.key.temperature]
-    points = groupby(sorted(greedy, key=point), point)
-    for it in chain.from_iterable(measure(list(group)) for _, group in points):
-        key, quality = it.row.key, [cell.quality for cell in it.row.cells if cell.quality]
-        agreement, identity = map(it.row.estimate, ("agreement", "identity"))
-        found.append(
-            {
-                **{"model": key.model, "draft": key.draft, "rule": key.rule, "k": key.k},
-                **{"batch": key.concurrency, "lossy": key.lossy, "problem": it.row.problem},
-                **{"tokens_per_second_x_strict": it.speedup, "sooner_x_strict": it.sooner},
-                **{"tokens_per_answer": it.length, "nats_per_token": it.loss},
-                "agreement": agreement and agreement.value,
-                "identity": identity and identity.value,
-                "prompts": max((score.samples for score in it.row.estimates), default=0),
-                "notes": sorted({note for one in quality for note in one.notes}),
-            }
-        )
-    return found
+    """Each rule with drafts in a sweep's file, beside its baseline."""
+    file = read_sweep(sweep)
+    return [
+        {
+            "model": file.heads[-1].settings["model"] or "packaged",
+            "draft": Path(row.cell.config.get("model") or row.cell.config["method"]).name,
+            "k": row.cell.config["num_speculative_tokens"],
+            **{"rule": row.cell.name, "batch": row.cell.concurrency, "lossy": row.cell.is_lossy},
+            **{"problem": row.problem, "speed": gain(row), "tokens_per_answer": row.length},
+            **{"nats_per_token": row.lost, "same": row.same},
+        }
+        for row in rows(file)
+        if row.cell.config
+    ]
 
 
 def objections(found: Iterable[dict[str, Any]]) -> list[str]:
-    """Why these rules are not validated: one failed, or a strict one is not shown to be strict."""
+    """Why these rules are not validated: one failed, or a strict one answers otherwise."""
     reasons = []
     for rule in found:
-        reason = rule["problem"].partition("\n")[0]
-        if not reason and not rule["lossy"] and rule["identity"] != 1:
-            reason = "its answers were not judged"
-            if rule["identity"] is not None:
-                reason = f"{1 - rule['identity']:.0%} of its answers differ by more than ties"
+        reason, same = rule["problem"].partition("\n")[0], rule["same"]
+        if not reason and not rule["lossy"] and same and same[0] < MOSTLY:
+            reason = f"{1 - same[0]:.0%} of its answers differ from those of strict verification"
         if reason:
             name = f"{rule['rule']}, {rule['model']}, {rule['draft']}, batch {rule['batch']}"
             reasons.append(f"{name}: {reason}")
@@ -60,23 +48,26 @@ def objections(found: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def table(results: Iterable[dict[str, Any]]) -> list[str]:
-    """The lines of the page's table: rules below strict whose speed, loss and agreement are known.
+    """The lines of the page's table: lossy rules whose speed and loss are known.
 
     Of the files that `benchmarks.gpu` wrote, a dry run and one with an objection give no row.
     """
-    rows = [
+
+    def text(of: Any, form: str) -> str:
+        return shown(Interval(*of) if of else None, form)
+
+    found = [
         (
             *(rule["model"], rule["draft"], rule["rule"], str(rule["k"]), str(rule["batch"])),
-            shown(*rule["tokens_per_second_x_strict"]),
-            shown(*rule["sooner_x_strict"]),
-            f"{rule['tokens_per_answer'][0]:.1f}",
-            shown(*rule["nats_per_token"], form=".4f"),
-            f"{rule['agreement']:.2f}",
+            text(rule["speed"], ".2f"),
+            text(rule["tokens_per_answer"], ".1f"),
+            text(rule["nats_per_token"], ".4f"),
+            text(rule["same"], ".2f"),
             f"{result['hardware']['gpu']}, vLLM {result['versions']['vllm']}",
         )
         for result in results
         if not result["dry_run"] and not objections(result["rules"])
         for rule in result["rules"]
-        if rule["lossy"] and None not in (rule["nats_per_token"], rule["agreement"])
+        if rule["lossy"] and rule["speed"] and rule["nats_per_token"]
     ]
-    return markdown.table(COLUMNS, rows) if rows else ["Nothing has been validated yet."]
+    return markdown.table(COLUMNS, found) if found else ["Nothing has been validated yet."]

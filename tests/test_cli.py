@@ -19,7 +19,7 @@ def test_version():
     assert (result.returncode, result.stdout) == (0, f"vllm-mars {__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [[], ["demos"], ["demo", "--theta", "high"], ["model", "x"]])
+@pytest.mark.parametrize("arguments", [[], ["demos"], ["sweep", "--theta", "high"], ["model", "x"]])
 def test_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -41,7 +41,7 @@ def test_wrong_usage(arguments, capsys):
     ],
 )
 def test_bad_values_fail_before_anything_starts(arguments, message, capsys):
-    assert main(["demo", *arguments]) == 1
+    assert main(["sweep", *arguments]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert message in captured.err

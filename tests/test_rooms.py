@@ -74,7 +74,7 @@ def test_the_house_looks_down():
     for name, others in allowed.items():
         assert others <= set(order[order.index(name) + 1 :]), name
     assert not allowed["kernels"]
-    assert allowed["local"] <= {"config", "weights", "__init__"}
+    assert allowed["local"] <= {"config", "__init__"}
     assert "engine" not in allowed["runner"]
     assert {name for name, others in allowed.items() if "experiments" in others} <= {
         "cli",

@@ -9,8 +9,7 @@ from typing import Any
 
 from vllm_mars import __version__, doctor, top, vllm_cli
 from vllm_mars.demo import command as demo_command
-from vllm_mars.experiments.report import command as report_command
-from vllm_mars.experiments.sweep import command as sweep_command
+from vllm_mars.experiments import report_command, sweep_command
 from vllm_mars.local import packaged_model
 from vllm_mars.local.requirements import require
 

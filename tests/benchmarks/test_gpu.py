@@ -1,6 +1,5 @@
 """`make gpu` up to the point where a GPU is needed, and the page that it fills."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -9,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import sweep_files
 from benchmarks import gpu, validated
-from report_files import RULES, make_cell, make_quality
-from vllm_mars.experiments.sweep.record_file import append_cell, append_quality
-from vllm_mars.experiments.sweep.records import Estimate
+from sweep_files import STANDARD, failed, mars, turn
 
 ROOT = Path(__file__).parents[2]
 RESULT = {
@@ -27,26 +25,18 @@ def _in_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def write_sweep(path, *, identity=1.0, failed=""):
-    """A judged sweep of `standard`, theta 1 and theta 0.9; theta 1 has this identity."""
-    for method, theta, k, speed, nll in (*RULES[:3], ("mars", 1.0, 4, 36.0, 0.5)):
-        cell = make_cell(method, theta, k, speed, 1, 0)
-        if failed and method == "standard":
-            nothing = {"speed": None, "acceptance": None, "outputs": ()}
-            append_cell(path, dataclasses.replace(cell, status="failed", reason=failed, **nothing))
-            continue
-        append_cell(path, cell)
-        quality = make_quality(cell, nll)
-        own = {"agreement": 0.25 if cell.key.lossy else 1.0}
-        if k and not cell.key.lossy:
-            own["identity"] = identity if theta else 1.0
-        prompts = [
-            dataclasses.replace(one, scores={**one.scores, **own}) for one in quality.prompts
-        ]
-        estimates = tuple(Estimate(name, 4, value, value, value) for name, value in own.items())
-        quality = dataclasses.replace(quality, prompts=tuple(prompts), estimates=estimates)
-        append_quality(path, cell.key, quality)
-    return path
+def write_sweep(path, *, same=True, problem=""):
+    """A sweep of `standard`, price 0 and price 0.3."""
+    records = [
+        *(turn(STANDARD, block) for block in range(2)),
+        *(turn(mars(0), block, lost=0.0) for block in range(2)),
+        *(turn(mars(0.3), block, token_seconds=0.016, lost=0.42) for block in range(2)),
+    ]
+    if problem:
+        records[0] = failed(STANDARD, problem)
+    if not same:
+        records[2:4] = [sweep_files.answering(record, "another") for record in records[2:4]]
+    return sweep_files.write_sweep(path, records)
 
 
 def test_without_a_gpu_it_says_what_is_missing(capsys, tmp_path):
@@ -54,7 +44,7 @@ def test_without_a_gpu_it_says_what_is_missing(capsys, tmp_path):
     error = capsys.readouterr().err
     assert "needs a GPU, and torch 2" in error and "then `make gpu BUILD=cuda` installs" in error
     assert not (tmp_path / "new").exists()
-    for arguments in (["--parts", "named"], ["--tensor-parallel", "2"]):
+    for arguments in (["--parts", "named"], ["--gpus", "2"]):
         with pytest.raises(SystemExit, match="2"):
             gpu.main(arguments)
         assert "--model is missing, for the part `named`" in capsys.readouterr().err
@@ -73,12 +63,12 @@ def test_parts_are_given_what_their_commands_take(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "run", run)
-        options = ["--dry-run", *arguments, "--tensor-parallel", "2"]
+        options = ["--dry-run", *arguments, "--gpus", "2"]
         assert gpu.main([*options, "--output", str(tmp_path)]) == 0
     assert list(found) == ["tests", "kernel", "packaged", "named"]
     sweep = _parser().parse_args(found["named"][2:])
-    assert (sweep.model, sweep.drafts, sweep.tensor_parallel) == ("some/model", ["some/draft"], 2)
-    assert (sweep.thetas, sweep.prices, sweep.gaps) == ([1.0, 0.9], [0.3], [])
+    assert (sweep.model, sweep.drafts, sweep.gpus) == ("some/model", ["some/draft"], 2)
+    assert sweep.prices == [0.0, 0.3]
     packaged = _parser().parse_args(found["packaged"][2:])
     assert packaged.model is None and Path(packaged.drafts[0], "config.json").is_file()
     assert "--seconds=108" in found["kernel"]
@@ -114,7 +104,7 @@ def test_a_part_that_fails_does_not_hold_up_the_others(tmp_path, monkeypatch, ca
     statuses = {name: part["exit_status"] for name, part in result["parts"].items()}
     assert statuses == {"tests": 1, "kernel": 0, "tune": None, "packaged": 0}
     assert result["goals"] == goals
-    assert {rule["rule"] for rule in result["rules"]} == {"standard", "mars 0.9", "mars 1"}
+    assert {rule["rule"] for rule in result["rules"]} == {"standard", "price 0", "price 0.3"}
     assert result["hardware"]["cores"] and result["versions"]["torch"]
     assert (output / "tune.log").read_text() == "begun\n"
     out = capsys.readouterr().out
@@ -148,7 +138,7 @@ def test_a_wrong_model_does_not_stay(tmp_path):
     good = write_sweep(tmp_path / "named.jsonl")
     gpu.set_failed_aside(good, "other")
     assert good.exists()
-    failed = write_sweep(tmp_path / "failed.jsonl", failed="no such model")
+    failed = write_sweep(tmp_path / "failed.jsonl", problem="no such model")
     gpu.set_failed_aside(failed, "tiny")
     assert failed.exists(), "the same model goes on"
     gpu.set_failed_aside(failed, "other")
@@ -157,21 +147,21 @@ def test_a_wrong_model_does_not_stay(tmp_path):
 
 def test_the_row(tmp_path):
     found = validated.rules(write_sweep(tmp_path / "a.jsonl"))
+    # As a file has them.
+    found = json.loads(json.dumps(found))
     assert validated.objections(found) == []
     head, rule, row = validated.table([{**RESULT, "rules": found}])
     assert head.count("|") == rule.count("|") == row.count("|")
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells[:5] == ["tiny", "ngram", "mars 0.9", "4", "1"]
-    # 45 tokens/s beside 36, in answers of one length.
-    assert cells[5] == cells[6] == "1.25"
-    assert cells[7:] == ["100.0", "0.0098", "0.25", "NVIDIA H100, vLLM 0.33.0"]
+    assert cells[:6] == ["tiny", "ngram", "price 0.3", "4", "1", "1.25"]
+    assert cells[6:] == ["21.0", "0.0100", "1.00", "NVIDIA H100, vLLM 0.33.0"]
 
 
 @pytest.mark.parametrize(
     ("changes", "objection"),
     [
-        ({"identity": 0.75}, "mars 1, tiny, ngram, batch 1: 25% of its answers differ by more"),
-        ({"failed": "vLLM ended\nlog"}, "standard, tiny, ngram, batch 1: failed: vLLM ended"),
+        ({"same": False}, "price 0, tiny, ngram, batch 1: 100% of its answers differ from"),
+        ({"problem": "vLLM ended\nlog"}, "standard, tiny, ngram, batch 1: vLLM ended"),
     ],
 )
 def test_no_row_where_strict_is_not_strict(tmp_path, changes, objection):
@@ -182,15 +172,6 @@ def test_no_row_where_strict_is_not_strict(tmp_path, changes, objection):
     assert validated.table([{**RESULT, "rules": found}]) == nothing
     fine = validated.rules(write_sweep(tmp_path / "b.jsonl"))
     assert validated.table([{**RESULT, "rules": fine, "dry_run": True}]) == nothing
-
-
-def test_a_sweep_that_was_not_judged_gives_no_row(tmp_path):
-    path = write_sweep(tmp_path / "a.jsonl")
-    cells = [line for line in path.read_text().splitlines() if '"kind": "cell"' in line]
-    path.write_text("\n".join(cells) + "\n")
-    found = validated.rules(path)
-    reasons = validated.objections(found)
-    assert len(reasons) == 2 and all("its answers were not judged" in one for one in reasons)
 
 
 @pytest.mark.nightly
@@ -209,9 +190,9 @@ def test_a_dry_run_of_all_but_the_packaged_model(tmp_path, tiny_model):
     assert result["schema"] == "vllm-mars/gpu/1"
     assert {part["exit_status"] for part in result["parts"].values()} == {0, gpu.NO_TESTS_RAN}
     assert [goal["result"] for goal in result["goals"]] == ["not measured"] * 4
-    names = ("standard", "mars 1", "mars 0.9", "mars price 0.3")
+    names = ("standard", "price 0", "price 0.3")
     found = {(rule["rule"], rule["batch"]) for rule in result["rules"]}
     assert found == {(name, batch) for name in names for batch in (1, 2)}
-    strict = [rule["identity"] for rule in result["rules"] if not rule["lossy"]]
-    assert strict == [1.0] * 4
+    strict = [rule["same"][0] for rule in result["rules"] if rule["rule"] == "price 0"]
+    assert strict == [1.0] * 2
     assert "Nothing has been validated yet." in child.stdout

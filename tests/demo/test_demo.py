@@ -1,29 +1,87 @@
-"""The demo on real servers: its file, its report, and that it ends everything that it started."""
+"""The demo: its preset, what it prints, and on real servers that it ends all that it started."""
 
+import dataclasses
+import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import uuid
 
 import pytest
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import tiny_models
 from processes import MARK, marked, wait_until
-from vllm_mars.demo.report import LABELS
-from vllm_mars.experiments.sweep.record_file import read_cells
-from vllm_mars.experiments.sweep.summary import rows
-
-pytestmark = pytest.mark.engine
+from sweep_files import EXAMPLE, STANDARD, mars, turn, write_sweep
+from vllm_mars.demo.command import MARS, sweep_options
+from vllm_mars.demo.report import conclusion, print_report
+from vllm_mars.experiments.plan import STRICT
+from vllm_mars.experiments.records import read_sweep
+from vllm_mars.experiments.rows import Interval, rows
+from vllm_mars.local.draft_head import PACKAGED_HEAD
 
 PROMPTS = [
     {"id": "list", "prompt": "w10 w20 w30 w10 w20 w30 w10 w20"},
     {"id": "two", "prompt": "w40 w50 w60 w40 w50"},
     {"id": "three", "prompt": "w70 w80 w70 w80 w70"},
 ]
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_preset(on_cpu):
+    options = sweep_options(on_cpu=on_cpu)
+    found = {(cell.name, cell.temperature): cell for cell in options.all_cells()}
+    assert list(found) == [(STRICT, 0.0), (MARS, 0.0), (STRICT, 1.0), (MARS, 1.0)]
+    for cell in found.values():
+        assert cell.config["model"] == str(PACKAGED_HEAD)
+        assert cell.config["num_speculative_tokens"] == 4
+        assert cell.is_lossy == (cell.name == MARS)
+    assert "rejection_sample_method" not in found[STRICT, 0.0].config
+    # On a CPU vLLM's own server samples wrong tokens.
+    assert ("mars_price" in found[STRICT, 1.0].config) == on_cpu
+    assert sweep_options(on_cpu=on_cpu, model="other").all_cells()[0].config["method"] == "ngram"
+    assert sweep_options(on_cpu=on_cpu, short=True).num_prompts < options.num_prompts
+
+
+def printed(path, records):
+    console = Console(file=io.StringIO(), width=150)
+    print_report(rows(read_sweep(write_sweep(path, records, STRICT))), console)
+    return console.file.getvalue()
+
+
+def test_what_is_printed(tmp_path):
+    strict = STANDARD._replace(name=STRICT)
+    records = []
+    for temperature in (0.0, 1.0):
+        for block in range(3):
+            records.append(turn(strict._replace(temperature=temperature), block))
+            cell = mars(0.3, temperature)._replace(name=MARS)
+            example = EXAMPLE if block == 2 and not temperature else ()
+            seconds = 0.01 if not temperature else 0.02
+            records.append(turn(cell, block, token_seconds=seconds, lost=0.84, example=example))
+    text = printed(tmp_path / "s.jsonl", records)
+    assert text.index("greedy, 1 request") < text.index("temperature 1, 1 request")
+    assert "The [red] fox <b>" in text, "marked without colours"
+    assert 'brown & "<i>' in text and "0.25" in text
+    assert "Greedy, MARS is 2.00 times as fast per token, with 0.0200 nats lost" in text
+    assert "and its steps take 0.50 times as long." in text
+    assert "At temperature 1, no difference in speed is significant: 1.00 times" in text
+    assert "\x1b[" not in text, "no colour codes without a terminal"
+
+
+def test_the_sentence_goes_where_the_figures_point(tmp_path):
+    records = [turn(STANDARD), turn(mars(0.3), lost=0.42)]
+    row = rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records)))[1]
+    for speed, text in (
+        (Interval(1.2, 1.1, 1.3), "is 1.20 (1.10 to 1.30) times as fast per token"),
+        (Interval(1.1, 0.9, 1.3), "no difference in speed is significant: 1.10 (0.90 to 1.30)"),
+        (Interval(0.8, 0.7, 0.9), "is slower: 0.80 (0.70 to 0.90) times as fast"),
+        (None, "the speed was not measured"),
+    ):
+        assert text in conclusion(dataclasses.replace(row, speed=speed))
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +98,8 @@ def start_demo(tmp_path, model, mark, *arguments):
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "vllm_mars.cli", "demo", "--model", str(model)),
-            *("--draft", str(model.with_name("eagle-head"))),
-            *("--prompts", str(prompts), "--max-tokens", "32", "--theta", "0.6"),
+            *(sys.executable, "-m", "vllm_mars.cli", "demo", "--short", "--model", str(model)),
+            *("--draft", str(model.with_name("eagle-head")), "--prompts", str(prompts)),
             *("--output", str(tmp_path / "out" / "demo.jsonl"), *arguments),
             # As much as the tiny model takes.
             "--server-arg=--max-model-len=512",
@@ -56,72 +113,48 @@ def start_demo(tmp_path, model, mark, *arguments):
     )
 
 
-def test_demo(tmp_path, model):
-    mark = uuid.uuid4().hex
-    before = tmp_path / "out" / "demo.jsonl"
-    before.parent.mkdir()
-    before.write_text("of the run before\n")
-    process = start_demo(tmp_path, model, mark, "--repeats", "2", "--short")
+@pytest.mark.engine
+def test_a_demo_that_is_ended_goes_on(tmp_path, model):
+    mark, output = uuid.uuid4().hex, tmp_path / "out" / "demo.jsonl"
+    process = start_demo(tmp_path, model, mark)
+    wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 2, 300, "a turn")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert marked(mark) == []
+
+    process = start_demo(tmp_path, model, mark)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     assert marked(mark) == []
-    assert before.with_name("demo.jsonl.old").read_text() == "of the run before\n"
-
-    found = {row.key.method: row for row in rows(read_cells(tmp_path / "out" / "demo.jsonl"))}
-    assert set(found) == set(LABELS)
-    for row in found.values():
-        assert len(row.cells) == 2
-        assert all(len(cell.outputs) == 3 and cell.command[1] == "demo" for cell in row.cells)
-    strict, mars = found["standard"], found["mars"]
-    assert strict.value("agreement") == strict.value("identity") == 1
-    assert (mars.key.theta, mars.key.k) == (0.6, 4)
-    assert mars.acceptance_length > strict.acceptance_length > 1
-    assert all(cell.lost_nats > 0 for cell in mars.cells)
-
-    assert "mean acceptance length" in out
-    assert "The strict answers equal the autoregressive ones, character for character." in out
-    assert "What the target would have said there" in out
+    file = read_sweep(output)
+    assert len(file.records) == 4 and len(file.heads) == 2
+    for record in file.records:
+        assert len(record.measured.answers) == 3
+    assert "temperature 1, 1 request at a time, 3 answers" in out
     assert "This short form shows that it works, not how fast" in out
     lines = err.splitlines()
-    assert lines[0].startswith("6 cells, 0 of them in ")
-    assert re.match(r"\[1/6\] autoregressive, T0, c1, prompts#0, #0: .* tokens/s$", lines[1])
-    assert re.match(r"\[2/6\] .*, T0, c1, prompts#0, #0: .*; about 0:\d\d:\d\d left$", lines[2])
-    assert len(lines) < 30, err
-    assert "\x1b[" not in out, "no colour codes without a terminal"
+    assert lines[0].startswith("4 turns, ") and "3 servers start" in lines[0]
+    assert lines[1].startswith("[") and lines[-2].endswith(" left")
 
-
-# 7 processes: the demo has three guards and three servers; more: engine cores start.
-@pytest.mark.parametrize(
-    ("number", "code", "processes"),
-    [
-        pytest.param(signal.SIGINT, 130, 10, marks=pytest.mark.nightly),
-        (signal.SIGTERM, 143, 7),
-    ],
-)
-def test_a_signal_ends_all_servers(tmp_path, model, number, code, processes):
-    mark = uuid.uuid4().hex
     process = start_demo(tmp_path, model, mark)
-    wait_until(lambda: len(marked(mark)) >= processes, 200, "three servers")
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code
-    assert "Traceback" not in err
-    assert marked(mark) == []
-    assert not (tmp_path / "out" / "demo.jsonl").exists()
+    again, err = process.communicate(timeout=60)
+    assert again == out and "all 4 turns are in" in err
 
 
+@pytest.mark.engine
 @pytest.mark.nightly
 def test_a_server_that_dies_is_reported(tmp_path, model):
     mark = uuid.uuid4().hex
     process = start_demo(tmp_path, model, mark, "--server-arg=--no-such-option")
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1
-    assert "vLLM ended while starting" in err
-    assert "--no-such-option" in err
+    assert "vLLM ended while starting" in err and "--no-such-option" in err
     assert "Traceback" not in err.split("--- the end of")[0]
     assert marked(mark) == []
 
 
+@pytest.mark.engine
 @pytest.mark.nightly
 def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_model):
     output = tmp_path / "demo.jsonl"
@@ -129,15 +162,12 @@ def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_m
         [sys.executable, "-m", "vllm_mars.cli", "demo", "--short", "--output", str(output)],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
     )
     assert process.returncode == 0, process.stderr
-    cells = {cell.key.method: cell for cell in read_cells(output)}
-    assert cells["mars"].key.draft == "smollm2-135m-eagle3"
-    assert [len(cells[method].outputs) for method in LABELS] == [4, 4, 4]
-    assert cells["standard"].quality.estimate("agreement").value == 1
-    lengths = {method: cells[method].acceptance.mean_length for method in ("standard", "mars")}
-    assert lengths["mars"] >= lengths["standard"] > 1
-    # What the target scores as not its first choice is what the server counted as lost.
-    relaxed = [token for it in cells["mars"].quality.prompts for token in it.off_choice]
-    assert cells["mars"].lost_nats == pytest.approx(sum(it.loss for it in relaxed), abs=0.01)
+    found = {(row.cell.name, row.cell.temperature): row for row in rows(read_sweep(output))}
+    greedy, strict = found[MARS, 0.0], found[STRICT, 0.0]
+    assert greedy.steps.value >= strict.steps.value > 1
+    assert greedy.lost.value > strict.lost.value == 0
+    assert any(token.lost is not None for token in greedy.example)
+    assert found[STRICT, 1.0].lost.value == 0

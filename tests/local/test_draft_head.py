@@ -11,7 +11,6 @@ from benchmarks.draft.export import export
 from benchmarks.draft.head import new_head
 from benchmarks.draft.target import Target
 from vllm_mars.cli import main
-from vllm_mars.demo.command import sweep_options
 from vllm_mars.local.draft_head import (
     PACKAGED_HEAD,
     best_length,
@@ -142,19 +141,6 @@ def test_what_is_checked(head, tmp_path):
     # Cut: it cannot be told, and vLLM would not tell it well.
     (other / "config.json").write_text('{"vllm_mars_')
     assert is_head(other)
-
-
-def test_the_demo_drafts_with_the_head(head, model):
-    def drafts(**options):
-        chosen = sweep_options(**options)
-        return chosen.drafts + chosen.num_speculative_tokens
-
-    assert drafts(model=str(model), draft=str(head)) == (str(head), 3)
-    assert drafts(model=str(model), draft=str(head), num_speculative_tokens=5) == (str(head), 5)
-    # The packaged model's head is its default, and ngram that of another model.
-    assert drafts() == (str(PACKAGED_HEAD), 4)
-    assert drafts(model="other") == ("ngram", 4)
-    assert drafts(draft="ngram") == ("ngram", 4)
 
 
 def test_the_head_of_this_checkout_fits_the_packaged_model(packaged_model):

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from vllm_mars.experiments.sweep.plan import ServerSpec
-from vllm_mars.local.drafts import draft_config, draft_name
+from vllm_mars.local.drafts import draft_config, speculative_config
 
 
 def test_names():
@@ -17,14 +16,13 @@ def test_names():
     assert draft_config("suffix") == {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
     assert draft_config("mtp") == {"method": "mtp"}
     assert draft_config("org/draft") == {"model": "org/draft"}
-    assert draft_name("org/draft") == "draft"
 
 
 def test_vllm_is_told_that_a_directory_is_an_eagle3_head(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
     draft = str(tmp_path)
     wanted = {"method": "eagle3", "model": draft, "num_speculative_tokens": 3}
-    assert ServerSpec("standard", draft, 3).speculative_config() == wanted
+    assert speculative_config(draft, 3) == wanted
 
 
 @pytest.mark.parametrize(
@@ -38,7 +36,6 @@ def test_vllm_is_told_that_a_directory_is_an_eagle3_head(tmp_path):
 def test_a_directory_of_a_draft(tmp_path, config, method):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert draft_config(str(tmp_path)) == {"model": str(tmp_path), **method}
-    assert draft_name(str(tmp_path)) == tmp_path.name
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])

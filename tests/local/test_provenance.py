@@ -6,7 +6,6 @@ from pathlib import Path
 
 from vllm_mars.local import provenance
 from vllm_mars.local.provenance import describe_run, hardware
-from vllm_mars.weights import weights_checksum
 
 CPUINFO = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -51,16 +50,3 @@ def test_a_processor_without_a_name(monkeypatch):
 def test_the_load_is_that_before_the_run(monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     assert describe_run(None)["load_average"] == provenance._LOAD_AVERAGE < 99
-
-
-def test_weights_are_told_where_they_are_files_here(tmp_path):
-    for name in ("target", "head"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_text(name)
-    target, head = (str(tmp_path / name) for name in ("target", "head"))
-    found = describe_run(None, target, head)["weights"]
-    assert len(set(found.values())) == 2
-    assert found == {"model": weights_checksum(Path(target)), "draft": weights_checksum(Path(head))}
-    assert describe_run(None, target, "ngram")["weights"]["draft"] is None
-    assert describe_run(None, "org/name")["weights"] == {"model": None, "draft": None}
-    assert "weights" not in describe_run(None)

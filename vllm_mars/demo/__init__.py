@@ -1,1 +1,1 @@
-"""The comparison of three servers, `vllm-mars demo`."""
+"""`vllm-mars demo`: a preset of a sweep, and what is printed of it."""

@@ -1,1 +1,1 @@
-"""The laboratory: speed against quality on a model and draft of your own."""
+"""The laboratory: measures servers from outside, into one file, and shows what the file holds."""

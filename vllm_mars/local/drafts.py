@@ -7,7 +7,6 @@ from typing import Any
 from vllm_mars.config import METHOD, MOST_BURST, OPTION, STRICT_VALUE
 
 NGRAM = "ngram"
-NO_DRAFT = "none"
 # vLLM's, without the number of tokens.
 NGRAM_CONFIG = {"method": NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
 # The same of all drafts that have no files of their own: looked up in the text, or by layers that
@@ -32,17 +31,12 @@ CHOSEN_BY_REQUESTS = {
 
 
 # The rule of servers that this project starts where nobody names another, by measurement
-# (docs/experiments.md): a price, and a bound on what one answer may lose.
+# (docs/choosing.md): a price, and a bound on what one answer may lose.
 RECOMMENDED: dict[str, Any] = {
     "rejection_sample_method": METHOD,
     "mars_price": 0.3,
     "mars_max_loss": 0.02,
 }
-
-
-def draft_name(draft: str) -> str:
-    """The draft's name in a cell: "ngram", "none", or the last part of its directory or name."""
-    return Path(draft).name
 
 
 def draft_config(draft: str) -> dict[str, Any]:

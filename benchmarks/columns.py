@@ -1,6 +1,6 @@
 """Columns of tables: what gives a figure's text, for pages and docs."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Text = Callable[[Any], str]
@@ -40,28 +40,3 @@ def at(path: str, form: str = "", times: float = 1) -> Text:
         return shown(*(times * end for end in ends), form=form)
 
     return text
-
-
-def score(name: str, form: str = ".2f", of: str = "value", row: str = "row") -> Text:
-    """The text of a row's score, or of its "difference" from or "recovery" of the reference's."""
-
-    def text(it: Any) -> str:
-        found = follow(it, row).estimate(name)
-        if (value := getattr(found, of, None)) is None:
-            return ""
-        if of == "value":
-            return format(value, form)
-        return shown(value, getattr(found, f"{of}_low"), getattr(found, f"{of}_high"), form=form)
-
-    return text
-
-
-def filled(columns: Columns, items: Iterable[Any]) -> Columns:
-    """The columns in which some item has a text."""
-    items = list(items)
-    return {name: text for name, text in columns.items() if any(map(text, items))}
-
-
-def pair(one: str, other: str, form: str) -> Text:
-    """The texts of two figures."""
-    return lambda of: ", ".join(filter(None, (at(path, form)(of) for path in (one, other))))

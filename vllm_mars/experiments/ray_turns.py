@@ -1,25 +1,24 @@
-"""Measures the cells of a sweep as tasks on a Ray cluster.
+"""Measures the turns of a sweep as tasks on a Ray cluster.
 
-A task is a group of cells with its servers. It asks for the GPUs that its servers need, tensor
-parallel times pipeline parallel each; on a cluster without GPUs for all cores of a node, since two
-servers on one processor would disturb each other's times. A task yields each cell as soon as it is
-measured. If its node is lost, Ray runs it again elsewhere, and the driver gets only the cells that
-it has not got yet.
+A task is a group of turns with its servers. It asks for the GPUs of one server; on a cluster
+without GPUs for all cores of a node, since two servers on one processor would disturb each other's
+times. A task yields each turn as soon as it is measured. If its node is lost, Ray runs it again
+elsewhere, and the driver takes only the turns that it has not got yet.
 """
 
 import contextlib
 import logging
 import socket
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_mars.experiments.sweep.plan import Group, Sweep, SweepOptions
-from vllm_mars.experiments.sweep.records import Cell, CellKey, Quality
-from vllm_mars.experiments.sweep.runners import LocalRunner
+from vllm_mars.experiments.plan import Group, Key, Sweep
+from vllm_mars.experiments.records import Record
+from vllm_mars.experiments.runner import LocalRunner
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.ray_nodes import check_nodes
 from vllm_mars.local.requirements import require
@@ -51,6 +50,7 @@ class RayRunner:
 
         self._ray: Any = ray
         self._sweep, options = sweep, sweep.options
+        self.gpu: str | None = None
         # One server is one task: whichever node is free takes it.
         self.side_by_side = options.side_by_side or 1
         _check_reachable(address)
@@ -61,7 +61,7 @@ class RayRunner:
             raise RuntimeError(f"ray={address}: {error}") from error
         try:
             nodes = [node for node in self._ray.nodes() if node["Alive"]]
-            self._resources = needed = _needed(options, [node["Resources"] for node in nodes])
+            self._resources = needed = _needed(options.gpus, [node["Resources"] for node in nodes])
             able = [
                 node
                 for node in nodes
@@ -74,21 +74,21 @@ class RayRunner:
             ray.shutdown()
             raise
 
-    def run(self, groups: Sequence[Group]) -> Generator[Cell]:
-        """Measures the groups' cells and yields each, once, as soon as the driver has it."""
+    def run(self, groups: Sequence[Group]) -> Generator[Record]:
+        """Measures the groups' turns and yields each, once, as soon as the driver has it."""
         ray = self._ray
         remote = ray.remote(_measure).options(
             num_returns="streaming", max_retries=RETRIES, **self._resources
         )
-        # By task, with the cells that the driver has not got yet.
-        left = {remote.remote(self._sweep, group): group for group in groups}
+        tasks = {remote.remote(self._sweep, group): group for group in groups}
+        taken: set[Key] = set()
         try:
-            while left:
-                ready, _ = ray.wait(list(left), timeout=POLL_SECONDS)
+            while tasks:
+                ready, _ = ray.wait(list(tasks), timeout=POLL_SECONDS)
                 for task in ready:
-                    reason = "its task ended without this cell"
+                    reason = "its task ended without this turn"
                     try:
-                        cell = ray.get(next(task))
+                        record = ray.get(next(task))
                     except StopIteration:
                         pass
                     except ray.exceptions.RayTaskError as error:
@@ -96,43 +96,38 @@ class RayRunner:
                     except ray.exceptions.RayError as error:
                         reason = f"its node was lost {RETRIES + 1} times: {error}"
                     else:
-                        yield cell
-                        left[task] = left[task].without({cell.key})
+                        if record.key not in taken:
+                            taken.add(record.key)
+                            yield record
                         continue
-                    for key, _ in left.pop(task).cells:
-                        yield self._sweep.failed(key, reason)
+                    _, turns = tasks.pop(task)
+                    for turn in turns:
+                        if turn.key not in taken:
+                            yield Record(
+                                *turn.cell, turn.repeat, turn.block, measured=None, reason=reason
+                            )
         finally:
-            for task in left:
+            for task in tasks:
                 # Raises KeyboardInterrupt in the task, which ends its servers.
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.cancel(task)
-
-    def judge(self, cells: Sequence[Cell]) -> Generator[tuple[CellKey, Quality]]:
-        """Judges the cells that were not judged yet, in one task."""
-        remote = self._ray.remote(_judge).options(max_retries=RETRIES, **self._resources)
-        try:
-            yield from self._ray.get(remote.remote(self._sweep, list(cells)))
-        except self._ray.exceptions.RayError as error:
-            raise RuntimeError(f"the Ray task that judges failed: {error}") from error
 
     def close(self) -> None:
         """Leaves the cluster."""
         self._ray.shutdown()
 
 
-def _needed(options: SweepOptions, nodes: Sequence[dict[str, float]]) -> dict[str, float]:
+def _needed(gpus: int, nodes: Sequence[dict[str, float]]) -> dict[str, float]:
     """`num_cpus` and `num_gpus` of a task, from the resources of each node."""
-    per_server = options.tensor_parallel * options.pipeline_parallel
     most = max((resources.get("GPU", 0) for resources in nodes), default=0)
     if most:
         # Servers side by side share the memory of the same GPUs.
-        if most < per_server:
+        if most < gpus:
             raise RuntimeError(
-                f"a cell needs {per_server} GPUs (tensor parallel {options.tensor_parallel} x "
-                f"pipeline parallel {options.pipeline_parallel}), but the largest node of this "
-                f"cluster has {most:g}; lower them or add a larger node."
+                f"a server needs {gpus} GPUs (--gpus), but the largest node of this cluster has "
+                f"{most:g}; lower it or add a larger node."
             )
-        return {"num_cpus": 1, "num_gpus": per_server}
+        return {"num_cpus": 1, "num_gpus": gpus}
     cores = [resources["CPU"] for resources in nodes if resources.get("CPU", 0) >= 1]
     if not cores:
         raise RuntimeError(
@@ -142,23 +137,11 @@ def _needed(options: SweepOptions, nodes: Sequence[dict[str, float]]) -> dict[st
     return {"num_cpus": max(cores), "num_gpus": 0}
 
 
-def _measure(sweep: Sweep, group: Group) -> Generator[Cell]:
-    """The task of a group."""
-    with _runner(sweep) as runner:
-        yield from runner.run([group])
-
-
-def _judge(sweep: Sweep, cells: list[Cell]) -> list[tuple[CellKey, Quality]]:
-    with _runner(sweep) as runner:
-        return list(runner.judge(cells))
-
-
-@contextlib.contextmanager
-def _runner(sweep: Sweep) -> Iterator[LocalRunner]:
-    """That of this node, with the packaged model where this node has it."""
+def _measure(sweep: Sweep, group: Group) -> Generator[Record]:
+    """The task of a group, with the packaged model of its node."""
     here = sweep if sweep.options.model else replace(sweep, model=str(ensure_model()))
     with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
-        yield LocalRunner(here, Path(logs))
+        yield from LocalRunner(here, Path(logs)).run([group])
 
 
 def _check_reachable(address: str) -> None:

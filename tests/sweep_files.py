@@ -1,0 +1,54 @@
+"""Files of sweeps with figures known by hand."""
+
+import dataclasses
+
+from vllm_mars.experiments.plan import Cell
+from vllm_mars.experiments.records import Answer, Head, Measured, Record, Token, append
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+STANDARD = Cell("standard", NGRAM, 0.0, 1)
+RUN = {
+    **{"created": "2026-01-01T00:00:00+00:00", "git_commit": "0123456789abcdef"},
+    **{"command": ["vllm-mars", "sweep", "--prompts", "my prompts.jsonl"], "load_average": 0.1},
+    **{"versions": {"vllm": "0.32.0"}, "hardware": {"cpu": "x", "cores": 2, "gpu": None}},
+}
+SETTINGS = {"model": "tiny", "prompts": 4}
+EXAMPLE = (Token("The "), Token("red", 0.5, 0.25, 'brown & "<i>', 0.4), Token(" fox <b>"))
+
+
+def mars(price, temperature=0.0, concurrency=1):
+    """A cell with a price."""
+    config = {**NGRAM, "rejection_sample_method": "mars", "mars_price": price}
+    return Cell(f"price {price:g}", config, temperature, concurrency)
+
+
+def turn(cell, block=0, repeat=0, *, token_seconds=0.02, lost=None, accepted=10, example=()):
+    """Two answers of 21 tokens, the first token after 0.1 s; 10 steps."""
+    # Prompts differ, alike for all rules.
+    times = [0.1 + 20 * token_seconds * (1 + 0.1 * place + 0.2 * block) for place in range(2)]
+    answers = tuple(
+        Answer(f"p{2 * block + place}", "text", 21, 0.1, seconds, 0.1, 0.8)
+        for place, seconds in enumerate(times)
+    )
+    measured = Measured(sum(times), 10, 40, accepted, (0.5,), lost, answers, example)
+    return Record(*cell, repeat=repeat, block=block, measured=measured)
+
+
+def answering(record, text):
+    """The same turn with other answers."""
+    answers = tuple(dataclasses.replace(it, text=text) for it in record.measured.answers)
+    measured = dataclasses.replace(record.measured, answers=answers)
+    return dataclasses.replace(record, measured=measured)
+
+
+def failed(cell, reason):
+    """A turn that failed."""
+    return dataclasses.replace(turn(cell), measured=None, reason=reason)
+
+
+def write_sweep(path, records, baseline="standard"):
+    """Writes a file and returns its path."""
+    append(path, Head(SETTINGS, baseline, RUN))
+    for record in records:
+        append(path, record)
+    return path

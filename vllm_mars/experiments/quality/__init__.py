@@ -1,1 +1,0 @@
-"""What relaxed answers lose: scores beside the autoregressive answers, and paired intervals."""

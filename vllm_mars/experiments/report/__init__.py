@@ -1,1 +1,0 @@
-"""`vllm-mars report`: one page of sweeps."""

@@ -1,0 +1,329 @@
+"""One row for each cell of a sweep, with ratios over the baseline: what every view shows.
+
+Prompts are the sample: what is known of each prompt is averaged over the passes, and 95 % intervals
+are those of a paired bootstrap over prompts. What a server counts is known of each block, so there
+blocks are drawn. Times and their ratios are means of the middle half, because whatever else runs on
+a machine makes a few of them several times too long.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_mars.experiments.plan import Cell
+from vllm_mars.experiments.records import Measured, Record, SweepFile, Token
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Numbers = NDArray[np.float64]
+RESAMPLES = 5_000
+
+
+class Interval(NamedTuple):
+    """An estimate and the ends of its 95 % interval, infinite where one sample cannot tell."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell; None is what was not measured, or has no meaning there.
+
+    Attributes:
+        problem: why turns of it failed; "" where none did.
+        answers: how many.
+        ttft: seconds until the first token, the median over prompts.
+        tpot: seconds per further token.
+        speed: the baseline's `tpot` / this one.
+        tokens_per_second: of all requests together.
+        throughput: that / the baseline's.
+        steps: tokens per step of a request (vLLM's mean acceptance length).
+        gain: that / the baseline's.
+        step: seconds per step, where one request is answered at a time.
+        step_ratio: that / the baseline's.
+        lost: nats per token, by the server's counter; 0 for a strict rule.
+        length: tokens per answer.
+        same: share of greedy answers whose text is the baseline's.
+        repeated, distinct: shares of an answer's 4-grams and tokens, as `Answer` has them.
+        example: an answer with its relaxed tokens.
+    """
+
+    cell: Cell
+    problem: str = ""
+    answers: int = 0
+    ttft: Interval | None = None
+    tpot: Interval | None = None
+    speed: Interval | None = None
+    tokens_per_second: Interval | None = None
+    throughput: Interval | None = None
+    steps: Interval | None = None
+    gain: Interval | None = None
+    step: Interval | None = None
+    step_ratio: Interval | None = None
+    lost: Interval | None = None
+    length: Interval | None = None
+    same: Interval | None = None
+    repeated: Interval | None = None
+    distinct: Interval | None = None
+    example: tuple[Token, ...] = ()
+
+
+def rows(file: SweepFile) -> list[Row]:
+    """A row for each cell, by temperature and load, the baseline's first."""
+    cells: dict[tuple[float, int, str], list[Record]] = {}
+    for record in file.records:
+        key = (record.temperature, record.concurrency, record.name)
+        cells.setdefault(key, []).append(record)
+    name = file.heads[-1].baseline
+    found = []
+    for (temperature, load, own), records in sorted(
+        cells.items(), key=lambda item: (*item[0][:2], item[0][2] != name)
+    ):
+        base = [] if own == name else cells.get((temperature, load, name), [])
+        found.append(_row(records, base))
+    return found
+
+
+def _row(records: Sequence[Record], base: Sequence[Record]) -> Row:
+    cell = records[0].cell
+    own = [record.measured for record in records if record.measured]
+    if not own:
+        return Row(cell, records[0].reason)
+    prompts, blocks = _by_prompt(records), _by_block(records)
+    their_prompts, their_blocks = _by_prompt(base), _by_block(base)
+    alone = cell.concurrency == 1
+    speculates = any(it.drafts for it in own)
+    counted = all(it.lost_nats is not None for it in own)
+    figures = {
+        "ttft": _estimate(np.median, prompts, ["ttft"]),
+        "tpot": _estimate(_middle, prompts, ["further", "more"]),
+        "speed": _beside(_middle, their_prompts, prompts, ["further", "more"]),
+        "tokens_per_second": _estimate(_middle, blocks, ["tokens", "seconds"]),
+        "throughput": _beside(_middle, blocks, their_blocks, ["tokens", "seconds"]),
+        "length": _estimate(np.mean, prompts, ["tokens"]),
+        "repeated": _estimate(np.mean, prompts, ["repeated"]),
+        "distinct": _estimate(np.mean, prompts, ["distinct"]),
+    }
+    if base and cell.temperature == 0:
+        figures["same"] = _estimate(np.mean, _same(records, base), ["same"])
+    if speculates:
+        figures |= {
+            "steps": _estimate(_ratio, blocks, ["stepped", "drafts"]),
+            "gain": _beside(_ratio, blocks, their_blocks, ["stepped", "drafts"]),
+        }
+    if speculates and alone:
+        figures |= {
+            "step": _estimate(_middle, blocks, ["further", "drafts"]),
+            "step_ratio": _beside(_middle, blocks, their_blocks, ["further", "drafts"]),
+        }
+    if counted:
+        figures["lost"] = _estimate(_ratio, blocks, ["lost", "tokens"])
+    elif not cell.is_lossy:
+        figures["lost"] = Interval(0.0, 0.0, 0.0)
+    return Row(
+        cell,
+        next((it.reason for it in records if not it.measured), ""),
+        sum(len(it.answers) for it in own),
+        **figures,
+        example=next((it.example for it in own if it.example), ()),
+    )
+
+
+# What is known of each prompt or block, by its name.
+Samples = Mapping[Any, Mapping[str, float]]
+
+
+def _by_prompt(records: Sequence[Record]) -> Samples:
+    found: dict[Any, list[dict[str, float]]] = {}
+    for record in records:
+        for answer in record.measured.answers if record.measured else ():
+            known = {
+                **{name: getattr(answer, name) for name in ("ttft", "repeated", "distinct")},
+                "tokens": float(answer.tokens),
+                "further": answer.seconds - answer.ttft,
+                "more": answer.tokens - 1.0,
+            }
+            found.setdefault(answer.prompt, []).append(known)
+    return {name: _means(all_of) for name, all_of in found.items()}
+
+
+def _same(records: Sequence[Record], base: Sequence[Record]) -> Samples:
+    """Whether each prompt's answers are among the baseline's."""
+    texts, theirs = (
+        {
+            (answer.prompt, answer.text)
+            for record in of
+            for answer in (record.measured.answers if record.measured else ())
+        }
+        for of in (records, base)
+    )
+    both = {prompt for prompt, _ in texts} & {prompt for prompt, _ in theirs}
+    differ = {prompt for prompt, _ in texts - theirs}
+    return {prompt: {"same": float(prompt not in differ)} for prompt in both}
+
+
+def _by_block(records: Sequence[Record]) -> Samples:
+    found: dict[Any, list[dict[str, float]]] = {}
+    for record in records:
+        if record.measured:
+            found.setdefault(record.block, []).append(_totals(record.measured))
+    return {block: _means(all_of) for block, all_of in found.items()}
+
+
+def _totals(measured: Measured) -> dict[str, float]:
+    return {
+        "seconds": measured.seconds,
+        "tokens": float(sum(it.tokens for it in measured.answers)),
+        "further": sum(it.seconds - it.ttft for it in measured.answers),
+        "drafts": float(measured.drafts),
+        "stepped": float(measured.drafts + measured.accepted),
+        "lost": measured.lost_nats or 0.0,
+    }
+
+
+def _means(all_of: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([it[name] for it in all_of])) for name in all_of[0]}
+
+
+def _ratio(above: Numbers, below: Numbers, axis: int = -1) -> Any:
+    """Of the sums."""
+    return above.sum(axis) / below.sum(axis)
+
+
+def _middle(above: Numbers, below: Numbers, axis: int = -1) -> Any:
+    """The mean of the middle half of the ratios."""
+    from scipy.stats import trim_mean
+
+    return trim_mean(above / below, 0.25, axis)
+
+
+def _beside(
+    statistic: Callable[..., Any], own: Samples, base: Samples, names: Sequence[str]
+) -> Interval | None:
+    """A ratio of the first to the second, of the prompts or blocks that both have."""
+    both = {
+        key: {
+            f"{side}{name}": of[key][name] for side, of in enumerate((own, base)) for name in names
+        }
+        for key in own
+        if key in base
+    }
+
+    def compared(
+        above: Numbers, below: Numbers, above_of: Numbers, below_of: Numbers, axis: int = -1
+    ) -> Any:
+        if statistic is _middle:
+            # Prompt by prompt, or block by block.
+            return _middle(above / below, above_of / below_of, axis)
+        return statistic(above, below, axis) / statistic(above_of, below_of, axis)
+
+    return _estimate(compared, both, [f"{side}{name}" for side in range(2) for name in names])
+
+
+def _estimate(statistic: Callable[..., Any], of: Samples, names: Sequence[str]) -> Interval | None:
+    """A statistic of what is known of each prompt or block, with a paired bootstrap's interval."""
+    from scipy.stats import bootstrap
+
+    values = [np.array([known[name] for known in of.values()]) for name in names]
+    if not of or not np.all(np.isfinite(values)):
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(statistic(*values, axis=-1))
+        if not np.isfinite(value):
+            return None
+        if len(of) == 1:
+            return Interval(value, -np.inf, np.inf)
+        ends = bootstrap(
+            values,
+            statistic,
+            paired=True,
+            vectorized=True,
+            n_resamples=RESAMPLES,
+            method="percentile",
+            rng=np.random.default_rng(0),
+        ).confidence_interval
+    return Interval(value, float(ends.low), float(ends.high))
+
+
+def shown(of: Interval | None, form: str, times: float = 1, *, ends: bool = True) -> str:
+    """An estimate, with its interval where that is known, such as "1.15 (1.02 to 1.33)"."""
+    if of is None:
+        return ""
+    value, low, high = (f"{times * end:{form}}" for end in of)
+    known = ends and np.isfinite(of.high) and low != high
+    return f"{value} ({low} to {high})" if known else value
+
+
+# The text of each column; those that have none in any row are left out.
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "rule": lambda row: row.cell.name,
+    "ms to first token": lambda row: shown(row.ttft, ".0f", 1000, ends=False),
+    "ms per further token": lambda row: shown(row.tpot, ".1f", 1000, ends=False),
+    "speed": lambda row: shown(row.speed, ".2f"),
+    "tokens/s": lambda row: (
+        "" if row.cell.concurrency == 1 else shown(row.tokens_per_second, ".1f", ends=False)
+    ),
+    "throughput": lambda row: "" if row.cell.concurrency == 1 else shown(row.throughput, ".2f"),
+    "tokens per step": lambda row: shown(row.steps, ".2f", ends=False),
+    "steps' gain": lambda row: shown(row.gain, ".2f"),
+    "nats lost per token": lambda row: shown(row.lost, ".4f", ends=False),
+    "tokens per answer": lambda row: shown(row.length, ".1f", ends=False),
+    "same answers": lambda row: shown(row.same, ".2f", ends=False),
+    "repeated 4-grams": lambda row: shown(row.repeated, ".3f", ends=False),
+    "distinct tokens": lambda row: shown(row.distinct, ".3f", ends=False),
+}
+RATIOS = ("speed", "throughput", "steps' gain")
+
+
+class Text(NamedTuple):
+    """A table as text."""
+
+    title: str
+    names: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def tables(found: Sequence[Row], baseline: str) -> list[Text]:
+    """A table for each temperature and load; a row without figures says why."""
+    points: dict[tuple[float, int], list[Row]] = {}
+    for row in found:
+        points.setdefault((row.cell.temperature, row.cell.concurrency), []).append(row)
+    texts = []
+    for (temperature, load), group in points.items():
+        names = [name for name, text in COLUMNS.items() if any(map(text, group))]
+        answers = max(row.answers for row in group)
+        title = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        title += f", {load} request{'s' if load > 1 else ''} at a time, {answers} answers"
+        body = []
+        for row in group:
+            texts_of = [COLUMNS[name](row) for name in names]
+            if not row.answers:
+                texts_of[1] = "failed: " + row.problem.splitlines()[0]
+            body.append(texts_of)
+        named = [f"{name} x {baseline}" if name in RATIOS else name for name in names]
+        texts.append(Text(title, named, body))
+    return texts
+
+
+def turned(text: Text) -> Text:
+    """The table with a column for each row, which fits a terminal where rules are few."""
+    columns = zip(text.names, *text.rows, strict=True)
+    (_, *rules), *body = columns
+    return Text(text.title, ["", *rules], body)
+
+
+def rich_table(text: Text) -> "Table":
+    """The table for a terminal."""
+    from rich.table import Column, Table
+
+    first, *others = text.names
+    table = Table(first, *(Column(it, justify="right") for it in others), title=text.title)
+    for row in text.rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,264 @@
+"""Measures a sweep's turns on this machine, or as a task of a Ray cluster does.
+
+The servers of a group run at the same time and take turns.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vllm_mars.config import METHOD
+from vllm_mars.experiments.bench_client import BenchClient, read_result
+from vllm_mars.experiments.plan import Group, Sweep, Turn
+from vllm_mars.experiments.records import Answer, Measured, Record, Token
+from vllm_mars.local.provenance import hardware, vllm_device
+from vllm_mars.local.scrape import LOST_NATS, fetch
+from vllm_mars.local.server import VllmServer
+from vllm_mars.local.vllm_args import CPU_ENV, SETTLE_SECONDS, server_args
+
+WAKE_TOKENS = 4
+REQUEST_TIMEOUT = 120.0
+CPU_SAMPLES = (
+    "vLLM's CPU kernels give wrong tokens to sampled requests under speculation, and only a server "
+    "that asks for MARS replaces them; take --method strict, which verifies as vLLM does."
+)
+
+
+class LocalRunner:
+    """Measures on this machine, one group after the other.
+
+    Attributes:
+        side_by_side: servers that a group may hold; 0 sets no limit.
+    """
+
+    def __init__(self, sweep: Sweep, log_dir: Path) -> None:
+        """Asks vLLM for its device, but starts no server.
+
+        Raises:
+            RuntimeError: vLLM cannot be imported.
+        """
+        device, self.gpu = vllm_device()
+        self._on_cpu = device == "cpu"
+        self._sweep = sweep
+        self._log_dir = log_dir
+        self.side_by_side = sweep.options.side_by_side or (0 if self._on_cpu else 1)
+
+    def run(self, groups: Sequence[Group]) -> Generator[Record]:
+        """Measures the groups' turns and yields each as soon as it is measured.
+
+        A turn that fails is yielded as failed and the others go on. No process outlives the
+        iterator, whichever way it ends: close it where it may be left early.
+        """
+        for servers, turns in groups:
+            with contextlib.ExitStack() as stack:
+                yield from self._measure_group(servers, turns, stack)
+
+    def _measure_group(
+        self, configs: Sequence[str], turns: Sequence[Turn], stack: contextlib.ExitStack
+    ) -> Generator[Record]:
+        client = BenchClient(self._log_dir / "bench-client.log")
+        stack.callback(client.close)
+        servers: dict[str, VllmServer] = {}
+        problems: dict[str, str] = {}
+
+        def wait(config: str) -> None:
+            try:
+                servers[config].wait_until_ready()
+            except RuntimeError as error:
+                problems[config] = str(error)
+
+        # Those that turns are left for.
+        for config in [config for config in configs if any(it.server == config for it in turns)]:
+            server = servers[config] = self._server(config, configs.index(config), len(configs))
+            stack.callback(server.close)
+            server.start()
+            if not self._on_cpu:
+                # vLLM measures the GPU's free memory while it starts.
+                wait(config)
+        for config in servers if self._on_cpu else ():
+            wait(config)
+        last = None
+        for turn in turns:
+            problem = problems.get(turn.server) or self._refused(turn)
+            if problem:
+                yield self.record(turn, None, problem)
+                continue
+            if last not in (None, turn.server):
+                time.sleep(SETTLE_SECONDS)
+            last = turn.server
+            server = servers[turn.server]
+            try:
+                yield self.record(turn, self._measure(client, server, turn))
+            except RuntimeError as error:
+                reason = str(error)
+                try:
+                    server.check_alive("while it was measured")
+                except RuntimeError as ended:
+                    problems[turn.server] = reason = f"{error}\n{ended}"
+                yield self.record(turn, None, reason)
+
+    def record(self, turn: Turn, measured: Measured | None, reason: str = "") -> Record:
+        """A turn as the file holds it."""
+        return Record(
+            *turn.cell,
+            repeat=turn.repeat,
+            block=turn.block,
+            measured=measured,
+            reason=reason,
+            node=os.uname().nodename,
+            hardware=hardware(self.gpu),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    def _refused(self, turn: Turn) -> str:
+        """Why this turn would not measure what its cell says; "" where it does."""
+        config = turn.cell.config
+        is_mars = config is not None and config.get("rejection_sample_method") == METHOD
+        samples = turn.cell.temperature > 0 and config is not None
+        return CPU_SAMPLES if self._on_cpu and samples and not is_mars else ""
+
+    def _server(self, config: str, number: int, count: int) -> VllmServer:
+        """One of so many servers of the target that run side by side."""
+        options = self._sweep.options
+        args = [*server_args(self._on_cpu, count), "--seed", str(options.seed)]
+        speculative = json.loads(config)
+        if speculative is not None:
+            args += ["--speculative-config", config]
+        env = dict(CPU_ENV) if self._on_cpu else {}
+        draft = (speculative or {}).get("model")
+        if draft and not Path(draft).is_dir():
+            # A local model alone would keep the server from asking the hub for the draft model.
+            env["HF_HUB_OFFLINE"] = "0"
+        return VllmServer(
+            self._sweep.model,
+            [*args, *options.server_args],
+            log_path=self._log_dir / f"server-{number}.log",
+            # None that the user has set.
+            env={name: value for name, value in env.items() if name not in os.environ},
+            startup_timeout=options.startup_timeout,
+        )
+
+    def _measure(self, client: BenchClient, server: VllmServer, turn: Turn) -> Measured:
+        sweep, options = self._sweep, self._sweep.options
+        prompts = list(sweep.block(turn.block))
+        # As many as are asked at once, at least.
+        prompts *= math.ceil(turn.cell.concurrency / len(prompts))
+        server.check_alive()
+        # A server that slept answers its first request late.
+        wake = {"model": sweep.model, "prompt": "Hi", "max_tokens": WAKE_TOKENS, "temperature": 0}
+        self._asked(server, "completions", wake)
+        before = server.metrics()
+        with tempfile.TemporaryDirectory(prefix="vllm-mars-") as directory:
+            requests, result = Path(directory, "requests.jsonl"), Path(directory, "result.json")
+            requests.write_text(
+                "".join(json.dumps({"prompt": it.turns[0]}) + "\n" for it in prompts)
+            )
+            client.run(
+                [
+                    *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
+                    *("--base-url", server.base_url, "--model", sweep.model),
+                    # The server applies the chat template.
+                    *("--dataset-name", "custom", "--skip-chat-template", "--disable-shuffle"),
+                    *("--dataset-path", str(requests), "--num-prompts", str(len(prompts))),
+                    *("--output-len", str(options.max_tokens)),
+                    *(("--ignore-eos",) if options.ignore_eos else ()),
+                    *("--max-concurrency", str(turn.cell.concurrency)),
+                    *("--temperature", f"{turn.cell.temperature:g}", "--seed", str(options.seed)),
+                    *("--request-id-prefix", f"{sweep.seed(turn)}-"),
+                    *(("--extra-body", json.dumps(turn.body)) if turn.body else ()),
+                    *("--ready-check-timeout-sec", "0", "--disable-tqdm"),
+                    *("--save-result", "--save-detailed"),
+                    *("--result-dir", directory, "--result-filename", result.name),
+                ],
+                options.turn_timeout,
+            )
+            data = read_result(result)
+        after = server.metrics()
+        lost = after.get(LOST_NATS, 0.0) - before[LOST_NATS] if LOST_NATS in before else None
+        texts = data["generated_texts"]
+        times = zip(data["output_lens"], data["ttfts"], data["latencies"], strict=True)
+        return Measured(
+            seconds=data["duration"],
+            drafts=data.get("spec_decode_num_drafts", 0),
+            draft_tokens=data.get("spec_decode_draft_tokens", 0),
+            accepted=data.get("spec_decode_accepted_tokens", 0),
+            acceptance=tuple(data.get("spec_decode_per_position_acceptance_rates", ())),
+            lost_nats=lost,
+            answers=tuple(
+                Answer(prompt.id, text, *known, *variety(self._tokens(text)))
+                for prompt, text, known in zip(prompts, texts, times, strict=True)
+            ),
+            example=self._example(server, turn) if self._is_last(turn) else (),
+        )
+
+    def _is_last(self, turn: Turn) -> bool:
+        """Whether this is the last turn of a greedy cell that can relax."""
+        options = self._sweep.options
+        ends = (turn.block + 1) * options.block >= len(self._sweep.prompts)
+        passes = turn.repeat + 1 == options.repeats
+        return ends and passes and turn.cell.is_lossy and turn.cell.temperature == 0
+
+    def _example(self, server: VllmServer, turn: Turn) -> tuple[Token, ...]:
+        """Of the answers to the first prompts, untimed, the one with most relaxed tokens."""
+        options = self._sweep.options
+        found: list[tuple[Token, ...]] = []
+        for prompt in self._sweep.prompts[: options.examples]:
+            body = {
+                "model": self._sweep.model,
+                "messages": [{"role": "user", "content": prompt.turns[0]}],
+                **{"max_tokens": options.max_tokens, "temperature": 0},
+                # The first of them can be the token itself.
+                **{"logprobs": True, "top_logprobs": 2},
+                "vllm_xargs": {**turn.body.get("vllm_xargs", {}), "mars_return": True},
+            }
+            answer = self._asked(server, "chat/completions", body)
+            found.append(tuple(marked(answer)))
+        return max(found, key=lambda tokens: sum(it.lost is not None for it in tokens), default=())
+
+    def _asked(self, server: VllmServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        url = f"{server.base_url}/v1/{path}"
+        try:
+            answer: dict[str, Any] = json.loads(fetch(url, REQUEST_TIMEOUT, body))
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"{url} does not answer: {error}") from error
+        return answer
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._sweep.model)
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def variety(ids: Sequence[int]) -> tuple[float, float]:
+    """The shares of a text's 4-grams that stood in it before, and of its tokens that did not."""
+    grams = list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
+    repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
+    return repeated, len(set(ids)) / len(ids) if ids else 1.0
+
+
+def marked(answer: dict[str, Any]) -> list[Token]:
+    """The tokens of a chat completion with logprobs and `mars_return`."""
+    choice = answer["choices"][0]
+    told = ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("mars") or {}
+    lost = dict(zip(told.get("relaxed_positions", ()), told.get("loss_nats", ()), strict=True))
+    tokens = []
+    for place, token in enumerate((choice["logprobs"] or {}).get("content") or ()):
+        if place in lost:
+            first = max(token["top_logprobs"], key=lambda of: of["logprob"])
+            p, best_p = math.exp(token["logprob"]), math.exp(first["logprob"])
+            tokens.append(Token(token["token"], lost[place], p, first["token"], best_p))
+        else:
+            tokens.append(Token(token["token"]))
+    return tokens
