@@ -86,6 +86,8 @@ class MarsConfig:
         max_loss: the most that the relaxed tokens of a request may lose against the target's first
             choices, in nats per output token, >= 0; None sets no bound.
         loss_burst: nats that a request may lose beyond that, in [0, 16384].
+        logprobs: "target" leaves the logprobs of answers as they are; "sampled" makes that of each
+            token which a request sampled the one under what was served.
         shadow: values of the rule, in any order. With any, verification is strict, and what each
             of them would have accepted is counted.
         thinking: ids of the tokens that begin and end the thinking section; filled in by the front
@@ -107,6 +109,7 @@ class MarsConfig:
     scope: Literal["all", "reasoning"] = "all"
     max_loss: float | None = None
     loss_burst: float = 2.0
+    logprobs: Literal["target", "sampled"] = "target"
     shadow: tuple[float, ...] = ()
     thinking: tuple[int, int] | None = dataclasses.field(default=None, metadata=_RESOLVED)
 
@@ -126,12 +129,19 @@ class MarsConfig:
             object.__setattr__(self, "strict_spans", _spans(self.strict_spans))
         meaning = "'reasoning' relaxes only inside the model's thinking section"
         _require_choice("mars_scope", self.scope, ("all", "reasoning"), meaning)
+        meaning = "'sampled' makes a sampled token's logprob the one under what was served"
+        _require_choice("mars_logprobs", self.logprobs, ("target", "sampled"), meaning)
         if self.thinking is not None:
             object.__setattr__(self, "thinking", tuple(self.thinking))
         if self.max_loss is not None:
             check_max_loss(self.max_loss)
         meaning = "1 lets an answer lose one nat beyond mars_max_loss for each of its tokens"
         _require_within("mars_loss_burst", self.loss_burst, MOST_BURST, meaning)
+        if self.sets_price and not self.loss_burst:
+            raise ValueError(
+                "mars_loss_burst=0 leaves mars_max_loss nothing to set a price from; give a burst, "
+                "such as 2, or name a mars_price."
+            )
         self._check_repeat_guard()
         if not isinstance(self.shadow, list | tuple):
             raise ValueError(

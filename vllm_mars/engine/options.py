@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mars.config import (
     CONFIG_KEY,
     OPTION,
+    MarsConfig,
     config_of,
     lossy_reason,
     split_speculative_config,
@@ -20,12 +21,19 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
-# What a server with a threshold that nobody chose says.
+# What a server says where nobody chose a value or a bound.
 _NOT_CHOSEN = (
-    "None of mars_theta, mars_gap and mars_price is given, so mars_theta is the paper's 0.9: "
-    "lossy%s. Prefer mars_price, which weighs the tokens gained against their loss, and "
-    "mars_max_loss, which bounds the loss of each answer."
+    "None of mars_theta, mars_gap, mars_price and mars_max_loss is given, so mars_theta is the "
+    "paper's 0.9: lossy, and nothing bounds how much an answer loses. Prefer mars_max_loss, such "
+    "as 0.02: what an answer may lose, in nats per token, from which each request's price follows."
 )
+# Where requests sample, drawing the drafts is a gain that loses nothing.
+_NOT_DRAWN = (
+    'Drafts are not drawn. If requests sample, add "draft_sample_method": "probabilistic" to '
+    "the speculative config: verification accepts more of drawn drafts, at no loss."
+)
+# vLLM's methods whose drafts can be drawn.
+_DRAWABLE = ("eagle", "eagle3", "mtp", "draft_model")
 
 
 def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
@@ -52,6 +60,17 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     check_version(vllm.__version__)
     check_interfaces("options")
     _check_served(engine_args, speculative_config)
+    logger = init_logger("vllm.vllm_mars.engine.options")
+    if speculative_config.get("draft_sample_method") == "probabilistic":
+        _check_drawn(config)
+    elif config.lossy and speculative_config.get("method") in _DRAWABLE:
+        logger.info(_NOT_DRAWN)
+    mode = engine_args.logprobs_mode
+    if config.logprobs == "sampled" and not str(mode).startswith("processed"):
+        raise ValueError(
+            f"mars_logprobs='sampled' needs the logprobs of what requests sample from, but "
+            f"logprobs_mode is {mode!r}; add --logprobs-mode processed_logprobs."
+        )
     vocab = model_config.get_vocab_size()
     outside = [token for token in config.protected_token_ids or () if token >= vocab]
     if outside:
@@ -62,10 +81,8 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     check_interfaces("markers")
     config = resolve_markers(config, engine_args, model_config)
     given = {key.replace("-", "_") for key in engine_args.speculative_config}
-    if config.lossy and not given & set(OPTION.values()):
-        is_bounded = config.max_loss is not None
-        unbounded = "" if is_bounded else ", and nothing bounds how much an answer loses"
-        init_logger("vllm.vllm_mars.engine.options").warning(_NOT_CHOSEN, unbounded)
+    if config.lossy and not given & {*OPTION.values(), "mars_max_loss"}:
+        logger.warning(_NOT_CHOSEN)
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {
         **engine_args.additional_config,
@@ -105,6 +122,16 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
                 )
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+
+def _check_drawn(config: MarsConfig) -> None:
+    """Refuses a rule whose loss is not known where drafts are drawn."""
+    if config.rule != "price" and (config.lossy or config.clients_may_relax):
+        raise ValueError(
+            f"{OPTION[config.rule]}={config.value:g} and draft_sample_method='probabilistic' do "
+            "not go together: what this rule loses on drawn drafts has no closed form; give "
+            "mars_price or mars_max_loss instead, or drop draft_sample_method."
+        )
 
 
 def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:

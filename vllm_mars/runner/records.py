@@ -18,7 +18,7 @@ from vllm_mars.kernels.terms import (
 )
 from vllm_mars.requests import RequestOptions
 
-# A price that follows what is left is c * sqrt(b * left / B), for a bound of b nats per token with a
+# A price that follows what is left is c * sqrt(b * left / B), for a bound of b nats per token and a
 # burst of B. At this c**2 a request's loss lands on b; found on recorded steps, by how a request is
 # verified (docs/results.md).
 GREEDY_C2 = 7

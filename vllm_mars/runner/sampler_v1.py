@@ -138,10 +138,11 @@ class MarsRejectionSampler(RejectionSampler):
             bonus_token_ids=bonus.sampled_token_ids,
             max_draft_len=metadata.max_spec_len,
         )
+        table = None
         if sampling_metadata.all_greedy:
             output_token_ids = self._verify_greedy(drafts)
         else:
-            output_token_ids = self._sample(drafts, metadata, draft_probs, sampling_metadata)
+            output_token_ids, table = self._sample(drafts, metadata, draft_probs, sampling_metadata)
         logprobs = None
         if wants_logprobs:
             logprobs = self._get_logprobs_tensors(
@@ -152,6 +153,12 @@ class MarsRejectionSampler(RejectionSampler):
                 bonus.logprobs_tensors.logprobs,
                 output_token_ids,
             )
+            if table is not None and self.verification.config.logprobs == "sampled":
+                # log m - log p, of greedy requests and behind the last token nothing.
+                is_greedy = sampling_metadata.temperature[:, None] == 0
+                ratios = table.nan_to_num(0.0).masked_fill(is_greedy, 0.0)
+                ratios = ratios[:, : output_token_ids.shape[1]].flatten()
+                logprobs.logprobs[:, 0] += ratios
         return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
 
     def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:
@@ -166,7 +173,7 @@ class MarsRejectionSampler(RejectionSampler):
         metadata: SpecDecodeMetadata,
         draft_probs: torch.Tensor | None,
         sampling_metadata: SamplingMetadata,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         verification, device = self.verification, drafts.logits.device
         rule, kernels = verification.rule(drafts.logits), verification.kernels(device)
         batch = drafts.cu_num_draft_tokens.shape[0]
@@ -197,7 +204,7 @@ class MarsRejectionSampler(RejectionSampler):
             use_fp64_gumbel=self.use_fp64_gumbel,
         )
         kernels.settle(plan, drafts, requests, output_token_ids, account)
-        return output_token_ids
+        return output_token_ids, account.table
 
 
 def takes_raw_logits(sampling_metadata: SamplingMetadata) -> bool:

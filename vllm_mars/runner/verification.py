@@ -80,8 +80,9 @@ class Verification:
         """Where a step of so many requests is written down, with a table if any `returns`."""
         longest = self.counters.layout.num_speculative_tokens
         table = None
-        if returns:
+        if returns or self.config.logprobs == "sampled":
             table = torch.empty((batch, longest + 1), device=device)
+        if table is not None and returns:
             self.returned.append(Returned(returns, table))
         return Account(self.counters.device_counts, table, longest)
 
