@@ -7,9 +7,10 @@ Symbols: V vocabulary, R rows that are read, S splits of a row.
                                  looks up the id, and writes one partial result
     reduce_splits  a device function with which the next kernel joins a row's partial results
 
-Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2).
+Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2); sums [R, S]
+float32 (sum of exp(z - z1), where a request samples).
 
-Bytes moved: R * V * itemsize once, plus 12 * R * S twice. Not materialised: gathered rows, float32
+Bytes moved: R * V * itemsize once, plus 16 * R * S twice. Not materialised: gathered rows, float32
 copies, softmax, masks of the logits' size.
 
 Packing: a float32 maps to an int32 of the same order, NaN to the largest. It stands above the
@@ -17,17 +18,18 @@ complement of the id in an int64, so that one integer maximum finds the largest 
 equals, the lowest id, and a NaN wins over everything, as in torch.argmax.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.terms import Drafts
-
-_WORKSPACE: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_WORKSPACE: dict[tuple[torch.device, int], tuple[torch.Tensor, ...]] = {}
 
 # Indices and partial results start where vLLM's views of them start, so their alignment would
 # only multiply the compiled variants; nothing is gained from it.
 _UNALIGNED = ["target_rows_ptr", "bonus_rows_ptr"]
+_LEAST = tl.constexpr(-3e38)
 
 
 @triton.jit
@@ -107,6 +109,8 @@ def top2_kernel(
     best_ptr,
     # [num_rows, num_splits]
     second_ptr,
+    # [num_rows, num_splits]
+    sums_ptr,
     # [*, vocab]
     logits_ptr,
     logits_stride,
@@ -122,6 +126,7 @@ def top2_kernel(
     CHUNK: tl.constexpr,
     HAS_TARGET_ROWS: tl.constexpr,
     WITH_SECOND: tl.constexpr,
+    WITH_SUM: tl.constexpr,
 ):
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -142,6 +147,9 @@ def top2_kernel(
     best = tl.full([CHUNKS], float("-inf"), tl.float32)
     best_chunk = chunk
     second = tl.full([CHUNKS], float("-inf"), tl.float32)
+    # Of each lane relative to its largest logit, or to this where it has met none above -inf.
+    sums = tl.zeros([CHUNKS], tl.float32)
+    base = tl.full([CHUNKS], _LEAST, tl.float32)
     for _ in range(0, blocks_per_split):
         token_id = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         # -inf is neutral to a maximum.
@@ -156,6 +164,11 @@ def top2_kernel(
             second = tl.where(better, tl.maximum(best, runner_up), tl.maximum(first, second))
         best = tl.where(better, first, best)
         best_chunk = tl.where(better, chunk, best_chunk)
+        if WITH_SUM:
+            now = tl.maximum(best, _LEAST)
+            sums = sums * tl.exp(base - now)
+            sums += tl.sum(tl.exp(value.to(tl.float32) - now[:, None]), axis=1)
+            base = now
         chunk += CHUNKS
 
     packed = _pack(best, best_chunk)
@@ -169,6 +182,9 @@ def top2_kernel(
     if WITH_SECOND:
         # z2 is the largest of what the winning lane holds second and the other lanes hold first.
         tl.store(second_ptr + out, tl.max(tl.where(loses, best, second), axis=0))
+    if WITH_SUM:
+        total = tl.sum(sums * tl.exp(base - tl.maximum(first, _LEAST)), axis=0)
+        tl.store(sums_ptr + out, total)
 
 
 @triton.jit
@@ -189,6 +205,36 @@ def reduce_splits(
     return winner, tl.max(tl.where(loses, firsts, seconds), axis=1)
 
 
+@triton.jit
+def log_sum_exp(best_ptr, sums_ptr, row, mask, first, num_splits, SPLITS: tl.constexpr):
+    """The log-sum-exp of each given row, of which `first` is the largest logit."""
+    splits = tl.arange(0, SPLITS)
+    index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
+    valid = mask[:, None] & (splits < num_splits)[None, :]
+    packed = tl.load(best_ptr + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
+    sums = tl.load(sums_ptr + index, mask=valid, other=0.0)
+    largest = tl.where(valid, tl.maximum(unpack_value(packed), _LEAST), _LEAST)
+    return first + tl.log(tl.sum(sums * tl.exp(largest - first[:, None]), axis=1))
+
+
+class Partials(NamedTuple):
+    """The partial results of rows.
+
+    Attributes:
+        best, second, sums: `[num_rows, num_splits]`; see above. What was not asked for is not
+            written.
+        num_splits: of each row.
+        splits: SPLITS for `reduce_splits`: a power of 2 that depends on the vocabulary alone, so
+            that batches of all sizes share one variant.
+    """
+
+    best: torch.Tensor
+    second: torch.Tensor
+    sums: torch.Tensor
+    num_splits: int
+    splits: int
+
+
 def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
     """Settings of `top2_kernel`: (blocks of a split, block size, warps). Not tuned on hardware.
 
@@ -203,13 +249,13 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
     return triton.cdiv(blocks, splits), block, 8 if block >= 2048 else 4
 
 
-def reduce_rows(drafts: Drafts, with_second: bool) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def reduce_rows(drafts: Any, with_second: bool, with_sum: bool = False) -> Partials:
     """Launches `top2_kernel` on the rows of the draft positions, and of the bonus after them.
 
-    Returns:
-        best, and second where it is asked for, the number of splits of each row, and SPLITS for
-        `reduce_splits`: a power of 2 that depends on the vocabulary alone, so that batches of all
-        sizes share one variant.
+    Args:
+        drafts: with `logits`, `draft_token_ids`, `target_rows` and `bonus_rows` as in `Drafts`.
+        with_second: whether z2 is looked for.
+        with_sum: whether the sums of exponentials are.
     """
     logits, vocab = drafts.logits, drafts.logits.shape[1]
     num_rows = num_draft = drafts.draft_token_ids.shape[0]
@@ -224,14 +270,16 @@ def reduce_rows(drafts: Drafts, with_second: bool) -> tuple[torch.Tensor, torch.
         _WORKSPACE[key] = (
             torch.empty(key[1], dtype=torch.int64, device=logits.device),
             torch.empty(key[1], dtype=torch.float32, device=logits.device),
+            torch.empty(key[1], dtype=torch.float32, device=logits.device),
         )
-    best, second = _WORKSPACE[key]
+    best, second, sums = _WORKSPACE[key]
     # Triton compiles the branch of the bonus rows without them, too, and needs a pointer there.
-    bonus_rows = drafts.cu_num_draft_tokens if drafts.bonus_rows is None else drafts.bonus_rows
+    bonus_rows = drafts.draft_token_ids if drafts.bonus_rows is None else drafts.bonus_rows
     if num_rows:
         top2_kernel[(num_rows, num_splits)](
             best,
             second,
+            sums,
             logits,
             logits.stride(0),
             drafts.target_rows,
@@ -243,6 +291,9 @@ def reduce_rows(drafts: Drafts, with_second: bool) -> tuple[torch.Tensor, torch.
             CHUNK=16 // logits.element_size(),
             HAS_TARGET_ROWS=drafts.target_rows is not None,
             WITH_SECOND=with_second,
+            WITH_SUM=with_sum,
             num_warps=warps,
         )
-    return best, second, num_splits, triton.next_power_of_2(triton.cdiv(vocab, block))
+    return Partials(
+        best, second, sums, num_splits, triton.next_power_of_2(triton.cdiv(vocab, block))
+    )

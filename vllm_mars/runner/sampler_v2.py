@@ -10,11 +10,13 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from vllm_mars.config import MarsConfig
+from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts
-from vllm_mars.runner.margin import MarginRule, require_own_sampler
+from vllm_mars.runner.counters import Counters, layout_of
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
+from vllm_mars.runner.verification import Verification, require_own_sampler
 from vllm_mars.runner.warmup import warm_up_v2
 
 if TYPE_CHECKING:
@@ -27,16 +29,15 @@ class MarsRejectionSamplerV2(RejectionSampler):
     """vLLM's V2 rejection sampler with the margin-aware rule.
 
     Where all requests are greedy they are verified in one pass, on the raw logits rows if nothing
-    changes them. Any other batch takes vLLM's own path; before its kernels see the processed
-    logits, the draft token of each relaxed position is made the target's certain choice, and
-    afterwards the logits are restored.
+    changes them. Any other batch takes vLLM's own path, with the bias of the rule on the draft
+    tokens' logits (or, where drafts are drawn, with the rows that are served), so that vLLM's
+    kernels verify losslessly against the distribution that is served.
 
     Args:
         sampler: vLLM's V2 sampler.
         spec_config: vLLM's speculative config.
         device: device of the logits.
-        config: the options.
-        protected_token_ids: tokens at which verification stays strict.
+        verification: of the engine; this runner's always runs the Triton kernels.
         requests: the requests in the runner's slots.
     """
 
@@ -45,12 +46,11 @@ class MarsRejectionSamplerV2(RejectionSampler):
         sampler: Sampler,
         spec_config: "SpeculativeConfig",
         device: torch.device,
-        config: MarsConfig,
-        protected_token_ids: list[int],
+        verification: Verification,
         requests: RequestsV2,
     ) -> None:
         super().__init__(sampler, spec_config, device)
-        self.rule = MarginRule(config, protected_token_ids)
+        self.verification = verification
         self.requests = requests
         self._is_warm = False
 
@@ -91,7 +91,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         # vLLM looks at the tokens that target and draft share.
         vocab = logits.shape[1] if draft_logits is None else draft_logits.shape[-1]
         if not self._is_warm:
-            warm_up_v2(self.rule, logits[:, :vocab], self.num_speculative_steps)
+            warm_up_v2(self.verification, logits[:, :vocab], self.num_speculative_steps)
             self._is_warm = True
         drafts = Drafts(
             logits[:, :vocab],
@@ -100,7 +100,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             max_draft_len=self.num_speculative_steps,
             bonus_row_is_last=True,
         )
-        margin = self.requests.margin(drafts, idx_mapping, idx_mapping_np)
+        requests, blocked = self.requests.step(drafts, idx_mapping, idx_mapping_np)
         returns = self.requests.returns(idx_mapping_np)
         # Without a request that needs it, this is the logits themselves, as they are.
         processed = self.sampler.apply_sampling_params(
@@ -113,38 +113,49 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
+        verification, states = self.verification, self.sampler.sampling_states
+        samples = states.temperature.np[idx_mapping_np] != 0
+        if samples.any():
+            # A bias is too fine for the 16-bit rows that come through where nothing changes them.
+            processed = processed.float()
         drafts = drafts._replace(logits=processed[:, :vocab])
-        temperature = self.sampler.sampling_states.temperature
-        samples = temperature.np[idx_mapping_np] != 0
         if not samples.any():
-            output = self.rule.verify(drafts, margin, returns)
-            self.requests.spend(output.lost, idx_mapping)
-            return processed, output.output_token_ids, output.num_accepted + 1
+            output = verification.accept(drafts, requests, blocked, returns)
+            return processed, output.output_token_ids, output.num_accepted
+        verification.count_shadow(drafts, blocked, (~samples).tolist())
+        rule, kernels = verification.rule(drafts.logits), verification.kernels(logits.device)
+        account = verification.account(len(samples), logits.device, returns)
+        temperature = states.temperature.gpu
 
-        # The bonus row of a request counts as one more.
-        drafts = drafts.by_position()._replace(max_draft_len=self.num_speculative_steps + 1)
-        is_greedy = not samples.all() and temperature.gpu[idx_mapping] == 0
-        with self.rule.relaxed_made_certain(drafts, margin, is_greedy) as judgement:
-            sampled, num_sampled = rejection_sample(
-                processed,
+        def clip(prices: torch.Tensor) -> Clipped:
+            return clip_rows(
+                drafts.logits,
                 draft_logits,
-                verify_draft_sampled,
-                cu_num_logits,
-                pos,
-                idx_mapping,
-                expanded_idx_mapping,
-                expanded_local_pos,
-                temperature.gpu,
-                self.sampler.sampling_states.seeds.gpu,
-                self.num_speculative_steps,
-                use_fp64=self.sampler.use_fp64_gumbel,
+                prices,
+                draft_rows=(expanded_idx_mapping, expanded_local_pos),
+                temperature=temperature,
+                backend="triton",
             )
-        if judgement is not None:
-            spent = self.rule.record(
-                drafts, margin, judgement, num_sampled - 1, returns, is_greedy=is_greedy
-            )
-            if spent is not None:
-                self.requests.spend(spent, idx_mapping)
+
+        is_drawn = draft_logits is not None
+        plan = kernels.plan(
+            drafts, requests, rule, temperature, blocked, clip if is_drawn else None
+        )
+        sampled, num_sampled = rejection_sample(
+            plan.clipped.logits if is_drawn else processed,
+            draft_logits,
+            verify_draft_sampled,
+            cu_num_logits,
+            pos,
+            idx_mapping,
+            expanded_idx_mapping,
+            expanded_local_pos,
+            temperature,
+            states.seeds.gpu,
+            self.num_speculative_steps,
+            use_fp64=self.sampler.use_fp64_gumbel,
+        )
+        kernels.settle(plan, drafts, requests, sampled, account, num_sampled)
         return processed, sampled, num_sampled
 
 
@@ -163,15 +174,18 @@ def install(runner: Any, config: MarsConfig) -> None:
     if own is None:
         return
     require_own_sampler(own, RejectionSampler)
-    requests = RequestsV2(config, runner.req_states)
+    spec_config = runner.speculative_config
+    is_drawn = getattr(spec_config, "draft_sample_method", None) == "probabilistic"
+    requests = RequestsV2(config, runner.req_states, is_drawn)
     own.sampler.logits_processors.append(requests)
-    runner.rejection_sampler = MarsRejectionSamplerV2(
-        own.sampler,
-        runner.speculative_config,
-        runner.device,
+    verification = Verification(
         config,
         protected_token_ids(config, runner.model_config),
-        requests,
+        Counters(layout_of(config, spec_config), runner.device),
+        backend="triton",
     )
-    attach_counters(runner, runner.rejection_sampler.rule)
-    runner.rejection_sampler.rule.log_start(logger, "V2", runner.device)
+    runner.rejection_sampler = MarsRejectionSamplerV2(
+        own.sampler, spec_config, runner.device, verification, requests
+    )
+    attach_counters(runner, verification)
+    verification.log_start(logger, "V2", runner.device)

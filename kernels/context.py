@@ -1,0 +1,270 @@
+"""Why each draft position must stay strict: one launch for all that looks at tokens.
+
+`vllm_mars.runner.sections` defines the markers' states and the walk, `vllm_mars.runner.repeats` what
+repeats an answer. One program serves one request. It takes in the tokens that were committed since
+its last step, walks through the drafts, and compares the n-grams that end with them with those of
+the answer's last `GUARD_WINDOW` tokens, which it keeps in a ring on the device: a step reads the new
+tokens alone from where vLLM keeps them, which on Model Runner V2 is the host's memory.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_mars.kernels.terms import GUARD_WINDOW, THINKING, Drafts, Markers, Requests, Verdict
+
+_SPAN = tl.constexpr(int(Verdict.SPAN))
+_STRUCTURED = tl.constexpr(int(Verdict.STRUCTURED))
+_REPEAT = tl.constexpr(int(Verdict.REPEAT))
+_THINKING = tl.constexpr(THINKING)
+# Draft tokens and places of the answer that are compared at a time.
+_DRAFTS = 8
+_BLOCK = 512
+
+
+class ContextState(NamedTuple):
+    """What is known of the requests' tokens, by slot; `S` slots.
+
+    Attributes:
+        state: int32 `[S]`, of `Sections`, after the first `scanned` tokens.
+        scanned: int32 `[S]`, tokens of prompt and output that the state has taken in.
+        held: int32 `[S]`, tokens up to which the ring has been filled; it begins at the prompt's.
+        is_structured: int32 `[S]`, whether all of a request must stay strict.
+        ring: int32 `[S, GUARD_WINDOW]`, output token i at i modulo its width; `[S, 1]` with no
+            guard.
+    """
+
+    state: torch.Tensor
+    scanned: torch.Tensor
+    held: torch.Tensor
+    is_structured: torch.Tensor
+    ring: torch.Tensor
+
+
+class NewTokens(NamedTuple):
+    """Where the tokens are that a request has got since its last step.
+
+    Attributes:
+        tokens: int32; of Model Runner V2 `[S, max_model_len]`, all of a slot's tokens; else `[n]`,
+            the new ones of all requests.
+        ends: int32 `[batch]`, inclusive prefix sum of their numbers; None for V2's.
+    """
+
+    tokens: torch.Tensor
+    ends: torch.Tensor | None
+
+
+def new_state(num_slots: int, has_guard: bool, device: torch.device) -> ContextState:
+    """The state of no requests."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    width = GUARD_WINDOW if has_guard else 1
+    return ContextState(*(zeros(num_slots) for _ in range(4)), zeros(num_slots, width))
+
+
+@triton.jit
+def _advance(state, token, opens_ptr, closes_ptr, table_size, think_start, think_end):
+    span = state % _THINKING
+    thinking = state - span
+    is_listed = (token >= 0) & (token < table_size)
+    opened = tl.load(opens_ptr + token, mask=is_listed, other=0)
+    closed = tl.load(closes_ptr + token, mask=is_listed, other=0)
+    is_closed = (span > 0) & (((closed >> tl.maximum(span - 1, 0)) & 1) != 0)
+    span = tl.where(span == 0, opened, tl.where(is_closed, 0, span))
+    thinking = tl.where(token == think_end, 0, thinking)
+    thinking = tl.where(token == think_start, _THINKING, thinking)
+    return span + thinking
+
+
+@triton.jit
+def _token_at(index, wanted, ring_ptr, num_answer, draft_ptr, WINDOW: tl.constexpr):
+    """Token of the answer or, behind its end, of the draft."""
+    in_answer = index < num_answer
+    place = tl.maximum(index, 0) % WINDOW
+    of_answer = tl.load(ring_ptr + place, mask=wanted & in_answer, other=0)
+    of_draft = tl.load(draft_ptr + index - num_answer, mask=wanted & (index >= num_answer), other=0)
+    return tl.where(in_answer, of_answer, of_draft.to(tl.int32))
+
+
+@triton.jit(
+    do_not_specialize=["tokens_stride", "table_size", "think_start", "think_end"],
+    do_not_specialize_on_alignment=[
+        *("blocked_ptr", "state_ptr", "scanned_ptr", "held_ptr", "is_structured_ptr", "ring_ptr"),
+        *("slots_ptr", "tokens_ptr", "ends_ptr", "produced_ptr", "prompt_len_ptr"),
+        *("draft_token_ids_ptr", "cu_num_draft_tokens_ptr", "opens_ptr", "closes_ptr"),
+    ],
+)
+def context_kernel(
+    # [num_draft]
+    blocked_ptr,
+    # By slot: see `ContextState`
+    state_ptr,
+    scanned_ptr,
+    held_ptr,
+    is_structured_ptr,
+    ring_ptr,
+    # [batch]
+    slots_ptr,
+    # See `NewTokens`
+    tokens_ptr,
+    tokens_stride,
+    ends_ptr,
+    # [batch]; on V2 all tokens by slot, less the prompt's
+    produced_ptr,
+    prompt_len_ptr,
+    # [num_draft]
+    draft_token_ids_ptr,
+    # [batch], inclusive prefix sum
+    cu_num_draft_tokens_ptr,
+    # [table_size]
+    opens_ptr,
+    closes_ptr,
+    table_size,
+    think_start,
+    think_end,
+    HAS_MARKERS: tl.constexpr,
+    ONLY_THINKING: tl.constexpr,
+    # Tokens of an n-gram; 0 for no guard.
+    LENGTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    # As in `Drafts`: a row's draft token stands one entry behind it, and the last row has none.
+    IS_V2: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    end = tl.load(cu_num_draft_tokens_ptr + request)
+    start = tl.load(cu_num_draft_tokens_ptr + request - 1, mask=request > 0, other=0)
+    draft_ptr = draft_token_ids_ptr + start
+    num_draft = end - start
+    ring_ptr += slot * WINDOW
+    if IS_V2:
+        draft_ptr += 1
+        num_draft -= 1
+        total = tl.load(produced_ptr + slot)
+        prompt_len = tl.load(prompt_len_ptr + slot)
+        num_answer = total - prompt_len
+        # Token i of prompt and output.
+        base_ptr = tokens_ptr + slot * tokens_stride
+        scanned = tl.load(scanned_ptr + slot)
+        held = tl.load(held_ptr + slot)
+    else:
+        num_answer = tl.load(produced_ptr + request)
+        prompt_len = 0
+        total = num_answer
+        first_new = tl.load(ends_ptr + request - 1, mask=request > 0, other=0)
+        num_new = tl.load(ends_ptr + request) - first_new
+        # Token i of the output, of which the last `num_new` lie there.
+        base_ptr = tokens_ptr + first_new - (total - num_new)
+        scanned = total - num_new
+        held = scanned
+
+    state = tl.load(state_ptr + slot)
+    if HAS_MARKERS:
+        for i in range(scanned, total):
+            token = tl.load(base_ptr + i)
+            state = _advance(
+                state, token, opens_ptr, closes_ptr, table_size, think_start, think_end
+            )
+        tl.store(state_ptr + slot, state)
+    if LENGTH > 0:
+        for block in range(tl.maximum(held, total - WINDOW), total, BLOCK):
+            i = block + tl.arange(0, BLOCK)
+            tokens = tl.load(base_ptr + i, mask=i < total, other=0)
+            tl.store(ring_ptr + (i - prompt_len) % WINDOW, tokens, mask=i < total)
+        # What was stored is read below by other threads.
+        tl.debug_barrier()
+    if IS_V2:
+        tl.store(scanned_ptr + slot, total)
+        tl.store(held_ptr + slot, total)
+
+    is_structured = tl.load(is_structured_ptr + slot) != 0
+    for first in range(0, num_draft, DRAFTS):
+        offset = first + tl.arange(0, DRAFTS)
+        is_draft = offset < num_draft
+        blocked = tl.zeros([DRAFTS], tl.int32)
+        if LENGTH > 0:
+            # Where the n-gram begins that ends with this draft token.
+            begin = num_answer + offset - (LENGTH - 1)
+            has_ngram = is_draft & (begin >= 0)
+            last_begin = num_answer + tl.minimum(first + DRAFTS, num_draft) - LENGTH
+            for block in range(tl.maximum(num_answer - WINDOW, 0), last_begin, BLOCK):
+                earlier = block + tl.arange(0, BLOCK)
+                is_held = earlier < last_begin
+                same = has_ngram[:, None] & (earlier[None, :] < begin[:, None])
+                for i in tl.static_range(LENGTH):
+                    token = _token_at(begin + i, has_ngram, ring_ptr, num_answer, draft_ptr, WINDOW)
+                    other = _token_at(earlier + i, is_held, ring_ptr, num_answer, draft_ptr, WINDOW)
+                    same = same & (token[:, None] == other[None, :])
+                repeats = tl.max(same.to(tl.int32), axis=1)
+                blocked = tl.where(repeats != 0, _REPEAT, blocked)
+        if HAS_MARKERS:
+            for j in range(first, tl.minimum(first + DRAFTS, num_draft)):
+                is_strict = state % _THINKING != 0
+                if ONLY_THINKING:
+                    is_strict = is_strict | (state < _THINKING)
+                blocked = tl.where((offset == j) & is_strict, _SPAN, blocked)
+                token = tl.load(draft_ptr + j).to(tl.int32)
+                state = _advance(
+                    state, token, opens_ptr, closes_ptr, table_size, think_start, think_end
+                )
+        blocked = tl.where(is_structured, _STRUCTURED, blocked)
+        tl.store(blocked_ptr + start + offset, blocked.to(tl.int8), mask=is_draft)
+
+
+def blocked_positions(
+    state: ContextState,
+    new: NewTokens,
+    requests: Requests,
+    drafts: Drafts,
+    markers: Markers,
+    ngram: int,
+) -> torch.Tensor:
+    """Launches `context_kernel`; the state moves on.
+
+    Args:
+        state: of all slots.
+        new: the requests' new tokens.
+        requests: of the step.
+        drafts: the step's, in either layout; the logits are not read.
+        markers: of the engine.
+        ngram: tokens of an n-gram that must not be repeated; 0 for no guard.
+
+    Returns:
+        int8 `[num_draft]`, a `Verdict` where a row's draft token must stay strict, else 0; in V2's
+        layout a bonus row's entry is not written.
+    """
+    is_v2 = drafts.bonus_row_is_last
+    blocked = torch.empty(
+        drafts.draft_token_ids.shape[0], dtype=torch.int8, device=state.state.device
+    )
+    context_kernel[(requests.slots.shape[0],)](
+        blocked,
+        *state,
+        requests.slots,
+        new.tokens,
+        new.tokens.stride(0),
+        new.ends,
+        requests.total_len if is_v2 else requests.produced,
+        requests.prompt_len,
+        drafts.draft_token_ids,
+        drafts.cu_num_draft_tokens,
+        markers.opens,
+        markers.closes,
+        markers.opens.shape[0],
+        *markers.thinking,
+        # The table of no markers has one entry.
+        HAS_MARKERS=markers.opens.shape[0] > 1 or markers.only_thinking,
+        ONLY_THINKING=markers.only_thinking,
+        LENGTH=ngram,
+        WINDOW=state.ring.shape[1],
+        IS_V2=is_v2,
+        DRAFTS=_DRAFTS,
+        BLOCK=_BLOCK,
+    )
+    return blocked
