@@ -22,14 +22,11 @@ from vllm_mars.kernels.terms import (
     Drafts,
     Judgement,
     Margin,
-    TreeOutput,
-    Trees,
     Verdict,
     VerifyOutput,
     price_units,
     share_units,
 )
-from vllm_mars.kernels.walk import walk
 
 
 def verify_greedy(
@@ -109,27 +106,6 @@ def judge_positions(drafts: Drafts, margin: Margin, with_top2_values: bool = Fal
     if with_top2_values:
         values = _top2_values(rows, target, argmax, np.arange(len(ids)))
     return Judgement(torch.from_numpy(verdicts), values, torch.from_numpy(losses))
-
-
-def verify_tree(trees: Trees, margin: Margin) -> TreeOutput:
-    """The CPU form of `vllm_mars.verify_tree`."""
-    drafts = trees.drafts
-    target, is_node = trees.parent_rows()
-    rows = _as_numpy(drafts.logits)
-    row_argmax = rows.argmax(axis=-1)
-    ids, argmax = drafts.draft_token_ids.numpy(), row_argmax[target.numpy()]
-    counts = np.diff(drafts.cu_num_draft_tokens.numpy().astype(np.int64), prepend=0)
-    alone = trees.draws is not None
-    verdicts, losses = _verdicts(rows, target.numpy(), ids, argmax, counts, margin, alone)
-    return walk(
-        trees,
-        is_node,
-        margin.price,
-        torch.from_numpy(verdicts),
-        torch.from_numpy(losses),
-        torch.from_numpy(ids == argmax),
-        torch.from_numpy(row_argmax) if trees.draws is None else trees.draws,
-    )
 
 
 def _target_rows(drafts: Drafts) -> np.ndarray:

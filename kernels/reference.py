@@ -21,8 +21,6 @@ draft's length or not strict, if every i < s is strict or payable. It stops at t
 of several the smallest, and the payable i < s are the relaxed ones. Where a draw decides, each
 position stands alone: relaxed is r_i < price, the argmax included.
 
-In a tree each node is judged so on its parent's row; which path is then taken, `walk` defines.
-
 All comparisons are in float32: first `theta * z1`, rounded, then `- gap`, rounded. A row that holds
 a NaN is never relaxed: torch's topk carries the NaN into z1. A draft id outside [0, vocab) is
 padding and never accepted. It runs on any device and reads the rows about four times.
@@ -38,15 +36,12 @@ from vllm_mars.kernels.terms import (
     LossBudget,
     Margin,
     RelaxedBudget,
-    TreeOutput,
-    Trees,
     Verdict,
     VerifyOutput,
     most_lost,
     most_relaxed,
     price_units,
 )
-from vllm_mars.kernels.walk import walk
 
 
 def _target_rows(drafts: Drafts) -> torch.Tensor:
@@ -266,20 +261,4 @@ def verify_greedy(
         top2(rows)[0] if with_verdicts else None,
         verdicts if with_verdicts else None,
         loss if with_verdicts else None,
-    )
-
-
-def verify_tree(trees: Trees, margin: Margin) -> TreeOutput:
-    """The torch form of `vllm_mars.verify_tree`."""
-    rows, is_node = trees.parent_rows()
-    drafts = trees.drafts._replace(target_rows=rows)
-    argmax = drafts.logits.argmax(dim=-1)
-    return walk(
-        trees,
-        is_node,
-        margin.price,
-        _verdicts(drafts, margin, first_choice=trees.draws is None),
-        losses(drafts),
-        drafts.draft_token_ids == argmax[rows],
-        argmax if trees.draws is None else trees.draws,
     )

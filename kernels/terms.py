@@ -2,7 +2,7 @@
 
 import enum
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +17,6 @@ MOST_LOSS = 1 << 30
 MOST_PRICE = 1 << 29
 # A rate that nothing reaches, for a request without a bound among others that have one.
 NO_BOUND = 1 << 40
-# Of a request's tree no more nodes are looked at.
-MOST_NODES = 128
-# At this price the longest path of a tree is the best: so many nodes never lose it.
-LONGEST_PRICE = 2 * MOST_NODES * MOST_LOSS
-# What a node adds to its path is in units of 2**-(LOSS_BITS + TIE_BITS) nats, so that of equal
-# paths the one with the fewest RELAXED nodes is best, and of those the longest.
-TIE_BITS = 16
-FIRST_TIE, RELAXED_TIE = 1, -2 * MOST_NODES
 
 # Added to the state of a request (see `vllm_mars.runner.sections`) inside its thinking section.
 THINKING = 1 << 8
@@ -326,64 +318,6 @@ def new_output(
         empty(num_draft, dtype=torch.int8) if with_verdicts else None,
         empty(num_draft) if with_verdicts else None,
     )
-
-
-Preference = Literal["draft", "target", "longest"]
-
-
-class Trees(NamedTuple):
-    """The draft trees of a step, and which of several acceptable children is taken.
-
-    Attributes:
-        drafts: the nodes, each behind its parent. `target_rows` are the rows that they lead to,
-            `bonus_rows` those of the roots, and `max_draft_len` is the depth of the deepest tree.
-        parents: `[num_draft]` int32, the index of each node's parent among its request's nodes, or
-            -1. A node whose parent is neither -1 nor a node before it is never accepted.
-        prefer: "draft", "target" or "longest"; with a price, "longest".
-        draws: `[num_rows]` int32 or int64, a token drawn from each row of logits; None where
-            requests are greedy.
-    """
-
-    drafts: Drafts
-    parents: torch.Tensor
-    prefer: Preference = "longest"
-    draws: torch.Tensor | None = None
-
-    def parent_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row that judges each node, int64, and which are nodes at all; both `[num_draft]`."""
-        drafts, parents = self.drafts, self.parents
-        request, index = drafts.locate()
-        start = torch.arange(len(parents), device=parents.device) - index
-        is_node = (index < MOST_NODES) & (parents >= -1) & (parents < index)
-        has_parent = is_node & (parents >= 0)
-        of_parent = drafts.target_rows[torch.where(has_parent, start + parents, 0)]
-        return torch.where(has_parent, of_parent, drafts.bonus_rows[request]).long(), is_node
-
-
-class TreeOutput(NamedTuple):
-    """What one verification of trees emits.
-
-    Attributes:
-        output_token_ids: `[batch, max_depth + 1]` int32; the tokens of the accepted path, then the
-            token of the row that it ends on, then -1.
-        path: `[batch, max_depth]` int32; the accepted nodes, by their index among their request's
-            nodes, then -1.
-        num_accepted: `[batch]` int32, accepted nodes.
-        num_relaxed: `[batch]` int32, those of them that only the margin accepted.
-        lost: `[batch]` int64, what these lost against the first choice, in units of 2**-LOSS_BITS
-            nats.
-    """
-
-    output_token_ids: torch.Tensor
-    path: torch.Tensor
-    num_accepted: torch.Tensor
-    num_relaxed: torch.Tensor
-    lost: torch.Tensor
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """`lost` in nats: the sum of log p(first choice) - log p(token); float32 `[batch]`."""
-        return self.lost.float() / 2**LOSS_BITS
 
 
 # What `vllm_mars.runner.counters` counts at the positions of a step, in the order of the entries;

@@ -1,4 +1,4 @@
-"""The rule at the draft positions of one request, as a part of the kernels of `greedy` and `tree`.
+"""The rule at the draft positions of one request, as a part of the kernels of `greedy`.
 
 What a request may relax and lose is given out position by position: a weight that does not fit
 leaves room for a later one that does, so no prefix sum tells it. With a price, the best stop is
