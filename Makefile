@@ -14,7 +14,7 @@ SITE := $(VENV)/.docs
 # Each engine imports vLLM anew: without bytecode on disk that takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo docs draft test nightly fuzz soak gpu lint format clean
+.PHONY: install demo docs figures draft test nightly fuzz soak gpu lint format clean
 
 # The demo needs less than the tests, and the site no vLLM, so each has a stamp; all install with uv
 # (install.py).
@@ -36,6 +36,10 @@ demo: $(DEMO)
 # The pages as a site: open build/site/index.html. A dead link or anchor fails.
 docs: $(SITE)
 	$(BIN)/mkdocs build --strict $(ARGS)
+
+# The tables of figures in the pages and the picture, out of benchmarks/results.
+figures: install
+	$(BIN)/python -m benchmarks.figures
 
 # Makes the packaged model's EAGLE-3 head again (docs/draft.md).
 draft: install

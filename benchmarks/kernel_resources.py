@@ -26,9 +26,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
-from vllm_mars.kernels import counting, greedy, repeats, sections, top2, tree
+from vllm_mars.kernels import counting, greedy, repeats, sections, top2, tree, tree_reference
 from vllm_mars.kernels.terms import (
-    MOST_NODES,
     Drafts,
     Judgement,
     LossBudget,
@@ -36,7 +35,6 @@ from vllm_mars.kernels.terms import (
     Markers,
     RelaxedBudget,
     Slots,
-    Trees,
 )
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
@@ -113,11 +111,10 @@ def variants() -> dict[str, Callable[[], Any]]:
         "price per request": (_drafts("fp32"), own_price),
     }
     walks = {
-        "60 nodes, one theta": (_trees(60), one_theta),
-        "60 nodes, the drafter's order": (_trees(60, prefer="draft"), one_theta),
-        "60 nodes, draws": (_trees(60, draws=_ids(3)), one_theta),
-        "60 nodes, price per request": (_trees(60), own_price),
-        f"{MOST_NODES} nodes, one theta": (_trees(MOST_NODES), one_theta),
+        "60 nodes, theta": (_trees(60),),
+        "60 nodes, the drafter's order": (_trees(60, prefer="draft"),),
+        "60 nodes, price": (_trees(60, rule="price"),),
+        "128 nodes, theta": (_trees(128),),
     }
     launches: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "top2": (top2.reduce_rows, tops),
@@ -133,10 +130,15 @@ def variants() -> dict[str, Callable[[], Any]]:
     return {**found, "count": _count, "block": _block, "repeat": _repeat}
 
 
-def _trees(num_nodes: int, **options: Any) -> Trees:
-    nodes = _ids(num_nodes)
-    drafts = _drafts(target_rows=nodes, bonus_rows=_ONE, max_draft_len=7)
-    return Trees(drafts._replace(draft_token_ids=nodes), nodes, **options)
+def _trees(num_nodes: int, **options: Any) -> tree_reference.Trees:
+    nodes, drafts = _ids(num_nodes), _drafts()
+    protected = torch.zeros(VOCAB, dtype=torch.bool)
+    given = {"rule": "theta", "prefer": "longest", **options}
+    rows = drafts.logits, nodes, _ONE, nodes, _ONE, nodes
+    one = torch.ones(1)
+    return tree_reference.Trees(
+        *rows, value=one, price=one.long(), protected=protected, max_depth=7, **given
+    )
 
 
 def _count() -> None:

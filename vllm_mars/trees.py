@@ -2,16 +2,9 @@
 
 import torch
 
-from vllm_mars.kernels.terms import Drafts, Margin, Preference, TreeOutput, Trees
-from vllm_mars.verify import (
-    ID_DTYPES,
-    Backend,
-    check_step,
-    check_tensor,
-    kernels_of,
-    price_or_none,
-    resolve_backend,
-)
+from vllm_mars.config import check_value
+from vllm_mars.kernels import tree_reference as terms
+from vllm_mars.verify import ID_DTYPES, Backend, check_tensor, resolve_backend
 
 
 def verify_tree(
@@ -21,60 +14,41 @@ def verify_tree(
     cu_num_draft_tokens: torch.Tensor,
     root_rows: torch.Tensor,
     node_rows: torch.Tensor,
-    theta: float | torch.Tensor = 1.0,
+    theta: float | torch.Tensor | None = None,
     *,
-    gap: float | torch.Tensor = 0.0,
-    price: float | torch.Tensor = 0.0,
+    gap: float | torch.Tensor | None = None,
+    price: float | torch.Tensor | None = None,
     protected: torch.Tensor | None = None,
-    prefer: Preference = "longest",
+    prefer: terms.Preference = "longest",
     max_depth: int | None = None,
-    draws: torch.Tensor | None = None,
     backend: Backend = "auto",
-) -> TreeOutput:
-    """Verifies a batch of draft trees by the margin-aware rule.
+) -> terms.TreeOutput:
+    """Verifies a batch of greedy draft trees by the margin-aware rule.
 
-    A node's token is judged on its parent's row as `verify_greedy` judges a draft token on its own.
-    The accepted path begins at the root and goes from child to child, each acceptable; the token of
-    the row that it ends on follows. A tree with one child per node is a draft of `verify_greedy`,
-    and gives the same.
+    A node's token is judged on its parent's row as `verify_greedy` judges a draft token. The
+    accepted path goes from the root from child to child, each acceptable; the argmax of the row
+    that it ends on follows. A tree with one child per node gives what `verify_greedy` gives.
 
     Args:
         logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride. All other tensors
             are contiguous.
-        draft_token_ids: `[num_draft]` int32 or int64, each request's nodes, parents first. Of one
-            request at most 128 nodes are looked at. An id outside [0, vocab), such as the padding
-            -1, is always rejected.
+        draft_token_ids: `[num_draft]` int32 or int64, each request's nodes, parents first; ids
+            outside [0, vocab) are rejected, and all nodes of a request behind its 128th.
         parents: `[num_draft]` int32, the index of each node's parent among its request's nodes, or
-            -1 for a child of the root. A node whose parent is neither -1 nor a node before it is
-            always rejected.
-        cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the requests' numbers of
-            nodes; a request may have none.
+            -1 for a child of the root. A node with any other parent is rejected.
+        cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the numbers of nodes.
         root_rows: `[batch]` int32 or int64, the row of `logits` behind each request's last token.
         node_rows: `[num_draft]` int32 or int64, the row of `logits` behind each node.
-        theta: float in (0, 1] or float32 `[batch]`. 1 with gap 0 is strict.
-        gap: float >= 0 in nats or float32 `[batch]`; with theta 1 this is the metric "gap".
-        price: nats per token gained, float >= 0 or float32 `[batch]`, with theta 1 and gap 0. Of
-            all paths the one is taken whose `price` times its nodes, less what they lose, is
-            largest; 0 is strict. `prefer` is then without effect.
+        theta: float in (0, 1] or float32 `[batch]`; 1 is strict. One of theta, gap, price is given.
+        gap: float >= 0 in nats or float32 `[batch]`; 0 is strict.
+        price: nats per token gained, float >= 0 or float32 `[batch]`; 0 is strict. The path is
+            taken whose `price` times its nodes, less its loss, is largest, whatever `prefer` is.
         protected: bool `[vocab]`; tokens at which the rule stays strict.
         prefer: which acceptable child is taken. "draft": the first. "target": the argmax if it is
             among them, else the one that loses least. "longest": the one that leads to the deepest
             acceptable path, of several to the one that loses least.
-        max_depth: depth of the deepest tree, which sets the output's width. Default: read from
-            `parents`, which waits for the device; give it in a serving loop.
-        draws: None where requests are greedy. To sample, `[num_rows]` int32 or int64: one token
-            drawn from the distribution of each row of `logits`, which are then the processed ones
-            (temperature, top-k, top-p). At a node the children that the margin accepts are taken
-            outright, the argmax counting as in `judge_drafts`; if there is none, the row's draw
-            decides: the walk goes on at the child that equals it, or ends with it. So with theta 1
-            each emitted token is the draw of its row, whatever the drafts are, and the output's
-            distribution is the target's, if the tree does not depend on the draws and each was
-            drawn independently.
+        max_depth: of the deepest tree, or more: the output's width. Default: all nodes, up to 128.
         backend: "torch", "triton", or "auto": Triton on an accelerator, torch on a CPU.
-
-    Returns:
-        A `TreeOutput`; `output_token_ids` is -1 behind the last emitted token, and `path` behind
-        the last accepted node.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
@@ -82,49 +56,44 @@ def verify_tree(
 
     Source: arXiv 2601.15498. Deviations: docs/rule.md.
     """
-    resolved = resolve_backend(backend, logits.device.type)
-    device, nodes = logits.device, tuple(draft_token_ids.shape)
-    for name, tensor, dtypes, shape in (
-        ("parents", parents, (torch.int32,), nodes),
-        ("root_rows", root_rows, ID_DTYPES, tuple(cu_num_draft_tokens.shape)),
-        ("node_rows", node_rows, ID_DTYPES, nodes),
-        ("draws", draws, ID_DTYPES, tuple(logits.shape[:1])),
-    ):
-        if tensor is not None:
-            check_tensor(name, tensor, dtypes, device, shape)
+    device = logits.device
+    if logits.ndim != 2 or (logits.shape[1] > 1 and logits.stride(1) != 1):
+        raise ValueError(f"logits has strides {logits.stride()}, but a row must be adjacent.")
     if prefer not in ("draft", "target", "longest"):
-        raise ValueError(
-            f"prefer={prefer!r} is not one of 'draft', 'target', 'longest'; "
-            "'longest' takes the deepest acceptable path."
-        )
-    if max_depth is not None and max_depth < 0:
-        raise ValueError(f"max_depth={max_depth} is below 0; give the depth of the deepest tree.")
-    rows = {"target_rows": node_rows, "bonus_rows": root_rows}
-    drafts = Drafts(logits, draft_token_ids, cu_num_draft_tokens, **rows)
-    margin = Margin(theta, gap, protected, price=price_or_none(price))
-    check_step(drafts, margin)
-    if max_depth is None:
-        max_depth = _depth(parents.tolist(), cu_num_draft_tokens.tolist())
-    trees = Trees(
-        drafts._replace(max_draft_len=max_depth),
-        parents,
-        prefer if margin.price is None else "longest",
-        draws,
+        raise ValueError(f"prefer={prefer!r} is not one of 'draft', 'target', 'longest'.")
+    named = [(n, v) for n, v in (("theta", theta), ("gap", gap), ("price", price)) if v is not None]
+    if len(named) != 1:
+        given = " and ".join(name for name, _ in named) or "none of them"
+        raise ValueError(f"Exactly one of theta, gap and price names the rule; {given} is given.")
+    rule, value = named[0]
+    nodes, batch, vocab = (len(parents),), (len(cu_num_draft_tokens),), tuple(logits.shape[1:])
+    if protected is None:
+        protected = torch.zeros(vocab, dtype=torch.bool, device=device)
+    if not isinstance(value, torch.Tensor):
+        check_value(rule, value, rule)
+        value = torch.full(batch, value, dtype=torch.float32, device=device)
+    for name, tensor, dtypes, shape in (
+        ("logits", logits[:0], (torch.float32, torch.bfloat16, torch.float16), (0, *vocab)),
+        ("draft_token_ids", draft_token_ids, ID_DTYPES, nodes),
+        ("parents", parents, (torch.int32,), nodes),
+        ("cu_num_draft_tokens", cu_num_draft_tokens, (torch.int32,), batch),
+        ("root_rows", root_rows, ID_DTYPES, batch),
+        ("node_rows", node_rows, ID_DTYPES, nodes),
+        (rule, value, (torch.float32,), batch),
+        ("protected", protected, (torch.bool,), vocab),
+    ):
+        check_tensor(name, tensor, dtypes, device, shape)
+    price = torch.full_like(value, terms.LONGEST_PRICE, dtype=torch.int64)
+    if rule == "price":
+        prefer = "longest"
+        price = (value * 2**terms.LOSS_BITS).floor().clamp(max=terms.MOST_PRICE).long()
+    trees = terms.Trees(
+        *(logits, draft_token_ids, cu_num_draft_tokens, node_rows, root_rows, parents),
+        *(rule, value, price, protected, prefer),
+        min(*nodes, terms.MOST_NODES) if max_depth is None else max_depth,
     )
-    if resolved == "triton":
-        from vllm_mars.kernels import tree
+    if resolve_backend(backend, device.type) == "torch":
+        return terms.verify_tree(trees)
+    from vllm_mars.kernels import tree
 
-        return tree.verify_tree(trees, margin)
-    return kernels_of(resolved, device.type).verify_tree(trees, margin)
-
-
-def _depth(parents: list[int], ends: list[int]) -> int:
-    """The depth of the deepest tree."""
-    deepest = start = 0
-    for end in ends:
-        depths: list[int] = []
-        for parent in parents[start:end]:
-            depths.append(1 + (depths[parent] if 0 <= parent < len(depths) else 0))
-        deepest = max([deepest, *depths])
-        start = end
-    return deepest
+    return tree.verify_tree(trees)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vllm_mars import verify_greedy
-from vllm_mars.kernels import reference, tree
-from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Trees, Verdict, new_output
+from vllm_mars.kernels import reference
+from vllm_mars.kernels.terms import Drafts, Margin, RelaxedBudget, Verdict, new_output
 from vllm_mars.verify import judge_drafts, verify_drafts
 
 if not torch.cuda.is_available():
@@ -93,27 +93,6 @@ def test_input_token_layout(dtype):
     expected = verify_drafts(*given, backend="torch")
     for ours, theirs in zip(output[:3], expected[:3], strict=True):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("prefer", ["draft", "target", "longest", "price", "draws"])
-@pytest.mark.parametrize("vocab", VOCABS)
-def test_trees_equal_reference(vocab, prefer):
-    drafts, margin = batch(vocab, torch.bfloat16, [60, 0, 128, 7])
-    margin = Margin(margin.theta, protected=margin.protected)
-    if prefer == "price":
-        margin = Margin(1.0, protected=margin.protected, price=margin.theta * 2)
-    parents = [node - 1 - node % 3 for size in (60, 0, 128, 7) for node in range(size)]
-    draws = drafts.logits.float().nan_to_num(0).topk(2).indices[:, 1].contiguous()
-    trees = Trees(
-        drafts,
-        torch.tensor(parents, dtype=torch.int32, device=DEVICE),
-        prefer if prefer in ("draft", "target") else "longest",
-        draws if prefer == "draws" else None,
-    )
-    for found, wanted in zip(
-        tree.verify_tree(trees, margin), reference.verify_tree(trees, margin), strict=True
-    ):
-        assert torch.equal(found, wanted)
 
 
 def test_rows_past_2_to_the_31_elements():

@@ -17,7 +17,14 @@ import pytest
 from processes import MARK, marked, wait_until
 from stand_in import StandInServer
 from vllm_mars.local import server_guard
-from vllm_mars.local.scrape import GENERATED_TOKENS, drafted, fetch, openai_client
+from vllm_mars.local.scrape import (
+    ACCEPTED_TOKENS,
+    DRAFT_TOKENS,
+    DRAFTS,
+    GENERATED_TOKENS,
+    fetch,
+    openai_client,
+)
 from vllm_mars.local.server import VllmServer, free_port, server_env
 
 ARGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]
@@ -74,9 +81,10 @@ def test_serves_counts_and_ends(packaged_model, tmp_path, mark, temporary):
     for token in tokens:
         best = max(top.logprob for top in token.top_logprobs)
         assert token.logprob == best, "strict verification never relaxes"
-    counts = drafted(before, metrics)
-    assert 0 < counts["draft_tokens"] <= 2 * counts["drafts"]
-    assert 0 <= counts["accepted_tokens"] <= counts["draft_tokens"]
+    drafts, drafted, accepted = (
+        metrics[name] - before.get(name, 0) for name in (DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS)
+    )
+    assert 0 < drafted <= 2 * drafts and 0 <= accepted <= drafted
     assert metrics[GENERATED_TOKENS] == answer.usage.completion_tokens
     assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}' in metrics
     with pytest.raises(RuntimeError, match=r"not running; call start"):

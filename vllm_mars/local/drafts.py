@@ -31,7 +31,7 @@ CHOSEN_BY_REQUESTS = {
 
 
 # The rule of servers that this project starts where nobody names another, by measurement
-# (docs/choosing.md): a price, and a bound on what one answer may lose.
+# (docs/results.md): a price, and a bound on what one answer may lose.
 RECOMMENDED: dict[str, Any] = {
     "rejection_sample_method": METHOD,
     "mars_price": 0.3,

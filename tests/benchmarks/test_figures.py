@@ -1,0 +1,103 @@
+"""The tables of the docs against the files of figures, and what these say of their runs."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from benchmarks import figures
+
+TABLE = {
+    "schema": figures.SCHEMA,
+    "columns": [["rule", ""], ["speed", ".2f"]],
+    "rows": [["price 0.3", [1.136, 1.09, 1.2]], ["strict", None]],
+    "runs": [
+        {
+            "git_commit": "a" * 40,
+            "hardware": {"cpu": "AMD EPYC, family 25, model 1, stepping 1", "gpu": None},
+        }
+    ],
+}
+NAMES = [
+    name
+    for page in figures.pages()
+    for name in re.findall(r"^<!-- figures: (\S+) -->", page.read_text(), re.M)
+]
+
+
+@pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.stem)
+def test_the_page_shows_what_the_files_say(page):
+    text = page.read_text()
+    assert figures.written(text, page.parent) == text, "`make figures` writes what the files say"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_of_figures_says_where_it_comes_from(name):
+    found = figures.read(name)
+    assert found["runs"] and found["rows"]
+    for run in found["runs"]:
+        assert run["command"] and run["raw"]
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", run["git_commit"])
+        assert {"vllm_mars", "vllm", "torch", "python"} <= run["versions"].keys()
+        assert {"cpu", "cores", "memory_gib", "gpu"} <= run["hardware"].keys()
+    assert re.fullmatch(r"[0-9a-f]{40}", found["raw_files_at"])
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "benchmarks/results")
+    monkeypatch.setattr(figures, "PICTURE", tmp_path / "docs/speed.png")
+    for name in ("benchmarks/results", "docs"):
+        (tmp_path / name).mkdir(parents=True)
+    results = tmp_path / "benchmarks/results"
+    shutil.copy(figures.__file__.replace("figures.py", "results/speed.json"), results)
+    (results / "new.json").write_text(json.dumps(TABLE))
+    (tmp_path / "README.md").write_text("no table\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("before", ["| old |\n| --- |\n", "", "\n"])
+def test_a_table_is_written_between_its_marks(folder, capsys, before):
+    page = folder / "docs/page.md"
+    page.write_text(f"x\n\n<!-- figures: new -->\n{before}<!-- /figures -->\n\ny\n")
+    assert figures.main() == 0
+    assert capsys.readouterr().out == "docs/page.md has new figures\n"
+    assert page.read_text() == (
+        "x\n\n<!-- figures: new -->\n| rule | speed |\n| --- | ---: |\n"
+        "| price 0.3 | 1.14 (1.09–1.20) |\n| strict |  |\n\n"
+        "[Commands and figures](../benchmarks/results/new.json); "
+        "commit aaaaaaa (AMD EPYC model 1).\n<!-- /figures -->\n\ny\n"
+    )
+    assert (folder / "docs/speed.png").read_bytes().startswith(b"\x89PNG")
+    assert figures.main() == 0 and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("<!-- figures: gone -->\n<!-- /figures -->\n", "figures=gone has no benchmarks/results"),
+        ("<!-- figures: new -->\n| 1 |\n", "do not go together"),
+        ("<!-- figures: new -->\n<!-- figures: new -->\n<!-- /figures -->\n", "do not go together"),
+    ],
+)
+def test_wrong_marks(folder, capsys, page, message):
+    (folder / "docs/page.md").write_text(page)
+    assert figures.main() == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: docs/page.md: ") and message in error
+    assert (folder / "docs/page.md").read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "other"}, "schema other"),
+        ({"rows": [["strict"]]}, "does not fit 2 columns"),
+    ],
+)
+def test_a_file_that_does_not_fit(folder, change, message):
+    (figures.RESULTS / "new.json").write_text(json.dumps(TABLE | change))
+    with pytest.raises(ValueError, match=message):
+        figures.read("new")
