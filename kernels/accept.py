@@ -3,7 +3,7 @@
 The rule is that of `rule`, which this follows line by line (arXiv 2601.15498 for theta). Symbols: V
 vocabulary, N draft positions, B requests, R rows that are read, S splits of a row.
 
-    top2_kernel    grid (R, S)   z1 with its id, z2, and the sum of exponentials of each split: `top2`
+    top2_kernel    grid (R, S)   z1 with its id, z2, and the sum of exponentials of each split
     accept_kernel  grid (B,)     joins the splits of one request's rows and applies the rule. A step
                                  of greedy requests it finishes; where requests sample it adds the
                                  bias of the rule to the draft tokens' logits
@@ -13,7 +13,7 @@ To finish is to emit, to take the loss off the request's record, to count, and t
 the table: see `Account`. What a request allows lies in its record, by slot, and is read there.
 
 Bytes moved: the rows once, one logit of each draft token again, the partial results, the outputs.
-Not materialised: anything of the logits' size. Where drafts are drawn, `clip` reads and writes rows.
+Not materialised: anything of the logits' size. Where drafts are drawn, `clip` writes rows.
 """
 
 from collections.abc import Callable
@@ -78,12 +78,17 @@ _UNALIGNED = [
     *("temperature_ptr", "num_sampled_ptr", "losses_ptr", "gained_ptr", "lse_ptr"),
     *_RECORDS,
 ]
-_UNSPECIALIZED = ["num_draft", "width", "burst", "num_splits", "longest"]
+_UNSPECIALIZED = [
+    *("num_draft", "width", "burst", "num_splits", "longest", "has_blocked"),
+    *("logits_stride", "served_stride", "vocab"),
+]
+# What stands in for positions of which none must stay strict, by device.
+_NONE_BLOCKED: dict[torch.device, torch.Tensor] = {}
 
 
 @triton.jit
 def _isqrt(square):
-    """floor(sqrt(square)) of an int64 below 2**62; exact for any guess within 2**-19 of the root."""
+    """floor(sqrt(square)) of an int64 below 2**62; exact for a guess within 2**-19 of it."""
     root = tl.maximum(tl.sqrt(square.to(tl.float32)).to(tl.int64), 1)
     # Newton's step ends at the root or 1 above it, however the float rounded.
     root = (root + square // root) >> 1
@@ -210,13 +215,13 @@ def accept_kernel(
     longest,
     vocab,
     num_splits,
+    has_blocked,
     SPLITS: tl.constexpr,
     POSITIONS: tl.constexpr,
     # "theta", "gap" or "price"
     RULE: tl.constexpr,
     HAS_TARGET_ROWS: tl.constexpr,
     HAS_PROTECTED: tl.constexpr,
-    HAS_BLOCKED: tl.constexpr,
     # "no", "ids" or "rows"
     BONUS: tl.constexpr,
     # Layout of Model Runner V2: a request's last row is its bonus row, and a row's draft token
@@ -293,9 +298,9 @@ def accept_kernel(
         of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
         of_argmax = tl.load(protected_ptr + argmax, mask=in_vocab, other=0)
         forbidden = tl.where((of_draft != 0) | (of_argmax != 0), _PROTECTED, 0)
-    if HAS_BLOCKED:
-        blocked = tl.load(blocked_ptr + position, mask=is_draft, other=0).to(tl.int32)
-        forbidden = tl.where(blocked != 0, blocked, forbidden)
+    is_given = is_draft & (has_blocked != 0)
+    blocked = tl.load(blocked_ptr + position, mask=is_given, other=0).to(tl.int32)
+    forbidden = tl.where(blocked != 0, blocked, forbidden)
 
     # Greedy requests.
     verdict = tl.where(payable, tl.where(forbidden == 0, _PAYABLE, 0), 0)
@@ -713,7 +718,7 @@ def settle(
         output_token_ids.shape[1],
         account.longest,
         drafts.logits.shape[1],
-        POSITIONS=num_positions(drafts.max_draft_len),
+        POSITIONS=num_positions(max(account.longest, drafts.max_draft_len)),
         IS_V2=drafts.bonus_row_is_last,
         IS_DRAWN=clipped is not None,
         num_warps=1,
@@ -743,6 +748,10 @@ def _arguments(
 ) -> dict[str, Any]:
     """Launches `top2_kernel`; returns what `accept_kernel` takes of a step."""
     records, is_v2 = requests.records, drafts.bonus_row_is_last
+    device = drafts.logits.device
+    if device not in _NONE_BLOCKED:
+        _NONE_BLOCKED[device] = torch.zeros(1, dtype=torch.int8, device=device)
+    none_blocked = _NONE_BLOCKED[device]
     partials = reduce_rows(drafts, rule.name != "price", with_sum)
     bonus = "no"
     if drafts.bonus_rows is not None:
@@ -762,7 +771,7 @@ def _arguments(
         "target_rows_ptr": drafts.target_rows,
         "cu_num_draft_tokens_ptr": drafts.cu_num_draft_tokens,
         "protected_ptr": rule.protected,
-        "blocked_ptr": blocked,
+        "blocked_ptr": none_blocked if blocked is None else blocked,
         "slots_ptr": requests.slots,
         "threshold_ptr": records.threshold,
         "price_ptr": records.price,
@@ -777,12 +786,12 @@ def _arguments(
         "longest": 0 if account is None else account.longest,
         "vocab": drafts.logits.shape[1],
         "num_splits": partials.num_splits,
+        "has_blocked": int(blocked is not None),
         "SPLITS": partials.splits,
-        "POSITIONS": num_positions(drafts.max_draft_len),
+        "POSITIONS": num_positions(max(rule.longest, drafts.max_draft_len)),
         "RULE": rule.name,
         "HAS_TARGET_ROWS": drafts.target_rows is not None,
         "HAS_PROTECTED": rule.protected is not None,
-        "HAS_BLOCKED": blocked is not None,
         "BONUS": bonus,
         "IS_V2": is_v2,
         "enable_fp_fusion": False,

@@ -86,11 +86,13 @@ class Rule(NamedTuple):
             z1 - threshold, "price" weighs a prefix of the draft against its loss.
         burst: nats that each request may lose beyond its rate, in units of 2**-LOSS_BITS.
         protected: bool `[vocab]`, tokens at which verification stays strict, or None.
+        longest: K, the longest draft of the engine; shorter steps share its compiled kernels.
     """
 
     name: RuleName
     burst: int = 0
     protected: torch.Tensor | None = None
+    longest: int = 0
 
 
 class Records(NamedTuple):

@@ -143,7 +143,7 @@ def verify_tree(trees: terms.Trees) -> terms.TreeOutput:
     )
     if not batch:
         return output
-    best, second, num_splits, padded_splits = reduce_rows(trees, trees.rule != "price")
+    best, second, _, num_splits, padded_splits = reduce_rows(trees, trees.rule != "price")
     # One request may hold all nodes.
     slots = max(max_depth, min(num_draft, terms.MOST_NODES)) + 1
     walk_kernel[(batch,)](

@@ -64,7 +64,7 @@ def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
         if params is not None and (options := options_of(params, config)).wants_return:
             if request.spec_decode_metrics is None:
                 request.spec_decode_metrics = RequestSpecDecodeMetrics.new(longest)
-            found = in_force(options, config)
+            found: dict[str, Any] = dict(in_force(options, config))
             if params.temperature == 0:
                 found |= {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
             else:

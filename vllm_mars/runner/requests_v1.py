@@ -1,7 +1,8 @@
 """The requests in the batch of vLLM's V1 model runner, and what each brings to a step."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Drafts, Requests, Verdict
+from vllm_mars.kernels.terms import Drafts, Markers, Requests, Verdict
 from vllm_mars.requests import RequestOptions, options_of
 from vllm_mars.runner.records import new_records, record_of
 from vllm_mars.runner.repeats import AnswerNgrams
@@ -17,6 +18,8 @@ from vllm_mars.runner.sections import Sections
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
+
+    from vllm_mars.kernels.context import ContextState
 
 
 @dataclass
@@ -41,7 +44,7 @@ class _Request:
     ngrams: AnswerNgrams
     slot: int = -1
     state: int = 0
-    scanned: int = field(default=0)
+    scanned: int = 0
 
 
 class RequestsV1(LogitsProcessor):
@@ -72,12 +75,17 @@ class RequestsV1(LogitsProcessor):
         self._device = device
         self._request_ids = request_ids
         self._need_output_tokens = need_output_tokens
-        self._is_drawn = is_drawn
+        self.is_drawn = is_drawn
         self._sections = Sections(config)
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
         # The last slot is that of no request.
         self._records = new_records(max_num_reqs + 1, device)
+        self._context: ContextState | None = None
+        if device.type != "cpu":
+            from vllm_mars.kernels.context import new_state
+
+            self._context = new_state(max_num_reqs + 1, config.repeat_ngram > 0, device)
         self._nobody = self._new_request(RequestOptions(config.value), True, (), [])
         self._nobody.slot = max_num_reqs
         self._write(self._nobody)
@@ -136,10 +144,18 @@ class RequestsV1(LogitsProcessor):
             self._config,
             len(request.output),
             is_greedy=request.is_greedy,
-            is_drawn=self._is_drawn,
+            is_drawn=self.is_drawn,
         )
         for values, value in zip(self._records, record, strict=True):
             values[request.slot] = value
+        self._begin_context(request)
+
+    def _begin_context(self, request: _Request) -> None:
+        """Writes what is known of a request's tokens before its output."""
+        request.scanned = 0
+        if self._context is not None:
+            self._context.state[request.slot] = request.state
+            self._context.is_structured[request.slot] = int(request.options.is_structured)
 
     def _of_place(self, place: int) -> _Request:
         return self._requests.get(place, self._nobody)
@@ -156,11 +172,47 @@ class RequestsV1(LogitsProcessor):
         """
         batch = drafts.cu_num_draft_tokens.shape[0]
         requests = [self._of_place(place) for place in range(batch)]
-        produced = self._to_device([len(request.output) for request in requests])
-        blocked = None
-        if self._sections or self._has_structured or self._config.repeat_ngram:
-            blocked = self._blocked(requests, drafts)
-        return Requests(self._records, self._slots[:batch], produced), blocked
+        for request in requests:
+            if request.scanned > len(request.output):
+                # A failed load of the KV cache took tokens back.
+                request.state = self._sections.advance(0, request.prompt)
+                self._begin_context(request)
+        has_context = self._sections or self._has_structured or self._config.repeat_ngram
+        lengths = [len(request.output) for request in requests]
+        if self._context is None:
+            produced = self._to_device(lengths)
+            blocked = self._blocked(requests, drafts) if has_context else None
+            return Requests(self._records, self._slots[:batch], produced), blocked
+        if not has_context:
+            produced = self._to_device(lengths)
+            return Requests(self._records, self._slots[:batch], produced), None
+        return self._on_device(requests, lengths, drafts)
+
+    @cached_property
+    def _markers(self) -> Markers:
+        return self._sections.markers(self._device)
+
+    def _on_device(
+        self, requests: list[_Request], lengths: list[int], drafts: Drafts
+    ) -> tuple[Requests, torch.Tensor]:
+        """The same on an accelerator: one copy brings all that the host alone knows."""
+        from vllm_mars.kernels.context import NewTokens, blocked_positions
+
+        batch = len(requests)
+        tokens: list[int] = []
+        ends: list[int] = []
+        for request in requests:
+            tokens += request.output[request.scanned :]
+            request.scanned = len(request.output)
+            ends.append(len(tokens))
+        packed = self._to_device([*lengths, *ends, *tokens])
+        step = Requests(self._records, self._slots[:batch], packed[:batch])
+        new = NewTokens(packed[2 * batch :], packed[batch : 2 * batch])
+        assert self._context is not None, "on an accelerator"
+        blocked = blocked_positions(
+            self._context, new, step, drafts, self._markers, self._config.repeat_ngram
+        )
+        return step, blocked
 
     def returns(self, batch: int) -> dict[int, str]:
         """Ids of those of the first `batch` requests that want to know what was done."""
@@ -173,10 +225,6 @@ class RequestsV1(LogitsProcessor):
     def _blocked(self, requests: list[_Request], drafts: Drafts) -> list[int]:
         drafted, ends = drafts.draft_token_ids.tolist(), drafts.cu_num_draft_tokens.tolist()
         for request in requests:
-            if request.scanned > len(request.output):
-                # A failed load of the KV cache took tokens back.
-                request.state = self._sections.advance(0, request.prompt)
-                request.scanned = 0
             if self._sections:
                 tokens = request.output[request.scanned :]
                 request.state = self._sections.advance(request.state, tokens)

@@ -32,7 +32,7 @@ class RequestsV2(LogitsProcessor):
 
         self._config = config
         self._req_states = req_states
-        self._is_drawn = is_drawn
+        self.is_drawn = is_drawn
         slots, device = req_states.max_num_reqs, req_states.device
         self._sections = Sections(config)
         self._records = new_records(slots, device)
@@ -71,7 +71,7 @@ class RequestsV2(LogitsProcessor):
             self._config,
             length - prompt_len,
             is_greedy=sampling_params.temperature == 0,
-            is_drawn=self._is_drawn,
+            is_drawn=self.is_drawn,
         )
         self._is_structured[req_idx] = options.is_structured
         self._wants_return[req_idx] = options.wants_return

@@ -63,7 +63,7 @@ class MarsRejectionSampler(RejectionSampler):
         super().__init__(sampler, spec_config, device)
         self.verification = verification
         self.requests = requests
-        self._longest_draft_to_warm_up = spec_config.num_speculative_tokens if spec_config else 0
+        self._is_warm = False
 
     def forward(
         self,
@@ -84,9 +84,9 @@ class MarsRejectionSampler(RejectionSampler):
             vLLM's SamplerOutput: `sampled_token_ids` is `[batch, max_spec_len + 1]` int32, -1 after
             the last emitted token.
         """
-        if self._longest_draft_to_warm_up:
-            warm_up_v1(self.verification, logits, self._longest_draft_to_warm_up)
-            self._longest_draft_to_warm_up = 0
+        if not self._is_warm:
+            warm_up_v1(self.verification, logits, self.requests.is_drawn)
+            self._is_warm = True
         if takes_raw_logits(sampling_metadata):
             drafts = Drafts(
                 logits,
@@ -164,8 +164,7 @@ class MarsRejectionSampler(RejectionSampler):
     def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:
         requests, blocked = self.requests.step(drafts)
         returns = self.requests.returns(drafts.cu_num_draft_tokens.shape[0])
-        output = self.verification.accept(drafts, requests, blocked, returns)
-        return output.output_token_ids
+        return self.verification.accept(drafts, requests, blocked, returns).output_token_ids
 
     def _sample(
         self,

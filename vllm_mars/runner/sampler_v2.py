@@ -91,7 +91,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
         # vLLM looks at the tokens that target and draft share.
         vocab = logits.shape[1] if draft_logits is None else draft_logits.shape[-1]
         if not self._is_warm:
-            warm_up_v2(self.verification, logits[:, :vocab], self.num_speculative_steps)
+            rows, longest = logits[:, :vocab], self.num_speculative_steps
+            warm_up_v2(self.verification, rows, longest, self.requests.is_drawn)
             self._is_warm = True
         drafts = Drafts(
             logits[:, :vocab],

@@ -74,7 +74,9 @@ class Verification:
             mask = torch.zeros(vocab, dtype=torch.bool)
             mask[[token for token in self.protected_token_ids if token < vocab]] = True
             self._protected = mask.to(logits.device)
-        return Rule(self.config.rule, loss_units(self.config.loss_burst), self._protected)
+        longest = self.counters.layout.num_speculative_tokens
+        burst = loss_units(self.config.loss_burst)
+        return Rule(self.config.rule, burst, self._protected, longest)
 
     def account(self, batch: int, device: torch.device, returns: dict[int, str]) -> Account:
         """Where a step of so many requests is written down, with a table if any `returns`."""

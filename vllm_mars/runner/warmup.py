@@ -1,5 +1,150 @@
-"""Placeholder."""
+"""Compiles the Triton kernels before the first request, in every variant that serving reaches.
+
+Triton compiles a kernel for the dtypes, the constants and, of the logits, the alignment of its
+arguments, in about a second each. The samplers call this on their first call, which is vLLM's dummy
+run at start; what varies from step to step afterwards is no part of a variant, or is met here.
+"""
+
+import torch
+
+from vllm_mars.kernels.terms import Drafts, Requests
+from vllm_mars.runner.records import new_records
+from vllm_mars.runner.sections import Sections
+from vllm_mars.runner.verification import Verification
 
 
-def warm_up_v1(verification, logits, longest):
-    """Nothing on a CPU."""
+def warm_up_v1(verification: Verification, logits: torch.Tensor, is_drawn: bool) -> None:
+    """Compiles what the V1 sampler reaches.
+
+    Args:
+        verification: of the engine.
+        logits: `[num_rows, vocab]` of a step; only its dtype, width and stride count.
+        is_drawn: whether drafts are drawn.
+    """
+    device = logits.device
+    if verification.backend_on(device) != "triton":
+        return
+    zero, one = _ids(0, device), _ids(1, device)
+    requests = Requests(new_records(1, device), zero, zero)
+    processed = torch.zeros((2, logits.shape[1]), device=device)
+    # Raw rows are found by their indices; processed ones lie in order, their bonus is sampled.
+    steps = [
+        Drafts(rows, zero, one, target_rows=zero, bonus_rows=one, max_draft_len=1)
+        for rows in _row_layouts(logits)
+    ]
+    bonus = zero.long()[:, None]
+    steps.append(Drafts(processed, zero, one, bonus_token_ids=bonus, max_draft_len=1))
+    for step in steps:
+        verification.accept(step, requests, None, {})
+    output = torch.zeros((1, 2), dtype=torch.int32, device=device)
+    _sample(verification, steps[-1], requests, output, None, is_drawn)
+    if _may_block(verification):
+        from vllm_mars.kernels.context import NewTokens, blocked_positions, new_state
+
+        config = verification.config
+        state = new_state(1, config.repeat_ngram > 0, device)
+        markers = Sections(config).markers(device)
+        blocked_positions(
+            state, NewTokens(zero, zero), requests, steps[-1], markers, config.repeat_ngram
+        )
+
+
+def warm_up_v2(
+    verification: Verification, logits: torch.Tensor, longest: int, is_drawn: bool
+) -> None:
+    """Compiles what the V2 sampler reaches.
+
+    Args:
+        verification: of the engine.
+        logits: `[num_rows, vocab]` of a step; only its dtype, width and stride count.
+        longest: the longest draft.
+        is_drawn: whether drafts are drawn.
+    """
+    device = logits.device
+    inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
+    # V2 tells the slots and the lengths of prompt and output by slot.
+    requests = Requests(new_records(1, device), zero, None, zero, zero)
+    processed = torch.zeros((2, logits.shape[1]), device=device)
+    for rows in (*_row_layouts(logits), processed):
+        step = Drafts(rows, inputs, end, max_draft_len=longest, bonus_row_is_last=True)
+        verification.accept(step, requests, None, {})
+    step = step._replace(logits=processed)
+    output = torch.zeros((1, longest + 1), dtype=torch.int64, device=device)
+    _sample(verification, step, requests, output, _ids(1, device), is_drawn)
+    if _may_block(verification):
+        from vllm_mars.kernels.context import NewTokens, blocked_positions, new_state
+
+        config = verification.config
+        state = new_state(1, config.repeat_ngram > 0, device)
+        markers = Sections(config).markers(device)
+        tokens = NewTokens(zero[None], None)
+        blocked_positions(state, tokens, requests, step, markers, config.repeat_ngram)
+
+
+def _sample(
+    verification: Verification,
+    drafts: Drafts,
+    requests: Requests,
+    output: torch.Tensor,
+    num_sampled: torch.Tensor | None,
+    is_drawn: bool,
+) -> None:
+    """The kernels around vLLM's rejection sampler. What is counted here is dropped."""
+    from vllm_mars.kernels import accept
+
+    device = drafts.logits.device
+    rule, account = verification.rule(drafts.logits), verification.account(1, device, {})
+    plan = accept.plan(drafts, requests, rule, torch.ones(1, device=device))
+    accept.settle(plan, drafts, requests, output, account, num_sampled)
+    if is_drawn:
+        plan = accept.plan(
+            drafts, requests, rule, torch.ones(1, device=device), None, _clip(drafts)
+        )
+        accept.settle(plan, drafts, requests, output, account, num_sampled)
+
+
+def _clip(drafts: Drafts):  # type: ignore[no-untyped-def]
+    from vllm_mars.kernels.clip import clip_rows
+
+    rows, vocab = drafts.logits.shape
+    index = torch.zeros(rows, dtype=torch.int32, device=drafts.logits.device)
+    if drafts.bonus_row_is_last:
+        draft = torch.zeros((1, 1, vocab), device=drafts.logits.device)
+        temperature = torch.ones(1, device=drafts.logits.device)
+        return lambda prices: clip_rows(
+            drafts.logits,
+            draft,
+            prices,
+            draft_rows=(index, index),
+            temperature=temperature,
+            backend="triton",
+        )
+    logits = drafts.logits[:1]
+    return lambda prices: clip_rows(logits, torch.zeros_like(logits), prices, backend="triton")
+
+
+def _may_block(verification: Verification) -> bool:
+    config = verification.config
+    return bool(Sections(config)) or config.structured == "strict" or config.repeat_ngram > 0
+
+
+def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:
+    """Two rows of zeros in each layout that the model's logits may have.
+
+    Most models cut their padded output to the vocabulary, so the stride of a real step can be
+    divisible by 16 where that of the dummy run is not; and a part of a large batch may begin where
+    no 16 bytes do.
+    """
+    vocab = logits.shape[1]
+    strides = {vocab, logits.stride(0)}
+    if vocab % 16:
+        strides.add((vocab // 16 + 1) * 16)
+    return [
+        torch.zeros((2, stride), dtype=logits.dtype, device=logits.device)[:, :vocab]
+        for stride in sorted(strides)
+        if stride >= vocab
+    ]
+
+
+def _ids(value: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=device)
