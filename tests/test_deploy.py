@@ -64,6 +64,16 @@ def test_the_server_is_asked_for_a_rule_that_it_takes(service):
     assert mars.lossy and mars.max_loss == 0.02
 
 
+def test_the_server_has_a_health_check_and_takes_a_key():
+    for name in BUILT:
+        service = COMPOSE["services"][name]
+        port = service["ports"][0].rpartition(":")[2]
+        program, option, code = service["healthcheck"]["test"][1:]
+        assert (program, option) == ("python3", "-c") and f"localhost:{port}/health" in code
+        compile(code, "healthcheck", "exec")
+        assert "VLLM_API_KEY" in service["environment"]
+
+
 def test_prometheus_finds_the_server_and_grafana_finds_both():
     (job,) = read("prometheus.yml")["scrape_configs"]
     (target,) = job["static_configs"]
@@ -103,38 +113,36 @@ def every_minute(name, value):
 
 
 @pytest.mark.parametrize(
-    ("lost", "relaxed", "low_margin", "fires"),
-    [(30, 5, 50, ["MarsLossAboveBudget"]), (10, 5, 50, []), (0, 0, 50, ["MarsRelaxesNothing"])]
-    + [(0, 0, 10, [])],
+    ("lost", "relaxed", "low_margin", "up", "fires"),
+    [(30, 5, 50, 1, ["MarsLossAboveBudget"]), (10, 5, 50, 1, [])]
+    + [(0, 0, 50, 1, ["MarsRelaxesNothing"]), (0, 0, 10, 1, []), (0, 0, 0, 0, ["MarsServerDown"])],
 )
-def test_alerts_fire_where_they_should(tmp_path, lost, relaxed, low_margin, fires):
+def test_alerts_fire_where_they_should(tmp_path, lost, relaxed, low_margin, up, fires):
     """Of 1,000 tokens a minute."""
+    target = {"job": "vllm", "instance": "server:8000"}
     series = [
         every_minute("generation_tokens", 1000),
         every_minute("mars_lost_nats", lost),
         every_minute("mars_relaxed_tokens", relaxed),
         every_minute("mars_low_margin_positions", low_margin),
+        {"series": 'up{job="vllm", instance="server:8000"}', "values": f"{up}x120"},
     ]
     rules = {rule["alert"]: rule for rule in read("alerts.yml")["groups"][0]["rules"]}
-    expected = [
-        {
-            "eval_time": "110m",
-            "alertname": alert,
-            "exp_alerts": [
-                {
-                    "exp_labels": {"model_name": "m"},
-                    "exp_annotations": {
-                        "summary": rule["annotations"]["summary"]
-                        .replace("{{ $labels.model_name }}", "m")
-                        .replace("{{ $value | humanize }}", f"{lost}m")
-                    },
-                }
-            ]
-            if alert in fires
-            else [],
-        }
-        for alert, rule in rules.items()
-    ]
+    expected = []
+    for alert, rule in rules.items():
+        summary = rule["annotations"]["summary"]
+        for name, value in {"model_name": "m", **target}.items():
+            summary = summary.replace(f"{{{{ $labels.{name} }}}}", value)
+        summary = summary.replace("{{ $value | humanize }}", f"{lost}m")
+        labels = target if alert == "MarsServerDown" else {"model_name": "m"}
+        found = {"exp_labels": labels, "exp_annotations": {"summary": summary}}
+        expected.append(
+            {
+                "eval_time": "110m",
+                "alertname": alert,
+                "exp_alerts": [found] if alert in fires else [],
+            }
+        )
     case = {"interval": "1m", "input_series": series, "alert_rule_test": expected}
     file = tmp_path / "case.yml"
     file.write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yml")], "tests": [case]}))
