@@ -298,7 +298,7 @@ def accept_kernel(
         of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
         of_argmax = tl.load(protected_ptr + argmax, mask=in_vocab, other=0)
         forbidden = tl.where((of_draft != 0) | (of_argmax != 0), _PROTECTED, 0)
-    is_given = is_draft & (has_blocked != 0)
+    is_given = is_draft & (tl.zeros([POSITIONS], tl.int32) + has_blocked != 0)
     blocked = tl.load(blocked_ptr + position, mask=is_given, other=0).to(tl.int32)
     forbidden = tl.where(blocked != 0, blocked, forbidden)
 

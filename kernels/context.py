@@ -4,7 +4,7 @@
 what repeats an answer. One program serves one request. It takes in the tokens that were committed
 since its last step, walks through the drafts, and compares the n-grams that end with them with
 those of the answer's last `GUARD_WINDOW` tokens, which it keeps in a ring on the device: a step
-reads the new tokens alone from where vLLM keeps them, which on Model Runner V2 is the host's memory.
+reads only the new tokens from where vLLM keeps them, on Model Runner V2 the host's memory.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,6 @@
 """The public verification functions: argument checks, then a backend."""
 
+import importlib
 import os
 from types import ModuleType
 from typing import Any, Literal
@@ -221,9 +222,7 @@ def verify_greedy(
     records = Records(value, units, zeros, torch.full_like(zeros, NO_BOUND), zeros.clone())
     slots = torch.arange(batch, dtype=torch.int32, device=device)
     requests = Requests(records, slots, torch.zeros_like(slots))
-    where = blocked
-    if resolved == "torch" and blocked is not None:
-        where = blocked.tolist()
+    where: Any = blocked.tolist() if blocked is not None and resolved == "torch" else blocked
     output: VerifyOutput = kernels_of(resolved, device.type).accept(
         drafts, requests, Rule(name, 0, protected), where
     )
@@ -237,15 +236,13 @@ def _only_one(theta: Any, gap: Any, price: Any) -> tuple[RuleName, Any]:
         what = " and ".join(f"{name}={value}" for name, value in named) or "none of them"
         raise ValueError(f"Exactly one of theta, gap and price names the rule; {what} is given.")
     name, value = named[0]
-    return name, value  # type: ignore[return-value]
+    return name, value
 
 
 def kernels_of(resolved: str, device_type: str) -> ModuleType:
     """The module that holds a backend's `accept`; the first two also have `plan` and `settle`."""
     if resolved == "triton":
-        from vllm_mars.kernels import accept
-
-        return accept
-    from vllm_mars.kernels import cpu, reference
-
-    return cpu if device_type == "cpu" else reference
+        name = "accept"
+    else:
+        name = "cpu" if device_type == "cpu" else "reference"
+    return importlib.import_module(f"vllm_mars.kernels.{name}")

@@ -164,7 +164,9 @@ class MarsRejectionSampler(RejectionSampler):
     def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:
         requests, blocked = self.requests.step(drafts)
         returns = self.requests.returns(drafts.cu_num_draft_tokens.shape[0])
-        return self.verification.accept(drafts, requests, blocked, returns).output_token_ids
+        output = self.verification.accept(drafts, requests, blocked, returns)
+        output_token_ids: torch.Tensor = output.output_token_ids
+        return output_token_ids
 
     def _sample(
         self,

@@ -5,8 +5,11 @@ arguments, in about a second each. The samplers call this on their first call, w
 run at start; what varies from step to step afterwards is no part of a variant, or is met here.
 """
 
+from collections.abc import Callable
+
 import torch
 
+from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts, Requests
 from vllm_mars.runner.records import new_records
 from vllm_mars.runner.sections import Sections
@@ -94,18 +97,13 @@ def _sample(
 
     device = drafts.logits.device
     rule, account = verification.rule(drafts.logits), verification.account(1, device, {})
-    plan = accept.plan(drafts, requests, rule, torch.ones(1, device=device))
-    accept.settle(plan, drafts, requests, output, account, num_sampled)
-    if is_drawn:
-        plan = accept.plan(
-            drafts, requests, rule, torch.ones(1, device=device), None, _clip(drafts)
-        )
+    temperature = torch.ones(1, device=device)
+    for clip in (None, _clip(drafts))[: 1 + is_drawn]:
+        plan = accept.plan(drafts, requests, rule, temperature, None, clip)
         accept.settle(plan, drafts, requests, output, account, num_sampled)
 
 
-def _clip(drafts: Drafts):  # type: ignore[no-untyped-def]
-    from vllm_mars.kernels.clip import clip_rows
-
+def _clip(drafts: Drafts) -> Callable[[torch.Tensor], Clipped]:
     rows, vocab = drafts.logits.shape
     index = torch.zeros(rows, dtype=torch.int32, device=drafts.logits.device)
     if drafts.bonus_row_is_last:
