@@ -1,4 +1,4 @@
-"""What a run of the tests promises: files stay whole, nothing is left, the list of the night."""
+"""What a run of the tests promises: files stay whole, and nothing is left."""
 
 import os
 import re
@@ -57,16 +57,3 @@ def test_a_run_that_leaves_something_behind_fails(tmp_path, source, status):
     assert re.search(r"process \d+ \(true\) of \d+: ended, but nobody waited for it", told)
     (file,) = re.findall(r"file (/.+/left.txt)", told)
     assert not Path(file).parent.exists()
-
-
-@pytest.mark.nightly
-def test_what_runs_only_at_night_is_listed():
-    """CONTRIBUTING names the files; `pytest --collect-only -q -m nightly` names the tests."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "nightly", "tests"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    collected = set(re.findall(r"^tests/([^:]+\.py)::", run.stdout, re.M))
-    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Only at night")[2]
-    rows = [row.split("|")[1] for row in section.partition("\n## ")[0].splitlines() if "|" in row]
-    listed = {name for row in rows for name in re.findall(r"`([^`]+\.py)`", row)}
-    assert collected
-    assert listed == collected

@@ -13,9 +13,8 @@ import torch
 from counts import COUNTS, LAYOUT
 from vllm_mars import MarsConfig
 from vllm_mars.engine.transport import carry_counts, declare_field
-from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.margin import MarginRule
-from vllm_mars.runner.outputs import FIELD, attach_counters, carrier_of, with_counts
+from vllm_mars.runner.outputs import FIELD, attach_counters, carrier_of
 
 
 def runner_output(**fields):
@@ -84,32 +83,12 @@ def test_counts_leave_with_the_outputs_of_steps(on_rank):
     assert getattr(pickle.loads(pickle.dumps(last)), FIELD) == COUNTS
 
 
-def test_only_a_step_without_tokens_flushes(on_rank):
-    counters = Counters(LAYOUT, torch.device("cpu"))
-    counters.device_counts += 1
-    for output in (None, runner_output(), torch.zeros(1)):
-        assert with_counts(output, counters) is output
-        assert not hasattr(output, FIELD)
-    assert getattr(with_counts(runner_output(req_ids=[]), counters), FIELD)[0] == 1
-
-
-def test_other_ranks_do_not_count(on_rank):
-    on_rank(1)
-    runner = Runner()
-    rule = MarginRule(MarsConfig(), [])
-    attach_counters(runner, rule)
-    assert rule.counters is None
-    runner.sampled = runner_output()
-    runner.sample_tokens(None)
-    assert not hasattr(runner.sampled, FIELD)
-
-
-def test_each_rank_of_an_external_launcher_counts(on_rank):
-    """It is an engine of its own, whose outputs nobody else reads."""
+@pytest.mark.parametrize(("backend", "counts"), [(None, False), ("external_launcher", True)])
+def test_other_ranks_count_only_as_engines_of_their_own(on_rank, backend, counts):
     on_rank(1)
     rule = MarginRule(MarsConfig(), [])
-    attach_counters(Runner("external_launcher"), rule)
-    assert rule.counters is not None
+    attach_counters(Runner(backend), rule)
+    assert (rule.counters is not None) == counts
 
 
 def test_asynchronous_outputs_carry_the_counts():
