@@ -1,4 +1,4 @@
-"""What Model Runner V2 samples, against the enumerated rule.
+"""What Model Runner V2 samples, and what it says of it, against the enumerated rule.
 
 Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter. It takes 20 ms for a
 request, hence few of them; `check_sampler_v2.py` compares token by token.
@@ -13,24 +13,29 @@ from vllm_mars import MarsConfig
 
 
 @pytest.mark.parametrize(
-    ("with_draft_probs", "top_k", "theta", "count"),
+    ("is_drawn", "top_k", "rule", "value", "count"),
     [
-        pytest.param(False, None, 1.0, 400, marks=pytest.mark.nightly),
-        pytest.param(False, None, 0.9, 400, marks=pytest.mark.nightly),
-        pytest.param(True, None, 1.0, 400, marks=pytest.mark.nightly),
-        pytest.param(True, None, 0.9, 400, marks=pytest.mark.nightly),
-        pytest.param(False, 3, 0.9, 150, marks=pytest.mark.nightly),
-        pytest.param(True, 3, 0.9, 150, marks=pytest.mark.nightly),
+        pytest.param(False, None, "theta", 1.0, 400, marks=pytest.mark.nightly),
+        pytest.param(False, None, "theta", 0.9, 400, marks=pytest.mark.nightly),
+        pytest.param(True, None, "price", 0.0, 400, marks=pytest.mark.nightly),
+        (False, None, "price", 1.0, 150),
+        pytest.param(False, 3, "price", 1.0, 400, marks=pytest.mark.nightly),
+        (True, None, "price", 1.0, 150),
+        pytest.param(True, 3, "price", 1.0, 400, marks=pytest.mark.nightly),
     ],
 )
-def test_distribution(with_draft_probs, top_k, theta, count):
+def test_distribution(monkeypatch, is_drawn, top_k, rule, value, count):
     requests = [
         Request(SamplingParams(temperature=1.0, seed=seed, top_k=top_k or -1), drafts, [3, 1, 4, 1])
-        for seed, drafts in enumerate(enumerated.drafts(count, with_draft_probs).tolist())
+        for seed, drafts in enumerate(enumerated.drafts(count, is_drawn).tolist())
     ]
     draft_logits = None
-    if with_draft_probs:
+    if is_drawn:
         draft_logits = enumerated.DRAFT.log().float().expand(count, -1, -1)
     step = Step(requests, enumerated.LOGITS.repeat(count, 1), draft_logits)
-    samples = [tuple(tokens) for tokens in emitted(step.run(MarsConfig(theta=theta)))]
-    enumerated.check(samples, theta, with_draft_probs, top_k)
+    sampler = step.sampler(MarsConfig(**{rule: value}, repeat_guard=0))
+    monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
+    output = sampler(step.logits.clone(), step.batch(), step.draft_logits, None)
+    samples = [tuple(tokens) for tokens in emitted(output)]
+    ratios = sampler.verification.returned[0].table.nansum(1).tolist()
+    enumerated.check(samples, ratios, enumerated.emitted(is_drawn, top_k, rule, value))

@@ -21,7 +21,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_mars import MarsConfig, MarsRejectionSamplerV2
+from vllm_mars.runner.counters import Counters, layout_of
 from vllm_mars.runner.requests_v2 import RequestsV2
+from vllm_mars.runner.verification import Verification
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 64
@@ -116,7 +118,7 @@ class Step:
             num_speculative_tokens=self.steps,
         )
         if config is not None:
-            requests = RequestsV2(config, states)
+            requests = RequestsV2(config, states, self.draft_logits is not None)
             sampler.logits_processors.append(requests)
         for state, request in zip(self.states, self.requests, strict=True):
             states.free_indices = [int(state)]
@@ -142,7 +144,9 @@ class Step:
         )
         if config is None:
             return RejectionSampler(sampler, spec_config, CPU)
-        return MarsRejectionSamplerV2(sampler, spec_config, CPU, config, list(protected), requests)
+        counters = Counters(layout_of(config, spec_config), CPU)
+        verification = Verification(config, list(protected), counters, "triton")
+        return MarsRejectionSamplerV2(sampler, spec_config, CPU, verification, requests)
 
     @staticmethod
     def _prefill_len(request):
