@@ -30,9 +30,12 @@ def test_equals_the_torch_form(count):
         check(random_call(seed))
 
 
+LARGE = (130, "draft"), (128, "target")
+
+
 @pytest.mark.parametrize(
     ("size", "prefer"),
-    [(60, "longest"), (130, "draft"), pytest.param(128, "target", marks=pytest.mark.nightly)],
+    [(60, "longest"), *(pytest.param(*case, marks=pytest.mark.nightly) for case in LARGE)],
 )
 def test_large_trees(size, prefer):
     taken = 0
