@@ -30,13 +30,10 @@ def test_equals_the_torch_form(count):
         check(random_call(seed))
 
 
-LARGE = (130, "draft"), (128, "target")
+OVER_THE_LIMIT = pytest.param(130, "target", marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize(
-    ("size", "prefer"),
-    [(60, "longest"), *(pytest.param(*case, marks=pytest.mark.nightly) for case in LARGE)],
-)
+@pytest.mark.parametrize(("size", "prefer"), [(60, "longest"), OVER_THE_LIMIT])
 def test_large_trees(size, prefer):
     taken = 0
     for rule in ("gap", "price"):
