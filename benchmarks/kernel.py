@@ -1,222 +1,138 @@
-"""Time of one greedy verification step on a GPU: this project's kernels, torch, vLLM's samplers.
+"""Time of one greedy verification step on a GPU: this project's kernels and vLLM's samplers.
 
-`python -m benchmarks.kernel --output benchmarks/results/kernel-NAME.json`
+`python -m benchmarks.kernel --output build/kernel.json`
 
-All variants verify the same logits and drafts in one process, round by round, under CUDA-graph
-replay and once more launched from Python, each call with a cold L2 cache. No variant is timed
-before its token ids equal those of the torch backend. `--tune` times launch settings of the
-reduction instead. `--dry-run` goes the same way with tiny shapes on a CPU, in Triton's interpreter;
+All variants verify the same logits and drafts in one process, in turn, under CUDA-graph replay and
+once more launched from Python, each call with a cold L2 cache. No variant is timed before its
+tokens are right. `--dry-run` goes the same way with tiny shapes on a CPU, in Triton's interpreter;
 `PYTHONPATH=tests/interpreted TRITON_INTERPRET=1` makes it interpret vLLM's Triton kernels too.
 
 Exit status: 0; 1 where a variant gave wrong tokens; 2 without a GPU.
 """
 
 import argparse
+import functools
 import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.columns import Columns, at
-from benchmarks.markdown import described
-from vllm_mars.local.provenance import describe_run
-from vllm_mars.local.result_file import write_json
+if TYPE_CHECKING:
+    from benchmarks.kernel_step import HostClock, Shape
 
 NO_GPU = "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes in Triton's interpreter."
-
-# (batch, K, vocabulary, dtype). The cells that the goals are about come first, in case the time
-# runs out.
-Cell = tuple[int, int, int, str]
-SMALL: list[Cell] = list(itertools.product((1, 64), (5,), (151_936, 128_256), ("bf16", "fp32")))
-GRID = (256, 64, 8, 1), (5, 8, 3), (151_936, 128_256, 32_000), ("bf16", "fp32")
-FULL: list[Cell] = list(dict.fromkeys([*SMALL, *itertools.product(*GRID)]))
-TUNED: list[Cell] = list(itertools.product((1, 8, 64, 256), (5,), (151_936,), ("bf16", "fp32")))
-DRY: list[Cell] = [(1, 3, 5_000, "bf16"), (2, 3, 5_000, "fp32")]
-TIMES: Columns = {
-    "graph, us": at("graph/median", ".1f"),
-    "eager, us": at("eager/median", ".1f"),
-    "of the bandwidth": at("share_of_bandwidth", ".1%"),
-}
-VARIANTS: Columns = {
-    **{"variant": at("name"), **TIMES},
-    **{"graph, x mars": at("over/graph", ".2f"), "eager, x mars": at("over/eager", ".2f")},
-    "": lambda of: of.get("skipped") or of.get("graph_error", ""),
-}
-SETTINGS: Columns = {
-    **{"": at("rank"), "settings": at("name"), "programs": at("programs", ","), **TIMES},
-    "note": lambda of: of.get("skipped") or "<- present" * of["is_present"],
-}
+# (batch, K, vocabulary, dtype); in case the time runs out, one request and 64 come first.
+GRID = list(itertools.product((1, 64, 8, 256), (5,), (151_936, 128_256, 32_000), ("bf16", "fp32")))
+MODES = ("graph", "eager")
+DRY = [(1, 3, 1_000, "bf16"), (2, 3, 1_000, "fp32")]
 
 
-def cell_of(text: str) -> Cell:
-    """Reads a cell that is written as BATCH,K,VOCAB,DTYPE."""
-    batch, k, vocab, dtype = text.split(",")
-    if dtype not in ("bf16", "fp32"):
-        raise ValueError(f"dtype {dtype!r} is not one of 'bf16', 'fp32'.")
-    return int(batch), int(k), int(vocab), dtype
+def measure_cell(
+    clock: "HostClock", shape: "Shape", bandwidth: float, rounds: int
+) -> dict[str, Any]:
+    """All variants of one shape; `bandwidth` is the memory's, in GB/s.
 
-
-def outcomes(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The goals, each with what was measured for it and PASS, MISS or "not measured".
-
-    Args:
-        cells: results of `measure_cell`; those without CUDA graphs do not count.
+    Raises:
+        MismatchError: a variant gave other tokens than the reference.
     """
-    graphed = {
-        f"batch {cell['batch']}, K {cell['k']}, vocab {cell['vocab']}, {cell['dtype']}": cell
-        for cell in cells
-        if cell["variants"]["mars"]["graph"]
+    import torch
+
+    from benchmarks import kernel_step
+    from benchmarks.kernel_step import MismatchError, Step, mars, summary, time_in_turn
+
+    make: dict[str, Callable[[Step], kernel_step.Variant]] = {
+        "MARS, theta 0.9": functools.partial(mars, theta=0.9),
+        "MARS, theta 1": functools.partial(mars, theta=1.0),
+        "vLLM V1, strict": kernel_step.vllm_v1,
+        "vLLM V2, strict": kernel_step.vllm_v2,
     }
-    goals: list[dict[str, Any]] = []
-
-    def add(goal: str, measured: dict[str, float], met: Callable[[float], bool]) -> None:
-        result = "PASS" if all(map(met, measured.values())) else "MISS"
-        goals.append(
-            {"goal": goal, "result": result if measured else "not measured", "measured": measured}
-        )
-
-    add(
-        "at least 90 % of the measured bandwidth where the logits have 100 MB or more",
-        {
-            name: cell["variants"]["mars"]["share_of_bandwidth"]
-            for name, cell in graphed.items()
-            if cell["logits_bytes"] >= 100e6
-        },
-        lambda share: share >= 0.9,
-    )
-    add(
-        "at most 10 us at batch 1, K 5, vocab 151936, bf16, under graph replay",
-        {
-            name: cell["variants"]["mars"]["graph"]["median"]
-            for name, cell in graphed.items()
-            if name == "batch 1, K 5, vocab 151936, bf16"
-        },
-        lambda microseconds: microseconds <= 10,
-    )
-    for baseline in ("vLLM V1, strict", "vLLM V2, strict"):
-        measured = {}
-        for name, cell in graphed.items():
-            # Like with like: both without a graph where the baseline has none.
-            speedups = cell["speedup_of_mars_over"]
-            mode = "graph" if baseline in speedups["graph"] else "eager"
-            if name.startswith("batch 64, K 5, vocab 128256,") and baseline in speedups[mode]:
-                measured[f"{name} ({mode})"] = speedups[mode][baseline]
-        add(
-            f"at least 3 x as fast as {baseline}, at batch 64, K 5, vocab 128256",
-            measured,
-            lambda speedup: speedup >= 3,
-        )
-    return goals
+    step = Step(shape, clock.device)
+    calls: dict[tuple[str, str], Callable[[], Any]] = {}
+    found: dict[str, dict[str, Any]] = {name: {} for name in make}
+    for name, make_variant in make.items():
+        try:
+            variant = make_variant(step)
+            variant.check(f"{name}, {shape}", variant.run)
+            calls[name, "eager"] = variant.run
+            replay = clock.capture(variant.run)
+            variant.check(f"{name} (graph), {shape}", replay)
+            calls[name, "graph"] = replay
+        except Exception as error:
+            # vLLM may not run here, and no CPU has graphs; wrong tokens end the run.
+            ran = (name, "eager") in calls
+            if isinstance(error, MismatchError) or not (ran or name.startswith("vLLM")):
+                raise
+            # What ends a capture only says that something failed before.
+            cause = error.__context__ or error
+            found[name]["error"] = f"{type(cause).__name__}: {cause}".splitlines()[0]
+    element = torch.zeros(1, device=clock.device)
+    # The least that this way of timing shows.
+    calls["empty kernel", "eager"] = lambda: element.add_(1)
+    for (name, mode), runs in time_in_turn(clock, calls, rounds).items():
+        found.setdefault(name, {})[mode] = {**summary(runs), "runs": runs}
+    for name, of in found.items():
+        if name != "empty kernel" and (best := of.get("graph") or of.get("eager")):
+            of["share_of_bandwidth"] = shape.logits_bytes / best["median"] / 1e3 / bandwidth
+    return {**shape._asdict(), "logits_bytes": shape.logits_bytes, "variants": found}
 
 
-def cell_table(cell: dict[str, Any]) -> list[str]:
-    """The lines of a table of a cell's variants."""
-    over = cell["speedup_of_mars_over"]
-    items = [
-        {"name": name, "over": {mode: of.get(name) for mode, of in over.items()}, **result}
-        for name, result in cell["variants"].items()
-    ]
-    return described(VARIANTS, items)
-
-
-def tune_table(cell: dict[str, Any]) -> list[str]:
-    """The lines of a table of a cell's best launch settings, and of the present ones."""
-    rows = [
-        {"rank": rank, "name": str(row["settings"]), **row}
-        for rank, row in enumerate(cell["table"], 1)
-    ]
-    return described(
-        SETTINGS, [row for row in rows if row["rank"] <= 5 or row.get("is_present", True)]
-    )
+def lines(cell: dict[str, Any]) -> list[str]:
+    """A cell for the terminal: microseconds, share of the bandwidth, and what could not run."""
+    found = []
+    for name, of in cell["variants"].items():
+        times = [f"{of[mode]['median']:9.1f}" if mode in of else " " * 9 for mode in MODES]
+        share = f"{of['share_of_bandwidth']:7.1%}" if "share_of_bandwidth" in of else " " * 7
+        found.append(f"  {name:<22}{''.join(times)}{share}  {of.get('error', '')}".rstrip())
+    return found
 
 
 def measure(args: argparse.Namespace) -> int:
     """Runs the cells in turn; returns the exit status."""
-    import torch
     import triton
 
-    from benchmarks import kernel_cells
-    from benchmarks.kernel_timing import GpuClock, HostClock, measure_bandwidth
-    from benchmarks.kernel_variants import THETA, MismatchError, Shape
+    from benchmarks.kernel_step import GpuClock, HostClock, MismatchError, Shape
+    from vllm_mars.local.provenance import describe_run
+    from vllm_mars.local.result_file import write_json
 
     clock = HostClock() if args.dry_run else GpuClock()
-    device = clock.describe()
-    cells = args.cell or (TUNED if args.tune else FULL if args.grid == "full" else SMALL)
-    if args.dry_run:
-        cells = args.cell or DRY
-    head = describe_run(None if args.dry_run else device["name"])
+    cells = DRY if args.dry_run else GRID
+    bandwidth = clock.bandwidth()
+    head = describe_run(None if args.dry_run else clock.name)
     head["versions"]["triton"] = triton.__version__
-    rounds = 3 if args.dry_run else args.rounds
-    result: dict[str, Any] = {
-        "schema": "vllm-mars/kernel/1",
-        **head,
-        "device": device,
-        "timing": device["timing"],
-        "config": {"theta": THETA, "rounds": rounds, "dry_run": args.dry_run, "tune": args.tune},
-        "bandwidth": measure_bandwidth(clock),
-        "goals": [],
-        "cells": [],
-        "tune": [],
-        "not_run": [],
-    }
-    bandwidth = result["bandwidth"]["best_gb_per_s"]
-    print(f"{device['name']}: {bandwidth:.0f} GB/s; timing: {device['timing']}", flush=True)
-    begin = time.perf_counter()
-
-    def write() -> None:
+    result: dict[str, Any] = {"schema": "vllm-mars/kernel/2", **head}
+    result |= {"dry_run": args.dry_run, "gb_per_s": bandwidth}
+    result |= {"rounds": args.rounds, "cells": [], "not_run": []}
+    print(f"{clock.name}, {bandwidth:.0f} GB/s; us under a graph and without, share of these GB/s")
+    begin, status = time.perf_counter(), 0
+    for number, cell in enumerate(cells):
+        if time.perf_counter() - begin > args.seconds:
+            result["not_run"] = cells[number:]
+            print(f"{len(cells) - number} cells were not run: the time is up.")
+            break
+        try:
+            measured = measure_cell(clock, Shape(*cell), bandwidth, args.rounds)
+        except MismatchError as error:
+            result["error"], status = str(error), 1
+            print(error, file=sys.stderr)
+            break
+        result["cells"].append(measured)
+        print(Shape(*cell), *lines(measured), sep="\n", flush=True)
         if args.output:
             write_json(args.output, result)
-
-    for number, cell in enumerate(cells, start=1):
-        shape = Shape(*cell)
-        elapsed = time.perf_counter() - begin
-        if elapsed > args.seconds:
-            result["not_run"] = [Shape(*rest)._asdict() for rest in cells[number - 1 :]]
-            print(f"{len(result['not_run'])} cells were not run: the time is up.")
-            break
-        print(f"[{number}/{len(cells)}, {elapsed:.0f} s] {shape}", flush=True)
-        try:
-            if args.tune:
-                limit = 3 if args.dry_run else None
-                tuned = kernel_cells.tune_cell(clock, shape, bandwidth, rounds, limit)
-                result["tune"].append(tuned)
-                print(*tune_table(tuned), sep="\n", flush=True)
-            else:
-                measured = kernel_cells.measure_cell(clock, shape, bandwidth, rounds)
-                result["cells"].append(measured)
-                print(*cell_table(measured), sep="\n", flush=True)
-        except MismatchError as error:
-            result["error"] = str(error)
-            write()
-            print(error, file=sys.stderr)
-            return 1
-        result["goals"] = outcomes(result["cells"])
-        write()
-        if not args.dry_run:
-            torch.cuda.empty_cache()
-    write()
-    for goal in result["goals"]:
-        values = ", ".join(f"{value:.3g} at {name}" for name, value in goal["measured"].items())
-        print(f"{goal['result']}: {goal['goal']}{': ' * bool(values)}{values}")
-    return 0
+    if args.output:
+        write_json(args.output, result)
+    return status
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="JSON file; default: standard output only")
-    parser.add_argument("--grid", choices=("small", "full"), default="full")
-    parser.add_argument(
-        "--cell", type=cell_of, action="append", help="BATCH,K,VOCAB,DTYPE in place of the grid"
-    )
     parser.add_argument("--rounds", type=int, default=50, help="counted runs of each variant")
-    parser.add_argument(
-        "--seconds", type=float, default=360, help="no cell is begun after this time"
-    )
-    parser.add_argument("--tune", action="store_true", help="time launch settings instead")
+    parser.add_argument("--seconds", type=float, default=360, help="no cell is begun after these")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
     args = parser.parse_args(arguments)
     if args.dry_run:

@@ -1,10 +1,10 @@
-"""Cost of one verification step on a CPU: vLLM's V1 rejection sampler against MARS.
+"""Cost of one verification step on a CPU: vLLM's V1 rejection sampler beside MARS.
 
-`python -m benchmarks.sampler --output benchmarks/results/sampler-cpu.json`
+`python -m benchmarks.sampler --output build/sampler.json`
 
-Both samplers verify the same logits and drafts in turn, so a drift of the machine's speed meets
-both; the ratio is taken pair by pair. Drafts are the target's first choice with probability 0.6,
-else its second or third, which is about what a draft model does.
+Both verify the same logits and drafts in turn, so that a drift of the machine's speed meets both;
+ratios are taken pair by pair. Drafts are the target's first choice with probability 0.6, else its
+second or third, which is about what a draft model does.
 """
 
 import argparse
@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.kernel_timing import HostClock, summary, time_in_turn
-from benchmarks.kernel_variants import Shape, Step, v1_inputs
+from benchmarks.kernel_step import HostClock, Shape, Step, summary, time_in_turn, v1_inputs
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 
@@ -25,18 +24,18 @@ NUM_DRAFT_TOKENS = 4
 VOCAB = 49_152
 THETA = 0.9
 # The guard against repetition, and how many tokens each answer has by then.
-NGRAM = 4
-ANSWER = 512
+NGRAM, ANSWER = 4, 512
+BATCHES = (1, 32)
+# Name, temperature, top-p.
+REQUESTS = (
+    ("greedy", 0.0, None),
+    ("temperature 0.8", 0.8, None),
+    ("temperature 0.8, top-p 0.9", 0.8, 0.9),
+)
 
 
-def in_milliseconds(runs: list[float]) -> dict[str, Any]:
-    """Median, 20th and 80th percentile, with the raw runs, of runs in microseconds."""
-    found = summary([run / 1e3 for run in runs])
-    return {f"{name}_ms": value for name, value in found.items()}
-
-
-def measure_samplers(runs: int) -> list[dict[str, Any]]:
-    """vLLM's sampler against MARS at theta 0.9, with a server's counters, and with the guard."""
+def samplers() -> dict[str, Any]:
+    """vLLM's sampler, and MARS at theta 0.9: alone, and with counters and the guard."""
     from vllm import SamplingParams
     from vllm.platforms import current_platform
     from vllm.v1.sample.logits_processor.interface import BatchUpdate
@@ -51,53 +50,40 @@ def measure_samplers(runs: int) -> list[dict[str, Any]]:
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
     mend()
-    device = torch.device("cpu")
-    plain = MarsConfig(theta=THETA)
-    mars, counting, guarded = (
+    device, most = torch.device("cpu"), max(BATCHES)
+    mars, everything = (
         MarsRejectionSampler(
-            Sampler(), None, device, config, [0, 1, 2], RequestsV1(config, 32, device)
+            Sampler(), None, device, config, [0, 1, 2], RequestsV1(config, most, device)
         )
-        for config in (plain, plain, MarsConfig(theta=THETA, repeat_guard=NGRAM))
+        for config in (MarsConfig(theta=THETA), MarsConfig(theta=THETA, repeat_guard=NGRAM))
     )
-    answers = torch.randint(VOCAB, (32, ANSWER)).tolist()
+    answers = torch.randint(VOCAB, (most, ANSWER)).tolist()
     added = [(place, SamplingParams(), None, answer) for place, answer in enumerate(answers)]
-    guarded.requests.update_state(BatchUpdate(32, removed=[], added=added, moved=[]))
-    counting.rule.counters = Counters(CounterLayout(NUM_DRAFT_TOKENS), device)
-    samplers = {
-        "vllm": RejectionSampler(Sampler(), None, device),
-        "mars": mars,
-        "mars_counting": counting,
-        "mars_guarded": guarded,
-    }
-    results = []
-    for batch in (1, 32):
-        for name, temperature, top_p in (
-            ("greedy", 0.0, None),
-            ("temperature 0.8", 0.8, None),
-            ("temperature 0.8, top-p 0.9", 0.8, 0.9),
-        ):
-            step = Step(Shape(batch, NUM_DRAFT_TOKENS, VOCAB, "fp32"), device)
+    everything.requests.update_state(BatchUpdate(most, removed=[], added=added, moved=[]))
+    everything.rule.counters = Counters(CounterLayout(NUM_DRAFT_TOKENS), device)
+    vllm = RejectionSampler(Sampler(), None, device)
+    return {"vllm": vllm, "mars": mars, "everything": everything}
+
+
+def measure(runs: int) -> list[dict[str, Any]]:
+    """Microseconds of a step of each batch and kind of requests, and ratios to vLLM's."""
+    found, results = samplers(), []
+    for batch in BATCHES:
+        step = Step(Shape(batch, NUM_DRAFT_TOKENS, VOCAB, "fp32"), torch.device("cpu"))
+        for name, temperature, top_p in REQUESTS:
             metadata, sampling = v1_inputs(step, temperature, top_p)
-            times = time_in_turn(
-                HostClock(),
-                {
-                    key: functools.partial(sampler, metadata, None, step.logits, sampling)
-                    for key, sampler in samplers.items()
-                },
-                runs,
-            )
-            of = {key: np.array(values) for key, values in times.items()}
-            results.append(
-                {
-                    "batch": batch,
-                    "requests": name,
-                    **{key: in_milliseconds(values) for key, values in times.items()},
-                    "median_ratio_mars_to_vllm": float(np.median(of["mars"] / of["vllm"])),
-                    "median_ms_counting_adds": float(np.median(of["mars_counting"] - of["mars"]))
-                    / 1e3,
-                    "median_ms_guard_adds": float(np.median(of["mars_guarded"] - of["mars"])) / 1e3,
-                }
-            )
+            calls = {
+                key: functools.partial(sampler, metadata, None, step.logits, sampling)
+                for key, sampler in found.items()
+            }
+            times = time_in_turn(HostClock(), calls, runs)
+            result: dict[str, Any] = {"batch": batch, "requests": name}
+            for key, of in times.items():
+                ratio = round(float(np.median(np.divide(of, times["vllm"]))), 3)
+                result[key] = {**summary(of), "x_vllm": ratio, "runs": of}
+            results.append(result)
+            shown = (f"{key} {result[key]['median'] / 1e3:.2f} ms" for key in times)
+            print(f"{batch} {name}:", ", ".join(shown), flush=True)
     return results
 
 
@@ -107,24 +93,14 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=40, help="counted runs of each variant")
     parser.add_argument("--output", type=Path, help="JSON file; default: standard output only")
     args = parser.parse_args()
+    config = {"k": NUM_DRAFT_TOKENS, "vocab": VOCAB, "theta": THETA, "dtype": "float32"}
     result = {
-        "schema": "vllm-mars/sampler-cpu/1",
+        "schema": "vllm-mars/sampler/2",
         **describe_run(None),
-        "config": {
-            **{"k": NUM_DRAFT_TOKENS, "vocab": VOCAB, "theta": THETA, "dtype": "float32"},
-            **{"repeat_guard": NGRAM, "answer_tokens": ANSWER},
-        },
+        "config": config | {"repeat_guard": NGRAM, "answer_tokens": ANSWER},
         "threads": torch.get_num_threads(),
-        "samplers": measure_samplers(args.runs),
+        "samplers": measure(args.runs),
     }
-    for row in result["samplers"]:
-        print(
-            f"batch {row['batch']:>2}, {row['requests']:<27}"
-            f" vLLM {row['vllm']['median_ms']:8.2f} ms   MARS {row['mars']['median_ms']:8.2f} ms"
-            f"   ratio {row['median_ratio_mars_to_vllm']:.2f}"
-            f"   counting adds {row['median_ms_counting_adds']:.2f} ms"
-            f"   guard adds {row['median_ms_guard_adds']:.2f} ms"
-        )
     if args.output:
         write_json(args.output, result)
     return 0

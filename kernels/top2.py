@@ -241,7 +241,7 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
     A block of 4,096 elements and 8 warps gives each thread 16 of them: two 16-byte loads of a
     16-bit dtype, four of float32. Few rows are split into single blocks, to fill the chip; many
     rows take fewer splits, down to about 2,048 programs, so that partial results stay few while a
-    last wave that is not full costs little. `python -m benchmarks.kernel --tune` measures it.
+    last wave that is not full costs little.
     """
     block = min(4096, max(256, triton.next_power_of_2(vocab)))
     blocks = triton.cdiv(vocab, block)

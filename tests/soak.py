@@ -8,14 +8,16 @@ streams and whole answers, greedy and sampled, a theta of their own or none, str
 every few seconds: the memory of the server's processes, and that no counter has fallen. At the end
 no request may be left, and a second load is met by SIGTERM, after which no process may be left.
 
-The server runs with `--shutdown-timeout`: it then lets the requests end that it has. Without it
-vLLM 0.32.0, with or without MARS, stops its engine at once and waits for the clients of those
-requests to hang up, however long that takes.
+The server runs with `--shutdown-timeout`: it then lets the requests end that it has. Those that do
+not end in that time, all of them without the option, are never answered: vLLM, with or without
+MARS, has then ended its engine and waits for their clients to hang up, however long that takes. So
+the clients here do so after the timeout.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -53,7 +55,8 @@ REFUSED = (0, 2, "x", [1], -0.5)
 # Of the memory after the first half, what the second half may add.
 MEMORY_GROWTH = 0.05
 DRAIN_SECONDS = 60
-STOP_SECONDS = 120.0
+# For the processes to end, behind the drain and again when the clients have hung up.
+GRACE_SECONDS = 30.0
 IDLE_SECONDS = 60.0
 MODEL = "model"
 
@@ -229,22 +232,24 @@ async def terminate_under_load(server: VllmServer, clients: int, seed: int) -> f
     """Sends SIGTERM to the server's own process while clients ask; returns seconds until the end.
 
     Raises:
-        SoakError: a process of the server is left.
+        SoakError: a process of the server is left, after its clients have hung up too.
     """
     load = Load(server.base_url, seed)
-    asking = asyncio.ensure_future(load.run(clients, time.monotonic() + STOP_SECONDS))
+    asking = asyncio.ensure_future(load.run(clients, math.inf))
     await asyncio.sleep(3.0)
     all_of_it = processes(server)
     begin = time.monotonic()
     # The guard's only child is the server.
     all_of_it[1].send_signal(signal.SIGTERM)
-    _, left = await asyncio.to_thread(psutil.wait_procs, all_of_it, STOP_SECONDS)
-    seconds = time.monotonic() - begin
+    _, left = await asyncio.to_thread(psutil.wait_procs, all_of_it, DRAIN_SECONDS + GRACE_SECONDS)
     asking.cancel()
     # Clients see their connections end; that is no fault.
     await asyncio.gather(asking, return_exceptions=True)
+    await load.client.close()
+    _, left = await asyncio.to_thread(psutil.wait_procs, left, GRACE_SECONDS)
+    seconds = time.monotonic() - begin
     if left:
-        raise SoakError(f"processes are left {STOP_SECONDS:g} s after SIGTERM: {left}")
+        raise SoakError(f"processes are left {seconds:.0f} s after SIGTERM: {left}")
     return seconds
 
 

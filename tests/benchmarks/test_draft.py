@@ -156,6 +156,7 @@ def test_training_lowers_the_loss_of_each_step(target, shards):
 
 def test_the_command_writes_a_head_that_fits(model, answer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "vllm_answers", lambda model: (answer, lambda: None))
+    monkeypatch.setattr(command, "load_prompts", lambda: load_prompts()[:2])
     line = f"--model {model} --work {tmp_path} --shards 2 --shard-prompts 12 --max-tokens 12"
     line += " --draft-vocab-size 256 --epochs 1 --batch 4 --warm-up 2"
     assert command.main(line.split()) == 0

@@ -30,10 +30,10 @@ def test_equals_the_torch_form(count):
         check(random_call(seed))
 
 
-@pytest.mark.parametrize(
-    ("size", "prefer"),
-    [(60, "longest"), (130, "draft"), pytest.param(128, "target", marks=pytest.mark.nightly)],
-)
+OVER_THE_LIMIT = pytest.param(130, "target", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("size", "prefer"), [(60, "longest"), OVER_THE_LIMIT])
 def test_large_trees(size, prefer):
     taken = 0
     for rule in ("gap", "price"):

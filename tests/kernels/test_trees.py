@@ -109,7 +109,6 @@ def test_no_more_nodes_than_128_are_looked_at():
     ("changes", "message"),
     [
         ({"parents": torch.zeros(2).int()}, r"draft_token_ids has shape \[3\], but must have"),
-        ({"node_rows": torch.arange(6)[::2]}, r"node_rows has strides \[2\]"),
         ({"prefer": "deepest"}, "prefer='deepest' is not one of 'draft', 'target', 'longest'"),
         ({"theta": 1.5}, r"theta=1.5 is outside \(0, 1\]"),
         ({"price": 0.5}, "Exactly one of theta, gap and price names the rule; theta and price is"),

@@ -182,6 +182,7 @@ def test_the_guard_kills_what_ignores_sigterm(mark, temporary):
     assert list(temporary.iterdir())
     process.stdin.close()
     process.wait(20)
+    assert process.stdout.read() == "Not ended 1 s after SIGTERM: killed.\n"
     assert marked(mark) == []
     assert left_in(temporary) == []
 

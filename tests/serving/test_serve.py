@@ -156,15 +156,6 @@ def test_the_lock_travels_in_a_runtime_env(ray_cluster, tiny_model):
         ray.get(read_options.remote())
 
 
-def test_answers_may_end_before_a_process_does(ray_cluster, tiny_model):
-    from vllm_mars.serve import Options, app
-
-    ingress = app(Options(model=str(tiny_model), graceful_shutdown_timeout_s=7))._bound_deployment
-    (server,) = ingress.init_kwargs["llm_deployments"].values()
-    for deployment in (ingress, server._bound_deployment):
-        assert deployment._deployment_config.graceful_shutdown_timeout_s == 7
-
-
 @contextlib.contextmanager
 def application(model, **options):
     """The address of a running application."""

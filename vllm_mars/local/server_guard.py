@@ -51,6 +51,8 @@ def end_group(grace_seconds: float, directory: str) -> None:
         time.sleep(POLL_SECONDS)
     shutil.rmtree(directory, ignore_errors=True)
     if left:
+        # A vLLM whose clients hold their connections waits for them without end.
+        print(f"Not ended {grace_seconds:g} s after SIGTERM: killed.", flush=True)
         os.killpg(0, signal.SIGKILL)
 
 

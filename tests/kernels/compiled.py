@@ -1,0 +1,98 @@
+"""Compiles Triton kernels for GPUs that need not be there, and reads what they became."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel: the jitted function, and what it is launched with."""
+
+    kernel: JITFunction
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return self.kernel.fn.__name__
+
+
+class Resources(NamedTuple):
+    """What a compiled kernel takes.
+
+    Attributes:
+        registers: of a thread.
+        spills: bytes of a thread in memory; on AMD registers.
+        wide_loads: loads of 16 bytes from global memory.
+        fused: multiplications fused with an addition, which round once; not read on AMD.
+    """
+
+    registers: int
+    spills: int
+    wide_loads: int
+    fused: int
+
+
+def launches(call: Callable[[], Any]) -> list[Launch]:
+    """What a call on CPU tensors launches; nothing runs."""
+    found: list[Launch] = []
+
+    def instead_of_launching(kernel: JITFunction, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: found.append(Launch(kernel, args, kwargs))
+
+    with mock.patch.object(JITFunction, "__getitem__", instead_of_launching):
+        call()
+    return found
+
+
+def compile_for(launch: Launch, target: str) -> Resources:
+    """Compiles a launch for one of `TARGETS`; tensors give dtypes and alignment only."""
+    # Triton asks its driver what to compile for, and keeps what it compiled by device.
+    driver = SimpleNamespace(
+        get_current_device=lambda: target,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: TARGETS[target],
+    )
+    with mock.patch.object(triton.runtime.driver, "_active", driver):
+        asm = launch.kernel.warmup(*launch.args, grid=(1,), **launch.kwargs).asm
+    if "amdgcn" in asm:
+        code = asm["amdgcn"]
+        return Resources(
+            registers=_number(r"\.vgpr_count:\s*(\d+)", code),
+            spills=_number(r"\.vgpr_spill_count:\s*(\d+)", code),
+            wide_loads=len(re.findall(r"(?:global|buffer)_load_dwordx4", code)),
+            fused=0,
+        )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(asm["cubin"])
+        cubin.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return Resources(
+        registers=_number(r"REG:(\d+)", usage),
+        spills=_number(r"LOCAL:(\d+)", usage),
+        wide_loads=len(re.findall(r"LDG\.E(?:\.\w+)*\.128", asm["sass"])),
+        fused=len(re.findall(r"\bfma\.rn", asm["ptx"])),
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    assert match, f"the compiler's report has nothing that matches {pattern}"
+    return int(match[1])
