@@ -28,6 +28,12 @@ sys.path.insert(0, str(TESTS / "conformance"))
 # Share of the time; the interpreter takes a hundred times as long for a call.
 SHARES = {"public": 0.3, "v1": 0.3, "triton": 0.2, "v2": 0.2}
 INTERPRETED = ("triton", "v2")
+# Of each rule, what all requests of a call may share, and what each may have.
+VALUES = {
+    "theta": ([1.0, 0.9, 0.5, 0.01], [1.0, 0.9375, 0.5, 0.0625]),
+    "gap": ([0.0, 0.5, 3.0], [0.0, 0.25, 4.0]),
+    "price": ([0.0, 0.3, 3.0], [0.0, 0.25, 4.0]),
+}
 
 
 @dataclass
@@ -37,33 +43,29 @@ class Call:
     Attributes:
         logits: tensor `[num_rows, vocab]`; each request's draft rows, then its bonus row.
         drafts: draft tokens of each request.
-        theta: of each request, or one for all.
-        gap: likewise.
+        rule: "theta", "gap" or "price".
+        value: of the rule, of each request or one for all.
         protected: token ids.
-        price: of each request, or one for all, with theta 1 and gap 0; None for another metric.
         allowed: bool `[batch, vocab]` or None; what a processor of the samplers lets through.
     """
 
     logits: Any
     drafts: list[list[int]]
-    theta: float | list[float]
-    gap: float | list[float]
+    rule: str
+    value: float | list[float]
     protected: frozenset[int]
-    price: float | list[float] | None = None
     allowed: Any = None
+
+    def value_of(self, request: int) -> float:
+        return self.value[request] if isinstance(self.value, list) else self.value
 
     def describe(self) -> str:
         rows = json.dumps(self.logits.float().tolist())
         return (
-            f"dtype {self.logits.dtype}, drafts {self.drafts}, theta {self.theta}, gap {self.gap}, "
-            f"price {self.price}, protected {sorted(self.protected)}, allowed "
+            f"dtype {self.logits.dtype}, drafts {self.drafts}, {self.rule} {self.value}, "
+            f"protected {sorted(self.protected)}, allowed "
             f"{None if self.allowed is None else self.allowed.tolist()}, logits {rows}"
         )
-
-
-def of_request(value: float | list[float] | None, request: int) -> float | None:
-    """A threshold of one request."""
-    return value[request] if isinstance(value, list) else value
 
 
 def expected(call: Call) -> list[Any]:
@@ -81,8 +83,10 @@ def expected(call: Call) -> list[Any]:
                 [value if ok else -math.inf for value, ok in zip(values, allowed, strict=True)]
                 for values in rows
             ]
-        theta, gap, price = (of_request(v, request) for v in (call.theta, call.gap, call.price))
-        bonus = oracle.argmax(rows[-1])
+        value, bonus = call.value_of(request), oracle.argmax(rows[-1])
+        theta = value if call.rule == "theta" else 1.0
+        gap = value if call.rule == "gap" else 0.0
+        price = value if call.rule == "price" else None
         results.append(
             oracle.verify(rows[:-1], drafts, bonus, theta, gap, call.protected, price=price)
         )
@@ -117,16 +121,14 @@ def random_call(rng: Any, *, sampler: bool) -> Call:
         others = rng.integers(-1, vocab, size=length).tolist()
         drafts.append([o if rng.random() < 0.1 else c for c, o in zip(chosen, others, strict=True)])
         row += length + 1
-    one_theta = float(rng.choice([1.0, 0.9, 0.5, 0.01]))
-    theta: float | list[float] = one_theta
-    gap: float | list[float] = float(rng.choice([0.0, 0.5, 3.0]))
+    rule = rng.choice(["theta", "gap", "price"], p=[0.5, 0.2, 0.3])
+    # Those of a tensor are floats that float32 holds.
+    one, each = VALUES[rule]
+    value: float | list[float] = float(rng.choice(one))
     if rng.random() < 0.5:
-        # Powers of two less one: float32 holds them, as it holds what a tensor hands over.
-        theta = rng.choice([1.0, 0.9375, 0.5, 0.0625], size=len(lengths)).tolist()
-    if rng.random() < 0.3:
-        gap = rng.choice([0.0, 0.25, 4.0], size=len(lengths)).tolist()
+        value = rng.choice(each, size=len(lengths)).tolist()
     protected = frozenset(rng.integers(0, vocab, size=rng.integers(0, 3)).tolist())
-    return Call(logits, drafts, theta, gap, protected)
+    return Call(logits, drafts, rule, value, protected)
 
 
 def padded(results: list[Any], width: int) -> list[list[int]]:
@@ -167,26 +169,41 @@ def mask(call: Call) -> Any:
     return protected
 
 
+def reference_of(call: Call, drafts: Any, value: Any) -> Any:
+    """What the reference makes of a call."""
+    import torch
+
+    from vllm_mars.kernels import reference
+    from vllm_mars.kernels.terms import NO_BOUND, Records, Requests, Rule, price_units
+
+    values = value.tolist() if isinstance(value, torch.Tensor) else [value] * len(call.drafts)
+    zeros = torch.zeros(len(values), dtype=torch.int64)
+    price = torch.tensor([price_units(one) for one in values])
+    records = Records(torch.tensor(values), price, zeros, zeros + NO_BOUND, zeros)
+    slots = torch.arange(len(values))
+    rule = Rule(call.rule, 0, mask(call))
+    return reference.accept(drafts, Requests(records, slots, slots.int()), rule)
+
+
 def check_public(rng: Any, backends: tuple[str, ...] = ("torch", "reference")) -> str | None:
     """`verify_greedy`; returns what differs, or None."""
     from vllm_mars import verify_greedy
-    from vllm_mars.kernels import reference
-    from vllm_mars.kernels.terms import Drafts, Margin
+    from vllm_mars.kernels.terms import Drafts
 
     call = random_call(rng, sampler=False)
     ids, ends, rows, bonus_rows = layout(call)
     width = max(map(len, call.drafts)) + 1
     results = expected(call)
     for backend in backends:
-        drafts = Drafts(call.logits, ids, ends, rows, None, bonus_rows, width - 1)
-        margin = Margin(per_request(call.theta), per_request(call.gap), mask(call))
+        value = per_request(call.value)
         if backend == "reference":
-            output = reference.verify_greedy(drafts, margin)
+            drafts = Drafts(call.logits, ids, ends, rows, None, bonus_rows, width - 1)
+            output = reference_of(call, drafts, value)
         else:
             output = verify_greedy(
-                *(call.logits, ids, ends, None, margin.theta),
-                gap=margin.gap,
-                protected=margin.protected,
+                *(call.logits, ids, ends, None),
+                **{call.rule: value},
+                protected=mask(call),
                 target_rows=rows,
                 bonus_rows=bonus_rows,
                 max_draft_len=width - 1,
@@ -215,28 +232,18 @@ def check_triton(rng: Any) -> str | None:
 def sampler_call(rng: Any) -> tuple[Call, Any, list[dict[str, float]]]:
     """A call for a sampler, its config, and what each request asks for."""
     from vllm_mars import MarsConfig
+    from vllm_mars.config import OPTION, STRICT_VALUE
     from vllm_mars.local.drafts import LOOSEST_LIMIT
 
     call = random_call(rng, sampler=True)
-    # A sampler has one metric; a request may have a value of its own.
-    metric = rng.choice(["ratio", "gap", "price"], p=[0.5, 0.2, 0.3])
-    if metric == "ratio":
-        call.gap = 0.0
-        theta = call.theta if isinstance(call.theta, float) else 1.0
-        config = MarsConfig(theta=theta, limit=LOOSEST_LIMIT["theta"])
-        own = [{"mars_theta": theta} for theta in call.theta] if call.theta != config.theta else []
-    elif metric == "price":
-        # A gap's values will do.
-        call.theta, call.gap, call.price = 1.0, 0.0, call.gap
-        price = call.price if isinstance(call.price, float) else 0.0
-        config = MarsConfig(price=price, limit=LOOSEST_LIMIT["price"], repeat_guard=0)
-        own = [{"mars_price": value} for value in call.price] if call.price != price else []
+    guard = {"repeat_guard": 0} if call.rule == "price" else {}
+    value = call.value
+    if isinstance(value, float):
+        own: list[dict[str, float]] = [{} for _ in call.drafts]
     else:
-        call.theta = 1.0
-        gap = call.gap if isinstance(call.gap, float) else 0.0
-        config = MarsConfig(gap=gap, limit=LOOSEST_LIMIT["gap"])
-        own = [{"mars_gap": value} for value in call.gap] if call.gap != gap else []
-    return call, config, own or [{} for _ in call.drafts]
+        own, value = [{OPTION[call.rule]: one} for one in value], STRICT_VALUE[call.rule]
+    config = MarsConfig(**{call.rule: value}, limit=LOOSEST_LIMIT[call.rule], **guard)
+    return call, config, own
 
 
 def differences(found: list[list[int]], call: Call, compared: int) -> str | None:
@@ -266,7 +273,9 @@ def check_v1(rng: Any) -> str | None:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
     from vllm_mars import MarsRejectionSampler
+    from vllm_mars.runner.counters import CounterLayout, Counters
     from vllm_mars.runner.requests_v1 import RequestsV1
+    from vllm_mars.runner.verification import Verification
 
     call, config, own = sampler_call(rng)
     cpu, batch, vocab = torch.device("cpu"), len(call.drafts), call.logits.shape[1]
@@ -306,7 +315,9 @@ def check_v1(rng: Any) -> str | None:
         bad_words_token_ids={},
         logitsprocs=LogitsProcessors(),
     )
-    sampler = MarsRejectionSampler(Sampler(), None, cpu, config, list(call.protected), requests)
+    counters = Counters(CounterLayout(max(map(len, call.drafts)), rule=config.rule), cpu)
+    verification = Verification(config, list(call.protected), counters)
+    sampler = MarsRejectionSampler(Sampler(), None, cpu, verification, requests)
     output = sampler(metadata, None, call.logits.clone(), sampling).sampled_token_ids
     return differences([[t for t in row if t >= 0] for row in output.tolist()], call, greedy)
 

@@ -7,12 +7,12 @@ from fractions import Fraction
 
 import numpy as np
 
-from vllm_mars.kernels.terms import Verdict
+from vllm_mars.kernels.terms import PRICE_BURSTS, Verdict
 
 
 @dataclass
 class Verified:
-    """Tokens that one request emits, and how many of its drafts were accepted and relaxed."""
+    """Tokens that one greedy request emits, and how many drafts were accepted and relaxed."""
 
     tokens: list[int]
     accepted: int
@@ -64,8 +64,10 @@ def is_payable(row: Sequence[float], draft: int) -> bool:
     return is_token and row[draft] > -math.inf and max(row) < math.inf
 
 
-def in_steps(price: float) -> Fraction:
+def in_steps(price: float | Fraction) -> Fraction:
     """A price in steps of 2**-16, rounded down."""
+    if isinstance(price, Fraction):
+        return price
     return Fraction(math.floor(min(float(np.float32(price)), 2.0**13) * 2**16), 2**16)
 
 
@@ -82,15 +84,6 @@ class Nats:
     produced: int
 
 
-@dataclass
-class Budget:
-    """No more than `share` of a request's output tokens, `relaxed` of `produced` so far."""
-
-    share: Fraction
-    relaxed: int
-    produced: int
-
-
 def judge(
     rows: Sequence[Sequence[float]],
     drafts: Sequence[int],
@@ -98,48 +91,35 @@ def judge(
     gap: float,
     protected: frozenset[int],
     blocked: Sequence[int] | None = None,
-    budget: Budget | None = None,
     nats: Nats | None = None,
-    price: float | None = None,
-    first_choice_counts: bool = True,
+    price: float | Fraction | None = None,
 ) -> list[Verdict]:
-    """The verdict at each of a request's positions, each as if the ones before were accepted."""
+    """The verdict at each of a greedy request's positions, up to where the step ends."""
     verdicts = []
-    relaxed = budget.relaxed if budget else 0
     lost = nats.lost if nats else Fraction(0)
     for position, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-        verdict = Verdict.NONE
-        if not first_choice_counts and draft == argmax(row):
-            verdict = Verdict.FIRST
-        elif price is not None:
-            pays = loss(row, draft) < in_steps(price)
-            if is_payable(row, draft) and (pays or not first_choice_counts):
-                verdict = Verdict.RELAXED
-                if draft in protected or argmax(row) in protected:
-                    verdict = Verdict.PROTECTED if pays else Verdict.NONE
-                if blocked is not None and blocked[position]:
-                    verdict = Verdict(blocked[position]) if pays else Verdict.NONE
+        verdict, reason = Verdict.NONE, blocked[position] if blocked is not None else 0
+        if not reason and (draft in protected or argmax(row) in protected):
+            reason = Verdict.PROTECTED
+        if price is None:
+            pays = is_relaxed(row, draft, theta, gap, frozenset())
         else:
-            if is_relaxed(row, draft, theta, gap, protected):
-                verdict = Verdict.RELAXED
-            elif is_relaxed(row, draft, theta, gap, frozenset()):
-                verdict = Verdict.PROTECTED
-            if verdict and blocked is not None and blocked[position]:
-                verdict = Verdict(blocked[position])
-        if verdict == Verdict.RELAXED:
-            if budget and relaxed + 1 > budget.share * (budget.produced + position + 1):
-                verdict = Verdict.BUDGET
-            elif nats and lost + loss(row, draft) > earned(nats, position + 1):
+            pays = is_payable(row, draft) and loss(row, draft) < in_steps(price)
+        if draft == argmax(row):
+            verdict = Verdict.FIRST
+        elif reason:
+            verdict = Verdict(reason) if pays else Verdict.NONE
+        elif pays or (price is not None and in_steps(price) and is_payable(row, draft)):
+            verdict = Verdict.PAYABLE
+            if nats and lost + loss(row, draft) > earned(nats, position + 1):
                 verdict = Verdict.LOSS
             else:
-                relaxed += 1
                 lost += loss(row, draft)
         verdicts.append(verdict)
-    if price is not None and not first_choice_counts:
-        stop = best_stop(rows, drafts, verdicts, in_steps(price))
-        for position in range(stop, len(drafts)):
-            if verdicts[position] == Verdict.RELAXED:
-                verdicts[position] = Verdict.NONE
+    paid = [i for i, verdict in enumerate(verdicts) if verdict == Verdict.PAYABLE]
+    stop = len(drafts) if price is None else best_stop(rows, drafts, verdicts, in_steps(price))
+    for i in paid:
+        verdicts[i] = Verdict.RELAXED if i < stop else Verdict.NONE
     return verdicts
 
 
@@ -148,6 +128,12 @@ def earned(nats: Nats, tokens: int) -> Fraction:
     rate = Fraction(math.floor(nats.rate * 2**30), 2**30)
     steps = math.floor(rate * (nats.produced + tokens) * 2**16)
     return Fraction(steps, 2**16) + nats.burst
+
+
+def price_of_balance(scale: int, nats: Nats) -> Fraction:
+    """The price that follows what is left, up to so many bursts, before the step's first token."""
+    left = min(max(earned(nats, 1) - nats.lost, Fraction(0)), PRICE_BURSTS * nats.burst)
+    return Fraction(math.isqrt(scale * int(left * 2**16)), 2**16)
 
 
 def best_stop(
@@ -160,10 +146,10 @@ def best_stop(
     stops = []
     for stop in range(len(drafts) + 1):
         before = range(stop)
-        if any(verdicts[i] not in (Verdict.FIRST, Verdict.RELAXED) for i in before):
+        if any(verdicts[i] not in (Verdict.FIRST, Verdict.PAYABLE) for i in before):
             break
         if stop == len(drafts) or verdicts[stop] != Verdict.FIRST:
-            paid = sum(loss(rows[i], drafts[i]) for i in before if verdicts[i] == Verdict.RELAXED)
+            paid = sum(loss(rows[i], drafts[i]) for i in before if verdicts[i] == Verdict.PAYABLE)
             stops.append((paid - price * stop, stop))
     return min(stops)[1]
 
@@ -176,23 +162,62 @@ def verify(
     gap: float,
     protected: frozenset[int],
     blocked: Sequence[int] | None = None,
-    budget: Budget | None = None,
     nats: Nats | None = None,
-    price: float | None = None,
-    dry_run: bool = False,
+    price: float | Fraction | None = None,
 ) -> Verified:
     """Greedy verification of one request."""
-    limits = blocked, budget, nats, price
-    verdicts = judge(rows, drafts, theta, gap, protected, *limits, first_choice_counts=False)
+    verdicts = judge(rows, drafts, theta, gap, protected, blocked, nats, price)
     tokens: list[int] = []
     relaxed, lost = 0, Fraction(0)
     for row, draft, verdict in zip(rows, drafts, verdicts, strict=True):
-        first_choice = argmax(row)
-        if draft != first_choice:
-            if dry_run or verdict != Verdict.RELAXED:
-                return Verified([*tokens, first_choice], len(tokens), relaxed, verdicts, lost)
-            relaxed += 1
-            lost += loss(row, draft)
+        if verdict not in (Verdict.FIRST, Verdict.RELAXED):
+            return Verified([*tokens, argmax(row)], len(tokens), relaxed, verdicts, lost)
+        relaxed += verdict == Verdict.RELAXED
+        lost += loss(row, draft) * (verdict == Verdict.RELAXED)
         tokens.append(draft)
     emitted = tokens if bonus is None else [*tokens, bonus]
     return Verified(emitted, len(tokens), relaxed, verdicts, lost)
+
+
+def softmax(row: Sequence[float]) -> list[float]:
+    """p of each token; NaN of all where one is no number."""
+    if any(math.isnan(logit) or logit == math.inf for logit in row) or max(row) == -math.inf:
+        return [math.nan] * len(row)
+    shares = [math.exp(logit - max(row)) for logit in row]
+    return [share / sum(shares) for share in shares]
+
+
+def tilts(
+    rows: Sequence[Sequence[float]],
+    drafts: Sequence[int],
+    price: float | Fraction,
+    is_strict: Sequence[bool],
+) -> list[float]:
+    """b at each position of a draft, not drawn, of a request that samples without a bound."""
+    found, ahead = [], 0.0
+    for row, draft, strict in reversed(list(zip(rows, drafts, is_strict, strict=True))):
+        p = softmax(row)[draft] if 0 <= draft < len(row) else 0.0
+        # Of a row that holds a NaN nothing is accepted.
+        p = 0.0 if math.isnan(p) else p
+        bias = float(in_steps(price)) + ahead if p > 0 else 0.0
+        ahead = p * bias if strict else math.log(tilted(p, bias)) if p > 0 else 0.0
+        found.append(0.0 if strict else bias)
+    return found[::-1]
+
+
+def tilted(p: float, bias: float) -> float:
+    """What the shares add up to once exp(bias) multiplies that of a token of probability p."""
+    return 1 - p + p * math.exp(bias)
+
+
+def served(row: Sequence[float], draft: int, bias: float) -> list[float]:
+    """m of each token."""
+    shares = softmax(row)
+    if bias:
+        shares[draft] *= math.exp(bias)
+    return [share / sum(shares) for share in shares]
+
+
+def divergence(m: Sequence[float], p: Sequence[float]) -> float:
+    """KL(m || p) in nats."""
+    return sum(a * math.log(a / b) for a, b in zip(m, p, strict=True) if a > 0)

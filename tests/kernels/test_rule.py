@@ -11,24 +11,30 @@ from hypothesis import strategies as st
 
 import oracle
 from vllm_mars import verify_greedy
-from vllm_mars.kernels import reference
+from vllm_mars.config import STRICT_VALUE
+from vllm_mars.kernels import cpu, reference
 from vllm_mars.kernels.terms import (
+    NO_BOUND,
+    REFUSALS,
+    Account,
     Drafts,
-    LossBudget,
-    Margin,
-    RelaxedBudget,
+    Records,
+    Requests,
+    Rule,
     Verdict,
+    count_size,
+    count_starts,
     loss_rate,
     loss_units,
     most_lost,
+    price_units,
 )
-from vllm_mars.verify import judge_drafts, verify_drafts
 
 NAN, INF = math.nan, math.inf
 BONUS = 3
 
 
-def verify_one(row, draft, theta=0.9, gap=0.0, protected=(), dtype=torch.float32):
+def verify_one(row, draft, protected=(), dtype=torch.float32, **value):
     """Verifies one draft token; returns the emitted tokens, and how many are accepted, relaxed."""
     logits = torch.tensor([row], dtype=dtype)
     mask = torch.zeros(len(row), dtype=torch.bool)
@@ -38,8 +44,7 @@ def verify_one(row, draft, theta=0.9, gap=0.0, protected=(), dtype=torch.float32
         torch.tensor([draft], dtype=torch.int32),
         torch.tensor([1], dtype=torch.int32),
         torch.tensor([BONUS]),
-        theta,
-        gap=gap,
+        **(value or {"theta": 0.9}),
         protected=mask if protected else None,
         backend="torch",
     )
@@ -64,9 +69,8 @@ CASES = {
     "theta near 0":                  ([0.01, 2.0, 0.0, 0.0], 0, {"theta": 0.001}, [0, BONUS], 1),
     "z1 = 0":                        ([-0.1, 0.0, -1.0, -2.0], 0, {"theta": 0.01}, [1], 0),
     "negative logits, ratio":        ([-1.1, -1.0, -3.0, -4.0], 0, {"theta": 0.5}, [1], 0),
-    "negative logits, gap":          ([-1.1, -1.0, -3.0, -4.0], 0, {"theta": 1.0, "gap": 0.2},
-                                      [0, BONUS], 1),
-    "gap exactly reached":           ([1.5, 2.0, 0.0, 0.0], 0, {"theta": 1.0, "gap": 0.5}, [1], 0),
+    "negative logits, gap":          ([-1.1, -1.0, -3.0, -4.0], 0, {"gap": 0.2}, [0, BONUS], 1),
+    "gap exactly reached":           ([1.5, 2.0, 0.0, 0.0], 0, {"gap": 0.5}, [1], 0),
     "runner-up masked":              ([-INF, 2.0, -INF, -INF], 0, {"theta": 0.01}, [1], 0),
     "NaN elsewhere":                 ([1.9, 2.0, NAN, 0.0], 0, {}, [2], 0),
     "NaN at the draft token":        ([1.9, 2.0, NAN, 0.0], 2, {}, [2, BONUS], 0),
@@ -103,116 +107,60 @@ def test_hand_computed(name, dtype):
     )
 
 
-def test_top_two_are_accepted_outright_in_sampling():
-    logits = torch.tensor([[1.9, 2.0, 0.5], [1.9, 2.0, 0.5], [1.9, 2.0, 0.5], [1.0, 2.0, 0.5]])
-    drafts = torch.tensor([0, 1, 2, 1])
-    step = Drafts(logits, drafts, torch.tensor([4], dtype=torch.int32))
-    judged = judge_drafts(step, Margin(0.9))
-    assert judged.verdicts.tolist() == [1, 1, 0, 0]
-
-
-# What a caller may block a position with, and (relaxed, produced) tokens of a request so far, and
-# (lost nats, its own nats per token, produced tokens).
+# What a caller may block a position with, and (lost nats, its own nats per token, produced tokens).
 BLOCKED = st.sampled_from([0, 0, Verdict.SPAN, Verdict.STRUCTURED])
-BUDGET = st.integers(0, 40).flatmap(lambda n: st.tuples(st.integers(0, n // 4), st.just(n)))
 NATS = st.tuples(
     st.sampled_from([0.0, 0.25, 1.0, 1.5]), st.sampled_from([0.0, 0.01, 0.3]), st.integers(0, 40)
 )
 PRICE = st.one_of(st.sampled_from([0.0, 0.25, 1.0, 4.0]), st.floats(0, 8, width=32))
+VALUES = {
+    "theta": st.one_of(st.sampled_from([1.0, 0.9, 0.5, 0.01]), st.floats(0.0625, 1, width=16)),
+    "gap": st.sampled_from([0.0, 0.25, 3.0]),
+    "price": PRICE,
+}
+LONGEST = 5
 
 
 @st.composite
-def batches(draw):
+def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, torch.float16)):
     """A ragged batch over few distinct logits, so that ties, masks and small margins are common."""
-    vocab = draw(st.integers(2, 9))
-    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    vocab = draw(st.integers(1, 9))
+    lengths = draw(st.lists(st.integers(0, LONGEST), min_size=1, max_size=4))
     logit = st.one_of(
         st.sampled_from([0.0, -0.0, 1.0, 1.9, 2.0, 10.0, -1.0, -INF]),
         st.floats(-4, 12, width=16),
         st.sampled_from([NAN, INF]) if draw(st.booleans()) else st.just(2.5),
     )
     row = st.lists(logit, min_size=vocab, max_size=vocab)
-    size = sum(lengths)
+    size, count = sum(lengths), len(lengths)
     rows = draw(st.lists(row, min_size=size, max_size=size))
     drafts = draw(st.lists(st.integers(-1, vocab - 1), min_size=size, max_size=size))
     # Bias towards the argmax and its rivals, so that drafts get past the first position.
     for i, values in enumerate(rows):
         if draw(st.booleans()):
             drafts[i] = oracle.argmax(values)
-    theta = st.one_of(st.sampled_from([1.0, 0.9, 0.5, 0.01]), st.floats(0.0625, 1, width=16))
-    gap = st.sampled_from([0.0, 0.0, 0.25, 3.0])
-    count = len(lengths)
-    price = draw(st.none() | st.lists(PRICE, min_size=count, max_size=count))
-    if price is not None:
-        theta, gap = st.just(1.0), st.just(0.0)
+    rule = draw(st.sampled_from(rules))
+    has_bound = draw(st.booleans())
+    scales = [0, 0, 1 << 16, 1 << 22] if has_bound and rule == "price" else [0]
     return {
         "vocab": vocab,
         "lengths": lengths,
         "rows": rows,
         "drafts": drafts,
+        "rule": rule,
+        "values": draw(st.lists(VALUES[rule], min_size=count, max_size=count)),
+        "scales": draw(st.lists(st.sampled_from(scales), min_size=count, max_size=count)),
         "bonus": draw(st.lists(st.integers(0, vocab - 1), min_size=count, max_size=count)),
-        "theta": draw(st.lists(theta, min_size=count, max_size=count)),
-        "gap": draw(st.lists(gap, min_size=count, max_size=count)),
         "protected": draw(st.frozensets(st.integers(0, vocab - 1), max_size=3)),
-        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        "dtype": draw(st.sampled_from(dtypes)),
         "blocked": draw(st.none() | st.lists(BLOCKED, min_size=size, max_size=size)),
-        "budget": draw(st.none() | st.lists(BUDGET, min_size=count, max_size=count)),
-        "share": draw(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.7, 1.0])),
-        "nats": draw(st.none() | st.lists(NATS, min_size=count, max_size=count)),
+        "nats": draw(st.lists(NATS, min_size=count, max_size=count)) if has_bound else None,
         "burst": draw(st.sampled_from([0.0, 0.5, 1.0])),
-        "price": price,
     }
 
 
-def limits(batch):
-    """The batch's price, and what else it allows, as tensors."""
-    blocked, budget, nats = batch["blocked"], batch["budget"], batch["nats"]
-    if budget is not None:
-        relaxed, produced = torch.tensor(budget, dtype=torch.int32).unbind(1)
-        budget = RelaxedBudget(batch["share"], relaxed.contiguous(), produced.contiguous())
-    return {
-        "blocked": None if blocked is None else torch.tensor(blocked, dtype=torch.int8),
-        "budget": budget,
-        "loss_budget": None if nats is None else loss_budget(nats, batch["burst"]),
-        "price": None if batch["price"] is None else torch.tensor(batch["price"]),
-    }
-
-
-def loss_budget(nats, burst):
-    """Per request where they differ, else one rate for all."""
-    lost, rates, produced = zip(*nats, strict=True)
-    rate = torch.tensor([loss_rate(nats_per_token) for nats_per_token in rates])
-    return LossBudget(
-        loss_rate(rates[0]) if len(set(rates)) == 1 else rate,
-        loss_units(burst),
-        torch.tensor([loss_units(nats) for nats in lost]),
-        torch.tensor(produced, dtype=torch.int32),
-    )
-
-
-def oracle_limits(batch, request):
-    """The same of one request, for the oracle."""
-    start = sum(batch["lengths"][:request])
-    end = start + batch["lengths"][request]
-    budget = batch["budget"]
-    if budget is not None:
-        # The share as it is meant, not as a float.
-        share = Fraction(batch["share"]).limit_denominator(10)
-        budget = oracle.Budget(share, *budget[request])
-    nats = batch["nats"]
-    if nats is not None:
-        lost, rate, produced = nats[request]
-        nats = oracle.Nats(Fraction(rate), Fraction(batch["burst"]), Fraction(lost), produced)
-    return {
-        "blocked": None if batch["blocked"] is None else batch["blocked"][start:end],
-        "budget": budget,
-        "nats": nats,
-        "price": None if batch["price"] is None else batch["price"][request],
-    }
-
-
-def step(batch, theta=None, gap=None):
-    """The batch as its drafts and its margin."""
+def step(batch):
+    """The batch as its drafts, its requests and its rule."""
     mask = torch.zeros(batch["vocab"], dtype=torch.bool)
     mask[list(batch["protected"])] = True
     logits = torch.tensor(batch["rows"], dtype=batch["dtype"]).reshape(-1, batch["vocab"])
@@ -224,72 +172,230 @@ def step(batch, theta=None, gap=None):
         bonus_token_ids=torch.tensor(batch["bonus"]),
         max_draft_len=max(batch["lengths"]),
     )
-    theta = torch.tensor(batch["theta"]) if theta is None else theta
-    gap = torch.tensor(batch["gap"]) if gap is None else gap
-    return drafts, Margin(theta, gap, mask)
-
-
-def run(batch, theta=None, gap=None, price=0.0):
-    """Verifies through the public function."""
-    drafts, margin = step(batch, theta, gap)
-    return verify_greedy(
-        *(drafts.logits, drafts.draft_token_ids, drafts.cu_num_draft_tokens),
-        *(drafts.bonus_token_ids, margin.theta),
-        gap=margin.gap,
-        protected=margin.protected,
-        max_draft_len=drafts.max_draft_len,
-        price=price,
+    values, is_price = batch["values"], batch["rule"] == "price"
+    count = len(values)
+    lost, rates, produced = zip(*(batch["nats"] or [(0.0, INF, 0)] * count), strict=True)
+    records = Records(
+        torch.tensor(values),
+        torch.tensor([price_units(value) if is_price else 0 for value in values]),
+        torch.tensor(batch["scales"]),
+        torch.tensor([loss_rate(rate) for rate in rates]),
+        torch.tensor([loss_units(nats) for nats in lost]),
     )
+    # Slots in another order than the requests.
+    slots = torch.arange(count - 1, -1, -1, dtype=torch.int32)
+    records = Records(*(values.flip(0) for values in records))
+    requests = Requests(records, slots, torch.tensor(produced, dtype=torch.int32))
+    return drafts, requests, Rule(batch["rule"], loss_units(batch["burst"]), mask)
 
 
 def requests_of(batch, logits):
-    start = 0
-    for i, length in enumerate(batch["lengths"]):
-        end = start + length
-        yield i, logits[start:end].float().tolist(), batch["drafts"][start:end]
-        start = end
+    """Of each request its place, its rows, and what the oracle needs to know of it."""
+    ends = np.cumsum(batch["lengths"]).tolist()
+    for i, (length, end) in enumerate(zip(batch["lengths"], ends, strict=True)):
+        own = slice(end - length, end)
+        value, nats, price = batch["values"][i], None, None
+        if batch["nats"] is not None:
+            lost, rate, produced = batch["nats"][i]
+            nats = oracle.Nats(Fraction(rate), Fraction(batch["burst"]), Fraction(lost), produced)
+        if batch["rule"] == "price":
+            scale = batch["scales"][i]
+            price = oracle.price_of_balance(scale, nats) if scale else value
+        what = {
+            "drafts": batch["drafts"][own],
+            "theta": value if batch["rule"] == "theta" else 1.0,
+            "gap": value if batch["rule"] == "gap" else 0.0,
+            "protected": batch["protected"],
+            "blocked": None if batch["blocked"] is None else batch["blocked"][own],
+            "nats": nats,
+            "price": price,
+        }
+        yield i, logits[own].float().tolist(), what
 
 
-@pytest.mark.parametrize("verify", [verify_drafts, reference.verify_greedy])
-@settings(max_examples=400, deadline=None)
-@given(batch=batches(), dry_run=st.booleans())
-def test_backend_equals_oracle(verify, batch, dry_run):
-    drafts, margin = step(batch)
-    logits = drafts.logits[:-1]
-    output = verify(drafts, margin._replace(**limits(batch)), with_verdicts=True, dry_run=dry_run)
-    verdicts = []
-    for i, rows, drafts in requests_of(batch, logits):
-        expected = oracle.verify(
-            rows,
-            drafts,
-            batch["bonus"][i],
-            batch["theta"][i],
-            batch["gap"][i],
-            batch["protected"],
-            dry_run=dry_run,
-            **oracle_limits(batch, i),
-        )
-        verdicts += expected.verdicts
+def an_account(batch):
+    counts = torch.zeros(count_size(LONGEST), dtype=torch.int64)
+    table = torch.full((len(batch["lengths"]), LONGEST + 1), 7.0)
+    return Account(counts, table, LONGEST)
+
+
+@pytest.mark.parametrize("accept", [cpu.accept, reference.accept])
+@settings(max_examples=250, deadline=None)
+@given(batch=batches())
+def test_greedy_requests_are_verified_as_the_oracle_says(accept, batch):
+    drafts, requests, rule = step(batch)
+    account, starts = an_account(batch), count_starts(LONGEST)
+    before = requests.records.lost.clone()
+    output = accept(drafts, requests, rule, batch["blocked"], account)
+    counts = np.zeros(count_size(LONGEST), dtype=np.int64)
+    for i, rows, what in requests_of(batch, drafts.logits[:-1]):
+        expected = oracle.verify(rows, bonus=batch["bonus"][i], **what)
         row = output.output_token_ids[i].tolist()
         assert row == expected.tokens + [-1] * (len(row) - len(expected.tokens))
         assert int(output.num_accepted[i]) == expected.accepted
         assert int(output.num_relaxed[i]) == expected.relaxed
         assert int(output.lost[i]) == expected.loss * 2**16
         assert float(output.loss[i]) == float(np.float32(expected.loss))
-    assert output.verdicts.tolist() == verdicts
-    check_values(batch, logits, output, everywhere=dry_run)
+        slot = requests.slots[i]
+        assert int(requests.records.lost[slot] - before[slot]) == expected.loss * 2**16
+        told = [NAN] * (LONGEST + 1)
+        for offset, verdict in enumerate(expected.verdicts[: expected.accepted + 1]):
+            draft, is_relaxed = what["drafts"][offset], verdict == Verdict.RELAXED
+            if is_relaxed:
+                told[offset] = float(oracle.loss(rows[offset], draft))
+            if draft >= 0:
+                counts[starts["verified"] + offset] += 1
+                counts[starts["accepted"] + offset] += offset < expected.accepted
+                counts[starts["relaxed"] + offset] += is_relaxed
+            if verdict in REFUSALS:
+                counts[starts["refused"] + REFUSALS.index(verdict)] += 1
+        np.testing.assert_allclose(account.table[i].tolist(), told)
+        counts[starts["lost"]] += int(expected.loss * 2**16)
+        counts[starts["gained"]] += expected.relaxed * 2**16
+    assert account.counts.tolist() == counts.tolist()
 
 
-def check_values(batch, logits, output, everywhere):
-    """The top 2 of each position that was looked at, both NaN where the row holds one."""
-    start = 0
-    for i, rows, _ in requests_of(batch, logits):
-        looked_at = len(rows) if everywhere else int(output.num_accepted[i]) + 1
-        for row, values in zip(rows[:looked_at], output.top2_values[start:].tolist(), strict=False):
-            expected = sorted(row, reverse=True)[:2] if not any(map(math.isnan, row)) else [NAN] * 2
-            if len(row) > 1:
-                np.testing.assert_array_equal(values, expected)
-        start += len(rows)
+def plan_of(batch, read=cpu.read_rows, temperature=1.0):
+    """The plan of a step in which all requests sample, with its drafts and requests."""
+    drafts, requests, rule = step(batch)
+    drafts = drafts._replace(logits=drafts.logits[:-1])
+    heat = torch.full((len(batch["lengths"]),), temperature)
+    plan = cpu.plan(drafts, requests, rule, heat, batch["blocked"], read=read)
+    return plan, drafts, requests
+
+
+@pytest.mark.parametrize("read", [cpu.read_rows, reference.read_rows])
+@settings(max_examples=200, deadline=None)
+@given(batch=batches(dtypes=[torch.float32]))
+def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
+    """Verdict, distribution, loss and gain of each position; then all is as it was."""
+    logits = step(batch)[0].logits[:-1]
+    plan, drafts, requests = plan_of(batch, read)
+    position, before = 0, requests.records.lost.clone()
+    for _, rows, what in requests_of(batch, logits):
+        reasons = [
+            block or ({draft, oracle.argmax(row)} & what["protected"] and Verdict.PROTECTED) or 0
+            for row, draft, block in zip(
+                rows, what["drafts"], what["blocked"] or [0] * len(rows), strict=True
+            )
+        ]
+        price, nats, spent = what["price"], what["nats"], 0
+        biases = oracle.tilts(rows, what["drafts"], price or 0.0, list(map(bool, reasons)))
+        for j, (row, draft) in enumerate(zip(rows, what["drafts"], strict=True)):
+            found, p = plan.positions[position], oracle.softmax(row)
+            now = drafts.logits[position].tolist()
+            position += 1
+            if draft < 0 or not p[draft] > 0:
+                # Left as it is, for vLLM to reject.
+                assert found == (Verdict.NONE, 0.0, 0.0, 0, 0)
+                continue
+            left = INF
+            if nats is not None:
+                left = max(oracle.earned(nats, j + 1) - nats.lost - Fraction(spent, 2**16), 0)
+            verdict, bias = Verdict.NONE, min(biases[j], math.sqrt(8 * left))
+            m = oracle.served(row, draft, bias)
+            if price is None:
+                if oracle.is_relaxed(row, draft, what["theta"], what["gap"], frozenset()):
+                    too_much = math.ceil(-math.log(p[draft]) * 2**16) * 2**-16 > left
+                    verdict = reasons[j] or (Verdict.LOSS if too_much else Verdict.RELAXED)
+            elif reasons[j] and oracle.in_steps(price):
+                verdict = reasons[j]
+            assert found.verdict == verdict
+            if verdict == Verdict.RELAXED:
+                m = [float(token == draft) for token in range(len(row))]
+            else:
+                assert found.bias == pytest.approx(bias, rel=1e-4, abs=1e-5)
+            assert oracle.softmax(now) == pytest.approx(m, abs=1e-4)
+            assert found.loss * 2**-16 == pytest.approx(oracle.divergence(m, p), abs=1e-4)
+            assert found.loss * 2**-16 <= left
+            assert found.gained * 2**-16 == pytest.approx(m[draft] - p[draft], abs=1e-4)
+            spent += found.loss
+    # All of each draft accepted.
+    width = max(batch["lengths"]) + 1
+    tokens = [[0] * (length + 1) + [-1] * (width - length - 1) for length in batch["lengths"]]
+    cpu.settle(plan, drafts, requests, torch.tensor(tokens, dtype=torch.int32))
+    torch.testing.assert_close(drafts.logits, logits, rtol=0, atol=0, equal_nan=True)
+    lost = (requests.records.lost - before)[requests.slots.long()].tolist()
+    ends = np.cumsum(batch["lengths"])
+    losses = [found.loss for found in plan.positions]
+    assert lost == [sum(losses[e - n : e]) for n, e in zip(batch["lengths"], ends, strict=True)]
+
+
+# fmt: off
+LN2 = math.log(2)
+EVEN = [0.0, 0.0]
+SAMPLED = {
+    # name: (rows, drafts, bias at each position, probability of acceptance) at a price of log 2
+    "K 1, p 1/2":               ([EVEN], [0], [LN2], [2 / 3]),
+    "no draft":                 ([], [], [], []),
+    "p 1":                      ([[1.0, -INF]], [0], [LN2], [1.0]),
+    "p 0":                      ([[1.0, -INF]], [1], [0.0], [0.0]),
+    "one token left by a mask": ([[-INF, -INF, 3.0]], [2], [LN2], [1.0]),
+    "a row masked throughout":  ([[-INF, -INF]], [0], [0.0], [NAN]),
+    "NaN":                      ([[NAN, 1.0], EVEN], [1, 0], [0.0, LN2], [NAN, 2 / 3]),
+    "padding":                  ([EVEN, EVEN], [0, -1], [LN2, 0.0], [2 / 3, 0.5]),
+    "sure to be followed":      ([EVEN, [0.0, -INF]], [0, 0], [2 * LN2, LN2], [4 / 5, 1.0]),
+    "followed by half":         ([EVEN, EVEN], [0, 1], [math.log(3), LN2], [3 / 4, 2 / 3]),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_by_hand(name):
+    rows, drafts, biases, accepted = SAMPLED[name]
+    logits = torch.tensor(rows) if rows else torch.zeros(0, 2)
+    zeros = torch.zeros(1, dtype=torch.int64)
+    units = torch.tensor([price_units(LN2)])
+    records = Records(torch.zeros(1), units, zeros, zeros + NO_BOUND, zeros)
+    step = Drafts(logits, torch.tensor(drafts, dtype=torch.int32), torch.tensor([len(rows)]).int())
+    slots = torch.zeros(1, dtype=torch.int32)
+    plan = cpu.plan(step, Requests(records, slots, slots), Rule("price"), torch.ones(1))
+    assert [position.bias for position in plan.positions] == pytest.approx(biases, abs=1e-4)
+    shares = [float(row.softmax(0)[max(x, 0)]) for row, x in zip(logits, drafts, strict=True)]
+    assert shares == pytest.approx(accepted, abs=1e-4, nan_ok=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches(rules=["price"], dtypes=[torch.float32]), PRICE, PRICE)
+def test_a_larger_price_makes_each_acceptance_more_probable(batch, one, other):
+    batch |= {"nats": None, "scales": [0] * len(batch["lengths"])}
+    rows = []
+    for price in sorted((one, other)):
+        _, drafts, _ = plan_of({**batch, "values": [price] * len(batch["lengths"])})
+        index = drafts.draft_token_ids.long().clamp(min=0)[:, None]
+        rows.append(drafts.logits.double().softmax(1).gather(1, index).nan_to_num(0))
+    assert (rows[1] >= rows[0] - 1e-9).all()
+
+
+def alone(batch, i):
+    """The batch of one of its requests."""
+    end = sum(batch["lengths"][: i + 1])
+    own = slice(end - batch["lengths"][i], end)
+    names = ("lengths", "values", "scales", "bonus", "nats")
+    of_request = {name: batch[name] and batch[name][i : i + 1] for name in names}
+    of_position = {name: batch[name] and batch[name][own] for name in ("rows", "drafts", "blocked")}
+    return {**batch, **of_request, **of_position}
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches(dtypes=[torch.float32]))
+def test_a_request_is_verified_in_a_batch_as_alone(batch):
+    """Whatever its place, the other requests, and the rows behind its draft."""
+    drafts, requests, rule = step(batch)
+    together = cpu.accept(drafts, requests, rule, batch["blocked"])
+    plan, _, _ = plan_of(batch)
+    for i in range(len(batch["lengths"])):
+        drafts, requests, rule = step(alone(batch, i))
+        single = cpu.accept(drafts, requests, rule, alone(batch, i)["blocked"])
+        width = single.output_token_ids.shape[1]
+        assert torch.equal(single.output_token_ids[0], together.output_token_ids[i, :width])
+        assert single.lost[0] == together.lost[i]
+        begin, end = plan.begins[i : i + 2]
+        for own, found in zip(
+            plan_of(alone(batch, i))[0].positions, plan.positions[begin:end], strict=True
+        ):
+            assert own.verdict == found.verdict
+            assert own.bias == pytest.approx(found.bias, abs=1e-6)
 
 
 def test_a_bound_is_rounded_down():
@@ -300,52 +406,29 @@ def test_a_bound_is_rounded_down():
     assert oracle.earned(nats, 5) == Fraction(steps, 2**16)
 
 
-@pytest.mark.parametrize("judge", [judge_drafts, reference.judge_positions])
-@settings(max_examples=300, deadline=None)
-@given(batch=batches())
-def test_judge_positions_equals_oracle(judge, batch):
-    if not batch["drafts"]:
-        return
-    drafts, margin = step(batch)
-    logits = drafts.logits[:-1]
-    judged = judge(drafts, margin._replace(**limits(batch)), with_top2_values=True)
-    expected = []
-    for i, rows, drafts in requests_of(batch, logits):
-        expected += oracle.judge(
-            rows,
-            drafts,
-            batch["theta"][i],
-            batch["gap"][i],
-            batch["protected"],
-            **oracle_limits(batch, i),
-        )
-    assert judged.verdicts.tolist() == expected
-    losses = map(oracle.loss, logits.tolist(), batch["drafts"])
-    assert judged.losses.tolist() == [loss * 2**16 for loss in losses]
-    torch.testing.assert_close(judged.top2_values, reference.top2(logits)[0], equal_nan=True)
-
-
-@settings(max_examples=100, deadline=None)
-@given(batches(), st.floats(0.0625, 1, width=16), st.floats(0.0625, 1, width=16))
-def test_acceptance_grows_as_theta_falls(batch, one, other):
-    low, high = sorted((one, other))
-    looser = run(batch, theta=low, gap=0.0)
-    tighter = run(batch, theta=high, gap=0.0)
-    strict = run(batch, theta=1.0, gap=0.0)
-    assert (looser.num_accepted >= tighter.num_accepted).all()
-    assert (tighter.num_accepted >= strict.num_accepted).all()
-    assert not strict.num_relaxed.any()
+def run(batch, rule, value):
+    """Verifies through the public function."""
+    drafts, _, limits = step(batch)
+    return verify_greedy(
+        *(drafts.logits, drafts.draft_token_ids, drafts.cu_num_draft_tokens),
+        drafts.bonus_token_ids,
+        **{rule: value},
+        protected=limits.protected,
+        max_draft_len=drafts.max_draft_len,
+    )
 
 
 @settings(max_examples=200, deadline=None)
-@given(batches(), PRICE, PRICE)
-def test_acceptance_grows_with_the_price(batch, one, other):
-    low, high = sorted((one, other))
-    strict, free = run(batch, theta=1.0, gap=0.0), run(batch, 1.0, 0.0, price=0.0)
-    dear, cheap = run(batch, 1.0, 0.0, price=high), run(batch, 1.0, 0.0, price=low)
-    assert (dear.num_accepted >= cheap.num_accepted).all()
-    assert (cheap.num_accepted >= strict.num_accepted).all()
-    assert torch.equal(free.output_token_ids, strict.output_token_ids)
+@given(batches(), st.data())
+def test_acceptance_grows_from_strict_to_loose(batch, data):
+    rule = batch["rule"]
+    tight, loose = sorted((data.draw(VALUES[rule]) for _ in range(2)), reverse=rule == "theta")
+    strict = run(batch, "theta", 1.0)
+    assert not strict.num_relaxed.any()
+    accepted = [run(batch, rule, value).num_accepted for value in (tight, loose)]
+    assert (strict.num_accepted <= accepted[0]).all() and (accepted[0] <= accepted[1]).all()
+    same = run(batch, rule, STRICT_VALUE[rule])
+    assert torch.equal(same.output_token_ids, strict.output_token_ids)
 
 
 # fmt: off
@@ -375,41 +458,10 @@ def test_a_prefix_is_taken_where_it_pays(name):
         torch.tensor([0 if drop is None else 2 for drop in losses]),
         torch.tensor([len(losses)], dtype=torch.int32),
         None,
-        1.0,
         price=price,
     )
     assert int(output.num_accepted) == accepted
     assert float(output.loss) == loss
-
-
-@settings(max_examples=100, deadline=None)
-@given(batches())
-def test_nothing_follows_the_first_rejection(batch):
-    output = run(batch)
-    for i, length in enumerate(batch["lengths"]):
-        accepted = int(output.num_accepted[i])
-        assert (output.output_token_ids[i, accepted + 1 :] == -1).all()
-        assert (output.output_token_ids[i, : min(accepted + 1, length + 1)] != -1).all()
-
-
-@settings(max_examples=100, deadline=None)
-@given(batches(), st.randoms(use_true_random=False))
-def test_batch_order_does_not_matter(batch, random):
-    order = list(range(len(batch["lengths"])))
-    random.shuffle(order)
-    starts = [0, *np.cumsum(batch["lengths"]).tolist()]
-    shuffled = {
-        **batch,
-        **{key: [batch[key][i] for i in order] for key in ("lengths", "bonus", "theta", "gap")},
-        **{
-            key: [x for i in order for x in batch[key][starts[i] : starts[i + 1]]]
-            for key in ("rows", "drafts")
-        },
-    }
-    output = run(batch)
-    reordered = run(shuffled)
-    assert torch.equal(output.output_token_ids[order], reordered.output_token_ids)
-    assert torch.equal(output.num_relaxed[order], reordered.num_relaxed)
 
 
 def test_rows_and_bonus_come_through_the_indices():
@@ -422,7 +474,7 @@ def test_rows_and_bonus_come_through_the_indices():
         torch.tensor([2, 2], dtype=torch.int32),
         torch.tensor([1, 2], dtype=torch.int32),
         None,
-        0.9,
+        theta=0.9,
         target_rows=torch.tensor([0, 2]),
         bonus_rows=torch.tensor([1, 3]),
         max_draft_len=3,
@@ -437,26 +489,6 @@ def test_without_bonus_an_accepted_draft_ends_the_output():
         torch.tensor([1]),
         torch.tensor([1], dtype=torch.int32),
         None,
-        1.0,
+        theta=1.0,
     )
     assert output.output_token_ids.tolist() == [[1, -1]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_top2_values_and_ids(dtype):
-    rows = [[2.0, 3.0, 3.0, 1.0], [-INF, -INF, 4.0, -INF], [1.0, NAN, 2.0, NAN], [-INF] * 4]
-    logits = torch.tensor(rows, dtype=dtype)
-    output = verify_greedy(
-        logits,
-        torch.zeros(4, dtype=torch.int32),
-        torch.tensor([4], dtype=torch.int32),
-        None,
-        0.9,
-        with_verdicts=True,
-        dry_run=True,
-    )
-    values, ids = reference.top2(logits)
-    assert ids.tolist() == [[1, 2], [2, 0], [1, -1], [0, 1]]
-    expected = torch.tensor([[3.0, 3.0], [4.0, -INF], [NAN, NAN], [-INF, -INF]])
-    for found in (values, output.top2_values):
-        torch.testing.assert_close(found, expected, equal_nan=True)
