@@ -226,7 +226,7 @@ def test_sampled_steps_equal_those_of_a_cpu(name, count):
         again, ours = call.account(), call.requests_v2()
         temperature = torch.ones(len(call.records.lost))
         temperature[call.slots.long()] = call.temperature
-        planned = accept.plan(given, ours, call.rule, temperature, blocked, None, again)
+        planned = accept.plan(given, ours, call.rule, temperature, blocked)
         torch.testing.assert_close(given.logits[call.rows], served, rtol=2e-5, atol=2e-5)
         rest = tokens.masked_fill(tokens < 0, 1).long()
         accept.settle(planned, given, ours, rest, again, numbers)
