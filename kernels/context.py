@@ -143,6 +143,7 @@ def context_kernel(
     draft_ptr = draft_token_ids_ptr + start
     num_draft = end - start
     ring_ptr += slot * WINDOW
+    state = tl.load(state_ptr + slot)
     if IS_V2:
         draft_ptr += 1
         num_draft -= 1
@@ -153,6 +154,10 @@ def context_kernel(
         base_ptr = tokens_ptr + slot * tokens_stride
         scanned = tl.load(scanned_ptr + slot)
         held = tl.load(held_ptr + slot)
+        # Where tokens were taken back, all are taken in again.
+        state = tl.where(scanned > total, 0, state)
+        scanned = tl.where(scanned > total, 0, scanned)
+        held = tl.where(held > total, prompt_len, held)
     else:
         num_answer = tl.load(produced_ptr + request)
         prompt_len = 0
@@ -164,7 +169,6 @@ def context_kernel(
         scanned = total - num_new
         held = scanned
 
-    state = tl.load(state_ptr + slot)
     if HAS_MARKERS:
         for i in range(scanned, total):
             token = tl.load(base_ptr + i)
@@ -258,8 +262,7 @@ def blocked_positions(
         markers.closes,
         markers.opens.shape[0],
         *markers.thinking,
-        # The table of no markers has one entry.
-        HAS_MARKERS=markers.opens.shape[0] > 1 or markers.only_thinking,
+        HAS_MARKERS=markers.opens.shape[0] > 0 or markers.only_thinking,
         ONLY_THINKING=markers.only_thinking,
         LENGTH=ngram,
         WINDOW=state.ring.shape[1],

@@ -68,7 +68,7 @@ class Sections:
 
     def markers(self, device: torch.device) -> Markers:
         """The markers for the kernel."""
-        size = max([0, *self.opens, *self.closes]) + 1
+        size = max([-1, *self.opens, *self.closes]) + 1
         tables = torch.zeros((2, size), dtype=torch.int32)
         for table, entries in zip(tables, (self.opens, self.closes), strict=True):
             for token, value in entries.items():

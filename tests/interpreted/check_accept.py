@@ -1,0 +1,312 @@
+"""The kernels of `accept`, run by the interpreter, against the CPU's form of the rule.
+
+Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from vllm_mars.kernels import accept, cpu, top2
+from vllm_mars.kernels.accept import _isqrt as integer_root
+from vllm_mars.kernels.clip import clip_rows
+from vllm_mars.kernels.terms import (
+    MOST_BALANCE,
+    Account,
+    Drafts,
+    Records,
+    Requests,
+    Rule,
+    Verdict,
+    count_size,
+    loss_rate,
+    loss_units,
+)
+
+LONGEST = 6
+REASONS = [0, 0, 0, Verdict.SPAN, Verdict.STRUCTURED, Verdict.REPEAT]
+
+
+def test_the_kernels_are_interpreted():
+    for kernel in (top2.top2_kernel, accept.accept_kernel, accept.settle_kernel):
+        assert isinstance(kernel, InterpretedFunction)
+
+
+class Call:
+    """A random step: rows of logits, the last of each request for its bonus token.
+
+    Args:
+        number: of the call, which seeds it.
+        name: of the rule.
+        sampled: whether requests may sample: then logits are float32, and finite numbers or -inf.
+    """
+
+    def __init__(self, number: int, name: str, sampled: bool = False) -> None:
+        self.rng = rng = np.random.default_rng([number, len(name)])
+        vocab = int(rng.choice([2, 5, 33, 70] if sampled else [1, 2, 5, 33, 70]))
+        self.lengths = rng.integers(0, LONGEST, size=rng.integers(1, 5)).tolist()
+        self.batch, size = len(self.lengths), sum(self.lengths)
+        rows = size + self.batch
+        logits = rng.normal(rng.choice([0.0, 2.0, 20.0]), rng.choice([0.3, 2.0, 8.0]), (rows, vocab))
+        if rng.random() < 0.4:
+            logits = logits.round()
+        specials = [-math.inf, -0.0] + ([] if sampled else [math.inf, math.nan])
+        for value in rng.choice(specials, size=rng.integers(0, 3)):
+            logits[rng.random((rows, vocab)) < 0.2] = value
+        if sampled:
+            logits[~np.isfinite(logits).any(1), 0] = 0.0
+        dtype = torch.float32 if sampled else rng.choice([torch.float32, torch.bfloat16])
+        # Rows with a stride of their own.
+        wide = torch.full((rows, vocab + int(rng.choice([0, 3]))), math.nan).to(dtype)
+        wide[:, :vocab] = torch.from_numpy(logits)
+        self.logits = wide[:, :vocab]
+        self.is_bonus = torch.cat([torch.arange(n + 1) == n for n in self.lengths])
+        self.rows = (~self.is_bonus).nonzero().squeeze(1)
+        best = self.logits[self.rows].float().topk(min(3, vocab)).indices
+        ids = best.gather(1, torch.from_numpy(rng.integers(0, best.shape[1], (size, 1))))[:, 0]
+        ids[torch.from_numpy(rng.random(size) < 0.1)] = -1
+        if not sampled:
+            ids[torch.from_numpy(rng.random(size) < 0.05)] = vocab + 7
+        self.ids = ids.int()
+        self.ends = torch.tensor(self.lengths).cumsum(0).int()
+        slots = self.batch + 2
+        self.slots = torch.from_numpy(rng.permutation(slots)[: self.batch]).int()
+        thresholds = [1.0, 0.9, 0.5, 0.05] if name == "theta" else [0.0, 0.3, 2.0]
+        self.burst = loss_units(float(rng.choice([0.0, 0.5, 2.0])))
+        rates = [loss_rate(value) for value in (0.0, 0.02, 0.3, math.inf)]
+        self.records = Records(
+            torch.from_numpy(rng.choice(thresholds, slots)).float(),
+            torch.from_numpy(rng.choice([0, 20_000, 50_000, 1 << 17], slots)),
+            torch.from_numpy(rng.choice([0, 0, 5_000, MOST_BALANCE], slots)),
+            torch.from_numpy(rng.choice(rates, slots)),
+            torch.from_numpy(rng.choice([0, 1_000, 1 << 17], slots)),
+        )
+        self.produced = torch.from_numpy(rng.integers(0, 50, self.batch)).int()
+        protected = torch.from_numpy(rng.random(vocab) < 0.1) if rng.random() < 0.6 else None
+        self.rule = Rule(name, self.burst, protected)
+        self.blocked = rng.choice(REASONS, size).tolist() if rng.random() < 0.5 else None
+        self.has_table = rng.random() < 0.6
+        self.temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], self.batch)).float()
+
+    def requests(self) -> Requests:
+        """As on V1; what was lost is this step's own."""
+        records = self.records._replace(lost=self.records.lost.clone())
+        return Requests(records, self.slots, self.produced)
+
+    def requests_v2(self) -> Requests:
+        """The same, with output tokens by slot."""
+        total = torch.zeros_like(self.records.lost, dtype=torch.int32) + 3
+        total[self.slots.long()] += self.produced
+        prompt = torch.full_like(total, 3)
+        return self.requests()._replace(produced=None, total_len=total, prompt_len=prompt)
+
+    def account(self) -> Account:
+        table = torch.full((self.batch, LONGEST + 1), -7.0) if self.has_table else None
+        return Account(torch.zeros(count_size(LONGEST), dtype=torch.int64), table, LONGEST)
+
+    def on_device(self) -> torch.Tensor | None:
+        return None if self.blocked is None else torch.tensor(self.blocked, dtype=torch.int8)
+
+    def in_v2(self, drafts: Drafts) -> tuple[Drafts, torch.Tensor | None]:
+        """The drafts and what blocks them in the other layout, with all rows as logits."""
+        inputs = torch.full((len(self.logits),), 1, dtype=torch.int32)
+        inputs[self.rows + 1] = self.ids
+        ends = (torch.tensor(self.lengths) + 1).cumsum(0).int()
+        blocked = None
+        if self.blocked is not None:
+            blocked = torch.zeros(len(self.logits), dtype=torch.int8)
+            blocked[self.rows] = self.on_device()
+        given = Drafts(
+            self.logits, inputs, ends, max_draft_len=drafts.max_draft_len, bonus_row_is_last=True
+        )
+        return given, blocked
+
+
+def same(found: Account, expected: Account, atol: float = 0.0) -> None:
+    assert found.counts.tolist() == expected.counts.tolist()
+    if expected.table is not None:
+        torch.testing.assert_close(found.table, expected.table, rtol=0, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["theta", "gap", "price"])
+@pytest.mark.parametrize("count", [10, pytest.param(400, marks=pytest.mark.nightly)])
+def test_greedy_steps_equal_those_of_a_cpu(name, count):
+    for number in range(count):
+        call = Call(number, name)
+        bonus_rows = call.is_bonus.nonzero().squeeze(1)
+        drafts = Drafts(
+            *(call.logits, call.ids, call.ends, call.rows.int()), max_draft_len=LONGEST
+        )
+        bonus = number % 3
+        if bonus == 1:
+            drafts = drafts._replace(bonus_token_ids=torch.arange(call.batch)[:, None])
+        elif bonus == 2:
+            drafts = drafts._replace(bonus_rows=bonus_rows)
+        wanted, mine = call.account(), call.requests()
+        expected = cpu.accept(drafts, mine, call.rule, call.blocked, wanted)
+
+        found, ours = call.account(), call.requests()
+        out = accept.accept(drafts, ours, call.rule, call.on_device(), found)
+        for tensor, value in zip(out, expected, strict=True):
+            assert torch.equal(tensor, value), number
+        same(found, wanted)
+        assert torch.equal(ours.records.lost, mine.records.lost)
+        # Without an account nothing is counted.
+        plain = accept.accept(drafts, call.requests(), call.rule, call.on_device())
+        assert torch.equal(plain.output_token_ids, expected.output_token_ids)
+        if bonus != 2:
+            continue
+
+        given, blocked = call.in_v2(drafts)
+        found, ours = call.account(), call.requests_v2()
+        output = accept.accept(given, ours, call.rule, blocked, found)
+        assert torch.equal(output.output_token_ids, expected.output_token_ids.long())
+        assert torch.equal(output.num_accepted, expected.num_accepted + 1)
+        same(found, wanted)
+        assert torch.equal(ours.records.lost, mine.records.lost)
+
+
+def draw(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a step may emit: some of the drafts of each request, and one token more."""
+    vocab = call.logits.shape[1]
+    tokens = torch.full((call.batch, LONGEST + 1), -1, dtype=torch.int32)
+    numbers = torch.zeros(call.batch, dtype=torch.int32)
+    begin = 0
+    for place, length in enumerate(call.lengths):
+        padding = (call.ids[begin : begin + length] < 0).nonzero().flatten().tolist()
+        accepted = int(call.rng.integers(0, min([length, *padding]) + 1))
+        tokens[place, :accepted] = call.ids[begin : begin + accepted]
+        tokens[place, accepted] = int(call.rng.integers(0, vocab))
+        numbers[place] = accepted + 1
+        begin += length
+    return tokens, numbers
+
+
+@pytest.mark.parametrize("name", ["theta", "gap", "price", "drawn"])
+@pytest.mark.parametrize("count", [10, pytest.param(400, marks=pytest.mark.nightly)])
+def test_sampled_steps_equal_those_of_a_cpu(name, count):
+    for number in range(count):
+        call = Call(number, "price" if name == "drawn" else name, sampled=True)
+        logits = call.logits[call.rows].clone()
+        drafts = Drafts(logits, call.ids, call.ends, max_draft_len=LONGEST)
+        clip = draft_rows = None
+        if name == "drawn":
+            noise = torch.from_numpy(call.rng.normal(size=logits.shape)).float()
+            q = (logits + noise).softmax(-1)
+
+            def clip(prices, logits=logits, q=q):
+                return clip_rows(logits, q, prices, backend="torch")
+
+        wanted, mine = call.account(), call.requests()
+        plan = cpu.plan(drafts, mine, call.rule, call.temperature, call.blocked, clip)
+        served = (plan.clipped.logits if clip else logits).clone()
+        tokens, numbers = draw(call)
+        cpu.settle(plan, drafts, mine, tokens, wanted)
+        assert torch.equal(logits, call.logits[call.rows])
+
+        found, ours = call.account(), call.requests()
+        planned = accept.plan(
+            drafts, ours, call.rule, call.temperature, call.on_device(), clip
+        )
+        where = planned.clipped.logits if clip else logits
+        torch.testing.assert_close(where, served, rtol=2e-5, atol=2e-5)
+        accept.settle(planned, drafts, ours, tokens, found)
+        assert torch.equal(logits, call.logits[call.rows]), "restored, bit for bit"
+        close(found, wanted)
+        difference = (ours.records.lost - mine.records.lost).abs().max()
+        assert difference <= 3 * LONGEST, number
+        if name == "drawn":
+            continue
+
+        given, blocked = call.in_v2(drafts)
+        given = given._replace(logits=call.logits.clone())
+        again, ours = call.account(), call.requests_v2()
+        temperature = torch.ones(len(call.records.lost))
+        temperature[call.slots.long()] = call.temperature
+        planned = accept.plan(given, ours, call.rule, temperature, blocked)
+        torch.testing.assert_close(given.logits[call.rows], served, rtol=2e-5, atol=2e-5)
+        rest = tokens.masked_fill(tokens < 0, 1).long()
+        accept.settle(planned, given, ours, rest, again, numbers)
+        assert torch.equal(given.logits, call.logits)
+        close(again, wanted)
+
+
+def close(found: Account, expected: Account) -> None:
+    """Equal but for what float32 rounds."""
+    counts, wanted = found.counts.clone(), expected.counts.clone()
+    sums = slice(3 * LONGEST, 3 * LONGEST + 2)
+    assert (counts[sums] - wanted[sums]).abs().max() <= 20 * LONGEST
+    counts[sums] = wanted[sums] = 0
+    same(found._replace(counts=counts), expected._replace(counts=wanted), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["price", "theta"])
+def test_a_strict_request_is_vllms_bit_for_bit(name):
+    """No logit changes, and nothing is lost."""
+    call = Call(3, name, sampled=True)
+    strict = Records(
+        torch.ones_like(call.records.threshold), *torch.zeros((4, len(call.records.lost))).long()
+    )
+    requests = Requests(strict, call.slots, call.produced)
+    logits = call.logits[call.rows].clone()
+    drafts = Drafts(logits, call.ids, call.ends, max_draft_len=LONGEST)
+    accept.plan(drafts, requests, call.rule, call.temperature.fill_(1.0))
+    assert torch.equal(logits, call.logits[call.rows])
+
+
+def test_large_vocabulary():
+    """Several splits and a last one that is not full; the maximum near the end of each row."""
+    vocab = 32_001
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, vocab, generator=generator) + 1
+    logits[:, -1], logits[:, vocab // 2] = 12.0, 11.5
+    ids = torch.tensor([vocab - 1, vocab // 2, 3, vocab // 2], dtype=torch.int32)
+    drafts = Drafts(logits, ids, torch.tensor([3, 4], dtype=torch.int32), max_draft_len=3)
+    partials = top2.reduce_rows(drafts, True, True)
+    splits = partials.num_splits
+    assert splits > 1
+    sums = partials.sums[: 4 * splits].view(4, splits)
+    firsts = torch.stack([part.amax(-1) for part in logits.split(4096, -1)], -1)
+    total = (sums.double().log() + firsts.double()).logsumexp(-1)
+    torch.testing.assert_close(total, logits.double().logsumexp(-1), rtol=1e-6, atol=1e-6)
+
+
+def test_rows_past_2_to_the_31_elements():
+    """The second row starts past 2**31 elements; only the pages that are touched take memory."""
+    stride = 2**31 + 64
+    storage = torch.empty(stride + 128, dtype=torch.bfloat16)
+    logits = storage.as_strided((2, 100), (stride, 1))
+    logits[:] = torch.linspace(1, 8, 100).to(torch.bfloat16)
+    logits[:, 99] = 9.0
+    logits[:, 40] = 8.9
+    ids = torch.tensor([99, 40], dtype=torch.int32)
+    drafts = Drafts(logits, ids, torch.tensor([2], dtype=torch.int32), max_draft_len=2)
+    values = torch.tensor([0.9])
+    zero = torch.zeros(1, dtype=torch.int64)
+    records = Records(values, zero, zero, zero + (1 << 40), zero.clone())
+    requests = Requests(records, torch.zeros(1, dtype=torch.int32), torch.zeros(1).int())
+    output = accept.accept(drafts, requests, Rule("theta"))
+    assert output.output_token_ids.tolist() == [[99, 40, -1]]
+
+
+def test_the_integer_root():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(out_ptr, in_ptr, SIZE: tl.constexpr):
+        index = tl.arange(0, SIZE)
+        tl.store(out_ptr + index, integer_root(tl.load(in_ptr + index)))
+
+    rng = np.random.default_rng(0)
+    roots = rng.integers(0, 2**31, 1000, dtype=np.int64) >> rng.integers(0, 31, 1000)
+    squares = np.concatenate(
+        [roots**2, roots**2 - 1, roots**2 + 2 * roots, rng.integers(0, 2**62, 1096)]
+    ).clip(0, 2**62 - 1)
+    given = torch.from_numpy(squares)
+    found = torch.empty_like(given)
+    kernel[(1,)](found, given, SIZE=4096)
+    assert found.tolist() == [math.isqrt(value) for value in squares.tolist()]

@@ -1,0 +1,188 @@
+"""The kernel of what looks at tokens, run by the interpreter, against its definitions.
+
+Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
+"""
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from vllm_mars import MarsConfig
+from vllm_mars.kernels import context
+from vllm_mars.kernels.context import ContextState, NewTokens, blocked_positions
+from vllm_mars.kernels.terms import Drafts, Requests, Verdict
+from vllm_mars.runner.repeats import AnswerNgrams
+from vllm_mars.runner.sections import Sections
+
+CPU = torch.device("cpu")
+SLOTS, BATCH, CAPACITY = 6, 4, 2_000
+
+
+def ids(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_the_kernel_is_interpreted():
+    assert isinstance(context.context_kernel, InterpretedFunction)
+
+
+class Batch:
+    """Requests in slots, which come, grow, lose tokens and go, and what the definitions say.
+
+    Args:
+        seed: of all that is random.
+        kinds: tokens are below it; those below 7 mark something.
+        sections: markers, or none.
+        ngram: tokens of an n-gram; 0 for no guard.
+        window: of the guard.
+    """
+
+    def __init__(
+        self, seed: int, kinds: int, sections: Sections, ngram: int, window: int
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.kinds, self.sections, self.ngram, self.window = kinds, sections, ngram, window
+        self.state = ContextState(
+            *(torch.full((SLOTS,), -7).int() for _ in range(4)),
+            torch.full((SLOTS, window if ngram else 1), -7).int(),
+        )
+        self.markers = sections.markers(CPU)
+        self.prompts: dict[int, list[int]] = {}
+        self.answers: dict[int, list[int]] = {}
+        self.seen = dict.fromkeys(range(SLOTS), 0)
+        self.reasons: set[int] = set()
+        for slot in range(SLOTS):
+            self.begin(slot, int(self.rng.integers(0, 8)))
+
+    def tokens(self, count: int) -> list[int]:
+        return self.rng.integers(0, self.kinds, count).tolist()
+
+    def begin(self, slot: int, resumed: int) -> None:
+        """A new request in a slot, with output tokens if it comes back from a preemption."""
+        self.prompts[slot] = self.tokens(int(self.rng.integers(1, 12)))
+        self.answers[slot] = self.tokens(resumed)
+        known = self.prompts[slot] + self.answers[slot]
+        self.state.is_structured[slot] = int(self.rng.random() < 0.2)
+        self.state.state[slot] = self.sections.advance(0, known)
+        self.state.scanned[slot] = len(known)
+        self.state.held[slot] = len(self.prompts[slot])
+
+    def begin_v1(self, slot: int) -> None:
+        """V1's host hands all output tokens over."""
+        self.state.state[slot] = self.sections.advance(0, self.prompts[slot])
+        self.seen[slot] = 0
+
+    def step(self, is_v2: bool) -> None:
+        rng = self.rng
+        slots = rng.permutation(SLOTS)[:BATCH].tolist()
+        drafts, expected = [], []
+        for slot in slots:
+            answer, length = self.answers[slot], int(rng.integers(0, 11))
+            draft = self.tokens(length)
+            if len(answer) > 12 and rng.random() < 0.5:
+                at = int(rng.integers(0, len(answer) - 8))
+                draft = (answer[at : at + 6] + draft)[:length]
+            drafts.append(draft)
+            state = self.sections.advance(0, self.prompts[slot] + answer)
+            structured = bool(self.state.is_structured[slot])
+            reasons = self.sections.blocked([state], [structured], draft, [length])
+            repeats = [False] * length
+            if self.ngram:
+                repeats = AnswerNgrams(self.ngram, self.window).repeated(answer, draft)
+            expected.append(
+                [int(a or Verdict.REPEAT * b) for a, b in zip(reasons, repeats, strict=True)]
+            )
+        found = (self.on_v2 if is_v2 else self.on_v1)(slots, drafts)
+        assert found == expected
+        self.reasons.update(reason for row in expected for reason in row)
+        for slot in slots:
+            if rng.random() < 0.1:
+                self.begin(slot, int(rng.integers(0, 40)))
+                self.begin_v1(slot) if not is_v2 else None
+            elif rng.random() < 0.1:
+                del self.answers[slot][-2:]
+                if not is_v2 and len(self.answers[slot]) < self.seen[slot]:
+                    self.begin_v1(slot)
+            else:
+                self.answers[slot] += self.tokens(int(rng.integers(0, 9)))
+
+    def on_v2(self, slots, drafts):
+        table = torch.full((SLOTS, CAPACITY), 1).int()
+        prompt, total = torch.zeros((2, SLOTS)).int()
+        for slot in range(SLOTS):
+            known = self.prompts[slot] + self.answers[slot]
+            table[slot, : len(known)] = ids(known)
+            prompt[slot], total[slot] = len(self.prompts[slot]), len(known)
+        requests = Requests(None, torch.tensor(slots), None, total, prompt)
+        rows = [token for draft in drafts for token in (3, *draft)]
+        ends = ids([len(draft) + 1 for draft in drafts]).cumsum(0).int()
+        given = Drafts(torch.empty(0, 0), ids(rows), ends, bonus_row_is_last=True)
+        blocked = blocked_positions(
+            self.state, NewTokens(table, None), requests, given, self.markers, self.ngram
+        ).tolist()
+        return [
+            blocked[end - len(draft) - 1 : end - 1]
+            for draft, end in zip(drafts, ends.tolist(), strict=True)
+        ]
+
+    def on_v1(self, slots, drafts):
+        new, new_ends = [], []
+        for slot in slots:
+            new += self.answers[slot][self.seen[slot] :]
+            self.seen[slot] = len(self.answers[slot])
+            new_ends.append(len(new))
+        produced = ids([len(self.answers[slot]) for slot in slots])
+        requests = Requests(None, ids(slots), produced)
+        ends = ids([len(draft) for draft in drafts]).cumsum(0).int()
+        flat = [token for draft in drafts for token in draft]
+        given = Drafts(torch.empty(0, 0), ids(flat), ends)
+        blocked = blocked_positions(
+            self.state, NewTokens(ids(new), ids(new_ends)), requests, given, self.markers, self.ngram
+        ).tolist()
+        begins = [0, *ends.tolist()]
+        return [blocked[b:e] for b, e in zip(begins[:-1], begins[1:], strict=True)]
+
+
+def sections(which: str) -> Sections:
+    spans = ((1, 2), (3, 4), (5, 5), (6, None))
+    if which == "none":
+        return Sections(MarsConfig())
+    if which == "spans":
+        return Sections(MarsConfig(strict_spans=spans))
+    return Sections(MarsConfig(strict_spans=spans[:2], scope="reasoning", thinking=(7, 8)))
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize(
+    ("which", "ngram", "window", "kinds", "reasons"),
+    [
+        ("spans", 0, 1, 10, {0, Verdict.SPAN, Verdict.STRUCTURED}),
+        ("reasoning", 3, 16, 10, {0, Verdict.SPAN, Verdict.STRUCTURED, Verdict.REPEAT}),
+        ("none", 2, 32, 4, {0, Verdict.STRUCTURED, Verdict.REPEAT}),
+        ("none", 4, 16, 3, {0, Verdict.STRUCTURED, Verdict.REPEAT}),
+    ],
+)
+def test_equals_the_definitions(which, ngram, window, kinds, reasons, is_v2):
+    batch = Batch(len(which) + ngram, kinds, sections(which), ngram, window)
+    if not is_v2:
+        for slot in range(SLOTS):
+            batch.begin_v1(slot)
+    for _ in range(16):
+        batch.step(is_v2)
+    assert batch.reasons == reasons
+
+
+@pytest.mark.parametrize("count", [511, 512, 513, 1_100])
+def test_answers_of_several_blocks(count):
+    """A draft copies what stands at the seam of two blocks, and then repeats itself."""
+    batch = Batch(0, 50_000, sections("none"), 4, 1_024)
+    answer = batch.tokens(count)
+    begin = max(count - 1_024, 0)
+    for at in (0, begin, 508, count - 8):
+        draft = [*answer[at : at + 8], *answer[at : at + 8]]
+        batch.answers[0], batch.state.is_structured[0] = answer, 0
+        batch.state.held[0] = len(batch.prompts[0])
+        expected = AnswerNgrams(4, 1_024).repeated(answer, draft)
+        (found,) = batch.on_v2([0], [draft])
+        assert found == [Verdict.REPEAT * is_repeat for is_repeat in expected]
