@@ -22,9 +22,10 @@ from vllm_mars.local.result_file import write_json
 
 NUM_DRAFT_TOKENS = 4
 VOCAB = 49_152
-THETA = 0.9
-# The guard against repetition, and how many tokens each answer has by then.
-NGRAM, ANSWER = 4, 512
+# In nats per token gained, and per token of an answer.
+PRICE, MAX_LOSS = 0.3, 0.02
+# How many tokens each answer has by then, for the guard against repetition.
+ANSWER = 512
 BATCHES = (1, 32)
 # Name, temperature, top-p.
 REQUESTS = (
@@ -35,7 +36,7 @@ REQUESTS = (
 
 
 def samplers() -> dict[str, Any]:
-    """vLLM's sampler, and MARS at theta 0.9: alone, and with counters and the guard."""
+    """vLLM's sampler, and MARS with a price: alone, and with a bound that sets it and the guard."""
     from vllm import SamplingParams
     from vllm.platforms import current_platform
     from vllm.v1.sample.logits_processor.interface import BatchUpdate
@@ -46,21 +47,24 @@ def samplers() -> dict[str, Any]:
     from vllm_mars.runner.counters import CounterLayout, Counters
     from vllm_mars.runner.cpu_kernels import mend
     from vllm_mars.runner.requests_v1 import RequestsV1
+    from vllm_mars.runner.verification import Verification
 
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
     mend()
     device, most = torch.device("cpu"), max(BATCHES)
-    mars, everything = (
-        MarsRejectionSampler(
-            Sampler(), None, device, config, [0, 1, 2], RequestsV1(config, most, device)
-        )
-        for config in (MarsConfig(theta=THETA), MarsConfig(theta=THETA, repeat_guard=NGRAM))
-    )
+
+    def sampler(config: MarsConfig) -> MarsRejectionSampler:
+        counters = Counters(CounterLayout(NUM_DRAFT_TOKENS), device)
+        verification = Verification(config, [0, 1, 2], counters)
+        requests = RequestsV1(config, most, device)
+        return MarsRejectionSampler(Sampler(), None, device, verification, requests)
+
+    mars = sampler(MarsConfig(price=PRICE, repeat_guard=0))
+    everything = sampler(MarsConfig(max_loss=MAX_LOSS))
     answers = torch.randint(VOCAB, (most, ANSWER)).tolist()
     added = [(place, SamplingParams(), None, answer) for place, answer in enumerate(answers)]
     everything.requests.update_state(BatchUpdate(most, removed=[], added=added, moved=[]))
-    everything.rule.counters = Counters(CounterLayout(NUM_DRAFT_TOKENS), device)
     vllm = RejectionSampler(Sampler(), None, device)
     return {"vllm": vllm, "mars": mars, "everything": everything}
 
@@ -93,11 +97,11 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=40, help="counted runs of each variant")
     parser.add_argument("--output", type=Path, help="JSON file; default: standard output only")
     args = parser.parse_args()
-    config = {"k": NUM_DRAFT_TOKENS, "vocab": VOCAB, "theta": THETA, "dtype": "float32"}
+    config = {"k": NUM_DRAFT_TOKENS, "vocab": VOCAB, "price": PRICE, "dtype": "float32"}
     result = {
         "schema": "vllm-mars/sampler/2",
         **describe_run(None),
-        "config": config | {"repeat_guard": NGRAM, "answer_tokens": ANSWER},
+        "config": config | {"max_loss": MAX_LOSS, "answer_tokens": ANSWER},
         "threads": torch.get_num_threads(),
         "samplers": measure(args.runs),
     }

@@ -87,7 +87,7 @@ _NONE_BLOCKED: dict[torch.device, torch.Tensor] = {}
 
 
 @triton.jit
-def _isqrt(square):
+def integer_root(square):
     """floor(sqrt(square)) of an int64 below 2**62; exact for a guess within 2**-19 of it."""
     root = tl.maximum(tl.sqrt(square.to(tl.float32)).to(tl.int64), 1)
     # Newton's step ends at the root or 1 above it, however the float rounded.
@@ -260,7 +260,7 @@ def accept_kernel(
     # The burst as int64.
     most_balance = tl.minimum(_PRICE_BURSTS * (left_before + lost_before), _MOST_BALANCE)
     balance = tl.minimum(tl.maximum(_at(offset, 0, most), 0), most_balance)
-    follows = tl.minimum(_isqrt(scale * balance), _MOST_PRICE)
+    follows = tl.minimum(integer_root(scale * balance), _MOST_PRICE)
     price = tl.where(scale != 0, follows, price)
     threshold = tl.load(threshold_ptr + slot) + tl.zeros([POSITIONS], tl.float32)
 

@@ -50,7 +50,8 @@ class Call:
         self.lengths = rng.integers(0, LONGEST, size=rng.integers(1, 5)).tolist()
         self.batch, size = len(self.lengths), sum(self.lengths)
         rows = size + self.batch
-        logits = rng.normal(rng.choice([0.0, 2.0, 20.0]), rng.choice([0.3, 2.0, 8.0]), (rows, vocab))
+        mean, scale = rng.choice([0.0, 2.0, 20.0]), rng.choice([0.3, 2.0, 8.0])
+        logits = rng.normal(mean, scale, (rows, vocab))
         if rng.random() < 0.4:
             logits = logits.round()
         specials = [-math.inf, -0.0] + ([] if sampled else [math.inf, math.nan])
@@ -137,9 +138,7 @@ def test_greedy_steps_equal_those_of_a_cpu(name, count):
     for number in range(count):
         call = Call(number, name)
         bonus_rows = call.is_bonus.nonzero().squeeze(1)
-        drafts = Drafts(
-            *(call.logits, call.ids, call.ends, call.rows.int()), max_draft_len=LONGEST
-        )
+        drafts = Drafts(*(call.logits, call.ids, call.ends, call.rows.int()), max_draft_len=LONGEST)
         bonus = number % 3
         if bonus == 1:
             drafts = drafts._replace(bonus_token_ids=torch.arange(call.batch)[:, None])
@@ -192,7 +191,7 @@ def test_sampled_steps_equal_those_of_a_cpu(name, count):
         call = Call(number, "price" if name == "drawn" else name, sampled=True)
         logits = call.logits[call.rows].clone()
         drafts = Drafts(logits, call.ids, call.ends, max_draft_len=LONGEST)
-        clip = draft_rows = None
+        clip = None
         if name == "drawn":
             noise = torch.from_numpy(call.rng.normal(size=logits.shape)).float()
             q = (logits + noise).softmax(-1)
@@ -208,9 +207,7 @@ def test_sampled_steps_equal_those_of_a_cpu(name, count):
         assert torch.equal(logits, call.logits[call.rows])
 
         found, ours = call.account(), call.requests()
-        planned = accept.plan(
-            drafts, ours, call.rule, call.temperature, call.on_device(), clip
-        )
+        planned = accept.plan(drafts, ours, call.rule, call.temperature, call.on_device(), clip)
         where = planned.clipped.logits if clip else logits
         torch.testing.assert_close(where, served, rtol=2e-5, atol=2e-5)
         accept.settle(planned, drafts, ours, tokens, found)
@@ -297,7 +294,7 @@ def test_the_integer_root():
     import triton.language as tl
 
     @triton.jit
-    def kernel(out_ptr, in_ptr, SIZE: tl.constexpr):
+    def kernel(out_ptr, in_ptr, SIZE: tl.constexpr):  # noqa: N803
         index = tl.arange(0, SIZE)
         tl.store(out_ptr + index, integer_root(tl.load(in_ptr + index)))
 

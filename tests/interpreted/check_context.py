@@ -38,9 +38,7 @@ class Batch:
         window: of the guard.
     """
 
-    def __init__(
-        self, seed: int, kinds: int, sections: Sections, ngram: int, window: int
-    ) -> None:
+    def __init__(self, seed: int, kinds: int, sections: Sections, ngram: int, window: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.kinds, self.sections, self.ngram, self.window = kinds, sections, ngram, window
         self.state = ContextState(
@@ -138,7 +136,12 @@ class Batch:
         flat = [token for draft in drafts for token in draft]
         given = Drafts(torch.empty(0, 0), ids(flat), ends)
         blocked = blocked_positions(
-            self.state, NewTokens(ids(new), ids(new_ends)), requests, given, self.markers, self.ngram
+            self.state,
+            NewTokens(ids(new), ids(new_ends)),
+            requests,
+            given,
+            self.markers,
+            self.ngram,
         ).tolist()
         begins = [0, *ends.tolist()]
         return [blocked[b:e] for b, e in zip(begins[:-1], begins[1:], strict=True)]
