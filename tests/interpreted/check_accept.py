@@ -11,7 +11,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from vllm_mars.kernels import accept, cpu, top2
-from vllm_mars.kernels.accept import _isqrt as integer_root
+from vllm_mars.kernels.accept import integer_root
 from vllm_mars.kernels.clip import clip_rows
 from vllm_mars.kernels.terms import (
     MOST_BALANCE,
