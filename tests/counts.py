@@ -9,7 +9,7 @@ import prometheus_client
 import pytest
 
 from vllm_mars.engine import metrics
-from vllm_mars.runner.counters import RATIO_EDGES, RATIO_UNIT, REASONS, CounterLayout
+from vllm_mars.runner.counters import REASONS, CounterLayout
 
 LAYOUT = CounterLayout(3)
 DOCS = Path(__file__).parents[1] / "docs"
@@ -28,11 +28,9 @@ COUNTS = counts_of(
     verified=[10, 6, 3],
     accepted=[6, 3, 2],
     relaxed=[2, 1, 0],
-    low_margin=[5, 3, 1],
-    ratio=[1, *[0] * 8, 9, *[0] * 4, 8, 0],
-    ratio_sum=[int(16.0 / RATIO_UNIT)],
     lost=[3 << 15],
-    refused=[4, 0, 1, 0, 0, 2],
+    gained=[9 << 14],
+    refused=[4, 0, 1, 0, 2],
 )
 
 
@@ -50,23 +48,13 @@ def exported(registry=prometheus_client.REGISTRY):
 
 def check_exported(samples, engine, times):
     """Whether the samples of an engine are `times` the counts of `COUNTS`."""
-    for name, entry in (
-        (metrics.RELAXED, "relaxed"),
-        (metrics.VERIFIED, "verified"),
-        (metrics.LOW_MARGIN, "low_margin"),
-    ):
+    for name, entry in ((metrics.RELAXED, "relaxed"), (metrics.VERIFIED, "verified")):
         for position, count in enumerate(COUNTS[getattr(LAYOUT, entry)]):
             assert samples[f"{name}_total", engine, str(position)] == times * count
     for reason, count in zip(REASONS, COUNTS[LAYOUT.refused], strict=True):
         assert samples[f"{metrics.REFUSED}_total", engine, reason] == times * count
     assert samples[f"{metrics.LOST}_total", engine] == times * 1.5
-    below = 0
-    for edge, count in zip([*RATIO_EDGES, float("inf")], COUNTS[LAYOUT.ratio], strict=True):
-        below += times * count
-        le = "+Inf" if edge == float("inf") else str(edge)
-        assert samples[f"{metrics.RATIO}_bucket", engine, le] == below
-    assert samples[f"{metrics.RATIO}_count", engine] == below == times * 18
-    assert samples[f"{metrics.RATIO}_sum", engine] == times * 16
+    assert samples[f"{metrics.GAINED}_total", engine] == times * 2.25
 
 
 def dashboard_queries():

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from counts import DOCS, of_prometheus
 from vllm_mars.config import split_speculative_config
+from vllm_mars.engine.metrics import ALLOWED
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = DOCS / "deploy"
@@ -113,18 +114,19 @@ def every_minute(name, value):
 
 
 @pytest.mark.parametrize(
-    ("lost", "relaxed", "low_margin", "up", "fires"),
+    ("lost", "gained", "verified", "up", "fires"),
     [(30, 5, 50, 1, ["MarsLossAboveBudget"]), (10, 5, 50, 1, [])]
-    + [(0, 0, 50, 1, ["MarsRelaxesNothing"]), (0, 0, 10, 1, []), (0, 0, 0, 0, ["MarsServerDown"])],
+    + [(0, 0, 50, 1, ["MarsGainsNothing"]), (0, 0, 10, 1, []), (0, 0, 0, 0, ["MarsServerDown"])],
 )
-def test_alerts_fire_where_they_should(tmp_path, lost, relaxed, low_margin, up, fires):
+def test_alerts_fire_where_they_should(tmp_path, lost, gained, verified, up, fires):
     """Of 1,000 tokens a minute."""
     target = {"job": "vllm", "instance": "server:8000"}
     series = [
         every_minute("generation_tokens", 1000),
         every_minute("mars_lost_nats", lost),
-        every_minute("mars_relaxed_tokens", relaxed),
-        every_minute("mars_low_margin_positions", low_margin),
+        every_minute("mars_gained_acceptance", gained),
+        every_minute("mars_verified_positions", verified),
+        {"series": f'{ALLOWED}{{model_name="m"}}', "values": "0.02+0x120"},
         {"series": 'up{job="vllm", instance="server:8000"}', "values": f"{up}x120"},
     ]
     rules = {rule["alert"]: rule for rule in read("alerts.yml")["groups"][0]["rules"]}

@@ -22,19 +22,13 @@ from counts import (
 )
 from vllm_mars.engine import metrics
 from vllm_mars.local.drafts import NGRAM_CONFIG
-from vllm_mars.runner.counters import RATIO_EDGES, REASONS, CounterLayout
+from vllm_mars.runner.counters import REASONS, CounterLayout
 from vllm_mars.runner.outputs import FIELD
 
 pytestmark = pytest.mark.usefixtures("clean_registry")
 
-NAMES = (
-    metrics.RELAXED,
-    metrics.VERIFIED,
-    metrics.LOW_MARGIN,
-    metrics.REFUSED,
-    metrics.LOST,
-    metrics.RATIO,
-)
+NAMES = {metrics.RELAXED, metrics.VERIFIED, metrics.REFUSED, metrics.LOST, metrics.GAINED}
+NAMES |= {metrics.ALLOWED}
 
 
 def test_metrics_of_each_engine():
@@ -48,9 +42,10 @@ def test_metrics_of_each_engine():
 
 
 def test_all_series_are_there_before_anything_is_counted():
-    metrics.MarsProm(LAYOUT, {0: ["m", "0"]})
+    metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, max_loss=0.02)
     samples = exported()
-    assert len(samples) == 3 * 3 + len(REASONS) + 1 + len(RATIO_EDGES) + 1 + 2
+    assert samples.pop((metrics.ALLOWED, "0")) == 0.02
+    assert len(samples) == 2 * 3 + len(REASONS) + 2
     assert not any(samples.values())
 
 
@@ -80,28 +75,6 @@ def test_api_servers_in_several_processes_add_up(tmp_path, monkeypatch):
     check_exported(samples, "1", 4)
 
 
-def test_a_histogram_that_cannot_be_fed_is_said_once(monkeypatch):
-    """Ray's, which takes single values only."""
-    import vllm.logger
-
-    said = []
-
-    class Logger:
-        def warning_once(self, message, *args):
-            said.append(message % args)
-
-    class RayHistogramWrapper:
-        pass
-
-    monkeypatch.setattr(vllm.logger, "init_logger", lambda name: Logger())
-    prom = metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, histogram_class=RayHistogramWrapper)
-    prom.observe(COUNTS)
-    assert said == [
-        "vllm:mars_logit_ratio is not exported: a RayHistogramWrapper cannot be fed with counts."
-    ]
-    assert exported()[f"{metrics.VERIFIED}_total", "0", "0"] == 10
-
-
 class Log:
     def __init__(self):
         self.lines, self.warnings = [], []
@@ -122,25 +95,23 @@ def test_log_line():
     logging.log(log, "Engine 000: ")
     logging.log(log)
     assert log.lines == [
-        "Engine 000: MARS metrics: Relaxed: 6 tokens (27.3% of accepted), "
-        "Lost: 0.0500 nats per token, "
-        "Low margin: 47.4% of verified positions, "
-        "Per-position relaxed rate: 0.200, 0.167, 0.000"
+        "Engine 000: MARS metrics: Gained: 4.5 draft tokens (20.5% of accepted), "
+        "Lost: 0.0500 nats per token, Relaxed outright: 6 tokens"
     ]
 
 
-def test_a_server_that_relaxes_nothing_warns_once():
-    many = counts_of(verified=[300] * 3, low_margin=[250, 150, 99], refused=[4, 0, 1, 0, 0, 2])
+def test_a_server_that_gains_nothing_warns_once():
+    many = counts_of(verified=[300, 150, 49], refused=[4, 0, 1, 0, 2])
     log, logging = Log(), metrics.MarsLogging(LAYOUT)
     for _ in range(2):
         logging.observe(many, 600)
         logging.log(log)
     assert log.warnings == []
-    logging.observe(counts_of(verified=[2], low_margin=[2]), 1)
+    logging.observe(counts_of(verified=[2]), 1)
     logging.log(log, "Engine 000: ")
     assert log.warnings == [
-        "Engine 000: MARS has relaxed none of 1000 low-margin positions since the server's start, "
-        "so it has had no effect. Refusals: protected 8, budget 2, repeat 4. "
+        "Engine 000: MARS has gained nothing at 1000 verified positions since the server's start, "
+        "so it has had no effect. Refusals: protected 8, structured 2, repeat 4. "
         "`vllm-mars doctor URL` shows what a server does."
     ]
     for _ in range(3):
@@ -149,18 +120,14 @@ def test_a_server_that_relaxes_nothing_warns_once():
     assert len(log.warnings) == 1
 
 
-def test_no_warning_where_tokens_are_relaxed_or_never_will_be():
-    many = {"verified": [9000] * 3, "low_margin": [9000] * 3}
+def test_no_warning_where_something_is_gained_or_never_will_be():
+    many = {"verified": [9000] * 3}
     shadow = CounterLayout(3, (0.9,))
     log = Log()
-    for layout, first in (
-        (LAYOUT, counts_of(relaxed=[1, 0, 0], **many)),
-        # All of them are counted with the thresholds of the options, but nothing is relaxed.
-        (shadow, counts_of(**many) + [5] * 3),
-    ):
+    for layout, first in ((LAYOUT, counts_of(gained=[1], **many)), (shadow, counts_of(**many))):
         logging = metrics.MarsLogging(layout)
-        for counts in (first, counts_of(**many) + [0] * (layout.size - LAYOUT.size)):
-            logging.observe(counts, 600)
+        for counts in (first, counts_of(**many)):
+            logging.observe(counts + [5] * (layout.size - LAYOUT.size), 600)
             logging.log(log)
     assert len(log.lines) == 4
     assert log.warnings == []
@@ -217,7 +184,7 @@ def test_vllms_stat_loggers_export_and_log(manager, monkeypatch, aggregate):
     assert prefixes == (
         ["2 Engines Aggregated: "] if aggregate else ["Engine 000: ", "Engine 001: "]
     )
-    assert ("Relaxed: 9 tokens" if aggregate else "Relaxed: 6 tokens") in log.lines[-1]
+    assert f"Relaxed outright: {9 if aggregate else 6} tokens" in log.lines[-1]
 
 
 def test_a_server_without_mars_has_no_other_metrics(manager, monkeypatch):
@@ -246,15 +213,13 @@ def names_in(expression):
 
 
 def test_the_dashboard_and_the_page_ask_for_what_is_exported():
-    metrics.MarsProm(CounterLayout(3, (0.9,)), {0: ["m", "0"]})
+    metrics.MarsProm(CounterLayout(3, (0.9,)), {0: ["m", "0"]}, max_loss=0.02)
     ours = {name for name, *_ in exported()}
     asked = set().union(*map(names_in, dashboard_queries()))
-    assert asked <= ours | OF_VLLM
-    assert {name.removesuffix("_bucket").removesuffix("_total") for name in asked} >= set(NAMES)
-    page = (DOCS / "metrics.md").read_text()
-    assert names_in(page) <= ours | OF_VLLM | {metrics.RATIO}
-    told = {name.removesuffix("_total") for name in names_in(page)}
-    assert {*NAMES, metrics.SHADOW} <= told
+    told = names_in((DOCS / "metrics.md").read_text())
+    assert asked | told <= ours | OF_VLLM
+    assert {name.removesuffix("_total") for name in asked} >= NAMES
+    assert {name.removesuffix("_total") for name in told} >= {*NAMES, metrics.SHADOW}
 
 
 def test_promtool_parses_the_queries(tmp_path):

@@ -13,8 +13,9 @@ import torch
 from counts import COUNTS, LAYOUT
 from vllm_mars import MarsConfig
 from vllm_mars.engine.transport import carry_counts, declare_field
-from vllm_mars.runner.margin import MarginRule
-from vllm_mars.runner.outputs import FIELD, attach_counters, carrier_of
+from vllm_mars.runner.counters import Counters
+from vllm_mars.runner.outputs import FIELD, attach_counters, carrier_of, with_counts
+from vllm_mars.runner.verification import Verification
 
 
 def runner_output(**fields):
@@ -26,14 +27,12 @@ def runner_output(**fields):
 class Runner:
     """Stands in for a model runner: `sampled` and `executed` are what it returns."""
 
-    speculative_config = SimpleNamespace(num_speculative_tokens=3)
-    device = torch.device("cpu")
-
     def __init__(self, backend=None):
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
         parallel_config = SimpleNamespace(distributed_executor_backend=backend)
         self.vllm_config = SimpleNamespace(parallel_config=parallel_config)
+        self.requests = {}
         self.sampled = None
         self.executed = EMPTY_MODEL_RUNNER_OUTPUT
 
@@ -42,6 +41,13 @@ class Runner:
 
     def sample_tokens(self, grammar_output):
         return self.sampled
+
+
+def attached(runner):
+    """Counters whose counts leave with the runner's outputs."""
+    counters = Counters(LAYOUT, torch.device("cpu"))
+    attach_counters(runner, Verification(MarsConfig(), [], counters))
+    return counters
 
 
 @pytest.fixture
@@ -59,9 +65,7 @@ def test_counts_leave_with_the_outputs_of_steps(on_rank):
 
     on_rank(0)
     runner = Runner()
-    rule = MarginRule(MarsConfig(), [])
-    attach_counters(runner, rule)
-    counters = rule.counters
+    counters = attached(runner)
     # vLLM's memory profiling.
     counters.device_counts += 7
     runner.sampled = runner_output()
@@ -75,6 +79,10 @@ def test_counts_leave_with_the_outputs_of_steps(on_rank):
     for shared in (None, EMPTY_MODEL_RUNNER_OUTPUT):
         runner.sampled = shared
         assert runner.sample_tokens(None) is shared
+    # With requests left, nothing is waited for.
+    runner.requests["a"] = None
+    assert runner.execute_model(None) is EMPTY_MODEL_RUNNER_OUTPUT
+    runner.requests.clear()
     last = runner.execute_model(None)
     assert getattr(last, FIELD) == COUNTS
     assert dataclasses.astuple(last) == dataclasses.astuple(EMPTY_MODEL_RUNNER_OUTPUT)
@@ -83,12 +91,25 @@ def test_counts_leave_with_the_outputs_of_steps(on_rank):
     assert getattr(pickle.loads(pickle.dumps(last)), FIELD) == COUNTS
 
 
-@pytest.mark.parametrize(("backend", "counts"), [(None, False), ("external_launcher", True)])
-def test_other_ranks_count_only_as_engines_of_their_own(on_rank, backend, counts):
+def test_only_a_step_without_tokens_flushes(on_rank):
+    counters = Counters(LAYOUT, torch.device("cpu"))
+    counters.device_counts += 1
+    for output in (None, runner_output(), torch.zeros(1)):
+        assert with_counts(output, counters) is output
+        assert not hasattr(output, FIELD)
+    assert getattr(with_counts(runner_output(req_ids=[]), counters), FIELD)[0] == 1
+
+
+@pytest.mark.parametrize("backend", [None, "external_launcher"])
+def test_of_other_ranks_only_an_external_launchers_are_read(on_rank, backend):
+    """Each of these is an engine of its own, whose outputs nobody else reads."""
     on_rank(1)
-    rule = MarginRule(MarsConfig(), [])
-    attach_counters(Runner(backend), rule)
-    assert (rule.counters is not None) == counts
+    runner = Runner(backend)
+    counters = attached(runner)
+    runner.sampled = runner_output()
+    runner.sample_tokens(None)
+    counters.device_counts += 1
+    assert hasattr(runner.sample_tokens(None), FIELD) == (backend is not None)
 
 
 def test_asynchronous_outputs_carry_the_counts():

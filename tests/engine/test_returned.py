@@ -1,4 +1,4 @@
-"""What the scheduler collects for the requests that ask what was relaxed."""
+"""What the scheduler collects for the requests that ask what verification did."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,9 @@ from vllm_mars.engine.options import check_request
 from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.engine.returned import collect_relaxed
 from vllm_mars.engine.transport import REQUEST_FIELD
-from vllm_mars.runner.outputs import RELAXED_FIELD
+from vllm_mars.runner.outputs import RETURNED_FIELD
+
+NAN = float("nan")
 
 
 class Scheduler:
@@ -30,8 +32,8 @@ class Scheduler:
         for request in self.requests.values():
             request.num_output_tokens += model_runner_output.produced
 
-    def step(self, produced, relaxed):
-        output = SimpleNamespace(produced=produced, **{RELAXED_FIELD: relaxed})
+    def step(self, produced, rows):
+        output = SimpleNamespace(produced=produced, **{RETURNED_FIELD: rows})
         self.update_from_output(None, output)
 
 
@@ -41,10 +43,11 @@ class Request(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def request(**own):
+def request(temperature=0.0, **own):
+    params = {"temperature": temperature, "extra_args": own, "structured_outputs": None}
     return Request(
         request_id="a",
-        sampling_params=SimpleNamespace(extra_args=own, structured_outputs=None),
+        sampling_params=SimpleNamespace(**params),
         num_output_tokens=0,
         spec_decode_metrics=None,
     )
@@ -53,8 +56,8 @@ def request(**own):
 def test_what_a_stop_cuts_off_is_left_out():
     scheduler = Scheduler()
     scheduler.add_request(request(mars_return=True))
-    scheduler.step(3, {"a": [(0, 2**15), (2, 2**14)]})
-    scheduler.step(1, {"a": [(0, 2**16), (1, 2**16)]})
+    scheduler.step(3, {"a": [0.5, NAN, 0.25, NAN]})
+    scheduler.step(1, {"a": [1.0, 1.0, NAN, NAN]})
     assert getattr(scheduler.requests["a"].spec_decode_metrics, REQUEST_FIELD) == {
         "theta": 0.9,
         "num_relaxed_tokens": 3,
@@ -63,12 +66,25 @@ def test_what_a_stop_cuts_off_is_left_out():
     }
 
 
+def test_a_request_that_samples_is_told_of_each_token():
+    scheduler = Scheduler()
+    scheduler.add_request(request(1.0, mars_return=True))
+    # The first token comes without a draft, and a stop cuts the last step off.
+    scheduler.step(1, {})
+    scheduler.step(2, {"a": [0.5, -0.25, NAN, NAN]})
+    scheduler.step(1, {"a": [0.125, 1.0, 0.0, NAN]})
+    assert getattr(scheduler.requests["a"].spec_decode_metrics, REQUEST_FIELD) == {
+        "theta": 0.9,
+        "log_ratios": [0.0, 0.5, -0.25, 0.125],
+    }
+
+
 def test_a_further_input_may_ask_first():
     scheduler = Scheduler()
     scheduler.add_request(request())
     scheduler.step(2, {})
     scheduler.add_request(request(mars_return=True))
-    scheduler.step(2, {"a": [(1, 2**16)]})
+    scheduler.step(2, {"a": [NAN, 1.0, NAN, NAN]})
     told = getattr(scheduler.requests["a"].spec_decode_metrics, REQUEST_FIELD)
     assert told["relaxed_positions"] == [3]
 
