@@ -72,10 +72,10 @@ _MIN_POSITIONS = 8
 _RECORDS = ["threshold_ptr", "price_ptr", "scale_ptr", "rate_ptr", "lost_ptr"]
 _UNALIGNED = [
     *("output_token_ids_ptr", "num_accepted_ptr", "num_relaxed_ptr", "step_lost_ptr"),
-    *("counts_ptr", "table_ptr", "floats_ptr", "integers_ptr", "prices_ptr"),
+    *("counts_ptr", "table_ptr", "floats_ptr", "integers_ptr", "prices_ptr", "logits_ptr"),
     *("draft_token_ids_ptr", "bonus_ptr", "target_rows_ptr", "cu_num_draft_tokens_ptr"),
     *("protected_ptr", "blocked_ptr", "slots_ptr", "produced_ptr", "prompt_len_ptr"),
-    *("temperature_ptr", "num_sampled_ptr", "losses_ptr", "gained_ptr", "lse_ptr"),
+    *("temperature_ptr", "num_sampled_ptr", "losses_ptr", "gained_ptr", "lse_ptr", "served_ptr"),
     *_RECORDS,
 ]
 _UNSPECIALIZED = [

@@ -133,15 +133,17 @@ def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:
     divisible by 16 where that of the dummy run is not; and a part of a large batch may begin where
     no 16 bytes do.
     """
-    vocab = logits.shape[1]
+    vocab, itemsize = logits.shape[1], logits.element_size()
     strides = {vocab, logits.stride(0)}
     if vocab % 16:
         strides.add((vocab // 16 + 1) * 16)
-    return [
-        torch.zeros((2, stride), dtype=logits.dtype, device=logits.device)[:, :vocab]
-        for stride in sorted(strides)
-        if stride >= vocab
-    ]
+    layouts = []
+    for stride in sorted(stride for stride in strides if stride >= vocab):
+        rows = torch.zeros((3, stride), dtype=logits.dtype, device=logits.device)[:, :vocab]
+        layouts.append(rows[:2])
+        if stride * itemsize % 16:
+            layouts.append(rows[1:])
+    return layouts
 
 
 def _ids(value: int, device: torch.device) -> torch.Tensor:
