@@ -13,7 +13,7 @@ from vllm_mars.runner.shadow import count_shadow, without_bonus_rows
 from vllm_mars.verify import Backend, kernels_of, resolve_backend
 
 # Of the value that the log names, by rule.
-_UNITS = {"theta": "", "gap": " nats", "price": " nats per token gained"}
+_UNITS = {"theta": "", "gap": " nats", "price": " nats per token"}
 
 
 class Returned(NamedTuple):
@@ -133,18 +133,15 @@ class Verification:
         )
 
     def describe(self) -> str:
-        """The rule and the bound, in words."""
-        config, words = self.config, []
+        """The rule and the bound, as options."""
+        config = self.config
+        rule = f"mars_{config.rule}={config.value:g}{_UNITS[config.rule]}"
         if config.sets_price:
-            words.append("price set by what is left of mars_max_loss")
-        else:
-            words.append(f"{config.rule}={config.value:g}{_UNITS[config.rule]}")
+            rule = "the price follows the bound"
+        bound = "no mars_max_loss"
         if config.max_loss is not None:
-            words.append(
-                f"max_loss={config.max_loss:g} nats per token with a burst of "
-                f"{config.loss_burst:g} nats"
-            )
-        return ", ".join(words)
+            bound = f"mars_max_loss={config.max_loss:g} nats per token"
+        return f"{rule}, {bound}"
 
     def _loss(self) -> str:
         if self.config.is_shadow:
