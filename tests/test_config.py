@@ -38,6 +38,18 @@ def test_the_option_that_is_given_names_the_rule(rule, value):
     assert isinstance(config.value, float)
 
 
+def test_a_bound_alone_sets_the_price():
+    config, _ = split_speculative_config({**MARS, "mars_max_loss": 0.02})
+    assert (config.rule, config.value, config.limit_value) == ("price", math.inf, math.inf)
+    assert config.sets_price and config.lossy and config.clients_may_relax
+    assert config.repeat_ngram == 4
+    assert lossy_reason(config, "mars") == "mars_max_loss=0.02"
+    assert not MarsConfig(max_loss=0.0).lossy
+    assert not MarsConfig(price=0.3, max_loss=0.02).sets_price
+    with pytest.raises(ValueError, match="mars_loss_burst=0 leaves mars_max_loss nothing to set"):
+        MarsConfig(max_loss=0.02, loss_burst=0)
+
+
 @pytest.mark.parametrize("method", [None, "standard", "block", "synthetic"])
 def test_other_methods_are_left_alone(method):
     given = {"method": "ngram"} | ({"rejection_sample_method": method} if method else {})
@@ -86,6 +98,7 @@ def test_the_shadow_mode_is_strict_and_sorts_its_values():
         ({"mars_shadow": [0.9, 2]}, r"mars_shadow=2 is outside \(0, 1\]"),
         ({"mars_price": 1, "mars_shadow": [-1]}, r"mars_shadow=-1 is outside \[0, inf\)"),
         ({"mars_client_control": 1}, "mars_client_control=1 is not true or false"),
+        ({"mars_logprobs": "raw"}, "mars_logprobs='raw' is not one of target, sampled; 'sampled'"),
         ({"mars_structured": True}, "mars_structured=True is not one of strict, relaxed"),
         ({"mars_tetha": 0.9}, "mars_tetha is not an option .* did you mean mars_theta"),
         ({"mars_thinking": [1, 2]}, "mars_thinking is not an option"),

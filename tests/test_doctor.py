@@ -13,11 +13,11 @@ from vllm_mars.cli import main
 from vllm_mars.doctor import findings_at, findings_here
 
 # How the counters of a server rise with each answer.
-RELAXES = {"verified": 20, "low_margin": 12, "relaxed": 2, "refused": {"protected": 1}}
+GAINS = {"verified": 20, "gained": 2.5, "lost": 0.24, "refused": {"protected": 1}}
 COUNTERS = {
-    "verified": "vllm:mars_verified_positions_total",
-    "low_margin": "vllm:mars_low_margin_positions_total",
-    "relaxed": "vllm:mars_relaxed_tokens_total",
+    "verified": 'vllm:mars_verified_positions_total{position="0"}',
+    "gained": "vllm:mars_gained_acceptance_total",
+    "lost": "vllm:mars_lost_nats_total",
 }
 TOKENS = 48
 
@@ -34,7 +34,9 @@ def server(rise, told, metrics=True, refuses=None):
         lines = [f"vllm:generation_tokens_total {7 + TOKENS * len(asked)}"]
         for name, metric in COUNTERS.items():
             # Not from 0: others have asked before.
-            lines.append(f'{metric}{{position="0"}} {5 + rise.get(name, 0) * len(asked)}')
+            lines.append(f"{metric} {5 + rise.get(name, 0) * len(asked)}")
+        if "allowed" in rise:
+            lines.append(f"vllm:mars_max_loss_nats_per_token {rise['allowed']}")
         for reason, count in rise.get("refused", {}).items():
             value = count * len(asked)
             lines.append(f'vllm:mars_refused_positions_total{{reason="{reason}"}} {value}')
@@ -77,15 +79,20 @@ def told(**rule):
     return {**rule, "num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
 
 
-def test_a_server_that_relaxes(capsys):
-    with server(RELAXES, {**told(theta=0.9), "num_relaxed_tokens": 2}) as (address, asked):
+@pytest.mark.parametrize("allowed", [None, 0.02])
+def test_a_server_that_gains(capsys, allowed):
+    rise = GAINS if allowed is None else {**GAINS, "allowed": allowed}
+    rule = {"theta": 0.9} if allowed is None else {"max_loss": allowed}
+    with server(rise, told(**rule)) as (address, asked):
         assert main(["doctor", address]) == 0
     # The first answer is enough.
     assert len(asked) == 1
     assert asked[0]["vllm_xargs"] == {"mars_return": True}
     lines = " ".join(capsys.readouterr().out.split())
-    assert "ok in force: theta 0.9, lossy" in lines
-    assert "ok relaxed 2 tokens at 12 low-margin positions of 20 verified ones, within 48" in lines
+    ((name, value),) = rule.items()
+    assert f"ok in force: {name} {value}, lossy" in lines
+    spent = "and lost 0.0050 nats per token" + (" of the 0.02 allowed" if allowed else "")
+    assert f"ok gained 2.5 draft tokens at 20 verified positions within 48 tokens, {spent}" in lines
     assert lines.endswith("all is well")
 
 
@@ -98,13 +105,14 @@ def test_counts_that_come_later_are_waited_for(monkeypatch):
     def late(url):
         seen.append(url)
         with monkeypatch.context() as patch:
-            patch.setitem(RELAXES, "relaxed", 0 if len(seen) < 4 else 2)
+            for name in ("verified", "gained"):
+                patch.setitem(GAINS, name, 0 if len(seen) < 4 else 2)
             return read(url)
 
     monkeypatch.setattr(top, "read_metrics", late)
-    with server(RELAXES, {**told(theta=0.9), "num_relaxed_tokens": 2}) as (address, asked):
+    with server(GAINS, told(theta=0.9)) as (address, asked):
         *_, last = findings_at(address)
-    assert len(asked) == 1 and last.state == "ok" and "relaxed 2 tokens" in last.text
+    assert len(asked) == 1 and last.state == "ok" and "gained 2.0 draft tokens" in last.text
 
 
 def test_a_server_that_is_strict(capsys):
@@ -119,18 +127,17 @@ def test_a_server_that_is_strict(capsys):
     ("rise", "message"),
     [
         ({}, "no draft was verified: the draft method proposes nothing"),
-        ({"verified": 2}, "none of 8 verified positions was within the margin"),
         (
-            {"verified": 2, "low_margin": 1},
-            "within 192 tokens none of 4 low-margin positions was relaxed; refusals: none, so no",
+            {"verified": 2},
+            "within 192 tokens nothing was gained at 8 verified positions; refusals: none: the",
         ),
         (
-            {"verified": 2, "low_margin": 1, "refused": {"protected": 1, "loss": 0}},
-            "none of 4 low-margin positions was relaxed; refusals: protected 4.",
+            {"verified": 2, "refused": {"protected": 1, "loss": 0}},
+            "nothing was gained at 8 verified positions; refusals: protected 4.",
         ),
     ],
 )
-def test_a_server_on_which_nothing_is_relaxed(monkeypatch, rise, message):
+def test_a_server_that_gains_nothing(monkeypatch, rise, message):
     every = doctor.load_prompts()
     monkeypatch.setattr(doctor, "load_prompts", lambda: every[:4])
     with server(rise, told(gap=0.5)) as (address, asked):
@@ -141,21 +148,21 @@ def test_a_server_on_which_nothing_is_relaxed(monkeypatch, rise, message):
     assert message in last.text
 
 
-def test_a_vllm_that_cannot_tell_what_was_relaxed():
-    with server(RELAXES, None, refuses="mars_return") as (address, asked):
+def test_a_vllm_that_cannot_tell_what_it_did():
+    with server(GAINS, None, refuses="mars_return") as (address, asked):
         _, rule, verdict = findings_at(address)
     assert rule.state == "note" and "cannot report the rule in force" in rule.text
     assert verdict.state == "ok" and len(asked) == 1
 
 
 def test_what_is_no_server_of_mars(capsys):
-    with server(RELAXES, None, metrics=False) as (address, _):
+    with server(GAINS, None, metrics=False) as (address, _):
         assert main(["doctor", address]) == 1
     assert "fault" in capsys.readouterr().out
-    with server(RELAXES, None) as (address, _):
+    with server(GAINS, None) as (address, _):
         (*_, last) = findings_at(address)
     assert last.state == "fault" and "the answer lacks mars_return's report" in last.text
-    with server(RELAXES, None, refuses="prompt") as (address, _):
+    with server(GAINS, None, refuses="prompt") as (address, _):
         (*_, last) = findings_at(address)
     assert last.state == "fault" and "a request failed: " in last.text
     assert main(["doctor", "http://127.0.0.1:1"]) == 1

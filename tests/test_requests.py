@@ -17,6 +17,7 @@ from vllm_mars.requests import RequestOptions, in_force, options_of
 THETA = MarsConfig(theta=0.9, limit=0.8)
 GAP = MarsConfig(gap=0.5, limit=2.0)
 PRICE = MarsConfig(price=0.25, limit=0.5, repeat_guard=0)
+# The price follows what is left of the bound.
 BOUND = MarsConfig(max_loss=0.5)
 
 
@@ -47,6 +48,9 @@ def served_with(config):
         (PRICE, {}, 0.25),
         (PRICE, {"mars_price": 0}, 0.0),
         (PRICE, {"mars_price": 0.5}, 0.5),
+        (BOUND, {}, math.inf),
+        (BOUND, {"mars_max_loss": 0.1}, math.inf),
+        (BOUND, {"mars_price": 3}, 3.0),
     ],
 )
 def test_values(config, extra_args, expected):
@@ -191,6 +195,9 @@ def test_what_is_in_force():
     assert in_force(options_of(params(), THETA), THETA) == {"theta": 0.9}
     assert in_force(options_of(params(mars_gap=1), GAP), GAP) == {"gap": 1.0}
     assert in_force(options_of(params(), PRICE), PRICE) == {"price": 0.25}
+    assert in_force(options_of(params(), BOUND), BOUND) == {"max_loss": 0.5}
+    assert in_force(options_of(params(mars_max_loss=0.1), BOUND), BOUND) == {"max_loss": 0.1}
+    assert in_force(options_of(params(mars_price=1), BOUND), BOUND) == {"price": 1.0}
     shadow = MarsConfig(theta=0.9, shadow=(0.8,))
     assert in_force(options_of(params(mars_theta=0.95), shadow), shadow) == {"theta": 1.0}
 
@@ -202,9 +209,9 @@ def test_return_is_asked_for(value, wanted):
     assert options_of(params(mars_return=value), closed).wants_return == wanted
 
 
-@pytest.mark.parametrize("config", [THETA, GAP, PRICE])
+@pytest.mark.parametrize("config", [THETA, GAP, PRICE, BOUND])
 def test_speculation_may_be_declined_by_any_rule(config):
-    own = {OPTION[config.rule]: config.value}
+    own = {} if config.sets_price else {OPTION[config.rule]: config.value}
     declined = options_of(params(mars_speculate=0, **own), config)
     assert in_force(declined, config) == {config.rule: STRICT_VALUE[config.rule]}
     assert options_of(params(mars_speculate=True, **own), config).value == config.value

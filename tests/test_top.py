@@ -26,22 +26,17 @@ vllm:mars_relaxed_tokens_total{engine="0",model_name="m",position="1"} 5.0
 # TYPE vllm:mars_verified_positions_total counter
 vllm:mars_verified_positions_total{engine="0",model_name="m",position="0"} 100.0
 vllm:mars_verified_positions_total{engine="0",model_name="m",position="1"} 60.0
-# TYPE vllm:mars_low_margin_positions_total counter
-vllm:mars_low_margin_positions_total{engine="0",model_name="m",position="0"} 40.0
-vllm:mars_low_margin_positions_total{engine="0",model_name="m",position="1"} 24.0
+# TYPE vllm:mars_gained_acceptance_total counter
+vllm:mars_gained_acceptance_total{engine="0",model_name="m"} 18.0
+# TYPE vllm:mars_max_loss_nats_per_token gauge
+vllm:mars_max_loss_nats_per_token{engine="0",model_name="m"} 0.02
+vllm:mars_max_loss_nats_per_token{engine="1",model_name="m"} 0.02
 # TYPE vllm:mars_refused_positions_total counter
 vllm:mars_refused_positions_total{engine="0",model_name="m",reason="protected"} 3.0
-vllm:mars_refused_positions_total{engine="0",model_name="m",reason="budget"} 11.0
+vllm:mars_refused_positions_total{engine="0",model_name="m",reason="loss"} 11.0
 # TYPE vllm:mars_lost_nats_total counter
 vllm:mars_lost_nats_total{engine="0",model_name="m"} 6.0
 vllm:mars_lost_nats_total{engine="1",model_name="m"} 2.5
-# TYPE vllm:mars_logit_ratio histogram
-vllm:mars_logit_ratio_bucket{engine="0",le="0.5",model_name="m"} 40.0
-vllm:mars_logit_ratio_bucket{engine="0",le="0.9",model_name="m"} 96.0
-vllm:mars_logit_ratio_bucket{engine="0",le="1.0",model_name="m"} 160.0
-vllm:mars_logit_ratio_bucket{engine="0",le="+Inf",model_name="m"} 160.0
-vllm:mars_logit_ratio_count{engine="0",model_name="m"} 160.0
-vllm:mars_logit_ratio_sum{engine="0",model_name="m"} 120.0
 """
 
 
@@ -83,15 +78,14 @@ def test_figures_since_the_start():
     text = shown(read(METRICS))
     assert cells(text, "generated tokens") == ["400"]
     assert cells(text, "mean acceptance length") == ["1.80"]
-    assert cells(text, "relaxed tokens") == ["20"]
-    assert cells(text, "relaxed, of accepted") == ["25.0 %"]
-    assert cells(text, "nats per token") == ["0.0213"]
-    assert cells(text, "low margin, of verified") == ["40.0 %"]
+    assert cells(text, "draft tokens gained") == ["18.0"]
+    assert cells(text, "gained, of accepted") == ["22.5 %"]
+    assert cells(text, "relaxed outright") == ["20"]
+    assert cells(text, "nats lost per token") == ["0.0213"]
+    assert cells(text, "nats allowed per token") == ["0.0200"]
     assert "tokens/s" not in text
     assert cells(text, "       0") == ["60.0 %", "█" * 14 + "▍", "15.0 %", "███▋"]
-    assert cells(text, "  0.9") == ["35.0 %", "█" * 21]
-    assert cells(text, " +Inf") == ["0.0 %", ""]
-    assert "│     11 │         3 │" in text.split("┃ budget ┃ protected ┃")[1]
+    assert "│   11 │         3 │" in text.split("┃ loss ┃ protected ┃")[1]
 
 
 def test_the_last_interval_beside_it():
@@ -100,8 +94,9 @@ def test_the_last_interval_beside_it():
     idle = shown(later, later.since(total), 2.5)
     assert cells(idle, "tokens/s") == ["20.0", ""]
     assert cells(idle, "mean acceptance length") == ["-", "1.80"]
-    assert cells(idle, "relaxed, of accepted") == ["-", "25.0 %"]
-    assert cells(idle, "nats per token") == ["0.0000", "0.0189"]
+    assert cells(idle, "gained, of accepted") == ["-", "22.5 %"]
+    assert cells(idle, "nats lost per token") == ["0.0000", "0.0189"]
+    assert cells(idle, "nats allowed per token") == ["0.0200", "0.0200"]
     assert "by position (since start)" in idle
 
     busy = METRICS.replace(
@@ -128,7 +123,8 @@ def test_nothing_has_happened_yet():
     )
     text = shown(read(idle))
     assert cells(text, "mean acceptance length") == ["-"]
-    assert cells(text, "relaxed, of accepted") == ["-"]
+    assert cells(text, "gained, of accepted") == ["-"]
+    assert cells(text, "nats allowed per token") == ["-"]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +145,7 @@ def test_once(capsys):
     with serving(METRICS) as (address, asked):
         assert main(["top", address, "--once"]) == 0
     assert asked == ["/metrics"]
-    assert "25.0 %" in capsys.readouterr().out
+    assert "22.5 %" in capsys.readouterr().out
 
 
 def test_live_until_ctrl_c(monkeypatch, capsys):

@@ -133,8 +133,10 @@ def read_metrics(url: str) -> Snapshot:
     try:
         for name, labels, value in scrape.samples(url, TIMEOUT):
             if name in _LABELS:
-                label = _LABELS[name]
-                values[name][labels[label] if label else ""] += value
+                key = labels[_LABELS[name]] if _LABELS[name] else ""
+                # Each engine says what is allowed.
+                before = values[name][key]
+                values[name][key] = max(before, value) if name == ALLOWED else before + value
     except OSError as error:
         raise RuntimeError(
             f"{url} does not answer: {error}; give the address of a running vLLM server."

@@ -54,7 +54,7 @@ import json, sys
 from vllm_mars.runner.counters import CounterLayout
 from vllm_mars.engine.metrics import MarsProm
 counts = json.loads(sys.argv[1])
-prom = MarsProm(CounterLayout(3), {0: ["m", "0"], 1: ["m", "1"]})
+prom = MarsProm(CounterLayout(3), {0: ["m", "0"], 1: ["m", "1"]}, max_loss=0.02)
 prom.observe(counts, 0)
 prom.observe(counts, 1)
 prom.observe(counts, 1)
@@ -73,6 +73,7 @@ def test_api_servers_in_several_processes_add_up(tmp_path, monkeypatch):
     samples = exported(registry)
     check_exported(samples, "0", 2)
     check_exported(samples, "1", 4)
+    assert samples[metrics.ALLOWED, "0"] == samples[metrics.ALLOWED, "1"] == 0.02
 
 
 class Log:

@@ -89,7 +89,11 @@ class MarsProm:
             add(SHADOW, layout.shadowed, {layout.rule: values, **by_position}, UNIT)
         if max_loss is not None:
             gauge = gauge_class(
-                name=ALLOWED, documentation=_HELP[ALLOWED], labelnames=list(_LABELS)
+                name=ALLOWED,
+                documentation=_HELP[ALLOWED],
+                labelnames=list(_LABELS),
+                # Or each API server would have a series of its own.
+                multiprocess_mode="mostrecent",
             )
             for whose in engines.values():
                 gauge.labels(*whose).set(max_loss)
