@@ -753,6 +753,7 @@ def _arguments(
         _NONE_BLOCKED[device] = torch.zeros(1, dtype=torch.int8, device=device)
     none_blocked = _NONE_BLOCKED[device]
     partials = reduce_rows(drafts, rule.name != "price", with_sum)
+    positions = num_positions(max(rule.longest, drafts.max_draft_len))
     bonus = "no"
     if drafts.bonus_rows is not None:
         bonus = "rows"
@@ -788,11 +789,13 @@ def _arguments(
         "num_splits": partials.num_splits,
         "has_blocked": int(blocked is not None),
         "SPLITS": partials.splits,
-        "POSITIONS": num_positions(max(rule.longest, drafts.max_draft_len)),
+        "POSITIONS": positions,
         "RULE": rule.name,
         "HAS_TARGET_ROWS": drafts.target_rows is not None,
         "HAS_PROTECTED": rule.protected is not None,
         "BONUS": bonus,
         "IS_V2": is_v2,
+        # One warp needs no barrier between the steps of its loops.
+        "num_warps": 1 if positions * partials.splits <= 512 else 4,
         "enable_fp_fusion": False,
     }
