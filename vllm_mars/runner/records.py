@@ -79,4 +79,5 @@ def record_of(
 
 def price_scale(c2: int, rate: int, burst: int) -> int:
     """What makes isqrt(price_scale * left) the price c * sqrt(b * left / B), in units."""
-    return min((c2 * rate << (2 * LOSS_BITS - RATE_BITS)) // max(burst, 1), MOST_BALANCE)
+    scale: int = (c2 * rate << (2 * LOSS_BITS - RATE_BITS)) // max(burst, 1)
+    return min(scale, int(MOST_BALANCE))
