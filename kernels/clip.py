@@ -24,6 +24,7 @@ error in w costs the objective its square.
 row it takes 7 cheap operations on it for each step of Newton's method, 2 for the last, and 13 more.
 """
 
+import importlib
 import math
 from typing import Literal, NamedTuple
 
@@ -94,12 +95,12 @@ def clip_rows(
     """
     _check(target_logits, draft, prices, draft_rows, temperature)
     if backend == "triton":
-        from vllm_mars.kernels.clip_kernel import launch_clip
-
+        # Which imports this module.
+        kernel = importlib.import_module("vllm_mars.kernels.clip_kernel")
         shape, device = target_logits.shape, target_logits.device
         logits = torch.empty(shape, dtype=torch.float32, device=device)
         clipped = Clipped(logits, *torch.empty(3, shape[0], dtype=torch.float32, device=device))
-        launch_clip(clipped, target_logits, draft, prices, draft_rows, temperature)
+        kernel.launch_clip(clipped, target_logits, draft, prices, draft_rows, temperature)
         return clipped
     if backend != "torch":
         raise ValueError(f"backend={backend!r} is not one of 'torch', 'triton'.")

@@ -108,6 +108,18 @@ def lossy_server(packaged_model, tmp_path_factory):
         yield running
 
 
+@pytest.fixture(scope="session")
+def mended_kernels():
+    """vLLM's CPU kernels for sampling, mended as in a server of MARS."""
+    from vllm.platforms import current_platform
+
+    from vllm_mars.runner.cpu_kernels import mend
+
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+    mend()
+
+
 @pytest.fixture
 def clean_registry():
     """No metric of vLLM in Prometheus's registry, before and after."""

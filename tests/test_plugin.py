@@ -205,7 +205,7 @@ def test_lock(packaged_model, monkeypatch, lock, theta, message):
 def test_a_second_owner_is_refused():
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-    from vllm_mars.runner.margin import require_own_sampler
+    from vllm_mars.runner.verification import require_own_sampler
 
     class Other(RejectionSampler):
         pass

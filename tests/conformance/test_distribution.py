@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from vllm.platforms import current_platform
 
 import enumerated
 import test_sampler_v1
 from vllm_mars import MarsConfig
-from vllm_mars.runner.cpu_kernels import mend
 
 COUNT = 4_000
 RULES = [
@@ -21,14 +19,7 @@ RULES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def _cpu_kernels():
-    current_platform.import_kernels()
-    current_platform.register_triton_kernel_overrides()
-    mend()
-
-
-@pytest.mark.usefixtures("_cpu_kernels")
+@pytest.mark.usefixtures("mended_kernels")
 @pytest.mark.parametrize(("rule", "value"), RULES)
 @pytest.mark.parametrize("top_k", [None, 3])
 @pytest.mark.parametrize("is_drawn", [False, True])

@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from vllm.platforms import current_platform
 
 import fuzz
 import oracle
-from vllm_mars.runner.cpu_kernels import mend
 
 SCRIPT = Path(__file__).parents[1] / "fuzz.py"
 
@@ -28,13 +26,10 @@ def run(*arguments):
     )
 
 
+@pytest.mark.usefixtures("mended_kernels")
 @pytest.mark.parametrize("target", ["public", "v1"])
 def test_no_difference(target):
     """Some calls; those in the interpreter are among its checks."""
-    if target == "v1":
-        current_platform.import_kernels()
-        current_platform.register_triton_kernel_overrides()
-        mend()
     with torch.inference_mode():
         for number in range(400):
             assert fuzz.CHECKS[target](np.random.default_rng([7, number])) is None

@@ -75,7 +75,7 @@ def test_one_child_per_node_is_a_draft(rule):
         expected = verify_greedy(
             *(call[name] for name in ("logits", "draft_token_ids", "cu_num_draft_tokens")),
             None,
-            **{"theta": 1.0, rule: call[rule]},
+            **{rule: call[rule]},
             protected=call["protected"],
             target_rows=torch.tensor(judging, dtype=torch.int64),
             bonus_rows=torch.tensor(last),

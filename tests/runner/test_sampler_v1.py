@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -16,20 +15,14 @@ import oracle
 from vllm_mars import MarsConfig, MarsRejectionSampler
 from vllm_mars.runner import sampler_v1
 from vllm_mars.runner.counters import CounterLayout, Counters
-from vllm_mars.runner.cpu_kernels import mend
 from vllm_mars.runner.requests_v1 import RequestsV1
 from vllm_mars.runner.verification import Verification
+
+pytestmark = pytest.mark.usefixtures("mended_kernels")
 
 CPU = torch.device("cpu")
 VOCAB = 97
 LENGTHS = [3, 0, 5, 1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cpu_kernels():
-    current_platform.import_kernels()
-    current_platform.register_triton_kernel_overrides()
-    mend()
 
 
 def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs"):

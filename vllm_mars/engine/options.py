@@ -65,7 +65,7 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         _check_drawn(config)
     elif config.lossy and speculative_config.get("method") in _DRAWABLE:
         logger.info(_NOT_DRAWN)
-    mode = engine_args.logprobs_mode
+    mode = getattr(engine_args, "logprobs_mode", None)
     if config.logprobs == "sampled" and not str(mode).startswith("processed"):
         raise ValueError(
             f"mars_logprobs='sampled' needs the logprobs of what requests sample from, but "

@@ -73,7 +73,8 @@ def record_of(
     if value == math.inf:
         c2 = GREEDY_C2 if is_greedy else DRAWN_C2 if is_drawn else SAMPLED_C2
         scale = price_scale(c2, rate, burst)
-    price = price_units(value) if config.rule == "price" and not scale else 0
+    # A bound of nothing leaves no scale, and its price is 0.
+    price = price_units(value) if config.rule == "price" and value < math.inf else 0
     return Record(value, price, scale, rate, lost)
 
 
