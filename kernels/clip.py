@@ -16,15 +16,14 @@ clips,
 
     w <- w (1 - flat) / (F(w) - flat)
 
-and bisects log w where that leaves what is known to hold the root. At last m is divided by F(w). So
-m sums to 1 and m / p spans no more than e^b, whatever w is; by Hoeffding's lemma KL <= b^2 / 8. An
-error in w costs the objective its square.
+and bisects log w where that leaves what is known to hold the root. At last m is divided by F(w).
+So m sums to 1 and m / p spans no more than e^b, whatever w is; by Hoeffding's lemma KL <= b^2 / 8.
+What F(w) was off by costs the objective about b times that.
 
 `clip_kernel` has the Triton form. The torch form is for the CPU: beside one exp and one log of a
-row it takes 7 cheap operations on it for each step of Newton's method, 2 for the last, and 13 more.
+row it takes 7 cheap operations on it for each step of Newton's method, 2 for the last, and 14 more.
 """
 
-import importlib
 import math
 from typing import Literal, NamedTuple
 
@@ -95,12 +94,23 @@ def clip_rows(
     """
     _check(target_logits, draft, prices, draft_rows, temperature)
     if backend == "triton":
-        # Which imports this module.
-        kernel = importlib.import_module("vllm_mars.kernels.clip_kernel")
+        from vllm_mars.kernels.clip_kernel import launch_clip
+
         shape, device = target_logits.shape, target_logits.device
         logits = torch.empty(shape, dtype=torch.float32, device=device)
         clipped = Clipped(logits, *torch.empty(3, shape[0], dtype=torch.float32, device=device))
-        kernel.launch_clip(clipped, target_logits, draft, prices, draft_rows, temperature)
+        launch_clip(
+            clipped,
+            target_logits,
+            draft,
+            prices,
+            draft_rows,
+            temperature,
+            TOLERANCE=TOLERANCE,
+            STEPS=STEPS,
+            MOST_PRICE=MOST_PRICE,
+            EIGHTH=EIGHTH,
+        )
         return clipped
     if backend != "torch":
         raise ValueError(f"backend={backend!r} is not one of 'torch', 'triton'.")
@@ -121,31 +131,34 @@ def _clip_on_cpu(
     buffers = logits.new_empty(4, vocab)
     for row, price in enumerate(prices.tolist()):
         target = logits[row, :vocab]
-        target_lse[row] = lse = _softmax(target, buffers[0])
-        if not (price > 0 and math.isfinite(lse)):
+        largest, log_sum = _softmax(target, buffers[0])
+        target_lse[row] = largest + log_sum
+        if not (price > 0 and math.isfinite(largest + log_sum)):
             continue
         if draft_rows is None:
             q = draft[row]
         else:
             slot, step = (int(index[row]) for index in draft_rows)
             q = (draft[slot, step, :vocab].float() / temperature[slot]).softmax(-1)
-        losses[row], gained[row] = _clip_row(target, lse, q, price, buffers)
+        # In this order the sum of m is exact also where the logits are large.
+        target.sub_(largest).sub_(log_sum)
+        losses[row], gained[row] = _clip_row(target, q, price, buffers)
         logits[row, vocab:] = -math.inf
     return Clipped(logits, losses, gained, target_lse)
 
 
-def _softmax(logits: torch.Tensor, p: torch.Tensor) -> float:
-    """Writes the softmax of a row; returns its log-sum-exp."""
+def _softmax(logits: torch.Tensor, p: torch.Tensor) -> tuple[float, float]:
+    """Writes the softmax of a row; returns the two terms of its log-sum-exp."""
     largest = logits.amax()
     total = torch.sub(logits, largest, out=p).exp_().sum()
     p.div_(total)
-    return float(largest + total.log())
+    return float(largest), float(total.log())
 
 
 def _clip_row(
-    target: torch.Tensor, lse: float, q: torch.Tensor, price: float, buffers: torch.Tensor
+    log_p: torch.Tensor, q: torch.Tensor, price: float, buffers: torch.Tensor
 ) -> tuple[float, float]:
-    """Writes log m over a row's logits; returns its loss and what it gains."""
+    """Writes log m over log p, whose p is in the first buffer; returns loss and what it gains."""
     p, ratio, clipped, spare = buffers
     price = min(price, MOST_PRICE)
     # Where p = q = 0 there is no number; where p alone is 0, r is infinite. Neither adds to m.
@@ -176,7 +189,7 @@ def _clip_row(
     # Not by `dot`, whose float32 sum is too coarse for what m is divided by.
     total = float(share.sum())
     loss = float(torch.dot(share, log_ratio)) / total - math.log(total)
-    target.sub_(lse + math.log(total)).add_(log_ratio)
+    log_p.add_(log_ratio).sub_(math.log(total))
     return min(max(loss, 0.0), EIGHTH * price * price), max(gained, 0.0)
 
 
@@ -198,9 +211,7 @@ def _check(
         wanted["draft"] = draft, floats[:1], tuple(target_logits.shape)
     else:
         if temperature is None:
-            raise ValueError(
-                "draft_rows is given without temperature, which the draft's logits need."
-            )
+            raise ValueError("draft_rows is given without temperature, which the draft needs.")
         integers = (torch.int32, torch.int64)
         wanted["draft"] = draft, floats, (-1, -1, -1)
         wanted["temperature"] = temperature, floats[:1], (draft.shape[0],)

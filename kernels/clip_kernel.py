@@ -12,13 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels import clip
-
-_TOLERANCE = tl.constexpr(clip.TOLERANCE)
-_STEPS = tl.constexpr(clip.STEPS)
-_MOST_PRICE = tl.constexpr(clip.MOST_PRICE)
-_EIGHTH = tl.constexpr(clip.EIGHTH)
-
 
 @triton.jit
 def _logsumexp(row_ptr, scale, vocab, BLOCK: tl.constexpr):
@@ -101,6 +94,11 @@ def clip_kernel(
     # The smaller of the target's and the draft's.
     vocab,
     DRAFT_IS_LOGITS: tl.constexpr,
+    # Of `clip`, which says what they are.
+    TOLERANCE: tl.constexpr,
+    STEPS: tl.constexpr,
+    MOST_PRICE: tl.constexpr,
+    EIGHTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -112,7 +110,7 @@ def clip_kernel(
     tl.store(target_lse_ptr + row, target_lse)
     is_finite = (target_lse > float("-inf")) & (target_lse < float("inf"))
     if (price > 0) & is_finite:
-        price = tl.minimum(price, _MOST_PRICE)
+        price = tl.minimum(price, MOST_PRICE)
         temperature = 1.0
         draft_lse = 0.0
         if DRAFT_IS_LOGITS:
@@ -131,7 +129,7 @@ def clip_kernel(
         following = 1.0
         total = 0.0
         taken = 0
-        while (taken < _STEPS) & (tl.abs(total - 1.0) > _TOLERANCE):
+        while (taken < STEPS) & (tl.abs(total - 1.0) > TOLERANCE):
             w = following
             sums = tl.zeros([BLOCK], tl.float32)
             flats = tl.zeros([BLOCK], tl.float32)
@@ -181,7 +179,7 @@ def clip_kernel(
             served = log_ratio - (target_lse + log_total) + target
             tl.store(logits_ptr + token, served, mask=token < target_vocab)
         loss = tl.maximum(tl.sum(losses, axis=0) / total - log_total, 0.0)
-        tl.store(losses_ptr + row, tl.minimum(loss, _EIGHTH * price * price))
+        tl.store(losses_ptr + row, tl.minimum(loss, EIGHTH * price * price))
         tl.store(gained_ptr + row, tl.maximum(tl.sum(gains, axis=0), 0.0))
     else:
         for start in range(0, target_vocab, BLOCK):
@@ -193,29 +191,28 @@ def clip_kernel(
 
 
 def launch_clip(
-    clipped: clip.Clipped,
+    clipped: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     target_logits: torch.Tensor,
     draft: torch.Tensor,
     prices: torch.Tensor,
     draft_rows: tuple[torch.Tensor, torch.Tensor] | None,
     temperature: torch.Tensor | None,
+    **constants: float,
 ) -> None:
-    """Launches `clip_kernel`, one variant for each layout.
+    """Launches `clip_kernel`: one variant for each kind of draft and dtype of target.
 
     Args:
-        clipped: written; contiguous. The other arguments are those of `clip.clip_rows`.
+        clipped: the fields of `clip.Clipped`, written; contiguous.
+        constants: those of `clip`; the other arguments are those of `clip.clip_rows`.
     """
     num_rows, target_vocab = target_logits.shape
     slots, steps = draft_rows or (None, None)
-    # Few rows leave most of the chip idle, so each has as many threads in flight as one
-    # multiprocessor takes with 64 registers; not tuned on hardware.
+    # Few rows leave most of the chip idle, so each has many threads in flight: half of what a
+    # multiprocessor takes at 64 registers. Not tuned on hardware.
     block = min(4096, max(256, triton.next_power_of_2(target_vocab)))
     if num_rows:
         clip_kernel[(num_rows,)](
-            clipped.logits,
-            clipped.losses,
-            clipped.gained,
-            clipped.target_lse,
+            *clipped,
             target_logits,
             target_logits.stride(0),
             draft,
@@ -228,6 +225,8 @@ def launch_clip(
             target_vocab,
             min(target_vocab, draft.shape[-1]),
             DRAFT_IS_LOGITS=draft_rows is not None,
+            **constants,
             BLOCK=block,
+            enable_fp_fusion=False,
             num_warps=16 if block == 4096 else 4,
         )

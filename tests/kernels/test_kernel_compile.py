@@ -8,17 +8,8 @@ import triton
 import triton.language as tl
 
 from compiled import TARGETS, compile_for, launches
-from vllm_mars.kernels import counting, greedy, repeats, sections, top2, tree, tree_reference
-from vllm_mars.kernels.terms import (
-    Drafts,
-    Judgement,
-    LossBudget,
-    Margin,
-    Markers,
-    RelaxedBudget,
-    Slots,
-)
-from vllm_mars.runner.counters import RATIO_EDGES, RATIO_UNIT, CounterLayout
+from vllm_mars.kernels import accept, context, top2, tree, tree_reference
+from vllm_mars.kernels.terms import Drafts, Markers, Records, Requests, Rule
 
 # The others are compiled at night.
 BY_DAY = "sm_90"
@@ -30,14 +21,12 @@ ODD_STRIDE = VOCAB + 1
 ids = functools.partial(torch.zeros, dtype=torch.int32)
 # A request with two draft tokens, and the row of its bonus token.
 IDS, ONE = ids(2), ids(1)
-SLOTS = Slots(ONE, ids(1, 1), ONE, ONE)
+RECORDS = Records(torch.zeros(1), *(ONE.long() for _ in range(4)))
+V1, V2 = Requests(RECORDS, ONE, ONE), Requests(RECORDS, ONE, None, ONE, ONE)
 BY_INDEX = {"target_rows": IDS, "bonus_rows": ONE}
 LAST = {"bonus_row_is_last": True}
-LIMITS = {
-    "blocked": torch.zeros(2, dtype=torch.int8),
-    "budget": RelaxedBudget(0.5, ONE, ONE),
-    "loss_budget": LossBudget(ONE.long(), 0, ONE.long(), ONE),
-}
+PROTECTED = torch.zeros(VOCAB, dtype=torch.bool)
+BLOCKED = torch.zeros(2, dtype=torch.int8)
 
 
 def drafts(dtype=torch.bfloat16, stride=VOCAB, **layout):
@@ -45,10 +34,8 @@ def drafts(dtype=torch.bfloat16, stride=VOCAB, **layout):
     return Drafts(logits, IDS, ONE, **{"max_draft_len": 5, **layout})
 
 
-def margin(per_request=False, **limits):
-    """One theta, or one for each request; some tokens are protected."""
-    theta, gap = (torch.ones(1), torch.ones(1)) if per_request else (0.9, 0.0)
-    return Margin(theta, gap, protected=torch.zeros(VOCAB, dtype=torch.bool), **limits)
+def rule(name, longest=5):
+    return Rule(name, 1, PROTECTED, longest)
 
 
 def trees(num_nodes, **options):
@@ -57,38 +44,30 @@ def trees(num_nodes, **options):
         *(drafts().logits, nodes, ONE, nodes, ONE, nodes),
         value=one,
         price=one.long(),
-        protected=torch.zeros(VOCAB, dtype=torch.bool),
+        protected=PROTECTED,
         max_depth=7,
         **{"rule": "theta", "prefer": "longest", **options},
     )
 
 
-def count():
-    layout = CounterLayout(num_speculative_tokens=5)
-    counting.count_positions(
-        drafts(),
-        Judgement(IDS.to(torch.int8), torch.empty(2, 2), IDS),
-        ONE,
-        margin(),
-        dry_run=False,
-        counts=torch.zeros(layout.size, dtype=torch.int64),
-        starts=layout.starts,
-        ratio_edges=torch.tensor(RATIO_EDGES),
-        ratio_unit=RATIO_UNIT,
-    )
+def sample(name, requests, **layout):
+    """Around vLLM's sampler."""
+    step = drafts(torch.float32, **layout)
+    plan = accept.plan(step, requests, rule(name), torch.ones(1), BLOCKED)
+    num_sampled = ONE if layout else None
+    accept.settle(plan, step, requests, ids(1, 6), None, num_sampled)
 
 
-def block():
+def look(requests, tokens, **layout):
     markers = Markers(IDS, IDS, (3, 4), only_thinking=True)
-    sections.blocked_rows(ONE, ONE, ONE, SLOTS, drafts(), markers)
+    state = context.new_state(1, True, IDS.device)
+    context.blocked_positions(state, tokens, requests, drafts(**layout), markers, 4)
 
 
-def call(function, *arguments):
-    return functools.partial(function, *arguments)
+def call(function, *arguments, **options):
+    return functools.partial(function, *arguments, **options)
 
 
-price = margin(price=torch.ones(1))
-all_limits = margin(True, **LIMITS)
 # What the samplers and the public functions call, by the kernel and what is peculiar; what else a
 # call launches is another variant.
 VARIANTS = {
@@ -96,28 +75,21 @@ VARIANTS = {
         f"top2_kernel, {dtype}": call(top2.reduce_rows, drafts(dtype, **BY_INDEX), True)
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     },
-    "top2_kernel, rows in order": call(top2.reduce_rows, drafts(bonus_rows=ONE), True),
-    "top2_kernel, no bonus rows": call(top2.reduce_rows, drafts(), True),
     "top2_kernel, z1 alone": call(top2.reduce_rows, drafts(**BY_INDEX), False),
+    "top2_kernel, sums": call(top2.reduce_rows, drafts(torch.float32), False, True),
     "top2_kernel, odd stride": call(top2.reduce_rows, drafts(stride=ODD_STRIDE, **BY_INDEX), True),
-    "accept_kernel, theta": call(greedy.verify_greedy, drafts(**BY_INDEX), margin()),
-    "accept_kernel, V2": call(greedy.verify_greedy, drafts(**LAST), margin(True)),
-    "accept_kernel, no bonus": call(greedy.verify_greedy, drafts(target_rows=IDS), margin()),
-    "accept_kernel, 128 drafts": call(
-        greedy.verify_greedy, drafts(max_draft_len=128, **BY_INDEX), margin()
-    ),
-    "accept_kernel, limits": call(greedy.verify_greedy, drafts(**BY_INDEX), all_limits, True),
-    "accept_kernel, V2 limits": call(greedy.verify_greedy, drafts(**LAST), all_limits, True),
-    "accept_kernel, price": call(
-        greedy.verify_greedy, drafts(**BY_INDEX), price._replace(**LIMITS), True
-    ),
-    "accept_kernel, verdicts": call(greedy.judge_positions, drafts(torch.float32), all_limits),
+    "accept_kernel, theta": call(accept.accept, drafts(**BY_INDEX), V1, rule("theta"), BLOCKED),
+    "accept_kernel, price": call(accept.accept, drafts(**BY_INDEX), V1, rule("price"), BLOCKED),
+    "accept_kernel, V2": call(accept.accept, drafts(**LAST), V2, rule("price"), BLOCKED),
+    "accept_kernel, sampled theta": call(sample, "theta", V1),
+    "accept_kernel, sampled price": call(sample, "price", V1),
+    "accept_kernel, sampled V2": call(sample, "price", V2, **LAST),
+    "settle_kernel": call(sample, "price", V1),
+    "settle_kernel, V2": call(sample, "price", V2, **LAST),
+    "context_kernel": call(look, V1, context.NewTokens(IDS, ONE)),
+    "context_kernel, V2": call(look, V2, context.NewTokens(ids(1, 9), None), **LAST),
     "walk_kernel, theta": call(tree.verify_tree, trees(60)),
-    "walk_kernel, the drafter's order": call(tree.verify_tree, trees(60, prefer="draft")),
     "walk_kernel, price, 128 nodes": call(tree.verify_tree, trees(128, rule="price")),
-    "count_kernel": count,
-    "block_kernel": block,
-    "repeat_kernel": call(repeats.block_repeats, IDS.to(torch.int8), SLOTS, drafts(**LAST), 4),
 }
 
 
@@ -131,9 +103,9 @@ def test_compiled_code(variant, target):
     (launch,) = (one for one in launches(VARIANTS[variant]) if one.name == name)
     found = compile_for(launch, target)
     assert found.spills == 0
-    if name != "top2_kernel":
-        assert found.fused == 0, "theta * z1 - gap must not fuse"
-    elif "odd stride" not in variant:
+    if name in ("accept_kernel", "walk_kernel"):
+        assert found.fused == 0, "what is compared must be rounded"
+    if name == "top2_kernel" and "odd stride" not in variant:
         assert found.wide_loads > 0, "a row must be read in 16-byte loads"
         # 8 warps of 40 registers leave room for six programs on a multiprocessor; on a CDNA 3 unit
         # 64 are the most with which it holds as many waves as it can.

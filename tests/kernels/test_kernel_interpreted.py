@@ -4,7 +4,7 @@ import pytest
 
 from interpreter import run_checks
 
-NAMES = ("accept", "context", "tree")
+NAMES = ("accept", "clip", "context", "tree")
 CHECKS = [f"interpreted/check_{name}.py" for name in NAMES]
 
 

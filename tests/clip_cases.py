@@ -1,0 +1,38 @@
+"""Rows to clip: what the tests of both forms of `clip_rows` share."""
+
+import torch
+
+INF = torch.inf
+
+
+def rows(num_rows, vocab, seed=0, spread=3.0, off=1.0, masked=0.3):
+    """Target logits with masked tokens, and a draft's probabilities near their softmax."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = num_rows, vocab
+    target = spread * torch.randn(shape, generator=generator)
+    draft = (target + off * torch.randn(shape, generator=generator)).softmax(-1)
+    is_masked = torch.rand(shape, generator=generator) < masked
+    is_masked[:, 0] = False
+    return target.masked_fill(is_masked, -INF), draft
+
+
+def check(clipped, target, draft, prices):
+    """What holds for any input: m sums to 1, m / p spans e^b, and all is accounted."""
+    p, m = target.double().softmax(-1), clipped.logits.double().softmax(-1)
+    has_price = prices > 0
+    assert ((clipped.logits[has_price].double().exp().sum(-1) - 1).abs() < 2e-6).all()
+    assert m[p == 0].sum() == 0
+    kept = p > 1e-30
+    log_ratio = torch.where(kept, (m / p.clamp(min=1e-300)).log(), 0.0)
+    highest = torch.where(kept, log_ratio, -INF).amax(-1)
+    lowest = torch.where(kept, log_ratio, INF).amin(-1)
+    # A float32 logit of 100 is rounded by 4e-6.
+    assert (highest - lowest <= prices.double() + 5e-5).all()
+    loss = (m * log_ratio).sum(-1)
+    assert torch.allclose(clipped.losses.double(), loss, atol=2e-6, rtol=1e-4)
+    assert (clipped.losses >= 0).all()
+    assert (clipped.losses.double() <= prices.double() ** 2 / 8).all()
+    q = draft.double()
+    gained = (m.minimum(q) - p.minimum(q)).sum(-1)
+    assert torch.allclose(clipped.gained.double(), gained, atol=1e-4)
+    assert torch.allclose(clipped.target_lse, target.float().logsumexp(-1))
