@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from vllm_mars.experiments.plan import Group, Key, Sweep
 from vllm_mars.experiments.records import Record
-from vllm_mars.experiments.runner import LocalRunner
+from vllm_mars.experiments.runner import LocalRunner, record
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.ray_nodes import check_nodes
 from vllm_mars.local.requirements import require
@@ -88,7 +88,7 @@ class RayRunner:
                 for task in ready:
                     reason = "its task ended without this turn"
                     try:
-                        record = ray.get(next(task))
+                        found = ray.get(next(task))
                     except StopIteration:
                         pass
                     except ray.exceptions.RayTaskError as error:
@@ -96,16 +96,14 @@ class RayRunner:
                     except ray.exceptions.RayError as error:
                         reason = f"its node was lost {RETRIES + 1} times: {error}"
                     else:
-                        if record.key not in taken:
-                            taken.add(record.key)
-                            yield record
+                        if found.key not in taken:
+                            taken.add(found.key)
+                            yield found
                         continue
                     _, turns = tasks.pop(task)
                     for turn in turns:
                         if turn.key not in taken:
-                            yield Record(
-                                *turn.cell, turn.repeat, turn.block, measured=None, reason=reason
-                            )
+                            yield record(turn, None, reason)
         finally:
             for task in tasks:
                 # Raises KeyboardInterrupt in the task, which ends its servers.

@@ -19,7 +19,7 @@ from vllm_mars.config import METHOD
 from vllm_mars.experiments.bench_client import BenchClient, read_result
 from vllm_mars.experiments.plan import Group, Sweep, Turn
 from vllm_mars.experiments.records import Answer, Measured, Record, Token
-from vllm_mars.local.provenance import hardware, vllm_device
+from vllm_mars.local.provenance import hardware, vllm_device, without_directories
 from vllm_mars.local.scrape import LOST_NATS, fetch
 from vllm_mars.local.server import VllmServer
 from vllm_mars.local.vllm_args import CPU_ENV, SETTLE_SECONDS, server_args
@@ -89,34 +89,24 @@ class LocalRunner:
         for turn in turns:
             problem = problems.get(turn.server) or self._refused(turn)
             if problem:
-                yield self.record(turn, None, problem)
+                yield self._record(turn, None, problem)
                 continue
             if last not in (None, turn.server):
                 time.sleep(SETTLE_SECONDS)
             last = turn.server
             server = servers[turn.server]
             try:
-                yield self.record(turn, self._measure(client, server, turn))
+                yield self._record(turn, self._measure(client, server, turn))
             except RuntimeError as error:
                 reason = str(error)
                 try:
                     server.check_alive("while it was measured")
                 except RuntimeError as ended:
                     problems[turn.server] = reason = f"{error}\n{ended}"
-                yield self.record(turn, None, reason)
+                yield self._record(turn, None, reason)
 
-    def record(self, turn: Turn, measured: Measured | None, reason: str = "") -> Record:
-        """A turn as the file holds it."""
-        return Record(
-            *turn.cell,
-            repeat=turn.repeat,
-            block=turn.block,
-            measured=measured,
-            reason=reason,
-            node=os.uname().nodename,
-            hardware=hardware(self.gpu),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+    def _record(self, turn: Turn, measured: Measured | None, reason: str = "") -> Record:
+        return record(turn, measured, reason, hardware(self.gpu))
 
     def _refused(self, turn: Turn) -> str:
         """Why this turn would not measure what its cell says; "" where it does."""
@@ -239,6 +229,23 @@ class LocalRunner:
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def record(
+    turn: Turn, measured: Measured | None, reason: str, where: dict[str, Any] | None = None
+) -> Record:
+    """A turn as the file holds it, without directories of this machine."""
+    (config,) = without_directories([json.dumps(turn.cell.config)])
+    return Record(
+        *turn.cell._replace(config=json.loads(config)),
+        repeat=turn.repeat,
+        block=turn.block,
+        measured=measured,
+        reason=reason,
+        node=os.uname().nodename if where else "",
+        hardware=where or {},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
 
 
 def variety(ids: Sequence[int]) -> tuple[float, float]:
