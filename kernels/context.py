@@ -178,9 +178,9 @@ def context_kernel(
         tl.store(state_ptr + slot, state)
     if LENGTH > 0:
         for block in range(tl.maximum(held, total - WINDOW), total, BLOCK):
-            i = block + tl.arange(0, BLOCK)
-            tokens = tl.load(base_ptr + i, mask=i < total, other=0)
-            tl.store(ring_ptr + (i - prompt_len) % WINDOW, tokens, mask=i < total)
+            index = block + tl.arange(0, BLOCK)
+            tokens = tl.load(base_ptr + index, mask=index < total, other=0)
+            tl.store(ring_ptr + (index - prompt_len) % WINDOW, tokens, mask=index < total)
         # What was stored is read below by other threads.
         tl.debug_barrier()
     if IS_V2:
@@ -201,10 +201,12 @@ def context_kernel(
                 earlier = block + tl.arange(0, BLOCK)
                 is_held = earlier < last_begin
                 same = has_ngram[:, None] & (earlier[None, :] < begin[:, None])
-                for i in tl.static_range(LENGTH):
-                    token = _token_at(begin + i, has_ngram, ring_ptr, num_answer, draft_ptr, WINDOW)
-                    other = _token_at(earlier + i, is_held, ring_ptr, num_answer, draft_ptr, WINDOW)
-                    same = same & (token[:, None] == other[None, :])
+                for k in tl.static_range(LENGTH):
+                    wanted = _token_at(
+                        begin + k, has_ngram, ring_ptr, num_answer, draft_ptr, WINDOW
+                    )
+                    other = _token_at(earlier + k, is_held, ring_ptr, num_answer, draft_ptr, WINDOW)
+                    same = same & (wanted[:, None] == other[None, :])
                 repeats = tl.max(same.to(tl.int32), axis=1)
                 blocked = tl.where(repeats != 0, _REPEAT, blocked)
         if HAS_MARKERS:

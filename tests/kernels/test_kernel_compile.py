@@ -103,7 +103,8 @@ def test_compiled_code(variant, target):
     (launch,) = (one for one in launches(VARIANTS[variant]) if one.name == name)
     found = compile_for(launch, target)
     assert found.spills == 0
-    if name in ("accept_kernel", "walk_kernel"):
+    # Where a request samples, exponentials and logarithms are made of such.
+    if name in ("accept_kernel", "walk_kernel") and "sampled" not in variant:
         assert found.fused == 0, "what is compared must be rounded"
     if name == "top2_kernel" and "odd stride" not in variant:
         assert found.wide_loads > 0, "a row must be read in 16-byte loads"
