@@ -133,7 +133,8 @@ def read_metrics(url: str) -> Snapshot:
     try:
         for name, labels, value in scrape.samples(url, TIMEOUT):
             if name in _LABELS:
-                key = labels[_LABELS[name]] if _LABELS[name] else ""
+                label = _LABELS[name]
+                key = labels[label] if label else ""
                 # Each engine says what is allowed.
                 before = values[name][key]
                 values[name][key] = max(before, value) if name == ALLOWED else before + value
