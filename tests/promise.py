@@ -1,4 +1,4 @@
-"""The promise of `mars_max_loss`, recomputed by a forward pass of the target."""
+"""What `mars_return` says and `mars_max_loss` promises, by a forward pass of the target."""
 
 import torch
 
@@ -6,24 +6,34 @@ import torch
 ROUNDING = 2e-4
 
 
-def losses(target, prompt, tokens):
-    """Nats that each token of an answer loses against the target's first choice at its place."""
+def log_probs(target, prompt, tokens):
+    """The target's log-probabilities of an answer's tokens, and of its first choices there."""
     with torch.inference_mode():
         logits = target(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return (logits.amax(-1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]).tolist()
+    found = logits.double().log_softmax(-1)
+    return found.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist(), found.amax(-1).tolist()
 
 
 def check_promise(target, prompt, tokens, returned, bound, burst=1.0):
     """Whether each prefix of an answer keeps its bound, and what `mars_return` says is true.
 
+    A sampled answer must be one of theta or gap, where what is relaxed is served with certainty:
+    m is 1, and each loss -log p.
+
     Returns:
-        What the relaxed tokens of the answer lost, in nats.
+        What the answer lost, in nats.
     """
-    each = losses(target, prompt, tokens)
-    told = dict(zip(returned["relaxed_positions"], returned["loss_nats"], strict=True))
+    own, first = log_probs(target, prompt, tokens)
+    if "log_ratios" in returned:
+        assert len(returned["log_ratios"]) == len(tokens)
+        told = {i: ratio for i, ratio in enumerate(returned["log_ratios"]) if ratio}
+        first = [0.0] * len(tokens)
+    else:
+        told = dict(zip(returned["relaxed_positions"], returned["loss_nats"], strict=True))
     lost = 0.0
-    for position, nats in enumerate(each):
+    for position in range(len(tokens)):
         if position in told:
+            nats = first[position] - own[position]
             lost += nats
             assert abs(told[position] - nats) <= ROUNDING
         assert lost <= bound * (position + 1) + burst + ROUNDING * (position + 1)

@@ -3,10 +3,11 @@
 `make soak MINUTES=20 ARGS="--output benchmarks/results/soak.json"`, or `python tests/soak.py`.
 
 Clients ask at once, each one request after the other, drawn from a seed: chat and completions,
-streams and whole answers, greedy and sampled, a theta of their own or none, structured output,
-`mars_return`, streams that are dropped in the middle, and values that must be refused. Checked
-every few seconds: the memory of the server's processes, and that no counter has fallen. At the end
-no request may be left, and a second load is met by SIGTERM, after which no process may be left.
+streams and whole answers, greedy and sampled, a bound or a price of their own or none, structured
+output, `mars_return`, streams that are dropped in the middle, and values that must be refused.
+Checked every few seconds: the memory of the server's processes, and that no counter has fallen. At
+the end no request may be left, and a second load is met by SIGTERM, after which no process may be
+left.
 
 The server runs with `--shutdown-timeout`: it then lets the requests end that it has. Those that do
 not end in that time, all of them without the option, are never answered: vLLM, with or without
@@ -39,8 +40,7 @@ SPECULATION = {
     **NGRAM_CONFIG,
     "num_speculative_tokens": 4,
     "rejection_sample_method": "mars",
-    "mars_theta": 0.9,
-    "mars_limit": 0.5,
+    # The price follows what is left of it.
     "mars_max_loss": 0.5,
     "mars_strict_spans": [["<jupyter_code>", "<jupyter_output>"]],
 }
@@ -51,7 +51,7 @@ SCHEMA = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
-REFUSED = (0, 2, "x", [1], -0.5)
+REFUSED = ("x", [1], -0.5, True)
 # Of the memory after the first half, what the second half may add.
 MEMORY_GROWTH = 0.05
 DRAIN_SECONDS = 60
@@ -92,8 +92,9 @@ class Load:
             self.done[kind.__name__] += 1
 
     def _request(self, **xargs: Any) -> dict[str, Any]:
-        if "mars_theta" not in xargs and self.rng.random() < 0.7:
-            xargs["mars_theta"] = self.rng.choice((1, 0.95, 0.8, 0.5))
+        if "mars_price" not in xargs and self.rng.random() < 0.7:
+            option = self.rng.choice(("mars_price", "mars_max_loss"))
+            xargs[option] = self.rng.choice((0, 0.05, 0.3))
         return {
             "model": MODEL,
             "temperature": self.rng.choice((0, 0, 0.8)),
@@ -106,12 +107,17 @@ class Load:
         return [{"role": "user", "content": f"Say twice, word for word: {subject}. Then explain."}]
 
     async def chat(self) -> None:
-        """A whole answer, which tells what was relaxed."""
+        """A whole answer, which tells what verification did."""
         request = self._request(mars_return=True)
         answer = await self.client.chat.completions.create(messages=self._messages(), **request)
         told = answer.model_extra["metrics"]["speculative_decoding"]["mars"]
-        if len(told["relaxed_positions"]) != told["num_relaxed_tokens"]:
-            raise SoakError(f"mars_return contradicts itself: {told}")
+        tokens = answer.usage.completion_tokens
+        if "log_ratios" in told:
+            is_whole = len(told["log_ratios"]) == tokens
+        else:
+            is_whole = len(told["relaxed_positions"]) == told["num_relaxed_tokens"] <= tokens
+        if not is_whole:
+            raise SoakError(f"mars_return does not fit an answer of {tokens} tokens: {told}")
 
     async def stream(self) -> None:
         """A stream to its end."""
@@ -153,7 +159,7 @@ class Load:
 
     async def refuse(self) -> None:
         """A bad value, which must be this client's error alone."""
-        request = self._request(mars_theta=self.rng.choice(REFUSED))
+        request = self._request(mars_price=self.rng.choice(REFUSED))
         try:
             await self.client.chat.completions.create(messages=self._messages(), **request)
         except openai.BadRequestError:
@@ -265,15 +271,15 @@ async def soak(server: VllmServer, minutes: float, clients: int, seed: int) -> d
     wait_until_idle(server)
     watch.read()
     metrics = server.metrics()
-    relaxed = sum(v for n, v in metrics.items() if n.startswith("vllm:mars_relaxed_tokens_total"))
-    if not relaxed:
-        raise SoakError("no token was relaxed, so this load proves nothing")
+    gained = metrics["vllm:mars_gained_acceptance_total"]
+    if not gained:
+        raise SoakError("nothing was gained, so this load proves nothing")
     return {
         "minutes": minutes,
         "clients": clients,
         "seed": seed,
         "requests": dict(load.done),
-        "relaxed_tokens": relaxed,
+        "gained_acceptance": gained,
         "memory_bytes": watch.memory,
         "memory_growth": watch.growth(),
     }

@@ -1,12 +1,13 @@
 """What a real engine samples under speculation, against the target's own distribution.
 
-In text drawn from a distribution the surprise -log p of a token is on average the entropy at its
-place, whatever stands before it. A forward pass of the target gives both, so each token counts, and
-no second engine is needed.
+A forward pass of the target gives log p of each token, so no second engine is needed. In text drawn
+from a distribution the surprise -log p of a token is on average the entropy at its place, whatever
+stands before it; and of tokens drawn from m the mean of p / m is 1.
 """
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,71 +18,89 @@ from vllm_mars.local.prompts import load_prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
-THETAS = (1.0, 0.9)
+PRICES = (0.0, 0.6)
 NUM_PROMPTS = 16
-ANSWERS = 3
-MAX_TOKENS = 32
+ANSWERS = 4
+MAX_TOKENS = 48
+# What another implementation's forward pass may differ by, in nats.
+ROUNDING = 5e-3
 
 
-def excess_surprise(target, prompt, answers):
-    """Surprise above the entropy, and its variance in such text; summed over all tokens, nats."""
-    tokens = torch.tensor(answers)
-    context = torch.tensor([prompt]).expand(len(tokens), -1)
+def surprise(target, prompt, tokens):
+    """log p of each token, and the entropy and the variance of the surprise at its place."""
     with torch.inference_mode():
-        logits = target(torch.cat([context, tokens], 1)).logits[:, len(prompt) - 1 : -1]
+        logits = target(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     logprobs = logits.double().log_softmax(-1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs).sum(-1)
     variance = (probs * logprobs**2).sum(-1) - entropy**2
-    excess = -logprobs.gather(-1, tokens[..., None])[..., 0] - entropy
-    return excess.sum().item(), variance.sum().item()
+    own = logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    return own.numpy(), entropy.numpy(), variance.numpy()
 
 
 @pytest.mark.timeout(1200)
-def test_sampled_answers_follow_the_target_at_theta_1_alone(packaged_model):
+def test_sampled_answers_follow_what_is_served(packaged_model):
+    """The target without a price, and with one what `log_ratios` and the logprobs say."""
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 
     given = speculative_config(
-        str(PACKAGED_HEAD), 4, rejection_sample_method="mars", mars_theta=1.0, mars_limit=0.5
+        str(PACKAGED_HEAD),
+        4,
+        rejection_sample_method="mars",
+        mars_price=PRICES[1],
+        mars_logprobs="sampled",
     )
     sampling = {
-        theta: SamplingParams(
+        price: SamplingParams(
             temperature=1.0,
             max_tokens=MAX_TOKENS,
             ignore_eos=True,
-            extra_args={"mars_theta": theta},
+            logprobs=0,
+            extra_args={"mars_price": price, "mars_return": True},
         )
-        for theta in THETAS
+        for price in PRICES
     }
-    # Both rules in each batch, each prompt as often under one as under the other.
-    asked = [(prompt, theta) for prompt in load_prompts()[:NUM_PROMPTS] for theta in THETAS]
+    # Both in each batch, each prompt as often under one as under the other.
+    asked = [(prompt, price) for prompt in load_prompts()[:NUM_PROMPTS] for price in PRICES]
     asked *= ANSWERS
     options = {**PACKAGED, "max_num_seqs": 32, "skip_tokenizer_init": False, "seed": 0}
+    options["logprobs_mode"] = "processed_logprobs"
     with engine_in_process(packaged_model, given, **options) as llm:
         outputs = llm.chat(
             [[{"role": "user", "content": prompt.turns[0]}] for prompt, _ in asked],
-            [sampling[theta] for _, theta in asked],
+            [sampling[price] for _, price in asked],
             use_tqdm=False,
         )
         metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     target = AutoModelForCausalLM.from_pretrained(packaged_model, dtype=torch.float32)
-    by_prompt = {}
-    for (prompt, theta), output in zip(asked, outputs, strict=True):
-        answer = list(output.outputs[0].token_ids)
-        by_prompt.setdefault((theta, prompt.id), (output.prompt_token_ids, []))[1].append(answer)
-    deviations = {}
-    for theta in THETAS:
-        found = [
-            excess_surprise(target, prompt, answers)
-            for (rule, _), (prompt, answers) in by_prompt.items()
-            if rule == theta
+    excess = {price: [] for price in PRICES}
+    weights = []
+    for (_, price), output in zip(asked, outputs, strict=True):
+        answer = output.outputs[0]
+        tokens = list(answer.token_ids)
+        own, entropy, variance = surprise(target, output.prompt_token_ids, tokens)
+        excess[price].append(((-own - entropy).sum(), variance.sum()))
+        ratios = np.array(answer.spec_decode_metrics.to_dict()["mars"]["log_ratios"])
+        served = [
+            entry[token].logprob for entry, token in zip(answer.logprobs, tokens, strict=True)
         ]
-        excess, variance = map(math.fsum, zip(*found, strict=True))
-        deviations[theta] = excess / math.sqrt(variance)
-    # In standard errors.
-    assert abs(deviations[1.0]) < 4, deviations
-    # So much would a fault of that size show.
-    assert deviations[0.9] < -5, deviations
+        np.testing.assert_allclose(served, own + ratios, atol=ROUNDING)
+        if price:
+            weights.append(np.exp(-ratios))
+        else:
+            assert not ratios.any()
+    deviations = {}
+    for price, found in excess.items():
+        above, variance = map(math.fsum, zip(*found, strict=True))
+        deviations[price] = above / math.sqrt(variance)
+    # In standard errors; so much does a price of that size show.
+    assert abs(deviations[0.0]) < 4 and deviations[PRICES[1]] < -4, deviations
+    # p / m of tokens drawn from m.
+    weights = np.concatenate(weights)
+    assert weights.std() > 0.05
+    error = weights.std() / math.sqrt(len(weights))
+    assert abs(weights.mean() - 1) < 4 * error, (weights.mean(), error)
+    assert metrics["vllm:mars_gained_acceptance"] > 0
     accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
     assert accepted / metrics["vllm:spec_decode_num_drafts"] > 0.2

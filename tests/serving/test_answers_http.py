@@ -97,7 +97,7 @@ def test_constrained_answers_are_valid(lossy_server, client, times):
     assert relaxed > 0, "nothing was relaxed, so the mask was not needed"
 
 
-def test_an_answer_tells_what_was_relaxed(client):
+def test_an_answer_tells_what_verification_did(client):
     def ask(**extra):
         request = {
             "model": "model",
@@ -122,6 +122,9 @@ def test_an_answer_tells_what_was_relaxed(client):
     nothing = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
     assert strict == {"theta": 1.0, **nothing}
     assert ask().model_extra.get("metrics") is None
+    sampled = ask(**wanted, temperature=1.0, seed=3)
+    ratios = told(sampled)["log_ratios"]
+    assert len(ratios) == sampled.usage.completion_tokens and any(ratios)
 
     completion = client.completions.create(
         model="model", prompt="one two three one two", temperature=0, max_tokens=24, **wanted
