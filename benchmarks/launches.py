@@ -1,0 +1,236 @@
+"""What one step of the samplers launches, counted without a GPU: `python -m benchmarks.launches`.
+
+The tensors are on torch's meta device, which takes the accelerator's path. Each operation that is no
+view is one kernel or one copy; Triton's launches are recorded instead of run. Of Model Runner V2 it
+is the verification alone. A line of JSON for each case also tells what waits for the device, which
+is an error, and what vLLM's own sampler launches for the same batch. With -v come the names.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+# Before anything imports vLLM: nothing is compiled, and a CPU build of it takes its Triton kernels.
+os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.backends import backends
+from triton.runtime import JITFunction
+
+META = torch.device("meta")
+K, BATCH, VOCAB = 4, 8, 32_000
+VIEWS = {
+    *("view", "slice", "select", "unsqueeze", "squeeze", "expand", "detach", "alias", "t", "split"),
+    *("transpose", "permute", "as_strided", "unbind", "lift_fresh", "_unsafe_view", "unfold"),
+    *("empty", "empty_strided", "empty_like", "new_empty", "_reshape_alias"),
+}
+# They tell the host a value.
+WAITS = {"_local_scalar_dense", "nonzero", "equal"}
+CASES: dict[str, dict[str, Any]] = {
+    "theta": {"theta": 0.9},
+    "price": {"price": 0.3, "repeat_guard": 0},
+    "recommended": {"max_loss": 0.02},
+    "recommended, spans, own bounds": {"max_loss": 0.02, "strict_spans": ((5, 6),)},
+}
+TEMPERATURES = {"greedy": (0.0, 0.0), "sampled": (0.7, 0.7), "mixed": (0.0, 0.7)}
+SPEC_CONFIG: Any = SimpleNamespace(
+    num_speculative_tokens=K,
+    enable_adaptive_verification=False,
+    rejection_sample_method="standard",
+)
+
+
+class Counted(TorchDispatchMode):
+    """Notes what torch and Triton launch on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[str] = []
+        self.waited: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, given = function._schema.name.split("::")[1], _devices((args, kwargs))
+        result = function(*args, **(kwargs or {}))
+        is_told = name in WAITS or "cpu" in _devices(result)
+        if "meta" in given and is_told:
+            self.waited.append(name)
+        if "meta" in given | _devices(result) and name not in VIEWS:
+            self.launched.append(name)
+        return result
+
+    def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        """In the place of `JITFunction.run`."""
+        if _devices((args, kwargs)) - {"meta"}:
+            raise RuntimeError(f"{kernel.fn.__name__} is given tensors on more than one device.")
+        self.launched.append(kernel.fn.__name__)
+
+
+def _devices(tree: Any) -> set[str]:
+    return {leaf.device.type for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
+def count(counted: Counted, step: Callable[[], Any]) -> tuple[list[str], list[str]]:
+    """What a step launches once it is warm, and what of it waits."""
+    # Inference mode would show what composes others, such as a `to` that copies nothing.
+    with torch.no_grad():
+        step()
+        counted.launched, counted.waited = [], []
+        with counted:
+            step()
+    return [*counted.launched], [*counted.waited]
+
+
+def _ids(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _parameters(case: str, kind: str) -> list[Any]:
+    from vllm import SamplingParams
+
+    own = [{"mars_max_loss": 0.02}, {"mars_max_loss": 0.01}] if "own" in case else [None, None]
+    choices = itertools.cycle(zip(TEMPERATURES[kind], own, strict=True))
+    return [
+        SamplingParams(temperature=temperature, extra_args=extra_args)
+        for temperature, extra_args in itertools.islice(choices, BATCH)
+    ]
+
+
+def _verification(config: Any) -> Any:
+    from vllm_mars.runner.counters import CounterLayout, Counters
+    from vllm_mars.runner.verification import Verification
+
+    return Verification(config, [2], Counters(CounterLayout(K, (), config.rule), META))
+
+
+def step_v1(config: Any, case: str, kind: str) -> Callable[[], Any]:
+    """A step of V1's sampler, of vLLM's own where there is no config."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    from vllm_mars import MarsRejectionSampler
+    from vllm_mars.runner.requests_v1 import RequestsV1
+
+    outputs = [[1, 2, 3] for _ in range(BATCH)]
+    metadata = SpecDecodeMetadata.make_dummy([[1] * K] * BATCH, META)
+    unused = dict.fromkeys(field.name for field in dataclasses.fields(SamplingMetadata))
+    given = {
+        "temperature": torch.empty(BATCH, device=META),
+        "all_greedy": kind == "greedy",
+        "all_random": kind == "sampled",
+        "generators": {},
+        "no_penalties": True,
+        "output_token_ids": outputs,
+        "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }
+    sampling = SamplingMetadata(**{**unused, **given})
+    sampler: Any = RejectionSampler(Sampler(), SPEC_CONFIG, META)
+    if config is not None:
+        requests = RequestsV1(config, BATCH, META)
+        added = [(*new, outputs[new[0]]) for new in enumerate(_parameters(case, kind))]
+        added = [(place, params, [5, 7], output) for place, params, output in added]
+        requests.update_state(BatchUpdate(BATCH, removed=[], added=added, moved=[]))
+        verification = _verification(config)
+        sampler = MarsRejectionSampler(Sampler(), SPEC_CONFIG, META, verification, requests)
+    logits = _ids(BATCH * (K + 1), VOCAB, dtype=torch.bfloat16)
+
+    def step() -> Any:
+        for output in outputs:
+            output += [1, 2]
+        return sampler(metadata, None, logits, sampling)
+
+    return step
+
+
+@functools.cache
+def _vllm_config() -> Any:
+    from vllm.config import VllmConfig
+
+    return VllmConfig()
+
+
+def step_v2(config: Any, case: str, kind: str) -> Callable[[], Any]:
+    """The verification of a step of Model Runner V2, by vLLM's own sampler without a config."""
+    import numpy as np
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from vllm_mars import MarsRejectionSamplerV2
+    from vllm_mars.runner.requests_v2 import RequestsV2
+
+    states = RequestState(BATCH, 64, 64, K, VOCAB, META)
+    sampler = Sampler(_vllm_config(), BATCH, VOCAB, META, states, num_speculative_tokens=K)
+    verifier: Any = RejectionSampler(sampler, SPEC_CONFIG, META)
+    if config is not None:
+        requests, verification = RequestsV2(config, states), _verification(config)
+        sampler.logits_processors.append(requests)
+        verifier = MarsRejectionSamplerV2(sampler, SPEC_CONFIG, META, verification, requests)
+    for number, params in enumerate(_parameters(case if config else "", kind)):
+        states.add_request(str(number), 2, [5, 7, 1], 0, 64)
+        sampler.add_request(states.req_id_to_index[str(number)], params)
+    states.apply_staged_writes()
+    sampler.apply_staged_writes()
+    rows, places = BATCH * (K + 1), np.array(list(states.index_to_req_id))
+    logits, inputs = _ids(rows, VOCAB, dtype=torch.bfloat16), _ids(rows)
+    pos, ends = _ids(rows, dtype=torch.int64), _ids(BATCH + 1)
+    slots, expanded, local = _ids(BATCH), _ids(rows), _ids(rows)
+    most = np.full(BATCH, 16, dtype=np.int32)
+    return lambda: verifier._verify(
+        logits, None, inputs, pos, ends, slots, places, expanded, local, most, inputs
+    )
+
+
+def count_all() -> Iterator[dict[str, Any]]:
+    """A row for each runner, case and kind of batch."""
+    from vllm.platforms import current_platform
+
+    from vllm_mars import MarsConfig
+
+    _vllm_config()
+    counted = Counted()
+    with (
+        mock.patch.object(
+            JITFunction, "run", lambda *args, **given: counted.launch(*args, **given)
+        ),
+        # Where vLLM's V2 puts what the host writes and the device reads.
+        mock.patch.object(current_platform, "device_type", "meta"),
+        # A CPU has operations of its own.
+        mock.patch.object(current_platform, "is_cpu", lambda: False),
+    ):
+        steps = {"v1": step_v1, "v2": step_v2}
+        for (runner, step), case, kind in itertools.product(steps.items(), CASES, TEMPERATURES):
+            of_vllm, _ = count(counted, step(None, case, kind))
+            launched, waited = count(counted, step(MarsConfig(**CASES[case]), case, kind))
+            row = {"runner": runner, "case": f"{case}, {kind}", "launches": len(launched)}
+            yield {**row, "syncs": len(waited), "vllm": len(of_vllm), "names": launched}
+
+
+def main() -> int:
+    """Prints the rows; returns the exit status."""
+    is_active = SimpleNamespace(is_active=lambda: True)
+    backends.setdefault("cpu", SimpleNamespace(driver=is_active, compiler=None))
+    waits = 0
+    for row in count_all():
+        names = row.pop("names")
+        print(json.dumps(row), *names if "-v" in sys.argv[1:] else (), flush=True)
+        waits += row["syncs"]
+    return min(waits, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
