@@ -1,6 +1,6 @@
 """What one step of the samplers launches, counted without a GPU: `python -m benchmarks.launches`.
 
-The tensors are on torch's meta device, which takes the accelerator's path. Each operation that is no
+The tensors are on torch's meta device, which takes the accelerator's path. Each operation but a
 view is one kernel or one copy; Triton's launches are recorded instead of run. Of Model Runner V2 it
 is the verification alone. A line of JSON for each case also tells what waits for the device, which
 is an error, and what vLLM's own sampler launches for the same batch. With -v come the names.
