@@ -110,7 +110,9 @@ def _log_partition(log_p, bias):
     rest = tl.where(log_p < -9.0, -tl.exp(log_p), rest)
     tilted = log_p + bias
     most = tl.maximum(rest, tilted)
-    return most + tl.log(tl.exp(rest - most) + tl.exp(tilted - most))
+    log_z = most + tl.log(tl.exp(rest - most) + tl.exp(tilted - most))
+    # Exactly 0 without a bias, which a sum of rounded logarithms is not.
+    return tl.where(bias > 0.0, log_z, 0.0)
 
 
 @triton.jit

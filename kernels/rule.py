@@ -202,7 +202,8 @@ def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance
 
 def log_partition(log_p: float, bias: float) -> float:
     """log(1 - p + p exp(bias)), for p in (0, 1]."""
-    if log_p >= 0:
+    # Exactly 0 without a bias, which a sum of rounded logarithms is not.
+    if log_p >= 0 or not bias:
         return bias
     rest, tilted = math.log1p(-math.exp(log_p)), log_p + bias
     most = max(rest, tilted)

@@ -243,15 +243,21 @@ def close(found: Account, expected: Account) -> None:
 @pytest.mark.parametrize("name", ["price", "theta"])
 def test_a_strict_request_is_vllms_bit_for_bit(name):
     """No logit changes, and nothing is lost."""
-    call = Call(3, name, sampled=True)
+    call = Call(5, name, sampled=True)
     strict = Records(
         torch.ones_like(call.records.threshold), *torch.zeros((4, len(call.records.lost))).long()
     )
     requests = Requests(strict, call.slots, call.produced)
     logits = call.logits[call.rows].clone()
     drafts = Drafts(logits, call.ids, call.ends, max_draft_len=LONGEST)
-    accept.plan(drafts, requests, call.rule, call.temperature.fill_(1.0))
+    rule = call.rule._replace(burst=1 << 20)
+    table = torch.empty(len(call.slots), LONGEST + 1)
+    account = call.account()._replace(table=table)
+    planned = accept.plan(drafts, requests, rule, call.temperature.fill_(1.0))
     assert torch.equal(logits, call.logits[call.rows])
+    accept.settle(planned, drafts, requests, draw(call)[0], account)
+    assert not strict.lost.any() and not account.counts[3 * LONGEST : 3 * LONGEST + 2].any()
+    assert not table.nansum()
 
 
 def test_large_vocabulary():

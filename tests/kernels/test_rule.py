@@ -355,6 +355,18 @@ def test_sampled_by_hand(name):
     assert shares == pytest.approx(accepted, abs=1e-4, nan_ok=True)
 
 
+@settings(max_examples=100, deadline=None)
+@given(batches(rules=["price"], dtypes=[torch.float32]))
+def test_without_a_price_nothing_is_added(batch):
+    """Exactly, so that the output is vLLM's and nothing is lost."""
+    batch |= {"values": [0.0] * len(batch["lengths"]), "scales": [0] * len(batch["lengths"])}
+    plan, drafts, _ = plan_of(batch)
+    assert all(position == (Verdict.NONE, 0.0, 0.0, 0, 0) for position in plan.positions)
+    torch.testing.assert_close(
+        drafts.logits, step(batch)[0].logits[:-1], rtol=0, atol=0, equal_nan=True
+    )
+
+
 @settings(max_examples=200, deadline=None)
 @given(batches(rules=["price"], dtypes=[torch.float32]), PRICE, PRICE)
 def test_a_larger_price_makes_each_acceptance_more_probable(batch, one, other):

@@ -105,7 +105,7 @@ def returned(output):
 def test_return_names_what_is_not_the_targets_first_choice(engine, models, metric):
     """Each by its own gap or price; beside requests that do not ask, and those cut short."""
     option = f"mars_{metric}"
-    with engine(**{option: 1000.0}) as running:
+    with engine(**{option: 1000.0}, mars_loss_burst=0.5) as running:
         outputs = running.ask()
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             found = returned(output)
@@ -143,7 +143,7 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
                 assert answers[0].token_ids == outputs[0].token_ids
             lost = [
                 check_promise(
-                    models[2], prompt, list(output.token_ids), returned(output), bound, burst=2.0
+                    models[2], prompt, list(output.token_ids), returned(output), bound, burst=0.5
                 )
                 for prompt, output, bound in zip(PROMPTS, answers, BOUNDS, strict=True)
             ]
