@@ -384,7 +384,7 @@ def accept_kernel(
             own = tl.minimum(price.to(tl.float32) * _UNIT, cap)
             prices = tl.where(in_vocab & (forbidden == 0) & (is_greedy == 0), own, 0.0)
             if is_greedy == 0:
-                verdict = tl.where(in_vocab, forbidden, 0)
+                verdict = tl.where(in_vocab & (price > 0), forbidden, 0)
                 bias = tl.zeros([POSITIONS], tl.float32)
         elif is_greedy == 0:
             lse = log_sum_exp(best_ptr, sums_ptr, position, is_draft, first, num_splits, SPLITS)

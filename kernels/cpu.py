@@ -212,12 +212,24 @@ def plan(
             positions += definition.sampled(rows, begin, end, rule.name, allowed)
         else:
             prices += definition.drawn_prices(rows, begin, end, allowed)
+            is_refused = [allowed.price > 0 and draft >= 0 for draft in rows.draft[begin:end]]
+            positions += [
+                Position(Verdict(rows.forbidden[i] * refused))
+                for i, refused in enumerate(is_refused, start=begin)
+            ]
     index = drafts.draft_token_ids.long().clamp(0, drafts.logits.shape[1] - 1)[:, None]
     saved = drafts.logits.gather(1, index)
     clipped = None
     if clip is not None:
         clipped = clip(torch.tensor(prices, dtype=torch.float32))
-        positions = _of_drawn(clipped, rows, positions, begins, is_greedy)
+        losses = map(definition.units_of, clipped.losses.tolist())
+        gained = [round(chance * 2**LOSS_BITS) for chance in clipped.gained.tolist()]
+        positions = [
+            position._replace(loss=lost, gained=gain) if sampled else position
+            for position, lost, gain, sampled in zip(
+                positions, losses, gained, is_sampled, strict=True
+            )
+        ]
     logits = drafts.logits if clipped is None else clipped.logits
     if any(position.bias for position in positions):
         # The largest finite logit: its probability is exactly 1, and softmax meets no inf - inf.
@@ -302,27 +314,6 @@ def _of_greedy(verdict: Verdict, loss: int) -> Position:
     if verdict == Verdict.RELAXED:
         return Position(verdict, math.inf, 0.0, loss, 1 << LOSS_BITS)
     return Position(verdict)
-
-
-def _of_drawn(
-    clipped: Clipped,
-    rows: Rows,
-    of_greedy: list[Position],
-    begins: list[int],
-    is_greedy: list[bool],
-) -> list[Position]:
-    greedy = iter(of_greedy)
-    positions = []
-    losses, gained = clipped.losses.tolist(), clipped.gained.tolist()
-    for place, (begin, end) in enumerate(zip(begins[:-1], begins[1:], strict=True)):
-        for i in range(begin, end):
-            if is_greedy[place]:
-                positions.append(next(greedy))
-                continue
-            reason = Verdict(rows.forbidden[i]) if rows.draft[i] >= 0 else Verdict.NONE
-            units = max(round(gained[i] * 2**LOSS_BITS), 0)
-            positions.append(Position(reason, 0.0, 0.0, definition.units_of(losses[i]), units))
-    return positions
 
 
 def _finish(

@@ -246,6 +246,19 @@ def test_a_first_choice_counts_as_relaxed_only_where_a_draw_was_spared():
         assert counts[layout.relaxed][0] == relaxed
 
 
+@pytest.mark.parametrize("draft_probs", [False, True])
+@pytest.mark.parametrize("price", [0.0, 0.5])
+def test_only_a_price_is_refused(price, draft_probs):
+    metadata, logits = step(1)
+    sampler = mars_sampler(MarsConfig(price=price), range(VOCAB))
+    probs = probabilities(1, sum(LENGTHS)) if draft_probs else None
+    sampler(metadata, probs, logits, sampling(MIXED, drafts=drafts_of(metadata)))
+    counters = sampler.verification.counters
+    counts, layout = counters.take_delta(), counters.layout
+    assert sum(counts[layout.verified]) > 0
+    assert any(counts[layout.refused]) == (price > 0)
+
+
 def test_logprobs_of_a_relaxed_token_are_its_own():
     logits = torch.tensor([[1.9, 2.0, 0.5, 0.0], [0.0, 3.0, 0.0, 0.0]])
     metadata = metadata_of([[0]])
