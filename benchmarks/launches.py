@@ -46,11 +46,11 @@ SPEC_CONFIG: Any = SimpleNamespace(
 )
 
 
-class Counted(TorchDispatchMode):
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what torch and Triton launch on the meta device."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launched: list[str] = []
         self.waited: list[str] = []
 
@@ -140,8 +140,10 @@ def step_v1(config: Any, case: str, kind: str) -> Callable[[], Any]:
     sampler: Any = RejectionSampler(Sampler(), SPEC_CONFIG, META)
     if config is not None:
         requests = RequestsV1(config, BATCH, META)
-        added = [(*new, outputs[new[0]]) for new in enumerate(_parameters(case, kind))]
-        added = [(place, params, [5, 7], output) for place, params, output in added]
+        added = [
+            (place, params, [5, 7], outputs[place])
+            for place, params in enumerate(_parameters(case, kind))
+        ]
         requests.update_state(BatchUpdate(BATCH, removed=[], added=added, moved=[]))
         verification = _verification(config)
         sampler = MarsRejectionSampler(Sampler(), SPEC_CONFIG, META, verification, requests)

@@ -757,7 +757,7 @@ def _arguments(
     if device not in _NONE_BLOCKED:
         _NONE_BLOCKED[device] = torch.zeros(1, dtype=torch.int8, device=device)
     none_blocked = _NONE_BLOCKED[device]
-    # Of float32 rows the sum is always found, so that all steps of processed logits share a variant.
+    # Of float32 rows the sum is always found: all steps of processed logits share a variant.
     with_sum |= drafts.logits.dtype == torch.float32
     partials = reduce_rows(drafts, rule.name != "price", with_sum)
     positions = num_positions(max(rule.longest, drafts.max_draft_len))
