@@ -1,9 +1,9 @@
 """What one step of the samplers launches, counted without a GPU: `python -m benchmarks.launches`.
 
-The tensors are on torch's meta device, which takes the accelerator's path. Each operation but a
-view is one kernel or one copy; Triton's launches are recorded instead of run. Of Model Runner V2 it
-is the verification alone. A line of JSON for each case also tells what waits for the device, which
-is an error, and what vLLM's own sampler launches for the same batch. With -v come the names.
+The tensors are on torch's meta device, which takes the accelerator's path. Each operation that is
+no view is one kernel or one copy; Triton's launches are recorded instead of run. Of Model Runner V2
+it is the verification alone. A line of JSON for each case also tells what waits for the device,
+which is an error, and what vLLM's own sampler launches for the same batch. With -v come the names.
 """
 
 import dataclasses
@@ -17,8 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-# Before anything imports vLLM: nothing is compiled, and a CPU build of it takes its Triton kernels.
-os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,9 +58,10 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name, given = function._schema.name.split("::")[1], _devices((args, kwargs))
+        if "meta" in given and name in WAITS:
+            self.waited.append(name)
         result = function(*args, **(kwargs or {}))
-        is_told = name in WAITS or "cpu" in _devices(result)
-        if "meta" in given and is_told:
+        if "meta" in given and "cpu" in _devices(result):
             self.waited.append(name)
         if "meta" in given | _devices(result) and name not in VIEWS:
             self.launched.append(name)
@@ -141,8 +140,10 @@ def step_v1(config: Any, case: str, kind: str) -> Callable[[], Any]:
     sampler: Any = RejectionSampler(Sampler(), SPEC_CONFIG, META)
     if config is not None:
         requests = RequestsV1(config, BATCH, META)
-        entered = zip(_parameters(case, kind), outputs, strict=False)
-        added: Any = [(place, new[0], [5, 7], new[1]) for place, new in enumerate(entered)]
+        added = [
+            (place, params, [5, 7], outputs[place])
+            for place, params in enumerate(_parameters(case, kind))
+        ]
         requests.update_state(BatchUpdate(BATCH, removed=[], added=added, moved=[]))
         verification = _verification(config)
         sampler = MarsRejectionSampler(Sampler(), SPEC_CONFIG, META, verification, requests)
@@ -222,6 +223,8 @@ def count_all() -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     """Prints the rows; returns the exit status."""
+    # Before anything imports vLLM: nothing is compiled, and a CPU build takes its Triton kernels.
+    os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     is_active = SimpleNamespace(is_active=lambda: True)
     backends.setdefault("cpu", SimpleNamespace(driver=is_active, compiler=None))
     waits = 0

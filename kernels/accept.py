@@ -29,6 +29,8 @@ from vllm_mars.kernels.terms import (
     MOST_BALANCE,
     MOST_LOSS,
     MOST_PRICE,
+    NO_BOUND,
+    NO_LIMIT,
     PRICE_BURSTS,
     RATE_BITS,
     Account,
@@ -58,6 +60,8 @@ _PER_NAT = tl.constexpr(2.0**LOSS_BITS)
 _MOST_LOSS = tl.constexpr(float(MOST_LOSS))
 _MOST_PRICE = tl.constexpr(MOST_PRICE)
 _MOST_BALANCE = tl.constexpr(MOST_BALANCE)
+_NO_BOUND = tl.constexpr(NO_BOUND)
+_NO_LIMIT = tl.constexpr(NO_LIMIT)
 _PRICE_BURSTS = tl.constexpr(PRICE_BURSTS)
 # Rounded down by more than a float can be off.
 _CAUTION = tl.constexpr(1 - 2**-20)
@@ -257,6 +261,7 @@ def accept_kernel(
         produced = tl.load(produced_ptr + request)
         place = request.to(tl.int64)
     most = ((rate * (produced.to(tl.int64) + offset + 1)) >> _RATE_SHIFT) + left_before
+    most = tl.where(rate == _NO_BOUND, _NO_LIMIT, most)
     price = tl.load(price_ptr + slot)
     scale = tl.load(scale_ptr + slot)
     # The burst as int64.
@@ -754,6 +759,8 @@ def _arguments(
     if device not in _NONE_BLOCKED:
         _NONE_BLOCKED[device] = torch.zeros(1, dtype=torch.int8, device=device)
     none_blocked = _NONE_BLOCKED[device]
+    # Of float32 rows the sum is always found: all steps of processed logits share a variant.
+    with_sum |= drafts.logits.dtype == torch.float32
     partials = reduce_rows(drafts, rule.name != "price", with_sum)
     positions = num_positions(max(rule.longest, drafts.max_draft_len))
     bonus = "no"

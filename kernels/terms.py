@@ -19,8 +19,9 @@ MOST_PRICE = 1 << 29
 MOST_BALANCE = (1 << 31) - 1
 # Of what is left, a price that follows it counts at most so many times the burst.
 PRICE_BURSTS = 4
-# The rate of a request without a bound.
+# The rate of a request without a bound, and what it may lose.
 NO_BOUND = 1 << 40
+NO_LIMIT = 1 << 61
 
 # Added to the state of a request (see `vllm_mars.runner.sections`) inside its thinking section.
 THINKING = 1 << 8
@@ -65,6 +66,8 @@ def loss_rate(nats_per_token: float) -> int:
 
 def most_lost(rate: int, burst: int, num_output_tokens: int) -> int:
     """What so many output tokens may lose, in units of 2**-LOSS_BITS nats."""
+    if rate == NO_BOUND:
+        return NO_LIMIT
     return (rate * num_output_tokens >> (RATE_BITS - LOSS_BITS)) + burst
 
 

@@ -179,14 +179,13 @@ class RequestsV1(LogitsProcessor):
                 self._begin_context(request)
         has_context = self._sections or self._has_structured or self._config.repeat_ngram
         lengths = [len(request.output) for request in requests]
-        if self._context is None:
-            produced = self._to_device(lengths)
-            blocked = self._blocked(requests, drafts) if has_context else None
-            return Requests(self._records, self._slots[:batch], produced), blocked
-        if not has_context:
-            produced = self._to_device(lengths)
-            return Requests(self._records, self._slots[:batch], produced), None
-        return self._on_device(requests, lengths, drafts)
+        if self._context is not None and has_context:
+            return self._on_device(requests, lengths, drafts)
+        slots = self._slots[:batch]
+        # Only a bound asks how long an answer is; without one it is not copied.
+        produced = self._to_device(lengths) if self._has_bound else slots
+        blocked = self._blocked(requests, drafts) if has_context else None
+        return Requests(self._records, slots, produced), blocked
 
     @cached_property
     def _markers(self) -> Markers:

@@ -35,8 +35,7 @@ def warm_up_v1(verification: Verification, logits: torch.Tensor, is_drawn: bool)
         Drafts(rows, zero, one, target_rows=zero, bonus_rows=one, max_draft_len=1)
         for rows in _row_layouts(logits)
     ]
-    bonus = zero.long()[:, None]
-    steps.append(Drafts(processed, zero, one, bonus_token_ids=bonus, max_draft_len=1))
+    steps.append(Drafts(processed, zero, one, bonus_token_ids=zero[:, None], max_draft_len=1))
     for step in steps:
         verification.accept(step, requests, None, {})
     output = torch.zeros((1, 2), dtype=torch.int32, device=device)
@@ -65,8 +64,8 @@ def warm_up_v2(
     """
     device = logits.device
     inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
-    # V2 tells the slots and the lengths of prompt and output by slot.
-    requests = Requests(new_records(1, device), zero, None, zero, zero)
+    # V2's slots are int64, and it tells the lengths of prompt and output by slot.
+    requests = Requests(new_records(1, device), zero.long(), None, zero, zero)
     processed = torch.zeros((2, logits.shape[1]), device=device)
     for rows in (*_row_layouts(logits), processed):
         step = Drafts(rows, inputs, end, max_draft_len=longest, bonus_row_is_last=True)
@@ -113,7 +112,7 @@ def _clip(drafts: Drafts) -> Callable[[torch.Tensor], Clipped]:
             drafts.logits,
             draft,
             prices,
-            draft_rows=(index, index),
+            draft_rows=(index.long(), index),
             temperature=temperature,
             backend="triton",
         )

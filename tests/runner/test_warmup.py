@@ -1,0 +1,184 @@
+"""What is compiled before the first request is all that serving reaches."""
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+
+from vllm_mars import MarsConfig
+from vllm_mars.kernels import accept
+from vllm_mars.kernels.clip import clip_rows
+from vllm_mars.kernels.context import NewTokens, blocked_positions, new_state
+from vllm_mars.kernels.terms import Drafts, Requests
+from vllm_mars.runner import verification as verification_module
+from vllm_mars.runner.counters import CounterLayout, Counters
+from vllm_mars.runner.records import new_records
+from vllm_mars.runner.sections import Sections
+from vllm_mars.runner.verification import Verification
+from vllm_mars.runner.warmup import warm_up_v1, warm_up_v2
+
+CPU = torch.device("cpu")
+# The longest draft; 16 lanes hold it and the bonus token, but 8 its beginning.
+K = 11
+SLOTS = 6
+
+
+@contextlib.contextmanager
+def compilations():
+    """Yields a set that gets each variant that a launch asks Triton for; nothing is compiled."""
+    found = set()
+    driver = SimpleNamespace(
+        get_current_device=lambda: "a test's",
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+
+    def compile_nothing(kernel, key, *_args):
+        found.add((kernel.fn.__name__, key))
+
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", driver),
+        mock.patch.object(JITFunction, "_do_compile", compile_nothing),
+        mock.patch.object(verification_module, "resolve_backend", lambda *_: "triton"),
+    ):
+        yield found
+
+
+class Engine:
+    """An engine without vLLM: what its sampler hands to the kernels, as random as serving is.
+
+    Args:
+        config: its options.
+        vocab: width of the logits; of an odd one no row but the first starts at 16 bytes.
+        is_drawn: whether drafts are drawn.
+    """
+
+    def __init__(self, config: MarsConfig, vocab: int, is_drawn: bool) -> None:
+        self.vocab, self.is_drawn, self.config = vocab, is_drawn, config
+        self.rng = np.random.default_rng(vocab)
+        counters = Counters(CounterLayout(K, (), config.rule), CPU)
+        self.verification = Verification(config, [2], counters)
+        self.records = new_records(SLOTS, CPU)
+        self.sections = Sections(config)
+        self.context = new_state(SLOTS, config.repeat_ngram > 0, CPU)
+        self.markers = self.sections.markers(CPU)
+
+    def view(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """Zeros that begin anywhere in memory, as vLLM's slices do."""
+        start, size = int(self.rng.integers(0, 9)), int(np.prod(shape))
+        return torch.zeros(size + start, dtype=dtype)[start:].view(shape)
+
+    def lengths(self) -> list[int]:
+        longest = int(self.rng.choice([0, 1, 3, 7, 8, K]))
+        return self.rng.integers(0, longest + 1, self.rng.integers(1, SLOTS)).tolist()
+
+    def blocked(self, drafts: Drafts, requests: Requests, tokens: NewTokens):
+        may_block = self.sections or self.config.repeat_ngram or self.rng.random() < 0.3
+        if not may_block:
+            return None
+        return blocked_positions(
+            self.context, tokens, requests, drafts, self.markers, self.config.repeat_ngram
+        )
+
+    def returns(self) -> dict[int, str]:
+        return {0: "a request"} if self.rng.random() < 0.5 else {}
+
+    def step_v1(self) -> None:
+        lengths, dtype = self.lengths(), torch.bfloat16
+        batch, size = len(lengths), sum(lengths)
+        ids, ends = self.view(size), self.view(batch)
+        requests = Requests(self.records, self.view(batch), self.view(batch))
+        given = {"max_draft_len": max(lengths)}
+        rows = torch.zeros((size + batch, self.vocab), dtype=dtype)
+        drafts = Drafts(rows, ids, ends, self.view(size), bonus_rows=self.view(batch), **given)
+        tokens = NewTokens(self.view(5), self.view(batch))
+        blocked = self.blocked(drafts, requests, tokens)
+        kind = self.rng.choice(["raw", "processed", "sampled"])
+        if kind != "raw":
+            bonus, processed = self.view(batch, 1), torch.zeros((size, self.vocab))
+            drafts = Drafts(processed, ids, ends, bonus_token_ids=bonus, **given)
+        if kind != "sampled":
+            self.verification.accept(drafts, requests, blocked, self.returns())
+            return
+        q = torch.zeros_like(processed)
+
+        def clip(prices: torch.Tensor):
+            return clip_rows(processed, q, prices, backend="triton")
+
+        output = self.view(batch, max(lengths) + 1)
+        self.sample(drafts, requests, blocked, torch.zeros(batch), clip, output, None)
+
+    def step_v2(self) -> None:
+        lengths, dtype = self.lengths(), torch.bfloat16
+        batch, size = len(lengths), sum(lengths) + len(lengths)
+        # A part of a batch over 1 GB begins in the middle of it.
+        start = int(self.rng.integers(0, 3))
+        rows = torch.zeros((start + size, self.vocab), dtype=dtype)[start:]
+        by_slot = self.view(SLOTS), self.view(SLOTS)
+        slots = self.view(batch, dtype=torch.int64)
+        requests = Requests(self.records, slots, None, *by_slot)
+        kind = self.rng.choice(["raw", "processed", "sampled"])
+        if kind != "raw":
+            rows = rows.float()
+        drafts = Drafts(
+            rows, self.view(size), self.view(batch), max_draft_len=K, bonus_row_is_last=True
+        )
+        tokens = NewTokens(self.view(SLOTS, 64), None)
+        blocked = self.blocked(drafts, requests, tokens)
+        if kind != "sampled":
+            self.verification.accept(drafts, requests, blocked, self.returns())
+            return
+        temperature = torch.ones(SLOTS)
+
+        def clip(prices: torch.Tensor):
+            return clip_rows(
+                rows,
+                torch.zeros((SLOTS, K, self.vocab)),
+                prices,
+                draft_rows=(self.view(size, dtype=torch.int64), self.view(size)),
+                temperature=temperature,
+                backend="triton",
+            )
+
+        output, number = torch.zeros((batch, K + 1), dtype=torch.int64), self.view(batch)
+        self.sample(drafts, requests, blocked, temperature, clip, output, number)
+
+    def sample(self, drafts, requests, blocked, temperature, clip, output, number) -> None:
+        # The first step of a request has no draft that was drawn.
+        is_drawn = self.is_drawn and self.rng.random() < 0.7
+        rule = self.verification.rule(drafts.logits)
+        account = self.verification.account(len(output), CPU, self.returns())
+        plan = accept.plan(drafts, requests, rule, temperature, blocked, clip if is_drawn else None)
+        accept.settle(plan, drafts, requests, output, account, number)
+
+
+@pytest.mark.parametrize("vocab", [32_000, 50_257])
+@pytest.mark.parametrize(
+    ("options", "is_drawn"),
+    [
+        ({"theta": 0.9}, False),
+        ({"max_loss": 0.02}, False),
+        ({"max_loss": 0.02, "strict_spans": ((5, 6),)}, True),
+    ],
+)
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_nothing_compiles_while_serving(runner, options, is_drawn, vocab):
+    engine = Engine(MarsConfig(**options), vocab, is_drawn)
+    logits = torch.zeros((2, vocab), dtype=torch.bfloat16)
+    with compilations() as warm:
+        if runner == "v1":
+            warm_up_v1(engine.verification, logits, is_drawn)
+        else:
+            warm_up_v2(engine.verification, logits, K, is_drawn)
+    assert len(warm) <= 12
+    with compilations() as found:
+        for _ in range(60):
+            engine.step_v1() if runner == "v1" else engine.step_v2()
+    assert found
+    assert {name for name, _ in found - warm} == set()
