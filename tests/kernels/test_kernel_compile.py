@@ -9,6 +9,7 @@ import triton.language as tl
 
 from compiled import TARGETS, compile_for, launches
 from vllm_mars.kernels import accept, context, top2, tree, tree_reference
+from vllm_mars.kernels.clip import clip_rows
 from vllm_mars.kernels.terms import Drafts, Markers, Records, Requests, Rule
 
 # The others are compiled at night.
@@ -64,6 +65,10 @@ def look(requests, tokens, **layout):
     context.blocked_positions(state, tokens, requests, drafts(**layout), markers, 4)
 
 
+def clip(draft, **options):
+    clip_rows(torch.empty(2, VOCAB), draft, torch.ones(2), backend="triton", **options)
+
+
 def call(function, *arguments, **options):
     return functools.partial(function, *arguments, **options)
 
@@ -88,6 +93,10 @@ VARIANTS = {
     "settle_kernel, V2": call(sample, "price", V2, **LAST),
     "context_kernel": call(look, V1, context.NewTokens(IDS, ONE)),
     "context_kernel, V2": call(look, V2, context.NewTokens(ids(1, 9), None), **LAST),
+    "clip_kernel, V1": call(clip, torch.empty(2, VOCAB)),
+    "clip_kernel, V2": call(
+        clip, torch.empty(1, 2, VOCAB).half(), draft_rows=(IDS, IDS), temperature=torch.ones(1)
+    ),
     "walk_kernel, theta": call(tree.verify_tree, trees(60)),
     "walk_kernel, price, 128 nodes": call(tree.verify_tree, trees(128, rule="price")),
 }
