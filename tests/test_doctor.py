@@ -23,12 +23,13 @@ TOKENS = 48
 
 
 @contextmanager
-def server(rise, told, metrics=True, refuses=None):
+def server(rise, told, metrics=True, refuses=None, draft_sample_method="probabilistic"):
     """A server that counts so much for each answer and tells this of its verification.
 
     Yields its address and the bodies of the requests that it was asked.
     """
     asked = []
+    drafts = {"draft_sample_method": draft_sample_method, "log_ratios": [0.0]}
 
     def exported():
         lines = [f"vllm:generation_tokens_total {7 + TOKENS * len(asked)}"]
@@ -68,7 +69,8 @@ def server(rise, told, metrics=True, refuses=None):
                 **{"choices": [choice], "usage": usage},
             }
             if told is not None:
-                answer["metrics"] = {"speculative_decoding": {"mars": told}}
+                sampled = {} if "temperature" in body else drafts
+                answer["metrics"] = {"speculative_decoding": {"mars": told | sampled}}
             self.answer_json(answer)
 
     with answering(Server) as address:
@@ -85,8 +87,8 @@ def test_a_server_that_gains(capsys, allowed):
     rule = {"theta": 0.9} if allowed is None else {"max_loss": allowed}
     with server(rise, told(**rule)) as (address, asked):
         assert main(["doctor", address]) == 0
-    # The first answer is enough.
-    assert len(asked) == 1
+    # The first answer is enough; the other asks whether requests sample.
+    assert len(asked) == 2
     assert asked[0]["vllm_xargs"] == {"mars_return": True}
     lines = " ".join(capsys.readouterr().out.split())
     ((name, value),) = rule.items()
@@ -112,7 +114,7 @@ def test_counts_that_come_later_are_waited_for(monkeypatch):
     monkeypatch.setattr(top, "read_metrics", late)
     with server(GAINS, told(theta=0.9)) as (address, asked):
         *_, last = findings_at(address)
-    assert len(asked) == 1 and last.state == "ok" and "gained 2.0 draft tokens" in last.text
+    assert len(asked) == 2 and last.state == "ok" and "gained 2.0 draft tokens" in last.text
 
 
 def test_a_server_that_is_strict(capsys):
@@ -142,7 +144,7 @@ def test_a_server_that_gains_nothing(monkeypatch, rise, message):
     monkeypatch.setattr(doctor, "load_prompts", lambda: every[:4])
     with server(rise, told(gap=0.5)) as (address, asked):
         *others, last = findings_at(address)
-    assert len(asked) == 4
+    assert len(asked) == 5
     assert [finding.state for finding in others] == ["ok", "ok"]
     assert last.state == "fault"
     assert message in last.text
@@ -152,7 +154,14 @@ def test_a_vllm_that_cannot_tell_what_it_did():
     with server(GAINS, None, refuses="mars_return") as (address, asked):
         _, rule, verdict = findings_at(address)
     assert rule.state == "note" and "cannot report the rule in force" in rule.text
-    assert verdict.state == "ok" and len(asked) == 1
+    assert verdict.state == "ok" and len(asked) == 2
+
+
+def test_drafts_that_could_be_drawn():
+    with server(GAINS, told(price=0.3), draft_sample_method="greedy") as (address, asked):
+        *_, verdict, note = findings_at(address)
+    assert verdict.state == "ok" and "temperature" not in asked[-1]
+    assert note.state == "note" and '"draft_sample_method": "probabilistic"' in note.text
 
 
 def test_what_is_no_server_of_mars(capsys):
@@ -211,6 +220,9 @@ def test_what_is_missing_here(monkeypatch, capsys):
         "vLLM has other interfaces than vllm-mars needs (scheduler)",
     ]
     assert [finding.state for finding in found][-1] == "note"
+    monkeypatch.setattr(doctor, "check_interfaces", lambda group: None)
+    monkeypatch.setattr(doctor, "RUN", ((0, 1),))
+    assert "tests have not run on vLLM" in list(findings_here())[-1].text
     monkeypatch.setattr(doctor, "check_version", too_old)
     assert list(findings_here())[-1] == ("fault", "vLLM 0.1 is not supported")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_mars import top
 from vllm_mars.config import RULES, STRICT_VALUE
-from vllm_mars.engine.compat import check_interfaces, check_version
+from vllm_mars.engine.compat import RUN, check_interfaces, check_version
 from vllm_mars.engine.interfaces import INTERFACES
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import versions
@@ -50,6 +50,11 @@ class Finding(NamedTuple):
 
 
 _fault = partial(Finding, "fault")
+_NOT_DRAWN = (
+    "requests that give no temperature sample here, and drafts are not drawn: a head or draft "
+    'model gains more with "draft_sample_method": "probabilistic" in the speculative config, at '
+    "no loss."
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -120,8 +125,16 @@ def _interfaces(version: str) -> Iterator[Finding]:
             else:
                 yield _fault(str(error))
                 fits = False
-    if fits:
-        yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
+    if not fits:
+        return
+    yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
+    run = [f"{major}.{minor}" for major, minor in RUN]
+    if not version.startswith(tuple(f"{release}." for release in run)):
+        yield Finding(
+            "note",
+            f"this project's tests have not run on vLLM {version}, only on {' and '.join(run)}; "
+            "run them with `make test`.",
+        )
 
 
 def _plugin() -> Finding:
@@ -198,26 +211,32 @@ class _Probe:
             if self._rise(tokens).total(top.GAINED):
                 break
         yield _verdict(self._rise(tokens), tokens)
+        # Without a temperature vLLM takes the model's own, which is seldom 0.
+        told, _ = self._ask(prompt.turns[0], max_tokens=1, temperature=None)
+        if (told or {}).get("draft_sample_method") == "greedy":
+            yield Finding("note", _NOT_DRAWN)
 
-    def _ask(self, prompt: str) -> tuple[dict[str, Any] | None, int]:
-        """One greedy answer: what it tells of its verification, and its tokens."""
+    def _ask(
+        self, prompt: str, max_tokens: int = PROBE_TOKENS, temperature: float | None = 0.0
+    ) -> tuple[dict[str, Any] | None, int]:
+        """One answer: what it tells of its verification, and its tokens."""
         import openai
 
         told = {"vllm_xargs": {"mars_return": True}} if self._tells else {}
+        sampling = {} if temperature is None else {"temperature": temperature}
         try:
             model = self._client.models.list().data[0].id
             answer = self._client.completions.create(
                 model=model,
                 prompt=prompt,
-                max_tokens=PROBE_TOKENS,
-                temperature=0.0,
-                extra_body={"ignore_eos": True, **told},
+                max_tokens=max_tokens,
+                extra_body={"ignore_eos": True, **told, **sampling},
             )
         except openai.BadRequestError as error:
             # vLLM before 0.29 has no place for it.
             if self._tells and "mars_return" in str(error):
                 self._tells = False
-                return self._ask(prompt)
+                return self._ask(prompt, max_tokens, temperature)
             raise _failure(error) from error
         except openai.OpenAIError as error:
             raise _failure(error) from error
@@ -254,7 +273,7 @@ def _rule(told: dict[str, Any] | None) -> Finding:
         return Finding(
             "note",
             f"in force: {rule}, which is strict (by choice, or in shadow mode): nothing is relaxed "
-            "for a request that chooses nothing.",
+            "for a request that chooses nothing; mars_max_loss, such as 0.02, is lossy.",
         )
     return Finding("ok", f"in force: {rule}, lossy")
 

@@ -75,6 +75,7 @@ def test_a_request_that_samples_is_told_of_each_token():
     scheduler.step(1, {"a": [0.125, 1.0, 0.0, NAN]})
     assert getattr(scheduler.requests["a"].spec_decode_metrics, REQUEST_FIELD) == {
         "theta": 0.9,
+        "draft_sample_method": "greedy",
         "log_ratios": [0.0, 0.5, -0.25, 0.125],
     }
 

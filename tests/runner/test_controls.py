@@ -133,7 +133,9 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
         assert not_first_choices(models[2], PROMPTS[1], list(answers[1].token_ids)) == []
         assert answers[0].token_ids == outputs[0].token_ids
         strict = running.ask(temperature=1.0, seed=1, extra_args=own)[1]
-        assert returned(strict) == {metric: 0.0, "log_ratios": [0.0] * len(strict.token_ids)}
+        ratios = [0.0] * len(strict.token_ids)
+        drafts = {"draft_sample_method": "greedy", "log_ratios": ratios}
+        assert returned(strict) == {metric: 0.0, **drafts}
 
         # Bounds of their own in one batch; the first request has none.
         refused = 0

@@ -17,6 +17,8 @@ from vllm_mars.engine.interfaces import INTERFACES, Touch
 
 # The oldest and the newest. In between `check_interfaces` decides: Model Runner V2 fits from 0.32.
 SUPPORTED = ((0, 26), (0, 33))
+# The releases that the tests run on; of the others interfaces alone were compared.
+RUN = ((0, 31), (0, 32))
 
 _RELEASES = " to ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
 

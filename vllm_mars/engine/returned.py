@@ -1,7 +1,8 @@
 """`mars_return`: what verification did to one request, in its answer.
 
 Of a greedy request the relaxed tokens and what each lost; of one that samples `log_ratios`, for
-each token log m - log p, where m is the distribution that was served and p the target's.
+each token log m - log p, where m is the distribution that was served and p the target's, and
+vLLM's `draft_sample_method`.
 
 The engine core collects it in vLLM's `RequestSpecDecodeMetrics`, which is given one more field and
 which the server puts into a response as `metrics.speculative_decoding`. vLLM fills that only where
@@ -53,7 +54,9 @@ def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
     add_request, update_from_output = scheduler.add_request, scheduler.update_from_output
-    longest = scheduler.vllm_config.speculative_config.num_speculative_tokens
+    speculative_config = scheduler.vllm_config.speculative_config
+    longest = speculative_config.num_speculative_tokens
+    draft_sample_method = getattr(speculative_config, "draft_sample_method", "greedy")
     asking: set[str] = set()
 
     def add_and_begin(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +71,7 @@ def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
             if params.temperature == 0:
                 found |= {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
             else:
-                found["log_ratios"] = []
+                found |= {"draft_sample_method": draft_sample_method, "log_ratios": []}
             setattr(request.spec_decode_metrics, REQUEST_FIELD, found)
             asking.add(request.request_id)
         return result
