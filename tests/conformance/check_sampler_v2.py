@@ -432,6 +432,25 @@ def test_logprobs_of_a_relaxed_token_are_its_own(mode, temperature):
     assert tensors.selected_token_ranks[0] == 2
 
 
+def test_logprobs_of_what_was_served():
+    """With one draft token x the served m(y) is p(y) e^(b [y = x]) / Z, with b the price."""
+    requests = [params(t, seed, logprobs=1) for seed, t in enumerate([1.0, 0.0, 0.6, 1.0], 1)]
+    step = random_step(4, requests, [1, 1, 1, 0])
+    price, mode = 1.5, "processed_logprobs"
+    config = {"price": price, "repeat_guard": 0, "protected_token_ids": ()}
+    target = step.run(MarsConfig(**config), logprobs_mode=mode)
+    served = step.run(MarsConfig(**config, logprobs="sampled"), logprobs_mode=mode)
+    assert emitted(served) == emitted(target)
+    added = (served.logprobs_tensors.logprobs - target.logprobs_tensors.logprobs)[:, 0]
+    expected = torch.zeros_like(added)
+    for place in (0, 2):
+        draft = step.requests[place].drafts[0]
+        p = (step.logits[2 * place] / requests[place].temperature).softmax(-1)[draft]
+        bias = price if emitted(target)[place][0] == draft else 0.0
+        expected[2 * place] = bias - torch.log(1 - p + p * math.exp(price))
+    torch.testing.assert_close(added, expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -270,6 +270,8 @@ INTERFACES: Mapping[str, Interfaces] = {
             "override RejectionSampler._verify(logits, draft_logits, draft_sampled, pos, "
             "cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, "
             "expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled)",
+            "override RejectionSampler._get_logprobs_tensors(sampled, num_sampled, logits, "
+            "cu_num_logits, cu_num_logits_np, max_num_logprobs)",
             "RejectionSampler: num_speculative_steps, sampler",
         ],
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils": [

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
@@ -53,6 +54,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
         self.verification = verification
         self.requests = requests
         self._is_warm = False
+        # log m - log p of the tokens at the rows of the chunk that was verified last.
+        self._log_ratios: torch.Tensor | None = None
 
     def _verify(
         self,
@@ -120,6 +123,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             # A bias is too fine for the 16-bit rows that come through where nothing changes them.
             processed = processed.float()
         drafts = drafts._replace(logits=processed[:, :vocab])
+        self._log_ratios = None
         if not samples.any():
             output = verification.accept(drafts, requests, blocked, returns)
             return processed, output.output_token_ids, output.num_accepted
@@ -157,7 +161,29 @@ class MarsRejectionSamplerV2(RejectionSampler):
             use_fp64=self.sampler.use_fp64_gumbel,
         )
         kernels.settle(plan, drafts, requests, sampled, account, num_sampled)
+        if verification.config.logprobs == "sampled":
+            rows = torch.arange(logits.shape[0], device=logits.device)
+            request = torch.searchsorted(cu_num_logits, rows, right=True) - 1
+            ratios = account.table[request, expanded_local_pos.long()].nan_to_num(0.0)
+            self._log_ratios = ratios.masked_fill(temperature[expanded_idx_mapping] == 0, 0.0)
         return processed, sampled, num_sampled
+
+    def _get_logprobs_tensors(
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logits: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        cu_num_logits_np: np.ndarray,
+        max_num_logprobs: int,
+    ) -> LogprobsTensors | None:
+        """vLLM's, of the chunk that was verified last; arguments and result are the same."""
+        found: LogprobsTensors | None = super()._get_logprobs_tensors(
+            sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+        )
+        if found is not None and self._log_ratios is not None:
+            found.logprobs[:, 0] += self._log_ratios
+        return found
 
 
 def install(runner: Any, config: MarsConfig) -> None:
