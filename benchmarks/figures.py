@@ -2,18 +2,24 @@
 
     make figures        # a test compares
 
-A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`; its columns, its rows and
-the runs that gave them are in benchmarks/results/NAME.json. A cell is a text, a number, a number
-with both ends of its interval, or null; a column's second entry is the format of its numbers.
+A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. It comes from a sweep,
+benchmarks/results/NAME.jsonl, or from columns, rows and the runs that gave them in NAME.json. There
+a cell is a text, a number, a number with both ends of its interval, or null; a column's second
+entry is the format of its numbers.
 """
 
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from vllm_mars.experiments.records import read_sweep
+from vllm_mars.experiments.rows import rows, tables, turned
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -23,8 +29,14 @@ MARK = re.compile(r"^<!-- /?figures", re.MULTILINE)
 PLACE = re.compile(
     r"^(<!-- figures: (\S+) -->)\n(?:.*?\n)??(<!-- /figures -->)$", re.DOTALL | re.MULTILINE
 )
-# Of a rule its mark, its colour, and the side of its label.
-MARKS = {"theta": ("o", "#b5651d", "below"), "price": ("D", "#1f77b4", "above")}
+# Of the picture: each panel's sweeps, and each line's rules, mark and colour.
+PANELS = {"greedy": ("greedy",), "temperature 1": ("sampled", "sampled-more")}
+SERIES = {
+    "mars_max_loss": (r"max_loss .*", "s-", "#009e73"),
+    "price": (r"price .*", "D-", "#0072b2"),
+    "the paper's ratio": (r"theta .*", "o--", "#b5651d"),
+    "price, drawn drafts": (r"drawn, price .*|strict, drawn", "^-", "#cc79a7"),
+}
 
 
 def pages() -> list[Path]:
@@ -67,23 +79,40 @@ def source(run: dict[str, Any]) -> str:
     return f"{run['git_commit'][:7]} ({' '.join(names + ([model[0]] if model else []))})"
 
 
+def table(titles: Sequence[str], body: Iterable[Sequence[str]]) -> Iterable[str]:
+    """The lines of a table in Markdown."""
+    yield f"| {' | '.join(titles)} |"
+    yield f"| {' | '.join(['---', *['---:'] * (len(titles) - 1)])} |"
+    for row in body:
+        yield f"| {' | '.join(row)} |"
+
+
 def lines(name: str, directory: Path) -> Iterable[str]:
-    """The lines of a table and of where it comes from.
+    """The lines of a table and of where it comes from; a sweep has one for each temperature.
 
     Args:
         name: of the file of figures.
         directory: of the page, for the link.
     """
-    found = read(name)
-    columns = found["columns"]
-    yield f"| {' | '.join(title for title, _ in columns)} |"
-    yield f"| {' | '.join(['---', *['---:'] * (len(columns) - 1)])} |"
-    for row in found["rows"]:
-        cells = (text(cell, form) for cell, (_, form) in zip(row, columns, strict=True))
-        yield f"| {' | '.join(cells)} |"
-    runs = ", ".join(dict.fromkeys(map(source, found["runs"])))
-    link = os.path.relpath(RESULTS / f"{name}.json", directory)
-    yield from ("", f"[Commands and figures]({link}); commit {runs}.")
+    path = RESULTS / f"{name}.jsonl"
+    if path.is_file():
+        file = read_sweep(path)
+        runs = [head.run for head in file.heads]
+        for found in tables(rows(file), file.heads[-1].baseline):
+            # A table of two rules is read from column to column.
+            shown = turned(found) if len(found.rows) == 2 else found
+            yield from (f"{found.title[0].upper()}{found.title[1:]}:", "")
+            yield from (*table(shown.names, shown.rows), "")
+    else:
+        path, given = RESULTS / f"{name}.json", read(name)
+        columns, runs = given["columns"], given["runs"]
+        body = (
+            [text(cell, form) for cell, (_, form) in zip(row, columns, strict=True)]
+            for row in given["rows"]
+        )
+        yield from (*table([title for title, _ in columns], body), "")
+    commits = ", ".join(dict.fromkeys(map(source, runs)))
+    yield f"[Commands and figures]({os.path.relpath(path, directory)}); commit {commits}."
 
 
 def written(page: str, directory: Path) -> str:
@@ -98,34 +127,27 @@ def written(page: str, directory: Path) -> str:
 
 
 def draw(path: Path) -> None:
-    """Draws speed by loss, from the rows of the table `speed` with the head."""
+    """Draws tokens per step by loss, greedy and sampled, from the sweeps of `PANELS`."""
     # Only the picture needs it.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 3.8), layout="constrained", facecolor="white")
-    axis = figure.subplots()
-    for draft, rule, _, lost, _, _, speed, _ in read("speed")["rows"]:
-        name, _, value = rule.partition(" ")
-        if draft != "head" or name not in MARKS:
-            continue
-        middle, low, high = speed
-        mark, colour, side = MARKS[name]
-        ends = ([middle - low], [high - middle])
-        axis.errorbar([lost], [middle], ends, fmt=mark, color=colour)
-        edge, shift, align = (high, 4, "bottom") if side == "above" else (low, -4, "top")
-        axis.annotate(
-            rule,
-            (lost, edge),
-            (0, shift),
-            textcoords="offset points",
-            color=colour,
-            ha="center",
-            va=align,
-        )
-    axis.axhline(1, color="#444444", linewidth=1)
-    axis.annotate("strict", (0, 1), (4, -4), textcoords="offset points", va="top")
-    axis.set(xlabel="nats lost per token", ylabel="speed, x strict", xlim=(0, 0.1))
-    axis.set(ylim=(0.95, 1.42))
+    figure = Figure(figsize=(9.6, 4), layout="constrained", facecolor="white")
+    for axis, (title, sweeps) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        found = [row for name in sweeps for row in rows(read_sweep(RESULTS / f"{name}.jsonl"))]
+        for label, (pattern, mark, colour) in SERIES.items():
+            own = [row for row in found if re.fullmatch(pattern, row.cell.name) and row.gain]
+            own.sort(key=lambda row: row.lost or (0.0,))
+            if not own:
+                continue
+            gains = [row.gain for row in own if row.gain]
+            values, lows, highs = np.transpose(gains)
+            lost = [row.lost.value for row in own if row.lost]
+            ends = (values - lows, highs - values)
+            axis.errorbar(lost, values, ends, label=label, fmt=mark, color=colour, capsize=2)
+        axis.axhline(1, color="#444444", linewidth=1, label="strict")
+        axis.set(title=title, xlabel="nats lost per token", ylabel="tokens per step, x strict")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=150, metadata={"Software": None})
 
 

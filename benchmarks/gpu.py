@@ -6,7 +6,7 @@
     tests     pytest tests/gpu
     kernel    benchmarks.kernel
     sweep     vllm-mars sweep: vLLM's strict verification, MARS at price 0 and at the recommended
-              price, 1 and 16 requests at a time; options that are not of this command are the
+              setting, 1 and 16 requests at a time; options that are not of this command are the
               sweep's
 
 Each part has its share of --minutes and its own file: tests.xml, kernel.json, sweep.jsonl. A sweep
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import NGRAM, RECOMMENDED
+from vllm_mars.local.drafts import NGRAM
 from vllm_mars.local.prompts import PACKAGED
 from vllm_mars.local.server import end
 
@@ -43,8 +43,8 @@ def commands(args: argparse.Namespace, options: list[str]) -> dict[str, list[str
     prompts, tokens, load = (2, 8, 2) if args.dry_run else (16, 64, 16)
     sweep = [
         *("-m", "vllm_mars.cli", "sweep", "--retry-failed", f"--output={args.output}/sweep.jsonl"),
-        *("--method", "autoregressive", "standard", "--baseline", "standard"),
-        *("--price", "0", str(RECOMMENDED["mars_price"]), "--concurrency", "1", str(load)),
+        *("--method", "autoregressive", "standard", "strict", "mars", "--baseline", "standard"),
+        *("--concurrency", "1", str(load)),
         *("--prompts", str(PACKAGED), f"--num-prompts={prompts}", f"--max-tokens={tokens}"),
     ]
     if args.model:

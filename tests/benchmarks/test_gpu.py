@@ -38,7 +38,7 @@ def test_parts_are_given_what_their_commands_take(monkeypatch, tmp_path):
     packaged, sweep = (_parser().parse_args(started[index][0][2:]) for index in (2, 5))
     assert packaged.model is None and packaged.drafts == [str(PACKAGED_HEAD)]
     assert (sweep.model, sweep.drafts, sweep.gpus) == ("some/model", ["some/draft"], 2)
-    assert (sweep.methods, sweep.prices) == (["autoregressive", "standard"], [0.0, 0.3])
+    assert sweep.methods == ["autoregressive", "standard", "strict", "mars"]
     assert "--seconds=144" in started[4][0]
 
 
