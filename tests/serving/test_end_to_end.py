@@ -4,12 +4,10 @@ By day one lossy engine answers greedily with each theta that a request asks for
 of that theta do so, too, in processes of their own, and sample.
 """
 
-import json
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 
@@ -26,16 +24,6 @@ PROMPTS = [
     "What is the capital of France, and what is the capital of Italy?",
     "Explain in three sentences why the sky is blue.",
 ]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "kind": {"enum": ["cat", "dog", "bird"]},
-    },
-    "required": ["name", "age", "kind"],
-    "additionalProperties": False,
-}
 
 
 @dataclass
@@ -230,121 +218,3 @@ def test_relaxed_tokens_are_runners_up(packaged_model, theta_09):
         assert (is_first | is_runner_up).all()
         relaxed += int((~is_first).sum())
     assert relaxed > 0
-
-
-@pytest.mark.nightly
-def test_constrained_output_stays_valid_at_theta_05(packaged_model):
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    given = {
-        **MARS,
-        "mars_theta": 0.5,
-        # By default such requests are verified strictly, and the mask would not be put to the test.
-        "mars_structured": "relaxed",
-    }
-    with packaged_engine(packaged_model, given) as llm:
-
-        def ask(constraint, count, **options):
-            chats = [
-                [{"role": "user", "content": f"Describe pet number {i} as JSON: name, age, kind."}]
-                for i in range(count)
-            ]
-            parameters = [
-                SamplingParams(
-                    temperature=0.0 if i % 2 else 0.8,
-                    seed=i,
-                    max_tokens=80,
-                    structured_outputs=StructuredOutputsParams(**constraint),
-                )
-                for i in range(count)
-            ]
-            outputs = llm.chat(chats, parameters, use_tqdm=False)
-            return [output.outputs[0].text for output in outputs]
-
-        for text in ask({"json": SCHEMA}, 8):
-            jsonschema.validate(json.loads(text), SCHEMA)
-        assert set(ask({"choice": ["cat", "dog", "bird"]}, 6)) <= {"cat", "dog", "bird"}
-
-
-@pytest.mark.nightly
-def test_each_request_has_its_own_theta(lossy, autoregressive):
-    """In one batch: strict ones equal autoregressive text, and each equals itself alone."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import StructuredOutputsParams
-
-    def params(**options):
-        return SamplingParams(temperature=0, max_tokens=32, **options)
-
-    thetas = [1.0, 0.3, None, 0.7, 1, 0.3]
-    mixed = [
-        params(extra_args=None if theta is None else {"mars_theta": theta}) for theta in thetas
-    ]
-    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-
-    def ask(chats, parameters):
-        outputs = lossy.chat(chats, parameters, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    together = ask(chats, mixed)
-    # One with each kind of theta.
-    alone = [ask(chats[i : i + 1], mixed[i : i + 1])[0] for i in range(4)]
-    assert together[:4] == alone
-    all_relaxed = ask(chats, [params(extra_args={"mars_theta": 0.3})] * len(chats))
-    default = ask(chats, [params()] * len(chats))
-    never_relaxed = autoregressive.tokens["greedy"]
-    for theta, tokens, strict, loose, usual in zip(
-        thetas, together, never_relaxed, all_relaxed, default, strict=True
-    ):
-        assert tokens == {1.0: strict, 0.3: loose, None: usual}.get(theta, tokens)
-    assert all_relaxed != default != never_relaxed
-
-    constraint = StructuredOutputsParams(json=SCHEMA)
-    constrained = [
-        params(extra_args={"mars_theta": theta}, structured_outputs=constraint)
-        for theta in (0.3, 1)
-    ]
-    asked = [{"role": "user", "content": "Describe a pet as JSON: name, age, kind."}]
-    relaxed_json, strict_json = ask([asked] * 2, constrained)
-    assert relaxed_json == strict_json
-
-    for extra_args, message in (
-        ({"mars_theta": 0.2}, r"mars_theta=0.2 is below this server's limit of 0.3"),
-        ({"mars_theta": 2}, r"mars_theta=2 is outside \(0, 1\]"),
-    ):
-        with pytest.raises(VLLMValidationError, match=message):
-            ask(chats[:1], [params(extra_args=extra_args)])
-    assert ask(chats[:1], mixed[:1]) == together[:1]
-
-
-@pytest.fixture(scope="module")
-def draft_model(packaged_model, tmp_path_factory):
-    """A draft model of the target's first four layers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    directory = tmp_path_factory.mktemp("draft")
-    model = AutoModelForCausalLM.from_pretrained(packaged_model, dtype=torch.float32)
-    model.model.layers = model.model.layers[:4]
-    model.config.num_hidden_layers = 4
-    model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(packaged_model).save_pretrained(directory)
-    return directory
-
-
-@pytest.mark.nightly
-def test_draft_model_with_probabilities(packaged_model, draft_model, autoregressive):
-    given = {
-        "method": "draft_model",
-        "model": str(draft_model),
-        "num_speculative_tokens": 3,
-        "draft_sample_method": "probabilistic",
-        "rejection_sample_method": "mars",
-        "mars_theta": 1.0,
-    }
-    with packaged_engine(packaged_model, given) as llm:
-        run = generate(llm, ("greedy", "sampled"))
-    assert run.worker["sampler"] == SAMPLER
-    assert run.tokens["greedy"] == autoregressive.tokens["greedy"]
-    assert run.drafts > 0
-    assert all(run.tokens["sampled"])
