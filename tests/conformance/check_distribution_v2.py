@@ -16,7 +16,7 @@ from vllm_mars import MarsConfig
     ("is_drawn", "top_k", "rule", "value", "count"),
     [
         pytest.param(False, None, "theta", 1.0, 400, marks=pytest.mark.nightly),
-        pytest.param(False, None, "theta", 0.9, 400, marks=pytest.mark.nightly),
+        (False, None, "theta", 0.9, 150),
         pytest.param(True, None, "price", 0.0, 400, marks=pytest.mark.nightly),
         (False, None, "price", 1.0, 150),
         pytest.param(False, 3, "price", 1.0, 400, marks=pytest.mark.nightly),

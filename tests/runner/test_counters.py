@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import oracle
-import test_sampler_v1
+import steps_v1
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import Verdict
 from vllm_mars.runner.counters import INTERVAL, REASONS, CounterLayout, Counters
@@ -54,15 +54,15 @@ def test_shadow_counts_what_each_value_would_accept(rule, values, temperatures):
     """Before any draw, and the output is strict."""
     config = MarsConfig(**{rule: values[0]}, shadow=values, repeat_guard=0)
     protected = frozenset({3, 50})
-    sampler = test_sampler_v1.mars_sampler(config, protected)
+    sampler = steps_v1.mars_sampler(config, protected)
     layout = sampler.verification.counters.layout
     expected = np.zeros((len(values), 5))
     for seed in range(6):
-        metadata, logits = test_sampler_v1.step(seed)
-        drafts = test_sampler_v1.drafts_of(metadata)
-        given = test_sampler_v1.sampling(temperatures, seeds=[1, 2, 3, 4], drafts=drafts)
+        metadata, logits = steps_v1.step(seed)
+        drafts = steps_v1.drafts_of(metadata)
+        given = steps_v1.sampling(temperatures, seeds=[1, 2, 3, 4], drafts=drafts)
         sampler(metadata, None, logits.clone(), given)
-        rows = logits[metadata.target_logits_indices].split(test_sampler_v1.LENGTHS)
+        rows = logits[metadata.target_logits_indices].split(steps_v1.LENGTHS)
         for own, draft, temperature in zip(rows, drafts, temperatures, strict=True):
             for index, value in enumerate(values):
                 each = chances(own.tolist(), draft, rule, value, temperature == 0, protected)
@@ -75,9 +75,9 @@ def test_shadow_counts_what_each_value_would_accept(rule, values, temperatures):
 
 
 def test_a_step_without_drafts_counts_nothing():
-    sampler = test_sampler_v1.mars_sampler(MarsConfig(theta=0.5))
-    metadata = test_sampler_v1.metadata_of([[], []])
-    sampler(metadata, None, torch.randn(2, 9), test_sampler_v1.sampling([0.0, 0.0]))
+    sampler = steps_v1.mars_sampler(MarsConfig(theta=0.5))
+    metadata = steps_v1.metadata_of([[], []])
+    sampler(metadata, None, torch.randn(2, 9), steps_v1.sampling([0.0, 0.0]))
     assert sampler.verification.counters.take_delta() is None
 
 
