@@ -2,20 +2,13 @@
 
 import pytest
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 import steps_v1
 from vllm_mars import MarsConfig
-from vllm_mars.runner.cpu_kernels import mend
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _cpu_kernels():
-    current_platform.import_kernels()
-    current_platform.register_triton_kernel_overrides()
-    mend()
+pytestmark = pytest.mark.usefixtures("mended_kernels")
 
 
 def states_after(sampler, lengths, temperatures, seeds):
