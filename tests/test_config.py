@@ -156,12 +156,6 @@ def test_lock(monkeypatch, config, method, lossy):
         check_lock(reason)
 
 
-def test_unknown_lock(monkeypatch):
-    monkeypatch.setenv("VLLM_MARS_LOCK", "yes")
-    with pytest.raises(ValueError, match="VLLM_MARS_LOCK='yes' is not 'strict'"):
-        check_lock(None)
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

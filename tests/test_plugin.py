@@ -166,13 +166,6 @@ def test_bad_options_fail_before_a_model_is_loaded(
     assert engine_config(packaged_model, NGRAM).additional_config == {}
 
 
-def test_llm_refuses_a_bad_theta(packaged_model):
-    from vllm import LLM
-
-    with pytest.raises(ValueError, match=r"mars_theta=2 is outside \(0, 1\]"):
-        LLM(str(packaged_model), speculative_config={**MARS, "mars_theta": 2})
-
-
 def test_serve_refuses_a_bad_theta(packaged_model):
     server = run(
         *("-m", "vllm_mars.cli", "serve", str(packaged_model)),

@@ -12,7 +12,7 @@ import pytest
 
 import tiny_models
 import workload
-from engines import engine_in_process
+from engines import counters, engine_in_process
 from promise import check_promise
 from vllm_mars.kernels import cpu
 from vllm_mars.kernels.terms import loss_units, most_lost
@@ -116,7 +116,7 @@ def test_each_answer_of_v1_keeps_its_bound(models, metric, watched):
             [SamplingParams(detokenize=False, **params) for params in sampling],
             use_tqdm=False,
         )
-        metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        metrics = counters(llm)
     answers = [output.outputs[0] for output in outputs]
     told = [answer.spec_decode_metrics.to_dict()["mars"] for answer in answers]
     check(models[2], prompts, sampling, [list(answer.token_ids) for answer in answers], told)

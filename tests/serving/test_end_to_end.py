@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from engines import MARS, NGRAM, PACKAGED, engine_in_process, packaged_engine
+from engines import MARS, NGRAM, PACKAGED, counters, engine_in_process, packaged_engine
 
 pytestmark = pytest.mark.engine
 
@@ -83,9 +83,9 @@ def generate(llm, sampling=GREEDY, mend=False, extra_args=None):
 
 def drafted_and_accepted(llm):
     """The engine's counters of drafts and of accepted tokens; 0 without speculation."""
-    metrics = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    found = counters(llm)
     names = ("num_drafts", "num_accepted_tokens")
-    return [metrics.get(f"vllm:spec_decode_{name}", 0) for name in names]
+    return [found.get(f"vllm:spec_decode_{name}", 0) for name in names]
 
 
 CHOICE = {**MARS, "mars_theta": 0.95, "mars_limit": 0.3}
