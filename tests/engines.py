@@ -34,6 +34,21 @@ LOSSY = {
     "mars_structured": "relaxed",
 }
 
+# Of a constrained answer.
+PET = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["cat", "dog", "bird"]},
+    },
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+PET_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "pet", "schema": PET, "strict": True},
+}
+
 
 @contextlib.contextmanager
 def engine_in_process(model: Path, speculative_config: dict | None, **options) -> Iterator[LLM]:

@@ -92,9 +92,7 @@ def test_without_a_price_the_row_is_the_targets():
 
 
 def test_rows_of_one_token_and_of_no_numbers():
-    nan, one, none = [1.0, math.nan, 2.0], [-INF, 7.0, -INF], [-INF] * 3
-    target = torch.tensor([nan, one, none, [INF, 1.0, 2.0], [1.0, 2.0, 3.0]])
-    draft = torch.tensor([[0.5, 0.25, 0.25]] * 4 + [[math.nan] * 3])
+    target, draft = clip_cases.no_numbers()
     clipped, _ = clip_one(target, draft, 1.0)
     for row in (0, 2, 3):
         assert torch.equal(clipped.logits[row].nan_to_num(5), target[row].nan_to_num(5))
