@@ -86,10 +86,13 @@ def test_requests_differ_within_a_batch(models):
         }
         for of_each in ([{}] * 4, [{"mars_return": True, **extra} for extra in chosen])
     )
-    plain = run(eagle(models), [own], models)["batches"][0]
-    given = {"mars_gap": 1000.0, "mars_max_loss": 0.5, "mars_strict_spans": [[3, None]]}
-    mars = run(eagle(models, rejection_sample_method="mars", **given), [mine], models)["batches"][0]
-    is_same = [a["tokens"] == b["tokens"] for (a,), (b,) in zip(plain, mars, strict=True)]
+    drafts = draft_model(models, draft_sample_method="greedy")
+    mars = {**drafts, "rejection_sample_method": "mars", "mars_gap": 1000.0, "mars_max_loss": 0.5}
+    mars["mars_strict_spans"] = [[3, None]]
+    engine = {"max_num_seqs": 4, "max_model_len": 64}
+    plain = run(drafts, [own], models, **engine)["batches"][0]
+    found = run(mars, [mine], models, **engine)["batches"][0]
+    is_same = [a["tokens"] == b["tokens"] for (a,), (b,) in zip(plain, found, strict=True)]
     assert is_same == [True, True, False, True]
-    relaxed = [answer["returned"]["relaxed_positions"] for (answer,) in mars]
+    relaxed = [answer["returned"]["relaxed_positions"] for (answer,) in found]
     assert [bool(positions) for positions in relaxed] == [False, False, True, False]
