@@ -16,6 +16,13 @@ def rows(num_rows, vocab, seed=0, spread=3.0, off=1.0, masked=0.3):
     return target.masked_fill(is_masked, -INF), draft
 
 
+def no_numbers():
+    """Rows of which some are no numbers or of one token; the drafts of the last two are such."""
+    nan, one, none = [1.0, torch.nan, 2.0], [-INF, 7.0, -INF], [-INF] * 3
+    target = torch.tensor([nan, one, none, [INF, 1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
+    return target, torch.tensor([[0.5, 0.25, 0.25]] * 4 + [[torch.nan] * 3, [0.0, 1.0, 0.0]])
+
+
 def check(clipped, target, draft, prices):
     """What holds for any input: m sums to 1, m / p spans e^b, and all is accounted."""
     p, m = target.double().softmax(-1), clipped.logits.double().softmax(-1)

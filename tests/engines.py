@@ -13,7 +13,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from vllm_mars.local.drafts import NGRAM_CONFIG
@@ -32,6 +32,21 @@ LOSSY = {
     "mars_limit": 0.3,
     # The harder case: the margin may relax, and only the grammar's mask keeps the form.
     "mars_structured": "relaxed",
+}
+
+# Of a constrained answer.
+PET = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["cat", "dog", "bird"]},
+    },
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+PET_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "pet", "schema": PET, "strict": True},
 }
 
 
@@ -89,6 +104,21 @@ def _engine(model: Path, speculative_config: dict | None, **options) -> Iterator
         llm.llm_engine.engine_core.shutdown()
         # Waits for the engine core that has ended, if it was a process.
         multiprocessing.active_children()
+
+
+def counters(llm: LLM) -> dict[str, float]:
+    """Counters and gauges of an engine."""
+    return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+
+
+def greedy_tokens(llm: LLM, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """The answers to prompts of token ids; the options are those of SamplingParams."""
+    from vllm import SamplingParams
+
+    given = {"temperature": 0, "detokenize": False, "ignore_eos": True, **options}
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(asked, SamplingParams(**given), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def packaged_server(model: Path, speculative_config: dict, directory: Path, *arguments: str):

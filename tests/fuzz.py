@@ -22,6 +22,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import oracle
+from vllm_mars import MarsConfig, verify, verify_greedy
+from vllm_mars.config import OPTION, STRICT_VALUE
+from vllm_mars.kernels import reference
+from vllm_mars.local.drafts import LOOSEST_LIMIT
+from vllm_mars.local.provenance import describe_run
 
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS / "conformance"))
@@ -41,7 +52,7 @@ class Call:
     """One random call.
 
     Attributes:
-        logits: tensor `[num_rows, vocab]`; each request's draft rows, then its bonus row.
+        logits: `[num_rows, vocab]`; each request's draft rows, then its bonus row.
         drafts: draft tokens of each request.
         rule: "theta", "gap" or "price".
         value: of the rule, of each request or one for all.
@@ -49,54 +60,41 @@ class Call:
         allowed: bool `[batch, vocab]` or None; what a processor of the samplers lets through.
     """
 
-    logits: Any
+    logits: torch.Tensor
     drafts: list[list[int]]
     rule: str
     value: float | list[float]
     protected: frozenset[int]
-    allowed: Any = None
+    allowed: torch.Tensor | None = None
 
-    def value_of(self, request: int) -> float:
-        return self.value[request] if isinstance(self.value, list) else self.value
+    def expected(self) -> list[Any]:
+        """What the oracle says of each request."""
+        results, row = [], 0
+        for request, drafts in enumerate(self.drafts):
+            logits = self.logits[row : row + len(drafts) + 1].float()
+            row += len(logits)
+            if self.allowed is not None:
+                logits = logits.masked_fill(~self.allowed[request], -math.inf)
+            *rows, last = logits.tolist()
+            value = self.value[request] if isinstance(self.value, list) else self.value
+            given = {self.rule: value, "protected": self.protected}
+            results.append(oracle.verify(rows, drafts, oracle.argmax(last), **given))
+        return results
 
-    def describe(self) -> str:
-        rows = json.dumps(self.logits.float().tolist())
+    def differs(self, who: str, found: Any, wanted: Any) -> str | None:
+        """What there is to say where this is not the same."""
+        if found == wanted:
+            return None
+        allowed = None if self.allowed is None else self.allowed.tolist()
         return (
-            f"dtype {self.logits.dtype}, drafts {self.drafts}, {self.rule} {self.value}, "
-            f"protected {sorted(self.protected)}, allowed "
-            f"{None if self.allowed is None else self.allowed.tolist()}, logits {rows}"
+            f"{who} gives {found}, the oracle {wanted}, for dtype {self.logits.dtype}, "
+            f"drafts {self.drafts}, {self.rule} {self.value}, protected {sorted(self.protected)}, "
+            f"allowed {allowed}, logits {json.dumps(self.logits.float().tolist())}"
         )
 
 
-def expected(call: Call) -> list[Any]:
-    """What the oracle says of each request."""
-    import oracle
-
-    results = []
-    row = 0
-    for request, drafts in enumerate(call.drafts):
-        rows = call.logits[row : row + len(drafts) + 1].float().tolist()
-        row += len(drafts) + 1
-        if call.allowed is not None:
-            allowed = call.allowed[request].tolist()
-            rows = [
-                [value if ok else -math.inf for value, ok in zip(values, allowed, strict=True)]
-                for values in rows
-            ]
-        value, bonus = call.value_of(request), oracle.argmax(rows[-1])
-        theta = value if call.rule == "theta" else 1.0
-        gap = value if call.rule == "gap" else 0.0
-        price = value if call.rule == "price" else None
-        results.append(
-            oracle.verify(rows[:-1], drafts, bonus, theta, gap, call.protected, price=price)
-        )
-    return results
-
-
-def random_call(rng: Any, *, sampler: bool) -> Call:
+def random_call(rng: np.random.Generator, *, sampler: bool) -> Call:
     """Draws a call; those of a sampler leave out what an engine never brings."""
-    import torch
-
     vocab = int(rng.choice([2, 5, 17, 33, 70]) if sampler else rng.choice([1, 2, 3, 17, 33, 70]))
     lengths = rng.integers(0, 6, size=rng.integers(1, 5)).tolist()
     if sampler and not any(lengths):
@@ -121,7 +119,7 @@ def random_call(rng: Any, *, sampler: bool) -> Call:
         others = rng.integers(-1, vocab, size=length).tolist()
         drafts.append([o if rng.random() < 0.1 else c for c, o in zip(chosen, others, strict=True)])
         row += length + 1
-    rule = rng.choice(["theta", "gap", "price"], p=[0.5, 0.2, 0.3])
+    rule = rng.choice(list(VALUES), p=[0.5, 0.2, 0.3])
     # Those of a tensor are floats that float32 holds.
     one, each = VALUES[rule]
     value: float | list[float] = float(rng.choice(one))
@@ -131,205 +129,106 @@ def random_call(rng: Any, *, sampler: bool) -> Call:
     return Call(logits, drafts, rule, value, protected)
 
 
-def padded(results: list[Any], width: int) -> list[list[int]]:
-    """Token lists filled with -1."""
-    return [result.tokens + [-1] * (width - len(result.tokens)) for result in results]
-
-
-def layout(call: Call) -> tuple[Any, ...]:
-    """Draft ids, prefix sum, draft rows and bonus rows, as tensors."""
-    import torch
-
-    is_bonus = torch.cat([torch.arange(len(d) + 1) == len(d) for d in call.drafts])
-    ids = torch.tensor([token for drafts in call.drafts for token in drafts], dtype=torch.int32)
-    ends = torch.tensor([len(drafts) for drafts in call.drafts]).cumsum(0).int()
-    return (
-        ids,
-        ends,
-        (~is_bonus).nonzero().squeeze(1).int(),
-        is_bonus.nonzero().squeeze(1).int(),
-    )
-
-
-def per_request(value: float | list[float]) -> Any:
-    """A float as it is, a list as float32 tensor."""
-    import torch
-
-    return value if isinstance(value, float) else torch.tensor(value)
-
-
-def mask(call: Call) -> Any:
-    """The protected tokens as bool `[vocab]`, or None."""
-    import torch
-
-    if not call.protected:
-        return None
-    protected = torch.zeros(call.logits.shape[1], dtype=torch.bool)
-    protected[list(call.protected)] = True
-    return protected
-
-
-def reference_of(call: Call, drafts: Any, value: Any) -> Any:
-    """What the reference makes of a call."""
-    import torch
-
-    from vllm_mars.kernels import reference
-    from vllm_mars.kernels.terms import NO_BOUND, Records, Requests, Rule, price_units
-
-    values = value.tolist() if isinstance(value, torch.Tensor) else [value] * len(call.drafts)
-    zeros = torch.zeros(len(values), dtype=torch.int64)
-    price = torch.tensor([price_units(one) for one in values])
-    records = Records(torch.tensor(values), price, zeros, zeros + NO_BOUND, zeros)
-    slots = torch.arange(len(values))
-    rule = Rule(call.rule, 0, mask(call))
-    return reference.accept(drafts, Requests(records, slots, slots.int()), rule)
-
-
-def check_public(rng: Any, backends: tuple[str, ...] = ("torch", "reference")) -> str | None:
+def check_public(
+    rng: np.random.Generator, backends: tuple[str, ...] = ("torch", "reference")
+) -> str | None:
     """`verify_greedy`; returns what differs, or None."""
-    from vllm_mars import verify_greedy
-    from vllm_mars.kernels.terms import Drafts
-
     call = random_call(rng, sampler=False)
-    ids, ends, rows, bonus_rows = layout(call)
+    is_bonus = torch.cat([torch.arange(len(d) + 1) == len(d) for d in call.drafts])
     width = max(map(len, call.drafts)) + 1
-    results = expected(call)
+    mask = torch.zeros(call.logits.shape[1], dtype=torch.bool)
+    mask[list(call.protected)] = True
+    given = {
+        "logits": call.logits,
+        "draft_token_ids": torch.tensor(sum(call.drafts, []), dtype=torch.int32),
+        "cu_num_draft_tokens": torch.tensor([len(d) for d in call.drafts]).cumsum(0).int(),
+        "bonus_token_ids": None,
+        call.rule: call.value if isinstance(call.value, float) else torch.tensor(call.value),
+        "protected": mask if call.protected else None,
+        "target_rows": (~is_bonus).nonzero().squeeze(1).int(),
+        "bonus_rows": is_bonus.nonzero().squeeze(1).int(),
+        "max_draft_len": width - 1,
+    }
+    wanted = [
+        (result.tokens + [-1] * (width - len(result.tokens)), result.accepted, result.relaxed)
+        for result in call.expected()
+    ]
     for backend in backends:
-        value = per_request(call.value)
         if backend == "reference":
-            drafts = Drafts(call.logits, ids, ends, rows, None, bonus_rows, width - 1)
-            output = reference_of(call, drafts, value)
+            with mock.patch.object(verify, "kernels_of", lambda *_: reference):
+                output = verify_greedy(**given, backend="torch")
         else:
-            output = verify_greedy(
-                *(call.logits, ids, ends, None),
-                **{call.rule: value},
-                protected=mask(call),
-                target_rows=rows,
-                bonus_rows=bonus_rows,
-                max_draft_len=width - 1,
-                backend=backend,
-            )
-        found = (
-            output.output_token_ids.tolist(),
-            output.num_accepted.tolist(),
-            output.num_relaxed.tolist(),
-        )
-        wanted = (
-            padded(results, width),
-            [result.accepted for result in results],
-            [result.relaxed for result in results],
-        )
-        if found != wanted:
-            return f"backend {backend} gives {found}, the oracle {wanted}, for {call.describe()}"
+            output = verify_greedy(**given, backend=backend)
+        found = [*zip(*(output[field].tolist() for field in range(3)), strict=True)]
+        if difference := call.differs(f"backend {backend}", found, wanted):
+            return difference
     return None
 
 
-def check_triton(rng: Any) -> str | None:
+def check_triton(rng: np.random.Generator) -> str | None:
     """`verify_greedy` with backend "triton"."""
     return check_public(rng, ("triton",))
 
 
-def sampler_call(rng: Any) -> tuple[Call, Any, list[dict[str, float]]]:
-    """A call for a sampler, its config, and what each request asks for."""
-    from vllm_mars import MarsConfig
-    from vllm_mars.config import OPTION, STRICT_VALUE
-    from vllm_mars.local.drafts import LOOSEST_LIMIT
+def sampler_call(rng: np.random.Generator) -> tuple[Call, MarsConfig, list[Any], list[float]]:
+    """A call for a sampler, its config, and what each request asks for, with its temperature.
 
+    All requests are greedy, or all but a last one: a batch with it takes vLLM's own path.
+    """
     call = random_call(rng, sampler=True)
     guard = {"repeat_guard": 0} if call.rule == "price" else {}
-    value = call.value
-    if isinstance(value, float):
-        own: list[dict[str, float]] = [{} for _ in call.drafts]
-    else:
+    value, batch = call.value, len(call.drafts)
+    own: list[Any] = [None] * batch
+    if isinstance(value, list):
         own, value = [{OPTION[call.rule]: one} for one in value], STRICT_VALUE[call.rule]
     config = MarsConfig(**{call.rule: value}, limit=LOOSEST_LIMIT[call.rule], **guard)
-    return call, config, own
+    last = float(batch > 1 and rng.random() < 0.4)
+    return call, config, own, [0.0] * (batch - 1) + [last]
 
 
-def differences(found: list[list[int]], call: Call, compared: int) -> str | None:
-    """Compares the tokens that the first requests emit with the oracle's."""
-    wanted = [result.tokens for result in expected(call)][:compared]
-    if found[:compared] == wanted:
-        return None
-    return f"the sampler gives {found}, the oracle {wanted}, for {call.describe()}"
+def differences(found: list[list[int]], call: Call, temperatures: list[float]) -> str | None:
+    """Compares the tokens that greedy requests emit with the oracle's."""
+    compared = temperatures.count(0.0)
+    wanted = [result.tokens for result in call.expected()]
+    return call.differs("the sampler", found[:compared], wanted[:compared])
 
 
-def num_greedy(rng: Any, call: Call) -> int:
-    """How many requests are greedy: all, or all but a last one that is sampled.
-
-    A batch with a sampled request takes vLLM's own path.
-    """
-    return len(call.drafts) - int(len(call.drafts) > 1 and rng.random() < 0.4)
-
-
-def check_v1(rng: Any) -> str | None:
+def check_v1(rng: np.random.Generator) -> str | None:
     """The V1 sampler on all of its paths, with masks and own thresholds; greedy requests count."""
-    import torch
     from vllm import SamplingParams
-    from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.logits_processor.interface import BatchUpdate
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-    from vllm_mars import MarsRejectionSampler
-    from vllm_mars.runner.counters import CounterLayout, Counters
-    from vllm_mars.runner.requests_v1 import RequestsV1
-    from vllm_mars.runner.verification import Verification
+    import steps_v1
 
-    call, config, own = sampler_call(rng)
-    cpu, batch, vocab = torch.device("cpu"), len(call.drafts), call.logits.shape[1]
+    call, config, own, temperatures = sampler_call(rng)
+    batch, vocab = len(call.drafts), call.logits.shape[1]
     if rng.random() < 0.4:
         call.allowed = torch.from_numpy(rng.random((batch, vocab)) < 0.7)
         call.allowed[:, 0] = True
-    requests = RequestsV1(config, batch, cpu)
+    sampler = steps_v1.mars_sampler(config, call.protected)
     added = [
-        (index, SamplingParams(temperature=0, extra_args=extra_args or None), None, [])
+        (index, SamplingParams(temperature=0, extra_args=extra_args), None, [])
         for index, extra_args in enumerate(own)
     ]
-    requests.update_state(BatchUpdate(batch, removed=[], added=added, moved=[]))
-    ids, _, rows, bonus_rows = layout(call)
-    metadata = SpecDecodeMetadata.make_dummy(call.drafts, cpu)
-    metadata.draft_token_ids = ids
-    metadata.target_logits_indices, metadata.bonus_logits_indices = rows, bonus_rows
-    neutral = torch.zeros(batch)
-    greedy = num_greedy(rng, call)
-    temperature = torch.tensor([float(request >= greedy) for request in range(batch)])
-    sampling = SamplingMetadata(
-        temperature=None if greedy == batch else temperature,
-        all_greedy=greedy == batch,
-        all_random=False,
-        top_p=None,
-        top_k=None,
-        generators={},
+    sampler.requests.update_state(BatchUpdate(batch, removed=[], added=added, moved=[]))
+    sampling = steps_v1.sampling(
+        temperatures,
+        drafts=call.drafts,
         # Logprobs and masks keep a batch off the raw rows.
         max_num_logprobs=1 if rng.random() < 0.3 else None,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=neutral,
-        presence_penalties=neutral,
-        repetition_penalties=neutral + 1,
-        output_token_ids=[[] for _ in range(batch)],
-        spec_token_ids=call.drafts,
         allowed_token_ids_mask=None if call.allowed is None else ~call.allowed,
-        bad_words_token_ids={},
-        logitsprocs=LogitsProcessors(),
     )
-    counters = Counters(CounterLayout(max(map(len, call.drafts)), rule=config.rule), cpu)
-    verification = Verification(config, list(call.protected), counters)
-    sampler = MarsRejectionSampler(Sampler(), None, cpu, verification, requests)
-    output = sampler(metadata, None, call.logits.clone(), sampling).sampled_token_ids
-    return differences([[t for t in row if t >= 0] for row in output.tolist()], call, greedy)
+    output = sampler(steps_v1.metadata_of(call.drafts), None, call.logits.clone(), sampling)
+    return differences(steps_v1.emitted(output), call, temperatures)
 
 
-def check_v2(rng: Any) -> str | None:
+def check_v2(rng: np.random.Generator) -> str | None:
     """The V2 sampler on all of its paths, in the interpreter; greedy requests count."""
-    import torch
     from vllm import SamplingParams
 
     from steps_v2 import Request, Step, emitted
 
-    call, config, own = sampler_call(rng)
+    call, config, own, temperatures = sampler_call(rng)
     if rng.random() < 0.5:
         # The mask of grammar stands in the logits before verification.
         keep = torch.from_numpy(rng.random(call.logits.shape) < 0.7)
@@ -337,24 +236,29 @@ def check_v2(rng: Any) -> str | None:
         call.logits = call.logits.masked_fill(~keep, -math.inf)
     # Of a row without any finite logit vLLM's kernels take no token in particular.
     call.logits[~call.logits.isfinite().any(1), 0] = 0.0
-    greedy = num_greedy(rng, call)
     requests = [
         Request(
-            SamplingParams(temperature=int(index >= greedy), extra_args=extra_args or None),
-            drafts,
-            [0, 1, 0, 1, 0],
+            SamplingParams(temperature=temperature, extra_args=extra_args), drafts, [0, 1, 0, 1, 0]
         )
-        for index, (extra_args, drafts) in enumerate(zip(own, call.drafts, strict=True))
+        for temperature, extra_args, drafts in zip(temperatures, own, call.drafts, strict=True)
     ]
     step = Step(requests, call.logits)
     sampler = step.sampler(config, protected=tuple(call.protected))
     if rng.random() < 0.5:
         # A batch that is marked as touched by a processor goes as a float32 copy.
         sampler.sampler.needs_logits_processing[step.states] = True
-    return differences(emitted(sampler(call.logits.clone(), step.batch())), call, greedy)
+    # Drafts that grammar forbids.
+    invalid = torch.from_numpy(rng.random(len(call.logits)) < rng.choice([0.0, 0.1]))
+    output = sampler(call.logits.clone(), step.batch(), None, invalid)
+    counts = [len(drafts) + 1 for drafts in call.drafts]
+    call.drafts = [
+        [-1 if bad else draft for bad, draft in zip(row[1:], drafts, strict=True)]
+        for row, drafts in zip(map(list, invalid.split(counts)), call.drafts, strict=True)
+    ]
+    return differences(emitted(output), call, temperatures)
 
 
-CHECKS: dict[str, Callable[[Any], str | None]] = {
+CHECKS: dict[str, Callable[[np.random.Generator], str | None]] = {
     "public": check_public,
     "v1": check_v1,
     "triton": check_triton,
@@ -364,9 +268,6 @@ CHECKS: dict[str, Callable[[Any], str | None]] = {
 
 def run_target(target: str, seed: int, seconds: float, most: int, only: int | None) -> int:
     """Makes calls to one target in this process; returns the exit status."""
-    import numpy as np
-    import torch
-
     torch.set_num_threads(1)
     # vLLM warns once for each config that is made.
     logging.disable(logging.WARNING)
@@ -381,9 +282,8 @@ def run_target(target: str, seed: int, seconds: float, most: int, only: int | No
         mend()
     end = time.monotonic() + seconds
     calls = 0
-    numbers = [only] if only is not None else range(most)
     with torch.inference_mode():
-        for number in numbers:
+        for number in range(most) if only is None else [only]:
             if only is None and time.monotonic() > end:
                 break
             rng = np.random.default_rng([seed, list(CHECKS).index(target), number])
@@ -425,8 +325,6 @@ def main() -> int:
             return child.returncode
         calls[target] = int(child.stdout.split(" calls")[0].split()[-1])
     if args.output:
-        from vllm_mars.local.provenance import describe_run
-
         result = {"schema": "vllm-mars/fuzz/1", **describe_run(None), "seed": args.seed}
         args.output.write_text(json.dumps({**result, "calls": calls, "differences": 0}, indent=1))
     return 0

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -87,9 +88,9 @@ class Nats:
 def judge(
     rows: Sequence[Sequence[float]],
     drafts: Sequence[int],
-    theta: float,
-    gap: float,
-    protected: frozenset[int],
+    theta: float = 1.0,
+    gap: float = 0.0,
+    protected: frozenset[int] = frozenset(),
     blocked: Sequence[int] | None = None,
     nats: Nats | None = None,
     price: float | Fraction | None = None,
@@ -155,18 +156,10 @@ def best_stop(
 
 
 def verify(
-    rows: Sequence[Sequence[float]],
-    drafts: Sequence[int],
-    bonus: int | None,
-    theta: float,
-    gap: float,
-    protected: frozenset[int],
-    blocked: Sequence[int] | None = None,
-    nats: Nats | None = None,
-    price: float | Fraction | None = None,
+    rows: Sequence[Sequence[float]], drafts: Sequence[int], bonus: int | None, **rule: Any
 ) -> Verified:
-    """Greedy verification of one request."""
-    verdicts = judge(rows, drafts, theta, gap, protected, blocked, nats, price)
+    """Greedy verification of one request, by what `judge` takes of its rule."""
+    verdicts = judge(rows, drafts, **rule)
     tokens: list[int] = []
     relaxed, lost = 0, Fraction(0)
     for row, draft, verdict in zip(rows, drafts, verdicts, strict=True):

@@ -33,24 +33,16 @@ from typing import Any
 import openai
 import psutil
 
-from vllm_mars.local.drafts import NGRAM_CONFIG
+from engines import MARS, PET_FORMAT
 from vllm_mars.local.server import VllmServer
 
 SPECULATION = {
-    **NGRAM_CONFIG,
-    "num_speculative_tokens": 4,
-    "rejection_sample_method": "mars",
+    **MARS,
     # The price follows what is left of it.
     "mars_max_loss": 0.5,
     "mars_strict_spans": [["<jupyter_code>", "<jupyter_output>"]],
 }
 SUBJECTS = ("a fox", "the days of the week", "a red boat", "rain in Spain", "two cats", "a list")
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["cat", "dog"]}},
-    "required": ["name", "kind"],
-    "additionalProperties": False,
-}
 REFUSED = ("x", [1], -0.5, True)
 # Of the memory after the first half, what the second half may add.
 MEMORY_GROWTH = 0.05
@@ -146,12 +138,7 @@ class Load:
         """Constrained output; valid where it was not cut."""
         request = {**self._request(), "max_tokens": 60}
         answer = await self.client.chat.completions.create(
-            messages=self._messages(),
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True},
-            },
-            **request,
+            messages=self._messages(), response_format=PET_FORMAT, **request
         )
         choice = answer.choices[0]
         if choice.finish_reason == "stop":

@@ -72,13 +72,6 @@ def test_serve_needs_vllm(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(needed)
 
 
-def test_packaged_prompts_are_of_many_kinds():
-    prompts = load_prompts()
-    assert len(prompts) >= 12
-    assert len({prompt.category for prompt in prompts}) >= 12
-    assert all(len(prompt.turns) == 1 for prompt in prompts)
-
-
 def test_prompt_files(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"question_id": 7, "category": "c", "turns": ["b", "d"]}\n')

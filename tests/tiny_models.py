@@ -49,6 +49,13 @@ def llama(directory: Path) -> LlamaForCausalLM:
     return model
 
 
+def first_layer(directory: Path, target: LlamaForCausalLM) -> None:
+    """Writes a draft model of the target's first layer; the target in memory is cut, too."""
+    target.model.layers = target.model.layers[:1]
+    target.config.num_hidden_layers = 1
+    target.save_pretrained(directory)
+
+
 def tokenizer(directory: Path) -> None:
     """Writes a tokenizer beside a target: each word is one token, and so is each role of a chat."""
     words = ["<unk>", "<s>", "</s>", "user", "assistant"]

@@ -21,10 +21,10 @@ from benchmarks.draft.head import new_head
 from benchmarks.draft.recipe import Recipe
 from benchmarks.draft.target import Target, vllm_answers
 from benchmarks.draft.train import choose_draft_tokens, make_batch, num_steps, train
+from engines import engine_in_process, greedy_tokens
 from vllm_mars.local.draft_head import PACKAGED_HEAD, best_length, check_head
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.local.prompts import load_prompts
-from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
 
 TINY = Recipe(
     shards=3, shard_prompts=12, max_tokens=12, draft_vocab_size=256, epochs=1.0, batch=4, warm_up=2
@@ -222,50 +222,29 @@ def test_drafting_from_all_tokens_at_once_equals_one_after_the_other(target, sha
 
 def verified(model, head, asked, max_tokens, thetas):
     """The answers of vLLM to each prompt by itself, and its counters, at each theta."""
-    from vllm import LLM, SamplingParams
+    given = {
+        "method": "eagle3",
+        "model": str(head),
+        "num_speculative_tokens": best_length(head),
+        **CHOSEN_BY_REQUESTS["theta"],
+    }
+    options = {"max_num_seqs": 1, "enable_prefix_caching": False}
+    with engine_in_process(model, given, **options) as llm:
 
-    llm = LLM(
-        str(model),
-        skip_tokenizer_init=True,
-        max_model_len=128,
-        max_num_seqs=1,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        speculative_config={
-            "method": "eagle3",
-            "model": str(head),
-            "num_speculative_tokens": best_length(head),
-            **CHOSEN_BY_REQUESTS["theta"],
-        },
-        **CPU_ENGINE_ARGS,
-    )
+        def counts():
+            metrics = {metric.name: metric for metric in llm.get_metrics()}
+            drafts = metrics["vllm:spec_decode_num_drafts"].value
+            return [drafts, *metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values]
 
-    def counters():
-        metrics = {metric.name: metric for metric in llm.get_metrics()}
-        drafts = metrics["vllm:spec_decode_num_drafts"].value
-        return [drafts, *metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values]
-
-    found = []
-    try:
         for theta in thetas:
-            sampling = SamplingParams(
-                temperature=0,
-                max_tokens=max_tokens,
-                detokenize=False,
-                stop_token_ids=[2],
+            before = counts()
+            tokens = greedy_tokens(
+                *(llm, asked),
+                **{"max_tokens": max_tokens, "ignore_eos": False, "stop_token_ids": [2]},
                 extra_args={"mars_theta": theta},
             )
-            before = counters()
-            given = [{"prompt_token_ids": prompt} for prompt in asked]
-            outputs = llm.generate(given, sampling, use_tqdm=False)
-            drafts, *accepted = (now - then for now, then in zip(counters(), before, strict=True))
-            tokens = [list(output.outputs[0].token_ids) for output in outputs]
-            found.append({"tokens": tokens, "drafts": drafts, "accepted": accepted})
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        # Waits for what has ended.
-        multiprocessing.active_children()
-    return found
+            drafts, *accepted = (now - then for now, then in zip(counts(), before, strict=True))
+            yield {"tokens": tokens, "drafts": drafts, "accepted": accepted}
 
 
 @pytest.mark.engine

@@ -13,18 +13,20 @@ from vllm_mars import MarsConfig
 
 
 @pytest.mark.parametrize(
-    ("is_drawn", "top_k", "rule", "value", "count"),
+    ("is_drawn", "top_k", "rule", "value", "count", "protected"),
     [
-        pytest.param(False, None, "theta", 1.0, 400, marks=pytest.mark.nightly),
-        pytest.param(False, None, "theta", 0.9, 400, marks=pytest.mark.nightly),
-        pytest.param(True, None, "price", 0.0, 400, marks=pytest.mark.nightly),
-        (False, None, "price", 1.0, 150),
-        pytest.param(False, 3, "price", 1.0, 400, marks=pytest.mark.nightly),
-        (True, None, "price", 1.0, 150),
-        pytest.param(True, 3, "price", 1.0, 400, marks=pytest.mark.nightly),
+        pytest.param(False, None, "theta", 1.0, 400, (), marks=pytest.mark.nightly),
+        (False, None, "theta", 0.9, 150, ()),
+        # The first draft of the two.
+        (False, None, "theta", 0.9, 150, (enumerated.FIXED[0],)),
+        pytest.param(True, None, "price", 0.0, 400, (), marks=pytest.mark.nightly),
+        (False, None, "price", 1.0, 150, ()),
+        pytest.param(False, 3, "price", 1.0, 400, (), marks=pytest.mark.nightly),
+        (True, None, "price", 1.0, 150, ()),
+        pytest.param(True, 3, "price", 1.0, 400, (), marks=pytest.mark.nightly),
     ],
 )
-def test_distribution(monkeypatch, is_drawn, top_k, rule, value, count):
+def test_distribution(monkeypatch, is_drawn, top_k, rule, value, count, protected):
     requests = [
         Request(SamplingParams(temperature=1.0, seed=seed, top_k=top_k or -1), drafts, [3, 1, 4, 1])
         for seed, drafts in enumerate(enumerated.drafts(count, is_drawn).tolist())
@@ -33,9 +35,10 @@ def test_distribution(monkeypatch, is_drawn, top_k, rule, value, count):
     if is_drawn:
         draft_logits = enumerated.DRAFT.log().float().expand(count, -1, -1)
     step = Step(requests, enumerated.LOGITS.repeat(count, 1), draft_logits)
-    sampler = step.sampler(MarsConfig(**{rule: value}, repeat_guard=0))
+    sampler = step.sampler(MarsConfig(**{rule: value}, repeat_guard=0), protected=protected)
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
     output = sampler(step.logits.clone(), step.batch(), step.draft_logits, None)
     samples = [tuple(tokens) for tokens in emitted(output)]
     ratios = sampler.verification.returned[0].table.nansum(1).tolist()
-    enumerated.check(samples, ratios, enumerated.emitted(is_drawn, top_k, rule, value))
+    strict = {0} if protected else set()
+    enumerated.check(samples, ratios, enumerated.emitted(is_drawn, top_k, rule, value, strict))

@@ -27,7 +27,5 @@ def models(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     model = tiny_models.llama(directory / "target")
     tiny_models.eagle(directory / "eagle", model)
-    model.model.layers = model.model.layers[:1]
-    model.config.num_hidden_layers = 1
-    model.save_pretrained(directory / "draft")
+    tiny_models.first_layer(directory / "draft", model)
     return directory

@@ -58,8 +58,11 @@ def completion(output):
             sorted([token, entry.rank, entry.logprob] for token, entry in position.items())
             for position in output.logprobs
         ]
+    # An older vLLM has none.
+    told = getattr(output, "spec_decode_metrics", None)
     return {
         "tokens": list(output.token_ids),
+        "returned": told and told.to_dict().get("mars"),
         "text": output.text,
         "logprobs": logprobs,
         "finish_reason": output.finish_reason,

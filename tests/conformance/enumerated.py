@@ -9,7 +9,6 @@ drawn is q = 1 at its token. What m is, the rule says: `served`, from its formul
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,24 +49,6 @@ def draws(is_drawn: bool) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(FIXED), VOCAB).double()
 
 
-def tilted(p: list[np.ndarray], draft: list[int], price: float, strict: set[int]) -> list[Any]:
-    """The served rows of a draft that is not drawn, by backward induction."""
-    ahead, rows = 0.0, []
-    for i in reversed(range(STEPS)):
-        bias = price + ahead
-        x = draft[i]
-        z = 1 - p[i][x] + p[i][x] * math.exp(bias)
-        if i in strict:
-            ahead = p[i][x] * bias
-            rows.append(p[i])
-            continue
-        m = p[i].copy()
-        m[x] *= math.exp(bias)
-        rows.append(m / z)
-        ahead = math.log(z)
-    return rows[::-1]
-
-
 def clipped(p: np.ndarray, q: np.ndarray, price: float) -> np.ndarray:
     """m = clip(q, w p, w p e^price), with w such that it sums to 1."""
 
@@ -89,7 +70,9 @@ def served(
         q = draws(True).numpy()
         return [p[i] if i in strict else clipped(p[i], q[i], value) for i in range(STEPS)]
     if rule == "price":
-        return tilted(p, draft, value, strict)
+        rows = z[:STEPS].tolist()
+        biases = oracle.tilts(rows, draft, value, [i in strict for i in range(STEPS)])
+        return [np.array(oracle.served(*given)) for given in zip(rows, draft, biases, strict=True)]
     rows = []
     for i, x in enumerate(draft):
         theta, gap = (value, 0.0) if rule == "theta" else (1.0, value)

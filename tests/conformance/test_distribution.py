@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import enumerated
-import test_sampler_v1
+import steps_v1
 from vllm_mars import MarsConfig
 
 COUNT = 4_000
@@ -28,10 +28,10 @@ def test_v1(monkeypatch, is_drawn, top_k, rule, value, strict):
     if is_drawn and rule != "price" and value != 1:
         pytest.skip("refused at start")
     drafts = enumerated.drafts(COUNT, is_drawn)
-    metadata = test_sampler_v1.metadata_of(drafts.tolist())
+    metadata = steps_v1.metadata_of(drafts.tolist())
     metadata.draft_token_ids = drafts.flatten().int()
     torch.manual_seed(0)
-    sampler = test_sampler_v1.mars_sampler(MarsConfig(**{rule: value}, repeat_guard=0))
+    sampler = steps_v1.mars_sampler(MarsConfig(**{rule: value}, repeat_guard=0))
     step = sampler.requests.step
 
     def with_strict(given):
@@ -44,7 +44,7 @@ def test_v1(monkeypatch, is_drawn, top_k, rule, value, strict):
         metadata,
         enumerated.DRAFT.float().repeat(COUNT, 1) if is_drawn else None,
         enumerated.LOGITS.repeat(COUNT, 1),
-        test_sampler_v1.sampling(
+        steps_v1.sampling(
             [1.0] * COUNT,
             drafts=drafts.tolist(),
             top_k=torch.full((COUNT,), top_k) if top_k else None,

@@ -3,6 +3,7 @@
 import pytest
 
 import workload
+from workload import draft_model, eagle
 
 pytestmark = pytest.mark.engine
 
@@ -15,25 +16,6 @@ TOGETHER = {
 # Those that ask for strict verification whatever the server does.
 STRICT = ("greedy 8", "sampled")
 BATCHES = [list(batch.values()) for batch in (CROWD, STOPS, TOGETHER)]
-
-
-def draft_model(models, **options):
-    return {
-        "method": "draft_model",
-        "model": str(models / "draft"),
-        "num_speculative_tokens": 3,
-        "draft_sample_method": "probabilistic",
-        **options,
-    }
-
-
-def eagle(models, **options):
-    return {
-        "method": "eagle",
-        "model": str(models / "eagle"),
-        "num_speculative_tokens": 3,
-        **options,
-    }
 
 
 def test_every_kind_of_request(models):

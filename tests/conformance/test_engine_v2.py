@@ -3,27 +3,9 @@
 import pytest
 
 import workload
+from workload import draft_model, eagle
 
 pytestmark = pytest.mark.engine
-
-
-def draft_model(models, **options):
-    return {
-        "method": "draft_model",
-        "model": str(models / "draft"),
-        "num_speculative_tokens": 3,
-        "draft_sample_method": "probabilistic",
-        **options,
-    }
-
-
-def eagle(models, **options):
-    return {
-        "method": "eagle",
-        "model": str(models / "eagle"),
-        "num_speculative_tokens": 3,
-        **options,
-    }
 
 
 def run(speculative_config, batches, models, **options):
@@ -49,7 +31,7 @@ def test_theta_1_is_vllm(models):
 
 @pytest.mark.nightly
 def test_draft_model(models):
-    """Drafts with probabilities, all kinds of requests; a gap accepts more.
+    """Drafts with probabilities, all kinds of requests; a price accepts more.
 
     All kinds come at once, with prompts that are cut into chunks, then some again from the cache.
     """
@@ -73,7 +55,7 @@ def test_draft_model(models):
 
 @pytest.mark.nightly
 def test_eagle_and_a_small_cache(models):
-    """Requests are preempted and resume; the other logprobs; gap 0; then a gap accepts more."""
+    """Requests are preempted and resume; the other logprobs; gap 0; then a price accepts more."""
     crowd = workload.crowded(4, 20, 20)
     options = {
         "max_num_seqs": 4,
@@ -87,6 +69,30 @@ def test_eagle_and_a_small_cache(models):
     assert own["metrics"][-1]["vllm:num_preemptions"] > 0
     workload.assert_same_batches([crowd], own, mars)
     relaxed = run(eagle(models, **workload.RELAXED), [crowd], models, **options)
-    assert "mars_gap=1000 nats" in relaxed["log"]
+    assert "mars_price=1000 nats" in relaxed["log"]
     assert "the output is LOSSY: it can differ from the target's own." in relaxed["log"]
     assert workload.accepted_share(relaxed, 0) > workload.accepted_share(own, 0)
+
+
+@pytest.mark.nightly
+def test_requests_differ_within_a_batch(models):
+    """Each its own: strict, in a span that its prompt opened, within its bound, without drafts."""
+    prompts = [[5, 6, 7, 8], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
+    chosen = [{"mars_gap": 0}, {}, {}, {"mars_speculate": False}]
+    own, mine = (
+        {
+            str(number): (prompt, workload.greedy(max_tokens=12, extra_args=extra))
+            for number, (prompt, extra) in enumerate(zip(prompts, of_each, strict=True))
+        }
+        for of_each in ([{}] * 4, [{"mars_return": True, **extra} for extra in chosen])
+    )
+    drafts = draft_model(models, draft_sample_method="greedy")
+    mars = {**drafts, "rejection_sample_method": "mars", "mars_gap": 1000.0, "mars_max_loss": 0.5}
+    mars["mars_strict_spans"] = [[3, None]]
+    engine = {"max_num_seqs": 4, "max_model_len": 64}
+    plain = run(drafts, [own], models, **engine)["batches"][0]
+    found = run(mars, [mine], models, **engine)["batches"][0]
+    is_same = [a["tokens"] == b["tokens"] for (a,), (b,) in zip(plain, found, strict=True)]
+    assert is_same == [True, True, False, True]
+    relaxed = [answer["returned"]["relaxed_positions"] for (answer,) in found]
+    assert [bool(positions) for positions in relaxed] == [False, False, True, False]

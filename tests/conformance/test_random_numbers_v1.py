@@ -2,27 +2,20 @@
 
 import pytest
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-import test_sampler_v1
+import steps_v1
 from vllm_mars import MarsConfig
-from vllm_mars.runner.cpu_kernels import mend
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _cpu_kernels():
-    current_platform.import_kernels()
-    current_platform.register_triton_kernel_overrides()
-    mend()
+pytestmark = pytest.mark.usefixtures("mended_kernels")
 
 
 def states_after(sampler, lengths, temperatures, seeds):
     """The shared random numbers' state and the requests' own after one step."""
-    metadata, logits = test_sampler_v1.step(3, lengths)
-    drafts = test_sampler_v1.drafts_of(metadata)
-    meta = test_sampler_v1.sampling(temperatures, seeds=seeds, drafts=drafts)
+    metadata, logits = steps_v1.step(3, lengths)
+    drafts = steps_v1.drafts_of(metadata)
+    meta = steps_v1.sampling(temperatures, seeds=seeds, drafts=drafts)
     torch.manual_seed(0)
     sampler(metadata, None, logits, meta)
     return [torch.get_rng_state(), *(own.get_state() for own in meta.generators.values())]
@@ -32,8 +25,8 @@ def states_after(sampler, lengths, temperatures, seeds):
 @pytest.mark.parametrize("temperatures", [[1.0, 0.7, 1.2], [0.0, 1.0, 0.0]])
 def test_as_many_as_vllm(lengths, temperatures):
     seeds = [1, None, None]
-    vllm = RejectionSampler(Sampler(), None, test_sampler_v1.CPU)
-    mars = test_sampler_v1.mars_sampler(MarsConfig(theta=1.0))
+    vllm = RejectionSampler(Sampler(), None, steps_v1.CPU)
+    mars = steps_v1.mars_sampler(MarsConfig(theta=1.0))
     for own, ours in zip(
         states_after(vllm, lengths, temperatures, seeds),
         states_after(mars, lengths, temperatures, seeds),
@@ -43,7 +36,7 @@ def test_as_many_as_vllm(lengths, temperatures):
 
 
 def test_a_greedy_step_draws_none():
-    mars = test_sampler_v1.mars_sampler(MarsConfig(theta=1.0))
+    mars = steps_v1.mars_sampler(MarsConfig(theta=1.0))
     torch.manual_seed(0)
     before = torch.get_rng_state()
     after, *_ = states_after(mars, [3, 0, 1], [0.0] * 3, [None] * 3)

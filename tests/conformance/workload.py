@@ -12,10 +12,26 @@ HERE = Path(__file__).parent
 INTERPRETED = HERE.parent / "interpreted"
 STRICT = {"rejection_sample_method": "mars", "mars_theta": 1.0}
 STRICT_GAP = {"rejection_sample_method": "mars", "mars_gap": 0.0}
-# Above every difference of two logits of the tiny models: each runner-up is accepted.
-RELAXED = {"rejection_sample_method": "mars", "mars_gap": 1000.0}
+# Above every difference of two logits of the tiny models.
+RELAXED = {"rejection_sample_method": "mars", "mars_price": 1000.0}
 
 Request = tuple[list[int] | str, dict[str, Any]]
+
+
+def draft_model(models: Path, **options: Any) -> dict[str, Any]:
+    """A draft model whose drafts are drawn."""
+    return {
+        "method": "draft_model",
+        "model": str(models / "draft"),
+        "num_speculative_tokens": 3,
+        "draft_sample_method": "probabilistic",
+        **options,
+    }
+
+
+def eagle(models: Path, **options: Any) -> dict[str, Any]:
+    head = str(models / "eagle")
+    return {"method": "eagle", "model": head, "num_speculative_tokens": 3, **options}
 
 
 def prompt(seed: int, length: int = 6) -> list[int]:

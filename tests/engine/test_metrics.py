@@ -31,16 +31,6 @@ NAMES = {metrics.RELAXED, metrics.VERIFIED, metrics.REFUSED, metrics.LOST, metri
 NAMES |= {metrics.ALLOWED}
 
 
-def test_metrics_of_each_engine():
-    prom = metrics.MarsProm(LAYOUT, {0: ["m", "0"], 1: ["m", "1"]})
-    prom.observe(COUNTS)
-    prom.observe(COUNTS, engine=1)
-    prom.observe(COUNTS, engine=1)
-    samples = exported()
-    check_exported(samples, "0", 1)
-    check_exported(samples, "1", 2)
-
-
 def test_all_series_are_there_before_anything_is_counted():
     metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, max_loss=0.02)
     samples = exported()

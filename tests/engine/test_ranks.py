@@ -12,7 +12,6 @@ import cloudpickle
 import pytest
 
 from vllm_mars import MarsConfig, __version__
-from vllm_mars.config import config_of
 from vllm_mars.engine import ranks
 from vllm_mars.engine.ranks import TravellingOptions
 
@@ -26,24 +25,6 @@ def test_options_arrive_as_they_left():
     for arrived in (pickle.loads(pickle.dumps(options)), copy.deepcopy(options)):
         assert type(arrived) is TravellingOptions
         assert arrived.config == options.config
-
-
-def test_vllm_carries_them_as_they_are(packaged_model):
-    from vllm.engine.arg_utils import EngineArgs
-
-    config = EngineArgs(
-        model=str(packaged_model),
-        additional_config={"other": 1},
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 4,
-            "prompt_lookup_max": 4,
-            "rejection_sample_method": "mars",
-        },
-    ).create_engine_config()
-    assert type(config.additional_config["mars"]) is TravellingOptions
-    arrived = pickle.loads(pickle.dumps(config))
-    assert config_of(arrived) == config_of(config)
 
 
 def test_another_version_is_refused_where_it_arrives(monkeypatch):

@@ -26,7 +26,6 @@ from vllm_mars.kernels.terms import (
     count_starts,
     loss_rate,
     loss_units,
-    most_lost,
     price_units,
 )
 
@@ -367,57 +366,6 @@ def test_without_a_price_nothing_is_added(batch):
     )
 
 
-@settings(max_examples=200, deadline=None)
-@given(batches(rules=["price"], dtypes=[torch.float32]), PRICE, PRICE)
-def test_a_larger_price_makes_each_acceptance_more_probable(batch, one, other):
-    batch |= {"nats": None, "scales": [0] * len(batch["lengths"])}
-    rows = []
-    for price in sorted((one, other)):
-        _, drafts, _ = plan_of({**batch, "values": [price] * len(batch["lengths"])})
-        index = drafts.draft_token_ids.long().clamp(min=0)[:, None]
-        rows.append(drafts.logits.double().softmax(1).gather(1, index).nan_to_num(0))
-    assert (rows[1] >= rows[0] - 1e-9).all()
-
-
-def alone(batch, i):
-    """The batch of one of its requests."""
-    end = sum(batch["lengths"][: i + 1])
-    own = slice(end - batch["lengths"][i], end)
-    names = ("lengths", "values", "scales", "bonus", "nats")
-    of_request = {name: batch[name] and batch[name][i : i + 1] for name in names}
-    of_position = {name: batch[name] and batch[name][own] for name in ("rows", "drafts", "blocked")}
-    return {**batch, **of_request, **of_position}
-
-
-@settings(max_examples=200, deadline=None)
-@given(batches(dtypes=[torch.float32]))
-def test_a_request_is_verified_in_a_batch_as_alone(batch):
-    """Whatever its place, the other requests, and the rows behind its draft."""
-    drafts, requests, rule = step(batch)
-    together = cpu.accept(drafts, requests, rule, batch["blocked"])
-    plan, _, _ = plan_of(batch)
-    for i in range(len(batch["lengths"])):
-        drafts, requests, rule = step(alone(batch, i))
-        single = cpu.accept(drafts, requests, rule, alone(batch, i)["blocked"])
-        width = single.output_token_ids.shape[1]
-        assert torch.equal(single.output_token_ids[0], together.output_token_ids[i, :width])
-        assert single.lost[0] == together.lost[i]
-        begin, end = plan.begins[i : i + 2]
-        for own, found in zip(
-            plan_of(alone(batch, i))[0].positions, plan.positions[begin:end], strict=True
-        ):
-            assert own.verdict == found.verdict
-            assert own.bias == pytest.approx(found.bias, abs=1e-6)
-
-
-def test_a_bound_is_rounded_down():
-    """25 tokens at 0.01 nats allow one step less than 0.25, in the oracle too."""
-    steps = most_lost(loss_rate(0.01), 0, 25)
-    assert steps == loss_units(0.25) - 1
-    nats = oracle.Nats(Fraction(0.01), Fraction(0), Fraction(0), 20)
-    assert oracle.earned(nats, 5) == Fraction(steps, 2**16)
-
-
 def run(batch, rule, value):
     """Verifies through the public function."""
     drafts, _, limits = step(batch)
@@ -474,25 +422,6 @@ def test_a_prefix_is_taken_where_it_pays(name):
     )
     assert int(output.num_accepted) == accepted
     assert float(output.loss) == loss
-
-
-def test_rows_and_bonus_come_through_the_indices():
-    """Drafts of two requests with bonus rows between them, as vLLM lays its logits out."""
-    logits = torch.tensor(
-        [[0.0, 5.0, 4.9], [9.0, 0.0, 0.0], [5.0, 0.0, 4.8], [0.0, 0.0, 7.0]], dtype=torch.bfloat16
-    )
-    output = verify_greedy(
-        logits,
-        torch.tensor([2, 2], dtype=torch.int32),
-        torch.tensor([1, 2], dtype=torch.int32),
-        None,
-        theta=0.9,
-        target_rows=torch.tensor([0, 2]),
-        bonus_rows=torch.tensor([1, 3]),
-        max_draft_len=3,
-    )
-    assert output.output_token_ids.tolist() == [[2, 0, -1, -1], [2, 2, -1, -1]]
-    assert output.num_relaxed.tolist() == [1, 1]
 
 
 def test_without_bonus_an_accepted_draft_ends_the_output():

@@ -32,10 +32,7 @@ def models(tmp_path_factory):
     """A target, and a draft that is its first layer."""
     directory, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
     target = tiny_models.llama(directory)
-    first_layer = tiny_models.llama(draft)
-    first_layer.model.layers = first_layer.model.layers[:1]
-    first_layer.config.num_hidden_layers = 1
-    first_layer.save_pretrained(draft)
+    tiny_models.first_layer(draft, tiny_models.llama(draft))
     return directory, draft, target
 
 

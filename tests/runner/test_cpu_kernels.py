@@ -5,16 +5,13 @@ import sys
 
 import pytest
 import torch
-from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
-from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-from vllm_mars.runner.cpu_kernels import mend
-
-pytestmark = pytest.mark.skipif(
-    HAS_TRITON, reason="vLLM runs its Triton kernels here; see the CPU build"
-)
+pytestmark = [
+    pytest.mark.skipif(HAS_TRITON, reason="vLLM runs its Triton kernels here; see the CPU build"),
+    pytest.mark.usefixtures("mended_kernels"),
+]
 
 # In a process of its own, because a mend lasts as long as its process. The poisoned memory makes
 # what an uninitialised output holds certain.
@@ -30,13 +27,6 @@ print(expand_batch_to_tokens(torch.tensor([0.5, 0.25]), torch.tensor([1, 3]), 3)
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _mended():
-    current_platform.import_kernels()
-    current_platform.register_triton_kernel_overrides()
-    mend()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
 def test_expand(dtype):
     values = torch.tensor([3, 0, 5], dtype=dtype)
@@ -47,12 +37,6 @@ def test_expand(dtype):
     values[0] = 0
     expanded = expand_batch_to_tokens(values, cu_num_tokens, 5, replace_from=0, replace_to=1)
     assert expanded.tolist() == [1, 1, 5, 5, 5]
-
-
-def test_mend_is_idempotent():
-    before = rejection_sampler.expand_kernel._impl
-    mend()
-    assert rejection_sampler.expand_kernel._impl is before
 
 
 @pytest.mark.nightly

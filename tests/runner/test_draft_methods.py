@@ -3,7 +3,7 @@
 import pytest
 
 import tiny_models
-from engines import engine_in_process
+from engines import counters, engine_in_process, greedy_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
@@ -12,18 +12,10 @@ PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7]]
 
 def generate(target, speculative_config):
     """Greedy tokens of each prompt, and how many draft tokens were verified and accepted."""
-    from vllm import SamplingParams
-
     with engine_in_process(target, speculative_config) as llm:
-        greedy = SamplingParams(temperature=0, max_tokens=40, detokenize=False, ignore_eos=True)
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        outputs = llm.generate(prompts, greedy, use_tqdm=False)
-        metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-    return (
-        [list(output.outputs[0].token_ids) for output in outputs],
-        metrics.get("vllm:spec_decode_num_draft_tokens", 0),
-        metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
-    )
+        tokens, found = greedy_tokens(llm, PROMPTS, max_tokens=40), counters(llm)
+    names = ("draft", "accepted")
+    return tokens, *(found.get(f"vllm:spec_decode_num_{name}_tokens", 0) for name in names)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny_models
-from engines import engine_in_process
+from engines import engine_in_process, greedy_tokens
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -13,23 +13,6 @@ PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 70, 107]]
 # Capped logits lie closer together, so a stricter theta tells whether it is they that count.
 THETA = {"qwen3": 0.9, "gemma2": 0.97}
 TOKENS = 24
-
-
-def generate(target, speculative_config, thetas):
-    """Greedy tokens of each prompt with each theta; None leaves it to the server."""
-    from vllm import SamplingParams
-
-    found = []
-    with engine_in_process(target, speculative_config) as llm:
-        for theta in thetas:
-            params = SamplingParams(
-                **{"temperature": 0, "max_tokens": TOKENS, "detokenize": False, "ignore_eos": True},
-                extra_args=None if theta is None else {"mars_theta": theta},
-            )
-            prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            found.append([list(output.outputs[0].token_ids) for output in outputs])
-    return found
 
 
 def relaxed_rows(model, answers):
@@ -55,9 +38,13 @@ def test_family(family, tmp_path):
         "model": str(tmp_path / "draft"),
         "num_speculative_tokens": 3,
     }
-    (plain,) = generate(tmp_path / "target", draft, [None])
-    mars = {**draft, **CHOSEN_BY_REQUESTS["theta"]}
-    strict, loose = generate(tmp_path / "target", mars, [1.0, theta])
+    with engine_in_process(tmp_path / "target", draft) as llm:
+        plain = greedy_tokens(llm, PROMPTS, max_tokens=TOKENS)
+    with engine_in_process(tmp_path / "target", {**draft, **CHOSEN_BY_REQUESTS["theta"]}) as llm:
+        strict, loose = (
+            greedy_tokens(llm, PROMPTS, max_tokens=TOKENS, extra_args={"mars_theta": value})
+            for value in (1.0, theta)
+        )
     assert strict == plain
     assert loose != strict
 

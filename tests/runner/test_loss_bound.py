@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import tiny_models
-from engines import engine_in_process
+import workload
+from engines import counters, engine_in_process
 from promise import check_promise
-from test_runner_v2 import generate
 from vllm_mars.kernels import cpu
 from vllm_mars.kernels.terms import loss_units, most_lost
 
@@ -37,10 +37,7 @@ def models(tmp_path_factory):
     """Directories of a target and of a draft that is its first layer, and the target."""
     directory, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
     target = tiny_models.llama(directory)
-    first_layer = tiny_models.llama(draft)
-    first_layer.model.layers = first_layer.model.layers[:1]
-    first_layer.config.num_hidden_layers = 1
-    first_layer.save_pretrained(draft)
+    tiny_models.first_layer(draft, tiny_models.llama(draft))
     return directory, draft, target
 
 
@@ -97,11 +94,8 @@ def watched(monkeypatch):
     return steps
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_each_answer_of_v1_keeps_its_bound(models, metric, watched):
-    from vllm import SamplingParams
-
-    given = {
+def speculation(models, metric):
+    return {
         "method": "draft_model",
         "model": str(models[1]),
         "num_speculative_tokens": 3,
@@ -109,14 +103,20 @@ def test_each_answer_of_v1_keeps_its_bound(models, metric, watched):
         **METRICS[metric],
         **SERVER,
     }
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_each_answer_of_v1_keeps_its_bound(models, metric, watched):
+    from vllm import SamplingParams
+
     prompts, sampling = requests(max_tokens=64)
-    with engine_in_process(models[0], given, **MEMORY) as llm:
+    with engine_in_process(models[0], speculation(models, metric), **MEMORY) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             [SamplingParams(detokenize=False, **params) for params in sampling],
             use_tqdm=False,
         )
-        metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        metrics = counters(llm)
     answers = [output.outputs[0] for output in outputs]
     told = [answer.spec_decode_metrics.to_dict()["mars"] for answer in answers]
     check(models[2], prompts, sampling, [list(answer.token_ids) for answer in answers], told)
@@ -129,15 +129,15 @@ def test_each_answer_of_v1_keeps_its_bound(models, metric, watched):
 @pytest.mark.timeout(1600)
 def test_each_answer_of_v2_keeps_its_bound(models):
     prompts, sampling = requests(max_tokens=24)
-    result = generate(
-        models[:2],
-        sampling,
-        prompts=prompts,
-        engine=MEMORY,
+    result = workload.run(
+        speculation(models, "price"),
+        [list(zip(prompts, sampling, strict=True))],
+        v2=True,
         timeout=1500,
-        rejection_sample_method="mars",
-        **METRICS["price"],
-        **SERVER,
+        model=str(models[0]),
+        **{**MEMORY, "max_model_len": 64},
     )
-    check(models[2], prompts, sampling, result["tokens"], result["returned"])
-    assert result["preemptions"] > 0
+    answers = [answer for (answer,) in result["batches"][0]]
+    tokens, told = ([answer[name] for answer in answers] for name in ("tokens", "returned"))
+    check(models[2], prompts, sampling, tokens, told)
+    assert result["metrics"][-1]["vllm:num_preemptions"] > 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines import PACKAGED, engine_in_process
+from engines import PACKAGED, counters, engine_in_process
 from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.drafts import speculative_config
 from vllm_mars.local.prompts import load_prompts
@@ -72,7 +72,7 @@ def test_sampled_answers_follow_what_is_served(packaged_model):
             [sampling[price] for _, price in asked],
             use_tqdm=False,
         )
-        metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        metrics = counters(llm)
     target = AutoModelForCausalLM.from_pretrained(packaged_model, dtype=torch.float32)
     excess = {price: [] for price in PRICES}
     weights = []

@@ -1,5 +1,6 @@
 """Strict spans and the thinking section: the walk by hand."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,47 +18,35 @@ def strictness(config, *tokens, state=0):
     return found, state
 
 
-def test_a_span_is_strict_up_to_and_with_its_end():
-    config = MarsConfig(strict_spans=((1, 2),))
-    found, state = strictness(config, 9, 1, 9, 2, 9)
-    assert found == [False, False, True, True, False]
-    assert state == 0
+ONE = ((1, 2),)
+THINK = {"scope": "reasoning", "thinking": (7, 8)}
+# fmt: off
+WALKS = {
+    # name: (options, tokens, whether each is verified strictly)
+    "up to and with its end":      ({"strict_spans": ONE}, [9, 1, 9, 2, 9], [0, 0, 1, 1, 0]),
+    "closed by its own end alone": ({"strict_spans": ((1, 2), (3, 4))},
+                                    [1, 4, 3, 9, 2, 9], [0, 1, 1, 1, 1, 0]),
+    "one token opens and closes":  ({"strict_spans": ((5, 5),)}, [5, 9, 5, 9], [0, 1, 1, 0]),
+    "without an end":              ({"strict_spans": ((6, None),)}, [6, 1, 2, 6], [0, 1, 1, 1]),
+    "two share their end":         ({"strict_spans": ((1, 9), (2, 9))},
+                                    [2, 9, 1, 9, 0], [0, 1, 0, 1, 0]),
+    "only thinking is relaxed":    (THINK, [0, 7, 0, 8, 0], [1, 1, 0, 0, 1]),
+    "a span within thinking":      ({**THINK, "strict_spans": ONE},
+                                    [7, 0, 1, 0, 2, 0], [1, 0, 0, 1, 1, 0]),
+}
+# fmt: on
 
 
-def test_only_its_own_end_closes_a_span():
-    config = MarsConfig(strict_spans=((1, 2), (3, 4)))
-    assert strictness(config, 1, 4, 3, 9, 2, 9)[0] == [False, True, True, True, True, False]
+@pytest.mark.parametrize("name", WALKS)
+def test_by_hand(name):
+    options, tokens, strict = WALKS[name]
+    assert strictness(MarsConfig(**options), *tokens)[0] == list(map(bool, strict))
 
 
-def test_one_token_can_open_and_close():
-    assert strictness(MarsConfig(strict_spans=((5, 5),)), 5, 9, 5, 9)[0] == [
-        False,
-        True,
-        True,
-        False,
-    ]
-
-
-def test_a_span_without_an_end_lasts():
-    assert strictness(MarsConfig(strict_spans=((6, None),)), 6, 1, 2, 6)[0][1:] == [True] * 3
-
-
-def test_two_spans_may_share_their_end():
-    config = MarsConfig(strict_spans=((1, 9), (2, 9)))
-    assert strictness(config, 2, 9, 1, 9, 0)[0] == [False, True, False, True, False]
-
-
-def test_only_thinking_is_relaxed():
-    config = MarsConfig(scope="reasoning", thinking=(7, 8))
-    found, _ = strictness(config, 0, 7, 0, 8, 0)
-    assert found == [True, True, False, False, True]
-    # A prompt that ends in the start marker.
-    assert strictness(config, 0, 8, 0, state=THINKING)[0] == [False, False, True]
-
-
-def test_a_span_is_strict_inside_the_thinking_section_too():
-    config = MarsConfig(scope="reasoning", thinking=(7, 8), strict_spans=((1, 2),))
-    assert strictness(config, 7, 0, 1, 0, 2, 0)[0] == [True, False, False, True, True, False]
+def test_states():
+    """After a span, and where a prompt ends in the start marker of thinking."""
+    assert strictness(MarsConfig(strict_spans=ONE), 9, 1, 9, 2, 9)[1] == 0
+    assert strictness(MarsConfig(**THINK), 0, 8, 0, state=THINKING)[0] == [False, False, True]
 
 
 def test_nothing_is_strict_without_sections():

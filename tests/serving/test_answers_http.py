@@ -10,22 +10,15 @@ import jsonschema
 import openai
 import pytest
 
+from engines import PET, PET_FORMAT
+
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "kind": {"enum": ["cat", "dog", "bird"]},
-    },
-    "required": ["name", "kind"],
-    "additionalProperties": False,
-}
 REGEX = r"[A-Z][a-z]{2,5}-[0-9]{3}"
 CHOICES = ["Paris", "Rome", "Madrid"]
 TOOL = {
     "type": "function",
-    "function": {"name": "add_pet", "parameters": SCHEMA, "strict": True},
+    "function": {"name": "add_pet", "parameters": PET, "strict": True},
 }
 SUBJECTS = ("a cat called Tom", "a dog called Rex", "a bird", "the cat of a friend", "my own pet")
 
@@ -51,11 +44,8 @@ def create(client, number, **options):
 
 
 def schema(client, number):
-    json_schema = {"name": "pet", "schema": SCHEMA, "strict": True}
-    choice = create(
-        client, number, response_format={"type": "json_schema", "json_schema": json_schema}
-    )
-    jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+    choice = create(client, number, response_format=PET_FORMAT)
+    jsonschema.validate(json.loads(choice.message.content), PET)
 
 
 def regex(client, number):
@@ -74,7 +64,7 @@ def tool_call(client, number):
     assert answer.message.tool_calls, answer
     (call,) = answer.message.tool_calls
     assert call.function.name == "add_pet"
-    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+    jsonschema.validate(json.loads(call.function.arguments), PET)
 
 
 def relaxed_tokens(server):

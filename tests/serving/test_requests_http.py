@@ -9,20 +9,11 @@ import jsonschema
 import openai
 import pytest
 
-from engines import MARS, packaged_server
+from engines import MARS, PET, PET_FORMAT, packaged_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
 SUBJECTS = ("a fox and a dog", "the days of the week", "a red boat", "three cats on a mat")
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "kind": {"enum": ["cat", "dog", "bird"]},
-    },
-    "required": ["name", "kind"],
-    "additionalProperties": False,
-}
 
 
 def connect(server):
@@ -170,19 +161,12 @@ def test_a_refusal_reaches_the_official_client(client):
 def test_structured_output_is_strict_and_valid(packaged_model, tmp_path):
     """The schema holds, and the text is that of strict verification, whatever theta is."""
     given = {**MARS, "mars_theta": 0.98, "mars_limit": 0.3}
-    json_schema = {"name": "pet", "schema": SCHEMA, "strict": True}
     with (
         packaged_server(packaged_model, given, tmp_path, "--no-enable-prefix-caching") as server,
         connect(server) as client,
     ):
         texts = [
-            ask(
-                client,
-                "a pet as JSON",
-                theta,
-                response_format={"type": "json_schema", "json_schema": json_schema},
-            )
-            for theta in (0.3, 1)
+            ask(client, "a pet as JSON", theta, response_format=PET_FORMAT) for theta in (0.3, 1)
         ]
-    jsonschema.validate(json.loads(texts[0]), SCHEMA)
+    jsonschema.validate(json.loads(texts[0]), PET)
     assert texts[0] == texts[1]

@@ -82,21 +82,19 @@ def test_the_engine_learns_of_the_tool_parser():
     assert found == {**given, "speculative_config": strict}
 
 
+DELAY = '{"downscale_delay": 60}'
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"speculative_config": '{"mars_theta": 0.9}'}, ValueError, "mars_theta=0.9 is given, but"),
-        (
-            {"speculative_config": {"rejection_sample_method": "mars", "mars_theta": 2}},
-            ValueError,
-            r"mars_theta=2 is outside \(0, 1\]",
-        ),
         ({"min_replicas": 3, "max_replicas": 2}, ValueError, "max_replicas=2 is below min_replic"),
         ({"min_replicas": 0, "max_replicas": 0}, ValueError, "max_replicas"),
         (
-            {"autoscaling": '{"downscale_delay": 60}'},
+            {"autoscaling": DELAY},
             ValueError,
-            "autoscaling has 'downscale_delay'; it may have .*downscale_delay_s, .*min_replicas, ",
+            "has 'downscale_delay'; it may have .*downscale_delay_s",
         ),
         ({"autoscaling": {"max_replicas": 2}}, ValueError, "autoscaling has 'max_replicas'; it "),
         ({"autoscaling": {"downscale_delay_s": "soon"}}, ValueError, "downscale_delay_s"),

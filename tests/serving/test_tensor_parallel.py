@@ -5,7 +5,7 @@ import os
 import pytest
 
 import tiny_models
-from engines import engine_in_process
+from engines import counters, engine_in_process, greedy_tokens
 
 pytestmark = [
     pytest.mark.engine,
@@ -22,17 +22,13 @@ def look_at_worker(worker):
 
 def generate(target, speculative_config, ranks):
     """Greedy tokens of each prompt, the share of drafts accepted, and each rank's sampler."""
-    from vllm import SamplingParams
-
     with engine_in_process(target, speculative_config, tensor_parallel_size=ranks) as llm:
         samplers = llm.collective_rpc(look_at_worker)
-        greedy = SamplingParams(temperature=0, max_tokens=40, detokenize=False, ignore_eos=True)
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        outputs = llm.generate(prompts, greedy, use_tqdm=False)
-        metrics = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
-    share = accepted / metrics["vllm:spec_decode_num_draft_tokens"]
-    return [list(output.outputs[0].token_ids) for output in outputs], share, samplers
+        tokens, found = greedy_tokens(llm, PROMPTS, max_tokens=40), counters(llm)
+    drafted, accepted = (
+        found[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted")
+    )
+    return tokens, accepted / drafted, samplers
 
 
 def test_two_ranks_emit_what_one_emits(tmp_path, monkeypatch):
