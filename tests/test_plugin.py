@@ -123,6 +123,7 @@ def test_a_compiled_model_serves_every_price(packaged_model):
     assert found[0.2] == found[0.3] and len(found[0.2]) == 1
 
 
+DRAWN = {"draft_sample_method": "probabilistic"}
 WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
 
 
@@ -141,6 +142,8 @@ WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
         ({"method": "extract_hidden_states"}, {}, "cannot serve method='extract_hidden_states'"),
         ({"enable_adaptive_verification": True}, {}, "cannot serve enable_adaptive_verification"),
         ({}, WATERMARK, "cannot serve a watermark_config"),
+        (DRAWN, {}, "mars_theta=0.9 and draft_sample_method='probabilistic' do not go together"),
+        ({**DRAWN, "mars_shadow": [0.8]}, {}, "mars_shadow and draft_sample_method='probab"),
     ],
 )
 def test_bad_options_fail_before_a_model_is_loaded(packaged_model, changes, options, message):

@@ -10,16 +10,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LABORATORY = ("vllm_mars/experiments/", "vllm_mars/demo/", "benchmarks/")
 
-# The goals are 14,500 lines of product and laboratory, 14,500 of tests, and 700 words of README.
-# Until they are met, the limit is what there is.
+# A change that needs more room makes it, by removing something else.
 LIMITS = {
     "lines of product": None,
     "lines of laboratory": None,
-    "lines of product and laboratory": 14_900,
+    "lines of product and laboratory": 14_500,
     "lines of experiments and benchmarks": 5_000,
-    "lines of tests": 14_390,
+    "lines of tests": 14_500,
     "words of Markdown": 25_000,
-    "words of README": 1_730,
+    "words of README": 700,
     "kB of raw files": 3_000,
 }
 

@@ -55,6 +55,7 @@ def test_the_oldest_release_differs_in_v2():
         f"{sampler}.apply_sampling_params",
         f"{sampler}.logits_processors",
         f"{sampler}.needs_logits_processing",
+        f"{rejection_sampler}._get_logprobs_tensors",
         f"{rejection_sampler}._verify",
     }
     assert found[f"{rejection_sampler}._verify"] == "is missing"

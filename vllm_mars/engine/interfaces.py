@@ -228,6 +228,11 @@ INTERFACES: Mapping[str, Interfaces] = {
     },
     "V2": {
         **_RUNNER,
+        "vllm.v1.outputs": [
+            *_RUNNER["vllm.v1.outputs"],
+            "LogprobsTensors",
+            "LogprobsTensors.logprobs",
+        ],
         "vllm.v1.worker.gpu.async_utils": ["AsyncOutput.model_runner_output"],
         "vllm.v1.worker.gpu.buffer_utils": [
             "call StagedWriteTensor(size, *, dtype, device)",

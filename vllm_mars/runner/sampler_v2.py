@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.logger import init_logger
-from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
@@ -22,6 +21,7 @@ from vllm_mars.runner.warmup import warm_up_v2
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
+    from vllm.v1.outputs import LogprobsTensors
 
 logger = init_logger("vllm.vllm_mars.runner.sampler_v2")
 
@@ -176,7 +176,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         cu_num_logits: torch.Tensor,
         cu_num_logits_np: np.ndarray,
         max_num_logprobs: int,
-    ) -> LogprobsTensors | None:
+    ) -> "LogprobsTensors | None":
         """vLLM's, of the chunk that was verified last; arguments and result are the same."""
         found: LogprobsTensors | None = super()._get_logprobs_tensors(
             sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
