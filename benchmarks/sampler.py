@@ -9,6 +9,7 @@ second or third, which is about what a draft model does.
 
 import argparse
 import functools
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.figures import SCHEMA
 from benchmarks.kernel_step import HostClock, Shape, Step, summary, time_in_turn, v1_inputs
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
@@ -91,6 +93,26 @@ def measure(runs: int) -> list[dict[str, Any]]:
     return results
 
 
+def as_figures(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """A file of figures (`benchmarks.figures`), with the times of each run."""
+    both = [(key, f"{key} / vLLM") for key in ("mars", "everything")]
+    columns = ["vllm", *itertools.chain.from_iterable(both)]
+    rows = []
+    for of in results:
+        row = [f"{of['batch']}, {of['requests']}", of["vllm"]["median"] / 1e3]
+        for key, _ in both:
+            row += [of[key]["median"] / 1e3, of[key]["x_vllm"]]
+        rows.append(row)
+    return {
+        "schema": SCHEMA,
+        "raw_files_at": run["git_commit"],
+        "columns": [["requests", ""], *([name, ".2f"] for name in columns)],
+        "rows": rows,
+        "runs": [{"raw": "this file", **run}],
+        "results": results,
+    }
+
+
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -98,13 +120,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="JSON file; default: standard output only")
     args = parser.parse_args()
     config = {"k": NUM_DRAFT_TOKENS, "vocab": VOCAB, "price": PRICE, "dtype": "float32"}
-    result = {
-        "schema": "vllm-mars/sampler/2",
-        **describe_run(None),
-        "config": config | {"max_loss": MAX_LOSS, "answer_tokens": ANSWER},
-        "threads": torch.get_num_threads(),
-        "samplers": measure(args.runs),
-    }
+    config |= {"max_loss": MAX_LOSS, "answer_tokens": ANSWER, "threads": torch.get_num_threads()}
+    run = {**describe_run(None), "config": config}
+    result = as_figures(run, measure(args.runs))
     if args.output:
         write_json(args.output, result)
     return 0

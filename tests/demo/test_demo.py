@@ -37,12 +37,16 @@ def test_the_preset(on_cpu):
     assert list(found) == [(STRICT, 0.0), (MARS, 0.0), (STRICT, 1.0), (MARS, 1.0)]
     for cell in found.values():
         assert cell.config["model"] == str(PACKAGED_HEAD)
-        assert cell.config["num_speculative_tokens"] == 4
         assert cell.is_lossy == (cell.name == MARS)
     assert "rejection_sample_method" not in found[STRICT, 0.0].config
     # On a CPU vLLM's own server samples wrong tokens.
     assert ("mars_price" in found[STRICT, 1.0].config) == on_cpu
-    assert sweep_options(on_cpu=on_cpu, model="other").all_cells()[0].config["method"] == "ngram"
+    # One server of MARS for both.
+    assert found[MARS, 0.0].config == found[MARS, 1.0].config
+    other = sweep_options(on_cpu=on_cpu, model="other", num_speculative_tokens=5).all_cells()
+    assert {cell.config["method"] for cell in other} == {"ngram"}
+    assert {cell.config["num_speculative_tokens"] for cell in other} == {5}
+    assert not any("draft_sample_method" in cell.config for cell in other)
     assert sweep_options(on_cpu=on_cpu, short=True).num_prompts < options.num_prompts
 
 

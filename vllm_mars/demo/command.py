@@ -7,17 +7,17 @@ from typing import Any
 from vllm_mars.experiments import sweep_command
 from vllm_mars.experiments.plan import METHODS, STANDARD, STRICT, SweepOptions
 from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import NGRAM, RECOMMENDED
+from vllm_mars.local.drafts import NGRAM, RECOMMENDED, WITHOUT_FILES
 from vllm_mars.local.prompts import PACKAGED
 from vllm_mars.local.provenance import vllm_device
 
 NEEDED = sweep_command.NEEDED
 OUTPUT, SHORT_OUTPUT = Path("build/demo.jsonl"), Path("build/demo-short.jsonl")
 TEMPERATURE = 1.0
-NUM_SPECULATIVE_TOKENS = 4
-# What MARS is set to where requests are greedy and where they sample.
-SETTINGS: tuple[dict[str, Any], dict[str, Any]] = (RECOMMENDED, RECOMMENDED)
 MARS = "MARS"
+# With the packaged head the fastest of each on two cores (docs/results.md): of strict verification
+# where requests are greedy and where they sample, and of MARS.
+STRICT_LENGTHS, MARS_LENGTH = (3, 2), 3
 PROMPTS, MAX_TOKENS, BLOCK = 32, 48, 4
 SHORT_PROMPTS, SHORT_MAX_TOKENS = 8, 24
 EXAMPLES = 4
@@ -37,7 +37,12 @@ def add_parser(commands: Any) -> None:
     add("--model", metavar="MODEL", help="default: the packaged model")
     add("--draft", metavar="DRAFT",
         help="ngram, suffix, mtp, or the directory or name of a draft model or head")  # fmt: skip
-    add("--num-speculative-tokens", type=int, metavar="K", help="default 4")
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="default: the fastest of each with the packaged head",
+    )
     add("--prompts", metavar="FILE", help="JSON lines with 'prompt'; default 32 packaged ones")
     add("--short", action="store_true", help="8 prompts, 24 tokens: that it works, not how fast")
     add("--output", type=Path, metavar="FILE", help=f"default {OUTPUT}; logs go beside it")
@@ -73,7 +78,7 @@ def sweep_options(
     on_cpu: bool,
     model: str | None = None,
     draft: str | None = None,
-    num_speculative_tokens: int = NUM_SPECULATIVE_TOKENS,
+    num_speculative_tokens: int | None = None,
     prompts: str = str(PACKAGED),
     **options: Any,
 ) -> SweepOptions:
@@ -82,22 +87,27 @@ def sweep_options(
     On a CPU vLLM's own server samples wrong tokens under speculation, so where requests sample
     strict verification is there MARS at price 0, which is the same.
     """
-    sampled = METHODS[STRICT if on_cpu else STANDARD]
+    draft = draft or (str(PACKAGED_HEAD) if model is None else NGRAM)
+    mars = dict(RECOMMENDED)
+    if draft not in WITHOUT_FILES:
+        mars["draft_sample_method"] = "probabilistic"
+    greedy, sampled = STRICT_LENGTHS
     cells = (
-        (STRICT, METHODS[STANDARD], 0.0),
-        (MARS, SETTINGS[0], 0.0),
-        (STRICT, sampled, TEMPERATURE),
-        (MARS, SETTINGS[1], TEMPERATURE),
+        (STRICT, METHODS[STANDARD], greedy, 0.0),
+        (MARS, mars, MARS_LENGTH, 0.0),
+        (STRICT, METHODS[STRICT if on_cpu else STANDARD], sampled, TEMPERATURE),
+        (MARS, mars, MARS_LENGTH, TEMPERATURE),
     )
+
+    def cell(name: str, config: Any, length: int, temperature: float) -> str:
+        given = {"num_speculative_tokens": num_speculative_tokens or length}
+        return f"{name}={json.dumps({**config, **given, 'temperature': temperature})}"
+
     return SweepOptions(
         model=model,
         methods=(),
-        cells=tuple(
-            f"{name}={json.dumps({**(config or {}), 'temperature': temperature})}"
-            for name, config, temperature in cells
-        ),
-        drafts=(draft or (str(PACKAGED_HEAD) if model is None else NGRAM),),
-        num_speculative_tokens=(num_speculative_tokens,),
+        cells=tuple(cell(*of) for of in cells),
+        drafts=(draft,),
         baseline=STRICT,
         prompts=(prompts,),
         num_prompts=SHORT_PROMPTS if short else PROMPTS,
