@@ -32,7 +32,7 @@ PLACE = re.compile(
 )
 TIMES = ("ttft", "tpot", "speed", "tokens_per_second", "throughput")
 # Of the picture: each panel's sweeps, and each line's rules, mark and colour.
-PANELS = {"greedy": ("greedy",), "temperature 1": ("sampled", "sampled-more")}
+PANELS = {"greedy": ("greedy",), "temperature 1": ("sampled",)}
 SERIES = {
     "mars_max_loss": (r"max_loss .*", "s-", "#009e73"),
     "price": (r"price .*", "D-", "#0072b2"),
@@ -139,7 +139,8 @@ def draw(path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4), layout="constrained", facecolor="white")
-    for axis, (title, sweeps) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+    axes = figure.subplots(1, len(PANELS), squeeze=False).flat
+    for axis, (title, sweeps) in zip(axes, PANELS.items(), strict=True):
         found = [row for name in sweeps for row in rows(read_sweep(RESULTS / f"{name}.jsonl"))]
         for label, (pattern, mark, colour) in SERIES.items():
             own = [row for row in found if re.fullmatch(pattern, row.cell.name) and row.gain]

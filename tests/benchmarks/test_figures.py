@@ -3,10 +3,12 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 from benchmarks import figures
+from vllm_mars.experiments.records import read_sweep
 
 TABLE = {
     "schema": figures.SCHEMA,
@@ -34,14 +36,20 @@ def test_the_page_shows_what_the_files_say(page):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_of_figures_says_where_it_comes_from(name):
-    found = figures.read(name)
-    assert found["runs"] and found["rows"]
-    for run in found["runs"]:
-        assert run["command"] and run["raw"]
+    path = figures.RESULTS / f"{name}.jsonl"
+    if path.is_file():
+        runs = [head.run for head in read_sweep(path).heads]
+    else:
+        found = figures.read(name)
+        runs = found["runs"]
+        assert found["rows"] and all(run["raw"] for run in runs)
+        assert re.fullmatch(r"[0-9a-f]{40}", found["raw_files_at"])
+    assert runs
+    for run in runs:
+        assert run["command"]
         assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", run["git_commit"])
         assert {"vllm_mars", "vllm", "torch", "python"} <= run["versions"].keys()
         assert {"cpu", "cores", "memory_gib", "gpu"} <= run["hardware"].keys()
-    assert re.fullmatch(r"[0-9a-f]{40}", found["raw_files_at"])
 
 
 @pytest.fixture
@@ -52,7 +60,8 @@ def folder(tmp_path, monkeypatch):
     for name in ("benchmarks/results", "docs"):
         (tmp_path / name).mkdir(parents=True)
     results = tmp_path / "benchmarks/results"
-    shutil.copy(figures.__file__.replace("figures.py", "results/speed.json"), results)
+    shutil.copy(Path(figures.__file__).with_name("results") / "greedy.jsonl", results)
+    monkeypatch.setattr(figures, "PANELS", {"greedy": ("greedy",)})
     (results / "new.json").write_text(json.dumps(TABLE))
     (tmp_path / "README.md").write_text("no table\n")
     return tmp_path
@@ -70,6 +79,10 @@ def test_a_table_is_written_between_its_marks(folder, capsys, before):
         "[Commands and figures](../benchmarks/results/new.json); "
         "commit aaaaaaa (AMD EPYC model 1).\n<!-- /figures -->\n\ny\n"
     )
+    (folder / "docs/sweep.md").write_text("<!-- figures: greedy -->\n<!-- /figures -->\n")
+    assert figures.main() == 0
+    assert "| max_loss 0.02 | 2.05 |" in (folder / "docs/sweep.md").read_text()
+    capsys.readouterr()
     assert (folder / "docs/speed.png").read_bytes().startswith(b"\x89PNG")
     assert figures.main() == 0 and not capsys.readouterr().out
 
