@@ -41,9 +41,9 @@ def add_parser(commands: Any) -> None:
         "--num-speculative-tokens",
         type=int,
         metavar="K",
-        help="default: the fastest of each with the packaged head",
+        help="default 3, for strict verification of sampled requests 2",
     )
-    add("--prompts", metavar="FILE", help="JSON lines with 'prompt'; default 32 packaged ones")
+    add("--prompts", metavar="FILE", help="JSON lines with 'prompt'; default 24 packaged ones")
     add("--short", action="store_true", help="8 prompts, 24 tokens: that it works, not how fast")
     add("--output", type=Path, metavar="FILE", help=f"default {OUTPUT}; logs go beside it")
     add("--anew", action="store_true", help="measure again; what was there moves to FILE.old")
