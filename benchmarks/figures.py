@@ -31,8 +31,8 @@ PLACE = re.compile(
     r"^(<!-- figures: (\S+) -->)\n(?:.*?\n)??(<!-- /figures -->)$", re.DOTALL | re.MULTILINE
 )
 TIMES = ("ttft", "tpot", "speed", "tokens_per_second", "throughput")
-# Of the picture: each panel's sweeps, and each line's rules, mark and colour.
-PANELS = {"greedy": ("greedy",), "temperature 1": ("sampled",)}
+# Of the picture: each panel's sweep, and each line's rules, mark and colour.
+PANELS = {"greedy": "greedy", "temperature 1": "sampled"}
 SERIES = {
     "mars_max_loss": (r"max_loss .*", "s-", "#009e73"),
     "price": (r"price .*", "D-", "#0072b2"),
@@ -140,8 +140,8 @@ def draw(path: Path) -> None:
 
     figure = Figure(figsize=(9.6, 4), layout="constrained", facecolor="white")
     axes = figure.subplots(1, len(PANELS), squeeze=False).flat
-    for axis, (title, sweeps) in zip(axes, PANELS.items(), strict=True):
-        found = [row for name in sweeps for row in rows(read_sweep(RESULTS / f"{name}.jsonl"))]
+    for axis, (title, sweep) in zip(axes, PANELS.items(), strict=True):
+        found = rows(read_sweep(RESULTS / f"{sweep}.jsonl"))
         for label, (pattern, mark, colour) in SERIES.items():
             own = [row for row in found if re.fullmatch(pattern, row.cell.name) and row.gain]
             own.sort(key=lambda row: row.lost or (0.0,))
