@@ -27,7 +27,7 @@ from vllm_mars.runner.counters import Counters, layout_of
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v1 import RequestsV1
-from vllm_mars.runner.verification import Verification, require_own_sampler
+from vllm_mars.runner.verification import Verification, log_ratios, require_own_sampler
 from vllm_mars.runner.warmup import warm_up_v1
 
 if TYPE_CHECKING:
@@ -154,11 +154,8 @@ class MarsRejectionSampler(RejectionSampler):
                 output_token_ids,
             )
             if table is not None and self.verification.config.logprobs == "sampled":
-                # log m - log p, of greedy requests and behind the last token nothing.
-                is_greedy = sampling_metadata.temperature[:, None] == 0
-                ratios = table.nan_to_num(0.0).masked_fill(is_greedy, 0.0)
-                ratios = ratios[:, : output_token_ids.shape[1]].flatten()
-                logprobs.logprobs[:, 0] += ratios
+                ratios = log_ratios(table, sampling_metadata.temperature)
+                logprobs.logprobs[:, 0] += ratios[:, : output_token_ids.shape[1]].flatten()
         return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
 
     def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:

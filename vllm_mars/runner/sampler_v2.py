@@ -16,7 +16,7 @@ from vllm_mars.runner.counters import Counters, layout_of
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
-from vllm_mars.runner.verification import Verification, require_own_sampler
+from vllm_mars.runner.verification import Verification, log_ratios, require_own_sampler
 from vllm_mars.runner.warmup import warm_up_v2
 
 if TYPE_CHECKING:
@@ -164,8 +164,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
         if verification.config.logprobs == "sampled":
             rows = torch.arange(logits.shape[0], device=logits.device)
             request = torch.searchsorted(cu_num_logits, rows, right=True) - 1
-            ratios = account.table[request, expanded_local_pos.long()].nan_to_num(0.0)
-            self._log_ratios = ratios.masked_fill(temperature[expanded_idx_mapping] == 0, 0.0)
+            ratios = log_ratios(account.table, temperature[idx_mapping])
+            self._log_ratios = ratios[request, expanded_local_pos.long()]
         return processed, sampled, num_sampled
 
     def _get_logprobs_tensors(

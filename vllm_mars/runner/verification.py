@@ -153,6 +153,16 @@ class Verification:
         return "the output is lossless (strict)."
 
 
+def log_ratios(table: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """log m - log p of a step's tokens: 0 of greedy requests, and behind the last token.
+
+    Args:
+        table: float32 `[batch, width]`: see `Account`.
+        temperature: `[batch]`; 0 is greedy.
+    """
+    return table.nan_to_num(0.0).masked_fill(temperature[:, None] == 0, 0.0)
+
+
 def require_own_sampler(sampler: object, own: type) -> None:
     """Refuses a runner whose rejection sampler is not vLLM's own class.
 
