@@ -7,7 +7,7 @@ import pytest
 from sweep_files import EXAMPLE, STANDARD, failed, mars, turn, write_sweep
 from vllm_mars.cli import main
 from vllm_mars.experiments.records import read_sweep
-from vllm_mars.experiments.report import CANNOT_TELL, advise, points, write_report
+from vllm_mars.experiments.report import CANNOT_TELL, MAX_LOSS, advise, points, write_report
 from vllm_mars.experiments.rows import rows
 
 BLOCKS = range(3)
@@ -38,6 +38,10 @@ def test_the_fastest_rule_within_the_budget_is_recommended(tmp_path):
     assert json.loads(found.setting) == mars(0.3).config
     assert found.why.startswith("price 0.3: 1.18 x standard, 0.0180 nats lost per token")
     assert "the fastest of 2 rules (of 3 lossy ones)" in found.why
+    # The recommended setting spends its bound, and a little of the burst.
+    records = [*RECORDS[:3], *measured(mars(0.3), 0.017, 0.021)]
+    assert advice(tmp_path / "r.jsonl", records).row is None
+    assert advice(tmp_path / "r.jsonl", records, MAX_LOSS).row
     found = advice(tmp_path / "t.jsonl", RECORDS, max_loss=0.012)
     assert found.row.cell.name == "price 0.2"
 

@@ -15,7 +15,8 @@ from vllm_mars.experiments.rows import Interval, Row, Text, rows, shown, tables
 from vllm_mars.local.drafts import RECOMMENDED
 from vllm_mars.local.result_file import require_writable
 
-MAX_LOSS: float = RECOMMENDED["mars_max_loss"]
+# Of the recommended setting, whose answers spend their bound and a part of the burst.
+MAX_LOSS: float = 1.25 * RECOMMENDED["mars_max_loss"]
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#595959", "#e69f00")
 CANNOT_TELL = "no rule is recommended"
 
@@ -82,6 +83,7 @@ def draw(axes: Any, group: Sequence[Row], title: str, baseline: str) -> None:
     for row in group:
         if row.lost and gain(row):
             families.setdefault(family(row.cell.config)[0], []).append(row)
+    most = max(lost.value for own in families.values() for row in own if (lost := row.lost))
     for number, own in enumerate(families.values()):
         color = COLORS[number % len(COLORS)]
         own.sort(key=lambda row: row.lost or (0.0,))
@@ -91,10 +93,12 @@ def draw(axes: Any, group: Sequence[Row], title: str, baseline: str) -> None:
             lost, speed = row.lost, gain(row)
             assert lost and speed, "only such rows are drawn"
             axes.vlines(lost.value, speed.low, speed.high, color=color, alpha=0.4)
+            is_left = lost.value <= most / 2
             axes.annotate(
                 row.cell.name,
                 (lost.value, speed.value),
-                (5, 4),
+                (5 if is_left else -5, 4),
+                ha="left" if is_left else "right",
                 textcoords="offset points",
                 color=color,
                 fontsize="small",

@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("sweep", type=Path, metavar="FILE", help="file of a sweep")
     add("--max-loss", type=float, metavar="NATS",
-        help="the most per token that a recommended rule may lose; default 0.02")  # fmt: skip
+        help="the most per token that a recommended rule may lose; default 0.025")  # fmt: skip
     add("--output", type=Path, metavar="FILE", default=Path("build/report.html"),
         help="default build/report.html")  # fmt: skip
 
