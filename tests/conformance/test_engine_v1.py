@@ -12,7 +12,10 @@ STOPS = workload.stop_strings(40)
 TOGETHER = {
     f"greedy {i}": (workload.prompt(90 + i, 4 + i), workload.greedy(max_tokens=12 + 5 * (i % 3)))
     for i in range(9)
-} | {"sampled": (workload.prompt(99), workload.sampled(31))}
+} | {
+    "sampled": (workload.prompt(99), workload.sampled(31)),
+    "sampled, relaxed": (workload.prompt(98), workload.sampled(32, max_tokens=20)),
+}
 # Those that ask for strict verification whatever the server does.
 STRICT = ("greedy 8", "sampled")
 BATCHES = [list(batch.values()) for batch in (CROWD, STOPS, TOGETHER)]
@@ -68,15 +71,19 @@ def test_small_cache(models, small_cache, own):
 
 
 @pytest.mark.nightly
-def test_below_1_a_batch_answers_as_each_request_alone(models, own):
-    """And a request that asks for theta 1 in a lossy server gets vLLM's own answer."""
-    theta_1 = {"extra_args": {"mars_theta": 1.0}}
+@pytest.mark.parametrize(
+    ("rule", "strict"),
+    [({"mars_theta": 0.3}, {"mars_theta": 1.0}), ({"mars_max_loss": 0.5}, {"mars_price": 0.0})],
+    ids=str,
+)
+def test_a_lossy_batch_answers_as_each_request_alone(models, own, rule, strict):
+    """And a request that asks a lossy server for strict verification gets vLLM's own answer."""
     together = [
-        (prompt, {**sampling, **theta_1} if name in STRICT else sampling)
+        (prompt, {**sampling, "extra_args": strict} if name in STRICT else sampling)
         for name, (prompt, sampling) in TOGETHER.items()
     ]
     mars = workload.run(
-        eagle(models, rejection_sample_method="mars", mars_theta=0.3),
+        eagle(models, rejection_sample_method="mars", **rule),
         [together, *([one] for one in together)],
         model=str(models / "target"),
         max_num_seqs=12,

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+import tiny_models
+import workload
 from engines import PACKAGED, counters, engine_in_process
 from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.drafts import speculative_config
@@ -22,6 +24,8 @@ PRICES = (0.0, 0.6)
 NUM_PROMPTS = 16
 ANSWERS = 4
 MAX_TOKENS = 48
+# Of each kind on V2, whose kernels the interpreter runs: slowly.
+V2_ANSWERS = 16
 # What another implementation's forward pass may differ by, in nats.
 ROUNDING = 5e-3
 
@@ -36,6 +40,13 @@ def surprise(target, prompt, tokens):
     variance = (probs * logprobs**2).sum(-1) - entropy**2
     own = logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     return own.numpy(), entropy.numpy(), variance.numpy()
+
+
+def check_weights(weights):
+    """p / m of tokens drawn from m: 1 on average."""
+    assert weights.std() > 0.05
+    error = weights.std() / math.sqrt(len(weights))
+    assert abs(weights.mean() - 1) < 4 * error, (weights.mean(), error)
 
 
 @pytest.mark.timeout(1200)
@@ -96,11 +107,62 @@ def test_sampled_answers_follow_what_is_served(packaged_model):
         deviations[price] = above / math.sqrt(variance)
     # In standard errors; so much does a price of that size show.
     assert abs(deviations[0.0]) < 4 and deviations[PRICES[1]] < -4, deviations
-    # p / m of tokens drawn from m.
-    weights = np.concatenate(weights)
-    assert weights.std() > 0.05
-    error = weights.std() / math.sqrt(len(weights))
-    assert abs(weights.mean() - 1) < 4 * error, (weights.mean(), error)
+    check_weights(np.concatenate(weights))
     assert metrics["vllm:mars_gained_acceptance"] > 0
     accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
     assert accepted / metrics["vllm:spec_decode_num_drafts"] > 0.2
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("drafts", ("greedy", "probabilistic"))
+def test_answers_of_v2_follow_what_is_served(drafts, tmp_path):
+    """The same of the other runner, with requests of several kinds in each batch."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "draft").mkdir()
+    target = tiny_models.llama(tmp_path / "target")
+    tiny_models.first_layer(tmp_path / "draft", tiny_models.llama(tmp_path / "draft"))
+    kinds = [
+        {"temperature": 1.0, "logprobs": 0},
+        {"temperature": 0.6, "top_k": 50, "top_p": 0.9},
+        {"temperature": 0.6},
+        {"temperature": 0.0},
+    ]
+    returned = {"mars_return": True}
+    requests = [
+        (
+            workload.prompt(number),
+            {"seed": number, "max_tokens": 60, "ignore_eos": True, "extra_args": returned, **kind},
+        )
+        for number in range(V2_ANSWERS)
+        for kind in kinds
+    ]
+    given = workload.draft_model(
+        tmp_path,
+        draft_sample_method=drafts,
+        rejection_sample_method="mars",
+        mars_price=PRICES[1],
+        mars_logprobs="sampled",
+    )
+    result = workload.run(
+        given,
+        [requests],
+        v2=True,
+        timeout=2300,
+        model=str(tmp_path / "target"),
+        max_num_seqs=64,
+        logprobs_mode="processed_logprobs",
+    )
+    weights = {number: [] for number in range(len(kinds) - 1)}
+    for place, (answer,) in enumerate(result["batches"][0]):
+        kind = place % len(kinds)
+        if not kinds[kind]["temperature"]:
+            continue
+        ratios = np.array(answer["returned"]["log_ratios"])
+        assert len(ratios) == len(answer["tokens"])
+        weights[kind].append(np.exp(-ratios))
+        if "logprobs" in kinds[kind]:
+            own, *_ = surprise(target, requests[place][0], answer["tokens"])
+            served = [logprob for ((_, _, logprob),) in answer["logprobs"]]
+            np.testing.assert_allclose(served, own + ratios, atol=ROUNDING)
+    for found in weights.values():
+        check_weights(np.concatenate(found))
