@@ -163,15 +163,6 @@ class Drafts(NamedTuple):
     max_draft_len: int = 0
     bonus_row_is_last: bool = False
 
-    def locate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The request of each position and the offset within its draft; int64 `[num_draft]`."""
-        ends = self.cu_num_draft_tokens.long()
-        position = torch.arange(len(self.draft_token_ids), device=ends.device)
-        # Requests without a draft end where the one before does, and are passed over.
-        request = torch.searchsorted(ends, position, right=True)
-        starts = torch.cat([ends.new_zeros(1), ends])
-        return request, position - starts[request]
-
 
 class Markers(NamedTuple):
     """What `vllm_mars.runner.sections` walks by, on a device.

@@ -13,7 +13,6 @@ from benchmarks.draft.target import Target
 from vllm_mars.cli import main
 from vllm_mars.local.draft_head import (
     PACKAGED_HEAD,
-    best_length,
     check_head,
     is_head,
     model_checksum,
@@ -43,7 +42,6 @@ def change(path, update):
 
 def test_a_head_that_fits(head, model):
     check_head(head, model)
-    assert best_length(head) == 3
     assert load_file(head / "model.safetensors")["d2t"].tolist() == list(range(256))
     config = json.loads((head / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
@@ -145,7 +143,6 @@ def test_what_is_checked(head, tmp_path):
 
 def test_the_head_of_this_checkout_fits_the_packaged_model(packaged_model):
     check_head(PACKAGED_HEAD, packaged_model)
-    assert best_length(PACKAGED_HEAD) == 4
     assert (PACKAGED_HEAD / "model.safetensors").stat().st_size < 20e6
 
 

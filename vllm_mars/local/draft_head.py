@@ -74,17 +74,6 @@ def check_head(directory: Path, model: Path) -> None:
         )
 
 
-def best_length(directory: Path) -> int:
-    """How many tokens a head drafts best, as measured by who made it.
-
-    Raises:
-        ValueError: its config.json is missing or broken.
-    """
-    return int(
-        _config(directory)["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-    )
-
-
 def model_checksum(model: Path) -> str:
     """Returns the sha256 of a model's weights, from its manifest where vllm-mars made it.
 
