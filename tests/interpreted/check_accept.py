@@ -11,7 +11,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from vllm_mars.kernels import accept, clip_kernel, context, cpu, top2, tree
-from vllm_mars.kernels.accept import integer_root
+from vllm_mars.kernels.accept_kernel import integer_root
 from vllm_mars.kernels.clip import clip_rows
 from vllm_mars.kernels.terms import (
     MOST_BALANCE,

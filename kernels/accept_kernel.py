@@ -1,0 +1,535 @@
+"""The kernels of a step after `top2_kernel`; `accept` launches them and says what each does."""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_mars.kernels.terms import (
+    LOSS_BITS,
+    MOST_BALANCE,
+    MOST_LOSS,
+    MOST_PRICE,
+    NO_BOUND,
+    NO_LIMIT,
+    PRICE_BURSTS,
+    RATE_BITS,
+    Verdict,
+)
+from vllm_mars.kernels.top2 import log_sum_exp, reduce_splits, unpack_id, unpack_value
+
+_PAYABLE = tl.constexpr(int(Verdict.PAYABLE))
+_RELAXED = tl.constexpr(int(Verdict.RELAXED))
+_FIRST = tl.constexpr(int(Verdict.FIRST))
+_PROTECTED = tl.constexpr(int(Verdict.PROTECTED))
+_LOSS = tl.constexpr(int(Verdict.LOSS))
+_RATE_SHIFT = tl.constexpr(RATE_BITS - LOSS_BITS)
+_UNIT = tl.constexpr(2.0**-LOSS_BITS)
+_PER_NAT = tl.constexpr(2.0**LOSS_BITS)
+_MOST_LOSS = tl.constexpr(float(MOST_LOSS))
+_MOST_PRICE = tl.constexpr(MOST_PRICE)
+_MOST_BALANCE = tl.constexpr(MOST_BALANCE)
+_NO_BOUND = tl.constexpr(NO_BOUND)
+_NO_LIMIT = tl.constexpr(NO_LIMIT)
+_PRICE_BURSTS = tl.constexpr(PRICE_BURSTS)
+# Rounded down by more than a float can be off.
+_CAUTION = tl.constexpr(1 - 2**-20)
+# The largest finite logit: its probability is exactly 1, and softmax meets no inf - inf.
+_CERTAIN = tl.constexpr(torch.finfo(torch.float32).max)
+_INF = tl.constexpr(float("inf"))
+
+# Index arrays, records and outputs, often views that start anywhere: their alignment would multiply
+# the compiled variants and gain nothing.
+_RECORDS = ["threshold_ptr", "price_ptr", "scale_ptr", "rate_ptr", "lost_ptr"]
+_UNALIGNED = [
+    *("output_token_ids_ptr", "num_accepted_ptr", "num_relaxed_ptr", "step_lost_ptr"),
+    *("counts_ptr", "table_ptr", "floats_ptr", "integers_ptr", "prices_ptr", "logits_ptr"),
+    *("draft_token_ids_ptr", "bonus_ptr", "target_rows_ptr", "cu_num_draft_tokens_ptr"),
+    *("protected_ptr", "blocked_ptr", "slots_ptr", "produced_ptr", "prompt_len_ptr"),
+    *("temperature_ptr", "num_sampled_ptr", "losses_ptr", "gained_ptr", "lse_ptr", "served_ptr"),
+    *_RECORDS,
+]
+_UNSPECIALIZED = [
+    *("num_draft", "width", "burst", "num_splits", "longest", "has_blocked"),
+    *("logits_stride", "served_stride", "vocab"),
+]
+
+
+@triton.jit
+def integer_root(square):
+    """floor(sqrt(square)) of an int64 below 2**62; exact for a guess within 2**-19 of it."""
+    root = tl.maximum(tl.sqrt(square.to(tl.float32)).to(tl.int64), 1)
+    # Newton's step ends at the root or 1 above it, however the float rounded.
+    root = (root + square // root) >> 1
+    return root - (root * root > square).to(tl.int64)
+
+
+@triton.jit
+def _at(offset, j, values):
+    """The value at one offset."""
+    return tl.sum(tl.where(offset == j, values, tl.zeros_like(values)), axis=0)
+
+
+@triton.jit
+def _log_partition(log_p, bias):
+    """log(1 - p + p exp(bias)), for p in (0, 1]."""
+    # log(0) is -inf, which then adds nothing.
+    rest = tl.log(tl.maximum(1.0 - tl.exp(log_p), 0.0))
+    # Where p is small 1 - p loses its digits: -p is log(1 - p) there.
+    rest = tl.where(log_p < -9.0, -tl.exp(log_p), rest)
+    tilted = log_p + bias
+    most = tl.maximum(rest, tilted)
+    log_z = most + tl.log(tl.exp(rest - most) + tl.exp(tilted - most))
+    # Exactly 0 without a bias, which a sum of rounded logarithms is not.
+    return tl.where(bias > 0.0, log_z, 0.0)
+
+
+@triton.jit
+def _finish(
+    counts_ptr,
+    table_ptr,
+    lost_ptr,
+    request,
+    slot,
+    offset,
+    is_draft,
+    draft,
+    verdict,
+    loss,
+    gained,
+    ratio,
+    accepted,
+    is_greedy,
+    longest,
+):
+    """Counts a request's step, takes its loss off; returns relaxed tokens and the loss."""
+    is_visited = is_draft & (offset <= accepted)
+    is_accepted = is_draft & (offset < accepted)
+    is_relaxed = is_accepted & (verdict == _RELAXED)
+    spends = is_relaxed | (is_visited & (is_greedy == 0))
+    step_lost = tl.sum(tl.where(spends, loss, 0), axis=0)
+    step_gained = tl.sum(tl.where(spends, gained, 0), axis=0)
+    tl.store(lost_ptr + slot, tl.load(lost_ptr + slot) + step_lost)
+
+    one = tl.full(offset.shape, 1, tl.int64)
+    is_counted = is_visited & (draft >= 0)
+    tl.atomic_add(counts_ptr + offset, one, mask=is_counted)
+    tl.atomic_add(counts_ptr + longest + offset, one, mask=is_counted & is_accepted)
+    tl.atomic_add(counts_ptr + 2 * longest + offset, one, mask=is_counted & is_relaxed)
+    tl.atomic_add(counts_ptr + 3 * longest, step_lost)
+    tl.atomic_add(counts_ptr + 3 * longest + 1, step_gained)
+    is_refused = is_counted & (verdict >= _PROTECTED)
+    refusal = tl.maximum(verdict - _PROTECTED, 0)
+    tl.atomic_add(counts_ptr + 3 * longest + 2 + refusal, one, mask=is_refused)
+
+    of_greedy = tl.where(is_relaxed, loss.to(tl.float32) * _UNIT, float("nan"))
+    of_sampled = tl.where(offset <= accepted, ratio, float("nan"))
+    row = tl.where(is_greedy, of_greedy, of_sampled)
+    where = table_ptr + request.to(tl.int64) * (longest + 1) + offset
+    tl.store(where, row, mask=offset <= longest)
+    return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
+
+
+@triton.jit(
+    do_not_specialize=_UNSPECIALIZED,
+    do_not_specialize_on_alignment=_UNALIGNED,
+)
+def accept_kernel(
+    # Of greedy steps: [batch, width], and three of [batch]
+    output_token_ids_ptr,
+    num_accepted_ptr,
+    num_relaxed_ptr,
+    step_lost_ptr,
+    # [count_size], [batch, longest + 1]
+    counts_ptr,
+    table_ptr,
+    # Of steps in which requests sample: [num_draft, 3] float32 (saved logit, bias, log Z), int32
+    # (verdict, loss, gained), and [num_draft] float32, prices of drawn drafts
+    floats_ptr,
+    integers_ptr,
+    prices_ptr,
+    # [num_rows, num_splits] each
+    best_ptr,
+    second_ptr,
+    sums_ptr,
+    # [*, vocab]; a bias is added in place
+    logits_ptr,
+    logits_stride,
+    # [num_draft]
+    draft_token_ids_ptr,
+    # [batch]: bonus tokens
+    bonus_ptr,
+    # [num_draft]
+    target_rows_ptr,
+    # [batch], inclusive prefix sum
+    cu_num_draft_tokens_ptr,
+    # [vocab]
+    protected_ptr,
+    # [num_draft]
+    blocked_ptr,
+    # [batch]
+    slots_ptr,
+    # By slot
+    threshold_ptr,
+    price_ptr,
+    scale_ptr,
+    rate_ptr,
+    lost_ptr,
+    # [batch]; on V2 all tokens by slot, less the prompt's
+    produced_ptr,
+    prompt_len_ptr,
+    # [batch]; on V2 by slot
+    temperature_ptr,
+    burst,
+    num_draft,
+    width,
+    longest,
+    vocab,
+    num_splits,
+    has_blocked,
+    SPLITS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    # "theta", "gap" or "price"
+    RULE: tl.constexpr,
+    HAS_TARGET_ROWS: tl.constexpr,
+    HAS_PROTECTED: tl.constexpr,
+    # "no", "ids" or "rows"
+    BONUS: tl.constexpr,
+    # Layout of Model Runner V2: a request's last row is its bonus row, and a row's draft token
+    # stands one entry behind it.
+    IS_V2: tl.constexpr,
+    # "no", "fixed" or "drawn" drafts
+    SAMPLED: tl.constexpr,
+):
+    request = tl.program_id(0)
+    end = tl.load(cu_num_draft_tokens_ptr + request)
+    start = tl.load(cu_num_draft_tokens_ptr + request - 1, mask=request > 0, other=0)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    offset = tl.arange(0, POSITIONS)
+    position = start + offset
+    is_row = position < end
+    length = end - start
+    is_draft = is_row
+    if IS_V2:
+        is_draft = position < end - 1
+        draft_token_ids_ptr += 1
+        length -= 1
+
+    # What the request may pay and lose.
+    lost_before = tl.load(lost_ptr + slot)
+    left_before = burst - lost_before
+    rate = tl.load(rate_ptr + slot)
+    if IS_V2:
+        produced = tl.load(produced_ptr + slot) - tl.load(prompt_len_ptr + slot)
+        place = slot
+    else:
+        produced = tl.load(produced_ptr + request)
+        place = request.to(tl.int64)
+    most = ((rate * (produced.to(tl.int64) + offset + 1)) >> _RATE_SHIFT) + left_before
+    most = tl.where(rate == _NO_BOUND, _NO_LIMIT, most)
+    price = tl.load(price_ptr + slot)
+    scale = tl.load(scale_ptr + slot)
+    # The burst as int64.
+    most_balance = tl.minimum(_PRICE_BURSTS * (left_before + lost_before), _MOST_BALANCE)
+    balance = tl.minimum(tl.maximum(_at(offset, 0, most), 0), most_balance)
+    follows = tl.minimum(integer_root(scale * balance), _MOST_PRICE)
+    price = tl.where(scale != 0, follows, price)
+    threshold = tl.load(threshold_ptr + slot) + tl.zeros([POSITIONS], tl.float32)
+
+    # The rows.
+    row = position.to(tl.int64)
+    if HAS_TARGET_ROWS:
+        row = tl.load(target_rows_ptr + position, mask=is_draft, other=0).to(tl.int64)
+    packed, second = reduce_splits(
+        best_ptr, second_ptr, position, is_row, num_splits, SPLITS, RULE != "price"
+    )
+    first = unpack_value(packed)
+    argmax = unpack_id(packed)
+    draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
+    in_vocab = is_draft & (draft >= 0) & (draft < vocab)
+    draft = tl.where(in_vocab, draft, -1)
+    where = logits_ptr + row * logits_stride + draft
+    logit = tl.load(where, mask=in_vocab, other=float("-inf")).to(tl.float32)
+    # Of infinities and a NaN no number comes out, which compares with nothing.
+    loss = first - logit
+    units = tl.ceil(tl.minimum(loss * _PER_NAT, _MOST_LOSS))
+    loss = tl.where(in_vocab & (loss == loss), units, 0.0).to(tl.int64)
+    if RULE == "price":
+        payable = in_vocab & (logit > float("-inf")) & (first < _INF) & (price > 0)
+        pays = payable & (loss < price)
+    else:
+        if RULE == "theta":
+            # Launched without fusion, so that the product is rounded, as in torch.
+            payable = (second > threshold * first) & ((threshold == 1.0) | (first > 0.0))
+        else:
+            payable = second > first - threshold
+        payable = payable & in_vocab & (logit >= second)
+        pays = payable
+    forbidden = tl.zeros([POSITIONS], tl.int32)
+    if HAS_PROTECTED:
+        of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
+        of_argmax = tl.load(protected_ptr + argmax, mask=in_vocab, other=0)
+        forbidden = tl.where((of_draft != 0) | (of_argmax != 0), _PROTECTED, 0)
+    is_given = is_draft & (tl.zeros([POSITIONS], tl.int32) + has_blocked != 0)
+    blocked = tl.load(blocked_ptr + position, mask=is_given, other=0).to(tl.int32)
+    forbidden = tl.where(blocked != 0, blocked, forbidden)
+
+    # Greedy requests.
+    verdict = tl.where(payable, tl.where(forbidden == 0, _PAYABLE, 0), 0)
+    verdict = tl.where(pays & (forbidden != 0), forbidden, verdict)
+    verdict = tl.where(in_vocab & (draft == argmax), _FIRST, verdict)
+    lost = tl.zeros([], tl.int64)
+    for j in range(0, length):
+        here = (offset == j) & (verdict == _PAYABLE)
+        weight = tl.sum(tl.where(here, loss, 0), axis=0)
+        fits = lost + weight <= _at(offset, j, most)
+        verdict = tl.where(here & (fits == 0), _LOSS, verdict)
+        lost += tl.where(fits, weight, 0)
+    if RULE == "price":
+        ahead = tl.zeros([], tl.int64)
+        for i in range(0, length):
+            j = length - 1 - i
+            now = _at(offset, j, verdict)
+            value = price + ahead - tl.where(now == _PAYABLE, _at(offset, j, loss), 0)
+            reached = (now == _FIRST) | ((now == _PAYABLE) & (value > 0))
+            ahead = tl.where(reached, value, 0)
+            relaxed = tl.where(value > 0, _RELAXED, 0)
+            verdict = tl.where((offset == j) & (verdict == _PAYABLE), relaxed, verdict)
+    else:
+        verdict = tl.where(verdict == _PAYABLE, _RELAXED, verdict)
+    gained = tl.where(verdict == _RELAXED, 1 << 16, 0).to(tl.int64)
+
+    if SAMPLED == "no":
+        # Never accepted, V2's bonus row emits its argmax like a row whose draft is rejected.
+        stops = is_draft & (verdict != _FIRST) & (verdict != _RELAXED)
+        accepted = tl.min(tl.where(stops, offset, length), axis=0)
+        token = tl.where(offset < accepted, draft, -1)
+        token = tl.where(is_row & (offset == accepted), argmax.to(tl.int64), token)
+        if BONUS == "ids":
+            bonus = tl.load(bonus_ptr + request).to(tl.int64)
+            token = tl.where((offset == length) & (accepted == length), bonus, token)
+        if BONUS == "rows":
+            bonus_row = num_draft + request + tl.zeros([1], tl.int32)
+            of_bonus, _ = reduce_splits(
+                best_ptr, second_ptr, bonus_row, bonus_row >= 0, num_splits, SPLITS, False
+            )
+            bonus = tl.max(unpack_id(of_bonus), axis=0).to(tl.int64)
+            token = tl.where((offset == length) & (accepted == length), bonus, token)
+        tl.store(
+            output_token_ids_ptr + request.to(tl.int64) * width + offset,
+            token.to(output_token_ids_ptr.dtype.element_ty),
+            mask=offset < width,
+        )
+        num_relaxed, step_lost = _finish(
+            counts_ptr,
+            table_ptr,
+            lost_ptr,
+            request,
+            slot,
+            offset,
+            is_draft,
+            draft,
+            verdict,
+            loss,
+            gained,
+            tl.zeros([POSITIONS], tl.float32),
+            accepted,
+            accepted >= 0,
+            longest,
+        )
+        # V2 counts the token behind the drafts, too.
+        tl.store(num_accepted_ptr + request, accepted + (1 if IS_V2 else 0))
+        tl.store(num_relaxed_ptr + request, num_relaxed)
+        tl.store(step_lost_ptr + request, step_lost)
+    else:
+        is_greedy = tl.load(temperature_ptr + place) == 0.0
+        bias = tl.where(verdict == _RELAXED, _INF, 0.0)
+        log_z = tl.zeros([POSITIONS], tl.float32)
+        prices = tl.zeros([POSITIONS], tl.float32)
+        is_number = in_vocab
+        if SAMPLED == "drawn":
+            # What may be lost is shared by the draft's positions.
+            share = tl.maximum(_at(offset, 0, most), 0) // tl.maximum(length, 1)
+            cap = tl.sqrt(8.0 * share.to(tl.float32) * _UNIT) * _CAUTION
+            own = tl.minimum(price.to(tl.float32) * _UNIT, cap)
+            prices = tl.where(in_vocab & (forbidden == 0) & (is_greedy == 0), own, 0.0)
+            if is_greedy == 0:
+                verdict = tl.where(in_vocab & (price > 0), forbidden, 0)
+                bias = tl.zeros([POSITIONS], tl.float32)
+        elif is_greedy == 0:
+            lse = log_sum_exp(best_ptr, sums_ptr, position, is_draft, first, num_splits, SPLITS)
+            log_p = logit - lse
+            # A NaN is above nothing.
+            is_number = in_vocab & (log_p > float("-inf"))
+            log_p = tl.where(is_number, tl.minimum(log_p, 0.0), 0.0)
+            verdict = tl.zeros([POSITIONS], tl.int32)
+            loss = tl.zeros([POSITIONS], tl.int64)
+            gained = tl.zeros([POSITIONS], tl.int64)
+            lost = tl.zeros([], tl.int64)
+            if RULE == "price":
+                wanted = tl.zeros([POSITIONS], tl.float32)
+                value = tl.zeros([], tl.float32)
+                for i in range(0, length):
+                    j = length - 1 - i
+                    own_bias = price.to(tl.float32) * _UNIT + value
+                    own_log_p = _at(offset, j, log_p)
+                    is_strict = _at(offset, j, forbidden) != 0
+                    value = tl.where(
+                        is_strict,
+                        tl.exp(own_log_p) * own_bias,
+                        _log_partition(own_log_p, own_bias),
+                    )
+                    value = tl.where(_at(offset, j, is_number.to(tl.int32)) != 0, value, 0.0)
+                    wanted = tl.where(offset == j, own_bias, wanted)
+                wanted = tl.where(is_number & (forbidden == 0), wanted, 0.0)
+                refused = is_number & (price > 0)
+                verdict = tl.where(refused, forbidden, 0)
+                bias = tl.zeros([POSITIONS], tl.float32)
+                for j in range(0, length):
+                    left = tl.maximum(_at(offset, j, most) - lost, 0)
+                    cap = tl.sqrt(8.0 * left.to(tl.float32) * _UNIT) * _CAUTION
+                    own_bias = tl.minimum(_at(offset, j, wanted), cap)
+                    own_log_p = _at(offset, j, log_p)
+                    own_log_z = _log_partition(own_log_p, own_bias)
+                    a = tl.exp(tl.minimum(own_log_p + own_bias - own_log_z, 0.0))
+                    k = tl.maximum(a * own_bias - own_log_z, 0.0)
+                    # No more than what is left, by Hoeffding's lemma; a float may say a unit more.
+                    own_loss = tl.minimum(
+                        tl.ceil(tl.minimum(k * _PER_NAT, _MOST_LOSS)).to(tl.int64), left
+                    )
+                    own_gain = tl.maximum(a - tl.exp(own_log_p), 0.0) * _PER_NAT + 0.5
+                    is_tilted = (offset == j) & (wanted > 0.0)
+                    bias = tl.where(is_tilted, own_bias, bias)
+                    log_z = tl.where(is_tilted, own_log_z, log_z)
+                    loss = tl.where(is_tilted, own_loss, loss)
+                    gained = tl.where(is_tilted, own_gain.to(tl.int64), gained)
+                    lost += tl.sum(tl.where(is_tilted, own_loss, 0), axis=0)
+            else:
+                outright = payable & is_number
+                cost = tl.ceil(tl.minimum(-log_p * _PER_NAT, _MOST_LOSS)).to(tl.int64)
+                verdict = tl.where(outright, tl.where(forbidden != 0, forbidden, _RELAXED), 0)
+                for j in range(0, length):
+                    here = (offset == j) & (verdict == _RELAXED)
+                    weight = tl.sum(tl.where(here, cost, 0), axis=0)
+                    fits = weight <= _at(offset, j, most) - lost
+                    verdict = tl.where(here & (fits == 0), _LOSS, verdict)
+                    lost += tl.where(fits, weight, 0)
+                is_relaxed = verdict == _RELAXED
+                bias = tl.where(is_relaxed, _INF, 0.0)
+                log_z = tl.where(is_relaxed, log_p, 0.0)
+                loss = tl.where(is_relaxed, cost, 0)
+                chance = (1.0 - tl.exp(log_p)) * _PER_NAT + 0.5
+                gained = tl.where(is_relaxed, chance.to(tl.int64), 0)
+        served = tl.where(bias == _INF, _CERTAIN, logit + bias)
+        tl.store(where, served.to(logits_ptr.dtype.element_ty), mask=in_vocab & (bias != 0.0))
+        tl.store(floats_ptr + 3 * position, logit, mask=is_draft)
+        tl.store(floats_ptr + 3 * position + 1, bias, mask=is_draft)
+        tl.store(floats_ptr + 3 * position + 2, log_z, mask=is_draft)
+        tl.store(integers_ptr + 3 * position, verdict, mask=is_draft)
+        tl.store(integers_ptr + 3 * position + 1, loss.to(tl.int32), mask=is_draft)
+        tl.store(integers_ptr + 3 * position + 2, gained.to(tl.int32), mask=is_draft)
+        if SAMPLED == "drawn":
+            tl.store(prices_ptr + position, prices, mask=is_row)
+
+
+@triton.jit(
+    do_not_specialize=_UNSPECIALIZED,
+    do_not_specialize_on_alignment=_UNALIGNED,
+)
+def settle_kernel(
+    # [count_size], [batch, longest + 1]
+    counts_ptr,
+    table_ptr,
+    # By slot
+    lost_ptr,
+    # [*, vocab]; restored
+    logits_ptr,
+    logits_stride,
+    # [num_draft, 3] each: see `accept_kernel`
+    floats_ptr,
+    integers_ptr,
+    # Of drawn drafts: [num_draft, vocab], and [num_draft] each
+    served_ptr,
+    served_stride,
+    losses_ptr,
+    gained_ptr,
+    lse_ptr,
+    prices_ptr,
+    # [batch, width], -1 behind the last token; on V2 their number is given
+    output_token_ids_ptr,
+    num_sampled_ptr,
+    draft_token_ids_ptr,
+    cu_num_draft_tokens_ptr,
+    slots_ptr,
+    temperature_ptr,
+    width,
+    longest,
+    vocab,
+    POSITIONS: tl.constexpr,
+    IS_V2: tl.constexpr,
+    IS_DRAWN: tl.constexpr,
+):
+    request = tl.program_id(0)
+    end = tl.load(cu_num_draft_tokens_ptr + request)
+    start = tl.load(cu_num_draft_tokens_ptr + request - 1, mask=request > 0, other=0)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    offset = tl.arange(0, POSITIONS)
+    position = start + offset
+    is_draft = position < end
+    tokens = tl.load(
+        output_token_ids_ptr + request.to(tl.int64) * width + offset, mask=offset < width, other=-1
+    ).to(tl.int64)
+    if IS_V2:
+        is_draft = position < end - 1
+        draft_token_ids_ptr += 1
+        accepted = tl.load(num_sampled_ptr + request) - 1
+        place = slot
+    else:
+        accepted = tl.sum((tokens >= 0).to(tl.int32), axis=0) - 1
+        place = request.to(tl.int64)
+    is_greedy = tl.load(temperature_ptr + place) == 0.0
+    draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
+    in_vocab = is_draft & (draft >= 0) & (draft < vocab)
+    draft = tl.where(in_vocab, draft, -1)
+    logit = tl.load(floats_ptr + 3 * position, mask=is_draft, other=0.0)
+    bias = tl.load(floats_ptr + 3 * position + 1, mask=is_draft, other=0.0)
+    log_z = tl.load(floats_ptr + 3 * position + 2, mask=is_draft, other=0.0)
+    verdict = tl.load(integers_ptr + 3 * position, mask=is_draft, other=0)
+    loss = tl.load(integers_ptr + 3 * position + 1, mask=is_draft, other=0).to(tl.int64)
+    gained = tl.load(integers_ptr + 3 * position + 2, mask=is_draft, other=0).to(tl.int64)
+    row_ptr = logits_ptr + position.to(tl.int64) * logits_stride
+    tl.store(row_ptr + draft, logit.to(logits_ptr.dtype.element_ty), mask=in_vocab & (bias != 0.0))
+    ratio = tl.where((offset < accepted) & (bias < _INF), bias, 0.0) - log_z
+    if IS_DRAWN:
+        emits = is_draft & (offset <= accepted)
+        token = tl.where(emits, tokens, 0)
+        served = tl.load(
+            served_ptr + position.to(tl.int64) * served_stride + token, mask=emits, other=0.0
+        )
+        own = tl.load(row_ptr + token, mask=emits, other=0.0).to(tl.float32)
+        lse = tl.load(lse_ptr + position, mask=emits, other=0.0)
+        price = tl.load(prices_ptr + position, mask=is_draft, other=0.0)
+        ratio = tl.where(price > 0.0, served - own + lse, 0.0)
+        if is_greedy == 0:
+            nats = tl.load(losses_ptr + position, mask=is_draft, other=0.0)
+            loss = tl.ceil(tl.minimum(nats * _PER_NAT, _MOST_LOSS)).to(tl.int64)
+            chance = tl.load(gained_ptr + position, mask=is_draft, other=0.0)
+            gained = (chance * _PER_NAT + 0.5).to(tl.int64)
+    # Behind the draft the target's own bonus token follows.
+    ratio = tl.where(is_draft, ratio, 0.0)
+    _finish(
+        counts_ptr,
+        table_ptr,
+        lost_ptr,
+        request,
+        slot,
+        offset,
+        is_draft,
+        draft,
+        verdict,
+        loss,
+        gained,
+        ratio,
+        accepted,
+        is_greedy,
+        longest,
+    )
