@@ -117,10 +117,10 @@ def test_compiled_code(variant, target):
         assert found.fused == 0, "what is compared must be rounded"
     if name == "top2_kernel" and "odd stride" not in variant:
         assert found.wide_loads > 0, "a row must be read in 16-byte loads"
-        # 8 warps of 40 registers leave room for six programs on a multiprocessor, of 48, which the
-        # exponentials of a sum may take, for five; on a CDNA 3 unit 64 are the most with which it
-        # holds as many waves as it can.
-        most = 48 if "sums" in variant else 40
+        # 8 warps of 40 registers leave room for six programs on a multiprocessor, of 48, which a
+        # sum of exponentials takes on sm_100, for five; on a CDNA 3 unit 64 are the most with which
+        # it holds as many waves as it can.
+        most = 48 if ("sums" in variant and target == "sm_100") else 40
         assert found.registers <= (64 if target.startswith("gfx") else most)
 
 
