@@ -77,6 +77,11 @@ def trained(target, shards, recipe):
     return head, list(train(head, target, shards, recipe))
 
 
+def drafted(config):
+    """How many tokens vLLM drafts where nothing else is said."""
+    return config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+
+
 def test_the_recipe_is_that_of_the_packaged_head():
     made = json.loads((PACKAGED_HEAD / "training.json").read_text())
     config = json.loads((PACKAGED_HEAD / "config.json").read_text())
@@ -89,6 +94,7 @@ def test_the_recipe_is_that_of_the_packaged_head():
         }
     assert recipe == {"draft_vocab_size": config["draft_vocab_size"]}
     assert num_steps(Recipe()) == made["steps"] == 979
+    assert drafted(config) == 4
 
 
 def test_the_prompts_are_those_of_the_packaged_head():
@@ -161,6 +167,7 @@ def test_the_command_writes_a_head_that_fits(model, answer, tmp_path, monkeypatc
     assert command.main(line.split()) == 0
     head = tmp_path / "head"
     check_head(head, model)
+    assert drafted(json.loads((head / "config.json").read_text())) == 4
     assert f"wrote {head}; strict acceptance length " in capsys.readouterr().out
     record = json.loads((head / "training.json").read_text())
     assert record["steps"] == 6 and record["recipe"]["max_tokens"] == 12
@@ -223,7 +230,7 @@ def verified(model, head, asked, max_tokens, thetas):
     given = {
         "method": "eagle3",
         "model": str(head),
-        "num_speculative_tokens": 4,
+        "num_speculative_tokens": drafted(json.loads((head / "config.json").read_text())),
         **CHOSEN_BY_REQUESTS["theta"],
     }
     options = {"max_num_seqs": 1, "enable_prefix_caching": False}

@@ -44,6 +44,7 @@ def test_a_head_that_fits(head, model):
     check_head(head, model)
     assert load_file(head / "model.safetensors")["d2t"].tolist() == list(range(256))
     config = json.loads((head / "config.json").read_text())
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
 
 
