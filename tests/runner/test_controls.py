@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-import tiny_models
 from engines import engine_in_process
 from promise import check_promise
 from vllm_mars import MarsConfig
@@ -25,15 +24,6 @@ PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
 BOUNDS = (math.inf, 0.5, 0.1, 0.0)
 OWN_BOUNDS = [{"mars_max_loss": bound} if bound < math.inf else {} for bound in BOUNDS]
 NOTHING = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """A target, and a draft that is its first layer."""
-    directory, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
-    target = tiny_models.llama(directory)
-    tiny_models.first_layer(draft, tiny_models.llama(draft))
-    return directory, draft, target
 
 
 class Engine:

@@ -32,15 +32,6 @@ METRICS = {
 MEMORY = {"max_num_seqs": 4, "block_size": 32, "num_gpu_blocks_override": 7}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Directories of a target and of a draft that is its first layer, and the target."""
-    directory, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
-    target = tiny_models.llama(directory)
-    tiny_models.first_layer(draft, tiny_models.llama(draft))
-    return directory, draft, target
-
-
 def requests(max_tokens):
     """Prompts and the parameters of each; the second half is greedy and sampled in turn."""
     rng = np.random.default_rng(0)

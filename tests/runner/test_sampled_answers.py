@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_models
 import workload
 from engines import PACKAGED, counters, engine_in_process
 from vllm_mars.local.draft_head import PACKAGED_HEAD
@@ -115,12 +114,9 @@ def test_sampled_answers_follow_what_is_served(packaged_model):
 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("drafts", ("greedy", "probabilistic"))
-def test_answers_of_v2_follow_what_is_served(drafts, tmp_path):
+def test_answers_of_v2_follow_what_is_served(drafts, models):
     """The same of the other runner, with requests of several kinds in each batch."""
-    (tmp_path / "target").mkdir()
-    (tmp_path / "draft").mkdir()
-    target = tiny_models.llama(tmp_path / "target")
-    tiny_models.first_layer(tmp_path / "draft", tiny_models.llama(tmp_path / "draft"))
+    directory, draft, target = models
     kinds = [
         {"temperature": 1.0, "logprobs": 0},
         {"temperature": 0.6, "top_k": 50, "top_p": 0.9},
@@ -136,8 +132,10 @@ def test_answers_of_v2_follow_what_is_served(drafts, tmp_path):
         for number in range(V2_ANSWERS)
         for kind in kinds
     ]
-    given = workload.draft_model(
-        tmp_path,
+    given = speculative_config(
+        str(draft),
+        3,
+        method="draft_model",
         draft_sample_method=drafts,
         rejection_sample_method="mars",
         mars_price=PRICES[1],
@@ -148,21 +146,21 @@ def test_answers_of_v2_follow_what_is_served(drafts, tmp_path):
         [requests],
         v2=True,
         timeout=2300,
-        model=str(tmp_path / "target"),
+        model=str(directory),
         max_num_seqs=64,
         logprobs_mode="processed_logprobs",
     )
-    weights = {number: [] for number in range(len(kinds) - 1)}
-    for place, (answer,) in enumerate(result["batches"][0]):
-        kind = place % len(kinds)
-        if not kinds[kind]["temperature"]:
-            continue
+    answers = [answer for (answer,) in result["batches"][0]]
+    # The last kind is greedy.
+    for kind in range(len(kinds) - 1):
+        own_answers = answers[kind :: len(kinds)]
+        ratios = [np.array(answer["returned"]["log_ratios"]) for answer in own_answers]
+        assert list(map(len, ratios)) == [len(answer["tokens"]) for answer in own_answers]
+        check_weights(np.exp(-np.concatenate(ratios)))
+    # Of the first kind, the target's own numbers.
+    asked = requests[:: len(kinds)]
+    for (prompt, _), answer in zip(asked, answers[:: len(kinds)], strict=True):
+        own, *_ = surprise(target, prompt, answer["tokens"])
+        served = [logprob for ((_, _, logprob),) in answer["logprobs"]]
         ratios = np.array(answer["returned"]["log_ratios"])
-        assert len(ratios) == len(answer["tokens"])
-        weights[kind].append(np.exp(-ratios))
-        if "logprobs" in kinds[kind]:
-            own, *_ = surprise(target, requests[place][0], answer["tokens"])
-            served = [logprob for ((_, _, logprob),) in answer["logprobs"]]
-            np.testing.assert_allclose(served, own + ratios, atol=ROUNDING)
-    for found in weights.values():
-        check_weights(np.concatenate(found))
+        np.testing.assert_allclose(served, own + ratios, atol=ROUNDING)
