@@ -55,18 +55,18 @@ def main(prompts: Path, temperature: float, price: float) -> None:
     found: list[tuple[float, float]] = []
     verify = vars(sampler_v1)["rejection_sample"]
 
-    def count(tokens: Any, counts: Any, longest: int, ends: Any, q: Any, logits: Any, *rest: Any):  # type: ignore[no-untyped-def]
+    def count(tokens: Any, counts: Any, longest: int, ends: Any, q: Any, *rest: Any, **given: Any):  # type: ignore[no-untyped-def]
         begin = 0
         for length in counts:
             rows = slice(begin, begin + length)
             begin += length
-            served, drawn = logits[rows].float().softmax(-1), q[rows]
+            served, drawn = rest[0][rows].float().softmax(-1), q[rows]
             own = tokens[rows, None].long()
             ratios = (served.gather(1, own) / drawn.gather(1, own))[:, 0].tolist()
             if ratios:
                 by_block = accepted_by_block(ratios, served, drawn)
                 found.append((accepted_by_token(ratios), by_block))
-        return verify(tokens, counts, longest, ends, q, logits, *rest)
+        return verify(tokens, counts, longest, ends, q, *rest, **given)
 
     rule = {"rejection_sample_method": "mars", "mars_price": price}
     rule["draft_sample_method"] = "probabilistic"
