@@ -60,12 +60,13 @@ def main(prompts: Path, temperature: float, price: float) -> None:
         for length in counts:
             rows = slice(begin, begin + length)
             begin += length
+            if not length:
+                continue
             served, drawn = rest[0][rows].float().softmax(-1), q[rows]
             own = tokens[rows, None].long()
             ratios = (served.gather(1, own) / drawn.gather(1, own))[:, 0].tolist()
-            if ratios:
-                by_block = accepted_by_block(ratios, served, drawn)
-                found.append((accepted_by_token(ratios), by_block))
+            by_block = accepted_by_block(ratios, served, drawn)
+            found.append((accepted_by_token(ratios), by_block))
         return verify(tokens, counts, longest, ends, q, *rest, **given)
 
     rule = {"rejection_sample_method": "mars", "mars_price": price}
