@@ -108,7 +108,7 @@ def _verification(config: Any) -> Any:
     from vllm_mars.runner.counters import CounterLayout, Counters
     from vllm_mars.runner.verification import Verification
 
-    return Verification(config, [2], Counters(CounterLayout(K, (), config.rule), META))
+    return Verification(config, [2], Counters(CounterLayout(K), META))
 
 
 def step_v1(config: Any, case: str, kind: str) -> Callable[[], Any]:

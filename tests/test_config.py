@@ -34,7 +34,7 @@ def test_dashes_count_as_underscores():
 def test_the_option_that_is_given_names_the_rule(rule, value):
     config, _ = split_speculative_config({**MARS, f"mars_{rule}": value})
     assert (config.rule, config.value) == (rule, value)
-    assert config.lossy and not config.is_shadow
+    assert config.lossy
     assert isinstance(config.value, float)
 
 
@@ -57,15 +57,8 @@ def test_other_methods_are_left_alone(method):
 
 
 def test_options_travel_as_json():
-    for config in (MarsConfig(theta=0.7, protected_token_ids=(1, 2)), MarsConfig(shadow=(0.9, 1))):
+    for config in (MarsConfig(theta=0.7, protected_token_ids=(1, 2)), MarsConfig(max_loss=0.1)):
         assert MarsConfig(**json.loads(json.dumps(config.to_json()))) == config
-
-
-def test_the_shadow_mode_is_strict_and_sorts_its_values():
-    config = MarsConfig(price=0.3, shadow=(1, 0.25, 0.25))
-    assert config.shadow == (0.25, 1.0)
-    assert config.is_shadow
-    assert not config.lossy and not config.clients_may_relax
 
 
 @pytest.mark.parametrize(
@@ -95,9 +88,6 @@ def test_the_shadow_mode_is_strict_and_sorts_its_values():
         ({"mars_limit": 1.5}, r"mars_limit=1.5 is outside \[0, 1\]; 0 sets no limit"),
         ({"mars_limit": "x"}, "mars_limit='x' is a str, but must be a number"),
         ({"mars_gap": 1, "mars_limit": -1}, r"mars_limit=-1 is outside \[0, inf\)"),
-        ({"mars_shadow": True}, "mars_shadow=True is not a list of values of the rule"),
-        ({"mars_shadow": [0.9, 2]}, r"mars_shadow=2 is outside \(0, 1\]"),
-        ({"mars_price": 1, "mars_shadow": [-1]}, r"mars_shadow=-1 is outside \[0, inf\)"),
         ({"mars_client_control": 1}, "mars_client_control=1 is not true or false"),
         ({"mars_logprobs": "raw"}, "mars_logprobs='raw' is not one of target, sampled; 'sampled'"),
         ({"mars_structured": True}, "mars_structured=True is not one of strict, relaxed"),
@@ -108,7 +98,6 @@ def test_the_shadow_mode_is_strict_and_sorts_its_values():
         ({"mars_gap_max": 1}, "mars_gap_max is not an option .* did you mean mars_limit?"),
         ({"mars_price_max": 1}, "mars_price_max is not an option .* did you mean mars_limit?"),
         ({"mars_max_relaxed_share": 0.1}, "mars_max_relaxed_share is not .* mars_max_loss?"),
-        ({"mars_shadow_gaps": [1]}, "mars_shadow_gaps is not .* did you mean mars_shadow?"),
         ({"mars_repeat_guard": 1}, r"mars_repeat_guard=1 is neither 0 nor in \[2, 16\]; 4 relaxes"),
         ({"mars_repeat_guard": 17}, "mars_repeat_guard=17 is neither .* 0 switches the guard off"),
         ({"mars_repeat_guard": 4.0}, "mars_repeat_guard=4.0 is a float, but must be an integer"),

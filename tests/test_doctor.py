@@ -122,7 +122,7 @@ def test_a_server_that_is_strict(capsys):
         with server({"verified": 20}, told(**rule)) as (address, asked):
             assert main(["doctor", address]) == 0
         assert len(asked) == 1
-        assert "which is strict (by choice, or in shadow mode)" in capsys.readouterr().out
+        assert "which is strict by choice" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

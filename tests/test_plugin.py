@@ -80,7 +80,6 @@ def test_every_hook_is_there():
         ({}, True),
         ({"mars-theta": 0.9}, False),
         ({"mars_price": 0.25}, False),
-        ({"mars_shadow": [0.9]}, False),
     ],
 )
 def test_a_threshold_that_nobody_chose_is_named(packaged_model, monkeypatch, caplog, options, said):
@@ -143,7 +142,6 @@ WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
         ({"enable_adaptive_verification": True}, {}, "cannot serve enable_adaptive_verification"),
         ({}, WATERMARK, "cannot serve a watermark_config"),
         (DRAWN, {}, "mars_theta=0.9 and draft_sample_method='probabilistic' do not go together"),
-        ({**DRAWN, "mars_shadow": [0.8]}, {}, "mars_shadow and draft_sample_method='probab"),
     ],
 )
 def test_bad_options_fail_before_a_model_is_loaded(packaged_model, changes, options, message):

@@ -184,8 +184,6 @@ def test_what_is_in_force():
     assert in_force(options_of(params(), BOUND), BOUND) == {"max_loss": 0.5}
     assert in_force(options_of(params(mars_max_loss=0.1), BOUND), BOUND) == {"max_loss": 0.1}
     assert in_force(options_of(params(mars_price=1), BOUND), BOUND) == {"price": 1.0}
-    shadow = MarsConfig(theta=0.9, shadow=(0.8,))
-    assert in_force(options_of(params(mars_theta=0.95), shadow), shadow) == {"theta": 1.0}
 
 
 @pytest.mark.parametrize(("value", "wanted"), [(True, True), (1, True), (False, False), (0, False)])

@@ -45,9 +45,6 @@ _RENAMED = {
     "mars_gap_max": "mars_limit",
     "mars_price_max": "mars_limit",
     "mars_max_relaxed_share": "mars_max_loss",
-    "mars_shadow_thetas": "mars_shadow",
-    "mars_shadow_gaps": "mars_shadow",
-    "mars_shadow_prices": "mars_shadow",
 }
 
 # A start and an end token: ids, or, as a user may write them, their text. Without an end the span
@@ -88,8 +85,6 @@ class MarsConfig:
         loss_burst: nats that a request may lose beyond that, in [0, 16384].
         logprobs: "target" leaves the logprobs of answers as they are; "sampled" makes that of each
             token which a request sampled the one under what was served.
-        shadow: values of the rule, in any order. With any, verification is strict, and what each
-            of them would have accepted is counted.
         thinking: ids of the tokens that begin and end the thinking section; filled in by the front
             end where `scope` asks for it.
 
@@ -110,7 +105,6 @@ class MarsConfig:
     max_loss: float | None = None
     loss_burst: float = 2.0
     logprobs: Literal["target", "sampled"] = "target"
-    shadow: tuple[float, ...] = ()
     thinking: tuple[int, int] | None = dataclasses.field(default=None, metadata=_RESOLVED)
 
     def __post_init__(self) -> None:
@@ -143,14 +137,6 @@ class MarsConfig:
                 "such as 2, or name a mars_price."
             )
         self._check_repeat_guard()
-        if not isinstance(self.shadow, list | tuple):
-            raise ValueError(
-                f"mars_shadow={self.shadow!r} is not a list of values of the rule, such as "
-                "[0.84, 0.88, 0.92]; [] switches the shadow mode off."
-            )
-        for value in self.shadow:
-            check_value(self.rule, value, "mars_shadow")
-        object.__setattr__(self, "shadow", tuple(sorted(set(map(float, self.shadow)))))
 
     def _check_rule(self) -> None:
         given = [rule for rule in RULES if getattr(self, rule) is not None]
@@ -210,11 +196,6 @@ class MarsConfig:
         return self.value if self.limit is None else float(self.limit)
 
     @property
-    def is_shadow(self) -> bool:
-        """Whether verification is strict and counts what the values of `shadow` would accept."""
-        return bool(self.shadow)
-
-    @property
     def repeat_ngram(self) -> int:
         """Tokens of an n-gram that no relaxed token may complete again; 0 for no guard."""
         if self.repeat_guard is None:
@@ -225,13 +206,12 @@ class MarsConfig:
     def lossy(self) -> bool:
         """Whether the output can differ from vLLM's own for a request that chooses nothing."""
         is_strict = self.value == STRICT_VALUE[self.rule] or (self.sets_price and not self.max_loss)
-        return not is_strict and not self.is_shadow
+        return not is_strict
 
     @property
     def clients_may_relax(self) -> bool:
         """Whether a request can choose lossy verification for itself."""
-        may = self.client_control and not self.is_shadow
-        return may and self.limit_value != STRICT_VALUE[self.rule]
+        return self.client_control and self.limit_value != STRICT_VALUE[self.rule]
 
     def to_json(self) -> dict[str, Any]:
         """The options as plain JSON, of which `MarsConfig(**options)` makes them again."""

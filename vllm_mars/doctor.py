@@ -272,7 +272,7 @@ def _rule(told: dict[str, Any] | None) -> Finding:
     if _is_strict(told):
         return Finding(
             "note",
-            f"in force: {rule}, which is strict (by choice, or in shadow mode): nothing is relaxed "
+            f"in force: {rule}, which is strict by choice: nothing is relaxed "
             "for a request that chooses nothing; mars_max_loss, such as 0.02, is lossy.",
         )
     return Finding("ok", f"in force: {rule}, lossy")

@@ -64,7 +64,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         params: the request's parameters; its `extra_args` may hold the option of the server's rule
             (`mars_theta`, `mars_gap` or `mars_price`), `mars_max_loss`, `mars_speculate`, and
             `mars_return`.
-        config: the server's options. In shadow mode the value is checked, but nothing is relaxed.
+        config: the server's options.
 
     Raises:
         ValueError: an unknown `mars_*` key, a bad value, or one that the server does not allow.
@@ -112,7 +112,7 @@ def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float]:
 
     Where the price follows what is left of a bound, that is named instead.
     """
-    if options.is_structured or config.is_shadow:
+    if options.is_structured:
         return {config.rule: STRICT_VALUE[config.rule]}
     if options.value == math.inf:
         return {"max_loss": options.max_loss}

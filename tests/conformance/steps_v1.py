@@ -17,7 +17,7 @@ LENGTHS = [3, 0, 5, 1]
 
 
 def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs"):
-    counters = Counters(CounterLayout(5, config.shadow, config.rule), CPU)
+    counters = Counters(CounterLayout(5), CPU)
     verification = Verification(config, list(protected), counters)
     # In these tests nobody enters the batch, so each place holds what the server's options say.
     requests = RequestsV1(config, 20_000, CPU)

@@ -111,16 +111,14 @@ def test_a_server_that_gains_nothing_warns_once():
     assert len(log.warnings) == 1
 
 
-def test_no_warning_where_something_is_gained_or_never_will_be():
+def test_no_warning_where_something_is_gained():
     many = {"verified": [9000] * 3}
-    shadow = CounterLayout(3, (0.9,))
     log = Log()
-    for layout, first in ((LAYOUT, counts_of(gained=[1], **many)), (shadow, counts_of(**many))):
-        logging = metrics.MarsLogging(layout)
-        for counts in (first, counts_of(**many)):
-            logging.observe(counts + [5] * (layout.size - LAYOUT.size), 600)
-            logging.log(log)
-    assert len(log.lines) == 4
+    logging = metrics.MarsLogging(LAYOUT)
+    for counts in (counts_of(gained=[1], **many), counts_of(**many)):
+        logging.observe(counts, 600)
+        logging.log(log)
+    assert len(log.lines) == 2
     assert log.warnings == []
 
 
@@ -204,13 +202,13 @@ def names_in(expression):
 
 
 def test_the_dashboard_and_the_page_ask_for_what_is_exported():
-    metrics.MarsProm(CounterLayout(3, (0.9,)), {0: ["m", "0"]}, max_loss=0.02)
+    metrics.MarsProm(CounterLayout(3), {0: ["m", "0"]}, max_loss=0.02)
     ours = {name for name, *_ in exported()}
     asked = set().union(*map(names_in, dashboard_queries()))
     told = names_in((DOCS / "metrics.md").read_text())
     assert asked | told <= ours | OF_VLLM
     assert {name.removesuffix("_total") for name in asked} >= NAMES
-    assert {name.removesuffix("_total") for name in told} >= {*NAMES, metrics.SHADOW}
+    assert {name.removesuffix("_total") for name in told} >= NAMES
 
 
 def test_promtool_parses_the_queries(tmp_path):

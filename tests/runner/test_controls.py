@@ -1,4 +1,4 @@
-"""Spans, bounds, the guard, the shadow mode and `mars_return` in real engines on a tiny model.
+"""Spans, bounds, the guard and `mars_return` in real engines on a tiny model.
 
 What `mars_return` says is held against the target itself: of greedy answers its positions are
 exactly those whose token is not the target's first choice.
@@ -14,7 +14,6 @@ from transformers import LlamaForCausalLM
 from engines import engine_in_process
 from promise import check_promise
 from vllm_mars import MarsConfig
-from vllm_mars.config import OPTION, STRICT_VALUE
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.sections import Sections
 
@@ -244,33 +243,3 @@ def test_no_relaxed_token_repeats_the_answer(engine, models, tmp_path):
             assert any(map(preferred, outputs))
             assert relaxed_repeats(outputs) == 0
         assert running.metrics("vllm:mars_refused_positions")["repeat",] > 0
-
-
-@pytest.mark.parametrize(
-    ("rule", "values"),
-    [
-        ("theta", [0.05, 0.5, 0.99]),
-        pytest.param("price", [8, 0.5, 0.001], marks=pytest.mark.nightly),
-    ],
-)
-def test_shadow_mode_is_strict_and_counts_what_others_would_accept(engine, rule, values):
-    """The thresholds from loose to nearly strict."""
-    with engine(mars_theta=1.0) as running:
-        strict = running.ask()
-        accepted = running.metrics("vllm:spec_decode_num_accepted_tokens")[()]
-    loosest = {OPTION[rule]: values[0]}
-    with engine(mars_shadow=values, **loosest) as running:
-        shadow = running.ask(extra_args=loosest)
-        counted = running.metrics("vllm:mars_shadow_accepted_tokens")
-        assert running.metrics("vllm:spec_decode_num_accepted_tokens")[()] == accepted
-        assert sum(running.metrics("vllm:mars_relaxed_tokens").values()) == 0
-    assert [out.token_ids for out in shadow] == [out.token_ids for out in strict]
-    assert returned(shadow[0]) == {rule: STRICT_VALUE[rule], **NOTHING}
-    by_value = [
-        sum(counted[f"{value:g}", str(position)] for position in range(3)) for value in values
-    ]
-    assert by_value == sorted(by_value, reverse=True)
-    assert by_value[0] > by_value[2] >= accepted > 0
-    # The first position does not depend on what is accepted before it: nearly strict, it is as
-    # strict verification has it, but for logits that nearly tie.
-    assert by_value[2] <= 1.2 * accepted

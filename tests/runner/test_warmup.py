@@ -62,7 +62,7 @@ class Engine:
     def __init__(self, config: MarsConfig, vocab: int, is_drawn: bool) -> None:
         self.vocab, self.is_drawn, self.config = vocab, is_drawn, config
         self.rng = np.random.default_rng(vocab)
-        counters = Counters(CounterLayout(K, (), config.rule), CPU)
+        counters = Counters(CounterLayout(K), CPU)
         self.verification = Verification(config, [2], counters)
         self.records = new_records(SLOTS, CPU)
         self.sections = Sections(config)

@@ -13,7 +13,7 @@ import prometheus_client
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.engine.transport import add_counts
-from vllm_mars.runner.counters import REASONS, UNIT, CounterLayout, layout_of
+from vllm_mars.runner.counters import REASONS, UNIT, CounterLayout
 from vllm_mars.runner.outputs import FIELD
 
 RELAXED = "vllm:mars_relaxed_tokens"
@@ -22,7 +22,6 @@ REFUSED = "vllm:mars_refused_positions"
 LOST = "vllm:mars_lost_nats"
 GAINED = "vllm:mars_gained_acceptance"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
-SHADOW = "vllm:mars_shadow_accepted_tokens"
 
 _HELP = {
     RELAXED: "Draft tokens that the rule accepted outright, by position.",
@@ -33,8 +32,6 @@ _HELP = {
     GAINED: "What the rule added to the probability of acceptance at verified positions: draft "
     "tokens gained, as expected before any draw.",
     ALLOWED: "mars_max_loss of this server: what an answer may lose per token, in nats.",
-    SHADOW: "Draft tokens that verification with this value would have accepted, as expected "
-    "before any draw, by position.",
 }
 # Verified positions without any gain after which the log warns. Were one in 200 gained, fewer than
 # one server in 100 would come this far without.
@@ -84,9 +81,6 @@ class MarsProm:
         add(REFUSED, layout.refused, {"reason": REASONS})
         add(LOST, layout.lost, {}, UNIT)
         add(GAINED, layout.gained, {}, UNIT)
-        if layout.shadow:
-            values = [f"{value:g}" for value in layout.shadow]
-            add(SHADOW, layout.shadowed, {layout.rule: values, **by_position}, UNIT)
         if max_loss is not None:
             gauge = gauge_class(
                 name=ALLOWED,
@@ -121,8 +115,8 @@ class MarsLogging:
         self._layout = layout
         self._counts = [0] * layout.size
         self._generated = 0
-        # Since the server's start; None once it has gained anything or warned, and in shadow mode.
-        self._inert: list[int] | None = None if layout.shadow else list(self._counts)
+        # Since the server's start; None once it has gained anything or warned.
+        self._inert: list[int] | None = list(self._counts)
 
     def observe(self, counts: list[int] | None, generated: int) -> None:
         """Adds an increase of the counts, if there is one, and of the generated tokens."""
@@ -192,7 +186,7 @@ def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
         config: the server's options.
     """
     prom = MarsProm(
-        layout_of(config, stat_logger.vllm_config.speculative_config),
+        CounterLayout(stat_logger.vllm_config.speculative_config.num_speculative_tokens),
         stat_logger.per_engine_labelvalues,
         config.max_loss,
         stat_logger._counter_cls,
@@ -214,7 +208,9 @@ def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
             and `log` are wrapped, on this instance alone.
         config: the server's options.
     """
-    logging = MarsLogging(layout_of(config, stat_logger.vllm_config.speculative_config))
+    logging = MarsLogging(
+        CounterLayout(stat_logger.vllm_config.speculative_config.num_speculative_tokens)
+    )
     log = stat_logger.log
 
     @functools.wraps(log)

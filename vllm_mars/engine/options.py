@@ -125,12 +125,7 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
 
 
 def _check_drawn(config: MarsConfig) -> None:
-    """Refuses what is not known where drafts are drawn: other rules' loss, others' acceptance."""
-    if config.is_shadow:
-        raise ValueError(
-            "mars_shadow and draft_sample_method='probabilistic' do not go together: what another "
-            "price would accept of drawn drafts is not counted; drop one of them."
-        )
+    """Refuses the rules whose loss on drawn drafts is not known."""
     if config.rule != "price" and (config.lossy or config.clients_may_relax):
         raise ValueError(
             f"{OPTION[config.rule]}={config.value:g} and draft_sample_method='probabilistic' do "

@@ -309,7 +309,7 @@ def family(config: dict[str, Any] | None) -> tuple[str, str, float]:
     Without a rule, or where a request cannot choose, the rule is "".
     """
     rules = [rule for rule, option in OPTION.items() if option in (config or {})]
-    fixed = {"mars_limit", "mars_shadow", "mars_client_control"}
+    fixed = {"mars_limit", "mars_client_control"}
     if config is None or len(rules) != 1 or fixed & config.keys():
         return json.dumps(config, sort_keys=True), "", 0.0
     (rule,) = rules

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import LOSS_BITS, REFUSALS, count_size, count_starts
 
-# One unit of lost nats, gained acceptance and shadow's accepted tokens.
+# One unit of lost nats and gained acceptance.
 UNIT = 2.0**-LOSS_BITS
 # Seconds between two copies from an accelerator.
 INTERVAL = 1.0
@@ -29,24 +28,16 @@ class CounterLayout:
 
     Args:
         num_speculative_tokens: K, the longest draft, >= 1.
-        shadow: values of the rule to count in shadow mode; none outside it.
-        rule: that they belong to.
 
     Attributes:
         verified, accepted, relaxed: K entries each, one per draft position.
         lost, gained: one entry each.
         refused: an entry per reason of `REASONS`.
-        shadowed: tokens that verification with each of `shadow` would have accepted, as expected
-            before the draw, in `UNIT`; K entries per value, one value after the other.
         size: number of entries.
     """
 
-    def __init__(
-        self, num_speculative_tokens: int, shadow: tuple[float, ...] = (), rule: str = "theta"
-    ) -> None:
+    def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = longest = num_speculative_tokens
-        self.shadow = shadow
-        self.rule = rule
         starts, end = count_starts(longest), count_size(longest)
         self.verified = slice(starts["verified"], starts["accepted"])
         self.accepted = slice(starts["accepted"], starts["relaxed"])
@@ -54,8 +45,7 @@ class CounterLayout:
         self.lost = slice(starts["lost"], starts["gained"])
         self.gained = slice(starts["gained"], starts["refused"])
         self.refused = slice(starts["refused"], end)
-        self.shadowed = slice(end, end + longest * len(shadow))
-        self.size: int = self.shadowed.stop
+        self.size = end
 
 
 class Counters:
@@ -134,13 +124,3 @@ class Counters:
         increase, self._taken = now - self._taken, now
         entries: list[int] = increase.tolist()
         return entries if any(entries) else None
-
-
-def layout_of(config: MarsConfig, speculative_config: Any) -> CounterLayout:
-    """Which counter is what in an engine.
-
-    Args:
-        config: its options.
-        speculative_config: vLLM's `SpeculativeConfig`.
-    """
-    return CounterLayout(speculative_config.num_speculative_tokens, config.shadow, config.rule)

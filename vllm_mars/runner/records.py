@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_mars.config import STRICT_VALUE, MarsConfig
+from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_BALANCE,
@@ -58,13 +58,13 @@ def record_of(
 
     Args:
         options: what the request chose.
-        config: the server's options. In shadow mode nothing is relaxed.
+        config: the server's options.
         num_output_tokens: that it comes with. vLLM does not tell a request that comes back after a
             preemption from a new one, so what these lost is taken to be all that was allowed.
         is_greedy: whether its temperature is 0.
         is_drawn: whether its drafts are drawn from the draft's distribution.
     """
-    value = STRICT_VALUE[config.rule] if config.is_shadow else options.value
+    value = options.value
     rate, burst = loss_rate(options.max_loss), loss_units(config.loss_burst)
     lost = 0
     if num_output_tokens and options.max_loss < math.inf:

@@ -23,7 +23,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts
-from vllm_mars.runner.counters import Counters, layout_of
+from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v1 import RequestsV1
@@ -178,8 +178,6 @@ class MarsRejectionSampler(RejectionSampler):
         requests, blocked = self.requests.step(drafts)
         account = verification.account(batch, device, self.requests.returns(batch))
         temperature = sampling_metadata.temperature
-        if verification.config.is_shadow:
-            verification.count_shadow(drafts, blocked, (temperature == 0).tolist())
 
         def clip(prices: torch.Tensor) -> Clipped:
             return clip_rows(
@@ -268,7 +266,7 @@ def install(runner: Any, config: MarsConfig) -> None:
     verification = Verification(
         config,
         protected_token_ids(config, runner.model_config),
-        Counters(layout_of(config, spec_config), runner.device),
+        Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
     )
     runner.rejection_sampler = MarsRejectionSampler(
         own.sampler, spec_config, runner.device, verification, requests

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sam
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts
-from vllm_mars.runner.counters import Counters, layout_of
+from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
@@ -127,7 +127,6 @@ class MarsRejectionSamplerV2(RejectionSampler):
         if not samples.any():
             output = verification.accept(drafts, requests, blocked, returns)
             return processed, output.output_token_ids, output.num_accepted
-        verification.count_shadow(drafts, blocked, (~samples).tolist())
         rule, kernels = verification.rule(drafts.logits), verification.kernels(logits.device)
         account = verification.account(len(samples), logits.device, returns)
         temperature = states.temperature.gpu
@@ -208,7 +207,7 @@ def install(runner: Any, config: MarsConfig) -> None:
     verification = Verification(
         config,
         protected_token_ids(config, runner.model_config),
-        Counters(layout_of(config, spec_config), runner.device),
+        Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
         backend="triton",
     )
     runner.rejection_sampler = MarsRejectionSamplerV2(

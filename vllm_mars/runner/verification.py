@@ -9,7 +9,6 @@ import torch
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import Account, Drafts, Requests, Rule, VerifyOutput, loss_units
 from vllm_mars.runner.counters import Counters
-from vllm_mars.runner.shadow import count_shadow, without_bonus_rows
 from vllm_mars.verify import Backend, kernels_of, resolve_backend
 
 # Of the value that the log names, by rule.
@@ -101,20 +100,9 @@ class Verification:
         """
         rule, device = self.rule(drafts.logits), drafts.logits.device
         batch = drafts.cu_num_draft_tokens.shape[0]
-        self.count_shadow(drafts, blocked, [True] * batch)
         account = self.account(batch, device, returns)
         output: VerifyOutput = self.kernels(device).accept(drafts, requests, rule, blocked, account)
         return output
-
-    def count_shadow(self, drafts: Drafts, blocked: Any, is_greedy: list[bool]) -> None:
-        """Counts what the other values would have accepted, in shadow mode."""
-        if not self.config.is_shadow or not len(drafts.draft_token_ids):
-            return
-        rows = without_bonus_rows(drafts)
-        if isinstance(blocked, torch.Tensor):
-            blocked = blocked[: len(drafts.draft_token_ids)]
-            blocked = (blocked if rows is drafts else blocked[rows.target_rows]).tolist()
-        count_shadow(self.counters, rows, self.rule(drafts.logits), blocked, is_greedy)
 
     def log_start(self, logger: Logger, runner: str, device: torch.device) -> None:
         """Logs once, on the first tensor-parallel rank, what verification this engine does."""
@@ -144,8 +132,6 @@ class Verification:
         return f"{rule}, {bound}"
 
     def _loss(self) -> str:
-        if self.config.is_shadow:
-            return "shadow mode: the output is lossless (strict), other values are counted."
         if self.config.lossy:
             return "the output is LOSSY: it can differ from the target's own."
         if self.config.clients_may_relax:
