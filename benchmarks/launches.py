@@ -6,7 +6,6 @@ it is the verification alone. A line of JSON for each case also tells what waits
 which is an error, and what vLLM's own sampler launches for the same batch. With -v come the names.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -105,56 +104,11 @@ def _parameters(case: str, kind: str) -> list[Any]:
 
 
 def _verification(config: Any) -> Any:
+    from vllm_mars.kernels import accept
     from vllm_mars.runner.counters import CounterLayout, Counters
     from vllm_mars.runner.verification import Verification
 
-    return Verification(config, [2], Counters(CounterLayout(K), META))
-
-
-def step_v1(config: Any, case: str, kind: str) -> Callable[[], Any]:
-    """A step of V1's sampler, of vLLM's own where there is no config."""
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.logits_processor.interface import BatchUpdate
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-    from vllm_mars import MarsRejectionSampler
-    from vllm_mars.runner.requests_v1 import RequestsV1
-
-    outputs = [[1, 2, 3] for _ in range(BATCH)]
-    metadata = SpecDecodeMetadata.make_dummy([[1] * K] * BATCH, META)
-    unused = dict.fromkeys(field.name for field in dataclasses.fields(SamplingMetadata))
-    given = {
-        "temperature": torch.empty(BATCH, device=META),
-        "all_greedy": kind == "greedy",
-        "all_random": kind == "sampled",
-        "generators": {},
-        "no_penalties": True,
-        "output_token_ids": outputs,
-        "bad_words_token_ids": {},
-        "logitsprocs": LogitsProcessors(),
-    }
-    sampling = SamplingMetadata(**{**unused, **given})
-    sampler: Any = RejectionSampler(Sampler(), SPEC_CONFIG, META)
-    if config is not None:
-        requests = RequestsV1(config, BATCH, META)
-        added = [
-            (place, params, [5, 7], outputs[place])
-            for place, params in enumerate(_parameters(case, kind))
-        ]
-        requests.update_state(BatchUpdate(BATCH, removed=[], added=added, moved=[]))
-        verification = _verification(config)
-        sampler = MarsRejectionSampler(Sampler(), SPEC_CONFIG, META, verification, requests)
-    logits = _ids(BATCH * (K + 1), VOCAB, dtype=torch.bfloat16)
-
-    def step() -> Any:
-        for output in outputs:
-            output += [1, 2]
-        return sampler(metadata, None, logits, sampling)
-
-    return step
+    return Verification(config, [2], Counters(CounterLayout(K), META), accept)
 
 
 @functools.cache
@@ -164,7 +118,7 @@ def _vllm_config() -> Any:
     return VllmConfig()
 
 
-def step_v2(config: Any, case: str, kind: str) -> Callable[[], Any]:
+def step_of(config: Any, case: str, kind: str) -> Callable[[], Any]:
     """The verification of a step of Model Runner V2, by vLLM's own sampler without a config."""
     import numpy as np
     from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -197,7 +151,7 @@ def step_v2(config: Any, case: str, kind: str) -> Callable[[], Any]:
 
 
 def count_all() -> Iterator[dict[str, Any]]:
-    """A row for each runner, case and kind of batch."""
+    """A row for each case and kind of batch."""
     from vllm.platforms import current_platform
 
     from vllm_mars import MarsConfig
@@ -213,11 +167,10 @@ def count_all() -> Iterator[dict[str, Any]]:
         # A CPU has operations of its own.
         mock.patch.object(current_platform, "is_cpu", lambda: False),
     ):
-        steps = {"v1": step_v1, "v2": step_v2}
-        for (runner, step), case, kind in itertools.product(steps.items(), CASES, TEMPERATURES):
-            of_vllm, _ = count(counted, step(None, case, kind))
-            launched, waited = count(counted, step(MarsConfig(**CASES[case]), case, kind))
-            row = {"runner": runner, "case": f"{case}, {kind}", "launches": len(launched)}
+        for case, kind in itertools.product(CASES, TEMPERATURES):
+            of_vllm, _ = count(counted, step_of(None, case, kind))
+            launched, waited = count(counted, step_of(MarsConfig(**CASES[case]), case, kind))
+            row = {"case": f"{case}, {kind}", "launches": len(launched)}
             yield {**row, "syncs": len(waited), "vllm": len(of_vllm), "names": launched}
 
 

@@ -46,6 +46,7 @@ def samplers() -> dict[str, Any]:
     from vllm.v1.sample.sampler import Sampler
 
     from vllm_mars import MarsConfig, MarsRejectionSampler
+    from vllm_mars.kernels import cpu
     from vllm_mars.runner.counters import CounterLayout, Counters
     from vllm_mars.runner.cpu_kernels import mend
     from vllm_mars.runner.requests_v1 import RequestsV1
@@ -58,8 +59,8 @@ def samplers() -> dict[str, Any]:
 
     def sampler(config: MarsConfig) -> MarsRejectionSampler:
         counters = Counters(CounterLayout(NUM_DRAFT_TOKENS), device)
-        verification = Verification(config, [0, 1, 2], counters)
-        requests = RequestsV1(config, most, device)
+        verification = Verification(config, [0, 1, 2], counters, cpu)
+        requests = RequestsV1(config, most)
         return MarsRejectionSampler(Sampler(), None, device, verification, requests)
 
     mars = sampler(MarsConfig(price=PRICE, repeat_guard=0))

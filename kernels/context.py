@@ -4,7 +4,7 @@
 what repeats an answer. One program serves one request. It takes in the tokens that were committed
 since its last step, walks through the drafts, and compares the n-grams that end with them with
 those of the answer's last `GUARD_WINDOW` tokens, which it keeps in a ring on the device: a step
-reads only the new tokens from where vLLM keeps them, on Model Runner V2 the host's memory.
+reads only the new tokens from where Model Runner V2 keeps them, the host's memory.
 """
 
 from typing import NamedTuple
@@ -41,19 +41,6 @@ class ContextState(NamedTuple):
     held: torch.Tensor
     is_structured: torch.Tensor
     ring: torch.Tensor
-
-
-class NewTokens(NamedTuple):
-    """Where the tokens are that a request has got since its last step.
-
-    Attributes:
-        tokens: int32; of Model Runner V2 `[S, max_model_len]`, all of a slot's tokens; else `[n]`,
-            the new ones of all requests.
-        ends: int32 `[batch]`, inclusive prefix sum of their numbers; None for V2's.
-    """
-
-    tokens: torch.Tensor
-    ends: torch.Tensor | None
 
 
 def new_state(num_slots: int, has_guard: bool, device: torch.device) -> ContextState:
@@ -94,7 +81,7 @@ def _token_at(index, wanted, ring_ptr, num_answer, draft_ptr, WINDOW: tl.constex
     do_not_specialize=["tokens_stride", "table_size", "think_start", "think_end"],
     do_not_specialize_on_alignment=[
         *("blocked_ptr", "state_ptr", "scanned_ptr", "held_ptr", "is_structured_ptr", "ring_ptr"),
-        *("slots_ptr", "tokens_ptr", "ends_ptr", "produced_ptr", "prompt_len_ptr"),
+        *("slots_ptr", "tokens_ptr", "total_len_ptr", "prompt_len_ptr"),
         *("draft_token_ids_ptr", "cu_num_draft_tokens_ptr", "opens_ptr", "closes_ptr"),
     ],
 )
@@ -109,16 +96,15 @@ def context_kernel(
     ring_ptr,
     # [batch]
     slots_ptr,
-    # See `NewTokens`
+    # [S, max_model_len], all of a slot's tokens
     tokens_ptr,
     tokens_stride,
-    ends_ptr,
-    # [batch]; on V2 all tokens by slot, less the prompt's
-    produced_ptr,
+    # By slot
+    total_len_ptr,
     prompt_len_ptr,
-    # [num_draft]
+    # [num_rows]: a row's draft token stands one entry behind it, and a request's last row has none
     draft_token_ids_ptr,
-    # [batch], inclusive prefix sum
+    # [batch], inclusive prefix sum of the rows
     cu_num_draft_tokens_ptr,
     # [table_size]
     opens_ptr,
@@ -131,8 +117,6 @@ def context_kernel(
     # Tokens of an n-gram; 0 for no guard.
     LENGTH: tl.constexpr,
     WINDOW: tl.constexpr,
-    # As in `Drafts`: a row's draft token stands one entry behind it, and the last row has none.
-    IS_V2: tl.constexpr,
     DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -140,34 +124,23 @@ def context_kernel(
     slot = tl.load(slots_ptr + request).to(tl.int64)
     end = tl.load(cu_num_draft_tokens_ptr + request)
     start = tl.load(cu_num_draft_tokens_ptr + request - 1, mask=request > 0, other=0)
-    draft_ptr = draft_token_ids_ptr + start
-    num_draft = end - start
+    draft_ptr = draft_token_ids_ptr + start + 1
+    num_draft = end - start - 1
     ring_ptr += slot * WINDOW
+    total = tl.load(total_len_ptr + slot)
+    prompt_len = tl.load(prompt_len_ptr + slot)
+    num_answer = total - prompt_len
+    # Token i of prompt and output.
+    base_ptr = tokens_ptr + slot * tokens_stride
     state = tl.load(state_ptr + slot)
-    if IS_V2:
-        draft_ptr += 1
-        num_draft -= 1
-        total = tl.load(produced_ptr + slot)
-        prompt_len = tl.load(prompt_len_ptr + slot)
-        num_answer = total - prompt_len
-        # Token i of prompt and output.
-        base_ptr = tokens_ptr + slot * tokens_stride
-        scanned = tl.load(scanned_ptr + slot)
-        held = tl.load(held_ptr + slot)
-        # Where tokens were taken back, all are taken in again.
-        state = tl.where(scanned > total, 0, state)
-        scanned = tl.where(scanned > total, 0, scanned)
-        held = tl.where(held > total, prompt_len, held)
-    else:
-        num_answer = tl.load(produced_ptr + request)
-        prompt_len = 0
-        total = num_answer
-        first_new = tl.load(ends_ptr + request - 1, mask=request > 0, other=0)
-        num_new = tl.load(ends_ptr + request) - first_new
-        # Token i of the output, of which the last `num_new` lie there.
-        base_ptr = tokens_ptr + first_new - (total - num_new)
-        scanned = total - num_new
-        held = scanned
+    scanned = tl.load(scanned_ptr + slot)
+    held = tl.load(held_ptr + slot)
+    # Where tokens were taken back, all are taken in again.
+    state = tl.where(scanned > total, 0, state)
+    scanned = tl.where(scanned > total, 0, scanned)
+    held = tl.where(held > total, prompt_len, held)
+    # All warps have loaded what one of them stores below.
+    tl.debug_barrier()
 
     if HAS_MARKERS:
         for i in range(scanned, total):
@@ -183,9 +156,8 @@ def context_kernel(
             tl.store(ring_ptr + (index - prompt_len) % WINDOW, tokens, mask=index < total)
         # What was stored is read below by other threads.
         tl.debug_barrier()
-    if IS_V2:
-        tl.store(scanned_ptr + slot, total)
-        tl.store(held_ptr + slot, total)
+    tl.store(scanned_ptr + slot, total)
+    tl.store(held_ptr + slot, total)
 
     is_structured = tl.load(is_structured_ptr + slot) != 0
     for first in range(0, num_draft, DRAFTS):
@@ -225,7 +197,7 @@ def context_kernel(
 
 def blocked_positions(
     state: ContextState,
-    new: NewTokens,
+    tokens: torch.Tensor,
     requests: Requests,
     drafts: Drafts,
     markers: Markers,
@@ -235,17 +207,16 @@ def blocked_positions(
 
     Args:
         state: of all slots.
-        new: the requests' new tokens.
-        requests: of the step.
-        drafts: the step's, in either layout; the logits are not read.
+        tokens: int32 `[S, max_model_len]`, prompt and output of each slot.
+        requests: of the step, with the lengths of these.
+        drafts: the step's, in V2's layout; the logits are not read.
         markers: of the engine.
         ngram: tokens of an n-gram that must not be repeated; 0 for no guard.
 
     Returns:
-        int8 `[num_draft]`, a `Verdict` where a row's draft token must stay strict, else 0; in V2's
-        layout a bonus row's entry is not written.
+        int8 `[num_rows]`, a `Verdict` where a row's draft token must stay strict, else 0; a bonus
+        row's entry is not written.
     """
-    is_v2 = drafts.bonus_row_is_last
     blocked = torch.empty(
         drafts.draft_token_ids.shape[0], dtype=torch.int8, device=state.state.device
     )
@@ -253,10 +224,9 @@ def blocked_positions(
         blocked,
         *state,
         requests.slots,
-        new.tokens,
-        new.tokens.stride(0),
-        new.ends,
-        requests.total_len if is_v2 else requests.produced,
+        tokens,
+        tokens.stride(0),
+        requests.total_len,
         requests.prompt_len,
         drafts.draft_token_ids,
         drafts.cu_num_draft_tokens,
@@ -268,7 +238,6 @@ def blocked_positions(
         ONLY_THINKING=markers.only_thinking,
         LENGTH=ngram,
         WINDOW=state.ring.shape[1],
-        IS_V2=is_v2,
         DRAFTS=_DRAFTS,
         BLOCK=_BLOCK,
     )

@@ -1,4 +1,4 @@
-"""What a step of each sampler launches, counted on torch's meta device."""
+"""What a step of the sampler launches, counted on torch's meta device."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def rows():
-    """The rows by runner and case; a process of its own, in which vLLM takes its Triton kernels."""
+    """The rows by case; a process of its own, in which vLLM takes its Triton kernels."""
     child = subprocess.run(
         [sys.executable, "-m", "benchmarks.launches"],
         capture_output=True,
@@ -26,8 +26,8 @@ def rows():
     )
     assert child.returncode == 0, child.stderr[-2000:]
     lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
-    found = {(row["runner"], row["case"]): row for row in map(json.loads, lines)}
-    assert len(found) == 24
+    found = {row["case"]: row for row in map(json.loads, lines)}
+    assert len(found) == 12
     return found
 
 
@@ -47,20 +47,11 @@ def test_devices_must_not_mix():
 
 
 @pytest.mark.parametrize(
-    ("runner", "case", "most"),
-    [
-        ("v1", "theta", 2),
-        ("v1", "price", 2),
-        ("v1", "recommended", 4),
-        ("v1", "recommended, spans, own bounds", 4),
-        ("v2", "theta", 2),
-        ("v2", "price", 2),
-        ("v2", "recommended", 3),
-        ("v2", "recommended, spans, own bounds", 3),
-    ],
+    ("case", "most"),
+    [("theta", 2), ("price", 2), ("recommended", 3), ("recommended, spans, own bounds", 3)],
 )
-def test_greedy_steps(rows, runner, case, most):
-    row = rows[runner, f"{case}, greedy"]
+def test_greedy_steps(rows, case, most):
+    row = rows[f"{case}, greedy"]
     assert row["launches"] == most
     assert row["launches"] < row["vllm"]
 
@@ -69,15 +60,14 @@ def test_sampled_and_mixed_steps_cost_at_most_four_more_than_vllms(rows):
     more = {
         key: row["launches"] - row["vllm"]
         for key, row in rows.items()
-        if not key[1].endswith("greedy")
+        if not key.endswith("greedy")
     }
-    assert more["v1", "price, sampled"] == 1
-    assert more["v2", "price, sampled"] == 3
+    assert more["price, sampled"] == 3
     assert all(value <= 4 for value in more.values())
 
 
 def test_mixed_steps_cost_at_most_a_greedy_and_a_sampled_one(rows):
-    for (runner, case), row in rows.items():
-        if runner == "v2" and case.endswith("mixed"):
-            alone = [rows[runner, case.replace("mixed", kind)] for kind in ("greedy", "sampled")]
+    for case, row in rows.items():
+        if case.endswith("mixed"):
+            alone = [rows[case.replace("mixed", kind)] for kind in ("greedy", "sampled")]
             assert row["launches"] <= sum(one["launches"] for one in alone)

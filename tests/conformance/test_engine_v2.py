@@ -46,7 +46,7 @@ def test_draft_model(models):
     assert workload.finish_reasons(own, 0) == {"length", "stop"}
     assert (
         "Margin-aware verification (MARS) is on: mars_theta=1, no mars_max_loss, 1 protected "
-        "tokens, model runner V2, triton backend; the output is lossless" in mars["log"]
+        "tokens, model runner V2; the output is lossless" in mars["log"]
     )
     assert "Margin-aware" not in own["log"]
     relaxed = run(draft_model(models, **workload.RELAXED), [again], models, **options)

@@ -8,7 +8,7 @@ import torch
 
 from vllm_mars import verify_greedy
 from vllm_mars.kernels import accept, cpu
-from vllm_mars.kernels.context import NewTokens, blocked_positions, new_state
+from vllm_mars.kernels.context import blocked_positions, new_state
 from vllm_mars.kernels.terms import (
     NO_BOUND,
     Account,
@@ -144,15 +144,16 @@ def test_the_guard_equals_its_definition(length):
 
     zero = ids([0])
     records = Records(zero.float(), *(zero.long() for _ in range(4)))
-    drafts = Drafts(torch.empty(0, 0), ids(draft), ids([len(draft)]), max_draft_len=len(draft))
-    new = NewTokens(ids(answer), ids([length]))
+    # The token before the draft, and its bonus row.
+    inputs, ends = ids([answer[-1], *draft]), ids([len(draft) + 1])
+    drafts = Drafts(torch.empty(0, 0), inputs, ends, bonus_row_is_last=True)
     found = blocked_positions(
         new_state(1, True, DEVICE),
-        new,
-        Requests(records, zero, ids([length])),
+        ids([answer]),
+        Requests(records, zero, None, ids([length]), zero),
         drafts,
         Markers(zero, zero, (-1, -1), only_thinking=False),
         3,
     )
     expected = [Verdict.REPEAT * is_held for is_held in AnswerNgrams(3).repeated(answer, draft)]
-    assert found.tolist() == expected
+    assert found[:-1].tolist() == expected

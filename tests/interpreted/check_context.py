@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.context import ContextState, NewTokens, blocked_positions
+from vllm_mars.kernels.context import ContextState, blocked_positions
 from vllm_mars.kernels.terms import Drafts, Requests, Verdict
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.sections import Sections
@@ -42,7 +42,6 @@ class Batch:
         self.markers = sections.markers(CPU)
         self.prompts: dict[int, list[int]] = {}
         self.answers: dict[int, list[int]] = {}
-        self.seen = dict.fromkeys(range(SLOTS), 0)
         self.reasons: set[int] = set()
         for slot in range(SLOTS):
             self.begin(slot, int(self.rng.integers(0, 8)))
@@ -60,12 +59,7 @@ class Batch:
         self.state.scanned[slot] = len(known)
         self.state.held[slot] = len(self.prompts[slot])
 
-    def begin_v1(self, slot: int) -> None:
-        """V1's host hands all output tokens over."""
-        self.state.state[slot] = self.sections.advance(0, self.prompts[slot])
-        self.seen[slot] = 0
-
-    def step(self, is_v2: bool) -> None:
+    def step(self) -> None:
         rng = self.rng
         slots = rng.permutation(SLOTS)[:BATCH].tolist()
         drafts, expected = [], []
@@ -85,21 +79,18 @@ class Batch:
             expected.append(
                 [int(a or Verdict.REPEAT * b) for a, b in zip(reasons, repeats, strict=True)]
             )
-        found = (self.on_v2 if is_v2 else self.on_v1)(slots, drafts)
+        found = self.blocked(slots, drafts)
         assert found == expected
         self.reasons.update(reason for row in expected for reason in row)
         for slot in slots:
             if rng.random() < 0.1:
                 self.begin(slot, int(rng.integers(0, 40)))
-                self.begin_v1(slot) if not is_v2 else None
             elif rng.random() < 0.1:
                 del self.answers[slot][-2:]
-                if not is_v2 and len(self.answers[slot]) < self.seen[slot]:
-                    self.begin_v1(slot)
             else:
                 self.answers[slot] += self.tokens(int(rng.integers(0, 9)))
 
-    def on_v2(self, slots, drafts):
+    def blocked(self, slots, drafts):
         table = torch.full((SLOTS, CAPACITY), 1).int()
         prompt, total = torch.zeros((2, SLOTS)).int()
         for slot in range(SLOTS):
@@ -111,34 +102,12 @@ class Batch:
         ends = ids([len(draft) + 1 for draft in drafts]).cumsum(0).int()
         given = Drafts(torch.empty(0, 0), ids(rows), ends, bonus_row_is_last=True)
         blocked = blocked_positions(
-            self.state, NewTokens(table, None), requests, given, self.markers, self.ngram
+            self.state, table, requests, given, self.markers, self.ngram
         ).tolist()
         return [
             blocked[end - len(draft) - 1 : end - 1]
             for draft, end in zip(drafts, ends.tolist(), strict=True)
         ]
-
-    def on_v1(self, slots, drafts):
-        new, new_ends = [], []
-        for slot in slots:
-            new += self.answers[slot][self.seen[slot] :]
-            self.seen[slot] = len(self.answers[slot])
-            new_ends.append(len(new))
-        produced = ids([len(self.answers[slot]) for slot in slots])
-        requests = Requests(None, ids(slots), produced)
-        ends = ids([len(draft) for draft in drafts]).cumsum(0).int()
-        flat = [token for draft in drafts for token in draft]
-        given = Drafts(torch.empty(0, 0), ids(flat), ends)
-        blocked = blocked_positions(
-            self.state,
-            NewTokens(ids(new), ids(new_ends)),
-            requests,
-            given,
-            self.markers,
-            self.ngram,
-        ).tolist()
-        begins = [0, *ends.tolist()]
-        return [blocked[b:e] for b, e in zip(begins[:-1], begins[1:], strict=True)]
 
 
 def sections(which: str) -> Sections:
@@ -150,7 +119,6 @@ def sections(which: str) -> Sections:
     return Sections(MarsConfig(strict_spans=spans[:2], scope="reasoning", thinking=(7, 8)))
 
 
-@pytest.mark.parametrize("is_v2", [False, True])
 @pytest.mark.parametrize(
     ("which", "ngram", "window", "kinds", "reasons"),
     [
@@ -160,13 +128,10 @@ def sections(which: str) -> Sections:
         ("none", 4, 16, 3, {0, Verdict.STRUCTURED, Verdict.REPEAT}),
     ],
 )
-def test_equals_the_definitions(which, ngram, window, kinds, reasons, is_v2):
+def test_equals_the_definitions(which, ngram, window, kinds, reasons):
     batch = Batch(len(which) + ngram, kinds, sections(which), ngram, window)
-    if not is_v2:
-        for slot in range(SLOTS):
-            batch.begin_v1(slot)
     for _ in range(16):
-        batch.step(is_v2)
+        batch.step()
     assert batch.reasons == reasons
 
 
@@ -181,5 +146,5 @@ def test_answers_of_several_blocks(count):
         batch.answers[0], batch.state.is_structured[0] = answer, 0
         batch.state.held[0] = len(batch.prompts[0])
         expected = AnswerNgrams(4, 1_024).repeated(answer, draft)
-        (found,) = batch.on_v2([0], [draft])
+        (found,) = batch.blocked([0], [draft])
         assert found == [Verdict.REPEAT * is_repeat for is_repeat in expected]

@@ -59,10 +59,10 @@ def sample(name, requests, **layout):
     accept.settle(plan, step, requests, ids(1, 6), None, num_sampled)
 
 
-def look(requests, tokens, **layout):
+def look():
     markers = Markers(IDS, IDS, (3, 4), only_thinking=True)
     state = context.new_state(1, True, IDS.device)
-    context.blocked_positions(state, tokens, requests, drafts(**layout), markers, 4)
+    context.blocked_positions(state, ids(1, 9), V2, drafts(**LAST), markers, 4)
 
 
 def clip(draft, **options):
@@ -91,8 +91,7 @@ VARIANTS = {
     "accept_kernel, sampled V2": call(sample, "price", V2, **LAST),
     "settle_kernel": call(sample, "price", V1),
     "settle_kernel, V2": call(sample, "price", V2, **LAST),
-    "context_kernel": call(look, V1, context.NewTokens(IDS, ONE)),
-    "context_kernel, V2": call(look, V2, context.NewTokens(ids(1, 9), None), **LAST),
+    "context_kernel": call(look),
     "clip_kernel, V1": call(clip, torch.empty(2, VOCAB)),
     "clip_kernel, V2": call(
         clip, torch.empty(1, 2, VOCAB).half(), draft_rows=(IDS, IDS), temperature=torch.ones(1)

@@ -14,14 +14,13 @@ from triton.runtime import JITFunction
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import accept
 from vllm_mars.kernels.clip import clip_rows
-from vllm_mars.kernels.context import NewTokens, blocked_positions, new_state
+from vllm_mars.kernels.context import blocked_positions, new_state
 from vllm_mars.kernels.terms import Drafts, Requests
-from vllm_mars.runner import verification as verification_module
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.records import new_records
 from vllm_mars.runner.sections import Sections
 from vllm_mars.runner.verification import Verification
-from vllm_mars.runner.warmup import warm_up_v1, warm_up_v2
+from vllm_mars.runner.warmup import warm_up
 
 CPU = torch.device("cpu")
 # The longest draft; 16 lanes hold it and the bonus token, but 8 its beginning.
@@ -45,7 +44,6 @@ def compilations():
     with (
         mock.patch.object(triton.runtime.driver, "_active", driver),
         mock.patch.object(JITFunction, "_do_compile", compile_nothing),
-        mock.patch.object(verification_module, "resolve_backend", lambda *_: "triton"),
     ):
         yield found
 
@@ -63,7 +61,7 @@ class Engine:
         self.vocab, self.is_drawn, self.config = vocab, is_drawn, config
         self.rng = np.random.default_rng(vocab)
         counters = Counters(CounterLayout(K), CPU)
-        self.verification = Verification(config, [2], counters)
+        self.verification = Verification(config, [2], counters, accept)
         self.records = new_records(SLOTS, CPU)
         self.sections = Sections(config)
         self.context = new_state(SLOTS, config.repeat_ngram > 0, CPU)
@@ -78,7 +76,7 @@ class Engine:
         longest = int(self.rng.choice([0, 1, 3, 7, 8, K]))
         return self.rng.integers(0, longest + 1, self.rng.integers(1, SLOTS)).tolist()
 
-    def blocked(self, drafts: Drafts, requests: Requests, tokens: NewTokens):
+    def blocked(self, drafts: Drafts, requests: Requests, tokens: torch.Tensor):
         may_block = self.sections or self.config.repeat_ngram or self.rng.random() < 0.3
         if not may_block:
             return None
@@ -89,32 +87,7 @@ class Engine:
     def returns(self) -> dict[int, str]:
         return {0: "a request"} if self.rng.random() < 0.5 else {}
 
-    def step_v1(self) -> None:
-        lengths, dtype = self.lengths(), torch.bfloat16
-        batch, size = len(lengths), sum(lengths)
-        ids, ends = self.view(size), self.view(batch)
-        requests = Requests(self.records, self.view(batch), self.view(batch))
-        given = {"max_draft_len": max(lengths)}
-        rows = torch.zeros((size + batch, self.vocab), dtype=dtype)
-        drafts = Drafts(rows, ids, ends, self.view(size), bonus_rows=self.view(batch), **given)
-        tokens = NewTokens(self.view(5), self.view(batch))
-        blocked = self.blocked(drafts, requests, tokens)
-        kind = self.rng.choice(["raw", "processed", "sampled"])
-        if kind != "raw":
-            bonus, processed = self.view(batch, 1), torch.zeros((size, self.vocab))
-            drafts = Drafts(processed, ids, ends, bonus_token_ids=bonus, **given)
-        if kind != "sampled":
-            self.verification.accept(drafts, requests, blocked, self.returns())
-            return
-        q = torch.zeros_like(processed)
-
-        def clip(prices: torch.Tensor):
-            return clip_rows(processed, q, prices, backend="triton")
-
-        output = self.view(batch, max(lengths) + 1)
-        self.sample(drafts, requests, blocked, torch.zeros(batch), clip, output, None)
-
-    def step_v2(self) -> None:
+    def step(self) -> None:
         lengths, dtype = self.lengths(), torch.bfloat16
         batch, size = len(lengths), sum(lengths) + len(lengths)
         # A part of a batch over 1 GB begins in the middle of it.
@@ -129,7 +102,7 @@ class Engine:
         drafts = Drafts(
             rows, self.view(size), self.view(batch), max_draft_len=K, bonus_row_is_last=True
         )
-        tokens = NewTokens(self.view(SLOTS, 64), None)
+        tokens = self.view(SLOTS, 64)
         blocked = self.blocked(drafts, requests, tokens)
         if kind != "sampled":
             self.verification.accept(drafts, requests, blocked, self.returns())
@@ -167,18 +140,14 @@ class Engine:
         ({"max_loss": 0.02, "strict_spans": ((5, 6),)}, True),
     ],
 )
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_nothing_compiles_while_serving(runner, options, is_drawn, vocab):
+def test_nothing_compiles_while_serving(options, is_drawn, vocab):
     engine = Engine(MarsConfig(**options), vocab, is_drawn)
     logits = torch.zeros((2, vocab), dtype=torch.bfloat16)
     with compilations() as warm:
-        if runner == "v1":
-            warm_up_v1(engine.verification, logits, is_drawn)
-        else:
-            warm_up_v2(engine.verification, logits, K, is_drawn)
+        warm_up(engine.verification, logits, K, is_drawn)
     assert len(warm) <= 12
     with compilations() as found:
         for _ in range(60):
-            engine.step_v1() if runner == "v1" else engine.step_v2()
+            engine.step()
     assert found
     assert {name for name, _ in found - warm} == set()

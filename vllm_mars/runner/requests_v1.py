@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +9,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Drafts, Markers, Requests, Verdict
+from vllm_mars.kernels.terms import Drafts, Requests, Verdict
 from vllm_mars.requests import RequestOptions, options_of
 from vllm_mars.runner.records import new_records, record_of
 from vllm_mars.runner.repeats import AnswerNgrams
@@ -18,8 +17,6 @@ from vllm_mars.runner.sections import Sections
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-
-    from vllm_mars.kernels.context import ContextState
 
 
 @dataclass
@@ -55,10 +52,7 @@ class RequestsV1(LogitsProcessor):
     Args:
         config: the server's options.
         max_num_reqs: most requests of a batch.
-        device: device of the logits.
         request_ids: gives the ids of the batch's requests by place.
-        need_output_tokens: is told with each change of the batch whether its output lists must be
-            up to date when a step is verified.
         is_drawn: whether the engine's drafts are drawn from the draft's distribution.
     """
 
@@ -66,36 +60,22 @@ class RequestsV1(LogitsProcessor):
         self,
         config: MarsConfig,
         max_num_reqs: int,
-        device: torch.device,
         request_ids: Callable[[], Sequence[str]] = tuple,
-        need_output_tokens: Callable[[bool], object] = bool,
         is_drawn: bool = False,
     ) -> None:
         self._config = config
-        self._device = device
         self._request_ids = request_ids
-        self._need_output_tokens = need_output_tokens
         self.is_drawn = is_drawn
         self._sections = Sections(config)
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
         # The last slot is that of no request.
-        self._records = new_records(max_num_reqs + 1, device)
-        self._context: ContextState | None = None
-        if device.type != "cpu":
-            from vllm_mars.kernels.context import new_state
-
-            self._context = new_state(max_num_reqs + 1, config.repeat_ngram > 0, device)
+        self._records = new_records(max_num_reqs + 1, torch.device("cpu"))
         self._nobody = self._new_request(RequestOptions(config.value), True, (), [])
         self._nobody.slot = max_num_reqs
         self._write(self._nobody)
-        self._slots = self._to_device([max_num_reqs] * max_num_reqs)
+        self._slots = torch.full((max_num_reqs,), max_num_reqs)
         self._has_structured = self._has_returns = self._has_bound = False
-
-    @property
-    def needs_output_tokens(self) -> bool:
-        """Whether the output lists of the batch must be up to date when a step is verified."""
-        return bool(self._sections) or self._has_bound or self._config.repeat_ngram > 0
 
     def is_argmax_invariant(self) -> bool:
         """True: no logit changes."""
@@ -118,12 +98,11 @@ class RequestsV1(LogitsProcessor):
                 self._write(request)
         # A request keeps its record while it is in the batch; only the index follows its moves.
         places = range(self._nobody.slot)
-        self._slots = self._to_device([self._of_place(place).slot for place in places])
+        self._slots = torch.tensor([self._of_place(place).slot for place in places])
         options = [request.options for request in requests]
         self._has_structured = any(o.is_structured for o in options)
         self._has_returns = any(o.wants_return for o in options)
         self._has_bound = any(o.max_loss < float("inf") for o in options)
-        self._need_output_tokens(self.needs_output_tokens)
 
     def _enter(
         self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
@@ -148,14 +127,6 @@ class RequestsV1(LogitsProcessor):
         )
         for values, value in zip(self._records, record, strict=True):
             values[request.slot] = value
-        self._begin_context(request)
-
-    def _begin_context(self, request: _Request) -> None:
-        """Writes what is known of a request's tokens before its output."""
-        request.scanned = 0
-        if self._context is not None:
-            self._context.state[request.slot] = request.state
-            self._context.is_structured[request.slot] = int(request.options.is_structured)
 
     def _of_place(self, place: int) -> _Request:
         return self._requests.get(place, self._nobody)
@@ -176,42 +147,14 @@ class RequestsV1(LogitsProcessor):
             if request.scanned > len(request.output):
                 # A failed load of the KV cache took tokens back.
                 request.state = self._sections.advance(0, request.prompt)
-                self._begin_context(request)
+                request.scanned = 0
         has_context = self._sections or self._has_structured or self._config.repeat_ngram
         lengths = [len(request.output) for request in requests]
-        if self._context is not None and has_context:
-            return self._on_device(requests, lengths, drafts)
         slots = self._slots[:batch]
-        # Only a bound asks how long an answer is; without one it is not copied.
-        produced = self._to_device(lengths) if self._has_bound else slots
+        # Only a bound asks how long an answer is.
+        produced = torch.tensor(lengths) if self._has_bound else slots
         blocked = self._blocked(requests, drafts) if has_context else None
         return Requests(self._records, slots, produced), blocked
-
-    @cached_property
-    def _markers(self) -> Markers:
-        return self._sections.markers(self._device)
-
-    def _on_device(
-        self, requests: list[_Request], lengths: list[int], drafts: Drafts
-    ) -> tuple[Requests, torch.Tensor]:
-        """The same on an accelerator: one copy brings all that the host alone knows."""
-        from vllm_mars.kernels.context import NewTokens, blocked_positions
-
-        batch = len(requests)
-        tokens: list[int] = []
-        ends: list[int] = []
-        for request in requests:
-            tokens += request.output[request.scanned :]
-            request.scanned = len(request.output)
-            ends.append(len(tokens))
-        packed = self._to_device([*lengths, *ends, *tokens])
-        step = Requests(self._records, self._slots[:batch], packed[:batch])
-        new = NewTokens(packed[2 * batch :], packed[batch : 2 * batch])
-        assert self._context is not None, "on an accelerator"
-        blocked = blocked_positions(
-            self._context, new, step, drafts, self._markers, self._config.repeat_ngram
-        )
-        return step, blocked
 
     def returns(self, batch: int) -> dict[int, str]:
         """Ids of those of the first `batch` requests that want to know what was done."""
@@ -239,8 +182,3 @@ class RequestsV1(LogitsProcessor):
                     reasons[position] = reasons[position] or Verdict.REPEAT * is_repeat
             begin = end
         return reasons
-
-    def _to_device(self, values: Sequence[int]) -> torch.Tensor:
-        # New memory each time: an earlier copy may not have been made yet, with steps queued ahead.
-        pinned = torch.tensor(values, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        return pinned.to(self._device, non_blocking=True)

@@ -109,11 +109,11 @@ class RequestsV2(LogitsProcessor):
         requests = Requests(self._records, idx_mapping, None, total_len, prompt_len)
         has_structured = self._is_structured[idx_mapping_np].any()
         if self._sections or self._config.repeat_ngram or has_structured:
-            from vllm_mars.kernels.context import NewTokens, blocked_positions
+            from vllm_mars.kernels.context import blocked_positions
 
-            new = NewTokens(states.all_token_ids.gpu, None)
+            tokens = states.all_token_ids.gpu
             blocked = blocked_positions(
-                self._context, new, requests, drafts, self._markers, self._config.repeat_ngram
+                self._context, tokens, requests, drafts, self._markers, self._config.repeat_ngram
             )
         return requests, blocked
 

@@ -1,4 +1,4 @@
-"""Margin-aware rejection sampler for vLLM's V1 model runner."""
+"""Margin-aware rejection sampler for vLLM's V1 model runner, which serves on CPUs."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,15 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
+from vllm_mars.kernels import cpu
 from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts
 from vllm_mars.runner.counters import CounterLayout, Counters
+from vllm_mars.runner.cpu_kernels import mend
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v1 import RequestsV1
 from vllm_mars.runner.verification import Verification, log_ratios, require_own_sampler
-from vllm_mars.runner.warmup import warm_up_v1
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -63,7 +64,6 @@ class MarsRejectionSampler(RejectionSampler):
         super().__init__(sampler, spec_config, device)
         self.verification = verification
         self.requests = requests
-        self._is_warm = False
 
     def forward(
         self,
@@ -84,9 +84,6 @@ class MarsRejectionSampler(RejectionSampler):
             vLLM's SamplerOutput: `sampled_token_ids` is `[batch, max_spec_len + 1]` int32, -1 after
             the last emitted token.
         """
-        if not self._is_warm:
-            warm_up_v1(self.verification, logits, self.requests.is_drawn)
-            self._is_warm = True
         if takes_raw_logits(sampling_metadata):
             drafts = Drafts(
                 logits,
@@ -173,21 +170,17 @@ class MarsRejectionSampler(RejectionSampler):
         sampling_metadata: SamplingMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         verification, device = self.verification, drafts.logits.device
-        rule, kernels = verification.rule(drafts.logits), verification.kernels(device)
+        rule = verification.rule(drafts.logits)
         batch = drafts.cu_num_draft_tokens.shape[0]
         requests, blocked = self.requests.step(drafts)
         account = verification.account(batch, device, self.requests.returns(batch))
         temperature = sampling_metadata.temperature
 
         def clip(prices: torch.Tensor) -> Clipped:
-            return clip_rows(
-                drafts.logits, draft_probs, prices, backend=verification.backend_on(device)
-            )
+            return clip_rows(drafts.logits, draft_probs, prices, backend="torch")
 
         is_drawn = draft_probs is not None
-        plan = kernels.plan(
-            drafts, requests, rule, temperature, blocked, clip if is_drawn else None
-        )
+        plan = cpu.plan(drafts, requests, rule, temperature, blocked, clip if is_drawn else None)
         output_token_ids = rejection_sample(
             metadata.draft_token_ids,
             metadata.num_draft_tokens,
@@ -199,7 +192,7 @@ class MarsRejectionSampler(RejectionSampler):
             sampling_metadata,
             use_fp64_gumbel=self.use_fp64_gumbel,
         )
-        kernels.settle(plan, drafts, requests, output_token_ids, account)
+        cpu.settle(plan, drafts, requests, output_token_ids, account)
         return output_token_ids, account.table
 
 
@@ -242,24 +235,18 @@ def install(runner: Any, config: MarsConfig) -> None:
     if own is None:
         return
     require_own_sampler(own, RejectionSampler)
-    if current_platform.is_cpu():
-        from vllm_mars.runner.cpu_kernels import mend
-
-        mend()
-    others_need_output_tokens = runner.input_batch.logitsprocs_need_output_token_ids
-
-    def need_output_tokens(needed: bool) -> None:
-        # With asynchronous scheduling vLLM fills the lists in only where somebody reads them.
-        batch = runner.input_batch
-        batch.logitsprocs_need_output_token_ids = others_need_output_tokens or needed
-
+    if not current_platform.is_cpu():
+        raise NotImplementedError(
+            f"rejection_sample_method='mars' needs vLLM's Model Runner V2 on "
+            f"{current_platform.device_name}, but this engine runs V1, which MARS serves on CPUs "
+            "alone; set VLLM_USE_V2_MODEL_RUNNER=1, or drop what V2 does not serve."
+        )
+    mend()
     spec_config = runner.speculative_config
     requests = RequestsV1(
         config,
         runner.max_num_reqs,
-        runner.device,
         lambda: runner.input_batch.req_ids,
-        need_output_tokens,
         getattr(spec_config, "draft_sample_method", None) == "probabilistic",
     )
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
@@ -267,9 +254,10 @@ def install(runner: Any, config: MarsConfig) -> None:
         config,
         protected_token_ids(config, runner.model_config),
         Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
+        cpu,
     )
     runner.rejection_sampler = MarsRejectionSampler(
         own.sampler, spec_config, runner.device, verification, requests
     )
     attach_counters(runner, verification)
-    verification.log_start(logger, "V1", runner.device)
+    verification.log_start(logger, "V1")

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from vllm_mars.config import MarsConfig
+from vllm_mars.kernels import accept
 from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts
 from vllm_mars.runner.counters import CounterLayout, Counters
@@ -17,7 +18,7 @@ from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
 from vllm_mars.runner.verification import Verification, log_ratios, require_own_sampler
-from vllm_mars.runner.warmup import warm_up_v2
+from vllm_mars.runner.warmup import warm_up
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -38,7 +39,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         sampler: vLLM's V2 sampler.
         spec_config: vLLM's speculative config.
         device: device of the logits.
-        verification: of the engine; this runner's always runs the Triton kernels.
+        verification: of the engine, by the Triton kernels.
         requests: the requests in the runner's slots.
     """
 
@@ -95,7 +96,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         vocab = logits.shape[1] if draft_logits is None else draft_logits.shape[-1]
         if not self._is_warm:
             rows, longest = logits[:, :vocab], self.num_speculative_steps
-            warm_up_v2(self.verification, rows, longest, self.requests.is_drawn)
+            warm_up(self.verification, rows, longest, self.requests.is_drawn)
             self._is_warm = True
         drafts = Drafts(
             logits[:, :vocab],
@@ -127,7 +128,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         if not samples.any():
             output = verification.accept(drafts, requests, blocked, returns)
             return processed, output.output_token_ids, output.num_accepted
-        rule, kernels = verification.rule(drafts.logits), verification.kernels(logits.device)
+        rule = verification.rule(drafts.logits)
         account = verification.account(len(samples), logits.device, returns)
         temperature = states.temperature.gpu
 
@@ -142,9 +143,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             )
 
         is_drawn = draft_logits is not None
-        plan = kernels.plan(
-            drafts, requests, rule, temperature, blocked, clip if is_drawn else None
-        )
+        plan = accept.plan(drafts, requests, rule, temperature, blocked, clip if is_drawn else None)
         sampled, num_sampled = rejection_sample(
             plan.clipped.logits if is_drawn else processed,
             draft_logits,
@@ -159,7 +158,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             self.num_speculative_steps,
             use_fp64=self.sampler.use_fp64_gumbel,
         )
-        kernels.settle(plan, drafts, requests, sampled, account, num_sampled)
+        accept.settle(plan, drafts, requests, sampled, account, num_sampled)
         if verification.config.logprobs == "sampled":
             rows = torch.arange(logits.shape[0], device=logits.device)
             request = torch.searchsorted(cu_num_logits, rows, right=True) - 1
@@ -208,10 +207,10 @@ def install(runner: Any, config: MarsConfig) -> None:
         config,
         protected_token_ids(config, runner.model_config),
         Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
-        backend="triton",
+        accept,
     )
     runner.rejection_sampler = MarsRejectionSamplerV2(
         own.sampler, spec_config, runner.device, verification, requests
     )
     attach_counters(runner, verification)
-    verification.log_start(logger, "V2", runner.device)
+    verification.log_start(logger, "V2")

@@ -9,7 +9,6 @@ import torch
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import Account, Drafts, Requests, Rule, VerifyOutput, loss_units
 from vllm_mars.runner.counters import Counters
-from vllm_mars.verify import Backend, kernels_of, resolve_backend
 
 # Of the value that the log names, by rule.
 _UNITS = {"theta": "", "gap": " nats", "price": " nats per token"}
@@ -34,7 +33,8 @@ class Verification:
         config: the options.
         protected_token_ids: tokens at which verification stays strict.
         counters: where positions are counted.
-        backend: "triton", "torch", or "auto": Triton on an accelerator, torch on a CPU.
+        kernels: the module with `accept`, `plan` and `settle`, `accept` or `cpu` of
+            `vllm_mars.kernels`.
 
     Attributes:
         returned: what requests want to know of the steps since it was last emptied.
@@ -45,22 +45,14 @@ class Verification:
         config: MarsConfig,
         protected_token_ids: list[int],
         counters: Counters,
-        backend: Backend = "auto",
+        kernels: ModuleType,
     ) -> None:
         self.config = config
         self.protected_token_ids = protected_token_ids
         self.counters = counters
-        self.backend = backend
+        self.kernels = kernels
         self.returned: list[Returned] = []
         self._protected: torch.Tensor | None = None
-
-    def kernels(self, device: torch.device) -> ModuleType:
-        """The module with `accept`, `plan` and `settle` for a device."""
-        return kernels_of(self.backend_on(device), device.type)
-
-    def backend_on(self, device: torch.device) -> str:
-        """The backend, "torch" or "triton", for a device."""
-        return resolve_backend(self.backend, device.type)
 
     def rule(self, logits: torch.Tensor) -> Rule:
         """The rule on logits of this width.
@@ -101,22 +93,20 @@ class Verification:
         rule, device = self.rule(drafts.logits), drafts.logits.device
         batch = drafts.cu_num_draft_tokens.shape[0]
         account = self.account(batch, device, returns)
-        output: VerifyOutput = self.kernels(device).accept(drafts, requests, rule, blocked, account)
+        output: VerifyOutput = self.kernels.accept(drafts, requests, rule, blocked, account)
         return output
 
-    def log_start(self, logger: Logger, runner: str, device: torch.device) -> None:
+    def log_start(self, logger: Logger, runner: str) -> None:
         """Logs once, on the first tensor-parallel rank, what verification this engine does."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
         if get_tensor_model_parallel_rank() != 0:
             return
         logger.info(
-            "Margin-aware verification (MARS) is on: %s, %d protected tokens, model runner %s, "
-            "%s backend; %s",
+            "Margin-aware verification (MARS) is on: %s, %d protected tokens, model runner %s; %s",
             self.describe(),
             len(self.protected_token_ids),
             runner,
-            self.backend_on(device),
             self._loss(),
         )
 

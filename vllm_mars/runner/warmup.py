@@ -16,45 +16,8 @@ from vllm_mars.runner.sections import Sections
 from vllm_mars.runner.verification import Verification
 
 
-def warm_up_v1(verification: Verification, logits: torch.Tensor, is_drawn: bool) -> None:
-    """Compiles what the V1 sampler reaches.
-
-    Args:
-        verification: of the engine.
-        logits: `[num_rows, vocab]` of a step; only its dtype, width and stride count.
-        is_drawn: whether drafts are drawn.
-    """
-    device = logits.device
-    if verification.backend_on(device) != "triton":
-        return
-    zero, one = _ids(0, device), _ids(1, device)
-    requests = Requests(new_records(1, device), zero, zero)
-    processed = torch.zeros((2, logits.shape[1]), device=device)
-    # Raw rows are found by their indices; processed ones lie in order, their bonus is sampled.
-    steps = [
-        Drafts(rows, zero, one, target_rows=zero, bonus_rows=one, max_draft_len=1)
-        for rows in _row_layouts(logits)
-    ]
-    steps.append(Drafts(processed, zero, one, bonus_token_ids=zero[:, None], max_draft_len=1))
-    for step in steps:
-        verification.accept(step, requests, None, {})
-    output = torch.zeros((1, 2), dtype=torch.int32, device=device)
-    _sample(verification, steps[-1], requests, output, None, is_drawn)
-    if _may_block(verification):
-        from vllm_mars.kernels.context import NewTokens, blocked_positions, new_state
-
-        config = verification.config
-        state = new_state(1, config.repeat_ngram > 0, device)
-        markers = Sections(config).markers(device)
-        blocked_positions(
-            state, NewTokens(zero, zero), requests, steps[-1], markers, config.repeat_ngram
-        )
-
-
-def warm_up_v2(
-    verification: Verification, logits: torch.Tensor, longest: int, is_drawn: bool
-) -> None:
-    """Compiles what the V2 sampler reaches.
+def warm_up(verification: Verification, logits: torch.Tensor, longest: int, is_drawn: bool) -> None:
+    """Compiles what the sampler reaches.
 
     Args:
         verification: of the engine.
@@ -74,13 +37,12 @@ def warm_up_v2(
     output = torch.zeros((1, longest + 1), dtype=torch.int64, device=device)
     _sample(verification, step, requests, output, _ids(1, device), is_drawn)
     if _may_block(verification):
-        from vllm_mars.kernels.context import NewTokens, blocked_positions, new_state
+        from vllm_mars.kernels.context import blocked_positions, new_state
 
         config = verification.config
         state = new_state(1, config.repeat_ngram > 0, device)
         markers = Sections(config).markers(device)
-        tokens = NewTokens(zero[None], None)
-        blocked_positions(state, tokens, requests, step, markers, config.repeat_ngram)
+        blocked_positions(state, zero[None], requests, step, markers, config.repeat_ngram)
 
 
 def _sample(
@@ -88,7 +50,7 @@ def _sample(
     drafts: Drafts,
     requests: Requests,
     output: torch.Tensor,
-    num_sampled: torch.Tensor | None,
+    num_sampled: torch.Tensor,
     is_drawn: bool,
 ) -> None:
     """The kernels around vLLM's rejection sampler. What is counted here is dropped."""
@@ -105,19 +67,16 @@ def _sample(
 def _clip(drafts: Drafts) -> Callable[[torch.Tensor], Clipped]:
     rows, vocab = drafts.logits.shape
     index = torch.zeros(rows, dtype=torch.int32, device=drafts.logits.device)
-    if drafts.bonus_row_is_last:
-        draft = torch.zeros((1, 1, vocab), device=drafts.logits.device)
-        temperature = torch.ones(1, device=drafts.logits.device)
-        return lambda prices: clip_rows(
-            drafts.logits,
-            draft,
-            prices,
-            draft_rows=(index.long(), index),
-            temperature=temperature,
-            backend="triton",
-        )
-    logits = drafts.logits[:1]
-    return lambda prices: clip_rows(logits, torch.zeros_like(logits), prices, backend="triton")
+    draft = torch.zeros((1, 1, vocab), device=drafts.logits.device)
+    temperature = torch.ones(1, device=drafts.logits.device)
+    return lambda prices: clip_rows(
+        drafts.logits,
+        draft,
+        prices,
+        draft_rows=(index.long(), index),
+        temperature=temperature,
+        backend="triton",
+    )
 
 
 def _may_block(verification: Verification) -> bool:
