@@ -60,7 +60,7 @@ def samplers() -> dict[str, Any]:
     def sampler(config: MarsConfig) -> MarsRejectionSampler:
         counters = Counters(CounterLayout(NUM_DRAFT_TOKENS), device)
         verification = Verification(config, [0, 1, 2], counters, cpu)
-        requests = RequestsV1(config, most)
+        requests = RequestsV1(config, most, 2 * ANSWER)
         return MarsRejectionSampler(Sampler(), None, device, verification, requests)
 
     mars = sampler(MarsConfig(price=PRICE, repeat_guard=0))

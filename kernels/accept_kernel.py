@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from vllm_mars.kernels.terms import (
+    DRAWN_SCALE,
     LOSS_BITS,
     MOST_BALANCE,
     MOST_LOSS,
@@ -31,6 +32,9 @@ _MOST_BALANCE = tl.constexpr(MOST_BALANCE)
 _NO_BOUND = tl.constexpr(NO_BOUND)
 _NO_LIMIT = tl.constexpr(NO_LIMIT)
 _PRICE_BURSTS = tl.constexpr(PRICE_BURSTS)
+_DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
+# The verdict, between the kernels of a sampled step, of a position that nothing is counted at.
+_NOT_COUNTED = tl.constexpr(-1)
 # Rounded down by more than a float can be off.
 _CAUTION = tl.constexpr(1 - 2**-20)
 # The largest finite logit: its probability is exactly 1, and softmax meets no inf - inf.
@@ -39,7 +43,10 @@ _INF = tl.constexpr(float("inf"))
 
 # Index arrays, records and outputs, often views that start anywhere: their alignment would multiply
 # the compiled variants and gain nothing.
-_RECORDS = ["threshold_ptr", "price_ptr", "scale_ptr", "rate_ptr", "lost_ptr"]
+_RECORDS = [
+    *("threshold_ptr", "price_ptr", "scale_ptr", "rate_ptr", "lost_ptr"),
+    *("most_tokens_ptr", "ends_ptr"),
+]
 _UNALIGNED = [
     *("output_token_ids_ptr", "num_accepted_ptr", "num_relaxed_ptr", "step_lost_ptr"),
     *("counts_ptr", "table_ptr", "floats_ptr", "integers_ptr", "prices_ptr", "logits_ptr"),
@@ -98,10 +105,12 @@ def _finish(
     gained,
     ratio,
     accepted,
+    is_counted,
     is_greedy,
     longest,
 ):
     """Counts a request's step, takes its loss off; returns relaxed tokens and the loss."""
+    is_draft &= is_counted
     is_visited = is_draft & (offset <= accepted)
     is_accepted = is_draft & (offset < accepted)
     is_relaxed = is_accepted & (verdict == _RELAXED)
@@ -111,13 +120,13 @@ def _finish(
     tl.store(lost_ptr + slot, tl.load(lost_ptr + slot) + step_lost)
 
     one = tl.full(offset.shape, 1, tl.int64)
-    is_counted = is_visited & (draft >= 0)
-    tl.atomic_add(counts_ptr + offset, one, mask=is_counted)
-    tl.atomic_add(counts_ptr + longest + offset, one, mask=is_counted & is_accepted)
-    tl.atomic_add(counts_ptr + 2 * longest + offset, one, mask=is_counted & is_relaxed)
+    is_verified = is_visited & (draft >= 0)
+    tl.atomic_add(counts_ptr + offset, one, mask=is_verified)
+    tl.atomic_add(counts_ptr + longest + offset, one, mask=is_verified & is_accepted)
+    tl.atomic_add(counts_ptr + 2 * longest + offset, one, mask=is_verified & is_relaxed)
     tl.atomic_add(counts_ptr + 3 * longest, step_lost)
     tl.atomic_add(counts_ptr + 3 * longest + 1, step_gained)
-    is_refused = is_counted & (verdict >= _PROTECTED)
+    is_refused = is_verified & (verdict >= _PROTECTED)
     refusal = tl.maximum(verdict - _PROTECTED, 0)
     tl.atomic_add(counts_ptr + 3 * longest + 2 + refusal, one, mask=is_refused)
 
@@ -174,6 +183,9 @@ def accept_kernel(
     scale_ptr,
     rate_ptr,
     lost_ptr,
+    most_tokens_ptr,
+    # [S, ENDS]
+    ends_ptr,
     # [batch]; on V2 all tokens by slot, less the prompt's
     produced_ptr,
     prompt_len_ptr,
@@ -188,6 +200,7 @@ def accept_kernel(
     has_blocked,
     SPLITS: tl.constexpr,
     POSITIONS: tl.constexpr,
+    ENDS: tl.constexpr,
     # "theta", "gap" or "price"
     RULE: tl.constexpr,
     HAS_TARGET_ROWS: tl.constexpr,
@@ -228,6 +241,9 @@ def accept_kernel(
     most = tl.where(rate == _NO_BOUND, _NO_LIMIT, most)
     price = tl.load(price_ptr + slot)
     scale = tl.load(scale_ptr + slot)
+    if SAMPLED == "drawn":
+        is_drawn = tl.load(temperature_ptr + place) != 0.0
+        scale = tl.where(is_drawn, tl.minimum(_DRAWN_SCALE * scale, _MOST_BALANCE), scale)
     # The burst as int64.
     most_balance = tl.minimum(_PRICE_BURSTS * (left_before + lost_before), _MOST_BALANCE)
     balance = tl.minimum(tl.maximum(_at(offset, 0, most), 0), most_balance)
@@ -253,8 +269,14 @@ def accept_kernel(
     loss = first - logit
     units = tl.ceil(tl.minimum(loss * _PER_NAT, _MOST_LOSS))
     loss = tl.where(in_vocab & (loss == loss), units, 0.0).to(tl.int64)
+    # Where a token of the answer can still come behind the position's.
+    end_token = tl.load(ends_ptr + slot * ENDS + tl.arange(0, ENDS)).to(tl.int64)
+    is_end = in_vocab & (tl.max((draft[:, None] == end_token[None, :]).to(tl.int32), axis=1) != 0)
+    room = tl.maximum(tl.load(most_tokens_ptr + slot) - produced - 1, 0)
+    gainful = tl.minimum(tl.min(tl.where(is_end, offset, length), axis=0), room)
+    is_gainful = offset < gainful
     if RULE == "price":
-        payable = in_vocab & (logit > float("-inf")) & (first < _INF) & (price > 0)
+        payable = in_vocab & (logit > float("-inf")) & (first < _INF) & (price > 0) & is_gainful
         pays = payable & (loss < price)
     else:
         if RULE == "theta":
@@ -264,11 +286,12 @@ def accept_kernel(
             payable = second > first - threshold
         payable = payable & in_vocab & (logit >= second)
         pays = payable
-    forbidden = tl.zeros([POSITIONS], tl.int32)
+    of_argmax = tl.max((argmax.to(tl.int64)[:, None] == end_token[None, :]).to(tl.int32), axis=1)
+    forbidden = tl.where(is_end | (in_vocab & (of_argmax != 0)), _PROTECTED, 0)
     if HAS_PROTECTED:
         of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
         of_argmax = tl.load(protected_ptr + argmax, mask=in_vocab, other=0)
-        forbidden = tl.where((of_draft != 0) | (of_argmax != 0), _PROTECTED, 0)
+        forbidden = tl.where((of_draft != 0) | (of_argmax != 0), _PROTECTED, forbidden)
     is_given = is_draft & (tl.zeros([POSITIONS], tl.int32) + has_blocked != 0)
     blocked = tl.load(blocked_ptr + position, mask=is_given, other=0).to(tl.int32)
     forbidden = tl.where(blocked != 0, blocked, forbidden)
@@ -290,7 +313,7 @@ def accept_kernel(
             j = length - 1 - i
             now = _at(offset, j, verdict)
             value = price + ahead - tl.where(now == _PAYABLE, _at(offset, j, loss), 0)
-            reached = (now == _FIRST) | ((now == _PAYABLE) & (value > 0))
+            reached = ((now == _FIRST) & (j < gainful)) | ((now == _PAYABLE) & (value > 0))
             ahead = tl.where(reached, value, 0)
             relaxed = tl.where(value > 0, _RELAXED, 0)
             verdict = tl.where((offset == j) & (verdict == _PAYABLE), relaxed, verdict)
@@ -333,6 +356,7 @@ def accept_kernel(
             gained,
             tl.zeros([POSITIONS], tl.float32),
             accepted,
+            offset <= gainful,
             accepted >= 0,
             longest,
         )
@@ -347,13 +371,14 @@ def accept_kernel(
         prices = tl.zeros([POSITIONS], tl.float32)
         is_number = in_vocab
         if SAMPLED == "drawn":
-            # What may be lost is shared by the draft's positions.
-            share = tl.maximum(_at(offset, 0, most), 0) // tl.maximum(length, 1)
+            # What may be lost is shared by the positions at which something can be gained.
+            share = tl.maximum(_at(offset, 0, most), 0) // tl.maximum(gainful, 1)
             cap = tl.sqrt(8.0 * share.to(tl.float32) * _UNIT) * _CAUTION
             own = tl.minimum(price.to(tl.float32) * _UNIT, cap)
-            prices = tl.where(in_vocab & (forbidden == 0) & (is_greedy == 0), own, 0.0)
+            may_pay = in_vocab & is_gainful & (is_greedy == 0)
+            prices = tl.where(may_pay & (forbidden == 0), own, 0.0)
             if is_greedy == 0:
-                verdict = tl.where(in_vocab & (price > 0), forbidden, 0)
+                verdict = tl.where(may_pay & (price > 0), forbidden, 0)
                 bias = tl.zeros([POSITIONS], tl.float32)
         elif is_greedy == 0:
             lse = log_sum_exp(best_ptr, sums_ptr, position, is_draft, first, num_splits, SPLITS)
@@ -379,9 +404,10 @@ def accept_kernel(
                         _log_partition(own_log_p, own_bias),
                     )
                     value = tl.where(_at(offset, j, is_number.to(tl.int32)) != 0, value, 0.0)
+                    value = tl.where(j < gainful, value, 0.0)
                     wanted = tl.where(offset == j, own_bias, wanted)
-                wanted = tl.where(is_number & (forbidden == 0), wanted, 0.0)
-                refused = is_number & (price > 0)
+                wanted = tl.where(is_number & is_gainful & (forbidden == 0), wanted, 0.0)
+                refused = is_number & is_gainful & (price > 0)
                 verdict = tl.where(refused, forbidden, 0)
                 bias = tl.zeros([POSITIONS], tl.float32)
                 for j in range(0, length):
@@ -424,6 +450,7 @@ def accept_kernel(
         tl.store(floats_ptr + 3 * position, logit, mask=is_draft)
         tl.store(floats_ptr + 3 * position + 1, bias, mask=is_draft)
         tl.store(floats_ptr + 3 * position + 2, log_z, mask=is_draft)
+        verdict = tl.where(offset <= gainful, verdict, _NOT_COUNTED)
         tl.store(integers_ptr + 3 * position, verdict, mask=is_draft)
         tl.store(integers_ptr + 3 * position + 1, loss.to(tl.int32), mask=is_draft)
         tl.store(integers_ptr + 3 * position + 2, gained.to(tl.int32), mask=is_draft)
@@ -530,6 +557,7 @@ def settle_kernel(
         gained,
         ratio,
         accepted,
+        verdict != _NOT_COUNTED,
         is_greedy,
         longest,
     )

@@ -29,6 +29,7 @@ class ContextState(NamedTuple):
 
     Attributes:
         state: int32 `[S]`, of `Sections`, after the first `scanned` tokens.
+        begun: int32 `[S]`, that after the prompt.
         scanned: int32 `[S]`, tokens of prompt and output that the state has taken in.
         held: int32 `[S]`, tokens up to which the ring has been filled; it begins at the prompt's.
         is_structured: int32 `[S]`, whether all of a request must stay strict.
@@ -37,6 +38,7 @@ class ContextState(NamedTuple):
     """
 
     state: torch.Tensor
+    begun: torch.Tensor
     scanned: torch.Tensor
     held: torch.Tensor
     is_structured: torch.Tensor
@@ -50,7 +52,7 @@ def new_state(num_slots: int, has_guard: bool, device: torch.device) -> ContextS
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     width = GUARD_WINDOW if has_guard else 1
-    return ContextState(*(zeros(num_slots) for _ in range(4)), zeros(num_slots, width))
+    return ContextState(*(zeros(num_slots) for _ in range(5)), zeros(num_slots, width))
 
 
 @triton.jit
@@ -61,6 +63,8 @@ def _advance(state, token, opens_ptr, closes_ptr, table_size, think_start, think
     opened = tl.load(opens_ptr + token, mask=is_listed, other=0)
     closed = tl.load(closes_ptr + token, mask=is_listed, other=0)
     is_closed = (span > 0) & (((closed >> tl.maximum(span - 1, 0)) & 1) != 0)
+    # A tool call ends the reasoning, with or without its marker.
+    thinking = tl.where((span == 0) & (opened != 0), 0, thinking)
     span = tl.where(span == 0, opened, tl.where(is_closed, 0, span))
     thinking = tl.where(token == think_end, 0, thinking)
     thinking = tl.where(token == think_start, _THINKING, thinking)
@@ -80,7 +84,8 @@ def _token_at(index, wanted, ring_ptr, num_answer, draft_ptr, WINDOW: tl.constex
 @triton.jit(
     do_not_specialize=["tokens_stride", "table_size", "think_start", "think_end"],
     do_not_specialize_on_alignment=[
-        *("blocked_ptr", "state_ptr", "scanned_ptr", "held_ptr", "is_structured_ptr", "ring_ptr"),
+        *("blocked_ptr", "state_ptr", "begun_ptr", "scanned_ptr", "held_ptr"),
+        *("is_structured_ptr", "ring_ptr"),
         *("slots_ptr", "tokens_ptr", "total_len_ptr", "prompt_len_ptr"),
         *("draft_token_ids_ptr", "cu_num_draft_tokens_ptr", "opens_ptr", "closes_ptr"),
     ],
@@ -90,6 +95,7 @@ def context_kernel(
     blocked_ptr,
     # By slot: see `ContextState`
     state_ptr,
+    begun_ptr,
     scanned_ptr,
     held_ptr,
     is_structured_ptr,
@@ -135,9 +141,9 @@ def context_kernel(
     state = tl.load(state_ptr + slot)
     scanned = tl.load(scanned_ptr + slot)
     held = tl.load(held_ptr + slot)
-    # Where tokens were taken back, all are taken in again.
-    state = tl.where(scanned > total, 0, state)
-    scanned = tl.where(scanned > total, 0, scanned)
+    # Where tokens were taken back, all of the answer are taken in again.
+    state = tl.where(scanned > total, tl.load(begun_ptr + slot), state)
+    scanned = tl.where(scanned > total, prompt_len, scanned)
     held = tl.where(held > total, prompt_len, held)
     # All warps have loaded what one of them stores below.
     tl.debug_barrier()

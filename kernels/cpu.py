@@ -43,6 +43,7 @@ class Plan(NamedTuple):
     Attributes:
         begins: where each request's draft begins, and behind the last one the end.
         positions: of each draft position of a request that samples, and of one that is greedy.
+        gainful: of each request, the positions that a further token of its answer can follow.
         is_greedy: of each request.
         saved: `[num_draft, 1]`, the draft tokens' logits before anything was added.
         clipped: where drafts are drawn, the rows that are served instead.
@@ -51,6 +52,7 @@ class Plan(NamedTuple):
 
     begins: list[int]
     positions: list[Position]
+    gainful: list[int]
     is_greedy: list[bool]
     saved: torch.Tensor
     clipped: Clipped | None = None
@@ -60,6 +62,7 @@ class Plan(NamedTuple):
 def read_rows(
     drafts: Drafts,
     thresholds: np.ndarray,
+    ends: np.ndarray,
     rule: Rule,
     blocked: Sequence[int] | None,
     is_sampled: Sequence[bool] | None = None,
@@ -69,6 +72,7 @@ def read_rows(
     Args:
         drafts: the step's, without V2's layout.
         thresholds: float32 `[num_draft]`, theta or gap at each position.
+        ends: int32 `[num_draft, E]`, the tokens that end the request of each position.
         rule: of the engine.
         blocked: a `Verdict` at each position that must stay strict, else 0; or None.
         is_sampled: which positions are of requests that sample; None if none are.
@@ -115,21 +119,33 @@ def read_rows(
             units.astype(np.int64).tolist(),
             is_small.tolist(),
             (in_vocab & (logit > -np.inf) & (first < np.inf)).tolist(),
-            forbidden(safe, argmax, rule, blocked),
+            (in_vocab & is_among(safe, ends)).tolist(),
+            forbidden(safe, argmax, ends, rule, blocked),
             None if log_p is None else log_p.tolist(),
         ),
         row_argmax,
     )
 
 
+def is_among(token: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Whether each position's token is one of those that end its request; bool `[num_draft]`."""
+    found: np.ndarray = (ends == token[:, None]).any(axis=1)
+    return found
+
+
 def forbidden(
-    draft: np.ndarray, argmax: np.ndarray, rule: Rule, blocked: Sequence[int] | None
+    draft: np.ndarray,
+    argmax: np.ndarray,
+    ends: np.ndarray,
+    rule: Rule,
+    blocked: Sequence[int] | None,
 ) -> list[int]:
     """Why each position must stay strict, or NONE."""
-    reasons = np.zeros(len(draft), dtype=np.int64)
+    is_protected = is_among(draft, ends) | is_among(argmax, ends)
     if rule.protected is not None:
         mask = rule.protected.cpu().numpy()
-        reasons[mask[draft] | mask[argmax]] = Verdict.PROTECTED
+        is_protected |= mask[draft] | mask[argmax]
+    reasons = np.where(is_protected, Verdict.PROTECTED, 0)
     found: list[int] = reasons.tolist()
     if blocked is not None:
         found = [block or reason for block, reason in zip(blocked, found, strict=True)]
@@ -145,8 +161,8 @@ def accept(
     read: ReadRows = read_rows,
 ) -> VerifyOutput:
     """Verifies a step of greedy requests; what they lose is added to their records."""
-    begins, thresholds = _prepare(drafts, requests)
-    rows, row_argmax = read(drafts, thresholds, rule, blocked)
+    begins, *of_positions = _prepare(drafts, requests)
+    rows, row_argmax = read(drafts, *of_positions, rule, blocked)
     batch = len(begins) - 1
     tokens = np.full((batch, drafts.max_draft_len + 1), -1, dtype=np.int32)
     bonus: list[int] | None = None
@@ -155,9 +171,10 @@ def accept(
     elif drafts.bonus_token_ids is not None:
         bonus = drafts.bonus_token_ids.reshape(-1).tolist()
     summary = np.zeros((3, batch), dtype=np.int64)
-    for place, allowed in enumerate(_allowances(requests, rule, batch)):
+    for place, allowed in enumerate(_allowances(requests, rule, [False] * batch)):
         begin, end = begins[place : place + 2]
         verdicts = definition.greedy(rows, begin, end, rule.name, allowed)
+        gainful = definition.num_gainful(rows, begin, end, allowed)
         accepted = _accepted(verdicts)
         tokens[place, :accepted] = rows.draft[begin : begin + accepted]
         if begin + accepted < end:
@@ -168,7 +185,13 @@ def accept(
             _of_greedy(verdict, rows.loss[begin + i]) for i, verdict in enumerate(verdicts)
         ]
         num_relaxed, lost = _finish(
-            place, positions, rows.draft[begin:end], accepted, True, requests, account
+            place,
+            positions[: gainful + 1],
+            rows.draft[begin:end],
+            accepted,
+            True,
+            requests,
+            account,
         )
         summary[:, place] = accepted, num_relaxed, lost
     accepted_, relaxed_, lost_ = torch.from_numpy(summary)
@@ -195,15 +218,18 @@ def plan(
         clip: makes `clip_rows` of the prices at the positions, where drafts are drawn.
         read: reads the rows.
     """
-    begins, thresholds = _prepare(drafts, requests)
+    begins, *of_positions = _prepare(drafts, requests)
     is_greedy = (temperature == 0).tolist()
     lengths = [end - begin for begin, end in zip(begins[:-1], begins[1:], strict=True)]
     is_sampled = np.repeat(np.logical_not(is_greedy), lengths)
-    rows, _ = read(drafts, thresholds, rule, blocked, is_sampled & (clip is None))
+    rows, _ = read(drafts, *of_positions, rule, blocked, is_sampled & (clip is None))
     positions: list[Position] = []
     prices: list[float] = []
-    for place, allowed in enumerate(_allowances(requests, rule, len(lengths))):
+    gainful: list[int] = []
+    is_drawn = [clip is not None and not greedy for greedy in is_greedy]
+    for place, allowed in enumerate(_allowances(requests, rule, is_drawn)):
         begin, end = begins[place : place + 2]
+        gainful.append(definition.num_gainful(rows, begin, end, allowed))
         if is_greedy[place]:
             verdicts = definition.greedy(rows, begin, end, rule.name, allowed)
             positions += map(_of_greedy, verdicts, rows.loss[begin:end])
@@ -212,10 +238,10 @@ def plan(
             positions += definition.sampled(rows, begin, end, rule.name, allowed)
         else:
             prices += definition.drawn_prices(rows, begin, end, allowed)
-            is_refused = [allowed.price > 0 and draft >= 0 for draft in rows.draft[begin:end]]
+            last = begin + gainful[-1] if allowed.price > 0 else begin
             positions += [
-                Position(Verdict(rows.forbidden[i] * refused))
-                for i, refused in enumerate(is_refused, start=begin)
+                Position(Verdict(rows.forbidden[i] * (i < last and rows.draft[i] >= 0)))
+                for i in range(begin, end)
             ]
     index = drafts.draft_token_ids.long().clamp(0, drafts.logits.shape[1] - 1)[:, None]
     saved = drafts.logits.gather(1, index)
@@ -237,7 +263,7 @@ def plan(
         bias = torch.tensor([position.bias for position in positions])[:, None]
         served = logits.gather(1, index) + bias
         logits.scatter_(1, index, torch.where(bias.isinf(), certain, served))
-    return Plan(begins, positions, is_greedy, saved, clipped, prices)
+    return Plan(begins, positions, gainful, is_greedy, saved, clipped, prices)
 
 
 def settle(
@@ -265,7 +291,8 @@ def settle(
         accepted = sum(token >= 0 for token in tokens) - 1
         is_greedy = plan.is_greedy[place]
         positions, draft = plan.positions[begin:end], ids[begin:end]
-        _finish(place, positions, draft, accepted, is_greedy, requests, account)
+        counted = positions[: plan.gainful[place] + 1]
+        _finish(place, counted, draft, accepted, is_greedy, requests, account)
         if is_greedy or account is None or account.table is None:
             continue
         ratios = account.table[place]
@@ -284,22 +311,24 @@ def settle(
                 ratios[offset] = served - own + lse if plan.prices[row] else 0.0
 
 
-def _prepare(drafts: Drafts, requests: Requests) -> tuple[list[int], np.ndarray]:
-    """Where each request's draft begins, and the threshold at each position."""
-    ends = drafts.cu_num_draft_tokens.cpu().numpy()
-    lengths = np.diff(ends, prepend=0)
-    thresholds = requests.records.threshold[requests.slots.long()].cpu().numpy()
-    return [0, *ends.tolist()], thresholds.repeat(lengths)
-
-
-def _allowances(requests: Requests, rule: Rule, batch: int) -> list[Allowance]:
+def _prepare(drafts: Drafts, requests: Requests) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Where each request's draft begins; the threshold and the end tokens at each position."""
+    begins = drafts.cu_num_draft_tokens.cpu().numpy()
+    lengths = np.diff(begins, prepend=0)
     records, slots = requests.records, requests.slots.long()
-    _, price, scale, rate, lost = (values[slots].tolist() for values in records)
+    thresholds, ends = (of[slots].cpu().numpy() for of in (records.threshold, records.ends))
+    return [0, *begins.tolist()], thresholds.repeat(lengths), ends.repeat(lengths, axis=0)
+
+
+def _allowances(requests: Requests, rule: Rule, is_drawn: Sequence[bool]) -> list[Allowance]:
+    records, slots = requests.records, requests.slots.long()
+    own = (values[slots].tolist() for values in records[1:-1])
     assert requests.produced is not None, "on a CPU the runner counts the output tokens"
-    produced = requests.produced.tolist()
     return [
-        Allowance.of(price[i], scale[i], rate[i], rule.burst, lost[i], produced[i])
-        for i in range(batch)
+        Allowance.of(price, scale, rate, rule.burst, lost, produced, most_tokens, drawn)
+        for price, scale, rate, lost, most_tokens, produced, drawn in zip(
+            *own, requests.produced.tolist(), is_drawn, strict=True
+        )
     ]
 
 
@@ -325,7 +354,10 @@ def _finish(
     requests: Requests,
     account: Account | None,
 ) -> tuple[int, int]:
-    """Counts a request's step and takes its losses off; returns relaxed tokens and the loss."""
+    """Counts a request's step and takes its losses off; returns relaxed tokens and the loss.
+
+    `positions` are those of the answer's tokens.
+    """
     num_relaxed = lost = gained = 0
     counts = None if account is None else account.counts.numpy()
     starts = {} if account is None else count_starts(account.longest)

@@ -26,6 +26,7 @@ from vllm_mars.kernels.terms import (
 def read_rows(
     drafts: Drafts,
     thresholds: np.ndarray,
+    ends: np.ndarray,
     rule: Rule,
     blocked: Sequence[int] | None,
     is_sampled: Sequence[bool] | None = None,
@@ -57,6 +58,7 @@ def read_rows(
         own = torch.as_tensor(np.asarray(is_sampled), device=ids.device) & in_vocab
         exact = (logit.double() - rows.double().logsumexp(1)).clamp(max=0)
         log_p = torch.where(own, exact, -torch.inf).tolist()
+    draft, first_choice = safe.cpu().numpy(), argmax.cpu().numpy()
     return (
         Rows(
             torch.where(in_vocab, ids, -1).tolist(),
@@ -64,7 +66,8 @@ def read_rows(
             units.tolist(),
             is_small.tolist(),
             (in_vocab & (logit > -torch.inf) & (first < torch.inf)).tolist(),
-            cpu.forbidden(safe.cpu().numpy(), argmax.cpu().numpy(), rule, blocked),
+            (in_vocab.cpu().numpy() & cpu.is_among(draft, ends)).tolist(),
+            cpu.forbidden(draft, first_choice, ends, rule, blocked),
             log_p,
         ),
         row_argmax.cpu().numpy(),

@@ -28,6 +28,10 @@ Requests that sample, with drafts that are not drawn (one-hot)
 
 Greedy is the limit of the price rule as the temperature goes to 0.
 
+A price looks no further than the answer can go: where the draft token ends the request, or is its
+last, nothing can be gained, so the position is strict and V_i = 0. A request's own end tokens are
+protected.
+
 Source: arXiv 2601.15498 for theta; the prices are this project's (docs/rule.md).
 """
 
@@ -36,6 +40,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_mars.kernels.terms import (
+    DRAWN_SCALE,
     LOSS_BITS,
     MOST_BALANCE,
     MOST_LOSS,
@@ -61,6 +66,7 @@ class Rows(NamedTuple):
         is_small: whether x is one of the two largest and the margin between these is small;
             nowhere with a price.
         is_finite: whether z[x] is above -inf and z1 a finite number.
+        is_end: whether x ends the request.
         forbidden: PROTECTED, or the reason for which the position must stay strict, or NONE.
         log_p: log p(x), -inf for padding; NaN where it is no number. None if no request samples.
     """
@@ -70,6 +76,7 @@ class Rows(NamedTuple):
     loss: Sequence[int]
     is_small: Sequence[bool]
     is_finite: Sequence[bool]
+    is_end: Sequence[bool]
     forbidden: Sequence[int]
     log_p: Sequence[float] | None
 
@@ -83,25 +90,37 @@ class Allowance(NamedTuple):
         produced: output tokens before this step.
         left: what is left before the step's first token, in units of 2**-LOSS_BITS nats; the burst
             less what the request has lost.
+        room: output tokens that may still come behind the step's first one.
     """
 
     price: int
     rate: int
     produced: int
     left: int
+    room: int
 
     @classmethod
     def of(
-        cls, price: int, scale: int, rate: int, burst: int, lost: int, produced: int
+        cls,
+        price: int,
+        scale: int,
+        rate: int,
+        burst: int,
+        lost: int,
+        produced: int,
+        most_tokens: int,
+        is_drawn: bool = False,
     ) -> "Allowance":
         """That of a request's record; with a scale the price follows what is left."""
         left = burst - lost
+        if is_drawn:
+            scale = min(DRAWN_SCALE * scale, MOST_BALANCE)
         if scale:
             # Who loses nothing for long saves no more for the price than this.
             most = min(PRICE_BURSTS * burst, MOST_BALANCE)
             balance = min(max(most_lost(rate, left, produced + 1), 0), most)
             price = min(math.isqrt(scale * balance), MOST_PRICE)
-        return cls(price, rate, produced, left)
+        return cls(price, rate, produced, left, max(most_tokens - produced - 1, 0))
 
     def at(self, offset: int) -> int:
         """What the step's tokens up to this offset may lose."""
@@ -127,17 +146,26 @@ class Position(NamedTuple):
     gained: int = 0
 
 
+def num_gainful(rows: Rows, begin: int, end: int, allowed: Allowance) -> int:
+    """How many positions of a draft can be followed by a further token of the answer."""
+    most = min(end - begin, allowed.room)
+    return next((offset for offset in range(most) if rows.is_end[begin + offset]), most)
+
+
 def greedy(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance) -> list[Verdict]:
     """The verdicts at the positions of a greedy request's draft."""
     verdicts: list[Verdict] = []
+    gainful = num_gainful(rows, begin, end, allowed)
     lost = 0
     for offset, i in enumerate(range(begin, end)):
-        is_price = name == "price"
-        pays = rows.loss[i] < allowed.price if is_price else rows.is_small[i]
+        pays = may_pay = rows.is_small[i]
+        if name == "price":
+            may_pay = rows.is_finite[i] and allowed.price > 0 and offset < gainful
+            pays = rows.loss[i] < allowed.price
         verdict = Verdict.NONE
         if rows.draft[i] == rows.argmax[i]:
             verdict = Verdict.FIRST
-        elif rows.is_finite[i] and allowed.price > 0 if is_price else pays:
+        elif may_pay:
             verdict = Verdict.PAYABLE
             if rows.forbidden[i]:
                 verdict = Verdict(rows.forbidden[i]) if pays else Verdict.NONE
@@ -149,7 +177,8 @@ def greedy(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance)
     ahead = 0
     for offset in reversed(range(end - begin)):
         verdict = verdicts[offset]
-        value = allowed.price + ahead if verdict == Verdict.FIRST else 0
+        is_reached = verdict == Verdict.FIRST and offset < gainful
+        value = allowed.price + ahead if is_reached else 0
         if verdict == Verdict.PAYABLE:
             value = max(0, allowed.price + ahead - rows.loss[begin + offset])
             is_worth_it = value > 0 or name != "price"
@@ -161,10 +190,11 @@ def greedy(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance)
 def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance) -> list[Position]:
     """What is decided at the positions of a draft, not drawn, of a request that samples."""
     assert rows.log_p is not None, "a request samples"
-    # Behind the draft nothing can be gained.
+    # Behind these positions nothing can be gained.
+    gainful = num_gainful(rows, begin, end, allowed)
     value = 0.0
     biases = [0.0] * (end - begin)
-    for offset in reversed(range(end - begin)):
+    for offset in reversed(range(gainful)):
         log_p = rows.log_p[begin + offset]
         bias = allowed.price * _UNIT + value
         if not log_p > -math.inf:
@@ -183,7 +213,7 @@ def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance
                 # Rounded down by more than a float can be off.
                 most = math.sqrt(8 * max(left, 0) * _UNIT) * (1 - 2**-20)
                 position = _tilted(log_p, min(biases[offset], most), left)
-            elif rows.forbidden[i] and log_p > -math.inf and allowed.price:
+            elif rows.forbidden[i] and log_p > -math.inf and allowed.price and offset < gainful:
                 position = Position(Verdict(rows.forbidden[i]))
         elif rows.is_small[i] and log_p > -math.inf:
             loss = units_of(-log_p)
@@ -227,11 +257,13 @@ def units_of(nats: float) -> int:
 def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[float]:
     """The price in nats at each position of a drawn draft of a request that samples.
 
-    What the request may still lose is shared by the draft's positions, so that their losses, each
-    at most price**2 / 8, fit whichever of them are reached.
+    What the request may still lose is shared by the positions at which something can be gained, so
+    that their losses, each at most price**2 / 8, fit whichever of them are reached.
     """
-    if begin == end:
-        return []
-    share = max(allowed.at(0), 0) // (end - begin)
+    gainful = num_gainful(rows, begin, end, allowed)
+    share = max(allowed.at(0), 0) // max(gainful, 1)
     price = min(allowed.price * _UNIT, math.sqrt(8 * share * _UNIT) * (1 - 2**-20))
-    return [0.0 if rows.forbidden[i] or rows.draft[i] < 0 else price for i in range(begin, end)]
+    return [
+        price if i < begin + gainful and not rows.forbidden[i] and rows.draft[i] >= 0 else 0.0
+        for i in range(begin, end)
+    ]

@@ -19,6 +19,8 @@ MOST_PRICE = 1 << 29
 MOST_BALANCE = (1 << 31) - 1
 # Of what is left, a price that follows it counts at most so many times the burst.
 PRICE_BURSTS = 4
+# Where drafts are drawn a price costs about half as much, so `price_scale` counts so many times.
+DRAWN_SCALE = 2
 # The rate of a request without a bound, and what it may lose.
 NO_BOUND = 1 << 40
 NO_LIMIT = 1 << 61
@@ -108,6 +110,9 @@ class Records(NamedTuple):
         rate: int64 `[S]`, what an output token adds to the allowance: see `loss_rate`.
         lost: int64 `[S]`, what the request has lost, in units of 2**-LOSS_BITS nats. A step adds
             to it.
+        most_tokens: int32 `[S]`, output tokens at which the request ends.
+        ends: int32 `[S, E]`, E a power of 2: tokens that end the request, where verification is
+            strict; -1 is none.
     """
 
     threshold: torch.Tensor
@@ -115,6 +120,8 @@ class Records(NamedTuple):
     price_scale: torch.Tensor
     rate: torch.Tensor
     lost: torch.Tensor
+    most_tokens: torch.Tensor
+    ends: torch.Tensor
 
 
 class Requests(NamedTuple):
@@ -197,6 +204,7 @@ class Account(NamedTuple):
 
 
 # What is counted at the positions of a step: by position, then in one entry, then by reason.
+# What lies behind a token that ends the request, or behind its last one, is left out.
 #   verified   positions looked at: up to and including the first rejected one
 #   accepted   accepted draft tokens
 #   relaxed    draft tokens that the rule accepted outright

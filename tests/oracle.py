@@ -94,10 +94,13 @@ def judge(
     blocked: Sequence[int] | None = None,
     nats: Nats | None = None,
     price: float | Fraction | None = None,
+    ends: frozenset[int] = frozenset(),
+    room: int | None = None,
 ) -> list[Verdict]:
     """The verdict at each of a greedy request's positions, up to where the step ends."""
     verdicts = []
     lost = nats.lost if nats else Fraction(0)
+    protected, gainful = protected | ends, num_gainful(drafts, ends, room)
     for position, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
         verdict, reason = Verdict.NONE, blocked[position] if blocked is not None else 0
         if not reason and (draft in protected or argmax(row) in protected):
@@ -106,11 +109,14 @@ def judge(
             pays = is_relaxed(row, draft, theta, gap, frozenset())
         else:
             pays = is_payable(row, draft) and loss(row, draft) < in_steps(price)
+            pays = pays and position < gainful
         if draft == argmax(row):
             verdict = Verdict.FIRST
         elif reason:
             verdict = Verdict(reason) if pays else Verdict.NONE
-        elif pays or (price is not None and in_steps(price) and is_payable(row, draft)):
+        elif pays or (
+            price is not None and in_steps(price) and is_payable(row, draft) and position < gainful
+        ):
             verdict = Verdict.PAYABLE
             if nats and lost + loss(row, draft) > earned(nats, position + 1):
                 verdict = Verdict.LOSS
@@ -118,10 +124,18 @@ def judge(
                 lost += loss(row, draft)
         verdicts.append(verdict)
     paid = [i for i, verdict in enumerate(verdicts) if verdict == Verdict.PAYABLE]
-    stop = len(drafts) if price is None else best_stop(rows, drafts, verdicts, in_steps(price))
+    stop = len(drafts)
+    if price is not None:
+        stop = best_stop(rows, drafts, verdicts, in_steps(price), gainful)
     for i in paid:
         verdicts[i] = Verdict.RELAXED if i < stop else Verdict.NONE
     return verdicts
+
+
+def num_gainful(drafts: Sequence[int], ends: frozenset[int], room: int | None) -> int:
+    """Positions behind which a token of the answer can come: `room` of them, and before an end."""
+    before_end = [draft in ends for draft in [*drafts, *ends]].index(True) if ends else len(drafts)
+    return min(before_end, len(drafts), len(drafts) if room is None else room)
 
 
 def earned(nats: Nats, tokens: int) -> Fraction:
@@ -142,6 +156,7 @@ def best_stop(
     drafts: Sequence[int],
     verdicts: Sequence[Verdict],
     price: Fraction,
+    gainful: int,
 ) -> int:
     """Of all places where the step may end, the first that is worth most."""
     stops = []
@@ -151,22 +166,27 @@ def best_stop(
             break
         if stop == len(drafts) or verdicts[stop] != Verdict.FIRST:
             paid = sum(loss(rows[i], drafts[i]) for i in before if verdicts[i] == Verdict.PAYABLE)
-            stops.append((paid - price * stop, stop))
+            stops.append((paid - price * min(stop, gainful), stop))
     return min(stops)[1]
 
 
 def verify(
     rows: Sequence[Sequence[float]], drafts: Sequence[int], bonus: int | None, **rule: Any
 ) -> Verified:
-    """Greedy verification of one request, by what `judge` takes of its rule."""
+    """Greedy verification of one request, by what `judge` takes of its rule.
+
+    What is relaxed behind the answer's last token does not count.
+    """
     verdicts = judge(rows, drafts, **rule)
+    gainful = num_gainful(drafts, rule.get("ends", frozenset()), rule.get("room"))
     tokens: list[int] = []
     relaxed, lost = 0, Fraction(0)
     for row, draft, verdict in zip(rows, drafts, verdicts, strict=True):
         if verdict not in (Verdict.FIRST, Verdict.RELAXED):
             return Verified([*tokens, argmax(row)], len(tokens), relaxed, verdicts, lost)
-        relaxed += verdict == Verdict.RELAXED
-        lost += loss(row, draft) * (verdict == Verdict.RELAXED)
+        is_counted = verdict == Verdict.RELAXED and len(tokens) <= gainful
+        relaxed += is_counted
+        lost += loss(row, draft) * is_counted
         tokens.append(draft)
     emitted = tokens if bonus is None else [*tokens, bonus]
     return Verified(emitted, len(tokens), relaxed, verdicts, lost)
@@ -185,10 +205,12 @@ def tilts(
     drafts: Sequence[int],
     price: float | Fraction,
     is_strict: Sequence[bool],
+    gainful: int,
 ) -> list[float]:
     """b at each position of a draft, not drawn, of a request that samples without a bound."""
-    found, ahead = [], 0.0
-    for row, draft, strict in reversed(list(zip(rows, drafts, is_strict, strict=True))):
+    found, ahead = [0.0] * (len(drafts) - gainful), 0.0
+    given = list(zip(rows, drafts, is_strict, strict=True))[:gainful]
+    for row, draft, strict in reversed(given):
         p = softmax(row)[draft] if 0 <= draft < len(row) else 0.0
         # Of a row that holds a NaN nothing is accepted.
         p = 0.0 if math.isnan(p) else p

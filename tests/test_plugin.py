@@ -195,9 +195,12 @@ def test_a_second_owner_is_refused():
 def test_protected_by_default(packaged_model):
     from vllm_mars.runner.protection import protected_token_ids
 
-    model_config = engine_config(packaged_model, None).model_config
-    protected = protected_token_ids(MarsConfig(), model_config)
+    vllm_config = engine_config(packaged_model, None)
+    protected = protected_token_ids(MarsConfig(), vllm_config)
     # <|endoftext|>, <|im_start|>, <|im_end|> (the end of sequence), <repo_name>, ... of SmolLM2.
     assert protected == list(range(17))
-    assert protected_token_ids(MarsConfig(protected_token_ids=[]), model_config) == []
-    assert protected_token_ids(MarsConfig(protected_token_ids=[9, 4, 9]), model_config) == [4, 9]
+    # Ordinary vocabulary that marks a section.
+    marked = MarsConfig(strict_spans=((900, None),), scope="reasoning", thinking=(800, 801))
+    assert protected_token_ids(marked, vllm_config) == [*range(17), 800, 801, 900]
+    assert protected_token_ids(MarsConfig(protected_token_ids=[]), vllm_config) == []
+    assert protected_token_ids(MarsConfig(protected_token_ids=[9, 4, 9]), vllm_config) == [4, 9]

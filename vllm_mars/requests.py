@@ -30,6 +30,8 @@ _SPECULATE = "mars_speculate"
 _KEYS = (*_RULES, _MAX_LOSS, _RETURN, _SPECULATE)
 # Where a request's parameters keep what was read of them.
 _PARSED = "_mars_options"
+# Tokens that end a request which a record holds; a power of 2. With more, a request is strict.
+MOST_ENDS = 32
 
 
 class RequestOptions(NamedTuple):
@@ -54,6 +56,7 @@ class _Parsed(NamedTuple):
     config: MarsConfig
     own: dict[str, Any]
     is_constrained: bool
+    num_stops: int
     options: RequestOptions
 
 
@@ -70,23 +73,38 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         ValueError: an unknown `mars_*` key, a bad value, or one that the server does not allow.
     """
     own = {key: value for key, value in (params.extra_args or {}).items() if _is_ours(key)}
-    is_constrained = params.structured_outputs is not None
+    depends_on = (
+        config,
+        own,
+        params.structured_outputs is not None,
+        len(params.stop_token_ids or ()),
+    )
     parsed: _Parsed | None = vars(params).get(_PARSED)
     # A caller may change parameters that have served a request, and use them for the next one.
-    if parsed is None or parsed[:-1] != (config, own, is_constrained):
+    if parsed is None or parsed[:-1] != depends_on:
         options = RequestOptions(
             _value(own, config),
-            is_constrained and config.structured == "strict",
+            params.structured_outputs is not None and config.structured == "strict",
             _boolean(own, _RETURN, False, "true adds what was relaxed to the answer"),
             _max_loss(own, config),
         )
         # Its drafts stay: a request without any would make a batch of vLLM's V1 runner non-uniform,
         # and all others would lose the CUDA graph of a decode step.
-        if not _boolean(own, _SPECULATE, True, "false verifies strictly"):
+        is_strict = not _boolean(own, _SPECULATE, True, "false verifies strictly")
+        if is_strict or len(params.stop_token_ids or ()) >= MOST_ENDS:
             options = options._replace(value=STRICT_VALUE[config.rule])
-        parsed = _Parsed(config, own, is_constrained, options)
+        parsed = _Parsed(*depends_on, options)
         setattr(params, _PARSED, parsed)
     return parsed.options
+
+
+def ends_of(params: "SamplingParams") -> list[int]:
+    """The tokens that end a request: its end of sequence and its stop tokens.
+
+    Of a request that has more than a record holds none are told, since it is strict.
+    """
+    ends = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
+    return sorted(ends) if len(ends) <= MOST_ENDS else []
 
 
 def refuse_locked(params: "SamplingParams") -> None:

@@ -219,7 +219,9 @@ def verify_greedy(
         drafts = drafts._replace(max_draft_len=max(lengths, default=0))
     zeros = torch.zeros(batch, dtype=torch.int64, device=device)
     units = (value * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
-    records = Records(value, units, zeros, torch.full_like(zeros, NO_BOUND), zeros.clone())
+    no_bound, no_cap = torch.full_like(zeros, NO_BOUND), torch.full_like(zeros, 2**31 - 1).int()
+    no_ends = torch.full((batch, 1), -1, dtype=torch.int32, device=device)
+    records = Records(value, units, zeros, no_bound, zeros.clone(), no_cap, no_ends)
     slots = torch.arange(batch, dtype=torch.int32, device=device)
     requests = Requests(records, slots, torch.zeros_like(slots))
     where: Any = blocked.tolist() if blocked is not None and resolved == "torch" else blocked

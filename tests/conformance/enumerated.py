@@ -71,7 +71,7 @@ def served(
         return [p[i] if i in strict else clipped(p[i], q[i], value) for i in range(STEPS)]
     if rule == "price":
         rows = z[:STEPS].tolist()
-        biases = oracle.tilts(rows, draft, value, [i in strict for i in range(STEPS)])
+        biases = oracle.tilts(rows, draft, value, [i in strict for i in range(STEPS)], STEPS)
         return [np.array(oracle.served(*given)) for given in zip(rows, draft, biases, strict=True)]
     rows = []
     for i, x in enumerate(draft):

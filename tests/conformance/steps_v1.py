@@ -21,7 +21,7 @@ def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs"):
     counters = Counters(CounterLayout(5), CPU)
     verification = Verification(config, list(protected), counters, cpu)
     # In these tests nobody enters the batch, so each place holds what the server's options say.
-    requests = RequestsV1(config, 20_000)
+    requests = RequestsV1(config, 20_000, 20_000)
     return MarsRejectionSampler(Sampler(logprobs_mode), None, CPU, verification, requests)
 
 

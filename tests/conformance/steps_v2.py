@@ -119,7 +119,7 @@ class Step:
             num_speculative_tokens=self.steps,
         )
         if config is not None:
-            requests = RequestsV2(config, states, self.draft_logits is not None)
+            requests = RequestsV2(config, states)
             sampler.logits_processors.append(requests)
         for state, request in zip(self.states, self.requests, strict=True):
             states.free_indices = [int(state)]

@@ -89,6 +89,8 @@ def sampled_step(rule, device, vocab=49_152):
         torch.zeros(requests).long(),
         torch.tensor([NO_BOUND, 1 << 24] * (requests // 2)),
         torch.zeros(requests).long(),
+        torch.full((requests,), 99).int(),
+        torch.full((requests, 1), -1).int(),
     )
     slots = torch.arange(requests).int()
     given = Requests(Records(*(t.to(device) for t in records)), slots.to(device), slots.to(device))
@@ -143,7 +145,7 @@ def test_the_guard_equals_its_definition(length):
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     zero = ids([0])
-    records = Records(zero.float(), *(zero.long() for _ in range(4)))
+    records = Records(zero.float(), *(zero.long() for _ in range(4)), zero, zero[None])
     # The token before the draft, and its bonus row.
     inputs, ends = ids([answer[-1], *draft]), ids([len(draft) + 1])
     drafts = Drafts(torch.empty(0, 0), inputs, ends, bonus_row_is_last=True)

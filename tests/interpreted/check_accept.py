@@ -86,6 +86,8 @@ class Call:
             torch.from_numpy(rng.choice([0, 0, 5_000, MOST_BALANCE], slots)),
             torch.from_numpy(rng.choice(rates, slots)),
             torch.from_numpy(rng.choice([0, 1_000, 1 << 17], slots)),
+            torch.from_numpy(rng.choice([20, 45, 48, 99], slots)).int(),
+            torch.from_numpy(rng.choice([-1, -1, *range(vocab)], (slots, 2))).int(),
         )
         self.produced = torch.from_numpy(rng.integers(0, 50, self.batch)).int()
         protected = torch.from_numpy(rng.random(vocab) < 0.1) if rng.random() < 0.6 else None
@@ -247,7 +249,9 @@ def test_a_strict_request_is_vllms_bit_for_bit(name):
     """No logit changes, and nothing is lost."""
     call = Call(5, name, sampled=True)
     strict = Records(
-        torch.ones_like(call.records.threshold), *torch.zeros((4, len(call.records.lost))).long()
+        torch.ones_like(call.records.threshold),
+        *torch.zeros((4, len(call.records.lost))).long(),
+        *call.records[-2:],
     )
     requests = Requests(strict, call.slots, call.produced)
     logits = call.logits[call.rows].clone()
@@ -291,7 +295,9 @@ def test_rows_past_2_to_the_31_elements():
     drafts = Drafts(logits, ids, torch.tensor([2], dtype=torch.int32), max_draft_len=2)
     values = torch.tensor([0.9])
     zero = torch.zeros(1, dtype=torch.int64)
-    records = Records(values, zero, zero, zero + (1 << 40), zero.clone())
+    no_ends = torch.full((1, 1), -1, dtype=torch.int32)
+    cap = torch.full((1,), 99, dtype=torch.int32)
+    records = Records(values, zero, zero, zero + (1 << 40), zero.clone(), cap, no_ends)
     requests = Requests(records, torch.zeros(1, dtype=torch.int32), torch.zeros(1).int())
     output = accept.accept(drafts, requests, Rule("theta"))
     assert output.output_token_ids.tolist() == [[99, 40, -1]]

@@ -36,7 +36,7 @@ class Batch:
         self.rng = np.random.default_rng(seed)
         self.kinds, self.sections, self.ngram, self.window = kinds, sections, ngram, window
         self.state = ContextState(
-            *(torch.full((SLOTS,), -7).int() for _ in range(4)),
+            *(torch.full((SLOTS,), -7).int() for _ in range(5)),
             torch.full((SLOTS, window if ngram else 1), -7).int(),
         )
         self.markers = sections.markers(CPU)
@@ -55,6 +55,7 @@ class Batch:
         self.answers[slot] = self.tokens(resumed)
         known = self.prompts[slot] + self.answers[slot]
         self.state.is_structured[slot] = int(self.rng.random() < 0.2)
+        self.state.begun[slot] = self.sections.advance(0, self.prompts[slot])
         self.state.state[slot] = self.sections.advance(0, known)
         self.state.scanned[slot] = len(known)
         self.state.held[slot] = len(self.prompts[slot])

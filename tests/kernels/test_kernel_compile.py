@@ -22,7 +22,7 @@ ODD_STRIDE = VOCAB + 1
 ids = functools.partial(torch.zeros, dtype=torch.int32)
 # A request with two draft tokens, and the row of its bonus token.
 IDS, ONE = ids(2), ids(1)
-RECORDS = Records(torch.zeros(1), *(ONE.long() for _ in range(4)))
+RECORDS = Records(torch.zeros(1), *(ONE.long() for _ in range(4)), ONE, ids(1, 32))
 V1, V2 = Requests(RECORDS, ONE, ONE), Requests(RECORDS, ONE, None, ONE, ONE)
 BY_INDEX = {"target_rows": IDS, "bonus_rows": ONE}
 LAST = {"bonus_row_is_last": True}

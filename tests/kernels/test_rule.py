@@ -140,6 +140,7 @@ def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, to
             drafts[i] = oracle.argmax(values)
     rule = draw(st.sampled_from(rules))
     has_bound = draw(st.booleans())
+    few, room = st.frozensets(st.integers(0, vocab - 1), max_size=2), st.integers(0, LONGEST)
     scales = [0, 0, 1 << 16, 1 << 22] if has_bound and rule == "price" else [0]
     return {
         "vocab": vocab,
@@ -155,6 +156,8 @@ def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, to
         "blocked": draw(st.none() | st.lists(BLOCKED, min_size=size, max_size=size)),
         "nats": draw(st.lists(NATS, min_size=count, max_size=count)) if has_bound else None,
         "burst": draw(st.sampled_from([0.0, 0.5, 1.0])),
+        "ends": draw(st.lists(few, min_size=count, max_size=count)),
+        "rooms": draw(st.lists(st.just(9) | room, min_size=count, max_size=count)),
     }
 
 
@@ -180,6 +183,8 @@ def step(batch):
         torch.tensor(batch["scales"]),
         torch.tensor([loss_rate(rate) for rate in rates]),
         torch.tensor([loss_units(nats) for nats in lost]),
+        torch.tensor([n + 1 + room for n, room in zip(produced, batch["rooms"], strict=True)]),
+        torch.tensor([[*ends, -1, -1][:2] for ends in batch["ends"]]).int(),
     )
     # Slots in another order than the requests.
     slots = torch.arange(count - 1, -1, -1, dtype=torch.int32)
@@ -208,6 +213,8 @@ def requests_of(batch, logits):
             "blocked": None if batch["blocked"] is None else batch["blocked"][own],
             "nats": nats,
             "price": price,
+            "ends": batch["ends"][i],
+            "room": batch["rooms"][i],
         }
         yield i, logits[own].float().tolist(), what
 
@@ -238,7 +245,9 @@ def test_greedy_requests_are_verified_as_the_oracle_says(accept, batch):
         slot = requests.slots[i]
         assert int(requests.records.lost[slot] - before[slot]) == expected.loss * 2**16
         told = [NAN] * (LONGEST + 1)
-        for offset, verdict in enumerate(expected.verdicts[: expected.accepted + 1]):
+        gainful = oracle.num_gainful(what["drafts"], what["ends"], what["room"])
+        last = min(expected.accepted, gainful)
+        for offset, verdict in enumerate(expected.verdicts[: last + 1]):
             draft, is_relaxed = what["drafts"][offset], verdict == Verdict.RELAXED
             if is_relaxed:
                 told[offset] = float(oracle.loss(rows[offset], draft))
@@ -272,14 +281,17 @@ def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
     plan, drafts, requests = plan_of(batch, read)
     position, before = 0, requests.records.lost.clone()
     for _, rows, what in requests_of(batch, logits):
+        protected = what["protected"] | what["ends"]
+        gainful = oracle.num_gainful(what["drafts"], what["ends"], what["room"])
         reasons = [
-            block or ({draft, oracle.argmax(row)} & what["protected"] and Verdict.PROTECTED) or 0
+            block or ({draft, oracle.argmax(row)} & protected and Verdict.PROTECTED) or 0
             for row, draft, block in zip(
                 rows, what["drafts"], what["blocked"] or [0] * len(rows), strict=True
             )
         ]
         price, nats, spent = what["price"], what["nats"], 0
-        biases = oracle.tilts(rows, what["drafts"], price or 0.0, list(map(bool, reasons)))
+        is_strict = list(map(bool, reasons))
+        biases = oracle.tilts(rows, what["drafts"], price or 0.0, is_strict, gainful)
         for j, (row, draft) in enumerate(zip(rows, what["drafts"], strict=True)):
             found, p = plan.positions[position], oracle.softmax(row)
             now = drafts.logits[position].tolist()
@@ -297,7 +309,7 @@ def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
                 if oracle.is_relaxed(row, draft, what["theta"], what["gap"], frozenset()):
                     too_much = math.ceil(-math.log(p[draft]) * 2**16) * 2**-16 > left
                     verdict = reasons[j] or (Verdict.LOSS if too_much else Verdict.RELAXED)
-            elif reasons[j] and oracle.in_steps(price):
+            elif reasons[j] and oracle.in_steps(price) and j < gainful:
                 verdict = reasons[j]
             assert found.verdict == verdict
             if verdict == Verdict.RELAXED:
@@ -315,9 +327,13 @@ def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
     cpu.settle(plan, drafts, requests, torch.tensor(tokens, dtype=torch.int32))
     torch.testing.assert_close(drafts.logits, logits, rtol=0, atol=0, equal_nan=True)
     lost = (requests.records.lost - before)[requests.slots.long()].tolist()
-    ends = np.cumsum(batch["lengths"])
-    losses = [found.loss for found in plan.positions]
-    assert lost == [sum(losses[e - n : e]) for n, e in zip(batch["lengths"], ends, strict=True)]
+    losses, ends = [found.loss for found in plan.positions], np.cumsum(batch["lengths"])
+    # Behind the answer's last token nothing counts.
+    counted = [
+        losses[end - length : end][: gainful + 1]
+        for length, end, gainful in zip(batch["lengths"], ends, plan.gainful, strict=True)
+    ]
+    assert lost == list(map(sum, counted))
 
 
 # fmt: off
@@ -345,7 +361,8 @@ def test_sampled_by_hand(name):
     logits = torch.tensor(rows) if rows else torch.zeros(0, 2)
     zeros = torch.zeros(1, dtype=torch.int64)
     units = torch.tensor([price_units(LN2)])
-    records = Records(torch.zeros(1), units, zeros, zeros + NO_BOUND, zeros)
+    ends = zeros[None].int() - 1
+    records = Records(torch.zeros(1), units, zeros, zeros + NO_BOUND, zeros, zeros + 99, ends)
     step = Drafts(logits, torch.tensor(drafts, dtype=torch.int32), torch.tensor([len(rows)]).int())
     slots = torch.zeros(1, dtype=torch.int32)
     plan = cpu.plan(step, Requests(records, slots, slots), Rule("price"), torch.ones(1))

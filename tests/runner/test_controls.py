@@ -105,10 +105,6 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
 
         for output in running.ask(extra_args={option: 0}):
             assert returned(output) == {metric: 0.0, **NOTHING}
-        cut = running.ask(max_tokens=5)
-        for whole, part in zip(outputs, cut, strict=True):
-            positions = returned(whole)["relaxed_positions"]
-            assert returned(part)["relaxed_positions"] == [p for p in positions if p < 5]
         silent = running.ask(extra_args={"mars_return": False})
         assert all(output.spec_decode_metrics is None for output in silent)
 
@@ -141,6 +137,35 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
             refused = now
         told = sum(sum(returned(output)["loss_nats"]) for output in outputs)
         assert sum(running.metrics("vllm:mars_lost_nats").values()) > told > 0
+
+
+def test_nothing_is_paid_for_what_cannot_come(engine, models):
+    """At the cap and at a stop token; the counters tell what the answers do."""
+    with engine(mars_price=3.0, mars_max_loss=100.0) as running:
+        (free,) = running.ask(PROMPTS[:1])
+        relaxed = returned(free)["relaxed_positions"]
+        assert relaxed
+        stop = free.token_ids[relaxed[-1]]
+        for sampling in (
+            *({"max_tokens": most} for most in range(1, 6)),
+            {"stop_token_ids": [stop]},
+            {"temperature": 1.0, "seed": 3, "max_tokens": 4},
+        ):
+            before = sum(running.metrics("vllm:mars_lost_nats").values())
+            outputs = running.ask(**sampling)
+            lost = sum(running.metrics("vllm:mars_lost_nats").values()) - before
+            told = [returned(output) for output in outputs]
+            if "temperature" in sampling:
+                assert all(answer["log_ratios"][-1] == 0 for answer in told)
+                continue
+            assert lost == pytest.approx(sum(sum(answer["loss_nats"]) for answer in told), abs=1e-9)
+            for prompt, output, answer in zip(PROMPTS, outputs, told, strict=True):
+                tokens = list(output.token_ids)
+                found = not_first_choices(models[2], prompt, tokens)
+                assert answer["relaxed_positions"] == found
+                assert len(tokens) - 1 not in found
+                if "stop_token_ids" in sampling:
+                    assert stop not in [tokens[position] for position in found]
 
 
 def test_a_bound_alone_sets_the_price(engine, models):
@@ -194,7 +219,7 @@ def test_nothing_is_relaxed_inside_a_span(engine):
     walk = Sections(MarsConfig(strict_spans=spans))
     inside = relaxed = 0
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        state = walk.advance(0, prompt)
+        state = walk.begin(prompt)
         for position, token in enumerate(output.token_ids):
             is_relaxed = position in returned(output)["relaxed_positions"]
             inside += walk.is_strict(state)
@@ -203,8 +228,8 @@ def test_nothing_is_relaxed_inside_a_span(engine):
             state = walk.advance(state, [token])
     assert inside > 0
     assert relaxed > 0
-    # The prompt opened a span that nothing closes.
-    assert returned(outputs[3])["relaxed_positions"] == []
+    # A user's text opens nothing.
+    assert returned(outputs[3])["relaxed_positions"] != []
 
 
 def preferred(output):

@@ -31,8 +31,8 @@ WALKS = {
     "two share their end":         ({"strict_spans": ((1, 9), (2, 9))},
                                     [2, 9, 1, 9, 0], [0, 1, 0, 1, 0]),
     "only thinking is relaxed":    (THINK, [0, 7, 0, 8, 0], [1, 1, 0, 0, 1]),
-    "a span within thinking":      ({**THINK, "strict_spans": ONE},
-                                    [7, 0, 1, 0, 2, 0], [1, 0, 0, 1, 1, 0]),
+    "a span ends thinking":        ({**THINK, "strict_spans": ONE},
+                                    [7, 0, 1, 0, 2, 0, 7, 0], [1, 0, 0, 1, 1, 1, 1, 0]),
 }
 # fmt: on
 
@@ -47,6 +47,28 @@ def test_states():
     """After a span, and where a prompt ends in the start marker of thinking."""
     assert strictness(MarsConfig(strict_spans=ONE), 9, 1, 9, 2, 9)[1] == 0
     assert strictness(MarsConfig(**THINK), 0, 8, 0, state=THINKING)[0] == [False, False, True]
+
+
+# fmt: off
+# 5 stands between turns; 1 and 2, 7 and 8 mark a span and the thinking.
+PROMPTS = {
+    "typed by a user":             ([9, 1, 9, 7, 9, 5, 9], 0),
+    "an earlier answer, cut off":  ([5, 7, 9, 5, 9], 0),
+    "opened for this answer":      ([5, 9, 5, 9, 7, 9], THINKING),
+    "a call that was begun":       ([5, 9, 5, 9, 1, 9], 1),
+    "opened and closed":           ([5, 9, 5, 7, 9, 8], 0),
+    "without turns":               ([9, 9, 1, 9], 0),
+    "a first token alone":         ([5, 9, 1, 9], 0),
+    "empty":                       ([], 0),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_what_a_prompt_opens(name):
+    prompt, state = PROMPTS[name]
+    walk = Sections(MarsConfig(**THINK, strict_spans=ONE), frozenset({5}))
+    assert walk.begin(prompt) == state
 
 
 def test_nothing_is_strict_without_sections():

@@ -1,12 +1,13 @@
-"""Protected tokens: those at which verification stays strict."""
+"""Tokens of a model that are no text: those at which verification stays strict, and turns' own."""
 
 import re
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from vllm_mars.config import MarsConfig
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 # Tool and thinking markers such as <tool_call> or [/THINK] are often added tokens that the
 # tokenizer does not call special. Added tokens of any other form (runs of spaces, say) are ordinary
@@ -14,33 +15,54 @@ if TYPE_CHECKING:
 _MARKER = re.compile(r"[<\[].*[>\]]", re.DOTALL)
 
 
-def protected_token_ids(config: MarsConfig, model_config: "ModelConfig") -> list[int]:
+def protected_token_ids(config: MarsConfig, vllm_config: "VllmConfig") -> list[int]:
     """Resolves the ids of the protected tokens for a model.
 
     Args:
-        config: the options; ids that the user lists are taken as they are.
-        model_config: vLLM's model configuration, which gives the tokenizer and the model's
-            end-of-sequence ids.
+        config: resolved options; ids that the user lists are taken as they are.
+        vllm_config: gives the tokenizer, the model's end-of-sequence ids, and the markers of its
+            reasoning.
 
     Returns:
         Sorted ids: the user's, or by default the end-of-sequence ids, the tokenizer's special
-        tokens and its added markers.
+        tokens, its added markers, and what marks a section, be it ordinary vocabulary.
     """
     if config.protected_token_ids is not None:
         return sorted(set(config.protected_token_ids))
-    from vllm.tokenizers import cached_tokenizer_from_config
-
-    ids: set[int] = set()
+    model_config = vllm_config.model_config
+    ids = _special_token_ids(model_config) | _section_markers(config)
+    reasoning = vllm_config.reasoning_config
     for source in (
         model_config.try_get_generation_config().get("eos_token_id"),
         getattr(model_config.hf_text_config, "eos_token_id", None),
+        getattr(reasoning, "reasoning_start_token_ids", None),
+        getattr(reasoning, "natural_reasoning_end_token_ids", None),
     ):
         if source is not None:
             ids.update(source if isinstance(source, list | tuple) else [source])
-    tokenizer = cached_tokenizer_from_config(model_config)
-    if tokenizer is not None:
-        ids.update(tokenizer.all_special_ids)
-        for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
-            if token.special or _MARKER.fullmatch(token.content):
-                ids.add(token_id)
     return sorted(ids)
+
+
+def turn_token_ids(config: MarsConfig, model_config: "ModelConfig") -> Set[int]:
+    """Ids of the tokens that a chat template puts between turns: special, but no section's."""
+    return frozenset(_special_token_ids(model_config) - _section_markers(config))
+
+
+def _special_token_ids(model_config: "ModelConfig") -> set[int]:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    if tokenizer is None:
+        return set()
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    markers = {
+        token_id
+        for token_id, token in added.items()
+        if token.special or _MARKER.fullmatch(token.content)
+    }
+    return markers | set(tokenizer.all_special_ids)
+
+
+def _section_markers(config: MarsConfig) -> set[int]:
+    spans = {token for span in config.strict_spans or () for token in span}
+    return {token for token in spans | {*(config.thinking or ())} if isinstance(token, int)}

@@ -1,7 +1,7 @@
 """What each request allows and has lost, by slot: what `vllm_mars.kernels.terms.Records` holds."""
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,14 +16,16 @@ from vllm_mars.kernels.terms import (
     most_lost,
     price_units,
 )
-from vllm_mars.requests import RequestOptions
+from vllm_mars.requests import MOST_ENDS, ends_of, options_of
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
 # A price that follows what is left is c * sqrt(b * left / B), for a bound of b nats per token and a
 # burst of B. At this c**2 a request's loss lands on b; found on recorded steps, by how a request is
-# verified (docs/results.md).
+# verified (docs/results.md). Where drafts are drawn the kernels count it `DRAWN_SCALE` times.
 GREEDY_C2 = 7
 SAMPLED_C2 = 10
-DRAWN_C2 = 20
 
 
 class Record(NamedTuple):
@@ -34,6 +36,8 @@ class Record(NamedTuple):
     price_scale: int
     rate: int
     lost: int
+    most_tokens: int
+    ends: list[int]
 
 
 def new_records(num_slots: int, device: torch.device) -> Records:
@@ -42,40 +46,38 @@ def new_records(num_slots: int, device: torch.device) -> Records:
     def zeros(dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(num_slots, dtype=dtype, device=device)
 
-    integers = (zeros(torch.int64) for _ in Records._fields[1:])
-    return Records(zeros(torch.float32), *integers)
+    integers = (zeros(torch.int64) for _ in range(4))
+    ends = torch.full((num_slots, MOST_ENDS), -1, dtype=torch.int32, device=device)
+    return Records(zeros(torch.float32), *integers, zeros(torch.int32), ends)
 
 
 def record_of(
-    options: RequestOptions,
-    config: MarsConfig,
-    num_output_tokens: int = 0,
-    *,
-    is_greedy: bool = True,
-    is_drawn: bool = False,
+    params: "SamplingParams", config: MarsConfig, most_tokens: int, num_output_tokens: int = 0
 ) -> Record:
     """The record of a request that enters the batch.
 
     Args:
-        options: what the request chose.
+        params: the request's; what it chose among them.
         config: the server's options.
-        num_output_tokens: that it comes with. vLLM does not tell a request that comes back after a
-            preemption from a new one, so what these lost is taken to be all that was allowed.
-        is_greedy: whether its temperature is 0.
-        is_drawn: whether its drafts are drawn from the draft's distribution.
+        most_tokens: output tokens that the model's length leaves it.
+        num_output_tokens: that it comes with. What these lost is taken to be all that was allowed;
+            a caller that knows better writes it.
     """
-    value = options.value
+    options = options_of(params, config)
     rate, burst = loss_rate(options.max_loss), loss_units(config.loss_burst)
     lost = 0
     if num_output_tokens and options.max_loss < math.inf:
         lost = most_lost(rate, burst, num_output_tokens)
     scale = 0
-    if value == math.inf:
-        c2 = GREEDY_C2 if is_greedy else DRAWN_C2 if is_drawn else SAMPLED_C2
-        scale = price_scale(c2, rate, burst)
+    if options.value == math.inf:
+        scale = price_scale(SAMPLED_C2 if params.temperature else GREEDY_C2, rate, burst)
     # A bound of nothing leaves no scale, and its price is 0.
-    price = price_units(value) if config.rule == "price" and value < math.inf else 0
-    return Record(value, price, scale, rate, lost)
+    is_price = config.rule == "price" and options.value < math.inf
+    price = price_units(options.value) if is_price else 0
+    most_tokens = min(most_tokens, params.max_tokens or most_tokens)
+    ends = ends_of(params)
+    padded = [*ends, *[-1] * (MOST_ENDS - len(ends))]
+    return Record(options.value, price, scale, rate, lost, max(most_tokens, 0), padded)
 
 
 def price_scale(c2: int, rate: int, burst: int) -> int:

@@ -1,22 +1,20 @@
 """The requests in the batch of vLLM's V1 model runner, and what each brings to a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm import SamplingParams
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import Drafts, Requests, Verdict
 from vllm_mars.requests import RequestOptions, options_of
-from vllm_mars.runner.records import new_records, record_of
+from vllm_mars.runner.records import Record, new_records, record_of
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.sections import Sections
-
-if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
 
 
 @dataclass
@@ -25,17 +23,17 @@ class _Request:
 
     Attributes:
         options: what it chose.
-        is_greedy: whether its temperature is 0.
+        record: what it allows, and what it had lost when it came or left.
         prompt: its prompt's tokens.
         output: its output tokens; vLLM's own list, which grows.
         ngrams: of the output, for the guard against repetition.
-        slot: of its record; -1 before it has one.
+        slot: of its record; -1 while it has none.
         state: of `Sections`, after the prompt and the first `scanned` output tokens.
         scanned: how many output tokens the state has taken in.
     """
 
     options: RequestOptions
-    is_greedy: bool
+    record: Record
     prompt: Sequence[int]
     output: list[int]
     ngrams: AnswerNgrams
@@ -43,35 +41,49 @@ class _Request:
     state: int = 0
     scanned: int = 0
 
+    def resume(self, left: "_Request") -> None:
+        """Goes on where the same request left the batch."""
+        self.record = self.record._replace(lost=left.record.lost)
+        self.ngrams, self.state, self.scanned = left.ngrams, left.state, left.scanned
+
 
 class RequestsV1(LogitsProcessor):
     """Follows the batch as a logits processor that changes no logit.
 
-    It stands among those that cannot change the argmax, so a plain greedy batch stays one.
+    It stands among those that cannot change the argmax, so a plain greedy batch stays one. What is
+    known of a request stays as long as the request: the runner takes it out of the batch for each
+    step that leaves it out.
 
     Args:
         config: the server's options.
         max_num_reqs: most requests of a batch.
+        max_model_len: most tokens of prompt and output.
         request_ids: gives the ids of the batch's requests by place.
-        is_drawn: whether the engine's drafts are drawn from the draft's distribution.
+        unfinished: gives the ids of all requests that have not ended.
+        turns: see `Sections`.
     """
 
     def __init__(
         self,
         config: MarsConfig,
         max_num_reqs: int,
+        max_model_len: int,
         request_ids: Callable[[], Sequence[str]] = tuple,
-        is_drawn: bool = False,
+        unfinished: Callable[[], Container[str]] = tuple,
+        turns: Set[int] = frozenset(),
     ) -> None:
         self._config = config
+        self._max_model_len = max_model_len
         self._request_ids = request_ids
-        self.is_drawn = is_drawn
-        self._sections = Sections(config)
+        self._unfinished = unfinished
+        self._sections = Sections(config, turns)
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
+        # By id, those outside the batch among them.
+        self._known: dict[str, _Request] = {}
         # The last slot is that of no request.
         self._records = new_records(max_num_reqs + 1, torch.device("cpu"))
-        self._nobody = self._new_request(RequestOptions(config.value), True, (), [])
+        self._nobody = self._enter(SamplingParams(temperature=0, max_tokens=None), (), [])
         self._nobody.slot = max_num_reqs
         self._write(self._nobody)
         self._slots = torch.full((max_num_reqs,), max_num_reqs)
@@ -89,13 +101,26 @@ class RequestsV1(LogitsProcessor):
         """Notes which requests came, went and moved."""
         if not batch_update:
             return
+        before = list(self._requests.values())
         process_dict_updates(self._requests, batch_update, self._enter)
         requests = list(self._requests.values())
+        for request in before:
+            if not any(request is other for other in requests):
+                lost = int(self._records.lost[request.slot])
+                request.record, request.slot = request.record._replace(lost=lost), -1
+        ids, unfinished = self._request_ids(), self._unfinished()
+        known = {own: request for own, request in self._known.items() if own in unfinished}
         free = set(range(self._nobody.slot)) - {request.slot for request in requests}
-        for request in requests:
+        for place, request in self._requests.items():
+            own = ids[place] if place < len(ids) else None
             if request.slot < 0:
+                if request.output and own in known:
+                    request.resume(known[own])
                 request.slot = free.pop()
                 self._write(request)
+            if own is not None:
+                known[own] = request
+        self._known = known
         # A request keeps its record while it is in the batch; only the index follows its moves.
         places = range(self._nobody.slot)
         self._slots = torch.tensor([self._of_place(place).slot for place in places])
@@ -105,28 +130,19 @@ class RequestsV1(LogitsProcessor):
         self._has_bound = any(o.max_loss < float("inf") for o in options)
 
     def _enter(
-        self, params: "SamplingParams", prompt: list[int] | None, output: list[int]
+        self, params: SamplingParams, prompt: Sequence[int] | None, output: list[int]
     ) -> _Request:
-        is_greedy = params.temperature == 0
-        return self._new_request(options_of(params, self._config), is_greedy, prompt or (), output)
-
-    def _new_request(
-        self, options: RequestOptions, is_greedy: bool, prompt: Sequence[int], output: list[int]
-    ) -> _Request:
+        prompt = prompt or ()
+        room = self._max_model_len - len(prompt)
+        record = record_of(params, self._config, room, len(output))
         ngrams = AnswerNgrams(self._config.repeat_ngram)
-        state = self._sections.advance(0, prompt) if self._sections else 0
-        return _Request(options, is_greedy, prompt, output, ngrams, state=state)
+        state = self._sections.begin(prompt)
+        options = options_of(params, self._config)
+        return _Request(options, record, prompt, output, ngrams, state=state)
 
     def _write(self, request: _Request) -> None:
-        record = record_of(
-            request.options,
-            self._config,
-            len(request.output),
-            is_greedy=request.is_greedy,
-            is_drawn=self.is_drawn,
-        )
-        for values, value in zip(self._records, record, strict=True):
-            values[request.slot] = value
+        for values, value in zip(self._records, request.record, strict=True):
+            values[request.slot] = torch.tensor(value)
 
     def _of_place(self, place: int) -> _Request:
         return self._requests.get(place, self._nobody)
@@ -146,7 +162,7 @@ class RequestsV1(LogitsProcessor):
         for request in requests:
             if request.scanned > len(request.output):
                 # A failed load of the KV cache took tokens back.
-                request.state = self._sections.advance(0, request.prompt)
+                request.state = self._sections.begin(request.prompt)
                 request.scanned = 0
         has_context = self._sections or self._has_structured or self._config.repeat_ngram
         lengths = [len(request.output) for request in requests]

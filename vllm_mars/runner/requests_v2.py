@@ -1,5 +1,6 @@
 """The requests in the slots of vLLM's Model Runner V2, and what each brings to a step."""
 
+from collections.abc import Iterable, Set
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,35 +25,42 @@ class RequestsV2(LogitsProcessor):
         config: the server's options.
         req_states: the runner's `RequestState`. Its `add_request` is wrapped, on this instance
             alone, since it is told the tokens that a request brings.
-        is_drawn: whether the engine's drafts are drawn from the draft's distribution.
+        turns: see `Sections`.
     """
 
-    def __init__(self, config: MarsConfig, req_states: Any, is_drawn: bool = False) -> None:
+    def __init__(self, config: MarsConfig, req_states: Any, turns: Set[int] = frozenset()) -> None:
         from vllm_mars.kernels.context import new_state
 
         self._config = config
         self._req_states = req_states
-        self.is_drawn = is_drawn
         slots, device = req_states.max_num_reqs, req_states.device
-        self._sections = Sections(config)
+        self._sections = Sections(config, turns)
         self._records = new_records(slots, device)
         self._context = new_state(slots, config.repeat_ngram > 0, device)
         self._is_structured = np.zeros(slots, dtype=bool)
         self._wants_return = np.zeros(slots, dtype=bool)
-        # What a slot's new request brings: the section's state, and the lengths of all its tokens
-        # and of its prompt.
-        self._brought: dict[int, tuple[int, int, int]] = {}
+        # What a slot's new request brings: the section's states behind all its tokens and behind
+        # its prompt, and the lengths of both.
+        self._brought: dict[int, tuple[int, int, int, int]] = {}
         # Rows of the records and the context that the device has not got yet, by slot.
-        self._staged: dict[int, tuple[float, ...]] = {}
+        self._staged: dict[int, tuple[Any, ...]] = {}
+        # What preempted requests have lost, by id, and what of it goes to a slot: int64 scalars on
+        # the device, so that the host waits for nothing.
+        self._kept: dict[str, torch.Tensor] = {}
+        self._restored: dict[int, torch.Tensor] = {}
         add_request = req_states.add_request
 
         def add_and_note(
             req_id: str, prompt_len: int, all_token_ids: list[int], *args: Any, **kwargs: Any
         ) -> None:
             add_request(req_id, prompt_len, all_token_ids, *args, **kwargs)
-            state = self._sections.advance(0, all_token_ids) if self._sections else 0
+            begun = self._sections.begin(all_token_ids[:prompt_len])
+            state = self._sections.advance(begun, all_token_ids[prompt_len:])
             slot = req_states.req_id_to_index[req_id]
-            self._brought[slot] = state, len(all_token_ids), prompt_len
+            self._brought[slot] = state, begun, len(all_token_ids), prompt_len
+            lost = self._kept.pop(req_id, None)
+            if lost is not None and len(all_token_ids) > prompt_len:
+                self._restored[slot] = lost
 
         req_states.add_request = add_and_note
 
@@ -65,17 +73,12 @@ class RequestsV2(LogitsProcessor):
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         """Notes the options of a slot's new request; no logit changes, so False."""
         options = options_of(sampling_params, self._config)
-        state, length, prompt_len = self._brought.pop(req_idx, (0, 0, 0))
-        record = record_of(
-            options,
-            self._config,
-            length - prompt_len,
-            is_greedy=sampling_params.temperature == 0,
-            is_drawn=self.is_drawn,
-        )
+        state, begun, length, prompt_len = self._brought.pop(req_idx, (0, 0, 0, 0))
+        room = self._req_states.max_model_len - prompt_len
+        record = record_of(sampling_params, self._config, room, length - prompt_len)
         self._is_structured[req_idx] = options.is_structured
         self._wants_return[req_idx] = options.wants_return
-        context = state, length, prompt_len, int(options.is_structured)
+        context = state, begun, length, prompt_len, int(options.is_structured)
         self._staged[req_idx] = (*record, *context)
         return False
 
@@ -85,10 +88,27 @@ class RequestsV2(LogitsProcessor):
             return
         device = self._req_states.device
         slots = torch.tensor(list(self._staged)).to(device, non_blocking=True)
-        targets = (*self._records, *self._context[:4])
+        targets = (*self._records, *self._context[:-1])
         for target, column in zip(targets, zip(*self._staged.values(), strict=True), strict=True):
             target[slots] = torch.tensor(column, dtype=target.dtype).to(device, non_blocking=True)
+        for slot, lost in self._restored.items():
+            self._records.lost[slot] = lost
         self._staged.clear()
+        self._restored.clear()
+
+    def keep(self, preempted: Iterable[str], finished: Iterable[str]) -> None:
+        """Notes what requests have lost that leave their slots and will come back.
+
+        Args:
+            preempted: their ids.
+            finished: ids of those that will not.
+        """
+        for request_id in preempted:
+            slot = self._req_states.req_id_to_index.get(request_id)
+            if slot is not None:
+                self._kept[request_id] = self._records.lost[slot].clone()
+        for request_id in finished:
+            self._kept.pop(request_id, None)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Returns the logits as they are."""

@@ -27,7 +27,7 @@ from vllm_mars.kernels.terms import Drafts
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.cpu_kernels import mend
 from vllm_mars.runner.outputs import attach_counters
-from vllm_mars.runner.protection import protected_token_ids
+from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
 from vllm_mars.runner.requests_v1 import RequestsV1
 from vllm_mars.runner.verification import Verification, log_ratios, require_own_sampler
 
@@ -246,13 +246,15 @@ def install(runner: Any, config: MarsConfig) -> None:
     requests = RequestsV1(
         config,
         runner.max_num_reqs,
+        runner.max_model_len,
         lambda: runner.input_batch.req_ids,
-        getattr(spec_config, "draft_sample_method", None) == "probabilistic",
+        lambda: runner.requests,
+        turn_token_ids(config, runner.model_config),
     )
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
     verification = Verification(
         config,
-        protected_token_ids(config, runner.model_config),
+        protected_token_ids(config, runner.vllm_config),
         Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
         cpu,
     )

@@ -15,7 +15,7 @@ from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.outputs import attach_counters
-from vllm_mars.runner.protection import protected_token_ids
+from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
 from vllm_mars.runner.verification import Verification, log_ratios, require_own_sampler
 from vllm_mars.runner.warmup import warm_up
@@ -54,6 +54,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         super().__init__(sampler, spec_config, device)
         self.verification = verification
         self.requests = requests
+        self._is_drawn = getattr(spec_config, "draft_sample_method", None) == "probabilistic"
         self._is_warm = False
         # log m - log p of the tokens at the rows of the chunk that was verified last.
         self._log_ratios: torch.Tensor | None = None
@@ -96,7 +97,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         vocab = logits.shape[1] if draft_logits is None else draft_logits.shape[-1]
         if not self._is_warm:
             rows, longest = logits[:, :vocab], self.num_speculative_steps
-            warm_up(self.verification, rows, longest, self.requests.is_drawn)
+            warm_up(self.verification, rows, longest, self._is_drawn)
             self._is_warm = True
         drafts = Drafts(
             logits[:, :vocab],
@@ -200,12 +201,20 @@ def install(runner: Any, config: MarsConfig) -> None:
         return
     require_own_sampler(own, RejectionSampler)
     spec_config = runner.speculative_config
-    is_drawn = getattr(spec_config, "draft_sample_method", None) == "probabilistic"
-    requests = RequestsV2(config, runner.req_states, is_drawn)
+    turns = turn_token_ids(config, runner.model_config)
+    requests = RequestsV2(config, runner.req_states, turns)
     own.sampler.logits_processors.append(requests)
+    finish_requests = runner.finish_requests
+
+    def keep_and_finish(scheduler_output: Any) -> None:
+        preempted = scheduler_output.preempted_req_ids or ()
+        requests.keep(preempted, scheduler_output.finished_req_ids)
+        finish_requests(scheduler_output)
+
+    runner.finish_requests = keep_and_finish
     verification = Verification(
         config,
-        protected_token_ids(config, runner.model_config),
+        protected_token_ids(config, runner.vllm_config),
         Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
         accept,
     )

@@ -5,7 +5,7 @@ the number of the span that is open (0 for none), plus `THINKING` inside the thi
 draft is walked through token by token, so a marker inside it changes the positions behind it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import numpy as np
 import torch
@@ -24,9 +24,11 @@ class Sections:
 
     Args:
         config: resolved options: `strict_spans` are pairs of ids.
+        turns: tokens that stand between the turns of a conversation.
     """
 
-    def __init__(self, config: MarsConfig) -> None:
+    def __init__(self, config: MarsConfig, turns: Set[int] = frozenset()) -> None:
+        self._turns = turns
         self.only_thinking = config.scope == "reasoning"
         self.thinking = config.thinking or (-1, -1)
         self.opens: dict[int, int] = {}
@@ -42,6 +44,19 @@ class Sections:
         """Whether any position can be strict."""
         return bool(self.opens) or self.only_thinking
 
+    def begin(self, prompt: Sequence[int]) -> int:
+        """The state before a request's first output token.
+
+        What opens a section for this answer stands behind the prompt's last turn token, where the
+        chat template begins the answer. A marker elsewhere is text of the conversation.
+        """
+        if not self:
+            return 0
+        for index in range(len(prompt) - 1, 0, -1):
+            if prompt[index] in self._turns:
+                return self.advance(0, prompt[index + 1 :])
+        return 0
+
     def advance(self, state: int, tokens: Sequence[int]) -> int:
         """The state after some more tokens."""
         if len(tokens) > _FEW_TOKENS:
@@ -53,6 +68,8 @@ class Sections:
             thinking = state - span
             if span == 0:
                 span = self.opens.get(token, 0)
+                # A tool call ends the reasoning, with or without its marker.
+                thinking = 0 if span else thinking
             elif self.closes.get(token, 0) >> (span - 1) & 1:
                 span = 0
             if token == self.thinking[0]:
