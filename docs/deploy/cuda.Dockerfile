@@ -3,7 +3,7 @@
 #
 #   docker build -f docs/deploy/cuda.Dockerfile -t vllm-mars:cuda .
 
-# A release of setup.py's extra `cuda`; V1 and Model Runner V2 both fit from 0.32 on.
+# A release of setup.py's extra `cuda`.
 ARG VLLM_VERSION=0.32.0
 FROM vllm/vllm-openai:v${VLLM_VERSION}
 

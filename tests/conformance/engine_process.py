@@ -58,8 +58,7 @@ def completion(output):
             sorted([token, entry.rank, entry.logprob] for token, entry in position.items())
             for position in output.logprobs
         ]
-    # An older vLLM has none.
-    told = getattr(output, "spec_decode_metrics", None)
+    told = output.spec_decode_metrics
     return {
         "tokens": list(output.token_ids),
         "returned": told and told.to_dict().get("mars"),

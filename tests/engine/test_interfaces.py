@@ -15,10 +15,7 @@ from vllm_mars.plugin import HOOKS
 
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "tests/interfaces"
-# With Model Runner V2, and the oldest, which has the V1 runner alone.
 SUPPORTED = ("0.32.0", "0.33.0")
-OLDEST = "0.26.0"
-OF_V1 = ("options", "markers", "requests", "scheduler", "metrics", "executor", "V1")
 
 
 def read_table(release):
@@ -41,33 +38,8 @@ def test_supported_releases_have_what_is_needed(release, group):
     assert differences(release, group) == {}
 
 
-@pytest.mark.parametrize("group", OF_V1)
-def test_the_oldest_release_has_what_v1_needs(group):
-    assert differences(OLDEST, group) == {}
-
-
-def test_the_oldest_release_differs_in_v2():
-    """The same check on a release whose V2 sampler is built otherwise: it must see that."""
-    sampler = "vllm.v1.worker.gpu.sample.sampler:Sampler"
-    rejection_sampler = "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler"
-    found = differences(OLDEST, "V2")
-    assert {key for key in found if "logits_processor.interface" not in key} == {
-        f"{sampler}.apply_sampling_params",
-        f"{sampler}.logits_processors",
-        f"{sampler}.needs_logits_processing",
-        f"{rejection_sampler}._get_logprobs_tensors",
-        f"{rejection_sampler}._verify",
-    }
-    assert found[f"{rejection_sampler}._verify"] == "is missing"
-    assert (
-        "(logits, expanded_idx_mapping, idx_mapping_np, "
-        in found[f"{sampler}.apply_sampling_params"]
-    )
-
-
-def test_there_is_a_table_for_both_ends():
-    ends = tuple(tuple(map(int, end.split(".")[:2])) for end in (OLDEST, SUPPORTED[-1]))
-    assert ends == compat.SUPPORTED
+def test_there_is_a_table_of_each_supported_release():
+    assert tuple(tuple(map(int, end.split(".")[:2])) for end in SUPPORTED) == compat.SUPPORTED
 
 
 def installed_release():

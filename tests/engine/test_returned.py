@@ -2,12 +2,7 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from vllm_mars import MarsConfig
-from vllm_mars.engine import returned
-from vllm_mars.engine.options import check_request
-from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.engine.returned import collect_relaxed
 from vllm_mars.engine.transport import REQUEST_FIELD
 from vllm_mars.runner.outputs import RETURNED_FIELD
@@ -88,17 +83,3 @@ def test_a_further_input_may_ask_first():
     scheduler.step(2, {"a": [NAN, 1.0, NAN, NAN]})
     told = getattr(scheduler.requests["a"].spec_decode_metrics, REQUEST_FIELD)
     assert told["relaxed_positions"] == [3]
-
-
-def test_a_vllm_without_a_place_for_it_is_named(monkeypatch):
-    import vllm
-    from vllm.exceptions import VLLMValidationError
-
-    monkeypatch.setattr(returned, "is_supported", lambda: False)
-    config = SimpleNamespace(additional_config={"mars": TravellingOptions(MarsConfig())})
-    with pytest.raises(VLLMValidationError) as refused:
-        check_request(request(mars_return=True).sampling_params, config)
-    assert (
-        "mars_return=true needs vLLM 0.29 or newer, but this server runs "
-        f"{vllm.__version__}; leave it out." in str(refused.value)
-    )

@@ -172,5 +172,5 @@ def test_relaxed_tokens_of_an_answer():
     assert (plain.text, plain.lost) == ("a", None)
     assert (relaxed.text, relaxed.lost, relaxed.best) == ("b", 0.7, "c")
     assert (relaxed.p, relaxed.best_p) == (pytest.approx(0.25), pytest.approx(0.5))
-    # An older vLLM tells nothing.
+    # A server without MARS tells nothing.
     assert [token.lost for token in marked(answer | {"metrics": None})] == [None, None]

@@ -15,12 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_mars.engine.interfaces import INTERFACES, Touch
 
-# The oldest and the newest. In between `check_interfaces` decides: Model Runner V2 fits from 0.32.
-SUPPORTED = ((0, 26), (0, 33))
-# The releases that the tests run on; of the others interfaces alone were compared.
-RUN = ((0, 31), (0, 32))
+# The oldest and the newest.
+SUPPORTED = ((0, 32), (0, 33))
+# The releases that the tests run on.
+RUN = ((0, 32),)
 
-_RELEASES = " to ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+_RELEASES = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
 
 
 class Symbol(NamedTuple):
@@ -37,7 +37,6 @@ class Symbol(NamedTuple):
 
 
 _MISSING = object()
-_WAY_OUT = {"V2": "Set VLLM_USE_V2_MODEL_RUNNER=0, install"}
 
 
 def touches(group: str) -> Iterator[tuple[str, str, Touch]]:
@@ -102,7 +101,7 @@ def check_interfaces(group: str) -> None:
 
         raise RuntimeError(
             f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs ({group}): "
-            f"{'; '.join(differences)}. {_WAY_OUT.get(group, 'Install')} a vLLM that it knows "
+            f"{'; '.join(differences)}. Install a vLLM that it knows "
             f"({_RELEASES}), look for a newer vllm-mars, or drop rejection_sample_method 'mars'."
         )
 

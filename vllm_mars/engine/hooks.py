@@ -143,14 +143,12 @@ def patch_scheduler(module: ModuleType) -> None:
 @_once
 def patch_stats(module: ModuleType) -> None:
     """Gives the classes that cross the processes' border one more field each."""
+    from vllm_mars.engine.returned import declare_request_field
     from vllm_mars.engine.transport import declare_field
 
     # For decoders, which are made later; without MARS the fields are never set and never sent.
     declare_field(module.SchedulerStats)
-    if hasattr(module, "RequestSpecDecodeMetrics"):
-        from vllm_mars.engine.returned import declare_request_field
-
-        declare_request_field(module.RequestSpecDecodeMetrics)
+    declare_request_field(module.RequestSpecDecodeMetrics)
 
 
 # Why: a stat logger plugin of vLLM's own kind would switch statistics on where they are off, and

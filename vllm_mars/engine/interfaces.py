@@ -83,7 +83,7 @@ INTERFACES: Mapping[str, Interfaces] = {
         "vllm.config.reasoning": [
             "ReasoningConfig",
             "call ReasoningConfig.initialize_token_ids(model_config)",
-            "ReasoningConfig: reasoning_end_token_ids, reasoning_start_token_ids",
+            "ReasoningConfig: natural_reasoning_end_token_ids, reasoning_start_token_ids",
         ],
         "vllm.tokenizers": ["call cached_tokenizer_from_config(model_config)"],
         "vllm.tool_parsers": ["ToolParserManager"],

@@ -161,9 +161,8 @@ def _thinking_ids(engine_args: Any, model_config: "ModelConfig") -> tuple[int, i
     if reasoning.reasoning_parser or reasoning.reasoning_start_str:
         reasoning.initialize_token_ids(model_config)
     start = reasoning.reasoning_start_token_ids
-    # Newer releases tell the parser's own end from the one that a thinking budget forces.
-    end = getattr(reasoning, "natural_reasoning_end_token_ids", None)
-    end = end or reasoning.reasoning_end_token_ids
+    # The parser's own end, not the one that a thinking budget forces.
+    end = reasoning.natural_reasoning_end_token_ids
     if not start or not end:
         raise ValueError(
             "mars_scope='reasoning' needs the markers of the thinking section, but this server has "

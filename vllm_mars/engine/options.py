@@ -108,18 +108,8 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
     from vllm.exceptions import VLLMValidationError
 
     try:
-        options = options_of(params, config)
+        options_of(params, config)
         refuse_locked(params)
-        if options.wants_return:
-            from vllm_mars.engine.returned import is_supported
-
-            if not is_supported():
-                import vllm
-
-                raise ValueError(
-                    f"mars_return=true needs vLLM 0.29 or newer, but this server runs "
-                    f"{vllm.__version__}; leave it out."
-                )
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
