@@ -63,7 +63,7 @@ def loss_rate(nats_per_token: float) -> int:
     """
     if nats_per_token == math.inf:
         return NO_BOUND
-    return math.floor(min(nats_per_token * 2**RATE_BITS, NO_BOUND - 1))
+    return min(_units(nats_per_token, RATE_BITS, NO_BOUND), NO_BOUND - 1)
 
 
 def most_lost(rate: int, burst: int, num_output_tokens: int) -> int:
@@ -74,13 +74,19 @@ def most_lost(rate: int, burst: int, num_output_tokens: int) -> int:
 
 
 def loss_units(nats: float) -> int:
-    """Nats in units of 2**-LOSS_BITS, rounded down."""
-    return math.floor(nats * 2**LOSS_BITS)
+    """Nats in units of 2**-LOSS_BITS, rounded down, at most MOST_LOSS."""
+    return _units(nats, LOSS_BITS, MOST_LOSS)
 
 
 def price_units(price: float) -> int:
-    """A price, in float32, in units of 2**-LOSS_BITS nats, rounded down."""
-    return min(loss_units(float(np.float32(price))), MOST_PRICE)
+    """A price, in float32, in units of 2**-LOSS_BITS nats, rounded down, at most MOST_PRICE."""
+    return loss_units(float(np.float32(min(max(0.0, price), MOST_PRICE / 2**LOSS_BITS))))
+
+
+def _units(nats: float, bits: int, most: int) -> int:
+    """Nats in units of 2**-bits, rounded down to one in [0, most]; 0 where they are no number."""
+    # In this order, in which a NaN gives way to 0 and an integer of any size is only compared.
+    return math.floor(min(max(0.0, nats), most / 2**bits) * 2**bits)
 
 
 class Rule(NamedTuple):

@@ -1,18 +1,34 @@
 """A request's own options: what is read, and what is refused."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_mars import MarsConfig
+from vllm_mars import config as config_module
 from vllm_mars.config import OPTION, STRICT_VALUE, split_speculative_config
 from vllm_mars.engine.options import check_request
 from vllm_mars.engine.ranks import TravellingOptions
+from vllm_mars.kernels.terms import (
+    MOST_BALANCE,
+    MOST_LOSS,
+    MOST_PRICE,
+    NO_BOUND,
+    NO_LIMIT,
+    loss_rate,
+    loss_units,
+    price_units,
+)
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.requests import RequestOptions, in_force, options_of
+from vllm_mars.runner.records import new_records, record_of
 
 THETA = MarsConfig(theta=0.9, limit=0.8)
 GAP = MarsConfig(gap=0.5, limit=2.0)
@@ -96,13 +112,20 @@ def test_values(config, extra_args, expected):
         (MarsConfig(gap=0.5), {"mars_gap": 0.6}, "0.6 is above this server's own 0.5, "),
         (MarsConfig(price=0.25), {"mars_price": 0.3}, "0.3 is above this server's own 0.25, "),
         (MarsConfig(theta=1.0), {"mars_theta": 0.99}, r"this server's own 1.0, .* in \[1.0, 1\]"),
-        (PRICE, {"mars_price": -1}, r"mars_price=-1 is outside \[0, inf\)"),
+        (PRICE, {"mars_price": -1}, r"mars_price=-1 is outside \[0, 8192\]"),
+        (BOUND, {"mars_price": 1e39}, r"mars_price=1e\+39 is outside \[0, 8192\]; 0 switches"),
+        (BOUND, {"mars_price": "x" * 65536}, r"mars_price='x{79}\.\.\. \(65538 characters\) is a"),
+        (
+            BOUND,
+            {"mars_" + "x" * 65536: 1},
+            r"mars_x{75}\.\.\. \(65541 characters\) is not an option",
+        ),
         (PRICE, {"mars_theta": 0.9}, "names another rule than this server's; choose mars_price or"),
-        (GAP, {"mars_gap": -1}, r"mars_gap=-1 is outside \[0, inf\)"),
-        (GAP, {"mars_gap": float("inf")}, r"mars_gap=inf is outside \[0, inf\)"),
+        (GAP, {"mars_gap": -1}, r"mars_gap=-1 is outside \[0, 8192\]"),
+        (GAP, {"mars_gap": float("inf")}, r"mars_gap=inf is outside \[0, 8192\]"),
         (BOUND, {"mars_max_loss": 0.75}, r"mars_max_loss=0.75 is above this server's bound of 0.5"),
-        (THETA, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, inf\); leave it out"),
-        (THETA, {"mars_max_loss": float("nan")}, r"mars_max_loss=nan is outside \[0, inf\)"),
+        (THETA, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, 1024\]; leave it out"),
+        (THETA, {"mars_max_loss": float("nan")}, r"mars_max_loss=nan is outside \[0, 1024\]"),
         (THETA, {"mars_max_loss": "x"}, "mars_max_loss='x' is a str, but must be a number"),
         (THETA, {"mars_loss_burst": 1}, "mars_loss_burst is not an option of a request"),
         (MarsConfig(client_control=False), {"mars_max_loss": 0}, "mars_max_loss: this server does"),
@@ -134,7 +157,77 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
     assert options_of(params(mars_max_loss=7), THETA).max_loss == 7
     assert options_of(params(), BOUND).max_loss == 0.5
     assert options_of(params(mars_max_loss=0.5), BOUND).max_loss == 0.5
-    assert options_of(params(mars_max_loss=0), BOUND).max_loss == 0
+
+
+@pytest.mark.parametrize("config", [THETA, GAP, PRICE, BOUND])
+def test_a_bound_of_0_is_strict(config):
+    """Of a request as of a server, although the server's burst is left."""
+    assert config.loss_burst > 0 and config.lossy
+    strict = RequestOptions(STRICT_VALUE[config.rule], max_loss=0)
+    assert options_of(params(mars_max_loss=0), config) == strict
+    server = dataclasses.replace(config, max_loss=0)
+    assert not server.lossy and not server.clients_may_relax
+    assert options_of(params(), server) == strict
+    record = record_of(strict, server)
+    assert record[:4] == (1.0 if config is THETA else 0.0, 0, 0, 0)
+
+
+VALUES = st.recursive(
+    st.sampled_from([0, 0.02, 1, 5e-324, 8192, 8193, 1e39, 1e308, 10**400, "x" * 65536])
+    | st.sampled_from([True, False, "0.1", None, "strict", "reasoning", "sampled"])
+    | st.floats()
+    | st.integers(),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=2),
+    max_leaves=4,
+)
+NAMES = [f"mars_{field.name}" for field in dataclasses.fields(MarsConfig)]
+
+
+@settings(max_examples=1000)
+@given(
+    st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3),
+    st.dictionaries(
+        st.sampled_from([*OPTION.values(), "mars_max_loss", "mars_speculate"])
+        | st.sampled_from(["mars_" + "x" * 65536, "mars_return"]),
+        VALUES,
+        max_size=2,
+    ),
+    st.integers(0, 2**20),
+    st.booleans(),
+)
+def test_what_the_front_end_lets_through_a_record_holds(server, own, produced, is_greedy):
+    from vllm.exceptions import VLLMValidationError
+
+    mars = {"rejection_sample_method": "mars"}
+    try:
+        config, _ = split_speculative_config(mars | server)
+        check_request(params(**own), served_with(config))
+    except (ValueError, VLLMValidationError) as error:
+        assert len(str(error)) < 1000
+        return
+    record = record_of(options_of(params(**own), config), config, produced, is_greedy=is_greedy)
+    threshold, price, scale, rate, lost = record
+    assert 0 <= threshold <= 1 or config.rule == "gap"
+    assert 0 <= price <= MOST_PRICE and 0 <= scale <= MOST_BALANCE and 0 <= rate <= NO_BOUND
+    assert 0 <= lost <= NO_LIMIT
+    # What the record cannot hold raises.
+    for values, value in zip(new_records(1, torch.device("cpu")), record, strict=True):
+        values[0] = value
+
+
+def test_no_option_is_more_than_the_kernels_hold():
+    assert price_units(config_module.MOST_PRICE) == MOST_PRICE
+    assert loss_rate(config_module.MOST_MAX_LOSS) == NO_BOUND - 1
+    assert loss_units(config_module.MOST_BURST) == MOST_LOSS
+    for units, most in (
+        (price_units, MOST_PRICE),
+        (loss_units, MOST_LOSS),
+        (loss_rate, NO_BOUND - 1),
+    ):
+        for value in (1e39, 1e308, 10**400):
+            assert units(value) == most
+        assert [units(value) for value in (-1, -math.inf, math.nan)] == [0, 0, 0]
+    assert price_units(math.inf) == MOST_PRICE and loss_rate(math.inf) == NO_BOUND
 
 
 def test_the_lock_holds_for_requests(monkeypatch):

@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,8 +33,13 @@ DEFAULT_THETA = 0.9
 # Lengths of an n-gram that the guard against repetition can look for, and which one by default.
 _NGRAMS = range(2, 17)
 _DEFAULT_NGRAM = 4
-# In nats: what one token can lose at most, and 2**30 of the kernels' units.
+# What the integers of `vllm_mars.kernels.terms` hold, in nats: a price, a bound per token, a burst.
+# No option is larger, of a server or of a request.
+MOST_PRICE = 8192
+MOST_MAX_LOSS = 1024
 MOST_BURST = 16384
+# Characters of a value that an error repeats.
+_SHOWN = 80
 # A field that the front end fills in, not the user.
 _RESOLVED = {"resolved": True}
 # Former names of options, and what to write now.
@@ -64,9 +68,9 @@ class MarsConfig:
         theta: the paper's rule: a runner-up is accepted where z2 > theta * z1. In (0, 1]; 1 is
             strict, near 0 every runner-up with a positive logit is accepted.
         gap: a runner-up is accepted where z2 > z1 - gap, so where its probability is above
-            exp(-gap) times the first choice's. In nats, >= 0; 0 is strict.
+            exp(-gap) times the first choice's. In nats, in [0, 8192]; 0 is strict.
         price: the prefix of the draft is accepted, tokens of any rank among it, that is worth most:
-            each token gained may cost so many nats. >= 0; 0 is strict.
+            each token gained may cost so many nats. In [0, 8192]; 0 is strict.
         limit: how far a request may go, in the unit of the rule; None for the server's own value,
             so that a request may only be stricter. It does not bind the server's own value.
         protected_token_ids: tokens at which verification stays strict; None means the
@@ -81,7 +85,7 @@ class MarsConfig:
             already holds; 0 for no guard, None for 4 with a price and 0 with the other rules.
         scope: "all", or "reasoning" to relax only inside the model's thinking section.
         max_loss: the most that the relaxed tokens of a request may lose against the target's first
-            choices, in nats per output token, >= 0; None sets no bound.
+            choices, in nats per output token, in [0, 1024]; None sets no bound, 0 is strict.
         loss_burst: nats that a request may lose beyond that, in [0, 16384].
         logprobs: "target" leaves the logprobs of answers as they are; "sampled" makes that of each
             token which a request sampled the one under what was served.
@@ -114,8 +118,8 @@ class MarsConfig:
             object.__setattr__(self, "protected_token_ids", _token_ids(self.protected_token_ids))
         if not isinstance(self.client_control, bool):
             raise ValueError(
-                f"mars_client_control={self.client_control!r} is not true or false; false refuses "
-                "requests that choose their own verification."
+                f"mars_client_control={shown(self.client_control)} is not true or false; false "
+                "refuses requests that choose their own verification."
             )
         meaning = "'strict' never relaxes a request with structured output"
         _require_choice("mars_structured", self.structured, ("strict", "relaxed"), meaning)
@@ -141,7 +145,7 @@ class MarsConfig:
     def _check_rule(self) -> None:
         given = [rule for rule in RULES if getattr(self, rule) is not None]
         if len(given) > 1:
-            named = " and ".join(f"{OPTION[rule]}={getattr(self, rule)!r}" for rule in given)
+            named = " and ".join(f"{OPTION[rule]}={shown(getattr(self, rule))}" for rule in given)
             raise ValueError(
                 f"{named} name {len(given)} rules; give one of {', '.join(OPTION.values())}."
             )
@@ -158,7 +162,7 @@ class MarsConfig:
             _require_within("mars_limit", self.limit, 1, meaning)
         else:
             meaning = "leave it out and requests may only be stricter than the server"
-            _require_within("mars_limit", self.limit, math.inf, meaning)
+            _require_within("mars_limit", self.limit, MOST_PRICE, meaning)
 
     def _check_repeat_guard(self) -> None:
         ngram = self.repeat_guard
@@ -166,8 +170,8 @@ class MarsConfig:
             return
         if isinstance(ngram, bool) or not isinstance(ngram, int):
             raise ValueError(
-                f"mars_repeat_guard={ngram!r} is a {type(ngram).__name__}, but must be an integer; "
-                "give 4, or 0 to switch the guard off."
+                f"mars_repeat_guard={shown(ngram)} is a {type(ngram).__name__}, but must be an "
+                "integer; give 4, or 0 to switch the guard off."
             )
         if ngram != 0 and ngram not in _NGRAMS:
             raise ValueError(
@@ -205,13 +209,13 @@ class MarsConfig:
     @property
     def lossy(self) -> bool:
         """Whether the output can differ from vLLM's own for a request that chooses nothing."""
-        is_strict = self.value == STRICT_VALUE[self.rule] or (self.sets_price and not self.max_loss)
-        return not is_strict
+        return self.value != STRICT_VALUE[self.rule] and self.max_loss != 0
 
     @property
     def clients_may_relax(self) -> bool:
         """Whether a request can choose lossy verification for itself."""
-        return self.client_control and self.limit_value != STRICT_VALUE[self.rule]
+        may = self.client_control and self.max_loss != 0
+        return may and self.limit_value != STRICT_VALUE[self.rule]
 
     def to_json(self) -> dict[str, Any]:
         """The options as plain JSON, of which `MarsConfig(**options)` makes them again."""
@@ -239,7 +243,7 @@ def split_speculative_config(
     method = config.get("rejection_sample_method", "standard")
     if method != METHOD:
         if options:
-            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            given = ", ".join(f"{_name(key)}={shown(value)}" for key, value in options.items())
             raise ValueError(
                 f"{given} is given, but rejection_sample_method is {method!r}; "
                 f"set it to {METHOD!r} or drop the option."
@@ -276,9 +280,10 @@ def config_of(vllm_config: "VllmConfig") -> MarsConfig | None:
 
 def unknown_option(key: str, whose: str, names: Sequence[str]) -> ValueError:
     """The error for a key that does not exist, with the nearest one that does."""
-    nearest = _RENAMED.get(key) or difflib.get_close_matches(key, names, n=1, cutoff=0)[0]
+    name = _name(key)
+    nearest = _RENAMED.get(key) or difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
     return ValueError(
-        f"{key} is not an option of {whose}; did you mean {nearest}? The options are "
+        f"{name} is not an option of {whose}; did you mean {nearest}? The options are "
         f"{', '.join(names)}."
     )
 
@@ -295,15 +300,15 @@ def check_value(rule: str, value: object, name: str | None = None) -> None:
     if rule == "theta":
         _require_within(name, value, 1, "1 switches the relaxation off", above_0=True)
     else:
-        _require_within(name, value, math.inf, "0 switches the relaxation off")
+        _require_within(name, value, MOST_PRICE, "0 switches the relaxation off")
 
 
 def check_max_loss(nats: object) -> None:
-    """Raises ValueError unless a bound on the loss is a finite number >= 0."""
+    """Raises ValueError unless a bound on the loss is a number in [0, 1024]."""
     meaning = (
         "leave it out to set no bound, 0.02 lets an answer lose 0.02 nats for each of its tokens"
     )
-    _require_within("mars_max_loss", nats, math.inf, meaning)
+    _require_within("mars_max_loss", nats, MOST_MAX_LOSS, meaning)
 
 
 def lossy_reason(config: MarsConfig | None, method: str) -> str | None:
@@ -319,22 +324,36 @@ def lossy_reason(config: MarsConfig | None, method: str) -> str | None:
     return f"{OPTION[config.rule]}={config.value:g}"
 
 
+def shown(value: object) -> str:
+    """A value as an error repeats it: the whole of a short one."""
+    return _cut(repr(value))
+
+
+def _name(key: str) -> str:
+    """The same of an option's name."""
+    return _cut(repr(key)[1:-1])
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
 def _require_within(
     name: str, value: object, most: float, meaning: str, *, above_0: bool = False
 ) -> None:
-    """Raises ValueError unless a value is a finite number in [0, most], or in (0, most]."""
+    """Raises ValueError unless a value is a number in [0, most], or in (0, most]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(
-            f"{name}={value!r} is a {type(value).__name__}, but must be a number; {meaning}."
+            f"{name}={shown(value)} is a {type(value).__name__}, but must be a number; {meaning}."
         )
-    if not 0 <= value <= min(most, sys.float_info.max) or (above_0 and value == 0):
-        start, end = "(" if above_0 else "[", ")" if most == math.inf else "]"
-        raise ValueError(f"{name}={value} is outside {start}0, {most}{end}; {meaning}.")
+    if not 0 <= value <= most or (above_0 and value == 0):
+        start = "(" if above_0 else "["
+        raise ValueError(f"{name}={shown(value)} is outside {start}0, {most}]; {meaning}.")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...], meaning: str) -> None:
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}; {meaning}.")
+        raise ValueError(f"{name}={shown(value)} is not one of {', '.join(choices)}; {meaning}.")
 
 
 def _token_ids(ids: object) -> tuple[int, ...]:
@@ -342,7 +361,7 @@ def _token_ids(ids: object) -> tuple[int, ...]:
         isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids
     ):
         raise ValueError(
-            f"mars_protected_token_ids={ids!r} is not a list of token ids (integers >= 0); "
+            f"mars_protected_token_ids={shown(ids)} is not a list of token ids (integers >= 0); "
             "[] switches the protection off."
         )
     return tuple(ids)
@@ -363,7 +382,7 @@ def _spans(spans: object) -> tuple[Span, ...]:
 
     if not isinstance(spans, list | tuple) or not all(map(is_span, spans)):
         raise ValueError(
-            f"mars_strict_spans={spans!r} is not a list of pairs of a start and an end token "
+            f"mars_strict_spans={shown(spans)} is not a list of pairs of a start and an end token "
             '(text or id; null for an end that never comes), such as [["<tool_call>", '
             '"</tool_call>"]]; [] switches it off.'
         )

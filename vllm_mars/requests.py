@@ -15,6 +15,7 @@ from vllm_mars.config import (
     MarsConfig,
     check_max_loss,
     check_value,
+    shown,
     unknown_option,
 )
 from vllm_mars.lock import LOCK_VARIABLE, lock_is_on
@@ -41,7 +42,8 @@ class RequestOptions(NamedTuple):
         value: of the server's rule; infinity for a price that follows what is left of `max_loss`.
         is_structured: whether all of it is verified strictly, because its output is structured.
         wants_return: whether the client asked what was relaxed.
-        max_loss: most that it may lose, in nats per output token; infinity for no bound.
+        max_loss: most that it may lose, in nats per output token; infinity for no bound. Where it
+            is 0 the value is strict: the server's burst is not the request's to lose.
     """
 
     value: float
@@ -91,7 +93,8 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         # Its drafts stay: a request without any would make a batch of vLLM's V1 runner non-uniform,
         # and all others would lose the CUDA graph of a decode step.
         is_strict = not _boolean(own, _SPECULATE, True, "false verifies strictly")
-        if is_strict or len(params.stop_token_ids or ()) >= MOST_ENDS:
+        has_many_ends = len(params.stop_token_ids or ()) >= MOST_ENDS
+        if is_strict or has_many_ends or options.max_loss == 0:
             options = options._replace(value=STRICT_VALUE[config.rule])
         parsed = _Parsed(*depends_on, options)
         setattr(params, _PARSED, parsed)
@@ -206,5 +209,5 @@ def _boolean(own: dict[str, Any], key: str, default: bool, meaning: str) -> bool
     value = own.get(key, default)
     # JSON's true arrives as 1.
     if not isinstance(value, bool | int) or value not in (0, 1):
-        raise ValueError(f"{key}={value!r} is not true or false; {meaning}.")
+        raise ValueError(f"{key}={shown(value)} is not true or false; {meaning}.")
     return bool(value)

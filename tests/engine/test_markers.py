@@ -138,7 +138,7 @@ def test_the_thinking_section_is_vllms(packaged_model):
         ({"mars_strict_spans": [[1]]}, {}, "is not a list of pairs of a start and an end token"),
         ({"mars_scope": "answer"}, {}, "mars_scope='answer' is not one of all, reasoning"),
         ({"mars_scope": "reasoning"}, {}, "add --reasoning-parser or --reasoning-config"),
-        ({"mars_max_loss": -0.5}, {}, r"mars_max_loss=-0.5 is outside \[0, inf\)"),
+        ({"mars_max_loss": -0.5}, {}, r"mars_max_loss=-0.5 is outside \[0, 1024\]"),
         ({"mars_max_loss": "x"}, {}, "mars_max_loss='x' is a str"),
         ({"mars_loss_burst": -1}, {}, r"mars_loss_burst=-1 is outside \[0, 16384\]"),
         ({"mars_loss_burst": None}, {}, "mars_loss_burst=None is a NoneType"),

@@ -90,7 +90,7 @@ def test_rules_that_differ_in_a_value_alone_share_a_server():
     )
     ((servers, turns),) = load_sweep(options).groups(0)
     found = {turn.cell.name: (json.loads(turn.server), turn.body) for turn in turns}
-    shared = MARS | {"mars_price": 0.0, "mars_limit": 16384}
+    shared = MARS | {"mars_price": 0.0, "mars_limit": 8192}
     assert found == {
         "standard": (K4, {}),
         "price 0.3": (shared, {"vllm_xargs": {"mars_price": 0.3}}),

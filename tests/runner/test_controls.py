@@ -187,7 +187,7 @@ def test_a_bound_alone_sets_the_price(engine, models):
         nothing, priced = running.ask(
             PROMPTS[:2], extra_args=[{"mars_max_loss": 0}, {"mars_price": 0}]
         )
-        assert returned(nothing) == {"max_loss": 0.0, **NOTHING}
+        assert returned(nothing) == {"price": 0.0, **NOTHING}
         assert returned(priced) == {"price": 0.0, **NOTHING}
 
         hot = running.ask(temperature=1.0, seed=7)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.config import TOOL_PARSER_KEY, MarsConfig, Span, Token
+from vllm_mars.config import TOOL_PARSER_KEY, MarsConfig, Span, Token, shown
 from vllm_mars.runner.sections import MOST_SPANS
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ def _span_ids(
         if isinstance(token, str):
             if token not in tokens:
                 raise ValueError(
-                    f"mars_strict_spans: {token!r} is not one token of this model; give a single "
-                    "token (its text or id) that marks the span."
+                    f"mars_strict_spans: {shown(token)} is not one token of this model; give a "
+                    "single token (its text or id) that marks the span."
                 )
         number = tokens[token] if isinstance(token, str) else token
         if number >= vocab:
             raise ValueError(
-                f"mars_strict_spans: {number} is outside the model's vocabulary [0, {vocab}); "
-                "give the id of the token that marks the span."
+                f"mars_strict_spans: {shown(number)} is outside the model's vocabulary [0, "
+                f"{vocab}); give the id of the token that marks the span."
             )
         return number
 

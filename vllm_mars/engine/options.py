@@ -8,6 +8,7 @@ from vllm_mars.config import (
     MarsConfig,
     config_of,
     lossy_reason,
+    shown,
     split_speculative_config,
 )
 from vllm_mars.engine.compat import check_interfaces, check_version
@@ -75,8 +76,8 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     outside = [token for token in config.protected_token_ids or () if token >= vocab]
     if outside:
         raise ValueError(
-            f"mars_protected_token_ids={outside} is outside the model's vocabulary [0, {vocab}); "
-            "leave these ids out."
+            f"mars_protected_token_ids={shown(outside)} is outside the model's vocabulary [0, "
+            f"{vocab}); leave these ids out."
         )
     check_interfaces("markers")
     config = resolve_markers(config, engine_args, model_config)

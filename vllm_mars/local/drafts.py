@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.config import METHOD, MOST_BURST, OPTION, STRICT_VALUE
+from vllm_mars.config import METHOD, MOST_PRICE, OPTION, STRICT_VALUE
 
 NGRAM = "ngram"
 # vLLM's, without the number of tokens.
@@ -18,7 +18,7 @@ WITHOUT_FILES: dict[str, dict[str, Any]] = {
     "mtp": {"method": "mtp"},
 }
 # As a limit of what requests may choose: anything, by rule.
-LOOSEST_LIMIT = {"theta": 0.0, "gap": MOST_BURST, "price": MOST_BURST}
+LOOSEST_LIMIT = {"theta": 0.0, "gap": MOST_PRICE, "price": MOST_PRICE}
 # What a server gets whose requests choose any value, by rule: who chooses nothing is strict.
 CHOSEN_BY_REQUESTS = {
     rule: {

@@ -71,13 +71,13 @@ def record_of(
     scale = 0
     if options.value == math.inf:
         scale = price_scale(SAMPLED_C2 if params.temperature else GREEDY_C2, rate, burst)
-    # A bound of nothing leaves no scale, and its price is 0.
-    is_price = config.rule == "price" and options.value < math.inf
-    price = price_units(options.value) if is_price else 0
+    is_price = config.rule == "price"
+    price = price_units(options.value) if is_price and options.value < math.inf else 0
+    threshold = 0.0 if is_price else options.value
     most_tokens = min(most_tokens, params.max_tokens or most_tokens)
     ends = ends_of(params)
     padded = [*ends, *[-1] * (MOST_ENDS - len(ends))]
-    return Record(options.value, price, scale, rate, lost, max(most_tokens, 0), padded)
+    return Record(threshold, price, scale, rate, lost, max(most_tokens, 0), padded)
 
 
 def price_scale(c2: int, rate: int, burst: int) -> int:
