@@ -64,7 +64,7 @@ def check(target, prompts, sampling, answers, told):
         bound = SERVER["mars_max_loss"] if own is None else own
         burst = SERVER["mars_loss_burst"]
         lost[own] += check_promise(target, prompt, tokens, returned, bound, burst)
-    assert lost[None] > lost[0.3] > lost[0.1] > lost[0.0] > 0
+    assert lost[None] > lost[0.3] > lost[0.1] > lost[0.0] == 0
 
 
 @pytest.fixture
