@@ -87,7 +87,7 @@ class RequestsV1(LogitsProcessor):
         self._nobody.slot = max_num_reqs
         self._write(self._nobody)
         self._slots = torch.full((max_num_reqs,), max_num_reqs)
-        self._has_structured = self._has_returns = self._has_bound = False
+        self._has_structured = self._has_returns = False
 
     def is_argmax_invariant(self) -> bool:
         """True: no logit changes."""
@@ -127,7 +127,6 @@ class RequestsV1(LogitsProcessor):
         options = [request.options for request in requests]
         self._has_structured = any(o.is_structured for o in options)
         self._has_returns = any(o.wants_return for o in options)
-        self._has_bound = any(o.max_loss < float("inf") for o in options)
 
     def _enter(
         self, params: SamplingParams, prompt: Sequence[int] | None, output: list[int]
@@ -165,12 +164,9 @@ class RequestsV1(LogitsProcessor):
                 request.state = self._sections.begin(request.prompt)
                 request.scanned = 0
         has_context = self._sections or self._has_structured or self._config.repeat_ngram
-        lengths = [len(request.output) for request in requests]
-        slots = self._slots[:batch]
-        # Only a bound asks how long an answer is.
-        produced = torch.tensor(lengths) if self._has_bound else slots
+        produced = torch.tensor([len(request.output) for request in requests])
         blocked = self._blocked(requests, drafts) if has_context else None
-        return Requests(self._records, slots, produced), blocked
+        return Requests(self._records, self._slots[:batch], produced), blocked
 
     def returns(self, batch: int) -> dict[int, str]:
         """Ids of those of the first `batch` requests that want to know what was done."""
