@@ -1,158 +1,141 @@
-"""Margin-aware verification of trees in two Triton launches that read each row once.
+"""Margin-aware verification of draft trees, in plain torch on any device; it waits for the device.
 
-The rule is that of `tree_reference`. Symbols: N nodes, B requests, S splits of a row.
+A node is a draft token x behind its parent and is judged on its parent's row of target logits z,
+with z1 >= z2 the two largest:
 
-    top2_kernel   grid (N + B, S)   z1 with its id, and z2, of the nodes' rows, then the roots'
-    walk_kernel   grid (B,)         joins the splits, judges each node on its parent's row, and
-                                    walks down one request's tree; lane 0 is its root
+    strict    x = argmax z, of equal maxima the lowest id
+    relaxed   theta:  z[x] >= z2  and  z2 > theta * z1  and  (theta = 1 or z1 > 0)
+              price:  z[x] > -inf  and  z1 < inf
+              and neither x nor argmax z is protected
 
-What a path is worth is a sum over its nodes, found for all of them at once by pointer doubling: in
-each round a node adds what the node where its known part begins has found, and begins where that
-does. Bytes moved: the rows once, one logit of each node, a row's partial results for each child.
+A path from the root is acceptable if each of its nodes is strict or relaxed; a relaxed node loses
+z1 - z[x] nats. One acceptable path is taken, and the argmax of the row at its end follows:
+
+    "draft"     from the root on the first acceptable child, in the drafter's order
+    "target"    from the root on the child that loses least, of equals a strict one
+    "longest"   the path with the most nodes, of these the one that loses least
+    a price     the path with the largest price * nodes - losses, if that is above 0
+
+The last two are one rule: "longest" is a price that no path can lose. Of equal paths the one with
+the fewest relaxed nodes is taken, then the longest, then the one that ends at the lowest index.
+Comparisons are in float32, worths are integers, and a row that holds a NaN relaxes nothing.
 """
 
+from typing import Literal, NamedTuple
+
 import torch
-import triton
-import triton.language as tl
 
-from vllm_mars.kernels import tree_reference as terms
-from vllm_mars.kernels.top2 import reduce_rows, reduce_splits, unpack_id, unpack_value
+Preference = Literal["draft", "target", "longest"]
 
-_UNIT = tl.constexpr(2.0**terms.LOSS_BITS)
-_MOST_LOSS = tl.constexpr(float(terms.MOST_LOSS))
-_MOST_NODES = tl.constexpr(terms.MOST_NODES)
-# Of doubling, that the deepest tree needs.
-_ROUNDS = tl.constexpr((terms.MOST_NODES - 1).bit_length())
-_TIE_UNIT = tl.constexpr(1 << terms.TIE_BITS)
-_STRICT_TIE = tl.constexpr(terms.STRICT_TIE)
-_RELAXED_TIE = tl.constexpr(terms.RELAXED_TIE)
+# Of a request's tree no more nodes are looked at.
+MOST_NODES = 128
+# Losses and prices are in units of 2**-LOSS_BITS nats: losses rounded up, prices down.
+LOSS_BITS, MOST_LOSS, MOST_PRICE = 16, 1 << 30, 1 << 29
+# So many nodes never lose this.
+LONGEST_PRICE = 2 * MOST_NODES * MOST_LOSS
+# Worths have so many more bits than losses, for what decides between equal ones.
+TIE_BITS, STRICT_TIE, RELAXED_TIE = 16, 1, -2 * MOST_NODES
+# In the place of a loss.
+STRICT = -1
 
 
-@triton.jit(do_not_specialize=["num_draft", "max_depth", "num_splits"])
-def walk_kernel(
-    # [batch, max_depth + 1], [batch, max_depth], and [batch] each
-    output_token_ids_ptr,
-    path_ptr,
-    num_accepted_ptr,
-    num_relaxed_ptr,
-    lost_ptr,
-    # [num_draft + batch, num_splits] each, and [*, vocab]
-    best_ptr,
-    second_ptr,
-    logits_ptr,
-    logits_stride,
-    # [num_draft] each
-    draft_token_ids_ptr,
-    parents_ptr,
-    node_rows_ptr,
-    # [batch] each, and [vocab]
-    root_rows_ptr,
-    cu_num_draft_tokens_ptr,
-    value_ptr,
-    price_ptr,
-    protected_ptr,
-    num_draft,
-    max_depth,
-    vocab,
-    num_splits,
-    SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    RULE: tl.constexpr,
-    PREFER: tl.constexpr,
-):
-    HAS_Z2: tl.constexpr = RULE != "price"
-    request = tl.program_id(0)
-    end = tl.load(cu_num_draft_tokens_ptr + request)
-    start = tl.load(cu_num_draft_tokens_ptr + request - 1, mask=request > 0, other=0)
-    slot = tl.arange(0, SLOTS)
-    value = tl.load(value_ptr + request) + tl.zeros([SLOTS], tl.float32)
-    position = start + slot - 1
-    is_node = (slot > 0) & (slot <= _MOST_NODES) & (position < end)
-    parent = tl.load(parents_ptr + position, mask=is_node, other=-2) + 1
-    draft = tl.load(draft_token_ids_ptr + position, mask=is_node, other=-1).to(tl.int64)
-    is_node = is_node & (parent >= 0) & (parent < slot) & (draft >= 0) & (draft < vocab)
+class Trees(NamedTuple):
+    """Checked arguments of `vllm_mars.verify_tree`."""
 
-    # int64 before the multiply: a row can start past 2**31 elements.
-    behind = is_node & (parent > 0)
-    row = tl.load(node_rows_ptr + start + parent - 1, mask=behind, other=0).to(tl.int64)
-    row = tl.where(behind, row, tl.load(root_rows_ptr + request).to(tl.int64))
-    index = tl.where(behind, start + parent - 1, num_draft + request)
-    packed, second = reduce_splits(best_ptr, second_ptr, index, is_node, num_splits, SPLITS, HAS_Z2)
-    first, argmax = unpack_value(packed), unpack_id(packed)
-    logit = tl.load(logits_ptr + row * logits_stride + draft, mask=is_node, other=0).to(tl.float32)
-    is_strict = is_node & (draft == argmax)
-    if RULE == "price":
-        is_relaxed = (logit > float("-inf")) & (first < float("inf"))
-    elif RULE == "gap":
-        is_relaxed = (logit >= second) & (second > first - value)
+    logits: torch.Tensor
+    draft_token_ids: torch.Tensor
+    cu_num_draft_tokens: torch.Tensor
+    target_rows: torch.Tensor
+    bonus_rows: torch.Tensor
+    parents: torch.Tensor
+    # "theta" or "price", and its value: float32 `[batch]`.
+    rule: str
+    value: torch.Tensor
+    # int64 `[batch]`, in units; `LONGEST_PRICE` where it is not the rule.
+    price: torch.Tensor
+    protected: torch.Tensor
+    prefer: Preference
+    max_depth: int
+
+
+class TreeOutput(NamedTuple):
+    """What one verification of trees emits.
+
+    Attributes:
+        output_token_ids: `[batch, max_depth + 1]` int32; the accepted tokens, the argmax of the row
+            behind them, then -1.
+        path: `[batch, max_depth]` int32; the accepted nodes by index in their tree, then -1.
+        num_accepted: `[batch]` int32, accepted nodes.
+        num_relaxed: `[batch]` int32, those of them that only the margin accepted.
+        lost: `[batch]` int64, what these lost against the first choice, in units of 2**-16 nats.
+    """
+
+    output_token_ids: torch.Tensor
+    path: torch.Tensor
+    num_accepted: torch.Tensor
+    num_relaxed: torch.Tensor
+    lost: torch.Tensor
+
+
+def verify_tree(trees: Trees) -> TreeOutput:
+    """`vllm_mars.verify_tree` of checked arguments."""
+    tokens, paths, counts, start = [], [], [], 0
+    for request, end in enumerate(trees.cu_num_draft_tokens.tolist()):
+        ids = trees.draft_token_ids[start:end].tolist()
+        parents = trees.parents[start:end].tolist()
+        # Of each node, and of the root at index -1.
+        rows = [*trees.target_rows[start:end].tolist(), int(trees.bonus_rows[request])]
+        losses = {}
+        for node, parent in enumerate(parents[:MOST_NODES]):
+            if -1 <= parent < node:
+                losses[node] = _judge(trees, rows[parent], ids[node], trees.value[request])
+        path = _best_path(parents, losses, int(trees.price[request]), trees.prefer)
+        last = int(trees.logits[rows[path[-1] if path else -1]].argmax())
+        paid = [losses[node] for node in path if losses[node] != STRICT]
+        padding = [-1] * (trees.max_depth - len(path))
+        tokens.append([*(ids[node] for node in path), last, *padding])
+        paths.append([*path, *padding])
+        counts.append([len(path), len(paid), sum(paid)])
+        start = end
+    new, batch = trees.cu_num_draft_tokens.new_tensor, len(counts)
+    count = new(counts, dtype=torch.int64).view(batch, 3).T.contiguous()
+    rows = new(tokens).view(batch, trees.max_depth + 1), new(paths).view(batch, trees.max_depth)
+    return TreeOutput(*rows, count[0].int(), count[1].int(), count[2])
+
+
+def _judge(trees: Trees, row: int, draft: int, value: torch.Tensor) -> int | None:
+    """What a node loses if it is relaxed, STRICT, or None where it is not acceptable."""
+    logits = trees.logits[row].float()
+    if not 0 <= draft < len(logits):
+        return None
+    argmax = int(logits.argmax())
+    if draft == argmax:
+        return STRICT
+    # topk says nothing of the order of equal values, so it gives values and no ids.
+    first, second, logit = logits[argmax], logits.topk(2).values[1], logits[draft]
+    if trees.rule == "price":
+        is_relaxed = logit > -torch.inf and first < torch.inf
     else:
-        is_relaxed = (logit >= second) & (second > value * first) & ((value == 1) | (first > 0))
-    is_protected = tl.load(protected_ptr + draft, mask=is_node, other=0) != 0
-    is_protected = is_protected | (tl.load(protected_ptr + argmax, mask=is_node, other=0) != 0)
-    is_relaxed = is_relaxed & is_node & ~is_strict & ~is_protected
-    is_acceptable = is_strict | is_relaxed
-    loss = tl.ceil(tl.minimum((first - logit) * _UNIT, _MOST_LOSS))
-    loss = tl.where(is_relaxed, loss, 0.0).to(tl.int64)
-
-    # Where a leap to each node begins, at the node itself if there is none, and what it is worth.
-    begin = tl.where(is_acceptable, parent, slot)
-    tie = tl.where(is_relaxed, _RELAXED_TIE, _STRICT_TIE)
-    worth = (tl.load(price_ptr + request) - loss) * _TIE_UNIT + tie
-    worth = tl.where(is_acceptable, 1 if PREFER == "draft" else worth, 0)
-    if PREFER == "longest":
-        for _ in range(0, _ROUNDS):
-            worth += tl.gather(worth, begin, 0)
-            begin = tl.gather(begin, begin, 0)
-    here = tl.zeros([], tl.int32)
-    for _ in range(0, 1 if PREFER == "longest" else max_depth):
-        is_leap = is_acceptable & (begin == here) & (worth > 0)
-        most = tl.max(tl.where(is_leap, worth, 0), axis=0)
-        there = tl.min(tl.where(is_leap & (worth == most), slot, SLOTS), axis=0)
-        here = tl.where(there < SLOTS, there, here)
-
-    # The path, from its end to the root.
-    on_path = tl.zeros([SLOTS], tl.int32)
-    place = here
-    for _ in range(0, max_depth):
-        on_path = tl.where((slot == place) & (slot > 0), 1, on_path)
-        place = tl.load(parents_ptr + start + place - 1, mask=place > 0, other=-1) + 1
-    is_taken, column = on_path > 0, tl.cumsum(on_path, axis=0) - 1
-    num_accepted = tl.sum(on_path, axis=0)
-    last = tl.where(here > 0, start + here - 1, num_draft + request) + tl.zeros([1], tl.int32)
-    packed, _ = reduce_splits(best_ptr, second_ptr, last, last >= 0, num_splits, SPLITS, False)
-    token = tl.where(slot == num_accepted, tl.max(unpack_id(packed), axis=0), -1)
-    output_token_ids_ptr += request.to(tl.int64) * (max_depth + 1)
-    tl.store(output_token_ids_ptr + column, draft.to(tl.int32), mask=is_taken)
-    is_behind = slot >= num_accepted
-    tl.store(output_token_ids_ptr + slot, token, mask=is_behind & (slot <= max_depth))
-    path_ptr += request.to(tl.int64) * max_depth
-    tl.store(path_ptr + column, slot - 1, mask=is_taken)
-    tl.store(path_ptr + slot, -1, mask=is_behind & (slot < max_depth))
-    tl.store(num_accepted_ptr + request, num_accepted)
-    tl.store(num_relaxed_ptr + request, tl.sum((is_taken & is_relaxed).to(tl.int32), axis=0))
-    tl.store(lost_ptr + request, tl.sum(tl.where(is_taken, loss, 0), axis=0))
+        is_relaxed = logit >= second > value * first and (value == 1 or first > 0)
+    if not is_relaxed or trees.protected[draft] or trees.protected[argmax]:
+        return None
+    return int(((first - logit) * 2**LOSS_BITS).ceil().clamp(max=MOST_LOSS))
 
 
-def verify_tree(trees: terms.Trees) -> terms.TreeOutput:
-    """The Triton form of `vllm_mars.verify_tree`."""
-    num_draft, max_depth, logits = len(trees.draft_token_ids), trees.max_depth, trees.logits
-    batch, new = len(trees.cu_num_draft_tokens), trees.cu_num_draft_tokens.new_empty
-    output = terms.TreeOutput(
-        *(new(batch, max_depth + 1), new(batch, max_depth), new(batch), new(batch)),
-        new(batch, dtype=torch.int64),
-    )
-    if not batch:
-        return output
-    best, second, _, num_splits, padded_splits = reduce_rows(trees, trees.rule != "price")
-    # One request may hold all nodes.
-    slots = max(max_depth, min(num_draft, terms.MOST_NODES)) + 1
-    walk_kernel[(batch,)](
-        *(*output, best, second, logits, logits.stride(0)),
-        *(trees.draft_token_ids, trees.parents, trees.target_rows, trees.bonus_rows),
-        *(trees.cu_num_draft_tokens, trees.value, trees.price, trees.protected),
-        *(num_draft, max_depth, logits.shape[1], num_splits, padded_splits),
-        SLOTS=max(8, triton.next_power_of_2(slots)),
-        RULE=trees.rule,
-        PREFER=trees.prefer,
-    )
-    return output
+def _best_path(
+    parents: list[int], losses: dict[int, int | None], price: int, prefer: Preference
+) -> list[int]:
+    """The path that is taken."""
+    worth, paths = {}, {-1: []}
+    for node, loss in losses.items():
+        if loss is not None and parents[node] in paths:
+            worth[node] = (price << TIE_BITS) + STRICT_TIE
+            if loss != STRICT:
+                worth[node] = (price - loss << TIE_BITS) + RELAXED_TIE
+            paths[node] = [*paths[parents[node]], node]
+    # Node by node, and at last an end that comes behind any node.
+    if prefer == "draft":
+        return min(paths.values(), key=lambda path: [*path, MOST_NODES])
+    if prefer == "target":
+        return min(paths.values(), key=lambda path: [*((-worth[i], i) for i in path), (1, 0)])
+    return max(paths.values(), key=lambda path: sum(worth[i] for i in path))

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 NAN, INF = math.nan, math.inf
-VALUES = {"theta": [1.0, 0.9, 0.5, 0.0625], "gap": [0.0, 0.25, 2.0], "price": [0.0, 0.25, 1.0, 4.0]}
+VALUES = {"theta": [1.0, 0.9, 0.5, 0.0625], "price": [0.0, 0.25, 1.0, 4.0]}
 LOGITS = [0.0, -0.0, 1.0, 1.9, 2.0, 3.0, 10.0, -1.0, -INF]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,9 +80,8 @@ def loss_of(row, draft, argmax, rule, value, protected):
         is_relaxed = row[draft] > -INF and first < INF
     else:
         with np.errstate(invalid="ignore"):
-            is_small = second > (value * first if rule == "theta" else first - value)
-        is_relaxed = row[draft] >= second and is_small
-        is_relaxed = is_relaxed and (rule == "gap" or value == 1 or first > 0)
+            is_small = second > value * first
+        is_relaxed = row[draft] >= second and is_small and (value == 1 or first > 0)
     if not is_relaxed:
         return None
     return math.ceil(min(float(first - np.float32(row[draft])), 2.0**14) * 2**16)
@@ -90,7 +89,7 @@ def loss_of(row, draft, argmax, rule, value, protected):
 
 def expected(call):
     """Tokens, path, number of relaxed nodes, and steps of 2**-16 nats lost, of each request."""
-    (rule,) = {"theta", "gap", "price"} & call.keys()
+    (rule,) = {"theta", "price"} & call.keys()
     mask = call.get("protected")
     protected = set() if mask is None else set(mask.nonzero().flatten().tolist())
     start, found = 0, []

@@ -1,10 +1,10 @@
-"""`verify_tree`: argument checks, then a backend."""
+"""`verify_tree`: argument checks, then the walk."""
 
 import torch
 
 from vllm_mars.config import check_value
-from vllm_mars.kernels import tree_reference as terms
-from vllm_mars.verify import ID_DTYPES, Backend, check_tensor, resolve_backend
+from vllm_mars.kernels import tree as terms
+from vllm_mars.verify import ID_DTYPES, check_tensor
 
 
 def verify_tree(
@@ -16,12 +16,10 @@ def verify_tree(
     node_rows: torch.Tensor,
     theta: float | torch.Tensor | None = None,
     *,
-    gap: float | torch.Tensor | None = None,
     price: float | torch.Tensor | None = None,
     protected: torch.Tensor | None = None,
     prefer: terms.Preference = "longest",
     max_depth: int | None = None,
-    backend: Backend = "auto",
 ) -> terms.TreeOutput:
     """Verifies a batch of greedy draft trees by the margin-aware rule.
 
@@ -39,8 +37,7 @@ def verify_tree(
         cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the numbers of nodes.
         root_rows: `[batch]` int32 or int64, the row of `logits` behind each request's last token.
         node_rows: `[num_draft]` int32 or int64, the row of `logits` behind each node.
-        theta: float in (0, 1] or float32 `[batch]`; 1 is strict. One of theta, gap, price is given.
-        gap: float >= 0 in nats or float32 `[batch]`; 0 is strict.
+        theta: float in (0, 1] or float32 `[batch]`; 1 is strict. One of theta and price is given.
         price: nats per token gained, float >= 0 or float32 `[batch]`; 0 is strict. The path is
             taken whose `price` times its nodes, less its loss, is largest, whatever `prefer` is.
         protected: bool `[vocab]`; tokens at which the rule stays strict.
@@ -48,11 +45,9 @@ def verify_tree(
             among them, else the one that loses least. "longest": the one that leads to the deepest
             acceptable path, of several to the one that loses least.
         max_depth: of the deepest tree, or more: the output's width. Default: all nodes, up to 128.
-        backend: "torch", "triton", or "auto": Triton on an accelerator, torch on a CPU.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
-        NotImplementedError: the backend is "triton" on a CPU.
 
     Source: arXiv 2601.15498. Deviations: docs/rule.md.
     """
@@ -61,10 +56,10 @@ def verify_tree(
         raise ValueError(f"logits has strides {logits.stride()}, but a row must be adjacent.")
     if prefer not in ("draft", "target", "longest"):
         raise ValueError(f"prefer={prefer!r} is not one of 'draft', 'target', 'longest'.")
-    named = [(n, v) for n, v in (("theta", theta), ("gap", gap), ("price", price)) if v is not None]
+    named = [(n, v) for n, v in (("theta", theta), ("price", price)) if v is not None]
     if len(named) != 1:
         given = " and ".join(name for name, _ in named) or "none of them"
-        raise ValueError(f"Exactly one of theta, gap and price names the rule; {given} is given.")
+        raise ValueError(f"Exactly one of theta and price names the rule; {given} is given.")
     rule, value = named[0]
     nodes, batch, vocab = (len(parents),), (len(cu_num_draft_tokens),), tuple(logits.shape[1:])
     if protected is None:
@@ -92,8 +87,4 @@ def verify_tree(
         *(rule, value, price, protected, prefer),
         min(*nodes, terms.MOST_NODES) if max_depth is None else max_depth,
     )
-    if resolve_backend(backend, device.type) == "torch":
-        return terms.verify_tree(trees)
-    from vllm_mars.kernels import tree
-
-    return tree.verify_tree(trees)
+    return terms.verify_tree(trees)

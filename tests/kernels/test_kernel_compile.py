@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from compiled import TARGETS, compile_for, launches
-from vllm_mars.kernels import accept, context, top2, tree, tree_reference
+from vllm_mars.kernels import accept, context, top2
 from vllm_mars.kernels.clip import clip_rows
 from vllm_mars.kernels.terms import Drafts, Markers, Records, Requests, Rule
 
@@ -37,18 +37,6 @@ def drafts(dtype=torch.bfloat16, stride=VOCAB, **layout):
 
 def rule(name, longest=5):
     return Rule(name, 1, PROTECTED, longest)
-
-
-def trees(num_nodes, **options):
-    nodes, one = ids(num_nodes), torch.ones(1)
-    return tree_reference.Trees(
-        *(drafts().logits, nodes, ONE, nodes, ONE, nodes),
-        value=one,
-        price=one.long(),
-        protected=PROTECTED,
-        max_depth=7,
-        **{"rule": "theta", "prefer": "longest", **options},
-    )
 
 
 def sample(name, requests, **layout):
@@ -96,8 +84,6 @@ VARIANTS = {
     "clip_kernel, V2": call(
         clip, torch.empty(1, 2, VOCAB).half(), draft_rows=(IDS, IDS), temperature=torch.ones(1)
     ),
-    "walk_kernel, theta": call(tree.verify_tree, trees(60)),
-    "walk_kernel, price, 128 nodes": call(tree.verify_tree, trees(128, rule="price")),
 }
 
 
@@ -112,7 +98,7 @@ def test_compiled_code(variant, target):
     found = compile_for(launch, target)
     assert found.spills == 0
     # Where a request samples, exponentials and logarithms are made of such.
-    if name in ("accept_kernel", "walk_kernel") and "sampled" not in variant:
+    if name == "accept_kernel" and "sampled" not in variant:
         assert found.fused == 0, "what is compared must be rounded"
     if name == "top2_kernel" and "odd stride" not in variant:
         assert found.wide_loads > 0, "a row must be read in 16-byte loads"

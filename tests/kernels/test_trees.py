@@ -1,4 +1,4 @@
-"""Trees on a CPU: hand-computed cases, properties, and the torch form against the definition."""
+"""Trees on a CPU: hand-computed cases, properties, and the definition."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ CASES = {
     "theta: a small margin":
         ([ROOT, SURE, SURE], [1, 3], [-1, 0], {"theta": 0.75}, [0, 1], 1),
     "draft: its own order":
-        ([ROOT, SURE, SURE], [1, 0], [-1, -1], {"gap": 2.0, "prefer": "draft"}, [0], 1),
+        ([ROOT, SURE, SURE], [1, 0], [-1, -1], {"theta": 0.75, "prefer": "draft"}, [0], 1),
     "target: the first choice":
         ([ROOT, SURE, SURE, SURE], [1, 0, 3], [-1, -1, 0],
-         {"gap": 2.0, "prefer": "target"}, [1], 0),
+         {"theta": 0.75, "prefer": "target"}, [1], 0),
     "target: without it the smallest loss":
         ([[5.0, 4.5, 4.5, 4.5], SURE, SURE, SURE], [3, 1, 2], [-1, -1, -1],
-         {"gap": 1.0, "prefer": "target"}, [0], 0.5),
+         {"theta": 0.75, "prefer": "target"}, [0], 0.5),
     "price: of any rank where it pays":
         ([ROOT, SURE, SURE, SURE], [2, 3, 3], [-1, 0, 1], {"price": 1.0}, [0, 1, 2], 2),
     "price: too dear for what follows":
@@ -59,7 +59,7 @@ def test_equals_the_definition():
     assert accepted > 300 and relaxed > 50
 
 
-@pytest.mark.parametrize("rule", ["theta", "gap", "price"])
+@pytest.mark.parametrize("rule", ["theta", "price"])
 def test_one_child_per_node_is_a_draft(rule):
     """What `verify_greedy` gives, whatever is preferred."""
     for seed in range(60):
@@ -86,11 +86,11 @@ def test_one_child_per_node_is_a_draft(rule):
 
 
 @pytest.mark.parametrize("prefer", ["draft", "target", "longest"])
-def test_theta_1_and_gap_0_and_price_0_are_strict(prefer):
+def test_theta_1_and_price_0_are_strict(prefer):
     for seed in range(40):
-        call = random_call(seed, prefer=prefer, rule="gap")
-        del call["gap"]
-        for rule in ({"theta": 1.0}, {"gap": 0.0}, {"price": 0.0}):
+        call = random_call(seed, prefer=prefer, rule="theta")
+        del call["theta"]
+        for rule in ({"theta": 1.0}, {"price": 0.0}):
             output = verify_tree(**call, **rule)
             check(call | {name: torch.full((3,), value) for name, value in rule.items()}, output)
             assert not output.num_relaxed.any() and not output.lost.any()
@@ -111,9 +111,8 @@ def test_no_more_nodes_than_128_are_looked_at():
         ({"parents": torch.zeros(2).int()}, r"draft_token_ids has shape \[3\], but must have"),
         ({"prefer": "deepest"}, "prefer='deepest' is not one of 'draft', 'target', 'longest'"),
         ({"theta": 1.5}, r"theta=1.5 is outside \(0, 1\]"),
-        ({"price": 0.5}, "Exactly one of theta, gap and price names the rule; theta and price is"),
+        ({"price": 0.5}, "Exactly one of theta and price names the rule; theta and price is"),
         ({"theta": None}, "names the rule; none of them is given"),
-        ({"backend": "cuda"}, "backend='cuda' is not one of"),
     ],
 )
 def test_wrong_argument_is_named(changes, message):
