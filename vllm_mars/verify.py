@@ -156,6 +156,9 @@ def verify_greedy(
     first choice; of all places where the step may end, it ends where `price` times the number of
     accepted drafts, less what they lose, is largest (docs/rule.md).
 
+    The Triton form has one workspace for each device, so calls on different streams of a device
+    must not overlap.
+
     Args:
         logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride. All other tensors
             are contiguous.

@@ -22,6 +22,7 @@ from vllm_mars import MarsConfig
 from vllm_mars.kernels.terms import Verdict
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.requests_v2 import RequestsV2
+from vllm_mars.runner.sampler_v2 import verification_memory
 
 STRICT = [MarsConfig(theta=1.0), MarsConfig(gap=0.0)]
 LENGTHS = [3, 0, 5, 1, 2]
@@ -307,6 +308,23 @@ def test_a_forbidden_draft_is_never_accepted(options):
     ]
     output = Step(requests, logits.repeat(20, 1)).run(MarsConfig(theta=0.01))
     assert all(tokens[0] != 0 for tokens in emitted(output))
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_a_step_holds_no_more_memory_than_is_profiled(is_drawn):
+    step = random_step(1, each(SAMPLED), LENGTHS, vocab=20_000, with_draft_logits=is_drawn)
+    sampler, given = step.sampler(MarsConfig(price=0.5)), (step.batch(), step.draft_logits, None)
+    sampler(step.logits.clone(), *given)
+    logits = step.logits.clone()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        sampler(logits, *given)
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    profiled = sum(buffer.nbytes for buffer in verification_memory(logits, is_drawn))
+    assert 0.9 * profiled < most < 1.1 * profiled
 
 
 def test_random_calls():

@@ -6,7 +6,10 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    get_max_chunk_logits,
+)
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from vllm_mars.config import MarsConfig
@@ -185,6 +188,20 @@ class MarsRejectionSamplerV2(RejectionSampler):
         return found
 
 
+def verification_memory(logits: torch.Tensor, is_drawn: bool) -> list[torch.Tensor]:
+    """As much memory as the verification of a step in which requests sample holds at once.
+
+    Args:
+        logits: `[num_rows, vocab]` of a step; only shape and device count.
+        is_drawn: whether drafts are drawn.
+    """
+    rows, vocab = logits.shape
+    # vLLM verifies a large batch in parts. Of each part there are the processed rows in float32,
+    # and, where drafts are drawn, those that are served.
+    shape = min(rows, get_max_chunk_logits(vocab)), vocab
+    return [torch.empty(shape, device=logits.device) for _ in range(1 + is_drawn)]
+
+
 def install(runner: Any, config: MarsConfig) -> None:
     """Puts a `MarsRejectionSamplerV2` into a V2 model runner.
 
@@ -201,6 +218,7 @@ def install(runner: Any, config: MarsConfig) -> None:
         return
     require_own_sampler(own, RejectionSampler)
     spec_config = runner.speculative_config
+    is_drawn = getattr(spec_config, "draft_sample_method", None) == "probabilistic"
     turns = turn_token_ids(config, runner.model_config)
     requests = RequestsV2(config, runner.req_states, turns)
     own.sampler.logits_processors.append(requests)
@@ -212,6 +230,19 @@ def install(runner: Any, config: MarsConfig) -> None:
         finish_requests(scheduler_output)
 
     runner.finish_requests = keep_and_finish
+    profile_sampler = runner._dummy_sampler_run
+    num_rows = min(
+        runner.max_num_reqs * (spec_config.num_speculative_tokens + 1), runner.max_num_tokens
+    )
+
+    def profile_both(hidden_states: torch.Tensor) -> None:
+        # vLLM sizes its KV cache by the peak of a run that has no drafts.
+        profile_sampler(hidden_states)
+        shape = num_rows, runner.vocab_size
+        logits = torch.empty(shape, dtype=runner.dtype, device=runner.device)
+        verification_memory(logits, is_drawn)
+
+    runner._dummy_sampler_run = profile_both
     verification = Verification(
         config,
         protected_token_ids(config, runner.vllm_config),
