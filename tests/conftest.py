@@ -102,8 +102,10 @@ def lossy_server(packaged_model, tmp_path_factory):
         # Or a small model fills an answer with whitespace.
         *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
     ]
+    directory = tmp_path_factory.mktemp("server")
+    (overrides := directory / "overrides.json").write_text("{}")
     with packaged_server(
-        packaged_model, LOSSY, tmp_path_factory.mktemp("server"), *arguments
+        packaged_model, LOSSY, directory, *arguments, VLLM_MARS_OVERRIDES=str(overrides)
     ) as running:
         yield running
 

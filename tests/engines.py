@@ -121,7 +121,9 @@ def greedy_tokens(llm: LLM, prompts: list[list[int]], **options: Any) -> list[li
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def packaged_server(model: Path, speculative_config: dict, directory: Path, *arguments: str):
+def packaged_server(
+    model: Path, speculative_config: dict, directory: Path, *arguments: str, **env: str
+):
     """`vllm serve` with the name "model", its log in the directory, metrics logged each second."""
     return VllmServer(
         model,
@@ -132,5 +134,5 @@ def packaged_server(model: Path, speculative_config: dict, directory: Path, *arg
             *arguments,
         ],
         log_path=directory / "server.log",
-        env={"VLLM_LOG_STATS_INTERVAL": "1"},
+        env={"VLLM_LOG_STATS_INTERVAL": "1", **env},
     )

@@ -29,6 +29,9 @@ _MAX_LOSS = "mars_max_loss"
 _RETURN = "mars_return"
 _SPECULATE = "mars_speculate"
 _KEYS = (*_RULES, _MAX_LOSS, _RETURN, _SPECULATE)
+# Under this key the front end passes on to the workers what `vllm_mars.engine.overrides` reads. It
+# refuses the key from a client.
+OVERRIDES = "mars_overrides"
 # Where a request's parameters keep what was read of them.
 _PARSED = "_mars_options"
 # Tokens that end a request which a record holds; a power of 2. With more, a request is strict.
@@ -84,11 +87,14 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
     parsed: _Parsed | None = vars(params).get(_PARSED)
     # A caller may change parameters that have served a request, and use them for the next one.
     if parsed is None or parsed[:-1] != depends_on:
+        chosen = {key: value for key, value in own.items() if key != OVERRIDES}
+        overrides = own.get(OVERRIDES, {})
+        value, max_loss = _value(chosen, config), _max_loss(chosen, config)
         options = RequestOptions(
-            _value(own, config),
+            _stricter(value, overrides.get(OPTION[config.rule], value), config),
             params.structured_outputs is not None and config.structured == "strict",
             _boolean(own, _RETURN, False, "true adds what was relaxed to the answer"),
-            _max_loss(own, config),
+            min(max_loss, overrides.get(_MAX_LOSS, max_loss)),
         )
         # Its drafts stay: a request without any would make a batch of vLLM's V1 runner non-uniform,
         # and all others would lose the CUDA graph of a decode step.
@@ -108,6 +114,45 @@ def ends_of(params: "SamplingParams") -> list[int]:
     """
     ends = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
     return sorted(ends) if len(ends) <= MOST_ENDS else []
+
+
+def refuse_overrides(params: "SamplingParams") -> None:
+    """Refuses a client that sends what is the front end's own to send.
+
+    Raises:
+        ValueError: the parameters have that key.
+    """
+    if OVERRIDES in (params.extra_args or {}):
+        raise unknown_option(OVERRIDES, "a request", _KEYS)
+
+
+def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:
+    """What a file holds all requests to, checked like the options of one.
+
+    Args:
+        given: what the file says.
+        config: the server's options; whether clients may choose does not matter.
+
+    Raises:
+        ValueError: it is no object, or has an unknown key, a bad value, or one that is looser than
+            all that the server allows.
+    """
+    option = OPTION[config.rule]
+    if not isinstance(given, dict):
+        raise ValueError(f"{shown(given)} is not an object with {option} or {_MAX_LOSS}.")
+    for key in given:
+        if key not in (option, _MAX_LOSS):
+            raise unknown_option(key, "the overrides", (option, _MAX_LOSS))
+    if option in given:
+        check_value(config.rule, given[option])
+        value, allowed = given[option], (config.value, config.limit_value)
+        if all(_stricter(value, most, config) != value for most in allowed):
+            raise ValueError(
+                f"{option}={value} is looser than this server's own {config.value:g}, but an "
+                "override only makes requests stricter; leave it out."
+            )
+    _max_loss(given, config)
+    return given
 
 
 def refuse_locked(params: "SamplingParams") -> None:
@@ -170,6 +215,11 @@ def _value(own: dict[str, Any], config: MarsConfig) -> float:
     _check_limit(value, config)
     # Where an engine alone is locked, what its front end let through is verified strictly.
     return STRICT_VALUE[config.rule] if lock_is_on() else value
+
+
+def _stricter(one: float, other: float, config: MarsConfig) -> float:
+    """The stricter one of two values of the server's rule."""
+    return max(one, other) if config.rule == "theta" else min(one, other)
 
 
 def _check_limit(value: float, config: MarsConfig) -> None:

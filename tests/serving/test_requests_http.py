@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -10,6 +11,8 @@ import openai
 import pytest
 
 from engines import MARS, PET, PET_FORMAT, packaged_server
+from vllm_mars.engine.metrics import OVERRIDE, RELAXED
+from vllm_mars.engine.overrides import PERIOD
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
@@ -61,31 +64,90 @@ def test_streams_of_mixed_theta_are_each_what_they_are_alone(client, subjects):
     assert strict != loose, "theta of a request has no effect"
 
 
-def test_every_endpoint_takes_it(client):
+def ask_all_endpoints(client, theta):
+    """The texts of a completion, a response and a chat."""
     prompt = "one two three four, one two three"
-    texts = {}
-    for theta in (1, 0.3):
-        completion = client.completions.create(
-            model="model", prompt=prompt, temperature=0, max_tokens=10, **body(theta)
-        )
-        response = client.responses.create(
-            model="model", input=prompt, temperature=0, max_output_tokens=10, **body(theta)
-        )
-        chat = client.chat.completions.create(
-            model="model",
-            messages=[{"role": "user", "content": prompt}],
-            temperature=0,
-            max_tokens=10,
-            **body(theta),
-        )
-        texts[theta] = (
-            completion.choices[0].text,
-            response.output_text,
-            chat.choices[0].message.content,
-        )
+    completion = client.completions.create(
+        model="model", prompt=prompt, temperature=0, max_tokens=10, **body(theta)
+    )
+    response = client.responses.create(
+        model="model", input=prompt, temperature=0, max_output_tokens=10, **body(theta)
+    )
+    chat = client.chat.completions.create(
+        model="model",
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=10,
+        **body(theta),
+    )
+    return completion.choices[0].text, response.output_text, chat.choices[0].message.content
+
+
+def test_every_endpoint_takes_it(client):
+    texts = {theta: ask_all_endpoints(client, theta) for theta in (1, 0.3)}
     assert all(texts[1])
     # Responses and chat see the same prompt, so each theta gives the same text through both.
     assert all(responses == chat for _, responses, chat in texts.values())
+
+
+def test_a_running_server_is_made_stricter(lossy_server, client):
+    """By a file, for every route; what cannot be read changes nothing."""
+    file = lossy_server.log_path.with_name("overrides.json")
+
+    def thetas(text):
+        """In force with this text in the file: of no theta asked for, of 0.3 and of 0.95."""
+        if text is None:
+            file.unlink()
+        else:
+            file.write_text(text)
+        time.sleep(PERIOD)
+        answers = [
+            client.completions.create(
+                model="model",
+                prompt="one, two",
+                max_tokens=2,
+                extra_body={"vllm_xargs": {"mars_return": True, **own}},
+            )
+            for own in ({}, {"mars_theta": 0.3}, {"mars_theta": 0.95})
+        ]
+        return [answer.metrics["speculative_decoding"]["mars"]["theta"] for answer in answers]
+
+    def gauges():
+        found = lossy_server.metrics().items()
+        named = {key.partition("{")[2]: value for key, value in found if OVERRIDE in key}
+        return {
+            option: value
+            for option in ("mars_theta", "mars_max_loss")
+            for labels, value in named.items()
+            if option in labels and not math.isnan(value)
+        }
+
+    def relaxed():
+        return sum(v for k, v in lossy_server.metrics().items() if k.startswith(RELAXED + "_total"))
+
+    strict = ask_all_endpoints(client, 1), ask(client, SUBJECTS[0], 1)
+    try:
+        assert thetas('{"mars_theta": 0.9}') == [0.9, 0.9, 0.95]
+        assert gauges() == {"mars_theta": 0.9}
+        assert thetas('{"mars_max_loss": 0}') == [1, 1, 1]
+        assert gauges() == {"mars_max_loss": 0}
+        before = relaxed()
+        assert (ask_all_endpoints(client, 0.3), ask(client, SUBJECTS[0], None)) == strict
+        client.completions.create(model="model", prompt="one, two", n=2, seed=1, max_tokens=16)
+        assert relaxed() == before
+        for broken in ("{", '{"mars_theta": 0.2}', '{"mars_gap": 0}', None):
+            assert thetas(broken) == [1, 1, 1]
+            assert gauges() == {"mars_max_loss": 0}
+    finally:
+        assert thetas("{}") == [0.5, 0.3, 0.95]
+    assert gauges() == {}
+    assert ask_all_endpoints(client, 0.3) != strict[0]
+    errors = [line for line in lossy_server.log_path.open() if "Until then this stays" in line]
+    assert len(errors) == 4
+    assert (
+        "JSON" in errors[0] and "mars_theta=0.2 is looser than this server's own 0.5" in errors[1]
+    )
+    assert "did you mean mars_theta" in errors[2] and "No such file" in errors[3]
 
 
 def test_a_request_may_decline_speculation(client):
@@ -119,6 +181,8 @@ def refusals():
         ({"mars_tehta": 0.9}, "did you mean mars_theta?"),
         ({"mars_gap": 1.0}, "mars_gap=1.0 names another rule than this server's"),
         ({"mars_speculate": "no"}, "mars_speculate='no' is not true or false"),
+        # The front end's own key.
+        ({"mars_overrides": 0}, "mars_overrides is not an option of a request"),
     ]
 
 

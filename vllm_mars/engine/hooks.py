@@ -96,9 +96,17 @@ def patch_engine_args(module: ModuleType) -> None:
 # Until: vLLM lets a plugin validate `extra_args`.
 @_once
 def patch_input_processor(module: ModuleType) -> None:
-    """Checks a request's own options when the front end validates its parameters."""
-    # First, so that a vLLM without the other method is refused.
-    _after(module, "InputProcessor.__init__", needs=["requests"])
+    """Checks a request's own options when the front end validates its parameters.
+
+    What it hands to the engine is held to the overrides of whoever runs the server.
+    """
+    # First, so that a vLLM without the other methods is refused.
+    _after(
+        module,
+        "InputProcessor.__init__",
+        "vllm_mars.engine.overrides:read_at_start",
+        needs=["requests"],
+    )
 
     @wrapt.patch_function_wrapper(module, "InputProcessor._validate_params")
     def validate_params(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -107,6 +115,16 @@ def patch_input_processor(module: ModuleType) -> None:
         result = wrapped(*args, **kwargs)
         check_request(kwargs["params"] if "params" in kwargs else args[0], instance.vllm_config)
         return result
+
+    @wrapt.patch_function_wrapper(module, "InputProcessor.process_inputs")
+    def process_inputs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        request = wrapped(*args, **kwargs)
+        config = config_of(instance.vllm_config)
+        if config is not None:
+            from vllm_mars.engine.overrides import override
+
+            override(request, config)
+        return request
 
 
 # Why: the server answers a streaming request with status 200 before `_validate_params` sees it.

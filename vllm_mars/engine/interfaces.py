@@ -93,6 +93,7 @@ INTERFACES: Mapping[str, Interfaces] = {
     "requests": {
         "vllm.exceptions": ["call VLLMValidationError(message, *, parameter)"],
         "vllm.sampling_params": _RUNNER["vllm.sampling_params"],
+        "vllm.v1.engine": ["EngineCoreRequest.sampling_params"],
         "vllm.v1.engine.async_llm": [
             "wrap AsyncLLM.generate(prompt, sampling_params)",
             "AsyncLLM.vllm_config",
@@ -100,6 +101,7 @@ INTERFACES: Mapping[str, Interfaces] = {
         "vllm.v1.engine.input_processor": [
             "wrap InputProcessor.__init__",
             "wrap InputProcessor._validate_params(params)",
+            "wrap InputProcessor.process_inputs",
             "InputProcessor.vllm_config",
         ],
     },

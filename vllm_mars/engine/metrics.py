@@ -6,12 +6,14 @@ logger uses, so that several API servers add up and every engine has its own ser
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import prometheus_client
 
-from vllm_mars.config import MarsConfig
+from vllm_mars.config import OPTION, MarsConfig
+from vllm_mars.engine.overrides import Overrides, overrides_of
 from vllm_mars.engine.transport import add_counts
 from vllm_mars.runner.counters import REASONS, UNIT, CounterLayout
 from vllm_mars.runner.outputs import FIELD
@@ -22,6 +24,7 @@ REFUSED = "vllm:mars_refused_positions"
 LOST = "vllm:mars_lost_nats"
 GAINED = "vllm:mars_gained_acceptance"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
+OVERRIDE = "vllm:mars_override"
 
 _HELP = {
     RELAXED: "Draft tokens that the rule accepted outright, by position.",
@@ -32,6 +35,7 @@ _HELP = {
     GAINED: "What the rule added to the probability of acceptance at verified positions: draft "
     "tokens gained, as expected before any draw.",
     ALLOWED: "mars_max_loss of this server: what an answer may lose per token, in nats.",
+    OVERRIDE: "What VLLM_MARS_OVERRIDES holds new requests to, by option; NaN where it names none.",
 }
 # Verified positions without any gain after which the log warns. Were one in 200 gained, fewer than
 # one server in 100 would come this far without.
@@ -198,6 +202,25 @@ def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
             prom.observe(counts, engine)
 
     _observe_records(stat_logger, observe)
+    if (overrides := overrides_of(config)) is not None:
+        _add_override(stat_logger, config, overrides)
+
+
+def _add_override(stat_logger: Any, config: MarsConfig, overrides: Overrides) -> None:
+    """A gauge of what is in force."""
+    gauge = stat_logger._gauge_cls(
+        name=OVERRIDE,
+        documentation=_HELP[OVERRIDE],
+        labelnames=[*_LABELS, "option"],
+        multiprocess_mode="mostrecent",
+    )
+
+    def show(options: Mapping[str, float]) -> None:
+        for option in (OPTION[config.rule], "mars_max_loss"):
+            for whose in stat_logger.per_engine_labelvalues.values():
+                gauge.labels(*whose, option).set(options.get(option, math.nan))
+
+    overrides.observe(show)
 
 
 def add_log_line(stat_logger: Any, config: MarsConfig) -> None:

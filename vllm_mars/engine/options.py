@@ -15,7 +15,7 @@ from vllm_mars.engine.compat import check_interfaces, check_version
 from vllm_mars.engine.markers import resolve_markers
 from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.lock import check_lock
-from vllm_mars.requests import options_of, refuse_locked
+from vllm_mars.requests import options_of, refuse_locked, refuse_overrides
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -109,6 +109,7 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
     from vllm.exceptions import VLLMValidationError
 
     try:
+        refuse_overrides(params)
         options_of(params, config)
         refuse_locked(params)
     except ValueError as error:
