@@ -33,6 +33,11 @@ DEFAULT_THETA = 0.9
 # Lengths of an n-gram that the guard against repetition can look for, and which one by default.
 _NGRAMS = range(2, 17)
 _DEFAULT_NGRAM = 4
+# Shares of a request's temperature. At temperature 1 the default is where most is accepted, and
+# where a price leaves the text as probable as the target's own. vLLM takes no temperature between 0
+# and 0.01, and what is left of that by the least share still counts as sampling.
+_DEFAULT_DRAFT_TEMPERATURE = 0.8
+_DRAFT_TEMPERATURES = (0.01, 2)
 # What the integers of `vllm_mars.kernels.terms` hold, in nats: a price, a bound per token, a burst.
 # No option is larger, of a server or of a request.
 MOST_PRICE = 8192
@@ -87,6 +92,8 @@ class MarsConfig:
         max_loss: the most that the relaxed tokens of a request may lose against the target's first
             choices, in nats per output token, in [0, 1024]; None sets no bound, 0 is strict.
         loss_burst: nats that a request may lose beyond that, in [0, 16384].
+        draft_temperature: what drawn drafts are drawn at, as a share of the request's temperature,
+            in [0.01, 2]; None for 0.8, 1 is vLLM's own. Not lossy, whatever it is.
         logprobs: "target" leaves the logprobs of answers as they are; "sampled" makes that of each
             token which a request sampled the one under what was served.
         thinking: ids of the tokens that begin and end the thinking section; filled in by the front
@@ -108,6 +115,7 @@ class MarsConfig:
     scope: Literal["all", "reasoning"] = "all"
     max_loss: float | None = None
     loss_burst: float = 2.0
+    draft_temperature: float | None = None
     logprobs: Literal["target", "sampled"] = "target"
     thinking: tuple[int, int] | None = dataclasses.field(default=None, metadata=_RESOLVED)
 
@@ -141,6 +149,12 @@ class MarsConfig:
                 "such as 2, or name a mars_price."
             )
         self._check_repeat_guard()
+        if self.draft_temperature is not None:
+            meaning = "1 draws drafts at each request's own temperature, as vLLM does"
+            least, most = _DRAFT_TEMPERATURES
+            _require_within(
+                "mars_draft_temperature", self.draft_temperature, most, meaning, least=least
+            )
 
     def _check_rule(self) -> None:
         given = [rule for rule in RULES if getattr(self, rule) is not None]
@@ -205,6 +219,12 @@ class MarsConfig:
         if self.repeat_guard is None:
             return _DEFAULT_NGRAM if self.rule == "price" else 0
         return self.repeat_guard
+
+    @property
+    def draft_share(self) -> float:
+        """What drawn drafts are drawn at, as a share of the request's temperature."""
+        given = self.draft_temperature
+        return _DEFAULT_DRAFT_TEMPERATURE if given is None else float(given)
 
     @property
     def lossy(self) -> bool:
@@ -339,16 +359,22 @@ def _cut(text: str) -> str:
 
 
 def _require_within(
-    name: str, value: object, most: float, meaning: str, *, above_0: bool = False
+    name: str,
+    value: object,
+    most: float,
+    meaning: str,
+    *,
+    least: float = 0,
+    above_0: bool = False,
 ) -> None:
-    """Raises ValueError unless a value is a number in [0, most], or in (0, most]."""
+    """Raises ValueError unless a value is a number in [least, most], or in (0, most]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(
             f"{name}={shown(value)} is a {type(value).__name__}, but must be a number; {meaning}."
         )
-    if not 0 <= value <= most or (above_0 and value == 0):
+    if not least <= value <= most or (above_0 and value == 0):
         start = "(" if above_0 else "["
-        raise ValueError(f"{name}={shown(value)} is outside {start}0, {most}]; {meaning}.")
+        raise ValueError(f"{name}={shown(value)} is outside {start}{least}, {most}]; {meaning}.")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...], meaning: str) -> None:

@@ -31,11 +31,12 @@ def test_distribution(monkeypatch, is_drawn, top_k, rule, value, count, protecte
         Request(SamplingParams(temperature=1.0, seed=seed, top_k=top_k or -1), drafts, [3, 1, 4, 1])
         for seed, drafts in enumerate(enumerated.drafts(count, is_drawn).tolist())
     ]
-    draft_logits = None
+    draft_logits, share = None, 0.5
     if is_drawn:
-        draft_logits = enumerated.DRAFT.log().float().expand(count, -1, -1)
+        draft_logits = share * enumerated.DRAFT.log().float().expand(count, -1, -1)
     step = Step(requests, enumerated.LOGITS.repeat(count, 1), draft_logits)
     sampler = step.sampler(MarsConfig(**{rule: value}, repeat_guard=0), protected=protected)
+    sampler.draft_share = share
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
     output = sampler(step.logits.clone(), step.batch(), step.draft_logits, None)
     samples = [tuple(tokens) for tokens in emitted(output)]

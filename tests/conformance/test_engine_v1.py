@@ -33,7 +33,7 @@ def test_every_kind_of_request(models):
         "block_size": 32,
     }
     own = workload.run(draft_model(models), batches, **options)
-    mars = workload.run(draft_model(models, **workload.STRICT), batches, **options)
+    mars = workload.run(draft_model(models, **workload.STRICT_DRAWN), batches, **options)
     workload.assert_same_batches([requests, long, long], own, mars)
     # The plugin is installed, but asked for only in one of them.
     assert (own["sampler"], own["is_mended"]) == ("RejectionSampler", False)

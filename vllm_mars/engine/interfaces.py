@@ -188,7 +188,7 @@ INTERFACES: Mapping[str, Interfaces] = {
         "vllm.v1.sample.metadata": [
             "SamplingMetadata",
             "SamplingMetadata: all_greedy, allowed_token_ids_mask, bad_words_token_ids, "
-            "logitsprocs, logprob_token_ids, max_num_logprobs, no_penalties, "
+            "logitsprocs, logprob_token_ids, max_num_logprobs, no_penalties, temperature, "
             "thinking_budget_state_holder",
         ],
         "vllm.v1.sample.rejection_sampler": [
@@ -211,6 +211,10 @@ INTERFACES: Mapping[str, Interfaces] = {
         "vllm.v1.sample.thinking_budget_state": [
             "call ThinkingBudgetStateHolder.has_tracked_requests"
         ],
+        "vllm.v1.spec_decode.llm_base_proposer": [
+            "wrap SpecDecodeBaseProposer._sample_from_logits(logits, sampling_metadata)",
+            "SpecDecodeBaseProposer._enable_probabilistic_draft_probs",
+        ],
         "vllm.v1.spec_decode.metadata": [
             "SpecDecodeMetadata",
             "SpecDecodeMetadata: bonus_logits_indices, cu_num_draft_tokens, draft_token_ids, "
@@ -224,7 +228,7 @@ INTERFACES: Mapping[str, Interfaces] = {
             "wrap GPUModelRunner.__init__",
             "wrap GPUModelRunner.execute_model",
             "wrap GPUModelRunner.sample_tokens",
-            "GPUModelRunner: device, input_batch, max_num_reqs, model_config, "
+            "GPUModelRunner: device, drafter, input_batch, max_num_reqs, model_config, "
             "rejection_sampler, speculative_config, vllm_config",
         ],
     },
@@ -250,9 +254,10 @@ INTERFACES: Mapping[str, Interfaces] = {
             "wrap GPUModelRunner.execute_model",
             "wrap GPUModelRunner.load_model",
             "wrap GPUModelRunner.sample_tokens",
-            "GPUModelRunner: device, model_config, rejection_sampler, req_states, "
-            "speculative_config, vllm_config",
+            "GPUModelRunner: device, model_config, rejection_sampler, req_states, sampler, "
+            "speculative_config, speculator, vllm_config",
         ],
+        "vllm.v1.worker.gpu.input_batch": ["InputBatch.idx_mapping_np"],
         "vllm.v1.worker.gpu.states": [
             "wrap RequestState.add_request(req_id, prompt_len, all_token_ids)",
             "RequestState: all_token_ids, device, index_to_req_id, max_num_reqs, prompt_len, "
@@ -285,6 +290,12 @@ INTERFACES: Mapping[str, Interfaces] = {
             "call rejection_sample(target_logits, draft_logits, draft_sampled, cu_num_logits, "
             "pos, idx_mapping, expanded_idx_mapping, expanded_local_pos, temperature, seed, "
             "num_speculative_steps, *, use_fp64)"
+        ],
+        "vllm.v1.worker.gpu.spec_decode.speculator": [
+            "wrap BaseSpeculator.propose(input_batch, attn_metadata, slot_mappings, "
+            "last_hidden_states, aux_hidden_states, num_sampled, num_rejected, last_sampled, "
+            "next_prefill_tokens, temperature)",
+            "DraftModelSpeculator.draft_logits",
         ],
     },
     # vLLM's CPU kernels, which cpu_kernels.py mends.

@@ -28,10 +28,10 @@ _NOT_CHOSEN = (
     "paper's 0.9: lossy, and nothing bounds how much an answer loses. Prefer mars_max_loss, such "
     "as 0.02: what an answer may lose, in nats per token, from which each request's price follows."
 )
-# Where requests sample, drawing the drafts is a gain that loses nothing.
+# Where requests sample, drawing the drafts is a gain that the bound or price does not pay for.
 _NOT_DRAWN = (
     'Drafts are not drawn. If requests sample, add "draft_sample_method": "probabilistic" to '
-    "the speculative config: verification accepts more of drawn drafts, at no loss."
+    "the speculative config: verification accepts more of drawn drafts at the same loss."
 )
 # vLLM's methods whose drafts can be drawn.
 _DRAWABLE = ("eagle", "eagle3", "mtp", "draft_model")
@@ -64,6 +64,12 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     logger = init_logger("vllm.vllm_mars.engine.options")
     if speculative_config.get("draft_sample_method") == "probabilistic":
         _check_drawn(config)
+    elif config.draft_temperature is not None:
+        raise ValueError(
+            f"mars_draft_temperature={config.draft_temperature} is given, but drafts are not "
+            'drawn; add "draft_sample_method": "probabilistic" to the speculative config, or drop '
+            "the option."
+        )
     elif config.lossy and speculative_config.get("method") in _DRAWABLE:
         logger.info(_NOT_DRAWN)
     mode = getattr(engine_args, "logprobs_mode", None)

@@ -24,6 +24,7 @@ from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import cpu
 from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts
+from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.cpu_kernels import mend
 from vllm_mars.runner.outputs import attach_counters
@@ -229,7 +230,8 @@ def install(runner: Any, config: MarsConfig) -> None:
         config: the options.
 
     Raises:
-        RuntimeError: another extension has already replaced vLLM's rejection sampler.
+        RuntimeError: another extension has already replaced vLLM's rejection sampler, or drafts
+            cannot be drawn as the options say.
     """
     own = getattr(runner, "rejection_sampler", None)
     if own is None:
@@ -243,6 +245,7 @@ def install(runner: Any, config: MarsConfig) -> None:
         )
     mend()
     spec_config = runner.speculative_config
+    draft_temperature.scale_v1(runner.drafter, config)
     requests = RequestsV1(
         config,
         runner.max_num_reqs,

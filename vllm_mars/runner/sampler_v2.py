@@ -16,6 +16,7 @@ from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import accept
 from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts
+from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
@@ -44,6 +45,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: device of the logits.
         verification: of the engine, by the Triton kernels.
         requests: the requests in the runner's slots.
+        draft_share: of each request's temperature, what drawn drafts are drawn at.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: torch.device,
         verification: Verification,
         requests: RequestsV2,
+        draft_share: float = 1.0,
     ) -> None:
         super().__init__(sampler, spec_config, device)
+        self.draft_share = draft_share
         self.verification = verification
         self.requests = requests
         self._is_drawn = getattr(spec_config, "draft_sample_method", None) == "probabilistic"
@@ -135,6 +139,11 @@ class MarsRejectionSamplerV2(RejectionSampler):
         rule = verification.rule(drafts.logits)
         account = verification.account(len(samples), logits.device, returns)
         temperature = states.temperature.gpu
+        is_drawn = draft_logits is not None
+        # The target's logits have been divided by theirs; this is for the draft's.
+        drawn_at = temperature
+        if is_drawn and self.draft_share != 1:
+            drawn_at = temperature * self.draft_share
 
         def clip(prices: torch.Tensor) -> Clipped:
             return clip_rows(
@@ -142,11 +151,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 draft_logits,
                 prices,
                 draft_rows=(expanded_idx_mapping, expanded_local_pos),
-                temperature=temperature,
+                temperature=drawn_at,
                 backend="triton",
             )
 
-        is_drawn = draft_logits is not None
         plan = accept.plan(drafts, requests, rule, temperature, blocked, clip if is_drawn else None)
         sampled, num_sampled = rejection_sample(
             plan.clipped.logits if is_drawn else processed,
@@ -157,7 +165,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             idx_mapping,
             expanded_idx_mapping,
             expanded_local_pos,
-            temperature,
+            drawn_at,
             states.seeds.gpu,
             self.num_speculative_steps,
             use_fp64=self.sampler.use_fp64_gumbel,
@@ -211,7 +219,8 @@ def install(runner: Any, config: MarsConfig) -> None:
         config: the options.
 
     Raises:
-        RuntimeError: the model or another extension brings a rejection sampler of its own.
+        RuntimeError: the model or another extension brings a rejection sampler of its own, or
+            drafts cannot be drawn as the options say.
     """
     own = runner.rejection_sampler
     if own is None:
@@ -219,6 +228,7 @@ def install(runner: Any, config: MarsConfig) -> None:
     require_own_sampler(own, RejectionSampler)
     spec_config = runner.speculative_config
     is_drawn = getattr(spec_config, "draft_sample_method", None) == "probabilistic"
+    draft_share = draft_temperature.scale_v2(runner, config)
     turns = turn_token_ids(config, runner.model_config)
     requests = RequestsV2(config, runner.req_states, turns)
     own.sampler.logits_processors.append(requests)
@@ -250,7 +260,7 @@ def install(runner: Any, config: MarsConfig) -> None:
         accept,
     )
     runner.rejection_sampler = MarsRejectionSamplerV2(
-        own.sampler, spec_config, runner.device, verification, requests
+        own.sampler, spec_config, runner.device, verification, requests, draft_share
     )
     attach_counters(runner, verification)
     verification.log_start(logger, "V2")

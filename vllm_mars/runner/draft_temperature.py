@@ -1,0 +1,95 @@
+"""What drawn drafts are drawn at: a share of each request's temperature.
+
+vLLM divides the draft's logits by the request's temperature, and the share goes into that divisor.
+So verification, which is given the probabilities (V1) or divides the same logits by the same number
+again (V2), sees the very distribution that was drawn from, in whatever dtype the logits are kept. A
+greedy request's temperature, 0, stays what it is.
+"""
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_mars.config import MarsConfig
+
+logger = init_logger("vllm.vllm_mars.runner.draft_temperature")
+
+
+def scale_v1(drafter: Any, config: MarsConfig) -> None:
+    """Lets a drafter of the V1 runner draw at a share of the temperature.
+
+    Args:
+        drafter: of vLLM's V1 runner. If it draws, its `_sample_from_logits`, which all of its
+            drafts are drawn by, is wrapped, on this instance alone.
+        config: the options.
+
+    Raises:
+        RuntimeError: the option is given, but this drafter draws nothing.
+    """
+    draws = getattr(drafter, "_enable_probabilistic_draft_probs", False)
+    if not _is_scaled(draws, drafter, config):
+        return
+    share, sample_from_logits = config.draft_share, drafter._sample_from_logits
+
+    def sample(logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        # None where all requests are greedy.
+        if (temperature := sampling_metadata.temperature) is not None:
+            sampling_metadata = replace(sampling_metadata, temperature=temperature * share)
+        return sample_from_logits(logits, sampling_metadata)
+
+    drafter._sample_from_logits = sample
+
+
+def scale_v2(runner: Any, config: MarsConfig) -> float:
+    """Lets the speculator of a V2 runner draw at a share of the temperature.
+
+    Args:
+        runner: vLLM's V2 `GPUModelRunner`. If its speculator draws, `propose`, which copies the
+            temperatures to where its CUDA graphs read them, is wrapped, on this instance alone.
+        config: the options.
+
+    Returns:
+        The share, which verification has to divide the draft's logits by as well.
+
+    Raises:
+        RuntimeError: the option is given, but this speculator draws nothing.
+    """
+    speculator, states = runner.speculator, runner.sampler.sampling_states
+    draws = getattr(speculator, "draft_logits", None) is not None
+    if not _is_scaled(draws, speculator, config):
+        return 1.0
+    share, propose = config.draft_share, speculator.propose
+    place = list(inspect.signature(propose).parameters).index("temperature")
+
+    def propose_at_share(*args: Any, **kwargs: Any) -> Any:
+        batch = args[0] if args else kwargs["input_batch"]
+        # Without a request that samples, no launch is added.
+        if states.temperature.np[batch.idx_mapping_np].any():
+            if "temperature" in kwargs:
+                kwargs["temperature"] = kwargs["temperature"] * share
+            else:
+                args = (*args[:place], args[place] * share, *args[place + 1 :])
+        return propose(*args, **kwargs)
+
+    speculator.propose = propose_at_share
+    return share
+
+
+def _is_scaled(draws: bool, drafter: Any, config: MarsConfig) -> bool:
+    """Whether there is something to scale, which the log then says."""
+    if not draws and config.draft_temperature is not None:
+        raise RuntimeError(
+            f"mars_draft_temperature={config.draft_temperature} is given, but "
+            f"{type(drafter).__name__} draws no drafts; drop the option, or draft with a head or a "
+            "draft model."
+        )
+    if not draws or config.draft_share == 1:
+        return False
+    logger.info(
+        "Drafts are drawn at %g of each request's temperature (mars_draft_temperature).",
+        config.draft_share,
+    )
+    return True
