@@ -61,7 +61,6 @@ class MarsRejectionSamplerV2(RejectionSampler):
         self.draft_share = draft_share
         self.verification = verification
         self.requests = requests
-        self._is_drawn = getattr(spec_config, "draft_sample_method", None) == "probabilistic"
         self._is_warm = False
         # log m - log p of the tokens at the rows of the chunk that was verified last.
         self._log_ratios: torch.Tensor | None = None
@@ -104,7 +103,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         vocab = logits.shape[1] if draft_logits is None else draft_logits.shape[-1]
         if not self._is_warm:
             rows, longest = logits[:, :vocab], self.num_speculative_steps
-            warm_up(self.verification, rows, longest, self._is_drawn)
+            warm_up(self.verification, rows, longest, draft_logits)
             self._is_warm = True
         drafts = Drafts(
             logits[:, :vocab],

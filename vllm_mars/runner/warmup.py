@@ -16,14 +16,19 @@ from vllm_mars.runner.sections import Sections
 from vllm_mars.runner.verification import Verification
 
 
-def warm_up(verification: Verification, logits: torch.Tensor, longest: int, is_drawn: bool) -> None:
+def warm_up(
+    verification: Verification,
+    logits: torch.Tensor,
+    longest: int,
+    draft_logits: torch.Tensor | None,
+) -> None:
     """Compiles what the sampler reaches.
 
     Args:
         verification: of the engine.
         logits: `[num_rows, vocab]` of a step; only its dtype, width and stride count.
         longest: the longest draft.
-        is_drawn: whether drafts are drawn.
+        draft_logits: `[max_num_reqs, K, vocab]` where drafts are drawn, else None.
     """
     device = logits.device
     inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
@@ -35,7 +40,7 @@ def warm_up(verification: Verification, logits: torch.Tensor, longest: int, is_d
         verification.accept(step, requests, None, {})
     step = step._replace(logits=processed)
     output = torch.zeros((1, longest + 1), dtype=torch.int64, device=device)
-    _sample(verification, step, requests, output, _ids(1, device), is_drawn)
+    _sample(verification, step, requests, output, _ids(1, device), draft_logits)
     if _may_block(verification):
         from vllm_mars.kernels.context import blocked_positions, new_state
 
@@ -51,7 +56,7 @@ def _sample(
     requests: Requests,
     output: torch.Tensor,
     num_sampled: torch.Tensor,
-    is_drawn: bool,
+    draft_logits: torch.Tensor | None,
 ) -> None:
     """The kernels around vLLM's rejection sampler. What is counted here is dropped."""
     from vllm_mars.kernels import accept
@@ -59,19 +64,19 @@ def _sample(
     device = drafts.logits.device
     rule, account = verification.rule(drafts.logits), verification.account(1, device, {})
     temperature = torch.ones(1, device=device)
-    for clip in (None, _clip(drafts))[: 1 + is_drawn]:
+    clips = [None] if draft_logits is None else [None, _clip(drafts, draft_logits)]
+    for clip in clips:
         plan = accept.plan(drafts, requests, rule, temperature, None, clip)
         accept.settle(plan, drafts, requests, output, account, num_sampled)
 
 
-def _clip(drafts: Drafts) -> Callable[[torch.Tensor], Clipped]:
-    rows, vocab = drafts.logits.shape
-    index = torch.zeros(rows, dtype=torch.int32, device=drafts.logits.device)
-    draft = torch.zeros((1, 1, vocab), device=drafts.logits.device)
-    temperature = torch.ones(1, device=drafts.logits.device)
+def _clip(drafts: Drafts, draft_logits: torch.Tensor) -> Callable[[torch.Tensor], Clipped]:
+    device = drafts.logits.device
+    index = torch.zeros(drafts.logits.shape[0], dtype=torch.int32, device=device)
+    temperature = torch.ones(draft_logits.shape[0], device=device)
     return lambda prices: clip_rows(
         drafts.logits,
-        draft,
+        draft_logits,
         prices,
         draft_rows=(index.long(), index),
         temperature=temperature,
