@@ -48,7 +48,7 @@ _fault = partial(Finding, "fault")
 _NOT_DRAWN = (
     "requests that give no temperature sample here, and drafts are not drawn: a head or draft "
     'model gains more with "draft_sample_method": "probabilistic" in the speculative config, at '
-    "no loss."
+    "the same loss."
 )
 
 
