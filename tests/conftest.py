@@ -111,6 +111,26 @@ def lossy_server(packaged_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def bytes_model(tmp_path_factory) -> Path:
+    """Directory of a Llama as in `tiny_model`, whose tokens are bytes; not to be written to."""
+    import tiny_models
+
+    directory = tmp_path_factory.mktemp("models") / "bytes"
+    tiny_models.llama(directory, added=0.001)
+    tiny_models.tokenizer(directory, of_bytes=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def bounded_server(bytes_model, tmp_path_factory):
+    """The server of the group "bounded_server": the recommended setting."""
+    from engines import BOUNDED, open_server
+
+    with open_server(bytes_model, BOUNDED, tmp_path_factory.mktemp("bounded")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def mended_kernels():
     """vLLM's CPU kernels for sampling, mended as in a server of MARS."""
     from vllm.platforms import current_platform

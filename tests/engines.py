@@ -33,6 +33,7 @@ LOSSY = {
     # The harder case: the margin may relax, and only the grammar's mask keeps the form.
     "mars_structured": "relaxed",
 }
+BOUNDED = {**MARS, "mars_max_loss": 0.02}
 
 # Of a constrained answer.
 PET = {
@@ -135,4 +136,23 @@ def packaged_server(
         ],
         log_path=directory / "server.log",
         env={"VLLM_LOG_STATS_INTERVAL": "1", **env},
+    )
+
+
+def open_server(model: Path, speculative_config: dict | None, directory: Path, *arguments: str):
+    """A small server with all routes, those of vLLM's developers and `kept`'s too."""
+    speculation = ["--speculative-config", json.dumps(speculative_config)]
+    tests = str(Path(__file__).parent)
+    return VllmServer(
+        model,
+        [
+            *("--enforce-eager", "--dtype", "float32", "--max-model-len", "256"),
+            *("--max-num-seqs", "16", "--served-model-name", "model"),
+            *("--worker-extension-cls", "kept.Engine", "--middleware", "kept.Api"),
+            *(speculation if speculative_config else ()),
+            *arguments,
+        ],
+        log_path=directory / "server.log",
+        # Thousands of samples of one request would be all that a burst does.
+        env={"VLLM_SERVER_DEV_MODE": "1", "VLLM_MAX_N_SEQUENCES": "8", "PYTHONPATH": tests},
     )

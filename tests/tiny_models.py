@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -27,8 +27,12 @@ HIDDEN = 128
 NUM_DRAFT_TOKENS = 3
 
 
-def llama(directory: Path) -> LlamaForCausalLM:
-    """Writes a two-layer Llama target and returns it."""
+def llama(directory: Path, added: float = 0.05) -> LlamaForCausalLM:
+    """Writes a two-layer Llama target and returns it.
+
+    Where its layers add next to nothing, a token follows from the last one alone: answers go round
+    in circles, and n-grams are good drafts.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -44,7 +48,7 @@ def llama(directory: Path) -> LlamaForCausalLM:
         initializer_range=0.2,
     )
     model = LlamaForCausalLM(config)
-    _make_guessable(model)
+    _make_guessable(model, added)
     model.save_pretrained(directory)
     return model
 
@@ -56,12 +60,19 @@ def first_layer(directory: Path, target: LlamaForCausalLM) -> None:
     target.save_pretrained(directory)
 
 
-def tokenizer(directory: Path) -> None:
-    """Writes a tokenizer beside a target: each word is one token, and so is each role of a chat."""
+def tokenizer(directory: Path, of_bytes: bool = False) -> None:
+    """Writes a tokenizer beside a target: each word is one token, and so is each role of a chat.
+
+    Or each byte, so that a grammar can be followed; the words are then only answered.
+    """
     words = ["<unk>", "<s>", "</s>", "user", "assistant"]
+    words += sorted(ByteLevel.alphabet()) if of_bytes else []
     words += [f"w{number}" for number in range(len(words), VOCAB)]
-    built = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, "<unk>"))
-    built.pre_tokenizer = WhitespaceSplit()
+    vocab = {word: number for number, word in enumerate(words)}
+    built = Tokenizer(BPE(vocab, []) if of_bytes else WordLevel(vocab, "<unk>"))
+    built.pre_tokenizer = ByteLevel(add_prefix_space=False) if of_bytes else WhitespaceSplit()
+    if of_bytes:
+        built.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=built, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
@@ -138,15 +149,15 @@ def mimo(directory: Path) -> None:
     _write(directory, tensors, {**config.to_dict(), "architectures": ["MiMoForCausalLM"]})
 
 
-def _make_guessable(model: LlamaForCausalLM | Qwen2ForCausalLM) -> None:
+def _make_guessable(model: LlamaForCausalLM | Qwen2ForCausalLM, added: float = 0.05) -> None:
     """Lets the layers add little, so that a hidden state is nearly its token's embedding.
 
     That is something that a draft without training can guess.
     """
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.05)
-            layer.mlp.down_proj.weight.mul_(0.05)
+            layer.self_attn.o_proj.weight.mul_(added)
+            layer.mlp.down_proj.weight.mul_(added)
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, object]) -> None:

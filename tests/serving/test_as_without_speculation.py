@@ -1,0 +1,129 @@
+"""At price 0 each kind of request answers over HTTP as a server without speculation answers it.
+
+Tokens, logprobs, usage and reasons to end, of greedy answers; of sampled ones, whose random numbers
+are others under speculation, the first token, and all that does not hang on tokens.
+"""
+
+import json
+import math
+
+import httpx
+import pytest
+
+from engines import PET_FORMAT, open_server
+
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("bounded_server")]
+
+TEXT = "one two three, one two"
+GREEDY = {"model": "model", "temperature": 0, "max_tokens": 64, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": TEXT}]
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+NEEDED = {
+    CHAT: {"messages": MESSAGES, "return_token_ids": True},
+    COMPLETION: {"prompt": TEXT, "return_token_ids": True},
+    "/v1/chat/completions/batch": {"messages": [MESSAGES, MESSAGES]},
+    "/v1/messages": {"messages": MESSAGES},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 64},
+    "/generative_scoring": {"query": TEXT, "items": [" x", "y"], "label_token_ids": [5, 6, 7]},
+}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+STOPS = list(range(0, 512, 7))
+SAMPLED = {"temperature": 1, "seed": 5}
+TABLE = [
+    *((route, {}) for route in NEEDED if route != "/generative_scoring"),
+    *((COMPLETION, {"max_tokens": tokens}) for tokens in range(1, 6)),
+    *((COMPLETION, {"logprobs": number}) for number in (0, 1, 5)),
+    *((CHAT, {"logprobs": True, "top_logprobs": number}) for number in (0, 1, 5)),
+    *((COMPLETION, {"prompt_logprobs": number, "logprobs": 2}) for number in (0, 3)),
+    *((COMPLETION, {"echo": True, "logprobs": 2, "max_tokens": tokens}) for tokens in (0, 3)),
+    *((route, {**STREAM, "logprobs": 1}) for route in (CHAT, COMPLETION)),
+    (COMPLETION, {"prompt": [TEXT, "x"]}),
+    (COMPLETION, {"stop": ["w3", "w4"]}),
+    (COMPLETION, {"stop": ["w3", "w4"], "include_stop_str_in_output": True, **STREAM}),
+    (COMPLETION, {"stop_token_ids": STOPS}),
+    (COMPLETION, {"stop_token_ids": STOPS, "min_tokens": 20, "logprobs": 1}),
+    (COMPLETION, {"ignore_eos": False, "max_tokens": 200}),
+    (COMPLETION, {"frequency_penalty": 1.5, "presence_penalty": 1.5}),
+    (COMPLETION, {"repetition_penalty": 1.4}),
+    (COMPLETION, {"bad_words": ["w3", "a"]}),
+    (COMPLETION, {"allowed_token_ids": STOPS}),
+    (CHAT, {"response_format": PET_FORMAT}),
+    (COMPLETION, {"structured_outputs": {"regex": "(a|b)+c"}, "logprobs": 1}),
+    (COMPLETION, {"structured_outputs": {"choice": ["red", "blue"]}}),
+    (COMPLETION, {"structured_outputs": {"grammar": 'root ::= "ab" root | "c"'}}),
+    (COMPLETION, {"repetition_detection": {"max_pattern_size": 8, "min_count": 3}}),
+    (COMPLETION, {**SAMPLED, "max_tokens": 1, "logprobs": 3}),
+    (COMPLETION, {**SAMPLED, "n": 3}),
+    (COMPLETION, {"use_beam_search": True, "n": 2, "max_tokens": 8}),
+    (COMPLETION, {"logprobs": 2, "logprob_token_ids": [5, 6]}),
+    (CHAT, {"logprobs": True, "logprob_token_ids": [5, 6]}),
+    (CHAT, {"logprobs": True, "logprob_token_ids": [5, 6], **STREAM}),
+    *(("/generative_scoring", {"apply_softmax": softmax}) for softmax in (True, False)),
+]
+# Of an answer: which it is, and what speculation does.
+ITS_OWN = {"id", "created", "created_at", "metrics", "system_fingerprint"}
+
+
+@pytest.fixture(scope="module")
+def plain_server(bytes_model, tmp_path_factory):
+    with open_server(bytes_model, None, tmp_path_factory.mktemp("plain")) as running:
+        yield running
+
+
+def answer(server, route, body, **own):
+    """Status and content of an answer; of a stream, its parts put together."""
+    given = {**GREEDY, **NEEDED[route], **body, **own}
+    response = httpx.post(server.base_url + route, json=given, timeout=60, trust_env=False)
+    if "stream" not in body:
+        return response.status_code, response.json()
+    parts = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+    whole = {}
+    for part in map(json.loads, parts):
+        put_together(whole, part)
+    return response.status_code, whole
+
+
+def put_together(whole, part):
+    """Adds a part of a stream: texts and lists grow, numbers and the rest are the last's."""
+    for key, value in part.items():
+        if isinstance(value, dict):
+            put_together(whole.setdefault(key, {}), value)
+        elif key == "choices":
+            for choice in value:
+                put_together(whole.setdefault(choice["index"], {}), choice)
+        elif key in ("content", "text") or isinstance(value, list):
+            whole[key] = whole[key] + value if key in whole else value
+        elif value is not None:
+            whole[key] = value
+
+
+def differences(one, other, of=""):
+    """Where two answers differ, numbers by more than rounding."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = (one.keys() | other.keys()) - ITS_OWN
+        pairs = [(f"{of}.{key}", one.get(key), other.get(key)) for key in sorted(keys, key=str)]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = [(f"{of}[{place}]", value, other[place]) for place, value in enumerate(one)]
+    elif isinstance(one, float) and isinstance(other, float):
+        return [] if math.isclose(one, other, abs_tol=1e-3) else [f"{of}: {one} {other}"]
+    else:
+        return [] if one == other else [f"{of}: {one!r} {other!r}"]
+    return [found for of, *both in pairs for found in differences(*both, of)]
+
+
+@pytest.mark.parametrize(("route", "body"), TABLE, ids=str)
+def test_an_answer(bounded_server, plain_server, route, body):
+    expected = answer(plain_server, route, body)
+    assert expected[0] == 200, expected
+    own = {} if route == "/generative_scoring" else {"vllm_xargs": {"mars_price": 0}}
+    found = answer(bounded_server, route, body, **own)
+    differing = differences(list(expected), list(found))
+    if "seed" in body and "max_tokens" not in body:
+        words = ("text", "token_ids")
+        differing = [line for line in differing if not any(word in line for word in words)]
+    assert not differing, differing
+
+
+def test_drafts_were_accepted(bounded_server):
+    """Or the table proves nothing."""
+    assert bounded_server.metrics()["vllm:spec_decode_num_accepted_tokens_total"] > 50
