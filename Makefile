@@ -64,7 +64,7 @@ SEED ?= 0
 fuzz: install
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
-# Mixed load on a real server, watched for leaks: make soak MINUTES=20
+# A hostile client on a real server, watched for leaks, such as every night: make soak MINUTES=60
 soak: install
 	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 

@@ -20,7 +20,7 @@ def test_a_short_soak(packaged_model, tmp_path):
     child = subprocess.run(
         [
             *(sys.executable, str(SCRIPT), "--model", str(packaged_model)),
-            *("--minutes", "0.75", "--clients", "6", "--output", str(output)),
+            *("--minutes", "0.75", "--output", str(output)),
         ],
         capture_output=True,
         text=True,

@@ -1,0 +1,252 @@
+"""A hostile client: random requests over all that a server's own OpenAPI schema says.
+
+What is sent follows from a seed; half of it is worth an answer, the rest breaks a rule somewhere.
+Requests are dropped and aborted at any time, while the server pauses and resets its cache.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import httpx
+
+from kept import MARK
+from vllm_mars import requests
+from vllm_mars.local.server import VllmServer
+
+# Of whatever route the schema has, what is no request to the model; a new one is asked.
+NOT_ASKED = ("weight", "elastic", "tokenize")
+AT_ONCE = 16
+RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+SECONDS = 60.0
+SHOWN = 400
+# Beyond what a type, a kernel or a parser can hold.
+EXTREMES = (
+    *(1e39, 1e308, 10**400, -(10**30), 2**63, 2**31, -1, -0.0, 5e-324, float("nan"), float("inf")),
+    *(True, None, "0.1", "", "\x00", "\ud83d\ude00" * 9, "w5 " * 300, "x" * 65536, [], [[]], {}),
+    *({"a": {"b": [1]}}, {"k" * 65536: 1}),
+)
+# What vLLM says of requests that it fails without MARS too, and where that is being mended.
+VLLMS_OWN = {"object has no attribute 'get'": "vLLM #44537: structured_outputs is no object"}
+# A request that vLLM refuses when its stream of /v1/responses has begun breaks the connection, MARS
+# or not: vLLM #22341, #40418.
+BREAKS_OFF = "/v1/responses"
+SENSIBLE = (0, 0, 0.001, 0.02, 0.1, 1, 1.0, True, False)
+PLAIN = {
+    "model": "model",
+    "messages": [{"role": "user", "content": "w5 w6 w7 w5 w6"}],
+    "max_tokens": 48,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+
+
+class HarmError(Exception):
+    """Something that no client may cause was caused; the message says what."""
+
+
+class Client:
+    """Random requests to a server, and how they were answered.
+
+    Args:
+        server: a server with the name "model", in vLLM's development mode.
+        seed: of all that is sent.
+    """
+
+    def __init__(self, server: VllmServer, seed: int) -> None:
+        self.server = server
+        self.rng = random.Random(seed)
+        self.http = self.connect()
+        self.answered: Counter[tuple[str, int | str]] = Counter()
+        self.sent: list[str] = []
+        self.failed: list[str] = []
+
+    async def begin(self) -> None:
+        """Reads the schema, and asks once what is asked again after each burst."""
+        schema = (await self.http.get("/openapi.json")).json()
+        self.schemas = schema["components"]["schemas"]
+        self.bodies = {
+            path: post["requestBody"]["content"]["application/json"]["schema"]
+            for path, methods in schema["paths"].items()
+            if "requestBody" in (post := methods.get("post", {}))
+            and not any(word in path for word in NOT_ASKED)
+        }
+        self.plain = await self.ask_plainly()
+
+    def connect(self) -> httpx.AsyncClient:
+        """Connections to the server, as many as are needed."""
+        limits = httpx.Limits()
+        url = self.server.base_url
+        return httpx.AsyncClient(base_url=url, timeout=SECONDS, trust_env=False, limits=limits)
+
+    def counts(self) -> dict[str, int]:
+        """Requests by route and status; 501 says that a model cannot do something."""
+        return {
+            f"{path} {answer}": n for (path, answer), n in sorted(self.answered.items(), key=str)
+        }
+
+    async def run(self, until: float) -> None:
+        """Sends burst after burst until a time of the monotonic clock."""
+        while time.monotonic() < until:
+            await self.burst()
+
+    async def burst(self) -> None:
+        """Many requests at once, what operators do meanwhile, and a look at what is left.
+
+        Raises:
+            HarmError: the server ended, hangs, fails a request, or answers otherwise than before.
+        """
+        self.sent.clear()
+        try:
+            await asyncio.gather(*(self.request() for _ in range(AT_ONCE)), self.operate())
+            plain = await self.ask_plainly()
+        except (httpx.HTTPError, KeyError) as error:
+            sent = "\n".join((*self.failed, *self.sent))
+            raise HarmError(f"{error!r} after\n{sent}\n{self.server.log_tail()}") from error
+        if self.failed:
+            raise HarmError("the server failed with\n" + "\n".join(self.failed))
+        if plain != self.plain:
+            sent = "\n".join(self.sent)
+            raise HarmError(f"{plain} is not the former answer, {self.plain}, after\n{sent}")
+
+    async def look_for_leaks(self) -> None:
+        """Waits until nothing runs; raises HarmError if anything is kept of what has run."""
+        deadline = time.monotonic() + SECONDS
+        while left := {n: v for n, v in self.server.metrics().items() if n in RUNNING and v}:
+            if time.monotonic() > deadline:
+                raise HarmError(f"requests are left after {SECONDS:g} s without load: {left}")
+            await asyncio.sleep(0.2)
+        # A connection keeps its last request, and the last step all of its own until the next one.
+        await self.http.aclose()
+        self.http = self.connect()
+        await self.ask_plainly()
+        kept = (await self.http.get("/kept")).json()
+        told = await self.http.post("/collective_rpc", json={"method": "kept"})
+        if kept := kept | told.json()["results"][0]:
+            raise HarmError(f"of requests that have ended is left: {kept}")
+
+    async def ask_plainly(self) -> str:
+        """The answer to a request without anything special."""
+        answer = await self.http.post("/v1/chat/completions", json=PLAIN)
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    async def request(self) -> None:
+        """One request, which may be left before its answer is there."""
+        path = self.rng.choice(sorted(self.bodies))
+        body = self.body(path)
+        content = json.dumps(body)
+        self.sent.append(f"{path} {content[:SHOWN]}")
+        leave = self.rng.choice((None, None, None, 0.02, 0.1, 0.3))
+        answered: int | str = "left"
+        try:
+            async with asyncio.timeout(leave):
+                headers = {"content-type": "application/json"}
+                answer = await self.http.post(path, content=content, headers=headers)
+            # A stream that has begun tells of its failure.
+            is_failed = answer.status_code == 500 or '"InternalServerError"' in answer.text
+            answered = 500 if is_failed else answer.status_code
+            if is_failed and not any(words in answer.text for words in VLLMS_OWN):
+                self.failed.append(f"{path} {content[:SHOWN]}\n    {answer.text[:SHOWN]}")
+        except TimeoutError:
+            pass
+        except httpx.RemoteProtocolError:
+            if path != BREAKS_OFF:
+                raise
+            answered = "broken"
+        self.answered[path, answered] += 1
+
+    async def operate(self) -> None:
+        """What the operator of a server may do beside its clients."""
+        await asyncio.sleep(self.rng.random() / 5)
+        action = self.rng.choice(
+            (
+                *("/pause?mode=abort", "/pause?mode=keep", "/pause?mode=wait", "/abort_requests"),
+                *("/reset_prefix_cache?reset_running_requests=true", "/reset_prefix_cache"),
+            )
+        )
+        acting = asyncio.ensure_future(self.http.post(action, json={}))
+        await asyncio.sleep(self.rng.random() / 5)
+        answers = [await self.http.post("/resume"), await acting]
+        # A request may have been let in between the two.
+        self.answered[action.split("?")[0], answers[1].status_code] += 1
+        await self.http.post("/resume")
+
+    def body(self, path: str) -> Any:
+        """A request to a route, of which some fields are what it needs and others random."""
+        schema = self.resolved(self.bodies[path])
+        fields = schema["properties"]
+        body = {name: value for name, value in self.needed().items() if name in fields}
+        if "input" in body:
+            # There it is the name of a template.
+            body.pop("prompt", None)
+        if fields.get("messages", {}).get("items", {}).get("type") == "array":
+            body["messages"] = [body["messages"]] * 2
+        body |= {n: self.value(fields[n]) for n in schema.get("required", ()) if n not in body}
+        for name in self.rng.sample(sorted(fields), self.rng.choice((0, 1, 1, 2, 3, 6))):
+            body[name] = self.value(fields[name])
+        if "vllm_xargs" in fields and self.rng.random() < 0.6:
+            keys = self.rng.sample(sorted(requests._KEYS), self.rng.choice((1, 1, 2)))
+            values = SENSIBLE if self.rng.random() < 0.6 else EXTREMES
+            body["vllm_xargs"] = {key: self.rng.choice(values) for key in keys}
+        if "request_id" in fields:
+            body["request_id"] = "".join((*MARK, str(self.rng.random())))
+        return body
+
+    def needed(self) -> dict[str, Any]:
+        """Values of fields that make a request of any route one to answer."""
+        words = [f"w{self.rng.randint(5, 90)}" for _ in range(self.rng.randint(1, 9))]
+        text = " ".join(words * self.rng.choice((1, 2, 2, 9)))
+        messages = [{"role": "user", "content": text}]
+        tokens = self.rng.choice((1, 2, 5, 24, 48, 48))
+        return {
+            **{"model": "model", "input": text, "prompt": text, "messages": messages},
+            **{"query": text, "items": words[:3], "label_token_ids": [5, 6, 7]},
+            **{"state": text, "max_tokens": tokens, "max_output_tokens": tokens},
+            **{"temperature": self.rng.choice((0, 0, 1)), "stream": self.rng.random() < 0.3},
+            "ignore_eos": True,
+        }
+
+    def resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """A schema without references and choices at its top."""
+        while True:
+            if "$ref" in schema:
+                schema = self.schemas[schema["$ref"].rpartition("/")[2]]
+            elif choices := schema.get("anyOf") or schema.get("oneOf"):
+                schema = self.rng.choice(choices)
+            else:
+                return schema
+
+    def value(self, schema: Any) -> Any:
+        """A value that a schema allows, or in one of twenty places any other."""
+        if not isinstance(schema, dict) or self.rng.random() < 0.05:
+            return self.rng.choice(EXTREMES)
+        schema = self.resolved(schema)
+        if "const" in schema or "enum" in schema:
+            return schema["const"] if "const" in schema else self.rng.choice(schema["enum"])
+        kind = schema.get("type")
+        if kind == "object":
+            fields, required = schema.get("properties", {}), schema.get("required", ())
+            found = {
+                name: self.value(field)
+                for name, field in fields.items()
+                if name in required or self.rng.random() < 0.2
+            }
+            further = schema.get("additionalProperties")
+            if further and self.rng.random() < 0.5:
+                found[self.rng.choice(("5", "w5", "k" * 65536))] = self.value(further)
+            return found
+        if kind == "array":
+            return [self.value(schema.get("items")) for _ in range(self.rng.choice((0, 1, 2)))]
+        if kind == "string":
+            return self.rng.choice(("w5", "w5 w6 w5", "", "[", "\x00", "auto", "text", "w6 " * 40))
+        least, most = schema.get("minimum", 0), schema.get("maximum", 9)
+        if kind == "integer":
+            return self.rng.choice((0, 1, 2, 5, 5, 40, int(least), int(most)))
+        if kind == "number":
+            return self.rng.choice((0, 0.3, 0.9, 1, 1.5, least, most))
+        if kind == "boolean":
+            return self.rng.random() < 0.5
+        return None if kind == "null" else self.rng.choice(EXTREMES)

@@ -1,0 +1,38 @@
+"""No client ends a server, makes it fail, or leaves anything behind in it; `make soak` for long."""
+
+import asyncio
+import time
+
+import pytest
+
+from engines import MARS, open_server
+from hostile import Client
+
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("bounded_server")]
+
+SECONDS = 25
+
+
+def harass(server, seed):
+    client = Client(server, seed)
+
+    async def all_of_it():
+        await client.begin()
+        await client.run(time.monotonic() + SECONDS)
+        await client.look_for_leaks()
+
+    try:
+        asyncio.run(all_of_it())
+    finally:
+        print(client.counts())
+    assert {answer for _, answer in client.answered} >= {200, 400, "left"}
+
+
+def test_nobody_harms_the_recommended_setting(bounded_server):
+    harass(bounded_server, seed=0)
+
+
+@pytest.mark.nightly
+def test_nobody_harms_a_strict_server(bytes_model, tmp_path):
+    with open_server(bytes_model, {**MARS, "mars_price": 0.0}, tmp_path) as server:
+        harass(server, seed=1)
