@@ -12,7 +12,8 @@ import torch
 from prometheus_client import REGISTRY
 from transformers import LlamaForCausalLM
 
-from engines import engine_in_process
+import workload
+from engines import MARS, counters, engine_in_process
 from promise import check_promise
 from vllm_mars import MarsConfig
 from vllm_mars.runner.repeats import AnswerNgrams
@@ -276,3 +277,45 @@ def test_no_relaxed_token_repeats_the_answer(engine, models, tmp_path):
             assert any(map(preferred, outputs))
             assert relaxed_repeats(outputs) == 0
         assert running.metrics("vllm:mars_refused_positions")["repeat",] > 0
+
+
+# Memory for a few answers only; steps too short for all; and of these, some before others.
+CROWDS = {
+    "memory": {"block_size": 32, "num_gpu_blocks_override": 11},
+    "budget": {"max_num_batched_tokens": 16},
+    "priority": {"max_num_batched_tokens": 16, "scheduling_policy": "priority"},
+}
+
+
+@pytest.mark.parametrize("crowd", CROWDS)
+def test_who_waits_for_others_may_lose_as_much(models, crowd):
+    """Strict answers are those of each request alone.
+
+    Lossy ones need not be, as vLLM drops drafts of who waits, and steps begin elsewhere.
+    """
+    from vllm import SamplingParams
+
+    given = [{"prompt_token_ids": workload.prompt(seed, 4 + seed)} for seed in range(8)]
+    order = {"priority": [number % 3 for number in range(8)]} if crowd == "priority" else {}
+    options = {"max_num_seqs": 8, "enable_prefix_caching": False, **CROWDS[crowd]}
+    with engine_in_process(models[0], {**MARS, "mars_max_loss": 0.1}, **options) as llm:
+
+        def both(**own):
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=90,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"mars_return": True, **own},
+            )
+            alone = [llm.generate([one], params, use_tqdm=False)[0] for one in given]
+            together = llm.generate(given, params, use_tqdm=False, **order)
+            return ([request.outputs[0] for request in answers] for answers in (alone, together))
+
+        alone, together = both(mars_price=0)
+        assert [out.token_ids for out in together] == [out.token_ids for out in alone]
+        alone, together = both()
+        lost = [sum(sum(returned(out)["loss_nats"]) for out in outs) for outs in (alone, together)]
+        assert lost[1] == pytest.approx(lost[0], rel=0.1) and lost[0] > 1
+        preemptions = counters(llm)["vllm:num_preemptions"]
+        assert (preemptions > 0) == (crowd == "memory")
