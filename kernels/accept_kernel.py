@@ -201,7 +201,7 @@ def accept_kernel(
     SPLITS: tl.constexpr,
     POSITIONS: tl.constexpr,
     ENDS: tl.constexpr,
-    # "theta", "gap" or "price"
+    # "theta" or "price"
     RULE: tl.constexpr,
     HAS_TARGET_ROWS: tl.constexpr,
     HAS_PROTECTED: tl.constexpr,
@@ -279,11 +279,8 @@ def accept_kernel(
         payable = in_vocab & (logit > float("-inf")) & (first < _INF) & (price > 0) & is_gainful
         pays = payable & (loss < price)
     else:
-        if RULE == "theta":
-            # Launched without fusion, so that the product is rounded, as in torch.
-            payable = (second > threshold * first) & ((threshold == 1.0) | (first > 0.0))
-        else:
-            payable = second > first - threshold
+        # Launched without fusion, so that the product is rounded, as in torch.
+        payable = (second > threshold * first) & ((threshold == 1.0) | (first > 0.0))
         payable = payable & in_vocab & (logit >= second)
         pays = payable
     of_argmax = tl.max((argmax.to(tl.int64)[:, None] == end_token[None, :]).to(tl.int32), axis=1)

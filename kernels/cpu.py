@@ -71,7 +71,7 @@ def read_rows(
 
     Args:
         drafts: the step's, without V2's layout.
-        thresholds: float32 `[num_draft]`, theta or gap at each position.
+        thresholds: float32 `[num_draft]`, theta at each position.
         ends: int32 `[num_draft, E]`, the tokens that end the request of each position.
         rule: of the engine.
         blocked: a `Verdict` at each position that must stay strict, else 0; or None.
@@ -94,9 +94,8 @@ def read_rows(
         units = np.where(in_vocab & (loss == loss), units, 0)
         is_small = np.zeros(len(ids), dtype=bool)
         if rule.name != "price":
-            is_theta = rule.name == "theta"
-            t = thresholds * first if is_theta else first - thresholds
-            is_small = in_vocab & (logit > t) & ((thresholds == 1) | (first > 0) | (not is_theta))
+            t = thresholds * first
+            is_small = in_vocab & (logit > t) & ((thresholds == 1) | (first > 0))
             is_argmax = safe == argmax
             if is_sampled is None:
                 is_small &= ~is_argmax

@@ -2,7 +2,7 @@
 
 It runs on any device and reads the rows about five times. Of equal maxima the lowest id is the
 argmax; a row that holds a NaN is never relaxed, since torch's topk carries the NaN into z1. The
-comparisons of thresholds are in float32: `theta * z1`, or `z1 - gap`, rounded.
+comparison with the threshold is in float32: `theta * z1`, rounded.
 """
 
 from collections.abc import Sequence
@@ -48,11 +48,8 @@ def read_rows(
     is_small = torch.zeros_like(in_vocab)
     if rule.name != "price" and rows.shape[1] > 1:
         threshold = torch.from_numpy(thresholds).to(first)
-        is_theta = rule.name == "theta"
-        least = threshold * first if is_theta else first - threshold
-        is_small = in_vocab & (logit >= second) & (second > least)
-        if is_theta:
-            is_small &= (threshold == 1) | (first > 0)
+        is_small = in_vocab & (logit >= second) & (second > threshold * first)
+        is_small &= (threshold == 1) | (first > 0)
     log_p = None
     if is_sampled is not None:
         own = torch.as_tensor(np.asarray(is_sampled), device=ids.device) & in_vocab

@@ -6,11 +6,11 @@ softmax of z, r = z1 - z[x] in nats.
 
 Greedy requests (temperature 0)
 
-    theta, gap   a runner-up is PAYABLE where z2 > theta * z1 (and z1 > 0), or z2 > z1 - gap
+    theta        a runner-up is PAYABLE where z2 > theta * z1 and z1 > 0
     price        every x with a finite logit is PAYABLE
 
     What is PAYABLE becomes LOSS where its r does not fit into what the request may still lose.
-    theta, gap   what is PAYABLE is RELAXED
+    theta        what is PAYABLE is RELAXED
     price        with V = 0 behind the draft, going backwards
                      FIRST    V_i = price + V_(i+1)
                      PAYABLE  V_i = max(0, price + V_(i+1) - r_i), RELAXED where that is above 0
@@ -18,7 +18,7 @@ Greedy requests (temperature 0)
 
 Requests that sample, with drafts that are not drawn (one-hot)
 
-    theta, gap   what the margin accepts, the first choice included, is accepted outright: RELAXED.
+    theta        what the margin accepts, the first choice included, is accepted outright: RELAXED.
                  Its loss is -log p(x).
     price        b_i = price + V_(i+1) is added to the logit of x, and the draw decides:
                      V_i = log(1 - p(x) + p(x) exp(b_i));  at a strict position V_i = p(x) b_i

@@ -30,7 +30,7 @@ THINKING = 1 << 8
 # The guard against repetition looks at so many of an answer's last tokens.
 GUARD_WINDOW = 4096
 
-RuleName = Literal["theta", "gap", "price"]
+RuleName = Literal["theta", "price"]
 
 
 class Verdict(enum.IntEnum):
@@ -93,8 +93,8 @@ class Rule(NamedTuple):
     """What holds for all requests of a step.
 
     Attributes:
-        name: "theta" accepts a runner-up where z2 > threshold * z1 and z1 > 0, "gap" where z2 >
-            z1 - threshold, "price" weighs a prefix of the draft against its loss.
+        name: "theta" accepts a runner-up where z2 > threshold * z1 and z1 > 0, "price" weighs a
+            prefix of the draft against its loss.
         burst: nats that each request may lose beyond its rate, in units of 2**-LOSS_BITS.
         protected: bool `[vocab]`, tokens at which verification stays strict, or None.
         longest: K, the longest draft of the engine; shorter steps share its compiled kernels.
@@ -110,7 +110,7 @@ class Records(NamedTuple):
     """What each request allows and has lost, by slot; `S` slots.
 
     Attributes:
-        threshold: float32 `[S]`, theta or gap; not read with a price.
+        threshold: float32 `[S]`, theta; not read with a price.
         price: int64 `[S]`, in units of 2**-LOSS_BITS nats per token gained; 0 is strict.
         price_scale: int64 `[S]`; where it is not 0 the price is isqrt(price_scale * what is left).
         rate: int64 `[S]`, what an output token adds to the allowance: see `loss_rate`.

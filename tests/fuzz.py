@@ -42,7 +42,6 @@ INTERPRETED = ("triton", "v2")
 # Of each rule, what all requests of a call may share, and what each may have.
 VALUES = {
     "theta": ([1.0, 0.9, 0.5, 0.01], [1.0, 0.9375, 0.5, 0.0625]),
-    "gap": ([0.0, 0.5, 3.0], [0.0, 0.25, 4.0]),
     "price": ([0.0, 0.3, 3.0], [0.0, 0.25, 4.0]),
 }
 
@@ -54,7 +53,7 @@ class Call:
     Attributes:
         logits: `[num_rows, vocab]`; each request's draft rows, then its bonus row.
         drafts: draft tokens of each request.
-        rule: "theta", "gap" or "price".
+        rule: "theta" or "price".
         value: of the rule, of each request or one for all.
         protected: token ids.
         allowed: bool `[batch, vocab]` or None; what a processor of the samplers lets through.
@@ -119,7 +118,7 @@ def random_call(rng: np.random.Generator, *, sampler: bool) -> Call:
         others = rng.integers(-1, vocab, size=length).tolist()
         drafts.append([o if rng.random() < 0.1 else c for c, o in zip(chosen, others, strict=True)])
         row += length + 1
-    rule = rng.choice(list(VALUES), p=[0.5, 0.2, 0.3])
+    rule = rng.choice(list(VALUES), p=[0.6, 0.4])
     # Those of a tensor are floats that float32 holds.
     one, each = VALUES[rule]
     value: float | list[float] = float(rng.choice(one))

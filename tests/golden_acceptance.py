@@ -35,11 +35,10 @@ ENGINE = {
 }
 # Of four kinds, short ones.
 PROMPTS = ("story-bridge", "json-inventory", "explain-yeast", "code-sql")
-NO_RULE = {"theta": None, "gap": None, "price": None}
+NO_RULE = {"theta": None, "price": None}
 RULES = {
     "strict": {"theta": 1.0},
     "ratio 0.9": {"theta": 0.9},
-    "gap 1": {"gap": 1.0},
     "price 0.3": {"price": 0.3},
 }
 

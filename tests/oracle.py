@@ -30,9 +30,7 @@ def argmax(row: Sequence[float]) -> int:
     return row.index(max(row))
 
 
-def is_relaxed(
-    row: Sequence[float], draft: int, theta: float, gap: float, protected: frozenset[int]
-) -> bool:
+def is_relaxed(row: Sequence[float], draft: int, theta: float, protected: frozenset[int]) -> bool:
     """Whether the margin accepts the draft token, the argmax included."""
     if not 0 <= draft < len(row) or any(math.isnan(logit) for logit in row) or len(row) < 2:
         return False
@@ -44,8 +42,7 @@ def is_relaxed(
     if np.float32(theta) != 1 and not first > 0:
         return False
     with np.errstate(all="ignore"):
-        scaled = np.float32(np.float32(theta) * np.float32(first))
-        return bool(np.float32(second) > np.float32(scaled - np.float32(gap)))
+        return bool(np.float32(second) > np.float32(np.float32(theta) * np.float32(first)))
 
 
 def loss(row: Sequence[float], draft: int) -> Fraction:
@@ -89,7 +86,6 @@ def judge(
     rows: Sequence[Sequence[float]],
     drafts: Sequence[int],
     theta: float = 1.0,
-    gap: float = 0.0,
     protected: frozenset[int] = frozenset(),
     blocked: Sequence[int] | None = None,
     nats: Nats | None = None,
@@ -106,7 +102,7 @@ def judge(
         if not reason and (draft in protected or argmax(row) in protected):
             reason = Verdict.PROTECTED
         if price is None:
-            pays = is_relaxed(row, draft, theta, gap, frozenset())
+            pays = is_relaxed(row, draft, theta, frozenset())
         else:
             pays = is_payable(row, draft) and loss(row, draft) < in_steps(price)
             pays = pays and position < gainful

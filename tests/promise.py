@@ -17,7 +17,7 @@ def log_probs(target, prompt, tokens):
 def check_promise(target, prompt, tokens, returned, bound, burst=1.0):
     """Whether each prefix of an answer keeps its bound, and what `mars_return` says is true.
 
-    A sampled answer must be one of theta or gap, where what is relaxed is served with certainty:
+    A sampled answer must be one of theta, where what is relaxed is served with certainty:
     m is 1, and each loss -log p.
 
     Returns:

@@ -30,7 +30,7 @@ def test_dashes_count_as_underscores():
     assert config.theta == 0.8
 
 
-@pytest.mark.parametrize(("rule", "value"), [("theta", 0.8), ("gap", 0.5), ("price", 1)])
+@pytest.mark.parametrize(("rule", "value"), [("theta", 0.8), ("price", 1)])
 def test_the_option_that_is_given_names_the_rule(rule, value):
     config, _ = split_speculative_config({**MARS, f"mars_{rule}": value})
     assert (config.rule, config.value) == (rule, value)
@@ -72,9 +72,12 @@ def test_options_travel_as_json():
         ({"mars_theta": "0.9"}, "mars_theta='0.9' is a str, but must be a number"),
         ({"mars_theta": True}, "mars_theta=True is a bool"),
         ({"mars_theta": [0.9]}, "is a list, but must be a number"),
-        ({"mars_gap": -1}, r"mars_gap=-1 is outside \[0, 8192\]"),
-        ({"mars_gap": math.inf}, "mars_gap=inf is outside"),
-        ({"mars_gap": 10**400}, r"mars_gap=10+\.\.\. \(401 characters\) is outside \[0, 8192\]"),
+        ({"mars_price": -1}, r"mars_price=-1 is outside \[0, 8192\]"),
+        ({"mars_price": math.inf}, "mars_price=inf is outside"),
+        (
+            {"mars_price": 10**400},
+            r"mars_price=10+\.\.\. \(401 characters\) is outside \[0, 8192\]",
+        ),
         (
             {"mars_price": -1},
             r"mars_price=-1 is outside \[0, 8192\]; 0 switches the relaxation off",
@@ -83,25 +86,20 @@ def test_options_travel_as_json():
         ({"mars_max_loss": 1025}, r"mars_max_loss=1025 is outside \[0, 1024\]"),
         (
             {"mars_theta": 0.9, "mars_price": 0.3},
-            "mars_theta=0.9 and mars_price=0.3 name 2 rules; give one of mars_theta, mars_gap, ",
+            "mars_theta=0.9 and mars_price=0.3 name 2 rules; give one of mars_theta, ",
         ),
-        ({"mars_gap": 0, "mars_price": 0}, "mars_gap=0 and mars_price=0 name 2 rules"),
         (
-            {"rejection_sample_method": None, "mars_gap": 1},
+            {"rejection_sample_method": None, "mars_price": 1},
             "is given, but rejection_sample_method is",
         ),
         ({"mars_limit": 1.5}, r"mars_limit=1.5 is outside \[0, 1\]; 0 sets no limit"),
         ({"mars_limit": "x"}, "mars_limit='x' is a str, but must be a number"),
-        ({"mars_gap": 1, "mars_limit": -1}, r"mars_limit=-1 is outside \[0, 8192\]"),
+        ({"mars_price": 1, "mars_limit": -1}, r"mars_limit=-1 is outside \[0, 8192\]"),
         ({"mars_client_control": 1}, "mars_client_control=1 is not true or false"),
         ({"mars_logprobs": "raw"}, "mars_logprobs='raw' is not one of target, sampled; 'sampled'"),
         ({"mars_structured": True}, "mars_structured=True is not one of strict, relaxed"),
         ({"mars_tetha": 0.9}, "mars_tetha is not an option .* did you mean mars_theta"),
         ({"mars_thinking": [1, 2]}, "mars_thinking is not an option"),
-        ({"mars_metric": "gap"}, "mars_metric is not an .* mars_theta, mars_gap or mars_price?"),
-        ({"mars_theta_min": 0.5}, "mars_theta_min is not an option .* did you mean mars_limit?"),
-        ({"mars_gap_max": 1}, "mars_gap_max is not an option .* did you mean mars_limit?"),
-        ({"mars_price_max": 1}, "mars_price_max is not an option .* did you mean mars_limit?"),
         ({"mars_max_relaxed_share": 0.1}, "mars_max_relaxed_share is not .* mars_max_loss?"),
         ({"mars_draft_temperature": 0}, r"=0 is outside \[0.01, 2\]; 1 draws drafts"),
         ({"mars_draft_temperature": 2.1}, r"mars_draft_temperature=2.1 is outside \[0.01, 2\]"),
@@ -124,9 +122,7 @@ def test_bad_option_is_named(options, message):
     ("config", "method", "lossy"),
     [
         (MarsConfig(theta=1.0), "standard", False),
-        (MarsConfig(gap=0), "standard", False),
         (MarsConfig(theta=0.99), "standard", True),
-        (MarsConfig(gap=0.1), "standard", True),
         (MarsConfig(price=0), "standard", False),
         (MarsConfig(price=0.1), "standard", True),
         (None, "standard", False),
@@ -140,9 +136,7 @@ def test_lock(monkeypatch, config, method, lossy):
     check_lock(reason)
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     if lossy:
-        message = (
-            r"VLLM_MARS_LOCK=strict forbids lossy verification, .*\(or mars_gap or mars_price to "
-        )
+        message = r"VLLM_MARS_LOCK=strict forbids lossy verification, .*\(or mars_price to "
         with pytest.raises(RuntimeError, match=message):
             check_lock(reason)
     else:
@@ -157,10 +151,7 @@ def test_lock(monkeypatch, config, method, lossy):
         ({"theta": 1.0, "limit": 0.5}, True),
         ({"limit": 1}, False),
         ({"client_control": False}, False),
-        ({"gap": 0.5}, True),
-        ({"gap": 0.5, "limit": 0}, False),
-        ({"gap": 0}, False),
-        ({"gap": 0, "limit": 0.5}, True),
+        ({"price": 0.5, "limit": 0}, False),
         ({"price": 0}, False),
         ({"price": 0, "limit": 0.5}, True),
     ],
@@ -173,7 +164,7 @@ def test_whether_clients_may_relax(options, expected):
     ("options", "ngram"),
     [
         ({}, 0),
-        ({"gap": 1.0}, 0),
+        ({"theta": 0.9}, 0),
         ({"price": 0.5}, 4),
         ({"price": 0.5, "repeat_guard": 0}, 0),
         ({"price": 0.5, "repeat_guard": 2}, 2),

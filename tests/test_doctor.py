@@ -117,7 +117,7 @@ def test_counts_that_come_later_are_waited_for(monkeypatch):
 
 
 def test_a_server_that_is_strict(capsys):
-    for rule in ({"theta": 1.0}, {"gap": 0.0}, {"price": 0.0}):
+    for rule in ({"theta": 1.0}, {"price": 0.0}):
         with server({"verified": 20}, told(**rule)) as (address, asked):
             assert main(["doctor", address]) == 0
         assert len(asked) == 1
@@ -141,7 +141,7 @@ def test_a_server_that_is_strict(capsys):
 def test_a_server_that_gains_nothing(monkeypatch, rise, message):
     every = doctor.load_prompts()
     monkeypatch.setattr(doctor, "load_prompts", lambda: every[:4])
-    with server(rise, told(gap=0.5)) as (address, asked):
+    with server(rise, told(price=0.5)) as (address, asked):
         *others, last = findings_at(address)
     assert len(asked) == 5
     assert [finding.state for finding in others] == ["ok", "ok"]

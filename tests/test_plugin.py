@@ -132,7 +132,11 @@ WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
         ({"mars_theta": 1.7}, {}, r"mars_theta=1.7 is outside \(0, 1\]"),
         ({"mars_theta": "x"}, {}, "mars_theta='x' is a str"),
         ({"mars_tetha": 0.9}, {}, "did you mean mars_theta"),
-        ({"rejection_sample_method": "standard", "mars_gap": 1}, {}, "mars_gap=1 is given, but"),
+        (
+            {"rejection_sample_method": "standard", "mars_price": 1},
+            {},
+            "mars_price=1 is given, but",
+        ),
         (
             {"mars_protected_token_ids": [49152]},
             {},

@@ -31,7 +31,6 @@ from vllm_mars.requests import RequestOptions, in_force, options_of
 from vllm_mars.runner.records import new_records, record_of
 
 THETA = MarsConfig(theta=0.9, limit=0.8)
-GAP = MarsConfig(gap=0.5, limit=2.0)
 PRICE = MarsConfig(price=0.25, limit=0.5, repeat_guard=0)
 # The price follows what is left of the bound.
 BOUND = MarsConfig(max_loss=0.5)
@@ -55,12 +54,8 @@ def served_with(config):
         # Without a limit a request may be stricter than the server.
         (MarsConfig(theta=0.9), {"mars_theta": 0.95}, 0.95),
         (MarsConfig(theta=0.9), {"mars_theta": 0.9}, 0.9),
-        (MarsConfig(gap=0.5), {"mars_gap": 0.5}, 0.5),
         (MarsConfig(price=0.25), {"mars_price": 0.25}, 0.25),
         (THETA, {"other": "x"}, 0.9),
-        (GAP, {}, 0.5),
-        (GAP, {"mars_gap": 0}, 0.0),
-        (GAP, {"mars_gap": 2}, 2.0),
         (PRICE, {}, 0.25),
         (PRICE, {"mars_price": 0}, 0.0),
         (PRICE, {"mars_price": 0.5}, 0.5),
@@ -92,15 +87,14 @@ def test_values(config, extra_args, expected):
         (THETA, {"mars_speculate": None}, "mars_speculate=None is not .*; false verifies strictly"),
         (
             THETA,
-            {"mars_gap": 1},
-            "mars_gap=1 names another rule than .* choose mars_theta or leave",
+            {"mars_price": 1},
+            "mars_price=1 names another rule than .* choose mars_theta or leave",
         ),
         (
-            GAP,
+            PRICE,
             {"mars_theta": 0.9},
-            "mars_theta=0.9 names another rule than .* choose mars_gap or leave it out",
+            "mars_theta=0.9 names another rule than .* choose mars_price or leave it out",
         ),
-        (GAP, {"mars_gap": 2.5}, r"mars_gap=2.5 is above this server's limit of 2.0"),
         (PRICE, {"mars_price": 0.75}, r"mars_price=0.75 is above this server's limit of 0.5"),
         (
             MarsConfig(theta=0.9),
@@ -109,7 +103,7 @@ def test_values(config, extra_args, expected):
             r"than its server; choose a value in \[0.9, 1\], or have the server started with "
             "mars_limit",
         ),
-        (MarsConfig(gap=0.5), {"mars_gap": 0.6}, "0.6 is above this server's own 0.5, "),
+        (MarsConfig(price=0.5), {"mars_price": 0.6}, "0.6 is above this server's own 0.5, "),
         (MarsConfig(price=0.25), {"mars_price": 0.3}, "0.3 is above this server's own 0.25, "),
         (MarsConfig(theta=1.0), {"mars_theta": 0.99}, r"this server's own 1.0, .* in \[1.0, 1\]"),
         (PRICE, {"mars_price": -1}, r"mars_price=-1 is outside \[0, 8192\]"),
@@ -121,8 +115,8 @@ def test_values(config, extra_args, expected):
             r"mars_x{75}\.\.\. \(65541 characters\) is not an option",
         ),
         (PRICE, {"mars_theta": 0.9}, "names another rule than this server's; choose mars_price or"),
-        (GAP, {"mars_gap": -1}, r"mars_gap=-1 is outside \[0, 8192\]"),
-        (GAP, {"mars_gap": float("inf")}, r"mars_gap=inf is outside \[0, 8192\]"),
+        (PRICE, {"mars_price": -1}, r"mars_price=-1 is outside \[0, 8192\]"),
+        (PRICE, {"mars_price": float("inf")}, r"mars_price=inf is outside \[0, 8192\]"),
         (BOUND, {"mars_max_loss": 0.75}, r"mars_max_loss=0.75 is above this server's bound of 0.5"),
         (THETA, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, 1024\]; leave it out"),
         (THETA, {"mars_max_loss": float("nan")}, r"mars_max_loss=nan is outside \[0, 1024\]"),
@@ -159,7 +153,7 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
     assert options_of(params(mars_max_loss=0.5), BOUND).max_loss == 0.5
 
 
-@pytest.mark.parametrize("config", [THETA, GAP, PRICE, BOUND])
+@pytest.mark.parametrize("config", [THETA, PRICE, BOUND])
 def test_a_bound_of_0_is_strict(config):
     """Of a request as of a server, although the server's burst is left."""
     assert config.loss_burst > 0 and config.lossy
@@ -209,7 +203,7 @@ def test_what_the_front_end_lets_through_a_record_holds(server, own, produced, i
     request.temperature = float(not is_greedy)
     record = record_of(request, config, 2**20, produced)
     threshold, price, scale, rate, lost = record[:5]
-    assert 0 <= threshold <= 1 or config.rule == "gap"
+    assert 0 <= threshold <= 1
     assert 0 <= price <= MOST_PRICE and 0 <= scale <= MOST_BALANCE and 0 <= rate <= NO_BOUND
     assert 0 <= lost <= NO_LIMIT
     # What the record cannot hold raises.
@@ -238,8 +232,8 @@ def test_the_lock_holds_for_requests(monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     strict = MarsConfig(theta=1.0)
     assert options_of(params(mars_theta=1), strict).value == 1
-    loose = MarsConfig(theta=1.0, limit=0.5), MarsConfig(gap=0.0, limit=2.0)
-    for config, chosen in zip(loose, ({"mars_theta": 0.9}, {"mars_gap": 1}), strict=True):
+    loose = MarsConfig(theta=1.0, limit=0.5), MarsConfig(price=0.0, limit=2.0)
+    for config, chosen in zip(loose, ({"mars_theta": 0.9}, {"mars_price": 1}), strict=True):
         ((key, value),) = chosen.items()
         message = f"{key}={value} is lossy, but this server is locked"
         with pytest.raises(VLLMValidationError, match=message):
@@ -274,7 +268,6 @@ def test_options_are_parsed_once_until_they_change():
 
 def test_what_is_in_force():
     assert in_force(options_of(params(), THETA), THETA) == {"theta": 0.9}
-    assert in_force(options_of(params(mars_gap=1), GAP), GAP) == {"gap": 1.0}
     assert in_force(options_of(params(), PRICE), PRICE) == {"price": 0.25}
     assert in_force(options_of(params(), BOUND), BOUND) == {"max_loss": 0.5}
     assert in_force(options_of(params(mars_max_loss=0.1), BOUND), BOUND) == {"max_loss": 0.1}
@@ -288,7 +281,7 @@ def test_return_is_asked_for(value, wanted):
     assert options_of(params(mars_return=value), closed).wants_return == wanted
 
 
-@pytest.mark.parametrize("config", [THETA, GAP, PRICE, BOUND])
+@pytest.mark.parametrize("config", [THETA, PRICE, BOUND])
 def test_speculation_may_be_declined_by_any_rule(config):
     own = {} if config.sets_price else {OPTION[config.rule]: config.value}
     declined = options_of(params(mars_speculate=0, **own), config)

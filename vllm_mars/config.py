@@ -23,9 +23,9 @@ OPTION_PREFIX = "mars_"
 LOSSY_VLLM_METHODS = ("synthetic", "fly")
 
 # The rules, each named by the option that holds its value, and the value at which each is strict.
-Rule = Literal["theta", "gap", "price"]
-RULES: tuple[Rule, ...] = ("theta", "gap", "price")
-STRICT_VALUE: dict[str, float] = {"theta": 1.0, "gap": 0.0, "price": 0.0}
+Rule = Literal["theta", "price"]
+RULES: tuple[Rule, ...] = ("theta", "price")
+STRICT_VALUE: dict[str, float] = {"theta": 1.0, "price": 0.0}
 # Those options as a user writes them.
 OPTION: dict[str, str] = {rule: OPTION_PREFIX + rule for rule in RULES}
 # The paper's, where no rule is named.
@@ -47,14 +47,6 @@ MOST_BURST = 16384
 _SHOWN = 80
 # A field that the front end fills in, not the user.
 _RESOLVED = {"resolved": True}
-# Former names of options, and what to write now.
-_RENAMED = {
-    "mars_metric": "mars_theta, mars_gap or mars_price",
-    "mars_theta_min": "mars_limit",
-    "mars_gap_max": "mars_limit",
-    "mars_price_max": "mars_limit",
-    "mars_max_relaxed_share": "mars_max_loss",
-}
 
 # A start and an end token: ids, or, as a user may write them, their text. Without an end the span
 # lasts to the end of the request.
@@ -66,14 +58,12 @@ Span = tuple[Token, Token | None]
 class MarsConfig:
     """Validated options of margin-aware verification.
 
-    One of `theta`, `gap` and `price` names the rule. Without any of them `max_loss`, if given, sets
+    One of `theta` and `price` names the rule. Without either `max_loss`, if given, sets
     the price of each request by what is left of its bound; else `theta` is 0.9, as in the paper.
 
     Attributes:
         theta: the paper's rule: a runner-up is accepted where z2 > theta * z1. In (0, 1]; 1 is
             strict, near 0 every runner-up with a positive logit is accepted.
-        gap: a runner-up is accepted where z2 > z1 - gap, so where its probability is above
-            exp(-gap) times the first choice's. In nats, in [0, 8192]; 0 is strict.
         price: the prefix of the draft is accepted, tokens of any rank among it, that is worth most:
             each token gained may cost so many nats. In [0, 8192]; 0 is strict.
         limit: how far a request may go, in the unit of the rule; None for the server's own value,
@@ -104,7 +94,6 @@ class MarsConfig:
     """
 
     theta: float | None = None
-    gap: float | None = None
     price: float | None = None
     limit: float | None = None
     protected_token_ids: tuple[int, ...] | None = None
@@ -301,7 +290,7 @@ def config_of(vllm_config: "VllmConfig") -> MarsConfig | None:
 def unknown_option(key: str, whose: str, names: Sequence[str]) -> ValueError:
     """The error for a key that does not exist, with the nearest one that does."""
     name = _name(key)
-    nearest = _RENAMED.get(key) or difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
     return ValueError(
         f"{name} is not an option of {whose}; did you mean {nearest}? The options are "
         f"{', '.join(names)}."
@@ -312,7 +301,7 @@ def check_value(rule: str, value: object, name: str | None = None) -> None:
     """Raises ValueError unless the value is one that the rule can compare with.
 
     Args:
-        rule: "theta", "gap" or "price".
+        rule: "theta" or "price".
         value: to check.
         name: how the error names it; the option by default.
     """

@@ -26,6 +26,6 @@ def check_lock(lossy: str | None) -> None:
     if lock == "strict" and lossy is not None:
         raise RuntimeError(
             f"{LOCK_VARIABLE}=strict forbids lossy verification, but {lossy}; "
-            "set mars_theta to 1 (or mars_gap or mars_price to 0), choose another method, or unset "
+            "set mars_theta to 1 (or mars_price to 0), choose another method, or unset "
             f"{LOCK_VARIABLE}."
         )

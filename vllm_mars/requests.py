@@ -70,7 +70,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
 
     Args:
         params: the request's parameters; its `extra_args` may hold the option of the server's rule
-            (`mars_theta`, `mars_gap` or `mars_price`), `mars_max_loss`, `mars_speculate`, and
+            (`mars_theta` or `mars_price`), `mars_max_loss`, `mars_speculate`, and
             `mars_return`.
         config: the server's options.
 

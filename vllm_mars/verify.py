@@ -136,7 +136,6 @@ def verify_greedy(
     bonus_token_ids: torch.Tensor | None,
     theta: float | torch.Tensor | None = None,
     *,
-    gap: float | torch.Tensor | None = None,
     price: float | torch.Tensor | None = None,
     protected: torch.Tensor | None = None,
     blocked: torch.Tensor | None = None,
@@ -148,7 +147,7 @@ def verify_greedy(
     """Verifies a batch of greedy drafts by the margin-aware rule.
 
     A draft token is accepted if it is the row's argmax, or if it is the runner-up and the margin is
-    small: `z2 > theta * z1` and `z1 > 0`, or `z2 > z1 - gap`, neither token protected. The first
+    small: `z2 > theta * z1` and `z1 > 0`, neither token protected. The first
     position that is not accepted emits the argmax and ends the request's output; if all are
     accepted the bonus token follows.
 
@@ -167,10 +166,9 @@ def verify_greedy(
         cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the requests' draft lengths
             (the convention of vLLM); a request may have none.
         bonus_token_ids: `[batch]` or `[batch, 1]` int32 or int64, or None to emit no bonus token.
-        theta: float in (0, 1] or float32 `[batch]`; exactly one of theta, gap and price is given.
+        theta: float in (0, 1] or float32 `[batch]`; exactly one of theta and price is given.
             1 is strict; near 0 every runner-up with a positive logit is accepted. A tensor's values
             are not checked.
-        gap: float >= 0 in nats or float32 `[batch]`; 0 is strict.
         price: nats per token gained, float >= 0 or float32 `[batch]`; 0 is strict, and a larger
             price never accepts fewer drafts.
         protected: bool `[vocab]`; tokens at which the rule stays strict.
@@ -207,7 +205,7 @@ def verify_greedy(
     )
     check_drafts(drafts)
     batch = cu_num_draft_tokens.shape[0]
-    name, value = _only_one(theta, gap, price)
+    name, value = _only_one(theta, price)
     if isinstance(value, torch.Tensor):
         check_tensor(name, value, (torch.float32,), device, (batch,))
     else:
@@ -234,12 +232,12 @@ def verify_greedy(
     return output
 
 
-def _only_one(theta: Any, gap: Any, price: Any) -> tuple[RuleName, Any]:
-    given = {"theta": theta, "gap": gap, "price": price}
+def _only_one(theta: Any, price: Any) -> tuple[RuleName, Any]:
+    given = {"theta": theta, "price": price}
     named = [(name, value) for name, value in given.items() if value is not None]
     if len(named) != 1:
         what = " and ".join(f"{name}={value}" for name, value in named) or "none of them"
-        raise ValueError(f"Exactly one of theta, gap and price names the rule; {what} is given.")
+        raise ValueError(f"Exactly one of theta and price names the rule; {what} is given.")
     name, value = named[0]
     return name, value
 

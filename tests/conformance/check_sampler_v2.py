@@ -24,7 +24,7 @@ from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.requests_v2 import RequestsV2
 from vllm_mars.runner.sampler_v2 import verification_memory
 
-STRICT = [MarsConfig(theta=1.0), MarsConfig(gap=0.0)]
+STRICT = [MarsConfig(theta=1.0), MarsConfig(price=0.0)]
 LENGTHS = [3, 0, 5, 1, 2]
 
 
@@ -137,7 +137,7 @@ def test_no_relaxed_token_repeats_the_answer():
         for request in step.requests:
             answer = rng.integers(0, 5, rng.integers(1, 8)).tolist()
             request.tokens, request.prompt_len = prompt + answer, len(prompt)
-        output = step.run(MarsConfig(gap=1000.0, repeat_guard=2))
+        output = step.run(MarsConfig(theta=0.01, repeat_guard=2))
         expected, row = [], 0
         for request in step.requests:
             repeats = AnswerNgrams(2).repeated(request.tokens[len(prompt) :], request.drafts)
@@ -145,10 +145,10 @@ def test_no_relaxed_token_repeats_the_answer():
             row += len(rows) + 1
             blocked = [Verdict.REPEAT * is_repeat for is_repeat in repeats]
             given = rows, request.drafts, oracle.argmax(last)
-            verified = oracle.verify(*given, gap=1000.0, blocked=blocked)
+            verified = oracle.verify(*given, theta=0.01, blocked=blocked)
             expected.append(verified.tokens)
             relaxed += verified.relaxed
-            repeated += verified.tokens != oracle.verify(*given, gap=1000.0).tokens
+            repeated += verified.tokens != oracle.verify(*given, theta=0.01).tokens
         assert emitted(output) == expected
     assert relaxed > 0
     assert repeated > 0
@@ -157,7 +157,7 @@ def test_no_relaxed_token_repeats_the_answer():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("config", "threshold"),
-    [(MarsConfig(theta=0.9), 1.8), (MarsConfig(gap=0.5), 1.5)],
+    [(MarsConfig(theta=0.9), 1.8)],
 )
 def test_the_threshold_is_sharp(config, threshold, temperature):
     """Runners-up just above it are all accepted; just below it strict verification decides."""
@@ -195,7 +195,7 @@ def test_invalid_drafts(temperatures, with_draft_logits):
         invalid = torch.rand(len(step.logits), generator=torch.Generator().manual_seed(seed)) < 0.4
         own = step.run(None, invalid_drafts=invalid)
         assert_equal(own, step.run(MarsConfig(theta=1.0), invalid_drafts=invalid))
-        relaxed = step.run(MarsConfig(gap=1000.0), invalid_drafts=invalid)
+        relaxed = step.run(MarsConfig(theta=0.01), invalid_drafts=invalid)
         row = 0
         for request, tokens in zip(step.requests, emitted(relaxed), strict=True):
             count = len(request.drafts)
@@ -215,7 +215,7 @@ def test_what_was_lost_is_kept_by_slot(temperature):
         Request(params(temperature, 1), [0], [*tokens, 1], prefill_len=5),
     ]
     step = Step(requests, logits.repeat(3, 1))
-    sampler = step.sampler(MarsConfig(gap=1.0, max_loss=0.25, loss_burst=1.0))
+    sampler = step.sampler(MarsConfig(theta=0.5, max_loss=0.25, loss_burst=1.0))
     batch = step.batch()
 
     def lost():
@@ -245,7 +245,7 @@ def test_nothing_is_left_of_what_sleep_throws_away(monkeypatch, spans):
     constraint = StructuredOutputsParams(regex="a")
     sampling = [*each(GREEDY[:4]), params(structured_outputs=constraint)]
     step = random_step(3, sampling, LENGTHS, ranks=(0, 1, 1))
-    config = MarsConfig(gap=1000.0, strict_spans=spans, max_loss=9.0)
+    config = MarsConfig(theta=0.01, strict_spans=spans, max_loss=9.0)
     expected = emitted(step.run(config))
     assert expected != emitted(step.run(None))
     monkeypatch.setattr(steps_v2, "RequestsV2", Slept)

@@ -3,9 +3,9 @@
     pytest tests/conformance
 
 in an environment with this package and the vLLM in question (its CPU build) says whether MARS, at
-theta = 1 or gap 0, answers exactly as that vLLM's own sampler does, and below 1 exactly as the rule
-says: through real engines with tiny random models and at the samplers themselves, on both model
-runners. Nothing is downloaded but for one test with the packaged model.
+theta = 1 or price 0, answers exactly as that vLLM's own sampler does, and else exactly as the
+rule says: through real engines with tiny random models and at the samplers themselves, on both
+model runners. Nothing is downloaded but for one test with the packaged model.
 
     test_engine_v1.py, test_engine_v2.py    engines: one workload for vLLM's sampler and for MARS
     test_sampler_v2.py                      one verification step of V2 (that of V1 is in

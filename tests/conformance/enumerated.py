@@ -75,8 +75,7 @@ def served(
         return [np.array(oracle.served(*given)) for given in zip(rows, draft, biases, strict=True)]
     rows = []
     for i, x in enumerate(draft):
-        theta, gap = (value, 0.0) if rule == "theta" else (1.0, value)
-        if i not in strict and oracle.is_relaxed(z[i].tolist(), x, theta, gap, frozenset()):
+        if i not in strict and oracle.is_relaxed(z[i].tolist(), x, value, frozenset()):
             rows.append(np.eye(VOCAB)[x])
         else:
             rows.append(p[i])

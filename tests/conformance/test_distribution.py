@@ -12,7 +12,6 @@ RULES = [
     ("theta", 1.0),
     ("theta", 0.9),
     ("theta", 0.5),
-    ("gap", 0.5),
     ("price", 0.0),
     ("price", 0.4),
     ("price", 2.0),

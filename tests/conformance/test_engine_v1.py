@@ -63,8 +63,8 @@ def own(models, small_cache):
 
 @pytest.mark.nightly
 def test_small_cache(models, small_cache, own):
-    """Requests are preempted and resume; stop strings; gap 0 as the strict MARS."""
-    mars = workload.run(eagle(models, **workload.STRICT_GAP), BATCHES, **small_cache)
+    """Requests are preempted and resume; stop strings; price 0 as the strict MARS."""
+    mars = workload.run(eagle(models, **workload.STRICT_PRICE), BATCHES, **small_cache)
     assert own["metrics"][-1]["vllm:num_preemptions"] > 0
     workload.assert_same_batches([CROWD, STOPS, TOGETHER], own, mars)
     assert "stop" in workload.finish_reasons(own, 1)

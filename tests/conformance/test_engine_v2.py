@@ -55,7 +55,7 @@ def test_draft_model(models):
 
 @pytest.mark.nightly
 def test_eagle_and_a_small_cache(models):
-    """Requests are preempted and resume; the other logprobs; gap 0; then a price accepts more."""
+    """Requests are preempted and resume; the other logprobs; price 0; then a price accepts more."""
     crowd = workload.crowded(4, 20, 20)
     options = {
         "max_num_seqs": 4,
@@ -64,7 +64,7 @@ def test_eagle_and_a_small_cache(models):
         "logprobs_mode": "processed_logprobs",
     }
     own = run(eagle(models), [crowd], models, **options)
-    mars = run(eagle(models, **workload.STRICT_GAP), [crowd], models, **options)
+    mars = run(eagle(models, **workload.STRICT_PRICE), [crowd], models, **options)
     assert not own["has_draft_logits"]
     assert own["metrics"][-1]["vllm:num_preemptions"] > 0
     workload.assert_same_batches([crowd], own, mars)
@@ -78,7 +78,7 @@ def test_eagle_and_a_small_cache(models):
 def test_requests_differ_within_a_batch(models):
     """Each its own: strict, in a span that its prompt opened, within its bound, without drafts."""
     prompts = [[5, 6, 7, 8], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
-    chosen = [{"mars_gap": 0}, {}, {}, {"mars_speculate": False}]
+    chosen = [{"mars_price": 0}, {}, {}, {"mars_speculate": False}]
     own, mine = (
         {
             str(number): (prompt, workload.greedy(max_tokens=12, extra_args=extra))
@@ -87,7 +87,7 @@ def test_requests_differ_within_a_batch(models):
         for of_each in ([{}] * 4, [{"mars_return": True, **extra} for extra in chosen])
     )
     drafts = draft_model(models, draft_sample_method="greedy")
-    mars = {**drafts, "rejection_sample_method": "mars", "mars_gap": 1000.0, "mars_max_loss": 0.5}
+    mars = {**drafts, "rejection_sample_method": "mars", "mars_theta": 0.01, "mars_max_loss": 0.5}
     mars["mars_strict_spans"] = [[3, None]]
     engine = {"max_num_seqs": 4, "max_model_len": 64}
     plain = run(drafts, [own], models, **engine)["batches"][0]

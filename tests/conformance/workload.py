@@ -13,7 +13,7 @@ INTERPRETED = HERE.parent / "interpreted"
 STRICT = {"rejection_sample_method": "mars", "mars_theta": 1.0}
 # Of drawn drafts, which are by default not the ones that vLLM would draw.
 STRICT_DRAWN = {**STRICT, "mars_draft_temperature": 1}
-STRICT_GAP = {"rejection_sample_method": "mars", "mars_gap": 0.0}
+STRICT_PRICE = {"rejection_sample_method": "mars", "mars_price": 0.0}
 # Above every difference of two logits of the tiny models.
 RELAXED = {"rejection_sample_method": "mars", "mars_price": 1000.0}
 

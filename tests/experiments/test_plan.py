@@ -21,7 +21,7 @@ def test_what_rules_are_called_and_what_vllm_is_told():
     assert configs(prices=(0.3,)) == {"standard": K4, "price 0.3": MARS | {"mars_price": 0.3}}
     found = configs(
         methods=("autoregressive", "strict", "block"),
-        **{"thetas": (0.9,), "gaps": (1.0,)},
+        **{"thetas": (0.9,), "prices": (1.0,)},
         cells=(
             'bounded={"mars_price": 0.3, "mars_max_loss": 0.02}',
             'drawn = {"draft_sample_method": "probabilistic"}',
@@ -33,7 +33,7 @@ def test_what_rules_are_called_and_what_vllm_is_told():
         "strict": MARS | {"mars_price": 0.0},
         "block": K4 | {"rejection_sample_method": "block"},
         "theta 0.9": MARS | {"mars_theta": 0.9},
-        "gap 1": MARS | {"mars_gap": 1.0},
+        "price 1": MARS | {"mars_price": 1.0},
         "bounded": MARS | {"mars_price": 0.3, "mars_max_loss": 0.02},
         "drawn": K4 | {"draft_sample_method": "probabilistic"},
         "suffix": {
@@ -160,7 +160,7 @@ def write_prompts(path, count, categories="aaaaa"):
         ({"num_speculative_tokens": (0,)}, "num_speculative_tokens=0 is below 1"),
         ({"thetas": (1.7,)}, r"mars_theta=1\.7 is outside"),
         ({"cells": ('x={"mars_prize": 1}',)}, "mars_prize"),
-        ({"cells": ('x={"mars_price": 1, "mars_gap": 1}',)}, "mars_price"),
+        ({"cells": ('x={"mars_price": 1, "mars_theta": 1}',)}, "mars_price"),
         ({"cells": ("x",)}, "cell='x' is not NAME=JSON; write such as"),
         ({"cells": ("x=[]",)}, "is not NAME=JSON"),
         ({"cells": ('x={"mars_price": 1}', 'x={"mars_price": 2}')}, "two rules are named 'x'"),

@@ -29,7 +29,7 @@ DEVICE = torch.device("cuda")
 VOCABS = [111, 32_000, 49_152, 128_256, 151_936]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [5, 0, 1, 5, 3, 2]
-RULES = {"theta": 0.9, "gap": 0.5, "price": 0.7}
+RULES = {"theta": 0.9, "price": 0.7}
 LONGEST = 5
 
 

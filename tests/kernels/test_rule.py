@@ -68,8 +68,6 @@ CASES = {
     "theta near 0":                  ([0.01, 2.0, 0.0, 0.0], 0, {"theta": 0.001}, [0, BONUS], 1),
     "z1 = 0":                        ([-0.1, 0.0, -1.0, -2.0], 0, {"theta": 0.01}, [1], 0),
     "negative logits, ratio":        ([-1.1, -1.0, -3.0, -4.0], 0, {"theta": 0.5}, [1], 0),
-    "negative logits, gap":          ([-1.1, -1.0, -3.0, -4.0], 0, {"gap": 0.2}, [0, BONUS], 1),
-    "gap exactly reached":           ([1.5, 2.0, 0.0, 0.0], 0, {"gap": 0.5}, [1], 0),
     "runner-up masked":              ([-INF, 2.0, -INF, -INF], 0, {"theta": 0.01}, [1], 0),
     "NaN elsewhere":                 ([1.9, 2.0, NAN, 0.0], 0, {}, [2], 0),
     "NaN at the draft token":        ([1.9, 2.0, NAN, 0.0], 2, {}, [2, BONUS], 0),
@@ -114,7 +112,6 @@ NATS = st.tuples(
 PRICE = st.one_of(st.sampled_from([0.0, 0.25, 1.0, 4.0]), st.floats(0, 8, width=32))
 VALUES = {
     "theta": st.one_of(st.sampled_from([1.0, 0.9, 0.5, 0.01]), st.floats(0.0625, 1, width=16)),
-    "gap": st.sampled_from([0.0, 0.25, 3.0]),
     "price": PRICE,
 }
 LONGEST = 5
@@ -208,7 +205,6 @@ def requests_of(batch, logits):
         what = {
             "drafts": batch["drafts"][own],
             "theta": value if batch["rule"] == "theta" else 1.0,
-            "gap": value if batch["rule"] == "gap" else 0.0,
             "protected": batch["protected"],
             "blocked": None if batch["blocked"] is None else batch["blocked"][own],
             "nats": nats,
@@ -306,7 +302,7 @@ def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
             verdict, bias = Verdict.NONE, min(biases[j], math.sqrt(8 * left))
             m = oracle.served(row, draft, bias)
             if price is None:
-                if oracle.is_relaxed(row, draft, what["theta"], what["gap"], frozenset()):
+                if oracle.is_relaxed(row, draft, what["theta"], frozenset()):
                     too_much = math.ceil(-math.log(p[draft]) * 2**16) * 2**-16 > left
                     verdict = reasons[j] or (Verdict.LOSS if too_much else Verdict.RELAXED)
             elif reasons[j] and oracle.in_steps(price) and j < gainful:

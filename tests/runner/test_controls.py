@@ -22,7 +22,7 @@ from vllm_mars.runner.sections import Sections
 pytestmark = pytest.mark.engine
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
-BOUNDS = (math.inf, 0.5, 0.1, 0.0)
+BOUNDS = (math.inf, 0.5, 0.001, 0.0)
 OWN_BOUNDS = [{"mars_max_loss": bound} if bound < math.inf else {} for bound in BOUNDS]
 NOTHING = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
 
@@ -96,15 +96,17 @@ def returned(output):
     return output.spec_decode_metrics.to_dict()["mars"]
 
 
-@pytest.mark.parametrize("metric", ["gap", "price"])
-def test_return_names_what_is_not_the_targets_first_choice(engine, models, metric):
-    """Each by its own gap or price; beside requests that do not ask, and those cut short."""
+@pytest.mark.parametrize(
+    ("metric", "loose", "strict"), [("theta", 0.01, 1.0), ("price", 1000.0, 0.0)]
+)
+def test_return_names_what_is_not_the_targets_first_choice(engine, models, metric, loose, strict):
+    """Each by its own theta or price; beside requests that do not ask, and those cut short."""
     option = f"mars_{metric}"
-    with engine(**{option: 1000.0}, mars_loss_burst=0.5) as running:
+    with engine(**{option: loose}, mars_loss_burst=0.5) as running:
         outputs = running.ask()
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             found = returned(output)
-            assert found[metric] == 1000.0
+            assert found[metric] == loose
             tokens = list(output.token_ids)
             assert found["relaxed_positions"] == not_first_choices(models[2], prompt, tokens)
             assert found["num_relaxed_tokens"] == len(found["relaxed_positions"])
@@ -112,25 +114,25 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
         assert relaxed > 0
         assert sum(running.metrics("vllm:mars_relaxed_tokens").values()) >= relaxed
 
-        for output in running.ask(extra_args={option: 0}):
-            assert returned(output) == {metric: 0.0, **NOTHING}
+        for output in running.ask(extra_args={option: strict}):
+            assert returned(output) == {metric: strict, **NOTHING}
         silent = running.ask(extra_args={"mars_return": False})
         assert all(output.spec_decode_metrics is None for output in silent)
 
         # Beside relaxed ones, a request that declines speculation gets the target's own answer.
         own = [{"mars_speculate": place != 1} for place in range(len(PROMPTS))]
         answers = running.ask(extra_args=own)
-        assert returned(answers[1]) == {metric: 0.0, **NOTHING}
+        assert returned(answers[1]) == {metric: strict, **NOTHING}
         assert not_first_choices(models[2], PROMPTS[1], list(answers[1].token_ids)) == []
         assert answers[0].token_ids == outputs[0].token_ids
-        strict = running.ask(temperature=1.0, seed=1, extra_args=own)[1]
-        ratios = [0.0] * len(strict.token_ids)
+        sampled = running.ask(temperature=1.0, seed=1, extra_args=own)[1]
+        ratios = [0.0] * len(sampled.token_ids)
         drafts = {"draft_sample_method": "greedy", "log_ratios": ratios}
-        assert returned(strict) == {metric: 0.0, **drafts}
+        assert returned(sampled) == {metric: strict, **drafts}
 
         # Bounds of their own in one batch; the first request has none.
         refused = 0
-        for temperature in (0.0, 1.0) if metric == "gap" else (0.0,):
+        for temperature in (0.0, 1.0) if metric == "theta" else (0.0,):
             answers = running.ask(temperature=temperature, seed=1, extra_args=OWN_BOUNDS)
             if not temperature:
                 assert answers[0].token_ids == outputs[0].token_ids
@@ -213,7 +215,7 @@ def test_a_bound_alone_sets_the_price(engine, models):
 
 
 def test_nothing_is_relaxed_inside_a_span(engine):
-    loose = {"mars_gap": 1000.0}
+    loose = {"mars_theta": 0.01}
     with engine(**loose) as running:
         free = running.ask()
     # A token that occurs opens the span, the next one of that answer closes it.

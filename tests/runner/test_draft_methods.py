@@ -30,7 +30,7 @@ def autoregressive(target):
 
 
 def check(target, autoregressive, draft, *, guesses=True):
-    """Strictly verified drafts change nothing; the gap accepts more of those of a draft model."""
+    """Strictly verified drafts change nothing; theta accepts more of those of a draft model."""
     given = {
         **draft,
         "num_speculative_tokens": tiny_models.NUM_DRAFT_TOKENS,
@@ -42,7 +42,7 @@ def check(target, autoregressive, draft, *, guesses=True):
     if not guesses:
         return
     strict_share = accepted / drafted
-    _, drafted, accepted = generate(target, {**given, "mars_gap": 1000.0})
+    _, drafted, accepted = generate(target, {**given, "mars_theta": 0.01})
     assert accepted / drafted > strict_share
 
 

@@ -1,6 +1,6 @@
 """`mars_max_loss` over whole answers on real engines: each of 200 keeps its bound at each prefix.
 
-Of greedy answers, and of sampled ones by a gap, the target itself says what was lost; of those by a
+Of greedy answers, and of sampled ones by theta, the target itself says what was lost; of those by a
 price the record, after each step. Bounds differ within a batch, and memory is so short that some
 requests are preempted.
 """
@@ -25,7 +25,7 @@ NUM_ANSWERS = 200
 BOUNDS = (None, 0.3, 0.1, 0.0)
 SERVER = {"mars_max_loss": 0.5, "mars_loss_burst": 1.5}
 METRICS = {
-    "gap": {"mars_gap": 1000.0},
+    "theta": {"mars_theta": 0.01},
     "price": {"mars_price": 1000.0},
 }
 # Two requests fill these blocks before they end.

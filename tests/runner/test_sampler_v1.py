@@ -55,7 +55,7 @@ def probabilities(are_there):
 @pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("draft_probs", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(gap=0), MarsConfig(price=0)])
+@pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(price=0)])
 def test_theta_1_is_vllm(config, setting, draft_probs, logprobs_mode):
     temperatures, changes = SETTINGS[setting]
     samplers = (

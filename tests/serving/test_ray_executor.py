@@ -33,13 +33,13 @@ def models(tmp_path_factory):
 
 
 def speculation(models):
-    """A gap that takes every runner-up would show rounding; this one takes some."""
+    """A theta that takes every runner-up would show rounding; this one takes some."""
     return {
         "method": "eagle",
         "model": str(models / "eagle"),
         "num_speculative_tokens": tiny_models.NUM_DRAFT_TOKENS,
         "rejection_sample_method": "mars",
-        "mars_gap": 2.0,
+        "mars_theta": 0.5,
     }
 
 

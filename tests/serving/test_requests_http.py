@@ -135,7 +135,7 @@ def test_a_running_server_is_made_stricter(lossy_server, client):
         assert (ask_all_endpoints(client, 0.3), ask(client, SUBJECTS[0], None)) == strict
         client.completions.create(model="model", prompt="one, two", n=2, seed=1, max_tokens=16)
         assert relaxed() == before
-        for broken in ("{", '{"mars_theta": 0.2}', '{"mars_gap": 0}', None):
+        for broken in ("{", '{"mars_theta": 0.2}', '{"mars_gain": 0}', None):
             assert thetas(broken) == [1, 1, 1]
             assert gauges() == {"mars_max_loss": 0}
     finally:
@@ -179,7 +179,7 @@ def refusals():
         ({"mars_theta": [0.9]}, "mars_theta=[0.9] is a list, but must be a number"),
         ({"mars_theta": 0.2}, "below this server's limit of 0.3; choose a value in [0.3, 1]"),
         ({"mars_tehta": 0.9}, "did you mean mars_theta?"),
-        ({"mars_gap": 1.0}, "mars_gap=1.0 names another rule than this server's"),
+        ({"mars_price": 1.0}, "mars_price=1.0 names another rule than this server's"),
         ({"mars_speculate": "no"}, "mars_speculate='no' is not true or false"),
         # The front end's own key.
         ({"mars_overrides": 0}, "mars_overrides is not an option of a request"),

@@ -39,8 +39,8 @@ def test_two_ranks_emit_what_one_emits(tmp_path, monkeypatch):
         "model": str(head),
         "num_speculative_tokens": tiny_models.NUM_DRAFT_TOKENS,
     }
-    # A gap that takes every runner-up would show rounding; this one takes some.
-    mars = {**strict, "rejection_sample_method": "mars", "mars_gap": 2.0}
+    # A theta that takes every runner-up would show rounding; this one takes some.
+    mars = {**strict, "rejection_sample_method": "mars", "mars_theta": 0.5}
     one = generate(target, mars, ranks=1)
     _, strict_share, _ = generate(target, strict, ranks=1)
     assert one[1] > strict_share

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # What a server says where nobody chose a value or a bound.
 _NOT_CHOSEN = (
-    "None of mars_theta, mars_gap, mars_price and mars_max_loss is given, so mars_theta is the "
+    "None of mars_theta, mars_price and mars_max_loss is given, so mars_theta is the "
     "paper's 0.9: lossy, and nothing bounds how much an answer loses. Prefer mars_max_loss, such "
     "as 0.02: what an answer may lose, in nats per token, from which each request's price follows."
 )

@@ -4,7 +4,7 @@ A rule is vLLM's speculative config under a name; a cell is a rule at one temper
 prompts are asked in blocks. In one turn a server answers one block; then the next server has its
 turn with the same block, so that a machine that slows down slows all of them.
 
-Rules that differ in the value of theta, gap or price alone share a server, and each request brings
+Rules that differ in the value of theta or price alone share a server, and each request brings
 the value; a value that stands alone is the server's own.
 """
 
@@ -111,7 +111,7 @@ class SweepOptions:
         model: None takes the packaged model.
         methods: words of `METHODS`, or vLLM's rejection sample methods; None for "standard", and
             "mars" where there is no other rule.
-        thetas, gaps, prices: a rule each.
+        thetas, prices: a rule each.
         cells: "NAME=JSON": a rule with any keys of vLLM's speculative config and any `mars_*`
             options, and with "draft" and "temperature" where these are not the sweep's; null is
             decoding without drafts.
@@ -131,7 +131,6 @@ class SweepOptions:
     model: str | None = None
     methods: tuple[str, ...] | None = None
     thetas: tuple[float, ...] = ()
-    gaps: tuple[float, ...] = ()
     prices: tuple[float, ...] = ()
     cells: tuple[str, ...] = ()
     drafts: tuple[str, ...] = (NGRAM,)
@@ -178,7 +177,7 @@ class SweepOptions:
         return self.baseline or self.all_cells()[0].name
 
     def _rules(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        values = {"theta": self.thetas, "gap": self.gaps, "price": self.prices}
+        values = {"theta": self.thetas, "price": self.prices}
         chosen = any(values.values()) or bool(self.cells)
         words = (STANDARD,) if chosen else (STANDARD, METHOD)
         for word in words if self.methods is None else self.methods:

@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
         help="autoregressive, standard (vLLM's default), strict (MARS at price 0), mars (the "
         "recommended setting), or any other rejection_sample_method of vLLM; default standard, and "
         "mars where no other rule is given")  # fmt: skip
-    for option in ("theta", "gap", "price"):
+    for option in ("theta", "price"):
         add(f"--{option}", dest=f"{option}s", nargs="+", type=float, metavar="VALUE",
             help=f"a rule for each mars_{option}")  # fmt: skip
     add("--cell", dest="cells", action="append", metavar="NAME=JSON",

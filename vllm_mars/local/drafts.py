@@ -18,7 +18,7 @@ WITHOUT_FILES: dict[str, dict[str, Any]] = {
     "mtp": {"method": "mtp"},
 }
 # As a limit of what requests may choose: anything, by rule.
-LOOSEST_LIMIT = {"theta": 0.0, "gap": MOST_PRICE, "price": MOST_PRICE}
+LOOSEST_LIMIT = {"theta": 0.0, "price": MOST_PRICE}
 # What a server gets whose requests choose any value, by rule: who chooses nothing is strict.
 CHOSEN_BY_REQUESTS = {
     rule: {

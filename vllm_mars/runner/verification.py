@@ -11,7 +11,7 @@ from vllm_mars.kernels.terms import Account, Drafts, Requests, Rule, VerifyOutpu
 from vllm_mars.runner.counters import Counters
 
 # Of the value that the log names, by rule.
-_UNITS = {"theta": "", "gap": " nats", "price": " nats per token"}
+_UNITS = {"theta": "", "price": " nats per token"}
 
 
 class Returned(NamedTuple):
