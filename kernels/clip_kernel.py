@@ -4,8 +4,9 @@
                                 step of Newton's method, and once for what it writes
 
 Not materialised: p, q, m, gathered rows, float32 copies. Bytes read: vocab * (4 + itemsize of the
-draft) for each of typically 4 to 6 passes, of which all but the first find a row in the L2 cache. A
-row without a price is read twice, its draft not at all.
+draft) for each of typically 4 to 6 passes. Only the rows of a small batch stay in the L2 cache from
+pass to pass: all rows of a step are under way at once. A row without a price is read twice, its
+draft not at all.
 """
 
 import torch
