@@ -305,7 +305,9 @@ def settle(
             else:
                 row = begin + offset
                 rows = plan.clipped.logits, drafts.logits
-                served, own = (float(logits[row, token]) for logits in rows)
+                # From a row of NaN vLLM's sampler may draw what is no token.
+                place_of = min(token, drafts.logits.shape[1] - 1)
+                served, own = (float(logits[row, place_of]) for logits in rows)
                 lse = float(plan.clipped.target_lse[row])
                 ratios[offset] = served - own + lse if plan.prices[row] else 0.0
 

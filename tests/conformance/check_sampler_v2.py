@@ -107,6 +107,29 @@ def test_theta_1_is_vllm(setting, with_draft_logits):
     assert max(map(len, emitted(own))) > 1, "no draft was accepted, so little was compared"
 
 
+@pytest.mark.parametrize("max_chunk_bytes", [2**30, 97 * 4 * 8])
+def test_each_request_gets_the_logprobs_that_it_asks_for(monkeypatch, max_chunk_bytes):
+    """Top ones or those of named tokens, which vLLM's own leaves out; log m wherever a token is."""
+    monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", max_chunk_bytes)
+    asked = ({"logprobs": 2}, {"logprob_token_ids": [5, 7, 9]}, {}, {"logprobs": 0})
+    samplings = [params(t, 3, **asked[i % 4]) for i, t in enumerate(MIXED)]
+    step = random_step(1, samplings, LENGTHS, ranks=(0, 1, 2))
+    output = step.run(MarsConfig(price=2.0, logprobs="sampled"), logprobs_mode="processed_logprobs")
+    found, ratios = output.logprobs_tensors, []
+    rows = [sum(LENGTHS[:i]) + i for i in range(len(LENGTHS))]
+    for request, begin, tokens in zip(step.requests, rows, emitted(output), strict=True):
+        own = request.sampling
+        for row, token in enumerate(tokens, begin):
+            expected = (step.logits[row] / (own.temperature or 1.0)).log_softmax(-1)
+            named = own.logprob_token_ids or expected.topk(own.logprobs or 0).indices.tolist()
+            ids = found.logprob_token_ids[row, : 1 + len(named)]
+            assert ids.tolist() == [token, *named]
+            excess = found.logprobs[row, : 1 + len(named)] - expected[ids]
+            ratios.append(excess[0])
+            torch.testing.assert_close(excess, (ids == token) * excess[0], atol=1e-5, rtol=0)
+    assert max(map(abs, ratios)) > 0.1
+
+
 @pytest.mark.parametrize("vocab", [1500, pytest.param(9000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("temperatures", [pytest.param(GREEDY, marks=pytest.mark.nightly), MIXED])
 def test_theta_1_is_vllm_over_several_blocks(temperatures, vocab):

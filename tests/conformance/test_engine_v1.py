@@ -22,8 +22,12 @@ BATCHES = [list(batch.values()) for batch in (CROWD, STOPS, TOGETHER)]
 
 
 def test_every_kind_of_request(models):
-    """All kinds at once; then prompts that come in chunks, and again from the cache."""
+    """All kinds at once; then prompts that come in chunks, and again from the cache.
+
+    With seeds, at which vLLM's own ends, the chunks make no difference.
+    """
     requests, long = workload.every_kind(), workload.long_prompts(110, 8, seed=None)
+    seeded = [(prompt[::-1], own) for prompt, own in workload.long_prompts(110, 8, seed=5).values()]
     batches = [list(requests.values()), list(long.values()), list(long.values())]
     options = {
         "model": str(models / "target"),
@@ -33,7 +37,11 @@ def test_every_kind_of_request(models):
         "block_size": 32,
     }
     own = workload.run(draft_model(models), batches, **options)
+    batches += [seeded, seeded]
     mars = workload.run(draft_model(models, **workload.STRICT_DRAWN), batches, **options)
+    workload.assert_same(list(long), *mars["batches"][3:])
+    for found in (mars["batches"], mars["metrics"]):
+        del found[3:]
     workload.assert_same_batches([requests, long, long], own, mars)
     # The plugin is installed, but asked for only in one of them.
     assert (own["sampler"], own["is_mended"]) == ("RejectionSampler", False)

@@ -7,7 +7,17 @@ import torch
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from steps_v1 import CPU, LENGTHS, VOCAB, drafts_of, mars_sampler, metadata_of, sampling, step
+from steps_v1 import (
+    CPU,
+    LENGTHS,
+    VOCAB,
+    drafts_of,
+    emitted,
+    mars_sampler,
+    metadata_of,
+    sampling,
+    step,
+)
 from vllm_mars import MarsConfig
 
 pytestmark = pytest.mark.usefixtures("mended_kernels")
@@ -121,6 +131,42 @@ def test_logprobs_of_a_relaxed_token_are_its_own():
             output.logprobs_tensors.logprobs[0], expected[torch.tensor([0, 1, 0])]
         )
         assert output.logprobs_tensors.selected_token_ranks[0] == 2
+
+
+@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("temperatures", [GREEDY, SAMPLED, MIXED])
+@pytest.mark.parametrize("lengths", [LENGTHS, [0] * 4])
+def test_each_request_gets_the_logprobs_that_it_asks_for(lengths, temperatures, logprobs_mode):
+    """Top ones or those of named tokens, at which vLLM's own fails; log m wherever a token is."""
+    named = {0: [5, 7], 2: [1, 2, 3, 4]}
+    is_served = logprobs_mode == "processed_logprobs"
+    config = MarsConfig(price=2.0, logprobs="sampled" if is_served else "target")
+    for most, names in itertools.product((None, 0, 3), (None, named)):
+        metadata, logits = step(1, lengths)
+        meta = sampling(temperatures, seeds=SEEDS, drafts=drafts_of(metadata))
+        meta.max_num_logprobs, meta.logprob_token_ids = most, names
+        sampler = mars_sampler(config, logprobs_mode=logprobs_mode)
+        output = sampler(metadata, None, logits.clone(), meta)
+        if most is names is None:
+            assert output.logprobs_tensors is None
+            continue
+        if is_served:
+            logits /= torch.tensor([t or 1.0 for t in temperatures]).repeat_interleave(
+                torch.tensor(lengths) + 1
+            )[:, None]
+        found, ratios = output.logprobs_tensors, []
+        for place, tokens in enumerate(emitted(output)):
+            begin, width = sum(lengths[:place]) + place, output.sampled_token_ids.shape[1]
+            for offset, token in enumerate(tokens):
+                row, expected = place * width + offset, logits[begin + offset].log_softmax(-1)
+                asked = (names or {}).get(place, expected.topk(most or 0).indices.tolist())
+                ids = found.logprob_token_ids[row, : 1 + len(asked)]
+                assert ids.tolist() == [token, *asked]
+                excess = found.logprobs[row, : 1 + len(asked)] - expected[ids]
+                ratios.append(excess[0])
+                torch.testing.assert_close(excess, (ids == token) * excess[0], atol=1e-5, rtol=0)
+        has_paid = is_served and any(temperatures) and any(lengths)
+        assert (max(map(abs, ratios)) > 0.1) == has_paid
 
 
 MASKS = (

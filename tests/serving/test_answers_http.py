@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from engines import PET, PET_FORMAT
+from vllm_mars.local.scrape import fetch
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
@@ -119,6 +120,19 @@ def test_an_answer_tells_what_verification_did(client):
         model="model", prompt="one two three one two", temperature=0, max_tokens=24, **wanted
     )
     assert told(completion)["theta"] == 0.5
+
+
+def post(server, path, body):
+    return json.loads(fetch(f"{server.base_url}{path}", 60, body))
+
+
+def test_named_tokens_have_logprobs(lossy_server):
+    scores = {"query": "Is it red? ", "items": ["apple", "sky"], "label_token_ids": [28, 29]}
+    assert post(lossy_server, "/generative_scoring", {"model": "model", **scores})["data"]
+    chat = {"messages": [{"role": "user", "content": "Say it twice: one two."}], "model": "model"}
+    chat |= {"logprobs": True, "max_tokens": 8, "logprob_token_ids": [28, 29]}
+    (choice,) = post(lossy_server, "/v1/chat/completions", chat)["choices"]
+    assert all(len(token["top_logprobs"]) >= 2 for token in choice["logprobs"]["content"])
 
 
 def test_markers_that_are_no_tokens_are_said(lossy_server):

@@ -162,7 +162,8 @@ INTERFACES: Mapping[str, Interfaces] = {
         "vllm.platforms": ["current_platform"],
         "vllm.v1.outputs": [
             *_RUNNER["vllm.v1.outputs"],
-            "LogprobsTensors.logprobs",
+            "LogprobsTensors",
+            "LogprobsTensors: logprob_token_ids, logprobs",
             "call SamplerOutput(*, sampled_token_ids, logprobs_tensors)",
             "SamplerOutput: sampled_token_ids, logprobs_tensors",
         ],
@@ -195,9 +196,8 @@ INTERFACES: Mapping[str, Interfaces] = {
             "call RejectionSampler(sampler, spec_config, device)",
             "override RejectionSampler.forward(metadata, draft_probs, logits, sampling_metadata)",
             "call RejectionSampler.apply_logits_processors(logits, sampling_metadata, metadata)",
-            "call RejectionSampler._get_logprobs_tensors(max_num_logprobs, metadata, logits, "
-            "target_logits, bonus_logits, sampled_token_ids)",
-            "RejectionSampler: sampler, is_processed_logprobs_mode, use_fp64_gumbel",
+            "RejectionSampler: sampler, is_logits_logprobs_mode, is_processed_logprobs_mode, "
+            "use_fp64_gumbel",
             "call apply_sampling_constraints(logits, cu_num_draft_tokens, sampling_metadata)",
             "call rejection_sample(draft_token_ids, num_draft_tokens, max_spec_len, "
             "cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, "
@@ -205,6 +205,8 @@ INTERFACES: Mapping[str, Interfaces] = {
         ],
         "vllm.v1.sample.sampler": [
             "Sampler",
+            "call Sampler.compute_logprobs(logits)",
+            "call Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)",
             "call Sampler.forward(*, logits, sampling_metadata, predict_bonus_token, "
             "logprobs_mode_override)",
         ],
@@ -217,19 +219,21 @@ INTERFACES: Mapping[str, Interfaces] = {
         ],
         "vllm.v1.spec_decode.metadata": [
             "SpecDecodeMetadata",
-            "SpecDecodeMetadata: bonus_logits_indices, cu_num_draft_tokens, draft_token_ids, "
-            "max_spec_len, num_draft_tokens, target_logits_indices",
+            "SpecDecodeMetadata: bonus_logits_indices, cu_num_draft_tokens, "
+            "cu_num_sampled_tokens, draft_token_ids, max_spec_len, num_draft_tokens, "
+            "target_logits_indices",
         ],
         "vllm.v1.worker.gpu_input_batch": [
-            "InputBatch: logitsprocs, logitsprocs_need_output_token_ids, req_ids"
+            "InputBatch: generators, logitsprocs, logitsprocs_need_output_token_ids, num_reqs, "
+            "req_ids"
         ],
         "vllm.v1.worker.gpu_model_runner": [
             "AsyncGPUModelRunnerOutput._model_runner_output",
             "wrap GPUModelRunner.__init__",
             "wrap GPUModelRunner.execute_model",
             "wrap GPUModelRunner.sample_tokens",
-            "GPUModelRunner: device, drafter, input_batch, max_num_reqs, model_config, "
-            "rejection_sampler, speculative_config, vllm_config",
+            "GPUModelRunner: device, discard_request_mask, drafter, input_batch, max_num_reqs, "
+            "model_config, rejection_sampler, speculative_config, vllm_config",
         ],
     },
     "V2": {
@@ -237,9 +241,11 @@ INTERFACES: Mapping[str, Interfaces] = {
         "vllm.v1.outputs": [
             *_RUNNER["vllm.v1.outputs"],
             "LogprobsTensors",
-            "LogprobsTensors.logprobs",
+            "LogprobsTensors: logprob_token_ids, logprobs",
         ],
-        "vllm.v1.worker.gpu.async_utils": ["AsyncOutput.model_runner_output"],
+        "vllm.v1.worker.gpu.async_utils": [
+            "AsyncOutput.model_runner_output",
+        ],
         "vllm.v1.worker.gpu.buffer_utils": [
             "call StagedWriteTensor(size, *, dtype, device)",
             "call StagedWriteTensor.apply_write",
@@ -254,10 +260,10 @@ INTERFACES: Mapping[str, Interfaces] = {
             "wrap GPUModelRunner.execute_model",
             "wrap GPUModelRunner.load_model",
             "wrap GPUModelRunner.sample_tokens",
-            "GPUModelRunner: device, model_config, rejection_sampler, req_states, sampler, "
-            "speculative_config, speculator, vllm_config",
+            "GPUModelRunner: device, model_config, "
+            "rejection_sampler, req_states, sampler, speculative_config, speculator, vllm_config",
         ],
-        "vllm.v1.worker.gpu.input_batch": ["InputBatch.idx_mapping_np"],
+        "vllm.v1.worker.gpu.input_batch": ["InputBatch", "InputBatch.idx_mapping_np"],
         "vllm.v1.worker.gpu.states": [
             "wrap RequestState.add_request(req_id, prompt_len, all_token_ids)",
             "RequestState: all_token_ids, device, index_to_req_id, max_num_reqs, prompt_len, "
@@ -270,15 +276,23 @@ INTERFACES: Mapping[str, Interfaces] = {
             "override LogitsProcessor.apply(logits, ctx)",
             "override LogitsProcessor.apply_staged_writes",
         ],
+        "vllm.v1.worker.gpu.sample.logprob": [
+            "call LogprobTokenIdsState.max_num_token_ids(idx_mapping_np)",
+            "call compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, *, "
+            "logprob_token_ids_state, expanded_idx_mapping, max_per_req_token_ids, logits_mode)",
+        ],
+        "vllm.v1.worker.gpu.sample.output": ["SamplerOutput"],
         "vllm.v1.worker.gpu.sample.sampler": [
             "Sampler",
             "call Sampler.apply_sampling_params(logits, expanded_idx_mapping, idx_mapping, "
             "idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np)",
-            "Sampler: logits_processors, needs_logits_processing, sampling_states, use_fp64_gumbel",
+            "Sampler: logits_processors, logprob_token_ids_state, logprobs_mode, "
+            "needs_logits_processing, sampling_states, use_fp64_gumbel",
         ],
         "vllm.v1.worker.gpu.sample.states": ["SamplingStates: seeds, temperature"],
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler": [
             "call RejectionSampler(sampler, spec_config, device)",
+            "override RejectionSampler.__call__(logits, input_batch, draft_logits, invalid_drafts)",
             "override RejectionSampler._verify(logits, draft_logits, draft_sampled, pos, "
             "cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, "
             "expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled)",

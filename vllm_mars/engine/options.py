@@ -73,7 +73,7 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     elif config.lossy and speculative_config.get("method") in _DRAWABLE:
         logger.info(_NOT_DRAWN)
     mode = getattr(engine_args, "logprobs_mode", None)
-    if config.logprobs == "sampled" and not str(mode).startswith("processed"):
+    if config.logprobs == "sampled" and mode != "processed_logprobs":
         raise ValueError(
             f"mars_logprobs='sampled' needs the logprobs of what requests sample from, but "
             f"logprobs_mode is {mode!r}; add --logprobs-mode processed_logprobs."

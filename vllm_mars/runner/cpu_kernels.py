@@ -1,12 +1,15 @@
-"""Mends two faults in vLLM's CPU kernels for sampling under speculation.
+"""Mends faults of vLLM 0.32.0 in sampling on a CPU.
 
-Both make sampled output wrong without any error, and both were seen in vLLM 0.32.0:
+Two of its kernels make sampled output wrong under speculation, without any error:
 
 - `expand_kernel` fills an int64 copy of its output and drops it, so for float32 and int32 the
   temperature, top-k and top-p of sampled requests are uninitialised memory.
 - `rejection_random_sample_kernel` uses the padding draft id -1 as an index.
 
-Greedy requests meet neither. Only a CPU server that asks for MARS is mended. The mend can go when a
+And a request with a seed whose prompt is cut into chunks ends the engine: what was drawn before its
+prompt is done is taken back by the generator's offset, which a generator on a CPU has not.
+
+Greedy requests meet none. Only a CPU server that asks for MARS is mended. The mend can go when a
 supported vLLM passes `tests/runner/test_cpu_kernels.py` without it.
 """
 
@@ -14,6 +17,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.triton_utils import HAS_TRITON
@@ -112,3 +116,25 @@ def mend() -> None:
         "requests under speculation.",
         " and ".join(_MENDED),
     )
+
+
+def spare_cut_prompts(runner: Any) -> None:
+    """Makes a step draw nothing from the seeds of requests whose prompts are not done.
+
+    Args:
+        runner: vLLM's V1 `GPUModelRunner`. Its `sample_tokens` is wrapped, on this instance alone.
+    """
+    sample_tokens = runner.sample_tokens
+
+    def sample_without(*args: Any, **kwargs: Any) -> Any:
+        batch = runner.input_batch
+        is_cut = runner.discard_request_mask.np[: batch.num_reqs]
+        generators = batch.generators
+        places = [int(place) for place in np.flatnonzero(is_cut) if place in generators]
+        spared = {place: generators.pop(place) for place in places}
+        try:
+            return sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(spared)
+
+    runner.sample_tokens = sample_without

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinTokensLogitsProcessor,
@@ -26,11 +26,16 @@ from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import CounterLayout, Counters
-from vllm_mars.runner.cpu_kernels import mend
+from vllm_mars.runner.cpu_kernels import mend, spare_cut_prompts
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
 from vllm_mars.runner.requests_v1 import RequestsV1
-from vllm_mars.runner.verification import Verification, log_ratios, require_own_sampler
+from vllm_mars.runner.verification import (
+    Verification,
+    log_ratios,
+    of_sampled,
+    require_own_sampler,
+)
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -96,25 +101,15 @@ class MarsRejectionSampler(RejectionSampler):
             )
             output_token_ids = self._verify_greedy(drafts)
             return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=None)
-        if (
-            not metadata.draft_token_ids.shape[0]
-            and sampling_metadata.top_k is not None
-            and sampling_metadata.top_p is None
-        ):
-            # No request has a draft in this step, so there is nothing to verify; with top-k alone
-            # vLLM's own path ends in an error here (seen in 0.32.0).
-            return self.sampler(
-                logits=logits[metadata.bonus_logits_indices],
-                sampling_metadata=sampling_metadata,
-                predict_bonus_token=True,
-            )
-
-        wants_logprobs = sampling_metadata.max_num_logprobs is not None
+        named = sampling_metadata.logprob_token_ids
+        wants_logprobs = sampling_metadata.max_num_logprobs is not None or bool(named)
         bonus = self.sampler(
             logits=logits[metadata.bonus_logits_indices],
             # -1 asks for the bonus rows themselves, which the logprobs below are made from.
             sampling_metadata=replace(
-                sampling_metadata, max_num_logprobs=-1 if wants_logprobs else None
+                sampling_metadata,
+                max_num_logprobs=-1 if wants_logprobs else None,
+                logprob_token_ids=None,
             ),
             predict_bonus_token=True,
             logprobs_mode_override=(
@@ -126,9 +121,11 @@ class MarsRejectionSampler(RejectionSampler):
         keep_raw = wants_logprobs and not self.is_processed_logprobs_mode
         processed = raw.clone() if keep_raw else raw
         processed = self.apply_logits_processors(processed, sampling_metadata, metadata)
-        processed = apply_sampling_constraints(
-            processed, metadata.cu_num_draft_tokens, sampling_metadata
-        )
+        # With top-k alone this ends in an error where no request has a draft (seen in 0.32.0).
+        if len(processed):
+            processed = apply_sampling_constraints(
+                processed, metadata.cu_num_draft_tokens, sampling_metadata
+            )
         drafts = Drafts(
             processed,
             metadata.draft_token_ids,
@@ -143,18 +140,62 @@ class MarsRejectionSampler(RejectionSampler):
             output_token_ids, table = self._sample(drafts, metadata, draft_probs, sampling_metadata)
         logprobs = None
         if wants_logprobs:
-            logprobs = self._get_logprobs_tensors(
-                sampling_metadata.max_num_logprobs,
-                metadata,
-                logits,
-                processed if self.is_processed_logprobs_mode else raw,
-                bonus.logprobs_tensors.logprobs,
-                output_token_ids,
-            )
+            ratios = None
             if table is not None and self.verification.config.logprobs == "sampled":
                 ratios = log_ratios(table, sampling_metadata.temperature)
-                logprobs.logprobs[:, 0] += ratios[:, : output_token_ids.shape[1]].flatten()
+            rows = torch.empty_like(logits, dtype=torch.float32)
+            rows[metadata.target_logits_indices] = (
+                processed if self.is_processed_logprobs_mode else raw
+            )
+            rows[metadata.bonus_logits_indices] = bonus.logprobs_tensors.logprobs.float()
+            begins = metadata.cu_num_sampled_tokens.roll(1)
+            begins[0] = 0
+            logprobs = self._logprobs(rows, begins, output_token_ids, sampling_metadata, ratios)
         return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
+
+    def _logprobs(
+        self,
+        rows: torch.Tensor,
+        begins: torch.Tensor,
+        output_token_ids: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        ratios: torch.Tensor | None,
+    ) -> LogprobsTensors:
+        """The logprobs of a step's tokens, as vLLM's `RejectionSampler` gives them.
+
+        Those of the tokens that a request names are among them, which vLLM's own fails at.
+
+        Args:
+            rows: float32 `[num_logits, vocab]`, what the logprobs are made from.
+            begins: `[batch]`, the first row of each request.
+            output_token_ids: `[batch, width]`, -1 behind the last token.
+            sampling_metadata: what the requests ask for.
+            ratios: `[batch, at least width]`, added to the logprobs of the tokens; or None.
+
+        Returns:
+            `[batch * width, 1 + columns]`: a place's token, then what its request asks for.
+        """
+        width = output_token_ids.shape[1]
+        places = begins[:, None] + torch.arange(width, device=rows.device)
+        logprobs = rows[places.flatten().clamp(max=len(rows) - 1)]
+        if not self.is_logits_logprobs_mode:
+            logprobs = self.sampler.compute_logprobs(logprobs)
+        named = sampling_metadata.logprob_token_ids or {}
+        tokens = output_token_ids.flatten().clamp(min=0).long()
+        most = sampling_metadata.max_num_logprobs or 0
+        found = self.sampler.gather_logprobs(logprobs, most, tokens)
+        padding = (0, max([0, *(len(ids) - most for ids in named.values())]))
+        ids = torch.nn.functional.pad(found.logprob_token_ids, padding)
+        values = torch.nn.functional.pad(found.logprobs, padding, value=-torch.inf)
+        for place, own in named.items():
+            own_rows = slice(place * width, (place + 1) * width)
+            ids[own_rows, 1:], values[own_rows, 1:] = 0, -torch.inf
+            columns = slice(1, 1 + len(own))
+            ids[own_rows, columns] = torch.tensor(own, dtype=ids.dtype, device=ids.device)
+            values[own_rows, columns] = logprobs[own_rows][:, own]
+        if ratios is not None:
+            values += of_sampled(ids, ratios[:, :width].flatten())
+        return found._replace(logprob_token_ids=ids, logprobs=values)
 
     def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:
         requests, blocked = self.requests.step(drafts)
@@ -244,6 +285,7 @@ def install(runner: Any, config: MarsConfig) -> None:
             "alone; set VLLM_USE_V2_MODEL_RUNNER=1, or drop what V2 does not serve."
         )
     mend()
+    spare_cut_prompts(runner)
     spec_config = runner.speculative_config
     draft_temperature.scale_v1(runner.drafter, config)
     requests = RequestsV1(

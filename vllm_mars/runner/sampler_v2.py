@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
@@ -21,12 +22,19 @@ from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
-from vllm_mars.runner.verification import Verification, log_ratios, require_own_sampler
+from vllm_mars.runner.verification import (
+    Verification,
+    log_ratios,
+    of_sampled,
+    require_own_sampler,
+)
 from vllm_mars.runner.warmup import warm_up
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
     from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 logger = init_logger("vllm.vllm_mars.runner.sampler_v2")
 
@@ -62,8 +70,24 @@ class MarsRejectionSamplerV2(RejectionSampler):
         self.verification = verification
         self.requests = requests
         self._is_warm = False
-        # log m - log p of the tokens at the rows of the chunk that was verified last.
+        # Most tokens that a request of the step names for their logprobs.
+        self._num_named = 0
+        # Of the chunk that was verified last: slot and place of each row, and log m - log p of the
+        # tokens at the rows.
+        self._rows: tuple[torch.Tensor, torch.Tensor]
         self._log_ratios: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: "InputBatch",
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> "SamplerOutput":
+        """vLLM's; arguments and result are the same."""
+        named = self.sampler.logprob_token_ids_state
+        self._num_named = named.max_num_token_ids(input_batch.idx_mapping_np)
+        return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def _verify(
         self,
@@ -131,7 +155,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             # A bias is too fine for the 16-bit rows that come through where nothing changes them.
             processed = processed.float()
         drafts = drafts._replace(logits=processed[:, :vocab])
-        self._log_ratios = None
+        self._rows, self._log_ratios = (expanded_idx_mapping, expanded_local_pos.long()), None
         if not samples.any():
             output = verification.accept(drafts, requests, blocked, returns)
             return processed, output.output_token_ids, output.num_accepted
@@ -171,10 +195,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
         )
         accept.settle(plan, drafts, requests, sampled, account, num_sampled)
         if verification.config.logprobs == "sampled":
-            rows = torch.arange(logits.shape[0], device=logits.device)
-            request = torch.searchsorted(cu_num_logits, rows, right=True) - 1
             ratios = log_ratios(account.table, temperature[idx_mapping])
-            self._log_ratios = ratios[request, expanded_local_pos.long()]
+            self._log_ratios = self._of_rows(ratios, cu_num_logits)
         return processed, sampled, num_sampled
 
     def _get_logprobs_tensors(
@@ -186,13 +208,39 @@ class MarsRejectionSamplerV2(RejectionSampler):
         cu_num_logits_np: np.ndarray,
         max_num_logprobs: int,
     ) -> "LogprobsTensors | None":
-        """vLLM's, of the chunk that was verified last; arguments and result are the same."""
-        found: LogprobsTensors | None = super()._get_logprobs_tensors(
-            sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
-        )
+        """vLLM's, of the chunk that was verified last; arguments and result are the same.
+
+        Those of the tokens that a request names are among them, which vLLM's own leaves out.
+        """
+        found: LogprobsTensors | None
+        if self._num_named:
+            steps = torch.arange(sampled.shape[1], device=sampled.device)
+            tokens = sampled.masked_fill(steps >= num_sampled[:, None], 0)
+            is_expanded = logits.shape[0] != len(num_sampled)
+            found = compute_topk_scores(
+                logits,
+                max(max_num_logprobs, 0),
+                self._of_rows(tokens, cu_num_logits),
+                cu_num_logits_np.tolist() if is_expanded else None,
+                logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+                expanded_idx_mapping=self._rows[0],
+                max_per_req_token_ids=self._num_named,
+                logits_mode=self.sampler.logprobs_mode.endswith("logits"),
+            )
+        else:
+            found = super()._get_logprobs_tensors(
+                sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+            )
         if found is not None and self._log_ratios is not None:
-            found.logprobs[:, 0] += self._log_ratios
+            found.logprobs.add_(of_sampled(found.logprob_token_ids, self._log_ratios))
         return found
+
+    def _of_rows(self, values: torch.Tensor, cu_num_logits: torch.Tensor) -> torch.Tensor:
+        """Of `[num_reqs, num_speculative_steps + 1]` values, that of each row of the logits."""
+        slots, offsets = self._rows
+        rows = torch.arange(len(slots), device=values.device)
+        request = torch.searchsorted(cu_num_logits, rows, right=True) - 1
+        return values[request, offsets]
 
 
 def verification_memory(logits: torch.Tensor, is_drawn: bool) -> list[torch.Tensor]:

@@ -139,6 +139,16 @@ def log_ratios(table: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return table.nan_to_num(0.0).masked_fill(temperature[:, None] == 0, 0.0)
 
 
+def of_sampled(token_ids: torch.Tensor, ratios: torch.Tensor) -> torch.Tensor:
+    """What is added to logprobs, so that they are log m of the sampled token in every column.
+
+    Args:
+        token_ids: `[rows, columns]`, first the sampled token; the same one may come again.
+        ratios: `[rows]`: see `log_ratios`.
+    """
+    return torch.where(token_ids == token_ids[:, :1], ratios[:, None], 0.0)
+
+
 def require_own_sampler(sampler: object, own: type) -> None:
     """Refuses a runner whose rejection sampler is not vLLM's own class.
 
