@@ -98,7 +98,7 @@ def lossy_server(packaged_model, tmp_path_factory):
     arguments = [
         # Chunked or cached prefills round differently; tokens are compared.
         "--no-enable-prefix-caching",
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out"),
         # Or a small model fills an answer with whitespace.
         *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
     ]

@@ -69,7 +69,7 @@ def server(rise, told, metrics=True, refuses=None, draft_sample_method="probabil
             }
             if told is not None:
                 sampled = {} if "temperature" in body else drafts
-                answer["metrics"] = {"speculative_decoding": {"mars": told | sampled}}
+                answer["metrics"] = {"mars": [told | sampled]}
             self.answer_json(answer)
 
     with answering(Server) as address:

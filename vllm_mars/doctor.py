@@ -226,7 +226,7 @@ class _Probe:
             raise _failure(error) from error
         metrics = (answer.model_extra or {}).get("metrics") or {}
         tokens = answer.usage.completion_tokens if answer.usage else 0
-        return (metrics.get("speculative_decoding") or {}).get("mars"), tokens
+        return next(iter(metrics.get("mars") or ()), None), tokens
 
     def _rise(self, tokens: int) -> top.Snapshot:
         """What was counted since the first request, once the metrics know of these tokens.

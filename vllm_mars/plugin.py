@@ -10,6 +10,12 @@ import wrapt
 HOOKS = {
     "vllm.engine.arg_utils": "vllm_mars.engine.hooks:patch_engine_args",
     "vllm.v1.engine.async_llm": "vllm_mars.engine.hooks:patch_async_llm",
+    "vllm.entrypoints.openai.chat_completion.serving": "vllm_mars.engine.hooks:patch_chat",
+    "vllm.entrypoints.openai.completion.serving": "vllm_mars.engine.hooks:patch_completions",
+    "vllm.entrypoints.scale_out.token_in_token_out.serving": (
+        "vllm_mars.engine.hooks:patch_generate"
+    ),
+    "vllm.v1.engine.output_processor": "vllm_mars.engine.hooks:patch_output_processor",
     "vllm.v1.engine.input_processor": "vllm_mars.engine.hooks:patch_input_processor",
     "vllm.v1.core.sched.scheduler": "vllm_mars.engine.hooks:patch_scheduler",
     "vllm.v1.metrics.loggers": "vllm_mars.engine.hooks:patch_stat_loggers",

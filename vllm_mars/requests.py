@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 # The rule that each option names.
 _RULES = {option: rule for rule, option in OPTION.items()}
 _MAX_LOSS = "mars_max_loss"
-_RETURN = "mars_return"
+RETURN = "mars_return"
 _SPECULATE = "mars_speculate"
-_KEYS = (*_RULES, _MAX_LOSS, _RETURN, _SPECULATE)
+_KEYS = (*_RULES, _MAX_LOSS, RETURN, _SPECULATE)
 # Under this key the front end passes on to the workers what `vllm_mars.engine.overrides` reads. It
 # refuses the key from a client.
 OVERRIDES = "mars_overrides"
@@ -93,7 +93,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         options = RequestOptions(
             _stricter(value, overrides.get(OPTION[config.rule], value), config),
             params.structured_outputs is not None and config.structured == "strict",
-            _boolean(own, _RETURN, False, "true adds what was relaxed to the answer"),
+            _boolean(own, RETURN, False, "true adds what was relaxed to the answer"),
             min(max_loss, overrides.get(_MAX_LOSS, max_loss)),
         )
         # Its drafts stay: a request without any would make a batch of vLLM's V1 runner non-uniform,
@@ -194,7 +194,7 @@ def _value(own: dict[str, Any], config: MarsConfig) -> float:
     for key in own:
         if key not in _KEYS:
             raise unknown_option(key, "a request", _KEYS)
-    chosen = [key for key in own if key != _RETURN]
+    chosen = [key for key in own if key != RETURN]
     if chosen and not config.client_control:
         raise ValueError(
             f"{', '.join(chosen)}: this server does not let requests choose their verification "

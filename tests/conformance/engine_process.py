@@ -58,10 +58,9 @@ def completion(output):
             sorted([token, entry.rank, entry.logprob] for token, entry in position.items())
             for position in output.logprobs
         ]
-    told = output.spec_decode_metrics
     return {
         "tokens": list(output.token_ids),
-        "returned": told and told.to_dict().get("mars"),
+        "returned": getattr(output.spec_decode_metrics, "mars", None),
         "text": output.text,
         "logprobs": logprobs,
         "finish_reason": output.finish_reason,

@@ -1,85 +1,138 @@
-"""What the scheduler collects for the requests that ask what verification did."""
+"""What the engine core sends and the front end collects for the requests that ask."""
 
+import inspect
 from types import SimpleNamespace
 
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
 from vllm_mars import MarsConfig
-from vllm_mars.engine.returned import collect_relaxed
-from vllm_mars.engine.transport import REQUEST_FIELD
+from vllm_mars.engine.returned import collect_rows, send_rows
+from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
 from vllm_mars.runner.outputs import RETURNED_FIELD
 
 NAN = float("nan")
+declare_field(RequestSpecDecodeMetrics, REQUEST_FIELD, dict | None)
 
 
 class Scheduler:
-    """What the collection touches; a further input goes to the request of its id."""
+    """What the hook touches; a further input goes to the request of its id."""
 
     def __init__(self):
         self.requests = {}
         self.vllm_config = SimpleNamespace(
             speculative_config=SimpleNamespace(num_speculative_tokens=3)
         )
-        collect_relaxed(self, MarsConfig(theta=0.9))
+        send_rows(self, MarsConfig(theta=0.9))
 
     def add_request(self, request):
         self.requests.setdefault(request.request_id, request)
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        for request in self.requests.values():
-            request.num_output_tokens += model_runner_output.produced
+        outputs = [
+            EngineCoreOutput(request_id, [7] * model_runner_output.produced)
+            for request_id in self.requests
+        ]
+        return {0: SimpleNamespace(outputs=outputs)}
 
-    def step(self, produced, rows):
-        output = SimpleNamespace(produced=produced, **{RETURNED_FIELD: rows})
-        self.update_from_output(None, output)
+    @property
+    def asking(self):
+        return inspect.getclosurevars(self.update_from_output).nonlocals["asking"]
 
 
-class Request(SimpleNamespace):
-    """Told apart by identity, as vLLM's are."""
+class State:
+    """A request in the front end: as vLLM's, it takes in the metrics before the tokens."""
 
-    __hash__ = object.__hash__
+    def __init__(self, scheduler):
+        self.scheduler, self.tokens = scheduler, []
+        self.spec_decode_metrics = None
+        self.detokenizer = SimpleNamespace(num_output_tokens=lambda: len(self.tokens))
+
+    def step(self, produced, rows, kept=None):
+        model_runner_output = SimpleNamespace(produced=produced, **{RETURNED_FIELD: rows})
+        outputs = self.scheduler.update_from_output(None, model_runner_output)[0].outputs
+        for output in outputs:
+            if output.spec_decode_metrics is not None:
+                self.spec_decode_metrics = output.spec_decode_metrics
+            self.tokens += output.new_token_ids[:kept]
+        return outputs
+
+    def told(self):
+        return getattr(self.spec_decode_metrics, REQUEST_FIELD)
+
+
+collect_rows(State)
 
 
 def request(temperature=0.0, **own):
-    params = {"temperature": temperature, "extra_args": own, "structured_outputs": None}
-    return Request(
-        request_id="a",
-        sampling_params=SimpleNamespace(**params),
-        num_output_tokens=0,
-        spec_decode_metrics=None,
+    params = {"temperature": temperature, "extra_args": own}
+    params |= {"structured_outputs": None, "stop_token_ids": None}
+    return SimpleNamespace(
+        request_id="a", sampling_params=SimpleNamespace(**params), spec_decode_metrics=None
     )
 
 
-def test_what_a_stop_cuts_off_is_left_out():
+def answering(*args, **own):
     scheduler = Scheduler()
-    scheduler.add_request(request(mars_return=True))
-    scheduler.step(3, {"a": [0.5, NAN, 0.25, NAN]})
-    scheduler.step(1, {"a": [1.0, 1.0, NAN, NAN]})
-    assert getattr(scheduler.requests["a"].spec_decode_metrics, REQUEST_FIELD) == {
+    scheduler.add_request(request(*args, **own))
+    return State(scheduler)
+
+
+def test_what_a_stop_cuts_off_is_left_out():
+    state = answering(mars_return=True)
+    state.step(3, {"a": [0.5, NAN, 0.25, NAN]})
+    state.step(1, {"a": [1.0, 1.0, NAN, NAN]})
+    # A stop string is found in the front end, where a later token is cut off.
+    state.step(3, {"a": [NAN, 2.0, 2.0, NAN]}, kept=2)
+    assert state.told() == {
         "theta": 0.9,
-        "num_relaxed_tokens": 3,
-        "relaxed_positions": [0, 2, 3],
-        "loss_nats": [0.5, 0.25, 1.0],
+        "num_relaxed_tokens": 4,
+        "relaxed_positions": [0, 2, 3, 5],
+        "loss_nats": [0.5, 0.25, 1.0, 2.0],
     }
 
 
 def test_a_request_that_samples_is_told_of_each_token():
-    scheduler = Scheduler()
-    scheduler.add_request(request(1.0, mars_return=True))
-    # The first token comes without a draft, and a stop cuts the last step off.
-    scheduler.step(1, {})
-    scheduler.step(2, {"a": [0.5, -0.25, NAN, NAN]})
-    scheduler.step(1, {"a": [0.125, 1.0, 0.0, NAN]})
-    assert getattr(scheduler.requests["a"].spec_decode_metrics, REQUEST_FIELD) == {
+    state = answering(1.0, mars_return=True)
+    # The first token comes without a draft, a stop cuts a step off, a row of NaN says nothing.
+    state.step(1, {})
+    state.step(2, {"a": [0.5, -0.25, NAN, NAN]})
+    state.step(1, {"a": [0.125, 1.0, 0.0, NAN]})
+    state.step(2, {"a": [NAN, NAN, NAN, NAN]})
+    assert state.told() == {
         "theta": 0.9,
         "draft_sample_method": "greedy",
-        "log_ratios": [0.0, 0.5, -0.25, 0.125],
+        "log_ratios": [0.0, 0.5, -0.25, 0.125, 0.0, 0.0],
     }
 
 
+def test_a_step_sends_what_it_added():
+    state = answering(mars_return=True)
+    state.scheduler.requests["a"].spec_decode_metrics.per_step_accepted = [1] * 1000
+    for _ in range(3):
+        (output,) = state.step(2, {"a": [NAN, 1.0, NAN, NAN]})
+        sent = output.spec_decode_metrics
+        assert sent.per_step_accepted == [] and len(sent.mars["row"]) == 2
+
+
 def test_a_further_input_may_ask_first():
-    scheduler = Scheduler()
-    scheduler.add_request(request())
-    scheduler.step(2, {})
-    scheduler.add_request(request(mars_return=True))
-    scheduler.step(2, {"a": [NAN, 1.0, NAN, NAN]})
-    told = getattr(scheduler.requests["a"].spec_decode_metrics, REQUEST_FIELD)
-    assert told["relaxed_positions"] == [3]
+    state = answering()
+    state.step(2, {})
+    assert state.spec_decode_metrics is None
+    state.scheduler.add_request(request(mars_return=True))
+    state.step(2, {"a": [NAN, 1.0, NAN, NAN]})
+    assert state.told()["relaxed_positions"] == [3]
+
+
+def test_an_aborted_request_is_forgotten():
+    """And its id may come again, from a client that does not ask."""
+    state = answering(mars_return=True)
+    for own in ({}, {"mars_return": True}, {}):
+        del state.scheduler.requests["a"]
+        state.scheduler.add_request(request(**own))
+        (output,) = state.step(1, {})
+        assert (output.spec_decode_metrics is None) == (not own)
+        assert bool(state.scheduler.asking) == bool(own)
+    del state.scheduler.requests["a"]
+    state.step(1, {})
+    assert not state.scheduler.asking

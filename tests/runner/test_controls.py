@@ -93,7 +93,7 @@ def lost_nats():
 
 
 def returned(output):
-    return output.spec_decode_metrics.to_dict()["mars"]
+    return output.spec_decode_metrics.mars
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_each_answer_of_v1_keeps_its_bound(models, metric, watched):
         )
         metrics = counters(llm)
     answers = [output.outputs[0] for output in outputs]
-    told = [answer.spec_decode_metrics.to_dict()["mars"] for answer in answers]
+    told = [answer.spec_decode_metrics.mars for answer in answers]
     check(models[2], prompts, sampling, [list(answer.token_ids) for answer in answers], told)
     assert metrics["vllm:num_preemptions"] > 0
     nats = math.fsum(nats for answer in told for nats in answer.get("loss_nats", []))

@@ -93,7 +93,7 @@ def test_sampled_answers_follow_what_is_served(drafts, packaged_model):
         tokens = list(answer.token_ids)
         own, entropy, variance = surprise(target, output.prompt_token_ids, tokens)
         excess[price].append(((-own - entropy).sum(), variance.sum()))
-        ratios = np.array(answer.spec_decode_metrics.to_dict()["mars"]["log_ratios"])
+        ratios = np.array(answer.spec_decode_metrics.mars["log_ratios"])
         served = [
             entry[token].logprob for entry, token in zip(answer.logprobs, tokens, strict=True)
         ]

@@ -100,30 +100,57 @@ def test_an_answer_tells_what_verification_did(client):
         return client.chat.completions.create(**request)
 
     def told(answer):
-        return answer.metrics["speculative_decoding"]["mars"]
+        return answer.metrics["mars"]
 
-    wanted = {"extra_body": {"vllm_xargs": {"mars_return": True}}}
-    whole = told(ask(**wanted))
+    wanted = {"extra_body": {"vllm_xargs": {"mars_return": True}, "return_token_ids": True}}
+    (whole,) = told(ask(**wanted))
     assert whole["theta"] == 0.5
     assert whole["num_relaxed_tokens"] == len(whole["relaxed_positions"])
     assert len(whole["loss_nats"]) == len(whole["relaxed_positions"])
     chunks = list(ask(**wanted, stream=True, stream_options={"include_usage": True}))
-    assert told(chunks[-1]) == whole
-    strict = told(ask(extra_body={"vllm_xargs": {"mars_return": True, "mars_theta": 1}}))
+    assert told(chunks[-1]) == [whole]
+    (strict,) = told(ask(extra_body={"vllm_xargs": {"mars_return": True, "mars_theta": 1}}))
     nothing = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
     assert strict == {"theta": 1.0, **nothing}
     assert ask().model_extra.get("metrics") is None
-    sampled = ask(**wanted, temperature=1.0, seed=3)
-    assert len(told(sampled)["log_ratios"]) == sampled.usage.completion_tokens
 
-    completion = client.completions.create(
-        model="model", prompt="one two three one two", temperature=0, max_tokens=24, **wanted
+    def check(answer):
+        lengths = [len(choice.token_ids) for choice in answer.choices]
+        assert [len(each["log_ratios"]) for each in told(answer)] == lengths
+        return lengths
+
+    sampling = {"temperature": 1.0, "seed": 3, "n": 3}
+    whole = ask(**wanted, **sampling)
+    assert len(check(whole)) == 3
+    # A string that stands in the middle of the first answer, and ends it in the front end.
+    text = whole.choices[0].message.content
+    cut = ask(**wanted, **sampling, stop=text[len(text) // 2 :][:3])
+    assert check(cut)[0] < len(whole.choices[0].token_ids)
+    assert cut.choices[0].finish_reason == "stop"
+    ratios = [each["log_ratios"] for each in told(cut)]
+    assert ratios[0] == told(whole)[0]["log_ratios"][: len(ratios[0])]
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = list(ask(**wanted, **sampling, **usage))[-1]
+    assert told(streamed) == told(whole)
+
+    prompts = {"model": "model", "prompt": ["one two three one two", "a b c a b"], "max_tokens": 24}
+    completion = client.completions.create(**prompts, **wanted, **sampling)
+    assert len(check(completion)) == 6
+    assert told(list(client.completions.create(**prompts, **wanted, **sampling, **usage))[-1]) == (
+        told(completion)
     )
-    assert told(completion)["theta"] == 0.5
 
 
 def post(server, path, body):
     return json.loads(fetch(f"{server.base_url}{path}", 60, body))
+
+
+def test_the_route_of_tokens_tells_it_of_each_choice(lossy_server):
+    own = {"n": 2, "temperature": 1.0, "max_tokens": 9, "extra_args": {"mars_return": True}}
+    body = {"token_ids": [504, 1072, 504, 1072, 504], "sampling_params": own}
+    answer = post(lossy_server, "/inference/v1/generate", body)
+    for choice, told in zip(answer["choices"], answer["metrics"]["mars"], strict=True):
+        assert len(choice["token_ids"]) == len(told["log_ratios"])
 
 
 def test_named_tokens_have_logprobs(lossy_server):

@@ -151,7 +151,7 @@ def patch_scheduler(module: ModuleType) -> None:
         module,
         "Scheduler.__init__",
         "vllm_mars.engine.transport:carry_counts",
-        "vllm_mars.engine.returned:collect_relaxed",
+        "vllm_mars.engine.returned:send_rows",
         needs=["scheduler"],
     )
 
@@ -161,12 +161,56 @@ def patch_scheduler(module: ModuleType) -> None:
 @_once
 def patch_stats(module: ModuleType) -> None:
     """Gives the classes that cross the processes' border one more field each."""
-    from vllm_mars.engine.returned import declare_request_field
-    from vllm_mars.engine.transport import declare_field
+    from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
 
     # For decoders, which are made later; without MARS the fields are never set and never sent.
     declare_field(module.SchedulerStats)
-    declare_request_field(module.RequestSpecDecodeMetrics)
+    declare_field(module.RequestSpecDecodeMetrics, REQUEST_FIELD, dict[str, Any] | None)
+
+
+# Why: vLLM sends a request's metrics with its last tokens, after a stop string has ended it.
+# Until: vLLM carries what a sampler adds to each step of a request.
+@_once
+def patch_output_processor(module: ModuleType) -> None:
+    """Puts what the steps did to a request together in the front end."""
+    from vllm_mars.engine.returned import collect_rows
+
+    collect_rows(module.RequestState)
+
+
+def _tell(*call: Any) -> Any:
+    from vllm_mars.engine.returned import tell
+
+    return tell(*call)
+
+
+# Why: vLLM's response has one place for metrics, and leaves it out where there are several choices.
+# Until: a choice has metrics of its own.
+@_once
+def patch_chat(module: ModuleType) -> None:
+    """Adds the reports to chat completions."""
+    wrapt.patch_function_wrapper(module, "OpenAIServingChat.chat_completion_full_generator")(_tell)
+    wrapt.patch_function_wrapper(module, "OpenAIServingChat.chat_completion_stream_generator")(
+        _tell
+    )
+
+
+@_once
+def patch_completions(module: ModuleType) -> None:
+    """Adds the reports to completions."""
+    wrapt.patch_function_wrapper(
+        module, "OpenAIServingCompletion.request_output_to_completion_response"
+    )(_tell)
+    wrapt.patch_function_wrapper(module, "OpenAIServingCompletion.completion_stream_generator")(
+        _tell
+    )
+
+
+@_once
+def patch_generate(module: ModuleType) -> None:
+    """Adds the reports to what /inference/v1/generate answers."""
+    wrapt.patch_function_wrapper(module, "ServingTokens.serve_tokens_full_generator")(_tell)
+    wrapt.patch_function_wrapper(module, "ServingTokens.serve_tokens_stream_generator")(_tell)
 
 
 # Why: a stat logger plugin of vLLM's own kind would switch statistics on where they are off, and

@@ -72,7 +72,10 @@ INTERFACES: Mapping[str, Interfaces] = {
         # Hooked when they are imported, so a hook on a module that is gone would never run. These
         # are looked for, not imported.
         "vllm.v1.core.sched": ["scheduler"],
-        "vllm.v1.engine": ["async_llm", "input_processor"],
+        "vllm.entrypoints.openai.chat_completion": ["serving"],
+        "vllm.entrypoints.openai.completion": ["serving"],
+        "vllm.entrypoints.scale_out.token_in_token_out": ["serving"],
+        "vllm.v1.engine": ["async_llm", "input_processor", "output_processor"],
         "vllm.v1.metrics": ["loggers", "stats"],
         "vllm.v1.executor": ["abstract"],
         "vllm.v1.worker": ["gpu_model_runner"],
@@ -124,10 +127,38 @@ INTERFACES: Mapping[str, Interfaces] = {
         "vllm.v1.metrics.stats": [
             "RequestSpecDecodeMetrics",
             "call RequestSpecDecodeMetrics.new(num_spec_tokens)",
-            "call RequestSpecDecodeMetrics.to_dict",
+            "RequestSpecDecodeMetrics: per_step_accepted, per_step_drafted",
         ],
-        "vllm.v1.request": [
-            "Request: num_output_tokens, request_id, sampling_params, spec_decode_metrics"
+        "vllm.v1.request": ["Request: request_id, sampling_params, spec_decode_metrics"],
+        "vllm.v1.engine": [
+            "EngineCoreOutput: new_token_ids, request_id, spec_decode_metrics",
+            "EngineCoreOutputs.outputs",
+        ],
+        "vllm.v1.engine.detokenizer": ["call IncrementalDetokenizer.num_output_tokens"],
+        "vllm.v1.engine.output_processor": [
+            "RequestState",
+            "RequestState: detokenizer, spec_decode_metrics",
+        ],
+    },
+    # The server, which adds it to its responses.
+    "answers": {
+        "vllm.entrypoints.generate.base.protocol": ["call PerRequestMetrics"],
+        "vllm.entrypoints.openai.chat_completion.serving": [
+            "wrap OpenAIServingChat.chat_completion_full_generator(request, result_generator)",
+            "wrap OpenAIServingChat.chat_completion_stream_generator(request, result_generator)",
+            "OpenAIServingChat.engine_client",
+        ],
+        "vllm.entrypoints.openai.completion.serving": [
+            "wrap OpenAIServingCompletion.completion_stream_generator(request, engine_inputs, "
+            "result_generator)",
+            "wrap OpenAIServingCompletion.request_output_to_completion_response(final_res_batch, "
+            "request)",
+            "OpenAIServingCompletion.engine_client",
+        ],
+        "vllm.entrypoints.scale_out.token_in_token_out.serving": [
+            "wrap ServingTokens.serve_tokens_full_generator(request, result_generator)",
+            "wrap ServingTokens.serve_tokens_stream_generator(request, result_generator)",
+            "ServingTokens.engine_client",
         ],
     },
     # The front end, which exports and logs them.
@@ -245,6 +276,7 @@ INTERFACES: Mapping[str, Interfaces] = {
         ],
         "vllm.v1.worker.gpu.async_utils": [
             "AsyncOutput.model_runner_output",
+            "call stream(to_stream, from_stream)",
         ],
         "vllm.v1.worker.gpu.buffer_utils": [
             "call StagedWriteTensor(size, *, dtype, device)",
@@ -260,7 +292,7 @@ INTERFACES: Mapping[str, Interfaces] = {
             "wrap GPUModelRunner.execute_model",
             "wrap GPUModelRunner.load_model",
             "wrap GPUModelRunner.sample_tokens",
-            "GPUModelRunner: device, model_config, "
+            "GPUModelRunner: device, main_stream, model_config, output_copy_stream, "
             "rejection_sampler, req_states, sampler, speculative_config, speculator, vllm_config",
         ],
         "vllm.v1.worker.gpu.input_batch": ["InputBatch", "InputBatch.idx_mapping_np"],

@@ -1,65 +1,57 @@
-"""`mars_return`: what verification did to one request, in its answer.
+"""`mars_return`: what verification did to each choice of an answer.
 
 Of a greedy request the relaxed tokens and what each lost; of one that samples `log_ratios`, for
 each token log m - log p, where m is the distribution that was served and p the target's, and
 vLLM's `draft_sample_method`.
 
-The engine core collects it in vLLM's `RequestSpecDecodeMetrics`, which is given one more field and
-which the server puts into a response as `metrics.speculative_decoding`. vLLM fills that only where
-`--per-request-spec-decode-metrics` is set; here it is made for each request that asks.
+    worker        a step's row for each request that asks: `runner.outputs`
+    engine core   sends the row along with the step's tokens, in vLLM's RequestSpecDecodeMetrics
+    front end     vLLM's RequestState puts the rows together, and cuts them to the answer's tokens
+    server        `metrics.mars` lists the reports of all choices
+
+vLLM sends its metrics with the last tokens, and only where `--per-request-spec-decode-metrics` is
+set. But an answer that a stop string ends is over in the front end first.
 """
 
-import functools
+import dataclasses
+import inspect
+import json
 import math
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from vllm_mars.config import MarsConfig
+from vllm_mars.config import MarsConfig, config_of
 from vllm_mars.engine.compat import check_interfaces
-from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
-from vllm_mars.requests import in_force, options_of
+from vllm_mars.engine.transport import REQUEST_FIELD
+from vllm_mars.requests import RETURN, in_force, options_of
 from vllm_mars.runner.outputs import RETURNED_FIELD
 
-
-def declare_request_field(metrics: type) -> None:
-    """Gives vLLM's `RequestSpecDecodeMetrics` the field, and its `to_dict` an entry if it is set.
-
-    Args:
-        metrics: the class, which `vllm_mars.engine.transport.declare_field` has not seen.
-    """
-    declare_field(metrics, REQUEST_FIELD, dict[str, Any] | None)
-    to_dict = metrics.to_dict  # type: ignore[attr-defined]
-
-    @functools.wraps(to_dict)
-    def with_mars(self: Any) -> dict[str, Any]:
-        payload: dict[str, Any] = to_dict(self)
-        found = getattr(self, REQUEST_FIELD)
-        if found is not None:
-            payload[REQUEST_FIELD] = found
-        return payload
-
-    metrics.to_dict = with_mars  # type: ignore[attr-defined]
+_METRICS = "spec_decode_metrics"
+# Of a RequestState: what the requests' steps did to its tokens so far.
+_ROW = "_mars_row"
 
 
-def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
-    """Makes a scheduler collect what was relaxed for the requests that ask, if vLLM can return it.
+def send_rows(scheduler: Any, config: MarsConfig) -> None:
+    """Makes a scheduler send what each step did along with its tokens, to the requests that ask.
 
     Args:
         scheduler: vLLM's `Scheduler`, or a subclass of it. Its `add_request` and
             `update_from_output` are wrapped, on this instance alone.
         config: the server's options.
     """
-    if not is_supported():
-        return
     check_interfaces("return")
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
     add_request, update_from_output = scheduler.add_request, scheduler.update_from_output
     speculative_config = scheduler.vllm_config.speculative_config
     longest = speculative_config.num_speculative_tokens
-    draft_sample_method = getattr(speculative_config, "draft_sample_method", "greedy")
-    asking: set[str] = set()
+    method = getattr(speculative_config, "draft_sample_method", "greedy")
+    # What a report begins with, by the ids of the scheduler's requests that ask for one.
+    asking: dict[str, dict[str, Any]] = {}
 
-    def add_and_begin(request: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_and_note(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if request.request_id not in scheduler.requests:
+            asking.pop(request.request_id, None)
         result = add_request(request, *args, **kwargs)
         params = request.sampling_params
         # A further input of a request that is there already comes under its id.
@@ -67,52 +59,145 @@ def collect_relaxed(scheduler: Any, config: MarsConfig) -> None:
         if params is not None and (options := options_of(params, config)).wants_return:
             if request.spec_decode_metrics is None:
                 request.spec_decode_metrics = RequestSpecDecodeMetrics.new(longest)
-            found: dict[str, Any] = dict(in_force(options, config))
-            if params.temperature == 0:
-                found |= {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
-            else:
-                found |= {"draft_sample_method": draft_sample_method, "log_ratios": []}
-            setattr(request.spec_decode_metrics, REQUEST_FIELD, found)
-            asking.add(request.request_id)
+            samples = {"draft_sample_method": method} if params.temperature != 0 else {}
+            asking[request.request_id] = in_force(options, config) | samples
         return result
 
-    def update_and_collect(scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_and_send(scheduler_output: Any, model_runner_output: Any) -> Any:
         rows = vars(model_runner_output).pop(RETURNED_FIELD, None) or {}
-        # A request that ends in this step is no longer in the scheduler's list afterwards.
-        before = {
-            request: request.num_output_tokens
-            for request_id in asking
-            if (request := scheduler.requests.get(request_id)) is not None
-        }
+        # A client's abort takes a request away between the steps.
+        for request_id in [it for it in asking if it not in scheduler.requests]:
+            del asking[request_id]
         result = update_from_output(scheduler_output, model_runner_output)
-        for request, begin in before.items():
+        outputs = [output for of in result.values() for output in of.outputs] if asking else ()
+        for output in outputs:
+            if (head := asking.get(output.request_id)) is None:
+                continue
+            # A request that ends in this step is no longer in the scheduler's list.
+            request = scheduler.requests.get(output.request_id)
+            metrics = output.spec_decode_metrics or request.spec_decode_metrics
+            if output.spec_decode_metrics is None:
+                # What grows with the answer comes at its end.
+                metrics = dataclasses.replace(metrics, per_step_accepted=[], per_step_drafted=[])
             # What a stop cut off is no part of the answer.
-            produced = request.num_output_tokens - begin
-            found = getattr(request.spec_decode_metrics, REQUEST_FIELD)
-            _add_step(found, begin, rows.get(request.request_id, [])[: max(produced, 0)], produced)
-            if request.request_id not in scheduler.requests:
-                asking.discard(request.request_id)
+            row = rows.get(output.request_id, [])[: len(output.new_token_ids)]
+            setattr(metrics, REQUEST_FIELD, {"head": head, "row": row})
+            output.spec_decode_metrics = metrics
         return result
 
-    scheduler.add_request = add_and_begin
-    scheduler.update_from_output = update_and_collect
+    scheduler.add_request = add_and_note
+    scheduler.update_from_output = update_and_send
 
 
-def _add_step(found: dict[str, Any], begin: int, row: list[float], produced: int) -> None:
-    """Adds a step's row of the table to what a request gets back."""
-    if "log_ratios" in found:
-        # Without a draft a token is the target's own.
-        rest = [0.0] * (produced - len(row))
-        found["log_ratios"] = found["log_ratios"][:begin] + row + rest
-        return
-    kept = [(offset, lost) for offset, lost in enumerate(row) if not math.isnan(lost)]
-    found["relaxed_positions"] += [begin + offset for offset, _ in kept]
-    found["loss_nats"] += [lost for _, lost in kept]
-    found["num_relaxed_tokens"] += len(kept)
+def collect_rows(request_state: type) -> None:
+    """Makes vLLM's RequestState, the front end's record of a request, collect the steps' rows.
+
+    vLLM assigns the metrics of a step to `spec_decode_metrics` before it counts the step's tokens,
+    and reads them when the answer ends; both go through a property then.
+    """
+
+    def assign(self: Any, metrics: Any) -> None:
+        part = getattr(metrics, REQUEST_FIELD, None)
+        if part is not None:
+            row, begin = vars(self).setdefault(_ROW, []), self.detokenizer.num_output_tokens()
+            # Without a draft there is no row, and a token is the target's own.
+            row[begin:] = [math.nan] * (begin - len(row)) + part["row"]
+        vars(self)[_METRICS] = metrics
+
+    def read(self: Any) -> Any:
+        metrics = vars(self).get(_METRICS)
+        part = getattr(metrics, REQUEST_FIELD, None)
+        if part is None:
+            return metrics
+        metrics = dataclasses.replace(metrics)
+        told = _report(part["head"], vars(self)[_ROW], self.detokenizer.num_output_tokens())
+        setattr(metrics, REQUEST_FIELD, told)
+        return metrics
+
+    setattr(request_state, _METRICS, property(read, assign))
 
 
-def is_supported() -> bool:
-    """Whether this vLLM has a place for it."""
-    from vllm.v1.metrics import stats
+def _report(head: dict[str, Any], row: Sequence[float], length: int) -> dict[str, Any]:
+    """What a client gets.
 
-    return hasattr(stats, "RequestSpecDecodeMetrics")
+    Args:
+        head: what it begins with.
+        row: as in the table of `Account`; it may end early, or reach behind the answer.
+        length: of the answer, in tokens.
+    """
+    known = [(place, value) for place, value in enumerate(row[:length]) if not math.isnan(value)]
+    if "draft_sample_method" in head:
+        ratios = [0.0] * length
+        for place, value in known:
+            ratios[place] = value
+        return head | {"log_ratios": ratios}
+    return head | {
+        "num_relaxed_tokens": len(known),
+        "relaxed_positions": [place for place, _ in known],
+        "loss_nats": [value for _, value in known],
+    }
+
+
+def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wraps a method that makes a response or its stream, to add the reports as `metrics.mars`."""
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    has_mars = config_of(instance.engine_client.vllm_config) is not None
+    if not has_mars or not _wants_return(call.arguments.get("request")):
+        return wrapped(*args, **kwargs)
+    check_interfaces("answers")
+    # By the number of the prompt and that of the choice.
+    reports: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def note(prompt: int, result: Any) -> None:
+        for output in result.outputs:
+            told = getattr(output.spec_decode_metrics, REQUEST_FIELD, None)
+            if told is not None:
+                reports[prompt, output.index] = told
+
+    async def noted(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for result in results:
+            # Those of several prompts come with the number of theirs.
+            note(*(result if isinstance(result, tuple) else (0, result)))
+            yield result
+
+    def in_order() -> list[dict[str, Any]]:
+        return [reports[key] for key in sorted(reports)]
+
+    async def with_reports(response: Any) -> Any:
+        return _add(await response, in_order())
+
+    async def with_last(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
+        async for chunk in chunks:
+            # That of the usage, which vLLM's metrics come with.
+            if '"choices":[]' in chunk:
+                body = json.loads(chunk.removeprefix("data: "))
+                body["metrics"] = {**(body.get("metrics") or {}), REQUEST_FIELD: in_order()}
+                chunk = f"data: {json.dumps(body)}\n\n"
+            yield chunk
+
+    if "final_res_batch" in call.arguments:
+        for prompt, result in enumerate(call.arguments["final_res_batch"]):
+            note(prompt, result)
+        return _add(wrapped(*args, **kwargs), in_order())
+    call.arguments["result_generator"] = noted(call.arguments["result_generator"])
+    result = wrapped(*call.args, **call.kwargs)
+    return with_last(result) if inspect.isasyncgenfunction(wrapped) else with_reports(result)
+
+
+def _wants_return(request: Any) -> bool:
+    """Whether a client's request asks; that of /inference/v1/generate has its own parameters."""
+    if hasattr(request, "vllm_xargs"):
+        own = request.vllm_xargs
+    else:
+        own = getattr(getattr(request, "sampling_params", None), "extra_args", None)
+    return bool((own or {}).get(RETURN))
+
+
+def _add(response: Any, reports: list[dict[str, Any]]) -> Any:
+    from vllm.entrypoints.generate.base.protocol import PerRequestMetrics
+
+    # An error has no choices.
+    if hasattr(response, "choices"):
+        response.metrics = response.metrics or PerRequestMetrics()
+        setattr(response.metrics, REQUEST_FIELD, reports)
+    return response

@@ -258,7 +258,7 @@ def variety(ids: Sequence[int]) -> tuple[float, float]:
 def marked(answer: dict[str, Any]) -> list[Token]:
     """The tokens of a chat completion with logprobs and `mars_return`."""
     choice = answer["choices"][0]
-    told = ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("mars") or {}
+    (told,) = (answer.get("metrics") or {}).get("mars") or [{}]
     lost = dict(zip(told.get("relaxed_positions", ()), told.get("loss_nats", ()), strict=True))
     tokens = []
     for place, token in enumerate((choice["logprobs"] or {}).get("content") or ()):

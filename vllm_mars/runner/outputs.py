@@ -66,7 +66,7 @@ def attach_counters(runner: Any, verification: Verification) -> None:
             if increase := counters.take_delta():
                 setattr(carrier, FIELD, increase)
             if verification.returned:
-                attach_returned(output, carrier, verification.returned)
+                attach_returned(output, carrier, list(verification.returned))
         return output
 
     runner.execute_model = execute_and_flush
@@ -79,6 +79,32 @@ def _has_requests(runner: Any) -> bool:
     return bool(runner.requests if states is None else states.req_id_to_index)
 
 
+def send_returned(runner: Any, verification: Verification) -> None:
+    """Copies to the host what the requests want to know of the verification that was enqueued last.
+
+    On the stream of vLLM's own output, and before the drafter is enqueued: a step's tokens do not
+    wait for its next drafts.
+
+    Args:
+        runner: vLLM's V2 `GPUModelRunner`.
+        verification: of this runner.
+    """
+    from vllm.v1.worker.gpu.async_utils import stream
+
+    for number, returned in enumerate(verification.returned):
+        table = returned.table
+        if returned.copy is not None or table.device.type == "cpu":
+            continue
+        copy_stream, main_stream = runner.output_copy_stream, runner.main_stream
+        rows = torch.empty_like(table, device="cpu", pin_memory=True)
+        with stream(copy_stream, main_stream):
+            copy_stream.wait_stream(main_stream)
+            rows.copy_(table, non_blocking=True)
+            event = torch.Event(table.device)
+            event.record(copy_stream)
+        verification.returned[number] = returned._replace(copy=(rows, event))
+
+
 def attach_returned(output: Any, carrier: "ModelRunnerOutput", returned: list[Returned]) -> None:
     """Sends what a step did along with its output.
 
@@ -86,28 +112,20 @@ def attach_returned(output: Any, carrier: "ModelRunnerOutput", returned: list[Re
         output: what `sample_tokens` returns. If it is asynchronous, its `get_output` is wrapped, on
             this instance alone: the copy from the device is waited for there.
         carrier: its ModelRunnerOutput, which gets, by request, its row of the step's table.
-        returned: what the sampler noted.
+        returned: what the sampler noted. It keeps the tables until their copies are made.
     """
-    waiting: list[tuple[dict[int, str], torch.Tensor, torch.Event | None]] = []
-    for request_ids, table in returned:
-        rows, event = table, None
-        if table.device.type != "cpu":
-            rows = torch.empty_like(table, device="cpu", pin_memory=True)
-            rows.copy_(table, non_blocking=True)
-            event = torch.Event(table.device)
-            event.record()
-        waiting.append((request_ids, rows, event))
 
     def by_request() -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
-        for request_ids, rows, event in waiting:
-            if event is not None:
+        for request_ids, rows, copied in returned:
+            if copied is not None:
+                rows, event = copied
                 event.synchronize()
             for place, request_id in request_ids.items():
                 found[request_id] = rows[place].tolist()
         return found
 
-    if all(event is None for _, _, event in waiting) or not hasattr(output, "get_output"):
+    if all(it.copy is None for it in returned) or not hasattr(output, "get_output"):
         setattr(carrier, RETURNED_FIELD, by_request())
         return
     get_output = output.get_output

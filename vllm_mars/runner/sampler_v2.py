@@ -1,5 +1,7 @@
 """Margin-aware rejection sampler for vLLM's Model Runner V2."""
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from vllm_mars.kernels.clip import Clipped, clip_rows
 from vllm_mars.kernels.terms import Drafts
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import CounterLayout, Counters
-from vllm_mars.runner.outputs import attach_counters
+from vllm_mars.runner.outputs import attach_counters, send_returned
 from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
 from vllm_mars.runner.verification import (
@@ -54,6 +56,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         verification: of the engine, by the Triton kernels.
         requests: the requests in the runner's slots.
         draft_share: of each request's temperature, what drawn drafts are drawn at.
+        send_returned: called behind each verification, with what requests want to know enqueued.
     """
 
     def __init__(
@@ -64,11 +67,13 @@ class MarsRejectionSamplerV2(RejectionSampler):
         verification: Verification,
         requests: RequestsV2,
         draft_share: float = 1.0,
+        send_returned: Callable[[], object] = bool,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self.draft_share = draft_share
         self.verification = verification
         self.requests = requests
+        self._send_returned = send_returned
         self._is_warm = False
         # Most tokens that a request of the step names for their logprobs.
         self._num_named = 0
@@ -87,7 +92,9 @@ class MarsRejectionSamplerV2(RejectionSampler):
         """vLLM's; arguments and result are the same."""
         named = self.sampler.logprob_token_ids_state
         self._num_named = named.max_num_token_ids(input_batch.idx_mapping_np)
-        return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+        output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+        self._send_returned()
+        return output
 
     def _verify(
         self,
@@ -307,7 +314,13 @@ def install(runner: Any, config: MarsConfig) -> None:
         accept,
     )
     runner.rejection_sampler = MarsRejectionSamplerV2(
-        own.sampler, spec_config, runner.device, verification, requests, draft_share
+        own.sampler,
+        spec_config,
+        runner.device,
+        verification,
+        requests,
+        draft_share,
+        functools.partial(send_returned, runner, verification),
     )
     attach_counters(runner, verification)
     verification.log_start(logger, "V2")

@@ -20,10 +20,12 @@ class Returned(NamedTuple):
     Attributes:
         request_ids: ids of these requests by their place in the batch.
         table: float32 `[batch, width]`: see `Account`.
+        copy: on its way to the host, and the event behind it; None where the table is there.
     """
 
     request_ids: dict[int, str]
     table: torch.Tensor
+    copy: tuple[torch.Tensor, torch.Event] | None = None
 
 
 class Verification:
