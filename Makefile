@@ -1,7 +1,8 @@
 # Everything runs in .venv, which `make` builds once. The CUDA build of vLLM where nvidia-smi answers,
-# else the CPU build; say BUILD=cpu or BUILD=cuda to choose.
+# else the CPU build; say BUILD=cpu or BUILD=cuda to choose. VLLM=0.33 takes that release of vLLM, in
+# .venv-0.33.
 
-VENV := .venv
+VENV := .venv$(VLLM:%=-%)
 BIN := $(VENV)/bin
 BUILD ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -23,7 +24,7 @@ install: $(ALL)
 $(DEMO) $(ALL) $(SITE): setup.py install.py
 	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.13 is needed; say PYTHON=/path/to/it" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
-	$(BIN)/python install.py $(EXTRAS)
+	$(BIN)/python install.py $(VLLM:%=--vllm=%) $(EXTRAS)
 	@rm -f $(filter-out %-$(BUILD),$(wildcard $(VENV)/.demo-* $(VENV)/.all-*))
 	@touch $@
 $(DEMO): EXTRAS := $(BUILD) demo
@@ -52,11 +53,11 @@ WORKERS ?= $(if $(filter cpu,$(BUILD)),2,0)
 PYTEST = $(if $(filter 0,$(WORKERS)),,OMP_WAIT_POLICY=PASSIVE )$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder \
 	--durations 20
 test: install
-	$(PYTEST) --junitxml build/$@.xml -m "not nightly" $(ARGS)
+	$(PYTEST) --junitxml build/$@$(VLLM:%=-%).xml -m "not nightly" $(ARGS)
 
 # All of them: also the exhaustive grids and the long lives.
 nightly: install
-	$(PYTEST) --junitxml build/$@.xml $(ARGS)
+	$(PYTEST) --junitxml build/$@$(VLLM:%=-%).xml $(ARGS)
 
 # Random calls against an oracle, such as every night: make fuzz MINUTES=60 SEED=$$RANDOM
 MINUTES ?= 10
@@ -83,4 +84,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

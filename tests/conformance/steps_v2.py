@@ -5,7 +5,6 @@ Imported in processes whose Triton is the interpreter (see `tests/interpreted`).
 
 import dataclasses
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ import torch
 # take them.
 import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -137,12 +136,7 @@ class Step:
                 states.all_token_ids.gpu[state, position] = token
                 sampler.penalties_state.output_bin_counts[state, token] += 1
             states.total_len.gpu[state] = len(request.tokens)
-        # All that the constructor reads of the speculative config.
-        spec_config = SimpleNamespace(
-            num_speculative_tokens=self.steps,
-            enable_adaptive_verification=False,
-            rejection_sample_method="standard",
-        )
+        spec_config = SpeculativeConfig(method="ngram", num_speculative_tokens=self.steps)
         if config is None:
             return RejectionSampler(sampler, spec_config, CPU)
         counters = Counters(CounterLayout(spec_config.num_speculative_tokens), CPU)
