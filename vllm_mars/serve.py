@@ -21,14 +21,23 @@ import ray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
-from ray.serve.llm import LLMConfig, build_openai_app
-from ray.serve.llm.deployment import LLMServer
 
 from vllm_mars.config import TOOL_PARSER_KEY, split_speculative_config
 from vllm_mars.local.drafts import NGRAM, RECOMMENDED, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
+from vllm_mars.local.provenance import versions
 from vllm_mars.local.ray_nodes import check_nodes
 from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
+
+try:
+    from ray.serve.llm import LLMConfig, build_openai_app
+    from ray.serve.llm.deployment import LLMServer
+except ImportError as error:
+    raise RuntimeError(
+        f"Ray {ray.__version__} cannot serve vLLM {versions()['vllm']}: {error}. Ray 2.60 goes "
+        "with vLLM 0.32, not with 0.33; install vLLM 0.32 on every node, or run `vllm serve` for "
+        "each replica behind a load balancer."
+    ) from error
 
 PACKAGED_MODEL = "SmolLM2-135M-Instruct"
 SPECULATION = speculative_config(NGRAM, 4, **RECOMMENDED)

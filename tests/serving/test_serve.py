@@ -17,10 +17,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from clusters import cluster
+from clusters import cluster, needs_ray_serve
 from processes import MARK, marked, wait_until
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
+pytestmark = needs_ray_serve
 
 MARK_VALUE = "serve"
 REPLICA = "ray::ServeReplica:default:LLMServer"

@@ -12,14 +12,17 @@ import openai
 import pytest
 import yaml
 
-from clusters import ENVIRONMENT
+from clusters import ENVIRONMENT, needs_ray_serve
 from processes import MARK, kill, wait_until
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.local.server import free_port
 
 pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 # Not beside Serve's other tests: either fills two cores with its replicas.
-pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.xdist_group("test_serve")]
+pytestmark = [
+    *(pytest.mark.engine, pytest.mark.nightly, pytest.mark.xdist_group("test_serve")),
+    needs_ray_serve,
+]
 
 # Of this run alone: its processes are killed at the end.
 MARK_VALUE = f"serve commands {os.getpid()}"
