@@ -2,14 +2,15 @@
 
 import importlib.util
 import logging
+import re
+import subprocess
 import sys
 
 import pytest
 
 from vllm_mars import MarsConfig
 from vllm_mars.engine import compat, hooks
-from vllm_mars.engine.compat import Symbol
-from vllm_mars.engine.interfaces import INTERFACES, Touch
+from vllm_mars.engine.interfaces import INTERFACES, Use
 from vllm_mars.engine.options import take_options
 from vllm_mars.engine.ranks import TravellingOptions
 
@@ -55,7 +56,7 @@ def test_all_that_is_missing_is_named(monkeypatch):
     for missing in (
         f"{REJECTION_SAMPLER}.apply_sampling_constraints is missing",
         f"{REJECTION_SAMPLER}.RejectionSampler.use_fp64_gumbel is missing",
-        f"{REJECTION_SAMPLER}.RejectionSampler has parameters (), but (sampler, spec_config, devic",
+        f"{REJECTION_SAMPLER}.RejectionSampler.__init__ has parameters (), but (sampler, spec_con",
         "thinking_budget_state.ThinkingBudgetStateHolder.has_tracked_requests is missing",
         "vllm.v1.sample.sampler.Sampler.forward is missing",
     ):
@@ -63,33 +64,33 @@ def test_all_that_is_missing_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("touch", "parameters", "fits"),
+    ("how", "needed", "parameters", "fits"),
     [
-        (Touch("override", "a, b"), "a, b=", True),
-        (Touch("override", "a, b"), "b, a", False),
-        (Touch("override", "a, b"), "a, b, c=", False),
-        (Touch("override", "a, b"), "a", False),
-        (Touch("call", "a, b"), "a, b, c=, *args, d=, **kwargs", True),
-        (Touch("call", "a, b"), "a, c=, b=", False),
-        (Touch("call", "a, b"), "a, b, c", False),
-        (Touch("call", "a, b"), "a, b, *, c", False),
-        (Touch("call", "a, *, c"), "a, b=, c=", True),
-        (Touch("call", "a, *, c"), "a, *, c", True),
-        (Touch("call", "a, *, c"), "a, **kwargs", False),
-        (Touch("call", "*, a, b"), "b, a", True),
-        (Touch("call"), "", True),
-        (Touch("call"), "a", False),
-        (Touch("wrap", "a"), "a, b, *, c", True),
-        (Touch("wrap", "a"), "b, a", False),
-        (Touch("wrap"), "a, b", True),
+        ("override", "a, b", "a, b=", True),
+        ("override", "a, b", "b, a", False),
+        ("override", "a, b", "a, b, c=", False),
+        ("override", "a, b", "a", False),
+        ("call", "a, b", "a, b, c=, *args, d=, **kwargs", True),
+        ("call", "a, b", "a, c=, b=", False),
+        ("call", "a, b", "a, b, c", False),
+        ("call", "a, b", "a, b, *, c", False),
+        ("call", "a, *, c", "a, b=, c=", True),
+        ("call", "a, *, c", "a, *, c", True),
+        ("call", "a, *, c", "a, **kwargs", False),
+        ("call", "*, a, b", "b, a", True),
+        ("call", "", "", True),
+        ("call", "", "a", False),
+        ("wrap", "a", "a, b, *, c", True),
+        ("wrap", "a", "b, a", False),
+        ("wrap", "", "a, b", True),
     ],
 )
-def test_uses(touch, parameters, fits):
-    found = compat.difference(touch, Symbol("function", parameters))
+def test_uses(how, needed, parameters, fits):
+    found = compat.unlike(Use("f", how, needed), parameters)
     if fits:
         assert found is None
     else:
-        assert found.startswith(f"has parameters ({parameters}), but ({touch.parameters}) are ")
+        assert found.startswith(f"has parameters ({parameters}), but ({needed}) are ")
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.8.5.post1", "dev"])
@@ -102,6 +103,18 @@ def test_older_and_unreadable_versions_are_refused(version):
 def test_supported_versions_pass_in_silence(warnings, version):
     compat.check_version(version)
     assert not warnings
+
+
+def test_a_vllm_that_ray_cannot_serve_is_refused():
+    """As 0.33 is, which has no such module."""
+    pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
+    program = (
+        "import sys; sys.modules['vllm.entrypoints.launchers.cli_args'] = None;"
+        "import vllm_mars.serve"
+    )
+    refused = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert re.search(r"Error: Ray .* cannot serve vLLM .*Ray 2.60 goes with vLLM", refused.stderr)
+    assert "install vLLM 0.32 on every node, or run `vllm serve` for each" in refused.stderr
 
 
 class Options:
@@ -209,7 +222,7 @@ def test_the_v2_hook_checks_before_the_model_is_loaded(monkeypatch):
     ("group", "owner", "name"),
     [
         ("V1", "vllm.v1.sample.rejection_sampler", "rejection_sample"),
-        ("cpu", "vllm.triton_utils.dispatcher", "KernelOverride"),
+        ("cpu", "vllm.utils.cpu_triton_utils", "_expand_kernel_impl"),
     ],
 )
 def test_the_v1_hook_checks_before_a_sampler_is_replaced(monkeypatch, group, owner, name):

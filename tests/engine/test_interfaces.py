@@ -1,66 +1,31 @@
-"""The list of what is used of vLLM: against its releases, and against our own sources."""
+"""The list of what is used of vLLM, against our own sources: all that is used, and nothing else.
+
+What the walk of the sources sees are names, not types: that an attribute is read which a listed
+class of vLLM has, or that a listed name is mentioned at all. It misses an attribute of a class that
+the list does not name, and one whose name is listed for another class. `test_compat.py` holds the
+list against the installed vLLM.
+"""
 
 import ast
+import functools
 import importlib
 import inspect
-import json
 from pathlib import Path
 
-import pytest
-
-from vllm_mars.engine import compat
-from vllm_mars.engine.compat import Symbol
 from vllm_mars.engine.interfaces import INTERFACES
 from vllm_mars.plugin import HOOKS
 
 ROOT = Path(__file__).parents[2]
-TABLES = ROOT / "tests/interfaces"
-SUPPORTED = ("0.32.0", "0.33.0")
-
-
-def read_table(release):
-    rows = json.loads((TABLES / f"vllm-{release}.json").read_text())
-    return {key: Symbol(**row) for key, row in rows.items()}
-
-
-def differences(release, group):
-    table = read_table(release)
-    return {
-        f"{module}:{name}": found
-        for module, name, touch in compat.touches(group)
-        if (found := compat.difference(touch, table.get(f"{module}:{name}")))
-    }
-
-
-@pytest.mark.parametrize("group", INTERFACES)
-@pytest.mark.parametrize("release", SUPPORTED)
-def test_supported_releases_have_what_is_needed(release, group):
-    assert differences(release, group) == {}
-
-
-def test_there_is_a_table_of_each_supported_release():
-    assert tuple(tuple(map(int, end.split(".")[:2])) for end in SUPPORTED) == compat.SUPPORTED
-
-
-def installed_release():
-    import vllm
-
-    release = vllm.__version__.split("+")[0]
-    if not (TABLES / f"vllm-{release}.json").exists():
-        pytest.skip(f"needs a table of vLLM {release}: python tests/interfaces/write.py")
-    return release
-
-
-@pytest.mark.parametrize("group", INTERFACES)
-def test_the_installed_vllm_is_seen_as_the_table_has_it(group):
-    table = read_table(installed_release())
-    for module, name, touch in compat.touches(group):
-        found = compat.installed_symbol(module, name, touch)
-        expected = table[f"{module}:{name}"]
-        assert found is not None, f"{module}.{name}"
-        assert found.parameters == expected.parameters, f"{module}.{name}"
-        if touch.use != "exists":
-            assert found.kind == expected.kind, f"{module}.{name}"
+LISTED = [
+    (module, use) for group in INTERFACES.values() for module, uses in group.items() for use in uses
+]
+# Attributes in our sources that have the name of one of vLLM's and are another object's.
+OTHERS = {
+    *("_fields", "_replace", "arange", "clone", "discard", "dtype", "func", "prompt", "stop"),
+    *("_sample", "observe", "output_token_ids", "update", "value"),
+}
+# Held by the `KernelOverride` objects through which they are mended.
+UNNAMED = {"_expand_kernel_impl", "_rejection_random_sample_kernel_impl"}
 
 
 def our_sources():
@@ -69,25 +34,40 @@ def our_sources():
     return sorted(set(package.rglob("*.py")) - set(package.glob("experiments/**/*.py")))
 
 
-def test_every_import_of_vllm_is_listed():
-    """The list cannot fall behind: what our sources import from vLLM is in it."""
-    listed = {(m, n) for group in INTERFACES for m, n, _ in compat.touches(group)}
-    modules = {module for module, _ in listed}
-    for source in our_sources():
-        for node in ast.walk(ast.parse(source.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                for alias in node.names:
-                    assert (node.module, alias.name) in listed, f"{source.name}: {alias.name}"
-            elif isinstance(node, ast.Import):
-                for alias in node.names:
-                    if alias.name.split(".")[0] == "vllm":
-                        assert alias.name in modules, f"{source.name}: {alias.name}"
+def nodes(kind, sources=None):
+    """Nodes of our sources, but for imports that are made for types alone."""
+    for source in our_sources() if sources is None else sources:
+        tree = ast.parse(source.read_text())
+        typing = {
+            id(node)
+            for block in ast.walk(tree)
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+            for node in ast.walk(block)
+        }
+        yield from (n for n in ast.walk(tree) if isinstance(n, kind) and id(n) not in typing)
 
 
-def test_every_hook_is_listed():
-    listed = {
-        f"{module}.{name}" for group in INTERFACES for module, name, _ in compat.touches(group)
+def imported():
+    """(module, name) of each import from vLLM."""
+    return {
+        (node.module, alias.name)
+        for node in nodes(ast.ImportFrom)
+        if (node.module or "").split(".")[0] == "vllm"
+        for alias in node.names
     }
+
+
+def attributes(sources=None):
+    """Names that are read or set of any object, also by `getattr` and the like."""
+    found = {node.attr for node in nodes(ast.Attribute, sources)}
+    for node in nodes(ast.Call, sources):
+        if ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+    return found
+
+
+def hooked():
+    """(module, "Class.method") of each method that a hook wraps, by the hook."""
     wrapped = {}
     for node in ast.parse((ROOT / "vllm_mars/engine/hooks.py").read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("patch_"):
@@ -97,23 +77,39 @@ def test_every_hook_is_listed():
                 if isinstance(call, ast.Call)
                 and ast.unparse(call.func) in ("_after", "wrapt.patch_function_wrapper")
             ]
-    owners, hooked = zip(*(hook.split(":") for hook in HOOKS.values()), strict=True)
+    owners, hooks = zip(*(hook.split(":") for hook in HOOKS.values()), strict=True)
     assert set(owners) == {"vllm_mars.engine.hooks"}
-    assert set(hooked) == set(wrapped)
+    assert set(hooks) == set(wrapped)
     # These wrap nothing: they give classes one more field, or another.
-    assert {hook for hook, names in wrapped.items() if not names} == {
-        *("patch_output_processor", "patch_stats")
+    nothing = {hook for hook, names in wrapped.items() if not names}
+    assert nothing == {"patch_stats", "patch_output_processor"}
+    return {
+        (module, name) for module, hook in zip(HOOKS, hooks, strict=True) for name in wrapped[hook]
     }
-    for module, hook in zip(HOOKS, hooked, strict=True):
-        for name in wrapped[hook]:
-            assert f"{module}.{name}" in listed, hook
-        # The hook would never run if the module were gone, so its place is in the list as well.
-        assert module in listed or module == "vllm.engine.arg_utils", hook
+
+
+@functools.cache
+def classes(module):
+    """The source of each class of a module of vLLM."""
+    tree = ast.parse(Path(importlib.import_module(module).__file__).read_text())
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def members(owner):
+    """What a class of vLLM has, its instances' own attributes among it."""
+    found = set()
+    for base in owner.__mro__:
+        if base.__module__.startswith("vllm."):
+            found |= {*vars(base), *vars(base).get("__annotations__", ())}
+            for node in ast.walk(classes(base.__module__).get(base.__name__, ast.Pass())):
+                if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":
+                    found.add(node.attr)
+    return found
 
 
 def our_subclasses():
     """Each class of ours that is derived from one of vLLM's, with that class."""
-    for source in our_sources():
+    for source in (ROOT / "vllm_mars/runner").glob("*.py"):
         name = source.relative_to(ROOT).with_suffix("").parts
         module = importlib.import_module(".".join(name).removesuffix(".__init__"))
         for ours in vars(module).values():
@@ -121,6 +117,74 @@ def our_subclasses():
                 for base in ours.__bases__:
                     if base.__module__.startswith("vllm."):
                         yield ours, base
+
+
+def test_what_is_imported_and_hooked_is_listed():
+    listed = {(module, use.name) for module, use in LISTED}
+    owners = {(module, name.split(".")[0]) for module, name in listed}
+    assert imported() <= listed | owners
+    assert hooked() <= listed
+    modules = {module for module, _ in listed}
+    for node in nodes(ast.Import):
+        for alias in node.names:
+            assert alias.name.split(".")[0] != "vllm" or alias.name in modules, alias.name
+    # A hook would never run if its module were gone, so that module is in the list as well.
+    for module in HOOKS:
+        assert tuple(module.rsplit(".", 1)) in listed or module == "vllm.engine.arg_utils"
+
+
+def test_attributes_that_a_listed_class_has_are_listed():
+    """In what runs inside of vLLM."""
+    folders = [(ROOT / "vllm_mars" / name).glob("*.py") for name in ("engine", "runner")]
+    read = attributes([source for folder in folders for source in folder])
+    listed = {part for _, use in LISTED for part in use.name.split(".")}
+    owners = [
+        getattr(importlib.import_module(module), name, None)
+        for module, name in {(module, use.name.split(".")[0]) for module, use in LISTED}
+    ]
+    missing = {
+        f"{owner.__name__}.{name}"
+        for owner in filter(inspect.isclass, owners)
+        for name in read & members(owner) - listed - OTHERS
+        if not name.startswith("__")
+    }
+    assert missing == set()
+
+
+def test_nothing_is_listed_that_is_not_used():
+    from_vllm, by_hook = imported(), hooked()
+    # Some names are read in a loop over them.
+    texts = {node.value for node in nodes(ast.Constant) if isinstance(node.value, str)}
+    mentioned = attributes() | texts
+    # vLLM's modules that a hook gets, and what it takes from them.
+    modules = {tuple(module.rsplit(".", 1)) for module in HOOKS}
+    for module, use in LISTED:
+        owner, _, member = use.name.rpartition(".")
+        if use.how == "override" or use.name in UNNAMED:
+            continue
+        if use.how == "call" and member in ("__init__", "forward"):
+            assert (module, owner) in from_vllm, use
+        elif owner:
+            assert member in mentioned or (module, use.name) in by_hook, (module, use)
+        else:
+            assert (module, member) in from_vllm | modules or member in mentioned, (module, use)
+
+
+def test_calls_are_listed_as_they_are_made():
+    """Each listed call is made with so many positional and these named arguments."""
+    made = {}
+    for node in nodes(ast.Call):
+        shape = len(node.args), frozenset(keyword.arg for keyword in node.keywords)
+        name = ast.unparse(node.func).rpartition(".")[2]
+        made.setdefault(name, set()).add(shape)
+    for _, use in LISTED:
+        if use.how == "call":
+            positional, _, named = (
+                part.replace(",", " ").split() for part in use.parameters.partition("*")
+            )
+            # `forward` is what calling a module of torch runs.
+            name = use.name.rpartition(".")[2].replace("forward", "sampler")
+            assert (len(positional), frozenset(named)) in made.get(name, ()), use
 
 
 def test_every_override_is_listed_with_our_parameters():
@@ -132,10 +196,9 @@ def test_every_override_is_listed_with_our_parameters():
             if inspect.isfunction(member) and hasattr(base, name) and name != "__init__"
         }
         listed = {
-            name: touch.parameters
-            for group in INTERFACES
-            for module, name, touch in compat.touches(group)
-            if module == base.__module__ and touch.use == "override"
+            use.name: use.parameters
+            for module, use in LISTED
+            if module == base.__module__ and use.how == "override"
         }
         assert overridden == listed, ours
         checked.add(ours.__name__)

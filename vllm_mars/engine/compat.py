@@ -1,57 +1,27 @@
 """All knowledge of vLLM releases: which are supported, and whether one fits.
 
 `vllm_mars.engine.interfaces` is the one list of what this project touches in vLLM.
-`check_interfaces` holds the installed vLLM against it before anything is replaced, and the tests
-hold it against tables of several releases (tests/interfaces). Nothing here runs while tokens are
-generated, and nothing of vLLM is imported until a check is asked for.
+`check_interfaces` holds the installed vLLM against it before anything is replaced. Nothing here
+runs while tokens are generated, and nothing of vLLM is imported until a check is asked for.
 """
 
 import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from vllm_mars.engine.interfaces import INTERFACES, Touch
+from vllm_mars.engine.interfaces import INTERFACES, Use
 
 # The oldest and the newest.
 SUPPORTED = ((0, 32), (0, 33))
 # The releases that the tests run on.
-RUN = ((0, 32),)
+RUN = ((0, 32), (0, 33))
 
 _RELEASES = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
 
 
-class Symbol(NamedTuple):
-    """What a release of vLLM has under a name.
-
-    Attributes:
-        kind: what it is.
-        parameters: names without self in the notation of a signature; "=" marks a default, "*" the
-            beginning of the keyword-only ones. Empty where nobody calls it.
-    """
-
-    kind: Literal["module", "class", "function", "method", "attribute"]
-    parameters: str = ""
-
-
 _MISSING = object()
-
-
-def touches(group: str) -> Iterator[tuple[str, str, Touch]]:
-    """Yields (module, name within it, use) of each symbol that a group of `INTERFACES` needs."""
-    for module, uses in INTERFACES[group].items():
-        for text in uses:
-            owner, _, attributes = text.partition(": ")
-            if attributes:
-                for attribute in attributes.split(", "):
-                    yield module, f"{owner}.{attribute}", Touch("exists")
-            else:
-                signature, _, parameters = text.removesuffix(")").partition("(")
-                use: Any
-                *use, name = signature.split()
-                yield module, name, Touch(use[0] if use else "exists", parameters)
 
 
 def check_version(version: str) -> None:
@@ -92,9 +62,10 @@ def check_interfaces(group: str) -> None:
         RuntimeError: a symbol is missing or has other parameters; the message names every one.
     """
     differences = [
-        f"{module}.{name} {found}"
-        for module, name, touch in touches(group)
-        if (found := difference(touch, installed_symbol(module, name, touch)))
+        f"{module}.{use.name} {found}"
+        for module, uses in INTERFACES[group].items()
+        for use in uses
+        if (found := difference(module, use))
     ]
     if differences:
         import vllm
@@ -106,87 +77,73 @@ def check_interfaces(group: str) -> None:
         )
 
 
-def difference(touch: Touch, symbol: Symbol | None) -> str | None:
-    """Says in words what is wrong with a symbol for a use of it, or None if nothing is.
+def difference(module: str, use: Use) -> str | None:
+    """Says in words what is wrong with a symbol of the installed vLLM, or None if nothing is.
 
     Args:
-        touch: the use.
-        symbol: what the release has, or None where it has nothing under that name.
+        module: the symbol's module; imported if it is not yet.
+        use: what it is used for.
     """
-    if symbol is None:
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError:
         return "is missing"
-    if touch.use == "exists":
+    for part in use.name.split("."):
+        owner, found = found, getattr(found, part, _MISSING)
+        if found is _MISSING:
+            return None if use.how == "read" and _has_undefined(owner, part) else "is missing"
+    if use.how == "read":
         return None
-    if symbol.kind in ("attribute", "module"):
-        return f"is an attribute, but a function of ({touch.parameters}) is expected"
-    present = _split(symbol.parameters)
+    if not callable(found):
+        return f"is an attribute, but a function of ({use.parameters}) is expected"
+    return unlike(use, _parameters(found))
+
+
+def unlike(use: Use, parameters: str) -> str | None:
+    """Says in words how a function's parameters differ from those that a use needs, or None.
+
+    Args:
+        use: the use.
+        parameters: names without self in the notation of a signature; "=" marks a default, "*" the
+            beginning of the keyword-only ones.
+    """
+    present = _split(parameters)
     names = [name.rstrip("=") for name in present]
-    positional, _, keyword = touch.parameters.partition("*")
+    positional, _, keyword = use.parameters.partition("*")
     first, named = _split(positional), set(_split(keyword))
-    if touch.use == "override":
-        fits = names == first
-    else:
-        fits = names[: len(first)] == first
-    if touch.use == "call":
+    fits = names == first if use.how == "override" else names[: len(first)] == first
+    if use.how == "call":
         required = {name for name in present[len(first) :] if name[0] != "*" and name[-1] != "="}
         fits = fits and required <= named <= set(names[len(first) :])
     if fits:
         return None
-    verb = {"override": "overridden", "call": "passed", "wrap": "read"}[touch.use]
-    return f"has parameters ({symbol.parameters}), but ({touch.parameters}) are {verb}"
+    verb = {"override": "overridden", "call": "passed", "wrap": "read"}[use.how]
+    return f"has parameters ({parameters}), but ({use.parameters}) are {verb}"
 
 
 def _split(names: str) -> list[str]:
     return [name for name in (part.strip() for part in names.split(",")) if name]
 
 
-def installed_symbol(module: str, name: str, touch: Touch) -> Symbol | None:
-    """What the installed vLLM has under a name, or None where it has nothing.
-
-    Args:
-        module: the module; imported if it is not yet.
-        name: name within the module, with dots for members of a class.
-        touch: the use; parameters are read only where it has some.
-    """
-    try:
-        found: Any = importlib.import_module(module)
-    except ImportError:
-        return None
-    owner = None
-    for part in name.split("."):
-        owner = found
-        found = getattr(owner, part, _MISSING)
-        if found is _MISSING:
-            return _undefined(owner, part)
-    if inspect.isclass(found):
-        kind: Literal["class", "method", "function"] = "class"
-    elif callable(found) and touch.use != "exists":
-        kind = "method" if inspect.isclass(owner) else "function"
-    else:
-        return Symbol("module" if inspect.ismodule(found) else "attribute")
-    return Symbol(kind, "" if touch.use == "exists" else _parameters(found))
-
-
-def _undefined(owner: Any, name: str) -> Symbol | None:
-    """What is under a name that only an instance has, or a package that has not imported it yet."""
+def _has_undefined(owner: Any, name: str) -> bool:
+    """Whether a name is an instance's alone, or a module that its package has not imported."""
     if inspect.ismodule(owner):
         is_package = hasattr(owner, "__path__")
-        found = is_package and importlib.util.find_spec(f"{owner.__name__}.{name}")
-        return Symbol("module") if found else None
+        return is_package and importlib.util.find_spec(f"{owner.__name__}.{name}") is not None
     for base in getattr(owner, "__mro__", ()):
         members = vars(base)
         if name in members.get("__annotations__", ()):
-            return Symbol("attribute")
+            return True
         for method in ("__init__", "__post_init__"):
             # The names that the method's code mentions, among them the attributes that it assigns.
             code = getattr(inspect.unwrap(members.get(method, object)), "__code__", None)
             if code is not None and name in code.co_names:
-                return Symbol("attribute")
-    return None
+                return True
+    return False
 
 
 def _parameters(function: Any) -> str:
-    """The parameters of a callable in the notation of `Symbol`."""
+    """The parameters of a callable, as `unlike` takes them."""
     notation: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and not any(p[0] == "*" for p in notation):
