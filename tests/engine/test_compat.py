@@ -160,6 +160,18 @@ def test_a_newer_version_with_the_same_interfaces_is_warned_of(monkeypatch, warn
     ]
 
 
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
+def test_logprobs_of_what_is_served_need_them(mode):
+    options = Options()
+    options.speculative_config["mars_logprobs"], options.logprobs_mode = "sampled", mode
+    with pytest.raises(
+        ValueError,
+        match="mars_logprobs='sampled' needs the logprobs of what requests sample from, but "
+        f"logprobs_mode is '{mode}'; add --logprobs-mode processed_logprobs.",
+    ):
+        take_options(options, Model())
+
+
 @pytest.mark.parametrize("version", ["0.33.0", "0.34.0"])
 def test_a_version_with_other_interfaces_is_refused(monkeypatch, warnings, version):
     import vllm
