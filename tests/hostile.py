@@ -18,7 +18,7 @@ from vllm_mars import requests
 from vllm_mars.local.server import VllmServer
 
 # Of whatever route the schema has, what is no request to the model; a new one is asked.
-NOT_ASKED = ("weight", "elastic", "tokenize")
+NOT_ASKED = ("weight", "elastic", "token")
 AT_ONCE = 16
 RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 SECONDS = 60.0
