@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from transformers import LlamaForCausalLM
 
 import workload
-from engines import MARS, counters, engine_in_process
+from engines import counters, engine_in_process
 from promise import check_promise
 from vllm_mars import MarsConfig
 from vllm_mars.runner.repeats import AnswerNgrams
@@ -300,7 +300,9 @@ def test_who_waits_for_others_may_lose_as_much(models, crowd):
     given = [{"prompt_token_ids": workload.prompt(seed, 4 + seed)} for seed in range(8)]
     order = {"priority": [number % 3 for number in range(8)]} if crowd == "priority" else {}
     options = {"max_num_seqs": 8, "enable_prefix_caching": False, **CROWDS[crowd]}
-    with engine_in_process(models[0], {**MARS, "mars_max_loss": 0.1}, **options) as llm:
+    drafts = {"method": "draft_model", "model": str(models[1]), "num_speculative_tokens": 3}
+    speculation = {**drafts, "rejection_sample_method": "mars", "mars_max_loss": 0.1}
+    with engine_in_process(models[0], speculation, **options) as llm:
 
         def both(**own):
             params = SamplingParams(
@@ -318,6 +320,6 @@ def test_who_waits_for_others_may_lose_as_much(models, crowd):
         assert [out.token_ids for out in together] == [out.token_ids for out in alone]
         alone, together = both()
         lost = [sum(sum(returned(out)["loss_nats"]) for out in outs) for outs in (alone, together)]
-        assert lost[1] == pytest.approx(lost[0], rel=0.1) and lost[0] > 1
+        assert lost[1] > 0.9 * lost[0] > 1
         preemptions = counters(llm)["vllm:num_preemptions"]
         assert (preemptions > 0) == (crowd == "memory")
