@@ -123,10 +123,13 @@ class Client:
         await self.http.aclose()
         self.http = self.connect()
         await self.ask_plainly()
-        kept = (await self.http.get("/kept")).json()
         told = await self.http.post("/collective_rpc", json={"method": "kept"})
-        if kept := kept | told.json()["results"][0]:
-            raise HarmError(f"of requests that have ended is left: {kept}")
+        if kept := told.json()["results"][0]:
+            raise HarmError(f"the engine holds of requests that have ended: {kept}")
+        # vLLM's front end may hold the request of its last error; a leak would be of hundreds.
+        kept = (await self.http.get("/kept")).json()
+        if sum(kept.values()) > AT_ONCE:
+            raise HarmError(f"the front end holds of requests that have ended: {kept}")
 
     async def ask_plainly(self) -> str:
         """The answer to a request without anything special."""

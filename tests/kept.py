@@ -24,8 +24,11 @@ def holders() -> dict[str, int]:
         # A dict of texts and numbers alone is not among the objects.
         for inner in [item for item in held if type(item) is dict and not gc.is_tracked(item)]:
             held += [*inner, *inner.values()]
-        if any(type(item) is str and mark in item for item in held):
-            found[f"{type(holder).__qualname__} {str(holder)[:200]}"] += 1
+        # Not in a generator, which would hold the mark itself.
+        for item in held:
+            if type(item) is str and mark in item:
+                found[f"{type(holder).__qualname__} {str(holder)[:200]}"] += 1
+                break
     return dict(found)
 
 
