@@ -11,6 +11,7 @@ Options that are not words or numbers are JSON. docs/replicas.md has the file fo
 """
 
 import contextlib
+import importlib.util
 import json
 import logging
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ import ray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
+from ray.serve.llm import LLMConfig, build_openai_app
+from ray.serve.llm.deployment import LLMServer
 
 from vllm_mars.config import TOOL_PARSER_KEY, split_speculative_config
 from vllm_mars.local.drafts import NGRAM, RECOMMENDED, speculative_config
@@ -29,15 +32,14 @@ from vllm_mars.local.provenance import versions
 from vllm_mars.local.ray_nodes import check_nodes
 from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
 
-try:
-    from ray.serve.llm import LLMConfig, build_openai_app
-    from ray.serve.llm.deployment import LLMServer
-except ImportError as error:
+# Ray's replicas import it, long after the application has been accepted.
+_NEEDED = "vllm.entrypoints.launchers.cli_args"
+if importlib.util.find_spec(_NEEDED) is None:
     raise RuntimeError(
-        f"Ray {ray.__version__} cannot serve vLLM {versions()['vllm']}: {error}. Ray 2.60 goes "
-        "with vLLM 0.32, not with 0.33; install vLLM 0.32 on every node, or run `vllm serve` for "
-        "each replica behind a load balancer."
-    ) from error
+        f"Ray {ray.__version__} cannot serve vLLM {versions()['vllm']}, which has no {_NEEDED}. "
+        "Ray 2.60 goes with vLLM 0.32, not with 0.33; install vLLM 0.32 on every node, or run "
+        "`vllm serve` for each replica behind a load balancer."
+    )
 
 PACKAGED_MODEL = "SmolLM2-135M-Instruct"
 SPECULATION = speculative_config(NGRAM, 4, **RECOMMENDED)
