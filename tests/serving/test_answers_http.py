@@ -1,9 +1,7 @@
-"""Constrained answers, what an answer tells, and vLLM's own benchmark, over real HTTP."""
+"""Constrained answers, and what an answer tells, over real HTTP."""
 
 import json
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
@@ -153,38 +151,7 @@ def test_the_route_of_tokens_tells_it_of_each_choice(lossy_server):
         assert len(choice["token_ids"]) == len(told["log_ratios"])
 
 
-def test_named_tokens_have_logprobs(lossy_server):
-    scores = {"query": "Is it red? ", "items": ["apple", "sky"], "label_token_ids": [28, 29]}
-    assert post(lossy_server, "/generative_scoring", {"model": "model", **scores})["data"]
-    chat = {"messages": [{"role": "user", "content": "Say it twice: one two."}], "model": "model"}
-    chat |= {"logprobs": True, "max_tokens": 8, "logprob_token_ids": [28, 29]}
-    (choice,) = post(lossy_server, "/v1/chat/completions", chat)["choices"]
-    assert all(len(token["top_logprobs"]) >= 2 for token in choice["logprobs"]["content"])
-
-
 def test_markers_that_are_no_tokens_are_said(lossy_server):
     """The tool parser's <tool_call> is several tokens of this model."""
     log = lossy_server.log_path.read_text()
     assert "No strict spans: the markers of the tool parser hermes are not single tokens" in log
-
-
-@pytest.mark.nightly
-def test_vllms_benchmark_runs_against_it(lossy_server, packaged_model, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Describe {s}."}) + "\n" for s in SUBJECTS))
-    child = subprocess.run(
-        [
-            *(sys.executable, "-m", "vllm_mars.vllm_cli", "bench", "serve"),
-            *("--base-url", lossy_server.base_url, "--model", "model"),
-            *("--tokenizer", str(packaged_model), "--dataset-name", "custom"),
-            *("--dataset-path", str(prompts), "--custom-output-len", "16", "--num-prompts", "5"),
-            *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-2000:]
-    result = json.loads((tmp_path / "bench.json").read_text())
-    assert result["completed"] == 5
-    assert result["spec_decode_acceptance_length"] >= 1
