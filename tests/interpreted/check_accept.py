@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from vllm_mars.kernels import accept, clip_kernel, context, cpu, top2, tree
+from vllm_mars.kernels import accept, clip_kernel, context, cpu, top2
 from vllm_mars.kernels.accept_kernel import integer_root
 from vllm_mars.kernels.clip import clip_rows
 from vllm_mars.kernels.terms import (
@@ -32,7 +32,7 @@ REASONS = [0, 0, 0, Verdict.SPAN, Verdict.STRUCTURED, Verdict.REPEAT]
 
 def test_the_kernels_are_interpreted():
     """Here, and in the other files of checks, which run in this process."""
-    for module in (accept, clip_kernel, context, top2, tree):
+    for module in (accept, clip_kernel, context, top2):
         kernels = [value for name, value in vars(module).items() if name.endswith("_kernel")]
         assert kernels and all(isinstance(kernel, InterpretedFunction) for kernel in kernels)
 

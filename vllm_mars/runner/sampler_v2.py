@@ -162,7 +162,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             # A bias is too fine for the 16-bit rows that come through where nothing changes them.
             processed = processed.float()
         drafts = drafts._replace(logits=processed[:, :vocab])
-        self._rows, self._log_ratios = (expanded_idx_mapping, expanded_local_pos.long()), None
+        self._rows, self._log_ratios = (expanded_idx_mapping, expanded_local_pos), None
         if not samples.any():
             output = verification.accept(drafts, requests, blocked, returns)
             return processed, output.output_token_ids, output.num_accepted
@@ -247,7 +247,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         slots, offsets = self._rows
         rows = torch.arange(len(slots), device=values.device)
         request = torch.searchsorted(cu_num_logits, rows, right=True) - 1
-        return values[request, offsets]
+        return values[request, offsets.long()]
 
 
 def verification_memory(logits: torch.Tensor, is_drawn: bool) -> list[torch.Tensor]:
