@@ -14,9 +14,9 @@ LABORATORY = ("vllm_mars/experiments/", "vllm_mars/demo/", "benchmarks/")
 LIMITS = {
     "lines of product": None,
     "lines of laboratory": None,
-    "lines of product and laboratory": 14_500,
+    "lines of product and laboratory": 15_000,
     "lines of experiments and benchmarks": 5_000,
-    "lines of tests": 14_500,
+    "lines of tests": 15_300,
     "words of Markdown": 25_000,
     "words of README": 700,
     "kB of raw files": 3_000,
