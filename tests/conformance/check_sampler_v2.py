@@ -19,7 +19,7 @@ import oracle
 import steps_v2
 from steps_v2 import Request, Step, emitted, random_step
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.terms import Verdict
+from vllm_mars.kernels.terms import Verdict, loss_rate, loss_units, most_lost
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.requests_v2 import RequestsV2
 from vllm_mars.runner.sampler_v2 import verification_memory
@@ -331,6 +331,30 @@ def test_a_forbidden_draft_is_never_accepted(options):
     ]
     output = Step(requests, logits.repeat(20, 1)).run(MarsConfig(theta=0.01))
     assert all(tokens[0] != 0 for tokens in emitted(output))
+
+
+def test_a_preempted_request_finds_what_it_has_lost():
+    step = random_step(1, each(GREEDY), LENGTHS)
+    sampler = step.sampler(MarsConfig(max_loss=0.02))
+    requests, states = sampler.requests, sampler.requests._req_states
+    name, slot = next(iter(states.req_id_to_index.items()))
+    requests._records.lost[slot] = 777
+
+    def come_back(preempted, finished):
+        requests.keep(preempted, finished)
+        states.remove_request(name)
+        # With two output tokens, in whatever slot is free.
+        states.add_request(name, 3, [5, 7, 9, 1, 2], 0, 50)
+        slot = states.req_id_to_index[name]
+        sampler.sampler.add_request(slot, params())
+        states.apply_staged_writes()
+        sampler.sampler.apply_staged_writes()
+        return int(requests._records.lost[slot])
+
+    assert come_back([name], []) == 777
+    # Its end is forgotten, and of one that is not known all is taken to be lost.
+    all_lost = most_lost(loss_rate(0.02), loss_units(2.0), 2)
+    assert come_back([name], [name]) == all_lost != 777
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])

@@ -13,6 +13,7 @@ import oracle
 from vllm_mars import verify_greedy
 from vllm_mars.config import STRICT_VALUE
 from vllm_mars.kernels import cpu, reference
+from vllm_mars.kernels.rule import Allowance
 from vllm_mars.kernels.terms import (
     NO_BOUND,
     REFUSALS,
@@ -365,6 +366,16 @@ def test_sampled_by_hand(name):
     assert [position.bias for position in plan.positions] == pytest.approx(biases, abs=1e-4)
     shares = [float(row.softmax(0)[max(x, 0)]) for row, x in zip(logits, drafts, strict=True)]
     assert shares == pytest.approx(accepted, abs=1e-4, nan_ok=True)
+
+
+def test_a_price_that_follows_is_larger_where_drafts_are_drawn():
+    """By the root of 2, since it costs half as much there; also in a step that falls back."""
+    given = {"price": 0, "scale": 10_000, "rate": 0, "burst": 1 << 16, "lost": 0, "produced": 0}
+    fixed, drawn = (
+        Allowance.of(**given, most_tokens=9, is_drawn=is_drawn) for is_drawn in (False, True)
+    )
+    assert drawn.price == pytest.approx(math.sqrt(2) * fixed.price, rel=1e-4)
+    assert fixed.room == drawn.room == 8
 
 
 @settings(max_examples=100, deadline=None)
