@@ -21,8 +21,8 @@ LISTED = [
 ]
 # Attributes in our sources that have the name of one of vLLM's and are another object's.
 OTHERS = {
-    *("_fields", "_replace", "arange", "clone", "discard", "dtype", "func", "prompt", "stop"),
-    *("_sample", "observe", "output_token_ids", "update", "value"),
+    *("_fields", "_replace", "arange", "clone", "discard", "dtype", "error", "func", "prompt"),
+    *("_sample", "observe", "output_token_ids", "stop", "update", "value"),
 }
 # Held by the `KernelOverride` objects through which they are mended.
 UNNAMED = {"_expand_kernel_impl", "_rejection_random_sample_kernel_impl"}
