@@ -104,8 +104,9 @@ class RequestsV1(LogitsProcessor):
         before = list(self._requests.values())
         process_dict_updates(self._requests, batch_update, self._enter)
         requests = list(self._requests.values())
+        in_batch = set(map(id, requests))
         for request in before:
-            if not any(request is other for other in requests):
+            if id(request) not in in_batch:
                 lost = int(self._records.lost[request.slot])
                 request.record, request.slot = request.record._replace(lost=lost), -1
         ids, unfinished = self._request_ids(), self._unfinished()
