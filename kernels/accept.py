@@ -209,7 +209,7 @@ def _account(account: Account | None, drafts: Drafts) -> Account:
         counts = torch.zeros(count_size(longest), dtype=torch.int64, device=device)
         account = Account(counts, None, longest)
     if account.table is None:
-        shape = drafts.cu_num_draft_tokens.shape[0], account.longest + 1
+        shape = drafts.cu_num_draft_tokens.shape[0], 2, account.longest + 1
         account = account._replace(table=torch.empty(shape, device=device))
     return account
 

@@ -126,15 +126,18 @@ def _finish(
     tl.atomic_add(counts_ptr + 2 * longest + offset, one, mask=is_verified & is_relaxed)
     tl.atomic_add(counts_ptr + 3 * longest, step_lost)
     tl.atomic_add(counts_ptr + 3 * longest + 1, step_gained)
+    # Greedily the drift is the loss.
+    tl.atomic_add(counts_ptr + 3 * longest + 2, tl.where(is_greedy, step_lost, 0))
     is_refused = is_verified & (verdict >= _PROTECTED)
     refusal = tl.maximum(verdict - _PROTECTED, 0)
-    tl.atomic_add(counts_ptr + 3 * longest + 2 + refusal, one, mask=is_refused)
+    tl.atomic_add(counts_ptr + 3 * longest + 4 + refusal, one, mask=is_refused)
 
     of_greedy = tl.where(is_relaxed, loss.to(tl.float32) * _UNIT, float("nan"))
     of_sampled = tl.where(offset <= accepted, ratio, float("nan"))
     row = tl.where(is_greedy, of_greedy, of_sampled)
-    where = table_ptr + request.to(tl.int64) * (longest + 1) + offset
+    where = table_ptr + request.to(tl.int64) * 2 * (longest + 1) + offset
     tl.store(where, row, mask=offset <= longest)
+    tl.store(where + longest + 1, tl.zeros_like(row), mask=offset <= longest)
     return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
 
 
@@ -148,7 +151,7 @@ def accept_kernel(
     num_accepted_ptr,
     num_relaxed_ptr,
     step_lost_ptr,
-    # [count_size], [batch, longest + 1]
+    # [count_size], [batch, 2, longest + 1]
     counts_ptr,
     table_ptr,
     # Of steps in which requests sample: [num_draft, 3] float32 (saved logit, bias, log Z), int32
@@ -460,7 +463,7 @@ def accept_kernel(
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def settle_kernel(
-    # [count_size], [batch, longest + 1]
+    # [count_size], [batch, 2, longest + 1]
     counts_ptr,
     table_ptr,
     # By slot

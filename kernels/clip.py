@@ -49,6 +49,7 @@ class Clipped(NamedTuple):
         losses: `[num_rows]` float32, KL(m || p) in nats, in [0, price**2 / 8].
         gained: `[num_rows]` float32, sum min(m, q) - sum min(p, q): by how much acceptance is more
             probable under m; >= 0.
+        drift: `[num_rows]` float32, E_m[-log p] - H(p) in nats: see `rule`.
         target_lse: `[num_rows]` float32, log-sum-exp of the target's row. With a price,
             `logits[y] - target_logits[y] + target_lse` is log m(y) - log p(y).
     """
@@ -56,6 +57,7 @@ class Clipped(NamedTuple):
     logits: torch.Tensor
     losses: torch.Tensor
     gained: torch.Tensor
+    drift: torch.Tensor
     target_lse: torch.Tensor
 
 
@@ -98,7 +100,7 @@ def clip_rows(
 
         shape, device = target_logits.shape, target_logits.device
         logits = torch.empty(shape, dtype=torch.float32, device=device)
-        clipped = Clipped(logits, *torch.empty(3, shape[0], dtype=torch.float32, device=device))
+        clipped = Clipped(logits, *torch.empty(4, shape[0], dtype=torch.float32, device=device))
         launch_clip(
             clipped,
             target_logits,
@@ -127,7 +129,7 @@ def _clip_on_cpu(
     """Row by row: the buffers stay in the cache, and no row depends on those beside it."""
     logits = target_logits.to(torch.float32, copy=True)
     vocab = min(logits.shape[1], draft.shape[-1])
-    losses, gained, target_lse = logits.new_zeros(3, logits.shape[0])
+    losses, gained, drift, target_lse = logits.new_zeros(4, logits.shape[0])
     buffers = logits.new_empty(4, vocab)
     for row, price in enumerate(prices.tolist()):
         target = logits[row, :vocab]
@@ -142,9 +144,9 @@ def _clip_on_cpu(
             q = (draft[slot, step, :vocab].float() / temperature[slot]).softmax(-1)
         # In this order the sum of m is exact also where the logits are large.
         target.sub_(largest).sub_(log_sum)
-        losses[row], gained[row] = _clip_row(target, q, price, buffers)
+        losses[row], gained[row], drift[row] = _clip_row(target, q, price, buffers)
         logits[row, vocab:] = -math.inf
-    return Clipped(logits, losses, gained, target_lse)
+    return Clipped(logits, losses, gained, drift, target_lse)
 
 
 def _softmax(logits: torch.Tensor, p: torch.Tensor) -> tuple[float, float]:
@@ -157,8 +159,12 @@ def _softmax(logits: torch.Tensor, p: torch.Tensor) -> tuple[float, float]:
 
 def _clip_row(
     log_p: torch.Tensor, q: torch.Tensor, price: float, buffers: torch.Tensor
-) -> tuple[float, float]:
-    """Writes log m over log p, whose p is in the first buffer; returns loss and what it gains."""
+) -> tuple[float, float, float]:
+    """Writes log m over log p, whose p is in the first buffer.
+
+    Returns:
+        The loss, what acceptance gains, and the drift.
+    """
     p, ratio, clipped, spare = buffers
     price = min(price, MOST_PRICE)
     # Where p = q = 0 there is no number; where p alone is 0, r is infinite. Neither adds to m.
@@ -189,8 +195,11 @@ def _clip_row(
     # Not by `dot`, whose float32 sum is too coarse for what m is divided by.
     total = float(share.sum())
     loss = float(torch.dot(share, log_ratio)) / total - math.log(total)
+    # Where p is 0 so is m.
+    finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)
+    drift = float(torch.dot(p.sub_(share, alpha=1 / total), finite))
     log_p.add_(log_ratio).sub_(math.log(total))
-    return min(max(loss, 0.0), EIGHTH * price * price), max(gained, 0.0)
+    return min(max(loss, 0.0), EIGHTH * price * price), max(gained, 0.0), drift
 
 
 def _check(

@@ -59,6 +59,7 @@ def _load(
     do_not_specialize_on_alignment=[
         "losses_ptr",
         "gained_ptr",
+        "drift_ptr",
         "target_lse_ptr",
         "prices_ptr",
         "slots_ptr",
@@ -73,6 +74,8 @@ def clip_kernel(
     losses_ptr,
     # [num_rows]
     gained_ptr,
+    # [num_rows]
+    drift_ptr,
     # [num_rows]
     target_lse_ptr,
     # [num_rows, target_vocab]
@@ -161,6 +164,7 @@ def clip_kernel(
         log_total = tl.log(total)
         losses = tl.zeros([BLOCK], tl.float32)
         gains = tl.zeros([BLOCK], tl.float32)
+        drifts = tl.zeros([BLOCK], tl.float32)
         for start in range(0, target_vocab, BLOCK):
             token = start + tl.arange(0, BLOCK)
             target, p, ratio = _load(
@@ -177,11 +181,14 @@ def clip_kernel(
             log_ratio = tl.log(clipped)
             losses += p * clipped * log_ratio
             gains += p * (tl.minimum(clipped, ratio) - tl.minimum(ratio, 1.0))
+            surprise = tl.where(p > 0.0, target_lse - target, 0.0)
+            drifts += p * (clipped / total - 1.0) * surprise
             served = log_ratio - (target_lse + log_total) + target
             tl.store(logits_ptr + token, served, mask=token < target_vocab)
         loss = tl.maximum(tl.sum(losses, axis=0) / total - log_total, 0.0)
         tl.store(losses_ptr + row, tl.minimum(loss, EIGHTH * price * price))
         tl.store(gained_ptr + row, tl.maximum(tl.sum(gains, axis=0), 0.0))
+        tl.store(drift_ptr + row, tl.sum(drifts, axis=0))
     else:
         for start in range(0, target_vocab, BLOCK):
             token = start + tl.arange(0, BLOCK)
@@ -189,10 +196,11 @@ def clip_kernel(
             tl.store(logits_ptr + token, target.to(tl.float32), mask=token < target_vocab)
         tl.store(losses_ptr + row, 0.0)
         tl.store(gained_ptr + row, 0.0)
+        tl.store(drift_ptr + row, 0.0)
 
 
 def launch_clip(
-    clipped: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    clipped: tuple[torch.Tensor, ...],
     target_logits: torch.Tensor,
     draft: torch.Tensor,
     prices: torch.Tensor,

@@ -103,14 +103,16 @@ def read_rows(
             for i in np.flatnonzero(is_small):
                 larger = np.count_nonzero(rows[target[i]] > (t if is_argmax[i] else logit)[i])
                 is_small[i] = larger >= 2 if is_argmax[i] else larger <= 1
-    log_p = None
+    log_p = entropy = None
     if is_sampled is not None:
         # torch's softmax takes a quarter of the time of NumPy's exponentials. That of the first
         # choice never underflows.
-        of_first = drafts.logits.softmax(dim=-1).numpy()[target, argmax]
+        p = drafts.logits.softmax(dim=-1)
+        of_first = p.numpy()[target, argmax]
         with np.errstate(invalid="ignore"):
             log_p = np.minimum(logit - first + np.log(of_first), 0.0)
         log_p[~(in_vocab & np.asarray(is_sampled))] = -math.inf
+        entropy = torch.special.entr(p).sum(-1).numpy()[target]
     return (
         Rows(
             np.where(in_vocab, ids, -1).tolist(),
@@ -121,6 +123,7 @@ def read_rows(
             (in_vocab & is_among(safe, ends)).tolist(),
             forbidden(safe, argmax, ends, rule, blocked),
             None if log_p is None else log_p.tolist(),
+            None if entropy is None else entropy.tolist(),
         ),
         row_argmax,
     )
@@ -248,11 +251,12 @@ def plan(
     if clip is not None:
         clipped = clip(torch.tensor(prices, dtype=torch.float32))
         losses = map(definition.units_of, clipped.losses.tolist())
-        gained = [round(chance * 2**LOSS_BITS) for chance in clipped.gained.tolist()]
+        gained = map(definition.nearest_units, clipped.gained.tolist())
+        drifts = map(definition.nearest_units, clipped.drift.tolist())
         positions = [
-            position._replace(loss=lost, gained=gain) if sampled else position
-            for position, lost, gain, sampled in zip(
-                positions, losses, gained, is_sampled, strict=True
+            position._replace(loss=lost, gained=gain, drift=drift) if sampled else position
+            for position, lost, gain, drift, sampled in zip(
+                positions, losses, gained, drifts, is_sampled, strict=True
             )
         ]
     logits = drafts.logits if clipped is None else clipped.logits
@@ -294,7 +298,7 @@ def settle(
         _finish(place, counted, draft, accepted, is_greedy, requests, account)
         if is_greedy or account is None or account.table is None:
             continue
-        ratios = account.table[place]
+        ratios = account.table[place, 0]
         for offset, token in enumerate(tokens[: accepted + 1]):
             if begin + offset == end:
                 ratios[offset] = 0.0
@@ -342,7 +346,7 @@ def _accepted(verdicts: Sequence[Verdict]) -> int:
 
 def _of_greedy(verdict: Verdict, loss: int) -> Position:
     if verdict == Verdict.RELAXED:
-        return Position(verdict, math.inf, 0.0, loss, 1 << LOSS_BITS)
+        return Position(verdict, math.inf, 0.0, loss, 1 << LOSS_BITS, loss)
     return Position(verdict)
 
 
@@ -359,12 +363,13 @@ def _finish(
 
     `positions` are those of the answer's tokens.
     """
-    num_relaxed = lost = gained = 0
+    num_relaxed = lost = gained = drift_up = drift_down = 0
     counts = None if account is None else account.counts.numpy()
     starts = {} if account is None else count_starts(account.longest)
     table = None if account is None or account.table is None else account.table[place]
     if table is not None:
-        table.fill_(math.nan)
+        table[0] = math.nan
+        table[1] = 0
     # Up to and including the first rejected one.
     for offset, position in enumerate(positions[: accepted + 1]):
         is_accepted, verdict = offset < accepted, position.verdict
@@ -373,8 +378,12 @@ def _finish(
         if is_relaxed or not is_greedy:
             lost += position.loss
             gained += position.gained
+            drift_up += max(position.drift, 0)
+            drift_down += max(-position.drift, 0)
         if table is not None and is_relaxed and is_greedy:
-            table[offset] = position.loss * 2.0**-LOSS_BITS
+            table[0, offset] = position.loss * 2.0**-LOSS_BITS
+        if table is not None and not is_greedy:
+            table[1, offset] = position.drift * 2.0**-LOSS_BITS
         if counts is not None and draft[offset] >= 0:
             counts[starts["verified"] + offset] += 1
             counts[starts["accepted"] + offset] += is_accepted
@@ -384,6 +393,8 @@ def _finish(
     if counts is not None:
         counts[starts["lost"]] += lost
         counts[starts["gained"]] += gained
+        counts[starts["drift_up"]] += drift_up
+        counts[starts["drift_down"]] += drift_down
     if lost:
         requests.records.lost[requests.slots[place]] += lost
     return num_relaxed, lost

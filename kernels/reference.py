@@ -50,11 +50,12 @@ def read_rows(
         threshold = torch.from_numpy(thresholds).to(first)
         is_small = in_vocab & (logit >= second) & (second > threshold * first)
         is_small &= (threshold == 1) | (first > 0)
-    log_p = None
+    log_p = entropy = None
     if is_sampled is not None:
         own = torch.as_tensor(np.asarray(is_sampled), device=ids.device) & in_vocab
         exact = (logit.double() - rows.double().logsumexp(1)).clamp(max=0)
         log_p = torch.where(own, exact, -torch.inf).tolist()
+        entropy = torch.special.entr(rows.double().softmax(1)).sum(1).tolist()
     draft, first_choice = safe.cpu().numpy(), argmax.cpu().numpy()
     return (
         Rows(
@@ -66,6 +67,7 @@ def read_rows(
             (in_vocab.cpu().numpy() & cpu.is_among(draft, ends)).tolist(),
             cpu.forbidden(draft, first_choice, ends, rule, blocked),
             log_p,
+            entropy,
         ),
         row_argmax.cpu().numpy(),
     )

@@ -26,6 +26,10 @@ Requests that sample, with drafts that are not drawn (one-hot)
                  KL(m || p) = a b - V with a = m(x), at most b**2 / 8; so b is at most
                  sqrt(8 * what the request may still lose).
 
+The drift of a position is E_m[-log p] - H(p), by how much less probable than the target's own the
+token becomes that is served there, on average: (1 - exp(-V)) (-log p(x) - H(p)), and of a token
+that is accepted outright -log p(x) - H(p). Greedily it is the loss.
+
 Greedy is the limit of the price rule as the temperature goes to 0.
 
 A price looks no further than the answer can go: where the draft token ends the request, or is its
@@ -69,6 +73,7 @@ class Rows(NamedTuple):
         is_end: whether x ends the request.
         forbidden: PROTECTED, or the reason for which the position must stay strict, or NONE.
         log_p: log p(x), -inf for padding; NaN where it is no number. None if no request samples.
+        entropy: H(p) in nats; read where log_p is a number above -inf. None if no request samples.
     """
 
     draft: Sequence[int]
@@ -79,6 +84,7 @@ class Rows(NamedTuple):
     is_end: Sequence[bool]
     forbidden: Sequence[int]
     log_p: Sequence[float] | None
+    entropy: Sequence[float] | None
 
 
 class Allowance(NamedTuple):
@@ -137,6 +143,7 @@ class Position(NamedTuple):
         log_z: V with this b.
         loss: in units of 2**-LOSS_BITS nats.
         gained: what the rule adds to the probability of acceptance, in those units.
+        drift: in those units, rounded to the nearest.
     """
 
     verdict: Verdict
@@ -144,6 +151,7 @@ class Position(NamedTuple):
     log_z: float = 0.0
     loss: int = 0
     gained: int = 0
+    drift: int = 0
 
 
 def num_gainful(rows: Rows, begin: int, end: int, allowed: Allowance) -> int:
@@ -189,7 +197,7 @@ def greedy(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance)
 
 def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance) -> list[Position]:
     """What is decided at the positions of a draft, not drawn, of a request that samples."""
-    assert rows.log_p is not None, "a request samples"
+    assert rows.log_p is not None and rows.entropy is not None, "a request samples"
     # Behind these positions nothing can be gained.
     gainful = num_gainful(rows, begin, end, allowed)
     value = 0.0
@@ -207,12 +215,13 @@ def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance
     lost = 0
     for offset, i in enumerate(range(begin, end)):
         log_p, left = rows.log_p[i], allowed.at(offset) - lost
+        entropy = rows.entropy[i]
         position = Position(Verdict.NONE)
         if name == "price":
             if biases[offset] > 0:
                 # Rounded down by more than a float can be off.
                 most = math.sqrt(8 * max(left, 0) * _UNIT) * (1 - 2**-20)
-                position = _tilted(log_p, min(biases[offset], most), left)
+                position = _tilted(log_p, entropy, min(biases[offset], most), left)
             elif rows.forbidden[i] and log_p > -math.inf and allowed.price and offset < gainful:
                 position = Position(Verdict(rows.forbidden[i]))
         elif rows.is_small[i] and log_p > -math.inf:
@@ -224,7 +233,8 @@ def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance
             else:
                 gained = round((1 - math.exp(log_p)) / _UNIT)
                 # The draft token's share of m is 1: log m - log p is -log p.
-                position = Position(Verdict.RELAXED, math.inf, log_p, loss, gained)
+                drift = nearest_units(-log_p - entropy)
+                position = Position(Verdict.RELAXED, math.inf, log_p, loss, gained, drift)
         lost += position.loss
         positions.append(position)
     return positions
@@ -240,18 +250,24 @@ def log_partition(log_p: float, bias: float) -> float:
     return most + math.log1p(math.exp(min(rest, tilted) - most))
 
 
-def _tilted(log_p: float, bias: float, left: int) -> Position:
+def _tilted(log_p: float, entropy: float, bias: float, left: int) -> Position:
     log_z = log_partition(log_p, bias)
     accepted = math.exp(min(log_p + bias - log_z, 0.0))
     # By Hoeffding's lemma it is no more than what is left; a float may say a unit more.
     loss = min(units_of(max(accepted * bias - log_z, 0.0)), max(left, 0))
     gained = max(round((accepted - math.exp(log_p)) / _UNIT), 0)
-    return Position(Verdict.NONE, bias, log_z, loss, gained)
+    drift = nearest_units(-math.expm1(-log_z) * (-log_p - entropy))
+    return Position(Verdict.NONE, bias, log_z, loss, gained, drift)
 
 
 def units_of(nats: float) -> int:
     """Nats in units of 2**-LOSS_BITS, rounded up, at most MOST_LOSS."""
     return min(math.ceil(nats / _UNIT), MOST_LOSS)
+
+
+def nearest_units(nats: float) -> int:
+    """Nats of either sign in those units, rounded to the nearest, at most MOST_LOSS."""
+    return round(min(max(nats / _UNIT, -MOST_LOSS), MOST_LOSS))
 
 
 def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[float]:

@@ -198,9 +198,10 @@ class Account(NamedTuple):
 
     Attributes:
         counts: int64 `[count_size(K)]`, added into; see `count_starts`.
-        table: float32 `[batch, K + 1]`, written, or None: of a greedy request what each relaxed
-            token lost, in nats; of one that samples log m - log p of each token, where m is the
-            distribution that was served. NaN elsewhere.
+        table: float32 `[batch, 2, K + 1]`, written, or None. First, of a greedy request what each
+            relaxed token lost, in nats; of one that samples log m - log p of each token, where m is
+            the distribution that was served. NaN elsewhere. Second, the drift of each token of a
+            request that samples, in nats; 0 elsewhere.
         longest: K, the longest draft of the engine.
     """
 
@@ -218,15 +219,19 @@ class Account(NamedTuple):
 #              the divergence KL(m || p) at each position looked at
 #   gained     what the rule added to the probability of acceptance at positions looked at, in units
 #              of 2**-LOSS_BITS; of greedy requests the relaxed tokens
+#   drift_up   the drift of the positions at which it is above 0, in units of 2**-LOSS_BITS nats:
+#              see `rule`; greedily what is lost
+#   drift_down the rest, without its sign
 #   refused    an entry per reason of `REFUSALS`
 BY_POSITION = ("verified", "accepted", "relaxed")
+IN_ONE_ENTRY = ("lost", "gained", "drift_up", "drift_down")
 
 
 def count_starts(longest: int) -> dict[str, int]:
     """Where each count begins in `Account.counts`, for drafts of up to `longest` tokens."""
     starts = {name: i * longest for i, name in enumerate(BY_POSITION)}
-    single = len(BY_POSITION) * longest
-    return {**starts, "lost": single, "gained": single + 1, "refused": single + 2}
+    behind = len(BY_POSITION) * longest
+    return starts | {name: behind + i for i, name in enumerate((*IN_ONE_ENTRY, "refused"))}
 
 
 def count_size(longest: int) -> int:

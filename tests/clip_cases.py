@@ -42,4 +42,6 @@ def check(clipped, target, draft, prices):
     q = draft.double()
     gained = (m.minimum(q) - p.minimum(q)).sum(-1)
     assert torch.allclose(clipped.gained.double(), gained, atol=1e-4)
+    drift = (p - m).mul(p.log().clamp(min=-1e9)).sum(-1)
+    assert torch.allclose(clipped.drift.double(), drift, atol=1e-4)
     assert torch.allclose(clipped.target_lse, target.float().logsumexp(-1))

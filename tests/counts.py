@@ -30,6 +30,8 @@ COUNTS = counts_of(
     relaxed=[2, 1, 0],
     lost=[3 << 15],
     gained=[9 << 14],
+    drift_up=[1 << 15],
+    drift_down=[1 << 14],
     refused=[4, 0, 1, 0, 2],
 )
 
@@ -55,6 +57,8 @@ def check_exported(samples, engine, times):
         assert samples[f"{metrics.REFUSED}_total", engine, reason] == times * count
     assert samples[f"{metrics.LOST}_total", engine] == times * 1.5
     assert samples[f"{metrics.GAINED}_total", engine] == times * 2.25
+    assert samples[f"{metrics.DRIFT_UP}_total", engine] == times * 0.5
+    assert samples[f"{metrics.DRIFT_DOWN}_total", engine] == times * 0.25
 
 
 def dashboard_queries():

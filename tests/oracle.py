@@ -232,3 +232,8 @@ def served(row: Sequence[float], draft: int, bias: float) -> list[float]:
 def divergence(m: Sequence[float], p: Sequence[float]) -> float:
     """KL(m || p) in nats."""
     return sum(a * math.log(a / b) for a, b in zip(m, p, strict=True) if a > 0)
+
+
+def drift(m: Sequence[float], p: Sequence[float]) -> float:
+    """E_m[-log p] - H(p) in nats."""
+    return sum((b - a) * math.log(b) for a, b in zip(m, p, strict=True) if b > 0)

@@ -35,7 +35,7 @@ def test_all_series_are_there_before_anything_is_counted():
     metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, max_loss=0.02)
     samples = exported()
     assert samples.pop((metrics.ALLOWED, "0")) == 0.02
-    assert len(samples) == 2 * 3 + len(REASONS) + 2
+    assert len(samples) == 2 * 3 + len(REASONS) + 4
     assert not any(samples.values())
 
 
@@ -87,7 +87,7 @@ def test_log_line():
     logging.log(log)
     assert log.lines == [
         "Engine 000: MARS metrics: Gained: 4.5 draft tokens (20.5% of accepted), "
-        "Lost: 0.0500 nats per token, Relaxed outright: 6 tokens"
+        "Lost: 0.0500 nats per token, Drift: +0.0083 nats per token, Relaxed outright: 6 tokens"
     ]
 
 

@@ -64,6 +64,11 @@ class State:
 collect_rows(State)
 
 
+def row(*values, drifts=(0.0,) * 4):
+    """What a step's table holds of each of a request's tokens."""
+    return {"a": list(zip(values, drifts, strict=True))}
+
+
 def request(temperature=0.0, **own):
     params = {"temperature": temperature, "extra_args": own}
     params |= {"structured_outputs": None, "stop_token_ids": None}
@@ -80,10 +85,10 @@ def answering(*args, **own):
 
 def test_what_a_stop_cuts_off_is_left_out():
     state = answering(mars_return=True)
-    state.step(3, {"a": [0.5, NAN, 0.25, NAN]})
-    state.step(1, {"a": [1.0, 1.0, NAN, NAN]})
+    state.step(3, row(0.5, NAN, 0.25, NAN))
+    state.step(1, row(1.0, 1.0, NAN, NAN))
     # A stop string is found in the front end, where a later token is cut off.
-    state.step(3, {"a": [NAN, 2.0, 2.0, NAN]}, kept=2)
+    state.step(3, row(NAN, 2.0, 2.0, NAN), kept=2)
     assert state.told() == {
         "theta": 0.9,
         "num_relaxed_tokens": 4,
@@ -96,13 +101,14 @@ def test_a_request_that_samples_is_told_of_each_token():
     state = answering(1.0, mars_return=True)
     # The first token comes without a draft, a stop cuts a step off, a row of NaN says nothing.
     state.step(1, {})
-    state.step(2, {"a": [0.5, -0.25, NAN, NAN]})
-    state.step(1, {"a": [0.125, 1.0, 0.0, NAN]})
-    state.step(2, {"a": [NAN, NAN, NAN, NAN]})
+    state.step(2, row(0.5, -0.25, NAN, NAN, drifts=(0.5, 0.25, 1.0, 1.0)))
+    state.step(1, row(0.125, 1.0, 0.0, NAN, drifts=(-0.125, 1.0, 1.0, 1.0)))
+    state.step(2, row(NAN, NAN, NAN, NAN))
     assert state.told() == {
         "theta": 0.9,
         "draft_sample_method": "greedy",
         "log_ratios": [0.0, 0.5, -0.25, 0.125, 0.0, 0.0],
+        "drift_nats": 0.625,
     }
 
 
@@ -110,7 +116,7 @@ def test_a_step_sends_what_it_added():
     state = answering(mars_return=True)
     state.scheduler.requests["a"].spec_decode_metrics.per_step_accepted = [1] * 1000
     for _ in range(3):
-        (output,) = state.step(2, {"a": [NAN, 1.0, NAN, NAN]})
+        (output,) = state.step(2, row(NAN, 1.0, NAN, NAN))
         sent = output.spec_decode_metrics
         assert sent.per_step_accepted == [] and len(sent.mars["row"]) == 2
 
@@ -120,7 +126,7 @@ def test_a_further_input_may_ask_first():
     state.step(2, {})
     assert state.spec_decode_metrics is None
     state.scheduler.add_request(request(mars_return=True))
-    state.step(2, {"a": [NAN, 1.0, NAN, NAN]})
+    state.step(2, row(NAN, 1.0, NAN, NAN))
     assert state.told()["relaxed_positions"] == [3]
 
 

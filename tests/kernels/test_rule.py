@@ -13,7 +13,7 @@ import oracle
 from vllm_mars import verify_greedy
 from vllm_mars.config import STRICT_VALUE
 from vllm_mars.kernels import cpu, reference
-from vllm_mars.kernels.rule import Allowance
+from vllm_mars.kernels.rule import Allowance, Position
 from vllm_mars.kernels.terms import (
     NO_BOUND,
     REFUSALS,
@@ -218,7 +218,7 @@ def requests_of(batch, logits):
 
 def an_account(batch):
     counts = torch.zeros(count_size(LONGEST), dtype=torch.int64)
-    table = torch.full((len(batch["lengths"]), LONGEST + 1), 7.0)
+    table = torch.full((len(batch["lengths"]), 2, LONGEST + 1), 7.0)
     return Account(counts, table, LONGEST)
 
 
@@ -254,8 +254,9 @@ def test_greedy_requests_are_verified_as_the_oracle_says(accept, batch):
                 counts[starts["relaxed"] + offset] += is_relaxed
             if verdict in REFUSALS:
                 counts[starts["refused"] + REFUSALS.index(verdict)] += 1
-        np.testing.assert_allclose(account.table[i].tolist(), told)
+        np.testing.assert_allclose(account.table[i, 0].tolist(), told)
         counts[starts["lost"]] += int(expected.loss * 2**16)
+        counts[starts["drift_up"]] += int(expected.loss * 2**16)
         counts[starts["gained"]] += expected.relaxed * 2**16
     assert account.counts.tolist() == counts.tolist()
 
@@ -295,7 +296,7 @@ def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
             position += 1
             if draft < 0 or not p[draft] > 0:
                 # Left as it is, for vLLM to reject.
-                assert found == (Verdict.NONE, 0.0, 0.0, 0, 0)
+                assert found == Position(Verdict.NONE)
                 continue
             left = INF
             if nats is not None:
@@ -317,6 +318,7 @@ def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
             assert found.loss * 2**-16 == pytest.approx(oracle.divergence(m, p), abs=1e-4)
             assert found.loss * 2**-16 <= left
             assert found.gained * 2**-16 == pytest.approx(m[draft] - p[draft], abs=1e-4)
+            assert found.drift * 2**-16 == pytest.approx(oracle.drift(m, p), abs=1e-4)
             spent += found.loss
     # All of each draft accepted.
     width = max(batch["lengths"]) + 1
@@ -384,7 +386,7 @@ def test_without_a_price_nothing_is_added(batch):
     """Exactly, so that the output is vLLM's and nothing is lost."""
     batch |= {"values": [0.0] * len(batch["lengths"]), "scales": [0] * len(batch["lengths"])}
     plan, drafts, _ = plan_of(batch)
-    assert all(position == (Verdict.NONE, 0.0, 0.0, 0, 0) for position in plan.positions)
+    assert all(position == Position(Verdict.NONE) for position in plan.positions)
     torch.testing.assert_close(
         drafts.logits, step(batch)[0].logits[:-1], rtol=0, atol=0, equal_nan=True
     )

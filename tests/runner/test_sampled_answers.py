@@ -92,8 +92,9 @@ def test_sampled_answers_follow_what_is_served(drafts, packaged_model):
         answer = output.outputs[0]
         tokens = list(answer.token_ids)
         own, entropy, variance = surprise(target, output.prompt_token_ids, tokens)
-        excess[price].append(((-own - entropy).sum(), variance.sum()))
-        ratios = np.array(answer.spec_decode_metrics.mars["log_ratios"])
+        told = answer.spec_decode_metrics.mars
+        excess[price].append(((-own - entropy).sum(), variance.sum(), told["drift_nats"]))
+        ratios = np.array(told["log_ratios"])
         served = [
             entry[token].logprob for entry, token in zip(answer.logprobs, tokens, strict=True)
         ]
@@ -102,12 +103,15 @@ def test_sampled_answers_follow_what_is_served(drafts, packaged_model):
             weights.append(np.exp(-ratios))
         else:
             assert not ratios.any()
-    deviations = {}
+    deviations, drifts = {}, {}
     for price, found in excess.items():
-        above, variance = map(math.fsum, zip(*found, strict=True))
+        above, variance, drifts[price] = map(math.fsum, zip(*found, strict=True))
+        # In standard errors.
         deviations[price] = above / math.sqrt(variance)
-    # In standard errors.
-    assert abs(deviations[0.0]) < 4, deviations
+        assert abs(above - drifts[price]) < 4 * math.sqrt(variance), (price, above, drifts)
+    assert drifts[0.0] == 0
+    counted = metrics["vllm:mars_drift_up_nats"] - metrics["vllm:mars_drift_down_nats"]
+    assert counted == pytest.approx(drifts[PRICES[1]], rel=0.01)
     if drafts == "greedy":
         # So much does a price of that size show where drafts are likely tokens.
         assert deviations[PRICES[1]] < -4, deviations

@@ -23,6 +23,8 @@ VERIFIED = "vllm:mars_verified_positions"
 REFUSED = "vllm:mars_refused_positions"
 LOST = "vllm:mars_lost_nats"
 GAINED = "vllm:mars_gained_acceptance"
+DRIFT_UP = "vllm:mars_drift_up_nats"
+DRIFT_DOWN = "vllm:mars_drift_down_nats"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 OVERRIDE = "vllm:mars_override"
 
@@ -34,6 +36,10 @@ _HELP = {
     "requests are greedy, KL(served || target) where they sample.",
     GAINED: "What the rule added to the probability of acceptance at verified positions: draft "
     "tokens gained, as expected before any draw.",
+    DRIFT_UP: "By how much less probable than the target's own answers became, in nats, as "
+    "expected before any draw: where requests sample E[-log p] of what was served, less the "
+    "target's entropy, at the positions where that is above 0; what is lost where they are greedy.",
+    DRIFT_DOWN: "By how much more probable, at the positions where it is below 0.",
     ALLOWED: "mars_max_loss of this server: what an answer may lose per token, in nats.",
     OVERRIDE: "What VLLM_MARS_OVERRIDES holds new requests to, by option; NaN where it names none.",
 }
@@ -85,6 +91,8 @@ class MarsProm:
         add(REFUSED, layout.refused, {"reason": REASONS})
         add(LOST, layout.lost, {}, UNIT)
         add(GAINED, layout.gained, {}, UNIT)
+        add(DRIFT_UP, layout.drift_up, {}, UNIT)
+        add(DRIFT_DOWN, layout.drift_down, {}, UNIT)
         if max_loss is not None:
             gauge = gauge_class(
                 name=ALLOWED,
@@ -141,16 +149,19 @@ class MarsLogging:
         verified = counts[self._layout.verified]
         if not any(verified):
             return
-        gained, lost = (
-            sum(counts[entries]) * UNIT for entries in (self._layout.gained, self._layout.lost)
+        layout = self._layout
+        gained, lost, up, down = (
+            sum(counts[entries]) * UNIT
+            for entries in (layout.gained, layout.lost, layout.drift_up, layout.drift_down)
         )
         logger.info(
             "%sMARS metrics: Gained: %.1f draft tokens (%.1f%% of accepted), Lost: %.4f nats per "
-            "token, Relaxed outright: %d tokens",
+            "token, Drift: %+.4f nats per token, Relaxed outright: %d tokens",
             prefix,
             gained,
             100 * share(gained, sum(counts[self._layout.accepted])),
             share(lost, generated),
+            share(up - down, generated),
             sum(counts[self._layout.relaxed]),
         )
         self._warn_if_inert(counts, logger, prefix)

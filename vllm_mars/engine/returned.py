@@ -1,8 +1,8 @@
 """`mars_return`: what verification did to each choice of an answer.
 
 Of a greedy request the relaxed tokens and what each lost; of one that samples `log_ratios`, for
-each token log m - log p, where m is the distribution that was served and p the target's, and
-vLLM's `draft_sample_method`.
+each token log m - log p, where m is the distribution that was served and p the target's,
+`drift_nats`, the answer's sum of E_m[-log p] - H(p), and vLLM's `draft_sample_method`.
 
     worker        a step's row for each request that asks: `runner.outputs`
     engine core   sends the row along with the step's tokens, in vLLM's RequestSpecDecodeMetrics
@@ -101,7 +101,7 @@ def collect_rows(request_state: type) -> None:
         if part is not None:
             row, begin = vars(self).setdefault(_ROW, []), self.detokenizer.num_output_tokens()
             # Without a draft there is no row, and a token is the target's own.
-            row[begin:] = [math.nan] * (begin - len(row)) + part["row"]
+            row[begin:] = [(math.nan, 0.0)] * (begin - len(row)) + part["row"]
         vars(self)[_METRICS] = metrics
 
     def read(self: Any) -> Any:
@@ -117,20 +117,24 @@ def collect_rows(request_state: type) -> None:
     setattr(request_state, _METRICS, property(read, assign))
 
 
-def _report(head: dict[str, Any], row: Sequence[float], length: int) -> dict[str, Any]:
+def _report(
+    head: dict[str, Any], row: Sequence[tuple[float, float]], length: int
+) -> dict[str, Any]:
     """What a client gets.
 
     Args:
         head: what it begins with.
-        row: as in the table of `Account`; it may end early, or reach behind the answer.
+        row: of each token, what the table of `Account` holds; it may end early, or reach behind the
+            answer.
         length: of the answer, in tokens.
     """
-    known = [(place, value) for place, value in enumerate(row[:length]) if not math.isnan(value)]
+    row = row[:length]
+    known = [(place, value) for place, (value, _) in enumerate(row) if not math.isnan(value)]
     if "draft_sample_method" in head:
         ratios = [0.0] * length
         for place, value in known:
             ratios[place] = value
-        return head | {"log_ratios": ratios}
+        return head | {"log_ratios": ratios, "drift_nats": sum(drift for _, drift in row)}
     return head | {
         "num_relaxed_tokens": len(known),
         "relaxed_positions": [place for place, _ in known],

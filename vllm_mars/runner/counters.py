@@ -31,7 +31,7 @@ class CounterLayout:
 
     Attributes:
         verified, accepted, relaxed: K entries each, one per draft position.
-        lost, gained: one entry each.
+        lost, gained, drift_up, drift_down: one entry each.
         refused: an entry per reason of `REASONS`.
         size: number of entries.
     """
@@ -43,7 +43,9 @@ class CounterLayout:
         self.accepted = slice(starts["accepted"], starts["relaxed"])
         self.relaxed = slice(starts["relaxed"], starts["lost"])
         self.lost = slice(starts["lost"], starts["gained"])
-        self.gained = slice(starts["gained"], starts["refused"])
+        self.gained = slice(starts["gained"], starts["drift_up"])
+        self.drift_up = slice(starts["drift_up"], starts["drift_down"])
+        self.drift_down = slice(starts["drift_down"], starts["refused"])
         self.refused = slice(starts["refused"], end)
         self.size = end
 

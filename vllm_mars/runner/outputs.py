@@ -111,18 +111,19 @@ def attach_returned(output: Any, carrier: "ModelRunnerOutput", returned: list[Re
     Args:
         output: what `sample_tokens` returns. If it is asynchronous, its `get_output` is wrapped, on
             this instance alone: the copy from the device is waited for there.
-        carrier: its ModelRunnerOutput, which gets, by request, its row of the step's table.
+        carrier: its ModelRunnerOutput, which gets, by request, what the step's table holds of each
+            of its tokens.
         returned: what the sampler noted. It keeps the tables until their copies are made.
     """
 
-    def by_request() -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
+    def by_request() -> dict[str, list[list[float]]]:
+        found: dict[str, list[list[float]]] = {}
         for request_ids, rows, copied in returned:
             if copied is not None:
                 rows, event = copied
                 event.synchronize()
             for place, request_id in request_ids.items():
-                found[request_id] = rows[place].tolist()
+                found[request_id] = rows[place].T.tolist()
         return found
 
     if all(it.copy is None for it in returned) or not hasattr(output, "get_output"):

@@ -19,7 +19,7 @@ class Returned(NamedTuple):
 
     Attributes:
         request_ids: ids of these requests by their place in the batch.
-        table: float32 `[batch, width]`: see `Account`.
+        table: float32 `[batch, 2, width]`: see `Account`.
         copy: on its way to the host, and the event behind it; None where the table is there.
     """
 
@@ -76,7 +76,7 @@ class Verification:
         longest = self.counters.layout.num_speculative_tokens
         table = None
         if returns or self.config.logprobs == "sampled":
-            table = torch.empty((batch, longest + 1), device=device)
+            table = torch.empty((batch, 2, longest + 1), device=device)
         if table is not None and returns:
             self.returned.append(Returned(returns, table))
         return Account(self.counters.device_counts, table, longest)
@@ -135,10 +135,10 @@ def log_ratios(table: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """log m - log p of a step's tokens: 0 of greedy requests, and behind the last token.
 
     Args:
-        table: float32 `[batch, width]`: see `Account`.
+        table: float32 `[batch, 2, width]`: see `Account`.
         temperature: `[batch]`; 0 is greedy.
     """
-    return table.nan_to_num(0.0).masked_fill(temperature[:, None] == 0, 0.0)
+    return table[:, 0].nan_to_num(0.0).masked_fill(temperature[:, None] == 0, 0.0)
 
 
 def of_sampled(token_ids: torch.Tensor, ratios: torch.Tensor) -> torch.Tensor:
