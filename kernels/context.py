@@ -13,12 +13,22 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.terms import GUARD_WINDOW, THINKING, Drafts, Markers, Requests, Verdict
+from vllm_mars.kernels.terms import (
+    GUARD_WINDOW,
+    OPENING,
+    THINKING,
+    Drafts,
+    Markers,
+    Requests,
+    Verdict,
+)
 
 _SPAN = tl.constexpr(int(Verdict.SPAN))
 _STRUCTURED = tl.constexpr(int(Verdict.STRUCTURED))
 _REPEAT = tl.constexpr(int(Verdict.REPEAT))
+_OPENED = tl.constexpr(int(Verdict.OPENING))
 _THINKING = tl.constexpr(THINKING)
+_OPENING = tl.constexpr(OPENING)
 # Draft tokens and places of the answer that are compared at a time.
 _DRAFTS = 8
 _BLOCK = 512
@@ -56,9 +66,10 @@ def new_state(num_slots: int, has_guard: bool, device: torch.device) -> ContextS
 
 
 @triton.jit
-def _advance(state, token, opens_ptr, closes_ptr, table_size, think_start, think_end):
+def _advance(state, token, opens_ptr, closes_ptr, table_size, think_start, think_end, opening):
     span = state % _THINKING
-    thinking = state - span
+    thinking = state & _THINKING
+    left = tl.maximum(state // _OPENING - 1, 0)
     is_listed = (token >= 0) & (token < table_size)
     opened = tl.load(opens_ptr + token, mask=is_listed, other=0)
     closed = tl.load(closes_ptr + token, mask=is_listed, other=0)
@@ -67,8 +78,9 @@ def _advance(state, token, opens_ptr, closes_ptr, table_size, think_start, think
     thinking = tl.where((span == 0) & (opened != 0), 0, thinking)
     span = tl.where(span == 0, opened, tl.where(is_closed, 0, span))
     thinking = tl.where(token == think_end, 0, thinking)
+    left = tl.where(token == think_end, opening, left)
     thinking = tl.where(token == think_start, _THINKING, thinking)
-    return span + thinking
+    return span + thinking + _OPENING * left
 
 
 @triton.jit
@@ -82,7 +94,7 @@ def _token_at(index, wanted, ring_ptr, num_answer, draft_ptr, WINDOW: tl.constex
 
 
 @triton.jit(
-    do_not_specialize=["tokens_stride", "table_size", "think_start", "think_end"],
+    do_not_specialize=["tokens_stride", "table_size", "think_start", "think_end", "opening"],
     do_not_specialize_on_alignment=[
         *("blocked_ptr", "state_ptr", "begun_ptr", "scanned_ptr", "held_ptr"),
         *("is_structured_ptr", "ring_ptr"),
@@ -118,6 +130,7 @@ def context_kernel(
     table_size,
     think_start,
     think_end,
+    opening,
     HAS_MARKERS: tl.constexpr,
     ONLY_THINKING: tl.constexpr,
     # Tokens of an n-gram; 0 for no guard.
@@ -152,7 +165,7 @@ def context_kernel(
         for i in range(scanned, total):
             token = tl.load(base_ptr + i)
             state = _advance(
-                state, token, opens_ptr, closes_ptr, table_size, think_start, think_end
+                state, token, opens_ptr, closes_ptr, table_size, think_start, think_end, opening
             )
         tl.store(state_ptr + slot, state)
     if LENGTH > 0:
@@ -191,11 +204,12 @@ def context_kernel(
             for j in range(first, tl.minimum(first + DRAFTS, num_draft)):
                 is_strict = state % _THINKING != 0
                 if ONLY_THINKING:
-                    is_strict = is_strict | (state < _THINKING)
-                blocked = tl.where((offset == j) & is_strict, _SPAN, blocked)
+                    is_strict = is_strict | (state & _THINKING == 0)
+                reason = tl.where(is_strict, _SPAN, tl.where(state >= _OPENING, _OPENED, 0))
+                blocked = tl.where((offset == j) & (reason != 0), reason, blocked)
                 token = tl.load(draft_ptr + j).to(tl.int32)
                 state = _advance(
-                    state, token, opens_ptr, closes_ptr, table_size, think_start, think_end
+                    state, token, opens_ptr, closes_ptr, table_size, think_start, think_end, opening
                 )
         blocked = tl.where(is_structured, _STRUCTURED, blocked)
         tl.store(blocked_ptr + start + offset, blocked.to(tl.int8), mask=is_draft)
@@ -240,7 +254,8 @@ def blocked_positions(
         markers.closes,
         markers.opens.shape[0],
         *markers.thinking,
-        HAS_MARKERS=markers.opens.shape[0] > 0 or markers.only_thinking,
+        markers.opening,
+        HAS_MARKERS=markers.opens.shape[0] > 0 or markers.only_thinking or markers.opening > 0,
         ONLY_THINKING=markers.only_thinking,
         LENGTH=ngram,
         WINDOW=state.ring.shape[1],

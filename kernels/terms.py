@@ -27,6 +27,9 @@ NO_LIMIT = 1 << 61
 
 # Added to the state of a request (see `vllm_mars.runner.sections`) inside its thinking section.
 THINKING = 1 << 8
+# The same for each token that its opening still has, which is strict; and the longest opening.
+OPENING = 1 << 9
+MOST_OPENING = 1 << 20
 # The guard against repetition looks at so many of an answer's last tokens.
 GUARD_WINDOW = 4096
 
@@ -50,6 +53,7 @@ class Verdict(enum.IntEnum):
     STRUCTURED = 6
     LOSS = 7
     REPEAT = 8
+    OPENING = 9
 
 
 # Why the rule was not applied where it would have accepted the draft token.
@@ -185,12 +189,14 @@ class Markers(NamedTuple):
         closes: int32 of that shape, the spans that it closes, as a bit mask.
         thinking: the tokens that begin and end the thinking section; -1 for none.
         only_thinking: whether all outside that section is strict.
+        opening: strict tokens at the begin of an answer, and behind its thinking section.
     """
 
     opens: torch.Tensor
     closes: torch.Tensor
     thinking: tuple[int, int]
     only_thinking: bool
+    opening: int
 
 
 class Account(NamedTuple):

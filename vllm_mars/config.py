@@ -33,6 +33,9 @@ DEFAULT_THETA = 0.9
 # Lengths of an n-gram that the guard against repetition can look for, and which one by default.
 _NGRAMS = range(2, 17)
 _DEFAULT_NGRAM = 4
+# Strict tokens at an answer's begin by default with a price or a bound, and the most.
+_DEFAULT_OPENING = 8
+MOST_OPENING = 1 << 20
 # Shares of a request's temperature. At temperature 1 the default is where most is accepted, and
 # where a price leaves the text as probable as the target's own. vLLM takes no temperature between 0
 # and 0.01, and what is left of that by the least share still counts as sampling.
@@ -78,6 +81,8 @@ class MarsConfig:
             of the server's tool parser, () none.
         repeat_guard: n, in [2, 16]: no token is relaxed that completes an n-gram which the answer
             already holds; 0 for no guard, None for 4 with a price and 0 with the other rules.
+        strict_opening: so many tokens of an answer are verified strictly first, and again behind
+            its thinking section; in [0, 2**20], None for 8 with a price or a bound, else 0.
         scope: "all", or "reasoning" to relax only inside the model's thinking section.
         max_loss: the most that the relaxed tokens of a request may lose against the target's first
             choices, in nats per output token, in [0, 1024]; None sets no bound, 0 is strict.
@@ -101,6 +106,7 @@ class MarsConfig:
     structured: Literal["strict", "relaxed"] = "strict"
     strict_spans: tuple[Span, ...] | None = None
     repeat_guard: int | None = None
+    strict_opening: int | None = None
     scope: Literal["all", "reasoning"] = "all"
     max_loss: float | None = None
     loss_burst: float = 2.0
@@ -138,6 +144,10 @@ class MarsConfig:
                 "such as 2, or name a mars_price."
             )
         self._check_repeat_guard()
+        if self.strict_opening is not None:
+            meaning = "8 verifies an answer's first 8 tokens strictly, 0 none"
+            _require_integer("mars_strict_opening", self.strict_opening, meaning)
+            _require_within("mars_strict_opening", self.strict_opening, MOST_OPENING, meaning)
         if self.draft_temperature is not None:
             meaning = "1 draws drafts at each request's own temperature, as vLLM does"
             least, most = _DRAFT_TEMPERATURES
@@ -171,11 +181,7 @@ class MarsConfig:
         ngram = self.repeat_guard
         if ngram is None:
             return
-        if isinstance(ngram, bool) or not isinstance(ngram, int):
-            raise ValueError(
-                f"mars_repeat_guard={shown(ngram)} is a {type(ngram).__name__}, but must be an "
-                "integer; give 4, or 0 to switch the guard off."
-            )
+        _require_integer("mars_repeat_guard", ngram, "give 4, or 0 to switch the guard off")
         if ngram != 0 and ngram not in _NGRAMS:
             raise ValueError(
                 f"mars_repeat_guard={ngram} is neither 0 nor in [{_NGRAMS[0]}, {_NGRAMS[-1]}]; 4 "
@@ -208,6 +214,13 @@ class MarsConfig:
         if self.repeat_guard is None:
             return _DEFAULT_NGRAM if self.rule == "price" else 0
         return self.repeat_guard
+
+    @property
+    def opening(self) -> int:
+        """Tokens that are verified strictly first."""
+        if self.strict_opening is None:
+            return 0 if self.rule == "theta" and self.max_loss is None else _DEFAULT_OPENING
+        return self.strict_opening
 
     @property
     def draft_share(self) -> float:
@@ -364,6 +377,13 @@ def _require_within(
     if not least <= value <= most or (above_0 and value == 0):
         start = "(" if above_0 else "["
         raise ValueError(f"{name}={shown(value)} is outside {start}{least}, {most}]; {meaning}.")
+
+
+def _require_integer(name: str, value: object, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(
+            f"{name}={shown(value)} is a {type(value).__name__}, but must be an integer; {meaning}."
+        )
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...], meaning: str) -> None:

@@ -35,7 +35,9 @@ def test_distribution(monkeypatch, is_drawn, top_k, rule, value, count, protecte
     if is_drawn:
         draft_logits = share * enumerated.DRAFT.log().float().expand(count, -1, -1)
     step = Step(requests, enumerated.LOGITS.repeat(count, 1), draft_logits)
-    sampler = step.sampler(MarsConfig(**{rule: value}, repeat_guard=0), protected=protected)
+    sampler = step.sampler(
+        MarsConfig(**{rule: value}, repeat_guard=0, strict_opening=0), protected=protected
+    )
     sampler.draft_share = share
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
     output = sampler(step.logits.clone(), step.batch(), step.draft_logits, None)

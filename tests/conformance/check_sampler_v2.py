@@ -115,7 +115,10 @@ def test_each_request_gets_the_logprobs_that_it_asks_for(monkeypatch, max_chunk_
     asked = ({"logprobs": 2}, {"logprob_token_ids": [5, 7, 9]}, {}, {"logprobs": 0})
     samplings = [params(t, 3, **asked[i % 4]) for i, t in enumerate(MIXED)]
     step = random_step(1, samplings, LENGTHS, ranks=(0, 1, 2))
-    output = step.run(MarsConfig(price=2.0, logprobs="sampled"), logprobs_mode="processed_logprobs")
+    output = step.run(
+        MarsConfig(price=2.0, strict_opening=0, logprobs="sampled"),
+        logprobs_mode="processed_logprobs",
+    )
     found, ratios = output.logprobs_tensors, []
     rows = [sum(LENGTHS[:i]) + i for i in range(len(LENGTHS))]
     for request, begin, tokens in zip(step.requests, rows, emitted(output), strict=True):
@@ -239,7 +242,7 @@ def test_what_was_lost_is_kept_by_slot(temperature):
         Request(params(temperature, 1), [0], [*tokens, 1], prefill_len=5),
     ]
     step = Step(requests, logits.repeat(3, 1))
-    sampler = step.sampler(MarsConfig(theta=0.5, max_loss=0.25, loss_burst=1.0))
+    sampler = step.sampler(MarsConfig(theta=0.5, max_loss=0.25, loss_burst=1.0, strict_opening=0))
     batch = step.batch()
 
     def lost():
@@ -269,7 +272,7 @@ def test_nothing_is_left_of_what_sleep_throws_away(monkeypatch, spans):
     constraint = StructuredOutputsParams(regex="a")
     sampling = [*each(GREEDY[:4]), params(structured_outputs=constraint)]
     step = random_step(3, sampling, LENGTHS, ranks=(0, 1, 1))
-    config = MarsConfig(theta=0.01, strict_spans=spans, max_loss=9.0)
+    config = MarsConfig(theta=0.01, strict_spans=spans, max_loss=9.0, strict_opening=0)
     expected = emitted(step.run(config))
     assert expected != emitted(step.run(None))
     monkeypatch.setattr(steps_v2, "RequestsV2", Slept)
@@ -296,7 +299,8 @@ def test_logprobs_of_what_was_served():
     requests = [params(t, seed, logprobs=1) for seed, t in enumerate([1.0, 0.0, 0.6, 1.0], 1)]
     step = random_step(4, requests, [1, 1, 1, 0])
     price, mode = 1.5, "processed_logprobs"
-    config = {"price": price, "repeat_guard": 0, "protected_token_ids": ()}
+    config = {"price": price, "repeat_guard": 0, "strict_opening": 0}
+    config["protected_token_ids"] = ()
     target = step.run(MarsConfig(**config), logprobs_mode=mode)
     served = step.run(MarsConfig(**config, logprobs="sampled"), logprobs_mode=mode)
     assert emitted(served) == emitted(target)
@@ -361,7 +365,10 @@ def test_a_preempted_request_finds_what_it_has_lost():
 @pytest.mark.parametrize("is_drawn", [False, True])
 def test_a_step_holds_no_more_memory_than_is_profiled(is_drawn):
     step = random_step(1, each(SAMPLED), LENGTHS, vocab=20_000, with_draft_logits=is_drawn)
-    sampler, given = step.sampler(MarsConfig(price=0.5)), (step.batch(), step.draft_logits, None)
+    sampler, given = (
+        step.sampler(MarsConfig(price=0.5, strict_opening=0)),
+        (step.batch(), step.draft_logits, None),
+    )
     sampler(step.logits.clone(), *given)
     logits = step.logits.clone()
     # What is freed meanwhile would count as memory that the step gives back.

@@ -30,7 +30,7 @@ def test_v1(monkeypatch, is_drawn, top_k, rule, value, strict):
     metadata = steps_v1.metadata_of(drafts.tolist())
     metadata.draft_token_ids = drafts.flatten().int()
     torch.manual_seed(0)
-    sampler = steps_v1.mars_sampler(MarsConfig(**{rule: value}, repeat_guard=0))
+    sampler = steps_v1.mars_sampler(MarsConfig(**{rule: value}, repeat_guard=0, strict_opening=0))
     step = sampler.requests.step
 
     def with_strict(given):

@@ -15,7 +15,11 @@ STRICT = {"rejection_sample_method": "mars", "mars_theta": 1.0}
 STRICT_DRAWN = {**STRICT, "mars_draft_temperature": 1}
 STRICT_PRICE = {"rejection_sample_method": "mars", "mars_price": 0.0}
 # Above every difference of two logits of the tiny models.
-RELAXED = {"rejection_sample_method": "mars", "mars_price": 1000.0}
+RELAXED = {
+    "rejection_sample_method": "mars",
+    "mars_price": 1000.0,
+    "mars_strict_opening": 0,
+}
 
 Request = tuple[list[int] | str, dict[str, Any]]
 

@@ -117,14 +117,15 @@ def sections(which: str) -> Sections:
         return Sections(MarsConfig())
     if which == "spans":
         return Sections(MarsConfig(strict_spans=spans))
-    return Sections(MarsConfig(strict_spans=spans[:2], scope="reasoning", thinking=(7, 8)))
+    given = {"strict_spans": spans[:2], "scope": "reasoning", "strict_opening": 3}
+    return Sections(MarsConfig(**given, thinking=(7, 8)))
 
 
 @pytest.mark.parametrize(
     ("which", "ngram", "window", "kinds", "reasons"),
     [
         ("spans", 0, 1, 10, {0, Verdict.SPAN, Verdict.STRUCTURED}),
-        ("reasoning", 3, 16, 10, {0, Verdict.SPAN, Verdict.STRUCTURED, Verdict.REPEAT}),
+        ("reasoning", 3, 16, 10, {0, *Verdict} - {*range(1, Verdict.SPAN), Verdict.LOSS}),
         ("none", 2, 32, 4, {0, Verdict.STRUCTURED, Verdict.REPEAT}),
         ("none", 4, 16, 3, {0, Verdict.STRUCTURED, Verdict.REPEAT}),
     ],

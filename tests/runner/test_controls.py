@@ -70,6 +70,7 @@ def engine(models):
             "model": str(models[1]),
             "num_speculative_tokens": 3,
             "rejection_sample_method": "mars",
+            "mars_strict_opening": 0,
             **options,
         }
         with engine_in_process(models[0], given) as llm:
@@ -127,7 +128,7 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
         assert answers[0].token_ids == outputs[0].token_ids
         sampled = running.ask(temperature=1.0, seed=1, extra_args=own)[1]
         ratios = [0.0] * len(sampled.token_ids)
-        drafts = {"draft_sample_method": "greedy", "log_ratios": ratios}
+        drafts = {"draft_sample_method": "greedy", "log_ratios": ratios, "drift_nats": 0.0}
         assert returned(sampled) == {metric: strict, **drafts}
 
         # Bounds of their own in one batch; the first request has none.
@@ -177,6 +178,17 @@ def test_nothing_is_paid_for_what_cannot_come(engine, models):
                 assert len(tokens) - 1 not in found
                 if "stop_token_ids" in sampling:
                     assert stop not in [tokens[position] for position in found]
+
+
+def test_an_opening_is_strict(engine):
+    """And what it saves is there to be spent behind it."""
+    with engine(mars_price=1000.0, mars_max_loss=0.5, mars_strict_opening=8) as running:
+        answers = running.ask()
+        assert min(min(returned(output)["relaxed_positions"]) for output in answers) == 8
+        for output in running.ask(temperature=1.0, seed=1):
+            ratios = returned(output)["log_ratios"]
+            assert not any(ratios[:8]) and any(ratios[8:])
+        assert running.metrics("vllm:mars_refused_positions")["opening",] > 0
 
 
 def test_a_bound_alone_sets_the_price(engine, models):

@@ -107,7 +107,7 @@ def test_a_first_choice_counts_as_relaxed_only_where_a_draw_was_spared():
 @pytest.mark.parametrize("price", [0.0, 0.5])
 def test_only_a_price_is_refused(price, draft_probs):
     metadata, logits = step(1)
-    sampler = mars_sampler(MarsConfig(price=price), range(VOCAB))
+    sampler = mars_sampler(MarsConfig(price=price, strict_opening=0), range(VOCAB))
     meta = sampling(MIXED, drafts=drafts_of(metadata))
     sampler(metadata, probabilities(draft_probs), logits, meta)
     counters = sampler.verification.counters
@@ -140,7 +140,7 @@ def test_each_request_gets_the_logprobs_that_it_asks_for(lengths, temperatures, 
     """Top ones or those of named tokens, at which vLLM's own fails; log m wherever a token is."""
     named = {0: [5, 7], 2: [1, 2, 3, 4]}
     is_served = logprobs_mode == "processed_logprobs"
-    config = MarsConfig(price=2.0, logprobs="sampled" if is_served else "target")
+    config = MarsConfig(price=2.0, strict_opening=0, logprobs="sampled" if is_served else "target")
     for most, names in itertools.product((None, 0, 3), (None, named)):
         metadata, logits = step(1, lengths)
         meta = sampling(temperatures, seeds=SEEDS, drafts=drafts_of(metadata))

@@ -41,6 +41,14 @@ def resolve_markers(
     thinking = None
     if config.scope == "reasoning":
         thinking = _thinking_ids(engine_args, model_config)
+    elif config.opening and (engine_args.reasoning_parser or engine_args.reasoning_config):
+        from vllm.logger import init_logger
+
+        try:
+            thinking = _thinking_ids(engine_args, model_config)
+        except ValueError as error:
+            logger = init_logger("vllm.vllm_mars.engine.markers")
+            logger.warning("Only the answer's own begin is a strict opening: %s", error)
     return replace(config, strict_spans=spans, thinking=thinking)
 
 

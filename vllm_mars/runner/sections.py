@@ -1,8 +1,9 @@
-"""Where in an answer verification is strict: inside marked spans, or outside the thinking section.
+"""Where in an answer verification is strict: its opening, marked spans, all but the thinking.
 
 Markers are single tokens. The state of a request is one integer, so that it can stay on the device:
-the number of the span that is open (0 for none), plus `THINKING` inside the thinking section. A
-draft is walked through token by token, so a marker inside it changes the positions behind it.
+the number of the span that is open (0 for none), plus `THINKING` inside the thinking section, plus
+`OPENING` for each token that the opening still has. A draft is walked through token by token, so a
+marker inside it changes the positions behind it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import THINKING, Markers, Verdict
+from vllm_mars.kernels.terms import OPENING, THINKING, Markers, Verdict
 
 # Spans are numbered from 1; a token closes those of a bit mask.
 MOST_SPANS = 31
@@ -29,6 +30,7 @@ class Sections:
 
     def __init__(self, config: MarsConfig, turns: Set[int] = frozenset()) -> None:
         self._turns = turns
+        self.opening = config.opening
         self.only_thinking = config.scope == "reasoning"
         self.thinking = config.thinking or (-1, -1)
         self.opens: dict[int, int] = {}
@@ -42,7 +44,7 @@ class Sections:
 
     def __bool__(self) -> bool:
         """Whether any position can be strict."""
-        return bool(self.opens) or self.only_thinking
+        return bool(self.opens) or self.only_thinking or self.opening > 0
 
     def begin(self, prompt: Sequence[int]) -> int:
         """The state before a request's first output token.
@@ -50,22 +52,26 @@ class Sections:
         What opens a section for this answer stands behind the prompt's last turn token, where the
         chat template begins the answer. A marker elsewhere is text of the conversation.
         """
-        if not self:
-            return 0
-        for index in range(len(prompt) - 1, 0, -1):
+        state = 0
+        # Nothing of a prompt counts where there is no section.
+        for index in range(len(prompt) - 1, 0, -1) if self else ():
             if prompt[index] in self._turns:
-                return self.advance(0, prompt[index + 1 :])
-        return 0
+                state = self.advance(0, prompt[index + 1 :])
+                break
+        begun: int = state % OPENING + OPENING * self.opening
+        return begun
 
     def advance(self, state: int, tokens: Sequence[int]) -> int:
         """The state after some more tokens."""
         if len(tokens) > _FEW_TOKENS:
-            # A prompt can be long, and only markers change the state.
+            # A prompt can be long, and only markers change the state, and the last few tokens.
             ids = np.fromiter(tokens, np.int64, len(tokens))
-            tokens = ids[np.isin(ids, self._marking)].tolist()
+            counts = np.isin(ids, self._marking)
+            counts[max(len(ids) - self.opening, 0) :] = True
+            tokens = ids[counts].tolist()
         for token in tokens:
-            span = state % THINKING
-            thinking = state - span
+            span, thinking = state % THINKING, state & THINKING
+            opening = max(state // OPENING - 1, 0)
             if span == 0:
                 span = self.opens.get(token, 0)
                 # A tool call ends the reasoning, with or without its marker.
@@ -75,13 +81,20 @@ class Sections:
             if token == self.thinking[0]:
                 thinking = THINKING
             elif token == self.thinking[1]:
-                thinking = 0
-            state = span + thinking
+                thinking, opening = 0, self.opening
+            state = span + thinking + OPENING * opening
         return state
 
     def is_strict(self, state: int) -> bool:
         """Whether the next token is verified strictly."""
-        return state % THINKING != 0 or (self.only_thinking and state < THINKING)
+        return bool(self._reason(state))
+
+    def _reason(self, state: int) -> int:
+        """Why it is, or 0."""
+        reason: int = Verdict.OPENING if state >= OPENING else Verdict.NONE
+        if state % THINKING or (self.only_thinking and not state & THINKING):
+            reason = Verdict.SPAN
+        return reason
 
     def markers(self, device: torch.device) -> Markers:
         """The markers for the kernel."""
@@ -91,7 +104,7 @@ class Sections:
             for token, value in entries.items():
                 table[token] = value
         opens, closes = tables.to(device)
-        return Markers(opens, closes, self.thinking, self.only_thinking)
+        return Markers(opens, closes, self.thinking, self.only_thinking, self.opening)
 
     def blocked(
         self,
@@ -111,9 +124,6 @@ class Sections:
         begin = 0
         for state, structured, end in zip(states, is_structured, ends, strict=True):
             for draft in drafts[begin:end]:
-                if structured:
-                    yield Verdict.STRUCTURED
-                else:
-                    yield Verdict.SPAN if self.is_strict(state) else Verdict.NONE
+                yield Verdict.STRUCTURED if structured else self._reason(state)
                 state = self.advance(state, (draft,))
             begin = end

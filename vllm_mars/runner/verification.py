@@ -121,7 +121,7 @@ class Verification:
         bound = "no mars_max_loss"
         if config.max_loss is not None:
             bound = f"mars_max_loss={config.max_loss:g} nats per token"
-        return f"{rule}, {bound}"
+        return f"{rule}, {bound}, mars_strict_opening={config.opening}"
 
     def _loss(self) -> str:
         if self.config.lossy:
