@@ -27,9 +27,8 @@ NO_LIMIT = 1 << 61
 
 # Added to the state of a request (see `vllm_mars.runner.sections`) inside its thinking section.
 THINKING = 1 << 8
-# The same for each token that its opening still has, which is strict; and the longest opening.
+# The same for each token that its opening, which is strict, still has.
 OPENING = 1 << 9
-MOST_OPENING = 1 << 20
 # The guard against repetition looks at so many of an answer's last tokens.
 GUARD_WINDOW = 4096
 
