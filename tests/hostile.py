@@ -77,8 +77,11 @@ class Client:
         self.plain = await self.ask_plainly()
 
     def connect(self) -> httpx.AsyncClient:
-        """Connections to the server, as many as are needed."""
-        limits = httpx.Limits()
+        """Connections to the server, as many as are needed; each request has its own.
+
+        One that stays open may be closed by the server just as the next request is sent.
+        """
+        limits = httpx.Limits(max_keepalive_connections=0)
         url = self.server.base_url
         return httpx.AsyncClient(base_url=url, timeout=SECONDS, trust_env=False, limits=limits)
 
@@ -119,9 +122,7 @@ class Client:
             if time.monotonic() > deadline:
                 raise HarmError(f"requests are left after {SECONDS:g} s without load: {left}")
             await asyncio.sleep(0.2)
-        # A connection keeps its last request, and the last step all of its own until the next one.
-        await self.http.aclose()
-        self.http = self.connect()
+        # The last step keeps all of its requests until the next one.
         await self.ask_plainly()
         told = await self.http.post("/collective_rpc", json={"method": "kept"})
         if kept := told.json()["results"][0]:
@@ -155,7 +156,7 @@ class Client:
                 self.failed.append(f"{path} {content[:SHOWN]}\n    {answer.text[:SHOWN]}")
         except TimeoutError:
             pass
-        except httpx.RemoteProtocolError:
+        except (httpx.RemoteProtocolError, httpx.ReadError):
             if path != BREAKS_OFF:
                 raise
             answered = "broken"
