@@ -12,8 +12,42 @@ import argparse
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+
+def control(worker: Any, base: float, gain: float) -> None:
+    """Lets the drift of a request so far set what its drafts are drawn at, on V1.
+
+    The share of its temperature is base exp(-gain drift): colder while text grows hotter.
+    """
+    import torch
+
+    from vllm_mars.kernels import cpu
+
+    runner = worker.model_runner
+    requests, drafter, settle = runner.rejection_sampler.requests, runner.drafter, cpu.settle
+    drift = torch.zeros(runner.max_num_reqs + 1)
+
+    def settle_and_note(
+        plan: Any, drafts: Any, step: Any, tokens: Any, account: Any = None
+    ) -> None:
+        settle(plan, drafts, step, tokens, account)
+        slots = step.slots.long()
+        before = torch.where(step.produced <= 1, 0, drift[slots])
+        drift[slots] = before + account.table[:, 1].sum(1)
+
+    sample_from_logits = drafter._sample_from_logits
+
+    def sample(logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        if (temperature := sampling_metadata.temperature) is not None:
+            share = base * torch.exp(-gain * drift[requests._slots[: len(temperature)]])
+            share = share.clamp(0.4, 1.3)
+            sampling_metadata = replace(sampling_metadata, temperature=temperature * share)
+        return sample_from_logits(logits, sampling_metadata)
+
+    cpu.settle, drafter._sample_from_logits = settle_and_note, sample
 
 
 def main() -> None:
@@ -30,6 +64,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--drafts", default="probabilistic")
     parser.add_argument("--server", type=json.loads, default={"mars_max_loss": 0.02})
+    parser.add_argument("--control", type=float, nargs=2, help="base and gain: see `control`")
     parser.add_argument("--setting", action="append", required=True)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
@@ -67,6 +102,9 @@ def main() -> None:
         generation_config="vllm",
         enable_prefix_caching=True,
     )
+
+    if args.control:
+        llm.collective_rpc(control, args=tuple(args.control))
 
     def counters() -> dict[str, float]:
         from prometheus_client import REGISTRY
