@@ -30,7 +30,7 @@ MARK = re.compile(r"^<!-- /?figures", re.MULTILINE)
 PLACE = re.compile(
     r"^(<!-- figures: (\S+) -->)\n(?:.*?\n)??(<!-- /figures -->)$", re.DOTALL | re.MULTILINE
 )
-TIMES = ("ttft", "tpot", "speed", "tokens_per_second", "throughput")
+TIMES = ("time", "speed", "ttft", "tpot", "token_speed", "tokens_per_second")
 # Of the picture: each panel's sweep, and each line's rules, mark and colour.
 PANELS = {"greedy": "greedy", "temperature 1": "sampled"}
 SERIES = {

@@ -12,7 +12,7 @@ RUN = {
     **{"command": ["vllm-mars", "sweep", "--prompts", "my prompts.jsonl"], "load_average": 0.1},
     **{"versions": {"vllm": "0.32.0"}, "hardware": {"cpu": "x", "cores": 2, "gpu": None}},
 }
-SETTINGS = {"model": "tiny", "prompts": 4}
+SETTINGS = {"model": "tiny", "prompts": 4, "max_tokens": 21}
 EXAMPLE = (Token("The "), Token("red", 0.5, 0.25, 'brown & "<i>', 0.4), Token(" fox <b>"))
 
 
@@ -22,15 +22,27 @@ def mars(price, temperature=0.0, concurrency=1):
     return Cell(f"price {price:g}", config, temperature, concurrency)
 
 
-def turn(cell, block=0, repeat=0, *, token_seconds=0.02, lost=None, accepted=10, example=()):
+def turn(
+    cell,
+    block=0,
+    repeat=0,
+    *,
+    token_seconds=0.02,
+    lost=None,
+    accepted=10,
+    example=(),
+    nll=0.0,
+    unlikely=0,
+    drift=0.0,
+):
     """Two answers of 21 tokens, the first token after 0.1 s; 10 steps."""
     # Prompts differ, alike for all rules.
     times = [0.1 + 20 * token_seconds * (1 + 0.1 * place + 0.2 * block) for place in range(2)]
     answers = tuple(
-        Answer(f"p{2 * block + place}", "text", 21, 0.1, seconds, 0.1, 0.8)
+        Answer(f"p{2 * block + place}", "text", 21, 0.1, seconds, 0.1, 0.8, 21, nll, unlikely)
         for place, seconds in enumerate(times)
     )
-    measured = Measured(sum(times), 10, 40, accepted, (0.5,), lost, answers, example)
+    measured = Measured(sum(times), 10, 40, accepted, (0.5,), lost, answers, example, drift)
     return Record(*cell, repeat=repeat, block=block, measured=measured)
 
 

@@ -36,7 +36,9 @@ def advice(path, records, max_loss=0.02):
 def test_the_fastest_rule_within_the_budget_is_recommended(tmp_path):
     found = advice(tmp_path / "s.jsonl", RECORDS)
     assert json.loads(found.setting) == mars(0.3).config
-    assert found.why.startswith("price 0.3: 1.18 x standard, 0.0180 nats lost per token")
+    assert found.why.startswith(
+        "price 0.3: 1.14 (1.14 to 1.15) x standard, 0.0180 nats lost per token"
+    )
     assert "the fastest of 2 rules (of 3 lossy ones)" in found.why
     # The recommended setting spends its bound, and a little of the burst.
     records = [*RECORDS[:3], *measured(mars(0.3), 0.017, 0.021)]

@@ -49,16 +49,18 @@ def test_figures(found):
 def test_ratios_are_paired(found):
     """Prompts differ by half, their ratio not at all."""
     price = found["price 0.3"]
-    for ratio, value in ((price.speed, 2), (price.gain, 2), (price.step_ratio, 0.5)):
+    for ratio, value in ((price.token_speed, 2), (price.gain, 2), (price.step_ratio, 0.5)):
         assert ratio == pytest.approx((value, value, value))
     assert found["standard"].tpot.high - found["standard"].tpot.low > 0.002
+    # 0.6 s beside 0.35 s on average.
+    assert price.speed.value == pytest.approx(12 / 7)
 
 
 def test_only_prompts_that_both_answered_are_compared(tmp_path):
     records = [turn(STANDARD, block) for block in BLOCKS]
     records += [turn(mars(0.3), block, token_seconds=0.04) for block in (0, 1)]
     price = rows_of(tmp_path / "s.jsonl", records)["price 0.3"]
-    assert price.speed.value == pytest.approx(0.5)
+    assert price.token_speed.value == pytest.approx(0.5)
     alone = rows_of(tmp_path / "t.jsonl", [turn(STANDARD, 0), turn(mars(0.3), 1)])["price 0.3"]
     assert alone.speed is None and alone.tpot is not None
 
@@ -78,6 +80,21 @@ def test_repeats_are_averaged_by_prompt(tmp_path):
     strict = rows_of(tmp_path / "s.jsonl", records)["standard"]
     assert strict.tpot.value == pytest.approx(0.025)
     assert strict.answers == 12
+
+
+def test_how_likely_the_text_is(tmp_path):
+    """By what the target's prefill says of each answer, and by the server's drift."""
+    records = [turn(STANDARD, block, nll=42.0) for block in BLOCKS]
+    records += [
+        turn(mars(0.3), block, lost=0.5, nll=63.0, unlikely=2, drift=0.84) for block in BLOCKS
+    ]
+    strict, price = rows_of(tmp_path / "s.jsonl", records).values()
+    assert (strict.nll.value, price.nll.value) == (2.0, 3.0)
+    assert strict.hotter is None and price.hotter == (1, 1, 1)
+    assert price.unlikely.value == pytest.approx(2 / 21)
+    assert price.drift.value == pytest.approx(0.02)
+    # Of at most 21 tokens.
+    assert strict.ended.value == 0
 
 
 def test_same_answers(tmp_path):

@@ -37,9 +37,9 @@ def conclusion(row: Row) -> str:
     factor = shown(speed, ".2f")
     loss = f"{shown(row.lost, '.4f', ends=False) or 'unknown'} nats lost per token"
     if speed.low > 1:
-        text = f"{where}, {row.cell.name} is {factor} times as fast per token, with {loss}."
+        text = f"{where}, {row.cell.name} is {factor} times as fast per answer, with {loss}."
     elif speed.high < 1:
-        text = f"{where}, {row.cell.name} is slower: {factor} times as fast per token, with {loss}."
+        text = f"{where}, {row.cell.name} is slower: {factor} times as fast, with {loss}."
     else:
         text = f"{where}, no difference in speed is significant: {factor} times, with {loss}."
     gain, step = row.gain, row.step_ratio

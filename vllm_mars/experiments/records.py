@@ -39,6 +39,8 @@ class Answer:
         ttft, seconds: until the first token, and until the last one.
         repeated: share of the text's 4-grams of tokens that stood in it before.
         distinct: share of the text's tokens that differ from all before them.
+        scored: tokens of the text; nll: -log of their probability under the target, in nats;
+            unlikely: those less than a fifth as probable as its first choice.
     """
 
     prompt: str
@@ -48,6 +50,9 @@ class Answer:
     seconds: float
     repeated: float
     distinct: float
+    scored: int = 0
+    nll: float = 0.0
+    unlikely: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Measured:
         drafts, draft_tokens, accepted: by vLLM's counters of speculative decoding; a draft is a
             step of one request.
         acceptance: share of the drafts whose token at each place was accepted.
-        lost_nats: by the server's counter; None where it has none.
+        lost_nats, drift_nats: by the server's counters; None where it has none.
         example: the answer of the cell with most relaxed tokens, where examples were asked for.
     """
 
@@ -71,6 +76,7 @@ class Measured:
     lost_nats: float | None
     answers: tuple[Answer, ...]
     example: tuple[Token, ...] = ()
+    drift_nats: float | None = None
 
 
 @dataclass(frozen=True)

@@ -44,29 +44,24 @@ def advise(group: Sequence[Row], baseline: str, max_loss: float) -> Advice:
     first = group[0].cell
     point = "Greedy" if first.temperature == 0 else f"At temperature {first.temperature:g}"
     point += f", {first.concurrency} at a time" if first.concurrency > 1 else ""
-    lossy = [row for row in group if row.cell.is_lossy and row.lost and gain(row)]
+    lossy = [row for row in group if row.cell.is_lossy and row.lost and row.speed]
     if not any(row.cell.name == baseline and row.answers for row in group) or not lossy:
         why = f"No lossy rule was measured beside {baseline}."
         return Advice(point, CANNOT_TELL, why)
     good = [row for row in lossy if row.lost and row.lost.high <= max_loss]
-    faster = [row for row in good if (of := gain(row)) and of.low > 1]
+    faster = [row for row in good if (of := row.speed) and of.low > 1]
     if not faster:
         why = f"Of {len(lossy)} lossy rules, {len(good)} lose at most {max_loss:g} nats per token, "
         why += f"and none of these is significantly faster than {baseline}."
         return Advice(point, CANNOT_TELL, why)
-    best = max(faster, key=lambda row: (gain(row) or (0.0,))[0])
+    best = max(faster, key=lambda row: (row.speed or (0.0,))[0])
     why = (
-        f"{best.cell.name}: {shown(gain(best), '.2f')} x {baseline}, "
+        f"{best.cell.name}: {shown(best.speed, '.2f')} x {baseline}, "
         f"{shown(best.lost, '.4f')} nats lost per token, the fastest of {len(good)} rules (of "
         f"{len(lossy)} lossy ones) that lose at most {max_loss:g}. "
         "Picked from several, it looks a little faster than it is."
     )
     return Advice(point, json.dumps(best.cell.config), why, best)
-
-
-def gain(row: Row) -> Interval | None:
-    """How many times as fast as the baseline: per token, under load in tokens per second."""
-    return row.speed if row.cell.concurrency == 1 else row.throughput
 
 
 def points(found: Sequence[Row]) -> list[list[Row]]:
@@ -81,16 +76,16 @@ def draw(axes: Any, group: Sequence[Row], title: str, baseline: str) -> None:
     """Draws speed by loss; rules that differ in a value alone are joined."""
     families: dict[str, list[Row]] = {}
     for row in group:
-        if row.lost and gain(row):
+        if row.lost and row.speed:
             families.setdefault(family(row.cell.config)[0], []).append(row)
     most = max(lost.value for own in families.values() for row in own if (lost := row.lost))
     for number, own in enumerate(families.values()):
         color = COLORS[number % len(COLORS)]
         own.sort(key=lambda row: row.lost or (0.0,))
-        x, y = ([of.value for row in own if (of := at(row))] for at in (_lost, gain))
+        x, y = ([of.value for row in own if (of := at(row))] for at in (_lost, _speed))
         axes.plot(x, y, "-o", color=color, markersize=4)
         for row in own:
-            lost, speed = row.lost, gain(row)
+            lost, speed = row.lost, row.speed
             assert lost and speed, "only such rows are drawn"
             axes.vlines(lost.value, speed.low, speed.high, color=color, alpha=0.4)
             is_left = lost.value <= most / 2
@@ -111,6 +106,10 @@ def draw(axes: Any, group: Sequence[Row], title: str, baseline: str) -> None:
 
 def _lost(row: Row) -> Interval | None:
     return row.lost
+
+
+def _speed(row: Row) -> Interval | None:
+    return row.speed
 
 
 def chart(panels: Mapping[str, Sequence[Row]], baseline: str) -> str:
@@ -150,7 +149,7 @@ def write_report(path: Path, output: Path, max_loss: float = MAX_LOSS) -> None:
     drawable = {
         of.point: group
         for group, of in zip(groups, advice, strict=True)
-        if any(row.lost and gain(row) for row in group)
+        if any(row.lost and row.speed for row in group)
     }
     environment = Environment(
         loader=PackageLoader("vllm_mars.experiments", "."),

@@ -39,16 +39,21 @@ class Row:
         problem: why turns of it failed; "" where none did.
         answers: how many.
         ttft: seconds until the first token, the median over prompts.
+        time: seconds per answer.
+        speed: the baseline's `time` / this one.
         tpot: seconds per further token.
-        speed: the baseline's `tpot` / this one.
+        token_speed: the baseline's `tpot` / this one.
         tokens_per_second: of all requests together.
-        throughput: that / the baseline's.
         steps: tokens per step of a request (vLLM's mean acceptance length).
         gain: that / the baseline's.
         step: seconds per step, where one request is answered at a time.
         step_ratio: that / the baseline's.
-        lost: nats per token, by the server's counter; 0 for a strict rule.
+        lost, drift: nats per token, by the server's counters; 0 for a strict rule.
+        nll: of the answers under the target, in nats per token.
+        hotter: that less the baseline's.
+        unlikely: of 1,000 tokens, those less than a fifth as probable as the first choice.
         length: tokens per answer.
+        ended: share of the answers that ended by themselves, before the longest length.
         same: share of greedy answers whose text is the baseline's.
         repeated, distinct: shares of an answer's 4-grams and tokens, as `Answer` has them.
         example: an answer with its relaxed tokens.
@@ -58,16 +63,22 @@ class Row:
     problem: str = ""
     answers: int = 0
     ttft: Interval | None = None
-    tpot: Interval | None = None
+    time: Interval | None = None
     speed: Interval | None = None
+    tpot: Interval | None = None
+    token_speed: Interval | None = None
     tokens_per_second: Interval | None = None
-    throughput: Interval | None = None
     steps: Interval | None = None
     gain: Interval | None = None
     step: Interval | None = None
     step_ratio: Interval | None = None
     lost: Interval | None = None
+    drift: Interval | None = None
+    nll: Interval | None = None
+    hotter: Interval | None = None
+    unlikely: Interval | None = None
     length: Interval | None = None
+    ended: Interval | None = None
     same: Interval | None = None
     repeated: Interval | None = None
     distinct: Interval | None = None
@@ -80,33 +91,39 @@ def rows(file: SweepFile) -> list[Row]:
     for record in file.records:
         key = (record.temperature, record.concurrency, record.name)
         cells.setdefault(key, []).append(record)
-    name = file.heads[-1].baseline
+    name, most = file.heads[-1].baseline, file.heads[-1].settings.get("max_tokens", 0)
     found = []
     for (temperature, load, own), records in sorted(
         cells.items(), key=lambda item: (*item[0][:2], item[0][2] != name)
     ):
         base = [] if own == name else cells.get((temperature, load, name), [])
-        found.append(_row(records, base))
+        found.append(_row(records, base, most))
     return found
 
 
-def _row(records: Sequence[Record], base: Sequence[Record]) -> Row:
+def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
     cell = records[0].cell
     own = [record.measured for record in records if record.measured]
     if not own:
         return Row(cell, records[0].reason)
-    prompts, blocks = _by_prompt(records), _by_block(records)
-    their_prompts, their_blocks = _by_prompt(base), _by_block(base)
+    prompts, blocks = _by_prompt(records, most), _by_block(records)
+    their_prompts, their_blocks = _by_prompt(base, most), _by_block(base)
     alone = cell.concurrency == 1
     speculates = any(it.drafts for it in own)
     counted = all(it.lost_nats is not None for it in own)
     figures = {
         "ttft": _estimate(np.median, prompts, ["ttft"]),
+        "time": _estimate(np.mean, prompts, ["seconds"]),
+        # Of the means, since sampled answers to one prompt differ in length.
+        "speed": _beside(_ratio, their_prompts, prompts, ["seconds", "one"]),
         "tpot": _estimate(_middle, prompts, ["further", "more"]),
-        "speed": _beside(_middle, their_prompts, prompts, ["further", "more"]),
+        "token_speed": _beside(_middle, their_prompts, prompts, ["further", "more"]),
         "tokens_per_second": _estimate(_middle, blocks, ["tokens", "seconds"]),
-        "throughput": _beside(_middle, blocks, their_blocks, ["tokens", "seconds"]),
+        "nll": _estimate(_ratio, prompts, ["nll", "scored"]),
+        "hotter": _beside(_ratio, prompts, their_prompts, ["nll", "scored"], np.subtract),
+        "unlikely": _estimate(_ratio, prompts, ["unlikely", "scored"]),
         "length": _estimate(np.mean, prompts, ["tokens"]),
+        "ended": _estimate(np.mean, prompts, ["ended"]),
         "repeated": _estimate(np.mean, prompts, ["repeated"]),
         "distinct": _estimate(np.mean, prompts, ["distinct"]),
     }
@@ -124,6 +141,7 @@ def _row(records: Sequence[Record], base: Sequence[Record]) -> Row:
         }
     if counted:
         figures["lost"] = _estimate(_ratio, blocks, ["lost", "tokens"])
+        figures["drift"] = _estimate(_ratio, blocks, ["drift", "tokens"])
     elif not cell.is_lossy:
         figures["lost"] = Interval(0.0, 0.0, 0.0)
     return Row(
@@ -135,17 +153,20 @@ def _row(records: Sequence[Record], base: Sequence[Record]) -> Row:
     )
 
 
+# What is taken of an answer as it is.
+_OF_ANSWERS = ("ttft", "seconds", "tokens", "repeated", "distinct", "scored", "nll", "unlikely")
 # What is known of each prompt or block, by its name.
 Samples = Mapping[Any, Mapping[str, float]]
 
 
-def _by_prompt(records: Sequence[Record]) -> Samples:
+def _by_prompt(records: Sequence[Record], most: int) -> Samples:
     found: dict[Any, list[dict[str, float]]] = {}
     for record in records:
         for answer in record.measured.answers if record.measured else ():
             known = {
-                **{name: getattr(answer, name) for name in ("ttft", "repeated", "distinct")},
-                "tokens": float(answer.tokens),
+                **{name: float(getattr(answer, name)) for name in _OF_ANSWERS},
+                "one": 1.0,
+                "ended": float(answer.tokens < most),
                 "further": answer.seconds - answer.ttft,
                 "more": answer.tokens - 1.0,
             }
@@ -184,6 +205,7 @@ def _totals(measured: Measured) -> dict[str, float]:
         "drafts": float(measured.drafts),
         "stepped": float(measured.drafts + measured.accepted),
         "lost": measured.lost_nats or 0.0,
+        "drift": measured.drift_nats or 0.0,
     }
 
 
@@ -204,9 +226,13 @@ def _middle(above: Numbers, below: Numbers, axis: int = -1) -> Any:
 
 
 def _beside(
-    statistic: Callable[..., Any], own: Samples, base: Samples, names: Sequence[str]
+    statistic: Callable[..., Any],
+    own: Samples,
+    base: Samples,
+    names: Sequence[str],
+    between: Callable[..., Any] = np.divide,
 ) -> Interval | None:
-    """A ratio of the first to the second, of the prompts or blocks that both have."""
+    """The first beside the second, of the prompts or blocks that both have: by default a ratio."""
     both = {
         key: {
             f"{side}{name}": of[key][name] for side, of in enumerate((own, base)) for name in names
@@ -221,7 +247,7 @@ def _beside(
         if statistic is _middle:
             # Prompt by prompt, or block by block.
             return _middle(above / below, above_of / below_of, axis)
-        return statistic(above, below, axis) / statistic(above_of, below_of, axis)
+        return between(statistic(above, below, axis), statistic(above_of, below_of, axis))
 
     return _estimate(compared, both, [f"{side}{name}" for side in range(2) for name in names])
 
@@ -263,22 +289,30 @@ def shown(of: Interval | None, form: str, times: float = 1, *, ends: bool = True
 # The text of each column; those that have none in any row are left out.
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "rule": lambda row: row.cell.name,
+    "s per answer": lambda row: shown(row.time, ".2f", ends=False),
+    "speed": lambda row: shown(row.speed, ".2f"),
     "ms to first token": lambda row: shown(row.ttft, ".0f", 1000, ends=False),
     "ms per further token": lambda row: shown(row.tpot, ".1f", 1000, ends=False),
-    "speed": lambda row: shown(row.speed, ".2f"),
+    "tokens' speed": lambda row: shown(row.token_speed, ".2f"),
     "tokens/s": lambda row: (
         "" if row.cell.concurrency == 1 else shown(row.tokens_per_second, ".1f", ends=False)
     ),
-    "throughput": lambda row: "" if row.cell.concurrency == 1 else shown(row.throughput, ".2f"),
     "tokens per step": lambda row: shown(row.steps, ".2f", ends=False),
     "steps' gain": lambda row: shown(row.gain, ".2f"),
     "nats lost per token": lambda row: shown(row.lost, ".4f", ends=False),
+    "drift": lambda row: shown(row.drift, "+.4f", ends=False),
+    "NLL per token": lambda row: shown(row.nll, ".2f", ends=False),
+    "NLL less": lambda row: shown(row.hotter, "+.2f"),
+    "unlikely tokens of 1,000": lambda row: shown(row.unlikely, ".0f", 1000, ends=False),
     "tokens per answer": lambda row: shown(row.length, ".1f", ends=False),
+    "ended": lambda row: shown(row.ended, ".2f", ends=False),
     "same answers": lambda row: shown(row.same, ".2f", ends=False),
     "repeated 4-grams": lambda row: shown(row.repeated, ".3f", ends=False),
     "distinct tokens": lambda row: shown(row.distinct, ".3f", ends=False),
 }
-RATIOS = ("speed", "throughput", "steps' gain")
+# Followed by the baseline's name.
+RATIOS = ("speed", "tokens' speed", "steps' gain")
+DIFFERENCES = ("NLL less",)
 
 
 class Text(NamedTuple):
@@ -306,7 +340,14 @@ def tables(found: Sequence[Row], baseline: str) -> list[Text]:
             if not row.answers:
                 texts_of[1] = "failed: " + row.problem.splitlines()[0]
             body.append(texts_of)
-        named = [f"{name} x {baseline}" if name in RATIOS else name for name in names]
+        named = [
+            f"{name} x {baseline}"
+            if name in RATIOS
+            else f"{name} {baseline}'s"
+            if name in DIFFERENCES
+            else name
+            for name in names
+        ]
         texts.append(Text(title, named, body))
     return texts
 

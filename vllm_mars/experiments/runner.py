@@ -20,12 +20,16 @@ from vllm_mars.experiments.bench_client import BenchClient, read_result
 from vllm_mars.experiments.plan import Group, Sweep, Turn
 from vllm_mars.experiments.records import Answer, Measured, Record, Token
 from vllm_mars.local.provenance import hardware, vllm_device, without_directories
-from vllm_mars.local.scrape import LOST_NATS, fetch
+from vllm_mars.local.scrape import DRIFT_DOWN, DRIFT_UP, LOST_NATS, fetch
 from vllm_mars.local.server import VllmServer
 from vllm_mars.local.vllm_args import CPU_ENV, SETTLE_SECONDS, server_args
 
 WAKE_TOKENS = 4
 REQUEST_TIMEOUT = 120.0
+# Of the first choice's probability.
+UNLIKELY = 0.2
+# What the last step counts arrives a little behind its tokens.
+POLL_SECONDS = 0.1
 CPU_SAMPLES = (
     "vLLM's CPU kernels give wrong tokens to sampled requests under speculation, and only a server "
     "that asks for MARS replaces them; take --method strict, which verifies as vLLM does."
@@ -145,7 +149,7 @@ class LocalRunner:
         # A server that slept answers its first request late.
         wake = {"model": sweep.model, "prompt": "Hi", "max_tokens": WAKE_TOKENS, "temperature": 0}
         self._asked(server, "completions", wake)
-        before = server.metrics()
+        before = settled(server)
         with tempfile.TemporaryDirectory(prefix="vllm-mars-") as directory:
             requests, result = Path(directory, "requests.jsonl"), Path(directory, "result.json")
             requests.write_text(
@@ -171,8 +175,11 @@ class LocalRunner:
                 options.turn_timeout,
             )
             data = read_result(result)
-        after = server.metrics()
-        lost = after.get(LOST_NATS, 0.0) - before[LOST_NATS] if LOST_NATS in before else None
+        after = settled(server)
+        lost, up, down = (
+            after[name] - before[name] if name in before else None
+            for name in (LOST_NATS, DRIFT_UP, DRIFT_DOWN)
+        )
         texts = data["generated_texts"]
         times = zip(data["output_lens"], data["ttfts"], data["latencies"], strict=True)
         return Measured(
@@ -183,11 +190,33 @@ class LocalRunner:
             acceptance=tuple(data.get("spec_decode_per_position_acceptance_rates", ())),
             lost_nats=lost,
             answers=tuple(
-                Answer(prompt.id, text, *known, *variety(self._tokens(text)))
+                Answer(
+                    *(prompt.id, text, *known, *variety(ids := self._tokens(text))),
+                    *self._scores(server, prompt.turns[0], ids),
+                )
                 for prompt, text, known in zip(prompts, texts, times, strict=True)
             ),
             example=self._example(server, turn) if self._is_last(turn) else (),
+            drift_nats=None if up is None or down is None else up - down,
         )
+
+    def _scores(
+        self, server: VllmServer, prompt: str, answer: Sequence[int]
+    ) -> tuple[int, float, int]:
+        """An answer's tokens, their NLL, and the unlikely ones, by the target's own prefill."""
+        chat = [{"role": "user", "content": prompt}]
+        asked = self._tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        body = {"model": self._sweep.model, "prompt": [*asked, *answer], "prompt_logprobs": 1}
+        told = self._asked(server, "completions", {**body, "max_tokens": 1, "temperature": 0})
+        nll, unlikely = 0.0, 0
+        scores = told["choices"][0]["prompt_logprobs"][len(asked) :]
+        for token, score in zip(answer, scores, strict=True):
+            own, best = (score[str(token)]["logprob"], max(it["logprob"] for it in score.values()))
+            nll -= own
+            unlikely += own < best + math.log(UNLIKELY)
+        return len(answer), nll, unlikely
 
     def _is_last(self, turn: Turn) -> bool:
         """Whether this is the last turn of a greedy cell that can relax."""
@@ -246,6 +275,16 @@ def record(
         hardware=where or {},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def settled(server: VllmServer) -> dict[str, float]:
+    """The server's metrics once they have stopped to rise, behind its last answer."""
+    before: dict[str, float] = {}
+    # vLLM's own, not those of the process and of HTTP.
+    while before != (now := {k: v for k, v in server.metrics().items() if k.startswith("vllm:")}):
+        before = now
+        time.sleep(POLL_SECONDS)
+    return now
 
 
 def variety(ids: Sequence[int]) -> tuple[float, float]:

@@ -5,13 +5,13 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.experiments.plan import Sweep, SweepOptions, load_sweep
+from vllm_mars.experiments.plan import Sweep, SweepOptions, Turn, load_sweep
 from vllm_mars.experiments.ray_turns import RayRunner
 from vllm_mars.experiments.records import Head, Record, SweepFile, append, read_sweep
 from vllm_mars.experiments.runner import LocalRunner
@@ -28,12 +28,13 @@ def run_sweep(
     ray: str | None = None,
     retry_failed: bool = False,
     anew: bool = False,
+    only: Callable[[Turn], bool] = lambda _: True,
 ) -> SweepFile:
     """Measures what a file lacks and returns what it holds then; says on standard error how far.
 
     No process outlives the call, whichever way it ends. With `retry_failed` failed turns are
     measured again, and with `anew` all: then what the file held moves to `output` with ".old" at
-    its end.
+    its end. `only` says which turns are due.
 
     Raises:
         ValueError: prompts or drafts cannot be read, a head is damaged or made for another target,
@@ -51,10 +52,9 @@ def run_sweep(
             output.replace(f"{output}.old")
         before = read_sweep(output) if output.exists() else SweepFile((), ())
         _check_same(before, settings, output)
-        every = sweep.groups(0)
         done = {it.key for it in before.records if not (retry_failed and it.measured is None)}
-        total = len(every[0][1])
-        left = sum(turn.key not in done for turn in every[0][1])
+        due = [turn for _, turns in sweep.groups(0) for turn in turns if only(turn)]
+        total, left = len(due), sum(turn.key not in done for turn in due)
         if not left:
             say(f"all {total} turns are in {output}; --anew measures them again")
             return before
@@ -68,7 +68,7 @@ def run_sweep(
         else:
             runner = stack.enter_context(contextlib.closing(RayRunner(sweep, ray)))
         groups = [
-            (servers, [turn for turn in turns if turn.key not in done])
+            (servers, [turn for turn in turns if turn.key not in done and only(turn)])
             for servers, turns in sweep.groups(runner.side_by_side)
         ]
         starts = sum(len({turn.server for turn in turns}) for _, turns in groups)

@@ -16,6 +16,8 @@ ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 GENERATED_TOKENS = "vllm:generation_tokens_total"
 LOST_NATS = "vllm:mars_lost_nats_total"
+DRIFT_UP = "vllm:mars_drift_up_nats_total"
+DRIFT_DOWN = "vllm:mars_drift_down_nats_total"
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # For child processes that ask a server on this machine.
