@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     """What was decided about a step in which requests sample.
 
     Attributes:
-        floats: `[num_draft, 3]` float32: the draft tokens' logits before, the bias, log Z.
+        floats: `[num_draft, 4]` float32: the draft tokens' logits before, the bias, log Z, drift.
         integers: `[num_draft, 3]` int32: verdict, loss, gained.
         temperature: as given.
         clipped: where drafts are drawn, the rows that are served instead.
@@ -128,7 +128,7 @@ def plan(
     """
     num_draft, device = drafts.draft_token_ids.shape[0], drafts.logits.device
     batch = drafts.cu_num_draft_tokens.shape[0]
-    floats = torch.empty((num_draft, 3), device=device)
+    floats = torch.empty((num_draft, 4), device=device)
     integers = torch.empty((num_draft, 3), dtype=torch.int32, device=device)
     prices = torch.empty(num_draft, device=device)
     if batch:
@@ -183,6 +183,7 @@ def settle(
         served.stride(0),
         None if clipped is None else clipped.losses,
         None if clipped is None else clipped.gained,
+        None if clipped is None else clipped.drift,
         None if clipped is None else clipped.target_lse,
         plan.prices,
         output_token_ids,

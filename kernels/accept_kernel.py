@@ -52,7 +52,15 @@ _UNALIGNED = [
     *("counts_ptr", "table_ptr", "floats_ptr", "integers_ptr", "prices_ptr", "logits_ptr"),
     *("draft_token_ids_ptr", "bonus_ptr", "target_rows_ptr", "cu_num_draft_tokens_ptr"),
     *("protected_ptr", "blocked_ptr", "slots_ptr", "produced_ptr", "prompt_len_ptr"),
-    *("temperature_ptr", "num_sampled_ptr", "losses_ptr", "gained_ptr", "lse_ptr", "served_ptr"),
+    *(
+        "temperature_ptr",
+        "num_sampled_ptr",
+        "losses_ptr",
+        "gained_ptr",
+        "drift_ptr",
+        "lse_ptr",
+        "served_ptr",
+    ),
     *_RECORDS,
 ]
 _UNSPECIALIZED = [
@@ -103,6 +111,7 @@ def _finish(
     verdict,
     loss,
     gained,
+    drift,
     ratio,
     accepted,
     is_counted,
@@ -127,7 +136,12 @@ def _finish(
     tl.atomic_add(counts_ptr + 3 * longest, step_lost)
     tl.atomic_add(counts_ptr + 3 * longest + 1, step_gained)
     # Greedily the drift is the loss.
-    tl.atomic_add(counts_ptr + 3 * longest + 2, tl.where(is_greedy, step_lost, 0))
+    units = tl.floor(drift * _PER_NAT + 0.5).to(tl.int64)
+    units = tl.where(is_greedy, loss, units)
+    up = tl.sum(tl.where(spends, tl.maximum(units, 0), 0), axis=0)
+    down = tl.sum(tl.where(spends, tl.maximum(-units, 0), 0), axis=0)
+    tl.atomic_add(counts_ptr + 3 * longest + 2, up)
+    tl.atomic_add(counts_ptr + 3 * longest + 3, down)
     is_refused = is_verified & (verdict >= _PROTECTED)
     refusal = tl.maximum(verdict - _PROTECTED, 0)
     tl.atomic_add(counts_ptr + 3 * longest + 4 + refusal, one, mask=is_refused)
@@ -137,7 +151,8 @@ def _finish(
     row = tl.where(is_greedy, of_greedy, of_sampled)
     where = table_ptr + request.to(tl.int64) * 2 * (longest + 1) + offset
     tl.store(where, row, mask=offset <= longest)
-    tl.store(where + longest + 1, tl.zeros_like(row), mask=offset <= longest)
+    own = tl.where(is_visited & (is_greedy == 0), units.to(tl.float32) * _UNIT, 0.0)
+    tl.store(where + longest + 1, own, mask=offset <= longest)
     return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
 
 
@@ -154,8 +169,8 @@ def accept_kernel(
     # [count_size], [batch, 2, longest + 1]
     counts_ptr,
     table_ptr,
-    # Of steps in which requests sample: [num_draft, 3] float32 (saved logit, bias, log Z), int32
-    # (verdict, loss, gained), and [num_draft] float32, prices of drawn drafts
+    # Of steps in which requests sample: [num_draft, 4] float32 (saved logit, bias, log Z, drift),
+    # [num_draft, 3] int32 (verdict, loss, gained), [num_draft] float32, prices of drawn drafts
     floats_ptr,
     integers_ptr,
     prices_ptr,
@@ -355,6 +370,7 @@ def accept_kernel(
             loss,
             gained,
             tl.zeros([POSITIONS], tl.float32),
+            tl.zeros([POSITIONS], tl.float32),
             accepted,
             offset <= gainful,
             accepted >= 0,
@@ -366,6 +382,8 @@ def accept_kernel(
         tl.store(step_lost_ptr + request, step_lost)
     else:
         is_greedy = tl.load(temperature_ptr + place) == 0.0
+        # Of a token accepted outright; what a bias does is in its share.
+        drift = tl.zeros([POSITIONS], tl.float32)
         bias = tl.where(verdict == _RELAXED, _INF, 0.0)
         log_z = tl.zeros([POSITIONS], tl.float32)
         prices = tl.zeros([POSITIONS], tl.float32)
@@ -381,7 +399,9 @@ def accept_kernel(
                 verdict = tl.where(may_pay & (price > 0), forbidden, 0)
                 bias = tl.zeros([POSITIONS], tl.float32)
         elif is_greedy == 0:
-            lse = log_sum_exp(best_ptr, sums_ptr, position, is_draft, first, num_splits, SPLITS)
+            lse, entropy = log_sum_exp(
+                best_ptr, sums_ptr, position, is_draft, first, num_splits, SPLITS
+            )
             log_p = logit - lse
             # A NaN is above nothing.
             is_number = in_vocab & (log_p > float("-inf"))
@@ -429,6 +449,8 @@ def accept_kernel(
                     loss = tl.where(is_tilted, own_loss, loss)
                     gained = tl.where(is_tilted, own_gain.to(tl.int64), gained)
                     lost += tl.sum(tl.where(is_tilted, own_loss, 0), axis=0)
+                share = 1.0 - tl.exp(-log_z)
+                drift = tl.where(bias > 0.0, share * (-log_p - entropy), 0.0)
             else:
                 outright = payable & is_number
                 cost = tl.ceil(tl.minimum(-log_p * _PER_NAT, _MOST_LOSS)).to(tl.int64)
@@ -445,11 +467,13 @@ def accept_kernel(
                 loss = tl.where(is_relaxed, cost, 0)
                 chance = (1.0 - tl.exp(log_p)) * _PER_NAT + 0.5
                 gained = tl.where(is_relaxed, chance.to(tl.int64), 0)
+                drift = tl.where(is_relaxed, -log_p - entropy, 0.0)
         served = tl.where(bias == _INF, _CERTAIN, logit + bias)
         tl.store(where, served.to(logits_ptr.dtype.element_ty), mask=in_vocab & (bias != 0.0))
-        tl.store(floats_ptr + 3 * position, logit, mask=is_draft)
-        tl.store(floats_ptr + 3 * position + 1, bias, mask=is_draft)
-        tl.store(floats_ptr + 3 * position + 2, log_z, mask=is_draft)
+        tl.store(floats_ptr + 4 * position, logit, mask=is_draft)
+        tl.store(floats_ptr + 4 * position + 1, bias, mask=is_draft)
+        tl.store(floats_ptr + 4 * position + 2, log_z, mask=is_draft)
+        tl.store(floats_ptr + 4 * position + 3, drift, mask=is_draft)
         verdict = tl.where(offset <= gainful, verdict, _NOT_COUNTED)
         tl.store(integers_ptr + 3 * position, verdict, mask=is_draft)
         tl.store(integers_ptr + 3 * position + 1, loss.to(tl.int32), mask=is_draft)
@@ -471,7 +495,7 @@ def settle_kernel(
     # [*, vocab]; restored
     logits_ptr,
     logits_stride,
-    # [num_draft, 3] each: see `accept_kernel`
+    # [num_draft, 4] and [num_draft, 3]: see `accept_kernel`
     floats_ptr,
     integers_ptr,
     # Of drawn drafts: [num_draft, vocab], and [num_draft] each
@@ -479,6 +503,7 @@ def settle_kernel(
     served_stride,
     losses_ptr,
     gained_ptr,
+    drift_ptr,
     lse_ptr,
     prices_ptr,
     # [batch, width], -1 behind the last token; on V2 their number is given
@@ -517,9 +542,10 @@ def settle_kernel(
     draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
     in_vocab = is_draft & (draft >= 0) & (draft < vocab)
     draft = tl.where(in_vocab, draft, -1)
-    logit = tl.load(floats_ptr + 3 * position, mask=is_draft, other=0.0)
-    bias = tl.load(floats_ptr + 3 * position + 1, mask=is_draft, other=0.0)
-    log_z = tl.load(floats_ptr + 3 * position + 2, mask=is_draft, other=0.0)
+    logit = tl.load(floats_ptr + 4 * position, mask=is_draft, other=0.0)
+    bias = tl.load(floats_ptr + 4 * position + 1, mask=is_draft, other=0.0)
+    log_z = tl.load(floats_ptr + 4 * position + 2, mask=is_draft, other=0.0)
+    drift = tl.load(floats_ptr + 4 * position + 3, mask=is_draft, other=0.0)
     verdict = tl.load(integers_ptr + 3 * position, mask=is_draft, other=0)
     loss = tl.load(integers_ptr + 3 * position + 1, mask=is_draft, other=0).to(tl.int64)
     gained = tl.load(integers_ptr + 3 * position + 2, mask=is_draft, other=0).to(tl.int64)
@@ -541,6 +567,7 @@ def settle_kernel(
             loss = tl.ceil(tl.minimum(nats * _PER_NAT, _MOST_LOSS)).to(tl.int64)
             chance = tl.load(gained_ptr + position, mask=is_draft, other=0.0)
             gained = (chance * _PER_NAT + 0.5).to(tl.int64)
+            drift = tl.load(drift_ptr + position, mask=is_draft, other=0.0)
     # Behind the draft the target's own bonus token follows.
     ratio = tl.where(is_draft, ratio, 0.0)
     _finish(
@@ -555,6 +582,7 @@ def settle_kernel(
         verdict,
         loss,
         gained,
+        drift,
         ratio,
         accepted,
         verdict != _NOT_COUNTED,

@@ -30,6 +30,8 @@ _WORKSPACE: dict[tuple[torch.device, int], tuple[torch.Tensor, ...]] = {}
 # only multiply the compiled variants; nothing is gained from it.
 _UNALIGNED = ["target_rows_ptr", "bonus_rows_ptr"]
 _LEAST = tl.constexpr(-3e38)
+# So far below the largest logit, exp is 0 and its product with the distance has to be.
+_NOTHING = tl.constexpr(-1e4)
 
 
 @triton.jit
@@ -109,7 +111,7 @@ def top2_kernel(
     best_ptr,
     # [num_rows, num_splits]
     second_ptr,
-    # [num_rows, num_splits]
+    # [num_rows, num_splits, 2]: of exp(z - best), and of these times z - best
     sums_ptr,
     # [*, vocab]
     logits_ptr,
@@ -149,6 +151,7 @@ def top2_kernel(
     second = tl.full([CHUNKS], float("-inf"), tl.float32)
     # Of each lane relative to its largest logit, or to this where it has met none above -inf.
     sums = tl.zeros([CHUNKS], tl.float32)
+    moments = tl.zeros([CHUNKS], tl.float32)
     base = tl.full([CHUNKS], _LEAST, tl.float32)
     for _ in range(0, blocks_per_split):
         token_id = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -166,8 +169,12 @@ def top2_kernel(
         best_chunk = tl.where(better, chunk, best_chunk)
         if WITH_SUM:
             now = tl.maximum(best, _LEAST)
+            moments = (moments + sums * (base - now)) * tl.exp(base - now)
             sums = sums * tl.exp(base - now)
-            sums += tl.sum(tl.exp(value.to(tl.float32) - now[:, None]), axis=1)
+            below = tl.maximum(value.to(tl.float32) - now[:, None], _NOTHING)
+            share = tl.exp(below)
+            sums += tl.sum(share, axis=1)
+            moments += tl.sum(share * below, axis=1)
             base = now
         chunk += CHUNKS
 
@@ -183,8 +190,10 @@ def top2_kernel(
         # z2 is the largest of what the winning lane holds second and the other lanes hold first.
         tl.store(second_ptr + out, tl.max(tl.where(loses, best, second), axis=0))
     if WITH_SUM:
-        total = tl.sum(sums * tl.exp(base - tl.maximum(first, _LEAST)), axis=0)
-        tl.store(sums_ptr + out, total)
+        shift = base - tl.maximum(first, _LEAST)
+        tl.store(sums_ptr + 2 * out, tl.sum(sums * tl.exp(shift), axis=0))
+        moment = tl.sum((moments + sums * shift) * tl.exp(shift), axis=0)
+        tl.store(sums_ptr + 2 * out + 1, moment)
 
 
 @triton.jit
@@ -207,22 +216,26 @@ def reduce_splits(
 
 @triton.jit
 def log_sum_exp(best_ptr, sums_ptr, row, mask, first, num_splits, SPLITS: tl.constexpr):
-    """The log-sum-exp of each given row, of which `first` is the largest logit."""
+    """The log-sum-exp and the entropy of each given row, of which `first` is the largest logit."""
     splits = tl.arange(0, SPLITS)
     index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
     valid = mask[:, None] & (splits < num_splits)[None, :]
     packed = tl.load(best_ptr + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
-    sums = tl.load(sums_ptr + index, mask=valid, other=0.0)
+    sums = tl.load(sums_ptr + 2 * index, mask=valid, other=0.0)
+    moments = tl.load(sums_ptr + 2 * index + 1, mask=valid, other=0.0)
     largest = tl.where(valid, tl.maximum(unpack_value(packed), _LEAST), _LEAST)
-    return first + tl.log(tl.sum(sums * tl.exp(largest - first[:, None]), axis=1))
+    shift = tl.maximum(largest - first[:, None], _NOTHING)
+    total = tl.sum(sums * tl.exp(shift), axis=1)
+    moment = tl.sum((moments + sums * shift) * tl.exp(shift), axis=1)
+    return first + tl.log(total), tl.log(total) - moment / total
 
 
 class Partials(NamedTuple):
     """The partial results of rows.
 
     Attributes:
-        best, second, sums: `[num_rows, num_splits]`; see above. What was not asked for is not
-            written.
+        best, second: `[num_rows, num_splits]`; sums: `[num_rows, num_splits, 2]`; see above. What
+            was not asked for is not written.
         num_splits: of each row.
         splits: SPLITS for `reduce_splits`: a power of 2 that depends on the vocabulary alone, so
             that batches of all sizes share one variant.
@@ -270,7 +283,7 @@ def reduce_rows(drafts: Any, with_second: bool, with_sum: bool = False) -> Parti
         _WORKSPACE[key] = (
             torch.empty(key[1], dtype=torch.int64, device=logits.device),
             torch.empty(key[1], dtype=torch.float32, device=logits.device),
-            torch.empty(key[1], dtype=torch.float32, device=logits.device),
+            torch.empty(2 * key[1], dtype=torch.float32, device=logits.device),
         )
     best, second, sums = _WORKSPACE[key]
     # Triton compiles the branch of the bonus rows without them, too, and needs a pointer there.

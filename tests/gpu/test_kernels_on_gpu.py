@@ -96,7 +96,7 @@ def sampled_step(rule, device, vocab=49_152):
     given = Requests(Records(*(t.to(device) for t in records)), slots.to(device), slots.to(device))
     drafts = Drafts(logits.to(device), ids.int().to(device), ends.to(device), max_draft_len=LONGEST)
     counts = torch.zeros(count_size(LONGEST), dtype=torch.int64, device=device)
-    account = Account(counts, torch.empty(requests, LONGEST + 1, device=device), LONGEST)
+    account = Account(counts, torch.empty(requests, 2, LONGEST + 1, device=device), LONGEST)
     temperature = torch.tensor([0.0, 1.0, 1.0] * (requests // 3), device=device)
     return drafts, given, account, temperature
 
@@ -154,7 +154,7 @@ def test_the_guard_equals_its_definition(length):
         ids([answer]),
         Requests(records, zero, None, ids([length]), zero),
         drafts,
-        Markers(zero, zero, (-1, -1), only_thinking=False),
+        Markers(zero, zero, (-1, -1), only_thinking=False, opening=0),
         3,
     )
     expected = [Verdict.REPEAT * is_held for is_held in AnswerNgrams(3).repeated(answer, draft)]

@@ -238,13 +238,9 @@ def test_sampled_steps_equal_those_of_a_cpu(name, count):
 def close(found: Account, expected: Account) -> None:
     """Equal but for what float32 rounds."""
     counts, wanted = found.counts.clone(), expected.counts.clone()
-    sums = slice(3 * LONGEST, 3 * LONGEST + 2)
-    assert (counts[sums] - wanted[sums]).abs().max() <= 20 * LONGEST
-    # The kernels do not know the drift of requests that sample.
     sums = slice(3 * LONGEST, 3 * LONGEST + 4)
+    assert (counts[sums] - wanted[sums]).abs().max() <= 20 * LONGEST
     counts[sums] = wanted[sums] = 0
-    if expected.table is not None:
-        found.table[:, 1] = expected.table[:, 1]
     same(found._replace(counts=counts), expected._replace(counts=wanted), atol=1e-4)
 
 
@@ -281,10 +277,13 @@ def test_large_vocabulary():
     partials = top2.reduce_rows(drafts, True, True)
     splits = partials.num_splits
     assert splits > 1
-    sums = partials.sums[: 4 * splits].view(4, splits)
+    sums, moments = partials.sums[: 8 * splits].view(4, splits, 2).unbind(-1)
     firsts = torch.stack([part.amax(-1) for part in logits.split(4096, -1)], -1)
     total = (sums.double().log() + firsts.double()).logsumexp(-1)
     torch.testing.assert_close(total, logits.double().logsumexp(-1), rtol=1e-6, atol=1e-6)
+    p = [(part - part.amax(-1, True)).double() for part in logits.split(4096, -1)]
+    expected = torch.stack([(part.exp() * part).sum(-1) for part in p], -1)
+    torch.testing.assert_close(moments.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_past_2_to_the_31_elements():
