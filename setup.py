@@ -48,6 +48,8 @@ setup(
             *EXPERIMENTS,
             *RAY,
             "build",
+            "cloudcoil-models-kubernetes",
+            "cloudcoil-models-prometheus-operator",
             "hypothesis",
             "lm-eval[api]>=0.4.10",
             "pyyaml",

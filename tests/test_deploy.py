@@ -1,4 +1,4 @@
-"""The container files of docs/deploy: they parse, and they fit together and with setup.py.
+"""The files of docs/deploy: they keep to their schemas, and fit together and with setup.py.
 
 Nothing here is built or run.
 """
@@ -15,7 +15,8 @@ from packaging.requirements import Requirement
 
 from counts import DOCS, of_prometheus
 from vllm_mars.config import split_speculative_config
-from vllm_mars.engine.metrics import ALLOWED
+from vllm_mars.engine import overrides
+from vllm_mars.requests import check_overrides
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = DOCS / "deploy"
@@ -108,50 +109,132 @@ def test_promtool_takes_prometheus_configuration():
     assert check.returncode == 0, check.stdout + check.stderr
 
 
-def every_minute(name, value):
-    """Two hours of a counter that grows by so much in each minute, as promtool writes it."""
-    return {"series": f'vllm:{name}_total{{model_name="m"}}', "values": f"0+{value}x120"}
+# What a server counts in each minute, of 1,000 tokens in 50 answers; the rest as it is.
+HEALTHY = {"lost_nats": 25, "drift_up_nats": 30, "gained_acceptance": 5, "verified_positions": 50}
+HEALTHY |= {"lossy": "true", "override": 0.01, "up": 1}
 
 
-@pytest.mark.parametrize(
-    ("lost", "gained", "verified", "up", "fires"),
-    [(30, 5, 50, 1, ["MarsLossAboveBudget"]), (10, 5, 50, 1, [])]
-    + [(0, 0, 50, 1, ["MarsGainsNothing"]), (0, 0, 10, 1, []), (0, 0, 0, 0, ["MarsServerDown"])],
-)
-def test_alerts_fire_where_they_should(tmp_path, lost, gained, verified, up, fires):
-    """Of 1,000 tokens a minute."""
-    target = {"job": "vllm", "instance": "server:8000"}
-    series = [
-        every_minute("generation_tokens", 1000),
-        every_minute("mars_lost_nats", lost),
-        every_minute("mars_gained_acceptance", gained),
-        every_minute("mars_verified_positions", verified),
-        {"series": f'{ALLOWED}{{model_name="m"}}', "values": "0.02+0x120"},
-        {"series": 'up{job="vllm", instance="server:8000"}', "values": f"{up}x120"},
+def series_of(prefix, labels, what):
+    """Two hours of a server, as promtool writes series."""
+    what = HEALTHY | what
+    counters = {f"mars_{name}": what[name] for name in list(HEALTHY)[:4]}
+    counters |= {"generation_tokens": 1000, "request_success": 50, "mars_drift_down_nats": 5}
+    values = {
+        f"{prefix}{name}_total": f"0+{value}x120" for name, value in counters.items() if value
+    }
+    values[f"{prefix}mars_max_loss_nats_per_token"] = "0.02+0x120"
+    found = [{"series": f"{name}{{{labels}}}", "values": of} for name, of in values.items()]
+    for name, more, value in (
+        (f"{prefix}mars_info", f'lossy="{what["lossy"]}"', "1"),
+        (f"{prefix}mars_override", 'option="mars_max_loss"', what["override"]),
+        ("up", 'job="vllm-mars"', what["up"]),
+    ):
+        found.append({"series": f"{name}{{{labels}, {more}}}", "values": f"{value}x120"})
+    return found
+
+
+def ten_servers(prefix, label, what, fires):
+    """A test of promtool's: of ten servers one counts otherwise, which fires one alert, or none."""
+    series = []
+    for number in range(10):
+        labels = f'{label}="{number}", instance="node", model_name="m"'
+        series += series_of(prefix, labels, what if number == 7 else {})
+    firing = f'count by (alertname, {label}) (ALERTS{{alertstate="firing"}})'
+    samples = [{"labels": f'{{alertname="{fires}", {label}="7"}}', "value": 1}] if fires else []
+    expected = {"expr": firing, "eval_time": "110m", "exp_samples": samples}
+    return {
+        "name": f"{prefix} {what}",
+        "interval": "1m",
+        "input_series": series,
+        "promql_expr_test": [expected],
+    }
+
+
+@pytest.mark.parametrize(("prefix", "label"), [("vllm:", "pod"), ("ray_vllm_", "ReplicaId")])
+def test_an_alert_names_the_one_server_of_ten(tmp_path, prefix, label):
+    no_gain = {"gained_acceptance": 0}
+    cases = [
+        ({}, None),
+        # 0.02 nats of 1,000 tokens, and 2 of each of 50 answers.
+        ({"lost_nats": 130}, "MarsLossAboveBound"),
+        ({"drift_up_nats": 60}, "MarsTextDrifts"),
+        (no_gain, "MarsGainsNothing"),
+        (no_gain | {"verified_positions": 10}, None),
+        (no_gain | {"lossy": "false"}, None),
+        (no_gain | {"override": 0}, None),
+        ({"up": 0}, "MarsServerDown"),
     ]
-    rules = {rule["alert"]: rule for rule in read("alerts.yml")["groups"][0]["rules"]}
-    expected = []
-    for alert, rule in rules.items():
-        summary = rule["annotations"]["summary"]
-        for name, value in {"model_name": "m", **target}.items():
-            summary = summary.replace(f"{{{{ $labels.{name} }}}}", value)
-        summary = summary.replace("{{ $value | humanize }}", f"{lost}m")
-        labels = target if alert == "MarsServerDown" else {"model_name": "m"}
-        found = {"exp_labels": labels, "exp_annotations": {"summary": summary}}
-        expected.append(
-            {
-                "eval_time": "110m",
-                "alertname": alert,
-                "exp_alerts": [found] if alert in fires else [],
-            }
-        )
-    case = {"interval": "1m", "input_series": series, "alert_rule_test": expected}
+    tests = [ten_servers(prefix, label, *case) for case in cases]
     file = tmp_path / "case.yml"
-    file.write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yml")], "tests": [case]}))
+    file.write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yml")], "tests": tests}))
     check = subprocess.run(
         [of_prometheus("promtool"), "test", "rules", file], capture_output=True, text=True
     )
     assert check.returncode == 0, check.stdout + check.stderr
+
+
+def test_each_alert_says_how_bad_it_is_and_where_to_read_on():
+    titles = re.findall(r"^### (\w+)$", (DEPLOY / "README.md").read_text(), re.M)
+    (group,) = read("alerts.yml")["groups"]
+    assert [rule["alert"] for rule in group["rules"]] == titles
+    for rule in group["rules"]:
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert page.endswith("/docs/deploy/README.md") and anchor == rule["alert"].lower()
+        assert rule["labels"]["severity"] in ("critical", "warning")
+
+
+MANIFESTS = {it["kind"]: it for it in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+
+
+def as_its_schema_has_it(manifest):
+    """What the schema of its kind knows of a manifest; ValueError where something is missing."""
+    from cloudcoil import resources
+
+    model = resources.get_model(manifest["kind"], api_version=manifest["apiVersion"])
+    known = model.model_validate(manifest)
+    return known.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_manifests_keep_to_the_schemas_of_kubernetes_and_its_prometheus_operator(kind):
+    assert as_its_schema_has_it(MANIFESTS[kind]) == MANIFESTS[kind]
+    misspelt = {**MANIFESTS[kind], "metadta": {}}
+    assert as_its_schema_has_it(misspelt) != misspelt
+
+
+def test_a_pod_is_found_asked_held_to_the_overrides_and_given_time_to_end():
+    deployment = MANIFESTS["Deployment"]["spec"]
+    labels, pod = deployment["template"]["metadata"]["labels"], deployment["template"]["spec"]
+    (server,) = pod["containers"]
+    monitor, service = MANIFESTS["PodMonitor"]["spec"], MANIFESTS["Service"]["spec"]
+    assert deployment["selector"]["matchLabels"] == labels == service["selector"]
+    assert monitor["selector"]["matchLabels"] == labels
+    (port,) = server["ports"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert server[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
+    (endpoint,), (served,) = monitor["podMetricsEndpoints"], service["ports"]
+    assert endpoint["port"] == served["targetPort"] == port["name"]
+    (job,) = read("prometheus.yml")["scrape_configs"]
+    assert labels[monitor["jobLabel"]] == job["job_name"]
+
+    model, timeout, option, config = server["args"]
+    mars, _ = split_speculative_config(json.loads(config))
+    assert option == "--speculative-config" and mars.lossy
+    rest = int(timeout.removeprefix("--shutdown-timeout="))
+    before = server["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] > before + rest
+
+    path = Path({it["name"]: it.get("value") for it in server["env"]}[overrides.VARIABLE])
+    (mount,) = (it for it in server["volumeMounts"] if it["mountPath"] == str(path.parent))
+    assert "subPath" not in mount
+    (volume,) = (it for it in pod["volumes"] if it["name"] == mount["name"])
+    config_map = MANIFESTS["ConfigMap"]
+    assert volume["configMap"]["name"] == config_map["metadata"]["name"]
+    assert check_overrides(json.loads(config_map["data"][path.name]), mars) == {}
+
+
+def test_kubernetes_has_the_alerts_of_prometheus():
+    assert MANIFESTS["PrometheusRule"]["spec"] == read("alerts.yml")
 
 
 def test_hadolint_finds_nothing():

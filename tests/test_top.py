@@ -31,12 +31,18 @@ vllm:mars_gained_acceptance_total{engine="0",model_name="m"} 18.0
 # TYPE vllm:mars_max_loss_nats_per_token gauge
 vllm:mars_max_loss_nats_per_token{engine="0",model_name="m"} 0.02
 vllm:mars_max_loss_nats_per_token{engine="1",model_name="m"} 0.02
+# TYPE vllm:mars_info gauge
+vllm:mars_info{engine="0",lossy="true",model_name="m",rule="mars_max_loss",value="0.02"} 1.0
 # TYPE vllm:mars_refused_positions_total counter
 vllm:mars_refused_positions_total{engine="0",model_name="m",reason="protected"} 3.0
 vllm:mars_refused_positions_total{engine="0",model_name="m",reason="loss"} 11.0
 # TYPE vllm:mars_lost_nats_total counter
 vllm:mars_lost_nats_total{engine="0",model_name="m"} 6.0
 vllm:mars_lost_nats_total{engine="1",model_name="m"} 2.5
+# TYPE vllm:mars_drift_up_nats_total counter
+vllm:mars_drift_up_nats_total{engine="0",model_name="m"} 9.0
+# TYPE vllm:mars_drift_down_nats_total counter
+vllm:mars_drift_down_nats_total{engine="0",model_name="m"} 11.0
 """
 
 
@@ -82,10 +88,15 @@ def test_figures_since_the_start():
     assert cells(text, "gained, of accepted") == ["22.5 %"]
     assert cells(text, "relaxed outright") == ["20"]
     assert cells(text, "nats lost per token") == ["0.0213"]
+    assert cells(text, "drift per token") == ["-0.0050"]
     assert cells(text, "nats allowed per token") == ["0.0200"]
     assert "tokens/s" not in text
     assert cells(text, "       0") == ["60.0 %", "█" * 14 + "▍", "15.0 %", "███▋"]
     assert "│   11 │         3 │" in text.split("┃ loss ┃ protected ┃")[1]
+
+
+def test_ray_serve_has_other_names():
+    assert read(METRICS.replace("vllm:", "ray_vllm_")) == read(METRICS)
 
 
 def test_the_last_interval_beside_it():

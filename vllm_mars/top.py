@@ -21,9 +21,13 @@ BAR_WIDTH = 24
 
 RELAXED = "vllm:mars_relaxed_tokens_total"
 VERIFIED = "vllm:mars_verified_positions_total"
+DRIFT_UP = "vllm:mars_drift_up_nats_total"
+DRIFT_DOWN = "vllm:mars_drift_down_nats_total"
 GAINED = "vllm:mars_gained_acceptance_total"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 REFUSED = "vllm:mars_refused_positions_total"
+# There from the start, also on Ray Serve, which has no counter before it counts.
+INFO = "vllm:mars_info"
 ACCEPTED = scrape.ACCEPTED_PER_POSITION
 
 # Sample name -> the label by which it is told apart; engines and models are added up.
@@ -31,7 +35,10 @@ _LABELS = {
     RELAXED: "position",
     VERIFIED: "position",
     GAINED: None,
+    DRIFT_UP: None,
+    DRIFT_DOWN: None,
     ALLOWED: None,
+    INFO: None,
     REFUSED: "reason",
     scrape.LOST_NATS: None,
     scrape.DRAFTS: None,
@@ -78,11 +85,10 @@ class Snapshot:
         drafts = self.total(scrape.DRAFTS)
         return 1 + self.total(ACCEPTED) / drafts if drafts else math.nan
 
-    @property
-    def loss_per_token(self) -> float:
-        """Nats lost by generated token; NaN without any."""
+    def per_token(self, name: str) -> float:
+        """A total by generated token; NaN without any."""
         generated = self.total(scrape.GENERATED_TOKENS)
-        return self.total(scrape.LOST_NATS) / generated if generated else math.nan
+        return self.total(name) / generated if generated else math.nan
 
 
 def add_parser(commands: Any) -> None:
@@ -94,7 +100,8 @@ def add_parser(commands: Any) -> None:
         "length, what the rule gained and what it lost. Ctrl-C ends it.",
     )
     add = parser.add_argument
-    add("url", metavar="URL", help="the server, such as http://localhost:8000")
+    add("url", metavar="URL", help="the server, such as http://localhost:8000, or the metrics port "
+        "of a node of Ray Serve")  # fmt: skip
     add("--interval", type=float, default=2.0, metavar="SECONDS",
         help="between readings; default 2")  # fmt: skip
     add("--once", action="store_true", help="print the figures once and exit")
@@ -147,7 +154,7 @@ def read_metrics(url: str) -> Snapshot:
             f"{url} answers, but not with Prometheus metrics ({error}); give the address of a "
             "running vLLM server."
         ) from error
-    if VERIFIED not in values:
+    if not {INFO, VERIFIED} & values.keys():
         raise RuntimeError(
             f"{url} has no vllm:mars_* metrics; start the server with rejection_sample_method "
             "'mars' and without --disable-log-stats."
@@ -209,7 +216,8 @@ def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table
         "draft tokens gained": lambda it: f"{it.total(GAINED):.1f}",
         "gained, of accepted": lambda it: _percent(it.total(GAINED), it.total(ACCEPTED)),
         "relaxed outright": lambda it: f"{it.total(RELAXED):.0f}",
-        "nats lost per token": lambda it: _number(it.loss_per_token, 4),
+        "nats lost per token": lambda it: _number(it.per_token(scrape.LOST_NATS), 4),
+        "drift per token": lambda it: _number(it.per_token(DRIFT_UP) - it.per_token(DRIFT_DOWN), 4),
         "nats allowed per token": lambda it: _number(it.total(ALLOWED) or math.nan, 4),
     }
     for name, figure in figures.items():

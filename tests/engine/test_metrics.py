@@ -20,6 +20,8 @@ from counts import (
     of_prometheus,
     page_queries,
 )
+from vllm_mars import __version__
+from vllm_mars.config import MarsConfig
 from vllm_mars.engine import metrics
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.runner.counters import REASONS, CounterLayout
@@ -28,13 +30,16 @@ from vllm_mars.runner.outputs import FIELD
 pytestmark = pytest.mark.usefixtures("clean_registry")
 
 NAMES = {metrics.RELAXED, metrics.VERIFIED, metrics.REFUSED, metrics.LOST, metrics.GAINED}
-NAMES |= {metrics.ALLOWED}
+NAMES |= {metrics.ALLOWED, metrics.INFO}
+BOUND = MarsConfig(max_loss=0.02)
 
 
 def test_all_series_are_there_before_anything_is_counted():
-    metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, max_loss=0.02)
+    metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, BOUND)
     samples = exported()
     assert samples.pop((metrics.ALLOWED, "0")) == 0.02
+    # By the names of the labels: engine, lossy, rule, value, version.
+    assert samples.pop((metrics.INFO, "0", "true", "mars_max_loss", "0.02", __version__)) == 1
     assert len(samples) == 2 * 3 + len(REASONS) + 4
     assert not any(samples.values())
 
@@ -42,9 +47,10 @@ def test_all_series_are_there_before_anything_is_counted():
 OBSERVE = """
 import json, sys
 from vllm_mars.runner.counters import CounterLayout
+from vllm_mars.config import MarsConfig
 from vllm_mars.engine.metrics import MarsProm
 counts = json.loads(sys.argv[1])
-prom = MarsProm(CounterLayout(3), {0: ["m", "0"], 1: ["m", "1"]}, max_loss=0.02)
+prom = MarsProm(CounterLayout(3), {0: ["m", "0"], 1: ["m", "1"]}, MarsConfig(max_loss=0.02))
 prom.observe(counts, 0)
 prom.observe(counts, 1)
 prom.observe(counts, 1)
@@ -124,7 +130,7 @@ def test_no_warning_where_something_is_gained():
 
 def test_other_layouts_are_noticed():
     with pytest.raises(RuntimeError, match="install the same version of vllm-mars on every"):
-        metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}).observe(COUNTS)
+        metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}, BOUND).observe(COUNTS)
 
 
 NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 3}
@@ -191,6 +197,8 @@ def test_a_server_without_mars_has_no_other_metrics(manager, monkeypatch):
 # What vLLM exports and the dashboard takes as well.
 OF_VLLM = {
     "vllm:generation_tokens_total",
+    "vllm:request_generation_tokens_count",
+    "vllm:request_generation_tokens_sum",
     "vllm:spec_decode_num_accepted_tokens_total",
     "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     "vllm:spec_decode_num_drafts_total",
@@ -198,11 +206,12 @@ OF_VLLM = {
 
 
 def names_in(expression):
-    return set(re.findall(r"vllm:[a-z0-9_]+", expression))
+    """By vLLM's own names, of which Ray Serve has others."""
+    return {f"vllm:{name}" for name in re.findall(r"vllm[:.]([a-z0-9]\w+)", expression)}
 
 
 def test_the_dashboard_and_the_page_ask_for_what_is_exported():
-    metrics.MarsProm(CounterLayout(3), {0: ["m", "0"]}, max_loss=0.02)
+    metrics.MarsProm(CounterLayout(3), {0: ["m", "0"]}, BOUND)
     ours = {name for name, *_ in exported()}
     asked = set().union(*map(names_in, dashboard_queries()))
     told = names_in((DOCS / "metrics.md").read_text())

@@ -19,6 +19,7 @@ import pytest
 
 from clusters import cluster, needs_ray_serve
 from processes import MARK, marked, wait_until
+from vllm_mars import top
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 pytestmark = needs_ray_serve
@@ -314,11 +315,13 @@ def check_the_front(url):
         assert answer.read() == b"success"
     (port,) = {node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]}
 
-    def metrics():
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-            return answer.read().decode()
+    def verified():
+        try:
+            return top.read_metrics(f"http://127.0.0.1:{port}/metrics").total(top.VERIFIED)
+        except RuntimeError:
+            return 0
 
-    wait_until(lambda: "ray_vllm_spec_decode_num_accepted_tokens" in metrics(), 60, "metrics")
+    wait_until(verified, 60, "`vllm-mars top` reads the node's metrics")
 
 
 @pytest.mark.engine

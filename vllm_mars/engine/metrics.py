@@ -12,6 +12,7 @@ from typing import Any
 
 import prometheus_client
 
+from vllm_mars import __version__
 from vllm_mars.config import OPTION, MarsConfig
 from vllm_mars.engine.overrides import Overrides, overrides_of
 from vllm_mars.engine.transport import add_counts
@@ -27,6 +28,7 @@ DRIFT_UP = "vllm:mars_drift_up_nats"
 DRIFT_DOWN = "vllm:mars_drift_down_nats"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 OVERRIDE = "vllm:mars_override"
+INFO = "vllm:mars_info"
 
 _HELP = {
     RELAXED: "Draft tokens that the rule accepted outright, by position.",
@@ -42,6 +44,8 @@ _HELP = {
     DRIFT_DOWN: "By how much more probable, at the positions where it is below 0.",
     ALLOWED: "mars_max_loss of this server: what an answer may lose per token, in nats.",
     OVERRIDE: "What VLLM_MARS_OVERRIDES holds new requests to, by option; NaN where it names none.",
+    INFO: "1, with the version of vllm-mars, the option that names this server's rule, its value, "
+    "and whether that is lossy.",
 }
 # Verified positions without any gain after which the log warns. Were one in 200 gained, fewer than
 # one server in 100 would come this far without.
@@ -55,7 +59,7 @@ class MarsProm:
     Args:
         layout: which count is what.
         engines: the values of the labels `model_name` and `engine`, by engine.
-        max_loss: the server's bound in nats per token, or None.
+        config: the server's options.
         counter_class: vLLM's choice of a counter class, prometheus_client's or Ray's.
         gauge_class: the same of a gauge class.
     """
@@ -64,7 +68,7 @@ class MarsProm:
         self,
         layout: CounterLayout,
         engines: dict[int, list[object]],
-        max_loss: float | None = None,
+        config: MarsConfig,
         counter_class: Any = prometheus_client.Counter,
         gauge_class: Any = prometheus_client.Gauge,
     ) -> None:
@@ -93,16 +97,18 @@ class MarsProm:
         add(GAINED, layout.gained, {}, UNIT)
         add(DRIFT_UP, layout.drift_up, {}, UNIT)
         add(DRIFT_DOWN, layout.drift_down, {}, UNIT)
-        if max_loss is not None:
-            gauge = gauge_class(
-                name=ALLOWED,
-                documentation=_HELP[ALLOWED],
-                labelnames=list(_LABELS),
-                # Or each API server would have a series of its own.
-                multiprocess_mode="mostrecent",
-            )
+        info = _gauge(gauge_class, INFO, "version", "rule", "value", "lossy")
+        option: str = OPTION[config.rule]
+        value: float | None = config.value
+        if config.sets_price:
+            option, value = "mars_max_loss", config.max_loss
+        lossy = str(config.lossy).lower()
+        for whose in engines.values():
+            info.labels(*whose, __version__, option, f"{value:g}", lossy).set(1)
+        if config.max_loss is not None:
+            allowed = _gauge(gauge_class, ALLOWED)
             for whose in engines.values():
-                gauge.labels(*whose).set(max_loss)
+                allowed.labels(*whose).set(config.max_loss)
 
     def observe(self, counts: list[int], engine: int = 0) -> None:
         """Adds an increase of one engine's counts."""
@@ -203,7 +209,7 @@ def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
     prom = MarsProm(
         CounterLayout(stat_logger.vllm_config.speculative_config.num_speculative_tokens),
         stat_logger.per_engine_labelvalues,
-        config.max_loss,
+        config,
         stat_logger._counter_cls,
         stat_logger._gauge_cls,
     )
@@ -217,14 +223,19 @@ def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
         _add_override(stat_logger, config, overrides)
 
 
-def _add_override(stat_logger: Any, config: MarsConfig, overrides: Overrides) -> None:
-    """A gauge of what is in force."""
-    gauge = stat_logger._gauge_cls(
-        name=OVERRIDE,
-        documentation=_HELP[OVERRIDE],
-        labelnames=[*_LABELS, "option"],
+def _gauge(gauge_class: Any, name: str, *labels: str) -> Any:
+    return gauge_class(
+        name=name,
+        documentation=_HELP[name],
+        labelnames=[*_LABELS, *labels],
+        # Or each API server would have a series of its own.
         multiprocess_mode="mostrecent",
     )
+
+
+def _add_override(stat_logger: Any, config: MarsConfig, overrides: Overrides) -> None:
+    """A gauge of what is in force."""
+    gauge = _gauge(stat_logger._gauge_cls, OVERRIDE, "option")
 
     def show(options: Mapping[str, float]) -> None:
         for option in (OPTION[config.rule], "mars_max_loss"):

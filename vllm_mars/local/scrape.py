@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -73,8 +74,9 @@ def samples(url: str, timeout: float) -> Iterator[tuple[str, dict[str, str], flo
     """Reads Prometheus metrics within so many seconds.
 
     Yields:
-        Name (counters end in `_total`), labels without `engine` and `model_name`, and value of each
-        sample; those of several engines or models are to be added up.
+        Name (counters end in `_total`; Ray Serve's begin with `vllm:` as vLLM's own do), labels
+        without `engine` and `model_name`, and value of each sample; those of several engines or
+        models are to be added up.
 
     Raises:
         OSError: as `fetch`.
@@ -85,4 +87,4 @@ def samples(url: str, timeout: float) -> Iterator[tuple[str, dict[str, str], flo
     for family in text_string_to_metric_families(fetch(url, timeout).decode()):
         for sample in family.samples:
             labels = {k: v for k, v in sample.labels.items() if k not in ("engine", "model_name")}
-            yield sample.name, labels, sample.value
+            yield re.sub("^ray_vllm_", "vllm:", sample.name), labels, sample.value
