@@ -33,6 +33,9 @@ COUNTS = counts_of(
     drift_up=[1 << 15],
     drift_down=[1 << 14],
     refused=[4, 0, 1, 0, 2],
+    # One request lost nothing, and three lost a nat between them.
+    ended=[1, 0, 0, 3],
+    ended_lost=[0, 0, 0, 1 << 16],
 )
 
 
@@ -59,6 +62,9 @@ def check_exported(samples, engine, times):
     assert samples[f"{metrics.GAINED}_total", engine] == times * 2.25
     assert samples[f"{metrics.DRIFT_UP}_total", engine] == times * 0.5
     assert samples[f"{metrics.DRIFT_DOWN}_total", engine] == times * 0.25
+    for most, count in (("0.0625", 1), ("0.25", 1), ("0.5", 4), ("+Inf", 4)):
+        assert samples[f"{metrics.REQUEST_LOST}_bucket", engine, most] == times * count
+    assert samples[f"{metrics.REQUEST_LOST}_sum", engine] == pytest.approx(times)
 
 
 def dashboard_queries():

@@ -24,13 +24,13 @@ from vllm_mars import __version__
 from vllm_mars.config import MarsConfig
 from vllm_mars.engine import metrics
 from vllm_mars.local.drafts import NGRAM_CONFIG
-from vllm_mars.runner.counters import REASONS, CounterLayout
+from vllm_mars.runner.counters import BUCKETS, REASONS, CounterLayout
 from vllm_mars.runner.outputs import FIELD
 
 pytestmark = pytest.mark.usefixtures("clean_registry")
 
 NAMES = {metrics.RELAXED, metrics.VERIFIED, metrics.REFUSED, metrics.LOST, metrics.GAINED}
-NAMES |= {metrics.ALLOWED, metrics.INFO}
+NAMES |= {metrics.ALLOWED, metrics.INFO, f"{metrics.REQUEST_LOST}_bucket"}
 BOUND = MarsConfig(max_loss=0.02)
 
 
@@ -40,7 +40,7 @@ def test_all_series_are_there_before_anything_is_counted():
     assert samples.pop((metrics.ALLOWED, "0")) == 0.02
     # By the names of the labels: engine, lossy, rule, value, version.
     assert samples.pop((metrics.INFO, "0", "true", "mars_max_loss", "0.02", __version__)) == 1
-    assert len(samples) == 2 * 3 + len(REASONS) + 4
+    assert len(samples) == 2 * 3 + len(REASONS) + 4 + len(BUCKETS) + 3
     assert not any(samples.values())
 
 
@@ -215,7 +215,7 @@ def test_the_dashboard_and_the_page_ask_for_what_is_exported():
     ours = {name for name, *_ in exported()}
     asked = set().union(*map(names_in, dashboard_queries()))
     told = names_in((DOCS / "metrics.md").read_text())
-    assert asked | told <= ours | OF_VLLM | {metrics.OVERRIDE}
+    assert asked | told <= ours | OF_VLLM | {metrics.OVERRIDE, metrics.REQUEST_LOST}
     assert {name.removesuffix("_total") for name in asked} >= NAMES
     assert {name.removesuffix("_total") for name in told} >= NAMES
 

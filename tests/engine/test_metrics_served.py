@@ -53,12 +53,15 @@ def ask_all(server, theta=None):
     for _ in range(20):
         time.sleep(0.5)
         after = server.metrics()
-        if after[VERIFIED_FIRST] - before[VERIFIED_FIRST] == after[DRAFTS] - before[DRAFTS]:
+        ended = after[ENDED] - before[ENDED]
+        verified = after[VERIFIED_FIRST] - before[VERIFIED_FIRST]
+        if verified == after[DRAFTS] - before[DRAFTS] and ended == len(PROMPTS):
             break
     return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
 VERIFIED_FIRST = f'{metrics.VERIFIED}_total{{position="0"}}'
+ENDED = f"{metrics.REQUEST_LOST}_count"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 
 
@@ -78,6 +81,9 @@ def check_increase(rise):
     # All of these requests are greedy.
     assert rise[f"{metrics.GAINED}_total"] == sum(relaxed)
     assert (rise[f"{metrics.LOST}_total"] > 0) == any(relaxed)
+    assert rise[ENDED] == len(PROMPTS)
+    lost = rise[f"{metrics.REQUEST_LOST}_sum"]
+    assert lost == pytest.approx(rise[f"{metrics.LOST}_total"])
     return sum(relaxed)
 
 

@@ -38,6 +38,15 @@ def test_taken_on_a_cpu_at_once_but_no_more_than_once_an_interval():
     assert taken == [1, None, 2, None, 2]
 
 
+def test_requests_that_ended_are_counted_by_what_they_lost():
+    counters = Counters(CounterLayout(1), CPU)
+    counters.add_ended(torch.tensor([0, 4096, 4097, 40 << 16, 4097]))
+    counts = counters.device_counts.tolist()
+    assert counts[counters.layout.ended] == [2, 2, *[0] * 8, 1]
+    assert counts[counters.layout.ended_lost] == [4096, 8194, *[0] * 8, 40 << 16]
+    assert sum(counts[: counters.layout.ended.start]) == 0
+
+
 class Accelerator:
     """Stands in for an accelerator's event and the host's memory: copies are done when it is told.
 

@@ -213,8 +213,8 @@ INTERFACES: Mapping[str, Interfaces] = {
             Use("PrometheusStatLogger.__init__", "wrap", "vllm_config"),
             Use("PrometheusStatLogger.record", "wrap", "scheduler_stats"),
             *_read(
-                *("PrometheusStatLogger", "_counter_cls", "_gauge_cls", "per_engine_labelvalues"),
-                "vllm_config",
+                *("PrometheusStatLogger", "_counter_cls", "_gauge_cls", "_histogram_cls"),
+                *("per_engine_labelvalues", "vllm_config"),
             ),
         ],
         "vllm.v1.metrics.stats": [Use("IterationStats.num_generation_tokens")],

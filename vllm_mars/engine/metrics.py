@@ -16,7 +16,7 @@ from vllm_mars import __version__
 from vllm_mars.config import OPTION, MarsConfig
 from vllm_mars.engine.overrides import Overrides, overrides_of
 from vllm_mars.engine.transport import add_counts
-from vllm_mars.runner.counters import REASONS, UNIT, CounterLayout
+from vllm_mars.runner.counters import BUCKETS, REASONS, UNIT, CounterLayout
 from vllm_mars.runner.outputs import FIELD
 
 RELAXED = "vllm:mars_relaxed_tokens"
@@ -29,6 +29,7 @@ DRIFT_DOWN = "vllm:mars_drift_down_nats"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 OVERRIDE = "vllm:mars_override"
 INFO = "vllm:mars_info"
+REQUEST_LOST = "vllm:mars_request_lost_nats"
 
 _HELP = {
     RELAXED: "Draft tokens that the rule accepted outright, by position.",
@@ -44,6 +45,7 @@ _HELP = {
     DRIFT_DOWN: "By how much more probable, at the positions where it is below 0.",
     ALLOWED: "mars_max_loss of this server: what an answer may lose per token, in nats.",
     OVERRIDE: "What VLLM_MARS_OVERRIDES holds new requests to, by option; NaN where it names none.",
+    REQUEST_LOST: "What requests had lost when they ended, in nats.",
     INFO: "1, with the version of vllm-mars, the option that names this server's rule, its value, "
     "and whether that is lossy.",
 }
@@ -61,7 +63,7 @@ class MarsProm:
         engines: the values of the labels `model_name` and `engine`, by engine.
         config: the server's options.
         counter_class: vLLM's choice of a counter class, prometheus_client's or Ray's.
-        gauge_class: the same of a gauge class.
+        gauge_class, histogram_class: the same of these.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class MarsProm:
         config: MarsConfig,
         counter_class: Any = prometheus_client.Counter,
         gauge_class: Any = prometheus_client.Gauge,
+        histogram_class: Any = prometheus_client.Histogram,
     ) -> None:
         self._layout = layout
         self._counters: list[tuple[slice, float, dict[int, list[Any]]]] = []
@@ -97,6 +100,13 @@ class MarsProm:
         add(GAINED, layout.gained, {}, UNIT)
         add(DRIFT_UP, layout.drift_up, {}, UNIT)
         add(DRIFT_DOWN, layout.drift_down, {}, UNIT)
+        histogram = histogram_class(
+            name=REQUEST_LOST,
+            documentation=_HELP[REQUEST_LOST],
+            labelnames=list(_LABELS),
+            buckets=list(BUCKETS),
+        )
+        self._request_lost = {e: histogram.labels(*whose) for e, whose in engines.items()}
         info = _gauge(gauge_class, INFO, "version", "rule", "value", "lossy")
         option: str = OPTION[config.rule]
         value: float | None = config.value
@@ -117,6 +127,11 @@ class MarsProm:
             for child, count in zip(children[engine], counts[entries], strict=True):
                 if count:
                     child.inc(count * unit)
+        # The mean of a bucket's requests is in the bucket, and the sum of all stays exact.
+        ended, lost = counts[self._layout.ended], counts[self._layout.ended_lost]
+        for number, nats in zip(ended, lost, strict=True):
+            for _ in range(number):
+                self._request_lost[engine].observe(nats * UNIT / number)
 
 
 class MarsLogging:
@@ -212,6 +227,7 @@ def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
         config,
         stat_logger._counter_cls,
         stat_logger._gauge_cls,
+        stat_logger._histogram_cls,
     )
 
     def observe(counts: list[int] | None, generated: int, engine: int) -> None:

@@ -19,6 +19,8 @@ from vllm_mars.kernels.terms import LOSS_BITS, REFUSALS, count_size, count_start
 UNIT = 2.0**-LOSS_BITS
 # Seconds between two copies from an accelerator.
 INTERVAL = 1.0
+# The most nats that a request of a bucket lost; those of one more lost more. Ray takes no 0.
+BUCKETS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 # The label values of the reasons for which the rule was not applied, in the order of the entries.
 REASONS = tuple(verdict.name.lower() for verdict in REFUSALS)
 
@@ -33,6 +35,7 @@ class CounterLayout:
         verified, accepted, relaxed: K entries each, one per draft position.
         lost, gained, drift_up, drift_down: one entry each.
         refused: an entry per reason of `REASONS`.
+        ended, ended_lost: an entry per bucket: requests that ended, and what they lost.
         size: number of entries.
     """
 
@@ -47,7 +50,10 @@ class CounterLayout:
         self.drift_up = slice(starts["drift_up"], starts["drift_down"])
         self.drift_down = slice(starts["drift_down"], starts["refused"])
         self.refused = slice(starts["refused"], end)
-        self.size = end
+        buckets = len(BUCKETS) + 1
+        self.ended = slice(end, end + buckets)
+        self.ended_lost = slice(self.ended.stop, self.ended.stop + buckets)
+        self.size = self.ended_lost.stop
 
 
 class Counters:
@@ -86,6 +92,23 @@ class Counters:
     def device_counts(self) -> torch.Tensor:
         """int64 `[layout.size]`, to be added into; it never shrinks and never moves."""
         return torch.zeros(self.layout.size, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def _bounds(self) -> torch.Tensor:
+        return torch.tensor([int(most / UNIT) for most in BUCKETS], device=self.device)
+
+    def add_ended(self, lost: torch.Tensor) -> None:
+        """Counts requests that have ended; nothing is waited for.
+
+        Args:
+            lost: int64 `[n]`, what each lost, in units of 2**-LOSS_BITS nats.
+        """
+        buckets = torch.bucketize(lost, self._bounds)
+        for entries, values in (
+            (self.layout.ended, torch.ones_like(lost)),
+            (self.layout.ended_lost, lost),
+        ):
+            self.device_counts.index_add_(0, entries.start + buckets, values)
 
     @cached_property
     def _host_counts(self) -> torch.Tensor:

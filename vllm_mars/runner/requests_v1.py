@@ -61,6 +61,7 @@ class RequestsV1(LogitsProcessor):
         request_ids: gives the ids of the batch's requests by place.
         unfinished: gives the ids of all requests that have not ended.
         turns: see `Sections`.
+        ended: takes what requests that have ended had lost; int64, in units of 2**-LOSS_BITS nats.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class RequestsV1(LogitsProcessor):
         request_ids: Callable[[], Sequence[str]] = tuple,
         unfinished: Callable[[], Container[str]] = tuple,
         turns: Set[int] = frozenset(),
+        ended: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
         self._request_ids = request_ids
         self._unfinished = unfinished
+        self._ended = ended
         self._sections = Sections(config, turns)
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
@@ -110,18 +113,18 @@ class RequestsV1(LogitsProcessor):
                 lost = int(self._records.lost[request.slot])
                 request.record, request.slot = request.record._replace(lost=lost), -1
         ids, unfinished = self._request_ids(), self._unfinished()
-        known = {own: request for own, request in self._known.items() if own in unfinished}
+        ended = [self._known.pop(own) for own in [*self._known] if own not in unfinished]
+        self._ended(torch.tensor([request.record.lost for request in ended], dtype=torch.int64))
         free = set(range(self._nobody.slot)) - {request.slot for request in requests}
         for place, request in self._requests.items():
             own = ids[place] if place < len(ids) else None
             if request.slot < 0:
-                if request.output and own in known:
-                    request.resume(known[own])
+                if request.output and own in self._known:
+                    request.resume(self._known[own])
                 request.slot = free.pop()
                 self._write(request)
             if own is not None:
-                known[own] = request
-        self._known = known
+                self._known[own] = request
         # A request keeps its record while it is in the batch; only the index follows its moves.
         places = range(self._nobody.slot)
         self._slots = torch.tensor([self._of_place(place).slot for place in places])

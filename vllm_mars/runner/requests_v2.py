@@ -96,19 +96,33 @@ class RequestsV2(LogitsProcessor):
         self._staged.clear()
         self._restored.clear()
 
-    def keep(self, preempted: Iterable[str], finished: Iterable[str]) -> None:
+    def keep(self, preempted: Iterable[str], finished: Iterable[str]) -> torch.Tensor:
         """Notes what requests have lost that leave their slots and will come back.
 
         Args:
             preempted: their ids.
             finished: ids of those that will not.
+
+        Returns:
+            What these have lost; int64 `[n]`, in units of 2**-LOSS_BITS nats.
         """
         for request_id in preempted:
             slot = self._req_states.req_id_to_index.get(request_id)
             if slot is not None:
                 self._kept[request_id] = self._records.lost[slot].clone()
+        ended: list[torch.Tensor] = []
+        slots = []
         for request_id in finished:
-            self._kept.pop(request_id, None)
+            slot = self._req_states.req_id_to_index.get(request_id)
+            if slot is not None:
+                slots.append(slot)
+                self._kept.pop(request_id, None)
+            elif request_id in self._kept:
+                ended.append(self._kept.pop(request_id)[None])
+        if slots:
+            where = torch.tensor(slots).to(self._req_states.device, non_blocking=True)
+            ended.append(self._records.lost[where])
+        return torch.hstack(ended) if ended else torch.empty(0, dtype=torch.int64)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Returns the logits as they are."""

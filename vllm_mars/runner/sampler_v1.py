@@ -288,6 +288,12 @@ def install(runner: Any, config: MarsConfig) -> None:
     spare_cut_prompts(runner)
     spec_config = runner.speculative_config
     draft_temperature.scale_v1(runner.drafter, config)
+    verification = Verification(
+        config,
+        protected_token_ids(config, runner.vllm_config),
+        Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
+        cpu,
+    )
     requests = RequestsV1(
         config,
         runner.max_num_reqs,
@@ -295,14 +301,9 @@ def install(runner: Any, config: MarsConfig) -> None:
         lambda: runner.input_batch.req_ids,
         lambda: runner.requests,
         turn_token_ids(config, runner.model_config),
+        verification.counters.add_ended,
     )
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
-    verification = Verification(
-        config,
-        protected_token_ids(config, runner.vllm_config),
-        Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
-        cpu,
-    )
     runner.rejection_sampler = MarsRejectionSampler(
         own.sampler, spec_config, runner.device, verification, requests
     )

@@ -290,7 +290,9 @@ def install(runner: Any, config: MarsConfig) -> None:
 
     def keep_and_finish(scheduler_output: Any) -> None:
         preempted = scheduler_output.preempted_req_ids or ()
-        requests.keep(preempted, scheduler_output.finished_req_ids)
+        ended = requests.keep(preempted, scheduler_output.finished_req_ids)
+        if len(ended):
+            verification.counters.add_ended(ended)
         finish_requests(scheduler_output)
 
     runner.finish_requests = keep_and_finish
