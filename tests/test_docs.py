@@ -1,6 +1,7 @@
 """The site of `make docs`: it builds, and a dead link or anchor ends the build."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,3 +51,20 @@ def test_what_ends_the_build(tmp_path):
     for fault in ("'gone.md'", "'metrics.md#gone'", "'../benchmarks/gone.json'", "docs/lost.md"):
         assert fault in run.stderr, run.stderr
     assert "Aborted with 4 warnings in strict mode" in run.stdout
+
+
+@pytest.mark.engine
+def test_the_example_for_trainers_takes_a_step(packaged_model):
+    arguments = ["--max-tokens", "16", "--groups", "2", "-n", "4"]
+    run = subprocess.run(
+        [sys.executable, ROOT / "docs/rollouts.py", *arguments],
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert run.returncode == 0, run.stderr
+    (norm,) = re.findall(r"^gradient norm ([\d.]+); 8 answers$", run.stdout, re.M)
+    (share,) = re.findall(r"^16 tokens: .* effective sample ([\d.]+)$", run.stdout, re.M)
+    # All weights would be the same if the logprobs were the target's.
+    assert float(norm) > 0 and 1 / 8 < float(share) < 1
