@@ -4,10 +4,6 @@ Python imports this file in every process whose PYTHONPATH names its directory. 
 has no Ray device, which its Ray executors refuse; here the GPUs that a test cluster pretends to
 have stand for slots of the machine. Nothing of vLLM's computation changes.
 
-Its ranks on CPUs meet in shared memory under a name that is the same on each node, since it holds
-no more than the port where they met; here it holds VLLM_HOST_IP, too, so that ranks with different
-addresses send each other what they compute, as vLLM has it where the names differ.
-
 VLLM_MARS_TEST_NODE in the environment of a node: "without" hides vllm_mars there, "version X" makes
 it version X; anything else is its name. VLLM_MARS_TEST_MEASURE=stand-in spares a sweep's tasks
 their servers.
@@ -29,17 +25,7 @@ class _Hide:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def _name_the_node(module):
-    named = module._CPUSHMDistributed.make_group_name
-    module._CPUSHMDistributed.make_group_name = staticmethod(
-        lambda communicator: f"{named(communicator)}-{os.environ.get('VLLM_HOST_IP')}"
-    )
-
-
 wrapt.register_post_import_hook(_give_the_cpu_a_ray_device, "vllm.platforms.cpu")
-wrapt.register_post_import_hook(
-    _name_the_node, "vllm.distributed.device_communicators.cpu_communicator"
-)
 
 _node = os.environ.get("VLLM_MARS_TEST_NODE", "")
 if _node == "without":

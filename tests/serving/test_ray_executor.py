@@ -1,4 +1,4 @@
-"""`vllm serve` on vLLM's Ray executor: two ranks, on two hosts too, and nodes that differ."""
+"""`vllm serve` on vLLM's Ray executor: two ranks, and nodes that differ."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 import tiny_models
-from clusters import cluster, two_hosts
+from clusters import cluster
 from processes import MARK, marked, wait_until
 from test_tensor_parallel import PROMPTS, generate
 from vllm_mars import __version__
@@ -110,22 +110,6 @@ def test_two_ranks_on_ray_serve_what_one_generates(models, tmp_path):
     accepted = metrics["vllm:spec_decode_num_accepted_tokens_total"]
     drafted = metrics["vllm:spec_decode_num_draft_tokens_total"]
     assert 0 < accepted < drafted <= tiny_models.NUM_DRAFT_TOKENS * TOKENS * len(PROMPTS)
-
-
-@pytest.mark.nightly
-def test_ranks_on_two_hosts_serve_what_one_generates(models, tmp_path):
-    with (
-        two_hosts("two hosts", tmp_path) as environment,
-        two_ranks(models, environment, tmp_path / "server.log", "two hosts") as server,
-    ):
-        served = [complete(server, prompt) for prompt in PROMPTS]
-        nodes = post(server, "/collective_rpc", {"method": "node"})["results"]
-    expected, _, _ = generate(models / "target", speculation(models), ranks=1)
-    assert served == expected
-    ranks, addresses, are_sent = zip(*sorted(nodes), strict=True)
-    assert ranks == (0, 1)
-    assert addresses[0] == environment["VLLM_HOST_IP"] != addresses[1]
-    assert all(are_sent)
 
 
 @pytest.mark.nightly
