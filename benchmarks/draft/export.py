@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.draft.head import Eagle3Head
-from vllm_mars.local.draft_head import PACKAGED_HEAD, TARGET_KEY, WEIGHTS_KEY, model_checksum
-from vllm_mars.local.packaged_model import sha256
+from vllm_mars.local.draft_head import PACKAGED_HEAD, TARGET_KEY, WEIGHTS_KEY, checksum
 from vllm_mars.local.result_file import write_json
 
 SIZES = (
@@ -50,6 +49,6 @@ def export(
     layer["rope_parameters"]["rope_theta"] = config.rope_parameters["rope_theta"]
     layer["num_aux_hidden_states"] = len(config.aux_layers)
     sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size")}
-    content[TARGET_KEY] = {"sha256": model_checksum(model), **sizes}
-    content[WEIGHTS_KEY] = sha256(weights)
+    content[TARGET_KEY] = {"sha256": checksum(model), **sizes}
+    content[WEIGHTS_KEY] = checksum(directory)
     write_json(directory / "config.json", content)

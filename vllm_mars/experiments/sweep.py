@@ -15,7 +15,7 @@ from vllm_mars.experiments.plan import Sweep, SweepOptions, Turn, load_sweep
 from vllm_mars.experiments.ray_turns import RayRunner
 from vllm_mars.experiments.records import Head, Record, SweepFile, append, read_sweep
 from vllm_mars.experiments.runner import LocalRunner
-from vllm_mars.local.draft_head import check_head, is_head
+from vllm_mars.local.draft_head import check_head
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.provenance import describe_run, versions, without_directories
 from vllm_mars.local.result_file import require_writable
@@ -60,8 +60,8 @@ def run_sweep(
             return before
         sweep = dataclasses.replace(sweep, model=options.model or str(ensure_model()))
         if (model := Path(sweep.model)).is_dir():
-            for head in filter(is_head, map(Path, options.drafts)):
-                check_head(head, model)
+            for draft in filter(Path.is_dir, map(Path, options.drafts)):
+                check_head(draft, model)
         runner: LocalRunner | RayRunner
         if ray is None:
             runner = LocalRunner(sweep, output.with_name(f"{output.stem}-logs"))
