@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from benchmarks.draft.data import Shard, make_data, read_states
-from benchmarks.draft.evaluate import accepted_drafts
+from benchmarks.draft.data import Shard, make_data
 from benchmarks.draft.export import export
 from benchmarks.draft.head import new_head
 from benchmarks.draft.recipe import Recipe
@@ -26,7 +24,6 @@ from benchmarks.draft.start import start_linear
 from benchmarks.draft.target import Answer, Target, vllm_answers
 from benchmarks.draft.train import choose_draft_tokens, num_steps, train
 from vllm_mars.local.packaged_model import cache_root, ensure_model
-from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import git_commit, versions
 from vllm_mars.local.result_file import write_json
 
@@ -34,8 +31,8 @@ from vllm_mars.local.result_file import write_json
 FIRST_SHARDS = 8
 
 
-def make(model: Path, work: Path, recipe: Recipe, answer: Answer) -> float:
-    """Makes WORK/data and WORK/head; returns its strict acceptance length on the demo's prompts."""
+def make(model: Path, work: Path, recipe: Recipe, answer: Answer) -> None:
+    """Makes WORK/data and WORK/head."""
     has_bf16 = torch.cpu._is_avx512_bf16_supported()
     target = Target(model, torch.bfloat16 if has_bf16 else torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -51,23 +48,12 @@ def make(model: Path, work: Path, recipe: Recipe, answer: Answer) -> float:
         bar.set_postfix_str(f"loss {figures['loss'][0]:.2f}, right {figures['accuracy'][0]:.2f}")
     seconds = round(time.perf_counter() - begin)
     export(head, work / "head", model)
-    asked = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt.turns[0]}], add_generation_prompt=True
-        )["input_ids"]
-        for prompt in load_prompts()
-    ]
-    accepted: list[int] = []
-    for ids, found in zip(asked, answer(asked, [0.0] * len(asked), 128, 0), strict=True):
-        accepted += accepted_drafts(target, head, read_states(target, ids, found), 4)
-    length = 1 + float(np.mean(accepted))
     record = {
         **{"target": model.name, "recipe": asdict(recipe), "steps": len(log)},
         **{"seen_tokens": sum(line["tokens"] for line in log), "training_seconds": seconds},
-        **{"acceptance_length": length, "git_commit": git_commit(), "versions": versions()},
+        **{"git_commit": git_commit(), "versions": versions()},
     }
     write_json(work / "head" / "training.json", record)
-    return length
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,13 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = args.work or cache_root() / f"draft-{model.name}"
     answer, end = vllm_answers(model)
     try:
-        length = make(model, work, recipe, answer)
+        make(model, work, recipe, answer)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     finally:
         end()
-    print(f"wrote {work / 'head'}; strict acceptance length {length:.2f} on the demo's prompts")
+    print(f"wrote {work / 'head'}")
     return 0
 
 
