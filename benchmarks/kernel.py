@@ -1,4 +1,4 @@
-"""Time of one greedy verification step on a GPU: this project's kernels and vLLM's samplers.
+"""Time of one greedy verification step on a GPU: this project's kernels and vLLM's sampler.
 
 `python -m benchmarks.kernel --output build/kernel.json`
 
@@ -46,7 +46,6 @@ def measure_cell(
     make: dict[str, Callable[[Step], kernel_step.Variant]] = {
         "MARS, theta 0.9": functools.partial(mars, theta=0.9),
         "MARS, theta 1": functools.partial(mars, theta=1.0),
-        "vLLM V1, strict": kernel_step.vllm_v1,
         "vLLM V2, strict": kernel_step.vllm_v2,
     }
     step = Step(shape, clock.device)

@@ -1,7 +1,6 @@
-"""One greedy verification step, what verifies it, and clocks, for `kernel.py` and `sampler.py`."""
+"""One greedy verification step, what verifies it, and clocks, for `kernel.py`."""
 
 import functools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -110,66 +109,6 @@ def mars(step: Step, **rule: float) -> Variant:
         lambda: (step.verify("triton", **rule),),
         lambda tokens: tokens,
         step.verify("torch", **rule),
-    )
-
-
-def v1_inputs(step: Step, temperature: float = 0.0, top_p: float | None = None) -> tuple[Any, Any]:
-    """What the V1 model runner gives its rejection sampler beside the logits.
-
-    Returns:
-        `SpecDecodeMetadata`, and `SamplingMetadata` of requests that are all alike.
-    """
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-    batch, k, _, _ = step.shape
-    device = step.logits.device
-    metadata = SpecDecodeMetadata.make_dummy([[0] * k] * batch, device)
-    metadata.draft_token_ids = step.drafts
-    metadata.target_logits_indices = step.target_rows
-    metadata.bonus_logits_indices = step.bonus_rows
-    neutral = torch.zeros(batch, device=device)
-    return metadata, SamplingMetadata(
-        temperature=neutral + temperature if temperature else None,
-        all_greedy=not temperature,
-        all_random=bool(temperature),
-        top_p=None if top_p is None else neutral + top_p,
-        top_k=None,
-        generators={},
-        max_num_logprobs=None,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=neutral,
-        presence_penalties=neutral,
-        repetition_penalties=neutral,
-        output_token_ids=[[] for _ in range(batch)],
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
-        logitsprocs=LogitsProcessors(),
-    )
-
-
-def vllm_v1(step: Step) -> Variant:
-    """`RejectionSampler.forward` of vLLM's V1 model runner, all requests greedy."""
-    # Greedy requests never reach FlashInfer's sampler; without it nothing is compiled for it.
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.sample.sampler import Sampler
-
-    device = step.logits.device
-    if device.type == "cpu":
-        current_platform.import_kernels()
-        if not HAS_TRITON:
-            current_platform.register_triton_kernel_overrides()
-    sampler = RejectionSampler(Sampler(), None, device)
-    metadata, sampling = v1_inputs(step)
-    return Variant(
-        lambda: (sampler(metadata, None, step.logits, sampling).sampled_token_ids,),
-        lambda tokens: tokens,
-        step.verify("torch", theta=1.0),
     )
 
 
