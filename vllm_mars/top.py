@@ -5,7 +5,7 @@ import math
 import time
 import urllib.parse
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,9 @@ class Snapshot:
         return sum(self.values.get(name, {}).values())
 
     def by_label(self, name: str) -> dict[str, float]:
-        """Value by label, positions and edges in their order."""
+        """Value by label, positions in their order."""
         values = self.values.get(name, {})
-        return dict(sorted(values.items(), key=lambda item: _order(item[0])))
+        return dict(sorted(values.items(), key=lambda item: (len(item[0]), item[0])))
 
     def since(self, earlier: "Snapshot") -> "Snapshot":
         """The increase since another snapshot; everything, if the server has begun anew."""
@@ -105,13 +105,6 @@ def add_parser(commands: Any) -> None:
     add("--interval", type=float, default=2.0, metavar="SECONDS",
         help="between readings; default 2")  # fmt: skip
     add("--once", action="store_true", help="print the figures once and exit")
-
-
-def _order(label: str) -> tuple[float, str]:
-    try:
-        return float(label), ""
-    except ValueError:
-        return 0.0, label
 
 
 def metrics_url(url: str) -> str:
@@ -227,14 +220,17 @@ def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table
 
 def _positions(shown: Snapshot, when: str) -> "Table":
     """Per draft position, the share of drafts accepted there and the share relaxed there."""
+    from rich.bar import Bar
+
     title = f"Of all drafts, by position ({when})"
     table = _table(title, "position", "accepted", "", "relaxed", "")
     drafts = shown.total(scrape.DRAFTS)
     relaxed = shown.by_label(RELAXED)
     for position, accepted in shown.by_label(ACCEPTED).items():
-        shares = [accepted, relaxed.get(position, 0.0)]
-        cells = [(_percent(part, drafts), _bar(part, drafts)) for part in shares]
-        table.add_row(position, *(cell for pair in cells for cell in pair))
+        row: list[str | Bar] = [position]
+        for part in (accepted, relaxed.get(position, 0.0)):
+            row += [_percent(part, drafts), Bar(max(drafts, 1.0), 0.0, part, width=BAR_WIDTH)]
+        table.add_row(*row)
     return table
 
 
@@ -259,10 +255,3 @@ def _percent(part: float, whole: float) -> str:
 
 def _number(value: float, digits: int) -> str:
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def _bar(part: float, whole: float) -> str:
-    blocks: Sequence[str] = " ▏▎▍▌▋▊▉"
-    eighths = round(8 * BAR_WIDTH * min(part / whole, 1.0)) if whole else 0
-    full, rest = divmod(eighths, 8)
-    return "█" * full + (blocks[rest] if rest else "")
