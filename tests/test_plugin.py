@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import pickle
 import pkgutil
 import subprocess
@@ -34,38 +33,20 @@ def engine_config(model, speculative_config, **options):
     return arguments.create_engine_config()
 
 
-def run(*command, timeout=240, **environment):
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, **environment},
-    )
-
-
 def test_entry_point():
     (entry,) = entry_points(group="vllm.general_plugins", name="mars")
     assert entry.value == "vllm_mars.plugin:register"
 
 
 def test_import_is_light():
-    probe = run(
-        "-c",
-        "import sys, vllm_mars, vllm_mars.plugin; vllm_mars.plugin.register(); "
-        "vllm_mars.plugin.register(); vllm_mars.MarsConfig(); "
-        "print([m for m in ('vllm', 'triton', 'torch') if m in sys.modules])",
+    code = (
+        "import sys; from vllm_mars.plugin import register; register(); register(); "
+        "print([m for m in sys.modules if m.startswith('vllm_mars.')]); "
+        "import vllm_mars; vllm_mars.MarsConfig(); "
+        "print([m for m in ('vllm', 'triton', 'torch') if m in sys.modules])"
     )
-    assert probe.stdout.strip() == "[]", probe.stderr
-
-
-def test_registering_imports_nothing_of_ours():
-    probe = run(
-        "-c",
-        "import sys; from vllm_mars.plugin import register; register(); "
-        "print([m for m in sys.modules if m.startswith('vllm_mars.')])",
-    )
-    assert probe.stdout.strip() == "['vllm_mars.plugin']", probe.stderr
+    probe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert probe.stdout == "['vllm_mars.plugin']\n[]\n", probe.stderr
 
 
 def test_every_hook_is_there():
@@ -130,13 +111,6 @@ WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
     ("changes", "options", "message"),
     [
         ({"mars_theta": 1.7}, {}, r"mars_theta=1.7 is outside \(0, 1\]"),
-        ({"mars_theta": "x"}, {}, "mars_theta='x' is a str"),
-        ({"mars_tetha": 0.9}, {}, "did you mean mars_theta"),
-        (
-            {"rejection_sample_method": "standard", "mars_price": 1},
-            {},
-            "mars_price=1 is given, but",
-        ),
         (
             {"mars_protected_token_ids": [49152]},
             {},
@@ -156,33 +130,11 @@ def test_bad_options_fail_before_a_model_is_loaded(packaged_model, changes, opti
     assert engine_config(packaged_model, NGRAM).additional_config == {}
 
 
-def test_serve_refuses_a_bad_theta(packaged_model):
-    server = run(
-        *("-m", "vllm_mars.cli", "serve", str(packaged_model)),
-        *("--host", "127.0.0.1", "--port", "0"),
-        *("--speculative-config", json.dumps({**MARS, "mars_theta": 2})),
-    )
-    assert server.returncode == 1
-    assert "mars_theta=2 is outside (0, 1]; 1 switches the relaxation off." in server.stderr
-    assert "Starting to load model" not in server.stdout + server.stderr
-
-
-@pytest.mark.parametrize(
-    ("lock", "theta", "message"),
-    [
-        ("strict", 0.9, "VLLM_MARS_LOCK=strict forbids lossy verification, but mars_theta=0.9"),
-        ("yes", 1.0, "VLLM_MARS_LOCK='yes' is not 'strict'"),
-        ("strict", 1.0, None),
-    ],
-)
-def test_lock(packaged_model, monkeypatch, lock, theta, message):
-    monkeypatch.setenv("VLLM_MARS_LOCK", lock)
-    given = {**MARS, "mars_theta": theta}
-    if message is None:
-        assert engine_config(packaged_model, given).additional_config["mars"].config.theta == 1.0
-    else:
-        with pytest.raises((RuntimeError, ValueError), match=message):
-            engine_config(packaged_model, given)
+def test_lock(packaged_model, monkeypatch):
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    engine_config(packaged_model, {**MARS, "mars_theta": 1.0})
+    with pytest.raises(RuntimeError, match="VLLM_MARS_LOCK=strict forbids .*, but mars_theta=0.9"):
+        engine_config(packaged_model, {**MARS, "mars_theta": 0.9})
 
 
 def test_a_second_owner_is_refused():
