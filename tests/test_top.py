@@ -186,6 +186,7 @@ def test_other_servers_are_refused(capsys, answer, message):
     [
         (["ftp://a"], "URL 'ftp://a' is not an HTTP address"),
         (["http://"], "URL 'http://' is not an HTTP address"),
+        (["localhost:80o0"], "does not answer: http://localhost:80o0/metrics: InvalidURL("),
         (["a", "--interval", "0"], "interval=0 is not above 0; give seconds, such as 2."),
         (["a", "--interval", "nan"], "interval=nan is not above 0"),
     ],

@@ -7,35 +7,24 @@ import pytest
 from vllm_mars.local.drafts import draft_config, speculative_config
 
 
-def test_names():
-    assert draft_config("ngram") == {
-        "method": "ngram",
-        "prompt_lookup_max": 4,
-        "prompt_lookup_min": 1,
-    }
-    assert draft_config("suffix") == {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
-    assert draft_config("mtp") == {"method": "mtp"}
-    assert draft_config("org/draft") == {"model": "org/draft"}
-
-
-def test_vllm_is_told_that_a_directory_is_an_eagle3_head(tmp_path):
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
-    draft = str(tmp_path)
-    wanted = {"method": "eagle3", "model": draft, "num_speculative_tokens": 3}
-    assert speculative_config(draft, 3) == wanted
-
-
 @pytest.mark.parametrize(
-    ("config", "method"),
+    ("draft", "method"),
     [
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, {"method": "eagle3"}),
-        ({"architectures": ["LlamaForCausalLM"]}, {}),
-        ({"architectures": None}, {}),
+        ("ngram", {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}),
+        ("suffix", {"method": "suffix", "suffix_decoding_max_cached_requests": 0}),
+        ("mtp", {"method": "mtp"}),
+        ("org/draft", {"model": "org/draft"}),
+        (["LlamaForCausalLMEagle3"], {"method": "eagle3"}),
+        (["LlamaForCausalLM"], {}),
+        (None, {}),
     ],
 )
-def test_a_directory_of_a_draft(tmp_path, config, method):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert draft_config(str(tmp_path)) == {"model": str(tmp_path), **method}
+def test_what_vllm_is_told(tmp_path, draft, method):
+    """By a name, or a directory with these architectures."""
+    if not isinstance(draft, str):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": draft}))
+        draft, method = str(tmp_path), {"model": str(tmp_path), **method}
+    assert speculative_config(draft, 3, x=1) == {**method, "num_speculative_tokens": 3, "x": 1}
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])

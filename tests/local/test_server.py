@@ -2,12 +2,10 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import uuid
 from pathlib import Path
@@ -22,10 +20,9 @@ from vllm_mars.local.scrape import (
     DRAFT_TOKENS,
     DRAFTS,
     GENERATED_TOKENS,
-    fetch,
     openai_client,
 )
-from vllm_mars.local.server import VllmServer, server_env
+from vllm_mars.local.server import VllmServer
 
 ARGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
@@ -200,34 +197,3 @@ def test_a_user_without_a_name_has_a_cache(monkeypatch):
 
     monkeypatch.setattr(server_guard.getpass, "getuser", unknown)
     assert server_guard.user_name() == f"uid_{os.getuid()}"
-
-
-def test_what_does_not_speak_http_does_not_answer():
-    with pytest.raises(OSError, match="nonnumeric port: '80o0'"):
-        fetch("http://localhost:80o0/metrics", 1)
-
-    def greet(listener):
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=greet, args=(listener,))
-        thread.start()
-        with pytest.raises(OSError, match="BadStatusLine"):
-            fetch(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics", 5)
-        thread.join()
-
-
-def test_environment_defaults(tmp_path, monkeypatch):
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
-    local = server_env(str(tmp_path), {"EXTRA": "1"})
-    assert (local["HF_HUB_OFFLINE"], local["VLLM_CPU_KVCACHE_SPACE"]) == ("1", "7")
-    assert (local["EXTRA"], local["VLLM_NO_USAGE_STATS"]) == ("1", "1")
-    assert "HF_HUB_OFFLINE" not in server_env("someone/some-model")
-
-
-def test_a_bad_timeout_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"startup_timeout=0 is not above 0"):
-        VllmServer("m", log_path=tmp_path / "s.log", startup_timeout=0)

@@ -91,10 +91,6 @@ class VllmServer:
             startup_timeout: seconds until the server must answer.
             wait: whether entering the context waits until the server answers.
         """
-        if startup_timeout <= 0:
-            raise ValueError(
-                f"startup_timeout={startup_timeout} is not above 0; give seconds, such as 600."
-            )
         self.model = str(model)
         self.args = list(args)
         self.log_path = log_path
