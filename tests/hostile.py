@@ -21,7 +21,7 @@ from vllm_mars.local.server import VllmServer
 NOT_ASKED = ("weight", "elastic", "token")
 AT_ONCE = 16
 RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-SECONDS = 60.0
+SECONDS = 300.0
 SHOWN = 400
 # Beyond what a type, a kernel or a parser can hold.
 EXTREMES = (
