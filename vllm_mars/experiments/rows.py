@@ -48,7 +48,7 @@ class Row:
         gain: that / the baseline's.
         step: seconds per step, where one request is answered at a time.
         step_ratio: that / the baseline's.
-        lost, drift: nats per token, by the server's counters; 0 for a strict rule.
+        lost, drift: nats per token, by the server's counters; a strict rule loses 0.
         nll: of the answers under the target, in nats per token.
         hotter: that less the baseline's.
         unlikely: of 1,000 tokens, those less than a fifth as probable as the first choice.
@@ -141,9 +141,10 @@ def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
         }
     if counted:
         figures["lost"] = _estimate(_ratio, blocks, ["lost", "tokens"])
-        figures["drift"] = _estimate(_ratio, blocks, ["drift", "tokens"])
     elif not cell.is_lossy:
         figures["lost"] = Interval(0.0, 0.0, 0.0)
+    if all(it.drift_nats is not None for it in own):
+        figures["drift"] = _estimate(_ratio, blocks, ["drift", "tokens"])
     return Row(
         cell,
         next((it.reason for it in records if not it.measured), ""),
