@@ -118,10 +118,17 @@ def start_demo(tmp_path, model, mark, *arguments):
 
 
 @pytest.mark.engine
-def test_a_demo_that_is_ended_goes_on(tmp_path, model):
+@pytest.mark.parametrize("turns", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_demo_that_is_ended_goes_on(tmp_path, model, turns):
+    """While its servers start, or after a turn."""
     mark, output = uuid.uuid4().hex, tmp_path / "out" / "demo.jsonl"
     process = start_demo(tmp_path, model, mark)
-    wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 2, 300, "a turn")
+
+    def is_as_far():
+        lines = output.read_bytes().count(b"\n") if output.exists() else 0
+        return lines > turns and len(marked(mark)) > 2
+
+    wait_until(is_as_far, 300, "servers or a turn")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err

@@ -18,7 +18,10 @@ def golden():
     return json.loads(GOLDEN.read_text())["rules"]
 
 
-@pytest.fixture(scope="module", params=["MarsRejectionSampler", "MarsRejectionSamplerV2"])
+V2 = pytest.param("MarsRejectionSamplerV2", marks=pytest.mark.nightly)
+
+
+@pytest.fixture(scope="module", params=["MarsRejectionSampler", V2])
 def measured(packaged_model, request):
     is_v2 = request.param.endswith("V2")
     sampler, found = measure_on_v2() if is_v2 else measure(packaged_model)
