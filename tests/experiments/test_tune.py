@@ -91,3 +91,6 @@ def test_a_tiny_model(tiny_model, tmp_path, capfd):
     # Another call has nothing to measure.
     assert cli.main(arguments) == 0
     assert read_sweep(output).records == records
+    assert json.loads(output.with_suffix(".json").read_text())["speculative_config"] == config
+    # What another draft did says nothing of this one.
+    assert cli.main([*arguments, "--draft", "suffix"]) != 0

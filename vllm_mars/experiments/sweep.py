@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,7 @@ def run_sweep(
         _check_same(before, settings, output)
         done = {it.key for it in before.records if not (retry_failed and it.measured is None)}
         due = [turn for _, turns in sweep.groups(0) for turn in turns if only(turn)]
+        _check_rules(before, due, output)
         total, left = len(due), sum(turn.key not in done for turn in due)
         if not left:
             say(f"all {total} turns are in {output}; --anew measures them again")
@@ -112,6 +113,18 @@ def _check_same(file: SweepFile, settings: dict[str, Any], output: Path) -> None
                     f"output={output} was measured with {name}={old}, but this sweep has {new}; "
                     "name another file, repeat the options of the first, or give --anew."
                 )
+
+
+def _check_rules(file: SweepFile, due: Sequence[Turn], output: Path) -> None:
+    """Refuses a rule that the file has under the same name with another config."""
+    known = {it.key: it.config for it in file.records}
+    for turn in due:
+        (config,) = without_directories([json.dumps(turn.cell.config)])
+        if turn.key in known and known[turn.key] != json.loads(config):
+            raise ValueError(
+                f"output={output} has {turn.cell.name!r} with {known[turn.key]}, but this sweep "
+                f"has {config}; name another file, repeat the options of the first, or give --anew."
+            )
 
 
 def _outcome(record: Record) -> str:

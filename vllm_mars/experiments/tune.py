@@ -198,10 +198,12 @@ def tune(options: Options, output: Path, *, anew: bool = False) -> tuple[dict[st
             return turn.block == block and is_left
 
         file = run_sweep(sweep, output, anew=anew and not block, only=is_due)
-        found = paces([it for it in file.records if it.block <= block])
+        # A file that an earlier call left also holds its comparison, in later blocks.
+        seen = [it for it in file.records if it.block <= block]
+        found = paces(seen)
         left = {point: faster_half(those, point, found) for point, those in left.items()}
         block += 1
-        if _minutes(file) > CHOOSING * options.minutes or block + 1 >= num_blocks:
+        if _minutes(seen) > CHOOSING * options.minutes or block + 1 >= num_blocks:
             break
     if any((NO_DRAFTS, point) not in found for point in left):
         raise RuntimeError(f"no drafts: {_problem(file)}")
@@ -213,8 +215,8 @@ def tune(options: Options, output: Path, *, anew: bool = False) -> tuple[dict[st
         for name, (family, lengths) in ((BEST_STRICT, strict), (TUNED, chosen))
     }
     compare = {NO_DRAFTS: None, **{name: it for name, it in served.items() if it}}
-    each = _minutes(file) / max(len(file.records), 1) * len(compare) * len(left)
-    blocks = max(1, min(num_blocks - block, int((options.minutes - _minutes(file)) / each)))
+    each = _minutes(seen) / len(seen) * len(compare) * len(left)
+    blocks = max(1, min(num_blocks - block, int((options.minutes - _minutes(seen)) / each)))
     file = run_sweep(
         options.sweep(compare), output, only=lambda turn: block <= turn.block < block + blocks
     )
@@ -229,8 +231,8 @@ def tune(options: Options, output: Path, *, anew: bool = False) -> tuple[dict[st
     return told, replace(file, records=compared)
 
 
-def _minutes(file: SweepFile) -> float:
-    return sum(it.measured.seconds for it in file.records if it.measured) / 60
+def _minutes(records: Sequence[Record]) -> float:
+    return sum(it.measured.seconds for it in records if it.measured) / 60
 
 
 def _problem(file: SweepFile) -> str:
