@@ -42,6 +42,6 @@ def test_distribution(monkeypatch, is_drawn, top_k, rule, value, count, protecte
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
     output = sampler(step.logits.clone(), step.batch(), step.draft_logits, None)
     samples = [tuple(tokens) for tokens in emitted(output)]
-    ratios = sampler.verification.returned[0].table.nansum(1).tolist()
+    ratios = sampler.verification.returned[0].table[:, 0].nansum(1).tolist()
     strict = {0} if protected else set()
     enumerated.check(samples, ratios, enumerated.emitted(is_drawn, top_k, rule, value, strict))

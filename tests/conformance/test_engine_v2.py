@@ -45,8 +45,9 @@ def test_draft_model(models):
     assert own["metrics"][-1]["vllm:prefix_cache_hits"] > 0
     assert workload.finish_reasons(own, 0) == {"length", "stop"}
     assert (
-        "Margin-aware verification (MARS) is on: mars_theta=1, no mars_max_loss, 1 protected "
-        "tokens, model runner V2; the output is lossless" in mars["log"]
+        "Margin-aware verification (MARS) is on: mars_theta=1, no mars_max_loss, "
+        "mars_strict_opening=0, 1 protected tokens, model runner V2; the output is lossless"
+        in mars["log"]
     )
     assert "Margin-aware" not in own["log"]
     relaxed = run(draft_model(models, **workload.RELAXED), [again], models, **options)
