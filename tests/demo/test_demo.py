@@ -70,7 +70,8 @@ def test_what_is_printed(tmp_path):
     assert text.index("greedy, 1 request") < text.index("temperature 1, 1 request")
     assert "The [red] fox <b>" in text, "marked without colours"
     assert 'brown & "<i>' in text and "0.25" in text
-    assert "Greedy, MARS is 2.00 times as fast per token, with 0.0200 nats lost" in text
+    assert "Greedy, MARS is 1.71 (" in text
+    assert ") times as fast per answer, with 0.0200 nats lost" in text
     assert "and its steps take 0.50 times as long." in text
     assert "At temperature 1, no difference in speed is significant: 1.00 times" in text
     assert "\x1b[" not in text, "no colour codes without a terminal"
@@ -80,7 +81,7 @@ def test_the_sentence_goes_where_the_figures_point(tmp_path):
     records = [turn(STANDARD), turn(mars(0.3), lost=0.42)]
     row = rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records)))[1]
     for speed, text in (
-        (Interval(1.2, 1.1, 1.3), "is 1.20 (1.10 to 1.30) times as fast per token"),
+        (Interval(1.2, 1.1, 1.3), "is 1.20 (1.10 to 1.30) times as fast per answer"),
         (Interval(1.1, 0.9, 1.3), "no difference in speed is significant: 1.10 (0.90 to 1.30)"),
         (Interval(0.8, 0.7, 0.9), "is slower: 0.80 (0.70 to 0.90) times as fast"),
         (None, "the speed was not measured"),
