@@ -21,8 +21,6 @@ BAR_WIDTH = 24
 
 RELAXED = "vllm:mars_relaxed_tokens_total"
 VERIFIED = "vllm:mars_verified_positions_total"
-DRIFT_UP = "vllm:mars_drift_up_nats_total"
-DRIFT_DOWN = "vllm:mars_drift_down_nats_total"
 GAINED = "vllm:mars_gained_acceptance_total"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 REFUSED = "vllm:mars_refused_positions_total"
@@ -35,8 +33,8 @@ _LABELS = {
     RELAXED: "position",
     VERIFIED: "position",
     GAINED: None,
-    DRIFT_UP: None,
-    DRIFT_DOWN: None,
+    scrape.DRIFT_UP: None,
+    scrape.DRIFT_DOWN: None,
     ALLOWED: None,
     INFO: None,
     REFUSED: "reason",
@@ -210,7 +208,9 @@ def _figures(total: Snapshot, recent: Snapshot | None, seconds: float) -> "Table
         "gained, of accepted": lambda it: _percent(it.total(GAINED), it.total(ACCEPTED)),
         "relaxed outright": lambda it: f"{it.total(RELAXED):.0f}",
         "nats lost per token": lambda it: _number(it.per_token(scrape.LOST_NATS), 4),
-        "drift per token": lambda it: _number(it.per_token(DRIFT_UP) - it.per_token(DRIFT_DOWN), 4),
+        "drift per token": lambda it: _number(
+            it.per_token(scrape.DRIFT_UP) - it.per_token(scrape.DRIFT_DOWN), 4
+        ),
         "nats allowed per token": lambda it: _number(it.total(ALLOWED) or math.nan, 4),
     }
     for name, figure in figures.items():
