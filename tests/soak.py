@@ -152,6 +152,9 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="default: the packaged model")
     parser.add_argument("--output", type=Path, help="JSON file with what was seen")
     args = parser.parse_args()
+    if args.output:
+        # Before the hour, not behind it.
+        args.output.parent.mkdir(parents=True, exist_ok=True)
     from vllm_mars.local.packaged_model import ensure_model
     from vllm_mars.local.provenance import describe_run
 
