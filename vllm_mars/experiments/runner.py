@@ -20,7 +20,17 @@ from vllm_mars.experiments.bench_client import BenchClient, read_result
 from vllm_mars.experiments.plan import Group, Sweep, Turn
 from vllm_mars.experiments.records import Answer, Measured, Record, Token
 from vllm_mars.local.provenance import hardware, vllm_device, without_directories
-from vllm_mars.local.scrape import DRIFT_DOWN, DRIFT_UP, LOST_NATS, fetch
+from vllm_mars.local.scrape import (
+    ACCEPTED_PER_POSITION,
+    ACCEPTED_TOKENS,
+    DRAFT_TOKENS,
+    DRAFTS,
+    DRIFT_DOWN,
+    DRIFT_UP,
+    GENERATED_TOKENS,
+    LOST_NATS,
+    fetch,
+)
 from vllm_mars.local.server import VllmServer
 from vllm_mars.local.vllm_args import CPU_ENV, SETTLE_SECONDS, server_args
 
@@ -30,6 +40,7 @@ REQUEST_TIMEOUT = 120.0
 UNLIKELY = 0.2
 # What the last step counts arrives a little behind its tokens.
 POLL_SECONDS = 0.1
+COUNTED_SECONDS = 60.0
 CPU_SAMPLES = (
     "vLLM's CPU kernels give wrong tokens to sampled requests under speculation, and only a server "
     "that asks for MARS replaces them; take --method strict, which verifies as vLLM does."
@@ -175,20 +186,20 @@ class LocalRunner:
                 options.turn_timeout,
             )
             data = read_result(result)
-        after = settled(server)
-        lost, up, down = (
-            after[name] - before[name] if name in before else None
-            for name in (LOST_NATS, DRIFT_UP, DRIFT_DOWN)
-        )
+        counted = before.get(GENERATED_TOKENS, 0) + sum(data["output_lens"])
+        rise = {k: v - before.get(k, 0) for k, v in settled(server, counted).items()}
+        drafts = rise.get(DRAFTS, 0)
+        by_place = [v for k, v in rise.items() if k.startswith(ACCEPTED_PER_POSITION)]
+        up, down = rise.get(DRIFT_UP), rise.get(DRIFT_DOWN)
         texts = data["generated_texts"]
         times = zip(data["output_lens"], data["ttfts"], data["latencies"], strict=True)
         return Measured(
             seconds=data["duration"],
-            drafts=data.get("spec_decode_num_drafts", 0),
-            draft_tokens=data.get("spec_decode_draft_tokens", 0),
-            accepted=data.get("spec_decode_accepted_tokens", 0),
-            acceptance=tuple(data.get("spec_decode_per_position_acceptance_rates", ())),
-            lost_nats=lost,
+            drafts=int(drafts),
+            draft_tokens=int(rise.get(DRAFT_TOKENS, 0)),
+            accepted=int(rise.get(ACCEPTED_TOKENS, 0)),
+            acceptance=tuple(count / drafts for count in by_place) if drafts else (),
+            lost_nats=rise.get(LOST_NATS),
             answers=tuple(
                 Answer(
                     *(prompt.id, text, *known, *variety(ids := self._tokens(text))),
@@ -277,14 +288,26 @@ def record(
     )
 
 
-def settled(server: VllmServer) -> dict[str, float]:
-    """The server's metrics once they have stopped to rise, behind its last answer."""
+def settled(server: VllmServer, generated: float = 0) -> dict[str, float]:
+    """The server's metrics once they count so many tokens and have stopped to rise.
+
+    Raises:
+        RuntimeError: they do not within a minute.
+    """
+    until = time.monotonic() + COUNTED_SECONDS
     before: dict[str, float] = {}
-    # vLLM's own, not those of the process and of HTTP.
-    while before != (now := {k: v for k, v in server.metrics().items() if k.startswith("vllm:")}):
+    while time.monotonic() < until:
+        # vLLM's own, not those of the process and of HTTP.
+        now = {k: v for k, v in server.metrics().items() if k.startswith("vllm:")}
+        if now == before and now.get(GENERATED_TOKENS, 0) >= generated:
+            return now
         before = now
         time.sleep(POLL_SECONDS)
-    return now
+    raise RuntimeError(
+        f"{server.base_url}/metrics still change, or count {before.get(GENERATED_TOKENS, 0):g} "
+        f"generated tokens, not {generated:g}, {COUNTED_SECONDS:g} s after the last answer; does "
+        "another client use this server?"
+    )
 
 
 def variety(ids: Sequence[int]) -> tuple[float, float]:
