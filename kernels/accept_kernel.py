@@ -6,6 +6,7 @@ import triton.language as tl
 
 from vllm_mars.kernels.terms import (
     DRAWN_SCALE,
+    END_NATS,
     LOSS_BITS,
     MOST_BALANCE,
     MOST_LOSS,
@@ -33,6 +34,7 @@ _NO_BOUND = tl.constexpr(NO_BOUND)
 _NO_LIMIT = tl.constexpr(NO_LIMIT)
 _PRICE_BURSTS = tl.constexpr(PRICE_BURSTS)
 _DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
+_END_NATS = tl.constexpr(END_NATS)
 # The verdict, between the kernels of a sampled step, of a position that nothing is counted at.
 _NOT_COUNTED = tl.constexpr(-1)
 # Rounded down by more than a float can be off.
@@ -303,6 +305,16 @@ def accept_kernel(
         pays = payable
     of_argmax = tl.max((argmax.to(tl.int64)[:, None] == end_token[None, :]).to(tl.int32), axis=1)
     forbidden = tl.where(is_end | (in_vocab & (of_argmax != 0)), _PROTECTED, 0)
+    if SAMPLED != "no":
+        is_token = (end_token >= 0) & (end_token < vocab)
+        of_end = tl.load(
+            logits_ptr + row[:, None] * logits_stride + end_token[None, :],
+            mask=in_vocab[:, None] & is_token[None, :],
+            other=float("-inf"),
+        )
+        samples = tl.load(temperature_ptr + place) != 0.0
+        may_end = samples & (tl.max(of_end.to(tl.float32), axis=1) >= first - _END_NATS)
+        forbidden = tl.where(in_vocab & may_end, _PROTECTED, forbidden)
     if HAS_PROTECTED:
         of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
         of_argmax = tl.load(protected_ptr + argmax, mask=in_vocab, other=0)

@@ -23,6 +23,7 @@ from vllm_mars.kernels import rule as definition
 from vllm_mars.kernels.clip import Clipped
 from vllm_mars.kernels.rule import Allowance, Position, Rows
 from vllm_mars.kernels.terms import (
+    END_NATS,
     LOSS_BITS,
     MOST_LOSS,
     Account,
@@ -65,7 +66,8 @@ def read_rows(
     ends: np.ndarray,
     rule: Rule,
     blocked: Sequence[int] | None,
-    is_sampled: Sequence[bool] | None = None,
+    is_sampled: np.ndarray | None = None,
+    is_drawn: bool = False,
 ) -> tuple[Rows, np.ndarray]:
     """What the rule reads, and the argmax of each row of logits, int64 `[num_rows]`.
 
@@ -75,7 +77,9 @@ def read_rows(
         ends: int32 `[num_draft, E]`, the tokens that end the request of each position.
         rule: of the engine.
         blocked: a `Verdict` at each position that must stay strict, else 0; or None.
-        is_sampled: which positions are of requests that sample; None if none are.
+        is_sampled: bool `[num_draft]`, which positions are of requests that sample; None if none
+            are.
+        is_drawn: whether the drafts of those are drawn, of which log p and entropy are not read.
     """
     rows = drafts.logits.detach().float().numpy()
     row_argmax = rows.argmax(axis=-1)
@@ -103,15 +107,16 @@ def read_rows(
             for i in np.flatnonzero(is_small):
                 larger = np.count_nonzero(rows[target[i]] > (t if is_argmax[i] else logit)[i])
                 is_small[i] = larger >= 2 if is_argmax[i] else larger <= 1
+    is_near_end = may_end(rows, target, first, ends, is_sampled)
     log_p = entropy = None
-    if is_sampled is not None:
+    if is_sampled is not None and not is_drawn:
         # torch's softmax takes a quarter of the time of NumPy's exponentials. That of the first
         # choice never underflows.
         p = drafts.logits.softmax(dim=-1)
         of_first = p.numpy()[target, argmax]
         with np.errstate(invalid="ignore"):
             log_p = np.minimum(logit - first + np.log(of_first), 0.0)
-        log_p[~(in_vocab & np.asarray(is_sampled))] = -math.inf
+        log_p[~(in_vocab & is_sampled)] = -math.inf
         entropy = torch.special.entr(p).sum(-1).numpy()[target]
     return (
         Rows(
@@ -121,7 +126,7 @@ def read_rows(
             is_small.tolist(),
             (in_vocab & (logit > -np.inf) & (first < np.inf)).tolist(),
             (in_vocab & is_among(safe, ends)).tolist(),
-            forbidden(safe, argmax, ends, rule, blocked),
+            forbidden(safe, argmax, ends, is_near_end, rule, blocked),
             None if log_p is None else log_p.tolist(),
             None if entropy is None else entropy.tolist(),
         ),
@@ -135,15 +140,33 @@ def is_among(token: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return found
 
 
+def may_end(
+    rows: np.ndarray,
+    target: np.ndarray,
+    first: np.ndarray,
+    ends: np.ndarray,
+    is_sampled: np.ndarray | None,
+) -> np.ndarray:
+    """Whether the draw at a position may well end its request; bool `[num_draft]`."""
+    if is_sampled is None:
+        return np.zeros(len(target), dtype=bool)
+    is_token = (ends >= 0) & (ends < rows.shape[1])
+    logits = np.where(is_token, rows[target[:, None], np.where(is_token, ends, 0)], -np.inf)
+    nearest = logits.max(axis=1, initial=-np.inf)
+    found: np.ndarray = is_sampled & (nearest >= first - np.float32(END_NATS))
+    return found
+
+
 def forbidden(
     draft: np.ndarray,
     argmax: np.ndarray,
     ends: np.ndarray,
+    is_near_end: np.ndarray,
     rule: Rule,
     blocked: Sequence[int] | None,
 ) -> list[int]:
     """Why each position must stay strict, or NONE."""
-    is_protected = is_among(draft, ends) | is_among(argmax, ends)
+    is_protected = is_among(draft, ends) | is_among(argmax, ends) | is_near_end
     if rule.protected is not None:
         mask = rule.protected.cpu().numpy()
         is_protected |= mask[draft] | mask[argmax]
@@ -224,7 +247,7 @@ def plan(
     is_greedy = (temperature == 0).tolist()
     lengths = [end - begin for begin, end in zip(begins[:-1], begins[1:], strict=True)]
     is_sampled = np.repeat(np.logical_not(is_greedy), lengths)
-    rows, _ = read(drafts, *of_positions, rule, blocked, is_sampled & (clip is None))
+    rows, _ = read(drafts, *of_positions, rule, blocked, is_sampled, clip is not None)
     positions: list[Position] = []
     prices: list[float] = []
     gainful: list[int] = []

@@ -29,7 +29,8 @@ def read_rows(
     ends: np.ndarray,
     rule: Rule,
     blocked: Sequence[int] | None,
-    is_sampled: Sequence[bool] | None = None,
+    is_sampled: np.ndarray | None = None,
+    is_drawn: bool = False,
 ) -> tuple[Rows, np.ndarray]:
     """As `cpu.read_rows`."""
     ids, logits = drafts.draft_token_ids.long(), drafts.logits
@@ -51,12 +52,14 @@ def read_rows(
         is_small = in_vocab & (logit >= second) & (second > threshold * first)
         is_small &= (threshold == 1) | (first > 0)
     log_p = entropy = None
-    if is_sampled is not None:
-        own = torch.as_tensor(np.asarray(is_sampled), device=ids.device) & in_vocab
+    if is_sampled is not None and not is_drawn:
+        own = torch.as_tensor(is_sampled, device=ids.device) & in_vocab
         exact = (logit.double() - rows.double().logsumexp(1)).clamp(max=0)
         log_p = torch.where(own, exact, -torch.inf).tolist()
         entropy = torch.special.entr(rows.double().softmax(1)).sum(1).tolist()
     draft, first_choice = safe.cpu().numpy(), argmax.cpu().numpy()
+    values, largest = rows.float().cpu().numpy(), first.cpu().numpy()
+    is_near_end = cpu.may_end(values, np.arange(len(ids)), largest, ends, is_sampled)
     return (
         Rows(
             torch.where(in_vocab, ids, -1).tolist(),
@@ -65,7 +68,7 @@ def read_rows(
             is_small.tolist(),
             (in_vocab & (logit > -torch.inf) & (first < torch.inf)).tolist(),
             (in_vocab.cpu().numpy() & cpu.is_among(draft, ends)).tolist(),
-            cpu.forbidden(draft, first_choice, ends, rule, blocked),
+            cpu.forbidden(draft, first_choice, ends, is_near_end, rule, blocked),
             log_p,
             entropy,
         ),

@@ -34,7 +34,8 @@ Greedy is the limit of the price rule as the temperature goes to 0.
 
 A price looks no further than the answer can go: where the draft token ends the request, or is its
 last, nothing can be gained, so the position is strict and V_i = 0. A request's own end tokens are
-protected.
+protected: a position is strict where the draft token or the first choice is one of them, or, of a
+request that samples, where one of them is within END_NATS of the first choice.
 
 Source: arXiv 2601.15498 for theta; the prices are this project's (docs/rule.md).
 """

@@ -19,6 +19,9 @@ MOST_PRICE = 1 << 29
 MOST_BALANCE = (1 << 31) - 1
 # Of what is left, a price that follows it counts at most so many times the burst.
 PRICE_BURSTS = 4
+# Of a request that samples, a token that ends it and is within so many nats of the first choice is
+# protected: what is served takes from all tokens but the draft's, and a head hardly drafts an end.
+END_NATS = 4.0
 # Where drafts are drawn a price costs about half as much, so `price_scale` counts so many times.
 DRAWN_SCALE = 2
 # The rate of a request without a bound, and what it may lose.

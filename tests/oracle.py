@@ -134,6 +134,11 @@ def num_gainful(drafts: Sequence[int], ends: frozenset[int], room: int | None) -
     return min(before_end, len(drafts), len(drafts) if room is None else room)
 
 
+def may_end(row: Sequence[float], ends: frozenset[int]) -> bool:
+    """Whether a token that ends the request is within four nats of the first choice."""
+    return any(np.float32(row[end]) >= np.float32(row[argmax(row)]) - 4 for end in ends)
+
+
 def earned(nats: Nats, tokens: int) -> Fraction:
     """What the request may have lost by the end of so many tokens of this step."""
     rate = Fraction(math.floor(nats.rate * 2**30), 2**30)

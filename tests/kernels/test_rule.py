@@ -282,7 +282,10 @@ def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
         protected = what["protected"] | what["ends"]
         gainful = oracle.num_gainful(what["drafts"], what["ends"], what["room"])
         reasons = [
-            block or ({draft, oracle.argmax(row)} & protected and Verdict.PROTECTED) or 0
+            block
+            or ({draft, oracle.argmax(row)} & protected and Verdict.PROTECTED)
+            or (oracle.may_end(row, what["ends"]) and Verdict.PROTECTED)
+            or 0
             for row, draft, block in zip(
                 rows, what["drafts"], what["blocked"] or [0] * len(rows), strict=True
             )
