@@ -73,12 +73,16 @@ def test_theta_1_is_vllm(config, setting, draft_probs, logprobs_mode):
         mars_sampler(config, logprobs_mode=logprobs_mode),
     )
     for seed in range(8):
-        outputs = []
+        outputs, states = [], []
         for sampler in samplers:
             metadata, logits = step(seed)
             meta = sampling(temperatures, seeds=SEEDS, drafts=drafts_of(metadata), **changes)
             torch.manual_seed(seed)
             outputs.append(sampler(metadata, probabilities(draft_probs), logits, meta))
+            # As many random numbers are taken of those that requests share, and of each one's own.
+            own_states = (generator.get_state() for generator in meta.generators.values())
+            states.append(torch.stack([torch.get_rng_state(), *own_states]))
+        assert torch.equal(*states)
         own, mars = outputs
         assert torch.equal(own.sampled_token_ids, mars.sampled_token_ids)
         assert own.sampled_token_ids.dtype == mars.sampled_token_ids.dtype
@@ -89,6 +93,15 @@ def test_theta_1_is_vllm(config, setting, draft_probs, logprobs_mode):
             assert torch.equal(
                 getattr(own.logprobs_tensors, field), getattr(mars.logprobs_tensors, field)
             ), field
+
+
+def test_a_greedy_step_draws_no_random_number():
+    """Requests without a seed share them."""
+    metadata, logits = step(3)
+    before = torch.get_rng_state()
+    meta = sampling(GREEDY, drafts=drafts_of(metadata))
+    mars_sampler(MarsConfig(theta=1.0))(metadata, None, logits, meta)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_first_choice_counts_as_relaxed_only_where_a_draw_was_spared():
