@@ -22,14 +22,6 @@ def test_default_is_the_papers():
     assert "rejection_sample_method" in MARS, "the user's dict stays as it is"
 
 
-def test_dashes_count_as_underscores():
-    config, _ = split_speculative_config(
-        {"method": "ngram", "rejection-sample-method": "mars", "mars-theta": 0.8}
-    )
-    assert config is not None
-    assert config.theta == 0.8
-
-
 @pytest.mark.parametrize(("rule", "value"), [("theta", 0.8), ("price", 1)])
 def test_the_option_that_is_given_names_the_rule(rule, value):
     config, _ = split_speculative_config({**MARS, f"mars_{rule}": value})
@@ -72,7 +64,6 @@ def test_options_travel_as_json():
         ({"mars_theta": "0.9"}, "mars_theta='0.9' is a str, but must be a number"),
         ({"mars_theta": True}, "mars_theta=True is a bool"),
         ({"mars_theta": [0.9]}, "is a list, but must be a number"),
-        ({"mars_price": -1}, r"mars_price=-1 is outside \[0, 8192\]"),
         ({"mars_price": math.inf}, "mars_price=inf is outside"),
         (
             {"mars_price": 10**400},

@@ -73,7 +73,9 @@ def test_a_threshold_that_nobody_chose_is_named(packaged_model, monkeypatch, cap
 
 
 def test_options_reach_the_workers_config(packaged_model):
-    given = {**MARS, "mars-theta": 0.8, "mars_protected_token_ids": [5, 2]}
+    # Dashes count as underscores, as in vLLM.
+    own = {"rejection-sample-method": "mars", "mars-theta": 0.8, "mars_protected_token_ids": [5, 2]}
+    given = {**NGRAM, **own}
     before = json.dumps(given)
     config = engine_config(packaged_model, given, additional_config={"other": 1})
     assert config.additional_config["other"] == 1

@@ -168,14 +168,11 @@ class MarsConfig:
             check_value(self.rule, getattr(self, self.rule))
 
     def _check_limit(self) -> None:
-        if self.limit is None:
-            return
-        if self.rule == "theta":
-            meaning = "0 sets no limit, 1 lets requests only switch the relaxation off"
-            _require_within("mars_limit", self.limit, 1, meaning)
-        else:
-            meaning = "leave it out and requests may only be stricter than the server"
-            _require_within("mars_limit", self.limit, MOST_PRICE, meaning)
+        if self.limit is not None:
+            most, meaning = MOST_PRICE, "leave it out and requests may only be stricter"
+            if self.rule == "theta":
+                most, meaning = 1, "0 sets no limit, 1 lets requests only be strict"
+            _require_within("mars_limit", self.limit, most, meaning)
 
     def _check_repeat_guard(self) -> None:
         ngram = self.repeat_guard

@@ -223,7 +223,10 @@ class _Probe:
                 extra_body={"ignore_eos": True, "vllm_xargs": {"mars_return": True}, **sampling},
             )
         except openai.OpenAIError as error:
-            raise _failure(error) from error
+            raise RuntimeError(
+                f"a request failed: {error}; give the address of a server for text, and its API "
+                "key in OPENAI_API_KEY."
+            ) from error
         metrics = (answer.model_extra or {}).get("metrics") or {}
         tokens = answer.usage.completion_tokens if answer.usage else 0
         return next(iter(metrics.get("mars") or ()), None), tokens
@@ -283,10 +286,3 @@ def _verdict(rise: top.Snapshot, tokens: int) -> Finding:
             f"{reasons or 'none: the rule is almost strict for this model'}."
         )
     return _fault(f"within {tokens} tokens {problem}")
-
-
-def _failure(error: Exception) -> RuntimeError:
-    return RuntimeError(
-        f"a request failed: {error}; give the address of a server for text, and its API key in "
-        "OPENAI_API_KEY."
-    )

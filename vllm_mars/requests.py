@@ -78,12 +78,8 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         ValueError: an unknown `mars_*` key, a bad value, or one that the server does not allow.
     """
     own = {key: value for key, value in (params.extra_args or {}).items() if _is_ours(key)}
-    depends_on = (
-        config,
-        own,
-        params.structured_outputs is not None,
-        len(params.stop_token_ids or ()),
-    )
+    num_stops = len(params.stop_token_ids or ())
+    depends_on = config, own, params.structured_outputs is not None, num_stops
     parsed: _Parsed | None = vars(params).get(_PARSED)
     # A caller may change parameters that have served a request, and use them for the next one.
     if parsed is None or parsed[:-1] != depends_on:
@@ -99,8 +95,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         # Its drafts stay: a request without any would make a batch of vLLM's V1 runner non-uniform,
         # and all others would lose the CUDA graph of a decode step.
         is_strict = not _boolean(own, _SPECULATE, True, "false verifies strictly")
-        has_many_ends = len(params.stop_token_ids or ()) >= MOST_ENDS
-        if is_strict or has_many_ends or options.max_loss == 0:
+        if is_strict or num_stops >= MOST_ENDS or options.max_loss == 0:
             options = options._replace(value=STRICT_VALUE[config.rule])
         parsed = _Parsed(*depends_on, options)
         setattr(params, _PARSED, parsed)

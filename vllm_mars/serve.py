@@ -123,9 +123,11 @@ def app(options: Options) -> Application:
         RuntimeError: a node has another version of Ray, vLLM or this package, or the cluster lacks
             the GPUs or CPUs for `min_replicas`, or for one replica.
     """
+    from vllm.platforms import current_platform
+
     engine_kwargs = _engine_kwargs(options)
     autoscaling = _autoscaling_config(options)
-    on_cpu = _vllm_is_for_cpus()
+    on_cpu = bool(current_platform.is_cpu())
     with _connected():
         check_nodes(node for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
         if not options.wait_for_nodes:
@@ -163,10 +165,7 @@ def _engine_kwargs(options: Options) -> dict[str, Any]:
     is_mars = split_speculative_config(options.speculative_config)[0] is not None
     if is_mars and (parser := found.get("tool_call_parser")):
         # Ray gives it to vLLM's API server alone; the spans of tool calls follow from it.
-        found["additional_config"] = {
-            **found.get("additional_config", {}),
-            TOOL_PARSER_KEY: parser,
-        }
+        found["additional_config"] = found.get("additional_config", {}) | {TOOL_PARSER_KEY: parser}
     return found
 
 
@@ -191,12 +190,6 @@ def _autoscaling_config(options: Options) -> dict[str, Any]:
     config = {**options.autoscaling, **own}
     AutoscalingConfig(**config)  # raises where a value is bad
     return config
-
-
-def _vllm_is_for_cpus() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def hooked():
                 call.args[1].value
                 for call in ast.walk(node)
                 if isinstance(call, ast.Call)
-                and ast.unparse(call.func) in ("_after", "wrapt.patch_function_wrapper")
+                and ast.unparse(call.func) in ("_after", "_tell", "wrapt.patch_function_wrapper")
             ]
     owners, hooks = zip(*(hook.split(":") for hook in HOOKS.values()), strict=True)
     assert set(owners) == {"vllm_mars.engine.hooks"}

@@ -15,7 +15,7 @@ from engines import PET_FORMAT, open_server
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("bounded_server")]
 
 TEXT = "one two three, one two"
-GREEDY = {"model": "model", "temperature": 0, "max_tokens": 64, "ignore_eos": True}
+GREEDY = {"model": "model", "temperature": 0, "max_tokens": 32, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": TEXT}]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 NEEDED = {
@@ -23,7 +23,7 @@ NEEDED = {
     COMPLETION: {"prompt": TEXT, "return_token_ids": True},
     "/v1/chat/completions/batch": {"messages": [MESSAGES, MESSAGES]},
     "/v1/messages": {"messages": MESSAGES},
-    "/v1/responses": {"input": TEXT, "max_output_tokens": 64},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 32},
     "/generative_scoring": {"query": TEXT, "items": [" x", "y"], "label_token_ids": [5, 6, 7]},
 }
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}

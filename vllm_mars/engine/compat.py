@@ -19,8 +19,6 @@ SUPPORTED = ((0, 32), (0, 33))
 RUN = ((0, 32), (0, 33))
 
 _RELEASES = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
-
-
 _MISSING = object()
 
 

@@ -101,12 +101,8 @@ def patch_input_processor(module: ModuleType) -> None:
     What it hands to the engine is held to the overrides of whoever runs the server.
     """
     # First, so that a vLLM without the other methods is refused.
-    _after(
-        module,
-        "InputProcessor.__init__",
-        "vllm_mars.engine.overrides:read_at_start",
-        needs=["requests"],
-    )
+    act = "vllm_mars.engine.overrides:read_at_start"
+    _after(module, "InputProcessor.__init__", act, needs=["requests"])
 
     @wrapt.patch_function_wrapper(module, "InputProcessor._validate_params")
     def validate_params(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -178,10 +174,14 @@ def patch_output_processor(module: ModuleType) -> None:
     collect_rows(module.RequestState)
 
 
-def _tell(*call: Any) -> Any:
-    from vllm_mars.engine.returned import tell
+def _tell(module: ModuleType, method: str) -> None:
+    """Adds the reports that requests ask for to what a method answers."""
 
-    return tell(*call)
+    @wrapt.patch_function_wrapper(module, method)
+    def answer_and_tell(*call: Any) -> Any:
+        from vllm_mars.engine.returned import tell
+
+        return tell(*call)
 
 
 # Why: vLLM's response has one place for metrics, and leaves it out where there are several choices.
@@ -189,28 +189,22 @@ def _tell(*call: Any) -> Any:
 @_once
 def patch_chat(module: ModuleType) -> None:
     """Adds the reports to chat completions."""
-    wrapt.patch_function_wrapper(module, "OpenAIServingChat.chat_completion_full_generator")(_tell)
-    wrapt.patch_function_wrapper(module, "OpenAIServingChat.chat_completion_stream_generator")(
-        _tell
-    )
+    _tell(module, "OpenAIServingChat.chat_completion_full_generator")
+    _tell(module, "OpenAIServingChat.chat_completion_stream_generator")
 
 
 @_once
 def patch_completions(module: ModuleType) -> None:
     """Adds the reports to completions."""
-    wrapt.patch_function_wrapper(
-        module, "OpenAIServingCompletion.request_output_to_completion_response"
-    )(_tell)
-    wrapt.patch_function_wrapper(module, "OpenAIServingCompletion.completion_stream_generator")(
-        _tell
-    )
+    _tell(module, "OpenAIServingCompletion.request_output_to_completion_response")
+    _tell(module, "OpenAIServingCompletion.completion_stream_generator")
 
 
 @_once
 def patch_generate(module: ModuleType) -> None:
     """Adds the reports to what /inference/v1/generate answers."""
-    wrapt.patch_function_wrapper(module, "ServingTokens.serve_tokens_full_generator")(_tell)
-    wrapt.patch_function_wrapper(module, "ServingTokens.serve_tokens_stream_generator")(_tell)
+    _tell(module, "ServingTokens.serve_tokens_full_generator")
+    _tell(module, "ServingTokens.serve_tokens_stream_generator")
 
 
 # Why: a stat logger plugin of vLLM's own kind would switch statistics on where they are off, and

@@ -29,7 +29,6 @@ CHOSEN_BY_REQUESTS = {
     for rule, option in OPTION.items()
 }
 
-
 # The setting of servers that this project starts where nobody names another, by measurement
 # (docs/results.md): what an answer may lose, from which each request's price follows.
 RECOMMENDED: dict[str, Any] = {"rejection_sample_method": METHOD, "mars_max_loss": 0.02}

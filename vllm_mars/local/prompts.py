@@ -37,9 +37,7 @@ def load_prompts(path: Path = PACKAGED) -> list[Prompt]:
         if line.strip():
             prompt = _parse(line, f"{path}, line {number}", number)
             if prompt.id in found:
-                raise ValueError(
-                    f"prompts={path}: id {prompt.id!r} appears twice; ids must differ."
-                )
+                raise ValueError(f"prompts={path}: id {prompt.id!r} appears twice.")
             found[prompt.id] = prompt
     if not found:
         raise ValueError(f"prompts={path} is empty; give one JSON object with 'prompt' per line.")
@@ -53,14 +51,11 @@ def _parse(line: str, where: str, number: int) -> Prompt:
         raise ValueError(f"{where} is not JSON: {error}; write one object per line.") from error
     if not isinstance(item, dict):
         raise ValueError(f'{where} is not a JSON object; write {{"prompt": "..."}}.')
-    turns = item.get("turns", [item["prompt"]] if "prompt" in item else None)
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(turn, str) and turn.strip() for turn in turns)
-    ):
+    turns = item.get("turns", [item.get("prompt")])
+    given = turns if isinstance(turns, list) and turns else [None]
+    if not all(isinstance(turn, str) and turn.strip() for turn in given):
         raise ValueError(
             f"{where} has neither 'prompt' (a string) nor 'turns' (a list of strings); add one."
         )
     ids = (item[key] for key in ("id", "question_id", "task_id") if key in item)
-    return Prompt(str(next(ids, number)), str(item.get("category", "")), tuple(turns))
+    return Prompt(str(next(ids, number)), str(item.get("category", "")), tuple(given))
