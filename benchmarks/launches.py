@@ -4,6 +4,7 @@ The tensors are on torch's meta device, which takes the accelerator's path. Each
 no view is one kernel or one copy; Triton's launches are recorded instead of run. Of Model Runner V2
 it is the verification alone. A line of JSON for each case also tells what waits for the device,
 which is an error, and what vLLM's own sampler launches for the same batch. With -v come the names.
+Two more lines tell how many bytes of logits a sampled step moves beside vLLM's, by their shapes.
 """
 
 import functools
@@ -37,7 +38,12 @@ CASES: dict[str, dict[str, Any]] = {
     "recommended": {"max_loss": 0.02},
     "recommended, spans, own bounds": {"max_loss": 0.02, "strict_spans": ((5, 6),)},
 }
-TEMPERATURES = {"greedy": (0.0, 0.0), "sampled": (0.7, 0.7), "mixed": (0.0, 0.7)}
+TEMPERATURES = {
+    **{"greedy": (0.0, 0.0), "sampled": (0.7, 0.7), "mixed": (0.0, 0.7)},
+    "drawn drafts": (0.7, 0.7),
+}
+# Newton's method takes so many steps for a row of a price between 0.1 and 1, on average.
+NEWTON_STEPS = 2
 SPEC_CONFIG: Any = SimpleNamespace(
     num_speculative_tokens=K,
     enable_adaptive_verification=False,
@@ -140,14 +146,29 @@ def step_of(config: Any, case: str, kind: str) -> Callable[[], Any]:
         sampler.add_request(states.req_id_to_index[str(number)], params)
     states.apply_staged_writes()
     sampler.apply_staged_writes()
+    drafts = _ids(BATCH, K, VOCAB, dtype=torch.bfloat16) if kind == "drawn drafts" else None
     rows, places = BATCH * (K + 1), np.array(list(states.index_to_req_id))
     logits, inputs = _ids(rows, VOCAB, dtype=torch.bfloat16), _ids(rows)
     pos, ends = _ids(rows, dtype=torch.int64), _ids(BATCH + 1)
     slots, expanded, local = _ids(BATCH), _ids(rows), _ids(rows)
     most = np.full(BATCH, 16, dtype=np.int32)
     return lambda: verifier._verify(
-        logits, None, inputs, pos, ends, slots, places, expanded, local, most, inputs
+        logits, drafts, inputs, pos, ends, slots, places, expanded, local, most, inputs
     )
+
+
+def moved(is_drawn: bool, batch: int = 64, k: int = K, vocab: int = 128_256) -> dict[str, float]:
+    """Megabytes of bfloat16 logits that a step reads where all requests sample; none are written.
+
+    vLLM reads the rows of all drafts once, and one row of each request again to draw from; with
+    drawn drafts their rows beside them. `top2_kernel` and `resample_kernel` read the same, and
+    `clip_kernel` the rows of the drafts once and both for each step of Newton's method.
+    """
+    row = 2 * vocab / 1e6
+    of_drafts, drawn_from = batch * k * row, batch * row
+    vllm = (of_drafts + drawn_from) * (1 + is_drawn)
+    mars = vllm + 2 * NEWTON_STEPS * of_drafts * is_drawn
+    return {"mars": round(mars, 1), "vllm": round(vllm, 1), "ratio": round(mars / vllm, 2)}
 
 
 def count_all() -> Iterator[dict[str, Any]]:
@@ -185,6 +206,8 @@ def main() -> int:
         names = row.pop("names")
         print(json.dumps(row), *names if "-v" in sys.argv[1:] else (), flush=True)
         waits += row["syncs"]
+    for is_drawn in (False, True):
+        print(json.dumps({"megabytes": "drawn" if is_drawn else "fixed", **moved(is_drawn)}))
     return min(waits, 1)
 
 

@@ -1,6 +1,5 @@
-"""The kernels of a step after `top2_kernel`; `accept` launches them and says what each does."""
+"""The kernel that decides, draws and counts; `accept` launches it and says what it does."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -35,12 +34,10 @@ _NO_LIMIT = tl.constexpr(NO_LIMIT)
 _PRICE_BURSTS = tl.constexpr(PRICE_BURSTS)
 _DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
 _END_NATS = tl.constexpr(END_NATS)
-# The verdict, between the kernels of a sampled step, of a position that nothing is counted at.
-_NOT_COUNTED = tl.constexpr(-1)
 # Rounded down by more than a float can be off.
 _CAUTION = tl.constexpr(1 - 2**-20)
-# The largest finite logit: its probability is exactly 1, and softmax meets no inf - inf.
-_CERTAIN = tl.constexpr(torch.finfo(torch.float32).max)
+# vLLM's `tl_rand32`, which draws the same numbers, is never 0 but this.
+_LEAST_DRAWN = tl.constexpr(4.6566127342e-10)
 _INF = tl.constexpr(float("inf"))
 
 # Index arrays, records and outputs, often views that start anywhere: their alignment would multiply
@@ -51,23 +48,15 @@ _RECORDS = [
 ]
 _UNALIGNED = [
     *("output_token_ids_ptr", "num_accepted_ptr", "num_relaxed_ptr", "step_lost_ptr"),
-    *("counts_ptr", "table_ptr", "floats_ptr", "integers_ptr", "prices_ptr", "logits_ptr"),
+    *("counts_ptr", "table_ptr", "prices_ptr", "clipped_ptr", "logits_ptr"),
     *("draft_token_ids_ptr", "bonus_ptr", "target_rows_ptr", "cu_num_draft_tokens_ptr"),
     *("protected_ptr", "blocked_ptr", "slots_ptr", "produced_ptr", "prompt_len_ptr"),
-    *(
-        "temperature_ptr",
-        "num_sampled_ptr",
-        "losses_ptr",
-        "gained_ptr",
-        "drift_ptr",
-        "lse_ptr",
-        "served_ptr",
-    ),
+    *("temperature_ptr", "seeds_ptr", "pos_ptr", "drawn_at_ptr"),
     *_RECORDS,
 ]
 _UNSPECIALIZED = [
     *("num_draft", "width", "burst", "num_splits", "longest", "has_blocked"),
-    *("logits_stride", "served_stride", "vocab"),
+    *("logits_stride", "vocab"),
 ]
 
 
@@ -78,6 +67,19 @@ def integer_root(square):
     # Newton's step ends at the root or 1 above it, however the float rounded.
     root = (root + square // root) >> 1
     return root - (root * root > square).to(tl.int64)
+
+
+@triton.jit
+def _nearest_units(nats):
+    """Nats of either sign in units, rounded to the nearest; 0 of what is no number."""
+    units = tl.minimum(tl.maximum(nats * _PER_NAT, -_MOST_LOSS), _MOST_LOSS)
+    return tl.floor(tl.where(nats == nats, units, 0.0) + 0.5).to(tl.int64)
+
+
+@triton.jit
+def log_ratio_of_clipped(log_p, log_q, log_w, price, log_total):
+    """log m - log p of tokens of a row that `clip_kernel` has read; see `clip`."""
+    return tl.minimum(tl.maximum(log_q - log_p, log_w), log_w + price) - log_total
 
 
 @triton.jit
@@ -98,6 +100,13 @@ def _log_partition(log_p, bias):
     log_z = most + tl.log(tl.exp(rest - most) + tl.exp(tilted - most))
     # Exactly 0 without a bias, which a sum of rounded logarithms is not.
     return tl.where(bias > 0.0, log_z, 0.0)
+
+
+@triton.jit
+def _log_drawn(seeds_ptr, pos_ptr, slot, position, mask):
+    """The logarithm of what vLLM draws for each position."""
+    pos = tl.load(pos_ptr + position, mask=mask, other=0)
+    return tl.log(tl.maximum(tl.rand(tl.load(seeds_ptr + slot), pos), _LEAST_DRAWN))
 
 
 @triton.jit
@@ -137,13 +146,9 @@ def _finish(
     tl.atomic_add(counts_ptr + 2 * longest + offset, one, mask=is_verified & is_relaxed)
     tl.atomic_add(counts_ptr + 3 * longest, step_lost)
     tl.atomic_add(counts_ptr + 3 * longest + 1, step_gained)
-    # Greedily the drift is the loss.
-    units = tl.floor(drift * _PER_NAT + 0.5).to(tl.int64)
-    units = tl.where(is_greedy, loss, units)
-    up = tl.sum(tl.where(spends, tl.maximum(units, 0), 0), axis=0)
-    down = tl.sum(tl.where(spends, tl.maximum(-units, 0), 0), axis=0)
-    tl.atomic_add(counts_ptr + 3 * longest + 2, up)
-    tl.atomic_add(counts_ptr + 3 * longest + 3, down)
+    drift = tl.where(spends, drift, 0)
+    tl.atomic_add(counts_ptr + 3 * longest + 2, tl.sum(tl.maximum(drift, 0), axis=0))
+    tl.atomic_add(counts_ptr + 3 * longest + 3, tl.sum(tl.maximum(-drift, 0), axis=0))
     is_refused = is_verified & (verdict >= _PROTECTED)
     refusal = tl.maximum(verdict - _PROTECTED, 0)
     tl.atomic_add(counts_ptr + 3 * longest + 4 + refusal, one, mask=is_refused)
@@ -153,8 +158,8 @@ def _finish(
     row = tl.where(is_greedy, of_greedy, of_sampled)
     where = table_ptr + request.to(tl.int64) * 2 * (longest + 1) + offset
     tl.store(where, row, mask=offset <= longest)
-    own = tl.where(is_visited & (is_greedy == 0), units.to(tl.float32) * _UNIT, 0.0)
-    tl.store(where + longest + 1, own, mask=offset <= longest)
+    row = tl.where(is_greedy, 0.0, drift.to(tl.float32) * _UNIT)
+    tl.store(where + longest + 1, row, mask=offset <= longest)
     return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
 
 
@@ -163,7 +168,7 @@ def _finish(
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def accept_kernel(
-    # Of greedy steps: [batch, width], and three of [batch]
+    # [batch, width], and three of [batch]
     output_token_ids_ptr,
     num_accepted_ptr,
     num_relaxed_ptr,
@@ -171,16 +176,13 @@ def accept_kernel(
     # [count_size], [batch, 2, longest + 1]
     counts_ptr,
     table_ptr,
-    # Of steps in which requests sample: [num_draft, 4] float32 (saved logit, bias, log Z, drift),
-    # [num_draft, 3] int32 (verdict, loss, gained), [num_draft] float32, prices of drawn drafts
-    floats_ptr,
-    integers_ptr,
+    # [num_rows], prices of drawn drafts, or what is below 0 where nothing is drawn
     prices_ptr,
     # [num_rows, num_splits] each
     best_ptr,
     second_ptr,
     sums_ptr,
-    # [*, vocab]; a bias is added in place
+    # [*, vocab]
     logits_ptr,
     logits_stride,
     # [num_draft]
@@ -209,8 +211,16 @@ def accept_kernel(
     # [batch]; on V2 all tokens by slot, less the prompt's
     produced_ptr,
     prompt_len_ptr,
-    # [batch]; on V2 by slot
+    # Where requests sample: two by slot, and [num_draft]
     temperature_ptr,
+    seeds_ptr,
+    pos_ptr,
+    # Of drawn drafts: [num_draft, 8] of `clip_kernel`, [S, steps, vocab], and by slot
+    clipped_ptr,
+    draft_logits_ptr,
+    draft_stride,
+    draft_step_stride,
+    drawn_at_ptr,
     burst,
     num_draft,
     width,
@@ -230,7 +240,7 @@ def accept_kernel(
     # Layout of Model Runner V2: a request's last row is its bonus row, and a row's draft token
     # stands one entry behind it.
     IS_V2: tl.constexpr,
-    # "no", "fixed" or "drawn" drafts
+    # "no"; "fixed" or "drawn" drafts, in the layout of V2; or "prices", of those that are drawn
     SAMPLED: tl.constexpr,
 ):
     request = tl.program_id(0)
@@ -253,16 +263,18 @@ def accept_kernel(
     rate = tl.load(rate_ptr + slot)
     if IS_V2:
         produced = tl.load(produced_ptr + slot) - tl.load(prompt_len_ptr + slot)
-        place = slot
     else:
         produced = tl.load(produced_ptr + request)
-        place = request.to(tl.int64)
     most = ((rate * (produced.to(tl.int64) + offset + 1)) >> _RATE_SHIFT) + left_before
     most = tl.where(rate == _NO_BOUND, _NO_LIMIT, most)
     price = tl.load(price_ptr + slot)
     scale = tl.load(scale_ptr + slot)
-    if SAMPLED == "drawn":
-        is_drawn = tl.load(temperature_ptr + place) != 0.0
+    # True, as a scalar of the device.
+    is_greedy = slot >= 0
+    if SAMPLED != "no":
+        is_greedy = tl.load(temperature_ptr + slot) == 0.0
+    if SAMPLED == "drawn" or SAMPLED == "prices":
+        is_drawn = is_greedy == 0
         scale = tl.where(is_drawn, tl.minimum(_DRAWN_SCALE * scale, _MOST_BALANCE), scale)
     # The burst as int64.
     most_balance = tl.minimum(_PRICE_BURSTS * (left_before + lost_before), _MOST_BALANCE)
@@ -348,69 +360,45 @@ def accept_kernel(
         verdict = tl.where(verdict == _PAYABLE, _RELAXED, verdict)
     gained = tl.where(verdict == _RELAXED, 1 << 16, 0).to(tl.int64)
 
-    if SAMPLED == "no":
-        # Never accepted, V2's bonus row emits its argmax like a row whose draft is rejected.
-        stops = is_draft & (verdict != _FIRST) & (verdict != _RELAXED)
-        accepted = tl.min(tl.where(stops, offset, length), axis=0)
-        token = tl.where(offset < accepted, draft, -1)
-        token = tl.where(is_row & (offset == accepted), argmax.to(tl.int64), token)
-        if BONUS == "ids":
-            bonus = tl.load(bonus_ptr + request).to(tl.int64)
-            token = tl.where((offset == length) & (accepted == length), bonus, token)
-        if BONUS == "rows":
-            bonus_row = num_draft + request + tl.zeros([1], tl.int32)
-            of_bonus, _ = reduce_splits(
-                best_ptr, second_ptr, bonus_row, bonus_row >= 0, num_splits, SPLITS, False
-            )
-            bonus = tl.max(unpack_id(of_bonus), axis=0).to(tl.int64)
-            token = tl.where((offset == length) & (accepted == length), bonus, token)
-        tl.store(
-            output_token_ids_ptr + request.to(tl.int64) * width + offset,
-            token.to(output_token_ids_ptr.dtype.element_ty),
-            mask=offset < width,
-        )
-        num_relaxed, step_lost = _finish(
-            counts_ptr,
-            table_ptr,
-            lost_ptr,
-            request,
-            slot,
-            offset,
-            is_draft,
-            draft,
-            verdict,
-            loss,
-            gained,
-            tl.zeros([POSITIONS], tl.float32),
-            tl.zeros([POSITIONS], tl.float32),
-            accepted,
-            offset <= gainful,
-            accepted >= 0,
-            longest,
-        )
-        # V2 counts the token behind the drafts, too.
-        tl.store(num_accepted_ptr + request, accepted + (1 if IS_V2 else 0))
-        tl.store(num_relaxed_ptr + request, num_relaxed)
-        tl.store(step_lost_ptr + request, step_lost)
-    else:
-        is_greedy = tl.load(temperature_ptr + place) == 0.0
-        # Of a token accepted outright; what a bias does is in its share.
-        drift = tl.zeros([POSITIONS], tl.float32)
-        bias = tl.where(verdict == _RELAXED, _INF, 0.0)
-        log_z = tl.zeros([POSITIONS], tl.float32)
-        prices = tl.zeros([POSITIONS], tl.float32)
-        is_number = in_vocab
-        if SAMPLED == "drawn":
-            # What may be lost is shared by the positions at which something can be gained.
-            share = tl.maximum(_at(offset, 0, most), 0) // tl.maximum(gainful, 1)
-            cap = tl.sqrt(8.0 * share.to(tl.float32) * _UNIT) * _CAUTION
-            own = tl.minimum(price.to(tl.float32) * _UNIT, cap)
-            may_pay = in_vocab & is_gainful & (is_greedy == 0)
-            prices = tl.where(may_pay & (forbidden == 0), own, 0.0)
-            if is_greedy == 0:
-                verdict = tl.where(may_pay & (price > 0), forbidden, 0)
-                bias = tl.zeros([POSITIONS], tl.float32)
-        elif is_greedy == 0:
+    accepts = (verdict == _FIRST) | (verdict == _RELAXED)
+    # Greedily the drift is the loss.
+    drift = loss
+    ratio_accepted = tl.zeros([POSITIONS], tl.float32)
+    ratio_rejected = tl.zeros([POSITIONS], tl.float32)
+    if SAMPLED == "drawn" or SAMPLED == "prices":
+        # What may be lost is shared by the positions at which something can be gained.
+        share = tl.maximum(_at(offset, 0, most), 0) // tl.maximum(gainful, 1)
+        cap = tl.sqrt(8.0 * share.to(tl.float32) * _UNIT) * _CAUTION
+        may_pay = in_vocab & is_gainful & (forbidden == 0)
+        prices = tl.where(may_pay, tl.minimum(price.to(tl.float32) * _UNIT, cap), 0.0)
+        is_read = in_vocab & (is_greedy == 0)
+    if SAMPLED == "drawn":
+        if is_greedy == 0:
+            verdict = tl.where(in_vocab & is_gainful & (price > 0), forbidden, 0)
+            of_row = clipped_ptr + 8 * position
+            log_w = tl.load(of_row, mask=is_read, other=0.0)
+            row_price = tl.load(of_row + 1, mask=is_read, other=0.0)
+            log_total = tl.load(of_row + 2, mask=is_read, other=0.0)
+            log_p = logit - tl.load(of_row + 3, mask=is_read, other=0.0)
+            log_q = tl.load(
+                draft_logits_ptr
+                + slot * draft_stride
+                + offset.to(tl.int64) * draft_step_stride
+                + draft,
+                mask=is_read,
+                other=float("-inf"),
+            ).to(tl.float32)
+            log_q = log_q / tl.load(drawn_at_ptr + slot)
+            log_q -= tl.load(of_row + 4, mask=is_read, other=0.0)
+            ratio_accepted = log_ratio_of_clipped(log_p, log_q, log_w, row_price, log_total)
+            lost_nats = tl.load(of_row + 5, mask=is_read, other=0.0)
+            loss = tl.ceil(tl.minimum(lost_nats * _PER_NAT, _MOST_LOSS)).to(tl.int64)
+            gained = _nearest_units(tl.load(of_row + 6, mask=is_read, other=0.0))
+            drift = _nearest_units(tl.load(of_row + 7, mask=is_read, other=0.0))
+            log_u = _log_drawn(seeds_ptr, pos_ptr, slot, position, is_draft)
+            accepts = is_read & (log_p + ratio_accepted > log_u + log_q)
+    if SAMPLED == "fixed":
+        if is_greedy == 0:
             lse, entropy = log_sum_exp(
                 best_ptr, sums_ptr, position, is_draft, first, num_splits, SPLITS
             )
@@ -421,6 +409,8 @@ def accept_kernel(
             verdict = tl.zeros([POSITIONS], tl.int32)
             loss = tl.zeros([POSITIONS], tl.int64)
             gained = tl.zeros([POSITIONS], tl.int64)
+            bias = tl.zeros([POSITIONS], tl.float32)
+            log_z = tl.zeros([POSITIONS], tl.float32)
             lost = tl.zeros([], tl.int64)
             if RULE == "price":
                 wanted = tl.zeros([POSITIONS], tl.float32)
@@ -441,7 +431,6 @@ def accept_kernel(
                 wanted = tl.where(is_number & is_gainful & (forbidden == 0), wanted, 0.0)
                 refused = is_number & is_gainful & (price > 0)
                 verdict = tl.where(refused, forbidden, 0)
-                bias = tl.zeros([POSITIONS], tl.float32)
                 for j in range(0, length):
                     left = tl.maximum(_at(offset, j, most) - lost, 0)
                     cap = tl.sqrt(8.0 * left.to(tl.float32) * _UNIT) * _CAUTION
@@ -462,7 +451,7 @@ def accept_kernel(
                     gained = tl.where(is_tilted, own_gain.to(tl.int64), gained)
                     lost += tl.sum(tl.where(is_tilted, own_loss, 0), axis=0)
                 share = 1.0 - tl.exp(-log_z)
-                drift = tl.where(bias > 0.0, share * (-log_p - entropy), 0.0)
+                drift_nats = tl.where(bias > 0.0, share * (-log_p - entropy), 0.0)
             else:
                 outright = payable & is_number
                 cost = tl.ceil(tl.minimum(-log_p * _PER_NAT, _MOST_LOSS)).to(tl.int64)
@@ -479,125 +468,62 @@ def accept_kernel(
                 loss = tl.where(is_relaxed, cost, 0)
                 chance = (1.0 - tl.exp(log_p)) * _PER_NAT + 0.5
                 gained = tl.where(is_relaxed, chance.to(tl.int64), 0)
-                drift = tl.where(is_relaxed, -log_p - entropy, 0.0)
-        served = tl.where(bias == _INF, _CERTAIN, logit + bias)
-        tl.store(where, served.to(logits_ptr.dtype.element_ty), mask=in_vocab & (bias != 0.0))
-        tl.store(floats_ptr + 4 * position, logit, mask=is_draft)
-        tl.store(floats_ptr + 4 * position + 1, bias, mask=is_draft)
-        tl.store(floats_ptr + 4 * position + 2, log_z, mask=is_draft)
-        tl.store(floats_ptr + 4 * position + 3, drift, mask=is_draft)
-        verdict = tl.where(offset <= gainful, verdict, _NOT_COUNTED)
-        tl.store(integers_ptr + 3 * position, verdict, mask=is_draft)
-        tl.store(integers_ptr + 3 * position + 1, loss.to(tl.int32), mask=is_draft)
-        tl.store(integers_ptr + 3 * position + 2, gained.to(tl.int32), mask=is_draft)
-        if SAMPLED == "drawn":
-            tl.store(prices_ptr + position, prices, mask=is_row)
+                drift_nats = tl.where(is_relaxed, -log_p - entropy, 0.0)
+            drift = _nearest_units(drift_nats)
+            log_u = _log_drawn(seeds_ptr, pos_ptr, slot, position, is_draft)
+            # What the rule accepts outright has an infinite bias.
+            accepts = is_number & (log_p + bias - log_z > log_u)
+            ratio_accepted = tl.where(bias == _INF, -log_p, bias - log_z)
+            ratio_rejected = -log_z
 
-
-@triton.jit(
-    do_not_specialize=_UNSPECIALIZED,
-    do_not_specialize_on_alignment=_UNALIGNED,
-)
-def settle_kernel(
-    # [count_size], [batch, 2, longest + 1]
-    counts_ptr,
-    table_ptr,
-    # By slot
-    lost_ptr,
-    # [*, vocab]; restored
-    logits_ptr,
-    logits_stride,
-    # [num_draft, 4] and [num_draft, 3]: see `accept_kernel`
-    floats_ptr,
-    integers_ptr,
-    # Of drawn drafts: [num_draft, vocab], and [num_draft] each
-    served_ptr,
-    served_stride,
-    losses_ptr,
-    gained_ptr,
-    drift_ptr,
-    lse_ptr,
-    prices_ptr,
-    # [batch, width], -1 behind the last token; on V2 their number is given
-    output_token_ids_ptr,
-    num_sampled_ptr,
-    draft_token_ids_ptr,
-    cu_num_draft_tokens_ptr,
-    slots_ptr,
-    temperature_ptr,
-    width,
-    longest,
-    vocab,
-    POSITIONS: tl.constexpr,
-    IS_V2: tl.constexpr,
-    IS_DRAWN: tl.constexpr,
-):
-    request = tl.program_id(0)
-    end = tl.load(cu_num_draft_tokens_ptr + request)
-    start = tl.load(cu_num_draft_tokens_ptr + request - 1, mask=request > 0, other=0)
-    slot = tl.load(slots_ptr + request).to(tl.int64)
-    offset = tl.arange(0, POSITIONS)
-    position = start + offset
-    is_draft = position < end
-    tokens = tl.load(
-        output_token_ids_ptr + request.to(tl.int64) * width + offset, mask=offset < width, other=-1
-    ).to(tl.int64)
-    if IS_V2:
-        is_draft = position < end - 1
-        draft_token_ids_ptr += 1
-        accepted = tl.load(num_sampled_ptr + request) - 1
-        place = slot
+    if SAMPLED == "prices":
+        tl.store(prices_ptr + position, tl.where(is_read, prices, -1.0), mask=is_row)
     else:
-        accepted = tl.sum((tokens >= 0).to(tl.int32), axis=0) - 1
-        place = request.to(tl.int64)
-    is_greedy = tl.load(temperature_ptr + place) == 0.0
-    draft = tl.load(draft_token_ids_ptr + position, mask=is_draft, other=-1).to(tl.int64)
-    in_vocab = is_draft & (draft >= 0) & (draft < vocab)
-    draft = tl.where(in_vocab, draft, -1)
-    logit = tl.load(floats_ptr + 4 * position, mask=is_draft, other=0.0)
-    bias = tl.load(floats_ptr + 4 * position + 1, mask=is_draft, other=0.0)
-    log_z = tl.load(floats_ptr + 4 * position + 2, mask=is_draft, other=0.0)
-    drift = tl.load(floats_ptr + 4 * position + 3, mask=is_draft, other=0.0)
-    verdict = tl.load(integers_ptr + 3 * position, mask=is_draft, other=0)
-    loss = tl.load(integers_ptr + 3 * position + 1, mask=is_draft, other=0).to(tl.int64)
-    gained = tl.load(integers_ptr + 3 * position + 2, mask=is_draft, other=0).to(tl.int64)
-    row_ptr = logits_ptr + position.to(tl.int64) * logits_stride
-    tl.store(row_ptr + draft, logit.to(logits_ptr.dtype.element_ty), mask=in_vocab & (bias != 0.0))
-    ratio = tl.where((offset < accepted) & (bias < _INF), bias, 0.0) - log_z
-    if IS_DRAWN:
-        emits = is_draft & (offset <= accepted)
-        token = tl.where(emits, tokens, 0)
-        served = tl.load(
-            served_ptr + position.to(tl.int64) * served_stride + token, mask=emits, other=0.0
+        stops = is_draft & (accepts == 0)
+        accepted = tl.min(tl.where(stops, offset, length), axis=0)
+        token = tl.where(offset < accepted, draft, -1)
+        # Never accepted, V2's bonus row emits its argmax like a row whose draft is rejected. What
+        # is drawn there, `insert_kernel` adds.
+        first_choice = tl.where(is_greedy, argmax.to(tl.int64), -1)
+        token = tl.where(is_row & (offset == accepted), first_choice, token)
+        if BONUS == "ids":
+            bonus = tl.load(bonus_ptr + request).to(tl.int64)
+            token = tl.where((offset == length) & (accepted == length), bonus, token)
+        if BONUS == "rows":
+            bonus_row = num_draft + request + tl.zeros([1], tl.int32)
+            of_bonus, _ = reduce_splits(
+                best_ptr, second_ptr, bonus_row, bonus_row >= 0, num_splits, SPLITS, False
+            )
+            bonus = tl.max(unpack_id(of_bonus), axis=0).to(tl.int64)
+            token = tl.where((offset == length) & (accepted == length), bonus, token)
+        tl.store(
+            output_token_ids_ptr + request.to(tl.int64) * width + offset,
+            token.to(output_token_ids_ptr.dtype.element_ty),
+            mask=offset < width,
         )
-        own = tl.load(row_ptr + token, mask=emits, other=0.0).to(tl.float32)
-        lse = tl.load(lse_ptr + position, mask=emits, other=0.0)
-        price = tl.load(prices_ptr + position, mask=is_draft, other=0.0)
-        ratio = tl.where(price > 0.0, served - own + lse, 0.0)
-        if is_greedy == 0:
-            nats = tl.load(losses_ptr + position, mask=is_draft, other=0.0)
-            loss = tl.ceil(tl.minimum(nats * _PER_NAT, _MOST_LOSS)).to(tl.int64)
-            chance = tl.load(gained_ptr + position, mask=is_draft, other=0.0)
-            gained = (chance * _PER_NAT + 0.5).to(tl.int64)
-            drift = tl.load(drift_ptr + position, mask=is_draft, other=0.0)
-    # Behind the draft the target's own bonus token follows.
-    ratio = tl.where(is_draft, ratio, 0.0)
-    _finish(
-        counts_ptr,
-        table_ptr,
-        lost_ptr,
-        request,
-        slot,
-        offset,
-        is_draft,
-        draft,
-        verdict,
-        loss,
-        gained,
-        drift,
-        ratio,
-        accepted,
-        verdict != _NOT_COUNTED,
-        is_greedy,
-        longest,
-    )
+        ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
+        # Behind the draft the target's own bonus token follows.
+        ratio = tl.where(is_draft, ratio, 0.0)
+        num_relaxed, step_lost = _finish(
+            counts_ptr,
+            table_ptr,
+            lost_ptr,
+            request,
+            slot,
+            offset,
+            is_draft,
+            draft,
+            verdict,
+            loss,
+            gained,
+            drift,
+            ratio,
+            accepted,
+            offset <= gainful,
+            is_greedy,
+            longest,
+        )
+        # V2 counts the token behind the drafts, too.
+        tl.store(num_accepted_ptr + request, accepted + (1 if IS_V2 else 0))
+        tl.store(num_relaxed_ptr + request, num_relaxed)
+        tl.store(step_lost_ptr + request, step_lost)

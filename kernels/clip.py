@@ -20,12 +20,12 @@ and bisects log w where that leaves what is known to hold the root. At last m is
 So m sums to 1 and m / p spans no more than e^b, whatever w is; by Hoeffding's lemma KL <= b^2 / 8.
 What F(w) was off by costs the objective about b times that.
 
-`clip_kernel` has the Triton form. The torch form is for the CPU: beside one exp and one log of a
-row it takes 7 cheap operations on it for each step of Newton's method, 2 for the last, and 14 more.
+`clip_kernel` has the Triton form. This one is for the CPU: beside one exp and one log of a row it
+takes 7 cheap operations on it for each step of Newton's method, 2 for the last, and 14 more.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -62,90 +62,34 @@ class Clipped(NamedTuple):
 
 
 def clip_rows(
-    target_logits: torch.Tensor,
-    draft: torch.Tensor,
-    prices: torch.Tensor,
-    *,
-    draft_rows: tuple[torch.Tensor, torch.Tensor] | None = None,
-    temperature: torch.Tensor | None = None,
-    backend: Literal["torch", "triton"],
+    target_logits: torch.Tensor, draft_probs: torch.Tensor, prices: torch.Tensor
 ) -> Clipped:
     """The distribution to verify each row's drawn draft token against.
 
-    Both model runners' distributions of the draft are read where they lie:
-
-    - Model Runner V1: `draft` is `draft_probs`, probabilities in the target rows' order.
-    - Model Runner V2: `draft` is `draft_logits`, logits before temperature, and row i's are
-      `draft[slots[i], steps[i]] / temperature[slots[i]]`. Its bonus rows, and rows whose draft
-      token is padding, have price 0. Tokens behind the smaller of the two vocabularies, which its
-      sampler ignores, get -inf where there is a price.
-
     Args:
-        target_logits: `[num_rows, vocab]` float32, bfloat16 or float16, processed (temperature,
-            top-k, top-p, masks); any row stride.
-        draft: `[num_rows, vocab]` float32 probabilities, or, with `draft_rows`, logits
-            `[max_num_reqs, num_speculative_steps, draft_vocab]` float32, bfloat16 or float16. What
-            is no number counts as the target's own probability.
+        target_logits: `[num_rows, vocab]` float32, processed (temperature, top-k, top-p, masks);
+            any row stride.
+        draft_probs: `[num_rows, vocab]` float32. What is no number counts as the target's own
+            probability.
         prices: `[num_rows]` float32, >= 0. At 0 the draft is not read and m is p.
-        draft_rows: slots and steps, `[num_rows]` int32 or int64 each.
-        temperature: `[max_num_reqs]` float32 by slot, of logits only; > 0 where there is a price.
-        backend: "torch" or "triton".
 
     Raises:
-        ValueError: a shape, dtype, stride or device does not fit, or the backend has no such name.
+        ValueError: a shape, dtype, stride or device does not fit.
     """
-    _check(target_logits, draft, prices, draft_rows, temperature)
-    if backend == "triton":
-        from vllm_mars.kernels.clip_kernel import launch_clip
-
-        shape, device = target_logits.shape, target_logits.device
-        logits = torch.empty(shape, dtype=torch.float32, device=device)
-        clipped = Clipped(logits, *torch.empty(4, shape[0], dtype=torch.float32, device=device))
-        launch_clip(
-            clipped,
-            target_logits,
-            draft,
-            prices,
-            draft_rows,
-            temperature,
-            TOLERANCE=TOLERANCE,
-            STEPS=STEPS,
-            MOST_PRICE=MOST_PRICE,
-            EIGHTH=EIGHTH,
-        )
-        return clipped
-    if backend != "torch":
-        raise ValueError(f"backend={backend!r} is not one of 'torch', 'triton'.")
-    return _clip_on_cpu(target_logits, draft, prices, draft_rows, temperature)
-
-
-def _clip_on_cpu(
-    target_logits: torch.Tensor,
-    draft: torch.Tensor,
-    prices: torch.Tensor,
-    draft_rows: tuple[torch.Tensor, torch.Tensor] | None,
-    temperature: torch.Tensor | None,
-) -> Clipped:
-    """Row by row: the buffers stay in the cache, and no row depends on those beside it."""
+    _check(target_logits, draft_probs, prices)
     logits = target_logits.to(torch.float32, copy=True)
-    vocab = min(logits.shape[1], draft.shape[-1])
     losses, gained, drift, target_lse = logits.new_zeros(4, logits.shape[0])
-    buffers = logits.new_empty(4, vocab)
+    # Row by row: the buffers stay in the cache, and no row depends on those beside it.
+    buffers = logits.new_empty(4, logits.shape[1])
     for row, price in enumerate(prices.tolist()):
-        target = logits[row, :vocab]
+        target = logits[row]
         largest, log_sum = _softmax(target, buffers[0])
         target_lse[row] = largest + log_sum
-        if not (price > 0 and math.isfinite(largest + log_sum)):
-            continue
-        if draft_rows is None:
-            q = draft[row]
-        else:
-            slot, step = (int(index[row]) for index in draft_rows)
-            q = (draft[slot, step, :vocab].float() / temperature[slot]).softmax(-1)
-        # In this order the sum of m is exact also where the logits are large.
-        target.sub_(largest).sub_(log_sum)
-        losses[row], gained[row], drift[row] = _clip_row(target, q, price, buffers)
-        logits[row, vocab:] = -math.inf
+        if price > 0 and math.isfinite(largest + log_sum):
+            # In this order the sum of m is exact also where the logits are large.
+            target.sub_(largest).sub_(log_sum)
+            found = _clip_row(target, draft_probs[row], price, buffers)
+            losses[row], gained[row], drift[row] = found
     return Clipped(logits, losses, gained, drift, target_lse)
 
 
@@ -202,33 +146,17 @@ def _clip_row(
     return min(max(loss, 0.0), EIGHTH * price * price), max(gained, 0.0), drift
 
 
-def _check(
-    target_logits: torch.Tensor,
-    draft: torch.Tensor,
-    prices: torch.Tensor,
-    draft_rows: tuple[torch.Tensor, torch.Tensor] | None,
-    temperature: torch.Tensor | None,
-) -> None:
+def _check(target_logits: torch.Tensor, draft_probs: torch.Tensor, prices: torch.Tensor) -> None:
     """Raises ValueError for tensors that `clip_rows` would misread."""
     num_rows = target_logits.shape[0]
-    floats = (torch.float32, torch.bfloat16, torch.float16)
     wanted = {
-        "target_logits": (target_logits, floats, (num_rows, -1)),
-        "prices": (prices, floats[:1], (num_rows,)),
+        "target_logits": (target_logits, (num_rows, -1)),
+        "prices": (prices, (num_rows,)),
+        "draft_probs": (draft_probs, tuple(target_logits.shape)),
     }
-    if draft_rows is None:
-        wanted["draft"] = draft, floats[:1], tuple(target_logits.shape)
-    else:
-        if temperature is None:
-            raise ValueError("draft_rows is given without temperature, which the draft needs.")
-        integers = (torch.int32, torch.int64)
-        wanted["draft"] = draft, floats, (-1, -1, -1)
-        wanted["temperature"] = temperature, floats[:1], (draft.shape[0],)
-        wanted["draft_rows[0]"] = draft_rows[0], integers, (num_rows,)
-        wanted["draft_rows[1]"] = draft_rows[1], integers, (num_rows,)
-    for name, (tensor, dtypes, shape) in wanted.items():
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{name} is {tensor.dtype}, but must be one of {dtypes}.")
+    for name, (tensor, shape) in wanted.items():
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"{name} is {tensor.dtype}, but must be torch.float32.")
         if len(shape) != tensor.ndim or any(
             size not in (-1, found) for size, found in zip(shape, tensor.shape, strict=True)
         ):

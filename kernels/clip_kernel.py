@@ -1,21 +1,36 @@
-"""`clip.clip_rows` as one Triton kernel; `clip` has the rule and the meaning of each step.
+"""The rows of drawn drafts in Triton; `clip` has the rule and the meaning of each step.
 
-    clip_kernel   grid (rows)   streams target and draft once for their log-sum-exps, once for each
-                                step of Newton's method, and once for what it writes
+    clip_kernel   grid (rows)   streams the draft once for its log-sum-exp, and both once for each
+                                step of Newton's method, which finds all that is asked of a row
 
-Not materialised: p, q, m, gathered rows, float32 copies. Bytes read: vocab * (4 + itemsize of the
-draft) for each of typically 4 to 6 passes. Only the rows of a small batch stay in the L2 cache from
-pass to pass: all rows of a step are under way at once. A row without a price is read twice, its
-draft not at all.
+What it finds are 8 numbers, of which `log_ratio_of_clipped` makes log m - log p of a token:
+
+    log w, price, log F(w), target's log-sum-exp, draft's log-sum-exp, loss, gained, drift
+
+Any w, divided by F(w), serves a distribution that keeps the bound and has an exact log-ratio, so w
+is found as roughly as pays: what F(w) is off by here costs less than 1 % of what a price gains.
+
+Nothing of the logits' size is written. Bytes read: vocab * itemsize of the draft, and vocab *
+(itemsizes of both) for each step. Only the rows of a small batch stay in the L2 cache from pass to
+pass: all rows of a step are under way at once. A row without a price is read once, its draft.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_mars.kernels.clip import EIGHTH, MOST_PRICE, STEPS
+from vllm_mars.kernels.terms import Drafts, Draws
+from vllm_mars.kernels.top2 import Partials, log_sum_exp, reduce_splits, unpack_value
+
+# What F(w) may be off by before the division by it.
+TOLERANCE = 1e-2
+# Newton's method starts at exp(-START price), where w is for most rows.
+START = 0.3
+
 
 @triton.jit
-def _logsumexp(row_ptr, scale, vocab, BLOCK: tl.constexpr):
+def _log_sum_exp(row_ptr, scale, vocab, BLOCK: tl.constexpr):
     """Log-sum-exp of a row divided by scale; NaN where a NaN or +inf is in it."""
     # A finite start, so that a lane that meets nothing above -inf subtracts no infinities.
     largest = tl.full([BLOCK], -1e30, tl.float32)
@@ -40,202 +55,181 @@ def _load(
     temperature,
     token,
     vocab,
-    DRAFT_IS_LOGITS: tl.constexpr,
 ):
     """Logits of tokens, their p, and r = q / p; p = 0 and r = 1 behind the vocabulary."""
     mask = token < vocab
     target = tl.load(target_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
     p = tl.exp(target - target_lse)
-    if DRAFT_IS_LOGITS:
-        draft = tl.load(draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
-        q = tl.exp(draft / temperature - draft_lse)
-    else:
-        q = tl.load(draft_ptr + token, mask=mask, other=0.0)
-    ratio = q / p
+    draft = tl.load(draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
+    ratio = tl.exp(draft / temperature - draft_lse) / p
     return target, p, tl.where(ratio == ratio, ratio, 1.0)
 
 
 @triton.jit(
+    do_not_specialize=["num_splits"],
     do_not_specialize_on_alignment=[
-        "losses_ptr",
-        "gained_ptr",
-        "drift_ptr",
-        "target_lse_ptr",
-        "prices_ptr",
-        "slots_ptr",
-        "steps_ptr",
-        "temperature_ptr",
+        *("clipped_ptr", "best_ptr", "sums_ptr", "prices_ptr"),
+        *("row_slots_ptr", "row_places_ptr", "drawn_at_ptr"),
     ],
 )
 def clip_kernel(
-    # [num_rows, target_vocab]
-    logits_ptr,
-    # [num_rows]
-    losses_ptr,
-    # [num_rows]
-    gained_ptr,
-    # [num_rows]
-    drift_ptr,
-    # [num_rows]
-    target_lse_ptr,
-    # [num_rows, target_vocab]
+    # [num_rows, 8]
+    clipped_ptr,
+    # Of `top2_kernel`
+    best_ptr,
+    sums_ptr,
+    # [num_rows, *]
     target_ptr,
     target_stride,
-    # [num_rows, vocab], or [max_num_reqs, num_speculative_steps, draft_vocab] of logits
+    # [S, steps, *]; a row's by its slot and place
     draft_ptr,
-    # Of a row, or of a slot and of a step.
     draft_stride,
     draft_step_stride,
-    # [num_rows]
+    # [num_rows]; below 0 where nothing is asked for
     prices_ptr,
-    # [num_rows] or None
-    slots_ptr,
-    # [num_rows] or None
-    steps_ptr,
-    # [max_num_reqs] or None
-    temperature_ptr,
-    target_vocab,
-    # The smaller of the target's and the draft's.
+    # [num_rows] each
+    row_slots_ptr,
+    row_places_ptr,
+    # By slot: the temperature of the draft
+    drawn_at_ptr,
     vocab,
-    DRAFT_IS_LOGITS: tl.constexpr,
-    # Of `clip`, which says what they are.
+    num_splits,
+    SPLITS: tl.constexpr,
     TOLERANCE: tl.constexpr,
+    START: tl.constexpr,
+    # Of `clip`, which says what they are.
     STEPS: tl.constexpr,
     MOST_PRICE: tl.constexpr,
     EIGHTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
+    price = tl.load(prices_ptr + row)
+    if price < 0:
+        return
     # int64 before the multiply: a row can start past 2**31 elements.
     target_ptr += row.to(tl.int64) * target_stride
-    logits_ptr += row.to(tl.int64) * target_vocab
-    price = tl.load(prices_ptr + row)
-    target_lse = _logsumexp(target_ptr, 1.0, vocab, BLOCK)
-    tl.store(target_lse_ptr + row, target_lse)
+    slot = tl.load(row_slots_ptr + row).to(tl.int64)
+    place = tl.load(row_places_ptr + row).to(tl.int64)
+    draft_ptr += slot * draft_stride + place * draft_step_stride
+    temperature = tl.load(drawn_at_ptr + slot)
+    rows = row + tl.zeros([1], tl.int32)
+    packed, _ = reduce_splits(best_ptr, None, rows, rows >= 0, num_splits, SPLITS, False)
+    first = unpack_value(packed)
+    lse, _ = log_sum_exp(best_ptr, sums_ptr, rows, rows >= 0, first, num_splits, SPLITS)
+    target_lse = tl.sum(lse, axis=0)
+    draft_lse = _log_sum_exp(draft_ptr, temperature, vocab, BLOCK)
     is_finite = (target_lse > float("-inf")) & (target_lse < float("inf"))
-    if (price > 0) & is_finite:
-        price = tl.minimum(price, MOST_PRICE)
-        temperature = 1.0
-        draft_lse = 0.0
-        if DRAFT_IS_LOGITS:
-            slot = tl.load(slots_ptr + row).to(tl.int64)
-            step = tl.load(steps_ptr + row).to(tl.int64)
-            draft_ptr += slot * draft_stride + step * draft_step_stride
-            temperature = tl.load(temperature_ptr + slot)
-            draft_lse = _logsumexp(draft_ptr, temperature, vocab, BLOCK)
-        else:
-            draft_ptr += row.to(tl.int64) * draft_stride
-
+    price = tl.where(is_finite, tl.minimum(price, MOST_PRICE), 0.0)
+    log_w = 0.0
+    log_total = 0.0
+    loss = 0.0
+    gain = 0.0
+    drift = 0.0
+    if price > 0:
         spread = tl.exp(price)
         low = tl.exp(-price)
         high = 1.0
         w = 1.0
-        following = 1.0
+        following = tl.exp(-START * price)
         total = 0.0
         taken = 0
         while (taken < STEPS) & (tl.abs(total - 1.0) > TOLERANCE):
             w = following
             sums = tl.zeros([BLOCK], tl.float32)
             flats = tl.zeros([BLOCK], tl.float32)
+            aboves = tl.zeros([BLOCK], tl.float32)
+            losses = tl.zeros([BLOCK], tl.float32)
+            gains = tl.zeros([BLOCK], tl.float32)
+            surprises = tl.zeros([BLOCK], tl.float32)
+            entropies = tl.zeros([BLOCK], tl.float32)
             for start in range(0, vocab, BLOCK):
                 token = start + tl.arange(0, BLOCK)
-                _, p, ratio = _load(
-                    target_ptr,
-                    target_lse,
-                    draft_ptr,
-                    draft_lse,
-                    temperature,
-                    token,
-                    vocab,
-                    DRAFT_IS_LOGITS,
+                target, p, ratio = _load(
+                    target_ptr, target_lse, draft_ptr, draft_lse, temperature, token, vocab
                 )
                 clipped = tl.maximum(tl.minimum(ratio, w * spread), w)
-                sums += p * clipped
-                flats += tl.where(clipped == ratio, p * clipped, 0.0)
+                share = p * clipped
+                sums += share
+                flats += tl.where(clipped == ratio, share, 0.0)
+                aboves += tl.where(clipped < ratio, share, 0.0)
+                losses += share * tl.log(clipped)
+                gains += p * (tl.minimum(clipped, ratio) - tl.minimum(ratio, 1.0))
+                surprise = tl.where(p > 0.0, target_lse - target, 0.0)
+                surprises += share * surprise
+                entropies += p * surprise
             total = tl.sum(sums, axis=0)
             flat = tl.sum(flats, axis=0)
+            log_w = tl.log(w)
+            log_total = tl.log(total)
+            loss = tl.maximum(tl.sum(losses, axis=0) / total - log_total, 0.0)
+            # The division by F(w) takes from what meets q, or adds to what q is above.
+            moved = tl.sum(aboves, axis=0) + tl.where(total > 1.0, flat, 0.0)
+            gain = tl.sum(gains, axis=0) + moved * (1.0 / total - 1.0)
+            drift = tl.sum(surprises, axis=0) / total - tl.sum(entropies, axis=0)
             low = tl.where(total < 1.0, w, low)
             high = tl.where(total > 1.0, w, high)
             newton = w * (1.0 - flat) / (total - flat)
             is_inside = (newton > low) & (newton < high)
             following = tl.where(is_inside, newton, tl.sqrt(low * high))
             taken += 1
-
-        log_total = tl.log(total)
-        losses = tl.zeros([BLOCK], tl.float32)
-        gains = tl.zeros([BLOCK], tl.float32)
-        drifts = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, target_vocab, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            target, p, ratio = _load(
-                target_ptr,
-                target_lse,
-                draft_ptr,
-                draft_lse,
-                temperature,
-                token,
-                vocab,
-                DRAFT_IS_LOGITS,
-            )
-            clipped = tl.maximum(tl.minimum(ratio, w * spread), w)
-            log_ratio = tl.log(clipped)
-            losses += p * clipped * log_ratio
-            gains += p * (tl.minimum(clipped, ratio) - tl.minimum(ratio, 1.0))
-            surprise = tl.where(p > 0.0, target_lse - target, 0.0)
-            drifts += p * (clipped / total - 1.0) * surprise
-            served = log_ratio - (target_lse + log_total) + target
-            tl.store(logits_ptr + token, served, mask=token < target_vocab)
-        loss = tl.maximum(tl.sum(losses, axis=0) / total - log_total, 0.0)
-        tl.store(losses_ptr + row, tl.minimum(loss, EIGHTH * price * price))
-        tl.store(gained_ptr + row, tl.maximum(tl.sum(gains, axis=0), 0.0))
-        tl.store(drift_ptr + row, tl.sum(drifts, axis=0))
-    else:
-        for start in range(0, target_vocab, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            target = tl.load(target_ptr + token, mask=token < target_vocab, other=0.0)
-            tl.store(logits_ptr + token, target.to(tl.float32), mask=token < target_vocab)
-        tl.store(losses_ptr + row, 0.0)
-        tl.store(gained_ptr + row, 0.0)
-        tl.store(drift_ptr + row, 0.0)
+        loss = tl.minimum(loss, EIGHTH * price * price)
+        gain = tl.maximum(gain, 0.0)
+    clipped_ptr += 8 * row
+    tl.store(clipped_ptr, log_w)
+    tl.store(clipped_ptr + 1, price)
+    tl.store(clipped_ptr + 2, log_total)
+    tl.store(clipped_ptr + 3, target_lse)
+    tl.store(clipped_ptr + 4, draft_lse)
+    tl.store(clipped_ptr + 5, loss)
+    tl.store(clipped_ptr + 6, gain)
+    tl.store(clipped_ptr + 7, drift)
 
 
-def launch_clip(
-    clipped: tuple[torch.Tensor, ...],
-    target_logits: torch.Tensor,
-    draft: torch.Tensor,
-    prices: torch.Tensor,
-    draft_rows: tuple[torch.Tensor, torch.Tensor] | None,
-    temperature: torch.Tensor | None,
-    **constants: float,
-) -> None:
-    """Launches `clip_kernel`: one variant for each kind of draft and dtype of target.
+def clip_rows(
+    drafts: Drafts, partials: Partials, prices: torch.Tensor, draws: Draws
+) -> torch.Tensor:
+    """Launches `clip_kernel`.
 
     Args:
-        clipped: the fields of `clip.Clipped`, written; contiguous.
-        constants: those of `clip`; the other arguments are those of `clip.clip_rows`.
+        drafts: the step's, in V2's layout.
+        partials: of the rows, with sums.
+        prices: `[num_rows]` float32; below 0 nothing is found of a row, and at 0 m is p.
+        draws: of the step, with `draft_logits`, as wide as the target's.
+
+    Returns:
+        `[num_rows, 8]` float32, as above.
     """
-    num_rows, target_vocab = target_logits.shape
-    slots, steps = draft_rows or (None, None)
+    (num_rows, vocab), draft = drafts.logits.shape, draws.draft_logits
+    assert draft is not None, "drafts are drawn"
+    clipped = torch.empty((num_rows, 8), device=drafts.logits.device)
     # Few rows leave most of the chip idle, so each has many threads in flight: half of what a
     # multiprocessor takes at 64 registers. Not tuned on hardware.
-    block = min(4096, max(256, triton.next_power_of_2(target_vocab)))
+    block = min(4096, max(256, triton.next_power_of_2(vocab)))
     if num_rows:
         clip_kernel[(num_rows,)](
-            *clipped,
-            target_logits,
-            target_logits.stride(0),
+            clipped,
+            partials.best,
+            partials.sums,
+            drafts.logits,
+            drafts.logits.stride(0),
             draft,
             draft.stride(0),
-            0 if draft_rows is None else draft.stride(1),
+            draft.stride(1),
             prices,
-            slots,
-            steps,
-            temperature,
-            target_vocab,
-            min(target_vocab, draft.shape[-1]),
-            DRAFT_IS_LOGITS=draft_rows is not None,
-            **constants,
+            draws.row_slots,
+            draws.row_places,
+            draws.drawn_at,
+            vocab,
+            partials.num_splits,
+            SPLITS=partials.splits,
+            TOLERANCE=TOLERANCE,
+            START=START,
+            STEPS=STEPS,
+            MOST_PRICE=MOST_PRICE,
+            EIGHTH=EIGHTH,
             BLOCK=block,
             enable_fp_fusion=False,
             num_warps=16 if block == 4096 else 4,
         )
+    return clipped

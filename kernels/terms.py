@@ -201,6 +201,31 @@ class Markers(NamedTuple):
     opening: int
 
 
+class Draws(NamedTuple):
+    """What the draws of a step read, as Model Runner V2 has it.
+
+    Attributes:
+        temperature: float32 `[S]`; a request of temperature 0 is greedy. The logits have been
+            divided by it.
+        seeds: int64 `[S]`, of the random numbers.
+        pos: int64 `[num_rows]`, which the random numbers of a row are made of, too.
+        row_slots: int32 or int64 `[num_rows]`, the slot of each row.
+        row_places: int32 `[num_rows]`, its place within its request.
+        use_fp64: whether the noise of a draw is float64.
+        draft_logits: `[S, steps, vocab]`, before temperature, where drafts are drawn.
+        drawn_at: float32 `[S]`, with `draft_logits`: the temperature that they are drawn at.
+    """
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    pos: torch.Tensor
+    row_slots: torch.Tensor
+    row_places: torch.Tensor
+    use_fp64: bool = False
+    draft_logits: torch.Tensor | None = None
+    drawn_at: torch.Tensor | None = None
+
+
 class Account(NamedTuple):
     """Where a step writes down what it did, beside `Records.lost`.
 

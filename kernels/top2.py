@@ -7,10 +7,12 @@ Symbols: V vocabulary, R rows that are read, S splits of a row.
                                  looks up the id, and writes one partial result
     reduce_splits  a device function with which the next kernel joins a row's partial results
 
-Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2); sums [R, S]
-float32 (sum of exp(z - z1), where a request samples).
+Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2); where a request
+samples also sums [R, S, 2] float32 (sums of exp(z - z1) and of (z - z1) exp(z - z1), of which the
+log-sum-exp and the entropy of a row are made). The bonus row of a request that samples is not read:
+only a draw looks at it.
 
-Bytes moved: R * V * itemsize once, plus 16 * R * S twice. Not materialised: gathered rows, float32
+Bytes moved: R * V * itemsize once, plus 20 * R * S twice. Not materialised: gathered rows, float32
 copies, softmax, masks of the logits' size.
 
 Packing: a float32 maps to an int32 of the same order, NaN to the largest. It stands above the
@@ -28,7 +30,10 @@ _WORKSPACE: dict[tuple[torch.device, int], tuple[torch.Tensor, ...]] = {}
 
 # Indices and partial results start where vLLM's views of them start, so their alignment would
 # only multiply the compiled variants; nothing is gained from it.
-_UNALIGNED = ["target_rows_ptr", "bonus_rows_ptr"]
+_UNALIGNED = [
+    *("target_rows_ptr", "bonus_rows_ptr"),
+    *("row_slots_ptr", "row_places_ptr", "temperature_ptr"),
+]
 _LEAST = tl.constexpr(-3e38)
 # So far below the largest logit, exp is 0 and its product with the distance has to be.
 _NOTHING = tl.constexpr(-1e4)
@@ -120,6 +125,11 @@ def top2_kernel(
     target_rows_ptr,
     # [batch]
     bonus_rows_ptr,
+    # Where requests sample: slot and place within its request of each row, [num_draft] each
+    row_slots_ptr,
+    row_places_ptr,
+    # By slot
+    temperature_ptr,
     num_draft,
     vocab,
     blocks_per_split,
@@ -132,6 +142,12 @@ def top2_kernel(
 ):
     row = tl.program_id(0)
     split = tl.program_id(1)
+    if WITH_SUM:
+        # A request's bonus row is its last. Of one that samples only a draw looks at it.
+        place_behind = tl.load(row_places_ptr + row + 1, mask=row + 1 < num_draft, other=0)
+        temperature = tl.load(temperature_ptr + tl.load(row_slots_ptr + row))
+        if (place_behind == 0) & (temperature != 0.0):
+            return
     # int64 before the multiply: a row can start past 2**31 elements.
     if row < num_draft:
         if HAS_TARGET_ROWS:
@@ -206,12 +222,13 @@ def reduce_splits(
     valid = mask[:, None] & (splits < num_splits)[None, :]
     packed = tl.load(best_ptr + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
     winner = tl.max(packed, axis=1)
-    if not WITH_SECOND:
-        return winner, unpack_value(winner)
-    loses = packed != winner[:, None]
-    seconds = tl.load(second_ptr + index, mask=valid, other=float("-inf"))
-    firsts = tl.where(valid, unpack_value(packed), float("-inf"))
-    return winner, tl.max(tl.where(loses, firsts, seconds), axis=1)
+    second = unpack_value(winner)
+    if WITH_SECOND:
+        loses = packed != winner[:, None]
+        seconds = tl.load(second_ptr + index, mask=valid, other=float("-inf"))
+        firsts = tl.where(valid, unpack_value(packed), float("-inf"))
+        second = tl.max(tl.where(loses, firsts, seconds), axis=1)
+    return winner, second
 
 
 @triton.jit
@@ -262,13 +279,18 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
     return triton.cdiv(blocks, splits), block, 8 if block >= 2048 else 4
 
 
-def reduce_rows(drafts: Any, with_second: bool, with_sum: bool = False) -> Partials:
+def reduce_rows(
+    drafts: Any,
+    with_second: bool,
+    of_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> Partials:
     """Launches `top2_kernel` on the rows of the draft positions, and of the bonus after them.
 
     Args:
         drafts: with `logits`, `draft_token_ids`, `target_rows` and `bonus_rows` as in `Drafts`.
         with_second: whether z2 is looked for.
-        with_sum: whether the sums of exponentials are.
+        of_rows: where requests sample, slot and place within its request of each row, and the
+            temperatures by slot; then the sums are found, too.
     """
     logits, vocab = drafts.logits, drafts.logits.shape[1]
     num_rows = num_draft = drafts.draft_token_ids.shape[0]
@@ -297,6 +319,7 @@ def reduce_rows(drafts: Any, with_second: bool, with_sum: bool = False) -> Parti
             logits.stride(0),
             drafts.target_rows,
             bonus_rows,
+            *(of_rows or (None, None, None)),
             num_draft,
             vocab,
             blocks_per_split,
@@ -304,7 +327,7 @@ def reduce_rows(drafts: Any, with_second: bool, with_sum: bool = False) -> Parti
             CHUNK=16 // logits.element_size(),
             HAS_TARGET_ROWS=drafts.target_rows is not None,
             WITH_SECOND=with_second,
-            WITH_SUM=with_sum,
+            WITH_SUM=of_rows is not None,
             num_warps=warps,
         )
     return Partials(

@@ -243,7 +243,7 @@ def _only_one(theta: Any, price: Any) -> tuple[RuleName, Any]:
 
 
 def kernels_of(resolved: str, device_type: str) -> ModuleType:
-    """The module that holds a backend's `accept`; the first two also have `plan` and `settle`."""
+    """The module that holds a backend's `accept`."""
     if resolved == "triton":
         name = "accept"
     else:

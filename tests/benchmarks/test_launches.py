@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.launches import META, Counted
+from benchmarks.launches import META, Counted, moved
 from vllm_mars.kernels.top2 import top2_kernel
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +26,8 @@ def rows():
     )
     assert child.returncode == 0, child.stderr[-2000:]
     lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
-    found = {row["case"]: row for row in map(json.loads, lines)}
-    assert len(found) == 12
+    found = {row["case"]: row for row in map(json.loads, lines) if "case" in row}
+    assert len(found) == 16
     return found
 
 
@@ -56,14 +56,20 @@ def test_greedy_steps(rows, case, most):
     assert row["launches"] < row["vllm"]
 
 
-def test_sampled_and_mixed_steps_cost_at_most_four_more_than_vllms(rows):
-    more = {
-        key: row["launches"] - row["vllm"]
-        for key, row in rows.items()
-        if not key.endswith("greedy")
-    }
-    assert more["price, sampled"] == 3
-    assert all(value <= 4 for value in more.values())
+def test_sampled_and_mixed_steps_cost_no_more_than_vllms_but_for_the_context(rows):
+    for case, row in rows.items():
+        more = row["launches"] - row["vllm"]
+        name, kind = case.rsplit(", ", 1)
+        if kind == "drawn drafts":
+            # The prices, and the rows that are read for them.
+            more -= 2
+        if kind != "greedy":
+            assert more <= int(name.startswith("recommended")), case
+
+
+def test_bytes_of_a_sampled_step():
+    assert moved(False) == {"mars": 82.1, "vllm": 82.1, "ratio": 1.0}
+    assert moved(True)["ratio"] <= 2.6
 
 
 def test_mixed_steps_cost_at_most_a_greedy_and_a_sampled_one(rows):

@@ -23,7 +23,6 @@ from vllm_mars import MarsConfig
 from vllm_mars.kernels.terms import Verdict, loss_rate, loss_units, most_lost
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.requests_v2 import RequestsV2
-from vllm_mars.runner.sampler_v2 import verification_memory
 
 STRICT = [MarsConfig(theta=1.0), MarsConfig(price=0.0)]
 LENGTHS = [3, 0, 5, 1, 2]
@@ -370,26 +369,25 @@ def test_a_preempted_request_finds_what_it_has_lost():
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
-def test_a_step_holds_no_more_memory_than_is_profiled(is_drawn):
+def test_a_step_holds_no_more_memory_than_vllms(is_drawn):
     step = random_step(1, each(SAMPLED), LENGTHS, vocab=20_000, with_draft_logits=is_drawn)
-    sampler, given = (
-        step.sampler(MarsConfig(price=0.5, strict_opening=0)),
-        (step.batch(), step.draft_logits, None),
-    )
-    sampler(step.logits.clone(), *given)
-    logits = step.logits.clone()
-    # What is freed meanwhile would count as memory that the step gives back.
-    gc.collect()
-    with torch.profiler.profile(profile_memory=True) as profile:
-        sampler(logits, *given)
-    held = most = 0
-    events = profile.profiler.kineto_results.events()
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    profiled = sum(buffer.nbytes for buffer in verification_memory(logits, is_drawn))
-    assert 0.4 * profiled < most < 1.1 * profiled
+    most = []
+    for config in (None, MarsConfig(price=0.5, strict_opening=0)):
+        sampler, given = step.sampler(config), (step.batch(), step.draft_logits, None)
+        sampler(step.logits.clone(), *given)
+        logits = step.logits.clone()
+        # What is freed meanwhile would count as memory that the step gives back.
+        gc.collect()
+        with torch.profiler.profile(profile_memory=True) as profile:
+            sampler(logits, *given)
+        held = [0]
+        events = profile.profiler.kineto_results.events()
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                held.append(held[-1] + event.nbytes())
+        most.append(max(held))
+    # A row in float32 has 80 kB.
+    assert most[1] - most[0] < 60_000
 
 
 def test_random_calls():

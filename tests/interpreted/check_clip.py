@@ -9,60 +9,94 @@ import pytest
 import torch
 
 import clip_cases
-from vllm_mars.kernels.clip import clip_rows
+from vllm_mars.kernels import clip_kernel, top2
+from vllm_mars.kernels.clip import TOLERANCE, Clipped, clip_rows
+from vllm_mars.kernels.terms import Drafts, Draws
 
 # p = q = 0 behind the vocabulary and where a token is masked: the ratio is replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow)")
 PRICES = torch.tensor([0.0, 0.05, 0.5, 1.0, 2.0, 1000.0])
+# Rows of draft logits in another order.
+SLOTS, PLACES = torch.tensor([3, 3, 0, 0, 2, 1]).int(), torch.tensor([0, 1, 0, 1, 1, 0]).int()
+DRAWN_AT = torch.tensor([0.7, 1.0, 1.3, 0.9])
 
 
-def check_equal(*arguments, **options):
+def served(target, draft, found):
+    """What the kernel found, as the torch form gives it."""
+    log_w, price, log_total, target_lse, draft_lse, *sums = (column[:, None] for column in found.T)
+    logits = target.float()
+    log_p = logits - target_lse
+    log_q = draft - draft_lse
+    ratio = (log_q - log_p).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    log_m = log_p + ratio.clamp(log_w, log_w + price) - log_total
+    rows = torch.where(price > 0, log_m, logits)
+    return Clipped(rows, *(of[:, 0] for of in (*sums, target_lse)))
+
+
+def clip_both(target, draft, prices=PRICES):
     """Both forms; their roots may differ by what they may be off by."""
-    found = clip_rows(*arguments, **options, backend="triton")
-    expected = clip_rows(*arguments, **options, backend="torch")
-    assert torch.equal(found.logits.isneginf(), expected.logits.isneginf())
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-4, equal_nan=True)
-    return found
+    vocab = draft.shape[1]
+    drafts = torch.full((4, 2, vocab + 3), math.nan, dtype=draft.dtype)
+    drafts[SLOTS.long(), PLACES.long(), :vocab] = draft
+    found = clip_kernel.clip_rows(*of_kernel(target, drafts[..., :vocab], prices))
+    scaled = draft.float() / DRAWN_AT[SLOTS.long()][:, None]
+    q = scaled.softmax(-1)
+    return served(target, scaled, found), clip_rows(target.float(), q, prices), q
+
+
+def of_kernel(target, drafts, prices):
+    """The kernel's arguments."""
+    rows = torch.zeros(6, dtype=torch.int32)
+    step = Drafts(target, rows, rows[:1] + 6, bonus_row_is_last=True)
+    partials = top2.reduce_rows(step, False, (rows, rows + 1, torch.zeros(1)))
+    draws = Draws(DRAWN_AT, rows, rows, SLOTS, PLACES, False, drafts, DRAWN_AT)
+    return step, partials, prices, draws
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    monkeypatch.setattr(clip_kernel, "TOLERANCE", TOLERANCE)
 
 
 @pytest.mark.parametrize("vocab", [1, 111, 4096, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_probabilities(vocab, dtype):
+def test_rows(exact, vocab, dtype):
     target, draft = clip_cases.rows(6, vocab, seed=vocab)
     # Rows that start at odd places, with what must not be read between them.
     wide = torch.full((6, vocab + 3), math.nan, dtype=dtype)
     wide[:, :vocab] = target
     target = wide[:, :vocab]
-    found = check_equal(target, draft, PRICES)
-    assert torch.equal(found.logits[0], target[0].float())
-    clip_cases.check(found, target.float(), draft, PRICES)
+    found, expected, q = clip_both(target, draft.log().clamp(min=-60.0).to(dtype))
+    assert torch.equal(found.logits.isneginf(), expected.logits.isneginf())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-4, equal_nan=True)
+    clip_cases.check(found, target.float(), q, PRICES)
 
 
-@pytest.mark.parametrize("draft_vocab", [97, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_by_slot(draft_vocab, dtype):
-    """Bonus rows name a step that is not there, and greedy requests a temperature of 0."""
-    target, _ = clip_cases.rows(6, 300)
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(4, 2, draft_vocab, generator=generator).to(dtype)
-    rows = torch.tensor([3, 3, 3, 0, 0, 0]).int(), torch.tensor([0, 1, 2, 0, 1, 2]).int()
-    prices = torch.tensor([0.5, 1.0, 0.0, 2.0, 0.1, 0.0])
-    temperature = torch.tensor([0.7, 0.0, 1.0, 1.3])
-    check_equal(target, logits, prices, draft_rows=rows, temperature=temperature)
-
-
-def test_rows_of_one_token_and_of_no_numbers():
+def test_rows_of_one_token_and_of_no_numbers(exact):
     target, draft = clip_cases.no_numbers()
-    prices = torch.ones(6)
-    found = clip_rows(target, draft, prices, backend="triton")
-    expected = clip_rows(target, draft, prices, backend="torch")
+    found, expected, _ = clip_both(target, draft.log(), torch.ones(6))
     for row in (0, 2, 3):
         assert torch.equal(found.logits[row].nan_to_num(5), target[row].nan_to_num(5))
     for a, b in zip(found[:3], expected[:3], strict=True):
         torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-4, equal_nan=True)
 
 
-def test_no_rows():
-    empty = torch.empty(0, 8)
-    assert clip_rows(empty, empty, torch.empty(0), backend="triton").logits.shape == (0, 8)
+def test_nothing_is_found_of_rows_that_are_not_asked_for(monkeypatch):
+    target, draft = clip_cases.rows(6, 50)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: torch.full(*args, -7.0, **kwargs))
+    prices = torch.tensor([-1.0, 0.0, -1.0, 1.0, -1.0, -1.0])
+    found = clip_kernel.clip_rows(*of_kernel(target, draft.expand(4, 2, 6, 50)[:, :, 0], prices))
+    assert (found == -7.0).all(1).tolist() == (prices < 0).tolist()
+
+
+def test_a_rough_root_keeps_what_is_promised_and_99_percent_of_the_gain():
+    gains = []
+    for seed in range(4):
+        target, draft = clip_cases.rows(6, 2_000, seed=seed)
+        prices = torch.full((6,), 0.64)
+        found, expected, q = clip_both(target, draft.log().clamp(min=-60.0), prices)
+        clip_cases.check(found, target, q, prices)
+        gains.append([(0.64 * of.gained - of.losses).sum() for of in (found, expected)])
+    rough, exact = torch.tensor(gains).sum(0)
+    assert 0.99 * exact < rough < exact

@@ -20,7 +20,7 @@ from vllm_mars.kernels.clip import clip_rows
 
 def clip_one(target, draft, price):
     prices = torch.full((target.shape[0],), price)
-    return clip_rows(target, draft, prices, backend="torch"), prices
+    return clip_rows(target, draft, prices), prices
 
 
 def objective(m, p, q, price):
@@ -84,8 +84,8 @@ def test_what_always_holds(seed, vocab, spread, off, price):
 def test_without_a_price_the_row_is_the_targets():
     target, draft = clip_cases.rows(3, 97)
     draft[1] = torch.nan
-    for logits in (target, target.bfloat16(), torch.cat([target, target], 1)[:, 50:147]):
-        clipped = clip_rows(logits, draft, torch.tensor([0.0, 0.0, 0.5]), backend="torch")
+    for logits in (target, torch.cat([target, target], 1)[:, 50:147]):
+        clipped = clip_rows(logits, draft, torch.tensor([0.0, 0.0, 0.5]))
         assert torch.equal(clipped.logits[:2], logits[:2].float())
         assert not torch.equal(clipped.logits[2], logits[2].float())
         assert clipped.losses[:2].tolist() == clipped.gained[:2].tolist() == [0, 0]
@@ -119,33 +119,12 @@ def test_a_larger_price_accepts_more_and_loses_more():
 def test_rows_do_not_depend_on_each_other():
     target, draft = clip_cases.rows(5, 300)
     prices = torch.tensor([0.5, 0.0, 2.0, 0.1, 1.0])
-    together = clip_rows(target, draft, prices, backend="torch")
+    together = clip_rows(target, draft, prices)
     for row in range(5):
         one = slice(row, row + 1)
-        alone = clip_rows(target[one], draft[one], prices[one], backend="torch")
+        alone = clip_rows(target[one], draft[one], prices[one])
         for a, b in zip(together, alone, strict=True):
             assert torch.equal(a[one], b)
-
-
-@pytest.mark.parametrize("draft_vocab", [97, 90])
-def test_logits_of_the_draft_by_slot(draft_vocab):
-    """As Model Runner V2 has them: rows in another order, bonus rows without a draft."""
-    target, _ = clip_cases.rows(4, 97, masked=0)
-    logits = torch.randn(3, 2, draft_vocab, generator=torch.Generator().manual_seed(1)).bfloat16()
-    temperature = torch.tensor([0.7, 0.0, 1.3])
-    slots, steps = torch.tensor([2, 2, 2, 0]), torch.tensor([0, 1, 2, 1])
-    prices = torch.tensor([0.5, 1.0, 0.0, 0.25])
-    clipped = clip_rows(
-        target, logits, prices, draft_rows=(slots, steps), temperature=temperature, backend="torch"
-    )
-    for row in (0, 1, 3):
-        q = (logits[slots[row], steps[row]].float() / temperature[slots[row]]).softmax(-1)[None]
-        one = slice(row, row + 1)
-        expected = clip_rows(target[one, :draft_vocab], q, prices[one], backend="torch")
-        assert torch.equal(clipped.logits[one, :draft_vocab], expected.logits)
-        assert (clipped.logits[row, draft_vocab:] == -INF).all()
-        assert torch.equal(clipped.losses[one], expected.losses)
-    assert torch.equal(clipped.logits[2], target[2])
 
 
 @pytest.mark.usefixtures("mended_kernels")
@@ -192,17 +171,20 @@ def test_vllm_then_emits_m(price):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"backend": "cuda"}, r"backend='cuda' is not one of 'torch', 'triton'"),
         ({"prices": torch.ones(2)}, r"prices has shape \[2\], but must be \[3\]"),
-        ({"prices": torch.ones(3).double()}, r"prices is torch.float64, but must be one of"),
-        ({"draft": torch.ones(3, 8)}, r"draft has shape \[3, 8\], but must be \[3, 9\]"),
-        ({"draft": torch.ones(9, 3).T}, r"draft has stride 3 in its last dimension, not 1"),
-        ({"draft": torch.ones(3, 9, device="meta")}, "draft is on meta, not on cpu"),
-        ({"draft_rows": (torch.zeros(3).int(),) * 2}, "draft_rows is given without temperature"),
+        ({"prices": torch.ones(3).double()}, r"prices is torch.float64, but must be torch.float32"),
+        (
+            {"draft_probs": torch.ones(3, 8)},
+            r"draft_probs has shape \[3, 8\], but must be \[3, 9\]",
+        ),
+        (
+            {"draft_probs": torch.ones(9, 3).T},
+            r"draft_probs has stride 3 in its last dimension, not 1",
+        ),
+        ({"draft_probs": torch.ones(3, 9, device="meta")}, "draft_probs is on meta, not on cpu"),
     ],
 )
 def test_arguments(changes, message):
-    given = {"draft": torch.full((3, 9), 1 / 9), "prices": torch.ones(3), "backend": "torch"}
-    given |= changes
+    given = {"draft_probs": torch.full((3, 9), 1 / 9), "prices": torch.ones(3), **changes}
     with pytest.raises(ValueError, match=message):
-        clip_rows(torch.zeros(3, 9), given.pop("draft"), given.pop("prices"), **given)
+        clip_rows(torch.zeros(3, 9), **given)

@@ -1,16 +1,19 @@
 """The Triton kernels compile for each GPU target without a GPU, and to lean code."""
 
 import functools
+import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+import vllm.v1.worker.gpu.sample.gumbel
 
 from compiled import TARGETS, compile_for, launches
 from vllm_mars.kernels import accept, context, top2
-from vllm_mars.kernels.clip import clip_rows
-from vllm_mars.kernels.terms import Drafts, Markers, Records, Requests, Rule
+from vllm_mars.kernels.terms import Drafts, Draws, Markers, Records, Requests, Rule
 
 # The others are compiled at night.
 BY_DAY = "sm_90"
@@ -27,34 +30,31 @@ V1, V2 = Requests(RECORDS, ONE, ONE), Requests(RECORDS, ONE, None, ONE, ONE)
 BY_INDEX = {"target_rows": IDS, "bonus_rows": ONE}
 LAST = {"bonus_row_is_last": True}
 PROTECTED = torch.zeros(VOCAB, dtype=torch.bool)
+DRAWN = {"draft_logits": torch.empty(1, 2, VOCAB).half(), "drawn_at": torch.ones(1)}
 BLOCKED = torch.zeros(2, dtype=torch.int8)
 
 
 def drafts(dtype=torch.bfloat16, stride=VOCAB, **layout):
     logits = torch.empty((3, stride), dtype=dtype)[:, :VOCAB]
-    return Drafts(logits, IDS, ONE, **{"max_draft_len": 5, **layout})
+    given = {"draft_token_ids": IDS, "cu_num_draft_tokens": ONE, "max_draft_len": 5}
+    return Drafts(logits, **{**given, **layout})
 
 
 def rule(name, longest=5):
     return Rule(name, 1, PROTECTED, longest)
 
 
-def sample(name, requests, **layout):
-    """Around vLLM's sampler."""
-    step = drafts(torch.float32, **layout)
-    plan = accept.plan(step, requests, rule(name), torch.ones(1), BLOCKED)
-    num_sampled = ONE if layout else None
-    accept.settle(plan, step, requests, ids(1, 6), None, num_sampled)
+def sample(name, dtype=torch.bfloat16, **drawn):
+    by_slot = torch.ones(1), ONE.long()
+    draws = Draws(*by_slot, ids(3).long(), ids(3).long(), ids(3), **drawn)
+    step = drafts(dtype, draft_token_ids=ids(3), **LAST)
+    accept.sample(step, V2, rule(name), draws, torch.zeros(3, dtype=torch.int8))
 
 
 def look():
     markers = Markers(IDS, IDS, (3, 4), only_thinking=True, opening=8)
     state = context.new_state(1, True, IDS.device)
     context.blocked_positions(state, ids(1, 9), V2, drafts(**LAST), markers, 4)
-
-
-def clip(draft, **options):
-    clip_rows(torch.empty(2, VOCAB), draft, torch.ones(2), backend="triton", **options)
 
 
 def call(function, *arguments, **options):
@@ -69,22 +69,32 @@ VARIANTS = {
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     },
     "top2_kernel, z1 alone": call(top2.reduce_rows, drafts(**BY_INDEX), False),
-    "top2_kernel, sums": call(top2.reduce_rows, drafts(torch.float32), False, True),
+    "top2_kernel, sums": call(sample, "price"),
     "top2_kernel, odd stride": call(top2.reduce_rows, drafts(stride=ODD_STRIDE, **BY_INDEX), True),
     "accept_kernel, theta": call(accept.accept, drafts(**BY_INDEX), V1, rule("theta"), BLOCKED),
     "accept_kernel, price": call(accept.accept, drafts(**BY_INDEX), V1, rule("price"), BLOCKED),
     "accept_kernel, V2": call(accept.accept, drafts(**LAST), V2, rule("price"), BLOCKED),
-    "accept_kernel, sampled theta": call(sample, "theta", V1),
-    "accept_kernel, sampled price": call(sample, "price", V1),
-    "accept_kernel, sampled V2": call(sample, "price", V2, **LAST),
-    "settle_kernel": call(sample, "price", V1),
-    "settle_kernel, V2": call(sample, "price", V2, **LAST),
+    "accept_kernel, sampled theta": call(sample, "theta"),
+    "accept_kernel, sampled price": call(sample, "price"),
+    "accept_kernel, sampled, drawn": call(sample, "price", **DRAWN),
+    "clip_kernel": call(sample, "price", **DRAWN),
+    "resample_kernel": call(sample, "price"),
+    "resample_kernel, drawn": call(sample, "price", **DRAWN),
+    "insert_kernel": call(sample, "price"),
+    "insert_kernel, drawn": call(sample, "price", **DRAWN),
     "context_kernel": call(look),
-    "clip_kernel, V1": call(clip, torch.empty(2, VOCAB)),
-    "clip_kernel, V2": call(
-        clip, torch.empty(1, 2, VOCAB).half(), draft_rows=(IDS, IDS), temperature=torch.ones(1)
-    ),
 }
+
+
+@pytest.fixture(autouse=True)
+def vllms_functions():
+    """vLLM's noise as Triton's functions, which vLLM has only where it finds a GPU."""
+    modules = {"vllm.triton_utils": SimpleNamespace(tl=tl, triton=triton)}
+    with mock.patch.dict(sys.modules, modules):
+        # All else that it imports stays.
+        del sys.modules[vllm.v1.worker.gpu.sample.gumbel.__name__]
+        sys.modules.pop("vllm_mars.kernels.draw_kernel", None)
+        yield
 
 
 @pytest.mark.parametrize(
@@ -94,7 +104,8 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_code(variant, target):
     name = variant.split(",")[0]
-    (launch,) = (one for one in launches(VARIANTS[variant]) if one.name == name)
+    # Where drafts are drawn the last of two `accept_kernel` is the one that draws.
+    *_, launch = (one for one in launches(VARIANTS[variant]) if one.name == name)
     found = compile_for(launch, target)
     assert found.spills == 0
     # Where a request samples, exponentials and logarithms are made of such.

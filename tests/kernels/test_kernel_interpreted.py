@@ -11,7 +11,7 @@ CHECKS = [f"interpreted/check_{name}.py" for name in NAMES]
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
     ("selection", "at_least"),
-    [("not nightly", 37), pytest.param("nightly", 5, marks=pytest.mark.nightly)],
+    [("not nightly", 34), pytest.param("nightly", 5, marks=pytest.mark.nightly)],
 )
 def test_under_the_interpreter(selection, at_least):
     run_checks(CHECKS, selection, at_least)

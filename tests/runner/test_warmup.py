@@ -13,9 +13,8 @@ from triton.runtime import JITFunction
 
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import accept
-from vllm_mars.kernels.clip import clip_rows
 from vllm_mars.kernels.context import blocked_positions, new_state
-from vllm_mars.kernels.terms import Drafts, Requests
+from vllm_mars.kernels.terms import Drafts, Draws, Requests
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.records import new_records
 from vllm_mars.runner.sections import Sections
@@ -98,8 +97,9 @@ class Engine:
         by_slot = self.view(SLOTS), self.view(SLOTS)
         slots = self.view(batch, dtype=torch.int64)
         requests = Requests(self.records, slots, None, *by_slot)
-        kind = self.rng.choice(["raw", "processed", "sampled"])
-        if kind != "raw":
+        kind = self.rng.choice(["greedy", "sampled"])
+        if self.rng.random() < 0.5:
+            # Something changes the logits.
             rows = rows.float()
         drafts = Drafts(
             rows, self.view(size), self.view(batch), max_draft_len=K, bonus_row_is_last=True
@@ -109,28 +109,20 @@ class Engine:
         if kind != "sampled":
             self.verification.accept(drafts, requests, blocked, self.returns())
             return
-        temperature = torch.ones(SLOTS)
-
-        def clip(prices: torch.Tensor):
-            return clip_rows(
-                rows,
-                self.draft_logits,
-                prices,
-                draft_rows=(self.view(size, dtype=torch.int64), self.view(size)),
-                temperature=temperature,
-                backend="triton",
-            )
-
-        output, number = torch.zeros((batch, K + 1), dtype=torch.int64), self.view(batch)
-        self.sample(drafts, requests, blocked, temperature, clip, output, number)
-
-    def sample(self, drafts, requests, blocked, temperature, clip, output, number) -> None:
         # The first step of a request has no draft that was drawn.
         is_drawn = self.is_drawn and self.rng.random() < 0.7
+        draws = Draws(
+            torch.ones(SLOTS),
+            torch.zeros(SLOTS, dtype=torch.int64),
+            self.view(size, dtype=torch.int64),
+            self.view(size, dtype=torch.int64),
+            self.view(size),
+            draft_logits=self.draft_logits if is_drawn else None,
+            drawn_at=torch.ones(SLOTS),
+        )
         rule = self.verification.rule(drafts.logits)
-        account = self.verification.account(len(output), CPU, self.returns())
-        plan = accept.plan(drafts, requests, rule, temperature, blocked, clip if is_drawn else None)
-        accept.settle(plan, drafts, requests, output, account, number)
+        account = self.verification.account(batch, CPU, self.returns())
+        accept.sample(drafts, requests, rule, draws, blocked, account)
 
 
 @pytest.mark.parametrize("vocab", [32_000, 50_257])
@@ -147,7 +139,9 @@ def test_nothing_compiles_while_serving(options, is_drawn, vocab):
     logits = torch.zeros((2, vocab), dtype=torch.bfloat16)
     with compilations() as warm:
         warm_up(engine.verification, logits, K, engine.draft_logits if is_drawn else None)
-    assert len(warm) <= 12
+    # Raw and processed rows have kernels of their own; rows that start anywhere have more.
+    most = {32_000: 12, 50_257: 16} if not is_drawn else {32_000: 22, 50_257: 28}
+    assert len(warm) <= most[vocab]
     with compilations() as found:
         for _ in range(60):
             engine.step()

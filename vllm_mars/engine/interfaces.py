@@ -339,7 +339,6 @@ INTERFACES: Mapping[str, Interfaces] = {
         ],
         "vllm.v1.worker.gpu.model_runner": [
             Use("GPUModelRunner.__init__", "wrap"),
-            Use("GPUModelRunner._dummy_sampler_run", "wrap", "hidden_states"),
             Use("GPUModelRunner.execute_model", "wrap"),
             Use("GPUModelRunner.finish_requests", "wrap", "scheduler_output"),
             Use("GPUModelRunner.load_model", "wrap"),
@@ -393,6 +392,7 @@ INTERFACES: Mapping[str, Interfaces] = {
                 *("sampling_states", "use_fp64_gumbel"),
             ),
         ],
+        "vllm.v1.worker.gpu.sample.gumbel": [Use("gumbel_noised_argmax")],
         "vllm.v1.worker.gpu.sample.states": _read("SamplingStates", "seeds", "temperature"),
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler": [
             Use("RejectionSampler.__init__", "call", "sampler, spec_config, device"),
@@ -411,15 +411,6 @@ INTERFACES: Mapping[str, Interfaces] = {
                 "sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs",
             ),
             *_read("RejectionSampler", "num_speculative_steps", "sampler"),
-            Use("get_max_chunk_logits", "call", "vocab_size"),
-        ],
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils": [
-            Use(
-                *("rejection_sample", "call"),
-                "target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, "
-                "expanded_idx_mapping, expanded_local_pos, temperature, seed, "
-                "num_speculative_steps, *, use_fp64",
-            )
         ],
         "vllm.v1.worker.gpu.spec_decode.speculator": [
             Use(

@@ -52,7 +52,7 @@ def _parse(line: str, where: str, number: int) -> Prompt:
     if not isinstance(item, dict):
         raise ValueError(f'{where} is not a JSON object; write {{"prompt": "..."}}.')
     turns = item.get("turns", [item.get("prompt")])
-    given = turns if isinstance(turns, list) and turns else [None]
+    given: list[Any] = turns if isinstance(turns, list) and turns else [None]
     if not all(isinstance(turn, str) and turn.strip() for turn in given):
         raise ValueError(
             f"{where} has neither 'prompt' (a string) nor 'turns' (a list of strings); add one."

@@ -219,7 +219,7 @@ class MarsRejectionSampler(RejectionSampler):
         temperature = sampling_metadata.temperature
 
         def clip(prices: torch.Tensor) -> Clipped:
-            return clip_rows(drafts.logits, draft_probs, prices, backend="torch")
+            return clip_rows(drafts.logits, draft_probs, prices)
 
         is_drawn = draft_probs is not None
         plan = cpu.plan(drafts, requests, rule, temperature, blocked, clip if is_drawn else None)

@@ -9,16 +9,11 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
-    RejectionSampler,
-    get_max_chunk_logits,
-)
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import accept
-from vllm_mars.kernels.clip import Clipped, clip_rows
-from vllm_mars.kernels.terms import Drafts
+from vllm_mars.kernels.terms import Drafts, Draws
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.outputs import attach_counters, send_returned
@@ -44,10 +39,9 @@ logger = init_logger("vllm.vllm_mars.runner.sampler_v2")
 class MarsRejectionSamplerV2(RejectionSampler):
     """vLLM's V2 rejection sampler with the margin-aware rule.
 
-    Where all requests are greedy they are verified in one pass, on the raw logits rows if nothing
-    changes them. Any other batch takes vLLM's own path, with the bias of the rule on the draft
-    tokens' logits (or, where drafts are drawn, with the rows that are served), so that vLLM's
-    kernels verify losslessly against the distribution that is served.
+    The logits are verified as vLLM's processors leave them: the raw rows if nothing changes them.
+    Requests that sample are verified losslessly against the distribution that is served, with the
+    random numbers of vLLM's own sampler.
 
     Args:
         sampler: vLLM's V2 sampler.
@@ -158,53 +152,32 @@ class MarsRejectionSamplerV2(RejectionSampler):
         )
         verification, states = self.verification, self.sampler.sampling_states
         samples = states.temperature.np[idx_mapping_np] != 0
-        if samples.any():
-            # A bias is too fine for the 16-bit rows that come through where nothing changes them.
-            processed = processed.float()
         drafts = drafts._replace(logits=processed[:, :vocab])
         self._rows, self._log_ratios = (expanded_idx_mapping, expanded_local_pos), None
         if not samples.any():
             output = verification.accept(drafts, requests, blocked, returns)
             return processed, output.output_token_ids, output.num_accepted
-        rule = verification.rule(drafts.logits)
-        account = verification.account(len(samples), logits.device, returns)
-        temperature = states.temperature.gpu
-        is_drawn = draft_logits is not None
         # The target's logits have been divided by theirs; this is for the draft's.
-        drawn_at = temperature
-        if is_drawn and self.draft_share != 1:
+        temperature = drawn_at = states.temperature.gpu
+        if draft_logits is not None and self.draft_share != 1:
             drawn_at = temperature * self.draft_share
-
-        def clip(prices: torch.Tensor) -> Clipped:
-            return clip_rows(
-                drafts.logits,
-                draft_logits,
-                prices,
-                draft_rows=(expanded_idx_mapping, expanded_local_pos),
-                temperature=drawn_at,
-                backend="triton",
-            )
-
-        plan = accept.plan(drafts, requests, rule, temperature, blocked, clip if is_drawn else None)
-        sampled, num_sampled = rejection_sample(
-            plan.clipped.logits if is_drawn else processed,
-            draft_logits,
-            verify_draft_sampled,
-            cu_num_logits,
+        draws = Draws(
+            temperature,
+            states.seeds.gpu,
             pos,
-            idx_mapping,
             expanded_idx_mapping,
             expanded_local_pos,
+            self.sampler.use_fp64_gumbel,
+            draft_logits,
             drawn_at,
-            states.seeds.gpu,
-            self.num_speculative_steps,
-            use_fp64=self.sampler.use_fp64_gumbel,
         )
-        accept.settle(plan, drafts, requests, sampled, account, num_sampled)
+        account = verification.account(len(samples), logits.device, returns)
+        rule = verification.rule(drafts.logits)
+        output = accept.sample(drafts, requests, rule, draws, blocked, account)
         if verification.config.logprobs == "sampled":
             ratios = log_ratios(account.table, temperature[idx_mapping])
             self._log_ratios = self._of_rows(ratios, cu_num_logits)
-        return processed, sampled, num_sampled
+        return processed, output.output_token_ids, output.num_accepted
 
     def _get_logprobs_tensors(
         self,
@@ -250,20 +223,6 @@ class MarsRejectionSamplerV2(RejectionSampler):
         return values[request, offsets.long()]
 
 
-def verification_memory(logits: torch.Tensor, is_drawn: bool) -> list[torch.Tensor]:
-    """As much memory as the verification of a step in which requests sample holds at once.
-
-    Args:
-        logits: `[num_rows, vocab]` of a step; only shape and device count.
-        is_drawn: whether drafts are drawn.
-    """
-    rows, vocab = logits.shape
-    # vLLM verifies a large batch in parts. Of each part there are the processed rows in float32,
-    # and, where drafts are drawn, those that are served.
-    shape = min(rows, get_max_chunk_logits(vocab)), vocab
-    return [torch.empty(shape, device=logits.device) for _ in range(1 + is_drawn)]
-
-
 def install(runner: Any, config: MarsConfig) -> None:
     """Puts a `MarsRejectionSamplerV2` into a V2 model runner.
 
@@ -281,7 +240,6 @@ def install(runner: Any, config: MarsConfig) -> None:
         return
     require_own_sampler(own, RejectionSampler)
     spec_config = runner.speculative_config
-    is_drawn = getattr(spec_config, "draft_sample_method", None) == "probabilistic"
     draft_share = draft_temperature.scale_v2(runner, config)
     turns = turn_token_ids(config, runner.model_config)
     requests = RequestsV2(config, runner.req_states, turns)
@@ -296,19 +254,6 @@ def install(runner: Any, config: MarsConfig) -> None:
         finish_requests(scheduler_output)
 
     runner.finish_requests = keep_and_finish
-    profile_sampler = runner._dummy_sampler_run
-    num_rows = min(
-        runner.max_num_reqs * (spec_config.num_speculative_tokens + 1), runner.max_num_tokens
-    )
-
-    def profile_both(hidden_states: torch.Tensor) -> None:
-        # vLLM sizes its KV cache by the peak of a run that has no drafts.
-        profile_sampler(hidden_states)
-        shape = num_rows, runner.vocab_size
-        logits = torch.empty(shape, dtype=runner.dtype, device=runner.device)
-        verification_memory(logits, is_drawn)
-
-    runner._dummy_sampler_run = profile_both
     verification = Verification(
         config,
         protected_token_ids(config, runner.vllm_config),

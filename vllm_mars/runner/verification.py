@@ -35,8 +35,7 @@ class Verification:
         config: the options.
         protected_token_ids: tokens at which verification stays strict.
         counters: where positions are counted.
-        kernels: the module with `accept`, `plan` and `settle`, `accept` or `cpu` of
-            `vllm_mars.kernels`.
+        kernels: the module with `accept`: `accept` or `cpu` of `vllm_mars.kernels`.
 
     Attributes:
         returned: what requests want to know of the steps since it was last emptied.

@@ -5,12 +5,10 @@ arguments, in about a second each. The samplers call this on their first call, w
 run at start; what varies from step to step afterwards is no part of a variant, or is met here.
 """
 
-from collections.abc import Callable
-
 import torch
 
-from vllm_mars.kernels.clip import Clipped, clip_rows
-from vllm_mars.kernels.terms import Drafts, Requests
+from vllm_mars.kernels import accept
+from vllm_mars.kernels.terms import Drafts, Draws, Requests
 from vllm_mars.runner.records import new_records
 from vllm_mars.runner.sections import Sections
 from vllm_mars.runner.verification import Verification
@@ -34,13 +32,18 @@ def warm_up(
     inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
     # V2's slots are int64, and it tells the lengths of prompt and output by slot.
     requests = Requests(new_records(1, device), zero.long(), None, zero, zero)
+    float_zero, by_row = torch.zeros(1, device=device), inputs.long()
+    draws = Draws(float_zero + 1, zero.long(), by_row, by_row, inputs)
+    all_draws = [draws]
+    if draft_logits is not None:
+        all_draws.append(draws._replace(draft_logits=draft_logits, drawn_at=float_zero + 1))
     processed = torch.zeros((2, logits.shape[1]), device=device)
     for rows in (*_row_layouts(logits), processed):
         step = Drafts(rows, inputs, end, max_draft_len=longest, bonus_row_is_last=True)
         verification.accept(step, requests, None, {})
-    step = step._replace(logits=processed)
-    output = torch.zeros((1, longest + 1), dtype=torch.int64, device=device)
-    _sample(verification, step, requests, output, _ids(1, device), draft_logits)
+        rule, account = verification.rule(rows), verification.account(1, device, {})
+        for one in all_draws:
+            accept.sample(step, requests, rule, one, None, account)
     if _may_block(verification):
         from vllm_mars.kernels.context import blocked_positions, new_state
 
@@ -48,40 +51,6 @@ def warm_up(
         state = new_state(1, config.repeat_ngram > 0, device)
         markers = Sections(config).markers(device)
         blocked_positions(state, zero[None], requests, step, markers, config.repeat_ngram)
-
-
-def _sample(
-    verification: Verification,
-    drafts: Drafts,
-    requests: Requests,
-    output: torch.Tensor,
-    num_sampled: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-) -> None:
-    """The kernels around vLLM's rejection sampler. What is counted here is dropped."""
-    from vllm_mars.kernels import accept
-
-    device = drafts.logits.device
-    rule, account = verification.rule(drafts.logits), verification.account(1, device, {})
-    temperature = torch.ones(1, device=device)
-    clips = [None] if draft_logits is None else [None, _clip(drafts, draft_logits)]
-    for clip in clips:
-        plan = accept.plan(drafts, requests, rule, temperature, None, clip)
-        accept.settle(plan, drafts, requests, output, account, num_sampled)
-
-
-def _clip(drafts: Drafts, draft_logits: torch.Tensor) -> Callable[[torch.Tensor], Clipped]:
-    device = drafts.logits.device
-    index = torch.zeros(drafts.logits.shape[0], dtype=torch.int32, device=device)
-    temperature = torch.ones(draft_logits.shape[0], device=device)
-    return lambda prices: clip_rows(
-        drafts.logits,
-        draft_logits,
-        prices,
-        draft_rows=(index.long(), index),
-        temperature=temperature,
-        backend="triton",
-    )
 
 
 def _may_block(verification: Verification) -> bool:
