@@ -14,4 +14,5 @@ CHECKS = [f"interpreted/check_{name}.py" for name in NAMES]
     [("not nightly", 34), pytest.param("nightly", 5, marks=pytest.mark.nightly)],
 )
 def test_under_the_interpreter(selection, at_least):
-    run_checks(CHECKS, selection, at_least)
+    # The noise of a draw is a device function of vLLM.
+    run_checks(CHECKS, selection, at_least, with_vllm=True)
