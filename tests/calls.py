@@ -1,0 +1,186 @@
+"""Random steps of verification, which the kernels and a CPU are given alike."""
+
+import functools
+import math
+
+import numpy as np
+import torch
+
+from vllm_mars.kernels import cpu
+from vllm_mars.kernels.clip import clip_rows
+from vllm_mars.kernels.terms import (
+    MOST_BALANCE,
+    Account,
+    Drafts,
+    Draws,
+    Records,
+    Requests,
+    Rule,
+    Verdict,
+    count_size,
+    loss_rate,
+    loss_units,
+)
+
+LONGEST = 6
+REASONS = [0, 0, 0, Verdict.SPAN, Verdict.STRUCTURED, Verdict.REPEAT]
+
+
+class Call:
+    """A random step: rows of logits, the last of each request for its bonus token.
+
+    Args:
+        number: of the call, which seeds it.
+        name: of the rule.
+        sampled: whether requests may sample: then logits are finite numbers or -inf.
+        vocab: of the logits; a small one by default.
+        dtype: of the logits where requests may sample.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        sampled: bool = False,
+        vocab: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.rng = rng = np.random.default_rng([number, len(name)])
+        vocab = vocab or int(rng.choice([2, 5, 33, 70] if sampled else [1, 2, 5, 33, 70]))
+        self.lengths = rng.integers(0, LONGEST, size=rng.integers(1, 5)).tolist()
+        self.batch, size = len(self.lengths), sum(self.lengths)
+        rows = size + self.batch
+        mean, scale = rng.choice([0.0, 2.0, 20.0]), rng.choice([0.3, 2.0, 8.0])
+        logits = rng.normal(mean, scale, (rows, vocab))
+        if rng.random() < 0.4:
+            logits = logits.round()
+        specials = [-math.inf, -0.0] + ([] if sampled else [math.inf, math.nan])
+        for value in rng.choice(specials, size=rng.integers(0, 3)):
+            logits[rng.random((rows, vocab)) < 0.2] = value
+        if sampled:
+            logits[~np.isfinite(logits).any(1), 0] = 0.0
+        if not sampled:
+            dtype = rng.choice([torch.float32, torch.bfloat16])
+        # Rows with a stride of their own.
+        wide = torch.full((rows, vocab + int(rng.choice([0, 3]))), math.nan).to(dtype)
+        wide[:, :vocab] = torch.from_numpy(logits)
+        self.logits = wide[:, :vocab]
+        self.is_bonus = torch.cat([torch.arange(n + 1) == n for n in self.lengths])
+        self.rows = (~self.is_bonus).nonzero().squeeze(1)
+        best = self.logits[self.rows].float().topk(min(3, vocab)).indices
+        ids = best.gather(1, torch.from_numpy(rng.integers(0, best.shape[1], (size, 1))))[:, 0]
+        ids[torch.from_numpy(rng.random(size) < 0.1)] = -1
+        if not sampled:
+            ids[torch.from_numpy(rng.random(size) < 0.05)] = vocab + 7
+        self.ids = ids.int()
+        self.ends = torch.tensor(self.lengths).cumsum(0).int()
+        slots = self.batch + 2
+        self.slots = torch.from_numpy(rng.permutation(slots)[: self.batch]).int()
+        thresholds = [1.0, 0.9, 0.5, 0.05] if name == "theta" else [0.0, 0.3, 2.0]
+        self.burst = loss_units(float(rng.choice([0.0, 0.5, 2.0])))
+        rates = [loss_rate(value) for value in (0.0, 0.02, 0.3, math.inf)]
+        self.records = Records(
+            torch.from_numpy(rng.choice(thresholds, slots)).float(),
+            torch.from_numpy(rng.choice([0, 20_000, 50_000, 1 << 17], slots)),
+            torch.from_numpy(rng.choice([0, 0, 5_000, MOST_BALANCE], slots)),
+            torch.from_numpy(rng.choice(rates, slots)),
+            torch.from_numpy(rng.choice([0, 1_000, 1 << 17], slots)),
+            torch.from_numpy(rng.choice([20, 45, 48, 99], slots)).int(),
+            torch.from_numpy(rng.choice([-1, -1, *range(vocab)], (slots, 2))).int(),
+        )
+        self.produced = torch.from_numpy(rng.integers(0, 50, self.batch)).int()
+        protected = torch.from_numpy(rng.random(vocab) < 0.1) if rng.random() < 0.6 else None
+        self.rule = Rule(name, self.burst, protected)
+        self.blocked = rng.choice(REASONS, size).tolist() if rng.random() < 0.5 else None
+        self.has_table = rng.random() < 0.6
+        self.temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], self.batch)).float()
+
+    def requests(self) -> Requests:
+        """As on V1; what was lost is this step's own."""
+        records = self.records._replace(lost=self.records.lost.clone())
+        return Requests(records, self.slots, self.produced)
+
+    def requests_v2(self) -> Requests:
+        """The same, with output tokens by slot."""
+        total = torch.zeros_like(self.records.lost, dtype=torch.int32) + 3
+        total[self.slots.long()] += self.produced
+        prompt = torch.full_like(total, 3)
+        return self.requests()._replace(produced=None, total_len=total, prompt_len=prompt)
+
+    def account(self) -> Account:
+        table = torch.full((self.batch, 2, LONGEST + 1), -7.0) if self.has_table else None
+        return Account(torch.zeros(count_size(LONGEST), dtype=torch.int64), table, LONGEST)
+
+    def on_device(self) -> torch.Tensor | None:
+        return None if self.blocked is None else torch.tensor(self.blocked, dtype=torch.int8)
+
+    def in_v2(self, drafts: Drafts) -> tuple[Drafts, torch.Tensor | None]:
+        """The drafts and what blocks them in the other layout, with all rows as logits."""
+        inputs = torch.full((len(self.logits),), 1, dtype=torch.int32)
+        inputs[self.rows + 1] = self.ids
+        ends = (torch.tensor(self.lengths) + 1).cumsum(0).int()
+        blocked = None
+        if self.blocked is not None:
+            blocked = torch.zeros(len(self.logits), dtype=torch.int8)
+            blocked[self.rows] = self.on_device()
+        given = Drafts(
+            self.logits, inputs, ends, max_draft_len=drafts.max_draft_len, bonus_row_is_last=True
+        )
+        return given, blocked
+
+
+def draws_of(call: Call, **drawn: torch.Tensor) -> Draws:
+    """Of the call in V2's layout."""
+    slots = len(call.records.lost)
+    temperature = torch.ones(slots)
+    temperature[call.slots.long()] = call.temperature
+    counts = torch.tensor(call.lengths) + 1
+    return Draws(
+        temperature,
+        torch.from_numpy(call.rng.integers(0, 2**62, slots)),
+        torch.arange(len(call.logits)) + 5,
+        call.slots.repeat_interleave(counts),
+        torch.cat([torch.arange(count) for count in counts.tolist()]).int(),
+        bool(call.rng.random() < 0.3),
+        **drawn,
+    )
+
+
+def sampled_step(call: Call, is_drawn: bool) -> tuple:
+    """The drafts for a CPU; for the kernels those, what blocks them, and the draws; and `clip`."""
+    logits, clip = call.logits[call.rows].float(), None
+    drafts = Drafts(logits, call.ids, call.ends, max_draft_len=LONGEST)
+    given, blocked = call.in_v2(drafts)
+    draws = draws_of(call)
+    if is_drawn:
+        shape = len(call.records.lost), LONGEST, logits.shape[1]
+        draft_logits = torch.from_numpy(call.rng.normal(0, 2, shape)).float()
+        drawn_at = draws.temperature * 0.8
+        draws = draws._replace(draft_logits=draft_logits, drawn_at=drawn_at)
+        slots, places = draws.row_slots[call.rows].long(), draws.row_places[call.rows].long()
+        q = (draft_logits[slots, places] / drawn_at[slots, None]).softmax(-1)
+        clip = functools.partial(clip_rows, logits, q)
+    return drafts, given, blocked, draws, clip
+
+
+def written_down(call: Call, drafts: Drafts, clip, tokens: torch.Tensor) -> tuple:
+    """What a CPU writes down of a sampled step that emits the tokens: its account, and `lost`."""
+    account, requests = call.account(), call.requests()
+    plan = cpu.plan(drafts, requests, call.rule, call.temperature, call.blocked, clip)
+    cpu.settle(plan, drafts, requests, tokens.int(), account)
+    return account, requests.records.lost
+
+
+def same(found: Account, expected: Account, atol: float = 0.0) -> None:
+    assert found.counts.tolist() == expected.counts.tolist()
+    if expected.table is not None:
+        torch.testing.assert_close(found.table, expected.table, rtol=0, atol=atol, equal_nan=True)
+
+
+def close(found: Account, expected: Account, units: int, atol: float) -> None:
+    """Equal but for what float32 rounds."""
+    counts, wanted = found.counts.clone(), expected.counts.clone()
+    sums = slice(3 * LONGEST, 3 * LONGEST + 4)
+    assert (counts[sums] - wanted[sums]).abs().max() <= units
+    counts[sums] = wanted[sums] = 0
+    same(found._replace(counts=counts), expected._replace(counts=wanted), atol=atol)
