@@ -324,8 +324,7 @@ def accept_kernel(
             mask=in_vocab[:, None] & is_token[None, :],
             other=float("-inf"),
         )
-        samples = tl.load(temperature_ptr + place) != 0.0
-        may_end = samples & (tl.max(of_end.to(tl.float32), axis=1) >= first - _END_NATS)
+        may_end = (is_greedy == 0) & (tl.max(of_end.to(tl.float32), axis=1) >= first - _END_NATS)
         forbidden = tl.where(in_vocab & may_end, _PROTECTED, forbidden)
     if HAS_PROTECTED:
         of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
