@@ -140,7 +140,7 @@ class SweepOptions:
     concurrencies: tuple[int, ...] = (1,)
     prompts: tuple[str, ...] = (str(PACKAGED),)
     num_prompts: int = 0
-    max_tokens: int = 64
+    max_tokens: int = 1024
     ignore_eos: bool = False
     block: int = 8
     repeats: int = 1

@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
         help="requests at a time; default 1")  # fmt: skip
     add("--prompts", nargs="+", metavar="FILE", help="JSON lines with 'prompt'")
     add("--num-prompts", type=int, metavar="N", help="from the categories in turn; default all")
-    add("--max-tokens", type=int, metavar="N", help="longest answer; default 64")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default 1024")
     add("--ignore-eos", action="store_true", default=None, help="each answer has that length")
     add("--block", type=int, metavar="N", help="prompts of one turn; default 8")
     add("--repeats", type=int, metavar="N", help="passes over all prompts; default 1")
