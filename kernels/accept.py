@@ -91,7 +91,7 @@ def accept(
     return output
 
 
-def sample(
+def accept_sampled(
     drafts: Drafts,
     requests: Requests,
     rule: Rule,

@@ -95,7 +95,7 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
             requests = requests._replace(records=to(DEVICE, requests.records))
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                output = accept.sample(on_device, requests, own_rule, drawn, blocked, found)
+                output = accept.accept_sampled(on_device, requests, own_rule, drawn, blocked, found)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(on_device.logits.cpu().nan_to_num(), given.logits.nan_to_num())

@@ -76,7 +76,7 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
         drafts, given, blocked, draws, clip = sampled_step(call, name == "drawn")
         before = given.logits.clone()
         found, ours = call.account(), call.requests_v2()
-        output = accept.sample(given, ours, call.rule, draws, blocked, found)
+        output = accept.accept_sampled(given, ours, call.rule, draws, blocked, found)
         assert torch.equal(given.logits.nan_to_num(), before.nan_to_num())
         accepted += int((output.num_accepted - 1).sum())
         wanted, lost = written_down(call, drafts, clip, output.output_token_ids)
@@ -99,7 +99,7 @@ def test_a_strict_request_loses_nothing(name):
     table = torch.empty(len(call.slots), 2, LONGEST + 1)
     account = call.account()._replace(table=table)
     call.temperature.fill_(1.0)
-    accept.sample(given, requests, rule, draws_of(call), None, account)
+    accept.accept_sampled(given, requests, rule, draws_of(call), None, account)
     assert not strict.lost.any() and not account.counts[3 * LONGEST : 3 * LONGEST + 2].any()
     assert not table.nan_to_num().any()
 

@@ -48,7 +48,7 @@ def sample(name, dtype=torch.bfloat16, **drawn):
     by_slot = torch.ones(1), ONE.long()
     draws = Draws(*by_slot, ids(3).long(), ids(3).long(), ids(3), **drawn)
     step = drafts(dtype, draft_token_ids=ids(3), **LAST)
-    accept.sample(step, V2, rule(name), draws, torch.zeros(3, dtype=torch.int8))
+    accept.accept_sampled(step, V2, rule(name), draws, torch.zeros(3, dtype=torch.int8))
 
 
 def look():

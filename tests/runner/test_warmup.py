@@ -122,7 +122,7 @@ class Engine:
         )
         rule = self.verification.rule(drafts.logits)
         account = self.verification.account(batch, CPU, self.returns())
-        accept.sample(drafts, requests, rule, draws, blocked, account)
+        accept.accept_sampled(drafts, requests, rule, draws, blocked, account)
 
 
 @pytest.mark.parametrize("vocab", [32_000, 50_257])

@@ -173,7 +173,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         )
         account = verification.account(len(samples), logits.device, returns)
         rule = verification.rule(drafts.logits)
-        output = accept.sample(drafts, requests, rule, draws, blocked, account)
+        output = accept.accept_sampled(drafts, requests, rule, draws, blocked, account)
         if verification.config.logprobs == "sampled":
             ratios = log_ratios(account.table, temperature[idx_mapping])
             self._log_ratios = self._of_rows(ratios, cu_num_logits)

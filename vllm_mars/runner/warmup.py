@@ -43,7 +43,7 @@ def warm_up(
         verification.accept(step, requests, None, {})
         rule, account = verification.rule(rows), verification.account(1, device, {})
         for one in all_draws:
-            accept.sample(step, requests, rule, one, None, account)
+            accept.accept_sampled(step, requests, rule, one, None, account)
     if _may_block(verification):
         from vllm_mars.kernels.context import blocked_positions, new_state
 
