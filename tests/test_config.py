@@ -64,6 +64,7 @@ def test_options_travel_as_json():
         ({"mars_theta": "0.9"}, "mars_theta='0.9' is a str, but must be a number"),
         ({"mars_theta": True}, "mars_theta=True is a bool"),
         ({"mars_theta": [0.9]}, "is a list, but must be a number"),
+        ({"mars_price": -1}, r"mars_price=-1 is outside \[0, 8192\]"),
         ({"mars_price": math.inf}, "mars_price=inf is outside"),
         (
             {"mars_price": 10**400},

@@ -34,6 +34,7 @@ THETA = MarsConfig(theta=0.9, limit=0.8)
 PRICE = MarsConfig(price=0.25, limit=0.5, repeat_guard=0)
 # The price follows what is left of the bound.
 BOUND = MarsConfig(max_loss=0.5)
+ANOTHER = "names another rule than this server's; choose"
 
 
 def params(**extra_args):
@@ -85,8 +86,8 @@ def test_values(config, extra_args, expected):
         (THETA, {"mars_return": 2}, "mars_return=2 is not true or false"),
         (THETA, {"mars_return": "yes"}, "mars_return='yes' is not true or false"),
         (THETA, {"mars_speculate": None}, "mars_speculate=None is not .*; false verifies strictly"),
-        (THETA, {"mars_price": 1}, "=1 names another rule than .* choose mars_theta or leave"),
-        (PRICE, {"mars_theta": 0.9}, "=0.9 names another rule than .* choose mars_price or leave"),
+        (THETA, {"mars_price": 1}, f"mars_price=1 {ANOTHER} mars_theta or leave"),
+        (PRICE, {"mars_theta": 0.9}, f"mars_theta=0.9 {ANOTHER} mars_price or leave it out"),
         (PRICE, {"mars_price": 0.75}, r"mars_price=0.75 is above this server's limit of 0.5"),
         (
             MarsConfig(theta=0.9),
@@ -106,6 +107,7 @@ def test_values(config, extra_args, expected):
             {"mars_" + "x" * 65536: 1},
             r"mars_x{75}\.\.\. \(65541 characters\) is not an option",
         ),
+        (PRICE, {"mars_price": -1}, r"mars_price=-1 is outside \[0, 8192\]"),
         (PRICE, {"mars_price": float("inf")}, r"mars_price=inf is outside \[0, 8192\]"),
         (BOUND, {"mars_max_loss": 0.75}, r"mars_max_loss=0.75 is above this server's bound of 0.5"),
         (THETA, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, 1024\]; leave it out"),
@@ -113,6 +115,7 @@ def test_values(config, extra_args, expected):
         (THETA, {"mars_max_loss": "x"}, "mars_max_loss='x' is a str, but must be a number"),
         (THETA, {"mars_loss_burst": 1}, "mars_loss_burst is not an option of a request"),
         (MarsConfig(client_control=False), {"mars_max_loss": 0}, "mars_max_loss: this server does"),
+        (MarsConfig(client_control=False), {"mars_theta": 1}, "does not let requests choose"),
     ],
 )
 def test_refused(config, extra_args, message):

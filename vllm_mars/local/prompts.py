@@ -37,7 +37,9 @@ def load_prompts(path: Path = PACKAGED) -> list[Prompt]:
         if line.strip():
             prompt = _parse(line, f"{path}, line {number}", number)
             if prompt.id in found:
-                raise ValueError(f"prompts={path}: id {prompt.id!r} appears twice.")
+                raise ValueError(
+                    f"prompts={path}: id {prompt.id!r} appears twice; ids must differ."
+                )
             found[prompt.id] = prompt
     if not found:
         raise ValueError(f"prompts={path} is empty; give one JSON object with 'prompt' per line.")
