@@ -256,7 +256,7 @@ INTERFACES: Mapping[str, Interfaces] = {
         "vllm.v1.sample.metadata": _read(
             *("SamplingMetadata", "all_greedy", "allowed_token_ids_mask", "bad_words_token_ids"),
             *("logitsprocs", "logprob_token_ids", "max_num_logprobs", "no_penalties"),
-            *("temperature", "thinking_budget_state_holder", "top_k", "top_p"),
+            *("temperature", "thinking_budget_state_holder"),
         ),
         "vllm.v1.sample.rejection_sampler": [
             Use("RejectionSampler.__init__", "call", "sampler, spec_config, device"),

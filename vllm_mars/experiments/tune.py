@@ -54,7 +54,7 @@ class Options:
     num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5)
     max_loss: float = RECOMMENDED["mars_max_loss"]
     minutes: float = 20.0
-    max_tokens: int = 1024
+    max_tokens: int = SweepOptions.max_tokens
     block: int = 4
     side_by_side: int | None = None
     server_args: tuple[str, ...] = ()
