@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import tiny_models
 from processes import MARK, marked, wait_until
 from sweep_files import EXAMPLE, STANDARD, mars, turn, write_sweep
-from vllm_mars.demo.command import MARS, sweep_options
+from vllm_mars.demo.command import MARS, STRICT_DRAWN, sweep_options
 from vllm_mars.demo.report import conclusion, print_report
 from vllm_mars.experiments.plan import STRICT
 from vllm_mars.experiments.records import read_sweep
@@ -34,13 +34,16 @@ PROMPTS = [
 def test_the_preset(on_cpu):
     options = sweep_options(on_cpu=on_cpu)
     found = {(cell.name, cell.temperature): cell for cell in options.all_cells()}
-    assert list(found) == [(STRICT, 0.0), (MARS, 0.0), (STRICT, 1.0), (MARS, 1.0)]
+    of_sampled = [(STRICT, 1.0), (STRICT_DRAWN, 1.0), (MARS, 1.0)]
+    assert list(found) == [(STRICT, 0.0), (MARS, 0.0), *of_sampled]
     for cell in found.values():
         assert cell.config["model"] == str(PACKAGED_HEAD)
         assert cell.is_lossy == (cell.name == MARS)
     assert "rejection_sample_method" not in found[STRICT, 0.0].config
     # On a CPU vLLM's own server samples wrong tokens.
     assert ("mars_price" in found[STRICT, 1.0].config) == on_cpu
+    drawn = {"draft_sample_method": "probabilistic", "num_speculative_tokens": 2}
+    assert found[STRICT_DRAWN, 1.0].config == found[STRICT, 1.0].config | drawn
     # One server of MARS for both.
     assert found[MARS, 0.0].config == found[MARS, 1.0].config
     other = sweep_options(on_cpu=on_cpu, model="other", num_speculative_tokens=5).all_cells()
@@ -52,7 +55,7 @@ def test_the_preset(on_cpu):
 
 def printed(path, records):
     console = Console(file=io.StringIO(), width=150)
-    print_report(rows(read_sweep(write_sweep(path, records, STRICT))), console)
+    print_report(read_sweep(write_sweep(path, records, STRICT)), console)
     return console.file.getvalue()
 
 
@@ -64,16 +67,20 @@ def test_what_is_printed(tmp_path):
             records.append(turn(strict._replace(temperature=temperature), block))
             cell = mars(0.3, temperature)._replace(name=MARS)
             example = EXAMPLE if block == 2 and not temperature else ()
-            seconds = 0.01 if not temperature else 0.02
+            seconds = 0.01 if not temperature else 0.015
             records.append(turn(cell, block, token_seconds=seconds, lost=0.84, example=example))
+            if temperature:
+                # As fast as MARS, and faster than strict verification whose drafts are not drawn.
+                drawn = strict._replace(name=STRICT_DRAWN, temperature=temperature)
+                records[-2:-2] = [turn(drawn, block, token_seconds=seconds)]
     text = printed(tmp_path / "s.jsonl", records)
     assert text.index("greedy, 1 request") < text.index("temperature 1, 1 request")
     assert "The [red] fox <b>" in text, "marked without colours"
     assert 'brown & "<i>' in text and "0.25" in text
     assert "Greedy, MARS is 1.71 (" in text
-    assert ") times as fast per answer, with 0.0200 nats lost" in text
+    assert ") times as fast per answer as strict, with 0.0200 nats lost" in text
     assert "and its steps take 0.50 times as long." in text
-    assert "At temperature 1, no difference in speed is significant: 1.00 times" in text
+    assert "At temperature 1, MARS and strict, drawn do not differ in speed: 1.00 times" in text
     assert "\x1b[" not in text, "no colour codes without a terminal"
 
 
@@ -81,12 +88,12 @@ def test_the_sentence_goes_where_the_figures_point(tmp_path):
     records = [turn(STANDARD), turn(mars(0.3), lost=0.42)]
     row = rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records)))[1]
     for speed, text in (
-        (Interval(1.2, 1.1, 1.3), "is 1.20 (1.10 to 1.30) times as fast per answer"),
-        (Interval(1.1, 0.9, 1.3), "no difference in speed is significant: 1.10 (0.90 to 1.30)"),
-        (Interval(0.8, 0.7, 0.9), "is slower: 0.80 (0.70 to 0.90) times as fast"),
+        (Interval(1.2, 1.1, 1.3), "is 1.20 (1.10 to 1.30) times as fast per answer as strict,"),
+        (Interval(1.1, 0.9, 1.3), "and strict do not differ in speed: 1.10 (0.90 to 1.30) times"),
+        (Interval(0.8, 0.7, 0.9), "is slower than strict: 0.80 (0.70 to 0.90) times as fast"),
         (None, "the speed was not measured"),
     ):
-        assert text in conclusion(dataclasses.replace(row, speed=speed))
+        assert text in conclusion(dataclasses.replace(row, speed=speed), STRICT)
 
 
 @pytest.fixture(scope="module")
@@ -140,18 +147,18 @@ def test_a_demo_that_is_ended_goes_on(tmp_path, model, turns):
     assert process.returncode == 0, err
     assert marked(mark) == []
     file = read_sweep(output)
-    assert len(file.records) == 4 and len(file.heads) == 2
+    assert len(file.records) == 5 and len(file.heads) == 2
     for record in file.records:
         assert len(record.measured.answers) == 3
     assert "temperature 1, 1 request at a time, 3 answers" in out
     assert "This short form shows that it works, not how fast" in out
     lines = err.splitlines()
-    assert lines[0].startswith("4 turns, ") and lines[0].endswith(" servers start")
+    assert lines[0].startswith("5 turns, ") and lines[0].endswith(" servers start")
     assert lines[1].startswith("[") and " left" in err
 
     process = start_demo(tmp_path, model, mark)
     again, err = process.communicate(timeout=60)
-    assert again == out and "all 4 turns are in" in err
+    assert again == out and "all 5 turns are in" in err
 
 
 @pytest.mark.engine

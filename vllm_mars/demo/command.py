@@ -14,10 +14,10 @@ from vllm_mars.local.provenance import vllm_device
 NEEDED = sweep_command.NEEDED
 OUTPUT, SHORT_OUTPUT = Path("build/demo.jsonl"), Path("build/demo-short.jsonl")
 TEMPERATURE = 1.0
-MARS = "MARS"
-# Draft tokens of strict verification, greedy and sampled, and of MARS: as fast as any for each
-# (docs/results.md). Where requests sample, strict verification accepts too few for 2.
-STRICT_LENGTHS, MARS_LENGTH = (3, 1), 3
+MARS, STRICT_DRAWN = "MARS", "strict, drawn"
+# Draft tokens of strict verification, greedy and sampled, of that with drawn drafts, and of MARS:
+# as fast as any for each (docs/results.md).
+STRICT_LENGTHS, DRAWN_LENGTH, MARS_LENGTH = (3, 1), 2, 3
 PROMPTS, MAX_TOKENS, BLOCK = 24, 48, 6
 SHORT_PROMPTS, SHORT_MAX_TOKENS = 8, 24
 EXAMPLES = 4
@@ -29,9 +29,9 @@ def add_parser(commands: Any) -> None:
         "demo",
         help="compare strict verification and MARS on real vLLM servers",
         description="Serves a model with vLLM's strict verification and with MARS at the "
-        "recommended setting, asks each the same prompts in turn, greedy and at temperature 1, and "
-        "compares speed and loss: a small `vllm-mars sweep`. By default it takes the packaged "
-        "model with its EAGLE-3 head; another model drafts with ngram.",
+        "recommended setting, asks each the same prompts in turn, greedy and at temperature 1 "
+        "(there with drawn drafts, too), and compares speed and loss: a small `vllm-mars sweep`. "
+        "By default it takes the packaged model with its EAGLE-3 head; another drafts with ngram.",
     )
     add = parser.add_argument
     add("--model", metavar="MODEL", help="default: the packaged model")
@@ -57,7 +57,6 @@ def run(short: bool, anew: bool, output: Path | None = None, **given: Any) -> in
     from rich.console import Console
 
     from vllm_mars.demo.report import print_report
-    from vllm_mars.experiments.rows import rows
     from vllm_mars.experiments.sweep import run_sweep
 
     options = sweep_options(short=short, on_cpu=vllm_device()[0] == "cpu", **given)
@@ -66,7 +65,7 @@ def run(short: bool, anew: bool, output: Path | None = None, **given: Any) -> in
     for record in file.records:
         if record.measured is None:
             raise RuntimeError(f"{record.name}: {record.reason}")
-    print_report(rows(file), Console())
+    print_report(file, Console())
     if short:
         print("This short form shows that it works, not how fast: leave out --short.")
     return 0
@@ -88,16 +87,18 @@ def sweep_options(
     strict verification is there MARS at price 0, which is the same.
     """
     draft = draft or (str(PACKAGED_HEAD) if model is None else NGRAM)
-    mars = dict(RECOMMENDED)
-    if draft not in WITHOUT_FILES:
-        mars["draft_sample_method"] = "probabilistic"
+    drawn = {} if draft in WITHOUT_FILES else {"draft_sample_method": "probabilistic"}
+    mars = {**RECOMMENDED, **drawn}
+    strict: dict[str, Any] = METHODS[STRICT if on_cpu else STANDARD] or {}
     greedy, sampled = STRICT_LENGTHS
-    cells = (
+    cells = [
         (STRICT, METHODS[STANDARD], greedy, 0.0),
         (MARS, mars, MARS_LENGTH, 0.0),
-        (STRICT, METHODS[STRICT if on_cpu else STANDARD], sampled, TEMPERATURE),
+        (STRICT, strict, sampled, TEMPERATURE),
         (MARS, mars, MARS_LENGTH, TEMPERATURE),
-    )
+    ]
+    if drawn:
+        cells.insert(3, (STRICT_DRAWN, {**strict, **drawn}, DRAWN_LENGTH, TEMPERATURE))
 
     def cell(name: str, config: Any, length: int, temperature: float) -> str:
         given = {"num_speculative_tokens": num_speculative_tokens or length}
