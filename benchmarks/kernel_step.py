@@ -42,31 +42,27 @@ class Step:
         logits: `[batch * (k + 1), vocab]`.
         drafts: `[batch * k]` int32; the target's first choice with probability 0.6, else its
             second or third.
-        target_rows, bonus_rows: `[batch * k]` and `[batch]` int32.
         protected: `[vocab]` bool, one token in 97.
     """
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
         batch, k, vocab, dtype = shape
-        rows = torch.arange(batch * (k + 1), device=device, dtype=torch.int32).view(batch, k + 1)
-        logits = torch.empty(rows.numel(), vocab, device=device).normal_(0, 3, generator=generator)
+        shape_of_logits = batch * (k + 1), vocab
+        logits = torch.empty(shape_of_logits, device=device).normal_(0, 3, generator=generator)
         rank = torch.rand(batch * k, device=device, generator=generator)
         rank = (rank > 0.6).long() + (rank > 0.85)
         self.shape = shape
         self.logits = logits.to(DTYPES[dtype])
-        self.target_rows = rows[:, :-1].flatten()
-        best = self.logits.topk(3).indices[self.target_rows]
+        best = self.logits.topk(3).indices.view(batch, k + 1, 3)[:, :-1].flatten(0, 1)
         self.drafts = best.gather(1, rank[:, None]).squeeze(1).int()
         self.ends = torch.arange(1, batch + 1, device=device, dtype=torch.int32) * k
-        self.bonus_rows = rows[:, -1].contiguous()
         self.protected = torch.arange(vocab, device=device) % 97 == 0
 
     def verify(self, backend: Any, **rule: float) -> torch.Tensor:
         """Output tokens of `verify_greedy` by a rule, such as `theta=0.9`."""
         options: dict[str, Any] = {**rule, "protected": self.protected, "backend": backend}
-        options |= {"target_rows": self.target_rows, "bonus_rows": self.bonus_rows}
-        steps = self.logits, self.drafts, self.ends, None
+        steps = self.logits, self.drafts, self.ends
         output = verify_greedy(*steps, max_draft_len=self.shape.k, **options)
         tokens: torch.Tensor = output.output_token_ids
         return tokens

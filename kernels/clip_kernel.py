@@ -1,7 +1,7 @@
 """The rows of drawn drafts in Triton; `clip` has the rule and the meaning of each step.
 
-    clip_kernel   grid (rows)   streams the draft once for its log-sum-exp, and both once for each
-                                step of Newton's method, which finds all that is asked of a row
+    clip_kernel   grid (rows)   finds what a row may pay, streams the draft once for its
+                                log-sum-exp, and both once for each step of Newton's method
 
 What it finds are 8 numbers, of which `log_ratio_of_clipped` makes log m - log p of a token:
 
@@ -15,13 +15,16 @@ Nothing of the logits' size is written. Bytes read: vocab * itemsize of the draf
 pass: all rows of a step are under way at once. A row without a price is read once, its draft.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from vllm_mars.kernels.clip import EIGHTH, MOST_PRICE, STEPS
-from vllm_mars.kernels.terms import Drafts, Draws
-from vllm_mars.kernels.top2 import Partials, log_sum_exp, reduce_splits, unpack_value
+from vllm_mars.kernels.rule_kernel import allowance, drawn_prices, num_gainful, read_rows
+from vllm_mars.kernels.terms import Draws
+from vllm_mars.kernels.top2 import log_sum_exp
 
 # What F(w) may be off by before the division by it.
 TOLERANCE = 1e-2
@@ -66,35 +69,38 @@ def _load(
 
 
 @triton.jit(
-    do_not_specialize=["num_splits"],
+    do_not_specialize=["num_splits", "burst", "num_rows"],
     do_not_specialize_on_alignment=[
-        *("clipped_ptr", "best_ptr", "sums_ptr", "prices_ptr"),
-        *("row_slots_ptr", "row_places_ptr", "drawn_at_ptr"),
+        *("input_ids_ptr", "blocked_ptr", "total_len_ptr", "prompt_len_ptr"),
+        *("row_slots_ptr", "row_places_ptr"),
     ],
 )
 def clip_kernel(
     # [num_rows, 8]
     clipped_ptr,
-    # Of `top2_kernel`
-    best_ptr,
-    sums_ptr,
-    # [num_rows, *]
-    target_ptr,
-    target_stride,
-    # [S, steps, *]; a row's by its slot and place
-    draft_ptr,
-    draft_stride,
-    draft_step_stride,
-    # [num_rows]; below 0 where nothing is asked for
-    prices_ptr,
-    # [num_rows] each
+    # As in `accept_kernel`
+    partials,
+    records,
+    logits_ptr,
+    logits_stride,
+    input_ids_ptr,
+    protected_ptr,
+    blocked_ptr,
+    total_len_ptr,
+    prompt_len_ptr,
+    sampling,
+    # [num_rows] each: a row's slot, and its place within its request
     row_slots_ptr,
     row_places_ptr,
-    # By slot: the temperature of the draft
-    drawn_at_ptr,
+    draft_stride,
+    draft_step_stride,
+    burst,
+    num_rows,
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    ENDS: tl.constexpr,
     TOLERANCE: tl.constexpr,
     START: tl.constexpr,
     # Of `clip`, which says what they are.
@@ -103,21 +109,52 @@ def clip_kernel(
     EIGHTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    price = tl.load(prices_ptr + row)
-    if price < 0:
+    own_row = tl.program_id(0)
+    slot = tl.load(row_slots_ptr + own_row).to(tl.int64)
+    if tl.load(sampling.temperature + slot) == 0.0:
         return
+    place = tl.load(row_places_ptr + own_row)
+    # The rows of the request, as in `accept_kernel`.
+    offset = tl.arange(0, POSITIONS)
+    row = own_row - place + offset
+    places = tl.load(row_places_ptr + row, mask=row < num_rows, other=-1)
+    is_row = places == offset
+    length = tl.sum(is_row.to(tl.int32), axis=0) - 1
+    draft, _, first, _, _, is_end, forbidden = read_rows(
+        partials,
+        logits_ptr,
+        logits_stride,
+        input_ids_ptr,
+        protected_ptr,
+        blocked_ptr,
+        records.ends + slot * ENDS,
+        row,
+        is_row,
+        offset < length,
+        True,
+        vocab,
+        num_splits,
+        SPLITS,
+        ENDS,
+        True,
+        False,
+    )
+    if tl.sum(tl.where(offset == place, draft, 0), axis=0) < 0:
+        return
+    most, price, room = allowance(
+        records, slot, total_len_ptr, prompt_len_ptr, burst, offset, place >= 0
+    )
+    gainful = num_gainful(is_end, offset, length, room)
+    prices = drawn_prices(draft, forbidden, most, price, gainful, offset)
+    price = tl.sum(tl.where(offset == place, prices, 0.0), axis=0)
+
     # int64 before the multiply: a row can start past 2**31 elements.
-    target_ptr += row.to(tl.int64) * target_stride
-    slot = tl.load(row_slots_ptr + row).to(tl.int64)
-    place = tl.load(row_places_ptr + row).to(tl.int64)
-    draft_ptr += slot * draft_stride + place * draft_step_stride
-    temperature = tl.load(drawn_at_ptr + slot)
-    rows = row + tl.zeros([1], tl.int32)
-    packed, _ = reduce_splits(best_ptr, None, rows, rows >= 0, num_splits, SPLITS, False)
-    first = unpack_value(packed)
-    lse, _ = log_sum_exp(best_ptr, sums_ptr, rows, rows >= 0, first, num_splits, SPLITS)
-    target_lse = tl.sum(lse, axis=0)
+    target_ptr = logits_ptr + own_row.to(tl.int64) * logits_stride
+    draft_ptr = sampling.draft_logits + slot * draft_stride
+    draft_ptr += place.to(tl.int64) * draft_step_stride
+    temperature = tl.load(sampling.drawn_at + slot)
+    lse, _ = log_sum_exp(partials, row, offset == place, first, num_splits, SPLITS)
+    target_lse = tl.sum(tl.where(offset == place, lse, 0.0), axis=0)
     draft_lse = _log_sum_exp(draft_ptr, temperature, vocab, BLOCK)
     is_finite = (target_lse > float("-inf")) & (target_lse < float("inf"))
     price = tl.where(is_finite, tl.minimum(price, MOST_PRICE), 0.0)
@@ -175,7 +212,7 @@ def clip_kernel(
             taken += 1
         loss = tl.minimum(loss, EIGHTH * price * price)
         gain = tl.maximum(gain, 0.0)
-    clipped_ptr += 8 * row
+    clipped_ptr += 8 * own_row
     tl.store(clipped_ptr, log_w)
     tl.store(clipped_ptr + 1, price)
     tl.store(clipped_ptr + 2, log_total)
@@ -186,50 +223,35 @@ def clip_kernel(
     tl.store(clipped_ptr + 7, drift)
 
 
-def clip_rows(
-    drafts: Drafts, partials: Partials, prices: torch.Tensor, draws: Draws
-) -> torch.Tensor:
+def clip_rows(draws: Draws, shared: dict[str, Any]) -> torch.Tensor:
     """Launches `clip_kernel`.
 
     Args:
-        drafts: the step's, in V2's layout.
-        partials: of the rows, with sums.
-        prices: `[num_rows]` float32; below 0 nothing is found of a row, and at 0 m is p.
         draws: of the step, with `draft_logits`, as wide as the target's.
+        shared: of `accept.rule_arguments`.
 
     Returns:
-        `[num_rows, 8]` float32, as above.
+        `[num_rows, 8]` float32, as above; of a row without a draft token, and of greedy requests,
+        nothing is found.
     """
-    (num_rows, vocab), draft = drafts.logits.shape, draws.draft_logits
-    assert draft is not None, "drafts are drawn"
-    clipped = torch.empty((num_rows, 8), device=drafts.logits.device)
+    assert draws.sampling.drawn_at is not None, "drafts are drawn at a temperature"
+    num_rows, logits = draws.pos.shape[0], shared["logits_ptr"]
+    clipped = torch.empty((num_rows, 8), device=logits.device)
     # Few rows leave most of the chip idle, so each has many threads in flight: half of what a
     # multiprocessor takes at 64 registers. Not tuned on hardware.
-    block = min(4096, max(256, triton.next_power_of_2(vocab)))
-    if num_rows:
-        clip_kernel[(num_rows,)](
-            clipped,
-            partials.best,
-            partials.sums,
-            drafts.logits,
-            drafts.logits.stride(0),
-            draft,
-            draft.stride(0),
-            draft.stride(1),
-            prices,
-            draws.row_slots,
-            draws.row_places,
-            draws.drawn_at,
-            vocab,
-            partials.num_splits,
-            SPLITS=partials.splits,
-            TOLERANCE=TOLERANCE,
-            START=START,
-            STEPS=STEPS,
-            MOST_PRICE=MOST_PRICE,
-            EIGHTH=EIGHTH,
-            BLOCK=block,
-            enable_fp_fusion=False,
-            num_warps=16 if block == 4096 else 4,
-        )
+    block = min(4096, max(256, triton.next_power_of_2(shared["vocab"])))
+    clip_kernel[(num_rows,)](
+        clipped,
+        row_slots_ptr=draws.row_slots,
+        row_places_ptr=draws.row_places,
+        num_rows=num_rows,
+        TOLERANCE=TOLERANCE,
+        START=START,
+        STEPS=STEPS,
+        MOST_PRICE=MOST_PRICE,
+        EIGHTH=EIGHTH,
+        BLOCK=block,
+        num_warps=16 if block == 4096 else 4,
+        **shared,
+    )
     return clipped

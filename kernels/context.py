@@ -17,9 +17,8 @@ from vllm_mars.kernels.terms import (
     GUARD_WINDOW,
     OPENING,
     THINKING,
-    Drafts,
     Markers,
-    Requests,
+    Step,
     Verdict,
 )
 
@@ -99,7 +98,7 @@ def _token_at(index, wanted, ring_ptr, num_answer, draft_ptr, WINDOW: tl.constex
         *("blocked_ptr", "state_ptr", "begun_ptr", "scanned_ptr", "held_ptr"),
         *("is_structured_ptr", "ring_ptr"),
         *("slots_ptr", "tokens_ptr", "total_len_ptr", "prompt_len_ptr"),
-        *("draft_token_ids_ptr", "cu_num_draft_tokens_ptr", "opens_ptr", "closes_ptr"),
+        *("input_ids_ptr", "cu_num_logits_ptr", "opens_ptr", "closes_ptr"),
     ],
 )
 def context_kernel(
@@ -121,9 +120,9 @@ def context_kernel(
     total_len_ptr,
     prompt_len_ptr,
     # [num_rows]: a row's draft token stands one entry behind it, and a request's last row has none
-    draft_token_ids_ptr,
+    input_ids_ptr,
     # [batch], inclusive prefix sum of the rows
-    cu_num_draft_tokens_ptr,
+    cu_num_logits_ptr,
     # [table_size]
     opens_ptr,
     closes_ptr,
@@ -141,9 +140,9 @@ def context_kernel(
 ):
     request = tl.program_id(0)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    end = tl.load(cu_num_draft_tokens_ptr + request)
-    start = tl.load(cu_num_draft_tokens_ptr + request - 1, mask=request > 0, other=0)
-    draft_ptr = draft_token_ids_ptr + start + 1
+    end = tl.load(cu_num_logits_ptr + request)
+    start = tl.load(cu_num_logits_ptr + request - 1, mask=request > 0, other=0)
+    draft_ptr = input_ids_ptr + start + 1
     num_draft = end - start - 1
     ring_ptr += slot * WINDOW
     total = tl.load(total_len_ptr + slot)
@@ -218,8 +217,7 @@ def context_kernel(
 def blocked_positions(
     state: ContextState,
     tokens: torch.Tensor,
-    requests: Requests,
-    drafts: Drafts,
+    step: Step,
     markers: Markers,
     ngram: int,
 ) -> torch.Tensor:
@@ -228,8 +226,7 @@ def blocked_positions(
     Args:
         state: of all slots.
         tokens: int32 `[S, max_model_len]`, prompt and output of each slot.
-        requests: of the step, with the lengths of these.
-        drafts: the step's, in V2's layout; the logits are not read.
+        step: its logits are not read.
         markers: of the engine.
         ngram: tokens of an n-gram that must not be repeated; 0 for no guard.
 
@@ -237,19 +234,18 @@ def blocked_positions(
         int8 `[num_rows]`, a `Verdict` where a row's draft token must stay strict, else 0; a bonus
         row's entry is not written.
     """
-    blocked = torch.empty(
-        drafts.draft_token_ids.shape[0], dtype=torch.int8, device=state.state.device
-    )
-    context_kernel[(requests.slots.shape[0],)](
+    num_rows, device = step.input_ids.shape[0], state.state.device
+    blocked = torch.empty(num_rows, dtype=torch.int8, device=device)
+    context_kernel[(step.slots.shape[0],)](
         blocked,
         *state,
-        requests.slots,
+        step.slots,
         tokens,
         tokens.stride(0),
-        requests.total_len,
-        requests.prompt_len,
-        drafts.draft_token_ids,
-        drafts.cu_num_draft_tokens,
+        step.total_len,
+        step.prompt_len,
+        step.input_ids,
+        step.cu_num_logits,
         markers.opens,
         markers.closes,
         markers.opens.shape[0],

@@ -137,25 +137,21 @@ class Records(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """The requests of a step.
+    """The requests of a step, in torch.
 
     Attributes:
         records: of all slots.
         slots: int32 or int64 `[batch]`, the slot of each request.
-        produced: int32 `[batch]`, output tokens before this step; None where `total_len` says it.
-        total_len: int32 `[S]`, tokens of prompt and output by slot (Model Runner V2).
-        prompt_len: int32 `[S]`.
+        produced: int32 `[batch]`, output tokens before this step.
     """
 
     records: Records
     slots: torch.Tensor
-    produced: torch.Tensor | None
-    total_len: torch.Tensor | None = None
-    prompt_len: torch.Tensor | None = None
+    produced: torch.Tensor
 
 
 class Drafts(NamedTuple):
-    """The draft tokens of a step and the target logits to verify them with.
+    """The draft tokens of a step and the target logits to verify them with, in torch.
 
     Attributes:
         logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride.
@@ -168,9 +164,6 @@ class Drafts(NamedTuple):
         bonus_rows: `[batch]` int32 or int64, rows whose argmax is that; or None.
         max_draft_len: the longest draft of a request, or more, which sets the width of what is
             emitted.
-        bonus_row_is_last: whether this is the layout of vLLM's Model Runner V2:
-            `draft_token_ids` are the model's input tokens, so that a row's draft token stands one
-            entry behind it, and `cu_num_draft_tokens` counts a request's bonus row, its last, too.
     """
 
     logits: torch.Tensor
@@ -180,7 +173,34 @@ class Drafts(NamedTuple):
     bonus_token_ids: torch.Tensor | None = None
     bonus_rows: torch.Tensor | None = None
     max_draft_len: int = 0
-    bonus_row_is_last: bool = False
+
+
+class Step(NamedTuple):
+    """A step as the kernels take it, in the layout of vLLM's Model Runner V2.
+
+    A request's rows are those of its draft tokens, then its bonus row.
+
+    Attributes:
+        logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride.
+        input_ids: `[num_rows]` int32 or int64, the model's input tokens: a row's draft token is the
+            next entry; outside [0, vocab) is padding.
+        cu_num_logits: `[batch]` int32, inclusive prefix sum of the requests' rows.
+        records: of all slots.
+        slots: int32 or int64 `[batch]`, the slot of each request.
+        total_len: int32 `[S]`, tokens of prompt and output before this step, by slot.
+        prompt_len: int32 `[S]`.
+        max_draft_len: the longest draft of a request, or more, which sets the width of what is
+            emitted.
+    """
+
+    logits: torch.Tensor
+    input_ids: torch.Tensor
+    cu_num_logits: torch.Tensor
+    records: Records
+    slots: torch.Tensor
+    total_len: torch.Tensor
+    prompt_len: torch.Tensor
+    max_draft_len: int
 
 
 class Markers(NamedTuple):
@@ -201,29 +221,39 @@ class Markers(NamedTuple):
     opening: int
 
 
-class Draws(NamedTuple):
-    """What the draws of a step read, as Model Runner V2 has it.
+class Sampling(NamedTuple):
+    """How the requests of all slots sample.
 
     Attributes:
         temperature: float32 `[S]`; a request of temperature 0 is greedy. The logits have been
             divided by it.
         seeds: int64 `[S]`, of the random numbers.
-        pos: int64 `[num_rows]`, which the random numbers of a row are made of, too.
-        row_slots: int32 or int64 `[num_rows]`, the slot of each row.
-        row_places: int32 `[num_rows]`, its place within its request.
-        use_fp64: whether the noise of a draw is float64.
-        draft_logits: `[S, steps, vocab]`, before temperature, where drafts are drawn.
+        draft_logits: `[S, steps, vocab]`, contiguous, before temperature, where drafts are drawn.
         drawn_at: float32 `[S]`, with `draft_logits`: the temperature that they are drawn at.
     """
 
     temperature: torch.Tensor
     seeds: torch.Tensor
+    draft_logits: torch.Tensor | None = None
+    drawn_at: torch.Tensor | None = None
+
+
+class Draws(NamedTuple):
+    """What the draws of a step read, as Model Runner V2 has it.
+
+    Attributes:
+        sampling: of all slots.
+        pos: int64 `[num_rows]`, which the random numbers of a row are made of, too.
+        row_slots: int32 or int64 `[num_rows]`, the slot of each row.
+        row_places: int32 `[num_rows]`, its place within its request.
+        use_fp64: whether the noise of a draw is float64.
+    """
+
+    sampling: Sampling
     pos: torch.Tensor
     row_slots: torch.Tensor
     row_places: torch.Tensor
     use_fp64: bool = False
-    draft_logits: torch.Tensor | None = None
-    drawn_at: torch.Tensor | None = None
 
 
 class Account(NamedTuple):

@@ -20,20 +20,17 @@ complement of the id in an int64, so that one integer maximum finds the largest 
 equals, the lowest id, and a NaN wins over everything, as in torch.argmax.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-_WORKSPACE: dict[tuple[torch.device, int], tuple[torch.Tensor, ...]] = {}
+from vllm_mars.kernels.terms import Draws
 
-# Indices and partial results start where vLLM's views of them start, so their alignment would
-# only multiply the compiled variants; nothing is gained from it.
-_UNALIGNED = [
-    *("target_rows_ptr", "bonus_rows_ptr"),
-    *("row_slots_ptr", "row_places_ptr", "temperature_ptr"),
-]
+# Indices start where vLLM's views of them start, so their alignment would only multiply the
+# compiled variants; nothing is gained from it.
+_UNALIGNED = ["row_slots_ptr", "row_places_ptr"]
 _LEAST = tl.constexpr(-3e38)
 # So far below the largest logit, exp is 0 and its product with the distance has to be.
 _NOTHING = tl.constexpr(-1e4)
@@ -108,7 +105,7 @@ def _find(row_ptr, chunk, value, vocab, CHUNK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_draft", "blocks_per_split"],
+    do_not_specialize=["num_rows", "blocks_per_split"],
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def top2_kernel(
@@ -118,25 +115,20 @@ def top2_kernel(
     second_ptr,
     # [num_rows, num_splits, 2]: of exp(z - best), and of these times z - best
     sums_ptr,
-    # [*, vocab]
+    # [num_rows, vocab]
     logits_ptr,
     logits_stride,
-    # [num_draft] or None
-    target_rows_ptr,
-    # [batch]
-    bonus_rows_ptr,
-    # Where requests sample: slot and place within its request of each row, [num_draft] each
+    # Where requests sample: slot and place within its request of each row, [num_rows] each
     row_slots_ptr,
     row_places_ptr,
     # By slot
     temperature_ptr,
-    num_draft,
+    num_rows,
     vocab,
     blocks_per_split,
     BLOCK: tl.constexpr,
     # Logits of one 16-byte load: 8 of a 16-bit dtype, 4 of float32.
     CHUNK: tl.constexpr,
-    HAS_TARGET_ROWS: tl.constexpr,
     WITH_SECOND: tl.constexpr,
     WITH_SUM: tl.constexpr,
 ):
@@ -144,24 +136,17 @@ def top2_kernel(
     split = tl.program_id(1)
     if WITH_SUM:
         # A request's bonus row is its last. Of one that samples only a draw looks at it.
-        place_behind = tl.load(row_places_ptr + row + 1, mask=row + 1 < num_draft, other=0)
+        place_behind = tl.load(row_places_ptr + row + 1, mask=row + 1 < num_rows, other=0)
         temperature = tl.load(temperature_ptr + tl.load(row_slots_ptr + row))
         if (place_behind == 0) & (temperature != 0.0):
             return
     # int64 before the multiply: a row can start past 2**31 elements.
-    if row < num_draft:
-        if HAS_TARGET_ROWS:
-            logits_row = tl.load(target_rows_ptr + row).to(tl.int64)
-        else:
-            logits_row = row.to(tl.int64)
-    else:
-        logits_row = tl.load(bonus_rows_ptr + row - num_draft).to(tl.int64)
-    row_ptr = logits_ptr + logits_row * logits_stride
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
 
     CHUNKS: tl.constexpr = BLOCK // CHUNK
     # Ids are followed for chunks, not for logits: that is two thirds of the loop's instructions.
     chunk = split * blocks_per_split * CHUNKS + tl.arange(0, CHUNKS)
-    # A lane that meets nothing above -inf stands for its first chunk.
+    # Of a lane that meets nothing above -inf the first chunk counts as the best.
     best = tl.full([CHUNKS], float("-inf"), tl.float32)
     best_chunk = chunk
     second = tl.full([CHUNKS], float("-inf"), tl.float32)
@@ -213,33 +198,31 @@ def top2_kernel(
 
 
 @triton.jit
-def reduce_splits(
-    best_ptr, second_ptr, row, mask, num_splits, SPLITS: tl.constexpr, WITH_SECOND: tl.constexpr
-):
+def reduce_splits(partials, row, mask, num_splits, SPLITS: tl.constexpr, WITH_SECOND: tl.constexpr):
     """z1's packed pair, and z2, or z1 where that was not read, of each given row."""
     splits = tl.arange(0, SPLITS)
     index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
     valid = mask[:, None] & (splits < num_splits)[None, :]
-    packed = tl.load(best_ptr + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
+    packed = tl.load(partials.best + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
     winner = tl.max(packed, axis=1)
     second = unpack_value(winner)
     if WITH_SECOND:
         loses = packed != winner[:, None]
-        seconds = tl.load(second_ptr + index, mask=valid, other=float("-inf"))
+        seconds = tl.load(partials.second + index, mask=valid, other=float("-inf"))
         firsts = tl.where(valid, unpack_value(packed), float("-inf"))
         second = tl.max(tl.where(loses, firsts, seconds), axis=1)
     return winner, second
 
 
 @triton.jit
-def log_sum_exp(best_ptr, sums_ptr, row, mask, first, num_splits, SPLITS: tl.constexpr):
+def log_sum_exp(partials, row, mask, first, num_splits, SPLITS: tl.constexpr):
     """The log-sum-exp and the entropy of each given row, of which `first` is the largest logit."""
     splits = tl.arange(0, SPLITS)
     index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
     valid = mask[:, None] & (splits < num_splits)[None, :]
-    packed = tl.load(best_ptr + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
-    sums = tl.load(sums_ptr + 2 * index, mask=valid, other=0.0)
-    moments = tl.load(sums_ptr + 2 * index + 1, mask=valid, other=0.0)
+    packed = tl.load(partials.best + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
+    sums = tl.load(partials.sums + 2 * index, mask=valid, other=0.0)
+    moments = tl.load(partials.sums + 2 * index + 1, mask=valid, other=0.0)
     largest = tl.where(valid, tl.maximum(unpack_value(packed), _LEAST), _LEAST)
     shift = tl.maximum(largest - first[:, None], _NOTHING)
     total = tl.sum(sums * tl.exp(shift), axis=1)
@@ -248,21 +231,32 @@ def log_sum_exp(best_ptr, sums_ptr, row, mask, first, num_splits, SPLITS: tl.con
 
 
 class Partials(NamedTuple):
-    """The partial results of rows.
+    """The partial results of rows. What was not asked for is not written.
 
     Attributes:
-        best, second: `[num_rows, num_splits]`; sums: `[num_rows, num_splits, 2]`; see above. What
-            was not asked for is not written.
-        num_splits: of each row.
-        splits: SPLITS for `reduce_splits`: a power of 2 that depends on the vocabulary alone, so
-            that batches of all sizes share one variant.
+        best, second: `[num_rows, num_splits]`; sums: `[num_rows, num_splits, 2]`; see above.
     """
 
     best: torch.Tensor
     second: torch.Tensor
     sums: torch.Tensor
-    num_splits: int
-    splits: int
+
+
+# By device and power-of-2 size, so that nothing is allocated once a batch size is warm. Calls on
+# one device must follow each other on one stream, as a sampler's steps do.
+_WORKSPACE: dict[tuple[torch.device, int], Partials] = {}
+
+
+def num_lanes(vocab: int) -> int:
+    """SPLITS for `reduce_splits`: a power of 2 that holds the splits of a row in any batch.
+
+    It depends on the vocabulary alone, so that batches of all sizes share one variant.
+    """
+    return triton.next_power_of_2(triton.cdiv(vocab, _block_size(vocab)))
+
+
+def _block_size(vocab: int) -> int:
+    return min(4096, max(256, triton.next_power_of_2(vocab)))
 
 
 def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
@@ -273,63 +267,51 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
     rows take fewer splits, down to about 2,048 programs, so that partial results stay few while a
     last wave that is not full costs little.
     """
-    block = min(4096, max(256, triton.next_power_of_2(vocab)))
+    block = _block_size(vocab)
     blocks = triton.cdiv(vocab, block)
     splits = max(1, min(blocks, 2048 // max(1, num_rows)))
     return triton.cdiv(blocks, splits), block, 8 if block >= 2048 else 4
 
 
 def reduce_rows(
-    drafts: Any,
-    with_second: bool,
-    of_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-) -> Partials:
-    """Launches `top2_kernel` on the rows of the draft positions, and of the bonus after them.
+    logits: torch.Tensor, with_second: bool, draws: Draws | None = None
+) -> tuple[Partials, int]:
+    """Launches `top2_kernel`.
 
     Args:
-        drafts: with `logits`, `draft_token_ids`, `target_rows` and `bonus_rows` as in `Drafts`.
+        logits: `[num_rows, vocab]`.
         with_second: whether z2 is looked for.
-        of_rows: where requests sample, slot and place within its request of each row, and the
-            temperatures by slot; then the sums are found, too.
+        draws: of the step, where requests sample; then the sums are found, too.
+
+    Returns:
+        The partial results, and `num_splits` of each row.
     """
-    logits, vocab = drafts.logits, drafts.logits.shape[1]
-    num_rows = num_draft = drafts.draft_token_ids.shape[0]
-    if drafts.bonus_rows is not None:
-        num_rows += drafts.bonus_rows.shape[0]
+    num_rows, vocab = logits.shape
     blocks_per_split, block, warps = launch_settings(vocab, num_rows)
     num_splits = triton.cdiv(vocab, blocks_per_split * block)
-    # None is allocated once a batch size is warm. They are kept per device and power-of-2 size, so
-    # calls on one device must follow each other on one stream, as a sampler's steps do.
     key = logits.device, triton.next_power_of_2(max(num_rows * num_splits, 4096))
     if key not in _WORKSPACE:
-        _WORKSPACE[key] = (
+        _WORKSPACE[key] = Partials(
             torch.empty(key[1], dtype=torch.int64, device=logits.device),
             torch.empty(key[1], dtype=torch.float32, device=logits.device),
             torch.empty(2 * key[1], dtype=torch.float32, device=logits.device),
         )
-    best, second, sums = _WORKSPACE[key]
-    # Triton compiles the branch of the bonus rows without them, too, and needs a pointer there.
-    bonus_rows = drafts.draft_token_ids if drafts.bonus_rows is None else drafts.bonus_rows
+    partials = _WORKSPACE[key]
     if num_rows:
         top2_kernel[(num_rows, num_splits)](
-            best,
-            second,
-            sums,
+            *partials,
             logits,
             logits.stride(0),
-            drafts.target_rows,
-            bonus_rows,
-            *(of_rows or (None, None, None)),
-            num_draft,
+            None if draws is None else draws.row_slots,
+            None if draws is None else draws.row_places,
+            None if draws is None else draws.sampling.temperature,
+            num_rows,
             vocab,
             blocks_per_split,
             BLOCK=block,
             CHUNK=16 // logits.element_size(),
-            HAS_TARGET_ROWS=drafts.target_rows is not None,
             WITH_SECOND=with_second,
-            WITH_SUM=of_rows is not None,
+            WITH_SUM=draws is not None,
             num_warps=warps,
         )
-    return Partials(
-        best, second, sums, num_splits, triton.next_power_of_2(triton.cdiv(vocab, block))
-    )
+    return partials, num_splits

@@ -16,6 +16,8 @@ from vllm_mars.kernels.terms import (
     Records,
     Requests,
     Rule,
+    Sampling,
+    Step,
     Verdict,
     count_size,
     loss_rate,
@@ -100,67 +102,63 @@ class Call:
         records = self.records._replace(lost=self.records.lost.clone())
         return Requests(records, self.slots, self.produced)
 
-    def requests_v2(self) -> Requests:
-        """The same, with output tokens by slot."""
-        total = torch.zeros_like(self.records.lost, dtype=torch.int32) + 3
-        total[self.slots.long()] += self.produced
-        prompt = torch.full_like(total, 3)
-        return self.requests()._replace(produced=None, total_len=total, prompt_len=prompt)
-
     def account(self) -> Account:
         table = torch.full((self.batch, 2, LONGEST + 1), -7.0) if self.has_table else None
         return Account(torch.zeros(count_size(LONGEST), dtype=torch.int64), table, LONGEST)
 
-    def on_device(self) -> torch.Tensor | None:
-        return None if self.blocked is None else torch.tensor(self.blocked, dtype=torch.int8)
+    def drafts(self) -> Drafts:
+        """As on V1, with the rows by index."""
+        rows, bonus = self.rows.int(), self.is_bonus.nonzero().squeeze(1)
+        given = self.logits, self.ids, self.ends, rows
+        return Drafts(*given, bonus_rows=bonus, max_draft_len=LONGEST)
 
-    def in_v2(self, drafts: Drafts) -> tuple[Drafts, torch.Tensor | None]:
-        """The drafts and what blocks them in the other layout, with all rows as logits."""
+    def step(self) -> tuple[Step, torch.Tensor | None]:
+        """As on V2, and what blocks its rows."""
         inputs = torch.full((len(self.logits),), 1, dtype=torch.int32)
         inputs[self.rows + 1] = self.ids
         ends = (torch.tensor(self.lengths) + 1).cumsum(0).int()
+        total = torch.zeros_like(self.records.lost, dtype=torch.int32) + 3
+        total[self.slots.long()] += self.produced
+        prompt, requests = torch.full_like(total, 3), self.requests()
+        own = requests.records, self.slots, total, prompt
         blocked = None
         if self.blocked is not None:
             blocked = torch.zeros(len(self.logits), dtype=torch.int8)
-            blocked[self.rows] = self.on_device()
-        given = Drafts(
-            self.logits, inputs, ends, max_draft_len=drafts.max_draft_len, bonus_row_is_last=True
-        )
-        return given, blocked
+            blocked[self.rows] = torch.tensor(self.blocked, dtype=torch.int8)
+        return Step(self.logits, inputs, ends, *own, LONGEST), blocked
 
 
-def draws_of(call: Call, **drawn: torch.Tensor) -> Draws:
-    """Of the call in V2's layout."""
+def draws_of(call: Call, drawn_at: float = 0.0) -> Draws:
+    """Of the call; with a share of the temperature drafts are drawn at that."""
     slots = len(call.records.lost)
     temperature = torch.ones(slots)
     temperature[call.slots.long()] = call.temperature
     counts = torch.tensor(call.lengths) + 1
+    sampling = Sampling(temperature, torch.from_numpy(call.rng.integers(0, 2**62, slots)))
+    if drawn_at:
+        shape = slots, LONGEST, call.logits.shape[1]
+        draft_logits = torch.from_numpy(call.rng.normal(0, 2, shape)).float()
+        sampling = sampling._replace(draft_logits=draft_logits, drawn_at=temperature * drawn_at)
     return Draws(
-        temperature,
-        torch.from_numpy(call.rng.integers(0, 2**62, slots)),
+        sampling,
         torch.arange(len(call.logits)) + 5,
         call.slots.repeat_interleave(counts),
         torch.cat([torch.arange(count) for count in counts.tolist()]).int(),
         bool(call.rng.random() < 0.3),
-        **drawn,
     )
 
 
 def sampled_step(call: Call, is_drawn: bool) -> tuple:
-    """The drafts for a CPU; for the kernels those, what blocks them, and the draws; and `clip`."""
+    """The drafts for a CPU; for the kernels the step, what blocks it, and the draws; and `clip`."""
     logits, clip = call.logits[call.rows].float(), None
     drafts = Drafts(logits, call.ids, call.ends, max_draft_len=LONGEST)
-    given, blocked = call.in_v2(drafts)
-    draws = draws_of(call)
+    draws = draws_of(call, 0.8 * is_drawn)
     if is_drawn:
-        shape = len(call.records.lost), LONGEST, logits.shape[1]
-        draft_logits = torch.from_numpy(call.rng.normal(0, 2, shape)).float()
-        drawn_at = draws.temperature * 0.8
-        draws = draws._replace(draft_logits=draft_logits, drawn_at=drawn_at)
+        of = draws.sampling
         slots, places = draws.row_slots[call.rows].long(), draws.row_places[call.rows].long()
-        q = (draft_logits[slots, places] / drawn_at[slots, None]).softmax(-1)
+        q = (of.draft_logits[slots, places] / of.drawn_at[slots, None]).softmax(-1)
         clip = functools.partial(clip_rows, logits, q)
-    return drafts, given, blocked, draws, clip
+    return drafts, *call.step(), draws, clip
 
 
 def written_down(call: Call, drafts: Drafts, clip, tokens: torch.Tensor) -> tuple:

@@ -133,7 +133,6 @@ def check_public(
 ) -> str | None:
     """`verify_greedy`; returns what differs, or None."""
     call = random_call(rng, sampler=False)
-    is_bonus = torch.cat([torch.arange(len(d) + 1) == len(d) for d in call.drafts])
     width = max(map(len, call.drafts)) + 1
     mask = torch.zeros(call.logits.shape[1], dtype=torch.bool)
     mask[list(call.protected)] = True
@@ -141,11 +140,8 @@ def check_public(
         "logits": call.logits,
         "draft_token_ids": torch.tensor(sum(call.drafts, []), dtype=torch.int32),
         "cu_num_draft_tokens": torch.tensor([len(d) for d in call.drafts]).cumsum(0).int(),
-        "bonus_token_ids": None,
         call.rule: call.value if isinstance(call.value, float) else torch.tensor(call.value),
         "protected": mask if call.protected else None,
-        "target_rows": (~is_bonus).nonzero().squeeze(1).int(),
-        "bonus_rows": is_bonus.nonzero().squeeze(1).int(),
         "max_draft_len": width - 1,
     }
     wanted = [

@@ -17,6 +17,7 @@ from vllm_mars.kernels.terms import (
     Requests,
     Rule,
     RuleName,
+    Step,
     VerifyOutput,
 )
 
@@ -91,9 +92,8 @@ def _check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
         )
 
 
-def check_drafts(drafts: Drafts) -> None:
+def _check_rows(logits: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> None:
     """Checks all but a tensor's values, since to read them would wait for the device."""
-    logits, device = drafts.logits, drafts.logits.device
     if logits.ndim != 2:
         raise ValueError(f"logits has {logits.ndim} dimensions, but must be [num_rows, vocab].")
     _check_dtype("logits", logits, _LOGIT_DTYPES)
@@ -102,45 +102,29 @@ def check_drafts(drafts: Drafts) -> None:
             f"logits has strides {list(logits.stride())}, but a row's elements must be adjacent; "
             "pass a contiguous copy."
         )
-    ids, ends = drafts.draft_token_ids, drafts.cu_num_draft_tokens
-    check_tensor("draft_token_ids", ids, ID_DTYPES, device)
-    check_tensor("cu_num_draft_tokens", ends, (torch.int32,), device)
+    check_tensor("draft_token_ids", ids, ID_DTYPES, logits.device)
+    check_tensor("cu_num_draft_tokens", ends, (torch.int32,), logits.device)
     if ids.ndim != 1 or ends.ndim != 1:
         raise ValueError(
             f"draft_token_ids has shape {list(ids.shape)} and cu_num_draft_tokens "
             f"{list(ends.shape)}, but both must have one dimension."
         )
-    num_draft, batch = ids.shape[0], ends.shape[0]
-    if drafts.target_rows is None and logits.shape[0] < num_draft:
+    if logits.shape[0] != ids.shape[0] + ends.shape[0]:
         raise ValueError(
-            f"logits has {logits.shape[0]} rows for {num_draft} draft tokens; "
-            "give one row for each, or target_rows."
+            f"logits has {logits.shape[0]} rows for {ids.shape[0]} draft tokens of {ends.shape[0]} "
+            "requests; give one row for each draft token, and one behind each request's draft."
         )
-    if drafts.bonus_token_ids is not None and drafts.bonus_rows is not None:
-        raise ValueError("bonus_token_ids and bonus_rows are both given; give one of them.")
-    # Name, tensor or None, dtypes, shapes.
-    given: list[tuple[Any, ...]] = [
-        ("target_rows", drafts.target_rows, ID_DTYPES, (num_draft,)),
-        ("bonus_token_ids", drafts.bonus_token_ids, ID_DTYPES, (batch,), (batch, 1)),
-        ("bonus_rows", drafts.bonus_rows, ID_DTYPES, (batch,)),
-    ]
-    for name, tensor, dtypes, *shapes in given:
-        if tensor is not None:
-            check_tensor(name, tensor, dtypes, device, *shapes)
 
 
 def verify_greedy(
     logits: torch.Tensor,
     draft_token_ids: torch.Tensor,
     cu_num_draft_tokens: torch.Tensor,
-    bonus_token_ids: torch.Tensor | None,
     theta: float | torch.Tensor | None = None,
     *,
     price: float | torch.Tensor | None = None,
     protected: torch.Tensor | None = None,
     blocked: torch.Tensor | None = None,
-    target_rows: torch.Tensor | None = None,
-    bonus_rows: torch.Tensor | None = None,
     max_draft_len: int | None = None,
     backend: Backend = "auto",
 ) -> VerifyOutput:
@@ -149,7 +133,7 @@ def verify_greedy(
     A draft token is accepted if it is the row's argmax, or if it is the runner-up and the margin is
     small: `z2 > theta * z1` and `z1 > 0`, neither token protected. The first
     position that is not accepted emits the argmax and ends the request's output; if all are
-    accepted the bonus token follows.
+    accepted the argmax behind them, the bonus token, follows.
 
     With a price, tokens of any rank may be accepted. They lose `r = z1 - z[x]` nats against the
     first choice; of all places where the step may end, it ends where `price` times the number of
@@ -159,13 +143,13 @@ def verify_greedy(
     must not overlap.
 
     Args:
-        logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride. All other tensors
-            are contiguous.
+        logits: `[num_draft + batch, vocab]` float32, bfloat16 or float16, any row stride: of each
+            request the rows of its draft tokens, then the row behind them. All other tensors are
+            contiguous.
         draft_token_ids: `[num_draft]` int32 or int64; an id outside [0, vocab), such as the padding
             -1, is always rejected.
         cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the requests' draft lengths
             (the convention of vLLM); a request may have none.
-        bonus_token_ids: `[batch]` or `[batch, 1]` int32 or int64, or None to emit no bonus token.
         theta: float in (0, 1] or float32 `[batch]`; exactly one of theta and price is given.
             1 is strict; near 0 every runner-up with a positive logit is accepted. A tensor's values
             are not checked.
@@ -174,10 +158,6 @@ def verify_greedy(
         protected: bool `[vocab]`; tokens at which the rule stays strict.
         blocked: `[num_draft]` int8 or None; not 0 where the rule stays strict, a `Verdict` that
             says why.
-        target_rows: `[num_draft]` int32 or int64, the row of `logits` of each draft position;
-            default 0..num_draft-1.
-        bonus_rows: `[batch]` int32 or int64, rows of `logits` whose argmax is the bonus token,
-            found in the same pass; only one of `bonus_token_ids` and `bonus_rows` may be given.
         max_draft_len: longest draft of a request, which sets the output's width. Default: read from
             `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
         backend: "torch", "triton", or "auto": Triton on an accelerator, torch on a CPU.
@@ -194,17 +174,9 @@ def verify_greedy(
     """
     device = logits.device
     resolved = resolve_backend(backend, device.type)
-    drafts = Drafts(
-        logits,
-        draft_token_ids,
-        cu_num_draft_tokens,
-        target_rows,
-        bonus_token_ids,
-        bonus_rows,
-        max_draft_len or 0,
-    )
-    check_drafts(drafts)
-    batch = cu_num_draft_tokens.shape[0]
+    ids, ends = draft_token_ids, cu_num_draft_tokens
+    _check_rows(logits, ids, ends)
+    batch = ends.shape[0]
     name, value = _only_one(theta, price)
     if isinstance(value, torch.Tensor):
         check_tensor(name, value, (torch.float32,), device, (batch,))
@@ -214,22 +186,36 @@ def verify_greedy(
     if protected is not None:
         check_tensor("protected", protected, (torch.bool,), device, (logits.shape[1],))
     if blocked is not None:
-        check_tensor("blocked", blocked, (torch.int8,), device, draft_token_ids.shape)
+        check_tensor("blocked", blocked, (torch.int8,), device, ids.shape)
     if max_draft_len is None:
-        lengths = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1)).tolist()
-        drafts = drafts._replace(max_draft_len=max(lengths, default=0))
+        lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        max_draft_len = max(lengths, default=0)
     zeros = torch.zeros(batch, dtype=torch.int64, device=device)
     units = (value * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
     no_bound, no_cap = torch.full_like(zeros, NO_BOUND), torch.full_like(zeros, 2**31 - 1).int()
     no_ends = torch.full((batch, 1), -1, dtype=torch.int32, device=device)
     records = Records(value, units, zeros, no_bound, zeros.clone(), no_cap, no_ends)
-    slots = torch.arange(batch, dtype=torch.int32, device=device)
-    requests = Requests(records, slots, torch.zeros_like(slots))
-    where: Any = blocked.tolist() if blocked is not None and resolved == "torch" else blocked
-    output: VerifyOutput = kernels_of(resolved, device.type).accept(
-        drafts, requests, Rule(name, 0, protected), where
-    )
-    return output
+    slots, rule = torch.arange(batch, dtype=torch.int32, device=device), Rule(name, 0, protected)
+    # A request's rows follow those of the requests before it, each with one behind its draft.
+    places = torch.arange(ids.shape[0], dtype=torch.int32, device=device)
+    rows = places + torch.searchsorted(ends, places, right=True)
+    kernels = kernels_of(resolved, device.type)
+    if resolved == "torch":
+        drafts = Drafts(logits, ids, ends, rows, None, ends + slots, max_draft_len)
+        requests = Requests(records, slots, torch.zeros_like(slots))
+        reasons = None if blocked is None else blocked.tolist()
+        output: VerifyOutput = kernels.accept(drafts, requests, rule, reasons)
+        return output
+    # The input of a request's first row is no draft token.
+    inputs = ids.new_full((logits.shape[0],), -1)
+    inputs[rows + 1] = ids
+    if blocked is not None:
+        blocked = blocked.new_zeros(logits.shape[0]).index_put((rows,), blocked)
+    none = torch.zeros_like(slots)
+    step = Step(logits, inputs, ends + slots + 1, records, slots, none, none, max_draft_len)
+    output = kernels.accept(step, rule, blocked)
+    tokens, num_accepted = output.output_token_ids.int(), output.num_accepted - 1
+    return output._replace(output_token_ids=tokens, num_accepted=num_accepted)
 
 
 def _only_one(theta: Any, price: Any) -> tuple[RuleName, Any]:

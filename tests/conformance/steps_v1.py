@@ -7,7 +7,6 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars import MarsRejectionSampler
-from vllm_mars.kernels import cpu
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.requests_v1 import RequestsV1
 from vllm_mars.runner.verification import Verification
@@ -19,7 +18,7 @@ LENGTHS = [3, 0, 5, 1]
 
 def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs"):
     counters = Counters(CounterLayout(5), CPU)
-    verification = Verification(config, list(protected), counters, cpu)
+    verification = Verification(config, list(protected), counters)
     # In these tests nobody enters the batch, so each place holds what the server's options say.
     requests = RequestsV1(config, 20_000, 20_000)
     return MarsRejectionSampler(Sampler(logprobs_mode), None, CPU, verification, requests)

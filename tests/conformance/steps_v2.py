@@ -20,7 +20,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_mars import MarsConfig, MarsRejectionSamplerV2
-from vllm_mars.kernels import accept
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.requests_v2 import RequestsV2
 from vllm_mars.runner.verification import Verification
@@ -140,7 +139,7 @@ class Step:
         if config is None:
             return RejectionSampler(sampler, spec_config, CPU)
         counters = Counters(CounterLayout(spec_config.num_speculative_tokens), CPU)
-        verification = Verification(config, list(protected), counters, accept)
+        verification = Verification(config, list(protected), counters)
         return MarsRejectionSamplerV2(sampler, spec_config, CPU, verification, requests)
 
     @staticmethod

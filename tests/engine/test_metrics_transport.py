@@ -13,7 +13,6 @@ import torch
 from counts import COUNTS, LAYOUT
 from vllm_mars import MarsConfig
 from vllm_mars.engine.transport import carry_counts, declare_field
-from vllm_mars.kernels import cpu
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.outputs import FIELD, attach_counters, carrier_of, with_counts
 from vllm_mars.runner.verification import Verification
@@ -47,7 +46,7 @@ class Runner:
 def attached(runner):
     """Counters whose counts leave with the runner's outputs."""
     counters = Counters(LAYOUT, torch.device("cpu"))
-    attach_counters(runner, Verification(MarsConfig(), [], counters, cpu))
+    attach_counters(runner, Verification(MarsConfig(), [], counters))
     return counters
 
 

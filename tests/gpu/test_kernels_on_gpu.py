@@ -11,13 +11,7 @@ from vllm_mars import verify_greedy
 from vllm_mars.kernels import accept, clip_kernel
 from vllm_mars.kernels.clip import TOLERANCE
 from vllm_mars.kernels.context import blocked_positions, new_state
-from vllm_mars.kernels.terms import (
-    Drafts,
-    Markers,
-    Records,
-    Requests,
-    Verdict,
-)
+from vllm_mars.kernels.terms import Markers, Step, Verdict
 from vllm_mars.runner.repeats import AnswerNgrams
 
 if not torch.cuda.is_available():
@@ -44,17 +38,14 @@ def batch(vocab, dtype, lengths=LENGTHS, seed=0):
     logits[random(rows) < 0.2, vocab - 2] = 20
     logits[random(rows) < 0.05, vocab // 2] = math.nan
     logits[random(rows) < 0.05, 1:] = -math.inf
-    target_rows = torch.randperm(rows, generator=generator, device=DEVICE)[:size].int()
-    best = logits[target_rows].float().topk(3).indices
+    is_bonus = torch.cat([torch.arange(length + 1) == length for length in lengths])
+    best = logits[~is_bonus.to(DEVICE)].float().topk(3).indices
     drafts = best.gather(1, (random(size, 1) * 3).long()).squeeze(1).int()
     drafts[random(size) < 0.05] = -1
     return {
         "logits": logits,
         "draft_token_ids": drafts,
         "cu_num_draft_tokens": torch.tensor(lengths, device=DEVICE).cumsum(0).int(),
-        "bonus_token_ids": None,
-        "target_rows": target_rows,
-        "bonus_rows": torch.randperm(rows, generator=generator, device=DEVICE)[: len(lengths)],
         "protected": random(vocab) < 0.01,
         "blocked": (random(size) < 0.1).to(torch.int8) * Verdict.SPAN,
         "max_draft_len": max(lengths),
@@ -73,8 +64,10 @@ def test_greedy_steps_equal_the_reference(rule, vocab, dtype):
 
 
 def to(device, values):
-    """A named tuple of tensors and other values, on a device."""
-    return type(values)(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in values))
+    """A named tuple of tensors, of such tuples and of other values, on a device."""
+    if isinstance(values, tuple):
+        return type(values)(*(to(device, value) for value in values))
+    return values.to(device) if isinstance(values, torch.Tensor) else values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,24 +79,21 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
     for number in range(10):
         call = Call(number, rule, True, 49_152, dtype)
         drafts, given, blocked, draws, clip = sampled_step(call, name == "drawn")
-        on_device, drawn = to(DEVICE, given), to(DEVICE, draws)
-        own_rule = to(DEVICE, call.rule)
-        blocked = None if blocked is None else blocked.to(DEVICE)
+        drawn, own_rule, blocked = (to(DEVICE, value) for value in (draws, call.rule, blocked))
         # The first one compiles.
         for mode in ("default", "error"):
-            found, requests = to(DEVICE, call.account()), to(DEVICE, call.requests_v2())
-            requests = requests._replace(records=to(DEVICE, requests.records))
+            found, step = to(DEVICE, call.account()), to(DEVICE, given)
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                output = accept.accept_sampled(on_device, requests, own_rule, drawn, blocked, found)
+                output = accept.accept(step, own_rule, blocked, found, drawn)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(on_device.logits.cpu().nan_to_num(), given.logits.nan_to_num())
+        assert torch.equal(step.logits.cpu().nan_to_num(), given.logits.nan_to_num())
         accepted += int((output.num_accepted - 1).sum())
         wanted, lost = written_down(call, drafts, clip, output.output_token_ids.cpu())
         # Counted in units that float32 rounds.
         close(to("cpu", found), wanted, 100 * LONGEST, 1e-3)
-        assert (requests.records.lost.cpu() - lost).abs().max() <= 20 * LONGEST
+        assert (step.records.lost.cpu() - lost).abs().max() <= 20 * LONGEST
     assert accepted > 0
 
 
@@ -132,15 +122,13 @@ def test_the_guard_equals_its_definition(length):
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     zero = ids([0])
-    records = Records(zero.float(), *(zero.long() for _ in range(4)), zero, zero[None])
     # The token before the draft, and its bonus row.
     inputs, ends = ids([answer[-1], *draft]), ids([len(draft) + 1])
-    drafts = Drafts(torch.empty(0, 0), inputs, ends, bonus_row_is_last=True)
+    step = Step(None, inputs, ends, None, zero, ids([length]), zero, len(draft))
     found = blocked_positions(
         new_state(1, True, DEVICE),
         ids([answer]),
-        Requests(records, zero, None, ids([length]), zero),
-        drafts,
+        step,
         Markers(zero, zero, (-1, -1), only_thinking=False, opening=0),
         3,
     )

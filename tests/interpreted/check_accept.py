@@ -12,14 +12,9 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from calls import LONGEST, Call, close, draws_of, same, sampled_step, written_down
 from vllm_mars.kernels import accept, clip_kernel, context, cpu, top2
-from vllm_mars.kernels.accept_kernel import integer_root
 from vllm_mars.kernels.clip import TOLERANCE
-from vllm_mars.kernels.terms import (
-    Drafts,
-    Records,
-    Requests,
-    Rule,
-)
+from vllm_mars.kernels.rule_kernel import integer_root
+from vllm_mars.kernels.terms import Draws, Records, Rule, Sampling, Step
 
 
 def test_the_kernels_are_interpreted():
@@ -34,35 +29,19 @@ def test_the_kernels_are_interpreted():
 def test_greedy_steps_equal_those_of_a_cpu(name, count):
     for number in range(count):
         call = Call(number, name)
-        bonus_rows = call.is_bonus.nonzero().squeeze(1)
-        drafts = Drafts(*(call.logits, call.ids, call.ends, call.rows.int()), max_draft_len=LONGEST)
-        bonus = number % 3
-        if bonus == 1:
-            drafts = drafts._replace(bonus_token_ids=torch.arange(call.batch)[:, None])
-        elif bonus == 2:
-            drafts = drafts._replace(bonus_rows=bonus_rows)
         wanted, mine = call.account(), call.requests()
-        expected = cpu.accept(drafts, mine, call.rule, call.blocked, wanted)
-
-        found, ours = call.account(), call.requests()
-        out = accept.accept(drafts, ours, call.rule, call.on_device(), found)
-        for tensor, value in zip(out, expected, strict=True):
-            assert torch.equal(tensor, value), number
-        same(found, wanted)
-        assert torch.equal(ours.records.lost, mine.records.lost)
-        # Without an account nothing is counted.
-        plain = accept.accept(drafts, call.requests(), call.rule, call.on_device())
-        assert torch.equal(plain.output_token_ids, expected.output_token_ids)
-        if bonus != 2:
-            continue
-
-        given, blocked = call.in_v2(drafts)
-        found, ours = call.account(), call.requests_v2()
-        output = accept.accept(given, ours, call.rule, blocked, found)
-        assert torch.equal(output.output_token_ids, expected.output_token_ids.long())
+        expected = cpu.accept(call.drafts(), mine, call.rule, call.blocked, wanted)
+        found, (step, blocked) = call.account(), call.step()
+        output = accept.accept(step, call.rule, blocked, found)
+        assert torch.equal(output.output_token_ids, expected.output_token_ids.long()), number
         assert torch.equal(output.num_accepted, expected.num_accepted + 1)
+        assert torch.equal(output.num_relaxed, expected.num_relaxed)
+        assert torch.equal(output.lost, expected.lost)
         same(found, wanted)
-        assert torch.equal(ours.records.lost, mine.records.lost)
+        assert torch.equal(step.records.lost, mine.records.lost)
+        # Without an account nothing is counted.
+        plain = accept.accept(call.step()[0], call.rule, blocked)
+        assert torch.equal(plain.output_token_ids, output.output_token_ids)
 
 
 @pytest.mark.parametrize("name", ["theta", "price", "drawn"])
@@ -73,15 +52,14 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
     accepted = 0
     for number in range(count):
         call = Call(number, "theta" if name == "theta" else "price", sampled=True)
-        drafts, given, blocked, draws, clip = sampled_step(call, name == "drawn")
-        before = given.logits.clone()
-        found, ours = call.account(), call.requests_v2()
-        output = accept.accept_sampled(given, ours, call.rule, draws, blocked, found)
-        assert torch.equal(given.logits.nan_to_num(), before.nan_to_num())
+        drafts, step, blocked, draws, clip = sampled_step(call, name == "drawn")
+        before, found = step.logits.clone(), call.account()
+        output = accept.accept(step, call.rule, blocked, found, draws)
+        assert torch.equal(step.logits.nan_to_num(), before.nan_to_num())
         accepted += int((output.num_accepted - 1).sum())
         wanted, lost = written_down(call, drafts, clip, output.output_token_ids)
         close(found, wanted, 20 * LONGEST, 1e-4)
-        assert (ours.records.lost - lost).abs().max() <= 3 * LONGEST, number
+        assert (step.records.lost - lost).abs().max() <= 3 * LONGEST, number
     assert accepted > 0
 
 
@@ -93,13 +71,12 @@ def test_a_strict_request_loses_nothing(name):
         *torch.zeros((4, len(call.records.lost))).long(),
         *call.records[-2:],
     )
-    requests = call.requests_v2()._replace(records=strict)
-    given, _ = call.in_v2(Drafts(call.logits, call.ids, call.ends, max_draft_len=LONGEST))
+    step = call.step()[0]._replace(records=strict)
     rule = call.rule._replace(burst=1 << 20)
     table = torch.empty(len(call.slots), 2, LONGEST + 1)
     account = call.account()._replace(table=table)
     call.temperature.fill_(1.0)
-    accept.accept_sampled(given, requests, rule, draws_of(call), None, account)
+    accept.accept(step, rule, None, account, draws_of(call))
     assert not strict.lost.any() and not account.counts[3 * LONGEST : 3 * LONGEST + 2].any()
     assert not table.nan_to_num().any()
 
@@ -110,12 +87,10 @@ def test_large_vocabulary():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, vocab, generator=generator) + 1
     logits[:, -1], logits[:, vocab // 2] = 12.0, 11.5
-    ids = torch.tensor([vocab - 1, vocab // 2, 3, vocab // 2], dtype=torch.int32)
-    drafts = Drafts(logits, ids, torch.tensor([3, 4], dtype=torch.int32), max_draft_len=3)
     # Greedy, so that none is left out as a bonus row.
     zeros = torch.zeros(4, dtype=torch.int32)
-    partials = top2.reduce_rows(drafts, True, (zeros, zeros, torch.zeros(1)))
-    splits = partials.num_splits
+    draws = Draws(Sampling(torch.zeros(1), zeros[:1].long()), zeros, zeros, zeros)
+    partials, splits = top2.reduce_rows(logits, True, draws)
     assert splits > 1
     sums, moments = partials.sums[: 8 * splits].view(4, splits, 2).unbind(-1)
     firsts = torch.stack([part.amax(-1) for part in logits.split(4096, -1)], -1).double()
@@ -135,17 +110,16 @@ def test_rows_past_2_to_the_31_elements():
     logits = storage.as_strided((2, 100), (stride, 1))
     logits[:] = torch.linspace(1, 8, 100).to(torch.bfloat16)
     logits[:, 99] = 9.0
-    logits[:, 40] = 8.9
-    ids = torch.tensor([99, 40], dtype=torch.int32)
-    drafts = Drafts(logits, ids, torch.tensor([2], dtype=torch.int32), max_draft_len=2)
+    logits[1, 40] = 9.5
     values = torch.tensor([0.9])
     zero = torch.zeros(1, dtype=torch.int64)
     no_ends = torch.full((1, 1), -1, dtype=torch.int32)
     cap = torch.full((1,), 99, dtype=torch.int32)
     records = Records(values, zero, zero, zero + (1 << 40), zero.clone(), cap, no_ends)
-    requests = Requests(records, torch.zeros(1, dtype=torch.int32), torch.zeros(1).int())
-    output = accept.accept(drafts, requests, Rule("theta"))
-    assert output.output_token_ids.tolist() == [[99, 40, -1]]
+    ids, slot = torch.tensor([7, 99], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    step = Step(logits, ids, slot + 2, records, slot, slot, slot, 1)
+    output = accept.accept(step, Rule("theta"))
+    assert output.output_token_ids.tolist() == [[99, 40]]
 
 
 def test_the_integer_root():

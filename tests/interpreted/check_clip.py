@@ -9,16 +9,18 @@ import pytest
 import torch
 
 import clip_cases
-from vllm_mars.kernels import clip_kernel, top2
+from vllm_mars.kernels import clip_kernel
+from vllm_mars.kernels.accept import rule_arguments
 from vllm_mars.kernels.clip import TOLERANCE, Clipped, clip_rows
-from vllm_mars.kernels.terms import Drafts, Draws
+from vllm_mars.kernels.terms import NO_BOUND, Draws, Rule, Sampling, Step
+from vllm_mars.runner.records import new_records
 
 # p = q = 0 behind the vocabulary and where a token is masked: the ratio is replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow)")
-PRICES = torch.tensor([0.0, 0.05, 0.5, 1.0, 2.0, 1000.0])
-# Rows of draft logits in another order.
-SLOTS, PLACES = torch.tensor([3, 3, 0, 0, 2, 1]).int(), torch.tensor([0, 1, 0, 1, 1, 0]).int()
-DRAWN_AT = torch.tensor([0.7, 1.0, 1.3, 0.9])
+# Multiples of what a price is counted in.
+PRICES = (torch.tensor([0.0, 0.05, 0.5, 1.0, 2.0, 1000.0]) * 2**16).round() / 2**16
+SLOTS = torch.tensor([3, 5, 0, 4, 2, 1])
+DRAWN_AT = torch.tensor([0.7, 1.0, 1.3, 0.9, 1.1, 0.8])
 
 
 def served(target, draft, found):
@@ -36,21 +38,28 @@ def served(target, draft, found):
 def clip_both(target, draft, prices=PRICES):
     """Both forms; their roots may differ by what they may be off by."""
     vocab = draft.shape[1]
-    drafts = torch.full((4, 2, vocab + 3), math.nan, dtype=draft.dtype)
-    drafts[SLOTS.long(), PLACES.long(), :vocab] = draft
-    found = clip_kernel.clip_rows(*of_kernel(target, drafts[..., :vocab], prices))
-    scaled = draft.float() / DRAWN_AT[SLOTS.long()][:, None]
+    drafts = torch.full((6, 2, vocab + 3), math.nan, dtype=draft.dtype)
+    drafts[SLOTS, 0, :vocab] = draft
+    found = clip(target, drafts[..., :vocab], prices, torch.ones(6))
+    scaled = draft.float() / DRAWN_AT[SLOTS][:, None]
     q = scaled.softmax(-1)
     return served(target, scaled, found), clip_rows(target.float(), q, prices), q
 
 
-def of_kernel(target, drafts, prices):
-    """The kernel's arguments."""
-    rows = torch.zeros(6, dtype=torch.int32)
-    step = Drafts(target, rows, rows[:1] + 6, bonus_row_is_last=True)
-    partials = top2.reduce_rows(step, False, (rows, rows + 1, torch.zeros(1)))
-    draws = Draws(DRAWN_AT, rows, rows, SLOTS, PLACES, False, drafts, DRAWN_AT)
-    return step, partials, prices, draws
+def clip(target, drafts, prices, temperature):
+    """What the kernel finds of the rows, each of a request with one draft token."""
+    rows = target.new_full((12, target.stride(0)), math.nan)[:, : target.shape[1]]
+    rows[::2], ids = target, torch.zeros(12, dtype=torch.int32)
+    records = new_records(6, ids.device)
+    records.price[SLOTS] = (prices * 2**16).long()
+    records.rate.fill_(NO_BOUND)
+    records.most_tokens.fill_(9)
+    zeros = ids[:6]
+    step = Step(rows, ids, 2 * torch.arange(1, 7).int(), records, SLOTS, zeros, zeros, 1)
+    sampling = Sampling(temperature, zeros.long(), drafts, DRAWN_AT)
+    places = torch.arange(2).repeat(6).int()
+    draws = Draws(sampling, ids.long(), SLOTS.repeat_interleave(2), places)
+    return clip_kernel.clip_rows(draws, rule_arguments(step, Rule("price"), None, draws))[::2]
 
 
 @pytest.fixture
@@ -85,9 +94,9 @@ def test_rows_of_one_token_and_of_no_numbers(exact):
 def test_nothing_is_found_of_rows_that_are_not_asked_for(monkeypatch):
     target, draft = clip_cases.rows(6, 50)
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: torch.full(*args, -7.0, **kwargs))
-    prices = torch.tensor([-1.0, 0.0, -1.0, 1.0, -1.0, -1.0])
-    found = clip_kernel.clip_rows(*of_kernel(target, draft.expand(4, 2, 6, 50)[:, :, 0], prices))
-    assert (found == -7.0).all(1).tolist() == (prices < 0).tolist()
+    temperature = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    found = clip(target, draft.expand(6, 2, 6, 50)[:, :, 0], PRICES, temperature)
+    assert (found == -7.0).all(1).tolist() == (temperature[SLOTS] == 0).tolist()
 
 
 def test_a_rough_root_keeps_what_is_promised_and_99_percent_of_the_gain():

@@ -9,7 +9,7 @@ import torch
 
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.context import ContextState, blocked_positions
-from vllm_mars.kernels.terms import Drafts, Requests, Verdict
+from vllm_mars.kernels.terms import Step, Verdict
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.sections import Sections
 
@@ -98,13 +98,10 @@ class Batch:
             known = self.prompts[slot] + self.answers[slot]
             table[slot, : len(known)] = ids(known)
             prompt[slot], total[slot] = len(self.prompts[slot]), len(known)
-        requests = Requests(None, torch.tensor(slots), None, total, prompt)
         rows = [token for draft in drafts for token in (3, *draft)]
         ends = ids([len(draft) + 1 for draft in drafts]).cumsum(0).int()
-        given = Drafts(torch.empty(0, 0), ids(rows), ends, bonus_row_is_last=True)
-        blocked = blocked_positions(
-            self.state, table, requests, given, self.markers, self.ngram
-        ).tolist()
+        step = Step(None, ids(rows), ends, None, torch.tensor(slots), total, prompt, 0)
+        blocked = blocked_positions(self.state, table, step, self.markers, self.ngram).tolist()
         return [
             blocked[end - len(draft) - 1 : end - 1]
             for draft, end in zip(drafts, ends.tolist(), strict=True)

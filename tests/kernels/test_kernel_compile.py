@@ -13,7 +13,7 @@ import vllm.v1.worker.gpu.sample.gumbel
 
 from compiled import TARGETS, compile_for, launches
 from vllm_mars.kernels import accept, context, top2
-from vllm_mars.kernels.terms import Drafts, Draws, Markers, Records, Requests, Rule
+from vllm_mars.kernels.terms import Draws, Markers, Records, Rule, Sampling, Step
 
 # The others are compiled at night.
 BY_DAY = "sm_90"
@@ -24,37 +24,29 @@ ODD_STRIDE = VOCAB + 1
 
 ids = functools.partial(torch.zeros, dtype=torch.int32)
 # A request with two draft tokens, and the row of its bonus token.
-IDS, ONE = ids(2), ids(1)
+ROWS, ONE = ids(3), ids(1)
 RECORDS = Records(torch.zeros(1), *(ONE.long() for _ in range(4)), ONE, ids(1, 32))
-V1, V2 = Requests(RECORDS, ONE, ONE), Requests(RECORDS, ONE, None, ONE, ONE)
-BY_INDEX = {"target_rows": IDS, "bonus_rows": ONE}
-LAST = {"bonus_row_is_last": True}
 PROTECTED = torch.zeros(VOCAB, dtype=torch.bool)
-DRAWN = {"draft_logits": torch.empty(1, 2, VOCAB).half(), "drawn_at": torch.ones(1)}
-BLOCKED = torch.zeros(2, dtype=torch.int8)
+SAMPLING = Sampling(torch.ones(1), ONE.long())
+DRAWN = Sampling(*SAMPLING[:2], torch.empty(1, 2, VOCAB).half(), torch.ones(1))
 
 
-def drafts(dtype=torch.bfloat16, stride=VOCAB, **layout):
-    logits = torch.empty((3, stride), dtype=dtype)[:, :VOCAB]
-    given = {"draft_token_ids": IDS, "cu_num_draft_tokens": ONE, "max_draft_len": 5}
-    return Drafts(logits, **{**given, **layout})
+def rows(dtype=torch.bfloat16, stride=VOCAB):
+    return torch.empty((3, stride), dtype=dtype)[:, :VOCAB]
 
 
-def rule(name, longest=5):
-    return Rule(name, 1, PROTECTED, longest)
+def step():
+    return Step(rows(), ROWS, ONE, RECORDS, ONE, ONE, ONE, 5)
 
 
-def sample(name, dtype=torch.bfloat16, **drawn):
-    by_slot = torch.ones(1), ONE.long()
-    draws = Draws(*by_slot, ids(3).long(), ids(3).long(), ids(3), **drawn)
-    step = drafts(dtype, draft_token_ids=ids(3), **LAST)
-    accept.accept_sampled(step, V2, rule(name), draws, torch.zeros(3, dtype=torch.int8))
+def verify(name, sampling=None):
+    draws = None if sampling is None else Draws(sampling, ROWS.long(), ROWS.long(), ROWS)
+    accept.accept(step(), Rule(name, 1, PROTECTED, 5), ROWS.to(torch.int8), draws=draws)
 
 
 def look():
-    markers = Markers(IDS, IDS, (3, 4), only_thinking=True, opening=8)
-    state = context.new_state(1, True, IDS.device)
-    context.blocked_positions(state, ids(1, 9), V2, drafts(**LAST), markers, 4)
+    markers = Markers(ONE, ONE, (3, 4), only_thinking=True, opening=8)
+    context.blocked_positions(context.new_state(1, True, ONE.device), ids(1, 9), step(), markers, 4)
 
 
 def call(function, *arguments, **options):
@@ -65,23 +57,20 @@ def call(function, *arguments, **options):
 # call launches is another variant.
 VARIANTS = {
     **{
-        f"top2_kernel, {dtype}": call(top2.reduce_rows, drafts(dtype, **BY_INDEX), True)
+        f"top2_kernel, {dtype}": call(top2.reduce_rows, rows(dtype), True)
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     },
-    "top2_kernel, z1 alone": call(top2.reduce_rows, drafts(**BY_INDEX), False),
-    "top2_kernel, sums": call(sample, "price"),
-    "top2_kernel, odd stride": call(top2.reduce_rows, drafts(stride=ODD_STRIDE, **BY_INDEX), True),
-    "accept_kernel, theta": call(accept.accept, drafts(**BY_INDEX), V1, rule("theta"), BLOCKED),
-    "accept_kernel, price": call(accept.accept, drafts(**BY_INDEX), V1, rule("price"), BLOCKED),
-    "accept_kernel, V2": call(accept.accept, drafts(**LAST), V2, rule("price"), BLOCKED),
-    "accept_kernel, sampled theta": call(sample, "theta"),
-    "accept_kernel, sampled price": call(sample, "price"),
-    "accept_kernel, sampled, drawn": call(sample, "price", **DRAWN),
-    "clip_kernel": call(sample, "price", **DRAWN),
-    "resample_kernel": call(sample, "price"),
-    "resample_kernel, drawn": call(sample, "price", **DRAWN),
-    "insert_kernel": call(sample, "price"),
-    "insert_kernel, drawn": call(sample, "price", **DRAWN),
+    "top2_kernel, z1 alone": call(top2.reduce_rows, rows(), False),
+    "top2_kernel, sums": call(verify, "price", SAMPLING),
+    "top2_kernel, odd stride": call(top2.reduce_rows, rows(stride=ODD_STRIDE), True),
+    "accept_kernel, theta": call(verify, "theta"),
+    "accept_kernel, price": call(verify, "price"),
+    "accept_kernel, sampled theta": call(verify, "theta", SAMPLING),
+    "accept_kernel, sampled price": call(verify, "price", SAMPLING),
+    "accept_kernel, sampled, drawn": call(verify, "price", DRAWN),
+    "clip_kernel": call(verify, "price", DRAWN),
+    "resample_kernel": call(verify, "price", SAMPLING),
+    "resample_kernel, drawn": call(verify, "price", DRAWN),
     "context_kernel": call(look),
 }
 
@@ -104,8 +93,7 @@ def vllms_functions():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_code(variant, target):
     name = variant.split(",")[0]
-    # Where drafts are drawn the last of two `accept_kernel` is the one that draws.
-    *_, launch = (one for one in launches(VARIANTS[variant]) if one.name == name)
+    (launch,) = (one for one in launches(VARIANTS[variant]) if one.name == name)
     found = compile_for(launch, target)
     assert found.spills == 0
     # Where a request samples, exponentials and logarithms are made of such.

@@ -36,14 +36,14 @@ BONUS = 3
 
 def verify_one(row, draft, protected=(), dtype=torch.float32, **value):
     """Verifies one draft token; returns the emitted tokens, and how many are accepted, relaxed."""
-    logits = torch.tensor([row], dtype=dtype)
+    behind = [float(token == BONUS) for token in range(len(row))]
+    logits = torch.tensor([row, behind], dtype=dtype)
     mask = torch.zeros(len(row), dtype=torch.bool)
     mask[list(protected)] = True
     output = verify_greedy(
         logits,
         torch.tensor([draft], dtype=torch.int32),
         torch.tensor([1], dtype=torch.int32),
-        torch.tensor([BONUS]),
         **(value or {"theta": 0.9}),
         protected=mask if protected else None,
         backend="torch",
@@ -398,9 +398,11 @@ def test_without_a_price_nothing_is_added(batch):
 def run(batch, rule, value):
     """Verifies through the public function."""
     drafts, _, limits = step(batch)
+    rows = drafts.logits[:-1].split(batch["lengths"])
+    behind = torch.nn.functional.one_hot(drafts.bonus_token_ids, batch["vocab"]).to(rows[0].dtype)
+    logits = [part for pair in zip(rows, behind.split(1), strict=True) for part in pair]
     return verify_greedy(
-        *(drafts.logits, drafts.draft_token_ids, drafts.cu_num_draft_tokens),
-        drafts.bonus_token_ids,
+        *(torch.cat(logits), drafts.draft_token_ids, drafts.cu_num_draft_tokens),
         **{rule: value},
         protected=limits.protected,
         max_draft_len=drafts.max_draft_len,
@@ -443,22 +445,10 @@ def test_a_prefix_is_taken_where_it_pays(name):
     # Token 0 is the first choice; token 2, of the lowest rank, is drafted where something is lost.
     rows = [[5.0, 4.99, 5.0 - (drop or 3.0)] for drop in losses]
     output = verify_greedy(
-        torch.tensor(rows),
+        torch.tensor([*rows, rows[0]]),
         torch.tensor([0 if drop is None else 2 for drop in losses]),
         torch.tensor([len(losses)], dtype=torch.int32),
-        None,
         price=price,
     )
     assert int(output.num_accepted) == accepted
     assert float(output.loss) == loss
-
-
-def test_without_bonus_an_accepted_draft_ends_the_output():
-    output = verify_greedy(
-        torch.tensor([[0.0, 5.0]]),
-        torch.tensor([1]),
-        torch.tensor([1], dtype=torch.int32),
-        None,
-        theta=1.0,
-    )
-    assert output.output_token_ids.tolist() == [[1, -1]]

@@ -65,20 +65,15 @@ def test_one_child_per_node_is_a_draft(rule):
     for seed in range(60):
         call = random_call(seed, rule=rule)
         ends = call["cu_num_draft_tokens"].tolist()
-        judging, last, parents = [], [], []
+        order, parents = [], []
         for start, end, root in zip([0, *ends], ends, call["root_rows"].tolist(), strict=False):
-            rows = [root, *call["node_rows"][start:end].tolist()]
-            judging += rows[:-1]
-            last.append(rows[-1])
+            order += [root, *call["node_rows"][start:end].tolist()]
             parents += range(-1, end - start - 1)
         output = verify_tree(**call | {"parents": torch.tensor(parents, dtype=torch.int32)})
         expected = verify_greedy(
-            *(call[name] for name in ("logits", "draft_token_ids", "cu_num_draft_tokens")),
-            None,
+            *(call["logits"][order], call["draft_token_ids"], call["cu_num_draft_tokens"]),
             **{rule: call[rule]},
             protected=call["protected"],
-            target_rows=torch.tensor(judging, dtype=torch.int64),
-            bonus_rows=torch.tensor(last),
             max_draft_len=output.path.shape[1],
         )
         for name in ("output_token_ids", "num_accepted", "num_relaxed", "lost"):

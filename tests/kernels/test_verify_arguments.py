@@ -8,10 +8,9 @@ from vllm_mars import verify_greedy
 
 def arguments(**changes):
     given = {
-        "logits": torch.zeros(3, 5),
+        "logits": torch.zeros(5, 5),
         "draft_token_ids": torch.tensor([1, 2, 3]),
         "cu_num_draft_tokens": torch.tensor([1, 3], dtype=torch.int32),
-        "bonus_token_ids": torch.tensor([0, 0]),
         "theta": 0.9,
     }
     return given | changes
@@ -20,22 +19,20 @@ def arguments(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"logits": torch.zeros(3, 5, dtype=torch.float64)}, "logits has dtype torch.float64"),
+        ({"logits": torch.zeros(5, 5, dtype=torch.float64)}, "logits has dtype torch.float64"),
         ({"logits": torch.zeros(5)}, "logits has 1 dimensions"),
         ({"logits": torch.zeros(5, 3).T}, r"logits has strides \[1, 3\]"),
         (
             {"draft_token_ids": torch.zeros(6, dtype=torch.int32)[::2]},
             r"draft_token_ids has strides \[2\], but must be contiguous",
         ),
-        ({"logits": torch.zeros(2, 5)}, "logits has 2 rows for 3 draft tokens"),
+        ({"logits": torch.zeros(3, 5)}, "logits has 3 rows for 3 draft tokens of 2 requests"),
         ({"draft_token_ids": torch.zeros(3)}, "draft_token_ids has dtype torch.float32"),
         ({"draft_token_ids": torch.zeros(3, 1, dtype=torch.int32)}, "must have one dimension"),
         (
             {"cu_num_draft_tokens": torch.tensor([1, 3])},
             "cu_num_draft_tokens has dtype torch.int64",
         ),
-        ({"bonus_token_ids": torch.tensor([0])}, r"bonus_token_ids has shape \[1\]"),
-        ({"bonus_rows": torch.tensor([0, 1])}, "bonus_token_ids and bonus_rows are both given"),
         ({"theta": None}, "Exactly one of theta and price .*; none of them is given"),
         ({"price": 0.5}, "Exactly one of .* names the rule; theta=0.9 and price=0.5 is given"),
         ({"theta": 0.0}, r"theta=0.0 is outside \(0, 1\]"),
@@ -49,9 +46,8 @@ def arguments(**changes):
         ({"blocked": torch.zeros(3, dtype=torch.bool)}, "blocked has dtype torch.bool"),
         ({"protected": torch.zeros(4, dtype=torch.bool)}, r"protected has shape \[4\]"),
         ({"protected": torch.zeros(5)}, "protected has dtype torch.float32"),
-        ({"target_rows": torch.tensor([0, 1])}, r"target_rows has shape \[2\]"),
         ({"backend": "cuda"}, "backend='cuda' is not one of"),
-        ({"logits": torch.zeros(3, 5, device="meta")}, "is on cpu, but logits are on meta"),
+        ({"logits": torch.zeros(5, 5, device="meta")}, "is on cpu, but logits are on meta"),
     ],
 )
 def test_wrong_argument_is_named(changes, message):

@@ -14,7 +14,7 @@ from triton.runtime import JITFunction
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import accept
 from vllm_mars.kernels.context import blocked_positions, new_state
-from vllm_mars.kernels.terms import Drafts, Draws, Requests
+from vllm_mars.kernels.terms import Draws, Sampling, Step
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.records import new_records
 from vllm_mars.runner.sections import Sections
@@ -62,7 +62,7 @@ class Engine:
         self.draft_logits = torch.zeros((SLOTS, K, vocab), dtype=torch.bfloat16)
         self.rng = np.random.default_rng(vocab)
         counters = Counters(CounterLayout(K), CPU)
-        self.verification = Verification(config, [2], counters, accept)
+        self.verification = Verification(config, [2], counters)
         self.records = new_records(SLOTS, CPU)
         self.sections = Sections(config)
         self.context = new_state(SLOTS, config.repeat_ngram > 0, CPU)
@@ -77,13 +77,11 @@ class Engine:
         longest = int(self.rng.choice([0, 1, 3, 7, 8, K]))
         return self.rng.integers(0, longest + 1, self.rng.integers(1, SLOTS)).tolist()
 
-    def blocked(self, drafts: Drafts, requests: Requests, tokens: torch.Tensor):
+    def blocked(self, step: Step, tokens: torch.Tensor):
         may_block = self.sections or self.config.repeat_ngram or self.rng.random() < 0.3
         if not may_block:
             return None
-        return blocked_positions(
-            self.context, tokens, requests, drafts, self.markers, self.config.repeat_ngram
-        )
+        return blocked_positions(self.context, tokens, step, self.markers, self.config.repeat_ngram)
 
     def returns(self) -> dict[int, str]:
         return {0: "a request"} if self.rng.random() < 0.5 else {}
@@ -96,33 +94,22 @@ class Engine:
         rows = torch.zeros((start + size, self.vocab), dtype=dtype)[start:]
         by_slot = self.view(SLOTS), self.view(SLOTS)
         slots = self.view(batch, dtype=torch.int64)
-        requests = Requests(self.records, slots, None, *by_slot)
-        kind = self.rng.choice(["greedy", "sampled"])
         if self.rng.random() < 0.5:
             # Something changes the logits.
             rows = rows.float()
-        drafts = Drafts(
-            rows, self.view(size), self.view(batch), max_draft_len=K, bonus_row_is_last=True
-        )
-        tokens = self.view(SLOTS, 64)
-        blocked = self.blocked(drafts, requests, tokens)
-        if kind != "sampled":
-            self.verification.accept(drafts, requests, blocked, self.returns())
-            return
-        # The first step of a request has no draft that was drawn.
-        is_drawn = self.is_drawn and self.rng.random() < 0.7
-        draws = Draws(
-            torch.ones(SLOTS),
-            torch.zeros(SLOTS, dtype=torch.int64),
-            self.view(size, dtype=torch.int64),
-            self.view(size, dtype=torch.int64),
-            self.view(size),
-            draft_logits=self.draft_logits if is_drawn else None,
-            drawn_at=torch.ones(SLOTS),
-        )
-        rule = self.verification.rule(drafts.logits)
+        given = rows, self.view(size), self.view(batch), self.records, slots, *by_slot
+        step, draws = Step(*given, max_draft_len=K), None
+        blocked = self.blocked(step, self.view(SLOTS, 64))
+        if self.rng.random() < 0.5:
+            sampling = Sampling(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))
+            # The first step of a request has no draft that was drawn.
+            if self.is_drawn and self.rng.random() < 0.7:
+                drawn_at = torch.ones(SLOTS)
+                sampling = sampling._replace(draft_logits=self.draft_logits, drawn_at=drawn_at)
+            by_row = self.view(size, dtype=torch.int64), self.view(size, dtype=torch.int64)
+            draws = Draws(sampling, *by_row, self.view(size))
         account = self.verification.account(batch, CPU, self.returns())
-        accept.accept_sampled(drafts, requests, rule, draws, blocked, account)
+        accept.accept(step, self.verification.rule(rows), blocked, account, draws)
 
 
 @pytest.mark.parametrize("vocab", [32_000, 50_257])
@@ -140,7 +127,7 @@ def test_nothing_compiles_while_serving(options, is_drawn, vocab):
     with compilations() as warm:
         warm_up(engine.verification, logits, K, engine.draft_logits if is_drawn else None)
     # Raw and processed rows have kernels of their own; rows that start anywhere have more.
-    most = {32_000: 12, 50_257: 16} if not is_drawn else {32_000: 22, 50_257: 28}
+    most = {32_000: 11, 50_257: 15} if not is_drawn else {32_000: 17, 50_257: 23}
     assert len(warm) <= most[vocab]
     with compilations() as found:
         for _ in range(60):

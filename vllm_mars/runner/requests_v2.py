@@ -9,7 +9,7 @@ import torch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Drafts, Markers, Requests
+from vllm_mars.kernels.terms import Markers, Step
 from vllm_mars.requests import options_of
 from vllm_mars.runner.records import new_records, record_of
 from vllm_mars.runner.sections import Sections
@@ -129,27 +129,34 @@ class RequestsV2(LogitsProcessor):
         return logits
 
     def step(
-        self, drafts: Drafts, idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
-    ) -> tuple[Requests, torch.Tensor | None]:
-        """The batch's requests as they are before a step, and where their drafts must stay strict.
+        self,
+        logits: torch.Tensor,
+        input_ids: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        max_draft_len: int,
+    ) -> tuple[Step, torch.Tensor | None]:
+        """A step, and where its drafts must stay strict.
 
         Args:
-            drafts: of these requests, with the bonus row last; the logits are not read.
+            logits, input_ids, cu_num_logits, max_draft_len: see `Step`.
             idx_mapping: `[num_reqs]` slot of each request.
             idx_mapping_np: the same on the host.
         """
         states, blocked = self._req_states, None
         total_len, prompt_len = states.total_len.gpu, states.prompt_len.gpu
-        requests = Requests(self._records, idx_mapping, None, total_len, prompt_len)
+        own = self._records, idx_mapping, total_len, prompt_len
+        step = Step(logits, input_ids, cu_num_logits, *own, max_draft_len)
         has_structured = self._is_structured[idx_mapping_np].any()
         if self._sections or self._config.repeat_ngram or has_structured:
             from vllm_mars.kernels.context import blocked_positions
 
             tokens = states.all_token_ids.gpu
             blocked = blocked_positions(
-                self._context, tokens, requests, drafts, self._markers, self._config.repeat_ngram
+                self._context, tokens, step, self._markers, self._config.repeat_ngram
             )
-        return requests, blocked
+        return step, blocked
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:
         """Ids of the requests that want to know what was done, by place in the batch."""

@@ -198,9 +198,10 @@ class MarsRejectionSampler(RejectionSampler):
         return found._replace(logprob_token_ids=ids, logprobs=values)
 
     def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:
+        verification, batch = self.verification, drafts.cu_num_draft_tokens.shape[0]
         requests, blocked = self.requests.step(drafts)
-        returns = self.requests.returns(drafts.cu_num_draft_tokens.shape[0])
-        output = self.verification.accept(drafts, requests, blocked, returns)
+        account = verification.account(batch, drafts.logits.device, self.requests.returns(batch))
+        output = cpu.accept(drafts, requests, verification.rule(drafts.logits), blocked, account)
         output_token_ids: torch.Tensor = output.output_token_ids
         return output_token_ids
 
@@ -292,7 +293,6 @@ def install(runner: Any, config: MarsConfig) -> None:
         config,
         protected_token_ids(config, runner.vllm_config),
         Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
-        cpu,
     )
     requests = RequestsV1(
         config,

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import accept
-from vllm_mars.kernels.terms import Drafts, Draws
+from vllm_mars.kernels.terms import Draws, Sampling
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.outputs import attach_counters, send_returned
@@ -130,14 +130,14 @@ class MarsRejectionSamplerV2(RejectionSampler):
             rows, longest = logits[:, :vocab], self.num_speculative_steps
             warm_up(self.verification, rows, longest, draft_logits)
             self._is_warm = True
-        drafts = Drafts(
+        step, blocked = self.requests.step(
             logits[:, :vocab],
             verify_draft_sampled,
             cu_num_logits[1:],
-            max_draft_len=self.num_speculative_steps,
-            bonus_row_is_last=True,
+            idx_mapping,
+            idx_mapping_np,
+            self.num_speculative_steps,
         )
-        requests, blocked = self.requests.step(drafts, idx_mapping, idx_mapping_np)
         returns = self.requests.returns(idx_mapping_np)
         # Without a request that needs it, this is the logits themselves, as they are.
         processed = self.sampler.apply_sampling_params(
@@ -152,29 +152,27 @@ class MarsRejectionSamplerV2(RejectionSampler):
         )
         verification, states = self.verification, self.sampler.sampling_states
         samples = states.temperature.np[idx_mapping_np] != 0
-        drafts = drafts._replace(logits=processed[:, :vocab])
+        step = step._replace(logits=processed[:, :vocab])
         self._rows, self._log_ratios = (expanded_idx_mapping, expanded_local_pos), None
-        if not samples.any():
-            output = verification.accept(drafts, requests, blocked, returns)
-            return processed, output.output_token_ids, output.num_accepted
-        # The target's logits have been divided by theirs; this is for the draft's.
-        temperature = drawn_at = states.temperature.gpu
-        if draft_logits is not None and self.draft_share != 1:
-            drawn_at = temperature * self.draft_share
-        draws = Draws(
-            temperature,
-            states.seeds.gpu,
-            pos,
-            expanded_idx_mapping,
-            expanded_local_pos,
-            self.sampler.use_fp64_gumbel,
-            draft_logits,
-            drawn_at,
-        )
+        draws, temperature = None, states.temperature.gpu
+        if samples.any():
+            sampling = Sampling(temperature, states.seeds.gpu)
+            if draft_logits is not None:
+                # The target's logits have been divided by theirs; this is for the draft's.
+                drawn_at = temperature
+                if self.draft_share != 1:
+                    drawn_at = temperature * self.draft_share
+                sampling = sampling._replace(draft_logits=draft_logits, drawn_at=drawn_at)
+            draws = Draws(
+                sampling,
+                pos,
+                expanded_idx_mapping,
+                expanded_local_pos,
+                self.sampler.use_fp64_gumbel,
+            )
         account = verification.account(len(samples), logits.device, returns)
-        rule = verification.rule(drafts.logits)
-        output = accept.accept_sampled(drafts, requests, rule, draws, blocked, account)
-        if verification.config.logprobs == "sampled":
+        output = accept.accept(step, verification.rule(step.logits), blocked, account, draws)
+        if draws is not None and verification.config.logprobs == "sampled":
             ratios = log_ratios(account.table, temperature[idx_mapping])
             self._log_ratios = self._of_rows(ratios, cu_num_logits)
         return processed, output.output_token_ids, output.num_accepted
@@ -258,7 +256,6 @@ def install(runner: Any, config: MarsConfig) -> None:
         config,
         protected_token_ids(config, runner.vllm_config),
         Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
-        accept,
     )
     runner.rejection_sampler = MarsRejectionSamplerV2(
         own.sampler,

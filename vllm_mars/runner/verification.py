@@ -1,13 +1,12 @@
 """Verification as one engine applies it, shared by the samplers of both model runners."""
 
 from logging import Logger
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Account, Drafts, Requests, Rule, VerifyOutput, loss_units
+from vllm_mars.kernels.terms import Account, Rule, loss_units
 from vllm_mars.runner.counters import Counters
 
 # Of the value that the log names, by rule.
@@ -35,7 +34,6 @@ class Verification:
         config: the options.
         protected_token_ids: tokens at which verification stays strict.
         counters: where positions are counted.
-        kernels: the module with `accept`: `accept` or `cpu` of `vllm_mars.kernels`.
 
     Attributes:
         returned: what requests want to know of the steps since it was last emptied.
@@ -46,12 +44,10 @@ class Verification:
         config: MarsConfig,
         protected_token_ids: list[int],
         counters: Counters,
-        kernels: ModuleType,
     ) -> None:
         self.config = config
         self.protected_token_ids = protected_token_ids
         self.counters = counters
-        self.kernels = kernels
         self.returned: list[Returned] = []
         self._protected: torch.Tensor | None = None
 
@@ -79,23 +75,6 @@ class Verification:
         if table is not None and returns:
             self.returned.append(Returned(returns, table))
         return Account(self.counters.device_counts, table, longest)
-
-    def accept(
-        self, drafts: Drafts, requests: Requests, blocked: Any, returns: dict[int, str]
-    ) -> VerifyOutput:
-        """Verifies a step of greedy requests.
-
-        Args:
-            drafts: the step's.
-            requests: of the step.
-            blocked: a `Verdict` at each position that must stay strict, else 0; or None.
-            returns: ids by place of the requests that want to know what was done.
-        """
-        rule, device = self.rule(drafts.logits), drafts.logits.device
-        batch = drafts.cu_num_draft_tokens.shape[0]
-        account = self.account(batch, device, returns)
-        output: VerifyOutput = self.kernels.accept(drafts, requests, rule, blocked, account)
-        return output
 
     def log_start(self, logger: Logger, runner: str) -> None:
         """Logs once, on the first tensor-parallel rank, what verification this engine does."""

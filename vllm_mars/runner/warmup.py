@@ -8,7 +8,7 @@ run at start; what varies from step to step afterwards is no part of a variant, 
 import torch
 
 from vllm_mars.kernels import accept
-from vllm_mars.kernels.terms import Drafts, Draws, Requests
+from vllm_mars.kernels.terms import Draws, Sampling, Step
 from vllm_mars.runner.records import new_records
 from vllm_mars.runner.sections import Sections
 from vllm_mars.runner.verification import Verification
@@ -30,27 +30,26 @@ def warm_up(
     """
     device = logits.device
     inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
-    # V2's slots are int64, and it tells the lengths of prompt and output by slot.
-    requests = Requests(new_records(1, device), zero.long(), None, zero, zero)
-    float_zero, by_row = torch.zeros(1, device=device), inputs.long()
-    draws = Draws(float_zero + 1, zero.long(), by_row, by_row, inputs)
-    all_draws = [draws]
+    # V2's slots are int64.
+    own = new_records(1, device), zero.long(), zero, zero, longest
+    float_one, by_row = torch.ones(1, device=device), inputs.long()
+    sampling = Sampling(float_one, zero.long())
+    all_sampling = [None, sampling]
     if draft_logits is not None:
-        all_draws.append(draws._replace(draft_logits=draft_logits, drawn_at=float_zero + 1))
+        all_sampling.append(sampling._replace(draft_logits=draft_logits, drawn_at=float_one))
     processed = torch.zeros((2, logits.shape[1]), device=device)
     for rows in (*_row_layouts(logits), processed):
-        step = Drafts(rows, inputs, end, max_draft_len=longest, bonus_row_is_last=True)
-        verification.accept(step, requests, None, {})
-        rule, account = verification.rule(rows), verification.account(1, device, {})
-        for one in all_draws:
-            accept.accept_sampled(step, requests, rule, one, None, account)
+        step, rule = Step(rows, inputs, end, *own), verification.rule(rows)
+        for one in all_sampling:
+            draws = None if one is None else Draws(one, by_row, by_row, inputs)
+            accept.accept(step, rule, None, verification.account(1, device, {}), draws)
     if _may_block(verification):
         from vllm_mars.kernels.context import blocked_positions, new_state
 
         config = verification.config
         state = new_state(1, config.repeat_ngram > 0, device)
         markers = Sections(config).markers(device)
-        blocked_positions(state, zero[None], requests, step, markers, config.repeat_ngram)
+        blocked_positions(state, zero[None], step, markers, config.repeat_ngram)
 
 
 def _may_block(verification: Verification) -> bool:

@@ -1,0 +1,308 @@
+"""The rule in Triton, function by function as `rule` has it, for one request of a step.
+
+Vectors have POSITIONS entries, one for each row of the request: its draft positions, then its bonus
+row, then padding. Nats are integers in units of 2**-LOSS_BITS where a name says units, or where
+they decide of a greedy request. Launched without fusion, so that products are rounded as in torch.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_mars.kernels.terms import (
+    DRAWN_SCALE,
+    END_NATS,
+    LOSS_BITS,
+    MOST_BALANCE,
+    MOST_LOSS,
+    MOST_PRICE,
+    NO_BOUND,
+    NO_LIMIT,
+    PRICE_BURSTS,
+    RATE_BITS,
+    Verdict,
+)
+from vllm_mars.kernels.top2 import reduce_splits, unpack_id, unpack_value
+
+PAYABLE = tl.constexpr(int(Verdict.PAYABLE))
+RELAXED = tl.constexpr(int(Verdict.RELAXED))
+FIRST = tl.constexpr(int(Verdict.FIRST))
+PROTECTED = tl.constexpr(int(Verdict.PROTECTED))
+LOSS = tl.constexpr(int(Verdict.LOSS))
+UNIT = tl.constexpr(2.0**-LOSS_BITS)
+_PER_NAT = tl.constexpr(2.0**LOSS_BITS)
+_RATE_SHIFT = tl.constexpr(RATE_BITS - LOSS_BITS)
+_MOST_LOSS = tl.constexpr(float(MOST_LOSS))
+_MOST_PRICE = tl.constexpr(MOST_PRICE)
+_MOST_BALANCE = tl.constexpr(MOST_BALANCE)
+_NO_BOUND = tl.constexpr(NO_BOUND)
+_NO_LIMIT = tl.constexpr(NO_LIMIT)
+_PRICE_BURSTS = tl.constexpr(PRICE_BURSTS)
+_DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
+_END_NATS = tl.constexpr(END_NATS)
+# Rounded down by more than a float can be off.
+_CAUTION = tl.constexpr(1 - 2**-20)
+_INF = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def integer_root(square):
+    """floor(sqrt(square)) of an int64 below 2**62; exact for a guess within 2**-19 of it."""
+    root = tl.maximum(tl.sqrt(square.to(tl.float32)).to(tl.int64), 1)
+    # Newton's step ends at the root or 1 above it, however the float rounded.
+    root = (root + square // root) >> 1
+    return root - (root * root > square).to(tl.int64)
+
+
+@triton.jit
+def units_of(nats):
+    """Nats in units, rounded up; 0 of what is no number."""
+    return tl.ceil(tl.minimum(tl.where(nats == nats, nats * _PER_NAT, 0.0), _MOST_LOSS)).to(
+        tl.int64
+    )
+
+
+@triton.jit
+def nearest_units(nats):
+    """Nats of either sign in units, rounded to the nearest; 0 of what is no number."""
+    units = tl.minimum(tl.maximum(nats * _PER_NAT, -_MOST_LOSS), _MOST_LOSS)
+    return tl.floor(tl.where(nats == nats, units, 0.0) + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _at(offset, j, values):
+    """The value at one offset."""
+    return tl.sum(tl.where(offset == j, values, tl.zeros_like(values)), axis=0)
+
+
+@triton.jit
+def allowance(records, slot, total_len_ptr, prompt_len_ptr, burst, offset, is_drawn):
+    """What the request may lose up to each offset, its price, in units, and its room."""
+    left = burst.to(tl.int64) - tl.load(records.lost + slot)
+    rate = tl.load(records.rate + slot)
+    produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
+    most = ((rate * (produced.to(tl.int64) + offset + 1)) >> _RATE_SHIFT) + left
+    most = tl.where(rate == _NO_BOUND, _NO_LIMIT, most)
+    scale = tl.load(records.price_scale + slot)
+    scale = tl.where(is_drawn, tl.minimum(_DRAWN_SCALE * scale, _MOST_BALANCE), scale)
+    # Who loses nothing for long saves no more for the price than this.
+    most_balance = tl.minimum(_PRICE_BURSTS * burst.to(tl.int64), _MOST_BALANCE)
+    balance = tl.minimum(tl.maximum(_at(offset, 0, most), 0), most_balance)
+    follows = tl.minimum(integer_root(scale * balance), _MOST_PRICE)
+    price = tl.where(scale != 0, follows, tl.load(records.price + slot))
+    return most, price, tl.maximum(tl.load(records.most_tokens + slot) - produced - 1, 0)
+
+
+@triton.jit
+def read_rows(
+    partials,
+    logits_ptr,
+    logits_stride,
+    input_ids_ptr,
+    protected_ptr,
+    blocked_ptr,
+    ends_ptr,
+    row,
+    is_row,
+    is_draft,
+    samples,
+    vocab,
+    num_splits,
+    SPLITS: tl.constexpr,
+    ENDS: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    WITH_SECOND: tl.constexpr,
+):
+    """What the rule reads of the rows: draft, argmax, z1, z2, the draft's logit, ends, reasons."""
+    packed, second = reduce_splits(partials, row, is_row, num_splits, SPLITS, WITH_SECOND)
+    first = unpack_value(packed)
+    argmax = unpack_id(packed)
+    # A row's draft token is the next one's input.
+    draft = tl.load(input_ids_ptr + row + 1, mask=is_draft, other=-1).to(tl.int64)
+    in_vocab = is_draft & (draft >= 0) & (draft < vocab)
+    draft = tl.where(in_vocab, draft, -1)
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    logit = tl.load(row_ptr + draft, mask=in_vocab, other=float("-inf")).to(tl.float32)
+
+    end_token = tl.load(ends_ptr + tl.arange(0, ENDS)).to(tl.int64)[None, :]
+    is_end = in_vocab & (tl.max((draft[:, None] == end_token).to(tl.int32), axis=1) != 0)
+    of_argmax = tl.max((argmax.to(tl.int64)[:, None] == end_token).to(tl.int32), axis=1)
+    forbidden = tl.where(is_end | (in_vocab & (of_argmax != 0)), PROTECTED, 0)
+    if SAMPLED:
+        # An end that is nearly the first choice: what is served would take from it.
+        is_token = (end_token >= 0) & (end_token < vocab) & in_vocab[:, None]
+        of_end = tl.load(row_ptr[:, None] + end_token, mask=is_token, other=float("-inf"))
+        may_end = samples & (tl.max(of_end.to(tl.float32), axis=1) >= first - _END_NATS)
+        forbidden = tl.where(in_vocab & may_end, PROTECTED, forbidden)
+    if protected_ptr is not None:
+        of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
+        of_argmax = tl.load(protected_ptr + argmax, mask=in_vocab, other=0)
+        forbidden = tl.where((of_draft != 0) | (of_argmax != 0), PROTECTED, forbidden)
+    blocked = tl.load(blocked_ptr + row, mask=is_draft, other=0).to(tl.int32)
+    forbidden = tl.where(blocked != 0, blocked, forbidden)
+    return draft, argmax, first, second, logit, is_end, forbidden
+
+
+@triton.jit
+def num_gainful(is_end, offset, length, room):
+    """How many positions of the draft can be followed by a further token of the answer."""
+    return tl.minimum(tl.min(tl.where(is_end, offset, length), axis=0), room)
+
+
+@triton.jit
+def is_small(first, second, logit, draft, threshold):
+    """Where the draft token is one of the two largest and the margin between them is small."""
+    threshold += tl.zeros_like(first)
+    small = (second > threshold * first) & ((threshold == 1.0) | (first > 0.0))
+    return small & (draft >= 0) & (logit >= second)
+
+
+@triton.jit
+def greedy(
+    draft,
+    argmax,
+    first,
+    logit,
+    small,
+    forbidden,
+    most,
+    price,
+    gainful,
+    offset,
+    length,
+    RULE: tl.constexpr,
+):
+    """Verdict and loss, in units, of each position."""
+    loss = first - logit
+    # Of infinities and a NaN no number comes out, which compares with nothing.
+    loss = units_of(tl.where(draft >= 0, loss, 0.0))
+    may_pay = small
+    pays = small
+    if RULE == "price":
+        may_pay = (draft >= 0) & (logit > -_INF) & (first < _INF) & (price > 0)
+        may_pay = may_pay & (offset < gainful)
+        pays = may_pay & (loss < price)
+    verdict = tl.where(may_pay & (forbidden == 0), PAYABLE, 0)
+    verdict = tl.where(pays & (forbidden != 0), forbidden, verdict)
+    verdict = tl.where((draft >= 0) & (draft == argmax), FIRST, verdict)
+    lost = tl.zeros([], tl.int64)
+    for j in range(0, length):
+        here = (offset == j) & (verdict == PAYABLE)
+        weight = tl.sum(tl.where(here, loss, 0), axis=0)
+        fits = lost + weight <= _at(offset, j, most)
+        verdict = tl.where(here & (fits == 0), LOSS, verdict)
+        lost += tl.where(fits, weight, 0)
+    if RULE == "price":
+        ahead = tl.zeros([], tl.int64)
+        for i in range(0, length):
+            j = length - 1 - i
+            now = _at(offset, j, verdict)
+            value = price + ahead - tl.where(now == PAYABLE, _at(offset, j, loss), 0)
+            reached = ((now == FIRST) & (j < gainful)) | ((now == PAYABLE) & (value > 0))
+            ahead = tl.where(reached, value, 0)
+            relaxed = tl.where(value > 0, RELAXED, 0)
+            verdict = tl.where((offset == j) & (verdict == PAYABLE), relaxed, verdict)
+    else:
+        verdict = tl.where(verdict == PAYABLE, RELAXED, verdict)
+    return verdict, loss
+
+
+@triton.jit
+def _log_partition(log_p, bias):
+    """log(1 - p + p exp(bias)), for p in (0, 1]."""
+    # log(0) is -inf, which then adds nothing.
+    rest = tl.log(tl.maximum(1.0 - tl.exp(log_p), 0.0))
+    # Where p is small 1 - p loses its digits: -p is log(1 - p) there.
+    rest = tl.where(log_p < -9.0, -tl.exp(log_p), rest)
+    tilted = log_p + bias
+    most = tl.maximum(rest, tilted)
+    log_z = most + tl.log(tl.exp(rest - most) + tl.exp(tilted - most))
+    # Exactly 0 without a bias, which a sum of rounded logarithms is not.
+    return tl.where(bias > 0.0, log_z, 0.0)
+
+
+@triton.jit
+def sampled_by_price(log_p, entropy, is_number, forbidden, most, price, gainful, offset, length):
+    """Verdict, bias, log Z, loss and gain in units, and drift in nats of each position."""
+    wanted = tl.zeros_like(log_p)
+    value = tl.zeros([], tl.float32)
+    for i in range(0, length):
+        j = length - 1 - i
+        own_bias = price.to(tl.float32) * UNIT + value
+        own_log_p = _at(offset, j, log_p)
+        value = tl.where(
+            _at(offset, j, forbidden) != 0,
+            tl.exp(own_log_p) * own_bias,
+            _log_partition(own_log_p, own_bias),
+        )
+        value = tl.where(_at(offset, j, is_number.to(tl.int32)) != 0, value, 0.0)
+        value = tl.where(j < gainful, value, 0.0)
+        wanted = tl.where(offset == j, own_bias, wanted)
+    may_gain = is_number & (offset < gainful)
+    wanted = tl.where(may_gain & (forbidden == 0), wanted, 0.0)
+    verdict = tl.where(may_gain & (price > 0), forbidden, 0)
+    bias = tl.zeros_like(log_p)
+    log_z = tl.zeros_like(log_p)
+    loss = tl.zeros_like(most)
+    gained = tl.zeros_like(most)
+    lost = tl.zeros([], tl.int64)
+    for j in range(0, length):
+        left = tl.maximum(_at(offset, j, most) - lost, 0)
+        cap = tl.sqrt(8.0 * left.to(tl.float32) * UNIT) * _CAUTION
+        own_bias = tl.minimum(_at(offset, j, wanted), cap)
+        own_log_p = _at(offset, j, log_p)
+        own_log_z = _log_partition(own_log_p, own_bias)
+        a = tl.exp(tl.minimum(own_log_p + own_bias - own_log_z, 0.0))
+        k = tl.maximum(a * own_bias - own_log_z, 0.0)
+        # No more than what is left, by Hoeffding's lemma; a float may say a unit more.
+        own_loss = tl.minimum(units_of(k), left)
+        own_gain = tl.maximum(a - tl.exp(own_log_p), 0.0) * _PER_NAT + 0.5
+        is_tilted = (offset == j) & (wanted > 0.0)
+        bias = tl.where(is_tilted, own_bias, bias)
+        log_z = tl.where(is_tilted, own_log_z, log_z)
+        loss = tl.where(is_tilted, own_loss, loss)
+        gained = tl.where(is_tilted, own_gain.to(tl.int64), gained)
+        lost += tl.sum(tl.where(is_tilted, own_loss, 0), axis=0)
+    drift = tl.where(bias > 0.0, (1.0 - tl.exp(-log_z)) * (-log_p - entropy), 0.0)
+    return verdict, bias, log_z, loss, gained, drift
+
+
+@triton.jit
+def sampled_by_theta(log_p, entropy, small, forbidden, most, offset, length):
+    """The same, where the draft token is accepted outright: then its bias is infinite."""
+    cost = units_of(-log_p)
+    verdict = tl.where(small, tl.where(forbidden != 0, forbidden, RELAXED), 0)
+    lost = tl.zeros([], tl.int64)
+    for j in range(0, length):
+        here = (offset == j) & (verdict == RELAXED)
+        weight = tl.sum(tl.where(here, cost, 0), axis=0)
+        fits = weight <= _at(offset, j, most) - lost
+        verdict = tl.where(here & (fits == 0), LOSS, verdict)
+        lost += tl.where(fits, weight, 0)
+    is_relaxed = verdict == RELAXED
+    gained = ((1.0 - tl.exp(log_p)) * _PER_NAT + 0.5).to(tl.int64)
+    return (
+        verdict,
+        tl.where(is_relaxed, _INF, 0.0),
+        tl.where(is_relaxed, log_p, 0.0),
+        tl.where(is_relaxed, cost, 0),
+        tl.where(is_relaxed, gained, 0),
+        tl.where(is_relaxed, -log_p - entropy, 0.0),
+    )
+
+
+@triton.jit
+def drawn_prices(draft, forbidden, most, price, gainful, offset):
+    """The price in nats at each position of a drawn draft.
+
+    What may be lost is shared by the positions at which something can be gained.
+    """
+    share = tl.maximum(_at(offset, 0, most), 0) // tl.maximum(gainful, 1)
+    cap = tl.sqrt(8.0 * share.to(tl.float32) * UNIT) * _CAUTION
+    may_pay = (draft >= 0) & (offset < gainful) & (forbidden == 0)
+    return tl.where(may_pay, tl.minimum(price.to(tl.float32) * UNIT, cap), 0.0)
+
+
+@triton.jit
+def log_ratio_of_clipped(log_p, log_q, log_w, price, log_total):
+    """log m - log p of tokens of a row that `clip_kernel` has read; see `clip`."""
+    return tl.minimum(tl.maximum(log_q - log_p, log_w), log_w + price) - log_total
