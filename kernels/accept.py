@@ -87,6 +87,7 @@ def accept(
         slots_ptr=step.slots,
         pos_ptr=None if draws is None else draws.pos,
         clipped_ptr=clipped,
+        share_gain=rule.share_gain,
         width=step.max_draft_len + 1,
         RULE=rule.name,
         SAMPLED=kind,

@@ -13,6 +13,7 @@ from vllm_mars.kernels.rule_kernel import (
     is_small,
     log_ratio_of_clipped,
     nearest_units,
+    next_share,
     num_gainful,
     read_rows,
     sampled_by_price,
@@ -56,7 +57,7 @@ def _write_down(
     is_counted,
     is_greedy,
 ):
-    """Counts a request's step, takes its loss off; returns relaxed tokens and the loss."""
+    """Counts a request's step, takes its loss off; returns relaxed tokens, loss and drift."""
     is_visited = is_counted & (offset <= accepted)
     is_accepted = is_counted & (offset < accepted)
     is_relaxed = is_accepted & (verdict == RELAXED)
@@ -90,7 +91,7 @@ def _write_down(
     tl.store(where, tl.where(is_greedy, of_greedy, of_sampled), mask=offset <= longest)
     told = tl.where(is_greedy, 0.0, drift.to(tl.float32) * UNIT)
     tl.store(where + longest + 1, told, mask=offset <= longest)
-    return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
+    return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost, tl.sum(drift, axis=0)
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
@@ -124,6 +125,7 @@ def accept_kernel(
     draft_stride,
     draft_step_stride,
     burst,
+    share_gain,
     width,
     vocab,
     num_splits,
@@ -246,7 +248,7 @@ def accept_kernel(
     tl.store(of_request + offset, token, mask=offset < width)
     # Behind the draft the target's own bonus token follows.
     ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
-    num_relaxed, step_lost = _write_down(
+    num_relaxed, step_lost, step_drift = _write_down(
         account,
         records.lost + slot,
         request,
@@ -261,6 +263,10 @@ def accept_kernel(
         is_draft & (offset <= gainful),
         is_greedy,
     )
+    if SAMPLED == "drawn":
+        if is_greedy == 0:
+            share_ptr = records.draft_share + slot
+            tl.store(share_ptr, next_share(tl.load(share_ptr), step_drift, share_gain))
     # With the token behind the drafts.
     tl.store(output.num_accepted + request, accepted + 1)
     tl.store(output.num_relaxed + request, num_relaxed)

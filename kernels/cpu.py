@@ -209,7 +209,7 @@ def accept(
         positions = [
             _of_greedy(verdict, rows.loss[begin + i]) for i, verdict in enumerate(verdicts)
         ]
-        num_relaxed, lost = _finish(
+        num_relaxed, lost, _ = _finish(
             place,
             positions[: gainful + 1],
             rows.draft[begin:end],
@@ -296,6 +296,7 @@ def settle(
     plan: Plan,
     drafts: Drafts,
     requests: Requests,
+    rule: Rule,
     output_token_ids: torch.Tensor,
     account: Account | None = None,
 ) -> None:
@@ -305,6 +306,7 @@ def settle(
         plan: of this step.
         drafts: the step's.
         requests: of the step; what they lost is added to their records.
+        rule: of the engine.
         output_token_ids: int32 `[batch, max_draft_len + 1]`, -1 behind the last token.
         account: where the step is counted.
     """
@@ -318,7 +320,10 @@ def settle(
         is_greedy = plan.is_greedy[place]
         positions, draft = plan.positions[begin:end], ids[begin:end]
         counted = positions[: plan.gainful[place] + 1]
-        _finish(place, counted, draft, accepted, is_greedy, requests, account)
+        _, _, drift = _finish(place, counted, draft, accepted, is_greedy, requests, account)
+        if plan.clipped is not None and not is_greedy and requests.records.draft_share is not None:
+            slot, shares = requests.slots[place], requests.records.draft_share
+            shares[slot] = definition.next_share(float(shares[slot]), drift, rule.share_gain)
         if is_greedy or account is None or account.table is None:
             continue
         ratios = account.table[place, 0]
@@ -350,8 +355,8 @@ def _prepare(drafts: Drafts, requests: Requests) -> tuple[list[int], np.ndarray,
 
 def _allowances(requests: Requests, rule: Rule, is_drawn: Sequence[bool]) -> list[Allowance]:
     records, slots = requests.records, requests.slots.long()
-    own = (values[slots].tolist() for values in records[1:-1])
-    assert requests.produced is not None, "on a CPU the runner counts the output tokens"
+    of_slots = (records.price, records.price_scale, records.rate, records.lost, records.most_tokens)
+    own = (values[slots].tolist() for values in of_slots)
     return [
         Allowance.of(price, scale, rate, rule.burst, lost, produced, most_tokens, drawn)
         for price, scale, rate, lost, most_tokens, produced, drawn in zip(
@@ -381,8 +386,8 @@ def _finish(
     is_greedy: bool,
     requests: Requests,
     account: Account | None,
-) -> tuple[int, int]:
-    """Counts a request's step and takes its losses off; returns relaxed tokens and the loss.
+) -> tuple[int, int, int]:
+    """Counts a request's step and takes its losses off; returns relaxed tokens, loss and drift.
 
     `positions` are those of the answer's tokens.
     """
@@ -420,4 +425,4 @@ def _finish(
         counts[starts["drift_down"]] += drift_down
     if lost:
         requests.records.lost[requests.slots[place]] += lost
-    return num_relaxed, lost
+    return num_relaxed, lost, drift_up - drift_down

@@ -46,10 +46,12 @@ from typing import NamedTuple
 
 from vllm_mars.kernels.terms import (
     DRAWN_SCALE,
+    LEAST_SHARE,
     LOSS_BITS,
     MOST_BALANCE,
     MOST_LOSS,
     MOST_PRICE,
+    MOST_SHARE,
     PRICE_BURSTS,
     RuleName,
     Verdict,
@@ -269,6 +271,15 @@ def units_of(nats: float) -> int:
 def nearest_units(nats: float) -> int:
     """Nats of either sign in those units, rounded to the nearest, at most MOST_LOSS."""
     return round(min(max(nats / _UNIT, -MOST_LOSS), MOST_LOSS))
+
+
+def next_share(share: float, drift: int, gain: float) -> float:
+    """The share of the temperature that drafts are drawn at, after a step that drifted so far.
+
+    A draft that is too flat makes text hotter, and is drawn colder; one that is too sharp hotter.
+    """
+    moved = share * math.exp(-gain * drift * _UNIT)
+    return min(max(moved, LEAST_SHARE), MOST_SHARE) if gain else share
 
 
 def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[float]:

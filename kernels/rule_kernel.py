@@ -11,10 +11,12 @@ import triton.language as tl
 from vllm_mars.kernels.terms import (
     DRAWN_SCALE,
     END_NATS,
+    LEAST_SHARE,
     LOSS_BITS,
     MOST_BALANCE,
     MOST_LOSS,
     MOST_PRICE,
+    MOST_SHARE,
     NO_BOUND,
     NO_LIMIT,
     PRICE_BURSTS,
@@ -41,6 +43,8 @@ _DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
 _END_NATS = tl.constexpr(END_NATS)
 # Rounded down by more than a float can be off.
 _CAUTION = tl.constexpr(1 - 2**-20)
+_LEAST_SHARE = tl.constexpr(LEAST_SHARE)
+_MOST_SHARE = tl.constexpr(MOST_SHARE)
 _INF = tl.constexpr(float("inf"))
 
 
@@ -288,6 +292,13 @@ def sampled_by_theta(log_p, entropy, small, forbidden, most, offset, length):
         tl.where(is_relaxed, gained, 0),
         tl.where(is_relaxed, -log_p - entropy, 0.0),
     )
+
+
+@triton.jit
+def next_share(share, drift, gain):
+    """The share of the temperature that drafts are drawn at, after a step that drifted so far."""
+    moved = share * tl.exp(-gain * (drift.to(tl.float32) * UNIT))
+    return tl.where(gain > 0, tl.minimum(tl.maximum(moved, _LEAST_SHARE), _MOST_SHARE), share)
 
 
 @triton.jit

@@ -24,6 +24,8 @@ PRICE_BURSTS = 4
 END_NATS = 4.0
 # Where drafts are drawn a price costs about half as much, so `price_scale` counts so many times.
 DRAWN_SCALE = 2
+# A share of the temperature that follows drift stays within these: below them acceptance falls.
+LEAST_SHARE, MOST_SHARE = 0.5, 1.25
 # The rate of a request without a bound, and what it may lose.
 NO_BOUND = 1 << 40
 NO_LIMIT = 1 << 61
@@ -104,12 +106,14 @@ class Rule(NamedTuple):
         burst: nats that each request may lose beyond its rate, in units of 2**-LOSS_BITS.
         protected: bool `[vocab]`, tokens at which verification stays strict, or None.
         longest: K, the longest draft of the engine; shorter steps share its compiled kernels.
+        share_gain: per nat: how fast `Records.draft_share` follows a request's drift; 0 for never.
     """
 
     name: RuleName
     burst: int = 0
     protected: torch.Tensor | None = None
     longest: int = 0
+    share_gain: float = 0.0
 
 
 class Records(NamedTuple):
@@ -125,6 +129,8 @@ class Records(NamedTuple):
         most_tokens: int32 `[S]`, output tokens at which the request ends.
         ends: int32 `[S, E]`, E a power of 2: tokens that end the request, where verification is
             strict; -1 is none.
+        draft_share: float32 `[S]`, or None where no drafts are drawn: the share of the request's
+            temperature that they are drawn at. A step moves it: see `rule.next_share`.
     """
 
     threshold: torch.Tensor
@@ -134,6 +140,7 @@ class Records(NamedTuple):
     lost: torch.Tensor
     most_tokens: torch.Tensor
     ends: torch.Tensor
+    draft_share: torch.Tensor | None = None
 
 
 class Requests(NamedTuple):

@@ -89,17 +89,19 @@ class Call:
             torch.from_numpy(rng.choice([0, 1_000, 1 << 17], slots)),
             torch.from_numpy(rng.choice([20, 45, 48, 99], slots)).int(),
             torch.from_numpy(rng.choice([-1, -1, *range(vocab)], (slots, 2))).int(),
+            torch.from_numpy(rng.choice([0.5, 0.8, 1.2], slots)).float(),
         )
         self.produced = torch.from_numpy(rng.integers(0, 50, self.batch)).int()
         protected = torch.from_numpy(rng.random(vocab) < 0.1) if rng.random() < 0.6 else None
-        self.rule = Rule(name, self.burst, protected)
+        self.rule = Rule(name, self.burst, protected, share_gain=0.2)
         self.blocked = rng.choice(REASONS, size).tolist() if rng.random() < 0.5 else None
         self.has_table = rng.random() < 0.6
         self.temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], self.batch)).float()
 
     def requests(self) -> Requests:
-        """As on V1; what was lost is this step's own."""
-        records = self.records._replace(lost=self.records.lost.clone())
+        """As on V1; what a step changes is its own."""
+        changed = {name: getattr(self.records, name).clone() for name in ("lost", "draft_share")}
+        records = self.records._replace(**changed)
         return Requests(records, self.slots, self.produced)
 
     def account(self) -> Account:
@@ -162,11 +164,14 @@ def sampled_step(call: Call, is_drawn: bool) -> tuple:
 
 
 def written_down(call: Call, drafts: Drafts, clip, tokens: torch.Tensor) -> tuple:
-    """What a CPU writes down of a sampled step that emits the tokens: its account, and `lost`."""
+    """What a CPU writes down of a sampled step that emits the tokens.
+
+    Its account, and of the records what was lost and what drafts are drawn at.
+    """
     account, requests = call.account(), call.requests()
     plan = cpu.plan(drafts, requests, call.rule, call.temperature, call.blocked, clip)
-    cpu.settle(plan, drafts, requests, tokens.int(), account)
-    return account, requests.records.lost
+    cpu.settle(plan, drafts, requests, call.rule, tokens.int(), account)
+    return account, requests.records.lost, requests.records.draft_share
 
 
 def same(found: Account, expected: Account, atol: float = 0.0) -> None:

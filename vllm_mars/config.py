@@ -40,6 +40,7 @@ MOST_OPENING = 1 << 20
 # where a price leaves the text as probable as the target's own. vLLM takes no temperature between 0
 # and 0.01, and what is left of that by the least share still counts as sampling.
 _DEFAULT_DRAFT_TEMPERATURE = 0.8
+_SHARE_GAIN = 0.2
 _DRAFT_TEMPERATURES = (0.01, 2)
 # What the integers of `vllm_mars.kernels.terms` hold, in nats: a price, a bound per token, a burst.
 # No option is larger, of a server or of a request.
@@ -88,7 +89,8 @@ class MarsConfig:
             choices, in nats per output token, in [0, 1024]; None sets no bound, 0 is strict.
         loss_burst: nats that a request may lose beyond that, in [0, 16384].
         draft_temperature: what drawn drafts are drawn at, as a share of the request's temperature,
-            in [0.01, 2]; None for 0.8, 1 is vLLM's own. Not lossy, whatever it is.
+            in [0.01, 2]; 1 is vLLM's own, None begins at 0.8 and follows each answer's drift. Not
+            lossy, whatever it is.
         logprobs: "target" leaves the logprobs of answers as they are; "sampled" makes that of each
             token which a request sampled the one under what was served.
         thinking: ids of the tokens that begin and end the thinking section; filled in by the front
@@ -221,9 +223,14 @@ class MarsConfig:
 
     @property
     def draft_share(self) -> float:
-        """What drawn drafts are drawn at, as a share of the request's temperature."""
+        """What an answer's drafts are drawn at first, as a share of the request's temperature."""
         given = self.draft_temperature
         return _DEFAULT_DRAFT_TEMPERATURE if given is None else float(given)
+
+    @property
+    def share_gain(self) -> float:
+        """How fast that share follows the answer's drift, per nat."""
+        return _SHARE_GAIN if self.draft_temperature is None else 0.0
 
     @property
     def lossy(self) -> bool:

@@ -5,6 +5,7 @@ request, hence few of them; `check_sampler_v2.py` compares token by token.
 """
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 import enumerated
@@ -40,7 +41,7 @@ def test_distribution(monkeypatch, is_drawn, top_k, rule, value, count, protecte
     sampler = step.sampler(
         MarsConfig(**{rule: value}, repeat_guard=0, strict_opening=0), protected=protected
     )
-    sampler.draft_share = share
+    sampler.drawn_at = torch.full((count + 2,), share)
     # As exact as the formula.
     monkeypatch.setattr(clip_kernel, "TOLERANCE", TOLERANCE)
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})

@@ -49,7 +49,7 @@ def test_greedy_steps_equal_those_of_a_cpu(name, count):
 def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
     """Whatever is drawn, it is written down as a CPU writes it down."""
     monkeypatch.setattr(clip_kernel, "TOLERANCE", TOLERANCE)
-    accepted = 0
+    accepted = moved = 0
     for number in range(count):
         call = Call(number, "theta" if name == "theta" else "price", sampled=True)
         drafts, step, blocked, draws, clip = sampled_step(call, name == "drawn")
@@ -57,10 +57,12 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
         output = accept.accept(step, call.rule, blocked, found, draws)
         assert torch.equal(step.logits.nan_to_num(), before.nan_to_num())
         accepted += int((output.num_accepted - 1).sum())
-        wanted, lost = written_down(call, drafts, clip, output.output_token_ids)
+        wanted, lost, shares = written_down(call, drafts, clip, output.output_token_ids)
         close(found, wanted, 20 * LONGEST, 1e-4)
         assert (step.records.lost - lost).abs().max() <= 3 * LONGEST, number
-    assert accepted > 0
+        torch.testing.assert_close(step.records.draft_share, shares, rtol=0, atol=1e-4)
+        moved += int((shares != call.records.draft_share).sum())
+    assert accepted > 0 and (moved > 0) == (name == "drawn")
 
 
 @pytest.mark.parametrize("name", ["price", "theta"])
@@ -69,7 +71,7 @@ def test_a_strict_request_loses_nothing(name):
     strict = Records(
         torch.ones_like(call.records.threshold),
         *torch.zeros((4, len(call.records.lost))).long(),
-        *call.records[-2:],
+        *call.records[5:],
     )
     step = call.step()[0]._replace(records=strict)
     rule = call.rule._replace(burst=1 << 20)

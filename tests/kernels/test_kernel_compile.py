@@ -25,7 +25,9 @@ ODD_STRIDE = VOCAB + 1
 ids = functools.partial(torch.zeros, dtype=torch.int32)
 # A request with two draft tokens, and the row of its bonus token.
 ROWS, ONE = ids(3), ids(1)
-RECORDS = Records(torch.zeros(1), *(ONE.long() for _ in range(4)), ONE, ids(1, 32))
+RECORDS = Records(
+    *(torch.zeros(1), *(ONE.long() for _ in range(4)), ONE, ids(1, 32)), torch.ones(1)
+)
 PROTECTED = torch.zeros(VOCAB, dtype=torch.bool)
 SAMPLING = Sampling(torch.ones(1), ONE.long())
 DRAWN = Sampling(*SAMPLING[:2], torch.empty(1, 2, VOCAB).half(), torch.ones(1))

@@ -186,7 +186,7 @@ def step(batch):
     )
     # Slots in another order than the requests.
     slots = torch.arange(count - 1, -1, -1, dtype=torch.int32)
-    records = Records(*(values.flip(0) for values in records))
+    records = Records(*(values.flip(0) for values in records[:-1]))
     requests = Requests(records, slots, torch.tensor(produced, dtype=torch.int32))
     return drafts, requests, Rule(batch["rule"], loss_units(batch["burst"]), mask)
 
@@ -277,6 +277,7 @@ def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
     """Verdict, distribution, loss and gain of each position; then all is as it was."""
     logits = step(batch)[0].logits[:-1]
     plan, drafts, requests = plan_of(batch, read)
+    rule = step(batch)[-1]
     position, before = 0, requests.records.lost.clone()
     for _, rows, what in requests_of(batch, logits):
         protected = what["protected"] | what["ends"]
@@ -326,7 +327,7 @@ def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
     # All of each draft accepted.
     width = max(batch["lengths"]) + 1
     tokens = [[0] * (length + 1) + [-1] * (width - length - 1) for length in batch["lengths"]]
-    cpu.settle(plan, drafts, requests, torch.tensor(tokens, dtype=torch.int32))
+    cpu.settle(plan, drafts, requests, rule, torch.tensor(tokens, dtype=torch.int32))
     torch.testing.assert_close(drafts.logits, logits, rtol=0, atol=0, equal_nan=True)
     lost = (requests.records.lost - before)[requests.slots.long()].tolist()
     losses, ends = [found.loss for found in plan.positions], np.cumsum(batch["lengths"])

@@ -1,6 +1,7 @@
 """What `mars_draft_temperature` does to drawn drafts, on real engines of both model runners."""
 
 import pytest
+import torch
 
 import workload
 from vllm_mars import MarsConfig
@@ -31,6 +32,6 @@ def test_cold_drafts_are_verified_as_first_choices(models, v2):
 
 
 def test_a_drafter_that_draws_nothing():
-    scale_v1(object(), MarsConfig())
+    scale_v1(object(), MarsConfig(), torch.ones)
     with pytest.raises(RuntimeError, match="mars_draft_temperature=0.5 .* object draws no drafts"):
-        scale_v1(object(), MarsConfig(draft_temperature=0.5))
+        scale_v1(object(), MarsConfig(draft_temperature=0.5), torch.ones)

@@ -72,8 +72,8 @@ def watched(monkeypatch):
     """Sampled steps, in each of which every request's record is within what its tokens allow."""
     steps, settle = [], cpu.settle
 
-    def settle_and_check(plan, drafts, requests, output_token_ids, account):
-        settle(plan, drafts, requests, output_token_ids, account)
+    def settle_and_check(plan, drafts, requests, rule, output_token_ids, account):
+        settle(plan, drafts, requests, rule, output_token_ids, account)
         records, produced = requests.records, requests.produced.tolist()
         for place, slot in enumerate(requests.slots.tolist()):
             tokens = produced[place] + int((output_token_ids[place] >= 0).sum())

@@ -7,24 +7,29 @@ greedy request's temperature, 0, stays what it is.
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
 
 from vllm_mars.config import MarsConfig
 
+if TYPE_CHECKING:
+    from vllm_mars.runner.requests_v2 import RequestsV2
+
 logger = init_logger("vllm.vllm_mars.runner.draft_temperature")
 
 
-def scale_v1(drafter: Any, config: MarsConfig) -> None:
+def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], torch.Tensor]) -> None:
     """Lets a drafter of the V1 runner draw at a share of the temperature.
 
     Args:
         drafter: of vLLM's V1 runner. If it draws, its `_sample_from_logits`, which all of its
             drafts are drawn by, is wrapped, on this instance alone.
         config: the options.
+        draft_shares: gives those of the batch's first requests; float32.
 
     Raises:
         RuntimeError: the option is given, but this drafter draws nothing.
@@ -32,27 +37,30 @@ def scale_v1(drafter: Any, config: MarsConfig) -> None:
     draws = getattr(drafter, "_enable_probabilistic_draft_probs", False)
     if not _is_scaled(draws, drafter, config):
         return
-    share, sample_from_logits = config.draft_share, drafter._sample_from_logits
+    sample_from_logits = drafter._sample_from_logits
 
     def sample(logits: torch.Tensor, sampling_metadata: Any) -> Any:
         # None where all requests are greedy.
         if (temperature := sampling_metadata.temperature) is not None:
-            sampling_metadata = replace(sampling_metadata, temperature=temperature * share)
+            scaled = temperature * draft_shares(len(temperature))
+            sampling_metadata = replace(sampling_metadata, temperature=scaled)
         return sample_from_logits(logits, sampling_metadata)
 
     drafter._sample_from_logits = sample
 
 
-def scale_v2(runner: Any, config: MarsConfig) -> float:
+def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> torch.Tensor | None:
     """Lets the speculator of a V2 runner draw at a share of the temperature.
 
     Args:
         runner: vLLM's V2 `GPUModelRunner`. If its speculator draws, `propose`, which copies the
             temperatures to where its CUDA graphs read them, is wrapped, on this instance alone.
         config: the options.
+        requests: of the runner.
 
     Returns:
-        The share, which verification has to divide the draft's logits by as well.
+        What drafts were drawn at last, float32 by slot, which verification has to divide their
+        logits by as well; None for the request's own temperature.
 
     Raises:
         RuntimeError: the option is given, but this speculator draws nothing.
@@ -60,22 +68,24 @@ def scale_v2(runner: Any, config: MarsConfig) -> float:
     speculator, states = runner.speculator, runner.sampler.sampling_states
     draws = getattr(speculator, "draft_logits", None) is not None
     if not _is_scaled(draws, speculator, config):
-        return 1.0
-    share, propose = config.draft_share, speculator.propose
+        return None
+    temperature, propose = states.temperature.gpu, speculator.propose
+    drawn_at = temperature.clone()
     place = list(inspect.signature(propose).parameters).index("temperature")
 
     def propose_at_share(*args: Any, **kwargs: Any) -> Any:
         batch = args[0] if args else kwargs["input_batch"]
         # Without a request that samples, no launch is added.
         if states.temperature.np[batch.idx_mapping_np].any():
+            torch.mul(temperature, requests.draft_shares, out=drawn_at)
             if "temperature" in kwargs:
-                kwargs["temperature"] = kwargs["temperature"] * share
+                kwargs["temperature"] = drawn_at
             else:
-                args = (*args[:place], args[place] * share, *args[place + 1 :])
+                args = (*args[:place], drawn_at, *args[place + 1 :])
         return propose(*args, **kwargs)
 
     speculator.propose = propose_at_share
-    return share
+    return drawn_at
 
 
 def _is_scaled(draws: bool, drafter: Any, config: MarsConfig) -> bool:
@@ -86,10 +96,11 @@ def _is_scaled(draws: bool, drafter: Any, config: MarsConfig) -> bool:
             f"{type(drafter).__name__} draws no drafts; drop the option, or draft with a head or a "
             "draft model."
         )
-    if not draws or config.draft_share == 1:
+    if not draws or (config.draft_share == 1 and not config.share_gain):
         return False
     logger.info(
-        "Drafts are drawn at %g of each request's temperature (mars_draft_temperature).",
+        "Drafts are drawn at %g of each request's temperature%s (mars_draft_temperature).",
         config.draft_share,
+        ", then as its drift asks" if config.share_gain else "",
     )
     return True

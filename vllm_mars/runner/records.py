@@ -38,6 +38,7 @@ class Record(NamedTuple):
     lost: int
     most_tokens: int
     ends: list[int]
+    draft_share: float
 
 
 def new_records(num_slots: int, device: torch.device) -> Records:
@@ -48,7 +49,9 @@ def new_records(num_slots: int, device: torch.device) -> Records:
 
     integers = (zeros(torch.int64) for _ in range(4))
     ends = torch.full((num_slots, MOST_ENDS), -1, dtype=torch.int32, device=device)
-    return Records(zeros(torch.float32), *integers, zeros(torch.int32), ends)
+    return Records(
+        zeros(torch.float32), *integers, zeros(torch.int32), ends, zeros(torch.float32) + 1
+    )
 
 
 def record_of(
@@ -77,7 +80,8 @@ def record_of(
     most_tokens = min(most_tokens, params.max_tokens or most_tokens)
     ends = ends_of(params)
     padded = [*ends, *[-1] * (MOST_ENDS - len(ends))]
-    return Record(threshold, price, scale, rate, lost, max(most_tokens, 0), padded)
+    own = threshold, price, scale, rate, lost, max(most_tokens, 0)
+    return Record(*own, padded, config.draft_share)
 
 
 def price_scale(c2: int, rate: int, burst: int) -> int:

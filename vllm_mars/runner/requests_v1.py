@@ -43,7 +43,8 @@ class _Request:
 
     def resume(self, left: "_Request") -> None:
         """Goes on where the same request left the batch."""
-        self.record = self.record._replace(lost=left.record.lost)
+        kept = left.record
+        self.record = self.record._replace(lost=kept.lost, draft_share=kept.draft_share)
         self.ngrams, self.state, self.scanned = left.ngrams, left.state, left.scanned
 
 
@@ -110,8 +111,10 @@ class RequestsV1(LogitsProcessor):
         in_batch = set(map(id, requests))
         for request in before:
             if id(request) not in in_batch:
-                lost = int(self._records.lost[request.slot])
-                request.record, request.slot = request.record._replace(lost=lost), -1
+                records, slot = self._records, request.slot
+                lost, share = int(records.lost[slot]), float(records.draft_share[slot])
+                request.record = request.record._replace(lost=lost, draft_share=share)
+                request.slot = -1
         ids, unfinished = self._request_ids(), self._unfinished()
         ended = [self._known.pop(own) for own in [*self._known] if own not in unfinished]
         self._ended(torch.tensor([request.record.lost for request in ended], dtype=torch.int64))
@@ -171,6 +174,10 @@ class RequestsV1(LogitsProcessor):
         produced = torch.tensor([len(request.output) for request in requests])
         blocked = self._blocked(requests, drafts) if has_context else None
         return Requests(self._records, self._slots[:batch], produced), blocked
+
+    def draft_shares(self, batch: int) -> torch.Tensor:
+        """What drafts of the first `batch` requests are drawn at; float32 `[batch]`."""
+        return self._records.draft_share[self._slots[:batch]]
 
     def returns(self, batch: int) -> dict[int, str]:
         """Ids of those of the first `batch` requests that want to know what was done."""

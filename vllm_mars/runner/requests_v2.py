@@ -44,10 +44,10 @@ class RequestsV2(LogitsProcessor):
         self._brought: dict[int, tuple[int, int, int, int]] = {}
         # Rows of the records and the context that the device has not got yet, by slot.
         self._staged: dict[int, tuple[Any, ...]] = {}
-        # What preempted requests have lost, by id, and what of it goes to a slot: int64 scalars on
-        # the device, so that the host waits for nothing.
-        self._kept: dict[str, torch.Tensor] = {}
-        self._restored: dict[int, torch.Tensor] = {}
+        # What preempted requests have lost and are drafted at, by id, and what of it goes to a
+        # slot: scalars on the device, so that the host waits for nothing.
+        self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._restored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         add_request = req_states.add_request
 
         def add_and_note(
@@ -58,9 +58,9 @@ class RequestsV2(LogitsProcessor):
             state = self._sections.advance(begun, all_token_ids[prompt_len:])
             slot = req_states.req_id_to_index[req_id]
             self._brought[slot] = state, begun, len(all_token_ids), prompt_len
-            lost = self._kept.pop(req_id, None)
-            if lost is not None and len(all_token_ids) > prompt_len:
-                self._restored[slot] = lost
+            kept = self._kept.pop(req_id, None)
+            if kept is not None and len(all_token_ids) > prompt_len:
+                self._restored[slot] = kept
 
         req_states.add_request = add_and_note
 
@@ -91,8 +91,8 @@ class RequestsV2(LogitsProcessor):
         targets = (*self._records, *self._context[:-1])
         for target, column in zip(targets, zip(*self._staged.values(), strict=True), strict=True):
             target[slots] = torch.tensor(column, dtype=target.dtype).to(device, non_blocking=True)
-        for slot, lost in self._restored.items():
-            self._records.lost[slot] = lost
+        for slot, (lost, share) in self._restored.items():
+            self._records.lost[slot], self._records.draft_share[slot] = lost, share
         self._staged.clear()
         self._restored.clear()
 
@@ -109,7 +109,8 @@ class RequestsV2(LogitsProcessor):
         for request_id in preempted:
             slot = self._req_states.req_id_to_index.get(request_id)
             if slot is not None:
-                self._kept[request_id] = self._records.lost[slot].clone()
+                lost, share = self._records.lost[slot], self._records.draft_share[slot]
+                self._kept[request_id] = lost.clone(), share.clone()
         ended: list[torch.Tensor] = []
         slots = []
         for request_id in finished:
@@ -118,7 +119,7 @@ class RequestsV2(LogitsProcessor):
                 slots.append(slot)
                 self._kept.pop(request_id, None)
             elif request_id in self._kept:
-                ended.append(self._kept.pop(request_id)[None])
+                ended.append(self._kept.pop(request_id)[0][None])
         if slots:
             where = torch.tensor(slots).to(self._req_states.device, non_blocking=True)
             ended.append(self._records.lost[where])
@@ -157,6 +158,11 @@ class RequestsV2(LogitsProcessor):
                 self._context, tokens, step, self._markers, self._config.repeat_ngram
             )
         return step, blocked
+
+    @property
+    def draft_shares(self) -> torch.Tensor:
+        """What drafts of each slot's request are drawn at; float32 `[S]`."""
+        return self._records.draft_share
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:
         """Ids of the requests that want to know what was done, by place in the batch."""

@@ -235,7 +235,7 @@ class MarsRejectionSampler(RejectionSampler):
             sampling_metadata,
             use_fp64_gumbel=self.use_fp64_gumbel,
         )
-        cpu.settle(plan, drafts, requests, output_token_ids, account)
+        cpu.settle(plan, drafts, requests, rule, output_token_ids, account)
         return output_token_ids, account.table
 
 
@@ -288,7 +288,6 @@ def install(runner: Any, config: MarsConfig) -> None:
     mend()
     spare_cut_prompts(runner)
     spec_config = runner.speculative_config
-    draft_temperature.scale_v1(runner.drafter, config)
     verification = Verification(
         config,
         protected_token_ids(config, runner.vllm_config),
@@ -303,6 +302,7 @@ def install(runner: Any, config: MarsConfig) -> None:
         turn_token_ids(config, runner.model_config),
         verification.counters.add_ended,
     )
+    draft_temperature.scale_v1(runner.drafter, config, requests.draft_shares)
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
     runner.rejection_sampler = MarsRejectionSampler(
         own.sampler, spec_config, runner.device, verification, requests

@@ -49,7 +49,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: device of the logits.
         verification: of the engine, by the Triton kernels.
         requests: the requests in the runner's slots.
-        draft_share: of each request's temperature, what drawn drafts are drawn at.
+        drawn_at: float32 `[max_num_reqs]`, the temperature that drafts were drawn at last, or None
+            where it is the request's own.
         send_returned: called behind each verification, with what requests want to know enqueued.
     """
 
@@ -60,11 +61,11 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: torch.device,
         verification: Verification,
         requests: RequestsV2,
-        draft_share: float = 1.0,
+        drawn_at: torch.Tensor | None = None,
         send_returned: Callable[[], object] = bool,
     ) -> None:
         super().__init__(sampler, spec_config, device)
-        self.draft_share = draft_share
+        self.drawn_at = drawn_at
         self.verification = verification
         self.requests = requests
         self._send_returned = send_returned
@@ -159,9 +160,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             sampling = Sampling(temperature, states.seeds.gpu)
             if draft_logits is not None:
                 # The target's logits have been divided by theirs; this is for the draft's.
-                drawn_at = temperature
-                if self.draft_share != 1:
-                    drawn_at = temperature * self.draft_share
+                drawn_at = temperature if self.drawn_at is None else self.drawn_at
                 sampling = sampling._replace(draft_logits=draft_logits, drawn_at=drawn_at)
             draws = Draws(
                 sampling,
@@ -238,7 +237,6 @@ def install(runner: Any, config: MarsConfig) -> None:
         return
     require_own_sampler(own, RejectionSampler)
     spec_config = runner.speculative_config
-    draft_share = draft_temperature.scale_v2(runner, config)
     turns = turn_token_ids(config, runner.model_config)
     requests = RequestsV2(config, runner.req_states, turns)
     own.sampler.logits_processors.append(requests)
@@ -263,7 +261,7 @@ def install(runner: Any, config: MarsConfig) -> None:
         runner.device,
         verification,
         requests,
-        draft_share,
+        draft_temperature.scale_v2(runner, config, requests),
         functools.partial(send_returned, runner, verification),
     )
     attach_counters(runner, verification)

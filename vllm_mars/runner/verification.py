@@ -64,7 +64,7 @@ class Verification:
             self._protected = mask.to(logits.device)
         longest = self.counters.layout.num_speculative_tokens
         burst = loss_units(self.config.loss_burst)
-        return Rule(self.config.rule, burst, self._protected, longest)
+        return Rule(self.config.rule, burst, self._protected, longest, self.config.share_gain)
 
     def account(self, batch: int, device: torch.device, returns: dict[int, str]) -> Account:
         """Where a step of so many requests is written down, with a table if any `returns`."""
