@@ -70,7 +70,7 @@ def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> torch.T
     if not _is_scaled(draws, speculator, config):
         return None
     temperature, propose = states.temperature.gpu, speculator.propose
-    drawn_at = temperature.clone()
+    drawn_at: torch.Tensor = temperature.clone()
     place = list(inspect.signature(propose).parameters).index("temperature")
 
     def propose_at_share(*args: Any, **kwargs: Any) -> Any:

@@ -177,7 +177,8 @@ class RequestsV1(LogitsProcessor):
 
     def draft_shares(self, batch: int) -> torch.Tensor:
         """What drafts of the first `batch` requests are drawn at; float32 `[batch]`."""
-        return self._records.draft_share[self._slots[:batch]]
+        shares: torch.Tensor = self._records.draft_share[self._slots[:batch]]
+        return shares
 
     def returns(self, batch: int) -> dict[int, str]:
         """Ids of those of the first `batch` requests that want to know what was done."""

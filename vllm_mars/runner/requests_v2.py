@@ -162,7 +162,8 @@ class RequestsV2(LogitsProcessor):
     @property
     def draft_shares(self) -> torch.Tensor:
         """What drafts of each slot's request are drawn at; float32 `[S]`."""
-        return self._records.draft_share
+        shares: torch.Tensor = self._records.draft_share
+        return shares
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:
         """Ids of the requests that want to know what was done, by place in the batch."""
