@@ -40,7 +40,7 @@ MOST_OPENING = 1 << 20
 # where a price leaves the text as probable as the target's own. vLLM takes no temperature between 0
 # and 0.01, and what is left of that by the least share still counts as sampling.
 _DEFAULT_DRAFT_TEMPERATURE = 0.8
-_SHARE_GAIN = 0.5
+_SHARE_GAIN = 0.2
 _DRAFT_TEMPERATURES = (0.01, 2)
 # What the integers of `vllm_mars.kernels.terms` hold, in nats: a price, a bound per token, a burst.
 # No option is larger, of a server or of a request.
