@@ -151,7 +151,7 @@ def accept_kernel(
     if SAMPLED != "no":
         is_greedy = tl.load(sampling.temperature + slot) == 0.0
 
-    draft, argmax, first, second, logit, is_end, forbidden = read_rows(
+    rows = read_rows(
         partials,
         logits_ptr,
         logits_stride,
@@ -170,26 +170,14 @@ def accept_kernel(
         SAMPLED != "no",
         RULE != "price",
     )
+    draft, argmax, first, _, logit, is_end, forbidden = rows
     is_drawn = (is_greedy == 0) & (SAMPLED == "drawn")
     most, price, room = allowance(
         records, slot, total_len_ptr, prompt_len_ptr, burst, offset, is_drawn
     )
     gainful = num_gainful(is_end, offset, length, room)
-    small = is_small(first, second, logit, draft, tl.load(records.threshold + slot))
-    verdict, loss = greedy(
-        draft,
-        argmax,
-        first,
-        logit,
-        small,
-        forbidden,
-        most,
-        price,
-        gainful,
-        offset,
-        length,
-        RULE,
-    )
+    small = is_small(rows, tl.load(records.threshold + slot))
+    verdict, loss = greedy(rows, small, most, price, gainful, offset, length, RULE)
     accepts = (verdict == FIRST) | (verdict == RELAXED)
     gained = tl.where(verdict == RELAXED, 1 << 16, 0).to(tl.int64)
     # Greedily the drift is the loss.

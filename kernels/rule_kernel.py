@@ -153,29 +153,18 @@ def num_gainful(is_end, offset, length, room):
 
 
 @triton.jit
-def is_small(first, second, logit, draft, threshold):
+def is_small(rows, threshold):
     """Where the draft token is one of the two largest and the margin between them is small."""
+    draft, _, first, second, logit, _, _ = rows
     threshold += tl.zeros_like(first)
     small = (second > threshold * first) & ((threshold == 1.0) | (first > 0.0))
     return small & (draft >= 0) & (logit >= second)
 
 
 @triton.jit
-def greedy(
-    draft,
-    argmax,
-    first,
-    logit,
-    small,
-    forbidden,
-    most,
-    price,
-    gainful,
-    offset,
-    length,
-    RULE: tl.constexpr,
-):
+def greedy(rows, small, most, price, gainful, offset, length, RULE: tl.constexpr):
     """Verdict and loss, in units, of each position."""
+    draft, argmax, first, _, logit, _, forbidden = rows
     loss = first - logit
     # Of infinities and a NaN no number comes out, which compares with nothing.
     loss = units_of(tl.where(draft >= 0, loss, 0.0))

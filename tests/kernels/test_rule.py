@@ -13,8 +13,10 @@ import oracle
 from vllm_mars import verify_greedy
 from vllm_mars.config import STRICT_VALUE
 from vllm_mars.kernels import cpu, reference
-from vllm_mars.kernels.rule import Allowance, Position
+from vllm_mars.kernels.rule import Allowance, Position, next_share
 from vllm_mars.kernels.terms import (
+    LEAST_SHARE,
+    MOST_SHARE,
     NO_BOUND,
     REFUSALS,
     Account,
@@ -453,3 +455,11 @@ def test_a_prefix_is_taken_where_it_pays(name):
     )
     assert int(output.num_accepted) == accepted
     assert float(output.loss) == loss
+
+
+def test_drafts_are_drawn_colder_where_text_grows_hotter():
+    nat = 1 << 16
+    assert next_share(0.8, 0, 0.2) == next_share(0.8, nat, 0.0) == 0.8
+    assert next_share(0.8, nat, 0.2) == pytest.approx(0.8 * math.exp(-0.2))
+    assert next_share(0.8, -nat // 2, 0.2) == pytest.approx(0.8 * math.exp(0.1))
+    assert [next_share(0.8, 9 * sign * nat, 0.2) for sign in (1, -1)] == [LEAST_SHARE, MOST_SHARE]
