@@ -61,7 +61,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).mkdir(parents=True)
     results = tmp_path / "benchmarks/results"
     shutil.copy(Path(figures.__file__).with_name("results") / "greedy.jsonl", results)
-    monkeypatch.setattr(figures, "PANELS", {"greedy": "greedy"})
+    monkeypatch.setattr(figures, "PANELS", {"greedy": ("greedy",)})
     (results / "new.json").write_text(json.dumps(TABLE))
     (tmp_path / "README.md").write_text("no table\n")
     return tmp_path
