@@ -11,7 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "docs/*.md")
+PAGES = ("*.md", "docs/*.md", "benchmarks/*/README.md")
 TARGET = re.compile(r"\]\(([^)#\s]+)")
 
 

@@ -16,7 +16,7 @@ TARGET_KEY = "vllm_mars_target"
 WEIGHTS_KEY = "vllm_mars_weights_sha256"
 WEIGHTS = "model.safetensors"
 PACKAGED_HEAD = Path(__file__).with_name("heads") / "smollm2-135m-eagle3"
-WAY_OUT = "take another, train one in a checkout (docs/draft.md), or draft with ngram"
+WAY_OUT = "take another, train one in a checkout (benchmarks/draft/README.md), or draft with ngram"
 
 
 def check_head(directory: Path, model: Path) -> None:
