@@ -24,7 +24,7 @@ import triton.language as tl
 from vllm_mars.kernels.clip import EIGHTH, MOST_PRICE, STEPS
 from vllm_mars.kernels.rule_kernel import allowance, drawn_prices, num_gainful, read_rows
 from vllm_mars.kernels.terms import Draws
-from vllm_mars.kernels.top2 import log_sum_exp
+from vllm_mars.kernels.top2 import block_size, log_sum_exp
 
 # What F(w) may be off by before the division by it.
 TOLERANCE = 1e-2
@@ -239,7 +239,7 @@ def clip_rows(draws: Draws, shared: dict[str, Any]) -> torch.Tensor:
     clipped = torch.empty((num_rows, 8), device=logits.device)
     # Few rows leave most of the chip idle, so each has many threads in flight: half of what a
     # multiprocessor takes at 64 registers. Not tuned on hardware.
-    block = min(4096, max(256, triton.next_power_of_2(shared["vocab"])))
+    block = block_size(shared["vocab"])
     clip_kernel[(num_rows,)](
         clipped,
         row_slots_ptr=draws.row_slots,

@@ -252,10 +252,11 @@ def num_lanes(vocab: int) -> int:
 
     It depends on the vocabulary alone, so that batches of all sizes share one variant.
     """
-    return triton.next_power_of_2(triton.cdiv(vocab, _block_size(vocab)))
+    return triton.next_power_of_2(triton.cdiv(vocab, block_size(vocab)))
 
 
-def _block_size(vocab: int) -> int:
+def block_size(vocab: int) -> int:
+    """Logits that a program reads at a time."""
     return min(4096, max(256, triton.next_power_of_2(vocab)))
 
 
@@ -267,7 +268,7 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
     rows take fewer splits, down to about 2,048 programs, so that partial results stay few while a
     last wave that is not full costs little.
     """
-    block = _block_size(vocab)
+    block = block_size(vocab)
     blocks = triton.cdiv(vocab, block)
     splits = max(1, min(blocks, 2048 // max(1, num_rows)))
     return triton.cdiv(blocks, splits), block, 8 if block >= 2048 else 4
