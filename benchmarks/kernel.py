@@ -1,22 +1,21 @@
-"""Time of one greedy verification step on a GPU: this project's kernels and vLLM's sampler.
+"""Time of the verification of one step on a GPU, by vLLM and by MARS.
 
 `python -m benchmarks.kernel --output build/kernel.json`
 
-All variants verify the same logits and drafts in one process, in turn, under CUDA-graph replay and
-once more launched from Python, each call with a cold L2 cache. No variant is timed before its
-tokens are right. `--dry-run` goes the same way with tiny shapes on a CPU, in Triton's interpreter;
-`PYTHONPATH=tests/interpreted TRITON_INTERPRET=1` makes it interpret vLLM's Triton kernels too.
+All variants verify the same logits and drafts in one process, in turn, as Model Runner V2 calls
+them, each call with a cold L2 cache: microseconds on the device, and those that the host needs to
+launch it. No variant is timed before MARS at price 0 gives vLLM's tokens. `--dry-run` goes the same
+way with tiny shapes on a CPU, in Triton's interpreter, for which it wants
+`PYTHONPATH=tests/interpreted TRITON_INTERPRET=1`.
 
-Exit status: 0; 1 where a variant gave wrong tokens; 2 without a GPU.
+Exit status: 0; 1 where tokens were wrong; 2 without a GPU.
 """
 
 import argparse
-import functools
 import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,75 +23,73 @@ if TYPE_CHECKING:
     from benchmarks.kernel_step import HostClock, Shape
 
 NO_GPU = "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes in Triton's interpreter."
-# (batch, K, vocabulary, dtype); in case the time runs out, one request and 64 come first.
-GRID = list(itertools.product((1, 64, 8, 256), (5,), (151_936, 128_256, 32_000), ("bf16", "fp32")))
-MODES = ("graph", "eager")
-DRY = [(1, 3, 1_000, "bf16"), (2, 3, 1_000, "fp32")]
+# Temperature and whether drafts are drawn; 0.7 makes vLLM copy the rows into float32.
+KINDS = ((0.0, False), (1.0, False), (1.0, True), (0.7, False), (0.7, True))
+# (temperature, drawn, batch, K, vocabulary)
+GRID = [(*kind, batch, 4, 128_256) for batch, kind in itertools.product((64, 1, 16), KINDS)]
+DRY = [(*kind, 2, 3, 1_000) for kind in KINDS]
+VARIANTS: dict[str, dict[str, float] | None] = {
+    "vLLM": None,
+    "MARS, price 0": {"price": 0.0},
+    "MARS, theta 0.9": {"theta": 0.9},
+    "MARS, price 0.3": {"price": 0.3},
+    "MARS, max_loss 0.02": {"max_loss": 0.02},
+}
 
 
-def measure_cell(
-    clock: "HostClock", shape: "Shape", bandwidth: float, rounds: int
-) -> dict[str, Any]:
-    """All variants of one shape; `bandwidth` is the memory's, in GB/s.
+def measure_cell(clock: "HostClock", shape: "Shape", rounds: int) -> dict[str, Any]:
+    """All variants of one shape.
 
     Raises:
-        MismatchError: a variant gave other tokens than the reference.
+        MismatchError: MARS at price 0 gave other tokens than vLLM.
     """
     import torch
 
-    from benchmarks import kernel_step
-    from benchmarks.kernel_step import MismatchError, Step, mars, summary, time_in_turn
+    from benchmarks.kernel_step import Step, summary, time_in_turn, tokens_of
+    from vllm_mars import MarsConfig
 
-    make: dict[str, Callable[[Step], kernel_step.Variant]] = {
-        "MARS, theta 0.9": functools.partial(mars, theta=0.9),
-        "MARS, theta 1": functools.partial(mars, theta=1.0),
-        "vLLM V2, strict": kernel_step.vllm_v2,
-    }
     step = Step(shape, clock.device)
-    calls: dict[tuple[str, str], Callable[[], Any]] = {}
-    found: dict[str, dict[str, Any]] = {name: {} for name in make}
-    for name, make_variant in make.items():
-        try:
-            variant = make_variant(step)
-            variant.check(f"{name}, {shape}", variant.run)
-            calls[name, "eager"] = variant.run
-            replay = clock.capture(variant.run)
-            variant.check(f"{name} (graph), {shape}", replay)
-            calls[name, "graph"] = replay
-        except Exception as error:
-            # vLLM may not run here, and no CPU has graphs; wrong tokens end the run.
-            ran = (name, "eager") in calls
-            if isinstance(error, MismatchError) or not (ran or name.startswith("vLLM")):
-                raise
-            # What ends a capture only says that something failed before.
-            cause = error.__context__ or error
-            found[name]["error"] = f"{type(cause).__name__}: {cause}".splitlines()[0]
+    calls: dict[str, Any] = {
+        name: step.verification(None if options is None else MarsConfig(**options))
+        for name, options in VARIANTS.items()
+    }
+    tokens = {name: tokens_of(call) for name, call in calls.items()}
+    wrong = (tokens["vLLM"] != tokens["MARS, price 0"]).any(1).nonzero().flatten().tolist()
+    if wrong:
+        raise MismatchError(
+            f"{shape}: {len(wrong)} of {shape.batch} requests differ from vLLM at price 0, the "
+            f"first is request {wrong[0]}."
+        )
     element = torch.zeros(1, device=clock.device)
     # The least that this way of timing shows.
-    calls["empty kernel", "eager"] = lambda: element.add_(1)
-    for (name, mode), runs in time_in_turn(clock, calls, rounds).items():
-        found.setdefault(name, {})[mode] = {**summary(runs), "runs": runs}
-    for name, of in found.items():
-        if name != "empty kernel" and (best := of.get("graph") or of.get("eager")):
-            of["share_of_bandwidth"] = shape.logits_bytes / best["median"] / 1e3 / bandwidth
-    return {**shape._asdict(), "logits_bytes": shape.logits_bytes, "variants": found}
+    calls["empty kernel"] = lambda: element.add_(1)
+    found: dict[str, dict[str, Any]] = {}
+    for name, runs in time_in_turn(clock, calls, rounds).items():
+        on_device, on_host = zip(*runs, strict=True)
+        found[name] = {"device_us": summary(on_device), "host_us": summary(on_host)}
+        if name in tokens:
+            found[name]["tokens_per_request"] = float((tokens[name] >= 0).sum()) / shape.batch
+    return {**shape._asdict(), "megabytes": shape.moved(), "variants": found}
 
 
 def lines(cell: dict[str, Any]) -> list[str]:
-    """A cell for the terminal: microseconds, share of the bandwidth, and what could not run."""
-    found = []
-    for name, of in cell["variants"].items():
-        times = [f"{of[mode]['median']:9.1f}" if mode in of else " " * 9 for mode in MODES]
-        share = f"{of['share_of_bandwidth']:7.1%}" if "share_of_bandwidth" in of else " " * 7
-        found.append(f"  {name:<22}{''.join(times)}{share}  {of.get('error', '')}".rstrip())
-    return found
+    """A cell for the terminal: microseconds on the device and on the host, and tokens."""
+    return [
+        f"  {name:<22}{of['device_us']['median']:9.1f}{of['host_us']['median']:9.1f}"
+        f"{of.get('tokens_per_request', 0):7.2f}"
+        for name, of in cell["variants"].items()
+    ]
+
+
+class MismatchError(Exception):
+    """MARS at price 0 gave other tokens than vLLM."""
 
 
 def measure(args: argparse.Namespace) -> int:
     """Runs the cells in turn; returns the exit status."""
     import triton
 
-    from benchmarks.kernel_step import GpuClock, HostClock, MismatchError, Shape
+    from benchmarks.kernel_step import GpuClock, HostClock, Shape
     from vllm_mars.local.provenance import describe_run
     from vllm_mars.local.result_file import write_json
 
@@ -101,11 +98,11 @@ def measure(args: argparse.Namespace) -> int:
     bandwidth = clock.bandwidth()
     head = describe_run(None if args.dry_run else clock.name)
     head["versions"]["triton"] = triton.__version__
-    result: dict[str, Any] = {"schema": "vllm-mars/kernel/2", **head}
+    result: dict[str, Any] = {"schema": "vllm-mars/kernel/3", **head}
     result |= {"dry_run": args.dry_run, "gb_per_s": bandwidth}
     rounds = 2 if args.dry_run else args.rounds
     result |= {"rounds": rounds, "cells": [], "not_run": []}
-    print(f"{clock.name}, {bandwidth:.0f} GB/s; us under a graph and without, share of these GB/s")
+    print(f"{clock.name}, {bandwidth:.0f} GB/s; us on the device, on the host; tokens per request")
     begin, status = time.perf_counter(), 0
     for number, cell in enumerate(cells):
         if time.perf_counter() - begin > args.seconds:
@@ -113,7 +110,7 @@ def measure(args: argparse.Namespace) -> int:
             print(f"{len(cells) - number} cells were not run: the time is up.")
             break
         try:
-            measured = measure_cell(clock, Shape(*cell), bandwidth, rounds)
+            measured = measure_cell(clock, Shape(*cell), rounds)
         except MismatchError as error:
             result["error"], status = str(error), 1
             print(error, file=sys.stderr)
@@ -138,11 +135,14 @@ def main(arguments: list[str] | None = None) -> int:
     if args.dry_run:
         # Triton reads it when it is imported, which nothing has done so far.
         os.environ["TRITON_INTERPRET"] = "1"
+        # vLLM's stand-ins for pinned memory and streams.
+        import vllm.v1.worker.cpu.shm  # noqa: F401
     import torch
 
     if not args.dry_run and not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     with torch.inference_mode():
         return measure(args)
 

@@ -1,36 +1,53 @@
-"""One greedy verification step, what verifies it, and clocks, for `kernel.py`."""
+"""The verification of one step of Model Runner V2, and clocks, for `kernel` and `launches`."""
 
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from triton.testing import do_bench
 
-from vllm_mars import verify_greedy
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PROMPT_LEN = 2
+# Newton's method takes so many steps for a row of a price between 0.1 and 1, on average.
+NEWTON_STEPS = 2
+# The wait of the device while the host launches, in cycles: 2 ms at 2 GHz.
+WAIT_CYCLES = 4_000_000
 Name = TypeVar("Name")
 Call = Callable[[], Any]
+# The processed logits, the tokens `[batch, k + 1]` and how many of them count.
+Verify = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class Shape(NamedTuple):
-    """One cell of the grid; each request has `k` draft tokens."""
+    """A batch whose requests have `k` draft tokens each, and bfloat16 logits."""
 
+    temperature: float
+    is_drawn: bool
     batch: int
     k: int
     vocab: int
-    dtype: str
 
     def __str__(self) -> str:
-        return f"batch {self.batch}, K {self.k}, vocab {self.vocab:,}, {self.dtype}"
+        drafts = "probabilistic" if self.is_drawn else "fixed"
+        return f"temperature {self.temperature:g}, {drafts} drafts, batch {self.batch}"
 
-    @property
-    def logits_bytes(self) -> int:
-        """What any verification must read once: a row for each draft token, and the bonus rows."""
-        return self.batch * (self.k + 1) * self.vocab * DTYPES[self.dtype].itemsize
+    def moved(self) -> dict[str, float]:
+        """Megabytes of logits that a step reads, by MARS and by vLLM; none are written.
+
+        A greedy step reads each row once. vLLM's sampled one reads the rows of all drafts once, and
+        one row of each request again to draw from; with drawn drafts their rows beside them.
+        `top2_kernel` and `resample_kernel` read the same, and `clip_kernel` the rows of the drafts
+        once and both for each step of Newton's method. The float32 copy that vLLM makes of the rows
+        of both where a temperature is not 1 is not in it.
+        """
+        row = 2 * self.vocab / 1e6
+        of_drafts, others = self.batch * self.k * row, self.batch * row
+        vllm = (of_drafts + others) * (1 + self.is_drawn)
+        mars = vllm + 2 * NEWTON_STEPS * of_drafts * self.is_drawn
+        return {"mars": round(mars, 1), "vllm": round(vllm, 1)}
 
 
 class Step:
@@ -40,104 +57,105 @@ class Step:
 
     Attributes:
         logits: `[batch * (k + 1), vocab]`.
-        drafts: `[batch * k]` int32; the target's first choice with probability 0.6, else its
-            second or third.
-        protected: `[vocab]` bool, one token in 97.
+        draft_logits: `[batch, k, vocab]`, near the target's, or None where drafts are fixed.
+        inputs: `[batch * (k + 1)]` int32; a row's draft token is the input of the next row. It is
+            drawn from the draft's logits, or the target's first choice with probability 0.6, else
+            its second or third.
     """
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        batch, k, vocab, dtype = shape
-        shape_of_logits = batch * (k + 1), vocab
-        logits = torch.empty(shape_of_logits, device=device).normal_(0, 3, generator=generator)
-        rank = torch.rand(batch * k, device=device, generator=generator)
-        rank = (rank > 0.6).long() + (rank > 0.85)
-        self.shape = shape
-        self.logits = logits.to(DTYPES[dtype])
-        best = self.logits.topk(3).indices.view(batch, k + 1, 3)[:, :-1].flatten(0, 1)
-        self.drafts = best.gather(1, rank[:, None]).squeeze(1).int()
-        self.ends = torch.arange(1, batch + 1, device=device, dtype=torch.int32) * k
-        self.protected = torch.arange(vocab, device=device) % 97 == 0
+        torch.manual_seed(0)
+        _, is_drawn, batch, k, vocab = shape
+        random = functools.partial(torch.rand, device=device)
+        normal = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+        self.shape, self.draft_logits = shape, None
+        self.logits = normal(batch * (k + 1), vocab) * 3
+        of_drafts = self.logits.view(batch, k + 1, vocab)[:, :-1]
+        if is_drawn:
+            self.draft_logits = of_drafts + normal(batch, k, vocab) / 2
+            noise = -random(batch, k, vocab).log().neg().log()
+            drafts = (self.draft_logits / (shape.temperature or 1) + noise).argmax(-1)
+        else:
+            rank = random(batch, k)
+            rank = (rank > 0.6).long() + (rank > 0.85)
+            drafts = of_drafts.topk(3).indices.gather(2, rank[..., None]).squeeze(2)
+        inputs = drafts.new_zeros((batch, k + 1), dtype=torch.int32)
+        inputs[:, 1:] = drafts
+        self.inputs = inputs.flatten()
 
-    def verify(self, backend: Any, **rule: float) -> torch.Tensor:
-        """Output tokens of `verify_greedy` by a rule, such as `theta=0.9`."""
-        options: dict[str, Any] = {**rule, "protected": self.protected, "backend": backend}
-        steps = self.logits, self.drafts, self.ends
-        output = verify_greedy(*steps, max_draft_len=self.shape.k, **options)
-        tokens: torch.Tensor = output.output_token_ids
-        return tokens
+    def verification(self, config: Any, params: Sequence[Any] | None = None) -> Verify:
+        """What Model Runner V2 calls on the rows, of MARS or, without a config, of vLLM.
 
-
-class Variant(NamedTuple):
-    """What to time, what makes of its outputs `[batch, k + 1]` tokens, and which are right."""
-
-    run: Callable[[], tuple[torch.Tensor, ...]]
-    tokens: Callable[..., torch.Tensor]
-    expected: torch.Tensor
-
-    def check(self, name: str, call: Callable[[], tuple[torch.Tensor, ...]]) -> None:
-        """Compares the tokens of a call, after the outputs of one before were poisoned.
-
-        Raises:
-            MismatchError: they are wrong.
+        Args:
+            config: a `MarsConfig` or None.
+            params: a `SamplingParams` for each request; default: the shape's temperature.
         """
-        for output in call():
-            output.fill_(-7)
-        tokens = self.tokens(*call()).int()
-        wrong = (tokens != self.expected.int()).any(1).nonzero().flatten().tolist()
-        if wrong:
-            raise MismatchError(
-                f"{name}: {len(wrong)} of {len(tokens)} requests differ from the reference, the "
-                f"first is request {wrong[0]}."
-            )
+        from vllm import SamplingParams
+        from vllm.v1.worker.gpu.sample.sampler import Sampler
+        from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+        from vllm.v1.worker.gpu.states import RequestState
+
+        from vllm_mars import MarsRejectionSamplerV2
+        from vllm_mars.runner.counters import CounterLayout, Counters
+        from vllm_mars.runner.requests_v2 import RequestsV2
+        from vllm_mars.runner.verification import Verification
+
+        temperature, _, batch, k, vocab = self.shape
+        device = self.logits.device
+        states = RequestState(batch, 64, 64, k, vocab, device)
+        sampler = Sampler(vllm_config(), batch, vocab, device, states, num_speculative_tokens=k)
+        spec_config: Any = SimpleNamespace(
+            num_speculative_tokens=k,
+            enable_adaptive_verification=False,
+            rejection_sample_method="standard",
+        )
+        verifier: Any = RejectionSampler(sampler, spec_config, device)
+        if config is not None:
+            requests = RequestsV2(config, states)
+            sampler.logits_processors.append(requests)
+            counters = Counters(CounterLayout(k), device)
+            verification = Verification(config, [2], counters)
+            verifier = MarsRejectionSamplerV2(sampler, spec_config, device, verification, requests)
+        for number in range(batch):
+            states.add_request(str(number), PROMPT_LEN, [5, 7, 1], 0, 64)
+            # Without a seed of its own a request gets a random one.
+            own = SamplingParams(temperature=temperature, seed=number)
+            chosen = own if params is None else params[number]
+            sampler.add_request(states.req_id_to_index[str(number)], chosen)
+        states.apply_staged_writes()
+        sampler.apply_staged_writes()
+        places = np.array(list(states.index_to_req_id))
+        slots = torch.as_tensor(places, dtype=torch.int32).to(device)
+        offsets = torch.arange(k + 1, device=device, dtype=torch.int32)
+        return functools.partial(
+            verifier._verify,
+            self.logits,
+            self.draft_logits,
+            self.inputs,
+            offsets.long().repeat(batch) + PROMPT_LEN,
+            torch.arange(batch + 1, device=device, dtype=torch.int32) * (k + 1),
+            slots,
+            places,
+            slots.repeat_interleave(k + 1, output_size=len(self.inputs)),
+            offsets.repeat(batch),
+            np.full(batch, 16, dtype=np.int32),
+            self.inputs,
+        )
 
 
-class MismatchError(Exception):
-    """A variant gave other tokens than the reference."""
+@functools.cache
+def vllm_config() -> Any:
+    """One with vLLM's defaults."""
+    from vllm.config import VllmConfig
+
+    return VllmConfig()
 
 
-def mars(step: Step, **rule: float) -> Variant:
-    """`verify_greedy` of the Triton kernels.
-
-    The tensors of one value per request that a server keeps are made anew at each call, and count.
-    """
-    return Variant(
-        lambda: (step.verify("triton", **rule),),
-        lambda tokens: tokens,
-        step.verify("torch", **rule),
-    )
-
-
-def vllm_v2(step: Step) -> Variant:
-    """`rejection_sample` of vLLM's Model Runner V2, which gets raw logits; all requests greedy."""
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
-
-    batch, k, _, _ = step.shape
-    device = step.logits.device
-    requests = torch.arange(batch, device=device, dtype=torch.int32)
-    offsets = torch.arange(k + 1, device=device, dtype=torch.int32)
-    inputs = step.drafts.new_zeros(batch, k + 1)
-    # A row's draft token is the model's input at the next row.
-    inputs[:, 1:] = step.drafts.view(batch, k)
-    run = functools.partial(
-        rejection_sample,
-        step.logits,
-        None,
-        inputs.flatten(),
-        torch.arange(batch + 1, device=device, dtype=torch.int32) * (k + 1),
-        offsets.long().repeat(batch),
-        requests,
-        requests.repeat_interleave(k + 1),
-        offsets.repeat(batch),
-        torch.zeros(batch, device=device),
-        torch.zeros(batch, device=device, dtype=torch.int64),
-        k,
-    )
-    return Variant(
-        run,
-        lambda tokens, count: tokens.masked_fill(offsets >= count[:, None], -1),
-        step.verify("torch", theta=1.0),
-    )
+def tokens_of(verify: Verify) -> torch.Tensor:
+    """The tokens of one call, `[batch, k + 1]` with -1 behind the last of a request."""
+    _, tokens, count = verify()
+    steps = torch.arange(tokens.shape[1], device=tokens.device)
+    return tokens.masked_fill(steps >= count[:, None], -1)
 
 
 class HostClock:
@@ -145,15 +163,12 @@ class HostClock:
 
     device, name = torch.device("cpu"), "cpu"
 
-    def capture(self, call: Call) -> Call:
-        """A replay of a call as a CUDA graph; it returns the outputs that it writes again."""
-        raise RuntimeError("a CPU has no CUDA graphs")
-
-    def time(self, call: Call) -> float:
-        """Microseconds of one call."""
+    def time(self, call: Call) -> tuple[float, float]:
+        """Microseconds of one call, and those of them that the host needs."""
         begin = time.perf_counter()
         call()
-        return (time.perf_counter() - begin) * 1e6
+        elapsed = (time.perf_counter() - begin) * 1e6
+        return elapsed, elapsed
 
     def bandwidth(self) -> float:
         """GB/s of the memory; not measured here."""
@@ -170,32 +185,23 @@ class GpuClock(HostClock):
         self._more_than_l2 = torch.zeros(properties.L2_cache_size, device=self.device)
         self._sink = torch.empty((), device=self.device)
 
-    def capture(self, call: Call) -> Call:
-        """Captures a call that has run before."""
-        graph = torch.cuda.CUDAGraph()
-        # A failed capture can leave its own stream the current one; this puts ours back.
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-            outputs = call()
+    def time(self, call: Call) -> tuple[float, float]:
+        """Microseconds on the stream, with a cold cache, and those that the host needs.
 
-        def replay() -> Any:
-            graph.replay()
-            return outputs
-
-        return replay
-
-    def time(self, call: Call) -> float:
-        """Microseconds on the stream, behind a read that makes the cache cold.
-
-        `triton.testing.do_bench` writes instead, which leaves lines that the cache must write back
-        while the call is timed. The host queues a graph while the read goes on.
+        The device waits until the host has launched all, as behind a model's forward pass.
+        `triton.testing.do_bench` empties the cache by writes, which leaves lines that the cache
+        must write back while the call is timed; this reads.
         """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
         torch.sum(self._more_than_l2, 0, out=self._sink)
         begin.record()
+        before = time.perf_counter()
         call()
+        host = (time.perf_counter() - before) * 1e6
         end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
+        return float(begin.elapsed_time(end)) * 1e3, host
 
     def bandwidth(self) -> float:
         """The better of reading 2 GB and of copying them, which reads and writes."""
@@ -210,23 +216,23 @@ class GpuClock(HostClock):
 
 def time_in_turn(
     clock: HostClock, calls: Mapping[Name, Call], rounds: int, warmup: int = 3
-) -> dict[Name, list[float]]:
-    """Times the calls in turn, each round in another order, and returns microseconds.
+) -> dict[Name, list[tuple[float, float]]]:
+    """Times the calls in turn, each round in another order; microseconds as the clock has them.
 
     A drift of the clock rate meets all of them, and none always follows the same other one.
     """
     names = list(calls)
-    runs: dict[Name, list[float]] = {name: [] for name in names}
+    runs: dict[Name, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(-warmup, rounds):
         first = number % len(names)
         for name in [*names[first:], *names[:first]]:
             elapsed = clock.time(calls[name])
             if number >= 0:
-                runs[name].append(round(elapsed, 3))
+                runs[name].append(elapsed)
     return runs
 
 
 def summary(runs: Sequence[float]) -> dict[str, float]:
     """Median, 20th and 80th percentile."""
-    p20, median, p80 = np.percentile(runs, (20, 50, 80)).round(3).tolist()
+    p20, median, p80 = np.percentile(runs, (20, 50, 80)).round(2).tolist()
     return {"median": median, "p20": p20, "p80": p80}

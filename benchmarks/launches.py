@@ -4,10 +4,10 @@ The tensors are on torch's meta device, which takes the accelerator's path. Each
 no view is one kernel or one copy; Triton's launches are recorded instead of run. Of Model Runner V2
 it is the verification alone. A line of JSON for each case also tells what waits for the device,
 which is an error, and what vLLM's own sampler launches for the same batch. With -v come the names.
-Two more lines tell how many bytes of logits a sampled step moves beside vLLM's, by their shapes.
+Two more lines tell how many megabytes of bfloat16 logits a sampled step of 64 requests reads beside
+vLLM's, by their shapes.
 """
 
-import functools
 import itertools
 import json
 import os
@@ -42,13 +42,6 @@ TEMPERATURES = {
     **{"greedy": (0.0, 0.0), "sampled": (0.7, 0.7), "mixed": (0.0, 0.7)},
     "drawn drafts": (0.7, 0.7),
 }
-# Newton's method takes so many steps for a row of a price between 0.1 and 1, on average.
-NEWTON_STEPS = 2
-SPEC_CONFIG: Any = SimpleNamespace(
-    num_speculative_tokens=K,
-    enable_adaptive_verification=False,
-    rejection_sample_method="standard",
-)
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -94,10 +87,6 @@ def count(counted: Counted, step: Callable[[], Any]) -> tuple[list[str], list[st
     return [*counted.launched], [*counted.waited]
 
 
-def _ids(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=META)
-
-
 def _parameters(case: str, kind: str) -> list[Any]:
     from vllm import SamplingParams
 
@@ -109,74 +98,22 @@ def _parameters(case: str, kind: str) -> list[Any]:
     ]
 
 
-def _verification(config: Any) -> Any:
-    from vllm_mars.runner.counters import CounterLayout, Counters
-    from vllm_mars.runner.verification import Verification
-
-    return Verification(config, [2], Counters(CounterLayout(K), META))
-
-
-@functools.cache
-def _vllm_config() -> Any:
-    from vllm.config import VllmConfig
-
-    return VllmConfig()
-
-
 def step_of(config: Any, case: str, kind: str) -> Callable[[], Any]:
     """The verification of a step of Model Runner V2, by vLLM's own sampler without a config."""
-    import numpy as np
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-    from vllm.v1.worker.gpu.states import RequestState
+    from benchmarks.kernel_step import Shape, Step
 
-    from vllm_mars import MarsRejectionSamplerV2
-    from vllm_mars.runner.requests_v2 import RequestsV2
-
-    states = RequestState(BATCH, 64, 64, K, VOCAB, META)
-    sampler = Sampler(_vllm_config(), BATCH, VOCAB, META, states, num_speculative_tokens=K)
-    verifier: Any = RejectionSampler(sampler, SPEC_CONFIG, META)
-    if config is not None:
-        requests, verification = RequestsV2(config, states), _verification(config)
-        sampler.logits_processors.append(requests)
-        verifier = MarsRejectionSamplerV2(sampler, SPEC_CONFIG, META, verification, requests)
-    for number, params in enumerate(_parameters(case if config else "", kind)):
-        states.add_request(str(number), 2, [5, 7, 1], 0, 64)
-        sampler.add_request(states.req_id_to_index[str(number)], params)
-    states.apply_staged_writes()
-    sampler.apply_staged_writes()
-    drafts = _ids(BATCH, K, VOCAB, dtype=torch.bfloat16) if kind == "drawn drafts" else None
-    rows, places = BATCH * (K + 1), np.array(list(states.index_to_req_id))
-    logits, inputs = _ids(rows, VOCAB, dtype=torch.bfloat16), _ids(rows)
-    pos, ends = _ids(rows, dtype=torch.int64), _ids(BATCH + 1)
-    slots, expanded, local = _ids(BATCH), _ids(rows), _ids(rows)
-    most = np.full(BATCH, 16, dtype=np.int32)
-    return lambda: verifier._verify(
-        logits, drafts, inputs, pos, ends, slots, places, expanded, local, most, inputs
-    )
-
-
-def moved(is_drawn: bool, batch: int = 64, k: int = K, vocab: int = 128_256) -> dict[str, float]:
-    """Megabytes of bfloat16 logits that a step reads where all requests sample; none are written.
-
-    vLLM reads the rows of all drafts once, and one row of each request again to draw from; with
-    drawn drafts their rows beside them. `top2_kernel` and `resample_kernel` read the same, and
-    `clip_kernel` the rows of the drafts once and both for each step of Newton's method.
-    """
-    row = 2 * vocab / 1e6
-    of_drafts, drawn_from = batch * k * row, batch * row
-    vllm = (of_drafts + drawn_from) * (1 + is_drawn)
-    mars = vllm + 2 * NEWTON_STEPS * of_drafts * is_drawn
-    return {"mars": round(mars, 1), "vllm": round(vllm, 1), "ratio": round(mars / vllm, 2)}
+    step = Step(Shape(0.7, kind == "drawn drafts", BATCH, K, VOCAB), META)
+    return step.verification(config, _parameters(case if config else "", kind))
 
 
 def count_all() -> Iterator[dict[str, Any]]:
     """A row for each case and kind of batch."""
     from vllm.platforms import current_platform
 
+    from benchmarks.kernel_step import vllm_config
     from vllm_mars import MarsConfig
 
-    _vllm_config()
+    vllm_config()
     counted = Counted()
     with (
         mock.patch.object(
@@ -205,8 +142,11 @@ def main() -> int:
         names = row.pop("names")
         print(json.dumps(row), *names if "-v" in sys.argv[1:] else (), flush=True)
         waits += row["syncs"]
+    from benchmarks.kernel_step import Shape
+
     for is_drawn in (False, True):
-        print(json.dumps({"megabytes": "drawn" if is_drawn else "fixed", **moved(is_drawn)}))
+        megabytes = Shape(1.0, is_drawn, 64, K, 128_256).moved()
+        print(json.dumps({"megabytes": "drawn" if is_drawn else "fixed", **megabytes}))
     return min(waits, 1)
 
 
