@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.kernel_step import Shape, Step, tokens_of
 from calls import LONGEST, Call, close, sampled_step, written_down
-from vllm_mars import verify_greedy
-from vllm_mars.kernels import accept, clip_kernel
+from vllm_mars import MarsConfig, verify_greedy
+from vllm_mars.kernels import accept, clip_kernel, terms
 from vllm_mars.kernels.clip import TOLERANCE
 from vllm_mars.kernels.context import blocked_positions, new_state
-from vllm_mars.kernels.terms import Markers, Step, Verdict
+from vllm_mars.kernels.terms import Markers, Verdict
 from vllm_mars.runner.repeats import AnswerNgrams
 
 if not torch.cuda.is_available():
@@ -98,6 +99,21 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
     assert accepted > 0
 
 
+@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_whole_step_of_v2_is_vllms_at_price_0_and_waits_for_nothing(temperature, is_drawn):
+    step = Step(Shape(temperature, is_drawn, 5, 4, 32_000), DEVICE)
+    strict = tokens_of(step.verification(MarsConfig(price=0.0)))
+    assert torch.equal(strict, tokens_of(step.verification(None)))
+    verify = step.verification(MarsConfig(max_loss=0.02))
+    verify()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        verify()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_nothing_waits_and_a_graph_replays():
     call = {**batch(32_000, torch.bfloat16), "price": torch.full((len(LENGTHS),), 0.7).cuda()}
     expected = verify_greedy(**call, backend="triton")
@@ -125,7 +141,7 @@ def test_the_guard_equals_its_definition(length):
     zero = ids([0])
     # The token before the draft, and its bonus row.
     inputs, ends = ids([answer[-1], *draft]), ids([len(draft) + 1])
-    step = Step(None, inputs, ends, None, zero, ids([length]), zero, len(draft))
+    step = terms.Step(None, inputs, ends, None, zero, ids([length]), zero, len(draft))
     found = blocked_positions(
         new_state(1, True, DEVICE),
         ids([answer]),
