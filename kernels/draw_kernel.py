@@ -110,10 +110,12 @@ def resample_kernel(
     first = request.to(tl.int64) * num_blocks
     tl.store(token_ptr + first + block, block * BLOCK + index)
     tl.store(value_ptr + first + block, value)
-    # Both are stored before another block sees that this one has ended.
+    # Both are stored before another block sees that this one has ended. To acquire empties the L1
+    # cache of a multiprocessor, so only the last block does: a third of the time on an H200.
     tl.debug_barrier()
-    if tl.atomic_add(ended_ptr + request, 1, sem="acq_rel") == num_blocks - 1:
-        tl.store(ended_ptr + request, 0)
+    if tl.atomic_add(ended_ptr + request, 1, sem="release") == num_blocks - 1:
+        tl.atomic_xchg(ended_ptr + request, 0, sem="acquire")
+        tl.debug_barrier()
         blocks = tl.arange(0, BLOCKS)
         values = tl.load(
             value_ptr + first + blocks,
