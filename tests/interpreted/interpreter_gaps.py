@@ -11,7 +11,8 @@ from triton.runtime import interpreter
 
 def fill() -> None:
     """Fills the gaps, in the process that calls it."""
-    libdevice.log1p = _log1p
+    # The interpreter has none of the device library: its functions are empty and return None.
+    libdevice.exp2, libdevice.log1p = _of_numpy(np.exp2), _of_numpy(np.log1p)
     interpreter._patch_lang_core = _with_tensor_range(interpreter._patch_lang_core)
     interpreter._patch_lang = _once(interpreter._patch_lang)
     builder = interpreter.InterpreterBuilder
@@ -19,9 +20,11 @@ def fill() -> None:
     builder.create_masked_store = _with_bool_mask(builder.create_masked_store, 3)
 
 
-def _log1p(x: tl.tensor) -> tl.tensor:
-    # The interpreter has none of the device library: its functions are empty and return None.
-    return tl.tensor(interpreter.TensorHandle(np.log1p(x.handle.data), x.dtype), x.type)
+def _of_numpy(function):
+    def instead(x: tl.tensor) -> tl.tensor:
+        return tl.tensor(interpreter.TensorHandle(function(x.handle.data), x.dtype), x.type)
+
+    return instead
 
 
 def _with_tensor_range(patch_lang_core):
