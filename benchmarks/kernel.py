@@ -28,7 +28,7 @@ KINDS = ((0.0, False), (1.0, False), (1.0, True), (0.7, False), (0.7, True))
 # (temperature, drawn, batch, K, vocabulary)
 GRID = [(*kind, batch, 4, 128_256) for batch, kind in itertools.product((64, 1, 16), KINDS)]
 DRY = [(*kind, 2, 3, 1_000) for kind in KINDS]
-VARIANTS: dict[str, dict[str, float] | None] = {
+VARIANTS: dict[str, dict[str, Any] | None] = {
     "vLLM": None,
     "MARS, price 0": {"price": 0.0},
     "MARS, theta 0.9": {"theta": 0.9},

@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import unittest.mock
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import steps_v2
 from steps_v2 import Request, Step, emitted, random_step
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.terms import Verdict, loss_rate, loss_units, most_lost
+from vllm_mars.runner.draft_temperature import scale_v2
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.requests_v2 import RequestsV2
 
@@ -256,6 +258,24 @@ def test_what_was_lost_is_kept_by_slot(temperature):
         # Half a nat each. What the last one has earned since it came back is a quarter.
         assert [tokens[0] for tokens in emitted(output)[:2]] == [0, 0]
         assert lost() == [number * 2**15] * 2 + before[2:]
+
+
+def test_drafts_are_drawn_at_a_share_of_what_their_slots_request_has_now():
+    """vLLM hands the device another buffer of temperatures each time that a request comes."""
+    config = MarsConfig(price=0.1, draft_temperature=0.5)
+    step = Step([Request(params(), [0])], torch.zeros(2, 9))
+    sampler, batch, seen = step.sampler(config), step.batch(), []
+    speculator = SimpleNamespace(
+        draft_logits=torch.empty(1),
+        propose=lambda input_batch, temperature: seen.append(temperature.clone()),
+    )
+    runner = SimpleNamespace(speculator=speculator, sampler=sampler.sampler)
+    drawn_at, slot = scale_v2(runner, config, sampler.requests), int(step.states[0])
+    for temperature in (0.5, 1.0, 0.25):
+        sampler.sampler.add_request(slot, params(temperature))
+        sampler.sampler.apply_staged_writes()
+        speculator.propose(batch, sampler.sampler.sampling_states.temperature.gpu)
+        assert seen[-1][slot] == drawn_at[slot] == temperature / 2
 
 
 @pytest.mark.parametrize("spans", [(), ((90, 91),)])

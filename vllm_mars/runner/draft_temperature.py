@@ -69,15 +69,15 @@ def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> torch.T
     draws = getattr(speculator, "draft_logits", None) is not None
     if not _is_scaled(draws, speculator, config):
         return None
-    temperature, propose = states.temperature.gpu, speculator.propose
-    drawn_at: torch.Tensor = temperature.clone()
+    propose, drawn_at = speculator.propose, torch.zeros_like(states.temperature.gpu)
     place = list(inspect.signature(propose).parameters).index("temperature")
 
     def propose_at_share(*args: Any, **kwargs: Any) -> Any:
         batch = args[0] if args else kwargs["input_batch"]
         # Without a request that samples, no launch is added.
         if states.temperature.np[batch.idx_mapping_np].any():
-            torch.mul(temperature, requests.draft_shares, out=drawn_at)
+            # Another buffer each time that a request comes.
+            torch.mul(states.temperature.gpu, requests.draft_shares, out=drawn_at)
             if "temperature" in kwargs:
                 kwargs["temperature"] = drawn_at
             else:
