@@ -5,7 +5,7 @@
 A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. It comes from a sweep,
 benchmarks/results/NAME.jsonl, or from columns, rows and the runs that gave them in NAME.json. There
 a cell is a text, a number, a number with both ends of its interval, or null; a column's second
-entry is the format of its numbers.
+entry is the format of its numbers, or null if the table leaves it out.
 """
 
 import dataclasses
@@ -85,13 +85,13 @@ def text(cell: Any, form: str) -> str:
     return "" if cell is None else cell if isinstance(cell, str) else format(cell, form)
 
 
-def source(run: dict[str, Any]) -> str:
-    """The commit and the machine of a run."""
+def machine(run: dict[str, Any]) -> str:
+    """What a run was measured on."""
     hardware = run["hardware"]
     cpu = re.sub(r"\(\w+\)", "", hardware["cpu"])
     model = re.search(r"model \d+", cpu)
     names = [hardware["gpu"] or " ".join(cpu.split(",")[0].split()[:2])]
-    return f"{run['git_commit'][:7]} ({' '.join(names + ([model[0]] if model else []))})"
+    return " ".join(names + ([model[0]] if model else []))
 
 
 def table(titles: Sequence[str], body: Iterable[Sequence[str]]) -> Iterable[str]:
@@ -127,12 +127,15 @@ def lines(name: str, directory: Path) -> Iterable[str]:
         path, given = RESULTS / f"{name}.json", read(name)
         columns, runs = given["columns"], given["runs"]
         body = (
-            [text(cell, form) for cell, (_, form) in zip(row, columns, strict=True)]
+            [text(cell, it[1]) for cell, it in zip(row, columns, strict=True) if it[1] is not None]
             for row in given["rows"]
         )
-        yield from (*table([title for title, _ in columns], body), "")
-    commits = ", ".join(dict.fromkeys(map(source, runs)))
-    yield f"[Commands and figures]({os.path.relpath(path, directory)}); commit {commits}."
+        yield from (*table([title for title, form in columns if form is not None], body), "")
+    commits: dict[str, dict[str, None]] = {}
+    for run in runs:
+        commits.setdefault(machine(run), {})[run["git_commit"][:7]] = None
+    told = ", ".join(f"{', '.join(of)} ({where})" for where, of in commits.items())
+    yield f"[Commands and figures]({os.path.relpath(path, directory)}); commit {told}."
 
 
 def written(page: str, directory: Path) -> str:

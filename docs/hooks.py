@@ -16,7 +16,7 @@ TARGET = re.compile(r"\]\(([^)#\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Replaces what MkDocs found by the pages, and every file that one of them links to.
+    """Replaces what MkDocs found by the pages, the style, and every file that a page links to.
 
     Args:
         files: what is in `docs_dir`, and the theme's own.
@@ -28,6 +28,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for page in pages
         for target in TARGET.findall(page.read_text(encoding="utf-8"))
     }
+    targets.update(ROOT / str(name) for name in config.extra_css)
     linked = sorted(path for path in targets.difference(pages) if path.is_file())
     ours = [
         File(

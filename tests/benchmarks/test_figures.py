@@ -12,8 +12,8 @@ from vllm_mars.experiments.records import read_sweep
 
 TABLE = {
     "schema": figures.SCHEMA,
-    "columns": [["rule", ""], ["speed", ".2f"]],
-    "rows": [["price 0.3", [1.136, 1.09, 1.2]], ["strict", None]],
+    "columns": [["rule", ""], ["not shown", None], ["speed", ".2f"]],
+    "rows": [["price 0.3", 7, [1.136, 1.09, 1.2]], ["strict", 8, None]],
     "runs": [
         {
             "git_commit": "a" * 40,
@@ -107,7 +107,7 @@ def test_wrong_marks(folder, capsys, page, message):
     ("change", "message"),
     [
         ({"schema": "other"}, "schema other"),
-        ({"rows": [["strict"]]}, "does not fit 2 columns"),
+        ({"rows": [["strict"]]}, "does not fit 3 columns"),
     ],
 )
 def test_a_file_that_does_not_fit(folder, change, message):
