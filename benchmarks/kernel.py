@@ -35,17 +35,27 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "MARS, price 0.3": {"price": 0.3},
     "MARS, max_loss 0.02": {"max_loss": 0.02},
 }
+# Of a file of figures: medians with the 20th and the 80th percentile. An empty kernel takes the
+# least that this way of timing shows.
+COLUMNS = [
+    ("step", ""),
+    *((f"{name}, us", ".0f") for name in VARIANTS),
+    ("empty kernel, us", None),
+    *((f"{name}, us of the host", None) for name in (*VARIANTS, "empty kernel")),
+    *((f"{name}, tokens per request", None) for name in VARIANTS),
+]
 
 
-def measure_cell(clock: "HostClock", shape: "Shape", rounds: int) -> dict[str, Any]:
-    """All variants of one shape.
+def measure_cell(clock: "HostClock", shape: "Shape", rounds: int) -> list[Any]:
+    """All variants of one shape: a row for `COLUMNS`.
 
     Raises:
         MismatchError: MARS at price 0 gave other tokens than vLLM.
     """
+    import numpy as np
     import torch
 
-    from benchmarks.kernel_step import Step, summary, time_in_turn, tokens_of
+    from benchmarks.kernel_step import Step, time_in_turn, tokens_of
     from vllm_mars import MarsConfig
 
     step = Step(shape, clock.device)
@@ -61,24 +71,21 @@ def measure_cell(clock: "HostClock", shape: "Shape", rounds: int) -> dict[str, A
             f"first is request {wrong[0]}."
         )
     element = torch.zeros(1, device=clock.device)
-    # The least that this way of timing shows.
     calls["empty kernel"] = lambda: element.add_(1)
-    found: dict[str, dict[str, Any]] = {}
-    for name, runs in time_in_turn(clock, calls, rounds).items():
-        on_device, on_host = zip(*runs, strict=True)
-        found[name] = {"device_us": summary(on_device), "host_us": summary(on_host)}
-        if name in tokens:
-            found[name]["tokens_per_request"] = float((tokens[name] >= 0).sum()) / shape.batch
-    return {**shape._asdict(), "megabytes": shape.moved(), "variants": found}
+    runs = time_in_turn(clock, calls, rounds)
+    times = [np.percentile(runs[name], (50, 20, 80), axis=0).round(1).T.tolist() for name in calls]
+    on_device, on_host = zip(*times, strict=True)
+    counts = [float((found >= 0).sum()) / shape.batch for found in tokens.values()]
+    return [str(shape), *on_device, *on_host, *counts]
 
 
-def lines(cell: dict[str, Any]) -> list[str]:
-    """A cell for the terminal: microseconds on the device and on the host, and tokens."""
-    return [
-        f"  {name:<22}{of['device_us']['median']:9.1f}{of['host_us']['median']:9.1f}"
-        f"{of.get('tokens_per_request', 0):7.2f}"
-        for name, of in cell["variants"].items()
-    ]
+def _shown(rows: list[list[Any]]) -> tuple[list[str], list[list[str]]]:
+    """Titles and lines of the table, without the columns that it leaves out."""
+    from benchmarks import figures
+
+    shown = [place for place, (_, form) in enumerate(COLUMNS) if form is not None]
+    body = [[figures.text(row[place], str(COLUMNS[place][1])) for place in shown] for row in rows]
+    return [str(COLUMNS[place][0]) for place in shown], body
 
 
 class MismatchError(Exception):
@@ -89,6 +96,7 @@ def measure(args: argparse.Namespace) -> int:
     """Runs the cells in turn; returns the exit status."""
     import triton
 
+    from benchmarks import figures
     from benchmarks.kernel_step import GpuClock, HostClock, Shape
     from vllm_mars.local.provenance import describe_run
     from vllm_mars.local.result_file import write_json
@@ -98,11 +106,11 @@ def measure(args: argparse.Namespace) -> int:
     bandwidth = clock.bandwidth()
     head = describe_run(None if args.dry_run else clock.name)
     head["versions"]["triton"] = triton.__version__
-    result: dict[str, Any] = {"schema": "vllm-mars/kernel/3", **head}
-    result |= {"dry_run": args.dry_run, "gb_per_s": bandwidth}
     rounds = 2 if args.dry_run else args.rounds
-    result |= {"rounds": rounds, "cells": [], "not_run": []}
-    print(f"{clock.name}, {bandwidth:.0f} GB/s; us on the device, on the host; tokens per request")
+    run = {**head, "dry_run": args.dry_run, "gb_per_s": round(bandwidth), "rounds": rounds}
+    result: dict[str, Any] = {"schema": figures.SCHEMA, "columns": COLUMNS, "rows": []}
+    result |= {"runs": [run], "not_run": []}
+    print(f"{clock.name}, {bandwidth:.0f} GB/s", *figures.table(*_shown([])), sep="\n", flush=True)
     begin, status = time.perf_counter(), 0
     for number, cell in enumerate(cells):
         if time.perf_counter() - begin > args.seconds:
@@ -115,8 +123,9 @@ def measure(args: argparse.Namespace) -> int:
             result["error"], status = str(error), 1
             print(error, file=sys.stderr)
             break
-        result["cells"].append(measured)
-        print(Shape(*cell), *lines(measured), sep="\n", flush=True)
+        result["rows"].append(measured)
+        *_, line = figures.table(*_shown([measured]))
+        print(line, flush=True)
         if args.output:
             write_json(args.output, result)
     if args.output:

@@ -230,9 +230,3 @@ def time_in_turn(
             if number >= 0:
                 runs[name].append(elapsed)
     return runs
-
-
-def summary(runs: Sequence[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile."""
-    p20, median, p80 = np.percentile(runs, (20, 50, 80)).round(2).tolist()
-    return {"median": median, "p20": p20, "p80": p80}

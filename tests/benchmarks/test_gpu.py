@@ -69,5 +69,5 @@ def test_a_dry_run(tmp_path, tiny_model):
     )
     assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
     assert child.stdout.endswith("tests: done\nkernel: done\nsweep: done\n")
-    assert len(json.loads((tmp_path / "kernel.json").read_text())["cells"]) == 2
+    assert len(json.loads((tmp_path / "kernel.json").read_text())["rows"]) == 5
     assert (tmp_path / "sweep.jsonl").exists()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.launches import META, Counted, moved
+from benchmarks.kernel_step import Shape
+from benchmarks.launches import META, Counted
 from vllm_mars.kernels.top2 import top2_kernel
 
 ROOT = Path(__file__).parents[2]
@@ -68,8 +69,9 @@ def test_sampled_and_mixed_steps_cost_no_more_than_vllms_but_for_the_context(row
 
 
 def test_bytes_of_a_sampled_step():
-    assert moved(False) == {"mars": 82.1, "vllm": 82.1, "ratio": 1.0}
-    assert moved(True)["ratio"] <= 2.6
+    assert Shape(1.0, False, 64, 4, 128_256).moved() == {"mars": 82.1, "vllm": 82.1}
+    drawn = Shape(1.0, True, 64, 4, 128_256).moved()
+    assert drawn["mars"] <= 2.6 * drawn["vllm"]
 
 
 def test_mixed_steps_cost_at_most_a_greedy_and_a_sampled_one(rows):
