@@ -88,10 +88,11 @@ def text(cell: Any, form: str) -> str:
 def machine(run: dict[str, Any]) -> str:
     """What a run was measured on."""
     hardware = run["hardware"]
+    if hardware["gpu"]:
+        return str(hardware["gpu"])
     cpu = re.sub(r"\(\w+\)", "", hardware["cpu"])
     model = re.search(r"model \d+", cpu)
-    names = [hardware["gpu"] or " ".join(cpu.split(",")[0].split()[:2])]
-    return " ".join(names + ([model[0]] if model else []))
+    return " ".join([*cpu.split(",")[0].split()[:2], *([model[0]] if model else [])])
 
 
 def table(titles: Sequence[str], body: Iterable[Sequence[str]]) -> Iterable[str]:

@@ -43,7 +43,8 @@ def test_a_file_of_figures_says_where_it_comes_from(name):
         found = figures.read(name)
         runs = found["runs"]
         assert found["rows"] and all(run["raw"] for run in runs)
-        assert re.fullmatch(r"[0-9a-f]{40}", found["raw_files_at"])
+        if any(run["raw"] != "this file" for run in runs):
+            assert re.fullmatch(r"[0-9a-f]{40}", found["raw_files_at"])
     assert runs
     for run in runs:
         assert run["command"]
