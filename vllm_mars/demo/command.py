@@ -18,7 +18,7 @@ MARS, STRICT_DRAWN = "MARS", "strict, drawn"
 # Draft tokens of strict verification, greedy and sampled, of that with drawn drafts, and of MARS:
 # as fast as any for each (docs/results.md).
 STRICT_LENGTHS, DRAWN_LENGTH, MARS_LENGTH = (3, 1), 2, 3
-PROMPTS, MAX_TOKENS, BLOCK = 24, 48, 6
+PROMPTS, MAX_TOKENS, BLOCK = 16, 48, 8
 SHORT_PROMPTS, SHORT_MAX_TOKENS = 8, 24
 EXAMPLES = 4
 
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         metavar="K",
         help="default 3, for strict verification of sampled requests 1",
     )
-    add("--prompts", metavar="FILE", help="JSON lines with 'prompt'; default 24 packaged ones")
+    add("--prompts", metavar="FILE", help="JSON lines with 'prompt'; default 16 packaged ones")
     add("--short", action="store_true", help="8 prompts, 24 tokens: that it works, not how fast")
     add("--output", type=Path, metavar="FILE", help=f"default {OUTPUT}; logs go beside it")
     add("--anew", action="store_true", help="measure again; what was there moves to FILE.old")
