@@ -27,7 +27,7 @@ from vllm_mars.local.prompts import PACKAGED
 from vllm_mars.local.server import end
 
 # Of ten; a model that takes minutes to load needs more.
-MINUTES = {"tests": 2.0, "kernel": 2.0, "sweep": 6.0}
+MINUTES = {"tests": 3.0, "kernel": 1.5, "sweep": 5.5}
 # In which a sweep ends its servers.
 GRACE_SECONDS = 20.0
 NO_TESTS_RAN = 5

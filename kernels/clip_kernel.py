@@ -238,7 +238,7 @@ def clip_rows(draws: Draws, shared: dict[str, Any]) -> torch.Tensor:
     num_rows, logits = draws.pos.shape[0], shared["logits_ptr"]
     clipped = torch.empty((num_rows, 8), device=logits.device)
     # Few rows leave most of the chip idle, so each has many threads in flight: half of what a
-    # multiprocessor takes at 64 registers. Not tuned on hardware.
+    # multiprocessor takes at 64 registers. No other number was tried on hardware.
     block = block_size(shared["vocab"])
     clip_kernel[(num_rows,)](
         clipped,
