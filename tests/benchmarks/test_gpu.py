@@ -34,12 +34,12 @@ def test_parts_are_given_what_their_commands_take(monkeypatch, tmp_path):
     named = ["--model", "some/model", "--draft", "some/draft", "--minutes", "20"]
     for arguments in ([], [*named, "--gpus", "2"]):
         assert gpu.main(["--dry-run", "--output", str(tmp_path), *arguments]) == 1
-    assert [limit for _, limit in started] == [120, 120, 360, 240, 240, 720]
+    assert [limit for _, limit in started] == [180, 90, 330, 360, 180, 660]
     packaged, sweep = (_parser().parse_args(started[index][0][2:]) for index in (2, 5))
     assert packaged.model is None and packaged.drafts == [str(PACKAGED_HEAD)]
     assert (sweep.model, sweep.drafts, sweep.gpus) == ("some/model", ["some/draft"], 2)
     assert sweep.methods == ["autoregressive", "standard", "strict", "mars"]
-    assert "--seconds=144" in started[4][0]
+    assert "--seconds=108" in started[4][0]
 
 
 def test_a_part_that_fails_does_not_hold_up_the_others(monkeypatch, tmp_path, capsys):
