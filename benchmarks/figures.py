@@ -103,6 +103,15 @@ def table(titles: Sequence[str], body: Iterable[Sequence[str]]) -> Iterable[str]
         yield f"| {' | '.join(row)} |"
 
 
+def table_of(columns: Sequence[Sequence[Any]], rows: Iterable[Sequence[Any]]) -> Iterable[str]:
+    """The lines of a table of rows, without the columns that it leaves out."""
+    body = (
+        [text(cell, form) for cell, (_, form) in zip(row, columns, strict=True) if form is not None]
+        for row in rows
+    )
+    return table([title for title, form in columns if form is not None], body)
+
+
 def lines(name: str, directory: Path) -> Iterable[str]:
     """The lines of a table and of where it comes from; a sweep has one for each temperature.
 
@@ -126,12 +135,8 @@ def lines(name: str, directory: Path) -> Iterable[str]:
             yield from (*table(shown.names, shown.rows), "")
     else:
         path, given = RESULTS / f"{name}.json", read(name)
-        columns, runs = given["columns"], given["runs"]
-        body = (
-            [text(cell, it[1]) for cell, it in zip(row, columns, strict=True) if it[1] is not None]
-            for row in given["rows"]
-        )
-        yield from (*table([title for title, form in columns if form is not None], body), "")
+        runs = given["runs"]
+        yield from (*table_of(given["columns"], given["rows"]), "")
     commits: dict[str, dict[str, None]] = {}
     for run in runs:
         commits.setdefault(machine(run), {})[run["git_commit"][:7]] = None

@@ -85,15 +85,6 @@ def measure_cell(clock: "HostClock", shape: "Shape", rounds: int) -> list[Any]:
     return [str(shape), *of_both, *map(counts.get, VARIANTS)]
 
 
-def _shown(rows: list[list[Any]]) -> tuple[list[str], list[list[str]]]:
-    """Titles and lines of the table, without the columns that it leaves out."""
-    from benchmarks import figures
-
-    shown = [place for place, (_, form) in enumerate(COLUMNS) if form is not None]
-    body = [[figures.text(row[place], str(COLUMNS[place][1])) for place in shown] for row in rows]
-    return [str(COLUMNS[place][0]) for place in shown], body
-
-
 class MismatchError(Exception):
     """MARS at price 0 gave other tokens than vLLM."""
 
@@ -122,7 +113,9 @@ def measure(args: argparse.Namespace) -> int:
     }
     result: dict[str, Any] = {"schema": figures.SCHEMA, "columns": COLUMNS, "rows": []}
     result |= {"runs": [run], "not_run": []}
-    print(f"{clock.name}, {bandwidth:.0f} GB/s", *figures.table(*_shown([])), sep="\n", flush=True)
+    print(
+        f"{clock.name}, {bandwidth:.0f} GB/s", *figures.table_of(COLUMNS, []), sep="\n", flush=True
+    )
     begin, status = time.perf_counter(), 0
     for number, cell in enumerate(cells):
         if time.perf_counter() - begin > args.seconds:
@@ -136,7 +129,7 @@ def measure(args: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
             break
         result["rows"].append(measured)
-        *_, line = figures.table(*_shown([measured]))
+        *_, line = figures.table_of(COLUMNS, [measured])
         print(line, flush=True)
         if args.output:
             write_json(args.output, result)
