@@ -1,7 +1,4 @@
-"""How much there is to read: prints each weight of the checkout, and fails above its limit.
-
-python -m tests.weight
-"""
+"""How much there is to read: prints each weight of the checkout, and fails above its limit."""
 
 import subprocess
 import sys

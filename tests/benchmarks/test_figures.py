@@ -34,6 +34,13 @@ def test_the_page_shows_what_the_files_say(page):
     assert figures.written(text, page.parent) == text, "`make figures` writes what the files say"
 
 
+def test_the_readmes_figures_stand_in_the_pages_of_results():
+    readme, *others = (page.read_text() for page in figures.pages())
+    for value, low, high in re.findall(r"(\S+) times\s\((\S+) to (\S+)\)", readme):
+        forms = f"{value} ({low}–{high})", f"{value} times ({low} to {high})"
+        assert any(form in other for form in forms for other in others)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_of_figures_says_where_it_comes_from(name):
     path = figures.RESULTS / f"{name}.jsonl"

@@ -21,10 +21,7 @@ def fill() -> None:
 
 
 def _of_numpy(function):
-    def instead(x: tl.tensor) -> tl.tensor:
-        return tl.tensor(interpreter.TensorHandle(function(x.handle.data), x.dtype), x.type)
-
-    return instead
+    return lambda x: tl.tensor(interpreter.TensorHandle(function(x.handle.data), x.dtype), x.type)
 
 
 def _with_tensor_range(patch_lang_core):
