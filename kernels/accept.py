@@ -35,8 +35,8 @@ _MIN_POSITIONS = 8
 # few large blocks take half the time of many small ones where 16 requests sample, and no more where
 # 64 do.
 _DRAW_BLOCK = 16_384
-# Positions of which none must stay strict, and blocks of which none has ended.
-_ZEROS: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+# Of each request, blocks of the draw that have ended.
+_ENDED: dict[torch.device, torch.Tensor] = {}
 
 
 def accept(
@@ -93,8 +93,8 @@ def accept(
         width=step.max_draft_len + 1,
         RULE=rule.name,
         SAMPLED=kind,
-        # One warp needs no barrier between the steps of its loops.
-        num_warps=1 if shared["POSITIONS"] * shared["SPLITS"] <= 512 else 4,
+        # One warp needs no barrier between what it loads of a record and what it stores.
+        num_warps=1,
         **shared,
     )
     if draws is not None:
@@ -108,7 +108,7 @@ def rule_arguments(
     """Launches `top2_kernel`; what the kernels that apply the rule take, as `accept` has it."""
     (num_rows, vocab), device = step.logits.shape, step.logits.device
     if blocked is None:
-        blocked = _zeros(num_rows, torch.int8, device)
+        blocked = torch.zeros(num_rows, dtype=torch.int8, device=device)
     partials, num_splits = reduce_rows(step.logits, rule.name != "price", draws)
     draft_logits = None if draws is None else draws.sampling.draft_logits
     strides = (0, 0) if draft_logits is None else draft_logits.stride()[:2]
@@ -119,7 +119,7 @@ def rule_arguments(
         "logits_ptr": step.logits,
         "logits_stride": step.logits.stride(0),
         "input_ids_ptr": step.input_ids,
-        "protected_ptr": rule.protected,
+        "protected": rule.protected,
         "blocked_ptr": blocked,
         "total_len_ptr": step.total_len,
         "prompt_len_ptr": step.prompt_len,
@@ -152,15 +152,16 @@ def _draw(
     num_blocks = triton.cdiv(shared["vocab"], draw_block)
     tokens = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
     values = torch.empty_like(tokens, dtype=torch.float64 if draws.use_fp64 else torch.float32)
-    of_rows = ("logits_ptr", "logits_stride", "input_ids_ptr", "vocab")
+    of_rows = ("logits_ptr", "logits_stride", "input_ids_ptr", "vocab", "protected", "ENDS")
     of_drafts = ("sampling", "draft_stride", "draft_step_stride")
     resample_kernel[(batch, num_blocks)](
         output.output_token_ids,
         account.table,
         tokens,
         values,
-        _zeros(batch, torch.int32, device),
+        _none_ended(batch, device),
         clipped_ptr=clipped,
+        ends_ptr=step.records.ends,
         num_sampled_ptr=output.num_accepted,
         cu_num_logits_ptr=step.cu_num_logits,
         slots_ptr=step.slots,
@@ -176,10 +177,10 @@ def _draw(
     )
 
 
-def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """At least so many, kept and 0 again after each step."""
-    found = _ZEROS.get((dtype, device))
-    if found is None or len(found) < size:
-        found = torch.zeros(triton.next_power_of_2(max(size, 4096)), dtype=dtype, device=device)
-        _ZEROS[dtype, device] = found
+def _none_ended(batch: int, device: torch.device) -> torch.Tensor:
+    """Zeros of a batch at least, which are kept, and 0 again after each step."""
+    found = _ENDED.get(device)
+    if found is None or len(found) < batch:
+        size = triton.next_power_of_2(max(batch, 4096))
+        found = _ENDED[device] = torch.zeros(size, dtype=torch.int32, device=device)
     return found

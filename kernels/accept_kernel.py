@@ -9,8 +9,11 @@ from vllm_mars.kernels.rule_kernel import (
     RELAXED,
     UNIT,
     allowance,
+    forbids,
     greedy,
+    has_ended,
     is_small,
+    kept_sums,
     log_ratio_of_clipped,
     nearest_units,
     next_share,
@@ -108,8 +111,8 @@ def accept_kernel(
     input_ids_ptr,
     # [batch], inclusive prefix sum of the rows; a request's last row is its bonus row
     cu_num_logits_ptr,
-    # [vocab] or None
-    protected_ptr,
+    # `Protected` or None
+    protected,
     # [num_rows]
     blocked_ptr,
     # [batch]
@@ -151,31 +154,34 @@ def accept_kernel(
     if SAMPLED != "no":
         is_greedy = tl.load(sampling.temperature + slot) == 0.0
 
+    ends_ptr = records.ends + slot * ENDS
     rows = read_rows(
         partials,
         logits_ptr,
         logits_stride,
         input_ids_ptr,
-        protected_ptr,
+        protected,
         blocked_ptr,
-        records.ends + slot * ENDS,
+        ends_ptr,
         row,
         is_row,
         is_draft,
-        is_greedy == 0,
         vocab,
         num_splits,
         SPLITS,
         ENDS,
-        SAMPLED != "no",
         RULE != "price",
     )
-    draft, argmax, first, _, logit, is_end, forbidden = rows
+    draft, argmax, first, _, logit, is_end, is_kept, _, _ = rows
     is_drawn = (is_greedy == 0) & (SAMPLED == "drawn")
     most, price, room = allowance(
         records, slot, total_len_ptr, prompt_len_ptr, burst, offset, is_drawn
     )
+    last = tl.load(input_ids_ptr + start)
+    is_over = has_ended(slot, ends_ptr, last, total_len_ptr, prompt_len_ptr, ENDS)
     gainful = num_gainful(is_end, offset, length, room)
+    # The last position of the answer; none where it had ended before.
+    last_counted = tl.where((is_over != 0) | (room < 0), -1, gainful)
     small = is_small(rows, tl.load(records.threshold + slot))
     verdict, loss = greedy(rows, small, most, price, gainful, offset, length, RULE)
     accepts = (verdict == FIRST) | (verdict == RELAXED)
@@ -200,7 +206,9 @@ def accept_kernel(
                 log_q = log_q / tl.load(sampling.drawn_at + slot)
                 log_q -= tl.load(of_row + 4, mask=is_read, other=0.0)
                 ratio_accepted = log_ratio_of_clipped(log_p, log_q, log_w, row_price, log_total)
-                verdict = tl.where(is_read & (offset < gainful) & (price > 0), forbidden, 0)
+                ratio_accepted = tl.where(is_kept, 0.0, ratio_accepted)
+                reason = forbids(rows, False)
+                verdict = tl.where(is_read & (offset < gainful) & (price > 0), reason, 0)
                 loss = units_of(tl.load(of_row + 5, mask=is_read, other=0.0))
                 gained = nearest_units(tl.load(of_row + 6, mask=is_read, other=0.0))
                 drift = nearest_units(tl.load(of_row + 7, mask=is_read, other=0.0))
@@ -211,9 +219,15 @@ def accept_kernel(
                 # A NaN is above nothing.
                 is_number = is_read & (log_p > -_INF)
                 log_p = tl.where(is_number, tl.minimum(log_p, 0.0), 0.0)
+                forbidden = forbids(rows, RULE != "price")
                 if RULE == "price":
+                    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+                    kept_lse = tl.where(is_number, lse, float("nan"))
+                    mass, surprise = kept_sums(row_ptr, kept_lse, protected, ends_ptr, vocab, ENDS)
+                    rest, entropy = tl.maximum(1.0 - mass, 0.0), entropy - surprise
                     verdict, bias, log_z, loss, gained, drift_nats = sampled_by_price(
-                        log_p, entropy, is_number, forbidden, most, price, gainful, offset, length
+                        *(log_p, rest, entropy, is_number, forbidden),
+                        *(most, price, gainful, offset, length),
                     )
                 else:
                     verdict, bias, log_z, loss, gained, drift_nats = sampled_by_theta(
@@ -248,7 +262,7 @@ def accept_kernel(
         drift,
         tl.where(is_draft, ratio, 0.0),
         accepted,
-        is_draft & (offset <= gainful),
+        is_draft & (offset <= last_counted),
         is_greedy,
     )
     if SAMPLED == "drawn":

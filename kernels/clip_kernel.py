@@ -21,10 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.clip import EIGHTH, MOST_PRICE, STEPS
-from vllm_mars.kernels.rule_kernel import allowance, drawn_prices, num_gainful, read_rows
+from vllm_mars.kernels.clip import EIGHTH, LEAST_REST, MOST_PRICE, STEPS
+from vllm_mars.kernels.rule_kernel import allowance, drawn_price, is_kept, kept_sums
 from vllm_mars.kernels.terms import Draws
-from vllm_mars.kernels.top2 import block_size, log_sum_exp
+from vllm_mars.kernels.top2 import block_size, log_sum_exp, reduce_splits, unpack_value
 
 # What F(w) may be off by before the division by it.
 TOLERANCE = 1e-2
@@ -57,10 +57,13 @@ def _load(
     draft_lse,
     temperature,
     token,
+    protected,
+    ends_ptr,
     vocab,
+    ENDS: tl.constexpr,
 ):
-    """Logits of tokens, their p, and r = q / p; p = 0 and r = 1 behind the vocabulary."""
-    mask = token < vocab
+    """Logits of tokens, their p, and r = q / p; p = 0 of kept ones and behind the vocabulary."""
+    mask = (token < vocab) & (is_kept(token, protected, ends_ptr, vocab, ENDS) == 0)
     target = tl.load(target_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
     p = tl.exp(target - target_lse)
     draft = tl.load(draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
@@ -84,7 +87,7 @@ def clip_kernel(
     logits_ptr,
     logits_stride,
     input_ids_ptr,
-    protected_ptr,
+    protected,
     blocked_ptr,
     total_len_ptr,
     prompt_len_ptr,
@@ -106,6 +109,7 @@ def clip_kernel(
     # Of `clip`, which says what they are.
     STEPS: tl.constexpr,
     MOST_PRICE: tl.constexpr,
+    LEAST_REST: tl.constexpr,
     EIGHTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -114,50 +118,41 @@ def clip_kernel(
     if tl.load(sampling.temperature + slot) == 0.0:
         return
     place = tl.load(row_places_ptr + own_row)
-    # The rows of the request, as in `accept_kernel`.
+    # The rows of the request are those that count on from its first.
     offset = tl.arange(0, POSITIONS)
     row = own_row - place + offset
     places = tl.load(row_places_ptr + row, mask=row < num_rows, other=-1)
-    is_row = places == offset
-    length = tl.sum(is_row.to(tl.int32), axis=0) - 1
-    draft, _, first, _, _, is_end, forbidden = read_rows(
-        partials,
-        logits_ptr,
-        logits_stride,
-        input_ids_ptr,
-        protected_ptr,
-        blocked_ptr,
-        records.ends + slot * ENDS,
-        row,
-        is_row,
-        offset < length,
-        True,
-        vocab,
-        num_splits,
-        SPLITS,
-        ENDS,
-        True,
-        False,
-    )
-    if tl.sum(tl.where(offset == place, draft, 0), axis=0) < 0:
+    length = tl.sum((places == offset).to(tl.int32), axis=0) - 1
+    draft = tl.load(input_ids_ptr + own_row + 1, mask=place < length, other=-1)
+    if (draft < 0) | (draft >= vocab):
         return
     most, price, room = allowance(
-        records, slot, total_len_ptr, prompt_len_ptr, burst, offset, place >= 0
+        records, slot, total_len_ptr, prompt_len_ptr, burst, tl.arange(0, 1), place >= 0
     )
-    gainful = num_gainful(is_end, offset, length, room)
-    prices = drawn_prices(draft, forbidden, most, price, gainful, offset)
-    price = tl.sum(tl.where(offset == place, prices, 0.0), axis=0)
+    useful = tl.minimum(length, tl.maximum(room, 0))
+    price = drawn_price(tl.max(most, axis=0), price, useful)
+    may_pay = (place < useful) & (tl.load(blocked_ptr + own_row) == 0)
 
     # int64 before the multiply: a row can start past 2**31 elements.
     target_ptr = logits_ptr + own_row.to(tl.int64) * logits_stride
     draft_ptr = sampling.draft_logits + slot * draft_stride
     draft_ptr += place.to(tl.int64) * draft_step_stride
     temperature = tl.load(sampling.drawn_at + slot)
-    lse, _ = log_sum_exp(partials, row, offset == place, first, num_splits, SPLITS)
-    target_lse = tl.sum(tl.where(offset == place, lse, 0.0), axis=0)
+    own = own_row + tl.arange(0, 1)
+    packed, _ = reduce_splits(partials, own, own >= 0, num_splits, SPLITS, False)
+    lse, entropy = log_sum_exp(partials, own, own >= 0, unpack_value(packed), num_splits, SPLITS)
+    target_lse = tl.max(lse, axis=0)
+    ends_ptr = records.ends + slot * ENDS
+    mass, of_kept = kept_sums(
+        target_ptr + tl.zeros([1], tl.int64), lse, protected, ends_ptr, vocab, ENDS
+    )
+    # What p has, and its entropy, of the tokens that are not kept.
+    rest = tl.max(1.0 - mass, axis=0)
+    rest_entropy = tl.max(entropy - of_kept, axis=0)
     draft_lse = _log_sum_exp(draft_ptr, temperature, vocab, BLOCK)
     is_finite = (target_lse > float("-inf")) & (target_lse < float("inf"))
-    price = tl.where(is_finite, tl.minimum(price, MOST_PRICE), 0.0)
+    may_pay = may_pay & is_finite & (rest > LEAST_REST)
+    price = tl.where(may_pay, tl.minimum(price, MOST_PRICE), 0.0)
     log_w = 0.0
     log_total = 0.0
     loss = 0.0
@@ -179,11 +174,11 @@ def clip_kernel(
             losses = tl.zeros([BLOCK], tl.float32)
             gains = tl.zeros([BLOCK], tl.float32)
             surprises = tl.zeros([BLOCK], tl.float32)
-            entropies = tl.zeros([BLOCK], tl.float32)
             for start in range(0, vocab, BLOCK):
                 token = start + tl.arange(0, BLOCK)
                 target, p, ratio = _load(
-                    target_ptr, target_lse, draft_ptr, draft_lse, temperature, token, vocab
+                    *(target_ptr, target_lse, draft_ptr, draft_lse, temperature, token),
+                    *(protected, ends_ptr, vocab, ENDS),
                 )
                 clipped = tl.maximum(tl.minimum(ratio, w * spread), w)
                 share = p * clipped
@@ -194,16 +189,15 @@ def clip_kernel(
                 gains += p * (tl.minimum(clipped, ratio) - tl.minimum(ratio, 1.0))
                 surprise = tl.where(p > 0.0, target_lse - target, 0.0)
                 surprises += share * surprise
-                entropies += p * surprise
-            total = tl.sum(sums, axis=0)
-            flat = tl.sum(flats, axis=0)
+            total = tl.sum(sums, axis=0) / rest
+            flat = tl.sum(flats, axis=0) / rest
             log_w = tl.log(w)
             log_total = tl.log(total)
-            loss = tl.maximum(tl.sum(losses, axis=0) / total - log_total, 0.0)
+            loss = tl.maximum(tl.sum(losses, axis=0) / total - rest * log_total, 0.0)
             # The division by F(w) takes from what meets q, or adds to what q is above.
-            moved = tl.sum(aboves, axis=0) + tl.where(total > 1.0, flat, 0.0)
+            moved = tl.sum(aboves, axis=0) + tl.where(total > 1.0, rest * flat, 0.0)
             gain = tl.sum(gains, axis=0) + moved * (1.0 / total - 1.0)
-            drift = tl.sum(surprises, axis=0) / total - tl.sum(entropies, axis=0)
+            drift = tl.sum(surprises, axis=0) / total - rest_entropy
             low = tl.where(total < 1.0, w, low)
             high = tl.where(total > 1.0, w, high)
             newton = w * (1.0 - flat) / (total - flat)
@@ -249,6 +243,7 @@ def clip_rows(draws: Draws, shared: dict[str, Any]) -> torch.Tensor:
         START=START,
         STEPS=STEPS,
         MOST_PRICE=MOST_PRICE,
+        LEAST_REST=LEAST_REST,
         EIGHTH=EIGHTH,
         BLOCK=block,
         num_warps=16 if block == 4096 else 4,

@@ -2,9 +2,10 @@
 
 `vllm_mars.runner.sections` defines the markers' states and the walk, `vllm_mars.runner.repeats`
 what repeats an answer. One program serves one request. It takes in the tokens that were committed
-since its last step, walks through the drafts, and compares the n-grams that end with them with
-those of the answer's last `GUARD_WINDOW` tokens, which it keeps in a ring on the device: a step
-reads only the new tokens from where Model Runner V2 keeps them, the host's memory.
+since its last step, walks through the drafts, and compares the n-grams that end with them (of a
+request that samples, what stands before the last token) with those of the answer's last
+`GUARD_WINDOW` tokens, which it keeps in a ring on the device: a step reads only the new tokens from
+where Model Runner V2 keeps them, the host's memory.
 """
 
 from typing import NamedTuple
@@ -98,7 +99,7 @@ def _token_at(index, wanted, ring_ptr, num_answer, draft_ptr, WINDOW: tl.constex
         *("blocked_ptr", "state_ptr", "begun_ptr", "scanned_ptr", "held_ptr"),
         *("is_structured_ptr", "ring_ptr"),
         *("slots_ptr", "tokens_ptr", "total_len_ptr", "prompt_len_ptr"),
-        *("input_ids_ptr", "cu_num_logits_ptr", "opens_ptr", "closes_ptr"),
+        *("temperature_ptr", "input_ids_ptr", "cu_num_logits_ptr", "opens_ptr", "closes_ptr"),
     ],
 )
 def context_kernel(
@@ -119,6 +120,7 @@ def context_kernel(
     # By slot
     total_len_ptr,
     prompt_len_ptr,
+    temperature_ptr,
     # [num_rows]: a row's draft token stands one entry behind it, and a request's last row has none
     input_ids_ptr,
     # [batch], inclusive prefix sum of the rows
@@ -132,6 +134,8 @@ def context_kernel(
     opening,
     HAS_MARKERS: tl.constexpr,
     ONLY_THINKING: tl.constexpr,
+    # Whether drafts are the last token again where the drafter has none.
+    FILLS: tl.constexpr,
     # Tokens of an n-gram; 0 for no guard.
     LENGTH: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -178,10 +182,15 @@ def context_kernel(
     tl.store(held_ptr + slot, total)
 
     is_structured = tl.load(is_structured_ptr + slot) != 0
+    temperature = tl.load(temperature_ptr + slot)
     for first in range(0, num_draft, DRAFTS):
         offset = first + tl.arange(0, DRAFTS)
         is_draft = offset < num_draft
         blocked = tl.zeros([DRAFTS], tl.int32)
+        if FILLS:
+            draft = tl.load(draft_ptr + offset, mask=is_draft, other=-1)
+            last = tl.load(draft_ptr + offset - 1, mask=is_draft, other=-2)
+            blocked = tl.where(draft == last, _REPEAT, blocked)
         if LENGTH > 0:
             # Where the n-gram begins that ends with this draft token.
             begin = num_answer + offset - (LENGTH - 1)
@@ -196,7 +205,11 @@ def context_kernel(
                         begin + k, has_ngram, ring_ptr, num_answer, draft_ptr, WINDOW
                     )
                     other = _token_at(earlier + k, is_held, ring_ptr, num_answer, draft_ptr, WINDOW)
-                    same = same & (wanted[:, None] == other[None, :])
+                    differs = wanted[:, None] != other[None, :]
+                    if k == LENGTH - 1:
+                        # Of a request that samples any token may stand there.
+                        differs = tl.where(temperature != 0.0, False, differs)
+                    same = same & (differs == 0)
                 repeats = tl.max(same.to(tl.int32), axis=1)
                 blocked = tl.where(repeats != 0, _REPEAT, blocked)
         if HAS_MARKERS:
@@ -218,8 +231,10 @@ def blocked_positions(
     state: ContextState,
     tokens: torch.Tensor,
     step: Step,
+    temperature: torch.Tensor,
     markers: Markers,
     ngram: int,
+    fills: bool = False,
 ) -> torch.Tensor:
     """Launches `context_kernel`; the state moves on.
 
@@ -227,8 +242,10 @@ def blocked_positions(
         state: of all slots.
         tokens: int32 `[S, max_model_len]`, prompt and output of each slot.
         step: its logits are not read.
+        temperature: float32 `[S]`; 0 is greedy.
         markers: of the engine.
         ngram: tokens of an n-gram that must not be repeated; 0 for no guard.
+        fills: whether drafts are the last token again where the drafter has none.
 
     Returns:
         int8 `[num_rows]`, a `Verdict` where a row's draft token must stay strict, else 0; a bonus
@@ -244,6 +261,7 @@ def blocked_positions(
         tokens.stride(0),
         step.total_len,
         step.prompt_len,
+        temperature,
         step.input_ids,
         step.cu_num_logits,
         markers.opens,
@@ -253,6 +271,7 @@ def blocked_positions(
         markers.opening,
         HAS_MARKERS=markers.opens.shape[0] > 0 or markers.only_thinking or markers.opening > 0,
         ONLY_THINKING=markers.only_thinking,
+        FILLS=fills,
         LENGTH=ngram,
         WINDOW=state.ring.shape[1],
         DRAFTS=_DRAFTS,

@@ -7,57 +7,97 @@ number of logits above a pivot, a draft token x is one of the two largest within
     x is not the argmax:  z[x] > t  and  larger(z[x]) <= 1      (z[x] is z2, or ties with z1)
     x is the argmax:      larger(t) >= 2                        (z1 and z2 are above t)
 
-so a step reads all rows once, for the argmax, once more the candidate rows alone, and, where a
-request samples, for the softmax. float32 logits are read in place; others are
-converted first.
+so a step reads all rows once, for the argmax, and once more the candidate rows alone. float32
+logits are read in place; others are converted first. Where a request samples, their softmax is
+read as well; of drawn drafts only that of the rows which are reached.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from vllm_mars.kernels import rule as definition
-from vllm_mars.kernels.clip import Clipped
+from vllm_mars.kernels.clip import clip_row
 from vllm_mars.kernels.rule import Allowance, Position, Rows
 from vllm_mars.kernels.terms import (
-    END_NATS,
     LOSS_BITS,
     MOST_LOSS,
     Account,
     Drafts,
     Requests,
     Rule,
+    RuleName,
     Verdict,
     VerifyOutput,
     count_starts,
 )
 
-ReadRows = Callable[..., tuple[Rows, np.ndarray]]
+
+class Chance(Protocol):
+    """What decides where a request samples."""
+
+    def accepts(self, position: int, probability: float) -> bool:
+        """Whether the draft token at a position stays that does so with this probability."""
+
+    def draws(self, place: int, weights: torch.Tensor) -> int:
+        """The token that comes instead; the weights, float32 `[vocab]`, may be written."""
 
 
-class Plan(NamedTuple):
-    """What was decided about a step in which requests sample.
+class Random(NamedTuple):
+    """Random numbers.
 
     Attributes:
-        begins: where each request's draft begins, and behind the last one the end.
-        positions: of each draft position of a request that samples, and of one that is greedy.
-        gainful: of each request, the positions that a further token of its answer can follow.
-        is_greedy: of each request.
-        saved: `[num_draft, 1]`, the draft tokens' logits before anything was added.
-        clipped: where drafts are drawn, the rows that are served instead.
-        prices: with `clipped`, the price in nats at each position.
+        uniform: float64 `[num_draft]`, in [0, 1).
+        noise: `[batch, vocab]`, the reciprocals of exponential random numbers.
     """
 
-    begins: list[int]
-    positions: list[Position]
-    gainful: list[int]
-    is_greedy: list[bool]
-    saved: torch.Tensor
-    clipped: Clipped | None = None
-    prices: Sequence[float] = ()
+    uniform: np.ndarray
+    noise: torch.Tensor
+
+    def accepts(self, position: int, probability: float) -> bool:
+        """See `Chance`."""
+        return bool(probability > 0 and probability >= self.uniform[position])
+
+    def draws(self, place: int, weights: torch.Tensor) -> int:
+        """See `Chance`."""
+        noise = self.noise[place]
+        return int(
+            (weights.mul_(noise) if noise.dtype == weights.dtype else weights * noise).argmax()
+        )
+
+
+class Sampled(NamedTuple):
+    """How the requests of a step sample.
+
+    Attributes:
+        temperature: float32 `[batch]`; 0 is greedy. The logits have been divided by it.
+        chance: what decides.
+        draft_probs: float32 `[num_draft, vocab]`, what drafts were drawn from; None if they were
+            not drawn.
+    """
+
+    temperature: torch.Tensor
+    chance: Chance
+    draft_probs: torch.Tensor | None = None
+
+
+class Emitted(NamedTuple):
+    """What a step emits for one request.
+
+    Attributes:
+        accepted: draft tokens.
+        token: what comes in the place of the first rejected one, or None where all are accepted.
+        positions: what was decided at the positions that were looked at.
+        log_ratios: of a request that samples, log m - log p of each token.
+    """
+
+    accepted: int
+    token: int | None
+    positions: Sequence[Position]
+    log_ratios: Sequence[float] = ()
 
 
 def read_rows(
@@ -67,7 +107,6 @@ def read_rows(
     rule: Rule,
     blocked: Sequence[int] | None,
     is_sampled: np.ndarray | None = None,
-    is_drawn: bool = False,
 ) -> tuple[Rows, np.ndarray]:
     """What the rule reads, and the argmax of each row of logits, int64 `[num_rows]`.
 
@@ -77,9 +116,7 @@ def read_rows(
         ends: int32 `[num_draft, E]`, the tokens that end the request of each position.
         rule: of the engine.
         blocked: a `Verdict` at each position that must stay strict, else 0; or None.
-        is_sampled: bool `[num_draft]`, which positions are of requests that sample; None if none
-            are.
-        is_drawn: whether the drafts of those are drawn, of which log p and entropy are not read.
+        is_sampled: bool `[num_draft]`, which positions are of requests that sample.
     """
     rows = drafts.logits.detach().float().numpy()
     row_argmax = rows.argmax(axis=-1)
@@ -107,18 +144,11 @@ def read_rows(
             for i in np.flatnonzero(is_small):
                 larger = np.count_nonzero(rows[target[i]] > (t if is_argmax[i] else logit)[i])
                 is_small[i] = larger >= 2 if is_argmax[i] else larger <= 1
-    is_near_end = may_end(rows, target, first, ends, is_sampled)
-    log_p = entropy = None
-    if is_sampled is not None and not is_drawn:
-        # torch's softmax takes a quarter of the time of NumPy's exponentials. That of the first
-        # choice never underflows.
-        p = drafts.logits.softmax(dim=-1).numpy()
-        with np.errstate(invalid="ignore"):
-            log_first = np.log(p[target, argmax])
-            log_p = np.minimum(logit - first + log_first, 0.0)
-            of_rows = zip(target, first, log_first, strict=True)
-            entropy = [entropy_of(p[row], rows[row], *of) for row, *of in of_rows]
-        log_p[~(in_vocab & is_sampled)] = -math.inf
+    is_end = in_vocab & _is_among(safe, ends)
+    is_kept, keeps_first = is_end, _is_among(argmax, ends)
+    if rule.protected is not None:
+        mask = rule.protected.mask.numpy()
+        is_kept, keeps_first = is_kept | (in_vocab & mask[safe]), keeps_first | mask[argmax]
     return (
         Rows(
             np.where(in_vocab, ids, -1).tolist(),
@@ -126,63 +156,61 @@ def read_rows(
             units.astype(np.int64).tolist(),
             is_small.tolist(),
             (in_vocab & (logit > -np.inf) & (first < np.inf)).tolist(),
-            (in_vocab & is_among(safe, ends)).tolist(),
-            forbidden(safe, argmax, ends, is_near_end, rule, blocked),
-            None if log_p is None else log_p.tolist(),
-            entropy,
+            is_end.tolist(),
+            is_kept.tolist(),
+            (in_vocab & keeps_first).tolist(),
+            [0] * len(ids) if blocked is None else blocked,
         ),
         row_argmax,
     )
 
 
-def entropy_of(p: np.ndarray, logits: np.ndarray, first: float, log_first: float) -> float:
-    """The entropy in nats of p, the softmax of a row of which `first` is the largest logit."""
-    found = float(p.dot(first - logits) - log_first)
-    # Where something is forbidden that was 0 times infinity. Logarithms take four times as long.
-    return found if found == found else float(torch.special.entr(torch.from_numpy(p)).sum())
-
-
-def is_among(token: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _is_among(token: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Whether each position's token is one of those that end its request; bool `[num_draft]`."""
     found: np.ndarray = (ends == token[:, None]).any(axis=1)
     return found
 
 
-def may_end(
-    rows: np.ndarray,
-    target: np.ndarray,
-    first: np.ndarray,
-    ends: np.ndarray,
-    is_sampled: np.ndarray | None,
-) -> np.ndarray:
-    """Whether the draw at a position may well end its request; bool `[num_draft]`."""
-    if is_sampled is None:
-        return np.zeros(len(target), dtype=bool)
-    is_token = (ends >= 0) & (ends < rows.shape[1])
-    logits = np.where(is_token, rows[target[:, None], np.where(is_token, ends, 0)], -np.inf)
-    nearest = logits.max(axis=1, initial=-np.inf)
-    found: np.ndarray = is_sampled & (nearest >= first - np.float32(END_NATS))
-    return found
+def read_probabilities(
+    rows: Rows, logits: torch.Tensor, begins: list[int], kept: list[torch.Tensor]
+) -> tuple[Rows, torch.Tensor]:
+    """Adds what the rule reads where requests sample, with drafts that are not drawn.
+
+    Args:
+        rows: of the step.
+        logits: float32 `[num_draft, vocab]`.
+        begins: where each request's draft begins, and behind the last one the end.
+        kept: of each request, int64 `[n]`, the tokens of S, each once.
+
+    Returns:
+        The rows, and the softmax of the logits.
+    """
+    # torch's softmax takes a quarter of the time of NumPy's exponentials.
+    shares = logits.softmax(dim=-1)
+    p, z = shares.numpy(), logits.numpy()
+    at, draft = np.arange(len(p)), np.asarray(rows.draft, dtype=np.int64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        # That of the first choice never underflows.
+        log_first = np.log(p[at, rows.argmax])
+        first = z[at, rows.argmax]
+        log_p = np.minimum(z[at, np.maximum(draft, 0)] - first + log_first, 0.0)
+        entropy = [_entropy(*of) for of in zip(p, z, first, log_first, strict=True)]
+    log_p[draft < 0] = -math.inf
+    rest, rest_entropy = [], []
+    for begin, end, own in zip(begins[:-1], begins[1:], kept, strict=True):
+        of_kept = shares[begin:end, own].double()
+        rest += (1 - of_kept.sum(1)).clamp(min=0).tolist()
+        rest_entropy += torch.special.entr(of_kept).sum(1).tolist()
+    rest_entropy = [whole - part for whole, part in zip(entropy, rest_entropy, strict=True)]
+    sums = {"rest": rest, "entropy": entropy, "rest_entropy": rest_entropy}
+    return rows._replace(log_p=log_p.tolist(), **sums), shares
 
 
-def forbidden(
-    draft: np.ndarray,
-    argmax: np.ndarray,
-    ends: np.ndarray,
-    is_near_end: np.ndarray,
-    rule: Rule,
-    blocked: Sequence[int] | None,
-) -> list[int]:
-    """Why each position must stay strict, or NONE."""
-    is_protected = is_among(draft, ends) | is_among(argmax, ends) | is_near_end
-    if rule.protected is not None:
-        mask = rule.protected.cpu().numpy()
-        is_protected |= mask[draft] | mask[argmax]
-    reasons = np.where(is_protected, Verdict.PROTECTED, 0)
-    found: list[int] = reasons.tolist()
-    if blocked is not None:
-        found = [block or reason for block, reason in zip(blocked, found, strict=True)]
-    return found
+def _entropy(p: np.ndarray, logits: np.ndarray, first: float, log_first: float) -> float:
+    """The entropy in nats of p, the softmax of a row of which `first` is the largest logit."""
+    found = float(p.dot(first - logits) - log_first)
+    # Where something is forbidden that was 0 times infinity. Logarithms take four times as long.
+    return found if found == found else float(torch.special.entr(torch.from_numpy(p)).sum())
 
 
 def accept(
@@ -191,214 +219,196 @@ def accept(
     rule: Rule,
     blocked: Sequence[int] | None = None,
     account: Account | None = None,
-    read: ReadRows = read_rows,
+    sampled: Sampled | None = None,
 ) -> VerifyOutput:
-    """Verifies a step of greedy requests; what they lose is added to their records."""
-    begins, *of_positions = _prepare(drafts, requests)
-    rows, row_argmax = read(drafts, *of_positions, rule, blocked)
-    batch = len(begins) - 1
-    tokens = np.full((batch, drafts.max_draft_len + 1), -1, dtype=np.int32)
+    """Verifies a step; what its requests lose is added to their records.
+
+    Args:
+        drafts: the step's; where requests sample, with processed float32 logits, a row for each
+            draft token in order.
+        requests: of the step.
+        rule: of the engine.
+        blocked: a `Verdict` at each position that must stay strict, else 0; or None.
+        account: where the step is counted.
+        sampled: how the requests sample; None if all are greedy.
+    """
+    begins = [0, *drafts.cu_num_draft_tokens.tolist()]
+    batch, lengths, slots = len(begins) - 1, np.diff(begins), requests.slots.long()
+    thresholds = requests.records.threshold[slots].numpy()
+    ends = requests.records.ends[slots].numpy()
+    is_sampled, samples = None, [False] * batch
+    if sampled is not None:
+        samples = (sampled.temperature != 0).tolist()
+        is_sampled = np.repeat(samples, lengths)
+    of_positions = thresholds.repeat(lengths), ends.repeat(lengths, axis=0)
+    rows, row_argmax = read_rows(drafts, *of_positions, rule, blocked, is_sampled)
+    kept = [_kept(rule, own, drafts.logits.shape[1]) for own in ends] if any(samples) else []
+    draft_probs = None if sampled is None else sampled.draft_probs
+    if any(samples) and draft_probs is None:
+        rows, shares = read_probabilities(rows, drafts.logits, begins, kept)
     bonus: list[int] | None = None
     if drafts.bonus_rows is not None:
-        bonus = row_argmax[drafts.bonus_rows.cpu().numpy()].tolist()
+        bonus = row_argmax[drafts.bonus_rows.numpy()].tolist()
     elif drafts.bonus_token_ids is not None:
         bonus = drafts.bonus_token_ids.reshape(-1).tolist()
+    tokens = np.full((batch, drafts.max_draft_len + 1), -1, dtype=np.int32)
     summary = np.zeros((3, batch), dtype=np.int64)
-    for place, allowed in enumerate(_allowances(requests, rule, [False] * batch)):
+    for place, allowed in enumerate(_allowances(requests, rule, ends, samples, draft_probs)):
         begin, end = begins[place : place + 2]
-        verdicts = definition.greedy(rows, begin, end, rule.name, allowed)
-        gainful = definition.num_gainful(rows, begin, end, allowed)
-        accepted = _accepted(verdicts)
+        own = rows, begin, end, allowed
+        if sampled is None or not samples[place]:
+            emitted = _greedy(*own, rule.name)
+        elif draft_probs is None:
+            emitted = _fixed(*own, rule.name, shares, kept[place], place, sampled.chance)
+        else:
+            of_drafts = drafts.logits, draft_probs
+            emitted = _drawn(*own, *of_drafts, kept[place], place, sampled.chance)
+        accepted = emitted.accepted
         tokens[place, :accepted] = rows.draft[begin : begin + accepted]
-        if begin + accepted < end:
-            tokens[place, accepted] = rows.argmax[begin + accepted]
+        if emitted.token is not None:
+            tokens[place, accepted] = emitted.token
         elif bonus is not None:
             tokens[place, accepted] = bonus[place]
-        positions = [
-            _of_greedy(verdict, rows.loss[begin + i]) for i, verdict in enumerate(verdicts)
-        ]
-        num_relaxed, lost, _ = _finish(
-            place,
-            positions[: gainful + 1],
-            rows.draft[begin:end],
-            accepted,
-            True,
-            requests,
-            account,
+        # What lies behind the answer's end is no part of it.
+        most = min(definition.num_gainful(rows, begin, end, allowed), allowed.room) + 1
+        counted = emitted._replace(positions=emitted.positions[:most])
+        drafted = rows.draft[begin:end]
+        num_relaxed, lost, drift = _write_down(
+            counted, drafted, not samples[place], place, requests, account
         )
+        shares_drawn_at = requests.records.draft_share
+        if samples[place] and draft_probs is not None and shares_drawn_at is not None:
+            slot = slots[place]
+            share = definition.next_share(float(shares_drawn_at[slot]), drift, rule.share_gain)
+            shares_drawn_at[slot] = share
         summary[:, place] = accepted, num_relaxed, lost
     accepted_, relaxed_, lost_ = torch.from_numpy(summary)
     return VerifyOutput(torch.from_numpy(tokens), accepted_.int(), relaxed_.int(), lost_)
 
 
-def plan(
-    drafts: Drafts,
+def _kept(rule: Rule, ends: np.ndarray, vocab: int) -> torch.Tensor:
+    """The tokens that keep their probability in a request, each once; int64."""
+    own = {token for token in ends.tolist() if 0 <= token < vocab}
+    if rule.protected is not None:
+        own.update(rule.protected.ids.tolist())
+    return torch.tensor(sorted(own - {-1}), dtype=torch.int64)
+
+
+def _allowances(
     requests: Requests,
     rule: Rule,
-    temperature: torch.Tensor,
-    blocked: Sequence[int] | None = None,
-    clip: Callable[[torch.Tensor], Clipped] | None = None,
-    read: ReadRows = read_rows,
-) -> Plan:
-    """Decides about a step in which requests sample, and adds it to the draft tokens' logits.
-
-    Args:
-        drafts: the step's, with processed float32 logits, a row for each draft in order.
-        requests: of the step; their records are read.
-        rule: of the engine.
-        temperature: float32 `[batch]`; 0 is greedy.
-        blocked: as in `read_rows`.
-        clip: makes `clip_rows` of the prices at the positions, where drafts are drawn.
-        read: reads the rows.
-    """
-    begins, *of_positions = _prepare(drafts, requests)
-    is_greedy = (temperature == 0).tolist()
-    lengths = [end - begin for begin, end in zip(begins[:-1], begins[1:], strict=True)]
-    is_sampled = np.repeat(np.logical_not(is_greedy), lengths)
-    rows, _ = read(drafts, *of_positions, rule, blocked, is_sampled, clip is not None)
-    positions: list[Position] = []
-    prices: list[float] = []
-    gainful: list[int] = []
-    is_drawn = [clip is not None and not greedy for greedy in is_greedy]
-    for place, allowed in enumerate(_allowances(requests, rule, is_drawn)):
-        begin, end = begins[place : place + 2]
-        gainful.append(definition.num_gainful(rows, begin, end, allowed))
-        if is_greedy[place]:
-            verdicts = definition.greedy(rows, begin, end, rule.name, allowed)
-            positions += map(_of_greedy, verdicts, rows.loss[begin:end])
-            prices += [0.0] * (end - begin)
-        elif clip is None:
-            positions += definition.sampled(rows, begin, end, rule.name, allowed)
-        else:
-            prices += definition.drawn_prices(rows, begin, end, allowed)
-            last = begin + gainful[-1] if allowed.price > 0 else begin
-            positions += [
-                Position(Verdict(rows.forbidden[i] * (i < last and rows.draft[i] >= 0)))
-                for i in range(begin, end)
-            ]
-    index = drafts.draft_token_ids.long().clamp(0, drafts.logits.shape[1] - 1)[:, None]
-    saved = drafts.logits.gather(1, index)
-    clipped = None
-    if clip is not None:
-        clipped = clip(torch.tensor(prices, dtype=torch.float32))
-        losses = map(definition.units_of, clipped.losses.tolist())
-        gained = map(definition.nearest_units, clipped.gained.tolist())
-        drifts = map(definition.nearest_units, clipped.drift.tolist())
-        positions = [
-            position._replace(loss=lost, gained=gain, drift=drift) if sampled else position
-            for position, lost, gain, drift, sampled in zip(
-                positions, losses, gained, drifts, is_sampled, strict=True
-            )
-        ]
-    logits = drafts.logits if clipped is None else clipped.logits
-    if any(position.bias for position in positions):
-        # The largest finite logit: its probability is exactly 1, and softmax meets no inf - inf.
-        certain = torch.finfo(logits.dtype).max
-        bias = torch.tensor([position.bias for position in positions])[:, None]
-        served = logits.gather(1, index) + bias
-        logits.scatter_(1, index, torch.where(bias.isinf(), certain, served))
-    return Plan(begins, positions, gainful, is_greedy, saved, clipped, prices)
-
-
-def settle(
-    plan: Plan,
-    drafts: Drafts,
-    requests: Requests,
-    rule: Rule,
-    output_token_ids: torch.Tensor,
-    account: Account | None = None,
-) -> None:
-    """Restores the logits that `plan` changed, and writes down what the step did.
-
-    Args:
-        plan: of this step.
-        drafts: the step's.
-        requests: of the step; what they lost is added to their records.
-        rule: of the engine.
-        output_token_ids: int32 `[batch, max_draft_len + 1]`, -1 behind the last token.
-        account: where the step is counted.
-    """
-    if plan.clipped is None:
-        index = drafts.draft_token_ids.long().clamp(0, drafts.logits.shape[1] - 1)[:, None]
-        drafts.logits.scatter_(1, index, plan.saved)
-    ids = drafts.draft_token_ids.tolist()
-    for place, tokens in enumerate(output_token_ids.tolist()):
-        begin, end = plan.begins[place : place + 2]
-        accepted = sum(token >= 0 for token in tokens) - 1
-        is_greedy = plan.is_greedy[place]
-        positions, draft = plan.positions[begin:end], ids[begin:end]
-        counted = positions[: plan.gainful[place] + 1]
-        _, _, drift = _finish(place, counted, draft, accepted, is_greedy, requests, account)
-        if plan.clipped is not None and not is_greedy and requests.records.draft_share is not None:
-            slot, shares = requests.slots[place], requests.records.draft_share
-            shares[slot] = definition.next_share(float(shares[slot]), drift, rule.share_gain)
-        if is_greedy or account is None or account.table is None:
-            continue
-        ratios = account.table[place, 0]
-        for offset, token in enumerate(tokens[: accepted + 1]):
-            if begin + offset == end:
-                ratios[offset] = 0.0
-            elif plan.clipped is None:
-                position = positions[offset]
-                bias = position.bias if offset < accepted and position.bias < math.inf else 0.0
-                ratios[offset] = bias - position.log_z
-            else:
-                row = begin + offset
-                rows = plan.clipped.logits, drafts.logits
-                # From a row of NaN vLLM's sampler may draw what is no token.
-                place_of = min(token, drafts.logits.shape[1] - 1)
-                served, own = (float(logits[row, place_of]) for logits in rows)
-                lse = float(plan.clipped.target_lse[row])
-                ratios[offset] = served - own + lse if plan.prices[row] else 0.0
-
-
-def _prepare(drafts: Drafts, requests: Requests) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Where each request's draft begins; the threshold and the end tokens at each position."""
-    begins = drafts.cu_num_draft_tokens.cpu().numpy()
-    lengths = np.diff(begins, prepend=0)
-    records, slots = requests.records, requests.slots.long()
-    thresholds, ends = (of[slots].cpu().numpy() for of in (records.threshold, records.ends))
-    return [0, *begins.tolist()], thresholds.repeat(lengths), ends.repeat(lengths, axis=0)
-
-
-def _allowances(requests: Requests, rule: Rule, is_drawn: Sequence[bool]) -> list[Allowance]:
+    ends: np.ndarray,
+    samples: list[bool],
+    draft_probs: torch.Tensor | None,
+) -> Iterator[Allowance]:
     records, slots = requests.records, requests.slots.long()
     of_slots = (records.price, records.price_scale, records.rate, records.lost, records.most_tokens)
-    own = (values[slots].tolist() for values in of_slots)
-    return [
-        Allowance.of(price, scale, rate, rule.burst, lost, produced, most_tokens, drawn)
-        for price, scale, rate, lost, most_tokens, produced, drawn in zip(
-            *own, requests.produced.tolist(), is_drawn, strict=True
-        )
-    ]
+    own = zip(*(values[slots].tolist() for values in of_slots), strict=True)
+    at = zip(requests.produced.tolist(), requests.last.tolist(), ends.tolist(), strict=True)
+    for of_slot, (produced, last, own_ends), is_sampled in zip(own, at, samples, strict=True):
+        price, scale, rate, lost, most_tokens = of_slot
+        is_drawn = is_sampled and draft_probs is not None
+        found = Allowance.of(price, scale, rate, rule.burst, lost, produced, most_tokens, is_drawn)
+        has_ended = produced > 0 and last >= 0 and last in own_ends
+        yield found._replace(room=-1) if has_ended else found
 
 
-def _accepted(verdicts: Sequence[Verdict]) -> int:
+def _greedy(rows: Rows, begin: int, end: int, allowed: Allowance, name: RuleName) -> Emitted:
+    verdicts = definition.greedy(rows, begin, end, name, allowed)
+    positions = []
     for offset, verdict in enumerate(verdicts):
+        loss = rows.loss[begin + offset]
+        positions.append(Position(verdict, loss=loss, gained=1 << LOSS_BITS, drift=loss))
         if verdict not in (Verdict.FIRST, Verdict.RELAXED):
-            return offset
-    return len(verdicts)
+            return Emitted(offset, rows.argmax[begin + offset], positions)
+    return Emitted(len(verdicts), None, positions)
 
 
-def _of_greedy(verdict: Verdict, loss: int) -> Position:
-    if verdict == Verdict.RELAXED:
-        return Position(verdict, math.inf, 0.0, loss, 1 << LOSS_BITS, loss)
-    return Position(verdict)
-
-
-def _finish(
+def _fixed(
+    rows: Rows,
+    begin: int,
+    end: int,
+    allowed: Allowance,
+    name: RuleName,
+    p: torch.Tensor,
+    kept: torch.Tensor,
     place: int,
-    positions: Sequence[Position],
+    chance: Chance,
+) -> Emitted:
+    positions = definition.sampled(rows, begin, end, name, allowed)
+    log_ratios: list[float] = []
+    for offset, position in enumerate(positions):
+        i = begin + offset
+        draft, log_z = rows.draft[i], position.log_z
+        # What is strict compares vLLM's own number.
+        accepted = float(p[i, draft]) if draft >= 0 else 0.0
+        if position.bias:
+            accepted = math.exp(min(rows.log_p[i] + position.bias - log_z, 0.0))
+        if position.verdict == Verdict.RELAXED:
+            accepted, position = 1.0, position._replace(bias=0.0)
+        if chance.accepts(i, accepted):
+            log_ratios.append(position.bias - log_z)
+            continue
+        weights = p[i]
+        if draft >= 0:
+            weights[draft] = 0.0
+        if log_z:
+            weights[kept] *= math.exp(log_z)
+        token = chance.draws(place, weights)
+        log_ratios.append(0.0 if token in kept else -log_z)
+        return Emitted(offset, token, positions[: offset + 1], log_ratios)
+    return Emitted(end - begin, None, positions, [*log_ratios, 0.0])
+
+
+def _drawn(
+    rows: Rows,
+    begin: int,
+    end: int,
+    allowed: Allowance,
+    logits: torch.Tensor,
+    draft_probs: torch.Tensor,
+    kept: torch.Tensor,
+    place: int,
+    chance: Chance,
+) -> Emitted:
+    prices = definition.drawn_prices(rows, begin, end, allowed)
+    gainful = definition.num_gainful(rows, begin, end, allowed)
+    buffers = logits.new_empty(4, logits.shape[1])
+    positions: list[Position] = []
+    log_ratios: list[float] = []
+    for offset, price in enumerate(prices):
+        i = begin + offset
+        p, q, draft = logits[i].softmax(dim=-1), draft_probs[i], rows.draft[i]
+        served = clip_row(logits[i], p, q, price, kept, buffers)
+        verdict = Verdict.NONE
+        if draft >= 0 and allowed.price > 0 and offset < gainful:
+            verdict = rows.forbids(i, looks_at_first=False)
+        sums = map(definition.nearest_units, (served.gained, served.drift))
+        loss = definition.units_of(served.loss)
+        positions.append(Position(verdict, 0.0, 0.0, loss, *sums))
+        token, is_accepted = draft, False
+        if draft >= 0 and q[draft] > 0:
+            is_accepted = chance.accepts(i, float(served.m[draft] / q[draft]))
+        if not is_accepted:
+            weights = torch.sub(served.m, q, out=buffers[1]).clamp_(min=0)
+            token = chance.draws(place, weights)
+        ratio = float(served.m[token] / p[token])
+        # Of a row that holds a NaN any token may come.
+        log_ratios.append(math.log(ratio) if 0 < ratio < math.inf and token not in kept else 0.0)
+        if not is_accepted:
+            return Emitted(offset, token, positions, log_ratios)
+    return Emitted(end - begin, None, positions, [*log_ratios, 0.0])
+
+
+def _write_down(
+    emitted: Emitted,
     draft: Sequence[int],
-    accepted: int,
     is_greedy: bool,
+    place: int,
     requests: Requests,
     account: Account | None,
 ) -> tuple[int, int, int]:
-    """Counts a request's step and takes its losses off; returns relaxed tokens, loss and drift.
-
-    `positions` are those of the answer's tokens.
-    """
+    """Counts a request's step and takes its losses off; returns relaxed tokens, loss and drift."""
     num_relaxed = lost = gained = drift_up = drift_down = 0
     counts = None if account is None else account.counts.numpy()
     starts = {} if account is None else count_starts(account.longest)
@@ -406,9 +416,9 @@ def _finish(
     if table is not None:
         table[0] = math.nan
         table[1] = 0
-    # Up to and including the first rejected one.
-    for offset, position in enumerate(positions[: accepted + 1]):
-        is_accepted, verdict = offset < accepted, position.verdict
+        table[0, : len(emitted.log_ratios)] = torch.tensor(emitted.log_ratios)
+    for offset, position in enumerate(emitted.positions):
+        is_accepted, verdict = offset < emitted.accepted, position.verdict
         is_relaxed = is_accepted and verdict == Verdict.RELAXED
         num_relaxed += is_relaxed
         if is_relaxed or not is_greedy:

@@ -5,7 +5,8 @@
                                          largest of all behind the request's drafts
 
 The row is that of the first rejected draft token, or the bonus row. With x rejected and q its draft
-distribution, what is drawn from is max(m - q, 0); of a fixed draft that is p without x.
+distribution, what is drawn from is max(m - q, 0); of a fixed draft that is m without x, in which
+kept tokens weigh Z times what they do in p.
 """
 
 import triton
@@ -13,19 +14,19 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
-from vllm_mars.kernels.rule_kernel import log_ratio_of_clipped
+from vllm_mars.kernels.rule_kernel import is_kept, log_ratio_of_clipped
 
 # The alignment of these would multiply the compiled variants and gain nothing: the loads of a block
 # with its noise are not widened anyway.
 _UNALIGNED = [
     *("clipped_ptr", "input_ids_ptr", "slots_ptr", "logits_ptr", "cu_num_logits_ptr", "pos_ptr"),
-    *("output_token_ids_ptr", "table_ptr"),
+    *("output_token_ids_ptr", "table_ptr", "ends_ptr"),
 ]
 _UNSPECIALIZED = ["vocab", "num_blocks", "width", "longest", "logits_stride"]
 
 
 @triton.jit
-def _log_probabilities(logits, clipped_ptr, row, draft_ptr, token, mask, temperature):
+def _log_probabilities(logits, kept, clipped_ptr, row, draft_ptr, token, mask, temperature):
     """log m, log m - log p and log q of tokens; q was drawn from at the temperature."""
     clipped_ptr += 8 * row
     log_p = logits - tl.load(clipped_ptr + 3)
@@ -34,6 +35,7 @@ def _log_probabilities(logits, clipped_ptr, row, draft_ptr, token, mask, tempera
     ratio = log_ratio_of_clipped(
         log_p, log_q, tl.load(clipped_ptr), tl.load(clipped_ptr + 1), tl.load(clipped_ptr + 2)
     )
+    ratio = tl.where(kept, 0.0, ratio)
     return log_p + ratio, ratio, log_q
 
 
@@ -54,6 +56,9 @@ def resample_kernel(
     sampling,
     draft_stride,
     draft_step_stride,
+    protected,
+    # By slot, [S, ENDS]
+    ends_ptr,
     num_sampled_ptr,
     input_ids_ptr,
     cu_num_logits_ptr,
@@ -63,6 +68,7 @@ def resample_kernel(
     longest,
     vocab,
     num_blocks,
+    ENDS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     USE_FP64: tl.constexpr,
@@ -79,6 +85,9 @@ def resample_kernel(
     row = start + place
     # The draft token that was rejected, or -1 in the bonus row.
     rejected = tl.load(input_ids_ptr + row + 1, mask=row < end - 1, other=-1)
+    rejected = tl.where(rejected < vocab, rejected, -1)
+    ends_ptr += slot * ENDS
+    table_ptr += request.to(tl.int64) * 2 * (longest + 1) + place
 
     token = block * BLOCK + tl.arange(0, BLOCK)
     mask = token < vocab
@@ -88,14 +97,18 @@ def resample_kernel(
         draft_ptr = sampling.draft_logits + slot * draft_stride + place * draft_step_stride
         drawn_at = tl.load(sampling.drawn_at + slot)
         if rejected >= 0:
+            kept = is_kept(token, protected, ends_ptr, vocab, ENDS)
             log_m, _, log_q = _log_probabilities(
-                logits, clipped_ptr, row, draft_ptr, token, mask, drawn_at
+                logits, kept, clipped_ptr, row, draft_ptr, token, mask, drawn_at
             )
             share = tl.exp(log_q - log_m)
             rest = log_m + libdevice.log1p(-share)
             logits = tl.where(share < 1.0, rest, float("-inf")).to(tl.float32)
     else:
         logits = tl.where(token != rejected, logits, float("-inf"))
+        log_z = -tl.load(table_ptr)
+        if log_z > 0.0:
+            logits += tl.where(is_kept(token, protected, ends_ptr, vocab, ENDS), log_z, 0.0)
     value, index = gumbel_noised_argmax(
         logits,
         token,
@@ -128,10 +141,13 @@ def resample_kernel(
         best = first + tl.argmax(values, axis=0)
         drawn = tl.load(token_ptr + best, cache_modifier=".cg").to(tl.int64)
         tl.store(output_token_ids_ptr + request.to(tl.int64) * width + place, drawn)
+        kept = is_kept(drawn, protected, ends_ptr, vocab, ENDS)
         if sampling.draft_logits is not None:
             if rejected >= 0:
                 logit = tl.load(logits_ptr + drawn).to(tl.float32)
                 _, ratio, _ = _log_probabilities(
-                    logit, clipped_ptr, row, draft_ptr, drawn, drawn >= 0, drawn_at
+                    logit, kept, clipped_ptr, row, draft_ptr, drawn, drawn >= 0, drawn_at
                 )
-                tl.store(table_ptr + request.to(tl.int64) * 2 * (longest + 1) + place, ratio)
+                tl.store(table_ptr, ratio)
+        elif kept:
+            tl.store(table_ptr, 0.0)

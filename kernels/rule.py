@@ -2,40 +2,47 @@
 
 The Triton kernels of `accept` follow it line by line; `cpu` runs it as it is. At one draft position
 let z be the target's processed logits, x the draft token, z1 >= z2 the two largest logits, p the
-softmax of z, r = z1 - z[x] in nats.
+softmax of z, r = z1 - z[x] in nats, S the tokens that are kept: the protected ones, and those that
+end the request.
 
 Greedy requests (temperature 0)
 
     theta        a runner-up is PAYABLE where z2 > theta * z1 and z1 > 0
     price        every x with a finite logit is PAYABLE
 
-    What is PAYABLE becomes LOSS where its r does not fit into what the request may still lose.
+    A position is strict where x or the first choice is kept. What is PAYABLE becomes LOSS where its
+    r does not fit into what the request may still lose.
     theta        what is PAYABLE is RELAXED
     price        with V = 0 behind the draft, going backwards
                      FIRST    V_i = price + V_(i+1)
                      PAYABLE  V_i = max(0, price + V_(i+1) - r_i), RELAXED where that is above 0
                      others   V_i = 0
 
-Requests that sample, with drafts that are not drawn (one-hot)
+Requests that sample: one distribution m for each position, which depends on its row and on the
+tokens before it. A kept token has the target's own probability, m(s) = p(s). Let R be the rest of
+p, 1 - p(S).
 
-    theta        what the margin accepts, the first choice included, is accepted outright: RELAXED.
-                 Its loss is -log p(x).
-    price        b_i = price + V_(i+1) is added to the logit of x, and the draw decides:
-                     V_i = log(1 - p(x) + p(x) exp(b_i));  at a strict position V_i = p(x) b_i
-                 The distribution that is served is m = p exp(b [y = x]) / exp(V). Its loss is
-                 KL(m || p) = a b - V with a = m(x), at most b**2 / 8; so b is at most
+    theta        what the margin accepts, the first choice included, is accepted outright: RELAXED,
+                 strict where x or the first choice is kept. Its loss is -log p(x). The draft is not
+                 drawn.
+    price        Of a draft that is not drawn, b_i = price + V_(i+1) is added to the logit of x:
+                     Z = 1 - p(x) / R + p(x) / R exp(b_i),  V_i = R log Z
+                     m(x) = p(x) exp(b_i) / Z,  m(y) = p(y) / Z of other y outside S
+                 At a strict position, as where x is kept, b_i = 0 and V_i = p(x) (price + V_(i+1)).
+                 The loss is KL(m || p) = m(x) b - R log Z, at most R b**2 / 8; so b is at most
                  sqrt(8 * what the request may still lose).
+                 Of drafts that are drawn see `clip`.
 
 The drift of a position is E_m[-log p] - H(p), by how much less probable than the target's own the
-token becomes that is served there, on average: (1 - exp(-V)) (-log p(x) - H(p)), and of a token
-that is accepted outright -log p(x) - H(p). Greedily it is the loss.
+token becomes that is served there, on average: (1 - 1 / Z) (R (-log p(x)) - H) with H the sum of
+-p log p outside S, and of a token that is accepted outright -log p(x) - H(p). Greedily it is the
+loss.
 
 Greedy is the limit of the price rule as the temperature goes to 0.
 
-A price looks no further than the answer can go: where the draft token ends the request, or is its
-last, nothing can be gained, so the position is strict and V_i = 0. A request's own end tokens are
-protected: a position is strict where the draft token or the first choice is one of them, or, of a
-request that samples, where one of them is within END_NATS of the first choice.
+A price looks no further than the answer can go: at its last token nothing can be gained, nor where
+a draft that is given (of a greedy request, or not drawn) ends it; the position is strict, V_i = 0.
+A drawn draft is not looked at: what is served must not depend on what was drawn.
 
 Source: arXiv 2601.15498 for theta; the prices are this project's (docs/rule.md).
 """
@@ -74,9 +81,14 @@ class Rows(NamedTuple):
             nowhere with a price.
         is_finite: whether z[x] is above -inf and z1 a finite number.
         is_end: whether x ends the request.
-        forbidden: PROTECTED, or the reason for which the position must stay strict, or NONE.
-        log_p: log p(x), -inf for padding; NaN where it is no number. None if no request samples.
-        entropy: H(p) in nats; read where log_p is a number above -inf. None if no request samples.
+        is_kept: whether x is kept.
+        keeps_first: whether the first choice is.
+        blocked: the reason for which the position must stay strict, or NONE.
+        log_p: log p(x), -inf for padding; NaN where it is no number. This and what follows is read
+            of requests that sample, with drafts that are not drawn.
+        rest: R.
+        entropy: H(p) in nats; read where log_p is a number above -inf.
+        rest_entropy: of the tokens outside S.
     """
 
     draft: Sequence[int]
@@ -85,9 +97,20 @@ class Rows(NamedTuple):
     is_small: Sequence[bool]
     is_finite: Sequence[bool]
     is_end: Sequence[bool]
-    forbidden: Sequence[int]
-    log_p: Sequence[float] | None
-    entropy: Sequence[float] | None
+    is_kept: Sequence[bool]
+    keeps_first: Sequence[bool]
+    blocked: Sequence[int]
+    log_p: Sequence[float] = ()
+    rest: Sequence[float] = ()
+    entropy: Sequence[float] = ()
+    rest_entropy: Sequence[float] = ()
+
+    def forbids(self, i: int, *, looks_at_first: bool) -> Verdict:
+        """Why a position is strict, or NONE."""
+        if self.blocked[i]:
+            return Verdict(self.blocked[i])
+        is_kept = self.is_kept[i] or (looks_at_first and self.keeps_first[i])
+        return Verdict.PROTECTED if is_kept else Verdict.NONE
 
 
 class Allowance(NamedTuple):
@@ -99,7 +122,8 @@ class Allowance(NamedTuple):
         produced: output tokens before this step.
         left: what is left before the step's first token, in units of 2**-LOSS_BITS nats; the burst
             less what the request has lost.
-        room: output tokens that may still come behind the step's first one.
+        room: output tokens that may still come behind the step's first one; -1 of a request that
+            has ended, of which nothing is counted.
     """
 
     price: int
@@ -129,7 +153,7 @@ class Allowance(NamedTuple):
             most = min(PRICE_BURSTS * burst, MOST_BALANCE)
             balance = min(max(most_lost(rate, left, produced + 1), 0), most)
             price = min(math.isqrt(scale * balance), MOST_PRICE)
-        return cls(price, rate, produced, left, max(most_tokens - produced - 1, 0))
+        return cls(price, rate, produced, left, max(most_tokens - produced, 0) - 1)
 
     def at(self, offset: int) -> int:
         """What the step's tokens up to this offset may lose."""
@@ -158,8 +182,8 @@ class Position(NamedTuple):
 
 
 def num_gainful(rows: Rows, begin: int, end: int, allowed: Allowance) -> int:
-    """How many positions of a draft can be followed by a further token of the answer."""
-    most = min(end - begin, allowed.room)
+    """How many positions of a given draft can be followed by a further token of the answer."""
+    most = min(end - begin, max(allowed.room, 0))
     return next((offset for offset in range(most) if rows.is_end[begin + offset]), most)
 
 
@@ -178,8 +202,8 @@ def greedy(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance)
             verdict = Verdict.FIRST
         elif may_pay:
             verdict = Verdict.PAYABLE
-            if rows.forbidden[i]:
-                verdict = Verdict(rows.forbidden[i]) if pays else Verdict.NONE
+            if reason := rows.forbids(i, looks_at_first=True):
+                verdict = reason if pays else Verdict.NONE
             elif lost + rows.loss[i] > allowed.at(offset):
                 verdict = Verdict.LOSS
             else:
@@ -200,66 +224,72 @@ def greedy(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance)
 
 def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance) -> list[Position]:
     """What is decided at the positions of a draft, not drawn, of a request that samples."""
-    assert rows.log_p is not None and rows.entropy is not None, "a request samples"
     # Behind these positions nothing can be gained.
     gainful = num_gainful(rows, begin, end, allowed)
+    reasons = [rows.forbids(i, looks_at_first=name == "theta") for i in range(begin, end)]
     value = 0.0
     biases = [0.0] * (end - begin)
     for offset in reversed(range(gainful)):
-        log_p = rows.log_p[begin + offset]
+        log_p, rest = rows.log_p[begin + offset], rows.rest[begin + offset]
         bias = allowed.price * _UNIT + value
         if not log_p > -math.inf:
             value = 0.0
-        elif rows.forbidden[begin + offset]:
+        elif reasons[offset]:
             value = math.exp(log_p) * bias
         else:
-            biases[offset], value = bias, log_partition(log_p, bias)
+            biases[offset], value = bias, rest * log_partition(log_p, rest, bias)
     positions: list[Position] = []
     lost = 0
-    for offset, i in enumerate(range(begin, end)):
+    for offset, (i, reason) in enumerate(zip(range(begin, end), reasons, strict=True)):
         log_p, left = rows.log_p[i], allowed.at(offset) - lost
-        entropy = rows.entropy[i]
         position = Position(Verdict.NONE)
         if name == "price":
             if biases[offset] > 0:
                 # Rounded down by more than a float can be off.
                 most = math.sqrt(8 * max(left, 0) * _UNIT) * (1 - 2**-20)
-                position = _tilted(log_p, entropy, min(biases[offset], most), left)
-            elif rows.forbidden[i] and log_p > -math.inf and allowed.price and offset < gainful:
-                position = Position(Verdict(rows.forbidden[i]))
+                own = log_p, rows.rest[i], rows.rest_entropy[i]
+                position = _tilted(*own, min(biases[offset], most), left)
+            elif reason and log_p > -math.inf and allowed.price and offset < gainful:
+                position = Position(reason)
         elif rows.is_small[i] and log_p > -math.inf:
             loss = units_of(-log_p)
-            if rows.forbidden[i]:
-                position = Position(Verdict(rows.forbidden[i]))
+            if reason:
+                position = Position(reason)
             elif loss > left:
                 position = Position(Verdict.LOSS)
             else:
                 gained = round((1 - math.exp(log_p)) / _UNIT)
                 # The draft token's share of m is 1: log m - log p is -log p.
-                drift = nearest_units(-log_p - entropy)
+                drift = nearest_units(-log_p - rows.entropy[i])
                 position = Position(Verdict.RELAXED, math.inf, log_p, loss, gained, drift)
         lost += position.loss
         positions.append(position)
     return positions
 
 
-def log_partition(log_p: float, bias: float) -> float:
-    """log(1 - p + p exp(bias)), for p in (0, 1]."""
+def log_partition(log_p: float, rest: float, bias: float) -> float:
+    """log Z of a token of log-probability `log_p` in (-inf, 0], of which p(S) leaves `rest`."""
+    log_share = _log_share(log_p, rest)
     # Exactly 0 without a bias, which a sum of rounded logarithms is not.
-    if log_p >= 0 or not bias:
+    if log_share >= 0 or not bias:
         return bias
-    rest, tilted = math.log1p(-math.exp(log_p)), log_p + bias
-    most = max(rest, tilted)
-    return most + math.log1p(math.exp(min(rest, tilted) - most))
+    others, tilted = math.log1p(-math.exp(log_share)), log_share + bias
+    most = max(others, tilted)
+    return most + math.log1p(math.exp(min(others, tilted) - most))
 
 
-def _tilted(log_p: float, entropy: float, bias: float, left: int) -> Position:
-    log_z = log_partition(log_p, bias)
-    accepted = math.exp(min(log_p + bias - log_z, 0.0))
+def _log_share(log_p: float, rest: float) -> float:
+    """The logarithm of a token's share of what is not kept."""
+    return min(log_p - math.log(rest), 0.0) if rest > 0 else 0.0
+
+
+def _tilted(log_p: float, rest: float, entropy: float, bias: float, left: int) -> Position:
+    log_z, log_share = log_partition(log_p, rest, bias), _log_share(log_p, rest)
+    share = math.exp(min(log_share + bias - log_z, 0.0))
     # By Hoeffding's lemma it is no more than what is left; a float may say a unit more.
-    loss = min(units_of(max(accepted * bias - log_z, 0.0)), max(left, 0))
-    gained = max(round((accepted - math.exp(log_p)) / _UNIT), 0)
-    drift = nearest_units(-math.expm1(-log_z) * (-log_p - entropy))
+    loss = min(units_of(rest * max(share * bias - log_z, 0.0)), max(left, 0))
+    gained = max(round(rest * (share - math.exp(log_share)) / _UNIT), 0)
+    drift = nearest_units(-math.expm1(-log_z) * (-log_p * rest - entropy))
     return Position(Verdict.NONE, bias, log_z, loss, gained, drift)
 
 
@@ -288,10 +318,10 @@ def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[f
     What the request may still lose is shared by the positions at which something can be gained, so
     that their losses, each at most price**2 / 8, fit whichever of them are reached.
     """
-    gainful = num_gainful(rows, begin, end, allowed)
-    share = max(allowed.at(0), 0) // max(gainful, 1)
+    useful = min(end - begin, max(allowed.room, 0))
+    share = max(allowed.at(0), 0) // max(useful, 1)
     price = min(allowed.price * _UNIT, math.sqrt(8 * share * _UNIT) * (1 - 2**-20))
     return [
-        price if i < begin + gainful and not rows.forbidden[i] and rows.draft[i] >= 0 else 0.0
+        price if i < begin + useful and not rows.blocked[i] and rows.draft[i] >= 0 else 0.0
         for i in range(begin, end)
     ]

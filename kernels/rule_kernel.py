@@ -10,7 +10,6 @@ import triton.language as tl
 
 from vllm_mars.kernels.terms import (
     DRAWN_SCALE,
-    END_NATS,
     LEAST_SHARE,
     LOSS_BITS,
     MOST_BALANCE,
@@ -40,7 +39,6 @@ _NO_BOUND = tl.constexpr(NO_BOUND)
 _NO_LIMIT = tl.constexpr(NO_LIMIT)
 _PRICE_BURSTS = tl.constexpr(PRICE_BURSTS)
 _DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
-_END_NATS = tl.constexpr(END_NATS)
 # Rounded down by more than a float can be off.
 _CAUTION = tl.constexpr(1 - 2**-20)
 _LEAST_SHARE = tl.constexpr(LEAST_SHARE)
@@ -80,7 +78,10 @@ def _at(offset, j, values):
 
 @triton.jit
 def allowance(records, slot, total_len_ptr, prompt_len_ptr, burst, offset, is_drawn):
-    """What the request may lose up to each offset, its price, in units, and its room."""
+    """What the request may lose up to each offset, its price, in units, and its room.
+
+    Without regard to its last token the room is -1 where the request has all of its tokens.
+    """
     left = burst.to(tl.int64) - tl.load(records.lost + slot)
     rate = tl.load(records.rate + slot)
     produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
@@ -93,7 +94,15 @@ def allowance(records, slot, total_len_ptr, prompt_len_ptr, burst, offset, is_dr
     balance = tl.minimum(tl.maximum(_at(offset, 0, most), 0), most_balance)
     follows = tl.minimum(integer_root(scale * balance), _MOST_PRICE)
     price = tl.where(scale != 0, follows, tl.load(records.price + slot))
-    return most, price, tl.maximum(tl.load(records.most_tokens + slot) - produced - 1, 0)
+    return most, price, tl.maximum(tl.load(records.most_tokens + slot) - produced, 0) - 1
+
+
+@triton.jit
+def has_ended(slot, ends_ptr, last, total_len_ptr, prompt_len_ptr, ENDS: tl.constexpr):
+    """1 where the last token that the request has produced ends it, else 0."""
+    is_end = tl.max((tl.load(ends_ptr + tl.arange(0, ENDS)) == last).to(tl.int32), axis=0)
+    is_end = tl.where(tl.load(total_len_ptr + slot) > tl.load(prompt_len_ptr + slot), is_end, 0)
+    return tl.where(last >= 0, is_end, 0)
 
 
 @triton.jit
@@ -102,21 +111,19 @@ def read_rows(
     logits_ptr,
     logits_stride,
     input_ids_ptr,
-    protected_ptr,
+    protected,
     blocked_ptr,
     ends_ptr,
     row,
     is_row,
     is_draft,
-    samples,
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
     ENDS: tl.constexpr,
-    SAMPLED: tl.constexpr,
     WITH_SECOND: tl.constexpr,
 ):
-    """What the rule reads of the rows: draft, argmax, z1, z2, the draft's logit, ends, reasons."""
+    """What the rule reads of the rows, as `rule.Rows` has it."""
     packed, second = reduce_splits(partials, row, is_row, num_splits, SPLITS, WITH_SECOND)
     first = unpack_value(packed)
     argmax = unpack_id(packed)
@@ -129,33 +136,75 @@ def read_rows(
 
     end_token = tl.load(ends_ptr + tl.arange(0, ENDS)).to(tl.int64)[None, :]
     is_end = in_vocab & (tl.max((draft[:, None] == end_token).to(tl.int32), axis=1) != 0)
+    is_kept = is_end
     of_argmax = tl.max((argmax.to(tl.int64)[:, None] == end_token).to(tl.int32), axis=1)
-    forbidden = tl.where(is_end | (in_vocab & (of_argmax != 0)), PROTECTED, 0)
-    if SAMPLED:
-        # An end that is nearly the first choice: what is served would take from it.
-        is_token = (end_token >= 0) & (end_token < vocab) & in_vocab[:, None]
-        of_end = tl.load(row_ptr[:, None] + end_token, mask=is_token, other=float("-inf"))
-        may_end = samples & (tl.max(of_end.to(tl.float32), axis=1) >= first - _END_NATS)
-        forbidden = tl.where(in_vocab & may_end, PROTECTED, forbidden)
-    if protected_ptr is not None:
-        of_draft = tl.load(protected_ptr + draft, mask=in_vocab, other=0)
-        of_argmax = tl.load(protected_ptr + argmax, mask=in_vocab, other=0)
-        forbidden = tl.where((of_draft != 0) | (of_argmax != 0), PROTECTED, forbidden)
+    if protected is not None:
+        is_kept = is_kept | (tl.load(protected.mask + draft, mask=in_vocab, other=0) != 0)
+        of_argmax = of_argmax | tl.load(protected.mask + argmax, mask=in_vocab, other=0)
+    keeps_first = in_vocab & (of_argmax != 0)
     blocked = tl.load(blocked_ptr + row, mask=is_draft, other=0).to(tl.int32)
-    forbidden = tl.where(blocked != 0, blocked, forbidden)
-    return draft, argmax, first, second, logit, is_end, forbidden
+    return draft, argmax, first, second, logit, is_end, is_kept, keeps_first, blocked
+
+
+@triton.jit
+def _sums_over(row_ptr, lse, token, is_token):
+    """The sums of p and of -p log p over tokens, in each row."""
+    mask = is_token[None, :] & (lse == lse)[:, None]
+    of_token = tl.load(row_ptr[:, None] + token[None, :], mask=mask, other=float("-inf"))
+    log_p = of_token.to(tl.float32) - lse[:, None]
+    p = tl.where(mask, tl.exp(log_p), 0.0)
+    return tl.sum(p, axis=1), tl.sum(tl.where(p > 0.0, -p * log_p, 0.0), axis=1)
+
+
+@triton.jit
+def kept_sums(row_ptr, lse, protected, ends_ptr, vocab, ENDS: tl.constexpr):
+    """The sums of p and of -p log p over the kept tokens, in each row."""
+    token = tl.load(ends_ptr + tl.arange(0, ENDS)).to(tl.int64)
+    is_token = (token >= 0) & (token < vocab)
+    if protected is not None:
+        # Those of both kinds count once.
+        is_token = is_token & (tl.load(protected.mask + token, mask=is_token, other=1) == 0)
+    mass, surprise = _sums_over(row_ptr, lse, token, is_token)
+    if protected is not None:
+        for first in range(0, protected.num_ids, ENDS):
+            token = tl.load(protected.ids + first + tl.arange(0, ENDS)).to(tl.int64)
+            more, more_surprise = _sums_over(row_ptr, lse, token, token >= 0)
+            mass += more
+            surprise += more_surprise
+    return mass, surprise
+
+
+@triton.jit
+def is_kept(token, protected, ends_ptr, vocab, ENDS: tl.constexpr):
+    """Whether each token of a block is kept."""
+    ends = tl.load(ends_ptr + tl.arange(0, ENDS))
+    found = token < 0
+    # Few requests have more than one or two.
+    for j in range(0, tl.sum((ends >= 0).to(tl.int32), axis=0)):
+        found = found | (token == tl.load(ends_ptr + j))
+    if protected is not None:
+        found = found | (tl.load(protected.mask + token, mask=token < vocab, other=0) != 0)
+    return found
 
 
 @triton.jit
 def num_gainful(is_end, offset, length, room):
-    """How many positions of the draft can be followed by a further token of the answer."""
-    return tl.minimum(tl.min(tl.where(is_end, offset, length), axis=0), room)
+    """How many positions of a given draft can be followed by a further token of the answer."""
+    return tl.minimum(tl.min(tl.where(is_end, offset, length), axis=0), tl.maximum(room, 0))
+
+
+@triton.jit
+def forbids(rows, with_first):
+    """Why each position is strict, or 0."""
+    _, _, _, _, _, _, is_kept, keeps_first, blocked = rows
+    is_kept = is_kept | (keeps_first & with_first)
+    return tl.where(blocked != 0, blocked, tl.where(is_kept, PROTECTED, 0))
 
 
 @triton.jit
 def is_small(rows, threshold):
     """Where the draft token is one of the two largest and the margin between them is small."""
-    draft, _, first, second, logit, _, _ = rows
+    draft, _, first, second, logit, _, _, _, _ = rows
     threshold += tl.zeros_like(first)
     small = (second > threshold * first) & ((threshold == 1.0) | (first > 0.0))
     return small & (draft >= 0) & (logit >= second)
@@ -164,7 +213,8 @@ def is_small(rows, threshold):
 @triton.jit
 def greedy(rows, small, most, price, gainful, offset, length, RULE: tl.constexpr):
     """Verdict and loss, in units, of each position."""
-    draft, argmax, first, _, logit, _, forbidden = rows
+    draft, argmax, first, _, logit, _, _, _, _ = rows
+    forbidden = forbids(rows, True)
     loss = first - logit
     # Of infinities and a NaN no number comes out, which compares with nothing.
     loss = units_of(tl.where(draft >= 0, loss, 0.0))
@@ -200,13 +250,13 @@ def greedy(rows, small, most, price, gainful, offset, length, RULE: tl.constexpr
 
 
 @triton.jit
-def _log_partition(log_p, bias):
-    """log(1 - p + p exp(bias)), for p in (0, 1]."""
+def _log_partition(log_share, bias):
+    """log(1 - p + p exp(bias)) of a token that has the share p in (0, 1] of what is not kept."""
     # log(0) is -inf, which then adds nothing.
-    rest = tl.log(tl.maximum(1.0 - tl.exp(log_p), 0.0))
+    rest = tl.log(tl.maximum(1.0 - tl.exp(log_share), 0.0))
     # Where p is small 1 - p loses its digits: -p is log(1 - p) there.
-    rest = tl.where(log_p < -9.0, -tl.exp(log_p), rest)
-    tilted = log_p + bias
+    rest = tl.where(log_share < -9.0, -tl.exp(log_share), rest)
+    tilted = log_share + bias
     most = tl.maximum(rest, tilted)
     log_z = most + tl.log(tl.exp(rest - most) + tl.exp(tilted - most))
     # Exactly 0 without a bias, which a sum of rounded logarithms is not.
@@ -214,18 +264,23 @@ def _log_partition(log_p, bias):
 
 
 @triton.jit
-def sampled_by_price(log_p, entropy, is_number, forbidden, most, price, gainful, offset, length):
-    """Verdict, bias, log Z, loss and gain in units, and drift in nats of each position."""
+def sampled_by_price(
+    log_p, rest, entropy, is_number, forbidden, most, price, gainful, offset, length
+):
+    """Verdict, bias, log Z, loss and gain in units, and drift in nats of each position.
+
+    `entropy` is that of the tokens that are not kept, and `rest` what p has there.
+    """
+    log_share = tl.where(rest > 0.0, tl.minimum(log_p - tl.log(tl.maximum(rest, 1e-30)), 0.0), 0.0)
     wanted = tl.zeros_like(log_p)
     value = tl.zeros([], tl.float32)
     for i in range(0, length):
         j = length - 1 - i
         own_bias = price.to(tl.float32) * UNIT + value
-        own_log_p = _at(offset, j, log_p)
         value = tl.where(
             _at(offset, j, forbidden) != 0,
-            tl.exp(own_log_p) * own_bias,
-            _log_partition(own_log_p, own_bias),
+            tl.exp(_at(offset, j, log_p)) * own_bias,
+            _at(offset, j, rest) * _log_partition(_at(offset, j, log_share), own_bias),
         )
         value = tl.where(_at(offset, j, is_number.to(tl.int32)) != 0, value, 0.0)
         value = tl.where(j < gainful, value, 0.0)
@@ -242,20 +297,20 @@ def sampled_by_price(log_p, entropy, is_number, forbidden, most, price, gainful,
         left = tl.maximum(_at(offset, j, most) - lost, 0)
         cap = tl.sqrt(8.0 * left.to(tl.float32) * UNIT) * _CAUTION
         own_bias = tl.minimum(_at(offset, j, wanted), cap)
-        own_log_p = _at(offset, j, log_p)
-        own_log_z = _log_partition(own_log_p, own_bias)
-        a = tl.exp(tl.minimum(own_log_p + own_bias - own_log_z, 0.0))
-        k = tl.maximum(a * own_bias - own_log_z, 0.0)
+        own_log_share, own_rest = _at(offset, j, log_share), _at(offset, j, rest)
+        own_log_z = _log_partition(own_log_share, own_bias)
+        a = tl.exp(tl.minimum(own_log_share + own_bias - own_log_z, 0.0))
+        k = own_rest * tl.maximum(a * own_bias - own_log_z, 0.0)
         # No more than what is left, by Hoeffding's lemma; a float may say a unit more.
         own_loss = tl.minimum(units_of(k), left)
-        own_gain = tl.maximum(a - tl.exp(own_log_p), 0.0) * _PER_NAT + 0.5
+        own_gain = own_rest * tl.maximum(a - tl.exp(own_log_share), 0.0) * _PER_NAT + 0.5
         is_tilted = (offset == j) & (wanted > 0.0)
         bias = tl.where(is_tilted, own_bias, bias)
         log_z = tl.where(is_tilted, own_log_z, log_z)
         loss = tl.where(is_tilted, own_loss, loss)
         gained = tl.where(is_tilted, own_gain.to(tl.int64), gained)
         lost += tl.sum(tl.where(is_tilted, own_loss, 0), axis=0)
-    drift = tl.where(bias > 0.0, (1.0 - tl.exp(-log_z)) * (-log_p - entropy), 0.0)
+    drift = tl.where(bias > 0.0, (1.0 - tl.exp(-log_z)) * (-log_p * rest - entropy), 0.0)
     return verdict, bias, log_z, loss, gained, drift
 
 
@@ -291,18 +346,17 @@ def next_share(share, drift, gain):
 
 
 @triton.jit
-def drawn_prices(draft, forbidden, most, price, gainful, offset):
-    """The price in nats at each position of a drawn draft.
+def drawn_price(most, price, useful):
+    """The price in nats at the positions of a drawn draft that may pay.
 
     What may be lost is shared by the positions at which something can be gained.
     """
-    share = tl.maximum(_at(offset, 0, most), 0) // tl.maximum(gainful, 1)
+    share = tl.maximum(most, 0) // tl.maximum(useful, 1)
     cap = tl.sqrt(8.0 * share.to(tl.float32) * UNIT) * _CAUTION
-    may_pay = (draft >= 0) & (offset < gainful) & (forbidden == 0)
-    return tl.where(may_pay, tl.minimum(price.to(tl.float32) * UNIT, cap), 0.0)
+    return tl.minimum(price.to(tl.float32) * UNIT, cap)
 
 
 @triton.jit
 def log_ratio_of_clipped(log_p, log_q, log_w, price, log_total):
-    """log m - log p of tokens of a row that `clip_kernel` has read; see `clip`."""
+    """log m - log p of tokens, none kept, of a row that `clip_kernel` has read; see `clip`."""
     return tl.minimum(tl.maximum(log_q - log_p, log_w), log_w + price) - log_total

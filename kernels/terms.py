@@ -19,9 +19,6 @@ MOST_PRICE = 1 << 29
 MOST_BALANCE = (1 << 31) - 1
 # Of what is left, a price that follows it counts at most so many times the burst.
 PRICE_BURSTS = 4
-# Of a request that samples, a token that ends it and is within so many nats of the first choice is
-# protected: what is served takes from all tokens but the draft's, and a head hardly drafts an end.
-END_NATS = 4.0
 # Where drafts are drawn a price costs about half as much, so `price_scale` counts so many times.
 DRAWN_SCALE = 2
 # A share of the temperature that follows drift stays within these: below them acceptance falls.
@@ -34,6 +31,8 @@ NO_LIMIT = 1 << 61
 THINKING = 1 << 8
 # The same for each token that its opening, which is strict, still has.
 OPENING = 1 << 9
+# A list of protected tokens is read so many at a time, or a power of 2 below it.
+IDS_AT_A_TIME = 32
 # The guard against repetition looks at so many of an answer's last tokens.
 GUARD_WINDOW = 4096
 
@@ -97,6 +96,28 @@ def _units(nats: float, bits: int, most: int) -> int:
     return math.floor(min(max(0.0, nats), most / 2**bits) * 2**bits)
 
 
+class Protected(NamedTuple):
+    """The tokens that keep their probability in every request.
+
+    Attributes:
+        mask: bool `[vocab]`, which they are.
+        ids: int32 `[num_ids]`, the same as a list, behind them -1.
+        num_ids: a multiple of IDS_AT_A_TIME.
+    """
+
+    mask: torch.Tensor
+    ids: torch.Tensor
+    num_ids: int
+
+    @classmethod
+    def of(cls, mask: torch.Tensor, device: torch.device) -> "Protected":
+        """Those of a mask on the host, on a device."""
+        found = mask.nonzero().flatten().int()
+        size = -(-max(len(found), 1) // IDS_AT_A_TIME) * IDS_AT_A_TIME
+        ids = torch.nn.functional.pad(found, (0, size - len(found)), value=-1)
+        return cls(mask.to(device), ids.to(device), size)
+
+
 class Rule(NamedTuple):
     """What holds for all requests of a step.
 
@@ -104,14 +125,14 @@ class Rule(NamedTuple):
         name: "theta" accepts a runner-up where z2 > threshold * z1 and z1 > 0, "price" weighs a
             prefix of the draft against its loss.
         burst: nats that each request may lose beyond its rate, in units of 2**-LOSS_BITS.
-        protected: bool `[vocab]`, tokens at which verification stays strict, or None.
+        protected: the tokens that keep their probability, or None.
         longest: K, the longest draft of the engine; shorter steps share its compiled kernels.
         share_gain: per nat: how fast `Records.draft_share` follows a request's drift; 0 for never.
     """
 
     name: RuleName
     burst: int = 0
-    protected: torch.Tensor | None = None
+    protected: Protected | None = None
     longest: int = 0
     share_gain: float = 0.0
 
@@ -127,8 +148,8 @@ class Records(NamedTuple):
         lost: int64 `[S]`, what the request has lost, in units of 2**-LOSS_BITS nats. A step adds
             to it.
         most_tokens: int32 `[S]`, output tokens at which the request ends.
-        ends: int32 `[S, E]`, E a power of 2: tokens that end the request, where verification is
-            strict; -1 is none.
+        ends: int32 `[S, E]`, E a power of 2 up to IDS_AT_A_TIME: tokens that end the request, which
+            keep their probability; behind them -1.
         draft_share: float32 `[S]`, or None where no drafts are drawn: the share of the request's
             temperature that they are drawn at. A step moves it: see `rule.next_share`.
     """
@@ -150,11 +171,13 @@ class Requests(NamedTuple):
         records: of all slots.
         slots: int32 or int64 `[batch]`, the slot of each request.
         produced: int32 `[batch]`, output tokens before this step.
+        last: `[batch]`, the last of them, or -1.
     """
 
     records: Records
     slots: torch.Tensor
     produced: torch.Tensor
+    last: torch.Tensor
 
 
 class Drafts(NamedTuple):
@@ -281,7 +304,8 @@ class Account(NamedTuple):
 
 
 # What is counted at the positions of a step: by position, then in one entry, then by reason.
-# What lies behind a token that ends the request, or behind its last one, is left out.
+# What lies behind a token that ends the request, or behind its last one, is left out, and all of a
+# step of a request that had ended before: asynchronous scheduling runs one.
 #   verified   positions looked at: up to and including the first rejected one
 #   accepted   accepted draft tokens
 #   relaxed    draft tokens that the rule accepted outright

@@ -1,18 +1,17 @@
 """Random steps of verification, which the kernels and a CPU are given alike."""
 
-import functools
 import math
 
 import numpy as np
 import torch
 
 from vllm_mars.kernels import cpu
-from vllm_mars.kernels.clip import clip_rows
 from vllm_mars.kernels.terms import (
     MOST_BALANCE,
     Account,
     Drafts,
     Draws,
+    Protected,
     Records,
     Requests,
     Rule,
@@ -88,11 +87,17 @@ class Call:
             torch.from_numpy(rng.choice(rates, slots)),
             torch.from_numpy(rng.choice([0, 1_000, 1 << 17], slots)),
             torch.from_numpy(rng.choice([20, 45, 48, 99], slots)).int(),
-            torch.from_numpy(rng.choice([-1, -1, *range(vocab)], (slots, 2))).int(),
+            # Behind those that there are, -1.
+            torch.from_numpy(
+                np.sort(rng.choice([-1, -1, *range(vocab)], (slots, 2)))[:, ::-1].copy()
+            ).int(),
             torch.from_numpy(rng.choice([0.5, 0.8, 1.2], slots)).float(),
         )
         self.produced = torch.from_numpy(rng.integers(0, 50, self.batch)).int()
-        protected = torch.from_numpy(rng.random(vocab) < 0.1) if rng.random() < 0.6 else None
+        self.last = torch.from_numpy(rng.integers(0, vocab, self.batch)).int()
+        protected = None
+        if rng.random() < 0.6:
+            protected = Protected.of(torch.from_numpy(rng.random(vocab) < 0.1), torch.device("cpu"))
         self.rule = Rule(name, self.burst, protected, share_gain=0.2)
         self.blocked = rng.choice(REASONS, size).tolist() if rng.random() < 0.5 else None
         self.has_table = rng.random() < 0.6
@@ -102,7 +107,7 @@ class Call:
         """As on V1; what a step changes is its own."""
         changed = {name: getattr(self.records, name).clone() for name in ("lost", "draft_share")}
         records = self.records._replace(**changed)
-        return Requests(records, self.slots, self.produced)
+        return Requests(records, self.slots, self.produced, self.last)
 
     def account(self) -> Account:
         table = torch.full((self.batch, 2, LONGEST + 1), -7.0) if self.has_table else None
@@ -116,7 +121,8 @@ class Call:
 
     def step(self) -> tuple[Step, torch.Tensor | None]:
         """As on V2, and what blocks its rows."""
-        inputs = torch.full((len(self.logits),), 1, dtype=torch.int32)
+        inputs = torch.empty(len(self.logits), dtype=torch.int32)
+        inputs[self.is_bonus.roll(1)] = self.last
         inputs[self.rows + 1] = self.ids
         ends = (torch.tensor(self.lengths) + 1).cumsum(0).int()
         total = torch.zeros_like(self.records.lost, dtype=torch.int32) + 3
@@ -151,26 +157,45 @@ def draws_of(call: Call, drawn_at: float = 0.0) -> Draws:
 
 
 def sampled_step(call: Call, is_drawn: bool) -> tuple:
-    """The drafts for a CPU; for the kernels the step, what blocks it, and the draws; and `clip`."""
-    logits, clip = call.logits[call.rows].float(), None
+    """The drafts for a CPU and their probabilities; for the kernels the step, what blocks it, and
+    the draws."""
+    logits, q = call.logits[call.rows].float(), None
     drafts = Drafts(logits, call.ids, call.ends, max_draft_len=LONGEST)
     draws = draws_of(call, 0.8 * is_drawn)
     if is_drawn:
         of = draws.sampling
         slots, places = draws.row_slots[call.rows].long(), draws.row_places[call.rows].long()
         q = (of.draft_logits[slots, places] / of.drawn_at[slots, None]).softmax(-1)
-        clip = functools.partial(clip_rows, logits, q)
-    return drafts, *call.step(), draws, clip
+    return drafts, q, *call.step(), draws
 
 
-def written_down(call: Call, drafts: Drafts, clip, tokens: torch.Tensor) -> tuple:
+class Replay:
+    """Decides as it was decided before: see `cpu.Chance`."""
+
+    def __init__(self, call: Call, tokens: torch.Tensor) -> None:
+        accepted = (tokens >= 0).sum(1) - 1
+        offsets = (torch.arange(length) for length in call.lengths)
+        self.accepted = torch.cat([own < n for own, n in zip(offsets, accepted, strict=True)])
+        self.behind = tokens.gather(1, accepted[:, None].long())[:, 0].tolist()
+
+    def accepts(self, position: int, _: float) -> bool:
+        return bool(self.accepted[position])
+
+    def draws(self, place: int, _: torch.Tensor) -> int:
+        return self.behind[place]
+
+
+def written_down(call: Call, drafts: Drafts, q: torch.Tensor | None, tokens: torch.Tensor) -> tuple:
     """What a CPU writes down of a sampled step that emits the tokens.
 
     Its account, and of the records what was lost and what drafts are drawn at.
     """
     account, requests = call.account(), call.requests()
-    plan = cpu.plan(drafts, requests, call.rule, call.temperature, call.blocked, clip)
-    cpu.settle(plan, drafts, requests, call.rule, tokens.int(), account)
+    sampled = cpu.Sampled(call.temperature, Replay(call, tokens), q)
+    drafts = drafts._replace(bonus_token_ids=torch.zeros(call.batch))
+    output = cpu.accept(drafts, requests, call.rule, call.blocked, account, sampled)
+    behind = output.output_token_ids >= 0
+    assert torch.equal(behind, tokens >= 0)
     return account, requests.records.lost, requests.records.draft_share
 
 

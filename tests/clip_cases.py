@@ -1,6 +1,10 @@
-"""Rows to clip: what the tests of both forms of `clip_rows` share."""
+"""Rows to clip: what the tests of both forms of `clip` share."""
+
+from typing import NamedTuple
 
 import torch
+
+from vllm_mars.kernels.clip import clip_row
 
 INF = torch.inf
 
@@ -23,19 +27,44 @@ def no_numbers():
     return target, torch.tensor([[0.5, 0.25, 0.25]] * 4 + [[torch.nan] * 3, [0.0, 1.0, 0.0]])
 
 
-def check(clipped, target, draft, prices):
-    """What holds for any input: m sums to 1, m / p spans e^b, and all is accounted."""
-    p, m = target.double().softmax(-1), clipped.logits.double().softmax(-1)
-    has_price = prices > 0
-    assert ((clipped.logits[has_price].double().exp().sum(-1) - 1).abs() < 2e-6).all()
+KEPT = torch.tensor([0, 5, 33])
+
+
+class Rows(NamedTuple):
+    """`clip.Clipped` of several rows."""
+
+    m: torch.Tensor
+    losses: torch.Tensor
+    gained: torch.Tensor
+    drift: torch.Tensor
+
+
+def clip_rows(target, draft, prices, kept=KEPT):
+    """The torch form, row by row."""
+    found = [
+        clip_row(
+            row, row.softmax(-1), q, float(price), kept[kept < len(row)], row.new_empty(4, len(row))
+        )
+        for row, q, price in zip(target, draft, prices, strict=True)
+    ]
+    return Rows(torch.stack([of.m for of in found]), *torch.tensor([of[1:] for of in found]).T)
+
+
+def check(clipped, target, draft, prices, kept=KEPT):
+    """What holds for any input: m sums to 1, keeps what is kept, spans e^b, and is accounted."""
+    p, m = target.double().softmax(-1), clipped.m.double()
+    kept = kept[kept < p.shape[1]]
+    assert ((m.sum(-1) - 1).abs() < 2e-6).all()
+    assert torch.allclose(m[:, kept], p[:, kept], rtol=1e-5, atol=1e-30)
     assert m[p == 0].sum() == 0
-    kept = p > 1e-30
-    log_ratio = torch.where(kept, (m / p.clamp(min=1e-300)).log(), 0.0)
-    highest = torch.where(kept, log_ratio, -INF).amax(-1)
-    lowest = torch.where(kept, log_ratio, INF).amin(-1)
+    is_free = p > 1e-30
+    log_ratio = torch.where(is_free, (m / p.clamp(min=1e-300)).log(), 0.0)
+    loss = (m * log_ratio).sum(-1)
+    is_free[:, kept] = False
+    highest = torch.where(is_free, log_ratio, -INF).amax(-1)
+    lowest = torch.where(is_free, log_ratio, INF).amin(-1)
     # A float32 logit of 100 is rounded by 4e-6.
     assert (highest - lowest <= prices.double() + 5e-5).all()
-    loss = (m * log_ratio).sum(-1)
     assert torch.allclose(clipped.losses.double(), loss, atol=2e-6, rtol=1e-4)
     assert (clipped.losses >= 0).all()
     assert (clipped.losses.double() <= prices.double() ** 2 / 8).all()
@@ -44,4 +73,3 @@ def check(clipped, target, draft, prices):
     assert torch.allclose(clipped.gained.double(), gained, atol=1e-4)
     drift = (p - m).mul(p.log().clamp(min=-1e9)).sum(-1)
     assert torch.allclose(clipped.drift.double(), drift, atol=1e-4)
-    assert torch.allclose(clipped.target_lse, target.float().logsumexp(-1))

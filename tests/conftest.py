@@ -132,10 +132,10 @@ def bounded_server(bytes_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def mended_kernels():
-    """vLLM's CPU kernels for sampling, mended as in a server of MARS."""
+    """vLLM's CPU kernels for sampling, mended."""
     from vllm.platforms import current_platform
 
-    from vllm_mars.runner.cpu_kernels import mend
+    from vllm_on_cpu import mend
 
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()

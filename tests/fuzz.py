@@ -3,7 +3,7 @@
     python tests/fuzz.py --minutes 10 --seed 1          all targets, the minutes shared out
     python tests/fuzz.py --target v1 --seed 1 --only 7  one call again, to look at
 
-Targets: the public function on the backends "torch" (NumPy on a CPU) and "reference", Triton's
+Targets: the public function on the backend "torch" (NumPy on a CPU), Triton's
 interpreter, and the samplers of both model runners. A call draws shapes, dtypes, ties, masks, NaN,
 padding ids and thresholds of its own from the seed and its number, so a difference can be run
 again. The first difference ends the run with exit status 1.
@@ -22,15 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 
 import oracle
-from vllm_mars import MarsConfig, verify, verify_greedy
+from vllm_mars import MarsConfig, verify_greedy
 from vllm_mars.config import OPTION, STRICT_VALUE
-from vllm_mars.kernels import reference
 from vllm_mars.local.drafts import LOOSEST_LIMIT
 from vllm_mars.local.provenance import describe_run
 
@@ -128,9 +126,7 @@ def random_call(rng: np.random.Generator, *, sampler: bool) -> Call:
     return Call(logits, drafts, rule, value, protected)
 
 
-def check_public(
-    rng: np.random.Generator, backends: tuple[str, ...] = ("torch", "reference")
-) -> str | None:
+def check_public(rng: np.random.Generator, backend: str = "torch") -> str | None:
     """`verify_greedy`; returns what differs, or None."""
     call = random_call(rng, sampler=False)
     width = max(map(len, call.drafts)) + 1
@@ -148,21 +144,14 @@ def check_public(
         (result.tokens + [-1] * (width - len(result.tokens)), result.accepted, result.relaxed)
         for result in call.expected()
     ]
-    for backend in backends:
-        if backend == "reference":
-            with mock.patch.object(verify, "kernels_of", lambda *_: reference):
-                output = verify_greedy(**given, backend="torch")
-        else:
-            output = verify_greedy(**given, backend=backend)
-        found = [*zip(*(output[field].tolist() for field in range(3)), strict=True)]
-        if difference := call.differs(f"backend {backend}", found, wanted):
-            return difference
-    return None
+    output = verify_greedy(**given, backend=backend)
+    found = [*zip(*(output[field].tolist() for field in range(3)), strict=True)]
+    return call.differs(f"backend {backend}", found, wanted)
 
 
 def check_triton(rng: np.random.Generator) -> str | None:
     """`verify_greedy` with backend "triton"."""
-    return check_public(rng, ("triton",))
+    return check_public(rng, "triton")
 
 
 def sampler_call(rng: np.random.Generator) -> tuple[Call, MarsConfig, list[Any], list[float]]:
@@ -267,14 +256,6 @@ def run_target(target: str, seed: int, seconds: float, most: int, only: int | No
     # vLLM warns once for each config that is made.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    if target == "v1":
-        from vllm.platforms import current_platform
-
-        from vllm_mars.runner.cpu_kernels import mend
-
-        current_platform.import_kernels()
-        current_platform.register_triton_kernel_overrides()
-        mend()
     end = time.monotonic() + seconds
     calls = 0
     with torch.inference_mode():

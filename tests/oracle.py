@@ -134,11 +134,6 @@ def num_gainful(drafts: Sequence[int], ends: frozenset[int], room: int | None) -
     return min(before_end, len(drafts), len(drafts) if room is None else room)
 
 
-def may_end(row: Sequence[float], ends: frozenset[int]) -> bool:
-    """Whether a token that ends the request is within four nats of the first choice."""
-    return any(np.float32(row[end]) >= np.float32(row[argmax(row)]) - 4 for end in ends)
-
-
 def earned(nats: Nats, tokens: int) -> Fraction:
     """What the request may have lost by the end of so many tokens of this step."""
     rate = Fraction(math.floor(nats.rate * 2**30), 2**30)
@@ -207,16 +202,22 @@ def tilts(
     price: float | Fraction,
     is_strict: Sequence[bool],
     gainful: int,
+    kept: frozenset[int] = frozenset(),
 ) -> list[float]:
     """b at each position of a draft, not drawn, of a request that samples without a bound."""
     found, ahead = [0.0] * (len(drafts) - gainful), 0.0
     given = list(zip(rows, drafts, is_strict, strict=True))[:gainful]
     for row, draft, strict in reversed(given):
-        p = softmax(row)[draft] if 0 <= draft < len(row) else 0.0
+        shares = softmax(row)
+        p = shares[draft] if 0 <= draft < len(row) else 0.0
         # Of a row that holds a NaN nothing is accepted.
         p = 0.0 if math.isnan(p) else p
         bias = float(in_steps(price)) + ahead if p > 0 else 0.0
-        ahead = p * bias if strict else math.log(tilted(p, bias)) if p > 0 else 0.0
+        if p > 0:
+            rest = sum(share for token, share in enumerate(shares) if token not in kept)
+            ahead = p * bias if strict else rest * math.log(tilted(p / rest, bias))
+        else:
+            ahead = 0.0
         found.append(0.0 if strict else bias)
     return found[::-1]
 
@@ -226,12 +227,20 @@ def tilted(p: float, bias: float) -> float:
     return 1 - p + p * math.exp(bias)
 
 
-def served(row: Sequence[float], draft: int, bias: float) -> list[float]:
-    """m of each token."""
-    shares = softmax(row)
-    if bias:
-        shares[draft] *= math.exp(bias)
-    return [share / sum(shares) for share in shares]
+def served(
+    row: Sequence[float], draft: int, bias: float, kept: frozenset[int] = frozenset()
+) -> list[float]:
+    """m of each token; what is kept has the target's own probability."""
+    p = softmax(row)
+    if not bias:
+        return p
+    free = [token for token in range(len(row)) if token not in kept]
+    shares = [p[token] * (math.exp(bias) if token == draft else 1) for token in free]
+    scale = sum(p[token] for token in free) / sum(shares)
+    m = list(p)
+    for token, share in zip(free, shares, strict=True):
+        m[token] = share * scale
+    return m
 
 
 def divergence(m: Sequence[float], p: Sequence[float]) -> float:

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -13,6 +12,7 @@ from vllm_mars.kernels.terms import (
     MOST_PRICE,
     NO_BOUND,
     Drafts,
+    Protected,
     Records,
     Requests,
     Rule,
@@ -35,7 +35,7 @@ def resolve_backend(backend: str, device_type: str) -> str:
         device_type: type of the torch device, such as "cpu" or "cuda".
 
     Raises:
-        NotImplementedError: "triton" on a CPU, outside Triton's interpreter.
+        NotImplementedError: "triton" on a CPU, outside Triton's interpreter, or "torch" elsewhere.
         ValueError: any other name.
     """
     if backend not in ("auto", "torch", "triton"):
@@ -45,6 +45,11 @@ def resolve_backend(backend: str, device_type: str) -> str:
         )
     if backend == "auto":
         return "torch" if device_type == "cpu" else "triton"
+    if backend == "torch" and device_type != "cpu":
+        raise NotImplementedError(
+            f"backend='torch' needs logits on the CPU, but they are on {device_type}; take 'auto', "
+            "or move them."
+        )
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if backend == "triton" and device_type == "cpu" and not is_interpreted:
         raise NotImplementedError(
@@ -160,14 +165,15 @@ def verify_greedy(
             says why.
         max_draft_len: longest draft of a request, which sets the output's width. Default: read from
             `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
-        backend: "torch", "triton", or "auto": Triton on an accelerator, torch on a CPU.
+        backend: "torch", on a CPU alone, "triton", or "auto": Triton on an accelerator, torch on a
+            CPU.
 
     Returns:
         A `VerifyOutput`; `output_token_ids` is -1 after the last emitted token.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
-        NotImplementedError: the backend is "triton" on a CPU.
+        NotImplementedError: the backend does not serve the logits' device.
 
     Source: arXiv 2601.15498. Deviation: outside the top 2 its research code rejects, here the token
     still gets the strict test, so acceptance is never below strict.
@@ -195,14 +201,20 @@ def verify_greedy(
     no_bound, no_cap = torch.full_like(zeros, NO_BOUND), torch.full_like(zeros, 2**31 - 1).int()
     no_ends = torch.full((batch, 1), -1, dtype=torch.int32, device=device)
     records = Records(value, units, zeros, no_bound, zeros.clone(), no_cap, no_ends)
-    slots, rule = torch.arange(batch, dtype=torch.int32, device=device), Rule(name, 0, protected)
+    slots = torch.arange(batch, dtype=torch.int32, device=device)
+    # Greedy requests look at the mask alone.
+    kept = None if protected is None else Protected(protected, slots[:0], 0)
+    rule = Rule(name, 0, kept)
     # A request's rows follow those of the requests before it, each with one behind its draft.
     places = torch.arange(ids.shape[0], dtype=torch.int32, device=device)
     rows = places + torch.searchsorted(ends, places, right=True)
-    kernels = kernels_of(resolved, device.type)
+    kernels = importlib.import_module(
+        "vllm_mars.kernels." + ("accept" if resolved == "triton" else "cpu")
+    )
     if resolved == "torch":
         drafts = Drafts(logits, ids, ends, rows, None, ends + slots, max_draft_len)
-        requests = Requests(records, slots, torch.zeros_like(slots))
+        none = torch.zeros_like(slots)
+        requests = Requests(records, slots, none, none - 1)
         reasons = None if blocked is None else blocked.tolist()
         output: VerifyOutput = kernels.accept(drafts, requests, rule, reasons)
         return output
@@ -226,12 +238,3 @@ def _only_one(theta: Any, price: Any) -> tuple[RuleName, Any]:
         raise ValueError(f"Exactly one of theta and price names the rule; {what} is given.")
     name, value = named[0]
     return name, value
-
-
-def kernels_of(resolved: str, device_type: str) -> ModuleType:
-    """The module that holds a backend's `accept`."""
-    if resolved == "triton":
-        name = "accept"
-    else:
-        name = "cpu" if device_type == "cpu" else "reference"
-    return importlib.import_module(f"vllm_mars.kernels.{name}")

@@ -168,7 +168,8 @@ def test_no_relaxed_token_repeats_the_answer():
         output = step.run(MarsConfig(theta=0.01, repeat_guard=2))
         expected, row = [], 0
         for request in step.requests:
-            repeats = AnswerNgrams(2).repeated(request.tokens[len(prompt) :], request.drafts)
+            answer = request.tokens[len(prompt) :]
+            repeats = AnswerNgrams(2, samples=False).repeated(answer, request.drafts)
             *rows, last = step.logits[row : row + len(request.drafts) + 1].tolist()
             row += len(rows) + 1
             blocked = [Verdict.REPEAT * is_repeat for is_repeat in repeats]

@@ -34,7 +34,7 @@ def look_at_worker(worker):
 
 
 def mend_worker(worker):
-    from vllm_mars.runner.cpu_kernels import mend
+    from vllm_on_cpu import mend
 
     mend()
 

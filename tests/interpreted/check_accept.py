@@ -52,12 +52,12 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
     accepted = moved = 0
     for number in range(count):
         call = Call(number, "theta" if name == "theta" else "price", sampled=True)
-        drafts, step, blocked, draws, clip = sampled_step(call, name == "drawn")
+        drafts, q, step, blocked, draws = sampled_step(call, name == "drawn")
         before, found = step.logits.clone(), call.account()
         output = accept.accept(step, call.rule, blocked, found, draws)
         assert torch.equal(step.logits.nan_to_num(), before.nan_to_num())
         accepted += int((output.num_accepted - 1).sum())
-        wanted, lost, shares = written_down(call, drafts, clip, output.output_token_ids)
+        wanted, lost, shares = written_down(call, drafts, q, output.output_token_ids)
         close(found, wanted, 20 * LONGEST, 1e-4)
         assert (step.records.lost - lost).abs().max() <= 3 * LONGEST, number
         torch.testing.assert_close(step.records.draft_share, shares, rtol=0, atol=1e-4)

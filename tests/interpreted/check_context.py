@@ -40,6 +40,8 @@ class Batch:
             torch.full((SLOTS, window if ngram else 1), -7).int(),
         )
         self.markers = sections.markers(CPU)
+        self.temperature = torch.tensor([0.0, 1.0] * (SLOTS // 2))
+        self.fills = kinds == 3
         self.prompts: dict[int, list[int]] = {}
         self.answers: dict[int, list[int]] = {}
         self.reasons: set[int] = set()
@@ -75,8 +77,13 @@ class Batch:
             structured = bool(self.state.is_structured[slot])
             reasons = self.sections.blocked([state], [structured], draft, [length])
             repeats = [False] * length
+            samples = bool(self.temperature[slot])
             if self.ngram:
-                repeats = AnswerNgrams(self.ngram, self.window).repeated(answer, draft)
+                repeats = AnswerNgrams(self.ngram, samples, self.window).repeated(answer, draft)
+            if self.fills:
+                # 3 is the input token before a draft.
+                inputs = [3, *draft]
+                repeats = [a or b == c for a, b, c in zip(repeats, draft, inputs, strict=False)]
             expected.append(
                 [int(a or Verdict.REPEAT * b) for a, b in zip(reasons, repeats, strict=True)]
             )
@@ -101,7 +108,8 @@ class Batch:
         rows = [token for draft in drafts for token in (3, *draft)]
         ends = ids([len(draft) + 1 for draft in drafts]).cumsum(0).int()
         step = Step(None, ids(rows), ends, None, torch.tensor(slots), total, prompt, 0)
-        blocked = blocked_positions(self.state, table, step, self.markers, self.ngram).tolist()
+        own = self.temperature, self.markers, self.ngram, self.fills
+        blocked = blocked_positions(self.state, table, step, *own).tolist()
         return [
             blocked[end - len(draft) - 1 : end - 1]
             for draft, end in zip(drafts, ends.tolist(), strict=True)
@@ -144,6 +152,6 @@ def test_answers_of_several_blocks(count):
         draft = [*answer[at : at + 8], *answer[at : at + 8]]
         batch.answers[0], batch.state.is_structured[0] = answer, 0
         batch.state.held[0] = len(batch.prompts[0])
-        expected = AnswerNgrams(4, 1_024).repeated(answer, draft)
+        expected = AnswerNgrams(4, False, 1_024).repeated(answer, draft)
         (found,) = batch.blocked([0], [draft])
         assert found == [Verdict.REPEAT * is_repeat for is_repeat in expected]

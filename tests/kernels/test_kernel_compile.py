@@ -13,7 +13,7 @@ import vllm.v1.worker.gpu.sample.gumbel
 
 from compiled import TARGETS, compile_for, launches
 from vllm_mars.kernels import accept, context, top2
-from vllm_mars.kernels.terms import Draws, Markers, Records, Rule, Sampling, Step
+from vllm_mars.kernels.terms import Draws, Markers, Protected, Records, Rule, Sampling, Step
 
 # The others are compiled at night.
 BY_DAY = "sm_90"
@@ -28,7 +28,7 @@ ROWS, ONE = ids(3), ids(1)
 RECORDS = Records(
     *(torch.zeros(1), *(ONE.long() for _ in range(4)), ONE, ids(1, 32)), torch.ones(1)
 )
-PROTECTED = torch.zeros(VOCAB, dtype=torch.bool)
+PROTECTED = Protected.of(torch.zeros(VOCAB, dtype=torch.bool), ONE.device)
 SAMPLING = Sampling(torch.ones(1), ONE.long())
 DRAWN = Sampling(*SAMPLING[:2], torch.empty(1, 2, VOCAB).half(), torch.ones(1))
 
@@ -48,7 +48,8 @@ def verify(name, sampling=None):
 
 def look():
     markers = Markers(ONE, ONE, (3, 4), only_thinking=True, opening=8)
-    context.blocked_positions(context.new_state(1, True, ONE.device), ids(1, 9), step(), markers, 4)
+    state = context.new_state(1, True, ONE.device)
+    context.blocked_positions(state, ids(1, 9), step(), torch.ones(1), markers, 4, fills=True)
 
 
 def call(function, *arguments, **options):

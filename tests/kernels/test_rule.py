@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import oracle
 from vllm_mars import verify_greedy
 from vllm_mars.config import STRICT_VALUE
-from vllm_mars.kernels import cpu, reference
-from vllm_mars.kernels.rule import Allowance, Position, next_share
+from vllm_mars.kernels import cpu
+from vllm_mars.kernels.rule import Allowance, Position, next_share, num_gainful, sampled
 from vllm_mars.kernels.terms import (
     LEAST_SHARE,
     MOST_SHARE,
@@ -21,6 +21,7 @@ from vllm_mars.kernels.terms import (
     REFUSALS,
     Account,
     Drafts,
+    Protected,
     Records,
     Requests,
     Rule,
@@ -189,8 +190,9 @@ def step(batch):
     # Slots in another order than the requests.
     slots = torch.arange(count - 1, -1, -1, dtype=torch.int32)
     records = Records(*(values.flip(0) for values in records[:-1]))
-    requests = Requests(records, slots, torch.tensor(produced, dtype=torch.int32))
-    return drafts, requests, Rule(batch["rule"], loss_units(batch["burst"]), mask)
+    requests = Requests(records, slots, torch.tensor(produced, dtype=torch.int32), slots * 0 - 1)
+    protected = Protected.of(mask, mask.device)
+    return drafts, requests, Rule(batch["rule"], loss_units(batch["burst"]), protected)
 
 
 def requests_of(batch, logits):
@@ -224,14 +226,13 @@ def an_account(batch):
     return Account(counts, table, LONGEST)
 
 
-@pytest.mark.parametrize("accept", [cpu.accept, reference.accept])
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(batch=batches())
-def test_greedy_requests_are_verified_as_the_oracle_says(accept, batch):
+def test_greedy_requests_are_verified_as_the_oracle_says(batch):
     drafts, requests, rule = step(batch)
     account, starts = an_account(batch), count_starts(LONGEST)
     before = requests.records.lost.clone()
-    output = accept(drafts, requests, rule, batch["blocked"], account)
+    output = cpu.accept(drafts, requests, rule, batch["blocked"], account)
     counts = np.zeros(count_size(LONGEST), dtype=np.int64)
     for i, rows, what in requests_of(batch, drafts.logits[:-1]):
         expected = oracle.verify(rows, bonus=batch["bonus"][i], **what)
@@ -263,52 +264,70 @@ def test_greedy_requests_are_verified_as_the_oracle_says(accept, batch):
     assert account.counts.tolist() == counts.tolist()
 
 
-def plan_of(batch, read=cpu.read_rows, temperature=1.0):
-    """The plan of a step in which all requests sample, with its drafts and requests."""
+class All:
+    """Accepts what can be accepted: see `cpu.Chance`."""
+
+    def accepts(self, _, probability):
+        return probability > 0
+
+    def draws(self, *_):
+        return 0
+
+
+def decided(drafts, requests, rule, blocked):
+    """What is decided of each request of a step in which all sample, and what it may lose."""
+    begins = [0, *drafts.cu_num_draft_tokens.tolist()]
+    slots, lengths = requests.slots.long(), np.diff(begins)
+    records = requests.records
+    ends = records.ends[slots].numpy()
+    of_positions = records.threshold[slots].numpy().repeat(lengths), ends.repeat(lengths, axis=0)
+    samples = [True] * len(lengths)
+    rows, _ = cpu.read_rows(drafts, *of_positions, rule, blocked, np.repeat(samples, lengths))
+    kept = [cpu._kept(rule, own, drafts.logits.shape[1]) for own in ends]
+    rows, _ = cpu.read_probabilities(rows, drafts.logits, begins, kept)
+    allowances = cpu._allowances(requests, rule, ends, samples, None)
+    for begin, end, allowed in zip(begins[:-1], begins[1:], allowances, strict=True):
+        gainful = num_gainful(rows, begin, end, allowed)
+        yield sampled(rows, begin, end, rule.name, allowed), gainful
+
+
+@settings(max_examples=400, deadline=None)
+@given(batch=batches(dtypes=[torch.float32]))
+def test_requests_that_sample_are_served_what_the_formulas_say(batch):
+    """Verdict, distribution, loss and gain of each position."""
     drafts, requests, rule = step(batch)
     drafts = drafts._replace(logits=drafts.logits[:-1])
-    heat = torch.full((len(batch["lengths"]),), temperature)
-    plan = cpu.plan(drafts, requests, rule, heat, batch["blocked"], read=read)
-    return plan, drafts, requests
-
-
-@pytest.mark.parametrize("read", [cpu.read_rows, reference.read_rows])
-@settings(max_examples=200, deadline=None)
-@given(batch=batches(dtypes=[torch.float32]))
-def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
-    """Verdict, distribution, loss and gain of each position; then all is as it was."""
-    logits = step(batch)[0].logits[:-1]
-    plan, drafts, requests = plan_of(batch, read)
-    rule = step(batch)[-1]
-    position, before = 0, requests.records.lost.clone()
-    for _, rows, what in requests_of(batch, logits):
-        protected = what["protected"] | what["ends"]
-        gainful = oracle.num_gainful(what["drafts"], what["ends"], what["room"])
-        reasons = [
-            block
-            or ({draft, oracle.argmax(row)} & protected and Verdict.PROTECTED)
-            or (oracle.may_end(row, what["ends"]) and Verdict.PROTECTED)
-            or 0
-            for row, draft, block in zip(
-                rows, what["drafts"], what["blocked"] or [0] * len(rows), strict=True
-            )
+    before, wanted = requests.records.lost.clone(), []
+    found_of = decided(drafts, requests, rule, batch["blocked"])
+    asked = requests_of(batch, drafts.logits)
+    for (positions, gainful), (_, rows, what) in zip(found_of, asked, strict=True):
+        kept, price, nats, spent = what["protected"] | what["ends"], what["price"], what["nats"], 0
+        assert gainful == oracle.num_gainful(what["drafts"], what["ends"], what["room"])
+        looks_at = [
+            {x} if price is not None else {x, oracle.argmax(row)}
+            for row, x in zip(rows, what["drafts"], strict=True)
         ]
-        price, nats, spent = what["price"], what["nats"], 0
-        is_strict = list(map(bool, reasons))
-        biases = oracle.tilts(rows, what["drafts"], price or 0.0, is_strict, gainful)
+        blocked = what["blocked"] or [0] * len(rows)
+        reasons = [
+            b or (Verdict.PROTECTED if own & kept else 0)
+            for b, own in zip(blocked, looks_at, strict=True)
+        ]
+        strict = list(map(bool, reasons))
+        biases = oracle.tilts(rows, what["drafts"], price or 0.0, strict, gainful, kept)
+        is_reached, lost = True, 0
         for j, (row, draft) in enumerate(zip(rows, what["drafts"], strict=True)):
-            found, p = plan.positions[position], oracle.softmax(row)
-            now = drafts.logits[position].tolist()
-            position += 1
+            found, p = positions[j], oracle.softmax(row)
+            lost += found.loss * (is_reached and j <= gainful)
             if draft < 0 or not p[draft] > 0:
-                # Left as it is, for vLLM to reject.
+                # Left as it is, to be rejected.
                 assert found == Position(Verdict.NONE)
+                is_reached = False
                 continue
             left = INF
             if nats is not None:
                 left = max(oracle.earned(nats, j + 1) - nats.lost - Fraction(spent, 2**16), 0)
             verdict, bias = Verdict.NONE, min(biases[j], math.sqrt(8 * left))
-            m = oracle.served(row, draft, bias)
+            m = oracle.served(row, draft, bias, kept)
             if price is None:
                 if oracle.is_relaxed(row, draft, what["theta"], frozenset()):
                     too_much = math.ceil(-math.log(p[draft]) * 2**16) * 2**-16 > left
@@ -320,25 +339,21 @@ def test_requests_that_sample_are_served_what_the_formulas_say(read, batch):
                 m = [float(token == draft) for token in range(len(row))]
             else:
                 assert found.bias == pytest.approx(bias, rel=1e-4, abs=1e-5)
-            assert oracle.softmax(now) == pytest.approx(m, abs=1e-4)
+                if found.bias:
+                    logs = math.log(m[draft] / p[draft])
+                    assert found.bias - found.log_z == pytest.approx(logs, abs=1e-4)
             assert found.loss * 2**-16 == pytest.approx(oracle.divergence(m, p), abs=1e-4)
             assert found.loss * 2**-16 <= left
             assert found.gained * 2**-16 == pytest.approx(m[draft] - p[draft], abs=1e-4)
             assert found.drift * 2**-16 == pytest.approx(oracle.drift(m, p), abs=1e-4)
             spent += found.loss
-    # All of each draft accepted.
-    width = max(batch["lengths"]) + 1
-    tokens = [[0] * (length + 1) + [-1] * (width - length - 1) for length in batch["lengths"]]
-    cpu.settle(plan, drafts, requests, rule, torch.tensor(tokens, dtype=torch.int32))
-    torch.testing.assert_close(drafts.logits, logits, rtol=0, atol=0, equal_nan=True)
-    lost = (requests.records.lost - before)[requests.slots.long()].tolist()
-    losses, ends = [found.loss for found in plan.positions], np.cumsum(batch["lengths"])
-    # Behind the answer's last token nothing counts.
-    counted = [
-        losses[end - length : end][: gainful + 1]
-        for length, end, gainful in zip(batch["lengths"], ends, plan.gainful, strict=True)
-    ]
-    assert lost == list(map(sum, counted))
+        wanted.append(lost)
+    # Behind the answer's last token, and the first that is rejected, nothing counts.
+    cpu.accept(
+        *(drafts, requests, rule, batch["blocked"]),
+        sampled=cpu.Sampled(torch.ones(len(wanted)), All()),
+    )
+    assert (requests.records.lost - before)[requests.slots.long()].tolist() == wanted
 
 
 # fmt: off
@@ -370,10 +385,11 @@ def test_sampled_by_hand(name):
     records = Records(torch.zeros(1), units, zeros, zeros + NO_BOUND, zeros, zeros + 99, ends)
     step = Drafts(logits, torch.tensor(drafts, dtype=torch.int32), torch.tensor([len(rows)]).int())
     slots = torch.zeros(1, dtype=torch.int32)
-    plan = cpu.plan(step, Requests(records, slots, slots), Rule("price"), torch.ones(1))
-    assert [position.bias for position in plan.positions] == pytest.approx(biases, abs=1e-4)
-    shares = [float(row.softmax(0)[max(x, 0)]) for row, x in zip(logits, drafts, strict=True)]
-    assert shares == pytest.approx(accepted, abs=1e-4, nan_ok=True)
+    ((positions, _),) = decided(step, Requests(records, slots, slots, slots), Rule("price"), None)
+    assert [position.bias for position in positions] == pytest.approx(biases, abs=1e-4)
+    p = [float(row.softmax(0)[max(x, 0)]) for row, x in zip(logits, drafts, strict=True)]
+    m = [x * math.exp(of.bias - of.log_z) for x, of in zip(p, positions, strict=True)]
+    assert m == pytest.approx(accepted, abs=1e-4, nan_ok=True)
 
 
 def test_a_price_that_follows_is_larger_where_drafts_are_drawn():
@@ -391,11 +407,10 @@ def test_a_price_that_follows_is_larger_where_drafts_are_drawn():
 def test_without_a_price_nothing_is_added(batch):
     """Exactly, so that the output is vLLM's and nothing is lost."""
     batch |= {"values": [0.0] * len(batch["lengths"]), "scales": [0] * len(batch["lengths"])}
-    plan, drafts, _ = plan_of(batch)
-    assert all(position == Position(Verdict.NONE) for position in plan.positions)
-    torch.testing.assert_close(
-        drafts.logits, step(batch)[0].logits[:-1], rtol=0, atol=0, equal_nan=True
-    )
+    drafts, requests, rule = step(batch)
+    drafts = drafts._replace(logits=drafts.logits[:-1])
+    for positions, _ in decided(drafts, requests, rule, batch["blocked"]):
+        assert all(position == Position(Verdict.NONE) for position in positions)
 
 
 def run(batch, rule, value):
@@ -407,7 +422,7 @@ def run(batch, rule, value):
     return verify_greedy(
         *(torch.cat(logits), drafts.draft_token_ids, drafts.cu_num_draft_tokens),
         **{rule: value},
-        protected=limits.protected,
+        protected=limits.protected.mask,
         max_draft_len=drafts.max_draft_len,
     )
 

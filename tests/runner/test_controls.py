@@ -267,7 +267,7 @@ def relaxed_repeats(outputs):
     """How many of these complete four tokens that their answer holds already."""
     found = 0
     for output in outputs:
-        is_repeat = AnswerNgrams(4).repeated([], output.token_ids)
+        is_repeat = AnswerNgrams(4, samples=False).repeated([], output.token_ids)
         found += sum(is_repeat[position] for position in preferred(output))
     return found
 

@@ -70,18 +70,20 @@ def check(target, prompts, sampling, answers, told):
 @pytest.fixture
 def watched(monkeypatch):
     """Sampled steps, in each of which every request's record is within what its tokens allow."""
-    steps, settle = [], cpu.settle
+    steps, accept = [], cpu.accept
 
-    def settle_and_check(plan, drafts, requests, rule, output_token_ids, account):
-        settle(plan, drafts, requests, rule, output_token_ids, account)
+    def accept_and_check(drafts, requests, rule, blocked, account, sampled):
+        output = accept(drafts, requests, rule, blocked, account, sampled)
         records, produced = requests.records, requests.produced.tolist()
         for place, slot in enumerate(requests.slots.tolist()):
-            tokens = produced[place] + int((output_token_ids[place] >= 0).sum())
+            tokens = produced[place] + int((output.output_token_ids[place] >= 0).sum())
             burst = loss_units(SERVER["mars_loss_burst"])
             assert records.lost[slot] <= most_lost(int(records.rate[slot]), burst, tokens)
-        steps.append(sum(position.loss for position in plan.positions))
+        if sampled is not None:
+            steps.append(int(output.lost.sum()))
+        return output
 
-    monkeypatch.setattr(cpu, "settle", settle_and_check)
+    monkeypatch.setattr(cpu, "accept", accept_and_check)
     return steps
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_mars.config import MarsConfig
+from vllm_mars.config import STRICT_VALUE, MarsConfig
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_BALANCE,
@@ -81,7 +81,8 @@ def record_of(
     ends = ends_of(params)
     padded = [*ends, *[-1] * (MOST_ENDS - len(ends))]
     own = threshold, price, scale, rate, lost, max(most_tokens, 0)
-    return Record(*own, padded, config.draft_share)
+    is_strict = options.is_structured or options.value == STRICT_VALUE[config.rule]
+    return Record(*own, padded, 1.0 if is_strict else config.draft_share)
 
 
 def price_scale(c2: int, rate: int, burst: int) -> int:

@@ -141,7 +141,7 @@ class RequestsV1(LogitsProcessor):
         prompt = prompt or ()
         room = self._max_model_len - len(prompt)
         record = record_of(params, self._config, room, len(output))
-        ngrams = AnswerNgrams(self._config.repeat_ngram)
+        ngrams = AnswerNgrams(self._config.repeat_ngram, params.temperature != 0)
         state = self._sections.begin(prompt)
         options = options_of(params, self._config)
         return _Request(options, record, prompt, output, ngrams, state=state)
@@ -172,8 +172,9 @@ class RequestsV1(LogitsProcessor):
                 request.scanned = 0
         has_context = self._sections or self._has_structured or self._config.repeat_ngram
         produced = torch.tensor([len(request.output) for request in requests])
+        last = torch.tensor([request.output[-1] if request.output else -1 for request in requests])
         blocked = self._blocked(requests, drafts) if has_context else None
-        return Requests(self._records, self._slots[:batch], produced), blocked
+        return Requests(self._records, self._slots[:batch], produced, last), blocked
 
     def draft_shares(self, batch: int) -> torch.Tensor:
         """What drafts of the first `batch` requests are drawn at; float32 `[batch]`."""

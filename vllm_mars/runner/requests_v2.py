@@ -26,13 +26,21 @@ class RequestsV2(LogitsProcessor):
         req_states: the runner's `RequestState`. Its `add_request` is wrapped, on this instance
             alone, since it is told the tokens that a request brings.
         turns: see `Sections`.
+        fills: whether drafts are the last token again where the drafter has none.
     """
 
-    def __init__(self, config: MarsConfig, req_states: Any, turns: Set[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        config: MarsConfig,
+        req_states: Any,
+        turns: Set[int] = frozenset(),
+        fills: bool = False,
+    ) -> None:
         from vllm_mars.kernels.context import new_state
 
         self._config = config
         self._req_states = req_states
+        self.fills = fills
         slots, device = req_states.max_num_reqs, req_states.device
         self._sections = Sections(config, turns)
         self._records = new_records(slots, device)
@@ -136,6 +144,7 @@ class RequestsV2(LogitsProcessor):
         cu_num_logits: torch.Tensor,
         idx_mapping: torch.Tensor,
         idx_mapping_np: np.ndarray,
+        temperature: torch.Tensor,
         max_draft_len: int,
     ) -> tuple[Step, torch.Tensor | None]:
         """A step, and where its drafts must stay strict.
@@ -144,18 +153,20 @@ class RequestsV2(LogitsProcessor):
             logits, input_ids, cu_num_logits, max_draft_len: see `Step`.
             idx_mapping: `[num_reqs]` slot of each request.
             idx_mapping_np: the same on the host.
+            temperature: float32 `[max_num_reqs]`.
         """
         states, blocked = self._req_states, None
         total_len, prompt_len = states.total_len.gpu, states.prompt_len.gpu
         own = self._records, idx_mapping, total_len, prompt_len
         step = Step(logits, input_ids, cu_num_logits, *own, max_draft_len)
         has_structured = self._is_structured[idx_mapping_np].any()
-        if self._sections or self._config.repeat_ngram or has_structured:
+        if self._sections or self._config.repeat_ngram or has_structured or self.fills:
             from vllm_mars.kernels.context import blocked_positions
 
             tokens = states.all_token_ids.gpu
+            guard = self._config.repeat_ngram, self.fills
             blocked = blocked_positions(
-                self._context, tokens, step, self._markers, self._config.repeat_ngram
+                self._context, tokens, step, temperature, self._markers, *guard
             )
         return step, blocked
 

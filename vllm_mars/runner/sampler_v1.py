@@ -12,21 +12,18 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.rejection_sampler import (
-    RejectionSampler,
-    apply_sampling_constraints,
-    rejection_sample,
-)
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.rejection_sampler import RejectionSampler, generate_uniform_probs
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import cpu
-from vllm_mars.kernels.clip import Clipped, clip_rows
+from vllm_mars.kernels.cpu import Sampled
 from vllm_mars.kernels.terms import Drafts
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import CounterLayout, Counters
-from vllm_mars.runner.cpu_kernels import mend, spare_cut_prompts
+from vllm_mars.runner.cut_prompts import spare_cut_prompts
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
 from vllm_mars.runner.requests_v1 import RequestsV1
@@ -46,10 +43,9 @@ logger = init_logger("vllm.vllm_mars.runner.sampler_v1")
 class MarsRejectionSampler(RejectionSampler):
     """vLLM's V1 rejection sampler with the margin-aware rule.
 
-    A greedy batch is verified in one pass: on the raw logits rows where no logits processor touches
-    them, else on the processed ones. Any other batch takes vLLM's own path, with the bias of the
-    rule on the draft tokens' logits (or, where drafts are drawn, with the rows that are served), so
-    that vLLM's kernels verify losslessly against the distribution that is served.
+    The logits are verified as vLLM's processors leave them: the raw rows if nothing changes them.
+    Requests that sample are verified losslessly against the distribution that is served, with the
+    random numbers of vLLM's own sampler.
 
     Args:
         sampler: vLLM's sampler, for bonus tokens.
@@ -99,7 +95,7 @@ class MarsRejectionSampler(RejectionSampler):
                 bonus_rows=metadata.bonus_logits_indices,
                 max_draft_len=metadata.max_spec_len,
             )
-            output_token_ids = self._verify_greedy(drafts)
+            output_token_ids, _ = self._verify(drafts)
             return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=None)
         named = sampling_metadata.logprob_token_ids
         wants_logprobs = sampling_metadata.max_num_logprobs is not None or bool(named)
@@ -121,11 +117,7 @@ class MarsRejectionSampler(RejectionSampler):
         keep_raw = wants_logprobs and not self.is_processed_logprobs_mode
         processed = raw.clone() if keep_raw else raw
         processed = self.apply_logits_processors(processed, sampling_metadata, metadata)
-        # With top-k alone this ends in an error where no request has a draft (seen in 0.32.0).
-        if len(processed):
-            processed = apply_sampling_constraints(
-                processed, metadata.cu_num_draft_tokens, sampling_metadata
-            )
+        processed = constrain(processed, metadata.num_draft_tokens, sampling_metadata)
         drafts = Drafts(
             processed,
             metadata.draft_token_ids,
@@ -133,15 +125,16 @@ class MarsRejectionSampler(RejectionSampler):
             bonus_token_ids=bonus.sampled_token_ids,
             max_draft_len=metadata.max_spec_len,
         )
-        table = None
-        if sampling_metadata.all_greedy:
-            output_token_ids = self._verify_greedy(drafts)
-        else:
-            output_token_ids, table = self._sample(drafts, metadata, draft_probs, sampling_metadata)
+        sampled = None
+        if not sampling_metadata.all_greedy:
+            chance = self._random(metadata, sampling_metadata, processed.shape[1])
+            sampled = Sampled(sampling_metadata.temperature, chance, draft_probs)
+        output_token_ids, table = self._verify(drafts, sampled)
         logprobs = None
         if wants_logprobs:
             ratios = None
-            if table is not None and self.verification.config.logprobs == "sampled":
+            wants_ratios = sampled is not None and self.verification.config.logprobs == "sampled"
+            if wants_ratios:
                 ratios = log_ratios(table, sampling_metadata.temperature)
             rows = torch.empty_like(logits, dtype=torch.float32)
             rows[metadata.target_logits_indices] = (
@@ -197,46 +190,52 @@ class MarsRejectionSampler(RejectionSampler):
             values += of_sampled(ids, ratios[:, :width].flatten())
         return found._replace(logprob_token_ids=ids, logprobs=values)
 
-    def _verify_greedy(self, drafts: Drafts) -> torch.Tensor:
+    def _verify(self, drafts: Drafts, sampled: Sampled | None = None) -> tuple[Any, Any]:
+        """The tokens of a step, and what is written down of them: see `Account`."""
         verification, batch = self.verification, drafts.cu_num_draft_tokens.shape[0]
         requests, blocked = self.requests.step(drafts)
         account = verification.account(batch, drafts.logits.device, self.requests.returns(batch))
-        output = cpu.accept(drafts, requests, verification.rule(drafts.logits), blocked, account)
-        output_token_ids: torch.Tensor = output.output_token_ids
-        return output_token_ids
-
-    def _sample(
-        self,
-        drafts: Drafts,
-        metadata: SpecDecodeMetadata,
-        draft_probs: torch.Tensor | None,
-        sampling_metadata: SamplingMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        verification, device = self.verification, drafts.logits.device
         rule = verification.rule(drafts.logits)
-        batch = drafts.cu_num_draft_tokens.shape[0]
-        requests, blocked = self.requests.step(drafts)
-        account = verification.account(batch, device, self.requests.returns(batch))
-        temperature = sampling_metadata.temperature
+        output = cpu.accept(drafts, requests, rule, blocked, account, sampled)
+        return output.output_token_ids, account.table
 
-        def clip(prices: torch.Tensor) -> Clipped:
-            return clip_rows(drafts.logits, draft_probs, prices)
+    def _random(
+        self, metadata: SpecDecodeMetadata, sampling_metadata: SamplingMetadata, vocab: int
+    ) -> cpu.Random:
+        """The random numbers of vLLM's own `rejection_sample`, drawn in its order."""
+        lengths, generators = metadata.num_draft_tokens, sampling_metadata.generators
+        device = metadata.draft_token_ids.device
+        uniform = generate_uniform_probs(sum(lengths), lengths, generators, device)
+        dtype = torch.float64 if self.use_fp64_gumbel else torch.float32
+        noise = torch.empty((len(lengths), vocab), dtype=dtype, device=device).exponential_()
+        for place, generator in generators.items():
+            if lengths[place] > 0:
+                noise[place].exponential_(generator=generator)
+        return cpu.Random(uniform.numpy(), noise.reciprocal_())
 
-        is_drawn = draft_probs is not None
-        plan = cpu.plan(drafts, requests, rule, temperature, blocked, clip if is_drawn else None)
-        output_token_ids = rejection_sample(
-            metadata.draft_token_ids,
-            metadata.num_draft_tokens,
-            metadata.max_spec_len,
-            metadata.cu_num_draft_tokens,
-            draft_probs,
-            plan.clipped.logits if is_drawn else drafts.logits,
-            drafts.bonus_token_ids,
-            sampling_metadata,
-            use_fp64_gumbel=self.use_fp64_gumbel,
-        )
-        cpu.settle(plan, drafts, requests, rule, output_token_ids, account)
-        return output_token_ids, account.table
+
+def constrain(
+    logits: torch.Tensor, num_draft_tokens: list[int], sampling_metadata: SamplingMetadata
+) -> torch.Tensor:
+    """vLLM's `apply_sampling_constraints`, whose CPU kernel gives each row uninitialised memory.
+
+    Args:
+        logits: float32 `[num_draft, vocab]`, written.
+        num_draft_tokens: of each request.
+        sampling_metadata: of the requests.
+    """
+    if sampling_metadata.all_greedy:
+        return logits
+    lengths = torch.tensor(num_draft_tokens, device=logits.device)
+    temperature = sampling_metadata.temperature
+    divisors = temperature.masked_fill(temperature == 0, 1).repeat_interleave(lengths)
+    logits.div_(divisors[:, None])
+    own = (
+        None if values is None else values.repeat_interleave(lengths)
+        for values in (sampling_metadata.top_k, sampling_metadata.top_p)
+    )
+    # With top-k alone this ends in an error where no request has a draft (seen in 0.32.0).
+    return apply_top_k_top_p(logits, *own) if len(logits) else logits
 
 
 def takes_raw_logits(sampling_metadata: SamplingMetadata) -> bool:
@@ -285,7 +284,6 @@ def install(runner: Any, config: MarsConfig) -> None:
             f"{current_platform.device_name}, but this engine runs V1, which MARS serves on CPUs "
             "alone; set VLLM_USE_V2_MODEL_RUNNER=1, or drop what V2 does not serve."
         )
-    mend()
     spare_cut_prompts(runner)
     spec_config = runner.speculative_config
     verification = Verification(

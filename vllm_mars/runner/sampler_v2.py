@@ -129,7 +129,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
         vocab = logits.shape[1] if draft_logits is None else draft_logits.shape[-1]
         if not self._is_warm:
             rows, longest = logits[:, :vocab], self.num_speculative_steps
-            warm_up(self.verification, rows, longest, draft_logits)
+            use_fp64 = self.sampler.use_fp64_gumbel
+            warm_up(self.verification, rows, longest, draft_logits, use_fp64, self.requests.fills)
             self._is_warm = True
         step, blocked = self.requests.step(
             logits[:, :vocab],
@@ -137,6 +138,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             cu_num_logits[1:],
             idx_mapping,
             idx_mapping_np,
+            self.sampler.sampling_states.temperature.gpu,
             self.num_speculative_steps,
         )
         returns = self.requests.returns(idx_mapping_np)
@@ -238,7 +240,9 @@ def install(runner: Any, config: MarsConfig) -> None:
     require_own_sampler(own, RejectionSampler)
     spec_config = runner.speculative_config
     turns = turn_token_ids(config, runner.model_config)
-    requests = RequestsV2(config, runner.req_states, turns)
+    # vLLM's drafts the last token again where nothing matches, to be rejected.
+    fills = spec_config.method == "ngram"
+    requests = RequestsV2(config, runner.req_states, turns, fills)
     own.sampler.logits_processors.append(requests)
     finish_requests = runner.finish_requests
 

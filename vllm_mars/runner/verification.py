@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Account, Rule, loss_units
+from vllm_mars.kernels.terms import Account, Protected, Rule, loss_units
 from vllm_mars.runner.counters import Counters
 
 # Of the value that the log names, by rule.
@@ -32,7 +32,7 @@ class Verification:
 
     Args:
         config: the options.
-        protected_token_ids: tokens at which verification stays strict.
+        protected_token_ids: tokens that keep their probability.
         counters: where positions are counted.
 
     Attributes:
@@ -49,7 +49,7 @@ class Verification:
         self.protected_token_ids = protected_token_ids
         self.counters = counters
         self.returned: list[Returned] = []
-        self._protected: torch.Tensor | None = None
+        self._protected: Protected | None = None
 
     def rule(self, logits: torch.Tensor) -> Rule:
         """The rule on logits of this width.
@@ -58,10 +58,10 @@ class Verification:
         how wide the model's output is.
         """
         vocab = logits.shape[1]
-        if self._protected is None or self._protected.shape[0] != vocab:
+        if self._protected is None or self._protected.mask.shape[0] != vocab:
             mask = torch.zeros(vocab, dtype=torch.bool)
             mask[[token for token in self.protected_token_ids if token < vocab]] = True
-            self._protected = mask.to(logits.device)
+            self._protected = Protected.of(mask, logits.device)
         longest = self.counters.layout.num_speculative_tokens
         burst = loss_units(self.config.loss_burst)
         return Rule(self.config.rule, burst, self._protected, longest, self.config.share_gain)

@@ -19,6 +19,8 @@ def warm_up(
     logits: torch.Tensor,
     longest: int,
     draft_logits: torch.Tensor | None,
+    use_fp64: bool = False,
+    fills: bool = False,
 ) -> None:
     """Compiles what the sampler reaches.
 
@@ -27,6 +29,8 @@ def warm_up(
         logits: `[num_rows, vocab]` of a step; only its dtype, width and stride count.
         longest: the longest draft.
         draft_logits: `[max_num_reqs, K, vocab]` where drafts are drawn, else None.
+        use_fp64: whether the noise of a draw is float64.
+        fills: as `RequestsV2` has it.
     """
     device = logits.device
     inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
@@ -34,22 +38,21 @@ def warm_up(
     own = new_records(1, device), zero.long(), zero, zero, longest
     float_one, by_row = torch.ones(1, device=device), inputs.long()
     sampling = Sampling(float_one, zero.long())
-    all_sampling = [None, sampling]
     if draft_logits is not None:
-        all_sampling.append(sampling._replace(draft_logits=draft_logits, drawn_at=float_one))
+        sampling = sampling._replace(draft_logits=draft_logits, drawn_at=float_one)
     processed = torch.zeros((2, logits.shape[1]), device=device)
     for rows in (*_row_layouts(logits), processed):
         step, rule = Step(rows, inputs, end, *own), verification.rule(rows)
-        for one in all_sampling:
-            draws = None if one is None else Draws(one, by_row, by_row, inputs)
+        for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
             accept.accept(step, rule, None, verification.account(1, device, {}), draws)
-    if _may_block(verification):
+    if fills or _may_block(verification):
         from vllm_mars.kernels.context import blocked_positions, new_state
 
         config = verification.config
         state = new_state(1, config.repeat_ngram > 0, device)
         markers = Sections(config).markers(device)
-        blocked_positions(state, zero[None], step, markers, config.repeat_ngram)
+        guard = config.repeat_ngram, fills
+        blocked_positions(state, zero[None], step, float_one, markers, *guard)
 
 
 def _may_block(verification: Verification) -> bool:
