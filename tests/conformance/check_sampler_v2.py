@@ -364,12 +364,16 @@ def test_a_preempted_request_finds_what_it_has_lost():
     requests, states = sampler.requests, sampler.requests._req_states
     name, slot = next(iter(states.req_id_to_index.items()))
     requests._records.lost[slot] = 777
-    assert requests.keep([], [name]).tolist() == [777]
     requests.keep([name], [])
     states.remove_request(name)
     assert requests.keep([], [name]).tolist() == [777]
     assert requests.keep([], [name]).tolist() == []
     states.add_request(name, 3, [5, 7, 9], 0, 50)
+    requests._records.lost[states.req_id_to_index[name]] = 777
+    # A further input: vLLM takes the request out and adds it, and what it has lost is told once.
+    states.remove_request(name)
+    states.add_request(name, 4, [5, 7, 9, 1], 0, 50)
+    assert requests.keep([], []).tolist() == [777]
     requests._records.lost[states.req_id_to_index[name]] = 777
 
     def come_back(preempted, finished):

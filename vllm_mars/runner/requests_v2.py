@@ -12,7 +12,7 @@ from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import Markers, Step
 from vllm_mars.requests import options_of
 from vllm_mars.runner.records import new_records, record_of
-from vllm_mars.runner.sections import Sections
+from vllm_mars.runner.sections import LOOKED_AT, Sections
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -52,6 +52,10 @@ class RequestsV2(LogitsProcessor):
         self._brought: dict[int, tuple[int, int, int, int]] = {}
         # Rows of the records and the context that the device has not got yet, by slot.
         self._staged: dict[int, tuple[Any, ...]] = {}
+        # The slot of each request, and what those had lost that got a further input: vLLM takes
+        # such a request out of its slot, and its next answer begins anew.
+        self._slots: dict[str, int] = {}
+        self._replaced: list[torch.Tensor] = []
         # What preempted requests have lost and are drafted at, by id, and what of it goes to a
         # slot: scalars on the device, so that the host waits for nothing.
         self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -62,9 +66,13 @@ class RequestsV2(LogitsProcessor):
             req_id: str, prompt_len: int, all_token_ids: list[int], *args: Any, **kwargs: Any
         ) -> None:
             add_request(req_id, prompt_len, all_token_ids, *args, **kwargs)
-            begun = self._sections.begin(all_token_ids[:prompt_len])
+            # A prompt can be long.
+            last = all_token_ids[max(prompt_len - LOOKED_AT, 0) : prompt_len]
+            begun = self._sections.begin(last)
             state = self._sections.advance(begun, all_token_ids[prompt_len:])
-            slot = req_states.req_id_to_index[req_id]
+            if req_id in self._slots:
+                self._replaced.append(self._records.lost[self._slots[req_id]].clone()[None])
+            slot = self._slots[req_id] = req_states.req_id_to_index[req_id]
             self._brought[slot] = state, begun, len(all_token_ids), prompt_len
             kept = self._kept.pop(req_id, None)
             if kept is not None and len(all_token_ids) > prompt_len:
@@ -112,17 +120,18 @@ class RequestsV2(LogitsProcessor):
             finished: ids of those that will not.
 
         Returns:
-            What these have lost; int64 `[n]`, in units of 2**-LOSS_BITS nats.
+            What these have lost, and those that got a further input; int64 `[n]`, in units of
+            2**-LOSS_BITS nats.
         """
         for request_id in preempted:
-            slot = self._req_states.req_id_to_index.get(request_id)
+            slot = self._slots.pop(request_id, None)
             if slot is not None:
                 lost, share = self._records.lost[slot], self._records.draft_share[slot]
                 self._kept[request_id] = lost.clone(), share.clone()
-        ended: list[torch.Tensor] = []
+        ended, self._replaced = self._replaced, []
         slots = []
         for request_id in finished:
-            slot = self._req_states.req_id_to_index.get(request_id)
+            slot = self._slots.pop(request_id, None)
             if slot is not None:
                 slots.append(slot)
                 self._kept.pop(request_id, None)

@@ -18,6 +18,8 @@ from vllm_mars.kernels.terms import OPENING, THINKING, Markers, Verdict
 MOST_SPANS = 31
 # So many are walked through in Python sooner than NumPy finds the markers among them.
 _FEW_TOKENS = 64
+# What opens a section for an answer is looked for among so many tokens at its prompt's end.
+LOOKED_AT = 256
 
 
 class Sections:
@@ -51,13 +53,16 @@ class Sections:
 
         What opens a section for this answer stands behind the prompt's last turn token, where the
         chat template begins the answer. A marker elsewhere is text of the conversation.
+
+        Args:
+            prompt: its tokens, or its last `LOOKED_AT` alone.
         """
         state = 0
-        # Nothing of a prompt counts where there is no section.
-        for index in range(len(prompt) - 1, 0, -1) if self else ():
-            if prompt[index] in self._turns:
-                state = self.advance(0, prompt[index + 1 :])
-                break
+        if self.opens or self.thinking[0] >= 0:
+            for index in range(len(prompt) - 1, max(len(prompt) - LOOKED_AT, 0), -1):
+                if prompt[index] in self._turns:
+                    state = self.advance(0, prompt[index + 1 :])
+                    break
         begun: int = state % OPENING + OPENING * self.opening
         return begun
 
