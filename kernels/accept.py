@@ -110,12 +110,10 @@ def rule_arguments(
     if blocked is None:
         blocked = torch.zeros(num_rows, dtype=torch.int8, device=device)
     partials, num_splits = reduce_rows(step.logits, rule.name != "price", draws)
-    draft_logits = None if draws is None else draws.sampling.draft_logits
-    strides = (0, 0) if draft_logits is None else draft_logits.stride()[:2]
     longest = max(rule.longest, step.max_draft_len)
     return {
         "partials": partials,
-        "records": step.records,
+        "records_ptr": step.records.table,
         "logits_ptr": step.logits,
         "logits_stride": step.logits.stride(0),
         "input_ids_ptr": step.input_ids,
@@ -124,14 +122,10 @@ def rule_arguments(
         "total_len_ptr": step.total_len,
         "prompt_len_ptr": step.prompt_len,
         "sampling": None if draws is None else draws.sampling,
-        "draft_stride": strides[0],
-        "draft_step_stride": strides[1],
-        "burst": rule.burst,
         "vocab": vocab,
         "num_splits": num_splits,
         "SPLITS": num_lanes(vocab),
         "POSITIONS": max(_MIN_POSITIONS, triton.next_power_of_2(longest + 1)),
-        "ENDS": step.records.ends.shape[1],
         "enable_fp_fusion": False,
     }
 
@@ -152,8 +146,9 @@ def _draw(
     num_blocks = triton.cdiv(shared["vocab"], draw_block)
     tokens = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
     values = torch.empty_like(tokens, dtype=torch.float64 if draws.use_fp64 else torch.float32)
-    of_rows = ("logits_ptr", "logits_stride", "input_ids_ptr", "vocab", "protected", "ENDS")
-    of_drafts = ("sampling", "draft_stride", "draft_step_stride")
+    names = ("records_ptr", "logits_ptr", "logits_stride", "input_ids_ptr", "vocab", "protected")
+    draft_logits = draws.sampling.draft_logits
+    strides = (0, 0) if draft_logits is None else draft_logits.stride()[:2]
     resample_kernel[(batch, num_blocks)](
         output.output_token_ids,
         account.table,
@@ -161,7 +156,9 @@ def _draw(
         values,
         _none_ended(batch, device),
         clipped_ptr=clipped,
-        ends_ptr=step.records.ends,
+        sampling=draws.sampling,
+        draft_stride=strides[0],
+        draft_step_stride=strides[1],
         num_sampled_ptr=output.num_accepted,
         cu_num_logits_ptr=step.cu_num_logits,
         slots_ptr=step.slots,
@@ -173,7 +170,7 @@ def _draw(
         BLOCKS=triton.next_power_of_2(num_blocks),
         USE_FP64=draws.use_fp64,
         num_warps=max(4, draw_block // 1024),
-        **{name: shared[name] for name in (*of_rows, *of_drafts)},
+        **{name: shared[name] for name in names},
     )
 
 

@@ -4,9 +4,19 @@ import triton
 import triton.language as tl
 
 from vllm_mars.kernels.rule_kernel import (
+    CLIPPED,
+    DRAFT_SHARE,
+    DRIFT,
     FIRST,
+    GAIN,
+    LOSS_OF_ROW,
+    LOST,
+    OF_P,
+    OF_Q,
     PROTECTED,
+    RECORD_SIZE,
     RELAXED,
+    THRESHOLD,
     UNIT,
     allowance,
     forbids,
@@ -14,27 +24,32 @@ from vllm_mars.kernels.rule_kernel import (
     has_ended,
     is_small,
     kept_sums,
-    log_ratio_of_clipped,
+    load_float,
     nearest_units,
     next_share,
     num_gainful,
     read_rows,
     sampled_by_price,
     sampled_by_theta,
+    store_float,
     units_of,
 )
+from vllm_mars.kernels.terms import DRAWN_SCALE, FIXED_SCALE, GREEDY_SCALE
 from vllm_mars.kernels.top2 import log_sum_exp
 
 # vLLM's `tl_rand32`, which draws the same numbers, is never 0 but this.
 _LEAST_DRAWN = tl.constexpr(4.6566127342e-10)
 _INF = tl.constexpr(float("inf"))
+_GREEDY_SCALE = tl.constexpr(GREEDY_SCALE)
+_FIXED_SCALE = tl.constexpr(FIXED_SCALE)
+_DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
 
 # Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
 _UNALIGNED = [
     *("logits_ptr", "input_ids_ptr", "cu_num_logits_ptr", "blocked_ptr", "slots_ptr", "pos_ptr"),
     *("total_len_ptr", "prompt_len_ptr", "clipped_ptr"),
 ]
-_UNSPECIALIZED = ["logits_stride", "burst", "width", "vocab", "num_splits"]
+_UNSPECIALIZED = ["logits_stride", "width", "vocab", "num_splits"]
 
 
 @triton.jit
@@ -99,11 +114,12 @@ def _write_down(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
 def accept_kernel(
-    # `VerifyOutput`, `Account`, `Partials` and `Records`: tensors that begin where memory does
+    # `VerifyOutput`, `Account` and `Partials`: tensors that begin where memory does
     output,
     account,
     partials,
-    records,
+    # [S, RECORD_SIZE]
+    records_ptr,
     # [num_rows, vocab]
     logits_ptr,
     logits_stride,
@@ -123,18 +139,14 @@ def accept_kernel(
     # Where requests sample: `Sampling`, and [num_rows]
     sampling,
     pos_ptr,
-    # Of drawn drafts: [num_rows, 8] of `clip_kernel`, and the strides of [S, steps, vocab]
+    # Of drawn drafts: [num_rows, CLIPPED] of `clip_kernel`
     clipped_ptr,
-    draft_stride,
-    draft_step_stride,
-    burst,
     share_gain,
     width,
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
     POSITIONS: tl.constexpr,
-    ENDS: tl.constexpr,
     # "theta" or "price"
     RULE: tl.constexpr,
     # "no", "fixed" or "drawn" drafts
@@ -154,7 +166,8 @@ def accept_kernel(
     if SAMPLED != "no":
         is_greedy = tl.load(sampling.temperature + slot) == 0.0
 
-    ends_ptr = records.ends + slot * ENDS
+    record_ptr = records_ptr + slot * RECORD_SIZE
+    produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
     rows = read_rows(
         partials,
         logits_ptr,
@@ -162,27 +175,23 @@ def accept_kernel(
         input_ids_ptr,
         protected,
         blocked_ptr,
-        ends_ptr,
+        record_ptr,
         row,
         is_row,
         is_draft,
         vocab,
         num_splits,
         SPLITS,
-        ENDS,
         RULE != "price",
     )
     draft, argmax, first, _, logit, is_end, is_kept, _, _ = rows
-    is_drawn = (is_greedy == 0) & (SAMPLED == "drawn")
-    most, price, room = allowance(
-        records, slot, total_len_ptr, prompt_len_ptr, burst, offset, is_drawn
-    )
-    last = tl.load(input_ids_ptr + start)
-    is_over = has_ended(slot, ends_ptr, last, total_len_ptr, prompt_len_ptr, ENDS)
+    scale = tl.where(is_greedy, _GREEDY_SCALE, _DRAWN_SCALE if SAMPLED == "drawn" else _FIXED_SCALE)
+    most, price, room = allowance(record_ptr, produced, scale.to(tl.int64), offset)
+    is_over = has_ended(record_ptr, tl.load(input_ids_ptr + start), produced)
     gainful = num_gainful(is_end, offset, length, room)
     # The last position of the answer; none where it had ended before.
     last_counted = tl.where((is_over != 0) | (room < 0), -1, gainful)
-    small = is_small(rows, tl.load(records.threshold + slot))
+    small = is_small(rows, load_float(record_ptr, THRESHOLD))
     verdict, loss = greedy(rows, small, most, price, gainful, offset, length, RULE)
     accepts = (verdict == FIRST) | (verdict == RELAXED)
     gained = tl.where(verdict == RELAXED, 1 << 16, 0).to(tl.int64)
@@ -195,24 +204,14 @@ def accept_kernel(
             log_u = _log_drawn(sampling.seeds, pos_ptr, slot, row, is_draft)
             is_read = draft >= 0
             if SAMPLED == "drawn":
-                of_row = clipped_ptr + 8 * row
-                log_w = tl.load(of_row, mask=is_read, other=0.0)
-                row_price = tl.load(of_row + 1, mask=is_read, other=0.0)
-                log_total = tl.load(of_row + 2, mask=is_read, other=0.0)
-                log_p = logit - tl.load(of_row + 3, mask=is_read, other=0.0)
-                where = sampling.draft_logits + slot * draft_stride + draft
-                where += offset.to(tl.int64) * draft_step_stride
-                log_q = tl.load(where, mask=is_read, other=float("-inf")).to(tl.float32)
-                log_q = log_q / tl.load(sampling.drawn_at + slot)
-                log_q -= tl.load(of_row + 4, mask=is_read, other=0.0)
-                ratio_accepted = log_ratio_of_clipped(log_p, log_q, log_w, row_price, log_total)
-                ratio_accepted = tl.where(is_kept, 0.0, ratio_accepted)
+                of_row = clipped_ptr + CLIPPED * row
+                ratio_accepted = tl.load(of_row + OF_P, mask=is_read, other=0.0)
                 reason = forbids(rows, False)
                 verdict = tl.where(is_read & (offset < gainful) & (price > 0), reason, 0)
-                loss = units_of(tl.load(of_row + 5, mask=is_read, other=0.0))
-                gained = nearest_units(tl.load(of_row + 6, mask=is_read, other=0.0))
-                drift = nearest_units(tl.load(of_row + 7, mask=is_read, other=0.0))
-                accepts = is_read & (log_p + ratio_accepted > log_u + log_q)
+                loss = units_of(tl.load(of_row + LOSS_OF_ROW, mask=is_read, other=0.0))
+                gained = nearest_units(tl.load(of_row + GAIN, mask=is_read, other=0.0))
+                drift = nearest_units(tl.load(of_row + DRIFT, mask=is_read, other=0.0))
+                accepts = is_read & (tl.load(of_row + OF_Q, mask=is_read, other=0.0) > log_u)
             else:
                 lse, entropy = log_sum_exp(partials, row, is_draft, first, num_splits, SPLITS)
                 log_p = logit - lse
@@ -223,7 +222,7 @@ def accept_kernel(
                 if RULE == "price":
                     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
                     kept_lse = tl.where(is_number, lse, float("nan"))
-                    mass, surprise = kept_sums(row_ptr, kept_lse, protected, ends_ptr, vocab, ENDS)
+                    mass, surprise = kept_sums(row_ptr, kept_lse, protected, record_ptr, vocab)
                     rest, entropy = tl.maximum(1.0 - mass, 0.0), entropy - surprise
                     verdict, bias, log_z, loss, gained, drift_nats = sampled_by_price(
                         *(log_p, rest, entropy, is_number, forbidden),
@@ -252,7 +251,7 @@ def accept_kernel(
     ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
     num_relaxed, step_lost, step_drift = _write_down(
         account,
-        records.lost + slot,
+        record_ptr + LOST,
         request,
         offset,
         draft,
@@ -267,8 +266,8 @@ def accept_kernel(
     )
     if SAMPLED == "drawn":
         if is_greedy == 0:
-            share_ptr = records.draft_share + slot
-            tl.store(share_ptr, next_share(tl.load(share_ptr), step_drift, share_gain))
+            share = next_share(load_float(record_ptr, DRAFT_SHARE), step_drift, share_gain)
+            store_float(record_ptr, DRAFT_SHARE, share)
     # With the token behind the drafts.
     tl.store(output.num_accepted + request, accepted + 1)
     tl.store(output.num_relaxed + request, num_relaxed)

@@ -3,9 +3,8 @@
     clip_kernel   grid (rows)   finds what a row may pay, streams the draft once for its
                                 log-sum-exp, and both once for each step of Newton's method
 
-What it finds are 8 numbers, of which `log_ratio_of_clipped` makes log m - log p of a token:
-
-    log w, price, log F(w), target's log-sum-exp, draft's log-sum-exp, loss, gained, drift
+What it finds are CLIPPED numbers; of the first five `log_ratio_of_clipped` makes log m - log p of a
+token.
 
 Any w, divided by F(w), serves a distribution that keeps the bound and has an exact log-ratio, so w
 is found as roughly as pays: what F(w) is off by here costs less than 1 % of what a price gains.
@@ -21,15 +20,28 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.clip import EIGHTH, LEAST_REST, MOST_PRICE, STEPS
-from vllm_mars.kernels.rule_kernel import allowance, drawn_price, is_kept, kept_sums
-from vllm_mars.kernels.terms import Draws
+from vllm_mars.kernels import clip
+from vllm_mars.kernels.rule_kernel import (
+    CLIPPED,
+    RECORD_SIZE,
+    allowance,
+    drawn_price,
+    is_kept,
+    kept_sums,
+    log_ratio_of_clipped,
+)
+from vllm_mars.kernels.terms import DRAWN_SCALE, Draws
 from vllm_mars.kernels.top2 import block_size, log_sum_exp, reduce_splits, unpack_value
 
 # What F(w) may be off by before the division by it.
 TOLERANCE = 1e-2
-# Newton's method starts at exp(-START price), where w is for most rows.
-START = 0.3
+# Newton's method starts at exp(_START price), where w is for most rows.
+_START = tl.constexpr(-0.3)
+_STEPS = tl.constexpr(clip.STEPS)
+_MOST_PRICE = tl.constexpr(clip.MOST_PRICE)
+_LEAST_REST = tl.constexpr(clip.LEAST_REST)
+_EIGHTH = tl.constexpr(clip.EIGHTH)
+_DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
 
 
 @triton.jit
@@ -58,12 +70,11 @@ def _load(
     temperature,
     token,
     protected,
-    ends_ptr,
+    record_ptr,
     vocab,
-    ENDS: tl.constexpr,
 ):
     """Logits of tokens, their p, and r = q / p; p = 0 of kept ones and behind the vocabulary."""
-    mask = (token < vocab) & (is_kept(token, protected, ends_ptr, vocab, ENDS) == 0)
+    mask = (token < vocab) & (is_kept(token, protected, record_ptr, vocab) == 0)
     target = tl.load(target_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
     p = tl.exp(target - target_lse)
     draft = tl.load(draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
@@ -72,18 +83,18 @@ def _load(
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "burst", "num_rows"],
+    do_not_specialize=["num_splits", "num_rows"],
     do_not_specialize_on_alignment=[
         *("input_ids_ptr", "blocked_ptr", "total_len_ptr", "prompt_len_ptr"),
         *("row_slots_ptr", "row_places_ptr"),
     ],
 )
 def clip_kernel(
-    # [num_rows, 8]
+    # [num_rows, CLIPPED]
     clipped_ptr,
     # As in `accept_kernel`
     partials,
-    records,
+    records_ptr,
     logits_ptr,
     logits_stride,
     input_ids_ptr,
@@ -97,20 +108,12 @@ def clip_kernel(
     row_places_ptr,
     draft_stride,
     draft_step_stride,
-    burst,
     num_rows,
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
     POSITIONS: tl.constexpr,
-    ENDS: tl.constexpr,
     TOLERANCE: tl.constexpr,
-    START: tl.constexpr,
-    # Of `clip`, which says what they are.
-    STEPS: tl.constexpr,
-    MOST_PRICE: tl.constexpr,
-    LEAST_REST: tl.constexpr,
-    EIGHTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     own_row = tl.program_id(0)
@@ -126,9 +129,9 @@ def clip_kernel(
     draft = tl.load(input_ids_ptr + own_row + 1, mask=place < length, other=-1)
     if (draft < 0) | (draft >= vocab):
         return
-    most, price, room = allowance(
-        records, slot, total_len_ptr, prompt_len_ptr, burst, tl.arange(0, 1), place >= 0
-    )
+    record_ptr = records_ptr + slot * RECORD_SIZE
+    produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
+    most, price, room = allowance(record_ptr, produced, _DRAWN_SCALE, tl.arange(0, 1))
     useful = tl.minimum(length, tl.maximum(room, 0))
     price = drawn_price(tl.max(most, axis=0), price, useful)
     may_pay = (place < useful) & (tl.load(blocked_ptr + own_row) == 0)
@@ -142,17 +145,16 @@ def clip_kernel(
     packed, _ = reduce_splits(partials, own, own >= 0, num_splits, SPLITS, False)
     lse, entropy = log_sum_exp(partials, own, own >= 0, unpack_value(packed), num_splits, SPLITS)
     target_lse = tl.max(lse, axis=0)
-    ends_ptr = records.ends + slot * ENDS
     mass, of_kept = kept_sums(
-        target_ptr + tl.zeros([1], tl.int64), lse, protected, ends_ptr, vocab, ENDS
+        target_ptr + tl.zeros([1], tl.int64), lse, protected, record_ptr, vocab
     )
     # What p has, and its entropy, of the tokens that are not kept.
     rest = tl.max(1.0 - mass, axis=0)
     rest_entropy = tl.max(entropy - of_kept, axis=0)
     draft_lse = _log_sum_exp(draft_ptr, temperature, vocab, BLOCK)
     is_finite = (target_lse > float("-inf")) & (target_lse < float("inf"))
-    may_pay = may_pay & is_finite & (rest > LEAST_REST)
-    price = tl.where(may_pay, tl.minimum(price, MOST_PRICE), 0.0)
+    may_pay = may_pay & is_finite & (rest > _LEAST_REST)
+    price = tl.where(may_pay, tl.minimum(price, _MOST_PRICE), 0.0)
     log_w = 0.0
     log_total = 0.0
     loss = 0.0
@@ -163,10 +165,10 @@ def clip_kernel(
         low = tl.exp(-price)
         high = 1.0
         w = 1.0
-        following = tl.exp(-START * price)
+        following = tl.exp(price * _START)
         total = 0.0
         taken = 0
-        while (taken < STEPS) & (tl.abs(total - 1.0) > TOLERANCE):
+        while (tl.abs(total - 1.0) > TOLERANCE) & (taken < _STEPS):
             w = following
             sums = tl.zeros([BLOCK], tl.float32)
             flats = tl.zeros([BLOCK], tl.float32)
@@ -178,7 +180,7 @@ def clip_kernel(
                 token = start + tl.arange(0, BLOCK)
                 target, p, ratio = _load(
                     *(target_ptr, target_lse, draft_ptr, draft_lse, temperature, token),
-                    *(protected, ends_ptr, vocab, ENDS),
+                    *(protected, record_ptr, vocab),
                 )
                 clipped = tl.maximum(tl.minimum(ratio, w * spread), w)
                 share = p * clipped
@@ -204,9 +206,14 @@ def clip_kernel(
             is_inside = (newton > low) & (newton < high)
             following = tl.where(is_inside, newton, tl.sqrt(low * high))
             taken += 1
-        loss = tl.minimum(loss, EIGHTH * price * price)
+        loss = tl.minimum(loss, price * price * _EIGHTH)
         gain = tl.maximum(gain, 0.0)
-    clipped_ptr += 8 * own_row
+    logit = tl.load(target_ptr + draft).to(tl.float32)
+    log_p = logit - target_lse
+    log_q = tl.load(draft_ptr + draft).to(tl.float32) / temperature - draft_lse
+    ratio = log_ratio_of_clipped(log_p, log_q, log_w, price, log_total)
+    ratio = tl.where(is_kept(draft, protected, record_ptr, vocab), 0.0, ratio)
+    clipped_ptr += CLIPPED * own_row
     tl.store(clipped_ptr, log_w)
     tl.store(clipped_ptr + 1, price)
     tl.store(clipped_ptr + 2, log_total)
@@ -215,6 +222,8 @@ def clip_kernel(
     tl.store(clipped_ptr + 5, loss)
     tl.store(clipped_ptr + 6, gain)
     tl.store(clipped_ptr + 7, drift)
+    tl.store(clipped_ptr + 8, ratio)
+    tl.store(clipped_ptr + 9, log_p + ratio - log_q)
 
 
 def clip_rows(draws: Draws, shared: dict[str, Any]) -> torch.Tensor:
@@ -225,12 +234,13 @@ def clip_rows(draws: Draws, shared: dict[str, Any]) -> torch.Tensor:
         shared: of `accept.rule_arguments`.
 
     Returns:
-        `[num_rows, 8]` float32, as above; of a row without a draft token, and of greedy requests,
+        `[num_rows, CLIPPED]` float32; of a row without a draft token, and of greedy requests,
         nothing is found.
     """
     assert draws.sampling.drawn_at is not None, "drafts are drawn at a temperature"
+    draft_logits = draws.sampling.draft_logits
     num_rows, logits = draws.pos.shape[0], shared["logits_ptr"]
-    clipped = torch.empty((num_rows, 8), device=logits.device)
+    clipped = torch.empty((num_rows, CLIPPED.value), device=logits.device)
     # Few rows leave most of the chip idle, so each has many threads in flight: half of what a
     # multiprocessor takes at 64 registers. No other number was tried on hardware.
     block = block_size(shared["vocab"])
@@ -238,13 +248,10 @@ def clip_rows(draws: Draws, shared: dict[str, Any]) -> torch.Tensor:
         clipped,
         row_slots_ptr=draws.row_slots,
         row_places_ptr=draws.row_places,
+        draft_stride=draft_logits.stride(0),
+        draft_step_stride=draft_logits.stride(1),
         num_rows=num_rows,
         TOLERANCE=TOLERANCE,
-        START=START,
-        STEPS=STEPS,
-        MOST_PRICE=MOST_PRICE,
-        LEAST_REST=LEAST_REST,
-        EIGHTH=EIGHTH,
         BLOCK=block,
         num_warps=16 if block == 4096 else 4,
         **shared,

@@ -8,16 +8,16 @@ request that samples, what stands before the last token) with those of the answe
 where Model Runner V2 keeps them, the host's memory.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from vllm_mars.kernels.rule_kernel import RECORD_SIZE
 from vllm_mars.kernels.terms import (
     GUARD_WINDOW,
     OPENING,
     THINKING,
+    Column,
     Markers,
     Step,
     Verdict,
@@ -29,40 +29,20 @@ _REPEAT = tl.constexpr(int(Verdict.REPEAT))
 _OPENED = tl.constexpr(int(Verdict.OPENING))
 _THINKING = tl.constexpr(THINKING)
 _OPENING = tl.constexpr(OPENING)
+_STATE = tl.constexpr(int(Column.STATE))
+_BEGUN = tl.constexpr(int(Column.BEGUN))
+_SCANNED = tl.constexpr(int(Column.SCANNED))
+_HELD = tl.constexpr(int(Column.HELD))
+_IS_STRUCTURED = tl.constexpr(int(Column.STRUCTURED))
 # Draft tokens and places of the answer that are compared at a time.
 _DRAFTS = 8
 _BLOCK = 512
 
 
-class ContextState(NamedTuple):
-    """What is known of the requests' tokens, by slot; `S` slots.
-
-    Attributes:
-        state: int32 `[S]`, of `Sections`, after the first `scanned` tokens.
-        begun: int32 `[S]`, that after the prompt.
-        scanned: int32 `[S]`, tokens of prompt and output that the state has taken in.
-        held: int32 `[S]`, tokens up to which the ring has been filled; it begins at the prompt's.
-        is_structured: int32 `[S]`, whether all of a request must stay strict.
-        ring: int32 `[S, GUARD_WINDOW]`, output token i at i modulo its width; `[S, 1]` with no
-            guard.
-    """
-
-    state: torch.Tensor
-    begun: torch.Tensor
-    scanned: torch.Tensor
-    held: torch.Tensor
-    is_structured: torch.Tensor
-    ring: torch.Tensor
-
-
-def new_state(num_slots: int, has_guard: bool, device: torch.device) -> ContextState:
-    """The state of no requests."""
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
+def new_ring(num_slots: int, has_guard: bool, device: torch.device) -> torch.Tensor:
+    """int32 `[S, GUARD_WINDOW]`, output token i at i modulo its width; `[S, 1]` with no guard."""
     width = GUARD_WINDOW if has_guard else 1
-    return ContextState(*(zeros(num_slots) for _ in range(5)), zeros(num_slots, width))
+    return torch.zeros((num_slots, width), dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -96,8 +76,7 @@ def _token_at(index, wanted, ring_ptr, num_answer, draft_ptr, WINDOW: tl.constex
 @triton.jit(
     do_not_specialize=["tokens_stride", "table_size", "think_start", "think_end", "opening"],
     do_not_specialize_on_alignment=[
-        *("blocked_ptr", "state_ptr", "begun_ptr", "scanned_ptr", "held_ptr"),
-        *("is_structured_ptr", "ring_ptr"),
+        *("blocked_ptr", "ring_ptr"),
         *("slots_ptr", "tokens_ptr", "total_len_ptr", "prompt_len_ptr"),
         *("temperature_ptr", "input_ids_ptr", "cu_num_logits_ptr", "opens_ptr", "closes_ptr"),
     ],
@@ -105,12 +84,9 @@ def _token_at(index, wanted, ring_ptr, num_answer, draft_ptr, WINDOW: tl.constex
 def context_kernel(
     # [num_draft]
     blocked_ptr,
-    # By slot: see `ContextState`
-    state_ptr,
-    begun_ptr,
-    scanned_ptr,
-    held_ptr,
-    is_structured_ptr,
+    # [S, RECORD_SIZE]
+    records_ptr,
+    # [S, WINDOW]
     ring_ptr,
     # [batch]
     slots_ptr,
@@ -154,11 +130,12 @@ def context_kernel(
     num_answer = total - prompt_len
     # Token i of prompt and output.
     base_ptr = tokens_ptr + slot * tokens_stride
-    state = tl.load(state_ptr + slot)
-    scanned = tl.load(scanned_ptr + slot)
-    held = tl.load(held_ptr + slot)
+    record_ptr = records_ptr + slot * RECORD_SIZE
+    state = tl.load(record_ptr + _STATE).to(tl.int32)
+    scanned = tl.load(record_ptr + _SCANNED).to(tl.int32)
+    held = tl.load(record_ptr + _HELD).to(tl.int32)
     # Where tokens were taken back, all of the answer are taken in again.
-    state = tl.where(scanned > total, tl.load(begun_ptr + slot), state)
+    state = tl.where(scanned > total, tl.load(record_ptr + _BEGUN).to(tl.int32), state)
     scanned = tl.where(scanned > total, prompt_len, scanned)
     held = tl.where(held > total, prompt_len, held)
     # All warps have loaded what one of them stores below.
@@ -170,7 +147,7 @@ def context_kernel(
             state = _advance(
                 state, token, opens_ptr, closes_ptr, table_size, think_start, think_end, opening
             )
-        tl.store(state_ptr + slot, state)
+        tl.store(record_ptr + _STATE, state.to(tl.int64))
     if LENGTH > 0:
         for block in range(tl.maximum(held, total - WINDOW), total, BLOCK):
             index = block + tl.arange(0, BLOCK)
@@ -178,10 +155,10 @@ def context_kernel(
             tl.store(ring_ptr + (index - prompt_len) % WINDOW, tokens, mask=index < total)
         # What was stored is read below by other threads.
         tl.debug_barrier()
-    tl.store(scanned_ptr + slot, total)
-    tl.store(held_ptr + slot, total)
+    tl.store(record_ptr + _SCANNED, total.to(tl.int64))
+    tl.store(record_ptr + _HELD, total.to(tl.int64))
 
-    is_structured = tl.load(is_structured_ptr + slot) != 0
+    is_structured = tl.load(record_ptr + _IS_STRUCTURED) != 0
     temperature = tl.load(temperature_ptr + slot)
     for first in range(0, num_draft, DRAFTS):
         offset = first + tl.arange(0, DRAFTS)
@@ -228,7 +205,7 @@ def context_kernel(
 
 
 def blocked_positions(
-    state: ContextState,
+    ring: torch.Tensor,
     tokens: torch.Tensor,
     step: Step,
     temperature: torch.Tensor,
@@ -236,10 +213,10 @@ def blocked_positions(
     ngram: int,
     fills: bool = False,
 ) -> torch.Tensor:
-    """Launches `context_kernel`; the state moves on.
+    """Launches `context_kernel`; the state in the records moves on.
 
     Args:
-        state: of all slots.
+        ring: see `new_ring`.
         tokens: int32 `[S, max_model_len]`, prompt and output of each slot.
         step: its logits are not read.
         temperature: float32 `[S]`; 0 is greedy.
@@ -251,11 +228,12 @@ def blocked_positions(
         int8 `[num_rows]`, a `Verdict` where a row's draft token must stay strict, else 0; a bonus
         row's entry is not written.
     """
-    num_rows, device = step.input_ids.shape[0], state.state.device
+    num_rows, device = step.input_ids.shape[0], step.input_ids.device
     blocked = torch.empty(num_rows, dtype=torch.int8, device=device)
     context_kernel[(step.slots.shape[0],)](
         blocked,
-        *state,
+        step.records.table,
+        ring,
         step.slots,
         tokens,
         tokens.stride(0),
@@ -273,7 +251,7 @@ def blocked_positions(
         ONLY_THINKING=markers.only_thinking,
         FILLS=fills,
         LENGTH=ngram,
-        WINDOW=state.ring.shape[1],
+        WINDOW=ring.shape[1],
         DRAFTS=_DRAFTS,
         BLOCK=_BLOCK,
     )

@@ -23,9 +23,13 @@ from vllm_mars.kernels import rule as definition
 from vllm_mars.kernels.clip import clip_row
 from vllm_mars.kernels.rule import Allowance, Position, Rows
 from vllm_mars.kernels.terms import (
+    DRAWN_SCALE,
+    FIXED_SCALE,
+    GREEDY_SCALE,
     LOSS_BITS,
     MOST_LOSS,
     Account,
+    Column,
     Drafts,
     Requests,
     Rule,
@@ -253,7 +257,7 @@ def accept(
         bonus = drafts.bonus_token_ids.reshape(-1).tolist()
     tokens = np.full((batch, drafts.max_draft_len + 1), -1, dtype=np.int32)
     summary = np.zeros((3, batch), dtype=np.int64)
-    for place, allowed in enumerate(_allowances(requests, rule, ends, samples, draft_probs)):
+    for place, allowed in enumerate(_allowances(requests, ends, samples, draft_probs)):
         begin, end = begins[place : place + 2]
         own = rows, begin, end, allowed
         if sampled is None or not samples[place]:
@@ -276,11 +280,10 @@ def accept(
         num_relaxed, lost, drift = _write_down(
             counted, drafted, not samples[place], place, requests, account
         )
-        shares_drawn_at = requests.records.draft_share
-        if samples[place] and draft_probs is not None and shares_drawn_at is not None:
-            slot = slots[place]
-            share = definition.next_share(float(shares_drawn_at[slot]), drift, rule.share_gain)
-            shares_drawn_at[slot] = share
+        if samples[place] and draft_probs is not None:
+            share = float(requests.records.draft_share[slots[place]])
+            share = definition.next_share(share, drift, rule.share_gain)
+            requests.records.draft_share[slots[place]] = share
         summary[:, place] = accepted, num_relaxed, lost
     accepted_, relaxed_, lost_ = torch.from_numpy(summary)
     return VerifyOutput(torch.from_numpy(tokens), accepted_.int(), relaxed_.int(), lost_)
@@ -296,19 +299,18 @@ def _kept(rule: Rule, ends: np.ndarray, vocab: int) -> torch.Tensor:
 
 def _allowances(
     requests: Requests,
-    rule: Rule,
     ends: np.ndarray,
     samples: list[bool],
     draft_probs: torch.Tensor | None,
 ) -> Iterator[Allowance]:
-    records, slots = requests.records, requests.slots.long()
-    of_slots = (records.price, records.price_scale, records.rate, records.lost, records.most_tokens)
-    own = zip(*(values[slots].tolist() for values in of_slots), strict=True)
+    columns = [Column.PRICE, Column.RATE, Column.LOST, Column.MOST_TOKENS]
+    own = requests.records.table[requests.slots.long()][:, columns].tolist()
+    scale = FIXED_SCALE if draft_probs is None else DRAWN_SCALE
     at = zip(requests.produced.tolist(), requests.last.tolist(), ends.tolist(), strict=True)
-    for of_slot, (produced, last, own_ends), is_sampled in zip(own, at, samples, strict=True):
-        price, scale, rate, lost, most_tokens = of_slot
-        is_drawn = is_sampled and draft_probs is not None
-        found = Allowance.of(price, scale, rate, rule.burst, lost, produced, most_tokens, is_drawn)
+    for record, (produced, last, own_ends), is_sampled in zip(own, at, samples, strict=True):
+        price, rate, lost, most_tokens = record
+        of_price = scale if is_sampled else GREEDY_SCALE
+        found = Allowance.of(price, rate, lost, produced, most_tokens, of_price)
         has_ended = produced > 0 and last >= 0 and last in own_ends
         yield found._replace(room=-1) if has_ended else found
 

@@ -14,13 +14,13 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
-from vllm_mars.kernels.rule_kernel import is_kept, log_ratio_of_clipped
+from vllm_mars.kernels.rule_kernel import CLIPPED, RECORD_SIZE, is_kept, log_ratio_of_clipped
 
 # The alignment of these would multiply the compiled variants and gain nothing: the loads of a block
 # with its noise are not widened anyway.
 _UNALIGNED = [
     *("clipped_ptr", "input_ids_ptr", "slots_ptr", "logits_ptr", "cu_num_logits_ptr", "pos_ptr"),
-    *("output_token_ids_ptr", "table_ptr", "ends_ptr"),
+    *("output_token_ids_ptr", "table_ptr"),
 ]
 _UNSPECIALIZED = ["vocab", "num_blocks", "width", "longest", "logits_stride"]
 
@@ -28,7 +28,7 @@ _UNSPECIALIZED = ["vocab", "num_blocks", "width", "longest", "logits_stride"]
 @triton.jit
 def _log_probabilities(logits, kept, clipped_ptr, row, draft_ptr, token, mask, temperature):
     """log m, log m - log p and log q of tokens; q was drawn from at the temperature."""
-    clipped_ptr += 8 * row
+    clipped_ptr += CLIPPED * row
     log_p = logits - tl.load(clipped_ptr + 3)
     draft = tl.load(draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
     log_q = draft / temperature - tl.load(clipped_ptr + 4)
@@ -57,8 +57,8 @@ def resample_kernel(
     draft_stride,
     draft_step_stride,
     protected,
-    # By slot, [S, ENDS]
-    ends_ptr,
+    # [S, RECORD_SIZE]
+    records_ptr,
     num_sampled_ptr,
     input_ids_ptr,
     cu_num_logits_ptr,
@@ -68,7 +68,6 @@ def resample_kernel(
     longest,
     vocab,
     num_blocks,
-    ENDS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     USE_FP64: tl.constexpr,
@@ -86,7 +85,7 @@ def resample_kernel(
     # The draft token that was rejected, or -1 in the bonus row.
     rejected = tl.load(input_ids_ptr + row + 1, mask=row < end - 1, other=-1)
     rejected = tl.where(rejected < vocab, rejected, -1)
-    ends_ptr += slot * ENDS
+    record_ptr = records_ptr + slot * RECORD_SIZE
     table_ptr += request.to(tl.int64) * 2 * (longest + 1) + place
 
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -97,7 +96,7 @@ def resample_kernel(
         draft_ptr = sampling.draft_logits + slot * draft_stride + place * draft_step_stride
         drawn_at = tl.load(sampling.drawn_at + slot)
         if rejected >= 0:
-            kept = is_kept(token, protected, ends_ptr, vocab, ENDS)
+            kept = is_kept(token, protected, record_ptr, vocab)
             log_m, _, log_q = _log_probabilities(
                 logits, kept, clipped_ptr, row, draft_ptr, token, mask, drawn_at
             )
@@ -108,7 +107,7 @@ def resample_kernel(
         logits = tl.where(token != rejected, logits, float("-inf"))
         log_z = -tl.load(table_ptr)
         if log_z > 0.0:
-            logits += tl.where(is_kept(token, protected, ends_ptr, vocab, ENDS), log_z, 0.0)
+            logits += tl.where(is_kept(token, protected, record_ptr, vocab), log_z, 0.0)
     value, index = gumbel_noised_argmax(
         logits,
         token,
@@ -141,7 +140,7 @@ def resample_kernel(
         best = first + tl.argmax(values, axis=0)
         drawn = tl.load(token_ptr + best, cache_modifier=".cg").to(tl.int64)
         tl.store(output_token_ids_ptr + request.to(tl.int64) * width + place, drawn)
-        kept = is_kept(drawn, protected, ends_ptr, vocab, ENDS)
+        kept = is_kept(drawn, protected, record_ptr, vocab)
         if sampling.draft_logits is not None:
             if rejected >= 0:
                 logit = tl.load(logits_ptr + drawn).to(tl.float32)

@@ -52,7 +52,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_mars.kernels.terms import (
-    DRAWN_SCALE,
+    FOLLOWS,
     LEAST_SHARE,
     LOSS_BITS,
     MOST_BALANCE,
@@ -120,8 +120,7 @@ class Allowance(NamedTuple):
         price: per token gained, in units of 2**-LOSS_BITS nats.
         rate: what an output token adds, in units of 2**-RATE_BITS nats.
         produced: output tokens before this step.
-        left: what is left before the step's first token, in units of 2**-LOSS_BITS nats; the burst
-            less what the request has lost.
+        lost: what the request has lost, in units of 2**-LOSS_BITS nats.
         room: output tokens that may still come behind the step's first one; -1 of a request that
             has ended, of which nothing is counted.
     """
@@ -129,35 +128,24 @@ class Allowance(NamedTuple):
     price: int
     rate: int
     produced: int
-    left: int
+    lost: int
     room: int
 
     @classmethod
     def of(
-        cls,
-        price: int,
-        scale: int,
-        rate: int,
-        burst: int,
-        lost: int,
-        produced: int,
-        most_tokens: int,
-        is_drawn: bool = False,
+        cls, price: int, rate: int, lost: int, produced: int, most_tokens: int, scale: int
     ) -> "Allowance":
-        """That of a request's record; with a scale the price follows what is left."""
-        left = burst - lost
-        if is_drawn:
-            scale = min(DRAWN_SCALE * scale, MOST_BALANCE)
-        if scale:
+        """That of a request's record; `scale` is of a price that follows what is left."""
+        if price == FOLLOWS:
             # Who loses nothing for long saves no more for the price than this.
-            most = min(PRICE_BURSTS * burst, MOST_BALANCE)
-            balance = min(max(most_lost(rate, left, produced + 1), 0), most)
+            most = min(PRICE_BURSTS * most_lost(rate, 0), MOST_BALANCE)
+            balance = min(max(most_lost(rate, produced + 1) - lost, 0), most)
             price = min(math.isqrt(scale * balance), MOST_PRICE)
-        return cls(price, rate, produced, left, max(most_tokens - produced, 0) - 1)
+        return cls(price, rate, produced, lost, max(most_tokens - produced, 0) - 1)
 
     def at(self, offset: int) -> int:
         """What the step's tokens up to this offset may lose."""
-        return most_lost(self.rate, self.left, self.produced + offset + 1)
+        return most_lost(self.rate, self.produced + offset + 1) - self.lost
 
 
 class Position(NamedTuple):

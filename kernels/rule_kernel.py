@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 
 from vllm_mars.kernels.terms import (
-    DRAWN_SCALE,
+    BURST_TOKENS,
     LEAST_SHARE,
     LOSS_BITS,
     MOST_BALANCE,
+    MOST_ENDS,
     MOST_LOSS,
     MOST_PRICE,
     MOST_SHARE,
@@ -20,8 +21,10 @@ from vllm_mars.kernels.terms import (
     NO_LIMIT,
     PRICE_BURSTS,
     RATE_BITS,
+    Column,
     Verdict,
 )
+from vllm_mars.kernels.terms import RECORD_SIZE as RECORD_SIZE_
 from vllm_mars.kernels.top2 import reduce_splits, unpack_id, unpack_value
 
 PAYABLE = tl.constexpr(int(Verdict.PAYABLE))
@@ -38,9 +41,27 @@ _MOST_BALANCE = tl.constexpr(MOST_BALANCE)
 _NO_BOUND = tl.constexpr(NO_BOUND)
 _NO_LIMIT = tl.constexpr(NO_LIMIT)
 _PRICE_BURSTS = tl.constexpr(PRICE_BURSTS)
-_DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
+_BURST_TOKENS = tl.constexpr(BURST_TOKENS)
+ENDS = tl.constexpr(MOST_ENDS)
+PRICE = tl.constexpr(int(Column.PRICE))
+RATE = tl.constexpr(int(Column.RATE))
+LOST = tl.constexpr(int(Column.LOST))
+MOST_TOKENS = tl.constexpr(int(Column.MOST_TOKENS))
+THRESHOLD = tl.constexpr(int(Column.THRESHOLD))
+DRAFT_SHARE = tl.constexpr(int(Column.DRAFT_SHARE))
+FIRST_END = tl.constexpr(int(Column.ENDS))
+RECORD_SIZE = tl.constexpr(RECORD_SIZE_)
 # Rounded down by more than a float can be off.
 _CAUTION = tl.constexpr(1 - 2**-20)
+# What `clip_kernel` finds of a row of a drawn draft: log w, the price, log F(w), the target's and
+# the draft's log-sum-exp; KL(m || p), what acceptance gains, the drift; and of the draft token
+# log m - log p and log m - log q.
+CLIPPED = tl.constexpr(10)
+LOSS_OF_ROW = tl.constexpr(5)
+GAIN = tl.constexpr(6)
+DRIFT = tl.constexpr(7)
+OF_P = tl.constexpr(8)
+OF_Q = tl.constexpr(9)
 _LEAST_SHARE = tl.constexpr(LEAST_SHARE)
 _MOST_SHARE = tl.constexpr(MOST_SHARE)
 _INF = tl.constexpr(float("inf"))
@@ -77,32 +98,43 @@ def _at(offset, j, values):
 
 
 @triton.jit
-def allowance(records, slot, total_len_ptr, prompt_len_ptr, burst, offset, is_drawn):
+def load_float(record_ptr, column):
+    """A float32 of a record."""
+    return tl.load(record_ptr + column).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_float(record_ptr, column, value):
+    """Writes a float32, >= 0, into a record."""
+    tl.store(record_ptr + column, value.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64))
+
+
+@triton.jit
+def allowance(record_ptr, produced, scale, offset):
     """What the request may lose up to each offset, its price, in units, and its room.
 
     Without regard to its last token the room is -1 where the request has all of its tokens.
     """
-    left = burst.to(tl.int64) - tl.load(records.lost + slot)
-    rate = tl.load(records.rate + slot)
-    produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
-    most = ((rate * (produced.to(tl.int64) + offset + 1)) >> _RATE_SHIFT) + left
+    rate = tl.load(record_ptr + RATE)
+    tokens = produced.to(tl.int64) + offset + 1
+    most = ((rate * (tokens + _BURST_TOKENS)) >> _RATE_SHIFT) - tl.load(record_ptr + LOST)
     most = tl.where(rate == _NO_BOUND, _NO_LIMIT, most)
-    scale = tl.load(records.price_scale + slot)
-    scale = tl.where(is_drawn, tl.minimum(_DRAWN_SCALE * scale, _MOST_BALANCE), scale)
     # Who loses nothing for long saves no more for the price than this.
-    most_balance = tl.minimum(_PRICE_BURSTS * burst.to(tl.int64), _MOST_BALANCE)
+    burst = (rate * _BURST_TOKENS) >> _RATE_SHIFT
+    most_balance = tl.minimum(_PRICE_BURSTS * burst, _MOST_BALANCE)
     balance = tl.minimum(tl.maximum(_at(offset, 0, most), 0), most_balance)
-    follows = tl.minimum(integer_root(scale * balance), _MOST_PRICE)
-    price = tl.where(scale != 0, follows, tl.load(records.price + slot))
-    return most, price, tl.maximum(tl.load(records.most_tokens + slot) - produced, 0) - 1
+    price = tl.load(record_ptr + PRICE)
+    follows = tl.minimum(integer_root(balance * scale), _MOST_PRICE)
+    price = tl.where(price < 0, follows, price)
+    return most, price, tl.maximum(tl.load(record_ptr + MOST_TOKENS) - produced, 0) - 1
 
 
 @triton.jit
-def has_ended(slot, ends_ptr, last, total_len_ptr, prompt_len_ptr, ENDS: tl.constexpr):
+def has_ended(record_ptr, last, produced):
     """1 where the last token that the request has produced ends it, else 0."""
-    is_end = tl.max((tl.load(ends_ptr + tl.arange(0, ENDS)) == last).to(tl.int32), axis=0)
-    is_end = tl.where(tl.load(total_len_ptr + slot) > tl.load(prompt_len_ptr + slot), is_end, 0)
-    return tl.where(last >= 0, is_end, 0)
+    ends = tl.load(record_ptr + FIRST_END + tl.arange(0, ENDS))
+    is_end = tl.max((ends == last).to(tl.int32), axis=0)
+    return tl.where((produced > 0) & (last >= 0), is_end, 0)
 
 
 @triton.jit
@@ -113,14 +145,13 @@ def read_rows(
     input_ids_ptr,
     protected,
     blocked_ptr,
-    ends_ptr,
+    record_ptr,
     row,
     is_row,
     is_draft,
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
-    ENDS: tl.constexpr,
     WITH_SECOND: tl.constexpr,
 ):
     """What the rule reads of the rows, as `rule.Rows` has it."""
@@ -134,7 +165,7 @@ def read_rows(
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     logit = tl.load(row_ptr + draft, mask=in_vocab, other=float("-inf")).to(tl.float32)
 
-    end_token = tl.load(ends_ptr + tl.arange(0, ENDS)).to(tl.int64)[None, :]
+    end_token = tl.load(record_ptr + FIRST_END + tl.arange(0, ENDS))[None, :]
     is_end = in_vocab & (tl.max((draft[:, None] == end_token).to(tl.int32), axis=1) != 0)
     is_kept = is_end
     of_argmax = tl.max((argmax.to(tl.int64)[:, None] == end_token).to(tl.int32), axis=1)
@@ -157,9 +188,9 @@ def _sums_over(row_ptr, lse, token, is_token):
 
 
 @triton.jit
-def kept_sums(row_ptr, lse, protected, ends_ptr, vocab, ENDS: tl.constexpr):
+def kept_sums(row_ptr, lse, protected, record_ptr, vocab):
     """The sums of p and of -p log p over the kept tokens, in each row."""
-    token = tl.load(ends_ptr + tl.arange(0, ENDS)).to(tl.int64)
+    token = tl.load(record_ptr + FIRST_END + tl.arange(0, ENDS))
     is_token = (token >= 0) & (token < vocab)
     if protected is not None:
         # Those of both kinds count once.
@@ -175,8 +206,9 @@ def kept_sums(row_ptr, lse, protected, ends_ptr, vocab, ENDS: tl.constexpr):
 
 
 @triton.jit
-def is_kept(token, protected, ends_ptr, vocab, ENDS: tl.constexpr):
+def is_kept(token, protected, record_ptr, vocab):
     """Whether each token of a block is kept."""
+    ends_ptr = record_ptr + FIRST_END
     ends = tl.load(ends_ptr + tl.arange(0, ENDS))
     found = token < 0
     # Few requests have more than one or two.

@@ -15,12 +15,18 @@ RATE_BITS = 30
 # The largest loss of one position, and the largest price, in units: 16,384 and 8,192 nats.
 MOST_LOSS = 1 << 30
 MOST_PRICE = 1 << 29
-# The most that counts of what is left, and of a `price_scale`: their product stays below 2**62.
-MOST_BALANCE = (1 << 31) - 1
-# Of what is left, a price that follows it counts at most so many times the burst.
+# With a bound of b nats per token an answer of n tokens loses at most b (n + BURST_TOKENS).
+BURST_TOKENS = 100
+# A price that follows what is left of a bound is isqrt(scale * left), in units: c sqrt(left / 100)
+# with c**2 = 7, 10 and 20, at which a request's loss lands on its bound; found on recorded steps,
+# by how a request is verified (docs/results.md).
+GREEDY_SCALE, FIXED_SCALE, DRAWN_SCALE = 4587, 6553, 13106
+# In the place of a price, that it follows.
+FOLLOWS = -1
+# Of what is left, such a price counts at most so many times what a new request has.
 PRICE_BURSTS = 4
-# Where drafts are drawn a price costs about half as much, so `price_scale` counts so many times.
-DRAWN_SCALE = 2
+# The most that counts of it: times a scale that stays below 2**62.
+MOST_BALANCE = (1 << 31) - 1
 # A share of the temperature that follows drift stays within these: below them acceptance falls.
 LEAST_SHARE, MOST_SHARE = 0.5, 1.25
 # The rate of a request without a bound, and what it may lose.
@@ -31,8 +37,9 @@ NO_LIMIT = 1 << 61
 THINKING = 1 << 8
 # The same for each token that its opening, which is strict, still has.
 OPENING = 1 << 9
-# A list of protected tokens is read so many at a time, or a power of 2 below it.
-IDS_AT_A_TIME = 32
+# Tokens that end a request which a record holds, a power of 2; with more, a request is strict. A
+# list of protected tokens is read so many at a time.
+MOST_ENDS = 32
 # The guard against repetition looks at so many of an answer's last tokens.
 GUARD_WINDOW = 4096
 
@@ -73,11 +80,11 @@ def loss_rate(nats_per_token: float) -> int:
     return min(_units(nats_per_token, RATE_BITS, NO_BOUND), NO_BOUND - 1)
 
 
-def most_lost(rate: int, burst: int, num_output_tokens: int) -> int:
+def most_lost(rate: int, num_output_tokens: int) -> int:
     """What so many output tokens may lose, in units of 2**-LOSS_BITS nats."""
     if rate == NO_BOUND:
         return NO_LIMIT
-    return (rate * num_output_tokens >> (RATE_BITS - LOSS_BITS)) + burst
+    return rate * (num_output_tokens + BURST_TOKENS) >> (RATE_BITS - LOSS_BITS)
 
 
 def loss_units(nats: float) -> int:
@@ -102,7 +109,7 @@ class Protected(NamedTuple):
     Attributes:
         mask: bool `[vocab]`, which they are.
         ids: int32 `[num_ids]`, the same as a list, behind them -1.
-        num_ids: a multiple of IDS_AT_A_TIME.
+        num_ids: a multiple of MOST_ENDS.
     """
 
     mask: torch.Tensor
@@ -113,7 +120,7 @@ class Protected(NamedTuple):
     def of(cls, mask: torch.Tensor, device: torch.device) -> "Protected":
         """Those of a mask on the host, on a device."""
         found = mask.nonzero().flatten().int()
-        size = -(-max(len(found), 1) // IDS_AT_A_TIME) * IDS_AT_A_TIME
+        size = -(-max(len(found), 1) // MOST_ENDS) * MOST_ENDS
         ids = torch.nn.functional.pad(found, (0, size - len(found)), value=-1)
         return cls(mask.to(device), ids.to(device), size)
 
@@ -124,44 +131,109 @@ class Rule(NamedTuple):
     Attributes:
         name: "theta" accepts a runner-up where z2 > threshold * z1 and z1 > 0, "price" weighs a
             prefix of the draft against its loss.
-        burst: nats that each request may lose beyond its rate, in units of 2**-LOSS_BITS.
         protected: the tokens that keep their probability, or None.
         longest: K, the longest draft of the engine; shorter steps share its compiled kernels.
-        share_gain: per nat: how fast `Records.draft_share` follows a request's drift; 0 for never.
+        share_gain: per nat: how fast a record's DRAFT_SHARE follows a request's drift; 0 for never.
     """
 
     name: RuleName
-    burst: int = 0
     protected: Protected | None = None
     longest: int = 0
     share_gain: float = 0.0
 
 
-class Records(NamedTuple):
-    """What each request allows and has lost, by slot; `S` slots.
+class Column(enum.IntEnum):
+    """Where the record of a request, int64 `[RECORD_SIZE]`, holds what.
 
-    Attributes:
-        threshold: float32 `[S]`, theta; not read with a price.
-        price: int64 `[S]`, in units of 2**-LOSS_BITS nats per token gained; 0 is strict.
-        price_scale: int64 `[S]`; where it is not 0 the price is isqrt(price_scale * what is left).
-        rate: int64 `[S]`, what an output token adds to the allowance: see `loss_rate`.
-        lost: int64 `[S]`, what the request has lost, in units of 2**-LOSS_BITS nats. A step adds
-            to it.
-        most_tokens: int32 `[S]`, output tokens at which the request ends.
-        ends: int32 `[S, E]`, E a power of 2 up to IDS_AT_A_TIME: tokens that end the request, which
-            keep their probability; behind them -1.
-        draft_share: float32 `[S]`, or None where no drafts are drawn: the share of the request's
-            temperature that they are drawn at. A step moves it: see `rule.next_share`.
+    PRICE: in units of 2**-LOSS_BITS nats per token gained; 0 is strict, FOLLOWS a price that
+        follows what is left.
+    RATE: what an output token adds to the allowance: see `loss_rate`.
+    LOST: what the request has lost, in units of 2**-LOSS_BITS nats. A step adds to it.
+    MOST_TOKENS: output tokens at which the request ends.
+    THRESHOLD: theta, as the bits of a float32; not read with a price.
+    DRAFT_SHARE: likewise the share of the request's temperature that its drafts are drawn at. A
+        step moves it: see `rule.next_share`.
+    STATE: of `vllm_mars.runner.sections`, after the first SCANNED tokens.
+    BEGUN: that after the prompt.
+    SCANNED: tokens of prompt and output that the state has taken in.
+    HELD: tokens up to which the ring of the guard has been filled; it begins at the prompt's end.
+    STRUCTURED: whether all of the request must stay strict.
+    ENDS: the first of MOST_ENDS tokens that end the request, each once; behind them -1.
     """
 
-    threshold: torch.Tensor
-    price: torch.Tensor
-    price_scale: torch.Tensor
-    rate: torch.Tensor
-    lost: torch.Tensor
-    most_tokens: torch.Tensor
-    ends: torch.Tensor
-    draft_share: torch.Tensor | None = None
+    PRICE = 0
+    RATE = 1
+    LOST = 2
+    MOST_TOKENS = 3
+    THRESHOLD = 4
+    DRAFT_SHARE = 5
+    STATE = 6
+    BEGUN = 7
+    SCANNED = 8
+    HELD = 9
+    STRUCTURED = 10
+    ENDS = 16
+
+
+RECORD_SIZE = Column.ENDS + MOST_ENDS
+
+
+class Records(NamedTuple):
+    """The records of all slots; the properties are views of a column.
+
+    Attributes:
+        table: int64 `[S, RECORD_SIZE]`.
+    """
+
+    table: torch.Tensor
+
+    @classmethod
+    def new(cls, num_slots: int, device: torch.device) -> "Records":
+        """Records that relax nothing."""
+        records = cls(torch.zeros((num_slots, RECORD_SIZE), dtype=torch.int64, device=device))
+        records.ends.fill_(-1)
+        records.draft_share.fill_(1)
+        return records
+
+    @property
+    def price(self) -> torch.Tensor:
+        """int64 `[S]`."""
+        return self.table[:, Column.PRICE]
+
+    @property
+    def rate(self) -> torch.Tensor:
+        """int64 `[S]`."""
+        return self.table[:, Column.RATE]
+
+    @property
+    def lost(self) -> torch.Tensor:
+        """int64 `[S]`."""
+        return self.table[:, Column.LOST]
+
+    @property
+    def most_tokens(self) -> torch.Tensor:
+        """int64 `[S]`."""
+        return self.table[:, Column.MOST_TOKENS]
+
+    @property
+    def threshold(self) -> torch.Tensor:
+        """float32 `[S]`."""
+        return self.table.view(torch.float32)[:, 2 * Column.THRESHOLD]
+
+    @property
+    def draft_share(self) -> torch.Tensor:
+        """float32 `[S]`."""
+        return self.table.view(torch.float32)[:, 2 * Column.DRAFT_SHARE]
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """int64 `[S, MOST_ENDS]`."""
+        return self.table[:, Column.ENDS :]
+
+
+def float_bits(value: float) -> int:
+    """A float32 as a record holds it."""
+    return int(np.float32(value).view(np.uint32))
 
 
 class Requests(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 
 from vllm_mars.kernels import cpu
 from vllm_mars.kernels.terms import (
-    MOST_BALANCE,
+    FOLLOWS,
     Account,
     Drafts,
     Draws,
@@ -20,9 +20,9 @@ from vllm_mars.kernels.terms import (
     Verdict,
     count_size,
     loss_rate,
-    loss_units,
 )
 
+CPU = torch.device("cpu")
 LONGEST = 6
 REASONS = [0, 0, 0, Verdict.SPAN, Verdict.STRUCTURED, Verdict.REPEAT]
 
@@ -78,35 +78,34 @@ class Call:
         slots = self.batch + 2
         self.slots = torch.from_numpy(rng.permutation(slots)[: self.batch]).int()
         thresholds = [1.0, 0.9, 0.5, 0.05] if name == "theta" else [0.0, 0.3, 2.0]
-        self.burst = loss_units(float(rng.choice([0.0, 0.5, 2.0])))
-        rates = [loss_rate(value) for value in (0.0, 0.02, 0.3, math.inf)]
-        self.records = Records(
-            torch.from_numpy(rng.choice(thresholds, slots)).float(),
-            torch.from_numpy(rng.choice([0, 20_000, 50_000, 1 << 17], slots)),
-            torch.from_numpy(rng.choice([0, 0, 5_000, MOST_BALANCE], slots)),
-            torch.from_numpy(rng.choice(rates, slots)),
-            torch.from_numpy(rng.choice([0, 1_000, 1 << 17], slots)),
-            torch.from_numpy(rng.choice([20, 45, 48, 99], slots)).int(),
-            # Behind those that there are, -1.
-            torch.from_numpy(
-                np.sort(rng.choice([-1, -1, *range(vocab)], (slots, 2)))[:, ::-1].copy()
-            ).int(),
-            torch.from_numpy(rng.choice([0.5, 0.8, 1.2], slots)).float(),
-        )
+        rates = [loss_rate(value) for value in (0.0, 0.005, 0.02, 0.3, math.inf)]
+        self.records = Records.new(slots, CPU)
+        for column, values in (
+            (self.records.threshold, thresholds),
+            (self.records.price, [FOLLOWS, 0, 20_000, 50_000, 1 << 17]),
+            (self.records.rate, rates),
+            (self.records.lost, [0, 1_000, 1 << 17]),
+            (self.records.most_tokens, [20, 45, 48, 99]),
+            (self.records.draft_share, [0.5, 0.8, 1.2]),
+        ):
+            column.copy_(torch.from_numpy(rng.choice(values, slots)))
+        ends = np.sort(rng.choice([-1, -1, *range(vocab)], (slots, 2)))[:, ::-1].copy()
+        # Each once, and behind those that there are -1.
+        ends[ends[:, 1] == ends[:, 0], 1] = -1
+        self.records.ends[:, :2] = torch.from_numpy(ends)
         self.produced = torch.from_numpy(rng.integers(0, 50, self.batch)).int()
         self.last = torch.from_numpy(rng.integers(0, vocab, self.batch)).int()
         protected = None
         if rng.random() < 0.6:
-            protected = Protected.of(torch.from_numpy(rng.random(vocab) < 0.1), torch.device("cpu"))
-        self.rule = Rule(name, self.burst, protected, share_gain=0.2)
+            protected = Protected.of(torch.from_numpy(rng.random(vocab) < 0.1), CPU)
+        self.rule = Rule(name, protected, share_gain=0.2)
         self.blocked = rng.choice(REASONS, size).tolist() if rng.random() < 0.5 else None
         self.has_table = rng.random() < 0.6
         self.temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], self.batch)).float()
 
     def requests(self) -> Requests:
         """As on V1; what a step changes is its own."""
-        changed = {name: getattr(self.records, name).clone() for name in ("lost", "draft_share")}
-        records = self.records._replace(**changed)
+        records = Records(self.records.table.clone())
         return Requests(records, self.slots, self.produced, self.last)
 
     def account(self) -> Account:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mars.kernels.terms import PRICE_BURSTS, Verdict
+from vllm_mars.kernels.terms import Verdict
 
 
 @dataclass
@@ -71,13 +71,12 @@ def in_steps(price: float | Fraction) -> Fraction:
 
 @dataclass
 class Nats:
-    """No more than `rate` nats per output token and `burst`; `lost` with `produced` so far.
+    """No more than `rate` nats for each output token, and for 100 more; `lost` so far.
 
     The rate counts in steps of 2**-30, rounded down, and what has been earned in steps of 2**-16.
     """
 
     rate: Fraction
-    burst: Fraction
     lost: Fraction
     produced: int
 
@@ -137,13 +136,13 @@ def num_gainful(drafts: Sequence[int], ends: frozenset[int], room: int | None) -
 def earned(nats: Nats, tokens: int) -> Fraction:
     """What the request may have lost by the end of so many tokens of this step."""
     rate = Fraction(math.floor(nats.rate * 2**30), 2**30)
-    steps = math.floor(rate * (nats.produced + tokens) * 2**16)
-    return Fraction(steps, 2**16) + nats.burst
+    return Fraction(math.floor(rate * (nats.produced + tokens + 100) * 2**16), 2**16)
 
 
 def price_of_balance(scale: int, nats: Nats) -> Fraction:
-    """The price that follows what is left, up to so many bursts, before the step's first token."""
-    left = min(max(earned(nats, 1) - nats.lost, Fraction(0)), PRICE_BURSTS * nats.burst)
+    """The price that follows what is left, up to 400 tokens' worth, before the step."""
+    most = 4 * earned(Nats(nats.rate, Fraction(0), 0), 0)
+    left = min(max(earned(nats, 1) - nats.lost, Fraction(0)), most)
     return Fraction(math.isqrt(scale * int(left * 2**16)), 2**16)
 
 

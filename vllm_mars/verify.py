@@ -196,15 +196,15 @@ def verify_greedy(
     if max_draft_len is None:
         lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
         max_draft_len = max(lengths, default=0)
-    zeros = torch.zeros(batch, dtype=torch.int64, device=device)
-    units = (value * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE).long()
-    no_bound, no_cap = torch.full_like(zeros, NO_BOUND), torch.full_like(zeros, 2**31 - 1).int()
-    no_ends = torch.full((batch, 1), -1, dtype=torch.int32, device=device)
-    records = Records(value, units, zeros, no_bound, zeros.clone(), no_cap, no_ends)
+    records = Records.new(batch, device)
+    records.threshold.copy_(value)
+    records.price.copy_((value * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE))
+    records.rate.fill_(NO_BOUND)
+    records.most_tokens.fill_(2**31 - 1)
     slots = torch.arange(batch, dtype=torch.int32, device=device)
     # Greedy requests look at the mask alone.
     kept = None if protected is None else Protected(protected, slots[:0], 0)
-    rule = Rule(name, 0, kept)
+    rule = Rule(name, kept)
     # A request's rows follow those of the requests before it, each with one behind its draft.
     places = torch.arange(ids.shape[0], dtype=torch.int32, device=device)
     rows = places + torch.searchsorted(ends, places, right=True)

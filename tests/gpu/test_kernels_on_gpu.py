@@ -11,7 +11,7 @@ from calls import LONGEST, Call, close, sampled_step, written_down
 from vllm_mars import MarsConfig, verify_greedy
 from vllm_mars.kernels import accept, clip_kernel, terms
 from vllm_mars.kernels.clip import TOLERANCE
-from vllm_mars.kernels.context import blocked_positions, new_state
+from vllm_mars.kernels.context import blocked_positions, new_ring
 from vllm_mars.kernels.terms import Markers, Verdict
 from vllm_mars.runner.repeats import AnswerNgrams
 
@@ -146,9 +146,10 @@ def test_the_guard_equals_its_definition(length, temperature):
     zero = ids([0])
     # The token before the draft, and its bonus row.
     inputs, ends = ids([answer[-1], *draft]), ids([len(draft) + 1])
-    step = terms.Step(None, inputs, ends, None, zero, ids([length]), zero, len(draft))
+    records = terms.Records.new(1, DEVICE)
+    step = terms.Step(None, inputs, ends, records, zero, ids([length]), zero, len(draft))
     found = blocked_positions(
-        new_state(1, True, DEVICE),
+        new_ring(1, True, DEVICE),
         ids([answer]),
         step,
         torch.full((1,), temperature, device=DEVICE),

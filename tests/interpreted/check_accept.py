@@ -10,11 +10,11 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from calls import LONGEST, Call, close, draws_of, same, sampled_step, written_down
+from calls import CPU, LONGEST, Call, close, draws_of, same, sampled_step, written_down
 from vllm_mars.kernels import accept, clip_kernel, context, cpu, top2
 from vllm_mars.kernels.clip import TOLERANCE
 from vllm_mars.kernels.rule_kernel import integer_root
-from vllm_mars.kernels.terms import Draws, Records, Rule, Sampling, Step
+from vllm_mars.kernels.terms import NO_BOUND, Draws, Records, Rule, Sampling, Step
 
 
 def test_the_kernels_are_interpreted():
@@ -68,17 +68,16 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
 @pytest.mark.parametrize("name", ["price", "theta"])
 def test_a_strict_request_loses_nothing(name):
     call = Call(5, name, sampled=True)
-    strict = Records(
-        torch.ones_like(call.records.threshold),
-        *torch.zeros((4, len(call.records.lost))).long(),
-        *call.records[5:],
-    )
+    strict = Records(call.records.table.clone())
+    strict.threshold.fill_(1)
+    for column in (strict.price, strict.lost):
+        column.zero_()
+    strict.rate.fill_(NO_BOUND)
     step = call.step()[0]._replace(records=strict)
-    rule = call.rule._replace(burst=1 << 20)
     table = torch.empty(len(call.slots), 2, LONGEST + 1)
     account = call.account()._replace(table=table)
     call.temperature.fill_(1.0)
-    accept.accept(step, rule, None, account, draws_of(call))
+    accept.accept(step, call.rule, None, account, draws_of(call))
     assert not strict.lost.any() and not account.counts[3 * LONGEST : 3 * LONGEST + 2].any()
     assert not table.nan_to_num().any()
 
@@ -113,11 +112,10 @@ def test_rows_past_2_to_the_31_elements():
     logits[:] = torch.linspace(1, 8, 100).to(torch.bfloat16)
     logits[:, 99] = 9.0
     logits[1, 40] = 9.5
-    values = torch.tensor([0.9])
-    zero = torch.zeros(1, dtype=torch.int64)
-    no_ends = torch.full((1, 1), -1, dtype=torch.int32)
-    cap = torch.full((1,), 99, dtype=torch.int32)
-    records = Records(values, zero, zero, zero + (1 << 40), zero.clone(), cap, no_ends)
+    records = Records.new(1, CPU)
+    records.threshold.fill_(0.9)
+    records.rate.fill_(NO_BOUND)
+    records.most_tokens.fill_(99)
     ids, slot = torch.tensor([7, 99], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     step = Step(logits, ids, slot + 2, records, slot, slot, slot, 1)
     output = accept.accept(step, Rule("theta"))

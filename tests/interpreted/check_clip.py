@@ -13,8 +13,7 @@ from clip_cases import KEPT
 from vllm_mars.kernels import clip_kernel
 from vllm_mars.kernels.accept import rule_arguments
 from vllm_mars.kernels.clip import TOLERANCE
-from vllm_mars.kernels.terms import NO_BOUND, Draws, Protected, Rule, Sampling, Step
-from vllm_mars.runner.records import new_records
+from vllm_mars.kernels.terms import NO_BOUND, Draws, Protected, Records, Rule, Sampling, Step
 
 # p = q = 0 behind the vocabulary and where a token is masked: the ratio is replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow)")
@@ -26,7 +25,7 @@ DRAWN_AT = torch.tensor([0.7, 1.0, 1.3, 0.9, 1.1, 0.8])
 
 def served(target, draft, found):
     """What the kernel found, as the torch form gives it."""
-    log_w, price, log_total, target_lse, draft_lse, *sums = (column[:, None] for column in found.T)
+    log_w, price, log_total, target_lse, draft_lse, *sums = found[:, :8, None].unbind(1)
     log_p = target.float() - target_lse
     ratio = (draft - draft_lse - log_p).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
     ratio = ratio.clamp(log_w, log_w + price) - log_total
@@ -51,7 +50,7 @@ def clip(target, drafts, prices, temperature):
     vocab = target.shape[1]
     rows = target.new_full((12, target.stride(0)), math.nan)[:, :vocab]
     rows[::2], ids = target, torch.zeros(12, dtype=torch.int32)
-    records = new_records(6, ids.device)
+    records = Records.new(6, ids.device)
     records.price[SLOTS] = (prices * 2**16).long()
     records.rate.fill_(NO_BOUND)
     records.most_tokens.fill_(9)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.context import ContextState, blocked_positions
-from vllm_mars.kernels.terms import Step, Verdict
+from vllm_mars.kernels.context import blocked_positions
+from vllm_mars.kernels.terms import RECORD_SIZE, Column, Records, Step, Verdict
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.sections import Sections
 
@@ -35,10 +35,8 @@ class Batch:
     def __init__(self, seed: int, kinds: int, sections: Sections, ngram: int, window: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.kinds, self.sections, self.ngram, self.window = kinds, sections, ngram, window
-        self.state = ContextState(
-            *(torch.full((SLOTS,), -7).int() for _ in range(5)),
-            torch.full((SLOTS, window if ngram else 1), -7).int(),
-        )
+        self.records = Records(torch.full((SLOTS, RECORD_SIZE), -7))
+        self.ring = torch.full((SLOTS, window if ngram else 1), -7).int()
         self.markers = sections.markers(CPU)
         self.temperature = torch.tensor([0.0, 1.0] * (SLOTS // 2))
         self.fills = kinds == 3
@@ -56,11 +54,12 @@ class Batch:
         self.prompts[slot] = self.tokens(int(self.rng.integers(1, 12)))
         self.answers[slot] = self.tokens(resumed)
         known = self.prompts[slot] + self.answers[slot]
-        self.state.is_structured[slot] = int(self.rng.random() < 0.2)
-        self.state.begun[slot] = self.sections.advance(0, self.prompts[slot])
-        self.state.state[slot] = self.sections.advance(0, known)
-        self.state.scanned[slot] = len(known)
-        self.state.held[slot] = len(self.prompts[slot])
+        record = self.records.table[slot]
+        record[Column.STRUCTURED] = int(self.rng.random() < 0.2)
+        record[Column.BEGUN] = self.sections.advance(0, self.prompts[slot])
+        record[Column.STATE] = self.sections.advance(0, known)
+        record[Column.SCANNED] = len(known)
+        record[Column.HELD] = len(self.prompts[slot])
 
     def step(self) -> None:
         rng = self.rng
@@ -74,7 +73,7 @@ class Batch:
                 draft = (answer[at : at + 6] + draft)[:length]
             drafts.append(draft)
             state = self.sections.advance(0, self.prompts[slot] + answer)
-            structured = bool(self.state.is_structured[slot])
+            structured = bool(self.records.table[slot, Column.STRUCTURED])
             reasons = self.sections.blocked([state], [structured], draft, [length])
             repeats = [False] * length
             samples = bool(self.temperature[slot])
@@ -107,9 +106,9 @@ class Batch:
             prompt[slot], total[slot] = len(self.prompts[slot]), len(known)
         rows = [token for draft in drafts for token in (3, *draft)]
         ends = ids([len(draft) + 1 for draft in drafts]).cumsum(0).int()
-        step = Step(None, ids(rows), ends, None, torch.tensor(slots), total, prompt, 0)
+        step = Step(None, ids(rows), ends, self.records, torch.tensor(slots), total, prompt, 0)
         own = self.temperature, self.markers, self.ngram, self.fills
-        blocked = blocked_positions(self.state, table, step, *own).tolist()
+        blocked = blocked_positions(self.ring, table, step, *own).tolist()
         return [
             blocked[end - len(draft) - 1 : end - 1]
             for draft, end in zip(drafts, ends.tolist(), strict=True)
@@ -150,8 +149,8 @@ def test_answers_of_several_blocks(count):
     begin = max(count - 1_024, 0)
     for at in (0, begin, 508, count - 8):
         draft = [*answer[at : at + 8], *answer[at : at + 8]]
-        batch.answers[0], batch.state.is_structured[0] = answer, 0
-        batch.state.held[0] = len(batch.prompts[0])
+        batch.answers[0], record = answer, batch.records.table[0]
+        record[Column.STRUCTURED], record[Column.HELD] = 0, len(batch.prompts[0])
         expected = AnswerNgrams(4, False, 1_024).repeated(answer, draft)
         (found,) = batch.blocked([0], [draft])
         assert found == [Verdict.REPEAT * is_repeat for is_repeat in expected]

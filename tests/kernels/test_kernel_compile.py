@@ -25,9 +25,7 @@ ODD_STRIDE = VOCAB + 1
 ids = functools.partial(torch.zeros, dtype=torch.int32)
 # A request with two draft tokens, and the row of its bonus token.
 ROWS, ONE = ids(3), ids(1)
-RECORDS = Records(
-    *(torch.zeros(1), *(ONE.long() for _ in range(4)), ONE, ids(1, 32)), torch.ones(1)
-)
+RECORDS = Records.new(1, ONE.device)
 PROTECTED = Protected.of(torch.zeros(VOCAB, dtype=torch.bool), ONE.device)
 SAMPLING = Sampling(torch.ones(1), ONE.long())
 DRAWN = Sampling(*SAMPLING[:2], torch.empty(1, 2, VOCAB).half(), torch.ones(1))
@@ -43,13 +41,13 @@ def step():
 
 def verify(name, sampling=None):
     draws = None if sampling is None else Draws(sampling, ROWS.long(), ROWS.long(), ROWS)
-    accept.accept(step(), Rule(name, 1, PROTECTED, 5), ROWS.to(torch.int8), draws=draws)
+    accept.accept(step(), Rule(name, PROTECTED, 5), ROWS.to(torch.int8), draws=draws)
 
 
 def look():
     markers = Markers(ONE, ONE, (3, 4), only_thinking=True, opening=8)
-    state = context.new_state(1, True, ONE.device)
-    context.blocked_positions(state, ids(1, 9), step(), torch.ones(1), markers, 4, fills=True)
+    ring = context.new_ring(1, True, ONE.device)
+    context.blocked_positions(ring, ids(1, 9), step(), torch.ones(1), markers, 4, fills=True)
 
 
 def call(function, *arguments, **options):

@@ -15,6 +15,10 @@ from vllm_mars.config import STRICT_VALUE
 from vllm_mars.kernels import cpu
 from vllm_mars.kernels.rule import Allowance, Position, next_share, num_gainful, sampled
 from vllm_mars.kernels.terms import (
+    DRAWN_SCALE,
+    FIXED_SCALE,
+    FOLLOWS,
+    GREEDY_SCALE,
     LEAST_SHARE,
     MOST_SHARE,
     NO_BOUND,
@@ -142,7 +146,7 @@ def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, to
     rule = draw(st.sampled_from(rules))
     has_bound = draw(st.booleans())
     few, room = st.frozensets(st.integers(0, vocab - 1), max_size=2), st.integers(0, LONGEST)
-    scales = [0, 0, 1 << 16, 1 << 22] if has_bound and rule == "price" else [0]
+    follows = [False, False, True] if has_bound and rule == "price" else [False]
     return {
         "vocab": vocab,
         "lengths": lengths,
@@ -150,13 +154,12 @@ def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, to
         "drafts": drafts,
         "rule": rule,
         "values": draw(st.lists(VALUES[rule], min_size=count, max_size=count)),
-        "scales": draw(st.lists(st.sampled_from(scales), min_size=count, max_size=count)),
+        "follows": draw(st.lists(st.sampled_from(follows), min_size=count, max_size=count)),
         "bonus": draw(st.lists(st.integers(0, vocab - 1), min_size=count, max_size=count)),
         "protected": draw(st.frozensets(st.integers(0, vocab - 1), max_size=3)),
         "dtype": draw(st.sampled_from(dtypes)),
         "blocked": draw(st.none() | st.lists(BLOCKED, min_size=size, max_size=size)),
         "nats": draw(st.lists(NATS, min_size=count, max_size=count)) if has_bound else None,
-        "burst": draw(st.sampled_from([0.0, 0.5, 1.0])),
         "ends": draw(st.lists(few, min_size=count, max_size=count)),
         "rooms": draw(st.lists(st.just(9) | room, min_size=count, max_size=count)),
     }
@@ -175,27 +178,29 @@ def step(batch):
         bonus_token_ids=torch.tensor(batch["bonus"]),
         max_draft_len=max(batch["lengths"]),
     )
-    values, is_price = batch["values"], batch["rule"] == "price"
-    count = len(values)
+    values, count = batch["values"], len(batch["values"])
+    prices = [
+        FOLLOWS if it else price_units(value)
+        for value, it in zip(values, batch["follows"], strict=True)
+    ]
     lost, rates, produced = zip(*(batch["nats"] or [(0.0, INF, 0)] * count), strict=True)
-    records = Records(
-        torch.tensor(values),
-        torch.tensor([price_units(value) if is_price else 0 for value in values]),
-        torch.tensor(batch["scales"]),
-        torch.tensor([loss_rate(rate) for rate in rates]),
-        torch.tensor([loss_units(nats) for nats in lost]),
-        torch.tensor([n + 1 + room for n, room in zip(produced, batch["rooms"], strict=True)]),
-        torch.tensor([[*ends, -1, -1][:2] for ends in batch["ends"]]).int(),
-    )
     # Slots in another order than the requests.
     slots = torch.arange(count - 1, -1, -1, dtype=torch.int32)
-    records = Records(*(values.flip(0) for values in records[:-1]))
+    records = Records.new(count, slots.device)
+    records.threshold[slots] = torch.tensor(values)
+    records.price[slots] = torch.tensor(prices if batch["rule"] == "price" else [0] * count)
+    records.rate[slots] = torch.tensor([loss_rate(rate) for rate in rates])
+    records.lost[slots] = torch.tensor([loss_units(nats) for nats in lost])
+    most = [n + 1 + room for n, room in zip(produced, batch["rooms"], strict=True)]
+    records.most_tokens[slots] = torch.tensor(most)
+    ends = torch.tensor([[*own, -1, -1][:2] for own in batch["ends"]])
+    records.ends[slots, :2] = ends
     requests = Requests(records, slots, torch.tensor(produced, dtype=torch.int32), slots * 0 - 1)
     protected = Protected.of(mask, mask.device)
-    return drafts, requests, Rule(batch["rule"], loss_units(batch["burst"]), protected)
+    return drafts, requests, Rule(batch["rule"], protected)
 
 
-def requests_of(batch, logits):
+def requests_of(batch, logits, scale=GREEDY_SCALE):
     """Of each request its place, its rows, and what the oracle needs to know of it."""
     ends = np.cumsum(batch["lengths"]).tolist()
     for i, (length, end) in enumerate(zip(batch["lengths"], ends, strict=True)):
@@ -203,10 +208,9 @@ def requests_of(batch, logits):
         value, nats, price = batch["values"][i], None, None
         if batch["nats"] is not None:
             lost, rate, produced = batch["nats"][i]
-            nats = oracle.Nats(Fraction(rate), Fraction(batch["burst"]), Fraction(lost), produced)
+            nats = oracle.Nats(Fraction(rate), Fraction(lost), produced)
         if batch["rule"] == "price":
-            scale = batch["scales"][i]
-            price = oracle.price_of_balance(scale, nats) if scale else value
+            price = oracle.price_of_balance(scale, nats) if batch["follows"][i] else value
         what = {
             "drafts": batch["drafts"][own],
             "theta": value if batch["rule"] == "theta" else 1.0,
@@ -285,7 +289,7 @@ def decided(drafts, requests, rule, blocked):
     rows, _ = cpu.read_rows(drafts, *of_positions, rule, blocked, np.repeat(samples, lengths))
     kept = [cpu._kept(rule, own, drafts.logits.shape[1]) for own in ends]
     rows, _ = cpu.read_probabilities(rows, drafts.logits, begins, kept)
-    allowances = cpu._allowances(requests, rule, ends, samples, None)
+    allowances = cpu._allowances(requests, ends, samples, None)
     for begin, end, allowed in zip(begins[:-1], begins[1:], allowances, strict=True):
         gainful = num_gainful(rows, begin, end, allowed)
         yield sampled(rows, begin, end, rule.name, allowed), gainful
@@ -299,7 +303,7 @@ def test_requests_that_sample_are_served_what_the_formulas_say(batch):
     drafts = drafts._replace(logits=drafts.logits[:-1])
     before, wanted = requests.records.lost.clone(), []
     found_of = decided(drafts, requests, rule, batch["blocked"])
-    asked = requests_of(batch, drafts.logits)
+    asked = requests_of(batch, drafts.logits, FIXED_SCALE)
     for (positions, gainful), (_, rows, what) in zip(found_of, asked, strict=True):
         kept, price, nats, spent = what["protected"] | what["ends"], what["price"], what["nats"], 0
         assert gainful == oracle.num_gainful(what["drafts"], what["ends"], what["room"])
@@ -379,10 +383,10 @@ SAMPLED = {
 def test_sampled_by_hand(name):
     rows, drafts, biases, accepted = SAMPLED[name]
     logits = torch.tensor(rows) if rows else torch.zeros(0, 2)
-    zeros = torch.zeros(1, dtype=torch.int64)
-    units = torch.tensor([price_units(LN2)])
-    ends = zeros[None].int() - 1
-    records = Records(torch.zeros(1), units, zeros, zeros + NO_BOUND, zeros, zeros + 99, ends)
+    records = Records.new(1, logits.device)
+    records.price.fill_(price_units(LN2))
+    records.rate.fill_(NO_BOUND)
+    records.most_tokens.fill_(99)
     step = Drafts(logits, torch.tensor(drafts, dtype=torch.int32), torch.tensor([len(rows)]).int())
     slots = torch.zeros(1, dtype=torch.int32)
     ((positions, _),) = decided(step, Requests(records, slots, slots, slots), Rule("price"), None)
@@ -393,11 +397,9 @@ def test_sampled_by_hand(name):
 
 
 def test_a_price_that_follows_is_larger_where_drafts_are_drawn():
-    """By the root of 2, since it costs half as much there; also in a step that falls back."""
-    given = {"price": 0, "scale": 10_000, "rate": 0, "burst": 1 << 16, "lost": 0, "produced": 0}
-    fixed, drawn = (
-        Allowance.of(**given, most_tokens=9, is_drawn=is_drawn) for is_drawn in (False, True)
-    )
+    """By the root of 2, since it costs half as much there."""
+    given = {"price": FOLLOWS, "rate": loss_rate(0.02), "lost": 0, "produced": 0, "most_tokens": 9}
+    fixed, drawn = (Allowance.of(**given, scale=scale) for scale in (FIXED_SCALE, DRAWN_SCALE))
     assert drawn.price == pytest.approx(math.sqrt(2) * fixed.price, rel=1e-4)
     assert fixed.room == drawn.room == 8
 
@@ -406,7 +408,7 @@ def test_a_price_that_follows_is_larger_where_drafts_are_drawn():
 @given(batches(rules=["price"], dtypes=[torch.float32]))
 def test_without_a_price_nothing_is_added(batch):
     """Exactly, so that the output is vLLM's and nothing is lost."""
-    batch |= {"values": [0.0] * len(batch["lengths"]), "scales": [0] * len(batch["lengths"])}
+    batch |= {"values": [0.0] * len(batch["lengths"]), "follows": [False] * len(batch["lengths"])}
     drafts, requests, rule = step(batch)
     drafts = drafts._replace(logits=drafts.logits[:-1])
     for positions, _ in decided(drafts, requests, rule, batch["blocked"]):

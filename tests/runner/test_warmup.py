@@ -13,10 +13,9 @@ from triton.runtime import JITFunction
 
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import accept
-from vllm_mars.kernels.context import blocked_positions, new_state
-from vllm_mars.kernels.terms import Draws, Sampling, Step
+from vllm_mars.kernels.context import blocked_positions, new_ring
+from vllm_mars.kernels.terms import Draws, Records, Sampling, Step
 from vllm_mars.runner.counters import CounterLayout, Counters
-from vllm_mars.runner.records import new_records
 from vllm_mars.runner.sections import Sections
 from vllm_mars.runner.verification import Verification
 from vllm_mars.runner.warmup import warm_up
@@ -63,9 +62,9 @@ class Engine:
         self.rng = np.random.default_rng(vocab)
         counters = Counters(CounterLayout(K), CPU)
         self.verification = Verification(config, [2], counters)
-        self.records = new_records(SLOTS, CPU)
+        self.records = Records.new(SLOTS, CPU)
         self.sections = Sections(config)
-        self.context = new_state(SLOTS, config.repeat_ngram > 0, CPU)
+        self.ring = new_ring(SLOTS, config.repeat_ngram > 0, CPU)
         self.markers = self.sections.markers(CPU)
 
     def view(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -82,7 +81,7 @@ class Engine:
         if not may_block:
             return None
         own = torch.ones(SLOTS), self.markers, self.config.repeat_ngram
-        return blocked_positions(self.context, tokens, step, *own)
+        return blocked_positions(self.ring, tokens, step, *own)
 
     def returns(self) -> dict[int, str]:
         return {0: "a request"} if self.rng.random() < 0.5 else {}

@@ -10,9 +10,9 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Drafts, Requests, Verdict
+from vllm_mars.kernels.terms import Column, Drafts, Records, Requests, Verdict
 from vllm_mars.requests import RequestOptions, options_of
-from vllm_mars.runner.records import Record, new_records, record_of
+from vllm_mars.runner.records import record_of
 from vllm_mars.runner.repeats import AnswerNgrams
 from vllm_mars.runner.sections import Sections
 
@@ -33,7 +33,7 @@ class _Request:
     """
 
     options: RequestOptions
-    record: Record
+    record: list[int]
     prompt: Sequence[int]
     output: list[int]
     ngrams: AnswerNgrams
@@ -43,8 +43,8 @@ class _Request:
 
     def resume(self, left: "_Request") -> None:
         """Goes on where the same request left the batch."""
-        kept = left.record
-        self.record = self.record._replace(lost=kept.lost, draft_share=kept.draft_share)
+        for column in (Column.LOST, Column.DRAFT_SHARE):
+            self.record[column] = left.record[column]
         self.ngrams, self.state, self.scanned = left.ngrams, left.state, left.scanned
 
 
@@ -86,7 +86,7 @@ class RequestsV1(LogitsProcessor):
         # By id, those outside the batch among them.
         self._known: dict[str, _Request] = {}
         # The last slot is that of no request.
-        self._records = new_records(max_num_reqs + 1, torch.device("cpu"))
+        self._records = Records.new(max_num_reqs + 1, torch.device("cpu"))
         self._nobody = self._enter(SamplingParams(temperature=0, max_tokens=None), (), [])
         self._nobody.slot = max_num_reqs
         self._write(self._nobody)
@@ -111,13 +111,12 @@ class RequestsV1(LogitsProcessor):
         in_batch = set(map(id, requests))
         for request in before:
             if id(request) not in in_batch:
-                records, slot = self._records, request.slot
-                lost, share = int(records.lost[slot]), float(records.draft_share[slot])
-                request.record = request.record._replace(lost=lost, draft_share=share)
+                request.record = self._records.table[request.slot].tolist()
                 request.slot = -1
         ids, unfinished = self._request_ids(), self._unfinished()
         ended = [self._known.pop(own) for own in [*self._known] if own not in unfinished]
-        self._ended(torch.tensor([request.record.lost for request in ended], dtype=torch.int64))
+        lost = [request.record[Column.LOST] for request in ended]
+        self._ended(torch.tensor(lost, dtype=torch.int64))
         free = set(range(self._nobody.slot)) - {request.slot for request in requests}
         for place, request in self._requests.items():
             own = ids[place] if place < len(ids) else None
@@ -147,8 +146,7 @@ class RequestsV1(LogitsProcessor):
         return _Request(options, record, prompt, output, ngrams, state=state)
 
     def _write(self, request: _Request) -> None:
-        for values, value in zip(self._records, request.record, strict=True):
-            values[request.slot] = torch.tensor(value)
+        self._records.table[request.slot] = torch.tensor(request.record)
 
     def _of_place(self, place: int) -> _Request:
         return self._requests.get(place, self._nobody)

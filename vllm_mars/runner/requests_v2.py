@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Markers, Step
+from vllm_mars.kernels.terms import Column, Markers, Records, Step
 from vllm_mars.requests import options_of
-from vllm_mars.runner.records import new_records, record_of
+from vllm_mars.runner.records import record_of
 from vllm_mars.runner.sections import LOOKED_AT, Sections
 
 if TYPE_CHECKING:
@@ -36,22 +37,22 @@ class RequestsV2(LogitsProcessor):
         turns: Set[int] = frozenset(),
         fills: bool = False,
     ) -> None:
-        from vllm_mars.kernels.context import new_state
+        from vllm_mars.kernels.context import new_ring
 
         self._config = config
         self._req_states = req_states
         self.fills = fills
         slots, device = req_states.max_num_reqs, req_states.device
         self._sections = Sections(config, turns)
-        self._records = new_records(slots, device)
-        self._context = new_state(slots, config.repeat_ngram > 0, device)
+        self._records = Records.new(slots, device)
+        self._ring = new_ring(slots, config.repeat_ngram > 0, device)
         self._is_structured = np.zeros(slots, dtype=bool)
         self._wants_return = np.zeros(slots, dtype=bool)
         # What a slot's new request brings: the section's states behind all its tokens and behind
         # its prompt, and the lengths of both.
         self._brought: dict[int, tuple[int, int, int, int]] = {}
-        # Rows of the records and the context that the device has not got yet, by slot.
-        self._staged: dict[int, tuple[Any, ...]] = {}
+        # Records that the device has not got yet, by slot.
+        self._staged: dict[int, list[int]] = {}
         # The slot of each request, and what those had lost that got a further input: vLLM takes
         # such a request out of its slot, and its next answer begins anew.
         self._slots: dict[str, int] = {}
@@ -94,19 +95,18 @@ class RequestsV2(LogitsProcessor):
         record = record_of(sampling_params, self._config, room, length - prompt_len)
         self._is_structured[req_idx] = options.is_structured
         self._wants_return[req_idx] = options.wants_return
-        context = state, begun, length, prompt_len, int(options.is_structured)
-        self._staged[req_idx] = (*record, *context)
+        record[Column.STATE], record[Column.BEGUN] = state, begun
+        record[Column.SCANNED], record[Column.HELD] = length, prompt_len
+        self._staged[req_idx] = record
         return False
 
     def apply_staged_writes(self) -> None:
         """Hands what is new to the device."""
         if not self._staged:
             return
-        device = self._req_states.device
-        slots = torch.tensor(list(self._staged)).to(device, non_blocking=True)
-        targets = (*self._records, *self._context[:-1])
-        for target, column in zip(targets, zip(*self._staged.values(), strict=True), strict=True):
-            target[slots] = torch.tensor(column, dtype=target.dtype).to(device, non_blocking=True)
+        rows = [[slot, *record] for slot, record in self._staged.items()]
+        staged = async_tensor_h2d(rows, self._req_states.device, torch.int64)
+        self._records.table.index_copy_(0, staged[:, 0], staged[:, 1:])
         for slot, (lost, share) in self._restored.items():
             self._records.lost[slot], self._records.draft_share[slot] = lost, share
         self._staged.clear()
@@ -175,7 +175,7 @@ class RequestsV2(LogitsProcessor):
             tokens = states.all_token_ids.gpu
             guard = self._config.repeat_ngram, self.fills
             blocked = blocked_positions(
-                self._context, tokens, step, temperature, self._markers, *guard
+                self._ring, tokens, step, temperature, self._markers, *guard
             )
         return step, blocked
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Account, Protected, Rule, loss_units
+from vllm_mars.kernels.terms import Account, Protected, Rule
 from vllm_mars.runner.counters import Counters
 
 # Of the value that the log names, by rule.
@@ -63,8 +63,7 @@ class Verification:
             mask[[token for token in self.protected_token_ids if token < vocab]] = True
             self._protected = Protected.of(mask, logits.device)
         longest = self.counters.layout.num_speculative_tokens
-        burst = loss_units(self.config.loss_burst)
-        return Rule(self.config.rule, burst, self._protected, longest, self.config.share_gain)
+        return Rule(self.config.rule, self._protected, longest, self.config.share_gain)
 
     def account(self, batch: int, device: torch.device, returns: dict[int, str]) -> Account:
         """Where a step of so many requests is written down, with a table if any `returns`."""

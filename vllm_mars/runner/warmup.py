@@ -8,8 +8,7 @@ run at start; what varies from step to step afterwards is no part of a variant, 
 import torch
 
 from vllm_mars.kernels import accept
-from vllm_mars.kernels.terms import Draws, Sampling, Step
-from vllm_mars.runner.records import new_records
+from vllm_mars.kernels.terms import Draws, Records, Sampling, Step
 from vllm_mars.runner.sections import Sections
 from vllm_mars.runner.verification import Verification
 
@@ -35,7 +34,7 @@ def warm_up(
     device = logits.device
     inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
     # V2's slots are int64.
-    own = new_records(1, device), zero.long(), zero, zero, longest
+    own = Records.new(1, device), zero.long(), zero, zero, longest
     float_one, by_row = torch.ones(1, device=device), inputs.long()
     sampling = Sampling(float_one, zero.long())
     if draft_logits is not None:
@@ -46,13 +45,13 @@ def warm_up(
         for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
             accept.accept(step, rule, None, verification.account(1, device, {}), draws)
     if fills or _may_block(verification):
-        from vllm_mars.kernels.context import blocked_positions, new_state
+        from vllm_mars.kernels.context import blocked_positions, new_ring
 
         config = verification.config
-        state = new_state(1, config.repeat_ngram > 0, device)
+        ring = new_ring(1, config.repeat_ngram > 0, device)
         markers = Sections(config).markers(device)
         guard = config.repeat_ngram, fills
-        blocked_positions(state, zero[None], step, float_one, markers, *guard)
+        blocked_positions(ring, zero[None], step, float_one, markers, *guard)
 
 
 def _may_block(verification: Verification) -> bool:
