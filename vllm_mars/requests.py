@@ -2,7 +2,8 @@
 
 Over HTTP these are the body's `vllm_xargs`. The front end checks them when a request arrives, so a
 bad value is that client's error 400 and no other request notices; the engine core and the workers
-read them again when the request enters the schedule and the batch.
+read them again when the request enters the schedule and the batch, and never raise, since not every
+front end checks.
 """
 
 import math
@@ -34,6 +35,8 @@ _KEYS = (*_RULES, _MAX_LOSS, RETURN, _SPECULATE)
 OVERRIDES = "mars_overrides"
 # Where a request's parameters keep what was read of them.
 _PARSED = "_mars_options"
+# What the log has said of a bad request.
+_SAID: list[ValueError] = []
 # Tokens that end a request which a record holds; a power of 2. With more, a request is strict.
 MOST_ENDS = 32
 
@@ -66,17 +69,49 @@ class _Parsed(NamedTuple):
 
 
 def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
-    """The options of one request, which are parsed once in a process and kept on its parameters.
+    """The options of one request, checked or not; strict ones, and a line in the log, of a bad one.
 
     Args:
-        params: the request's parameters; its `extra_args` may hold the option of the server's rule
-            (`mars_theta` or `mars_price`), `mars_max_loss`, `mars_speculate`, and
-            `mars_return`.
+        params: the request's parameters.
         config: the server's options.
+    """
+    try:
+        return _options(params, config)
+    except ValueError as error:
+        # The first one alone: a client could send many.
+        if not _SAID:
+            from vllm.logger import init_logger
+
+            _SAID.append(error)
+            init_logger("vllm.vllm_mars.requests").warning(
+                "A bad request came past the front end: %s All such requests are verified "
+                "strictly; vLLM's own front end in Python refuses them with HTTP 400.",
+                error,
+            )
+        return RequestOptions(STRICT_VALUE[config.rule])
+
+
+def check_options(params: "SamplingParams", config: MarsConfig) -> None:
+    """Refuses a request's options, in the front end.
 
     Raises:
-        ValueError: an unknown `mars_*` key, a bad value, or one that the server does not allow.
+        ValueError: an unknown `mars_*` key, a bad value, or one that the server does not allow; a
+            key that is the front end's own; a lossy choice where the environment forbids it.
     """
+    own = params.extra_args or {}
+    if OVERRIDES in own:
+        raise unknown_option(OVERRIDES, "a request", _KEYS)
+    _options(params, config)
+    for key in own.keys() & _RULES if lock_is_on() else ():
+        if own[key] != (strict := STRICT_VALUE[_RULES[key]]):
+            raise ValueError(
+                f"{key}={own[key]} is lossy, but this server is locked to strict verification "
+                f"({LOCK_VARIABLE}=strict); choose {strict:g} or leave it out."
+            )
+
+
+def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
+    """The options, which are parsed once in a process and kept on the parameters."""
     own = {key: value for key, value in (params.extra_args or {}).items() if _is_ours(key)}
     num_stops = len(params.stop_token_ids or ())
     depends_on = config, own, params.structured_outputs is not None, num_stops
@@ -84,7 +119,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
     # A caller may change parameters that have served a request, and use them for the next one.
     if parsed is None or parsed[:-1] != depends_on:
         chosen = {key: value for key, value in own.items() if key != OVERRIDES}
-        overrides = own.get(OVERRIDES, {})
+        overrides = check_overrides(own.get(OVERRIDES, {}), config)
         value, max_loss = _value(chosen, config), _max_loss(chosen, config)
         options = RequestOptions(
             _stricter(value, overrides.get(OPTION[config.rule], value), config),
@@ -109,16 +144,6 @@ def ends_of(params: "SamplingParams") -> list[int]:
     """
     ends = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
     return sorted(ends) if len(ends) <= MOST_ENDS else []
-
-
-def refuse_overrides(params: "SamplingParams") -> None:
-    """Refuses a client that sends what is the front end's own to send.
-
-    Raises:
-        ValueError: the parameters have that key.
-    """
-    if OVERRIDES in (params.extra_args or {}):
-        raise unknown_option(OVERRIDES, "a request", _KEYS)
 
 
 def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:
@@ -148,24 +173,6 @@ def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:
             )
     _max_loss(given, config)
     return given
-
-
-def refuse_locked(params: "SamplingParams") -> None:
-    """Refuses a lossy choice of a request where the environment locks the server to strict.
-
-    Args:
-        params: parameters that `options_of` has read.
-
-    Raises:
-        ValueError: such a choice.
-    """
-    for key, value in (params.extra_args or {}).items():
-        rule = _RULES.get(key)
-        if rule is not None and lock_is_on() and value != STRICT_VALUE[rule]:
-            raise ValueError(
-                f"{key}={value} is lossy, but this server is locked to strict verification "
-                f"({LOCK_VARIABLE}=strict); choose {STRICT_VALUE[rule]:g} or leave it out."
-            )
 
 
 def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float]:

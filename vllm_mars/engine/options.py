@@ -15,7 +15,7 @@ from vllm_mars.engine.compat import check_interfaces, check_version
 from vllm_mars.engine.markers import resolve_markers
 from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.lock import check_lock
-from vllm_mars.requests import options_of, refuse_locked, refuse_overrides
+from vllm_mars.requests import check_options
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -107,17 +107,13 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
     Raises:
         VLLMValidationError: vLLM's error that the server answers with HTTP 400.
     """
-    if not getattr(params, "extra_args", None):
-        return
-    config = config_of(vllm_config)
+    config = config_of(vllm_config) if getattr(params, "extra_args", None) else None
     if config is None:
         return
     from vllm.exceptions import VLLMValidationError
 
     try:
-        refuse_overrides(params)
-        options_of(params, config)
-        refuse_locked(params)
+        check_options(params, config)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
