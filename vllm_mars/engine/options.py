@@ -1,5 +1,6 @@
 """The options in vLLM's front end: taken out of the user's configuration, checked per request."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.config import (
@@ -136,6 +137,13 @@ def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
             f"rejection_sample_method='mars' cannot serve {what}: {reason}; {way_out}."
         )
 
+    # A node with `--headless` cannot know what front end it gets.
+    if (given := os.environ.get("VLLM_USE_RUST_FRONTEND", "0")) != "0":
+        refuse(
+            f"VLLM_USE_RUST_FRONTEND={given}",
+            "that front end does not check requests' own options, nor follow overrides",
+            "unset the variable",
+        )
     if speculative_config.get("method") == "extract_hidden_states":
         refuse(
             "method='extract_hidden_states'",
