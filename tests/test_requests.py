@@ -29,7 +29,7 @@ from vllm_mars.kernels.terms import (
     price_units,
 )
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
-from vllm_mars.requests import OVERRIDES, RequestOptions, in_force, options_of
+from vllm_mars.requests import MOST_ENDS, OVERRIDES, RequestOptions, in_force, options_of
 from vllm_mars.runner.records import new_records, record_of
 
 THETA = MarsConfig(theta=0.9, limit=0.8)
@@ -252,8 +252,16 @@ def test_structured_output(structured, is_strict):
         structured_outputs=StructuredOutputsParams(regex="a+"), extra_args={"mars_theta": 0.85}
     )
     options = options_of(constrained, config)
-    assert options == RequestOptions(0.85, is_structured=is_strict)
-    assert in_force(options, config) == {"theta": 1.0 if is_strict else 0.85}
+    assert options.value == 0.85 and options.is_structured == is_strict
+    told = {"theta": 1.0, "strict": "structured_outputs"} if is_strict else {"theta": 0.85}
+    assert in_force(options, config) == told
+
+
+def test_a_request_with_more_ends_than_a_record_holds_is_strict():
+    for number, strict in ((MOST_ENDS - 1, False), (MOST_ENDS, True)):
+        request = SamplingParams(stop_token_ids=[*range(number)])
+        told = {"price": 0.0, "strict": "stop_token_ids"} if strict else {"price": 0.25}
+        assert in_force(options_of(request, PRICE), PRICE) == told
 
 
 def test_options_are_parsed_once_until_they_change():

@@ -46,16 +46,22 @@ class RequestOptions(NamedTuple):
 
     Attributes:
         value: of the server's rule; infinity for a price that follows what is left of `max_loss`.
-        is_structured: whether all of it is verified strictly, because its output is structured.
+        strict: what of the request makes all of it strict, `structured_outputs` or more
+            `stop_token_ids` than a record holds; else empty.
         wants_return: whether the client asked what was relaxed.
         max_loss: most that it may lose, in nats per output token; infinity for no bound. Where it
             is 0 the value is strict: the server's burst is not the request's to lose.
     """
 
     value: float
-    is_structured: bool = False
+    strict: str = ""
     wants_return: bool = False
     max_loss: float = math.inf
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether all of it is verified strictly because its output is structured."""
+        return self.strict == "structured_outputs"
 
 
 class _Parsed(NamedTuple):
@@ -121,9 +127,12 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         chosen = {key: value for key, value in own.items() if key != OVERRIDES}
         overrides = check_overrides(own.get(OVERRIDES, {}), config)
         value, max_loss = _value(chosen, config), _max_loss(chosen, config)
+        strict = "stop_token_ids" if num_stops >= MOST_ENDS else ""
+        if params.structured_outputs is not None and config.structured == "strict":
+            strict = "structured_outputs"
         options = RequestOptions(
             _stricter(value, overrides.get(OPTION[config.rule], value), config),
-            params.structured_outputs is not None and config.structured == "strict",
+            strict,
             _boolean(own, RETURN, False, "true adds what was relaxed to the answer"),
             min(max_loss, overrides.get(_MAX_LOSS, max_loss)),
         )
@@ -175,13 +184,13 @@ def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:
     return given
 
 
-def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float]:
+def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float | str]:
     """The rule and the value that verification follows, as `mars_return` reports it.
 
     Where the price follows what is left of a bound, that is named instead.
     """
-    if options.is_structured:
-        return {config.rule: STRICT_VALUE[config.rule]}
+    if options.strict:
+        return {config.rule: STRICT_VALUE[config.rule], "strict": options.strict}
     if options.value == math.inf:
         return {"max_loss": options.max_loss}
     return {config.rule: options.value}
