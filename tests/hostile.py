@@ -29,8 +29,17 @@ EXTREMES = (
     *(True, None, "0.1", "", "\x00", "\ud83d\ude00" * 9, "w5 " * 300, "x" * 65536, [], [[]], {}),
     *({"a": {"b": [1]}}, {"k" * 65536: 1}),
 )
-# What vLLM says of requests that it fails without MARS too, and where that is being mended.
-VLLMS_OWN = {"object has no attribute 'get'": "vLLM #44537: structured_outputs is no object"}
+# Of requests that vLLM fails without MARS too, what it says or they do, and where that is told.
+VLLMS_OWN = {
+    "object has no attribute 'get'": "vLLM #44537: structured_outputs is no object",
+    "%llguidance": "vLLM #43920: a grammar of another backend than the engine has begun with",
+}
+GRAMMAR = {"grammar": "%llguidance {}\nstart: /[a-z]+/"}
+# What the schema alone would seldom lead to: vLLM itself ends the request, or takes it apart.
+SELDOM = (
+    {"structured_outputs": GRAMMAR, "vllm_xargs": {requests.RETURN: True}},
+    {"use_beam_search": True, "n": 2},
+)
 # A request that vLLM refuses when its stream of /v1/responses has begun breaks the connection, MARS
 # or not: vLLM #22341, #40418.
 BREAKS_OFF = "/v1/responses"
@@ -75,6 +84,8 @@ class Client:
             and not any(word in path for word in NOT_ASKED)
         }
         self.plain = await self.ask_plainly()
+        # The engine has begun with xgrammar then.
+        await self.ask_plainly(structured_outputs={"regex": "[a-z]+"})
 
     def connect(self) -> httpx.AsyncClient:
         """Connections to the server, as many as are needed; each request has its own.
@@ -132,9 +143,9 @@ class Client:
         if sum(kept.values()) > AT_ONCE:
             raise HarmError(f"the front end holds of requests that have ended: {kept}")
 
-    async def ask_plainly(self) -> str:
+    async def ask_plainly(self, **own: Any) -> str:
         """The answer to a request without anything special."""
-        answer = await self.http.post("/v1/chat/completions", json=PLAIN)
+        answer = await self.http.post("/v1/chat/completions", json=PLAIN | own)
         return str(answer.json()["choices"][0]["message"]["content"])
 
     async def request(self) -> None:
@@ -152,7 +163,7 @@ class Client:
             # A stream that has begun tells of its failure.
             is_failed = answer.status_code == 500 or '"InternalServerError"' in answer.text
             answered = 500 if is_failed else answer.status_code
-            if is_failed and not any(words in answer.text for words in VLLMS_OWN):
+            if is_failed and not any(words in content + answer.text for words in VLLMS_OWN):
                 self.failed.append(f"{path} {content[:SHOWN]}\n    {answer.text[:SHOWN]}")
         except TimeoutError:
             pass
@@ -191,6 +202,9 @@ class Client:
         body |= {n: self.value(fields[n]) for n in schema.get("required", ()) if n not in body}
         for name in self.rng.sample(sorted(fields), self.rng.choice((0, 1, 1, 2, 3, 6))):
             body[name] = self.value(fields[name])
+        if self.rng.random() < 0.2:
+            seldom = self.rng.choice(SELDOM).items()
+            body |= {name: value for name, value in seldom if name in fields}
         if "vllm_xargs" in fields and self.rng.random() < 0.6:
             keys = self.rng.sample(sorted(requests._KEYS), self.rng.choice((1, 1, 2)))
             values = SENSIBLE if self.rng.random() < 0.6 else EXTREMES

@@ -67,6 +67,8 @@ class Watch:
             name: value
             for name, value in self.server.metrics().items()
             if name.split("{")[0].endswith(("_total", "_sum", "_count"))
+            # Times of a request that ends before it is scheduled are negative: vLLM #49135.
+            and "_time_seconds_sum" not in name
         }
         fallen = {
             n: (v, counters.get(n)) for n, v in self._counters.items() if counters.get(n, -1) < v

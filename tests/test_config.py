@@ -58,21 +58,16 @@ def test_options_travel_as_json():
     [
         ({"mars_theta": 1.7}, r"mars_theta=1.7 is outside \(0, 1\]; 1 switches the relaxation off"),
         ({"mars_theta": 0}, r"mars_theta=0 is outside \(0, 1\]"),
-        ({"mars_theta": -0.1}, r"mars_theta=-0.1 is outside"),
         ({"mars_theta": math.nan}, "mars_theta=nan is outside"),
         ({"mars_theta": math.inf}, "mars_theta=inf is outside"),
         ({"mars_theta": "0.9"}, "mars_theta='0.9' is a str, but must be a number"),
         ({"mars_theta": True}, "mars_theta=True is a bool"),
         ({"mars_theta": [0.9]}, "is a list, but must be a number"),
-        ({"mars_price": -1}, r"mars_price=-1 is outside \[0, 8192\]"),
+        ({"mars_price": -1}, r"mars_price=-1 is outside \[0, 8192\]; 0 switches the relaxation"),
         ({"mars_price": math.inf}, "mars_price=inf is outside"),
         (
             {"mars_price": 10**400},
             r"mars_price=10+\.\.\. \(401 characters\) is outside \[0, 8192\]",
-        ),
-        (
-            {"mars_price": -1},
-            r"mars_price=-1 is outside \[0, 8192\]; 0 switches the relaxation off",
         ),
         ({"mars_price": 1e39}, r"mars_price=1e\+39 is outside \[0, 8192\]"),
         ({"mars_max_loss": 1025}, r"mars_max_loss=1025 is outside \[0, 1024\]"),

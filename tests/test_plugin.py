@@ -132,6 +132,14 @@ def test_bad_options_fail_before_a_model_is_loaded(packaged_model, changes, opti
     assert engine_config(packaged_model, NGRAM).additional_config == {}
 
 
+def test_a_front_end_that_checks_nothing_is_refused(packaged_model, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    message = "cannot serve VLLM_USE_RUST_FRONTEND=1: .*own options.*; unset the variable"
+    with pytest.raises(NotImplementedError, match=message):
+        engine_config(packaged_model, MARS)
+    engine_config(packaged_model, NGRAM)
+
+
 def test_lock(packaged_model, monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     engine_config(packaged_model, {**MARS, "mars_theta": 1.0})

@@ -2,7 +2,8 @@
 
 Over HTTP these are the body's `vllm_xargs`. The front end checks them when a request arrives, so a
 bad value is that client's error 400 and no other request notices; the engine core and the workers
-read them again when the request enters the schedule and the batch.
+read them again when the request enters the schedule and the batch, and never raise, since not every
+front end checks.
 """
 
 import math
@@ -34,6 +35,8 @@ _KEYS = (*_RULES, _MAX_LOSS, RETURN, _SPECULATE)
 OVERRIDES = "mars_overrides"
 # Where a request's parameters keep what was read of them.
 _PARSED = "_mars_options"
+# What the log has said of a bad request.
+_SAID: list[ValueError] = []
 # Tokens that end a request which a record holds; a power of 2. With more, a request is strict.
 MOST_ENDS = 32
 
@@ -43,16 +46,22 @@ class RequestOptions(NamedTuple):
 
     Attributes:
         value: of the server's rule; infinity for a price that follows what is left of `max_loss`.
-        is_structured: whether all of it is verified strictly, because its output is structured.
+        strict: what of the request makes all of it strict, `structured_outputs` or more
+            `stop_token_ids` than a record holds; else empty.
         wants_return: whether the client asked what was relaxed.
         max_loss: most that it may lose, in nats per output token; infinity for no bound. Where it
             is 0 the value is strict: the server's burst is not the request's to lose.
     """
 
     value: float
-    is_structured: bool = False
+    strict: str = ""
     wants_return: bool = False
     max_loss: float = math.inf
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether all of it is verified strictly because its output is structured."""
+        return self.strict == "structured_outputs"
 
 
 class _Parsed(NamedTuple):
@@ -66,17 +75,49 @@ class _Parsed(NamedTuple):
 
 
 def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
-    """The options of one request, which are parsed once in a process and kept on its parameters.
+    """The options of one request, checked or not; strict ones, and a line in the log, of a bad one.
 
     Args:
-        params: the request's parameters; its `extra_args` may hold the option of the server's rule
-            (`mars_theta` or `mars_price`), `mars_max_loss`, `mars_speculate`, and
-            `mars_return`.
+        params: the request's parameters.
         config: the server's options.
+    """
+    try:
+        return _options(params, config)
+    except ValueError as error:
+        # The first one alone: a client could send many.
+        if not _SAID:
+            from vllm.logger import init_logger
+
+            _SAID.append(error)
+            init_logger("vllm.vllm_mars.requests").warning(
+                "A bad request came past the front end: %s All such requests are verified "
+                "strictly; vLLM's own front end in Python refuses them with HTTP 400.",
+                error,
+            )
+        return RequestOptions(STRICT_VALUE[config.rule])
+
+
+def check_options(params: "SamplingParams", config: MarsConfig) -> None:
+    """Refuses a request's options, in the front end.
 
     Raises:
-        ValueError: an unknown `mars_*` key, a bad value, or one that the server does not allow.
+        ValueError: an unknown `mars_*` key, a bad value, or one that the server does not allow; a
+            key that is the front end's own; a lossy choice where the environment forbids it.
     """
+    own = params.extra_args or {}
+    if OVERRIDES in own:
+        raise unknown_option(OVERRIDES, "a request", _KEYS)
+    _options(params, config)
+    for key in own.keys() & _RULES if lock_is_on() else ():
+        if own[key] != (strict := STRICT_VALUE[_RULES[key]]):
+            raise ValueError(
+                f"{key}={own[key]} is lossy, but this server is locked to strict verification "
+                f"({LOCK_VARIABLE}=strict); choose {strict:g} or leave it out."
+            )
+
+
+def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
+    """The options, which are parsed once in a process and kept on the parameters."""
     own = {key: value for key, value in (params.extra_args or {}).items() if _is_ours(key)}
     num_stops = len(params.stop_token_ids or ())
     depends_on = config, own, params.structured_outputs is not None, num_stops
@@ -84,11 +125,14 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
     # A caller may change parameters that have served a request, and use them for the next one.
     if parsed is None or parsed[:-1] != depends_on:
         chosen = {key: value for key, value in own.items() if key != OVERRIDES}
-        overrides = own.get(OVERRIDES, {})
+        overrides = check_overrides(own.get(OVERRIDES, {}), config)
         value, max_loss = _value(chosen, config), _max_loss(chosen, config)
+        strict = "stop_token_ids" if num_stops >= MOST_ENDS else ""
+        if params.structured_outputs is not None and config.structured == "strict":
+            strict = "structured_outputs"
         options = RequestOptions(
             _stricter(value, overrides.get(OPTION[config.rule], value), config),
-            params.structured_outputs is not None and config.structured == "strict",
+            strict,
             _boolean(own, RETURN, False, "true adds what was relaxed to the answer"),
             min(max_loss, overrides.get(_MAX_LOSS, max_loss)),
         )
@@ -109,16 +153,6 @@ def ends_of(params: "SamplingParams") -> list[int]:
     """
     ends = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
     return sorted(ends) if len(ends) <= MOST_ENDS else []
-
-
-def refuse_overrides(params: "SamplingParams") -> None:
-    """Refuses a client that sends what is the front end's own to send.
-
-    Raises:
-        ValueError: the parameters have that key.
-    """
-    if OVERRIDES in (params.extra_args or {}):
-        raise unknown_option(OVERRIDES, "a request", _KEYS)
 
 
 def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:
@@ -150,31 +184,13 @@ def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:
     return given
 
 
-def refuse_locked(params: "SamplingParams") -> None:
-    """Refuses a lossy choice of a request where the environment locks the server to strict.
-
-    Args:
-        params: parameters that `options_of` has read.
-
-    Raises:
-        ValueError: such a choice.
-    """
-    for key, value in (params.extra_args or {}).items():
-        rule = _RULES.get(key)
-        if rule is not None and lock_is_on() and value != STRICT_VALUE[rule]:
-            raise ValueError(
-                f"{key}={value} is lossy, but this server is locked to strict verification "
-                f"({LOCK_VARIABLE}=strict); choose {STRICT_VALUE[rule]:g} or leave it out."
-            )
-
-
-def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float]:
+def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float | str]:
     """The rule and the value that verification follows, as `mars_return` reports it.
 
     Where the price follows what is left of a bound, that is named instead.
     """
-    if options.is_structured:
-        return {config.rule: STRICT_VALUE[config.rule]}
+    if options.strict:
+        return {config.rule: STRICT_VALUE[config.rule], "strict": options.strict}
     if options.value == math.inf:
         return {"max_loss": options.max_loss}
     return {config.rule: options.value}

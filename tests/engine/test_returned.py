@@ -19,7 +19,7 @@ class Scheduler:
     """What the hook touches; a further input goes to the request of its id."""
 
     def __init__(self):
-        self.requests = {}
+        self.requests, self.fails = {}, False
         self.vllm_config = SimpleNamespace(
             speculative_config=SimpleNamespace(num_speculative_tokens=3)
         )
@@ -33,6 +33,8 @@ class Scheduler:
             EngineCoreOutput(request_id, [7] * model_runner_output.produced)
             for request_id in self.requests
         ]
+        if self.fails:
+            self.requests.clear()
         return {0: SimpleNamespace(outputs=outputs)}
 
     @property
@@ -128,6 +130,16 @@ def test_a_further_input_may_ask_first():
     state.scheduler.add_request(request(mars_return=True))
     state.step(2, row(NAN, 1.0, NAN, NAN))
     assert state.told()["relaxed_positions"] == [3]
+
+
+def test_a_request_that_vllm_itself_ends_goes_without_metrics():
+    """As where the engine cannot compile a grammar, or load a KV cache."""
+    state = answering(mars_return=True)
+    state.scheduler.fails = True
+    (output,) = state.step(0, {})
+    assert output.spec_decode_metrics is None
+    state.step(0, {})
+    assert not state.scheduler.asking
 
 
 def test_an_aborted_request_is_forgotten():

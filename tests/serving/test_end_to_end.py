@@ -1,7 +1,7 @@
 """Real vLLM engines on the packaged model: identity at theta = 1, the rule below it.
 
-By day one lossy engine answers greedily with each theta that a request asks for. At night engines
-of that theta do so, too, in processes of their own, and sample.
+By day one lossy engine answers with each theta that a request asks for. At night engines of that
+theta do so, too, in processes of their own. `tests/conformance` samples.
 """
 
 import os
@@ -22,18 +22,6 @@ PROMPTS = [
     "Repeat this sentence three times: The rain in Spain stays mainly in the plain.",
     "What is the capital of France, and what is the capital of Italy?",
     "Explain in three sentences why the sky is blue.",
-]
-
-
-GREEDY = [{"temperature": 0}] * len(PROMPTS)
-# Of each prompt in a batch of all kinds.
-SAMPLED = [
-    {"temperature": 0.8, "top_p": 0.9, "seed": 1, "frequency_penalty": 0.8},
-    {"temperature": 1.0, "top_k": 20, "top_p": 0.95, "seed": 2, "logprobs": 1},
-    {"temperature": 0.5, "seed": 3},
-    {"temperature": 0, "repetition_penalty": 1.3},
-    {"temperature": 0, "bad_words": ["day", " day"]},
-    {"temperature": 0, "min_tokens": 30, "logprobs": 2},
 ]
 
 
@@ -60,19 +48,11 @@ def look_at_worker(worker):
     }
 
 
-def mend_worker(worker):
-    from vllm_on_cpu import mend
-
-    mend()
-
-
-def generate(llm, sampling=GREEDY, mend=False, extra_args=None):
+def generate(llm, extra_args=None):
     from vllm import SamplingParams
 
     (worker,) = llm.collective_rpc(look_at_worker)
-    if mend:
-        llm.collective_rpc(mend_worker)
-    params = [SamplingParams(max_tokens=32, extra_args=extra_args, **own) for own in sampling]
+    params = SamplingParams(temperature=0, max_tokens=32, extra_args=extra_args)
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     before = drafted_and_accepted(llm)
     outputs = llm.chat(chats, params, use_tqdm=False)
@@ -145,23 +125,6 @@ def test_theta_1_is_vllm(strict, theta_1):
     assert theta_1.worker["sampler"] == SAMPLER
     assert theta_1.tokens == strict.tokens
     assert (theta_1.drafts, theta_1.accepted) == (strict.drafts, strict.accepted)
-
-
-@pytest.mark.nightly
-def test_theta_1_is_vllm_when_sampling(packaged_model):
-    """With the worker in another process; by day `tests/conformance` samples."""
-    runs = {}
-    for name, given, options in (
-        ("vllm", NGRAM, {"mend": True}),
-        ("server", {**MARS, "mars_theta": 1.0}, {}),
-        ("request", CHOICE, {"extra_args": {"mars_theta": 1.0}}),
-    ):
-        with packaged_engine(packaged_model, given) as llm:
-            runs[name] = generate(llm, SAMPLED, **options)
-    for name in ("server", "request"):
-        assert runs[name].worker["sampler"] == SAMPLER
-        assert runs[name].worker["pid"] != os.getpid()
-        assert runs[name].tokens == runs["vllm"].tokens
 
 
 def test_theta_09_accepts_more(strict, theta_09):

@@ -25,7 +25,7 @@ def harass(server, seed):
         asyncio.run(all_of_it())
     finally:
         print(client.counts())
-    assert {answer for _, answer in client.answered} >= {200, 400, "left"}
+    assert {answer for _, answer in client.answered} >= {200, 400, 500, "left"}
 
 
 def test_nobody_harms_the_recommended_setting(bounded_server):

@@ -150,36 +150,14 @@ def test_a_running_server_is_made_stricter(lossy_server, client):
     assert "did you mean mars_theta" in errors[2] and "No such file" in errors[3]
 
 
-def test_a_request_may_decline_speculation(client):
-    def told(**xargs):
-        answer = client.chat.completions.create(
-            model="model",
-            messages=[{"role": "user", "content": "Count: one two three, one two three, one"}],
-            temperature=0,
-            max_tokens=12,
-            extra_body={"vllm_xargs": {"mars_return": True, **xargs}},
-        )
-        (found,) = answer.metrics["mars"]
-        return answer.choices[0].message.content, found
-
-    strict = told(mars_theta=1)
-    assert strict[1]["theta"] == 1
-    assert told(mars_speculate=False) == strict
-
-
 def refusals():
     """(vllm_xargs, what the error says) of requests that are refused."""
     return [
-        ({"mars_theta": 0}, "mars_theta=0 is outside (0, 1]"),
         ({"mars_theta": 2}, "mars_theta=2 is outside (0, 1]"),
         ({"mars_theta": math.nan}, "mars_theta=nan is outside (0, 1]"),
         ({"mars_theta": 10**30}, "extra_args integers must be between"),
         ({"mars_theta": 2**63}, "mars_theta=9223372036854775808 is outside (0, 1]"),
-        ({"mars_theta": "x"}, "mars_theta='x' is a str, but must be a number"),
-        ({"mars_theta": [0.9]}, "mars_theta=[0.9] is a list, but must be a number"),
         ({"mars_theta": 0.2}, "below this server's limit of 0.3; choose a value in [0.3, 1]"),
-        ({"mars_tehta": 0.9}, "did you mean mars_theta?"),
-        ({"mars_price": 1.0}, "mars_price=1.0 names another rule than this server's"),
         ({"mars_speculate": "no"}, "mars_speculate='no' is not true or false"),
         # The front end's own key.
         ({"mars_overrides": 0}, "mars_overrides is not an option of a request"),

@@ -1,5 +1,6 @@
 """The options in vLLM's front end: taken out of the user's configuration, checked per request."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.config import (
@@ -15,7 +16,7 @@ from vllm_mars.engine.compat import check_interfaces, check_version
 from vllm_mars.engine.markers import resolve_markers
 from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.lock import check_lock
-from vllm_mars.requests import options_of, refuse_locked, refuse_overrides
+from vllm_mars.requests import check_options
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -107,17 +108,13 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
     Raises:
         VLLMValidationError: vLLM's error that the server answers with HTTP 400.
     """
-    if not getattr(params, "extra_args", None):
-        return
-    config = config_of(vllm_config)
+    config = config_of(vllm_config) if getattr(params, "extra_args", None) else None
     if config is None:
         return
     from vllm.exceptions import VLLMValidationError
 
     try:
-        refuse_overrides(params)
-        options_of(params, config)
-        refuse_locked(params)
+        check_options(params, config)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
@@ -140,6 +137,13 @@ def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
             f"rejection_sample_method='mars' cannot serve {what}: {reason}; {way_out}."
         )
 
+    # A node with `--headless` cannot know what front end it gets.
+    if (given := os.environ.get("VLLM_USE_RUST_FRONTEND", "0")) != "0":
+        refuse(
+            f"VLLM_USE_RUST_FRONTEND={given}",
+            "that front end does not check requests' own options, nor follow overrides",
+            "unset the variable",
+        )
     if speculative_config.get("method") == "extract_hidden_states":
         refuse(
             "method='extract_hidden_states'",

@@ -73,9 +73,11 @@ def send_rows(scheduler: Any, config: MarsConfig) -> None:
         for output in outputs:
             if (head := asking.get(output.request_id)) is None:
                 continue
-            # A request that ends in this step is no longer in the scheduler's list.
+            # A request that ends is no longer listed: vLLM sends its metrics, but with no error.
             request = scheduler.requests.get(output.request_id)
-            metrics = output.spec_decode_metrics or request.spec_decode_metrics
+            metrics = output.spec_decode_metrics or getattr(request, _METRICS, None)
+            if metrics is None:
+                continue
             if output.spec_decode_metrics is None:
                 # What grows with the answer comes at its end.
                 metrics = dataclasses.replace(metrics, per_step_accepted=[], per_step_drafted=[])

@@ -30,16 +30,11 @@ def attach_counters(runner: Any, verification: Verification) -> None:
 
     Args:
         runner: vLLM's V1 or V2 `GPUModelRunner` with a rejection sampler. Its `execute_model` and
-            `sample_tokens` are wrapped, on this instance alone; the output of a tensor-parallel
-            rank that vLLM drops is left as it is. With an external launcher, such as torchrun, each
-            rank has an engine of its own, which drops nothing.
+            `sample_tokens` are wrapped, on this instance alone; the output of a rank that nobody
+            reads is left as it is.
         verification: of this runner.
     """
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    parallel_config = runner.vllm_config.parallel_config
-    is_engines_own = parallel_config.distributed_executor_backend == "external_launcher"
-    is_read = is_engines_own or get_tensor_model_parallel_rank() == 0
+    is_read = _is_read(runner)
     counters = verification.counters
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
     has_begun = has_news = False
@@ -73,6 +68,15 @@ def attach_counters(runner: Any, verification: Verification) -> None:
     runner.sample_tokens = sample_and_attach
 
 
+def _is_read(runner: Any) -> bool:
+    """Whether a rank's outputs are read: the first's; all, if each is an engine, as by torchrun."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    backend = runner.vllm_config.parallel_config.distributed_executor_backend
+    is_first: bool = get_tensor_model_parallel_rank() == 0
+    return is_first or backend == "external_launcher"
+
+
 def _has_requests(runner: Any) -> bool:
     """Whether a V1 or V2 runner still holds requests."""
     states = getattr(runner, "req_states", None)
@@ -93,7 +97,7 @@ def send_returned(runner: Any, verification: Verification) -> None:
 
     for number, returned in enumerate(verification.returned):
         table = returned.table
-        if returned.copy is not None or table.device.type == "cpu":
+        if returned.copy is not None or table.device.type == "cpu" or not _is_read(runner):
             continue
         copy_stream, main_stream = runner.output_copy_stream, runner.main_stream
         rows = torch.empty_like(table, device="cpu", pin_memory=True)
