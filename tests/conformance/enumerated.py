@@ -1,31 +1,25 @@
 """All that a sampled step can emit, without sampling: each draw is probed from both sides.
 
 A draft token x is accepted with probability min(1, m(x) / q(x)); what comes in its place is drawn
-from max(m - q, 0). A draft that is not drawn is q = 1 at its token. So of each drafted path two
-things are probed at each position, each probe a request of its own:
+from max(m - q, 0); a draft that is not drawn is q = 1 at its token. So with each drafted path, a
+request for each probe, random numbers just below m / q must accept; one just above must end the
+step there, and noise that makes the keys of all tokens equal, but one greater by EPSILON of m, must
+yield that one. What m is, the rule says: `served`, from its formulas in double precision. Of a
+drawn draft it sees only the tokens before a position, and is held against all that may follow.
 
-    acceptance   with all random numbers just below m / q the drafts are accepted; with that of one
-                 position just above it, the step ends there
-    the rest     with noise that makes the keys of all tokens equal, but for that of one which is
-                 greater by EPSILON of m, this one comes out
-
-What m is, the rule says: `served`, from its formulas in double precision, with scipy's root for w.
-For a drawn draft it looks only at the tokens before the position, and is held against all paths.
-From the probes follows the exact distribution of what is emitted, and from that what the step must
-report: log m - log p of each token, and the divergence that it charges.
+The probes tell the exact distribution of what is emitted, and it what the step must report:
+log m - log p of each token, and the divergence that it charges.
 """
 
-import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy import optimize
+from scipy import optimize, special
 from vllm import SamplingParams
 
 import oracle
@@ -33,7 +27,7 @@ from vllm_mars import MarsConfig
 from vllm_mars.kernels.terms import DRAWN_SCALE, NO_LIMIT, PRICE_BURSTS, loss_rate, most_lost
 from vllm_mars.runner.records import SAMPLED_C2
 
-# How far from their values probabilities are probed, and how exact an expectation is.
+# How far from their values probabilities are probed, and how exact expectations are.
 EPSILON = 1e-5
 UNIT = 2.0**-16
 # What a request may lose beyond its rate, in units.
@@ -45,7 +39,7 @@ Tokens = tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """A position: the target's logits, p, q as it is drawn from, and whether m must be p."""
+    """A position: the target's logits, p, the draft's distribution, and whether m must be p."""
 
     logits: np.ndarray
     p: np.ndarray
@@ -58,27 +52,23 @@ class Case:
     """A request that samples, in the middle of its answer, and the server's options.
 
     Attributes:
-        is_drawn: whether its drafts are drawn. Else each draft is verified for itself, or
-        every: each so many of them.
-        theta, price, max_loss, opening: options; without theta and price the bound sets the price.
-        steps: the draft's length.
+        every: of drafts that are not drawn, each verified for itself, each so many.
         answer: output tokens so far.
         ends: its end of sequence, then its stop tokens.
-        low: tokens far below the first choice.
-        masked: tokens that the target cannot emit.
+        low, masked: tokens far below the first choice, and those that the target cannot emit.
         room: output tokens that may still come.
         lost: what it has lost, in units.
     """
 
     is_drawn: bool
     price: float | None = 1.0
-    max_loss: float | None = None
     theta: float | None = None
+    max_loss: float | None = None
     opening: int = 0
     seed: int = 0
     steps: int = 2
     vocab: int = 5
-    every: int = 1
+    every: int = 3
     answer: Tokens = (0,)
     ends: Tokens = ()
     protected: Tokens = ()
@@ -89,46 +79,36 @@ class Case:
 
     @property
     def config(self) -> MarsConfig:
-        given = {"theta": self.theta, "price": self.price, "max_loss": self.max_loss}
-        return MarsConfig(**given, strict_opening=self.opening)
+        rule = {"price": self.price, "theta": self.theta}
+        return MarsConfig(**rule, max_loss=self.max_loss, strict_opening=self.opening)
 
     def params(self, seed: int = 0) -> SamplingParams:
-        most = len(self.answer) + self.room
-        stops = list(self.ends[1:])
+        most, stops = len(self.answer) + self.room, list(self.ends[1:])
         params = SamplingParams(temperature=1, seed=seed, max_tokens=most, stop_token_ids=stops)
         params.update_from_generation_config({}, self.ends[0] if self.ends else None)
         return params
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the answer ended before this step."""
-        return self.room <= 0 or self.answer[-1] in self.ends
 
     @property
     def useful(self) -> int:
         """Positions that a further token of the answer can follow."""
         return min(self.steps, self.room - 1)
 
-    @property
-    def kept(self) -> np.ndarray:
-        """Whether each token keeps its probability."""
-        return np.isin(range(self.vocab), [*self.ends, *self.protected])
-
-    @functools.cache  # noqa: B019
     def row(self, before: Tokens) -> Row:
         """The row behind these tokens of the step."""
         rng = np.random.default_rng([self.seed, len(before), *before])
         logits, noise = rng.normal([[2], [0]], [[1.2], [0.8]], (2, self.vocab))
-        logits[list(self.low)] = np.delete(logits, self.low).max() - 5
-        q = np.exp(0.5 * logits + noise)
-        logits[list(self.masked)] = -np.inf
-        logits, q = logits.astype(np.float32), (q / q.sum()).astype(np.float32)
-        p = np.exp(logits.astype(float))
-        answer = (*self.answer, *before)
+        logits[[*self.low]] = np.delete(logits, self.low).max() - 5
+        q = special.softmax(0.5 * logits + noise).astype(np.float32)
+        logits[[*self.masked]] = -np.inf
+        logits, answer = logits.astype(np.float32), (*self.answer, *before)
         held = {answer[i : i + NGRAM - 1] for i in range(len(answer) - NGRAM + 1)}
         repeats = self.theta is None and answer[1 - NGRAM :] in held
         is_strict = repeats or len(before) >= self.useful or len(answer) < self.opening
-        return Row(logits, p / p.sum(), q.astype(float), is_strict)
+        return Row(logits, special.softmax(logits.astype(float)), q.astype(float), is_strict)
+
+    def rows(self, path: Tokens) -> list[Row]:
+        """Of a draft, and of its bonus."""
+        return [self.row(path[:i]) for i in range(self.steps + 1)]
 
     def left(self, place: int) -> int:
         """What the step's tokens up to this place may lose, in units."""
@@ -147,61 +127,43 @@ class Case:
         return math.isqrt(scale * min(self.left(0), PRICE_BURSTS * BURST)) * UNIT
 
 
-def random_case(seed: int, **given: Any) -> Case:
-    """A case of all features."""
-    rng = np.random.default_rng(seed)
-    tokens: list[int] = rng.permutation(5).tolist()
-    answers = [(0,), (1, 2, 3, 4, 1, 2), (1, 1, 1, 1), (3, 3, 1, 2, 0, 3, 3, 1)]
-    answer = answers[rng.integers(4)]
-    ends = [token for token in tokens[: rng.integers(3)] if token != answer[-1]]
-    return Case(
-        is_drawn=bool(rng.integers(2)),
-        price=rng.choice([None, 0.3, 1.0, 2.5]),
-        max_loss=float(rng.choice([0.002, 0.05, 0.5])),
-        opening=int(rng.choice([0, 0, len(answer) + 1])),
-        seed=seed,
-        answer=answer,
-        ends=tuple(ends),
-        protected=tuple(tokens[2 : rng.integers(2, 4)]),
-        low=tuple(tokens[: rng.integers(3)]),
-        masked=tuple(tokens[3 : rng.integers(3, 5)]),
-        room=int(rng.choice([1, 2, 3, 40, 40])),
-        lost=int(rng.integers(BURST + 300)),
-        **given,
-    )
-
-
+_ALL = {"price": None, "max_loss": 0.1, "answer": (1, 2, 3, 4, 1, 2), "opening": 7}
+# "likely" ends are near the first choice; of "later end" only the draft of one matters.
 FEATURES: dict[str, dict[str, Any]] = {
     "price": {"masked": (3,)},
     "no price": {"price": 0.0},
-    "large price": {"price": 4.0},
+    "large price": {"price": 2.0},
+    "theta": {"price": None, "theta": 0.7, "max_loss": None},
     "bound": {"price": 3.0, "max_loss": 0.01, "lost": BURST - 3000},
     "bound alone": {"price": None, "max_loss": 0.05, "lost": BURST // 2},
     "opening": {"opening": 2},
     "room": {"room": 2},
     "guard": {"answer": (1, 2, 3, 4, 1, 2)},
     "guard at once": {"answer": (1, 2, 3, 4, 1, 2, 3)},
-    "guard, overlapping": {"answer": (1, 1, 1), "steps": 3},
+    "guard, overlapping": {"answer": (1, 1, 1)},
     "ends": {"ends": (4, 3), "low": (3, 4)},
     "likely ends": {"ends": (4, 3)},
     "later end": {"ends": (4,), "masked": (4,), "max_loss": 0.001, "lost": BURST},
     "protected": {"protected": (2,)},
-    "all": {
-        **{"price": None, "max_loss": 0.1, "opening": 2, "answer": (1, 2, 3, 4, 1, 2)},
-        **{"ends": (4, 3), "protected": (0,), "low": (3, 0), "steps": 3, "room": 3, "every": 3},
-    },
+    "all": {**_ALL, "ends": (4, 3), "protected": (0,), "low": (3, 0), "room": 3},
     "behind the end": {"ends": (0,)},
     "behind the room": {"room": 0},
 }
 
 
+def case_of(seed: int, *names: str, **given: Any) -> Case:
+    """A case of these features, else at a random price and with a random bound."""
+    rng = np.random.default_rng(seed)
+    bound = {"max_loss": rng.choice([None, 0.01, 0.2]), "lost": int(rng.integers(BURST))}
+    options = {"price": int(rng.integers(16, 96)) / 64, **bound}
+    for name in names:
+        options |= FEATURES[name]
+    return Case(seed=seed, **{**options, **given})
+
+
 def cap(units: int) -> float:
     """The largest price whose loss, at most price**2 / 8, fits."""
     return math.sqrt(8 * max(units, 0) * UNIT) * (1 - 2**-20)
-
-
-def divergence(m: np.ndarray, p: np.ndarray) -> float:
-    return oracle.divergence(m.tolist(), p.tolist())
 
 
 def clipped(row: Row, price: float, kept: np.ndarray) -> np.ndarray:
@@ -225,173 +187,145 @@ def tilted(p: np.ndarray, x: int, bias: float, kept: np.ndarray) -> tuple[np.nda
 
 def served(case: Case, path: Tokens) -> list[np.ndarray]:
     """m at each position of a draft; none where rounding decides what the next one may lose."""
-    rows, price, kept = [case.row(path[:i]) for i in range(case.steps)], case.own_price, case.kept
+    rows, price = case.rows(path)[:-1], case.own_price
+    # The tokens that keep their probability.
+    kept = np.isin(range(case.vocab), [*case.ends, *case.protected])
     if case.is_drawn:
         price = min(price, cap(case.left(0) // max(case.useful, 1)))
-        is_plain = price == 0
-        return [row.p if row.is_strict or is_plain else clipped(row, price, kept) for row in rows]
+        return [clipped(r, price, kept) if price and not r.is_strict else r.p for r in rows]
+    draft = list(zip(path, rows, strict=True))
     if case.theta is not None:
-        strict = frozenset({*case.ends, *case.protected})
-        return [
-            np.eye(case.vocab)[x]
-            if oracle.is_relaxed(row.logits.tolist(), x, case.theta, strict) and not row.is_strict
-            else row.p
-            for row, x in zip(rows, path, strict=True)
-        ]
+        rule = case.theta, frozenset({*case.ends, *case.protected})
+        small = [oracle.is_relaxed(row.logits.tolist(), x, *rule) for x, row in draft]
+        outright = [o and not row.is_strict for o, row in zip(small, rows, strict=True)]
+        return [np.eye(case.vocab)[x] if outright.pop(0) else row.p for x, row in draft]
     biases, ahead = [0.0] * case.steps, 0.0
-    for i in reversed(range(case.useful)):
-        x, bias = path[i], price + ahead
-        if rows[i].is_strict or kept[x]:
-            ahead = 0.0 if x in case.ends else rows[i].p[x] * bias
+    for i, (x, row) in reversed(list(enumerate(draft[: max(case.useful, 0)]))):
+        bias = price + ahead
+        if row.is_strict or kept[x]:
+            ahead = 0.0 if x in case.ends else row.p[x] * bias
         else:
-            biases[i], ahead = bias, tilted(rows[i].p, x, bias, kept)[1]
+            biases[i], ahead = bias, tilted(row.p, x, bias, kept)[1]
     found, lost = [], 0
-    for i, (x, row, bias) in enumerate(zip(path, rows, biases, strict=True)):
-        m = tilted(row.p, x, min(bias, cap(case.left(i) - lost)), kept)[0] if bias else row.p
-        units = divergence(m, row.p) / UNIT
+    for i, (x, row) in enumerate(draft):
+        bias = min(biases[i], cap(case.left(i) - lost))
+        found.append(tilted(row.p, x, bias, kept)[0] if bias else row.p)
+        units = special.rel_entr(found[i], row.p).sum() / UNIT
         if case.max_loss is not None and 0 < abs(units - round(units)) < 0.02:
             return []
-        found.append(m)
         lost += math.ceil(units)
     return found
 
 
-@dataclass
-class Probe:
-    """A request, its random numbers, and what must come of it.
-
-    Attributes:
-        path: its draft.
-        uniform: a number for each position.
-        tokens: what is emitted up to the answer's end.
-        accepted: drafts among these.
-        weight: the probability of all that.
-        ratios: log m - log p of the tokens.
-        losses: KL(m || p) at the positions that are looked at.
-        noise: of the draw behind the accepted drafts; the key of a token is its weight over it.
-    """
+class Probe(NamedTuple):
+    """A request, its random numbers, and what must come of it."""
 
     path: Tokens
+    # By position, and by token for the draw behind the accepted drafts: its key is weight / noise.
     uniform: list[float]
+    noise: list[float]
+    # What is emitted up to the answer's end, how many of it are drafts, and its probability.
     tokens: Tokens = ()
     accepted: int = 0
     weight: float = 0.0
-    ratios: Sequence[float] = ()
-    losses: Sequence[float] = ()
-    noise: Sequence[float] = (1.0,)
+    # log m - log p of the tokens, and KL(m || p) at the positions that are looked at.
+    ratios: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
 
 
-def noises(m: np.ndarray, q: np.ndarray) -> Iterator[tuple[int, list[float]]]:
-    """Each token that can be drawn from max(m - q, 0), and noise for which it is.
-
-    Of a token that cannot come the noise is so small that any weight would win; where m is q up to
-    EPSILON, that is too much to ask.
-    """
+def noises(m: np.ndarray, q: np.ndarray | float) -> list[tuple[int, list[float]]]:
+    """Each token that can be drawn from max(m - q, 0), and noise for which it is."""
     weights = np.maximum(m - q, 0)
+    # With this noise any weight of a token that cannot come would win.
     slack = np.where(m > q * (1 - EPSILON), EPSILON * m, 0) + 1e-30
-    for y in np.flatnonzero(weights > 4 * EPSILON * m):
-        noise = weights + slack
-        noise[y] = weights[y] - slack[y]
-        yield int(y), noise.tolist()
+    drawn = np.flatnonzero(weights > 4 * EPSILON * m).tolist()
+    return [
+        (y, (weights + np.where(np.arange(len(m)) == y, -slack, slack)).tolist()) for y in drawn
+    ]
 
 
-def probes(case: Case) -> list[Probe]:
-    """Of all that the step can emit, but of the bonus token one alone for each draft."""
-    paths = list(itertools.product(range(case.vocab), repeat=case.steps))
-    if not case.is_drawn:
-        paths = paths[case.seed % case.every :: case.every]
-    return [probe for path in paths for probe in probes_of(case, path)]
-
-
-def probes_of(case: Case, path: Tokens) -> Iterator[Probe]:
-    """The probes of one draft."""
-    uniform = [0.5] * case.steps
-    if case.is_over:
-        yield Probe(path, uniform)
-        return
-    rows, ms = [case.row(path[:i]) for i in range(case.steps + 1)], served(case, path)
-    share = 1.0
-    if case.is_drawn:
-        share = math.prod(row.q[x] for row, x in zip(rows, path, strict=False))
-    ratios, losses = [], []
+def probes(case: Case, path: Tokens) -> list[Probe]:
+    """Of all that comes of a draft, but of the bonus token one alone."""
+    uniform, even = [0.5] * case.steps, [1.0] * case.vocab
+    if case.room <= 0 or case.answer[-1] in case.ends:
+        # The answer ended before this step.
+        return [Probe(path, uniform, even)]
+    found: list[Probe] = []
+    rows, ms = case.rows(path), served(case, path)
+    ratios: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    share = math.prod(r.q[x] for r, x in zip(rows, path, strict=False)) if case.is_drawn else 1.0
     for i, (x, row, m) in enumerate(zip(path, rows, ms, strict=False)):
         q = row.q if case.is_drawn else np.eye(case.vocab)[x]
         accepted, rest = min(m[x] / q[x], 1.0), np.maximum(m - q, 0)
-        losses = [*losses, divergence(m, row.p)]
+        losses = *losses, special.rel_entr(m, row.p).sum()
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.log(m / row.p)
+            ratio = np.log(m / row.p).tolist()
         if accepted * (1 + EPSILON) < 1:
             above = [*uniform[:i], max(accepted * (1 + EPSILON), 1e-12), *uniform[i + 1 :]]
             for y, noise in noises(m, q):
-                weight = share * (1 - accepted) * rest[y] / rest.sum()
-                tokens, told = (*path[:i], y), [*ratios, ratio[y]]
-                yield Probe(path, above, tokens, i, weight, told, losses, noise)
+                weight, told = share * (1 - accepted) * rest[y] / rest.sum(), (*ratios, ratio[y])
+                found.append(Probe(path, above, noise, (*path[:i], y), i, weight, told, losses))
         share *= accepted
         if not share:
-            return
-        uniform[i], ratios = accepted * (1 - EPSILON), [*ratios, ratio[x]]
+            return found
+        uniform[i], ratios = accepted * (1 - EPSILON), (*ratios, ratio[x])
         if x in case.ends or i + 1 == case.room:
-            yield Probe(path, uniform, path[: i + 1], i + 1, share, ratios, losses)
-            return
+            end = Probe(path, uniform, even, path[: i + 1], i + 1, share, ratios, losses)
+            return [*found, end]
     if ms:
-        draws = list(noises(rows[-1].p, np.zeros(case.vocab)))
+        draws = noises(rows[-1].p, 0.0)
         y, noise = draws[sum(path) % len(draws)]
-        yield Probe(path, uniform, (*path, y), case.steps, share, [*ratios, 0.0], losses, noise)
+        all_ratios = *ratios, 0.0
+        found.append(Probe(path, uniform, noise, (*path, y), len(path), share, all_ratios, losses))
+    return found
 
 
 class Batch:
     """The probes of a case, and what a step of them all takes, as tensors `[batch, ...]`."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.probes = case, probes(case)
-        rows = [[case.row(p.path[:i]) for i in range(case.steps + 1)] for p in self.probes]
+        paths = list(itertools.product(range(case.vocab), repeat=case.steps))
+        if not case.is_drawn:
+            paths = paths[case.seed % case.every :: case.every]
+        self.case, self.probes = case, [probe for path in paths for probe in probes(case, path)]
         self.paths = [list(probe.path) for probe in self.probes]
+        rows = [case.rows(probe.path) for probe in self.probes]
         self.logits = torch.tensor(np.array([[row.logits for row in own] for own in rows]))
         self.q = torch.tensor(np.array([[row.q for row in own[:-1]] for own in rows])).float()
         self.uniform = torch.tensor([probe.uniform for probe in self.probes]).double()
-        noise = [np.broadcast_to(probe.noise, case.vocab) for probe in self.probes]
-        self.noise = torch.tensor(np.array(noise)).float()
+        self.noise = torch.tensor([probe.noise for probe in self.probes])
 
-    def check(
-        self, sampler: Any, emitted: list[list[int]], lost: torch.Tensor, knows_bonus: bool
-    ) -> None:
+    def check(self, verification: Any, emitted: list[list[int]], lost: torch.Tensor) -> None:
         """Each probe gives what it must, and its report is the distribution of what is emitted.
 
-        Args:
-            sampler: which has verified this batch and nothing else.
-            emitted: tokens of each request.
-            lost: units that each request lost, `[batch]`.
-            knows_bonus: whether the bonus token was drawn with the noise, too.
+        The verification has seen this batch alone; `lost` is by request, in units.
         """
-        case, wrong, layout = self.case, [], sampler.verification.counters.layout
-        table = sampler.verification.returned[0].table[:, 0].double().numpy()
-        units, losses = lost.numpy(), np.array([sum(p.losses) / UNIT for p in self.probes])
-        visited = np.array([len(probe.losses) for probe in self.probes])
-        for place, (probe, tokens) in enumerate(zip(self.probes, emitted, strict=True)):
-            told = table[place, : len(probe.tokens)]
-            known = slice(len(probe.tokens) if knows_bonus else case.steps)
-            if tuple(tokens[: len(probe.tokens)][known]) != probe.tokens[known]:
-                wrong.append(f"{probe.path} emits {tokens}, not {probe.tokens}")
-            if not np.allclose(told, probe.ratios, rtol=0, atol=2 * EPSILON):
-                wrong.append(f"{probe.path} reports {told}, not {probe.ratios}")
-            if not -0.1 <= units[place] - losses[place] <= visited[place] + 0.1:
-                wrong.append(f"{probe.path} is charged {units[place]}, not {losses[place]}")
-        message = f"{len(wrong)} faults of {len(self.probes)} probes of {case}"
-        assert not wrong, "\n".join([message, *wrong[:12]])
-        accepted = np.array([probe.accepted for probe in self.probes])
-        counts = sampler.verification.counters.device_counts.numpy()
+        case, wrong, units = self.case, [], lost.numpy()
+        table = verification.returned[0].table[:, 0].double().numpy()
+        for probe, tokens, ratios, unit in zip(self.probes, emitted, table, units, strict=True):
+            told, loss = ratios[: len(probe.tokens)], sum(probe.losses) / UNIT
+            is_right = tuple(tokens[: len(told)]) == probe.tokens
+            is_right &= np.allclose(told, probe.ratios, rtol=0, atol=2 * EPSILON)
+            if not is_right or not -0.1 <= unit - loss <= len(probe.losses) + 0.1:
+                wanted = f"{probe.tokens}, {np.array(probe.ratios)}, {loss:.1f}"
+                wrong.append(f"{probe.path}: {tokens}, {told}, {unit}, not {wanted}")
+        message = f"{len(wrong)} of {len(self.probes)} probes of {case}"
+        assert not wrong, "\n".join([message, *wrong[:9]])
+        visited, accepted = np.array([(len(p.losses), p.accepted) for p in self.probes]).T
+        counts, layout = verification.counters.device_counts, verification.counters.layout
         assert counts[layout.lost] == units.sum()
         for i in range(case.steps):
             assert counts[layout.verified][i] == (visited > i).sum()
             assert counts[layout.accepted][i] == (accepted > i).sum()
-        if not case.is_over:
-            self._check_expectations(table, units)
-
-    def _check_expectations(self, table: np.ndarray, units: np.ndarray) -> None:
-        case = self.case
+        if not any(visited):
+            return
         # Of each position that is reached, by the tokens before it, and the draft if that is fixed.
         masses: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros(case.vocab))
         ratios: dict[Any, np.ndarray] = defaultdict(lambda: np.full(case.vocab, -np.inf))
+        weights = np.array([probe.weight for probe in self.probes])
+        weights /= weights.sum()
+        sums = np.array([r[: len(p.tokens)].sum() for p, r in zip(self.probes, table, strict=True)])
         for probe, told in zip(self.probes, table, strict=True):
             for i in range(len(probe.losses)):
                 where = probe.tokens[:i], None if case.is_drawn else probe.path
@@ -400,10 +334,6 @@ class Batch:
         for where, mass in masses.items():
             reported = case.row(where[0]).p * np.exp(ratios[where])
             np.testing.assert_allclose(mass / mass.sum(), reported, rtol=0, atol=EPSILON)
-        weights = np.array([probe.weight for probe in self.probes])
-        pairs = zip(table, self.probes, strict=True)
-        sums = np.array([told[: len(probe.tokens)].sum() for told, probe in pairs])
-        weights /= weights.sum()
-        # What is accepted outright has no weight that mends it.
+        # Nothing mends what theta accepts outright.
         assert case.theta is not None or abs(weights @ np.exp(-sums) - 1) < EPSILON
         assert -EPSILON < weights @ (units * UNIT - sums) < case.steps * UNIT + EPSILON
