@@ -24,14 +24,11 @@ from vllm import SamplingParams
 
 import oracle
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.terms import DRAWN_SCALE, NO_LIMIT, PRICE_BURSTS, loss_rate, most_lost
-from vllm_mars.runner.records import SAMPLED_C2
+from vllm_mars.kernels.terms import DRAWN_SCALE, FIXED_SCALE, NO_LIMIT, loss_rate, most_lost
 
 # How far from their values probabilities are probed, and how exact expectations are.
 EPSILON = 1e-5
 UNIT = 2.0**-16
-# What a request may lose beyond its rate, in units.
-BURST = 2 << 16
 # Tokens of an n-gram that must not be repeated.
 NGRAM = 4
 
@@ -115,16 +112,16 @@ class Case:
         if self.max_loss is None:
             return NO_LIMIT
         tokens = len(self.answer) + place + 1
-        return max(most_lost(loss_rate(self.max_loss), BURST, tokens) - self.lost, 0)
+        return max(most_lost(loss_rate(self.max_loss), tokens) - self.lost, 0)
 
     @property
     def own_price(self) -> float:
         """In nats per token gained."""
         if self.price is not None or self.max_loss is None:
             return self.price or 0.0
-        scale = 4 * SAMPLED_C2 * loss_rate(self.max_loss) // BURST
-        scale *= DRAWN_SCALE if self.is_drawn else 1
-        return math.isqrt(scale * min(self.left(0), PRICE_BURSTS * BURST)) * UNIT
+        scale = DRAWN_SCALE if self.is_drawn else FIXED_SCALE
+        most = 4 * most_lost(loss_rate(self.max_loss), 0)
+        return math.isqrt(scale * min(self.left(0), most)) * UNIT
 
 
 _ALL = {"price": None, "max_loss": 0.1, "answer": (1, 2, 3, 4, 1, 2), "opening": 7}
@@ -134,8 +131,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "no price": {"price": 0.0},
     "large price": {"price": 2.0},
     "theta": {"price": None, "theta": 0.7, "max_loss": None},
-    "bound": {"price": 3.0, "max_loss": 0.01, "lost": BURST - 3000},
-    "bound alone": {"price": None, "max_loss": 0.05, "lost": BURST // 2},
+    "bound": {"price": 3.0, "max_loss": 0.01, "lost": 62_500},
+    "bound alone": {"price": None, "max_loss": 0.05, "lost": 1 << 17},
     "opening": {"opening": 2},
     "room": {"room": 2},
     "guard": {"answer": (1, 2, 3, 4, 1, 2)},
@@ -143,7 +140,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "guard, overlapping": {"answer": (1, 1, 1)},
     "ends": {"ends": (4, 3), "low": (3, 4)},
     "likely ends": {"ends": (4, 3)},
-    "later end": {"ends": (4,), "masked": (4,), "max_loss": 0.001, "lost": BURST},
+    "later end": {"ends": (4,), "masked": (4,), "max_loss": 0.001, "lost": 6553},
     "protected": {"protected": (2,)},
     "all": {**_ALL, "ends": (4, 3), "protected": (0,), "low": (3, 0), "room": 3},
     "behind the end": {"ends": (0,)},
@@ -154,7 +151,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def case_of(seed: int, *names: str, **given: Any) -> Case:
     """A case of these features, else at a random price and with a random bound."""
     rng = np.random.default_rng(seed)
-    bound = {"max_loss": rng.choice([None, 0.01, 0.2]), "lost": int(rng.integers(BURST))}
+    bound = {"max_loss": rng.choice([None, 0.01, 0.2]), "lost": int(rng.integers(1 << 16))}
     options = {"price": int(rng.integers(16, 96)) / 64, **bound}
     for name in names:
         options |= FEATURES[name]
