@@ -34,7 +34,7 @@ VIEWS = {
 WAITS = {"_local_scalar_dense", "nonzero", "equal"}
 CASES: dict[str, dict[str, Any]] = {
     "theta": {"theta": 0.9},
-    "price": {"price": 0.3, "repeat_guard": 0, "strict_opening": 0},
+    "price": {"price": 0.3, "strict_opening": 0},
     "recommended": {"max_loss": 0.02},
     "recommended, spans, own bounds": {"max_loss": 0.02, "strict_spans": ((5, 6),)},
 }

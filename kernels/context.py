@@ -1,7 +1,7 @@
 """Why each draft position must stay strict: one launch for all that looks at tokens.
 
-`vllm_mars.runner.sections` defines the markers' states and the walk, `vllm_mars.runner.repeats`
-what repeats an answer. One program serves one request. It takes in the tokens that were committed
+`vllm_mars.runner.context` defines the markers' states and the walk, and where an answer may repeat
+itself. One program serves one request. It takes in the tokens that were committed
 since its last step, walks through the drafts, and compares the n-grams that end with them (of a
 request that samples, what stands before the last token) with those of the answer's last
 `GUARD_WINDOW` tokens, which it keeps in a ring on the device: a step reads only the new tokens from
@@ -16,7 +16,6 @@ from vllm_mars.kernels.rule_kernel import RECORD_SIZE
 from vllm_mars.kernels.terms import (
     GUARD_WINDOW,
     OPENING,
-    THINKING,
     Column,
     Markers,
     Step,
@@ -27,7 +26,6 @@ _SPAN = tl.constexpr(int(Verdict.SPAN))
 _STRUCTURED = tl.constexpr(int(Verdict.STRUCTURED))
 _REPEAT = tl.constexpr(int(Verdict.REPEAT))
 _OPENED = tl.constexpr(int(Verdict.OPENING))
-_THINKING = tl.constexpr(THINKING)
 _OPENING = tl.constexpr(OPENING)
 _STATE = tl.constexpr(int(Column.STATE))
 _BEGUN = tl.constexpr(int(Column.BEGUN))
@@ -46,21 +44,16 @@ def new_ring(num_slots: int, has_guard: bool, device: torch.device) -> torch.Ten
 
 
 @triton.jit
-def _advance(state, token, opens_ptr, closes_ptr, table_size, think_start, think_end, opening):
-    span = state % _THINKING
-    thinking = state & _THINKING
+def _advance(state, token, opens_ptr, closes_ptr, table_size, thinking_end, opening):
+    span = state % _OPENING
     left = tl.maximum(state // _OPENING - 1, 0)
     is_listed = (token >= 0) & (token < table_size)
     opened = tl.load(opens_ptr + token, mask=is_listed, other=0)
     closed = tl.load(closes_ptr + token, mask=is_listed, other=0)
     is_closed = (span > 0) & (((closed >> tl.maximum(span - 1, 0)) & 1) != 0)
-    # A tool call ends the reasoning, with or without its marker.
-    thinking = tl.where((span == 0) & (opened != 0), 0, thinking)
     span = tl.where(span == 0, opened, tl.where(is_closed, 0, span))
-    thinking = tl.where(token == think_end, 0, thinking)
-    left = tl.where(token == think_end, opening, left)
-    thinking = tl.where(token == think_start, _THINKING, thinking)
-    return span + thinking + _OPENING * left
+    left = tl.where(token == thinking_end, opening, left)
+    return span + _OPENING * left
 
 
 @triton.jit
@@ -74,7 +67,7 @@ def _token_at(index, wanted, ring_ptr, num_answer, draft_ptr, WINDOW: tl.constex
 
 
 @triton.jit(
-    do_not_specialize=["tokens_stride", "table_size", "think_start", "think_end", "opening"],
+    do_not_specialize=["tokens_stride", "table_size", "thinking_end", "opening"],
     do_not_specialize_on_alignment=[
         *("blocked_ptr", "ring_ptr"),
         *("slots_ptr", "tokens_ptr", "total_len_ptr", "prompt_len_ptr"),
@@ -105,11 +98,9 @@ def context_kernel(
     opens_ptr,
     closes_ptr,
     table_size,
-    think_start,
-    think_end,
+    thinking_end,
     opening,
     HAS_MARKERS: tl.constexpr,
-    ONLY_THINKING: tl.constexpr,
     # Whether drafts are the last token again where the drafter has none.
     FILLS: tl.constexpr,
     # Tokens of an n-gram; 0 for no guard.
@@ -144,9 +135,7 @@ def context_kernel(
     if HAS_MARKERS:
         for i in range(scanned, total):
             token = tl.load(base_ptr + i)
-            state = _advance(
-                state, token, opens_ptr, closes_ptr, table_size, think_start, think_end, opening
-            )
+            state = _advance(state, token, opens_ptr, closes_ptr, table_size, thinking_end, opening)
         tl.store(record_ptr + _STATE, state.to(tl.int64))
     if LENGTH > 0:
         for block in range(tl.maximum(held, total - WINDOW), total, BLOCK):
@@ -191,14 +180,12 @@ def context_kernel(
                 blocked = tl.where(repeats != 0, _REPEAT, blocked)
         if HAS_MARKERS:
             for j in range(first, tl.minimum(first + DRAFTS, num_draft)):
-                is_strict = state % _THINKING != 0
-                if ONLY_THINKING:
-                    is_strict = is_strict | (state & _THINKING == 0)
-                reason = tl.where(is_strict, _SPAN, tl.where(state >= _OPENING, _OPENED, 0))
+                is_opening = tl.where(state >= _OPENING, _OPENED, 0)
+                reason = tl.where(state % _OPENING != 0, _SPAN, is_opening)
                 blocked = tl.where((offset == j) & (reason != 0), reason, blocked)
                 token = tl.load(draft_ptr + j).to(tl.int32)
                 state = _advance(
-                    state, token, opens_ptr, closes_ptr, table_size, think_start, think_end, opening
+                    state, token, opens_ptr, closes_ptr, table_size, thinking_end, opening
                 )
         blocked = tl.where(is_structured, _STRUCTURED, blocked)
         tl.store(blocked_ptr + start + offset, blocked.to(tl.int8), mask=is_draft)
@@ -245,10 +232,9 @@ def blocked_positions(
         markers.opens,
         markers.closes,
         markers.opens.shape[0],
-        *markers.thinking,
+        markers.thinking_end,
         markers.opening,
-        HAS_MARKERS=markers.opens.shape[0] > 0 or markers.only_thinking or markers.opening > 0,
-        ONLY_THINKING=markers.only_thinking,
+        HAS_MARKERS=markers.opens.shape[0] > 0 or markers.opening > 0,
         FILLS=fills,
         LENGTH=ngram,
         WINDOW=ring.shape[1],

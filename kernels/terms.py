@@ -33,9 +33,8 @@ LEAST_SHARE, MOST_SHARE = 0.5, 1.25
 NO_BOUND = 1 << 40
 NO_LIMIT = 1 << 61
 
-# Added to the state of a request (see `vllm_mars.runner.sections`) inside its thinking section.
-THINKING = 1 << 8
-# The same for each token that its opening, which is strict, still has.
+# Added to the state of a request (see `vllm_mars.runner.context`) for each token that its opening,
+# which is strict, still has.
 OPENING = 1 << 9
 # Tokens that end a request which a record holds, a power of 2; with more, a request is strict. A
 # list of protected tokens is read so many at a time.
@@ -153,7 +152,7 @@ class Column(enum.IntEnum):
     THRESHOLD: theta, as the bits of a float32; not read with a price.
     DRAFT_SHARE: likewise the share of the request's temperature that its drafts are drawn at. A
         step moves it: see `rule.next_share`.
-    STATE: of `vllm_mars.runner.sections`, after the first SCANNED tokens.
+    STATE: of `vllm_mars.runner.context`, after the first SCANNED tokens.
     BEGUN: that after the prompt.
     SCANNED: tokens of prompt and output that the state has taken in.
     HELD: tokens up to which the ring of the guard has been filled; it begins at the prompt's end.
@@ -306,20 +305,18 @@ class Step(NamedTuple):
 
 
 class Markers(NamedTuple):
-    """What `vllm_mars.runner.sections` walks by, on a device.
+    """What `vllm_mars.runner.context` walks by, on a device.
 
     Attributes:
         opens: int32 `[largest marker + 1]`, the number of the span that a token opens, or 0.
         closes: int32 of that shape, the spans that it closes, as a bit mask.
-        thinking: the tokens that begin and end the thinking section; -1 for none.
-        only_thinking: whether all outside that section is strict.
+        thinking_end: the token that ends the thinking section; -1 for none.
         opening: strict tokens at the begin of an answer, and behind its thinking section.
     """
 
     opens: torch.Tensor
     closes: torch.Tensor
-    thinking: tuple[int, int]
-    only_thinking: bool
+    thinking_end: int
     opening: int
 
 

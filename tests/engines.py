@@ -30,8 +30,6 @@ LOSSY = {
     **MARS,
     "mars_theta": 0.5,
     "mars_limit": 0.3,
-    # The harder case: the margin may relax, and only the grammar's mask keeps the form.
-    "mars_structured": "relaxed",
 }
 # Tests' answers are short.
 BOUNDED = {**MARS, "mars_max_loss": 0.02, "mars_strict_opening": 0}

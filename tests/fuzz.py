@@ -160,7 +160,7 @@ def sampler_call(rng: np.random.Generator) -> tuple[Call, MarsConfig, list[Any],
     All requests are greedy, or all but a last one: a batch with it takes vLLM's own path.
     """
     call = random_call(rng, sampler=True)
-    guard = {"repeat_guard": 0, "strict_opening": 0} if call.rule == "price" else {}
+    guard = {"strict_opening": 0} if call.rule == "price" else {}
     value, batch = call.value, len(call.drafts)
     own: list[Any] = [None] * batch
     if isinstance(value, list):

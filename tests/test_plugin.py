@@ -1,7 +1,6 @@
 """The plugin in real processes: options, errors before a model is loaded, nothing when unasked."""
 
 import json
-import logging
 import pickle
 import pkgutil
 import subprocess
@@ -55,23 +54,6 @@ def test_every_hook_is_there():
         assert callable(pkgutil.resolve_name(hook))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, True),
-        ({"mars-theta": 0.9}, False),
-        ({"mars_price": 0.25}, False),
-    ],
-)
-def test_a_threshold_that_nobody_chose_is_named(packaged_model, monkeypatch, caplog, options, said):
-    # The first one in a process sets vLLM's loggers up.
-    engine_config(packaged_model, NGRAM)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    engine_config(packaged_model, {**MARS, **options})
-    note = "so mars_theta is the paper's 0.9: lossy, and nothing bounds how much an answer loses."
-    assert (note in caplog.text) == said
-
-
 def test_options_reach_the_workers_config(packaged_model):
     # Dashes count as underscores, as in vLLM.
     own = {"rejection-sample-method": "mars", "mars-theta": 0.8, "mars_protected_token_ids": [5, 2]}
@@ -122,7 +104,11 @@ WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
         ({"enable_adaptive_verification": True}, {}, "cannot serve enable_adaptive_verification"),
         ({}, WATERMARK, "cannot serve a watermark_config"),
         ({"mars_draft_temperature": 0.5}, {}, "mars_draft_temperature=0.5 .* are not drawn"),
-        (DRAWN, {}, "mars_theta=0.9 and draft_sample_method='probabilistic' do not go together"),
+        (
+            {**DRAWN, "mars_theta": 0.9},
+            {},
+            "mars_theta=0.9 and draft_sample_method='probabilistic' do not go together",
+        ),
     ],
 )
 def test_bad_options_fail_before_a_model_is_loaded(packaged_model, changes, options, message):
@@ -167,8 +153,8 @@ def test_protected_by_default(packaged_model):
     # <|endoftext|>, <|im_start|>, <|im_end|> (the end of sequence), <repo_name>, ... of SmolLM2.
     assert protected == list(range(17))
     # Ordinary vocabulary that marks a section, and a special token that is no turn's then.
-    marked = MarsConfig(strict_spans=((900, 3),), scope="reasoning", thinking=(800, 801))
-    assert protected_token_ids(marked, vllm_config) == [*range(17), 800, 801, 900]
+    marked = MarsConfig(strict_spans=((900, 3),), thinking_end=801)
+    assert protected_token_ids(marked, vllm_config) == [*range(17), 801, 900]
     assert turn_token_ids(marked, vllm_config.model_config) == {*range(17)} - {3}
     assert protected_token_ids(MarsConfig(protected_token_ids=[]), vllm_config) == []
     assert protected_token_ids(MarsConfig(protected_token_ids=[9, 4, 9]), vllm_config) == [4, 9]

@@ -19,21 +19,23 @@ from vllm_mars.config import OPTION, STRICT_VALUE, split_speculative_config
 from vllm_mars.engine.options import check_request
 from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.kernels.terms import (
-    MOST_BALANCE,
+    FOLLOWS,
     MOST_LOSS,
     MOST_PRICE,
     NO_BOUND,
     NO_LIMIT,
+    Column,
+    float_bits,
     loss_rate,
     loss_units,
     price_units,
 )
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.requests import MOST_ENDS, OVERRIDES, RequestOptions, in_force, options_of
-from vllm_mars.runner.records import new_records, record_of
+from vllm_mars.runner.records import record_of
 
 THETA = MarsConfig(theta=0.9, limit=0.8)
-PRICE = MarsConfig(price=0.25, limit=0.5, repeat_guard=0)
+PRICE = MarsConfig(price=0.25, limit=0.5)
 # The price follows what is left of the bound.
 BOUND = MarsConfig(max_loss=0.5)
 ANOTHER = "names another rule than this server's; choose"
@@ -107,7 +109,7 @@ def test_values(config, extra_args, expected):
         ),
         (BOUND, {"mars_max_loss": 0.75}, r"mars_max_loss=0.75 is above this server's bound of 0.5"),
         (THETA, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, 1024\]; leave it out"),
-        (THETA, {"mars_loss_burst": 1}, "mars_loss_burst is not an option of a request"),
+        (THETA, {"mars_strict_opening": 1}, "mars_strict_opening is not an option of a request"),
         (MarsConfig(client_control=False), {"mars_max_loss": 0}, "mars_max_loss: this server does"),
         (MarsConfig(client_control=False), {"mars_theta": 1}, "does not let requests choose"),
     ],
@@ -137,15 +139,16 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
 
 @pytest.mark.parametrize("config", [THETA, PRICE, BOUND])
 def test_a_bound_of_0_is_strict(config):
-    """Of a request as of a server, although the server's burst is left."""
-    assert config.loss_burst > 0 and config.lossy
+    """Of a request as of a server."""
+    assert config.lossy
     strict = RequestOptions(STRICT_VALUE[config.rule], max_loss=0)
     assert options_of(params(mars_max_loss=0), config) == strict
     server = dataclasses.replace(config, max_loss=0)
     assert not server.lossy and not server.clients_may_relax
     assert options_of(params(), server) == strict
     record = record_of(params(), server, 99)
-    assert record[:4] == (1.0 if config is THETA else 0.0, 0, 0, 0)
+    assert record[: Column.MOST_TOKENS] == [0, 0, 0]
+    assert record[Column.THRESHOLD] == float_bits(1.0)
 
 
 VALUES = st.recursive(
@@ -188,13 +191,12 @@ def test_a_record_holds_whatever_a_request_asks_for(server, own, produced, is_gr
         assert len(str(error)) < 1000
     request.temperature = float(not is_greedy)
     record = record_of(request, config, 2**20, produced)
-    threshold, price, scale, rate, lost = record[:5]
-    assert 0 <= threshold <= 1
-    assert 0 <= price <= MOST_PRICE and 0 <= scale <= MOST_BALANCE and 0 <= rate <= NO_BOUND
+    price, rate, lost = record[: Column.MOST_TOKENS]
+    assert 0 <= record[Column.THRESHOLD] <= float_bits(1.0)
+    assert FOLLOWS <= price <= MOST_PRICE and 0 <= rate <= NO_BOUND
     assert 0 <= lost <= NO_LIMIT
     # What the record cannot hold raises.
-    for values, value in zip(new_records(1, torch.device("cpu")), record, strict=True):
-        values[0] = torch.tensor(value)
+    torch.tensor(record, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("config", [THETA, BOUND])
@@ -213,7 +215,6 @@ def test_what_no_front_end_has_checked_is_strict(config, bad, caplog, monkeypatc
 def test_no_option_is_more_than_the_kernels_hold():
     assert price_units(config_module.MOST_PRICE) == MOST_PRICE
     assert loss_rate(config_module.MOST_MAX_LOSS) == NO_BOUND - 1
-    assert loss_units(config_module.MOST_BURST) == MOST_LOSS
     for units, most in (
         (price_units, MOST_PRICE),
         (loss_units, MOST_LOSS),
@@ -242,16 +243,14 @@ def test_the_lock_holds_for_requests(monkeypatch):
     check_request(params(mars_theta=1), served_with(strict))
 
 
-@pytest.mark.parametrize(("structured", "is_strict"), [("strict", True), ("relaxed", False)])
-def test_structured_output(structured, is_strict):
-    config = MarsConfig(theta=0.85, structured=structured)
+def test_structured_output():
+    config = MarsConfig(theta=0.85)
     constrained = SamplingParams(
         structured_outputs=StructuredOutputsParams(regex="a+"), extra_args={"mars_theta": 0.85}
     )
     options = options_of(constrained, config)
-    assert options.value == 0.85 and options.is_structured == is_strict
-    told = {"theta": 1.0, "strict": "structured_outputs"} if is_strict else {"theta": 0.85}
-    assert in_force(options, config) == told
+    assert options.value == 0.85 and options.is_structured
+    assert in_force(options, config) == {"theta": 1.0, "strict": "structured_outputs"}
 
 
 def test_a_request_with_more_ends_than_a_record_holds_is_strict():
@@ -269,7 +268,7 @@ def test_options_are_parsed_once_until_they_change():
     assert options_of(request, THETA).value == 0.95
     request.structured_outputs = StructuredOutputsParams(regex="a+")
     assert options_of(request, THETA).is_structured
-    assert options_of(request, MarsConfig(limit=0.97)).value == 1
+    assert options_of(request, MarsConfig(theta=0.9, limit=0.97)).value == 1
 
 
 def test_what_is_in_force():

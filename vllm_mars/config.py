@@ -28,11 +28,10 @@ RULES: tuple[Rule, ...] = ("theta", "price")
 STRICT_VALUE: dict[str, float] = {"theta": 1.0, "price": 0.0}
 # Those options as a user writes them.
 OPTION: dict[str, str] = {rule: OPTION_PREFIX + rule for rule in RULES}
-# The paper's, where no rule is named.
-DEFAULT_THETA = 0.9
-# Lengths of an n-gram that the guard against repetition can look for, and which one by default.
-_NGRAMS = range(2, 17)
-_DEFAULT_NGRAM = 4
+# In nats per token, where neither a rule nor a bound is named.
+DEFAULT_MAX_LOSS = 0.02
+# Tokens of an n-gram that the guard against repetition looks for.
+_NGRAM = 4
 # Strict tokens at an answer's begin by default with a price or a bound, and the most.
 _DEFAULT_OPENING = 8
 MOST_OPENING = 1 << 20
@@ -42,11 +41,10 @@ MOST_OPENING = 1 << 20
 _DEFAULT_DRAFT_TEMPERATURE = 0.8
 _SHARE_GAIN = 0.2
 _DRAFT_TEMPERATURES = (0.01, 2)
-# What the integers of `vllm_mars.kernels.terms` hold, in nats: a price, a bound per token, a burst.
-# No option is larger, of a server or of a request.
+# What the integers of `vllm_mars.kernels.terms` hold, in nats: a price, and a bound per token. No
+# option is larger, of a server or of a request.
 MOST_PRICE = 8192
 MOST_MAX_LOSS = 1024
-MOST_BURST = 16384
 # Characters of a value that an error repeats.
 _SHOWN = 80
 # A field that the front end fills in, not the user.
@@ -62,8 +60,8 @@ Span = tuple[Token, Token | None]
 class MarsConfig:
     """Validated options of margin-aware verification.
 
-    One of `theta` and `price` names the rule. Without either `max_loss`, if given, sets
-    the price of each request by what is left of its bound; else `theta` is 0.9, as in the paper.
+    One of `theta` and `price` names the rule. Without either, `max_loss` sets the price of each
+    request by what is left of its bound.
 
     Attributes:
         theta: the paper's rule: a runner-up is accepted where z2 > theta * z1. In (0, 1]; 1 is
@@ -72,29 +70,22 @@ class MarsConfig:
             each token gained may cost so many nats. In [0, 8192]; 0 is strict.
         limit: how far a request may go, in the unit of the rule; None for the server's own value,
             so that a request may only be stricter. It does not bind the server's own value.
-        protected_token_ids: tokens at which verification stays strict; None means the
+        protected_token_ids: tokens that are served as often as the target would; None means the
             end-of-sequence and special tokens of the model, () none.
         client_control: whether a request may choose its own value of the rule, a smaller
             `max_loss`, or `mars_speculate`.
-        structured: "strict" verifies requests with structured output strictly, "relaxed" treats
-            them like all others (the grammar's mask holds either way).
         strict_spans: pairs of tokens between which verification is strict; None means the markers
             of the server's tool parser, () none.
-        repeat_guard: n, in [2, 16]: no token is relaxed that completes an n-gram which the answer
-            already holds; 0 for no guard, None for 4 with a price and 0 with the other rules.
         strict_opening: so many tokens of an answer are verified strictly first, and again behind
             its thinking section; in [0, 2**20], None for 8 with a price or a bound, else 0.
-        scope: "all", or "reasoning" to relax only inside the model's thinking section.
-        max_loss: the most that the relaxed tokens of a request may lose against the target's first
-            choices, in nats per output token, in [0, 1024]; None sets no bound, 0 is strict.
-        loss_burst: nats that a request may lose beyond that, in [0, 16384].
+        max_loss: an answer of n tokens loses at most max_loss * (n + 100) nats against the target;
+            in [0, 1024]. 0 is strict, None sets no bound, and means 0.02 without a rule.
         draft_temperature: what drawn drafts are drawn at, as a share of the request's temperature,
             in [0.01, 2]; 1 is vLLM's own, None begins at 0.8 and follows each answer's drift. Not
             lossy, whatever it is.
         logprobs: "target" leaves the logprobs of answers as they are; "sampled" makes that of each
             token which a request sampled the one under what was served.
-        thinking: ids of the tokens that begin and end the thinking section; filled in by the front
-            end where `scope` asks for it.
+        thinking_end: id of the token that ends the thinking section; filled in by the front end.
 
     Raises:
         ValueError: an option is of the wrong type or out of range, or two rules are named.
@@ -105,16 +96,12 @@ class MarsConfig:
     limit: float | None = None
     protected_token_ids: tuple[int, ...] | None = None
     client_control: bool = True
-    structured: Literal["strict", "relaxed"] = "strict"
     strict_spans: tuple[Span, ...] | None = None
-    repeat_guard: int | None = None
     strict_opening: int | None = None
-    scope: Literal["all", "reasoning"] = "all"
     max_loss: float | None = None
-    loss_burst: float = 2.0
     draft_temperature: float | None = None
     logprobs: Literal["target", "sampled"] = "target"
-    thinking: tuple[int, int] | None = dataclasses.field(default=None, metadata=_RESOLVED)
+    thinking_end: int | None = dataclasses.field(default=None, metadata=_RESOLVED)
 
     def __post_init__(self) -> None:
         self._check_rule()
@@ -126,26 +113,15 @@ class MarsConfig:
                 f"mars_client_control={shown(self.client_control)} is not true or false; false "
                 "refuses requests that choose their own verification."
             )
-        meaning = "'strict' never relaxes a request with structured output"
-        _require_choice("mars_structured", self.structured, ("strict", "relaxed"), meaning)
         if self.strict_spans is not None:
             object.__setattr__(self, "strict_spans", _spans(self.strict_spans))
-        meaning = "'reasoning' relaxes only inside the model's thinking section"
-        _require_choice("mars_scope", self.scope, ("all", "reasoning"), meaning)
-        meaning = "'sampled' makes a sampled token's logprob the one under what was served"
-        _require_choice("mars_logprobs", self.logprobs, ("target", "sampled"), meaning)
-        if self.thinking is not None:
-            object.__setattr__(self, "thinking", tuple(self.thinking))
+        if self.logprobs not in ("target", "sampled"):
+            raise ValueError(
+                f"mars_logprobs={shown(self.logprobs)} is not one of target, sampled; 'sampled' "
+                "makes a sampled token's logprob the one under what was served."
+            )
         if self.max_loss is not None:
             check_max_loss(self.max_loss)
-        meaning = "1 lets an answer lose one nat beyond mars_max_loss for each of its tokens"
-        _require_within("mars_loss_burst", self.loss_burst, MOST_BURST, meaning)
-        if self.sets_price and not self.loss_burst:
-            raise ValueError(
-                "mars_loss_burst=0 leaves mars_max_loss nothing to set a price from; give a burst, "
-                "such as 2, or name a mars_price."
-            )
-        self._check_repeat_guard()
         if self.strict_opening is not None:
             meaning = "8 verifies an answer's first 8 tokens strictly, 0 none"
             _require_integer("mars_strict_opening", self.strict_opening, meaning)
@@ -165,7 +141,7 @@ class MarsConfig:
                 f"{named} name {len(given)} rules; give one of {', '.join(OPTION.values())}."
             )
         if not given and self.max_loss is None:
-            object.__setattr__(self, "theta", DEFAULT_THETA)
+            object.__setattr__(self, "max_loss", DEFAULT_MAX_LOSS)
         if not self.sets_price:
             check_value(self.rule, getattr(self, self.rule))
 
@@ -175,17 +151,6 @@ class MarsConfig:
             if self.rule == "theta":
                 most, meaning = 1, "0 sets no limit, 1 lets requests only be strict"
             _require_within("mars_limit", self.limit, most, meaning)
-
-    def _check_repeat_guard(self) -> None:
-        ngram = self.repeat_guard
-        if ngram is None:
-            return
-        _require_integer("mars_repeat_guard", ngram, "give 4, or 0 to switch the guard off")
-        if ngram != 0 and ngram not in _NGRAMS:
-            raise ValueError(
-                f"mars_repeat_guard={ngram} is neither 0 nor in [{_NGRAMS[0]}, {_NGRAMS[-1]}]; 4 "
-                "relaxes no token that repeats four tokens of the answer, 0 switches the guard off."
-            )
 
     @property
     def rule(self) -> Rule:
@@ -209,10 +174,8 @@ class MarsConfig:
 
     @property
     def repeat_ngram(self) -> int:
-        """Tokens of an n-gram that no relaxed token may complete again; 0 for no guard."""
-        if self.repeat_guard is None:
-            return _DEFAULT_NGRAM if self.rule == "price" else 0
-        return self.repeat_guard
+        """Tokens of an n-gram that the guard against repetition looks for; 0 for no guard."""
+        return _NGRAM if self.rule == "price" else 0
 
     @property
     def opening(self) -> int:
@@ -388,11 +351,6 @@ def _require_integer(name: str, value: object, meaning: str) -> None:
         raise ValueError(
             f"{name}={shown(value)} is a {type(value).__name__}, but must be an integer; {meaning}."
         )
-
-
-def _require_choice(name: str, value: object, choices: tuple[str, ...], meaning: str) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={shown(value)} is not one of {', '.join(choices)}; {meaning}.")
 
 
 def _token_ids(ids: object) -> tuple[int, ...]:

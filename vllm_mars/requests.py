@@ -128,7 +128,7 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         overrides = check_overrides(own.get(OVERRIDES, {}), config)
         value, max_loss = _value(chosen, config), _max_loss(chosen, config)
         strict = "stop_token_ids" if num_stops >= MOST_ENDS else ""
-        if params.structured_outputs is not None and config.structured == "strict":
+        if params.structured_outputs is not None:
             strict = "structured_outputs"
         options = RequestOptions(
             _stricter(value, overrides.get(OPTION[config.rule], value), config),

@@ -118,9 +118,8 @@ def test_the_thinking_section_is_vllms(packaged_model):
     from vllm.config.reasoning import ReasoningConfig
 
     markers = ReasoningConfig(reasoning_start_str=START, reasoning_end_str=END)
-    config = resolved(packaged_model, {"mars_scope": "reasoning"}, reasoning_config=markers)
-    assert config.thinking is not None
-    assert len(set(config.thinking)) == 2
+    assert isinstance(resolved(packaged_model, {}, reasoning_config=markers).thinking_end, int)
+    assert resolved(packaged_model, {}).thinking_end is None
 
 
 @pytest.mark.parametrize(
@@ -136,12 +135,8 @@ def test_the_thinking_section_is_vllms(packaged_model):
         ),
         ({"mars_strict_spans": "<a>"}, {}, "mars_strict_spans='<a>' is not a list of pairs"),
         ({"mars_strict_spans": [[1]]}, {}, "is not a list of pairs of a start and an end token"),
-        ({"mars_scope": "answer"}, {}, "mars_scope='answer' is not one of all, reasoning"),
-        ({"mars_scope": "reasoning"}, {}, "add --reasoning-parser or --reasoning-config"),
         ({"mars_max_loss": -0.5}, {}, r"mars_max_loss=-0.5 is outside \[0, 1024\]"),
         ({"mars_max_loss": "x"}, {}, "mars_max_loss='x' is a str"),
-        ({"mars_loss_burst": -1}, {}, r"mars_loss_burst=-1 is outside \[0, 16384\]"),
-        ({"mars_loss_burst": None}, {}, "mars_loss_burst=None is a NoneType"),
     ],
 )
 def test_bad_options_are_named(packaged_model, options, engine_options, message):
@@ -149,12 +144,16 @@ def test_bad_options_are_named(packaged_model, options, engine_options, message)
         resolved(packaged_model, options, **engine_options)
 
 
-def test_markers_of_several_tokens_are_refused(packaged_model):
+def test_an_end_of_thinking_of_several_tokens_is_said(packaged_model, monkeypatch):
     from vllm.config.reasoning import ReasoningConfig
+    from vllm.logger import init_logger
 
     markers = ReasoningConfig(reasoning_start_str="<think>", reasoning_end_str="</think>")
-    with pytest.raises(ValueError, match="the start of the thinking section is 3 tokens"):
-        resolved(packaged_model, {"mars_scope": "reasoning"}, reasoning_config=markers)
+    said = []
+    logger = init_logger("vllm.vllm_mars.engine.markers")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    assert resolved(packaged_model, {}, reasoning_config=markers).thinking_end is None
+    assert "the end of the thinking section is 4 tokens of this model, not one" in said[0]
 
 
 def test_each_rank_has_to_verify_all_requests(packaged_model):

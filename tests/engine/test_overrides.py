@@ -14,6 +14,8 @@ from vllm_mars.engine import overrides
 from vllm_mars.engine.overrides import VARIABLE, Overrides
 from vllm_mars.requests import options_of
 
+THETA = MarsConfig(theta=0.9)
+
 
 @pytest.fixture(autouse=True)
 def _each_test_reads_its_own_file():
@@ -77,17 +79,25 @@ def test_what_cannot_be_read_is_logged_once(tmp_path, clock, caplog, monkeypatch
 @pytest.mark.parametrize(
     ("config", "text", "message"),
     [
-        (MarsConfig(), None, "cannot be used: .*No such file.*. Write JSON there, such as"),
-        (MarsConfig(), "{", "cannot be used: Expecting"),
-        (MarsConfig(), "[0]", r"\[0\] is not an object with mars_theta or mars_max_loss. Write"),
         (
-            MarsConfig(),
+            THETA,
+            None,
+            "cannot be used: .*No such file.*. Write JSON there, such as",
+        ),
+        (THETA, "{", "cannot be used: Expecting"),
+        (
+            THETA,
+            "[0]",
+            r"\[0\] is not an object with mars_theta or mars_max_loss. Write",
+        ),
+        (
+            THETA,
             '{"mars_theta": 0.8}',
             "mars_theta=0.8 is looser than this server's own 0.9",
         ),
         (MarsConfig(limit=0.5), '{"mars_theta": 0.4}', "mars_theta=0.4 is looser than"),
         (
-            MarsConfig(),
+            THETA,
             '{"mars_price": 0}',
             "mars_price is not an option of the overrides; did you",
         ),

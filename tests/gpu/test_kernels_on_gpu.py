@@ -13,7 +13,7 @@ from vllm_mars.kernels import accept, clip_kernel, terms
 from vllm_mars.kernels.clip import TOLERANCE
 from vllm_mars.kernels.context import blocked_positions, new_ring
 from vllm_mars.kernels.terms import Markers, Verdict
-from vllm_mars.runner.repeats import AnswerNgrams
+from vllm_mars.runner.context import AnswerNgrams
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -153,7 +153,7 @@ def test_the_guard_equals_its_definition(length, temperature):
         ids([answer]),
         step,
         torch.full((1,), temperature, device=DEVICE),
-        Markers(zero, zero, (-1, -1), only_thinking=False, opening=0),
+        Markers(zero, zero, -1, opening=0),
         3,
     )
     repeats = AnswerNgrams(3, samples=temperature > 0).repeated(answer, draft)

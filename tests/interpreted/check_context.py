@@ -10,8 +10,7 @@ import torch
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.context import blocked_positions
 from vllm_mars.kernels.terms import RECORD_SIZE, Column, Records, Step, Verdict
-from vllm_mars.runner.repeats import AnswerNgrams
-from vllm_mars.runner.sections import Sections
+from vllm_mars.runner.context import AnswerNgrams, Sections
 
 CPU = torch.device("cpu")
 SLOTS, BATCH, CAPACITY = 6, 4, 2_000
@@ -116,20 +115,18 @@ class Batch:
 
 
 def sections(which: str) -> Sections:
-    spans = ((1, 2), (3, 4), (5, 5), (6, None))
     if which == "none":
-        return Sections(MarsConfig())
-    if which == "spans":
-        return Sections(MarsConfig(strict_spans=spans))
-    given = {"strict_spans": spans[:2], "scope": "reasoning", "strict_opening": 3}
-    return Sections(MarsConfig(**given, thinking=(7, 8)))
+        return Sections(MarsConfig(theta=0.9))
+    spans, opening = ((1, 2), (3, 4), (5, 5), (6, None)), 3 * (which == "opening")
+    options = {"strict_spans": spans[: 2 if opening else 4], "strict_opening": opening}
+    return Sections(MarsConfig(**options, thinking_end=8))
 
 
 @pytest.mark.parametrize(
     ("which", "ngram", "window", "kinds", "reasons"),
     [
         ("spans", 0, 1, 10, {0, Verdict.SPAN, Verdict.STRUCTURED}),
-        ("reasoning", 3, 16, 10, {0, *Verdict} - {*range(1, Verdict.SPAN), Verdict.LOSS}),
+        ("opening", 3, 16, 10, {0, *Verdict} - {*range(1, Verdict.SPAN), Verdict.LOSS}),
         ("none", 2, 32, 4, {0, Verdict.STRUCTURED, Verdict.REPEAT}),
         ("none", 4, 16, 3, {0, Verdict.STRUCTURED, Verdict.REPEAT}),
     ],

@@ -45,7 +45,7 @@ def verify(name, sampling=None):
 
 
 def look():
-    markers = Markers(ONE, ONE, (3, 4), only_thinking=True, opening=8)
+    markers = Markers(ONE, ONE, 4, opening=8)
     ring = context.new_ring(1, True, ONE.device)
     context.blocked_positions(ring, ids(1, 9), step(), torch.ones(1), markers, 4, fills=True)
 

@@ -16,8 +16,7 @@ import workload
 from engines import counters, engine_in_process
 from promise import check_promise
 from vllm_mars import MarsConfig
-from vllm_mars.runner.repeats import AnswerNgrams
-from vllm_mars.runner.sections import Sections
+from vllm_mars.runner.context import AnswerNgrams, Sections
 
 pytestmark = pytest.mark.engine
 
@@ -103,7 +102,7 @@ def returned(output):
 def test_return_names_what_is_not_the_targets_first_choice(engine, models, metric, loose, strict):
     """Each by its own theta or price; beside requests that do not ask, and those cut short."""
     option = f"mars_{metric}"
-    with engine(**{option: loose}, mars_loss_burst=0.5) as running:
+    with engine(**{option: loose}) as running:
         outputs = running.ask()
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             found = returned(output)
@@ -138,9 +137,7 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
             if not temperature:
                 assert answers[0].token_ids == outputs[0].token_ids
             lost = [
-                check_promise(
-                    models[2], prompt, list(output.token_ids), returned(output), bound, burst=0.5
-                )
+                check_promise(models[2], prompt, list(output.token_ids), returned(output), bound)
                 for prompt, output, bound in zip(PROMPTS, answers, BOUNDS, strict=True)
             ]
             assert lost[1] > 0
@@ -197,7 +194,7 @@ def test_a_bound_alone_sets_the_price(engine, models):
     with engine(mars_max_loss=bound) as running:
         outputs = running.ask()
         lost = [
-            check_promise(models[2], prompt, list(out.token_ids), returned(out), bound, burst=2.0)
+            check_promise(models[2], prompt, list(out.token_ids), returned(out), bound)
             for prompt, out in zip(PROMPTS, outputs, strict=True)
         ]
         assert sum(lost) > 0 and returned(outputs[0])["max_loss"] == bound
@@ -205,7 +202,7 @@ def test_a_bound_alone_sets_the_price(engine, models):
         assert alone.token_ids == outputs[1].token_ids
         spared = running.ask(extra_args=smaller)
         for prompt, out in zip(PROMPTS, spared, strict=True):
-            check_promise(models[2], prompt, list(out.token_ids), returned(out), 0.1, burst=2.0)
+            check_promise(models[2], prompt, list(out.token_ids), returned(out), 0.1)
         # Bound to nothing, and by a price of its own.
         nothing, priced = running.ask(
             PROMPTS[:2], extra_args=[{"mars_max_loss": 0}, {"mars_price": 0}]
@@ -278,14 +275,11 @@ def test_no_relaxed_token_repeats_the_answer(engine, models, tmp_path):
     with torch.no_grad():
         draft.lm_head.weight[8:] = draft.lm_head.weight[:5] = 0
     draft.save_pretrained(tmp_path)
-    loose = {
-        **{"model": str(tmp_path), "num_speculative_tokens": 6},
-        **{"mars_price": 1000.0},
-    }
-    with engine(**loose, mars_repeat_guard=0) as running:
+    loose = {"model": str(tmp_path), "num_speculative_tokens": 6}
+    with engine(**loose, mars_theta=0.01) as running:
         assert relaxed_repeats(running.ask(max_tokens=64)) > 0
         assert running.metrics("vllm:mars_refused_positions")["repeat",] == 0
-    with engine(**loose) as running:
+    with engine(**loose, mars_price=1000.0) as running:
         for temperature in (0.0, 1.0):
             outputs = running.ask(temperature=temperature, seed=1, max_tokens=64)
             assert any(map(preferred, outputs))

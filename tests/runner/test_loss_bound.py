@@ -15,15 +15,15 @@ import workload
 from engines import counters, engine_in_process
 from promise import check_promise
 from vllm_mars.kernels import cpu
-from vllm_mars.kernels.terms import loss_units, most_lost
+from vllm_mars.kernels.terms import most_lost
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 NUM_ANSWERS = 200
 # In nats per token; the server's own stands where a request has none.
-BOUNDS = (None, 0.3, 0.1, 0.0)
-SERVER = {"mars_max_loss": 0.5, "mars_loss_burst": 1.5}
+BOUNDS = (None, 0.03, 0.01, 0.0)
+SERVER = {"mars_max_loss": 0.05}
 METRICS = {
     "theta": {"mars_theta": 0.01},
     "price": {"mars_price": 1000.0},
@@ -62,9 +62,8 @@ def check(target, prompts, sampling, answers, told):
             continue
         own = params["extra_args"].get("mars_max_loss")
         bound = SERVER["mars_max_loss"] if own is None else own
-        burst = SERVER["mars_loss_burst"]
-        lost[own] += check_promise(target, prompt, tokens, returned, bound, burst)
-    assert lost[None] > lost[0.3] > lost[0.1] > lost[0.0] == 0
+        lost[own] += check_promise(target, prompt, tokens, returned, bound)
+    assert lost[None] > lost[0.03] > lost[0.01] > lost[0.0] == 0
 
 
 @pytest.fixture
@@ -77,8 +76,7 @@ def watched(monkeypatch):
         records, produced = requests.records, requests.produced.tolist()
         for place, slot in enumerate(requests.slots.tolist()):
             tokens = produced[place] + int((output.output_token_ids[place] >= 0).sum())
-            burst = loss_units(SERVER["mars_loss_burst"])
-            assert records.lost[slot] <= most_lost(int(records.rate[slot]), burst, tokens)
+            assert records.lost[slot] <= most_lost(int(records.rate[slot]), tokens)
         if sampled is not None:
             steps.append(int(output.lost.sum()))
         return output

@@ -1,7 +1,7 @@
-"""The markers of strict spans and of the thinking section, as token ids; in the front end.
+"""The markers of strict spans and of the thinking's end, as token ids; in the front end.
 
 A user may write a marker as text, or leave it to the server's tool parser or reasoning parser. The
-workers, which walk the answers (`vllm_mars.runner.sections`), know ids alone.
+workers, which walk the answers (`vllm_mars.runner.context`), know ids alone.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.config import TOOL_PARSER_KEY, MarsConfig, Span, Token, shown
-from vllm_mars.runner.sections import MOST_SPANS
+from vllm_mars.runner.context import MOST_SPANS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -24,13 +24,13 @@ def resolve_markers(
 
     Args:
         config: the user's options.
-        engine_args: vLLM's `EngineArgs`; its reasoning parser or configuration gives the thinking
-            section, the parser of its tool calls, as `remember_tool_parser` or `TOOL_PARSER_KEY`
-            noted it, the default of the spans.
+        engine_args: vLLM's `EngineArgs`; its reasoning parser or configuration gives the end of
+            the thinking section, the parser of its tool calls, as `remember_tool_parser` or
+            `TOOL_PARSER_KEY` noted it, the default of the spans.
         model_config: gives the tokenizer.
 
     Raises:
-        ValueError: a marker is not one token, or the server does not know a thinking section.
+        ValueError: a marker is not one token.
     """
     if config.strict_spans is None:
         named = engine_args.additional_config.get(TOOL_PARSER_KEY)
@@ -38,18 +38,8 @@ def resolve_markers(
         spans = _spans_of_tool_parser(name, model_config) if name else ()
     else:
         spans = _span_ids(config.strict_spans, model_config)
-    thinking = None
-    if config.scope == "reasoning":
-        thinking = _thinking_ids(engine_args, model_config)
-    elif config.opening and (engine_args.reasoning_parser or engine_args.reasoning_config):
-        from vllm.logger import init_logger
-
-        try:
-            thinking = _thinking_ids(engine_args, model_config)
-        except ValueError as error:
-            logger = init_logger("vllm.vllm_mars.engine.markers")
-            logger.warning("Only the answer's own begin is a strict opening: %s", error)
-    return replace(config, strict_spans=spans, thinking=thinking)
+    end = _thinking_end(engine_args, model_config) if config.opening else None
+    return replace(config, strict_spans=spans, thinking_end=end)
 
 
 def remember_tool_parser(engine_args: Any, arguments: Any) -> None:
@@ -157,8 +147,10 @@ def _spellings(terminal: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (terminal,) if isinstance(terminal, str) else terminal or ()
 
 
-def _thinking_ids(engine_args: Any, model_config: "ModelConfig") -> tuple[int, int]:
+def _thinking_end(engine_args: Any, model_config: "ModelConfig") -> int | None:
+    """The token that ends the thinking section, where the server knows one."""
     from vllm.config.reasoning import ReasoningConfig
+    from vllm.logger import init_logger
 
     given = engine_args.reasoning_config
     reasoning = ReasoningConfig(
@@ -166,23 +158,19 @@ def _thinking_ids(engine_args: Any, model_config: "ModelConfig") -> tuple[int, i
         reasoning_start_str=getattr(given, "reasoning_start_str", ""),
         reasoning_end_str=getattr(given, "reasoning_end_str", ""),
     )
-    if reasoning.reasoning_parser or reasoning.reasoning_start_str:
-        reasoning.initialize_token_ids(model_config)
-    start = reasoning.reasoning_start_token_ids
+    if not reasoning.reasoning_parser and not reasoning.reasoning_start_str:
+        return None
+    reasoning.initialize_token_ids(model_config)
     # The parser's own end, not the one that a thinking budget forces.
-    end = reasoning.natural_reasoning_end_token_ids
-    if not start or not end:
-        raise ValueError(
-            "mars_scope='reasoning' needs the markers of the thinking section, but this server has "
-            "none; add --reasoning-parser or --reasoning-config, or drop mars_scope."
-        )
-    for text, ids in (("start", start), ("end", end)):
-        if len(ids) != 1:
-            raise ValueError(
-                f"mars_scope='reasoning': the {text} of the thinking section is {len(ids)} tokens "
-                f"({ids}) of this model, but must be one; drop mars_scope."
-            )
-    return start[0], end[0]
+    end = reasoning.natural_reasoning_end_token_ids or []
+    if len(end) == 1:
+        return int(end[0])
+    init_logger("vllm.vllm_mars.engine.markers").warning(
+        "Only the answer's own begin is a strict opening: the end of the thinking section is %d "
+        "tokens of this model, not one.",
+        len(end),
+    )
+    return None
 
 
 def _tokenizer(model_config: "ModelConfig") -> Any:

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
-# What a server says where nobody chose a value or a bound.
-_NOT_CHOSEN = (
-    "None of mars_theta, mars_price and mars_max_loss is given, so mars_theta is the "
-    "paper's 0.9: lossy, and nothing bounds how much an answer loses. Prefer mars_max_loss, such "
-    "as 0.02: what an answer may lose, in nats per token, from which each request's price follows."
-)
 # Where requests sample, drawing the drafts is a gain that the bound or price does not pay for.
 _NOT_DRAWN = (
     'Drafts are not drawn. If requests sample, add "draft_sample_method": "probabilistic" to '
@@ -88,9 +82,6 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         )
     check_interfaces("markers")
     config = resolve_markers(config, engine_args, model_config)
-    given = {key.replace("-", "_") for key in engine_args.speculative_config}
-    if config.lossy and not given & {*OPTION.values(), "mars_max_loss"}:
-        logger.warning(_NOT_CHOSEN)
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {
         **engine_args.additional_config,
@@ -120,8 +111,8 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
 
 
 def _check_drawn(config: MarsConfig) -> None:
-    """Refuses the rules whose loss on drawn drafts is not known."""
-    if config.rule != "price" and (config.lossy or config.clients_may_relax):
+    """Refuses the rule whose loss on drawn drafts is not known."""
+    if config.rule != "price":
         raise ValueError(
             f"{OPTION[config.rule]}={config.value:g} and draft_sample_method='probabilistic' do "
             "not go together: what this rule loses on drawn drafts has no closed form; give "

@@ -65,4 +65,4 @@ def _special_token_ids(model_config: "ModelConfig") -> set[int]:
 
 def _section_markers(config: MarsConfig) -> set[int]:
     spans = {token for span in config.strict_spans or () for token in span}
-    return {token for token in spans | {*(config.thinking or ())} if isinstance(token, int)}
+    return {token for token in spans | {config.thinking_end} if isinstance(token, int)}

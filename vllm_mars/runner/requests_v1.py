@@ -12,9 +12,8 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcess
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import Column, Drafts, Records, Requests, Verdict
 from vllm_mars.requests import RequestOptions, options_of
+from vllm_mars.runner.context import AnswerNgrams, Sections
 from vllm_mars.runner.records import record_of
-from vllm_mars.runner.repeats import AnswerNgrams
-from vllm_mars.runner.sections import Sections
 
 
 @dataclass

@@ -12,8 +12,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import Column, Markers, Records, Step
 from vllm_mars.requests import options_of
+from vllm_mars.runner.context import LOOKED_AT, Sections
 from vllm_mars.runner.records import record_of
-from vllm_mars.runner.sections import LOOKED_AT, Sections
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

@@ -8,8 +8,9 @@ run at start; what varies from step to step afterwards is no part of a variant, 
 import torch
 
 from vllm_mars.kernels import accept
+from vllm_mars.kernels.context import blocked_positions, new_ring
 from vllm_mars.kernels.terms import Draws, Records, Sampling, Step
-from vllm_mars.runner.sections import Sections
+from vllm_mars.runner.context import Sections
 from vllm_mars.runner.verification import Verification
 
 
@@ -44,19 +45,11 @@ def warm_up(
         step, rule = Step(rows, inputs, end, *own), verification.rule(rows)
         for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
             accept.accept(step, rule, None, verification.account(1, device, {}), draws)
-    if fills or _may_block(verification):
-        from vllm_mars.kernels.context import blocked_positions, new_ring
-
-        config = verification.config
-        ring = new_ring(1, config.repeat_ngram > 0, device)
-        markers = Sections(config).markers(device)
-        guard = config.repeat_ngram, fills
-        blocked_positions(ring, zero[None], step, float_one, markers, *guard)
-
-
-def _may_block(verification: Verification) -> bool:
     config = verification.config
-    return bool(Sections(config)) or config.structured == "strict" or config.repeat_ngram > 0
+    ring = new_ring(1, config.repeat_ngram > 0, device)
+    markers = Sections(config).markers(device)
+    guard = config.repeat_ngram, fills
+    blocked_positions(ring, zero[None], step, float_one, markers, *guard)
 
 
 def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:

@@ -1,9 +1,18 @@
-"""Where in an answer verification is strict: its opening, marked spans, all but the thinking.
+"""Where in an answer verification is strict: its opening, marked spans, and what it may repeat.
 
 Markers are single tokens. The state of a request is one integer, so that it can stay on the device:
-the number of the span that is open (0 for none), plus `THINKING` inside the thinking section, plus
-`OPENING` for each token that the opening still has. A draft is walked through token by token, so a
-marker inside it changes the positions behind it.
+the number of the span that is open (0 for none), plus `OPENING` for each token that the opening
+still has. A draft is walked through token by token, so a marker inside it changes the positions
+behind it.
+
+The guard against repetition makes a position of a greedy request strict where the draft token
+completes an n-gram that the answer holds already; of one that samples, where the answer holds the
+n - 1 tokens before it already, and behind them any token: what is served must not depend on the
+token that was drawn, and so a repetition comes as often as the target's own. The answer is the last
+`GUARD_WINDOW` output tokens and the draft before the token; n-grams may overlap.
+
+This is the definition, and the form for a CPU; `vllm_mars.kernels.context` is that for an
+accelerator.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -12,7 +21,7 @@ import numpy as np
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import OPENING, THINKING, Markers, Verdict
+from vllm_mars.kernels.terms import GUARD_WINDOW, OPENING, Markers, Verdict
 
 # Spans are numbered from 1; a token closes those of a bit mask.
 MOST_SPANS = 31
@@ -33,8 +42,7 @@ class Sections:
     def __init__(self, config: MarsConfig, turns: Set[int] = frozenset()) -> None:
         self._turns = turns
         self.opening = config.opening
-        self.only_thinking = config.scope == "reasoning"
-        self.thinking = config.thinking or (-1, -1)
+        self.thinking_end = -1 if config.thinking_end is None else config.thinking_end
         self.opens: dict[int, int] = {}
         self.closes: dict[int, int] = {}
         for number, (start, end) in enumerate(config.strict_spans or (), start=1):
@@ -42,11 +50,11 @@ class Sections:
             self.opens[start] = number
             if end is not None:
                 self.closes[end] = self.closes.get(end, 0) | 1 << (number - 1)
-        self._marking = np.array([*self.opens, *self.closes, *self.thinking])
+        self._marking = np.array([*self.opens, *self.closes, self.thinking_end])
 
     def __bool__(self) -> bool:
         """Whether any position can be strict."""
-        return bool(self.opens) or self.only_thinking or self.opening > 0
+        return bool(self.opens) or self.opening > 0
 
     def begin(self, prompt: Sequence[int]) -> int:
         """The state before a request's first output token.
@@ -58,7 +66,7 @@ class Sections:
             prompt: its tokens, or its last `LOOKED_AT` alone.
         """
         state = 0
-        if self.opens or self.thinking[0] >= 0:
+        if self.opens:
             for index in range(len(prompt) - 1, max(len(prompt) - LOOKED_AT, 0), -1):
                 if prompt[index] in self._turns:
                     state = self.advance(0, prompt[index + 1 :])
@@ -75,19 +83,15 @@ class Sections:
             counts[max(len(ids) - self.opening, 0) :] = True
             tokens = ids[counts].tolist()
         for token in tokens:
-            span, thinking = state % THINKING, state & THINKING
+            span = state % OPENING
             opening = max(state // OPENING - 1, 0)
             if span == 0:
                 span = self.opens.get(token, 0)
-                # A tool call ends the reasoning, with or without its marker.
-                thinking = 0 if span else thinking
             elif self.closes.get(token, 0) >> (span - 1) & 1:
                 span = 0
-            if token == self.thinking[0]:
-                thinking = THINKING
-            elif token == self.thinking[1]:
-                thinking, opening = 0, self.opening
-            state = span + thinking + OPENING * opening
+            if token == self.thinking_end:
+                opening = self.opening
+            state = span + OPENING * opening
         return state
 
     def is_strict(self, state: int) -> bool:
@@ -96,10 +100,8 @@ class Sections:
 
     def _reason(self, state: int) -> int:
         """Why it is, or 0."""
-        reason: int = Verdict.OPENING if state >= OPENING else Verdict.NONE
-        if state % THINKING or (self.only_thinking and not state & THINKING):
-            reason = Verdict.SPAN
-        return reason
+        opening: int = Verdict.OPENING if state >= OPENING else Verdict.NONE
+        return Verdict.SPAN if state % OPENING else opening
 
     def markers(self, device: torch.device) -> Markers:
         """The markers for the kernel."""
@@ -109,7 +111,7 @@ class Sections:
             for token, value in entries.items():
                 table[token] = value
         opens, closes = tables.to(device)
-        return Markers(opens, closes, self.thinking, self.only_thinking, self.opening)
+        return Markers(opens, closes, self.thinking_end, self.opening)
 
     def blocked(
         self,
@@ -132,3 +134,51 @@ class Sections:
                 yield Verdict.STRUCTURED if structured else self._reason(state)
                 state = self.advance(state, (draft,))
             begin = end
+
+
+class AnswerNgrams:
+    """The n-grams of one answer, which grows.
+
+    Args:
+        length: tokens of an n-gram, >= 2.
+        samples: whether the request does.
+        window: the answer's last tokens that are looked at.
+    """
+
+    def __init__(self, length: int, samples: bool, window: int = GUARD_WINDOW) -> None:
+        self._length = length
+        # What is compared of an n-gram.
+        self._part = slice(length - 1 if samples else length)
+        self._window = window
+        # Where an n-gram of each part last ended: the number of tokens up to and including it.
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._scanned = 0
+
+    def repeated(self, answer: Sequence[int], draft: Sequence[int]) -> list[bool]:
+        """Whether each position is such a place, if the draft tokens before it are accepted.
+
+        Args:
+            answer: all output tokens of the request so far.
+            draft: the draft tokens that follow.
+        """
+        length = self._length
+        if len(answer) < self._scanned:
+            self._ends.clear()
+            self._scanned = 0
+        for end in range(max(self._scanned + 1, length), len(answer) + 1):
+            self._ends[tuple(answer[end - length : end][self._part])] = end
+        self._scanned = len(answer)
+
+        first = len(answer) - self._window
+        tokens = list(answer[-length:])
+        drafted: set[tuple[int, ...]] = set()
+        found = []
+        for token in draft:
+            tokens.append(token)
+            last = tuple(tokens[-length:][self._part])
+            held = self._ends.get(last, 0) - length >= max(first, 0)
+            is_long = len(tokens) >= length
+            found.append(is_long and (held or last in drafted))
+            if is_long:
+                drafted.add(last)
+        return found
