@@ -201,9 +201,9 @@ def test_what_is_missing_here(monkeypatch, capsys):
     def too_old(version):
         raise RuntimeError("vLLM 0.1 is not supported")
 
-    def differs(group):
-        if group in ("V2", "scheduler"):
-            raise RuntimeError(f"vLLM has other interfaces than vllm-mars needs ({group})")
+    def differs(part):
+        if part in ("V2", "engine core"):
+            raise RuntimeError(f"vLLM has other interfaces than vllm-mars needs ({part})")
 
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     monkeypatch.setattr(doctor, "check_interfaces", differs)
@@ -211,10 +211,10 @@ def test_what_is_missing_here(monkeypatch, capsys):
     assert [finding.text for finding in found if finding.state == "fault"] == [
         "vLLM does not find the plugin: no package here has the entry point 'mars' in "
         "vllm.general_plugins; install vllm-mars with pip into this environment.",
-        "vLLM has other interfaces than vllm-mars needs (scheduler)",
+        "vLLM has other interfaces than vllm-mars needs (engine core)",
     ]
-    monkeypatch.setattr(doctor, "check_interfaces", lambda group: None)
-    monkeypatch.setattr(doctor, "RUN", ((0, 1),))
+    monkeypatch.setattr(doctor, "check_interfaces", lambda part: None)
+    monkeypatch.setattr(doctor, "RELEASES", ("0.1",))
     assert "tests have not run on vLLM" in list(findings_here())[-1].text
     monkeypatch.setattr(doctor, "check_version", too_old)
     assert list(findings_here())[-1] == ("fault", "vLLM 0.1 is not supported")

@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from vllm_mars.config import RULES, STRICT_VALUE
-from vllm_mars.engine.compat import RUN, check_interfaces, check_version
-from vllm_mars.engine.interfaces import INTERFACES
+from vllm_mars.engine.compat import RELEASES, check_interfaces, check_version
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import versions
 from vllm_mars.local.requirements import INSTALL_VLLM
@@ -114,26 +113,24 @@ def findings_here() -> Iterator[Finding]:
 
 
 def _interfaces(version: str) -> Iterator[Finding]:
-    """Whether the installed vLLM is one that this package is written for, group by group."""
+    """Whether the installed vLLM is one that this package is written for, part by part."""
     from vllm.platforms import current_platform
 
-    elsewhere = ("command", *(("V2",) if current_platform.is_cpu() else ("V1", "cpu")))
     fits = True
-    for group in (group for group in INTERFACES if group not in elsewhere):
+    for part in ("front end", "engine core", "V1" if current_platform.is_cpu() else "V2"):
         try:
-            check_interfaces(group)
+            check_interfaces(part)
         except RuntimeError as error:
             yield _fault(str(error))
             fits = False
     if not fits:
         return
     yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
-    run = [f"{major}.{minor}" for major, minor in RUN]
-    if not version.startswith(tuple(f"{release}." for release in run)):
+    if not version.startswith(tuple(f"{release}." for release in RELEASES)):
         yield Finding(
             "note",
-            f"this project's tests have not run on vLLM {version}, only on {' and '.join(run)}; "
-            "run them with `make test`.",
+            f"this project's tests have not run on vLLM {version}, only on "
+            f"{' and '.join(RELEASES)}; run them with `make test`.",
         )
 
 
