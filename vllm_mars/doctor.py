@@ -8,18 +8,25 @@ import importlib.metadata
 import importlib.util
 import os
 import time
-from collections.abc import Iterator
+import urllib.parse
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from vllm_mars import top
 from vllm_mars.config import RULES, STRICT_VALUE
-from vllm_mars.engine.compat import RUN, check_interfaces, check_version
-from vllm_mars.engine.interfaces import INTERFACES
+from vllm_mars.engine.compat import RELEASES, check_interfaces, check_version
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import versions
 from vllm_mars.local.requirements import INSTALL_VLLM
-from vllm_mars.local.scrape import GENERATED_TOKENS, LOST_NATS, openai_client
+from vllm_mars.local.scrape import (
+    GAINED,
+    GENERATED_TOKENS,
+    LOST_NATS,
+    REFUSED,
+    VERIFIED,
+    openai_client,
+    totals,
+)
 from vllm_mars.lock import check_lock, lock_is_on
 
 NEEDED = ()
@@ -106,26 +113,24 @@ def findings_here() -> Iterator[Finding]:
 
 
 def _interfaces(version: str) -> Iterator[Finding]:
-    """Whether the installed vLLM is one that this package is written for, group by group."""
+    """Whether the installed vLLM is one that this package is written for, part by part."""
     from vllm.platforms import current_platform
 
-    elsewhere = ("command", *(("V2",) if current_platform.is_cpu() else ("V1", "cpu")))
     fits = True
-    for group in (group for group in INTERFACES if group not in elsewhere):
+    for part in ("front end", "engine core", "V1" if current_platform.is_cpu() else "V2"):
         try:
-            check_interfaces(group)
+            check_interfaces(part)
         except RuntimeError as error:
             yield _fault(str(error))
             fits = False
     if not fits:
         return
     yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
-    run = [f"{major}.{minor}" for major, minor in RUN]
-    if not version.startswith(tuple(f"{release}." for release in run)):
+    if not version.startswith(tuple(f"{release}." for release in RELEASES)):
         yield Finding(
             "note",
-            f"this project's tests have not run on vLLM {version}, only on {' and '.join(run)}; "
-            "run them with `make test`.",
+            f"this project's tests have not run on vLLM {version}, only on "
+            f"{' and '.join(RELEASES)}; run them with `make test`.",
         )
 
 
@@ -161,7 +166,7 @@ def findings_at(url: str) -> Iterator[Finding]:
     Raises:
         ValueError: it is no HTTP address.
     """
-    address = top.metrics_url(url)
+    address = _metrics_url(url)
     try:
         probe = _Probe(address)
         yield Finding("ok", f"{address} has the metrics of margin-aware verification")
@@ -175,7 +180,7 @@ class _Probe:
 
     def __init__(self, metrics_url: str) -> None:
         self._metrics_url = metrics_url
-        self._before = top.read_metrics(metrics_url)
+        self._before = _read(metrics_url)
         api_key = os.environ.get("OPENAI_API_KEY", "none")
         base_url = metrics_url.removesuffix("/metrics")
         self._client = openai_client(base_url, REQUEST_TIMEOUT, api_key)
@@ -199,9 +204,9 @@ class _Probe:
                 yield _rule(told)
                 if _is_strict(told):
                     return
-            if self._rise(tokens).total(top.GAINED):
+            if _total(self._rise(tokens), GAINED):
                 break
-        yield _verdict(self._rise(tokens), tokens)
+        yield _verdict(self._rise(tokens), tokens, told or {})
         # Without a temperature vLLM takes the model's own, which is seldom 0.
         told, _ = self._ask(prompt.turns[0], max_tokens=1, temperature=None)
         if (told or {}).get("draft_sample_method") == "greedy":
@@ -231,18 +236,60 @@ class _Probe:
         tokens = answer.usage.completion_tokens if answer.usage else 0
         return next(iter(metrics.get("mars") or ()), None), tokens
 
-    def _rise(self, tokens: int) -> top.Snapshot:
+    def _rise(self, tokens: int) -> dict[str, float]:
         """What was counted since the first request, once the metrics know of these tokens.
 
         The counts of verification come later: a GPU hands them over about once a second.
         """
         deadline = time.monotonic() + METRICS_TIMEOUT
         while True:
-            rise = top.read_metrics(self._metrics_url).since(self._before)
-            known = rise.total(GENERATED_TOKENS) >= tokens and rise.total(top.VERIFIED) > 0
+            now = _read(self._metrics_url)
+            rise = {key: value - self._before.get(key, 0.0) for key, value in now.items()}
+            known = _total(rise, GENERATED_TOKENS) >= tokens and _total(rise, VERIFIED) > 0
             if known or time.monotonic() > deadline:
                 return rise
             time.sleep(0.1)
+
+
+def _metrics_url(url: str) -> str:
+    """The address of a server's metrics; `url` may lack the scheme, or end in `/v1`."""
+    full = url if "://" in url else f"http://{url}"
+    parts = urllib.parse.urlsplit(full)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(
+            f"URL {url!r} is not an HTTP address; give the server's, such as http://localhost:8000."
+        )
+    return full.rstrip("/").removesuffix("/metrics").removesuffix("/v1") + "/metrics"
+
+
+def _read(url: str) -> dict[str, float]:
+    """A server's metrics.
+
+    Raises:
+        RuntimeError: nothing answers there, or not with the metrics of margin-aware verification.
+    """
+    try:
+        found = totals(url, METRICS_TIMEOUT)
+    except OSError as error:
+        raise RuntimeError(
+            f"{url} does not answer: {error}; give the address of a running vLLM server."
+        ) from error
+    except ValueError as error:
+        raise RuntimeError(
+            f"{url} answers, but not with Prometheus metrics ({error}); give the address of a "
+            "running vLLM server."
+        ) from error
+    if not any(key.startswith("vllm:mars_") for key in found):
+        raise RuntimeError(
+            f"{url} has no vllm:mars_* metrics; start the server with rejection_sample_method "
+            "'mars' and without --disable-log-stats."
+        )
+    return found
+
+
+def _total(values: Mapping[str, float], name: str) -> float:
+    """The sum over all labels."""
+    return sum(value for key, value in values.items() if key.partition("{")[0] == name)
 
 
 def _is_strict(told: dict[str, Any]) -> bool:
@@ -261,16 +308,15 @@ def _rule(told: dict[str, Any]) -> Finding:
     return Finding("ok", f"in force: {rule}, lossy")
 
 
-def _verdict(rise: top.Snapshot, tokens: int) -> Finding:
+def _verdict(rise: Mapping[str, float], tokens: int, told: Mapping[str, Any]) -> Finding:
     """Whether the rule gained anything, and if not, how far verification came."""
-    gained, verified = rise.total(top.GAINED), rise.total(top.VERIFIED)
+    gained, verified = _total(rise, GAINED), _total(rise, VERIFIED)
     if gained:
-        allowed = rise.total(top.ALLOWED)
-        asked = f" of the {allowed:g} allowed" if allowed else ""
+        asked = f" of the {told['max_loss']:g} allowed" if "max_loss" in told else ""
         return Finding(
             "ok",
             f"gained {gained:.1f} draft tokens at {verified:.0f} verified positions within "
-            f"{tokens} tokens, and lost {rise.total(LOST_NATS) / tokens:.4f} nats per "
+            f"{tokens} tokens, and lost {_total(rise, LOST_NATS) / tokens:.4f} nats per "
             f"token{asked}",
         )
     if not verified:
@@ -279,7 +325,7 @@ def _verdict(rise: top.Snapshot, tokens: int) -> Finding:
             "neither speculation nor MARS has any effect."
         )
     else:
-        refused = rise.by_label(top.REFUSED)
+        refused = {key.split('"')[1]: rise[key] for key in rise if key.startswith(REFUSED)}
         reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
         problem = (
             f"nothing was gained at {verified:.0f} verified positions; refusals: "

@@ -1,6 +1,6 @@
-"""The installed vLLM is compared with the list of what is used of it, before that is used."""
+"""A vLLM that lacks what this project hooks into is refused, before anything is replaced."""
 
-import importlib.util
+import importlib
 import logging
 import re
 import subprocess
@@ -10,87 +10,45 @@ import pytest
 
 from vllm_mars import MarsConfig
 from vllm_mars.engine import compat, hooks
-from vllm_mars.engine.interfaces import INTERFACES, Use
 from vllm_mars.engine.options import take_options
 from vllm_mars.engine.ranks import TravellingOptions
 
-REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
 
-
-@pytest.mark.parametrize("group", INTERFACES)
-def test_the_installed_vllm_passes(group):
-    compat.check_interfaces(group)
-
-
-def changed_forward(self, metadata, draft_probs, logits, sampling_metadata, step):
-    """Stands in for a method of a future vLLM, which takes one argument more."""
-
-
-def test_a_changed_signature_is_refused(monkeypatch):
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-
-    monkeypatch.setattr(RejectionSampler, "forward", changed_forward)
-    with pytest.raises(RuntimeError) as refused:
-        compat.check_interfaces("V1")
-    import vllm
-
-    assert str(refused.value) == (
-        f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs (V1): "
-        f"{REJECTION_SAMPLER}.RejectionSampler.forward has parameters (metadata, draft_probs, "
-        "logits, sampling_metadata, step), but (metadata, draft_probs, logits, sampling_metadata) "
-        "are overridden. Install a vLLM that it knows (0.32 and 0.33), look for a newer "
-        "vllm-mars, or drop rejection_sample_method 'mars'."
-    )
+@pytest.mark.parametrize("part", compat.NEEDED)
+def test_the_installed_vllm_passes(part):
+    compat.check_interfaces(part)
 
 
 def test_all_that_is_missing_is_named(monkeypatch):
-    from vllm.v1.sample import rejection_sampler
+    import vllm
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    monkeypatch.delattr(rejection_sampler, "apply_sampling_constraints")
-    monkeypatch.setattr(rejection_sampler.RejectionSampler, "__init__", lambda self: None)
-    monkeypatch.setitem(sys.modules, "vllm.v1.sample.thinking_budget_state", None)
-    # A class has become a function.
-    monkeypatch.setattr("vllm.v1.sample.sampler.Sampler", lambda: None)
+    runner = "vllm.v1.worker.gpu.model_runner"
+    monkeypatch.delattr(f"{runner}.GPUModelRunner.load_model")
+    monkeypatch.setattr(RejectionSampler, "__call__", lambda self, logits, step: logits)
+    monkeypatch.delattr(RejectionSampler, "_verify")
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.states", None)
     with pytest.raises(RuntimeError) as refused:
-        compat.check_interfaces("V1")
-    for missing in (
-        f"{REJECTION_SAMPLER}.apply_sampling_constraints is missing",
-        f"{REJECTION_SAMPLER}.RejectionSampler.use_fp64_gumbel is missing",
-        f"{REJECTION_SAMPLER}.RejectionSampler.__init__ has parameters (), but (sampler, spec_con",
-        "thinking_budget_state.ThinkingBudgetStateHolder.has_tracked_requests is missing",
-        "vllm.v1.sample.sampler.Sampler.forward is missing",
+        compat.check_interfaces("V2")
+    text = str(refused.value)
+    assert text.startswith(f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs (V2")
+    for found in (
+        f"{runner}:GPUModelRunner.load_model is missing",
+        "vllm.v1.worker.gpu.states:RequestState.add_request is missing (import of",
+        "RejectionSampler.__call__ takes (logits, step), but (logits, input_batch, draft_logits, ",
+        "has no attribute '_verify'",
     ):
-        assert missing in str(refused.value)
+        assert found in text
+    assert text.endswith(
+        "Install a vLLM that it knows (0.32 and 0.33), look for a newer vllm-mars, or drop "
+        "rejection_sample_method 'mars'."
+    )
 
 
-@pytest.mark.parametrize(
-    ("how", "needed", "parameters", "fits"),
-    [
-        ("override", "a, b", "a, b=", True),
-        ("override", "a, b", "b, a", False),
-        ("override", "a, b", "a, b, c=", False),
-        ("override", "a, b", "a", False),
-        ("call", "a, b", "a, b, c=, *args, d=, **kwargs", True),
-        ("call", "a, b", "a, c=, b=", False),
-        ("call", "a, b", "a, b, c", False),
-        ("call", "a, b", "a, b, *, c", False),
-        ("call", "a, *, c", "a, b=, c=", True),
-        ("call", "a, *, c", "a, *, c", True),
-        ("call", "a, *, c", "a, **kwargs", False),
-        ("call", "*, a, b", "b, a", True),
-        ("call", "", "", True),
-        ("call", "", "a", False),
-        ("wrap", "a", "a, b, *, c", True),
-        ("wrap", "a", "b, a", False),
-        ("wrap", "", "a, b", True),
-    ],
-)
-def test_uses(how, needed, parameters, fits):
-    found = compat.unlike(Use("f", how, needed), parameters)
-    if fits:
-        assert found is None
-    else:
-        assert found.startswith(f"has parameters ({parameters}), but ({needed}) are ")
+def test_a_module_whose_hook_would_never_run(monkeypatch):
+    monkeypatch.setitem(compat.HOOKS, "vllm.v1.worker.gone.runner", "")
+    with pytest.raises(RuntimeError, match=r"\(front end\): vllm.v1.worker.gone.runner is missing"):
+        compat.check_interfaces("front end")
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.8.5.post1", "dev"])
@@ -173,18 +131,15 @@ def test_logprobs_of_what_is_served_need_them(mode):
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.34.0"])
-def test_a_version_with_other_interfaces_is_refused(monkeypatch, warnings, version):
+def test_a_front_end_with_other_interfaces_is_refused(monkeypatch, warnings, version):
     import vllm
-    from vllm.config.model import ModelConfig
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     monkeypatch.setattr(vllm, "__version__", version)
-    monkeypatch.setattr(ModelConfig, "get_vocab_size", lambda self, parallel_config: 0)
+    monkeypatch.setattr(PrometheusStatLogger, "record", lambda self, step: None)
     options = Options()
-    with pytest.raises(
-        RuntimeError,
-        match=rf"vLLM {version} has other interfaces than vllm-mars needs \(options\): .*"
-        r"ModelConfig.get_vocab_size has parameters \(parallel_config\), but \(\) are passed",
-    ):
+    message = r"\(front end\): .*PrometheusStatLogger.record takes \(step\), but \(scheduler_stats"
+    with pytest.raises(RuntimeError, match=message):
         take_options(options, Model())
     assert "mars" not in options.additional_config
 
@@ -197,95 +152,45 @@ class Unasked:
     additional_config = {}
 
 
-class Runner:
-    """Stands in for a model runner of vLLM; records what was done to it."""
+class StandIn:
+    """Stands in for a class of vLLM whose `__init__` is hooked; records what was done to it."""
 
     def __init__(self, config=Config):
         self.vllm_config = config
-        self.rejection_sampler = None
         self.loaded = False
 
     def load_model(self):
         self.loaded = True
 
 
-def runner_module(runner):
-    module = type(sys)("stand_in_runner")
-    module.GPUModelRunner = type("GPUModelRunner", (runner,), {})
-    return module
-
-
-def test_the_v2_hook_checks_before_the_model_is_loaded(monkeypatch):
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-
-    module = runner_module(Runner)
-    hooks.patch_runner_v2(module)
-    monkeypatch.setattr(Sampler, "apply_sampling_params", lambda self, logits: logits)
-    message = r"needs \(V2\): .*Sampler.apply_sampling_params has"
-    with pytest.raises(RuntimeError, match=message):
-        module.GPUModelRunner()
-
-    unasked = module.GPUModelRunner(Unasked)
-    unasked.load_model()
-    assert unasked.loaded
-
-
 @pytest.mark.parametrize(
-    ("group", "owner", "name"),
+    ("part", "hook", "owner", "method"),
     [
-        ("V1", "vllm.v1.sample.rejection_sampler", "rejection_sample"),
-        ("cpu", "vllm.utils.cpu_triton_utils", "_expand_kernel_impl"),
+        ("engine core", "patch_scheduler", "core.sched.scheduler:Scheduler", "update_from_output"),
+        ("V1", "patch_runner_v1", "sample.rejection_sampler:RejectionSampler", "forward"),
+        ("V2", "patch_runner_v2", "worker.gpu.model_runner:GPUModelRunner", "finish_requests"),
     ],
 )
-def test_the_v1_hook_checks_before_a_sampler_is_replaced(monkeypatch, group, owner, name):
-    from vllm.platforms import current_platform
-
-    if group == "cpu" and not current_platform.is_cpu():
-        pytest.skip("needs vLLM's CPU build")
-    module = runner_module(Runner)
-    hooks.patch_runner_v1(module)
-    monkeypatch.delattr(importlib.import_module(owner), name)
-    with pytest.raises(RuntimeError, match=rf"needs \({group}\): .*{owner}.{name} is missing"):
-        module.GPUModelRunner()
-
-
-@pytest.mark.parametrize(
-    ("group", "hook", "owner", "name"),
-    [
-        ("scheduler", "patch_scheduler", "core.sched.scheduler", "Scheduler.update_from_output"),
-        ("metrics", "patch_stat_loggers", "metrics.loggers", "PrometheusStatLogger.record"),
-        ("metrics", "patch_stat_loggers", "metrics.loggers", "LoggingStatLogger.record"),
-    ],
-)
-def test_the_hooks_of_the_metrics_check_first(monkeypatch, group, hook, owner, name):
-    from vllm.v1.metrics.stats import SchedulerStats
-
-    module = type(sys)("stand_in_metrics")
-    module.SchedulerStats = SchedulerStats
-    for stand_in in ("Scheduler", "PrometheusStatLogger", "LoggingStatLogger"):
-        setattr(module, stand_in, type(stand_in, (Runner,), {}))
+def test_each_hook_checks_before_it_changes_anything(monkeypatch, part, hook, owner, method):
+    module = type(sys)("stand_in_module")
+    module.Scheduler, module.GPUModelRunner = (type(n, (StandIn,), {}) for n in ("S", "R"))
     getattr(hooks, hook)(module)
-    class_name, method = name.split(".")
-    vllm_class = getattr(importlib.import_module(f"vllm.v1.{owner}"), class_name)
-    monkeypatch.setattr(vllm_class, method, lambda self, step: None)
-    with pytest.raises(RuntimeError, match=rf"needs \({group}\): .*{name} has parameters \(step\)"):
-        getattr(module, class_name)()
-    unasked = getattr(module, class_name)(Unasked)
-    assert vars(unasked).keys() == {"vllm_config", "rejection_sampler", "loaded"}
+    place, name = owner.split(":")
+    vllm_class = getattr(importlib.import_module(f"vllm.v1.{place}"), name)
+    monkeypatch.setattr(vllm_class, method, lambda self: None)
+    hooked = module.Scheduler if part == "engine core" else module.GPUModelRunner
+    with pytest.raises(RuntimeError, match=rf"needs \({part}\): .*{method} takes \(\), but"):
+        hooked()
+    unasked = hooked(Unasked)
+    unasked.load_model()
+    assert unasked.loaded and vars(unasked).keys() == {"vllm_config", "loaded"}
 
 
 def test_a_hook_that_finds_nothing_to_wrap(monkeypatch, caplog):
-    """A server without MARS goes on, one with it is refused."""
+    """A server without MARS goes on; one with it is refused by the check."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    module = runner_module(object)
+    module = type(sys)("stand_in_module")
+    module.GPUModelRunner = type("GPUModelRunner", (), {})
     hooks.patch_runner_v2(module)
-    assert "vllm-mars cannot hook into stand_in_runner (" in caplog.text
+    assert "vllm-mars cannot hook into stand_in_module (" in caplog.text
     assert "this vLLM can serve only without rejection_sample_method 'mars'" in caplog.text
-
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    monkeypatch.delattr(GPUModelRunner, "load_model")
-    without_load_model = runner_module(type("Stripped", (), {"__init__": Runner.__init__}))
-    hooks.patch_runner_v2(without_load_model)
-    with pytest.raises(RuntimeError, match="GPUModelRunner.load_model is missing"):
-        without_load_model.GPUModelRunner()

@@ -7,8 +7,8 @@ import pytest
 from sweep_files import EXAMPLE, STANDARD, failed, mars, turn, write_sweep
 from vllm_mars.cli import main
 from vllm_mars.experiments.records import read_sweep
-from vllm_mars.experiments.report import CANNOT_TELL, MAX_LOSS, advise, points, write_report
-from vllm_mars.experiments.rows import rows
+from vllm_mars.experiments.report import CANNOT_TELL, MAX_LOSS, advise, write_report
+from vllm_mars.experiments.rows import points, rows
 
 BLOCKS = range(3)
 

@@ -1,11 +1,17 @@
-"""Trees on a CPU: hand-computed cases, properties, and the definition."""
+"""Trees: hand-computed cases, and random ones whose every path is looked at."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
-from tree_calls import as_call, check, random_call
 from vllm_mars import verify_greedy, verify_tree
 
+NAN, INF = math.nan, math.inf
+VALUES = {"theta": [1.0, 0.9, 0.5, 0.0625], "price": [0.0, 0.25, 1.0, 4.0]}
+LOGITS = [0.0, -0.0, 1.0, 1.9, 2.0, 3.0, 10.0, -1.0, -INF]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Tokens 0 to 3. The root prefers 0, then 1 (1 nat less), then 2 (2 nats less).
 ROOT = [5.0, 4.0, 3.0, -9.0]
 SURE = [-9.0, -9.0, -9.0, 9.0]
@@ -35,6 +41,112 @@ CASES = {
 # fmt: on
 
 
+def as_call(logits, drafts, parents, sizes, root_rows, node_rows, **options):
+    """The arguments of `verify_tree` as tensors; lists are by request, or by node over all."""
+    return {
+        "logits": logits,
+        "draft_token_ids": torch.tensor(drafts, dtype=torch.int32),
+        "parents": torch.tensor(parents, dtype=torch.int32),
+        "cu_num_draft_tokens": torch.tensor(sizes).cumsum(0).int(),
+        "root_rows": torch.tensor(root_rows),
+        "node_rows": torch.tensor(node_rows, dtype=torch.int64),
+        **options,
+    }
+
+
+def random_call(seed, rule=None, **options):
+    """A ragged batch of trees; the logits are of few values, so that ties are common."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(0, 9, rng.integers(1, 4)).tolist()
+    rows, vocab = sum(sizes) + len(sizes), int(rng.integers(2, 7))
+    few = rng.choice(LOGITS + ([NAN, INF] if rng.random() < 0.3 else []), (rows, vocab))
+    logits = np.where(rng.random((rows, vocab)) < 0.8, few, rng.normal(3, 2, (rows, vocab)))
+    logits = torch.from_numpy(logits).to(DTYPES[rng.integers(3)])
+    order = rng.permutation(rows).tolist()
+    root_rows, node_rows = order[: len(sizes)], order[len(sizes) :]
+    drafts, parents = [], []
+    for root, size in zip(root_rows, sizes, strict=True):
+        start = len(drafts)
+        for node in range(size):
+            # Mostly a recent node, and a likely token, so that paths get long.
+            parent = max(-1, node - int(rng.geometric(0.5)))
+            row = root if parent < 0 else node_rows[start + parent]
+            likely = logits[row].float().nan_to_num(INF).topk(2).indices.tolist()
+            draft = likely[min(int(rng.geometric(0.6)), 2) - 1]
+            if rng.random() < 0.1:
+                draft = int(rng.integers(-1, vocab + 1))
+                parent = int(rng.choice([parent, node, node + 1, -2, 1000]))
+            drafts.append(draft)
+            parents.append(parent)
+    rule = rule or str(rng.choice(list(VALUES)))
+    given = {
+        rule: torch.tensor(rng.choice(VALUES[rule], len(sizes)), dtype=torch.float32),
+        "prefer": str(rng.choice(["draft", "target", "longest"])),
+        "protected": torch.from_numpy(rng.random(vocab) < 0.1) if rng.random() < 0.5 else None,
+    }
+    return as_call(logits, drafts, parents, sizes, root_rows, node_rows, **given | options)
+
+
+def judged(call, request, rows, drafts):
+    """Of each draft on its row what it loses, -1 for nothing, or None, by `verify_greedy`."""
+    # At the highest price any loss pays.
+    rule = {"price": 8192} if "price" in call else {"theta": float(call["theta"][request])}
+    both = call["logits"][[row for row in rows for _ in range(2)]]
+    ends = torch.arange(1, len(rows) + 1, dtype=torch.int32)
+    found = verify_greedy(both, drafts, ends, protected=call["protected"], **rule)
+    columns = (found.num_accepted, found.num_relaxed, found.lost)
+    kinds = zip(*(column.tolist() for column in columns), strict=True)
+    return [(lost if relaxed else -1) if accepted else None for accepted, relaxed, lost in kinds]
+
+
+def expected(call):
+    """Path, number of relaxed nodes, and steps of 2**-16 nats lost, of each request."""
+    start = 0
+    for request, end in enumerate(call["cu_num_draft_tokens"].tolist()):
+        parents = call["parents"][start:end].tolist()
+        rows = [*call["node_rows"][start:end].tolist(), int(call["root_rows"][request])]
+        above = [rows[parent] if -1 <= parent < node else -1 for node, parent in enumerate(parents)]
+        loss = judged(call, request, above, call["draft_token_ids"][start:end])
+        paths = {-1: []}
+        for node, parent in enumerate(parents):
+            if parent in paths and loss[node] is not None:
+                paths[node] = [*paths[parent], node]
+        price = float(call["price"][request]) if "price" in call else None
+        path = preferred(list(paths.values()), loss, price, call["prefer"])
+        paid = [loss[node] for node in path if loss[node] >= 0]
+        yield path, len(paid), sum(paid)
+        start = end
+
+
+def preferred(paths, loss, price, prefer):
+    """The path that is taken of all that are acceptable, the empty one too."""
+
+    def rank(path):
+        paid = [loss[node] for node in path if loss[node] >= 0]
+        worth = (len(path), -sum(paid)) if price is None else price * 2**16 * len(path) - sum(paid)
+        return worth, -len(paid), len(path), -max(path, default=-1)
+
+    if price is not None or prefer == "longest":
+        return max(paths, key=rank)
+    path = []
+    while nexts := [longer for longer in paths if longer and longer[:-1] == path]:
+        path = min(nexts, key=lambda path: (loss[path[-1]] if prefer == "target" else 0, path[-1]))
+    return path
+
+
+def check(call, output):
+    """Compares an output with what the rule says, to the last bit."""
+    start = 0
+    for request, (path, num_relaxed, lost) in enumerate(expected(call)):
+        ids, rows = (call[name][start:] for name in ("draft_token_ids", "node_rows"))
+        last = rows[path[-1]] if path else call["root_rows"][request]
+        tokens = [*ids[path].tolist(), int(call["logits"][last].argmax())]
+        padding = [-1] * (output.path.shape[1] - len(path))
+        wanted = [tokens + padding, path + padding, len(path), num_relaxed, lost]
+        assert [values[request].tolist() for values in output] == wanted
+        start = int(call["cu_num_draft_tokens"][request])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_hand_computed(name):
     rows, drafts, parents, options, path, loss = CASES[name]
@@ -48,7 +160,7 @@ def test_hand_computed(name):
     assert [token for token in output.output_token_ids[0].tolist() if token >= 0] == tokens
 
 
-def test_equals_the_definition():
+def test_takes_the_best_path():
     accepted = relaxed = 0
     for seed in range(300):
         call = random_call(seed)
@@ -63,17 +175,16 @@ def test_equals_the_definition():
 def test_one_child_per_node_is_a_draft(rule):
     """What `verify_greedy` gives, whatever is preferred."""
     for seed in range(60):
-        call = random_call(seed, rule=rule)
+        call = random_call(seed, rule)
         ends = call["cu_num_draft_tokens"].tolist()
-        order, parents = [], []
+        rows, chain = [], []
         for start, end, root in zip([0, *ends], ends, call["root_rows"].tolist(), strict=False):
-            order += [root, *call["node_rows"][start:end].tolist()]
-            parents += range(-1, end - start - 1)
-        output = verify_tree(**call | {"parents": torch.tensor(parents, dtype=torch.int32)})
+            rows += [root, *call["node_rows"][start:end].tolist()]
+            chain += range(-1, end - start - 1)
+        output = verify_tree(**call | {"parents": torch.tensor(chain, dtype=torch.int32)})
         expected = verify_greedy(
-            *(call["logits"][order], call["draft_token_ids"], call["cu_num_draft_tokens"]),
-            **{rule: call[rule]},
-            protected=call["protected"],
+            *(call["logits"][rows], call["draft_token_ids"], call["cu_num_draft_tokens"]),
+            **{name: call[name] for name in (rule, "protected")},
             max_draft_len=output.path.shape[1],
         )
         for name in ("output_token_ids", "num_accepted", "num_relaxed", "lost"):
@@ -104,10 +215,11 @@ def test_no_more_nodes_than_128_are_looked_at():
     ("changes", "message"),
     [
         ({"parents": torch.zeros(2).int()}, r"draft_token_ids has shape \[3\], but must have"),
+        ({"logits": torch.zeros(5, 4, 2)}, r"logits has shape \[0, 4, 2\], but must have"),
         ({"prefer": "deepest"}, "prefer='deepest' is not one of 'draft', 'target', 'longest'"),
         ({"theta": 1.5}, r"theta=1.5 is outside \(0, 1\]"),
-        ({"price": 0.5}, "Exactly one of theta and price names the rule; theta and price is"),
-        ({"theta": None}, "names the rule; none of them is given"),
+        ({"price": 0.5}, "theta and price: exactly one names the rule; give that one alone."),
+        ({"theta": None}, "theta and price: exactly one names the rule; give that one alone."),
     ],
 )
 def test_wrong_argument_is_named(changes, message):

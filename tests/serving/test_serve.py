@@ -19,7 +19,7 @@ import pytest
 
 from clusters import cluster, needs_ray_serve
 from processes import MARK, marked, wait_until
-from vllm_mars import top
+from vllm_mars.local.scrape import totals
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 pytestmark = needs_ray_serve
@@ -317,11 +317,14 @@ def check_the_front(url):
 
     def verified():
         try:
-            return top.read_metrics(f"http://127.0.0.1:{port}/metrics").total(top.VERIFIED)
-        except RuntimeError:
-            return 0
+            found = totals(f"http://127.0.0.1:{port}/metrics", 10)
+        except OSError:
+            return False
+        # Ray's prefix in the place of vLLM's.
+        name = "ray_vllm_mars_verified_positions_total"
+        return any(value for key, value in found.items() if key.startswith(name))
 
-    wait_until(verified, 60, "`vllm-mars top` reads the node's metrics")
+    wait_until(verified, 60, "the node's metrics count verified positions")
 
 
 @pytest.mark.engine

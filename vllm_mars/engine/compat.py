@@ -1,25 +1,67 @@
-"""All knowledge of vLLM releases: which are supported, and whether one fits.
+"""Which vLLM is supported, and whether the installed one has what this project hooks into.
 
-`vllm_mars.engine.interfaces` is the one list of what this project touches in vLLM.
-`check_interfaces` holds the installed vLLM against it before anything is replaced. Nothing here
-runs while tokens are generated, and nothing of vLLM is imported until a check is asked for.
+Looked for is what would be missed late or in silence: a hook that never runs, an override that vLLM
+no longer calls, an argument in another place. Whatever else a release changes fails at start, or in
+`tests/conformance`. Nothing here runs while tokens are generated.
 """
 
-import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vllm_mars.engine.interfaces import INTERFACES, Use
+from vllm_mars.plugin import HOOKS
 
-# The oldest and the newest.
-SUPPORTED = ((0, 32), (0, 33))
-# The releases that the tests run on.
-RUN = ((0, 32), (0, 33))
+# The oldest and the newest; the tests run on both.
+RELEASES = ("0.32", "0.33")
+_KNOWN = " and ".join(RELEASES)
 
-_RELEASES = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
-_MISSING = object()
+# By the part of a server in whose process they are: methods that are wrapped or read, and the first
+# parameters behind self that are taken by their place.
+NEEDED: Mapping[str, Mapping[str, str]] = {
+    "front end": {
+        "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "target_model_config",
+        "vllm.v1.engine.async_llm:AsyncLLM.generate": "prompt, sampling_params",
+        "vllm.v1.engine.input_processor:InputProcessor._validate_params": "params",
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "",
+        "vllm.v1.metrics.loggers:LoggingStatLogger.log": "",
+        "vllm.v1.metrics.loggers:LoggingStatLogger.record": "scheduler_stats, iteration_stats",
+        "vllm.v1.metrics.loggers:PrometheusStatLogger.record": "scheduler_stats",
+    },
+    "engine core": {
+        "vllm.v1.core.sched.scheduler:Scheduler.add_request": "request",
+        "vllm.v1.core.sched.scheduler:Scheduler.make_stats": "",
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
+            "scheduler_output, model_runner_output"
+        ),
+        "vllm.v1.executor.abstract:Executor.collective_rpc": "method",
+        "vllm.v1.metrics.stats:RequestSpecDecodeMetrics.new": "num_spec_tokens",
+    },
+    "V1": {
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": "",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "",
+    },
+    "V2": {
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": "",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests": "scheduler_output",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model": "",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": "",
+        "vllm.v1.worker.gpu.states:RequestState.add_request": "req_id, prompt_len, all_token_ids",
+    },
+}
+# Classes of ours, and the methods that vLLM calls instead of its own.
+_OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "V1": {
+        "vllm_mars.runner.requests_v1:RequestsV1": ("apply", "update_state"),
+        "vllm_mars.runner.sampler_v1:MarsRejectionSampler": ("forward",),
+    },
+    "V2": {
+        "vllm_mars.runner.requests_v2:RequestsV2": ("add_request", "apply", "apply_staged_writes"),
+        "vllm_mars.runner.sampler_v2:MarsRejectionSamplerV2": ("__call__", "_verify"),
+    },
+}
 
 
 def check_version(version: str) -> None:
@@ -31,124 +73,76 @@ def check_version(version: str) -> None:
     Raises:
         RuntimeError: the version is below the oldest supported one, or cannot be read.
     """
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or (release := (int(match[1]), int(match[2]))) < SUPPORTED[0]:
+    oldest, newest = (_numbers(release) for release in RELEASES)
+    if _numbers(version) < oldest:
         raise RuntimeError(
-            f"vLLM {version} is not supported by vllm-mars, which knows {_RELEASES}; "
+            f"vLLM {version} is not supported by vllm-mars, which knows {_KNOWN}; "
             "install one of them or drop rejection_sample_method 'mars'."
         )
-    if release > SUPPORTED[-1]:
+    if _numbers(version) > newest:
         from vllm.logger import init_logger
 
         init_logger("vllm.vllm_mars.engine.compat").warning_once(
             "vLLM %s is newer than the releases that vllm-mars knows (%s); its interfaces are "
             "checked at start, its behaviour is untested.",
             version,
-            _RELEASES,
+            _KNOWN,
         )
 
 
-def check_interfaces(group: str) -> None:
-    """Refuses an installed vLLM whose interfaces are not the ones that a group is written for.
-
-    Takes less than a millisecond once the group's modules are imported.
+def check_interfaces(part: str) -> None:
+    """Refuses an installed vLLM that lacks what a part of a server needs.
 
     Args:
-        group: a key of `INTERFACES`.
+        part: a key of `NEEDED`; its modules are imported if they are not yet.
 
     Raises:
-        RuntimeError: a symbol is missing or has other parameters; the message names every one.
+        RuntimeError: the message names all that is missing or has other parameters.
     """
-    differences = [
-        f"{module}.{use.name} {found}"
-        for module, uses in INTERFACES[group].items()
-        for use in uses
-        if (found := difference(module, use))
-    ]
-    if differences:
+    if found := list(_differences(part)):
         import vllm
 
         raise RuntimeError(
-            f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs ({group}): "
-            f"{'; '.join(differences)}. Install a vLLM that it knows "
-            f"({_RELEASES}), look for a newer vllm-mars, or drop rejection_sample_method 'mars'."
+            f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs ({part}): "
+            f"{'; '.join(found)}. Install a vLLM that it knows ({_KNOWN}), look for a newer "
+            "vllm-mars, or drop rejection_sample_method 'mars'."
         )
 
 
-def difference(module: str, use: Use) -> str | None:
-    """Says in words what is wrong with a symbol of the installed vLLM, or None if nothing is.
-
-    Args:
-        module: the symbol's module; imported if it is not yet.
-        use: what it is used for.
-    """
-    try:
-        found: Any = importlib.import_module(module)
-    except ImportError:
-        return "is missing"
-    for part in use.name.split("."):
-        owner, found = found, getattr(found, part, _MISSING)
-        if found is _MISSING:
-            return None if use.how == "read" and _has_undefined(owner, part) else "is missing"
-    if use.how == "read":
-        return None
-    if not callable(found):
-        return f"is an attribute, but a function of ({use.parameters}) is expected"
-    return unlike(use, _parameters(found))
-
-
-def unlike(use: Use, parameters: str) -> str | None:
-    """Says in words how a function's parameters differ from those that a use needs, or None.
-
-    Args:
-        use: the use.
-        parameters: names without self in the notation of a signature; "=" marks a default, "*" the
-            beginning of the keyword-only ones.
-    """
-    present = _split(parameters)
-    names = [name.rstrip("=") for name in present]
-    positional, _, keyword = use.parameters.partition("*")
-    first, named = _split(positional), set(_split(keyword))
-    fits = names == first if use.how == "override" else names[: len(first)] == first
-    if use.how == "call":
-        required = {name for name in present[len(first) :] if name[0] != "*" and name[-1] != "="}
-        fits = fits and required <= named <= set(names[len(first) :])
-    if fits:
-        return None
-    verb = {"override": "overridden", "call": "passed", "wrap": "read"}[use.how]
-    return f"has parameters ({parameters}), but ({use.parameters}) are {verb}"
-
-
-def _split(names: str) -> list[str]:
-    return [name for name in (part.strip() for part in names.split(",")) if name]
-
-
-def _has_undefined(owner: Any, name: str) -> bool:
-    """Whether a name is an instance's alone, or a module that its package has not imported."""
-    if inspect.ismodule(owner):
-        is_package = hasattr(owner, "__path__")
-        return is_package and importlib.util.find_spec(f"{owner.__name__}.{name}") is not None
-    for base in getattr(owner, "__mro__", ()):
-        members = vars(base)
-        if name in members.get("__annotations__", ()):
-            return True
-        for method in ("__init__", "__post_init__"):
-            # The names that the method's code mentions, among them the attributes that it assigns.
-            code = getattr(inspect.unwrap(members.get(method, object)), "__code__", None)
-            if code is not None and name in code.co_names:
-                return True
-    return False
+def _differences(part: str) -> Iterator[str]:
+    """What is missing or has other parameters, in words."""
+    # A hook would never run if its module were gone.
+    for module in HOOKS if part == "front end" else ():
+        try:
+            is_there = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            is_there = False
+        if not is_there:
+            yield f"{module} is missing"
+    for name, first in NEEDED[part].items():
+        try:
+            found = _parameters(pkgutil.resolve_name(name))
+        except (ImportError, AttributeError) as error:
+            yield f"{name} is missing ({error})"
+            continue
+        if not f"{found}, ".startswith(f"{first}, " if first else ""):
+            yield f"{name} takes ({found}), but ({first}) come first here"
+    for name, methods in _OVERRIDES.get(part, {}).items():
+        try:
+            ours = pkgutil.resolve_name(name)
+            for method in methods:
+                own, theirs = (_parameters(getattr(of, method)) for of in (ours, ours.__base__))
+                if own != theirs:
+                    yield f"{ours.__base__.__name__}.{method} takes ({theirs}), but ({own}) here"
+        except (ImportError, AttributeError) as error:
+            yield str(error)
 
 
 def _parameters(function: Any) -> str:
-    """The parameters of a callable, as `unlike` takes them."""
-    notation: list[str] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and not any(p[0] == "*" for p in notation):
-            notation.append("*")
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            name = f"*{name}"
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            name = f"**{name}"
-        notation.append(name if parameter.default is parameter.empty else f"{name}=")
-    return ", ".join(name for name in notation if name != "self")
+    return ", ".join(name for name in inspect.signature(function).parameters if name != "self")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version; none where it cannot be read."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, match.groups())) if match else ()

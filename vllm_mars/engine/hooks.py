@@ -6,7 +6,7 @@ docs/coupling.md lists every hook with the reason and when it can go.
 
 import functools
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -43,14 +43,14 @@ def _once(hook: Hook) -> Hook:
     return patch
 
 
-def _after(module: ModuleType, method: str, *acts: str, needs: Sequence[str] = ()) -> None:
+def _after(module: ModuleType, method: str, *acts: str, needs: str = "") -> None:
     """Wraps a method: vLLM's own call, and more behind it if the server asks for MARS.
 
     Args:
         module: of the class.
         method: "Class.method"; its instances have a `vllm_config`.
         acts: "module:function" each, called with the instance and the server's options.
-        needs: groups of `INTERFACES` that the installed vLLM is held against first.
+        needs: the part of a server whose interfaces are checked first.
     """
 
     @wrapt.patch_function_wrapper(module, method)
@@ -58,10 +58,10 @@ def _after(module: ModuleType, method: str, *acts: str, needs: Sequence[str] = (
         result = wrapped(*args, **kwargs)
         config = config_of(instance.vllm_config)
         if config is not None:
-            from vllm_mars.engine.compat import check_interfaces
+            if needs:
+                from vllm_mars.engine.compat import check_interfaces
 
-            for group in needs:
-                check_interfaces(group)
+                check_interfaces(needs)
             for act in acts:
                 pkgutil.resolve_name(act)(instance, config)
         return result
@@ -100,9 +100,7 @@ def patch_input_processor(module: ModuleType) -> None:
 
     What it hands to the engine is held to the overrides of whoever runs the server.
     """
-    # First, so that a vLLM without the other methods is refused.
-    act = "vllm_mars.engine.overrides:read_at_start"
-    _after(module, "InputProcessor.__init__", act, needs=["requests"])
+    _after(module, "InputProcessor.__init__", "vllm_mars.engine.overrides:read_at_start")
 
     @wrapt.patch_function_wrapper(module, "InputProcessor._validate_params")
     def validate_params(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -148,7 +146,7 @@ def patch_scheduler(module: ModuleType) -> None:
         "Scheduler.__init__",
         "vllm_mars.engine.transport:carry_counts",
         "vllm_mars.engine.returned:send_rows",
-        needs=["scheduler"],
+        needs="engine core",
     )
 
 
@@ -213,8 +211,8 @@ def patch_generate(module: ModuleType) -> None:
 def patch_stat_loggers(module: ModuleType) -> None:
     """Exports and logs the counts."""
     export, log = (f"vllm_mars.engine.metrics:{name}" for name in ("add_metrics", "add_log_line"))
-    _after(module, "PrometheusStatLogger.__init__", export, needs=["metrics"])
-    _after(module, "LoggingStatLogger.__init__", log, needs=["metrics"])
+    _after(module, "PrometheusStatLogger.__init__", export)
+    _after(module, "LoggingStatLogger.__init__", log)
 
 
 # Why: vLLM skips a plugin that a worker's machine lacks, and that rank would verify strictly.
@@ -222,8 +220,7 @@ def patch_stat_loggers(module: ModuleType) -> None:
 @_once
 def patch_executor(module: ModuleType) -> None:
     """Asks every worker, once it is up, what it verifies with."""
-    act = "vllm_mars.engine.ranks:require_same_everywhere"
-    _after(module, "Executor.__init__", act, needs=["executor"])
+    _after(module, "Executor.__init__", "vllm_mars.engine.ranks:require_same_everywhere")
 
 
 # Why: the V1 runner names its rejection sampler class and offers no place for another.
@@ -231,10 +228,7 @@ def patch_executor(module: ModuleType) -> None:
 @_once
 def patch_runner_v1(module: ModuleType) -> None:
     """Replaces the rejection sampler of the V1 runner."""
-    from vllm.platforms import current_platform
-
-    needs = ["V1", "cpu"] if current_platform.is_cpu() else ["V1"]
-    _after(module, "GPUModelRunner.__init__", "vllm_mars.runner.sampler_v1:install", needs=needs)
+    _after(module, "GPUModelRunner.__init__", "vllm_mars.runner.sampler_v1:install", needs="V1")
 
 
 # Why and until: as for V1. The V2 runner builds its samplers once the model is loaded.
@@ -242,5 +236,5 @@ def patch_runner_v1(module: ModuleType) -> None:
 def patch_runner_v2(module: ModuleType) -> None:
     """Replaces the rejection sampler of the V2 runner."""
     # The check comes before the model is loaded, which can take minutes.
-    _after(module, "GPUModelRunner.__init__", needs=["V2"])
+    _after(module, "GPUModelRunner.__init__", needs="V2")
     _after(module, "GPUModelRunner.load_model", "vllm_mars.runner.sampler_v2:install")

@@ -54,7 +54,7 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     from vllm.logger import init_logger
 
     check_version(vllm.__version__)
-    check_interfaces("options")
+    check_interfaces("front end")
     _check_served(engine_args, speculative_config)
     logger = init_logger("vllm.vllm_mars.engine.options")
     if speculative_config.get("draft_sample_method") == "probabilistic":
@@ -80,7 +80,6 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
             f"mars_protected_token_ids={shown(outside)} is outside the model's vocabulary [0, "
             f"{vocab}); leave these ids out."
         )
-    check_interfaces("markers")
     config = resolve_markers(config, engine_args, model_config)
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {

@@ -21,7 +21,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from vllm_mars.config import MarsConfig, config_of
-from vllm_mars.engine.compat import check_interfaces
 from vllm_mars.engine.transport import REQUEST_FIELD
 from vllm_mars.requests import RETURN, in_force, options_of
 from vllm_mars.runner.outputs import RETURNED_FIELD
@@ -39,7 +38,6 @@ def send_rows(scheduler: Any, config: MarsConfig) -> None:
             `update_from_output` are wrapped, on this instance alone.
         config: the server's options.
     """
-    check_interfaces("return")
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
     add_request, update_from_output = scheduler.add_request, scheduler.update_from_output
@@ -150,7 +148,6 @@ def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     has_mars = config_of(instance.engine_client.vllm_config) is not None
     if not has_mars or not _wants_return(call.arguments.get("request")):
         return wrapped(*args, **kwargs)
-    check_interfaces("answers")
     # By the number of the prompt and that of the choice.
     reports: dict[tuple[int, int], dict[str, Any]] = {}
 

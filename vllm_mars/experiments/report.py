@@ -11,7 +11,7 @@ from typing import Any
 from vllm_mars import __version__
 from vllm_mars.experiments.plan import family
 from vllm_mars.experiments.records import SweepFile, read_sweep
-from vllm_mars.experiments.rows import Interval, Row, Text, rows, shown, tables
+from vllm_mars.experiments.rows import Row, Text, points, rows, shown, tables
 from vllm_mars.local.drafts import RECOMMENDED
 from vllm_mars.local.result_file import require_writable
 
@@ -64,14 +64,6 @@ def advise(group: Sequence[Row], baseline: str, max_loss: float) -> Advice:
     return Advice(point, json.dumps(best.cell.config), why, best)
 
 
-def points(found: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each temperature and load."""
-    groups: dict[tuple[float, int], list[Row]] = {}
-    for row in found:
-        groups.setdefault((row.cell.temperature, row.cell.concurrency), []).append(row)
-    return list(groups.values())
-
-
 def draw(axes: Any, group: Sequence[Row], title: str, baseline: str) -> None:
     """Draws speed by loss; rules that differ in a value alone are joined."""
     families: dict[str, list[Row]] = {}
@@ -82,7 +74,8 @@ def draw(axes: Any, group: Sequence[Row], title: str, baseline: str) -> None:
     for number, own in enumerate(families.values()):
         color = COLORS[number % len(COLORS)]
         own.sort(key=lambda row: row.lost or (0.0,))
-        x, y = ([of.value for row in own if (of := at(row))] for at in (_lost, _speed))
+        x = [row.lost.value for row in own if row.lost]
+        y = [row.speed.value for row in own if row.speed]
         axes.plot(x, y, "-o", color=color, markersize=4)
         for row in own:
             lost, speed = row.lost, row.speed
@@ -102,14 +95,6 @@ def draw(axes: Any, group: Sequence[Row], title: str, baseline: str) -> None:
     axes.margins(x=0.25, y=0.15)
     axes.set(title=title, xlabel="nats lost per token", ylabel=f"speed x {baseline}")
     axes.grid(alpha=0.3)
-
-
-def _lost(row: Row) -> Interval | None:
-    return row.lost
-
-
-def _speed(row: Row) -> Interval | None:
-    return row.speed
 
 
 def chart(panels: Mapping[str, Sequence[Row]], baseline: str) -> str:

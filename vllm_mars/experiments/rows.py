@@ -6,6 +6,7 @@ blocks are drawn. Times and their ratios are means of the middle half, because w
 a machine makes a few of them several times too long.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -324,13 +325,17 @@ class Text(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
+def points(found: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each temperature and load."""
+    by_point = itertools.groupby(found, lambda row: (row.cell.temperature, row.cell.concurrency))
+    return [list(group) for _, group in by_point]
+
+
 def tables(found: Sequence[Row], baseline: str) -> list[Text]:
     """A table for each temperature and load; a row without figures says why."""
-    points: dict[tuple[float, int], list[Row]] = {}
-    for row in found:
-        points.setdefault((row.cell.temperature, row.cell.concurrency), []).append(row)
     texts = []
-    for (temperature, load), group in points.items():
+    for group in points(found):
+        _, _, temperature, load = group[0].cell
         names = [name for name, text in COLUMNS.items() if any(map(text, group))]
         answers = max(row.answers for row in group)
         title = "greedy" if temperature == 0 else f"temperature {temperature:g}"

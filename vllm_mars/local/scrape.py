@@ -2,10 +2,9 @@
 
 import http.client
 import json
-import re
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +16,9 @@ ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 GENERATED_TOKENS = "vllm:generation_tokens_total"
 LOST_NATS = "vllm:mars_lost_nats_total"
+GAINED = "vllm:mars_gained_acceptance_total"
+VERIFIED = "vllm:mars_verified_positions_total"
+REFUSED = "vllm:mars_refused_positions_total"
 DRIFT_UP = "vllm:mars_drift_up_nats_total"
 DRIFT_DOWN = "vllm:mars_drift_down_nats_total"
 
@@ -70,13 +72,13 @@ def _is_here(url: str) -> bool:
     return urllib.parse.urlsplit(url).hostname in LOOPBACK
 
 
-def samples(url: str, timeout: float) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Reads Prometheus metrics within so many seconds.
+def totals(url: str, timeout: float) -> dict[str, float]:
+    """Reads Prometheus metrics within so many seconds, summed over engines and models.
 
-    Yields:
-        Name (counters end in `_total`; Ray Serve's begin with `vllm:` as vLLM's own do), labels
-        without `engine` and `model_name`, and value of each sample; those of several engines or
-        models are to be added up.
+    Returns:
+        Sample name (counters end in `_total`) to value. A label other than `engine` and
+        `model_name` stays in the name, sorted: `vllm:..._per_pos_total{position="0"}`. Histogram
+        buckets are left out; their `_sum` and `_count` are there.
 
     Raises:
         OSError: as `fetch`.
@@ -84,7 +86,15 @@ def samples(url: str, timeout: float) -> Iterator[tuple[str, dict[str, str], flo
     """
     from prometheus_client.parser import text_string_to_metric_families
 
+    found: dict[str, float] = {}
     for family in text_string_to_metric_families(fetch(url, timeout).decode()):
         for sample in family.samples:
-            labels = {k: v for k, v in sample.labels.items() if k not in ("engine", "model_name")}
-            yield re.sub("^ray_vllm_", "vllm:", sample.name), labels, sample.value
+            if not sample.name.endswith("_bucket"):
+                text = ",".join(
+                    f'{label}="{value}"'
+                    for label, value in sorted(sample.labels.items())
+                    if label not in ("engine", "model_name")
+                )
+                key = f"{sample.name}{{{text}}}" if text else sample.name
+                found[key] = found.get(key, 0.0) + sample.value
+    return found

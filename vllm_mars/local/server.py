@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from vllm_mars.local.scrape import fetch, samples
+from vllm_mars.local.scrape import fetch, totals
 
 LOG_TAIL_LINES = 40
 POLL_SECONDS = 0.2
@@ -179,28 +179,17 @@ class VllmServer:
         return tail(self.log_path)
 
     def metrics(self) -> dict[str, float]:
-        """Reads `/metrics`, summed over engines and models.
-
-        Returns:
-            Sample name (counters end in `_total`) to value. A label other than `engine` and
-            `model_name` stays in the name, sorted: `vllm:..._per_pos_total{position="0"}`.
-            Histogram buckets are left out; their `_sum` and `_count` are there.
+        """Reads `/metrics`, as `scrape.totals` gives them.
 
         Raises:
             RuntimeError: the server is not running or does not answer.
         """
         self.check_alive()
         url = f"{self.base_url}/metrics"
-        values: dict[str, float] = {}
         try:
-            for name, labels, value in samples(url, METRICS_SECONDS):
-                if not name.endswith("_bucket"):
-                    text = ",".join(f'{label}="{labels[label]}"' for label in sorted(labels))
-                    key = f"{name}{{{text}}}" if text else name
-                    values[key] = values.get(key, 0.0) + value
+            return totals(url, METRICS_SECONDS)
         except OSError as error:
             raise RuntimeError(f"{url} does not answer: {error}\n{self.log_tail()}") from error
-        return values
 
     def close(self) -> None:
         """Ends the server and waits until its processes are gone; harmless when repeated."""
