@@ -190,7 +190,7 @@ def accept_kernel(
     is_over = has_ended(record_ptr, tl.load(input_ids_ptr + start), produced)
     gainful = num_gainful(is_end, offset, length, room)
     # The last position of the answer; none where it had ended before.
-    last_counted = tl.where((is_over != 0) | (room < 0), -1, gainful)
+    last_counted = tl.where(is_over != 0, -1, gainful)
     small = is_small(rows, load_float(record_ptr, THRESHOLD))
     verdict, loss = greedy(rows, small, most, price, gainful, offset, length, RULE)
     accepts = (verdict == FIRST) | (verdict == RELAXED)

@@ -132,7 +132,7 @@ def clip_kernel(
     record_ptr = records_ptr + slot * RECORD_SIZE
     produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
     most, price, room = allowance(record_ptr, produced, _DRAWN_SCALE, tl.arange(0, 1))
-    useful = tl.minimum(length, tl.maximum(room, 0))
+    useful = tl.minimum(length, room)
     price = drawn_price(tl.max(most, axis=0), price, useful)
     may_pay = (place < useful) & (tl.load(blocked_ptr + own_row) == 0)
 
@@ -204,7 +204,7 @@ def clip_kernel(
             high = tl.where(total > 1.0, w, high)
             newton = w * (1.0 - flat) / (total - flat)
             is_inside = (newton > low) & (newton < high)
-            following = tl.where(is_inside, newton, tl.sqrt(low * high))
+            following = tl.where(is_inside, newton, tl.sqrt(low) * tl.sqrt(high))
             taken += 1
         loss = tl.minimum(loss, price * price * _EIGHTH)
         gain = tl.maximum(gain, 0.0)

@@ -274,7 +274,8 @@ def accept(
         elif bonus is not None:
             tokens[place, accepted] = bonus[place]
         # What lies behind the answer's end is no part of it.
-        most = min(definition.num_gainful(rows, begin, end, allowed), allowed.room) + 1
+        most = definition.num_gainful(rows, begin, end, allowed) + 1
+        most = 0 if allowed.has_ended else most
         counted = emitted._replace(positions=emitted.positions[:most])
         drafted = rows.draft[begin:end]
         num_relaxed, lost, drift = _write_down(
@@ -311,8 +312,8 @@ def _allowances(
         price, rate, lost, most_tokens = record
         of_price = scale if is_sampled else GREEDY_SCALE
         found = Allowance.of(price, rate, lost, produced, most_tokens, of_price)
-        has_ended = produced > 0 and last >= 0 and last in own_ends
-        yield found._replace(room=-1) if has_ended else found
+        is_end = produced > 0 and last >= 0 and last in own_ends
+        yield found._replace(has_ended=found.has_ended or is_end)
 
 
 def _greedy(rows: Rows, begin: int, end: int, allowed: Allowance, name: RuleName) -> Emitted:

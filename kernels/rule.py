@@ -121,8 +121,8 @@ class Allowance(NamedTuple):
         rate: what an output token adds, in units of 2**-RATE_BITS nats.
         produced: output tokens before this step.
         lost: what the request has lost, in units of 2**-LOSS_BITS nats.
-        room: output tokens that may still come behind the step's first one; -1 of a request that
-            has ended, of which nothing is counted.
+        room: output tokens that may still come behind the step's first one.
+        has_ended: whether the request had ended before this step, of which nothing is counted then.
     """
 
     price: int
@@ -130,18 +130,23 @@ class Allowance(NamedTuple):
     produced: int
     lost: int
     room: int
+    has_ended: bool = False
 
     @classmethod
     def of(
         cls, price: int, rate: int, lost: int, produced: int, most_tokens: int, scale: int
     ) -> "Allowance":
-        """That of a request's record; `scale` is of a price that follows what is left."""
+        """That of a request's record; `scale` is of a price that follows what is left.
+
+        Whether the last token has ended the request is not looked at.
+        """
         if price == FOLLOWS:
             # Who loses nothing for long saves no more for the price than this.
             most = min(PRICE_BURSTS * most_lost(rate, 0), MOST_BALANCE)
             balance = min(max(most_lost(rate, produced + 1) - lost, 0), most)
             price = min(math.isqrt(scale * balance), MOST_PRICE)
-        return cls(price, rate, produced, lost, max(most_tokens - produced, 0) - 1)
+        room = max(most_tokens - produced - 1, 0)
+        return cls(price, rate, produced, lost, room, produced >= most_tokens)
 
     def at(self, offset: int) -> int:
         """What the step's tokens up to this offset may lose."""
@@ -171,7 +176,7 @@ class Position(NamedTuple):
 
 def num_gainful(rows: Rows, begin: int, end: int, allowed: Allowance) -> int:
     """How many positions of a given draft can be followed by a further token of the answer."""
-    most = min(end - begin, max(allowed.room, 0))
+    most = min(end - begin, allowed.room)
     return next((offset for offset in range(most) if rows.is_end[begin + offset]), most)
 
 
@@ -306,7 +311,7 @@ def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[f
     What the request may still lose is shared by the positions at which something can be gained, so
     that their losses, each at most price**2 / 8, fit whichever of them are reached.
     """
-    useful = min(end - begin, max(allowed.room, 0))
+    useful = min(end - begin, allowed.room)
     share = max(allowed.at(0), 0) // max(useful, 1)
     price = min(allowed.price * _UNIT, math.sqrt(8 * share * _UNIT) * (1 - 2**-20))
     return [

@@ -111,10 +111,7 @@ def store_float(record_ptr, column, value):
 
 @triton.jit
 def allowance(record_ptr, produced, scale, offset):
-    """What the request may lose up to each offset, its price, in units, and its room.
-
-    Without regard to its last token the room is -1 where the request has all of its tokens.
-    """
+    """What the request may lose up to each offset, its price, in units, and its room."""
     rate = tl.load(record_ptr + RATE)
     tokens = produced.to(tl.int64) + offset + 1
     most = ((rate * (tokens + _BURST_TOKENS)) >> _RATE_SHIFT) - tl.load(record_ptr + LOST)
@@ -126,15 +123,16 @@ def allowance(record_ptr, produced, scale, offset):
     price = tl.load(record_ptr + PRICE)
     follows = tl.minimum(integer_root(balance * scale), _MOST_PRICE)
     price = tl.where(price < 0, follows, price)
-    return most, price, tl.maximum(tl.load(record_ptr + MOST_TOKENS) - produced, 0) - 1
+    return most, price, tl.maximum(tl.load(record_ptr + MOST_TOKENS) - produced - 1, 0)
 
 
 @triton.jit
 def has_ended(record_ptr, last, produced):
-    """1 where the last token that the request has produced ends it, else 0."""
+    """1 where the request had ended before this step, else 0."""
     ends = tl.load(record_ptr + FIRST_END + tl.arange(0, ENDS))
     is_end = tl.max((ends == last).to(tl.int32), axis=0)
-    return tl.where((produced > 0) & (last >= 0), is_end, 0)
+    is_end = tl.where((produced > 0) & (last >= 0), is_end, 0)
+    return tl.where(produced >= tl.load(record_ptr + MOST_TOKENS), 1, is_end)
 
 
 @triton.jit
@@ -222,7 +220,7 @@ def is_kept(token, protected, record_ptr, vocab):
 @triton.jit
 def num_gainful(is_end, offset, length, room):
     """How many positions of a given draft can be followed by a further token of the answer."""
-    return tl.minimum(tl.min(tl.where(is_end, offset, length), axis=0), tl.maximum(room, 0))
+    return tl.minimum(tl.min(tl.where(is_end, offset, length), axis=0), room)
 
 
 @triton.jit
