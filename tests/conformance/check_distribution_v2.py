@@ -1,52 +1,60 @@
-"""What Model Runner V2 samples, and what it says of it, against the enumerated rule.
+"""What Model Runner V2 emits for sampled requests, and what it says of it: all of it.
 
-Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter. It takes 20 ms for a
-request, hence few of them; `check_sampler_v2.py` compares token by token.
+Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter. It takes 50 ms for a
+request, hence small cases; `check_sampler_v2.py` compares token by token.
 """
 
+import numpy as np
 import pytest
 import torch
-from vllm import SamplingParams
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
-import enumerated
+from enumerated import FEATURES, Batch, case_of
 from steps_v2 import Request, Step, emitted
-from vllm_mars import MarsConfig
-from vllm_mars.kernels import clip_kernel
-from vllm_mars.kernels.clip import TOLERANCE
+from vllm_mars.kernels import accept_kernel, clip_kernel, draw_kernel
+
+# What drafts are drawn at.
+SHARE = 0.5
+DAILY = "price", "bound alone", "guard", "ends", "later end", "protected", "all"
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in FEATURES if name not in DAILY]
 
 
-@pytest.mark.parametrize(
-    ("is_drawn", "top_k", "rule", "value", "count", "protected"),
-    [
-        pytest.param(False, None, "theta", 1.0, 400, (), marks=pytest.mark.nightly),
-        (False, None, "theta", 0.9, 150, ()),
-        # The first draft of the two.
-        (False, None, "theta", 0.9, 150, (enumerated.FIXED[0],)),
-        pytest.param(True, None, "price", 0.0, 400, (), marks=pytest.mark.nightly),
-        (False, None, "price", 1.0, 150, ()),
-        pytest.param(False, 3, "price", 1.0, 400, (), marks=pytest.mark.nightly),
-        (True, None, "price", 1.0, 150, ()),
-        pytest.param(True, 3, "price", 1.0, 400, (), marks=pytest.mark.nightly),
-    ],
-)
-def test_distribution(monkeypatch, is_drawn, top_k, rule, value, count, protected):
-    requests = [
-        Request(SamplingParams(temperature=1.0, seed=seed, top_k=top_k or -1), drafts, [3, 1, 4, 1])
-        for seed, drafts in enumerate(enumerated.drafts(count, is_drawn).tolist())
-    ]
-    draft_logits, share = None, 0.5
-    if is_drawn:
-        draft_logits = share * enumerated.DRAFT.log().float().expand(count, -1, -1)
-    step = Step(requests, enumerated.LOGITS.repeat(count, 1), draft_logits)
-    sampler = step.sampler(
-        MarsConfig(**{rule: value}, repeat_guard=0, strict_opening=0), protected=protected
-    )
-    sampler.drawn_at = torch.full((count + 2,), share)
-    # As exact as the formula.
-    monkeypatch.setattr(clip_kernel, "TOLERANCE", TOLERANCE)
+def filled(like, of_places, seed, rest):
+    """Of a request's row, a float32 tensor of the interpreter; the seed is its place."""
+    like, row = like.to(tl.float32), of_places[int(seed.handle.data.item())]
+    data = np.full(like.handle.data.shape, rest, dtype=np.float32)
+    data[: len(row)] = row
+    return tl.tensor(TensorHandle(data, tl.float32), like.type)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("name", [*DAILY, *NIGHTLY])
+def test_v2(monkeypatch, is_drawn, name):
+    """All probes of a case in one step."""
+    batch = Batch(case := case_of(2, name, is_drawn=is_drawn, every=8))
+    monkeypatch.setattr(clip_kernel, "TOLERANCE", 1e-6)
+    log_uniform, log_noise = batch.uniform.log(), batch.noise.log()
+
+    def log_drawn(seeds_ptr, pos_ptr, slot, row, mask):
+        return filled(row, log_uniform, tl.load(seeds_ptr + slot), 0.0)
+
+    def noised_argmax(logits, keys, mask, seed, *_, **__):
+        noised = logits - filled(logits, log_noise, seed, np.inf)
+        return tl.max(noised, axis=0, return_indices=True)
+
+    monkeypatch.setattr(accept_kernel, "_log_drawn", log_drawn)
+    monkeypatch.setattr(draw_kernel, "gumbel_noised_argmax", noised_argmax)
+    own = [3, 1, 4, *case.answer], 3, 3
+    requests = [Request(case.params(i), path, *own) for i, path in enumerate(batch.paths)]
+    draft_logits = SHARE * batch.q.log() if case.is_drawn else None
+    step = Step(requests, batch.logits.flatten(0, 1), draft_logits)
+    sampler = step.sampler(case.config, protected=case.protected)
+    # To compile for a first step is counted, too.
+    sampler._is_warm = True
+    sampler.drawn_at = torch.full((len(requests) + 2,), SHARE)
+    lost = sampler.requests._records.lost
+    lost[step.states] = case.lost
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
     output = sampler(step.logits.clone(), step.batch(), step.draft_logits, None)
-    samples = [tuple(tokens) for tokens in emitted(output)]
-    ratios = sampler.verification.returned[0].table[:, 0].nansum(1).tolist()
-    strict = {0} if protected else set()
-    enumerated.check(samples, ratios, enumerated.emitted(is_drawn, top_k, rule, value, strict))
+    batch.check(sampler.verification, emitted(output), lost[step.states] - case.lost)

@@ -1,61 +1,52 @@
-"""What V1 emits for sampled requests, and what it says of it, against the enumerated rule."""
+"""What V1 emits for sampled requests, and what it says of it: all of it, by enumeration."""
 
 import pytest
 import torch
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
-import enumerated
 import steps_v1
-from vllm_mars import MarsConfig
+from enumerated import FEATURES, Batch, case_of
+from vllm_mars.kernels import clip
+from vllm_mars.runner import sampler_v1
 
-COUNT = 4_000
-RULES = [
-    ("theta", 1.0),
-    ("theta", 0.9),
-    ("theta", 0.5),
-    ("price", 0.0),
-    ("price", 0.4),
-    ("price", 2.0),
-]
+NIGHTLY = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 9)]
 
 
 @pytest.mark.usefixtures("mended_kernels")
-@pytest.mark.parametrize(("rule", "value"), RULES)
-@pytest.mark.parametrize("top_k", [None, 3])
 @pytest.mark.parametrize("is_drawn", [False, True])
-@pytest.mark.parametrize("strict", [(), (1,), (0,)])
-def test_v1(monkeypatch, is_drawn, top_k, rule, value, strict):
-    if is_drawn and rule != "price" and value != 1:
-        pytest.skip("refused at start")
-    drafts = enumerated.drafts(COUNT, is_drawn)
-    metadata = steps_v1.metadata_of(drafts.tolist())
-    metadata.draft_token_ids = drafts.flatten().int()
-    torch.manual_seed(0)
-    sampler = steps_v1.mars_sampler(MarsConfig(**{rule: value}, repeat_guard=0, strict_opening=0))
-    step = sampler.requests.step
-
-    def with_strict(given):
-        requests, _ = step(given)
-        return requests, [int(offset in strict) * 5 for offset in range(2)] * COUNT
-
-    monkeypatch.setattr(sampler.requests, "step", with_strict)
-    monkeypatch.setattr(sampler.requests, "returns", lambda batch: {0: "asks"})
+@pytest.mark.parametrize("seed", [1, 2, *NIGHTLY])
+@pytest.mark.parametrize("name", FEATURES)
+def test_v1(monkeypatch, is_drawn, seed, name):
+    """All probes of a case in one step; by night together with other features."""
+    names = [*FEATURES][seed % 3 :: 7] if seed > 2 and name != "theta" else []
+    sizes = {"steps": 1 + seed % 3, "vocab": 8 - seed % 3}
+    batch = Batch(case := case_of(seed, *names, name, is_drawn=is_drawn, **sizes))
+    monkeypatch.setattr(clip, "TOLERANCE", 1e-6)
+    count, uniform = len(batch.probes), batch.uniform.flatten()
+    for module in (rejection_sampler, sampler_v1):
+        monkeypatch.setattr(module, "generate_uniform_probs", lambda *_: uniform, raising=False)
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, **_: self.copy_(batch.noise))
+    # Of vLLM's, for the bonus token.
+    draw = lambda logits, _: (logits.softmax(-1) / batch.noise).argmax(-1)  # noqa: E731
+    monkeypatch.setattr(torch.ops._C, "fused_gumbel_argmax", draw)
+    sampler = steps_v1.mars_sampler(case.config, case.protected)
+    requests = sampler.requests
+    # Answers grow behind a request's start; of what it comes with all counts as lost.
+    answers = [[] for _ in batch.probes]
+    added = [(place, case.params(), [3, 1], answer) for place, answer in enumerate(answers)]
+    requests.update_state(BatchUpdate(count, removed=[], added=added, moved=[]))
+    for answer in answers:
+        answer.extend(case.answer)
+    slots, lost = requests._slots[:count], requests._records.lost
+    lost[slots] = case.lost
+    monkeypatch.setattr(requests, "returns", lambda _: {0: "asks"})
+    metadata = steps_v1.metadata_of(batch.paths)
+    metadata.draft_token_ids = torch.tensor(batch.paths).flatten().int()
     output = sampler(
         metadata,
-        enumerated.DRAFT.float().repeat(COUNT, 1) if is_drawn else None,
-        enumerated.LOGITS.repeat(COUNT, 1),
-        steps_v1.sampling(
-            [1.0] * COUNT,
-            drafts=drafts.tolist(),
-            top_k=torch.full((COUNT,), top_k) if top_k else None,
-        ),
+        batch.q.flatten(0, 1) if case.is_drawn else None,
+        batch.logits.flatten(0, 1),
+        steps_v1.sampling([1.0] * count, output=answers, drafts=batch.paths),
     )
-    samples = [
-        tuple(token for token in row if token != -1) for row in output.sampled_token_ids.tolist()
-    ]
-    table = sampler.verification.returned[0].table[:, 0].nansum(1).tolist()
-    expected = enumerated.emitted(is_drawn, top_k, rule, value, set(strict))
-    enumerated.check(samples, table, expected)
-    # What is counted is the divergence that the rule causes.
-    lost = sampler.verification.counters.device_counts[sampler.verification.counters.layout.lost]
-    divergence = sum(share * ratio for share, ratio in expected.values())
-    assert lost.item() * 2**-16 / COUNT == pytest.approx(divergence, rel=0.1, abs=1e-4)
+    batch.check(sampler.verification, steps_v1.emitted(output), lost[slots] - case.lost)
