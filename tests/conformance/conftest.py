@@ -9,9 +9,9 @@ model runners. Nothing is downloaded but for one test with the packaged model.
 
     test_engine_v1.py, test_engine_v2.py    engines: one workload for vLLM's sampler and for MARS
     test_sampler_v2.py                      one verification step of V2 (that of V1 is in
-                                            tests/runner/test_sampler_v1.py), and what it samples
-                                            against the enumerated rule
-    test_distribution.py                    what V1 samples against the enumerated rule
+                                            tests/runner/test_sampler_v1.py), and all that it can
+                                            emit against the rule (enumerated.py)
+    test_distribution.py                    all that a step of V1 can emit, likewise
 
 Model Runner V2 needs Triton, so on a CPU it runs in Triton's interpreter (tests/interpreted).
 """

@@ -10,54 +10,43 @@ from enumerated import FEATURES, Batch, case_of
 from vllm_mars.kernels import clip
 from vllm_mars.runner import sampler_v1
 
-
-@pytest.fixture
-def verify(mended_kernels, monkeypatch):
-    """Verifies a case's probes in one step."""
-    monkeypatch.setattr(clip, "TOLERANCE", 1e-6)
-
-    def run(case):
-        batch = Batch(case)
-        count, uniform = len(batch.probes), batch.uniform.flatten()
-        for module in (rejection_sampler, sampler_v1):
-            monkeypatch.setattr(module, "generate_uniform_probs", lambda *_: uniform, raising=False)
-        monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, **_: self.copy_(batch.noise))
-        # Of vLLM's, for the bonus token.
-        draw = lambda logits, _: (logits.softmax(-1) / batch.noise).argmax(-1)  # noqa: E731
-        monkeypatch.setattr(torch.ops._C, "fused_gumbel_argmax", draw)
-        sampler = steps_v1.mars_sampler(case.config, case.protected)
-        requests = sampler.requests
-        # Answers grow behind a request's start; of what it comes with all counts as lost.
-        answers = [[] for _ in batch.probes]
-        added = [(place, case.params(), [3, 1], answer) for place, answer in enumerate(answers)]
-        requests.update_state(BatchUpdate(count, removed=[], added=added, moved=[]))
-        for answer in answers:
-            answer.extend(case.answer)
-        slots, lost = requests._slots[:count], requests._records.lost
-        lost[slots] = case.lost
-        monkeypatch.setattr(requests, "returns", lambda _: {0: "asks"})
-        metadata = steps_v1.metadata_of(batch.paths)
-        metadata.draft_token_ids = torch.tensor(batch.paths).flatten().int()
-        output = sampler(
-            metadata,
-            batch.q.flatten(0, 1) if case.is_drawn else None,
-            batch.logits.flatten(0, 1),
-            steps_v1.sampling([1.0] * count, output=answers, drafts=batch.paths),
-        )
-        batch.check(sampler.verification, steps_v1.emitted(output), lost[slots] - case.lost)
-
-    return run
+NIGHTLY = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 9)]
 
 
-# The second nightly: longer drafts, and seeds that mix features.
-MORE = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 9)]
-
-
+@pytest.mark.usefixtures("mended_kernels")
 @pytest.mark.parametrize("is_drawn", [False, True])
-@pytest.mark.parametrize("seed", [1, 2, *MORE])
+@pytest.mark.parametrize("seed", [1, 2, *NIGHTLY])
 @pytest.mark.parametrize("name", FEATURES)
-def test_v1(verify, is_drawn, seed, name):
-    if is_drawn and name == "theta":
-        pytest.skip("refused at start")
+def test_v1(monkeypatch, is_drawn, seed, name):
+    """All probes of a case in one step; by night together with other features."""
     names = [*FEATURES][seed % 3 :: 7] if seed > 2 and name != "theta" else []
-    verify(case_of(seed, *names, name, is_drawn=is_drawn, steps=1 + seed % 3, vocab=8 - seed % 3))
+    sizes = {"steps": 1 + seed % 3, "vocab": 8 - seed % 3}
+    batch = Batch(case := case_of(seed, *names, name, is_drawn=is_drawn, **sizes))
+    monkeypatch.setattr(clip, "TOLERANCE", 1e-6)
+    count, uniform = len(batch.probes), batch.uniform.flatten()
+    for module in (rejection_sampler, sampler_v1):
+        monkeypatch.setattr(module, "generate_uniform_probs", lambda *_: uniform, raising=False)
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, **_: self.copy_(batch.noise))
+    # Of vLLM's, for the bonus token.
+    draw = lambda logits, _: (logits.softmax(-1) / batch.noise).argmax(-1)  # noqa: E731
+    monkeypatch.setattr(torch.ops._C, "fused_gumbel_argmax", draw)
+    sampler = steps_v1.mars_sampler(case.config, case.protected)
+    requests = sampler.requests
+    # Answers grow behind a request's start; of what it comes with all counts as lost.
+    answers = [[] for _ in batch.probes]
+    added = [(place, case.params(), [3, 1], answer) for place, answer in enumerate(answers)]
+    requests.update_state(BatchUpdate(count, removed=[], added=added, moved=[]))
+    for answer in answers:
+        answer.extend(case.answer)
+    slots, lost = requests._slots[:count], requests._records.lost
+    lost[slots] = case.lost
+    monkeypatch.setattr(requests, "returns", lambda _: {0: "asks"})
+    metadata = steps_v1.metadata_of(batch.paths)
+    metadata.draft_token_ids = torch.tensor(batch.paths).flatten().int()
+    output = sampler(
+        metadata,
+        batch.q.flatten(0, 1) if case.is_drawn else None,
+        batch.logits.flatten(0, 1),
+        steps_v1.sampling([1.0] * count, output=answers, drafts=batch.paths),
+    )
+    batch.check(sampler.verification, steps_v1.emitted(output), lost[slots] - case.lost)
