@@ -11,6 +11,9 @@ HOOKS = {
     "vllm.engine.arg_utils": "vllm_mars.engine.hooks:patch_engine_args",
     "vllm.v1.engine.async_llm": "vllm_mars.engine.hooks:patch_async_llm",
     "vllm.entrypoints.openai.chat_completion.serving": "vllm_mars.engine.hooks:patch_chat",
+    "vllm.entrypoints.openai.chat_completion.batch_serving": (
+        "vllm_mars.engine.hooks:patch_chat_batch"
+    ),
     "vllm.entrypoints.openai.completion.serving": "vllm_mars.engine.hooks:patch_completions",
     "vllm.entrypoints.scale_out.token_in_token_out.serving": (
         "vllm_mars.engine.hooks:patch_generate"

@@ -139,6 +139,18 @@ def test_an_answer_tells_what_verification_did(client):
     )
 
 
+def test_the_batch_route_tells_it_of_each_choice(lossy_server):
+    chat = [{"role": "user", "content": "Count: one two three, one two three, one"}]
+    body = {"model": "model", "messages": [chat, chat], "temperature": 0, "max_tokens": 12}
+    answer = post(
+        lossy_server,
+        "/v1/chat/completions/batch",
+        body | {"vllm_xargs": {"mars_return": True}},
+    )
+    one, other = answer["metrics"]["mars"]
+    assert one == other and one["theta"] == 0.5
+
+
 def post(server, path, body):
     return json.loads(fetch(f"{server.base_url}{path}", 60, body))
 

@@ -192,6 +192,12 @@ def patch_chat(module: ModuleType) -> None:
 
 
 @_once
+def patch_chat_batch(module: ModuleType) -> None:
+    """Adds the reports to batches of chat completions."""
+    _tell(module, "OpenAIServingChatBatch.chat_completion_full_generator_batch")
+
+
+@_once
 def patch_completions(module: ModuleType) -> None:
     """Adds the reports to completions."""
     _tell(module, "OpenAIServingCompletion.request_output_to_completion_response")

@@ -157,10 +157,10 @@ def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if told is not None:
                 reports[prompt, output.index] = told
 
-    async def noted(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async def noted(results: AsyncIterator[Any], prompt: int = 0) -> AsyncIterator[Any]:
         async for result in results:
-            # Those of several prompts come with the number of theirs.
-            note(*(result if isinstance(result, tuple) else (0, result)))
+            # Those of several prompts may come with the number of theirs.
+            note(*(result if isinstance(result, tuple) else (prompt, result)))
             yield result
 
     def in_order() -> list[dict[str, Any]]:
@@ -182,7 +182,11 @@ def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         for prompt, result in enumerate(call.arguments["final_res_batch"]):
             note(prompt, result)
         return _add(wrapped(*args, **kwargs), in_order())
-    call.arguments["result_generator"] = noted(call.arguments["result_generator"])
+    if "generators" in call.arguments:
+        each = enumerate(call.arguments["generators"])
+        call.arguments["generators"] = [noted(results, prompt) for prompt, results in each]
+    else:
+        call.arguments["result_generator"] = noted(call.arguments["result_generator"])
     result = wrapped(*call.args, **call.kwargs)
     return with_last(result) if inspect.isasyncgenfunction(wrapped) else with_reports(result)
 
