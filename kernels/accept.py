@@ -57,8 +57,7 @@ def accept(
         draws: of the step, where requests sample.
 
     Returns:
-        As in `cpu.accept`, but that the tokens are int64, and that `num_accepted` counts the token
-        behind the drafts, too, as Model Runner V2 wants it.
+        As in `cpu.accept`, but that the tokens are int64, as Model Runner V2 wants them.
     """
     batch, device = step.slots.shape[0], step.logits.device
     output = VerifyOutput(
@@ -159,7 +158,7 @@ def _draw(
         sampling=draws.sampling,
         draft_stride=strides[0],
         draft_step_stride=strides[1],
-        num_sampled_ptr=output.num_accepted,
+        num_sampled_ptr=output.num_emitted,
         cu_num_logits_ptr=step.cu_num_logits,
         slots_ptr=step.slots,
         pos_ptr=draws.pos,

@@ -268,7 +268,6 @@ def accept_kernel(
         if is_greedy == 0:
             share = next_share(load_float(record_ptr, DRAFT_SHARE), step_drift, share_gain)
             store_float(record_ptr, DRAFT_SHARE, share)
-    # With the token behind the drafts.
-    tl.store(output.num_accepted + request, accepted + 1)
+    tl.store(output.num_emitted + request, accepted + 1)
     tl.store(output.num_relaxed + request, num_relaxed)
     tl.store(output.lost + request, step_lost)

@@ -285,9 +285,9 @@ def accept(
             share = float(requests.records.draft_share[slots[place]])
             share = definition.next_share(share, drift, rule.share_gain)
             requests.records.draft_share[slots[place]] = share
-        summary[:, place] = accepted, num_relaxed, lost
-    accepted_, relaxed_, lost_ = torch.from_numpy(summary)
-    return VerifyOutput(torch.from_numpy(tokens), accepted_.int(), relaxed_.int(), lost_)
+        summary[:, place] = accepted + 1, num_relaxed, lost
+    emitted_, relaxed_, lost_ = torch.from_numpy(summary)
+    return VerifyOutput(torch.from_numpy(tokens), emitted_.int(), relaxed_.int(), lost_)
 
 
 def _kept(rule: Rule, ends: np.ndarray, vocab: int) -> torch.Tensor:

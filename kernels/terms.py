@@ -408,16 +408,21 @@ class VerifyOutput(NamedTuple):
     Attributes:
         output_token_ids: `[batch, max_draft_len + 1]` int32; the accepted drafts, then the
             corrected or the bonus token, then -1.
-        num_accepted: `[batch]` int32, accepted draft tokens.
+        num_emitted: `[batch]` int32, accepted draft tokens and the token behind them.
         num_relaxed: `[batch]` int32, those of them that only the rule accepted.
         lost: `[batch]` int64, what these lost against the first choice, in units of 2**-LOSS_BITS
             nats.
     """
 
     output_token_ids: torch.Tensor
-    num_accepted: torch.Tensor
+    num_emitted: torch.Tensor
     num_relaxed: torch.Tensor
     lost: torch.Tensor
+
+    @property
+    def num_accepted(self) -> torch.Tensor:
+        """Accepted draft tokens; int32 `[batch]`."""
+        return self.num_emitted - 1
 
     @property
     def loss(self) -> torch.Tensor:

@@ -129,7 +129,6 @@ def verify_greedy(
     *,
     price: float | torch.Tensor | None = None,
     protected: torch.Tensor | None = None,
-    blocked: torch.Tensor | None = None,
     max_draft_len: int | None = None,
     backend: Backend = "auto",
 ) -> VerifyOutput:
@@ -161,8 +160,6 @@ def verify_greedy(
         price: nats per token gained, float >= 0 or float32 `[batch]`; 0 is strict, and a larger
             price never accepts fewer drafts.
         protected: bool `[vocab]`; tokens at which the rule stays strict.
-        blocked: `[num_draft]` int8 or None; not 0 where the rule stays strict, a `Verdict` that
-            says why.
         max_draft_len: longest draft of a request, which sets the output's width. Default: read from
             `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
         backend: "torch", on a CPU alone, "triton", or "auto": Triton on an accelerator, torch on a
@@ -191,8 +188,6 @@ def verify_greedy(
         value = torch.full((batch,), value, device=device)
     if protected is not None:
         check_tensor("protected", protected, (torch.bool,), device, (logits.shape[1],))
-    if blocked is not None:
-        check_tensor("blocked", blocked, (torch.int8,), device, ids.shape)
     if max_draft_len is None:
         lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
         max_draft_len = max(lengths, default=0)
@@ -215,19 +210,15 @@ def verify_greedy(
         drafts = Drafts(logits, ids, ends, rows, None, ends + slots, max_draft_len)
         none = torch.zeros_like(slots)
         requests = Requests(records, slots, none, none - 1)
-        reasons = None if blocked is None else blocked.tolist()
-        output: VerifyOutput = kernels.accept(drafts, requests, rule, reasons)
+        output: VerifyOutput = kernels.accept(drafts, requests, rule)
         return output
     # The input of a request's first row is no draft token.
     inputs = ids.new_full((logits.shape[0],), -1)
     inputs[rows + 1] = ids
-    if blocked is not None:
-        blocked = blocked.new_zeros(logits.shape[0]).index_put((rows,), blocked)
     none = torch.zeros_like(slots)
     step = Step(logits, inputs, ends + slots + 1, records, slots, none, none, max_draft_len)
-    output = kernels.accept(step, rule, blocked)
-    tokens, num_accepted = output.output_token_ids.int(), output.num_accepted - 1
-    return output._replace(output_token_ids=tokens, num_accepted=num_accepted)
+    output = kernels.accept(step, rule)
+    return output._replace(output_token_ids=output.output_token_ids.int())
 
 
 def _only_one(theta: Any, price: Any) -> tuple[RuleName, Any]:

@@ -43,7 +43,6 @@ def arguments(**changes):
         ({"theta": None, "price": -1.0}, r"price=-1.0 is outside \[0, 8192\]"),
         ({"theta": None, "price": -1.0}, r"price=-1.0 is outside \[0, 8192\]; 0 switches"),
         ({"theta": None, "price": torch.ones(3)}, r"price has shape \[3\], but must have"),
-        ({"blocked": torch.zeros(3, dtype=torch.bool)}, "blocked has dtype torch.bool"),
         ({"protected": torch.zeros(4, dtype=torch.bool)}, r"protected has shape \[4\]"),
         ({"protected": torch.zeros(5)}, "protected has dtype torch.float32"),
         ({"backend": "cuda"}, "backend='cuda' is not one of"),

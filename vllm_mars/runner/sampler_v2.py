@@ -176,7 +176,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         if draws is not None and verification.config.logprobs == "sampled":
             ratios = log_ratios(account.table, temperature[idx_mapping])
             self._log_ratios = self._of_rows(ratios, cu_num_logits)
-        return processed, output.output_token_ids, output.num_accepted
+        return processed, output.output_token_ids, output.num_emitted
 
     def _get_logprobs_tensors(
         self,
