@@ -3,7 +3,8 @@
 The tensors are on torch's meta device, which takes the accelerator's path. Each operation that is
 no view is one kernel or one copy; Triton's launches are recorded instead of run. Of Model Runner V2
 it is the verification alone. A line of JSON for each case also tells what waits for the device,
-which is an error, and what vLLM's own sampler launches for the same batch. With -v come the names.
+which is an error, what vLLM's own sampler launches for the same batch, and the microseconds that
+the host takes for each where Triton's launches do nothing. With -v come the names.
 Two more lines tell how many megabytes of bfloat16 logits a sampled step of 64 requests reads beside
 vLLM's, by their shapes.
 """
@@ -11,6 +12,7 @@ vLLM's, by their shapes.
 import itertools
 import json
 import os
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -87,6 +89,15 @@ def count(counted: Counted, step: Callable[[], Any]) -> tuple[list[str], list[st
     return [*counted.launched], [*counted.waited]
 
 
+def host_times(*steps: Callable[[], Any]) -> list[float]:
+    """Microseconds of the host for each step, the median of 200 in turn."""
+    from benchmarks.kernel_step import HostClock, time_in_turn
+
+    with mock.patch.object(JITFunction, "run", lambda *_, **__: None), torch.no_grad():
+        runs = time_in_turn(HostClock(), dict(enumerate(steps)), rounds=200)
+    return [round(statistics.median(host for _, host in runs[n])) for n in range(len(steps))]
+
+
 def _parameters(case: str, kind: str) -> list[Any]:
     from vllm import SamplingParams
 
@@ -127,8 +138,10 @@ def count_all() -> Iterator[dict[str, Any]]:
         for case, kind in itertools.product(CASES, TEMPERATURES):
             of_vllm, _ = count(counted, step_of(None, case, kind))
             launched, waited = count(counted, step_of(MarsConfig(**CASES[case]), case, kind))
-            row = {"case": f"{case}, {kind}", "launches": len(launched)}
-            yield {**row, "syncs": len(waited), "vllm": len(of_vllm), "names": launched}
+            row = {"case": f"{case}, {kind}", "launches": len(launched), "syncs": len(waited)}
+            own = step_of(None, case, kind), step_of(MarsConfig(**CASES[case]), case, kind)
+            host = dict(zip(("vllm_host_us", "host_us"), host_times(*own), strict=True))
+            yield {**row, "vllm": len(of_vllm), **host, "names": launched}
 
 
 def main() -> int:

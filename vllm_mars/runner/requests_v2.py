@@ -46,7 +46,6 @@ class RequestsV2(LogitsProcessor):
         self._sections = Sections(config, turns)
         self._records = Records.new(slots, device)
         self._ring = new_ring(slots, config.repeat_ngram > 0, device)
-        self._is_structured = np.zeros(slots, dtype=bool)
         self._wants_return = np.zeros(slots, dtype=bool)
         # What a slot's new request brings: the section's states behind all its tokens and behind
         # its prompt, and the lengths of both.
@@ -93,7 +92,6 @@ class RequestsV2(LogitsProcessor):
         state, begun, length, prompt_len = self._brought.pop(req_idx, (0, 0, 0, 0))
         room = self._req_states.max_model_len - prompt_len
         record = record_of(sampling_params, self._config, room, length - prompt_len)
-        self._is_structured[req_idx] = options.is_structured
         self._wants_return[req_idx] = options.wants_return
         record[Column.STATE], record[Column.BEGUN] = state, begun
         record[Column.SCANNED], record[Column.HELD] = length, prompt_len
@@ -152,31 +150,26 @@ class RequestsV2(LogitsProcessor):
         input_ids: torch.Tensor,
         cu_num_logits: torch.Tensor,
         idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
         temperature: torch.Tensor,
         max_draft_len: int,
-    ) -> tuple[Step, torch.Tensor | None]:
+    ) -> tuple[Step, torch.Tensor]:
         """A step, and where its drafts must stay strict.
 
         Args:
             logits, input_ids, cu_num_logits, max_draft_len: see `Step`.
             idx_mapping: `[num_reqs]` slot of each request.
-            idx_mapping_np: the same on the host.
             temperature: float32 `[max_num_reqs]`.
         """
-        states, blocked = self._req_states, None
+        from vllm_mars.kernels.context import blocked_positions
+
+        states = self._req_states
         total_len, prompt_len = states.total_len.gpu, states.prompt_len.gpu
         own = self._records, idx_mapping, total_len, prompt_len
         step = Step(logits, input_ids, cu_num_logits, *own, max_draft_len)
-        has_structured = self._is_structured[idx_mapping_np].any()
-        if self._sections or self._config.repeat_ngram or has_structured or self.fills:
-            from vllm_mars.kernels.context import blocked_positions
-
-            tokens = states.all_token_ids.gpu
-            guard = self._config.repeat_ngram, self.fills
-            blocked = blocked_positions(
-                self._ring, tokens, step, temperature, self._markers, *guard
-            )
+        guard = self._config.repeat_ngram, self.fills
+        blocked = blocked_positions(
+            *(self._ring, states.all_token_ids.gpu, step, temperature, self._markers, *guard)
+        )
         return step, blocked
 
     @property

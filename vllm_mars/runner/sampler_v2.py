@@ -137,7 +137,6 @@ class MarsRejectionSamplerV2(RejectionSampler):
             verify_draft_sampled,
             cu_num_logits[1:],
             idx_mapping,
-            idx_mapping_np,
             self.sampler.sampling_states.temperature.gpu,
             self.num_speculative_steps,
         )
