@@ -95,7 +95,7 @@ def test_what_cannot_be_read_is_logged_once(tmp_path, clock, caplog, monkeypatch
             '{"mars_theta": 0.8}',
             "mars_theta=0.8 is looser than this server's own 0.9",
         ),
-        (MarsConfig(limit=0.5), '{"mars_theta": 0.4}', "mars_theta=0.4 is looser than"),
+        (MarsConfig(theta=0.9, limit=0.5), '{"mars_theta": 0.4}', "mars_theta=0.4 is looser than"),
         (
             THETA,
             '{"mars_price": 0}',
