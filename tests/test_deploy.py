@@ -155,8 +155,8 @@ def test_an_alert_names_the_one_server_of_ten(tmp_path, prefix, label):
     no_gain = {"gained_acceptance": 0}
     cases = [
         ({}, None),
-        # 0.02 nats of 1,000 tokens, and 2 of each of 50 answers.
-        ({"lost_nats": 130}, "MarsLossAboveBound"),
+        # Allowed are 0.02 nats of 1,000 tokens, and of 100 more for each of 50 answers: 120.
+        ({"lost_nats": 140}, "MarsLossAboveBound"),
         ({"drift_up_nats": 60}, "MarsTextDrifts"),
         (no_gain, "MarsGainsNothing"),
         (no_gain | {"verified_positions": 10}, None),
