@@ -153,7 +153,7 @@ def test_an_end_of_thinking_of_several_tokens_is_said(packaged_model, monkeypatc
     logger = init_logger("vllm.vllm_mars.engine.markers")
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
     assert resolved(packaged_model, {}, reasoning_config=markers).thinking_end is None
-    assert "the end of the thinking section is 4 tokens of this model, not one" in said[0]
+    assert "the end of the thinking section is 3 tokens of this model, not one" in said[0]
 
 
 def test_each_rank_has_to_verify_all_requests(packaged_model):

@@ -134,10 +134,16 @@ class Executor:
         ),
         ([(0, "a", __version__, None)], "no rank has a rejection sampler"),
         (
-            [(0, "a", __version__, OURS), (1, "b", __version__, OURS, MarsConfig(0.95).to_json())],
-            "rank 1 on the node b has mars_theta=0.95, not 0.9. Install",
+            [
+                (0, "a", __version__, OURS),
+                (1, "b", __version__, OURS, MarsConfig(max_loss=0.03).to_json()),
+            ],
+            "rank 1 on the node b has mars_max_loss=0.03, not 0.02. Install",
         ),
-        ([(0, "a", __version__, OURS, None)], "rank 0 on the node a has mars_theta=None, not 0.9"),
+        (
+            [(0, "a", __version__, OURS, None)],
+            "rank 0 on the node a has mars_client_control=None, not True",
+        ),
     ],
 )
 def test_a_rank_that_differs_is_named(answers, fault):
