@@ -1,12 +1,12 @@
 """Random verification calls against an oracle in pure Python: `make fuzz MINUTES=10 SEED=1`.
 
-    python tests/fuzz.py --minutes 10 --seed 1          all targets, the minutes shared out
+    python tests/fuzz.py --minutes 10 --seed 1          both samplers, the minutes shared out
     python tests/fuzz.py --target v1 --seed 1 --only 7  one call again, to look at
 
-Targets: the public function on the backend "torch" (NumPy on a CPU), Triton's
-interpreter, and the samplers of both model runners. A call draws shapes, dtypes, ties, masks, NaN,
-padding ids and thresholds of its own from the seed and its number, so a difference can be run
-again. The first difference ends the run with exit status 1.
+Of the samplers of both model runners, V2's in the interpreter; `tests/kernels/test_rule.py` and
+`tests/interpreted` compare what they call. A call draws shapes, dtypes, ties, masks, padding and
+thresholds of its own from the seed and its number, so a difference can be run again. The first
+difference ends the run with exit status 1.
 """
 
 import argparse
@@ -27,16 +27,13 @@ import numpy as np
 import torch
 
 import oracle
-from vllm_mars import MarsConfig, verify_greedy
+from vllm_mars import MarsConfig
 from vllm_mars.config import OPTION, STRICT_VALUE
 from vllm_mars.local.drafts import LOOSEST_LIMIT
 from vllm_mars.local.provenance import describe_run
 
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS / "conformance"))
-# Share of the time; the interpreter takes a hundred times as long for a call.
-SHARES = {"public": 0.3, "v1": 0.3, "triton": 0.2, "v2": 0.2}
-INTERPRETED = ("triton", "v2")
 # Of each rule, what all requests of a call may share, and what each may have.
 VALUES = {
     "theta": ([1.0, 0.9, 0.5, 0.01], [1.0, 0.9375, 0.5, 0.0625]),
@@ -90,11 +87,11 @@ class Call:
         )
 
 
-def random_call(rng: np.random.Generator, *, sampler: bool) -> Call:
-    """Draws a call; those of a sampler leave out what an engine never brings."""
-    vocab = int(rng.choice([2, 5, 17, 33, 70]) if sampler else rng.choice([1, 2, 3, 17, 33, 70]))
+def random_call(rng: np.random.Generator) -> Call:
+    """Draws a call, without what an engine never brings."""
+    vocab = int(rng.choice([2, 5, 17, 33, 70]))
     lengths = rng.integers(0, 6, size=rng.integers(1, 5)).tolist()
-    if sampler and not any(lengths):
+    if not any(lengths):
         lengths[0] = 1
     rows = sum(lengths) + len(lengths)
     scale = rng.choice([0.3, 2.0, 30.0])
@@ -103,14 +100,13 @@ def random_call(rng: np.random.Generator, *, sampler: bool) -> Call:
         logits = logits.round()
     specials = [-math.inf, -0.0, 0.0, logits.max().item()]
     # vLLM's samplers give NaN a meaning of their own, and never see +inf.
-    specials += [] if sampler else [math.nan, math.inf]
     for value in rng.choice(specials, size=rng.integers(0, 3)):
         logits[torch.from_numpy(rng.random((rows, vocab)) < rng.choice([0.1, 0.6]))] = value
     logits = logits.to([torch.float32, torch.bfloat16, torch.float16][rng.integers(0, 3)])
 
     drafts, row = [], 0
     for length in lengths:
-        best = logits[row : row + length].float().nan_to_num(0).topk(min(3, vocab)).indices
+        best = logits[row : row + length].float().topk(min(3, vocab)).indices
         chosen = [ids[rng.integers(0, len(ids))] for ids in best.tolist()]
         # At times a padding id or any token, in a sampler as elsewhere.
         others = rng.integers(-1, vocab, size=length).tolist()
@@ -126,41 +122,12 @@ def random_call(rng: np.random.Generator, *, sampler: bool) -> Call:
     return Call(logits, drafts, rule, value, protected)
 
 
-def check_public(rng: np.random.Generator, backend: str = "torch") -> str | None:
-    """`verify_greedy`; returns what differs, or None."""
-    call = random_call(rng, sampler=False)
-    width = max(map(len, call.drafts)) + 1
-    mask = torch.zeros(call.logits.shape[1], dtype=torch.bool)
-    mask[list(call.protected)] = True
-    given = {
-        "logits": call.logits,
-        "draft_token_ids": torch.tensor(sum(call.drafts, []), dtype=torch.int32),
-        "cu_num_draft_tokens": torch.tensor([len(d) for d in call.drafts]).cumsum(0).int(),
-        call.rule: call.value if isinstance(call.value, float) else torch.tensor(call.value),
-        "protected": mask if call.protected else None,
-        "max_draft_len": width - 1,
-    }
-    wanted = [
-        (result.tokens + [-1] * (width - len(result.tokens)), result.accepted, result.relaxed)
-        for result in call.expected()
-    ]
-    output = verify_greedy(**given, backend=backend)
-    columns = output.output_token_ids, output.num_accepted, output.num_relaxed
-    found = [*zip(*(column.tolist() for column in columns), strict=True)]
-    return call.differs(f"backend {backend}", found, wanted)
-
-
-def check_triton(rng: np.random.Generator) -> str | None:
-    """`verify_greedy` with backend "triton"."""
-    return check_public(rng, "triton")
-
-
 def sampler_call(rng: np.random.Generator) -> tuple[Call, MarsConfig, list[Any], list[float]]:
     """A call for a sampler, its config, and what each request asks for, with its temperature.
 
     All requests are greedy, or all but a last one: a batch with it takes vLLM's own path.
     """
-    call = random_call(rng, sampler=True)
+    call = random_call(rng)
     guard = {"strict_opening": 0} if call.rule == "price" else {}
     value, batch = call.value, len(call.drafts)
     own: list[Any] = [None] * batch
@@ -243,12 +210,7 @@ def check_v2(rng: np.random.Generator) -> str | None:
     return differences(emitted(output), call, temperatures)
 
 
-CHECKS: dict[str, Callable[[np.random.Generator], str | None]] = {
-    "public": check_public,
-    "v1": check_v1,
-    "triton": check_triton,
-    "v2": check_v2,
-}
+CHECKS: dict[str, Callable[[np.random.Generator], str | None]] = {"v1": check_v1, "v2": check_v2}
 
 
 def run_target(target: str, seed: int, seconds: float, most: int, only: int | None) -> int:
@@ -276,7 +238,7 @@ def run_target(target: str, seed: int, seconds: float, most: int, only: int | No
 def main() -> int:
     """Runs the targets, each in a process of its own; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--minutes", type=float, default=1.0, help="for all targets together")
+    parser.add_argument("--minutes", type=float, default=1.0, help="for both targets together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most", type=int, default=10**9, help="calls of each target at most")
     parser.add_argument("--target", choices=CHECKS, help="this one alone, in this process")
@@ -286,14 +248,14 @@ def main() -> int:
     if args.target:
         return run_target(args.target, args.seed, args.minutes * 60, args.most, args.only)
     calls: dict[str, int] = {}
-    for target, share in SHARES.items():
+    for target in CHECKS:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         environment.pop("TRITON_INTERPRET", None)
-        if target in INTERPRETED:
+        if target == "v2":
             environment["TRITON_INTERPRET"] = "1"
             environment["PYTHONPATH"] = str(TESTS / "interpreted")
         command = [sys.executable, __file__, "--target", target, "--seed", str(args.seed)]
-        command += ["--minutes", str(args.minutes * share), "--most", str(args.most)]
+        command += ["--minutes", str(args.minutes / len(CHECKS)), "--most", str(args.most)]
         child = subprocess.run(
             command, env=environment, check=False, stdout=subprocess.PIPE, text=True
         )

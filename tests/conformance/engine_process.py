@@ -2,7 +2,7 @@
 
 The job gives `engine` (arguments of vLLM's LLM), `batches` (each a list of `[prompt, sampling]`:
 token ids, or a text where the engine has a tokenizer, and SamplingParams as a dict) and `mend`
-(whether vLLM's CPU kernels are mended as MARS mends them). Prints one line that starts with RESULT:
+(whether vLLM's CPU kernels are mended). Prints one line that starts with RESULT:
 the answers of each batch and the counters after it.
 """
 
@@ -18,17 +18,12 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 def look_at_worker(worker):
     """Runs in the worker: the classes that really verify, and what they meet."""
-    from vllm.v1.sample import rejection_sampler
-
-    expand = getattr(rejection_sampler.expand_kernel, "_impl", None)
     runner = worker.model_runner
     # V2 only: what probabilistic drafts are verified with.
     draft_logits = getattr(getattr(runner, "speculator", None), "draft_logits", None)
     return {
         "runner": [base.__module__ for base in type(runner).__mro__],
         "sampler": type(runner.rejection_sampler).__qualname__,
-        # V1 only: whether vLLM's CPU kernels are mended before the job asks for it.
-        "is_mended": "vllm_mars" in str(getattr(getattr(expand, "func", expand), "__module__", "")),
         "has_draft_logits": draft_logits is not None,
     }
 

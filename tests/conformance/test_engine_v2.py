@@ -23,7 +23,7 @@ def test_theta_1_is_vllm(models):
     every = workload.every_kind(6)
     requests = {name: every[name] for name in ("greedy", "sampled")}
     own = run(draft_model(models), [requests], models)
-    mars = run(draft_model(models, **workload.STRICT_DRAWN), [requests], models)
+    mars = run(draft_model(models, **workload.STRICT_PRICE), [requests], models)
     assert own["has_draft_logits"]
     workload.assert_same_batches([requests], own, mars)
     assert 0 < workload.accepted_share(own, 0) < 1
@@ -39,7 +39,7 @@ def test_draft_model(models):
     again = {name: requests[name] for name in ("greedy", "sampled", "greedy, long prompt")}
     options = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "block_size": 32}
     own = run(draft_model(models), [requests, again], models, **options)
-    mars = run(draft_model(models, **workload.STRICT_DRAWN), [requests, again], models, **options)
+    mars = run(draft_model(models, **workload.STRICT_PRICE), [requests, again], models, **options)
     assert own["has_draft_logits"]
     workload.assert_same_batches([requests, again], own, mars)
     assert own["metrics"][-1]["vllm:prefix_cache_hits"] > 0

@@ -236,7 +236,7 @@ def test_nothing_is_relaxed_inside_a_span(engine):
         outputs = running.ask()
         refused = running.metrics("vllm:mars_refused_positions")["span",]
     assert refused > 0
-    walk = Sections(MarsConfig(strict_spans=spans))
+    walk = Sections(MarsConfig(theta=0.01, strict_spans=spans))
     inside = relaxed = 0
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         state = walk.begin(prompt)
@@ -276,9 +276,6 @@ def test_no_relaxed_token_repeats_the_answer(engine, models, tmp_path):
         draft.lm_head.weight[8:] = draft.lm_head.weight[:5] = 0
     draft.save_pretrained(tmp_path)
     loose = {"model": str(tmp_path), "num_speculative_tokens": 6}
-    with engine(**loose, mars_theta=0.01) as running:
-        assert relaxed_repeats(running.ask(max_tokens=64)) > 0
-        assert running.metrics("vllm:mars_refused_positions")["repeat",] == 0
     with engine(**loose, mars_price=1000.0) as running:
         for temperature in (0.0, 1.0):
             outputs = running.ask(temperature=temperature, seed=1, max_tokens=64)

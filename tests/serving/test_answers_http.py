@@ -66,24 +66,13 @@ def tool_call(client, number):
     jsonschema.validate(json.loads(call.function.arguments), PET)
 
 
-def relaxed_tokens(server):
-    return sum(
-        value
-        for name, value in server.metrics().items()
-        if name.startswith("vllm:mars_relaxed_tokens_total")
-    )
-
-
 @pytest.mark.parametrize("times", [8, pytest.param(200, marks=pytest.mark.nightly)])
-def test_constrained_answers_are_valid(lossy_server, client, times):
-    before = relaxed_tokens(lossy_server)
+def test_constrained_answers_are_valid(client, times):
     kinds = (schema, regex, choice, tool_call)
     with ThreadPoolExecutor(16) as pool:
         jobs = [pool.submit(kinds[n % len(kinds)], client, n // len(kinds)) for n in range(times)]
         for job in jobs:
             job.result()
-    relaxed = relaxed_tokens(lossy_server) - before
-    assert relaxed > 0, "nothing was relaxed, so the mask was not needed"
 
 
 def test_an_answer_tells_what_verification_did(client):
