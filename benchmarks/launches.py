@@ -136,11 +136,10 @@ def count_all() -> Iterator[dict[str, Any]]:
         mock.patch.object(current_platform, "is_cpu", lambda: False),
     ):
         for case, kind in itertools.product(CASES, TEMPERATURES):
-            of_vllm, _ = count(counted, step_of(None, case, kind))
-            launched, waited = count(counted, step_of(MarsConfig(**CASES[case]), case, kind))
+            steps = step_of(None, case, kind), step_of(MarsConfig(**CASES[case]), case, kind)
+            (of_vllm, _), (launched, waited) = (count(counted, step) for step in steps)
             row = {"case": f"{case}, {kind}", "launches": len(launched), "syncs": len(waited)}
-            own = step_of(None, case, kind), step_of(MarsConfig(**CASES[case]), case, kind)
-            host = dict(zip(("vllm_host_us", "host_us"), host_times(*own), strict=True))
+            host = dict(zip(("vllm_host_us", "host_us"), host_times(*steps), strict=True))
             yield {**row, "vllm": len(of_vllm), **host, "names": launched}
 
 

@@ -11,9 +11,9 @@ LABORATORY = ("vllm_mars/experiments/", "vllm_mars/demo/", "benchmarks/")
 LIMITS = {
     "lines of product": None,
     "lines of laboratory": None,
-    "lines of product and laboratory": 14_660,
-    "lines of experiments and benchmarks": 4_150,
-    "lines of tests": 14_740,
+    "lines of product and laboratory": 14_600,
+    "lines of experiments and benchmarks": 4_165,
+    "lines of tests": 14_810,
     "words of Markdown": 12_000,
     "words of README": 700,
     "kB of raw files": 3_000,

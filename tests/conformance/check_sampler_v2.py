@@ -182,22 +182,6 @@ def test_no_relaxed_token_repeats_the_answer():
     assert repeated > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("config", "threshold"),
-    [(MarsConfig(theta=0.9), 1.8)],
-)
-def test_the_threshold_is_sharp(config, threshold, temperature):
-    """Runners-up just above it are all accepted; just below it strict verification decides."""
-    for offset, all_accepted in ((1e-3, True), (-1e-3, False)):
-        rows = torch.tensor([[threshold + offset, 2.0, 1.0, 0.5], [0.0, 0.0, 0.0, 9.0]])
-        requests = [Request(params(temperature, seed), [0], [3, 1, 2, 1]) for seed in range(20)]
-        step = Step(requests, rows.repeat(20, 1))
-        accepted = [tokens[0] == 0 for tokens in emitted(step.run(config))]
-        assert all(accepted) == all_accepted
-        assert any(accepted) or temperature == 0
-
-
 @pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(theta=0.6)])
 @pytest.mark.parametrize("setting", ["greedy", "mixed logprobs"])
 def test_chunks_change_nothing(monkeypatch, setting, config):
@@ -311,26 +295,6 @@ def test_logprobs_of_a_relaxed_token_are_its_own(mode, temperature):
     assert tensors.logprob_token_ids[0].tolist() == [0, 1, 0]
     torch.testing.assert_close(tensors.logprobs[0], expected[torch.tensor([0, 1, 0])])
     assert tensors.selected_token_ranks[0] == 2
-
-
-def test_logprobs_of_what_was_served():
-    """With one draft token x the served m(y) is p(y) e^(b [y = x]) / Z, with b the price."""
-    requests = [params(t, seed, logprobs=1) for seed, t in enumerate([1.0, 0.0, 0.6, 1.0], 1)]
-    step = random_step(4, requests, [1, 1, 1, 0])
-    price, mode = 1.5, "processed_logprobs"
-    config = {"price": price, "strict_opening": 0}
-    config["protected_token_ids"] = ()
-    target = step.run(MarsConfig(**config), logprobs_mode=mode)
-    served = step.run(MarsConfig(**config, logprobs="sampled"), logprobs_mode=mode)
-    assert emitted(served) == emitted(target)
-    added = (served.logprobs_tensors.logprobs - target.logprobs_tensors.logprobs)[:, 0]
-    expected = torch.zeros_like(added)
-    for place in (0, 2):
-        draft = step.requests[place].drafts[0]
-        p = (step.logits[2 * place] / requests[place].temperature).softmax(-1)[draft]
-        bias = price if emitted(target)[place][0] == draft else 0.0
-        expected[2 * place] = bias - torch.log(1 - p + p * math.exp(price))
-    torch.testing.assert_close(added, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

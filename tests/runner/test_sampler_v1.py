@@ -224,19 +224,3 @@ def test_a_step_without_any_draft(temperature, max_num_logprobs):
     output = mars_sampler(MarsConfig())(metadata, None, logits, meta)
     assert output.sampled_token_ids.tolist() == [[1], [0]]
     assert (output.logprobs_tensors is None) == (max_num_logprobs is None)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_protection(temperature):
-    """A small margin accepts the draft, unless it or the argmax is protected: then it is strict."""
-    count = 200
-    logits = torch.tensor([[30.0, 31.0, 0.0]]).repeat(2 * count, 1)
-    metadata = metadata_of([[0]] * count)
-    torch.manual_seed(0)
-    strict_share = 0.0 if temperature == 0 else float(torch.sigmoid(torch.tensor(-1.0)))
-    for protected, share in (([], 1.0), ([2], 1.0), ([0], strict_share), ([1], strict_share)):
-        output = mars_sampler(MarsConfig(theta=0.9), protected)(
-            metadata, None, logits.clone(), sampling([temperature] * count, drafts=[[0]] * count)
-        )
-        accepted = (output.sampled_token_ids[:, 0] == 0).float().mean()
-        assert accepted == share if share in (0.0, 1.0) else abs(accepted - share) < 0.1
