@@ -20,7 +20,7 @@ import oracle
 import steps_v2
 from steps_v2 import Request, Step, emitted, random_step
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.terms import Verdict, loss_rate, loss_units, most_lost
+from vllm_mars.kernels.terms import Verdict, loss_rate, most_lost
 from vllm_mars.runner.context import AnswerNgrams
 from vllm_mars.runner.draft_temperature import scale_v2
 from vllm_mars.runner.requests_v2 import RequestsV2
@@ -269,7 +269,7 @@ def test_nothing_is_left_of_what_sleep_throws_away(monkeypatch, spans):
     class Slept(RequestsV2):
         def __init__(self, *args):
             super().__init__(*args)
-            for tensor in (*self._records, *self._context):
+            for tensor in (self._records.table, self._ring):
                 tensor.fill_(7)
 
     constraint = StructuredOutputsParams(regex="a")
@@ -352,7 +352,7 @@ def test_a_preempted_request_finds_what_it_has_lost():
 
     assert come_back([name], []) == 777
     # Its end is forgotten, and of one that is not known all is taken to be lost.
-    all_lost = most_lost(loss_rate(0.02), loss_units(2.0), 2)
+    all_lost = most_lost(loss_rate(0.02), 2)
     assert come_back([name], [name]) == all_lost != 777
 
 

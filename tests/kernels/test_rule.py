@@ -345,11 +345,11 @@ def test_requests_that_sample_are_served_what_the_formulas_say(batch):
                 assert found.bias == pytest.approx(bias, rel=1e-4, abs=1e-5)
                 if found.bias:
                     logs = math.log(m[draft] / p[draft])
-                    assert found.bias - found.log_z == pytest.approx(logs, abs=1e-4)
-            assert found.loss * 2**-16 == pytest.approx(oracle.divergence(m, p), abs=1e-4)
+                    assert found.bias - found.log_z == pytest.approx(logs, rel=1e-3, abs=1e-4)
+            assert found.loss * 2**-16 == pytest.approx(oracle.divergence(m, p), rel=1e-3, abs=1e-4)
             assert found.loss * 2**-16 <= left
-            assert found.gained * 2**-16 == pytest.approx(m[draft] - p[draft], abs=1e-4)
-            assert found.drift * 2**-16 == pytest.approx(oracle.drift(m, p), abs=1e-4)
+            assert found.gained * 2**-16 == pytest.approx(m[draft] - p[draft], rel=1e-3, abs=1e-4)
+            assert found.drift * 2**-16 == pytest.approx(oracle.drift(m, p), rel=1e-3, abs=1e-4)
             spent += found.loss
         wanted.append(lost)
     # Behind the answer's last token, and the first that is rejected, nothing counts.
