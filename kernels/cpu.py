@@ -356,7 +356,10 @@ def _fixed(
         if draft >= 0:
             weights[draft] = 0.0
         if log_z:
-            weights[kept] *= math.exp(log_z)
+            # Not kept tokens times Z, which may be too large for a number.
+            of_kept = weights[kept]
+            weights *= math.exp(-log_z)
+            weights[kept] = of_kept
         token = chance.draws(place, weights)
         log_ratios.append(0.0 if token in kept else -log_z)
         return Emitted(offset, token, positions[: offset + 1], log_ratios)
