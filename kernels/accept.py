@@ -16,8 +16,8 @@ To count is to take the loss off the request's record, to add to the counts, and
 the table: see `Account`. What a request allows lies in its record, by slot, and is read there.
 
 Bytes moved: the rows once, but the bonus row of a request that samples; of such a request one row
-again; one logit of each draft token; the partial results, the outputs. Not materialised: anything
-of the logits' size.
+again; the logits of the draft token and of kept tokens; the partial results, the outputs. Not
+materialised: anything of the logits' size.
 """
 
 from typing import Any

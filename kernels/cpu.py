@@ -47,7 +47,7 @@ class Chance(Protocol):
         """Whether the draft token at a position stays that does so with this probability."""
 
     def draws(self, place: int, weights: torch.Tensor) -> int:
-        """The token that comes instead; the weights, float32 `[vocab]`, may be written."""
+        """The token that comes instead, by its weight; float32 `[vocab]`."""
 
 
 class Random(NamedTuple):
@@ -67,10 +67,7 @@ class Random(NamedTuple):
 
     def draws(self, place: int, weights: torch.Tensor) -> int:
         """See `Chance`."""
-        noise = self.noise[place]
-        return int(
-            (weights.mul_(noise) if noise.dtype == weights.dtype else weights * noise).argmax()
-        )
+        return int((weights * self.noise[place]).argmax())
 
 
 class Sampled(NamedTuple):
@@ -117,7 +114,7 @@ def read_rows(
     Args:
         drafts: the step's, without V2's layout.
         thresholds: float32 `[num_draft]`, theta at each position.
-        ends: int32 `[num_draft, E]`, the tokens that end the request of each position.
+        ends: int64 `[num_draft, MOST_ENDS]`, the tokens that end the request of each position.
         rule: of the engine.
         blocked: a `Verdict` at each position that must stay strict, else 0; or None.
         is_sampled: bool `[num_draft]`, which positions are of requests that sample.

@@ -50,7 +50,7 @@ class RequestOptions(NamedTuple):
             `stop_token_ids` than a record holds; else empty.
         wants_return: whether the client asked what was relaxed.
         max_loss: most that it may lose, in nats per output token; infinity for no bound. Where it
-            is 0 the value is strict: the server's burst is not the request's to lose.
+            is 0 the value is strict.
     """
 
     value: float
