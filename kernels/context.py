@@ -1,11 +1,11 @@
 """Why each draft position must stay strict: one launch for all that looks at tokens.
 
 `vllm_mars.runner.context` defines the markers' states and the walk, and where an answer may repeat
-itself. One program serves one request. It takes in the tokens that were committed
-since its last step, walks through the drafts, and compares the n-grams that end with them (of a
-request that samples, what stands before the last token) with those of the answer's last
-`GUARD_WINDOW` tokens, which it keeps in a ring on the device: a step reads only the new tokens from
-where Model Runner V2 keeps them, the host's memory.
+itself. One program serves one request. It takes in the tokens that were committed since its last
+step, walks through the drafts, and compares the n-grams that end with them (of a request that
+samples, what stands before the last token) with those of the answer's last `GUARD_WINDOW` tokens,
+which it keeps in a ring on the device: a step reads only the new tokens from where Model Runner V2
+keeps them, the host's memory.
 """
 
 import torch

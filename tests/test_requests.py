@@ -24,6 +24,7 @@ from vllm_mars.kernels.terms import (
     MOST_PRICE,
     NO_BOUND,
     NO_LIMIT,
+    RECORD_SIZE,
     Column,
     float_bits,
     loss_rate,
@@ -215,6 +216,7 @@ def test_what_no_front_end_has_checked_is_strict(config, bad, caplog, monkeypatc
 def test_no_option_is_more_than_the_kernels_hold():
     assert price_units(config_module.MOST_PRICE) == MOST_PRICE
     assert loss_rate(config_module.MOST_MAX_LOSS) == NO_BOUND - 1
+    assert requests.MOST_ENDS == RECORD_SIZE - Column.ENDS
     for units, most in (
         (price_units, MOST_PRICE),
         (loss_units, MOST_LOSS),

@@ -2,7 +2,7 @@
 
 What was drawn before its prompt is done is taken back by the generator's offset, which a generator
 on a CPU has not. Only a CPU server that asks for MARS is mended. The mend can go when a supported
-vLLM passes `tests/runner/test_sampled_answers.py` without it.
+vLLM passes `tests/conformance/test_engine_v1.py` without it.
 """
 
 from typing import Any

@@ -133,8 +133,7 @@ class MarsRejectionSampler(RejectionSampler):
         logprobs = None
         if wants_logprobs:
             ratios = None
-            wants_ratios = sampled is not None and self.verification.config.logprobs == "sampled"
-            if wants_ratios:
+            if sampled is not None and self.verification.config.logprobs == "sampled":
                 ratios = log_ratios(table, sampling_metadata.temperature)
             rows = torch.empty_like(logits, dtype=torch.float32)
             rows[metadata.target_logits_indices] = (
