@@ -80,7 +80,7 @@ def accept(
     if draws is not None and draws.sampling.draft_logits is not None:
         from vllm_mars.kernels.clip_kernel import clip_rows
 
-        kind, clipped = "drawn", clip_rows(draws, shared)
+        kind, clipped = "drawn", clip_rows(step.logits, draws, shared)
     accept_kernel[(batch,)](
         output,
         account,
@@ -108,13 +108,11 @@ def rule_arguments(
     (num_rows, vocab), device = step.logits.shape, step.logits.device
     if blocked is None:
         blocked = torch.zeros(num_rows, dtype=torch.int8, device=device)
-    partials, num_splits = reduce_rows(step.logits, rule.name != "price", draws)
+    partials, num_splits = reduce_rows(step, rule, draws)
     longest = max(rule.longest, step.max_draft_len)
     return {
         "partials": partials,
         "records_ptr": step.records.table,
-        "logits_ptr": step.logits,
-        "logits_stride": step.logits.stride(0),
         "input_ids_ptr": step.input_ids,
         "protected": rule.protected,
         "blocked_ptr": blocked,
@@ -145,7 +143,7 @@ def _draw(
     num_blocks = triton.cdiv(shared["vocab"], draw_block)
     tokens = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
     values = torch.empty_like(tokens, dtype=torch.float64 if draws.use_fp64 else torch.float32)
-    names = ("records_ptr", "logits_ptr", "logits_stride", "input_ids_ptr", "vocab", "protected")
+    names = ("records_ptr", "input_ids_ptr", "vocab", "protected")
     draft_logits = draws.sampling.draft_logits
     strides = (0, 0) if draft_logits is None else draft_logits.stride()[:2]
     resample_kernel[(batch, num_blocks)](
@@ -154,6 +152,8 @@ def _draw(
         tokens,
         values,
         _none_ended(batch, device),
+        step.logits,
+        step.logits.stride(0),
         clipped_ptr=clipped,
         sampling=draws.sampling,
         draft_stride=strides[0],

@@ -14,7 +14,6 @@ from vllm_mars.kernels.rule_kernel import (
     OF_P,
     OF_Q,
     PROTECTED,
-    RECORD_SIZE,
     RELAXED,
     THRESHOLD,
     UNIT,
@@ -23,7 +22,6 @@ from vllm_mars.kernels.rule_kernel import (
     greedy,
     has_ended,
     is_small,
-    kept_sums,
     load_float,
     nearest_units,
     next_share,
@@ -35,7 +33,7 @@ from vllm_mars.kernels.rule_kernel import (
     units_of,
 )
 from vllm_mars.kernels.terms import DRAWN_SCALE, FIXED_SCALE, GREEDY_SCALE
-from vllm_mars.kernels.top2 import log_sum_exp
+from vllm_mars.kernels.top2 import RECORD_SIZE, kept_sums, log_sum_exp
 
 # vLLM's `tl_rand32`, which draws the same numbers, is never 0 but this.
 _LEAST_DRAWN = tl.constexpr(4.6566127342e-10)
@@ -46,10 +44,10 @@ _DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
 
 # Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
 _UNALIGNED = [
-    *("logits_ptr", "input_ids_ptr", "cu_num_logits_ptr", "blocked_ptr", "slots_ptr", "pos_ptr"),
+    *("input_ids_ptr", "cu_num_logits_ptr", "blocked_ptr", "slots_ptr", "pos_ptr"),
     *("total_len_ptr", "prompt_len_ptr", "clipped_ptr"),
 ]
-_UNSPECIALIZED = ["logits_stride", "width", "vocab", "num_splits"]
+_UNSPECIALIZED = ["width", "vocab", "num_splits"]
 
 
 @triton.jit
@@ -120,9 +118,6 @@ def accept_kernel(
     partials,
     # [S, RECORD_SIZE]
     records_ptr,
-    # [num_rows, vocab]
-    logits_ptr,
-    logits_stride,
     # [num_rows]: a row's draft token is the next entry
     input_ids_ptr,
     # [batch], inclusive prefix sum of the rows; a request's last row is its bonus row
@@ -170,8 +165,6 @@ def accept_kernel(
     produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
     rows = read_rows(
         partials,
-        logits_ptr,
-        logits_stride,
         input_ids_ptr,
         protected,
         blocked_ptr,
@@ -220,9 +213,7 @@ def accept_kernel(
                 log_p = tl.where(is_number, tl.minimum(log_p, 0.0), 0.0)
                 forbidden = forbids(rows, RULE != "price")
                 if RULE == "price":
-                    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-                    kept_lse = tl.where(is_number, lse, float("nan"))
-                    mass, surprise = kept_sums(row_ptr, kept_lse, protected, record_ptr, vocab)
+                    mass, surprise = kept_sums(partials, row, is_number, lse)
                     rest, entropy = tl.maximum(1.0 - mass, 0.0), entropy - surprise
                     verdict, bias, log_z, loss, gained, drift_nats = sampled_by_price(
                         *(log_p, rest, entropy, is_number, forbidden),

@@ -23,15 +23,20 @@ import triton.language as tl
 from vllm_mars.kernels import clip
 from vllm_mars.kernels.rule_kernel import (
     CLIPPED,
-    RECORD_SIZE,
     allowance,
     drawn_price,
     is_kept,
-    kept_sums,
     log_ratio_of_clipped,
 )
 from vllm_mars.kernels.terms import DRAWN_SCALE, Draws
-from vllm_mars.kernels.top2 import block_size, log_sum_exp, reduce_splits, unpack_value
+from vllm_mars.kernels.top2 import (
+    RECORD_SIZE,
+    block_size,
+    kept_sums,
+    log_sum_exp,
+    reduce_splits,
+    unpack_value,
+)
 
 # What F(w) may be off by before the division by it.
 TOLERANCE = 1e-2
@@ -92,11 +97,12 @@ def _load(
 def clip_kernel(
     # [num_rows, CLIPPED]
     clipped_ptr,
+    # [num_rows, vocab]
+    logits_ptr,
+    logits_stride,
     # As in `accept_kernel`
     partials,
     records_ptr,
-    logits_ptr,
-    logits_stride,
     input_ids_ptr,
     protected,
     blocked_ptr,
@@ -145,9 +151,7 @@ def clip_kernel(
     packed, _ = reduce_splits(partials, own, own >= 0, num_splits, SPLITS, False)
     lse, entropy = log_sum_exp(partials, own, own >= 0, unpack_value(packed), num_splits, SPLITS)
     target_lse = tl.max(lse, axis=0)
-    mass, of_kept = kept_sums(
-        target_ptr + tl.zeros([1], tl.int64), lse, protected, record_ptr, vocab
-    )
+    mass, of_kept = kept_sums(partials, own, lse == lse, lse)
     # What p has, and its entropy, of the tokens that are not kept.
     rest = tl.max(1.0 - mass, axis=0)
     rest_entropy = tl.max(entropy - of_kept, axis=0)
@@ -208,8 +212,7 @@ def clip_kernel(
             taken += 1
         loss = tl.minimum(loss, price * price * _EIGHTH)
         gain = tl.maximum(gain, 0.0)
-    logit = tl.load(target_ptr + draft).to(tl.float32)
-    log_p = logit - target_lse
+    log_p = tl.load(partials.logit + own_row) - target_lse
     log_q = tl.load(draft_ptr + draft).to(tl.float32) / temperature - draft_lse
     ratio = log_ratio_of_clipped(log_p, log_q, log_w, price, log_total)
     ratio = tl.where(is_kept(draft, protected, record_ptr, vocab), 0.0, ratio)
@@ -226,10 +229,11 @@ def clip_kernel(
     tl.store(clipped_ptr + 9, log_p + ratio - log_q)
 
 
-def clip_rows(draws: Draws, shared: dict[str, Any]) -> torch.Tensor:
+def clip_rows(logits: torch.Tensor, draws: Draws, shared: dict[str, Any]) -> torch.Tensor:
     """Launches `clip_kernel`.
 
     Args:
+        logits: `[num_rows, vocab]` of the step.
         draws: of the step, with `draft_logits`, as wide as the target's.
         shared: of `accept.rule_arguments`.
 
@@ -239,13 +243,15 @@ def clip_rows(draws: Draws, shared: dict[str, Any]) -> torch.Tensor:
     """
     assert draws.sampling.drawn_at is not None, "drafts are drawn at a temperature"
     draft_logits = draws.sampling.draft_logits
-    num_rows, logits = draws.pos.shape[0], shared["logits_ptr"]
+    num_rows = draws.pos.shape[0]
     clipped = torch.empty((num_rows, CLIPPED.value), device=logits.device)
     # Few rows leave most of the chip idle, so each has many threads in flight: half of what a
     # multiprocessor takes at 64 registers. No other number was tried on hardware.
     block = block_size(shared["vocab"])
     clip_kernel[(num_rows,)](
         clipped,
+        logits,
+        logits.stride(0),
         row_slots_ptr=draws.row_slots,
         row_places_ptr=draws.row_places,
         draft_stride=draft_logits.stride(0),

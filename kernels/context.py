@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.rule_kernel import RECORD_SIZE
 from vllm_mars.kernels.terms import (
     GUARD_WINDOW,
     OPENING,
@@ -21,6 +20,7 @@ from vllm_mars.kernels.terms import (
     Step,
     Verdict,
 )
+from vllm_mars.kernels.top2 import RECORD_SIZE
 
 _SPAN = tl.constexpr(int(Verdict.SPAN))
 _STRUCTURED = tl.constexpr(int(Verdict.STRUCTURED))

@@ -14,7 +14,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
-from vllm_mars.kernels.rule_kernel import CLIPPED, RECORD_SIZE, is_kept, log_ratio_of_clipped
+from vllm_mars.kernels.rule_kernel import CLIPPED, is_kept, log_ratio_of_clipped
+from vllm_mars.kernels.top2 import RECORD_SIZE
 
 # The alignment of these would multiply the compiled variants and gain nothing: the loads of a block
 # with its noise are not widened anyway.

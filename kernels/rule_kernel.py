@@ -13,7 +13,6 @@ from vllm_mars.kernels.terms import (
     LEAST_SHARE,
     LOSS_BITS,
     MOST_BALANCE,
-    MOST_ENDS,
     MOST_LOSS,
     MOST_PRICE,
     MOST_SHARE,
@@ -24,8 +23,7 @@ from vllm_mars.kernels.terms import (
     Column,
     Verdict,
 )
-from vllm_mars.kernels.terms import RECORD_SIZE as RECORD_SIZE_
-from vllm_mars.kernels.top2 import reduce_splits, unpack_id, unpack_value
+from vllm_mars.kernels.top2 import ENDS, FIRST_END, reduce_splits, unpack_id, unpack_value
 
 PAYABLE = tl.constexpr(int(Verdict.PAYABLE))
 RELAXED = tl.constexpr(int(Verdict.RELAXED))
@@ -42,15 +40,12 @@ _NO_BOUND = tl.constexpr(NO_BOUND)
 _NO_LIMIT = tl.constexpr(NO_LIMIT)
 _PRICE_BURSTS = tl.constexpr(PRICE_BURSTS)
 _BURST_TOKENS = tl.constexpr(BURST_TOKENS)
-ENDS = tl.constexpr(MOST_ENDS)
 PRICE = tl.constexpr(int(Column.PRICE))
 RATE = tl.constexpr(int(Column.RATE))
 LOST = tl.constexpr(int(Column.LOST))
 MOST_TOKENS = tl.constexpr(int(Column.MOST_TOKENS))
 THRESHOLD = tl.constexpr(int(Column.THRESHOLD))
 DRAFT_SHARE = tl.constexpr(int(Column.DRAFT_SHARE))
-FIRST_END = tl.constexpr(int(Column.ENDS))
-RECORD_SIZE = tl.constexpr(RECORD_SIZE_)
 # Rounded down by more than a float can be off.
 _CAUTION = tl.constexpr(1 - 2**-20)
 # What `clip_kernel` finds of a row of a drawn draft: log w, the price, log F(w), the target's and
@@ -138,8 +133,6 @@ def has_ended(record_ptr, last, produced):
 @triton.jit
 def read_rows(
     partials,
-    logits_ptr,
-    logits_stride,
     input_ids_ptr,
     protected,
     blocked_ptr,
@@ -160,8 +153,7 @@ def read_rows(
     draft = tl.load(input_ids_ptr + row + 1, mask=is_draft, other=-1).to(tl.int64)
     in_vocab = is_draft & (draft >= 0) & (draft < vocab)
     draft = tl.where(in_vocab, draft, -1)
-    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-    logit = tl.load(row_ptr + draft, mask=in_vocab, other=float("-inf")).to(tl.float32)
+    logit = tl.load(partials.logit + row, mask=in_vocab, other=float("-inf"))
 
     end_token = tl.load(record_ptr + FIRST_END + tl.arange(0, ENDS))[None, :]
     is_end = in_vocab & (tl.max((draft[:, None] == end_token).to(tl.int32), axis=1) != 0)
@@ -173,34 +165,6 @@ def read_rows(
     keeps_first = in_vocab & (of_argmax != 0)
     blocked = tl.load(blocked_ptr + row, mask=is_draft, other=0).to(tl.int32)
     return draft, argmax, first, second, logit, is_end, is_kept, keeps_first, blocked
-
-
-@triton.jit
-def _sums_over(row_ptr, lse, token, is_token):
-    """The sums of p and of -p log p over tokens, in each row."""
-    mask = is_token[None, :] & (lse == lse)[:, None]
-    of_token = tl.load(row_ptr[:, None] + token[None, :], mask=mask, other=float("-inf"))
-    log_p = of_token.to(tl.float32) - lse[:, None]
-    p = tl.where(mask, tl.exp(log_p), 0.0)
-    return tl.sum(p, axis=1), tl.sum(tl.where(p > 0.0, -p * log_p, 0.0), axis=1)
-
-
-@triton.jit
-def kept_sums(row_ptr, lse, protected, record_ptr, vocab):
-    """The sums of p and of -p log p over the kept tokens, in each row."""
-    token = tl.load(record_ptr + FIRST_END + tl.arange(0, ENDS))
-    is_token = (token >= 0) & (token < vocab)
-    if protected is not None:
-        # Those of both kinds count once.
-        is_token = is_token & (tl.load(protected.mask + token, mask=is_token, other=1) == 0)
-    mass, surprise = _sums_over(row_ptr, lse, token, is_token)
-    if protected is not None:
-        for first in range(0, protected.num_ids, ENDS):
-            token = tl.load(protected.ids + first + tl.arange(0, ENDS)).to(tl.int64)
-            more, more_surprise = _sums_over(row_ptr, lse, token, token >= 0)
-            mass += more
-            surprise += more_surprise
-    return mass, surprise
 
 
 @triton.jit

@@ -7,10 +7,12 @@ Symbols: V vocabulary, R rows that are read, S splits of a row.
                                  looks up the id, and writes one partial result
     reduce_splits  a device function with which the next kernel joins a row's partial results
 
-Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2); where a request
-samples also sums [R, S, 2] float32 (sums of exp(z - z1) and of (z - z1) exp(z - z1), of which the
-log-sum-exp and the entropy of a row are made). The bonus row of a request that samples is not read:
-only a draw looks at it.
+Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2); logit [R]
+float32 (of the draft token); where a request samples also sums [R, S, 2] float32 (sums of
+exp(z - z1) and of (z - z1) exp(z - z1), of which the log-sum-exp and the entropy of a row are made)
+and kept [R, 3] float32 (the largest logit of the kept tokens, and these sums relative to it). So
+nothing behind this kernel but what draws looks at the logits. The bonus row of a request that
+samples is not read: only a draw looks at it.
 
 Bytes moved: R * V * itemsize once, plus 20 * R * S twice. Not materialised: gathered rows, float32
 copies, softmax, masks of the logits' size.
@@ -27,11 +29,15 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from vllm_mars.kernels.terms import Draws
+from vllm_mars.kernels.terms import MOST_ENDS, Column, Draws, Rule, Step
+from vllm_mars.kernels.terms import RECORD_SIZE as RECORD_SIZE_
 
+ENDS = tl.constexpr(MOST_ENDS)
+FIRST_END = tl.constexpr(int(Column.ENDS))
+RECORD_SIZE = tl.constexpr(RECORD_SIZE_)
 # Indices start where vLLM's views of them start, so their alignment would only multiply the
 # compiled variants; nothing is gained from it.
-_UNALIGNED = ["row_slots_ptr", "row_places_ptr"]
+_UNALIGNED = ["input_ids_ptr", "row_slots_ptr", "row_places_ptr"]
 _LEAST = tl.constexpr(-3e38)
 # So far below the largest logit, exp is 0 and its product with the distance has to be.
 _NOTHING = tl.constexpr(-1e4)
@@ -108,24 +114,55 @@ def _find(row_ptr, chunk, value, vocab, CHUNK: tl.constexpr):
     return tl.min(tl.where(found, token_id, 0x7FFFFFFF), axis=0)
 
 
+@triton.jit
+def _add_kept(row_ptr, token, is_token, largest, total, moment):
+    """The same sums over more tokens, relative to the largest logit so far."""
+    value = tl.load(row_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
+    now = tl.maximum(largest, tl.max(value, axis=0))
+    shift = tl.maximum(largest - now, _NOTHING)
+    moment = (moment + total * shift) * tl.exp(shift)
+    below = tl.maximum(value - now, _NOTHING)
+    share = tl.exp(below)
+    total = total * tl.exp(shift) + tl.sum(share, axis=0)
+    return now, total, moment + tl.sum(share * below, axis=0)
+
+
+@triton.jit
+def _sum_kept(out_ptr, row_ptr, record_ptr, protected, vocab):
+    """Writes the sums over the kept tokens of a row."""
+    token = tl.load(record_ptr + FIRST_END + tl.arange(0, ENDS))
+    is_token = (token >= 0) & (token < vocab)
+    if protected is not None:
+        # Those of both kinds count once.
+        is_token = is_token & (tl.load(protected.mask + token, mask=is_token, other=1) == 0)
+    largest, total, moment = _add_kept(row_ptr, token, is_token, _LEAST, 0.0, 0.0)
+    if protected is not None:
+        for first in range(0, protected.num_ids, ENDS):
+            token = tl.load(protected.ids + first + tl.arange(0, ENDS)).to(tl.int64)
+            largest, total, moment = _add_kept(row_ptr, token, token >= 0, largest, total, moment)
+    tl.store(out_ptr, largest)
+    tl.store(out_ptr + 1, total)
+    tl.store(out_ptr + 2, moment)
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "blocks_per_split"],
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def top2_kernel(
-    # [num_rows, num_splits]
-    best_ptr,
-    # [num_rows, num_splits]
-    second_ptr,
-    # [num_rows, num_splits, 2]: of exp(z - best), and of these times z - best
-    sums_ptr,
+    # `Partials`
+    partials,
     # [num_rows, vocab]
     logits_ptr,
     logits_stride,
-    # Where requests sample: slot and place within its request of each row, [num_rows] each
+    # [num_rows]: a row's draft token is the next entry
+    input_ids_ptr,
+    # Where requests sample: [S, RECORD_SIZE], `Protected` or None, slot and place within its
+    # request of each row, [num_rows] each, and by slot
+    records_ptr,
+    protected,
     row_slots_ptr,
     row_places_ptr,
-    # By slot
     temperature_ptr,
     num_rows,
     vocab,
@@ -141,7 +178,8 @@ def top2_kernel(
     if WITH_SUM:
         # A request's bonus row is its last. Of one that samples only a draw looks at it.
         place_behind = tl.load(row_places_ptr + row + 1, mask=row + 1 < num_rows, other=0)
-        temperature = tl.load(temperature_ptr + tl.load(row_slots_ptr + row))
+        slot = tl.load(row_slots_ptr + row).to(tl.int64)
+        temperature = tl.load(temperature_ptr + slot)
         if (place_behind == 0) & (temperature != 0.0):
             return
     # int64 before the multiply: a row can start past 2**31 elements.
@@ -192,15 +230,23 @@ def top2_kernel(
     # The winning chunk once more, from the cache, for the id within it.
     first_id = _find(row_ptr, unpack_id(winner), first, vocab, CHUNK)
     out = row.to(tl.int64) * tl.num_programs(1) + split
-    tl.store(best_ptr + out, _pack(first, first_id))
+    tl.store(partials.best + out, _pack(first, first_id))
     if WITH_SECOND:
         # z2 is the largest of what the winning lane holds second and the other lanes hold first.
-        tl.store(second_ptr + out, tl.max(tl.where(loses, best, second), axis=0))
+        tl.store(partials.second + out, tl.max(tl.where(loses, best, second), axis=0))
     if WITH_SUM:
         shift = base - tl.maximum(first, _LEAST)
-        tl.store(sums_ptr + 2 * out, tl.sum(sums * tl.exp(shift), axis=0))
+        tl.store(partials.sums + 2 * out, tl.sum(sums * tl.exp(shift), axis=0))
         moment = tl.sum((moments + sums * shift) * tl.exp(shift), axis=0)
-        tl.store(sums_ptr + 2 * out + 1, moment)
+        tl.store(partials.sums + 2 * out + 1, moment)
+    if split == 0:
+        draft = tl.load(input_ids_ptr + row + 1, mask=row + 1 < num_rows, other=-1)
+        in_vocab = (draft >= 0) & (draft < vocab)
+        logit = tl.load(row_ptr + draft, mask=in_vocab, other=float("-inf"))
+        tl.store(partials.logit + row, logit.to(tl.float32))
+        if WITH_SUM:
+            record_ptr = records_ptr + slot * RECORD_SIZE
+            _sum_kept(partials.kept + 3 * row, row_ptr, record_ptr, protected, vocab)
 
 
 @triton.jit
@@ -236,16 +282,31 @@ def log_sum_exp(partials, row, mask, first, num_splits, SPLITS: tl.constexpr):
     return first + tl.log(total), tl.log(total) - moment / total
 
 
+@triton.jit
+def kept_sums(partials, row, is_number, lse):
+    """The sums of p and of -p log p over the kept tokens of each row; 0 where it is no number."""
+    kept_ptr = partials.kept + 3 * row
+    log_p = tl.load(kept_ptr, mask=is_number, other=_LEAST) - lse
+    total = tl.load(kept_ptr + 1, mask=is_number, other=0.0)
+    moment = tl.load(kept_ptr + 2, mask=is_number, other=0.0)
+    p = tl.where(is_number, tl.exp(log_p), 0.0)
+    surprise = tl.where(p > 0.0, -p * (moment + total * log_p), 0.0)
+    return p * total, surprise
+
+
 class Partials(NamedTuple):
     """The partial results of rows. What was not asked for is not written.
 
     Attributes:
-        best, second: `[num_rows, num_splits]`; sums: `[num_rows, num_splits, 2]`; see above.
+        best, second: `[num_rows, num_splits]`; sums: `[num_rows, num_splits, 2]`; logit:
+            `[num_rows]`; kept: `[num_rows, 3]`; see above.
     """
 
     best: torch.Tensor
     second: torch.Tensor
     sums: torch.Tensor
+    logit: torch.Tensor
+    kept: torch.Tensor
 
 
 # By device and power-of-2 size, so that nothing is allocated once a batch size is warm. Calls on
@@ -280,35 +341,36 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
     return triton.cdiv(blocks, splits), block, 8 if block >= 2048 else 4
 
 
-def reduce_rows(
-    logits: torch.Tensor, with_second: bool, draws: Draws | None = None
-) -> tuple[Partials, int]:
+def reduce_rows(step: Step, rule: Rule, draws: Draws | None = None) -> tuple[Partials, int]:
     """Launches `top2_kernel`.
 
     Args:
-        logits: `[num_rows, vocab]`.
-        with_second: whether z2 is looked for.
+        step: what is read of it are the logits and the draft tokens, and where requests sample the
+            tokens that end them.
+        rule: of the engine.
         draws: of the step, where requests sample; then the sums are found, too.
 
     Returns:
         The partial results, and `num_splits` of each row.
     """
+    logits, device = step.logits, step.logits.device
     num_rows, vocab = logits.shape
     blocks_per_split, block, warps = launch_settings(vocab, num_rows)
     num_splits = triton.cdiv(vocab, blocks_per_split * block)
-    key = logits.device, triton.next_power_of_2(max(num_rows * num_splits, 4096))
+    key = device, triton.next_power_of_2(max(num_rows * num_splits, 4096))
     if key not in _WORKSPACE:
-        _WORKSPACE[key] = Partials(
-            torch.empty(key[1], dtype=torch.int64, device=logits.device),
-            torch.empty(key[1], dtype=torch.float32, device=logits.device),
-            torch.empty(2 * key[1], dtype=torch.float32, device=logits.device),
-        )
+        best = torch.empty(key[1], dtype=torch.int64, device=device)
+        sizes = key[1], 2 * key[1], key[1], 3 * key[1]
+        _WORKSPACE[key] = Partials(best, *(torch.empty(size, device=device) for size in sizes))
     partials = _WORKSPACE[key]
     if num_rows:
         top2_kernel[(num_rows, num_splits)](
-            *partials,
+            partials,
             logits,
             logits.stride(0),
+            step.input_ids,
+            None if draws is None else step.records.table,
+            None if draws is None else rule.protected,
             None if draws is None else draws.row_slots,
             None if draws is None else draws.row_places,
             None if draws is None else draws.sampling.temperature,
@@ -317,7 +379,7 @@ def reduce_rows(
             blocks_per_split,
             BLOCK=block,
             CHUNK=16 // logits.element_size(),
-            WITH_SECOND=with_second,
+            WITH_SECOND=rule.name != "price",
             WITH_SUM=draws is not None,
             num_warps=warps,
         )

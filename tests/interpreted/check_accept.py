@@ -14,7 +14,16 @@ from calls import CPU, LONGEST, Call, close, draws_of, same, sampled_step, writt
 from vllm_mars.kernels import accept, clip_kernel, context, cpu, top2
 from vllm_mars.kernels.clip import TOLERANCE
 from vllm_mars.kernels.rule_kernel import integer_root
-from vllm_mars.kernels.terms import NO_BOUND, Draws, Records, Rule, Sampling, Step
+from vllm_mars.kernels.terms import (
+    MOST_ENDS,
+    NO_BOUND,
+    Draws,
+    Protected,
+    Records,
+    Rule,
+    Sampling,
+    Step,
+)
 
 
 def test_the_kernels_are_interpreted():
@@ -91,7 +100,21 @@ def test_large_vocabulary():
     # Greedy, so that none is left out as a bonus row.
     zeros = torch.zeros(4, dtype=torch.int32)
     draws = Draws(Sampling(torch.zeros(1), zeros[:1].long()), zeros, zeros, zeros)
-    partials, splits = top2.reduce_rows(logits, True, draws)
+    records, one = Records.new(1, CPU), zeros[:1]
+    records.ends[0, 0], mask = vocab - 1, torch.zeros(vocab, dtype=torch.bool)
+    mask[: MOST_ENDS + 1] = True
+    ids = torch.tensor([0, 3, vocab - 1, -1], dtype=torch.int32)
+    step = Step(logits, ids, one + 4, records, one, one, one, 3)
+    rule = Rule("theta", Protected.of(mask, CPU))
+    partials, splits = top2.reduce_rows(step, rule, draws)
+    mask[-1] = True
+    assert partials.logit[:4].tolist() == [logits[0, 3], logits[1, -1], -math.inf, -math.inf]
+    largest, kept, kept_moments = partials.kept[:12].view(4, 3).double().T
+    torch.testing.assert_close(
+        largest + kept.log(), logits[:, mask].double().logsumexp(-1), rtol=1e-6, atol=1e-6
+    )
+    below = logits[:, mask].double() - largest[:, None]
+    torch.testing.assert_close(kept_moments, (below.exp() * below).sum(-1), rtol=1e-5, atol=1e-5)
     assert splits > 1
     sums, moments = partials.sums[: 8 * splits].view(4, splits, 2).unbind(-1)
     firsts = torch.stack([part.amax(-1) for part in logits.split(4096, -1)], -1).double()

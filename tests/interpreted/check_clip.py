@@ -64,7 +64,7 @@ def clip(target, drafts, prices, temperature):
     places = torch.arange(2).repeat(6).int()
     draws = Draws(sampling, ids.long(), SLOTS.repeat_interleave(2), places)
     rule = Rule("price", protected=Protected.of(mask, mask.device))
-    return clip_kernel.clip_rows(draws, rule_arguments(step, rule, None, draws))[::2]
+    return clip_kernel.clip_rows(rows, draws, rule_arguments(step, rule, None, draws))[::2]
 
 
 @pytest.fixture

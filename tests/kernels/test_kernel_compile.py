@@ -35,8 +35,12 @@ def rows(dtype=torch.bfloat16, stride=VOCAB):
     return torch.empty((3, stride), dtype=dtype)[:, :VOCAB]
 
 
-def step():
-    return Step(rows(), ROWS, ONE, RECORDS, ONE, ONE, ONE, 5)
+def step(logits=None):
+    return Step(rows() if logits is None else logits, ROWS, ONE, RECORDS, ONE, ONE, ONE, 5)
+
+
+def read(name, logits):
+    top2.reduce_rows(step(logits), Rule(name, PROTECTED))
 
 
 def verify(name, sampling=None):
@@ -58,12 +62,12 @@ def call(function, *arguments, **options):
 # call launches is another variant.
 VARIANTS = {
     **{
-        f"top2_kernel, {dtype}": call(top2.reduce_rows, rows(dtype), True)
+        f"top2_kernel, {dtype}": call(read, "theta", rows(dtype))
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     },
-    "top2_kernel, z1 alone": call(top2.reduce_rows, rows(), False),
+    "top2_kernel, z1 alone": call(read, "price", rows()),
     "top2_kernel, sums": call(verify, "price", SAMPLING),
-    "top2_kernel, odd stride": call(top2.reduce_rows, rows(stride=ODD_STRIDE), True),
+    "top2_kernel, odd stride": call(read, "theta", rows(stride=ODD_STRIDE)),
     "accept_kernel, theta": call(verify, "theta"),
     "accept_kernel, price": call(verify, "price"),
     "accept_kernel, sampled theta": call(verify, "theta", SAMPLING),
