@@ -1,8 +1,6 @@
-"""The public verification functions: argument checks, then a backend."""
+"""`verify_greedy`: argument checks, then the CPU's form of the rule or Triton's."""
 
-import importlib
-import os
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,42 +19,8 @@ from vllm_mars.kernels.terms import (
     VerifyOutput,
 )
 
-Backend = Literal["auto", "torch", "triton"]
-
 _LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ID_DTYPES = (torch.int32, torch.int64)
-
-
-def resolve_backend(backend: str, device_type: str) -> str:
-    """The backend that a name stands for on a device.
-
-    Args:
-        backend: "auto", "torch" or "triton"; auto is Triton on an accelerator and torch on a CPU.
-        device_type: type of the torch device, such as "cpu" or "cuda".
-
-    Raises:
-        NotImplementedError: "triton" on a CPU, outside Triton's interpreter, or "torch" elsewhere.
-        ValueError: any other name.
-    """
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(
-            f"backend={backend!r} is not one of 'auto', 'torch', 'triton'; "
-            "'auto' takes Triton on an accelerator and torch on a CPU."
-        )
-    if backend == "auto":
-        return "torch" if device_type == "cpu" else "triton"
-    if backend == "torch" and device_type != "cpu":
-        raise NotImplementedError(
-            f"backend='torch' needs logits on the CPU, but they are on {device_type}; take 'auto', "
-            "or move them."
-        )
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if backend == "triton" and device_type == "cpu" and not is_interpreted:
-        raise NotImplementedError(
-            "backend='triton' needs logits on an accelerator, but they are on the CPU; take "
-            "'auto', or set TRITON_INTERPRET=1 before triton is imported to interpret it."
-        )
-    return backend
 
 
 def check_tensor(
@@ -75,7 +39,10 @@ def check_tensor(
         device: of the logits.
         shapes: one of which it must have; any if none is given.
     """
-    _check_dtype(name, tensor, dtypes)
+    if tensor.dtype not in dtypes:
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}, but must have one of {', '.join(map(str, dtypes))}."
+        )
     if tensor.device != device:
         raise ValueError(
             f"{name} is on {tensor.device}, but logits are on {device}; move it there."
@@ -90,18 +57,11 @@ def check_tensor(
         raise ValueError(f"{name} has shape {list(tensor.shape)}, but must have shape {allowed}.")
 
 
-def _check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    if tensor.dtype not in dtypes:
-        raise ValueError(
-            f"{name} has dtype {tensor.dtype}, but must have one of {', '.join(map(str, dtypes))}."
-        )
-
-
 def _check_rows(logits: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> None:
     """Checks all but a tensor's values, since to read them would wait for the device."""
     if logits.ndim != 2:
         raise ValueError(f"logits has {logits.ndim} dimensions, but must be [num_rows, vocab].")
-    _check_dtype("logits", logits, _LOGIT_DTYPES)
+    check_tensor("logits", logits[:0], _LOGIT_DTYPES, logits.device)
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(
             f"logits has strides {list(logits.stride())}, but a row's elements must be adjacent; "
@@ -130,7 +90,6 @@ def verify_greedy(
     price: float | torch.Tensor | None = None,
     protected: torch.Tensor | None = None,
     max_draft_len: int | None = None,
-    backend: Backend = "auto",
 ) -> VerifyOutput:
     """Verifies a batch of greedy drafts by the margin-aware rule.
 
@@ -143,8 +102,8 @@ def verify_greedy(
     first choice; of all places where the step may end, it ends where `price` times the number of
     accepted drafts, less what they lose, is largest (docs/rule.md).
 
-    The Triton form has one workspace for each device, so calls on different streams of a device
-    must not overlap.
+    On an accelerator it is the fused Triton kernel, which has one workspace for each device, so
+    calls on different streams of a device must not overlap.
 
     Args:
         logits: `[num_draft + batch, vocab]` float32, bfloat16 or float16, any row stride: of each
@@ -162,22 +121,17 @@ def verify_greedy(
         protected: bool `[vocab]`; tokens at which the rule stays strict.
         max_draft_len: longest draft of a request, which sets the output's width. Default: read from
             `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
-        backend: "torch", on a CPU alone, "triton", or "auto": Triton on an accelerator, torch on a
-            CPU.
 
     Returns:
         A `VerifyOutput`; `output_token_ids` is -1 after the last emitted token.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
-        NotImplementedError: the backend does not serve the logits' device.
 
     Source: arXiv 2601.15498. Deviation: outside the top 2 its research code rejects, here the token
     still gets the strict test, so acceptance is never below strict.
     """
-    device = logits.device
-    resolved = resolve_backend(backend, device.type)
-    ids, ends = draft_token_ids, cu_num_draft_tokens
+    device, ids, ends = logits.device, draft_token_ids, cu_num_draft_tokens
     _check_rows(logits, ids, ends)
     batch = ends.shape[0]
     name, value = _only_one(theta, price)
@@ -203,21 +157,19 @@ def verify_greedy(
     # A request's rows follow those of the requests before it, each with one behind its draft.
     places = torch.arange(ids.shape[0], dtype=torch.int32, device=device)
     rows = places + torch.searchsorted(ends, places, right=True)
-    kernels = importlib.import_module(
-        "vllm_mars.kernels." + ("accept" if resolved == "triton" else "cpu")
-    )
-    if resolved == "torch":
+    none = torch.zeros_like(slots)
+    if device.type == "cpu":
+        from vllm_mars.kernels import cpu
+
         drafts = Drafts(logits, ids, ends, rows, None, ends + slots, max_draft_len)
-        none = torch.zeros_like(slots)
-        requests = Requests(records, slots, none, none - 1)
-        output: VerifyOutput = kernels.accept(drafts, requests, rule)
-        return output
+        return cpu.accept(drafts, Requests(records, slots, none, none - 1), rule)
+    from vllm_mars.kernels import accept
+
     # The input of a request's first row is no draft token.
     inputs = ids.new_full((logits.shape[0],), -1)
     inputs[rows + 1] = ids
-    none = torch.zeros_like(slots)
     step = Step(logits, inputs, ends + slots + 1, records, slots, none, none, max_draft_len)
-    output = kernels.accept(step, rule)
+    output = accept.accept(step, rule)
     return output._replace(output_token_ids=output.output_token_ids.int())
 
 

@@ -119,15 +119,15 @@ def test_a_whole_step_of_v2_is_vllms_at_price_0_and_waits_for_nothing(temperatur
 
 def test_nothing_waits_and_a_graph_replays():
     call = {**batch(32_000, torch.bfloat16), "price": torch.full((len(LENGTHS),), 0.7).cuda()}
-    expected = verify_greedy(**call, backend="triton")
+    expected = verify_greedy(**call)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        verify_greedy(**call, backend="triton")
+        verify_greedy(**call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = verify_greedy(**call, backend="triton")
+        found = verify_greedy(**call)
     graph.replay()
     assert all(map(torch.equal, found, expected))
 

@@ -53,7 +53,6 @@ def verify_one(row, draft, protected=(), dtype=torch.float32, **value):
         torch.tensor([1], dtype=torch.int32),
         **(value or {"theta": 0.9}),
         protected=mask if protected else None,
-        backend="torch",
     )
     tokens = [token for token in output.output_token_ids[0].tolist() if token != -1]
     return tokens, int(output.num_accepted), int(output.num_relaxed)

@@ -45,18 +45,9 @@ def arguments(**changes):
         ({"theta": None, "price": torch.ones(3)}, r"price has shape \[3\], but must have"),
         ({"protected": torch.zeros(4, dtype=torch.bool)}, r"protected has shape \[4\]"),
         ({"protected": torch.zeros(5)}, "protected has dtype torch.float32"),
-        ({"backend": "cuda"}, "backend='cuda' is not one of"),
         ({"logits": torch.zeros(5, 5, device="meta")}, "is on cpu, but logits are on meta"),
     ],
 )
 def test_wrong_argument_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         verify_greedy(**arguments(**changes))
-
-
-def test_triton_on_a_cpu_is_refused(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(
-        NotImplementedError, match="backend='triton' needs logits on an accelerator"
-    ):
-        verify_greedy(**arguments(), backend="triton")
