@@ -23,7 +23,6 @@ from vllm_mars.kernels.terms import (
 from vllm_mars.kernels.top2 import RECORD_SIZE
 
 _SPAN = tl.constexpr(int(Verdict.SPAN))
-_STRUCTURED = tl.constexpr(int(Verdict.STRUCTURED))
 _REPEAT = tl.constexpr(int(Verdict.REPEAT))
 _OPENED = tl.constexpr(int(Verdict.OPENING))
 _OPENING = tl.constexpr(OPENING)
@@ -31,7 +30,6 @@ _STATE = tl.constexpr(int(Column.STATE))
 _BEGUN = tl.constexpr(int(Column.BEGUN))
 _SCANNED = tl.constexpr(int(Column.SCANNED))
 _HELD = tl.constexpr(int(Column.HELD))
-_IS_STRUCTURED = tl.constexpr(int(Column.STRUCTURED))
 # Draft tokens and places of the answer that are compared at a time.
 _DRAFTS = 8
 _BLOCK = 512
@@ -147,7 +145,6 @@ def context_kernel(
     tl.store(record_ptr + _SCANNED, total.to(tl.int64))
     tl.store(record_ptr + _HELD, total.to(tl.int64))
 
-    is_structured = tl.load(record_ptr + _IS_STRUCTURED) != 0
     temperature = tl.load(temperature_ptr + slot)
     for first in range(0, num_draft, DRAFTS):
         offset = first + tl.arange(0, DRAFTS)
@@ -187,7 +184,6 @@ def context_kernel(
                 state = _advance(
                     state, token, opens_ptr, closes_ptr, table_size, thinking_end, opening
                 )
-        blocked = tl.where(is_structured, _STRUCTURED, blocked)
         tl.store(blocked_ptr + start + offset, blocked.to(tl.int8), mask=is_draft)
 
 

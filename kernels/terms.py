@@ -59,10 +59,9 @@ class Verdict(enum.IntEnum):
     FIRST = 3
     PROTECTED = 4
     SPAN = 5
-    STRUCTURED = 6
-    LOSS = 7
-    REPEAT = 8
-    OPENING = 9
+    LOSS = 6
+    REPEAT = 7
+    OPENING = 8
 
 
 # Why the rule was not applied where it would have accepted the draft token.
@@ -156,7 +155,6 @@ class Column(enum.IntEnum):
     BEGUN: that after the prompt.
     SCANNED: tokens of prompt and output that the state has taken in.
     HELD: tokens up to which the ring of the guard has been filled; it begins at the prompt's end.
-    STRUCTURED: whether all of the request must stay strict.
     ENDS: the first of MOST_ENDS tokens that end the request, each once; behind them -1.
     """
 
@@ -170,7 +168,6 @@ class Column(enum.IntEnum):
     BEGUN = 7
     SCANNED = 8
     HELD = 9
-    STRUCTURED = 10
     ENDS = 16
 
 

@@ -24,7 +24,7 @@ from vllm_mars.kernels.terms import (
 
 CPU = torch.device("cpu")
 LONGEST = 6
-REASONS = [0, 0, 0, Verdict.SPAN, Verdict.STRUCTURED, Verdict.REPEAT]
+REASONS = [0, 0, 0, Verdict.SPAN, Verdict.OPENING, Verdict.REPEAT]
 
 
 class Call:

@@ -46,7 +46,7 @@ class RequestOptions(NamedTuple):
 
     Attributes:
         value: of the server's rule; infinity for a price that follows what is left of `max_loss`.
-        strict: what of the request makes all of it strict, `structured_outputs` or more
+        strict: what of the request makes its value strict, `structured_outputs` or more
             `stop_token_ids` than a record holds; else empty.
         wants_return: whether the client asked what was relaxed.
         max_loss: most that it may lose, in nats per output token; infinity for no bound. Where it
@@ -57,11 +57,6 @@ class RequestOptions(NamedTuple):
     strict: str = ""
     wants_return: bool = False
     max_loss: float = math.inf
-
-    @property
-    def is_structured(self) -> bool:
-        """Whether all of it is verified strictly because its output is structured."""
-        return self.strict == "structured_outputs"
 
 
 class _Parsed(NamedTuple):
@@ -139,7 +134,7 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         # Its drafts stay: a request without any would make a batch of vLLM's V1 runner non-uniform,
         # and all others would lose the CUDA graph of a decode step.
         is_strict = not _boolean(own, _SPECULATE, True, "false verifies strictly")
-        if is_strict or num_stops >= MOST_ENDS or options.max_loss == 0:
+        if is_strict or strict or options.max_loss == 0:
             options = options._replace(value=STRICT_VALUE[config.rule])
         parsed = _Parsed(*depends_on, options)
         setattr(params, _PARSED, parsed)

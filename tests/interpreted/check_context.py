@@ -54,7 +54,6 @@ class Batch:
         self.answers[slot] = self.tokens(resumed)
         known = self.prompts[slot] + self.answers[slot]
         record = self.records.table[slot]
-        record[Column.STRUCTURED] = int(self.rng.random() < 0.2)
         record[Column.BEGUN] = self.sections.advance(0, self.prompts[slot])
         record[Column.STATE] = self.sections.advance(0, known)
         record[Column.SCANNED] = len(known)
@@ -72,8 +71,7 @@ class Batch:
                 draft = (answer[at : at + 6] + draft)[:length]
             drafts.append(draft)
             state = self.sections.advance(0, self.prompts[slot] + answer)
-            structured = bool(self.records.table[slot, Column.STRUCTURED])
-            reasons = self.sections.blocked([state], [structured], draft, [length])
+            reasons = self.sections.blocked([state], draft, [length])
             repeats = [False] * length
             samples = bool(self.temperature[slot])
             if self.ngram:
@@ -125,10 +123,10 @@ def sections(which: str) -> Sections:
 @pytest.mark.parametrize(
     ("which", "ngram", "window", "kinds", "reasons"),
     [
-        ("spans", 0, 1, 10, {0, Verdict.SPAN, Verdict.STRUCTURED}),
+        ("spans", 0, 1, 10, {0, Verdict.SPAN}),
         ("opening", 3, 16, 10, {0, *Verdict} - {*range(1, Verdict.SPAN), Verdict.LOSS}),
-        ("none", 2, 32, 4, {0, Verdict.STRUCTURED, Verdict.REPEAT}),
-        ("none", 4, 16, 3, {0, Verdict.STRUCTURED, Verdict.REPEAT}),
+        ("none", 2, 32, 4, {0, Verdict.REPEAT}),
+        ("none", 4, 16, 3, {0, Verdict.REPEAT}),
     ],
 )
 def test_equals_the_definitions(which, ngram, window, kinds, reasons):
@@ -146,8 +144,8 @@ def test_answers_of_several_blocks(count):
     begin = max(count - 1_024, 0)
     for at in (0, begin, 508, count - 8):
         draft = [*answer[at : at + 8], *answer[at : at + 8]]
-        batch.answers[0], record = answer, batch.records.table[0]
-        record[Column.STRUCTURED], record[Column.HELD] = 0, len(batch.prompts[0])
+        batch.answers[0] = answer
+        batch.records.table[0, Column.HELD] = len(batch.prompts[0])
         expected = AnswerNgrams(4, False, 1_024).repeated(answer, draft)
         (found,) = batch.blocked([0], [draft])
         assert found == [Verdict.REPEAT * is_repeat for is_repeat in expected]

@@ -112,7 +112,7 @@ def test_hand_computed(name, dtype):
 
 
 # What a caller may block a position with, and (lost nats, its own nats per token, produced tokens).
-BLOCKED = st.sampled_from([0, 0, Verdict.SPAN, Verdict.STRUCTURED])
+BLOCKED = st.sampled_from([0, 0, Verdict.SPAN, Verdict.REPEAT])
 NATS = st.tuples(
     st.sampled_from([0.0, 0.25, 1.0, 1.5]), st.sampled_from([0.0, 0.01, 0.3]), st.integers(0, 40)
 )

@@ -113,25 +113,18 @@ class Sections:
         opens, closes = tables.to(device)
         return Markers(opens, closes, self.thinking_end, self.opening)
 
-    def blocked(
-        self,
-        states: Iterable[int],
-        is_structured: Iterable[bool],
-        drafts: list[int],
-        ends: list[int],
-    ) -> Iterator[int]:
+    def blocked(self, states: Iterable[int], drafts: list[int], ends: list[int]) -> Iterator[int]:
         """Yields for each draft position why it is strict, a `Verdict`, or 0.
 
         Args:
             states: of each request, before its first draft token.
-            is_structured: whether all of a request is strict.
             drafts: draft tokens of all requests.
             ends: inclusive prefix sum of the drafts' lengths.
         """
         begin = 0
-        for state, structured, end in zip(states, is_structured, ends, strict=True):
+        for state, end in zip(states, ends, strict=True):
             for draft in drafts[begin:end]:
-                yield Verdict.STRUCTURED if structured else self._reason(state)
+                yield self._reason(state)
                 state = self.advance(state, (draft,))
             begin = end
 

@@ -43,9 +43,7 @@ def record_of(
         record[Column.LOST] = most_lost(rate, num_output_tokens)
     record[Column.MOST_TOKENS] = max(min(most_tokens, params.max_tokens or most_tokens), 0)
     # What is strict has no use for a colder draft.
-    is_strict |= options.is_structured
     record[Column.DRAFT_SHARE] = float_bits(1.0 if is_strict else config.draft_share)
-    record[Column.STRUCTURED] = int(options.is_structured)
     ends = ends_of(params)
     record[Column.ENDS :] = [*ends, *[-1] * (MOST_ENDS - len(ends))]
     return record

@@ -90,7 +90,7 @@ class RequestsV1(LogitsProcessor):
         self._nobody.slot = max_num_reqs
         self._write(self._nobody)
         self._slots = torch.full((max_num_reqs,), max_num_reqs)
-        self._has_structured = self._has_returns = False
+        self._has_returns = False
 
     def is_argmax_invariant(self) -> bool:
         """True: no logit changes."""
@@ -129,9 +129,7 @@ class RequestsV1(LogitsProcessor):
         # A request keeps its record while it is in the batch; only the index follows its moves.
         places = range(self._nobody.slot)
         self._slots = torch.tensor([self._of_place(place).slot for place in places])
-        options = [request.options for request in requests]
-        self._has_structured = any(o.is_structured for o in options)
-        self._has_returns = any(o.wants_return for o in options)
+        self._has_returns = any(request.options.wants_return for request in requests)
 
     def _enter(
         self, params: SamplingParams, prompt: Sequence[int] | None, output: list[int]
@@ -167,7 +165,7 @@ class RequestsV1(LogitsProcessor):
                 # A failed load of the KV cache took tokens back.
                 request.state = self._sections.begin(request.prompt)
                 request.scanned = 0
-        has_context = self._sections or self._has_structured or self._config.repeat_ngram
+        has_context = self._sections or self._config.repeat_ngram
         produced = torch.tensor([len(request.output) for request in requests])
         last = torch.tensor([request.output[-1] if request.output else -1 for request in requests])
         blocked = self._blocked(requests, drafts) if has_context else None
@@ -194,8 +192,7 @@ class RequestsV1(LogitsProcessor):
                 request.state = self._sections.advance(request.state, tokens)
                 request.scanned += len(tokens)
         states = [request.state for request in requests]
-        is_structured = [request.options.is_structured for request in requests]
-        reasons = list(self._sections.blocked(states, is_structured, drafted, ends))
+        reasons = list(self._sections.blocked(states, drafted, ends))
         begin = 0
         for request, end in zip(requests, ends, strict=True):
             if self._config.repeat_ngram:
