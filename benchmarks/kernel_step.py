@@ -96,7 +96,8 @@ class Step:
         from vllm.v1.worker.gpu.states import RequestState
 
         from vllm_mars import MarsRejectionSamplerV2
-        from vllm_mars.runner.counters import CounterLayout, Counters
+        from vllm_mars.kernels.terms import CounterLayout
+        from vllm_mars.runner.counters import Counters
         from vllm_mars.runner.requests_v2 import RequestsV2
         from vllm_mars.runner.verification import Verification
 

@@ -26,7 +26,7 @@ import torch
 import triton
 
 from vllm_mars.kernels.accept_kernel import accept_kernel
-from vllm_mars.kernels.terms import Account, Draws, Rule, Step, VerifyOutput, count_size
+from vllm_mars.kernels.terms import Account, CounterLayout, Draws, Rule, Step, VerifyOutput
 from vllm_mars.kernels.top2 import num_lanes, reduce_rows
 
 # Small batches share variants: fewer than 8 positions cost no less.
@@ -70,7 +70,7 @@ def accept(
         return output
     if account is None:
         longest = max(step.max_draft_len, 1)
-        counts = torch.zeros(count_size(longest), dtype=torch.int64, device=device)
+        counts = torch.zeros(CounterLayout(longest).size, dtype=torch.int64, device=device)
         account = Account(counts, None, longest)
     if account.table is None:
         table = torch.empty((batch, 2, account.longest + 1), device=device)

@@ -30,13 +30,13 @@ from vllm_mars.kernels.terms import (
     MOST_LOSS,
     Account,
     Column,
+    CounterLayout,
     Drafts,
     Requests,
     Rule,
     RuleName,
     Verdict,
     VerifyOutput,
-    count_starts,
 )
 
 
@@ -413,16 +413,13 @@ def _write_down(
 ) -> tuple[int, int, int]:
     """Counts a request's step and takes its losses off; returns relaxed tokens, loss and drift."""
     num_relaxed = lost = gained = drift_up = drift_down = 0
-    counts = None if account is None else account.counts.numpy()
-    starts = {} if account is None else count_starts(account.longest)
     table = None if account is None or account.table is None else account.table[place]
     if table is not None:
         table[0] = math.nan
         table[1] = 0
         table[0, : len(emitted.log_ratios)] = torch.tensor(emitted.log_ratios)
     for offset, position in enumerate(emitted.positions):
-        is_accepted, verdict = offset < emitted.accepted, position.verdict
-        is_relaxed = is_accepted and verdict == Verdict.RELAXED
+        is_relaxed = offset < emitted.accepted and position.verdict == Verdict.RELAXED
         num_relaxed += is_relaxed
         if is_relaxed or not is_greedy:
             lost += position.loss
@@ -433,17 +430,21 @@ def _write_down(
             table[0, offset] = position.loss * 2.0**-LOSS_BITS
         if table is not None and not is_greedy:
             table[1, offset] = position.drift * 2.0**-LOSS_BITS
-        if counts is not None and draft[offset] >= 0:
-            counts[starts["verified"] + offset] += 1
-            counts[starts["accepted"] + offset] += is_accepted
-            counts[starts["relaxed"] + offset] += is_relaxed
+    if account is not None:
+        counts, layout = account.counts.numpy(), CounterLayout(account.longest)
+        for offset, position in enumerate(emitted.positions):
+            if draft[offset] < 0:
+                continue
+            is_accepted, verdict = offset < emitted.accepted, position.verdict
+            counts[layout.verified][offset] += 1
+            counts[layout.accepted][offset] += is_accepted
+            counts[layout.relaxed][offset] += is_accepted and verdict == Verdict.RELAXED
             if verdict >= Verdict.PROTECTED:
-                counts[starts["refused"] + verdict - Verdict.PROTECTED] += 1
-    if counts is not None:
-        counts[starts["lost"]] += lost
-        counts[starts["gained"]] += gained
-        counts[starts["drift_up"]] += drift_up
-        counts[starts["drift_down"]] += drift_down
+                counts[layout.refused][verdict - Verdict.PROTECTED] += 1
+        counts[layout.lost] += lost
+        counts[layout.gained] += gained
+        counts[layout.drift_up] += drift_up
+        counts[layout.drift_down] += drift_down
     if lost:
         requests.records.lost[requests.slots[place]] += lost
     return num_relaxed, lost, drift_up - drift_down

@@ -356,7 +356,7 @@ class Account(NamedTuple):
     """Where a step writes down what it did, beside `Records.lost`.
 
     Attributes:
-        counts: int64 `[count_size(K)]`, added into; see `count_starts`.
+        counts: int64 `[size]`, added into; see `CounterLayout`.
         table: float32 `[batch, 2, K + 1]`, written, or None. First, of a greedy request what each
             relaxed token lost, in nats; of one that samples log m - log p of each token, where m is
             the distribution that was served. NaN elsewhere. Second, the drift of each token of a
@@ -369,34 +369,54 @@ class Account(NamedTuple):
     longest: int
 
 
-# What is counted at the positions of a step: by position, then in one entry, then by reason.
-# What lies behind a token that ends the request, or behind its last one, is left out, and all of a
-# step of a request that had ended before: asynchronous scheduling runs one.
-#   verified   positions looked at: up to and including the first rejected one
-#   accepted   accepted draft tokens
-#   relaxed    draft tokens that the rule accepted outright
-#   lost       nats lost, in units of 2**-LOSS_BITS: greedily z1 - z[x] of relaxed tokens, sampled
-#              the divergence KL(m || p) at each position looked at
-#   gained     what the rule added to the probability of acceptance at positions looked at, in units
-#              of 2**-LOSS_BITS; of greedy requests the relaxed tokens
-#   drift_up   the drift of the positions at which it is above 0, in units of 2**-LOSS_BITS nats:
-#              see `rule`; greedily what is lost
-#   drift_down the rest, without its sign
-#   refused    an entry per reason of `REFUSALS`
-BY_POSITION = ("verified", "accepted", "relaxed")
-IN_ONE_ENTRY = ("lost", "gained", "drift_up", "drift_down")
+# The most nats that a request of a bucket lost; those of one more lost more. Ray takes no 0.
+BUCKETS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
-def count_starts(longest: int) -> dict[str, int]:
-    """Where each count begins in `Account.counts`, for drafts of up to `longest` tokens."""
-    starts = {name: i * longest for i, name in enumerate(BY_POSITION)}
-    behind = len(BY_POSITION) * longest
-    return starts | {name: behind + i for i, name in enumerate((*IN_ONE_ENTRY, "refused"))}
+class CounterLayout:
+    """Which entries of `Account.counts` count what, each a slice.
 
+    What lies behind a token that ends the request, or behind its last one, is left out, and all of
+    a step of a request that had ended before: asynchronous scheduling runs one.
 
-def count_size(longest: int) -> int:
-    """Entries of `Account.counts`."""
-    return count_starts(longest)["refused"] + len(REFUSALS)
+    Args:
+        num_speculative_tokens: K, the longest draft of the engine, >= 1.
+
+    Attributes:
+        verified: positions looked at, up to and including the first rejected one; an entry per
+            position, as of the next two.
+        accepted: accepted draft tokens.
+        relaxed: draft tokens that the rule accepted outright.
+        lost: nats, in units of 2**-LOSS_BITS: greedily z1 - z[x] of relaxed tokens, sampled
+            KL(m || p) at each position looked at.
+        gained: what the rule added to the probability of acceptance at positions looked at, in
+            those units; of greedy requests the relaxed tokens.
+        drift_up: the drift of the positions at which it is above 0, in those units: see `rule`;
+            greedily what is lost.
+        drift_down: the rest, without its sign.
+        refused: positions by reason, as in `REFUSALS`.
+        ended, ended_lost: requests that ended, and what they lost, by bucket of `BUCKETS`.
+        size: of the counts.
+    """
+
+    verified: slice
+    accepted: slice
+    relaxed: slice
+    lost: slice
+    gained: slice
+    drift_up: slice
+    drift_down: slice
+    refused: slice
+    ended: slice
+    ended_lost: slice
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens, self.size = num_speculative_tokens, 0
+        by_position, by_bucket = [num_speculative_tokens] * 3, [len(BUCKETS) + 1] * 2
+        sizes = [*by_position, 1, 1, 1, 1, len(REFUSALS), *by_bucket]
+        for name, size in zip(CounterLayout.__annotations__, sizes, strict=True):
+            setattr(self, name, slice(self.size, self.size + size))
+            self.size += size
 
 
 class VerifyOutput(NamedTuple):

@@ -9,6 +9,7 @@ from vllm_mars.kernels import cpu
 from vllm_mars.kernels.terms import (
     FOLLOWS,
     Account,
+    CounterLayout,
     Drafts,
     Draws,
     Protected,
@@ -18,7 +19,6 @@ from vllm_mars.kernels.terms import (
     Sampling,
     Step,
     Verdict,
-    count_size,
     loss_rate,
 )
 
@@ -110,7 +110,7 @@ class Call:
 
     def account(self) -> Account:
         table = torch.full((self.batch, 2, LONGEST + 1), -7.0) if self.has_table else None
-        return Account(torch.zeros(count_size(LONGEST), dtype=torch.int64), table, LONGEST)
+        return Account(torch.zeros(CounterLayout(LONGEST).size, dtype=torch.int64), table, LONGEST)
 
     def drafts(self) -> Drafts:
         """As on V1, with the rows by index."""

@@ -24,14 +24,13 @@ from vllm_mars.kernels.terms import (
     NO_BOUND,
     REFUSALS,
     Account,
+    CounterLayout,
     Drafts,
     Protected,
     Records,
     Requests,
     Rule,
     Verdict,
-    count_size,
-    count_starts,
     loss_rate,
     loss_units,
     price_units,
@@ -122,6 +121,7 @@ VALUES = {
     "price": PRICE,
 }
 LONGEST = 5
+COUNTED = CounterLayout(LONGEST)
 
 
 @st.composite
@@ -224,7 +224,7 @@ def requests_of(batch, logits, scale=GREEDY_SCALE):
 
 
 def an_account(batch):
-    counts = torch.zeros(count_size(LONGEST), dtype=torch.int64)
+    counts = torch.zeros(COUNTED.size, dtype=torch.int64)
     table = torch.full((len(batch["lengths"]), 2, LONGEST + 1), 7.0)
     return Account(counts, table, LONGEST)
 
@@ -233,10 +233,10 @@ def an_account(batch):
 @given(batch=batches())
 def test_greedy_requests_are_verified_as_the_oracle_says(batch):
     drafts, requests, rule = step(batch)
-    account, starts = an_account(batch), count_starts(LONGEST)
+    account = an_account(batch)
     before = requests.records.lost.clone()
     output = cpu.accept(drafts, requests, rule, batch["blocked"], account)
-    counts = np.zeros(count_size(LONGEST), dtype=np.int64)
+    counts = np.zeros(COUNTED.size, dtype=np.int64)
     for i, rows, what in requests_of(batch, drafts.logits[:-1]):
         expected = oracle.verify(rows, bonus=batch["bonus"][i], **what)
         row = output.output_token_ids[i].tolist()
@@ -255,15 +255,15 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
             if is_relaxed:
                 told[offset] = float(oracle.loss(rows[offset], draft))
             if draft >= 0:
-                counts[starts["verified"] + offset] += 1
-                counts[starts["accepted"] + offset] += offset < expected.accepted
-                counts[starts["relaxed"] + offset] += is_relaxed
+                counts[COUNTED.verified][offset] += 1
+                counts[COUNTED.accepted][offset] += offset < expected.accepted
+                counts[COUNTED.relaxed][offset] += is_relaxed
             if verdict in REFUSALS:
-                counts[starts["refused"] + REFUSALS.index(verdict)] += 1
+                counts[COUNTED.refused][REFUSALS.index(verdict)] += 1
         np.testing.assert_allclose(account.table[i, 0].tolist(), told)
-        counts[starts["lost"]] += int(expected.loss * 2**16)
-        counts[starts["drift_up"]] += int(expected.loss * 2**16)
-        counts[starts["gained"]] += expected.relaxed * 2**16
+        counts[COUNTED.lost] += int(expected.loss * 2**16)
+        counts[COUNTED.drift_up] += int(expected.loss * 2**16)
+        counts[COUNTED.gained] += expected.relaxed * 2**16
     assert account.counts.tolist() == counts.tolist()
 
 

@@ -16,7 +16,8 @@ from vllm_mars import __version__
 from vllm_mars.config import OPTION, MarsConfig
 from vllm_mars.engine.overrides import Overrides, overrides_of
 from vllm_mars.engine.transport import add_counts
-from vllm_mars.runner.counters import BUCKETS, REASONS, UNIT, CounterLayout
+from vllm_mars.kernels.terms import BUCKETS, CounterLayout
+from vllm_mars.runner.counters import REASONS, UNIT
 from vllm_mars.runner.outputs import FIELD
 
 RELAXED = "vllm:mars_relaxed_tokens"

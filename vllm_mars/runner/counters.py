@@ -1,8 +1,7 @@
 """What the samplers count: one vector of integers per engine, kept on the device.
 
 The vector only grows. The worker takes its increase off now and then, without waiting for the
-device, and sends it along with a step's output (`vllm_mars.runner.outputs`). `CounterLayout` says
-which entry is what, for the steps that add into it and for the front end that exports it.
+device, and sends it along with a step's output (`vllm_mars.runner.outputs`).
 """
 
 import time
@@ -13,47 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_mars.kernels.terms import LOSS_BITS, REFUSALS, count_size, count_starts
+from vllm_mars.kernels.terms import BUCKETS, LOSS_BITS, REFUSALS, CounterLayout
 
 # One unit of lost nats and gained acceptance.
 UNIT = 2.0**-LOSS_BITS
 # Seconds between two copies from an accelerator.
 INTERVAL = 1.0
-# The most nats that a request of a bucket lost; those of one more lost more. Ray takes no 0.
-BUCKETS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 # The label values of the reasons for which the rule was not applied, in the order of the entries.
 REASONS = tuple(verdict.name.lower() for verdict in REFUSALS)
-
-
-class CounterLayout:
-    """Which entries of the vector count what; `vllm_mars.kernels.terms` says what each is.
-
-    Args:
-        num_speculative_tokens: K, the longest draft, >= 1.
-
-    Attributes:
-        verified, accepted, relaxed: K entries each, one per draft position.
-        lost, gained, drift_up, drift_down: one entry each.
-        refused: an entry per reason of `REASONS`.
-        ended, ended_lost: an entry per bucket: requests that ended, and what they lost.
-        size: number of entries.
-    """
-
-    def __init__(self, num_speculative_tokens: int) -> None:
-        self.num_speculative_tokens = longest = num_speculative_tokens
-        starts, end = count_starts(longest), count_size(longest)
-        self.verified = slice(starts["verified"], starts["accepted"])
-        self.accepted = slice(starts["accepted"], starts["relaxed"])
-        self.relaxed = slice(starts["relaxed"], starts["lost"])
-        self.lost = slice(starts["lost"], starts["gained"])
-        self.gained = slice(starts["gained"], starts["drift_up"])
-        self.drift_up = slice(starts["drift_up"], starts["drift_down"])
-        self.drift_down = slice(starts["drift_down"], starts["refused"])
-        self.refused = slice(starts["refused"], end)
-        buckets = len(BUCKETS) + 1
-        self.ended = slice(end, end + buckets)
-        self.ended_lost = slice(self.ended.stop, self.ended.stop + buckets)
-        self.size = self.ended_lost.stop
 
 
 class Counters:

@@ -20,9 +20,9 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import cpu
 from vllm_mars.kernels.cpu import Sampled
-from vllm_mars.kernels.terms import Drafts
+from vllm_mars.kernels.terms import CounterLayout, Drafts
 from vllm_mars.runner import draft_temperature
-from vllm_mars.runner.counters import CounterLayout, Counters
+from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.cut_prompts import spare_cut_prompts
 from vllm_mars.runner.outputs import attach_counters
 from vllm_mars.runner.protection import protected_token_ids, turn_token_ids

@@ -13,9 +13,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import accept
-from vllm_mars.kernels.terms import Draws, Sampling
+from vllm_mars.kernels.terms import CounterLayout, Draws, Sampling
 from vllm_mars.runner import draft_temperature
-from vllm_mars.runner.counters import CounterLayout, Counters
+from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.outputs import attach_counters, send_returned
 from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
