@@ -36,7 +36,7 @@ TOLERANCE = 1e-5
 # of very different probability.
 STEPS = 20
 # Beyond it e^b p leaves float32. There m is q already, as far as p has any of it.
-MOST_PRICE = 60.0
+MOST_CLIP_PRICE = 60.0
 # With less of p outside S than this, nothing is gained there, and m is p.
 LEAST_REST = 1e-4
 # Under 1/8 by more than float32 rounds b^2 / 8 up.
@@ -89,7 +89,7 @@ def clip_row(
     outside.div_(rest)
     # Where p = q = 0 there is no number; where p alone is 0, r is infinite. Neither adds to m.
     torch.div(q, p, out=ratio).nan_to_num_(nan=1.0, posinf=math.inf)
-    price = min(price, MOST_PRICE)
+    price = min(price, MOST_CLIP_PRICE)
     spread = math.exp(price)
     low, high, w = 1 / spread, 1.0, 1.0
     for step in range(STEPS):

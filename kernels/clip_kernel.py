@@ -43,7 +43,7 @@ TOLERANCE = 1e-2
 # Newton's method starts at exp(_START price), where w is for most rows.
 _START = tl.constexpr(-0.3)
 _STEPS = tl.constexpr(clip.STEPS)
-_MOST_PRICE = tl.constexpr(clip.MOST_PRICE)
+_MOST_CLIP_PRICE = tl.constexpr(clip.MOST_CLIP_PRICE)
 _LEAST_REST = tl.constexpr(clip.LEAST_REST)
 _EIGHTH = tl.constexpr(clip.EIGHTH)
 _DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
@@ -158,7 +158,7 @@ def clip_kernel(
     draft_lse = _log_sum_exp(draft_ptr, temperature, vocab, BLOCK)
     is_finite = (target_lse > float("-inf")) & (target_lse < float("inf"))
     may_pay = may_pay & is_finite & (rest > _LEAST_REST)
-    price = tl.where(may_pay, tl.minimum(price, _MOST_PRICE), 0.0)
+    price = tl.where(may_pay, tl.minimum(price, _MOST_CLIP_PRICE), 0.0)
     log_w = 0.0
     log_total = 0.0
     loss = 0.0

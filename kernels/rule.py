@@ -57,7 +57,7 @@ from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_BALANCE,
     MOST_LOSS,
-    MOST_PRICE,
+    MOST_PRICE_UNITS,
     MOST_SHARE,
     PRICE_BURSTS,
     RuleName,
@@ -144,7 +144,7 @@ class Allowance(NamedTuple):
             # Who loses nothing for long saves no more for the price than this.
             most = min(PRICE_BURSTS * most_lost(rate, 0), MOST_BALANCE)
             balance = min(max(most_lost(rate, produced + 1) - lost, 0), most)
-            price = min(math.isqrt(scale * balance), MOST_PRICE)
+            price = min(math.isqrt(scale * balance), MOST_PRICE_UNITS)
         room = max(most_tokens - produced - 1, 0)
         return cls(price, rate, produced, lost, room, produced >= most_tokens)
 

@@ -14,7 +14,7 @@ from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_BALANCE,
     MOST_LOSS,
-    MOST_PRICE,
+    MOST_PRICE_UNITS,
     MOST_SHARE,
     NO_BOUND,
     NO_LIMIT,
@@ -34,7 +34,7 @@ UNIT = tl.constexpr(2.0**-LOSS_BITS)
 _PER_NAT = tl.constexpr(2.0**LOSS_BITS)
 _RATE_SHIFT = tl.constexpr(RATE_BITS - LOSS_BITS)
 _MOST_LOSS = tl.constexpr(float(MOST_LOSS))
-_MOST_PRICE = tl.constexpr(MOST_PRICE)
+_MOST_PRICE_UNITS = tl.constexpr(MOST_PRICE_UNITS)
 _MOST_BALANCE = tl.constexpr(MOST_BALANCE)
 _NO_BOUND = tl.constexpr(NO_BOUND)
 _NO_LIMIT = tl.constexpr(NO_LIMIT)
@@ -116,7 +116,7 @@ def allowance(record_ptr, produced, scale, offset):
     most_balance = tl.minimum(_PRICE_BURSTS * burst, _MOST_BALANCE)
     balance = tl.minimum(tl.maximum(_at(offset, 0, most), 0), most_balance)
     price = tl.load(record_ptr + PRICE)
-    follows = tl.minimum(integer_root(balance * scale), _MOST_PRICE)
+    follows = tl.minimum(integer_root(balance * scale), _MOST_PRICE_UNITS)
     price = tl.where(price < 0, follows, price)
     return most, price, tl.maximum(tl.load(record_ptr + MOST_TOKENS) - produced - 1, 0)
 

@@ -14,7 +14,7 @@ LOSS_BITS = 16
 RATE_BITS = 30
 # The largest loss of one position, and the largest price, in units: 16,384 and 8,192 nats.
 MOST_LOSS = 1 << 30
-MOST_PRICE = 1 << 29
+MOST_PRICE_UNITS = 1 << 29
 # With a bound of b nats per token an answer of n tokens loses at most b (n + BURST_TOKENS).
 BURST_TOKENS = 100
 # A price that follows what is left of a bound is isqrt(scale * left), in units: c sqrt(left / 100)
@@ -91,8 +91,8 @@ def loss_units(nats: float) -> int:
 
 
 def price_units(price: float) -> int:
-    """A price, in float32, in units of 2**-LOSS_BITS nats, rounded down, at most MOST_PRICE."""
-    return loss_units(float(np.float32(min(max(0.0, price), MOST_PRICE / 2**LOSS_BITS))))
+    """A price, in float32, in units of 2**-LOSS_BITS nats, rounded down."""
+    return loss_units(float(np.float32(min(max(0.0, price), MOST_PRICE_UNITS / 2**LOSS_BITS))))
 
 
 def _units(nats: float, bits: int, most: int) -> int:

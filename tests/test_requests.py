@@ -21,7 +21,7 @@ from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.kernels.terms import (
     FOLLOWS,
     MOST_LOSS,
-    MOST_PRICE,
+    MOST_PRICE_UNITS,
     NO_BOUND,
     NO_LIMIT,
     RECORD_SIZE,
@@ -194,7 +194,7 @@ def test_a_record_holds_whatever_a_request_asks_for(server, own, produced, is_gr
     record = record_of(request, config, 2**20, produced)
     price, rate, lost = record[: Column.MOST_TOKENS]
     assert 0 <= record[Column.THRESHOLD] <= float_bits(1.0)
-    assert FOLLOWS <= price <= MOST_PRICE and 0 <= rate <= NO_BOUND
+    assert FOLLOWS <= price <= MOST_PRICE_UNITS and 0 <= rate <= NO_BOUND
     assert 0 <= lost <= NO_LIMIT
     # What the record cannot hold raises.
     torch.tensor(record, dtype=torch.int64)
@@ -214,18 +214,18 @@ def test_what_no_front_end_has_checked_is_strict(config, bad, caplog, monkeypatc
 
 
 def test_no_option_is_more_than_the_kernels_hold():
-    assert price_units(config_module.MOST_PRICE) == MOST_PRICE
+    assert price_units(config_module.MOST_PRICE) == MOST_PRICE_UNITS
     assert loss_rate(config_module.MOST_MAX_LOSS) == NO_BOUND - 1
     assert requests.MOST_ENDS == RECORD_SIZE - Column.ENDS
     for units, most in (
-        (price_units, MOST_PRICE),
+        (price_units, MOST_PRICE_UNITS),
         (loss_units, MOST_LOSS),
         (loss_rate, NO_BOUND - 1),
     ):
         for value in (1e39, 1e308, 10**400):
             assert units(value) == most
         assert [units(value) for value in (-1, -math.inf, math.nan)] == [0, 0, 0]
-    assert price_units(math.inf) == MOST_PRICE and loss_rate(math.inf) == NO_BOUND
+    assert price_units(math.inf) == MOST_PRICE_UNITS and loss_rate(math.inf) == NO_BOUND
 
 
 def test_the_lock_holds_for_requests(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from vllm_mars.config import check_value
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
-    MOST_PRICE,
+    MOST_PRICE_UNITS,
     NO_BOUND,
     Drafts,
     Protected,
@@ -147,7 +147,7 @@ def verify_greedy(
         max_draft_len = max(lengths, default=0)
     records = Records.new(batch, device)
     records.threshold.copy_(value)
-    records.price.copy_((value * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE))
+    records.price.copy_((value * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE_UNITS))
     records.rate.fill_(NO_BOUND)
     records.most_tokens.fill_(2**31 - 1)
     slots = torch.arange(batch, dtype=torch.int32, device=device)
