@@ -156,8 +156,7 @@ def accept_kernel(
     is_row = row < end
     is_draft = row < end - 1
     length = end - start - 1
-    # True, as a scalar of the device.
-    is_greedy = slot >= 0
+    is_greedy = tl.full([], True, tl.int1)
     if SAMPLED != "no":
         is_greedy = tl.load(sampling.temperature + slot) == 0.0
 
@@ -177,11 +176,11 @@ def accept_kernel(
         SPLITS,
         RULE != "price",
     )
-    draft, argmax, first, _, logit, is_end, is_kept, _, _ = rows
+    draft = rows.draft
     scale = tl.where(is_greedy, _GREEDY_SCALE, _DRAWN_SCALE if SAMPLED == "drawn" else _FIXED_SCALE)
     most, price, room = allowance(record_ptr, produced, scale.to(tl.int64), offset)
     is_over = has_ended(record_ptr, tl.load(input_ids_ptr + start), produced)
-    gainful = num_gainful(is_end, offset, length, room)
+    gainful = num_gainful(rows.is_end, offset, length, room)
     # The last position of the answer; none where it had ended before.
     last_counted = tl.where(is_over != 0, -1, gainful)
     small = is_small(rows, load_float(record_ptr, THRESHOLD))
@@ -206,8 +205,8 @@ def accept_kernel(
                 drift = nearest_units(tl.load(of_row + DRIFT, mask=is_read, other=0.0))
                 accepts = is_read & (tl.load(of_row + OF_Q, mask=is_read, other=0.0) > log_u)
             else:
-                lse, entropy = log_sum_exp(partials, row, is_draft, first, num_splits, SPLITS)
-                log_p = logit - lse
+                lse, entropy = log_sum_exp(partials, row, is_draft, rows.first, num_splits, SPLITS)
+                log_p = rows.logit - lse
                 # A NaN is above nothing.
                 is_number = is_read & (log_p > -_INF)
                 log_p = tl.where(is_number, tl.minimum(log_p, 0.0), 0.0)
@@ -215,26 +214,28 @@ def accept_kernel(
                 if RULE == "price":
                     mass, surprise = kept_sums(partials, row, is_number, lse)
                     rest, entropy = tl.maximum(1.0 - mass, 0.0), entropy - surprise
-                    verdict, bias, log_z, loss, gained, drift_nats = sampled_by_price(
+                    decided = sampled_by_price(
                         *(log_p, rest, entropy, is_number, forbidden),
                         *(most, price, gainful, offset, length),
                     )
                 else:
-                    verdict, bias, log_z, loss, gained, drift_nats = sampled_by_theta(
+                    decided = sampled_by_theta(
                         log_p, entropy, small & is_number, forbidden, most, offset, length
                     )
-                drift = nearest_units(drift_nats)
+                verdict, loss, gained = decided.verdict, decided.loss, decided.gained
+                drift = nearest_units(decided.drift)
                 # What the rule accepts outright has an infinite bias.
-                accepts = is_number & (log_p + bias - log_z > log_u)
-                ratio_accepted = tl.where(bias == _INF, -log_p, bias - log_z)
-                ratio_rejected = -log_z
+                ratio_accepted = decided.bias - decided.log_z
+                accepts = is_number & (log_p + ratio_accepted > log_u)
+                ratio_accepted = tl.where(decided.bias == _INF, -log_p, ratio_accepted)
+                ratio_rejected = -decided.log_z
 
     stops = is_draft & (accepts == 0)
     accepted = tl.min(tl.where(stops, offset, length), axis=0)
     token = tl.where(offset < accepted, draft, -1)
     # Never accepted, the bonus row emits its argmax like a row whose draft is rejected. What is
     # drawn there, `resample_kernel` adds.
-    first_choice = tl.where(is_greedy, argmax.to(tl.int64), -1)
+    first_choice = tl.where(is_greedy, rows.argmax.to(tl.int64), -1)
     token = tl.where(is_row & (offset == accepted), first_choice, token)
     of_request = output.output_token_ids + request.to(tl.int64) * width
     tl.store(of_request + offset, token, mask=offset < width)

@@ -5,6 +5,8 @@ row, then padding. Nats are integers in units of 2**-LOSS_BITS where a name says
 they decide of a greedy request. Launched without fusion, so that products are rounded as in torch.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -60,6 +62,34 @@ OF_Q = tl.constexpr(9)
 _LEAST_SHARE = tl.constexpr(LEAST_SHARE)
 _MOST_SHARE = tl.constexpr(MOST_SHARE)
 _INF = tl.constexpr(float("inf"))
+
+
+class Rows(NamedTuple):
+    """As `rule.Rows`: vectors on the device, with the largest logits and that of the draft token.
+
+    `second` is z2 by theta alone.
+    """
+
+    draft: tl.tensor
+    argmax: tl.tensor
+    first: tl.tensor
+    second: tl.tensor
+    logit: tl.tensor
+    is_end: tl.tensor
+    is_kept: tl.tensor
+    keeps_first: tl.tensor
+    blocked: tl.tensor
+
+
+class Decided(NamedTuple):
+    """As `rule.Position`: vectors on the device; loss and gain are in units, the drift in nats."""
+
+    verdict: tl.tensor
+    bias: tl.tensor
+    log_z: tl.tensor
+    loss: tl.tensor
+    gained: tl.tensor
+    drift: tl.tensor
 
 
 @triton.jit
@@ -145,7 +175,7 @@ def read_rows(
     SPLITS: tl.constexpr,
     WITH_SECOND: tl.constexpr,
 ):
-    """What the rule reads of the rows, as `rule.Rows` has it."""
+    """What the rule reads of the rows."""
     packed, second = reduce_splits(partials, row, is_row, num_splits, SPLITS, WITH_SECOND)
     first = unpack_value(packed)
     argmax = unpack_id(packed)
@@ -164,7 +194,7 @@ def read_rows(
         of_argmax = of_argmax | tl.load(protected.mask + argmax, mask=in_vocab, other=0)
     keeps_first = in_vocab & (of_argmax != 0)
     blocked = tl.load(blocked_ptr + row, mask=is_draft, other=0).to(tl.int32)
-    return draft, argmax, first, second, logit, is_end, is_kept, keeps_first, blocked
+    return Rows(draft, argmax, first, second, logit, is_end, is_kept, keeps_first, blocked)
 
 
 @triton.jit
@@ -190,37 +220,34 @@ def num_gainful(is_end, offset, length, room):
 @triton.jit
 def forbids(rows, with_first):
     """Why each position is strict, or 0."""
-    _, _, _, _, _, _, is_kept, keeps_first, blocked = rows
-    is_kept = is_kept | (keeps_first & with_first)
-    return tl.where(blocked != 0, blocked, tl.where(is_kept, PROTECTED, 0))
+    is_kept = rows.is_kept | (rows.keeps_first & with_first)
+    return tl.where(rows.blocked != 0, rows.blocked, tl.where(is_kept, PROTECTED, 0))
 
 
 @triton.jit
 def is_small(rows, threshold):
     """Where the draft token is one of the two largest and the margin between them is small."""
-    draft, _, first, second, logit, _, _, _, _ = rows
-    threshold += tl.zeros_like(first)
-    small = (second > threshold * first) & ((threshold == 1.0) | (first > 0.0))
-    return small & (draft >= 0) & (logit >= second)
+    threshold += tl.zeros_like(rows.first)
+    small = (rows.second > threshold * rows.first) & ((threshold == 1.0) | (rows.first > 0.0))
+    return small & (rows.draft >= 0) & (rows.logit >= rows.second)
 
 
 @triton.jit
 def greedy(rows, small, most, price, gainful, offset, length, RULE: tl.constexpr):
     """Verdict and loss, in units, of each position."""
-    draft, argmax, first, _, logit, _, _, _, _ = rows
     forbidden = forbids(rows, True)
-    loss = first - logit
+    is_read = rows.draft >= 0
     # Of infinities and a NaN no number comes out, which compares with nothing.
-    loss = units_of(tl.where(draft >= 0, loss, 0.0))
+    loss = units_of(tl.where(is_read, rows.first - rows.logit, 0.0))
     may_pay = small
     pays = small
     if RULE == "price":
-        may_pay = (draft >= 0) & (logit > -_INF) & (first < _INF) & (price > 0)
+        may_pay = is_read & (rows.logit > -_INF) & (rows.first < _INF) & (price > 0)
         may_pay = may_pay & (offset < gainful)
         pays = may_pay & (loss < price)
     verdict = tl.where(may_pay & (forbidden == 0), PAYABLE, 0)
     verdict = tl.where(pays & (forbidden != 0), forbidden, verdict)
-    verdict = tl.where((draft >= 0) & (draft == argmax), FIRST, verdict)
+    verdict = tl.where(is_read & (rows.draft == rows.argmax), FIRST, verdict)
     lost = tl.zeros([], tl.int64)
     for j in range(0, length):
         here = (offset == j) & (verdict == PAYABLE)
@@ -261,7 +288,7 @@ def _log_partition(log_share, bias):
 def sampled_by_price(
     log_p, rest, entropy, is_number, forbidden, most, price, gainful, offset, length
 ):
-    """Verdict, bias, log Z, loss and gain in units, and drift in nats of each position.
+    """What is decided at each position of a fixed draft.
 
     `entropy` is that of the tokens that are not kept, and `rest` what p has there.
     """
@@ -305,7 +332,7 @@ def sampled_by_price(
         gained = tl.where(is_tilted, own_gain.to(tl.int64), gained)
         lost += tl.sum(tl.where(is_tilted, own_loss, 0), axis=0)
     drift = tl.where(bias > 0.0, (1.0 - tl.exp(-log_z)) * (-log_p * rest - entropy), 0.0)
-    return verdict, bias, log_z, loss, gained, drift
+    return Decided(verdict, bias, log_z, loss, gained, drift)
 
 
 @triton.jit
@@ -322,7 +349,7 @@ def sampled_by_theta(log_p, entropy, small, forbidden, most, offset, length):
         lost += tl.where(fits, weight, 0)
     is_relaxed = verdict == RELAXED
     gained = ((1.0 - tl.exp(log_p)) * _PER_NAT + 0.5).to(tl.int64)
-    return (
+    return Decided(
         verdict,
         tl.where(is_relaxed, _INF, 0.0),
         tl.where(is_relaxed, log_p, 0.0),
