@@ -1,4 +1,4 @@
-"""What makes a head; the defaults made the packaged one."""
+"""What makes a head."""
 
 from dataclasses import dataclass
 
