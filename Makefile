@@ -42,7 +42,7 @@ docs: $(SITE)
 figures: install
 	$(BIN)/python -m benchmarks.figures
 
-# Makes the packaged model's EAGLE-3 head again (benchmarks/draft/README.md).
+# Makes an EAGLE-3 head for the packaged model (benchmarks/draft/README.md).
 draft: install
 	$(BIN)/python -m benchmarks.draft $(ARGS)
 

@@ -1,128 +1,94 @@
-"""Training data: the target's own answers, in shards, with the hidden states that a head is fed.
+"""Training data: questions, most of them the target's own, and its answers, as token ids.
 
-    DIRECTORY/00000.safetensors    tokens [n] int32, lengths [s], prompt_tokens [s],
-                                   states [n, aux, hidden] bfloat16 (zero at each last token)
-    DIRECTORY/00000.jsonl          the same answers as text; later shards take passages from it
+    DIRECTORY/00000.json    {"made_by": ..., "conversations": [[prompt, answer], ...]}
 
-An interrupted run resumes with the shard that is missing.
+Given the beginning of a user's turn, a chat model goes on with a question, of the kinds that it was
+trained on (Magpie, arXiv 2406.08464). Templates add kinds that it seldom asks.
+
+An interrupted run resumes with the part that is missing.
 """
 
 import json
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from safetensors.torch import load_file, save_file
+from typing import Any
 
 from benchmarks.draft import prompts
 from benchmarks.draft.recipe import Recipe
-from benchmarks.draft.target import Answer, Target
-from vllm_mars.local.prompts import PACKAGED, load_prompts
+from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.result_file import write_json
 
-# Follow-ups and passages come from the shard this far back.
-EARLIER = 2
-# What a shard depends on, beside its number and the target.
-MADE_BY = ("seed", "shard_prompts", "max_prompt_tokens", "max_tokens", "greedy_share")
-
-
-class Sequence(NamedTuple):
-    """One prompt with its answer.
-
-    Attributes:
-        tokens: [n] int64, prompt and answer; the last one ends the answer.
-        prompt_tokens: how many of them are the prompt's.
-        states: [n - 1, len(aux_layers), hidden]; states[i] is computed at tokens[i].
-    """
-
-    tokens: torch.Tensor
-    prompt_tokens: int
-    states: torch.Tensor
+# A prompt and its answer, with its end.
+Conversation = tuple[list[int], list[int]]
+# Prompts and temperatures, the longest answer, a seed; gives each answer, with its end.
+Answer = Callable[[list[list[int]], list[float], int, int], list[list[int]]]
+# What a part depends on, beside its number and the target.
+MADE_BY = ("seed", "part_size", "max_question_tokens", "max_answer_tokens")
+TEMPLATE_SHARE = 1 / 3
+QUESTION_TEMPERATURE = 1.0
+# Of answers, and their shares.
+TEMPERATURES = {0.0: 0.4, 0.5: 0.15, 0.7: 0.15, 1.0: 0.3}
 
 
 def make_data(
-    directory: Path, recipe: Recipe, target: Target, tokenizer: Any, answer: Answer
-) -> list[Path]:
-    """Makes the shards that are missing, and returns all of them.
+    directory: Path, recipe: Recipe, tokenizer: Any, engine: AbstractContextManager[Answer]
+) -> list[Conversation]:
+    """Makes the parts that are missing, by an engine of the target, and returns all conversations.
 
     Raises:
         ValueError: those that are there were made by another recipe.
     """
     made_by = {name: getattr(recipe, name) for name in MADE_BY}
-    manifest = directory / "data.json"
-    if not manifest.is_file():
-        write_json(manifest, made_by)
-    if (found := json.loads(manifest.read_text())) != made_by:
-        raise ValueError(f"{directory} was made by {found}, not {made_by}; name another --work.")
-    paths = [directory / f"{number:05d}.safetensors" for number in range(recipe.shards)]
-    for number, path in enumerate(paths):
-        if not path.is_file():
-            save_shard(path, _make_shard(path, number, recipe, target, tokenizer, answer))
-    return paths
+    conversations: list[Conversation] = []
+    paths = [directory / f"{number:05d}.json" for number in range(recipe.parts)]
+    is_complete = all(path.is_file() for path in paths)
+    context: AbstractContextManager[Any] = nullcontext() if is_complete else engine
+    with context as answer:
+        for number, path in enumerate(paths):
+            if not path.is_file():
+                rng = random.Random(f"{recipe.seed} {number}")
+                asked = ask(rng, recipe, tokenizer, answer, [prompt for prompt, _ in conversations])
+                heat = rng.choices(list(TEMPERATURES), list(TEMPERATURES.values()), k=len(asked))
+                answers = answer(asked, heat, recipe.max_answer_tokens, rng.getrandbits(62))
+                made = list(zip(asked, answers, strict=True))
+                write_json(path, {"made_by": made_by, "conversations": made})
+            part = json.loads(path.read_text())
+            if part["made_by"] != made_by:
+                raise ValueError(
+                    f"{path} was made by {part['made_by']}, not {made_by}; name another --work."
+                )
+            conversations += part["conversations"]
+    return conversations
 
 
-def _make_shard(
-    path: Path, number: int, recipe: Recipe, target: Target, tokenizer: Any, answer: Answer
-) -> list[Sequence]:
-    rng = random.Random(f"{recipe.seed} {number}")
-    earlier: list[tuple[prompts.Messages, str]] = []
-    if number >= EARLIER:
-        with (path.parent / f"{number - EARLIER:05d}.jsonl").open(encoding="utf-8") as file:
-            earlier = list(map(json.loads, file))
-    measured = {turn for prompt in load_prompts(PACKAGED) for turn in prompt.turns}
-    conversations: list[tuple[prompts.Messages, list[int]]] = []
-    while len(conversations) < recipe.shard_prompts:
-        messages = prompts.draw(rng, earlier)
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        # A head that is measured on the demo's prompts must not be trained on them.
-        if len(ids) <= recipe.max_prompt_tokens and messages[-1]["content"] not in measured:
-            conversations.append((messages, list(ids)))
-    # In this order the packaged head's conversations got their temperatures.
-    conversations.sort(key=lambda pair: len(pair[1]))
-    seed = rng.getrandbits(62)
-    heat = [
-        0.0 if rng.random() < recipe.greedy_share else rng.uniform(0.6, 1.0) for _ in conversations
+def ask(
+    rng: random.Random, recipe: Recipe, tokenizer: Any, answer: Answer, asked: list[list[int]]
+) -> list[list[int]]:
+    """Returns the prompts of one part, without those that were asked before."""
+
+    def chat(text: str) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return list(rendered["input_ids"])
+
+    from_templates = round(TEMPLATE_SHARE * recipe.part_size)
+    own = recipe.part_size - from_templates
+    # What the template puts before a user's text.
+    mark = "@question@"
+    turn = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    begin = tokenizer(turn.partition(mark)[0], add_special_tokens=False)["input_ids"]
+    heat, seed = [QUESTION_TEMPERATURE] * own, rng.getrandbits(62)
+    questions = answer([begin] * own, heat, recipe.max_question_tokens, seed)
+    # One that was cut is no question.
+    whole = [ids[:-1] for ids in questions if ids[-1:] == [tokenizer.eos_token_id]]
+    texts = [text.strip() for text in tokenizer.batch_decode(whole, skip_special_tokens=True)]
+    texts += [prompts.draw(rng) for _ in range(from_templates)]
+    # A head that is measured on the demo's prompts must not be trained on them.
+    measured = {turn for prompt in load_prompts() for turn in prompt.turns}
+    drawn = [chat(text) for text in dict.fromkeys(texts) if text and text not in measured]
+    before = set(map(tuple, asked))
+    return [
+        ids for ids in drawn if len(ids) <= recipe.max_question_tokens and tuple(ids) not in before
     ]
-    asked = [ids for _, ids in conversations]
-    answers = answer(asked, heat, recipe.max_tokens, seed)
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines = [
-        json.dumps([messages, text], ensure_ascii=False) + "\n"
-        for (messages, _), text in zip(conversations, texts, strict=True)
-    ]
-    path.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
-    return [read_states(target, prompt, new) for prompt, new in zip(asked, answers, strict=True)]
-
-
-def read_states(target: Target, prompt: list[int], answer: list[int]) -> Sequence:
-    """Returns a prompt and its answer with the target's states."""
-    tokens = torch.tensor(prompt + answer)
-    return Sequence(tokens, len(prompt), target.states(tokens[:-1]))
-
-
-def save_shard(path: Path, answers: list[Sequence]) -> None:
-    """Writes answers as a shard, complete or not at all."""
-    states = []
-    for answer in answers:
-        states += [answer.states.bfloat16(), torch.zeros_like(answer.states[:1]).bfloat16()]
-    content = {
-        "tokens": torch.cat([answer.tokens for answer in answers]).int(),
-        "lengths": torch.tensor([len(answer.tokens) for answer in answers]),
-        "prompt_tokens": torch.tensor([answer.prompt_tokens for answer in answers]),
-        "states": torch.cat(states),
-    }
-    unfinished = path.with_suffix(".tmp")
-    save_file(content, unfinished)
-    unfinished.replace(path)
-
-
-class Shard:
-    """One file of data: of each sequence its tokens, its states, and how many are the prompt's."""
-
-    def __init__(self, path: Path) -> None:
-        content = load_file(path)
-        self.lengths: list[int] = content["lengths"].tolist()
-        self.prompt_tokens: list[int] = content["prompt_tokens"].tolist()
-        self.tokens = torch.split(content["tokens"].long(), self.lengths)
-        self.states = torch.split(content["states"], self.lengths)

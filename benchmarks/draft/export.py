@@ -34,8 +34,8 @@ def export(
     """Writes the head into a directory; it is refused for other weights than the model's."""
     directory.mkdir(parents=True, exist_ok=True)
     weights = directory / "model.safetensors"
-    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in head.state_dict().items()}
-    ids, config = head.draft_tokens, head.config
+    tensors = {name: tensor.cpu().to(dtype) for name, tensor in head.state_dict().items()}
+    ids, config = head.draft_tokens.cpu(), head.config
     save_file(tensors | {"d2t": ids - torch.arange(len(ids))}, weights)
     content = json.loads((PACKAGED_HEAD / "config.json").read_text())
     content["draft_vocab_size"] = len(ids)

@@ -19,27 +19,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRotaryEmbedding,
-    rotate_half,
+    apply_rotary_pos_emb,
 )
 
 from benchmarks.draft.target import Target
-
-
-class Layer(LlamaDecoderLayer):  # type: ignore[misc]
-    """The parts of the one decoder layer, whose attention takes in a token and a hidden state."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, 0)
-        size = config.hidden_size
-        self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            width = getattr(self.self_attn, name).out_features
-            setattr(self.self_attn, name, nn.Linear(2 * size, width, bias=False))
 
 
 class Eagle3Head(nn.Module):
@@ -58,73 +45,71 @@ class Eagle3Head(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps) for _ in config.aux_layers)
         self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
-        self.layers: Any = nn.ModuleList([Layer(config)])
+        layer: Any = LlamaDecoderLayer(config, 0)
+        layer.hidden_norm = nn.RMSNorm(size, eps)
+        # The attention takes in a token and a hidden state.
+        for name in ("q_proj", "k_proj", "v_proj"):
+            width = getattr(layer.self_attn, name).out_features
+            setattr(layer.self_attn, name, nn.Linear(2 * size, width, bias=False))
+        self.layers: Any = nn.ModuleList([layer])
         self.norm = nn.RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, len(draft_tokens), bias=False)
         self.register_buffer("draft_tokens", draft_tokens, persistent=False)
         self.rotary = LlamaRotaryEmbedding(config)
 
     def steps(
-        self, states: torch.Tensor, embeddings: torch.Tensor, anchors: torch.Tensor, count: int
+        self, states: torch.Tensor, embeddings: torch.Tensor, count: int
     ) -> Iterator[torch.Tensor]:
-        """Runs the drafting steps from many anchors at once, fed with the true tokens.
+        """Runs the drafting steps from each token at once, fed with the true tokens.
 
         Args:
             states: [batch, length, aux, hidden], the target's at each token.
             embeddings: [batch, length + count, hidden]; [:, t] embeds the token after t.
-            anchors: [batch, queries] int64, places in `length` to draft from.
             count: how many steps.
 
         Yields:
-            Each step's normed output, [batch, queries, hidden]: what lm_head takes in.
+            Each step's normed output, [batch, length, hidden]: what lm_head takes in.
         """
-        layer, (rows, queries) = self.layers[0], anchors.shape
-        project = layer.self_attn
-        parts = [norm(states[..., index, :].float()) for index, norm in enumerate(self.fc_norm)]
-        combined: torch.Tensor = self.fc(torch.cat(parts, -1))
-        places = torch.arange(states.shape[1])
-        # Keys of step 0 are there for each token, whether it is an anchor or not.
-        inputs, _ = self._inputs(embeddings[:, : states.shape[1]], combined)
-        keys = [self._rotated(project.k_proj(inputs), places)]
-        values = [self._heads(project.v_proj(inputs))]
-        masks = [(places <= anchors[:, None, :, None]).expand(rows, 1, queries, -1)]
-        itself = torch.eye(queries, dtype=torch.bool).expand(rows, 1, queries, -1)
-        hidden = _pick(combined, anchors)
+        layer, length = self.layers[0], states.shape[1]
+        attention = layer.self_attn
+        parts = [norm(states[..., index, :]) for index, norm in enumerate(self.fc_norm)]
+        hidden: torch.Tensor = self.fc(torch.cat(parts, -1)).float()
+        keys, values = [], []
         for step in range(count):
-            at = anchors + step
-            inputs, residual = self._inputs(_pick(embeddings, at), hidden)
-            if step:
-                keys.append(self._rotated(project.k_proj(inputs), at))
-                values.append(self._heads(project.v_proj(inputs)))
-                masks.append(itself)
-            attended = functional.scaled_dot_product_attention(
-                self._rotated(project.q_proj(inputs), at),
-                torch.cat(keys, 2),
-                torch.cat(values, 2),
-                torch.cat(masks, -1),
+            residual = layer.hidden_norm(hidden)
+            embedded = layer.input_layernorm(embeddings[:, step : step + length])
+            inputs = torch.cat([embedded, residual], -1)
+            query, key, value = (
+                part(inputs).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2).float()
+                for part in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
-            hidden = residual + project.o_proj(attended.transpose(1, 2).flatten(2)).float()
+            places = torch.arange(step, step + length, device=states.device)[None]
+            query, key = apply_rotary_pos_emb(query, key, *self.rotary(hidden, places))
+            keys.append(key)
+            values.append(value)
+            attended = attend(query, keys, values).transpose(1, 2).flatten(2)
+            hidden = residual + attention.o_proj(attended).float()
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)).float()
             yield self.norm(hidden)
 
-    def _inputs(
-        self, embeddings: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what the attention takes in, and the residual."""
-        residual = self.layers[0].hidden_norm(hidden.float())
-        embedded = self.layers[0].input_layernorm(embeddings.float())
-        return torch.cat([embedded, residual], -1), residual
 
-    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """Splits into [batch, heads, length, head_dim]."""
-        shape = (*projected.shape[:-1], -1, self.config.head_dim)
-        return projected.view(shape).transpose(1, 2).float()
+def attend(
+    query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]
+) -> torch.Tensor:
+    """Attention of one drafting step from all anchors.
 
-    def _rotated(self, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        split = self._heads(projected)
-        cos, sin = (part.unsqueeze(-3) for part in self.rotary(split, positions))
-        rotated: torch.Tensor = split * cos + rotate_half(split) * sin
-        return rotated
+    All are [batch, heads, length, head_dim]. The keys and values of step 0 are for all anchors from
+    theirs on, those of each later step for their anchor alone, which is one score.
+    """
+    length, width = query.shape[-2:]
+    later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = [(query @ keys[0].mT).masked_fill(later, -torch.inf)]
+    scores += [(query * key).sum(-1, keepdim=True) for key in keys[1:]]
+    weights = (torch.cat(scores, -1) / width**0.5).softmax(-1)
+    attended: torch.Tensor = weights[..., :length] @ values[0]
+    for index, value in enumerate(values[1:], length):
+        attended = attended + weights[..., index, None] * value
+    return attended
 
 
 def new_head(target: Target, draft_tokens: torch.Tensor, seed: int = 0) -> Eagle3Head:
@@ -132,11 +117,6 @@ def new_head(target: Target, draft_tokens: torch.Tensor, seed: int = 0) -> Eagle
 
     It has as many key-value heads as attention heads: the token just chosen comes in through the
     values alone, so that narrow ones would be its bottleneck.
-
-    Args:
-        target: the target.
-        draft_tokens: [draft_vocab_size] int64, ascending.
-        seed: of the random weights.
     """
     given = target.config
     own = {"num_key_value_heads": given.num_attention_heads, "aux_layers": target.aux_layers}
@@ -149,13 +129,8 @@ def new_head(target: Target, draft_tokens: torch.Tensor, seed: int = 0) -> Eagle
                 nn.init.normal_(parameter, std=given.initializer_range)
     last, layer = target.layers[-1], head.layers[0]
     with torch.no_grad():
-        head.lm_head.weight.copy_(target.lm_head[draft_tokens].float())
+        head.lm_head.weight.copy_(target.lm_head[draft_tokens.to(target.device)])
         head.norm.weight.copy_(target.final_norm)
         layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
         layer.mlp.load_state_dict(last.mlp.state_dict())
-    return head
-
-
-def _pick(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Returns values[b, places[b, q]] as [batch, queries, hidden]."""
-    return values.gather(1, places[..., None].expand(-1, -1, values.shape[-1]))
+    return head.to(target.device)

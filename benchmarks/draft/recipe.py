@@ -1,30 +1,31 @@
-"""What makes a head; the defaults made the packaged one."""
+"""What makes a head."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Data and training."""
+    """Data and training, for a GPU."""
 
-    # Of prompts, answers, the head's random weights and the order of the batches.
+    # Of questions, answers, the head's random weights and the order of the batches.
     seed: int = 0
-    # Conversations in a shard; a shard depends on the seed and its number alone.
-    shards: int = 9
-    shard_prompts: int = 512
-    # Longer conversations are drawn again.
-    max_prompt_tokens: int = 384
-    max_tokens: int = 160
-    # Of answers at temperature 0; the others are at 0.6 to 1.
-    greedy_share: float = 0.7
+    # Parts of the data, and how many conversations each asks for; a few questions are dropped.
+    parts: int = 17
+    part_size: int = 4096
+    # Longer questions are dropped, longer answers cut.
+    max_question_tokens: int = 384
+    max_answer_tokens: int = 256
     # Tokens that the head can guess.
-    draft_vocab_size: int = 4096
-    # Passes over the shards; may be a fraction.
-    epochs: float = 3.4
+    draft_vocab_size: int = 8192
+    # Tokens in a step of training, padding included.
+    batch_tokens: int = 24_000
+    # Passes over the data.
+    epochs: int = 1
     # Drafting steps that are trained; more or fewer may be drafted.
-    steps_ahead: int = 3
-    # Conversations in a step of training.
-    batch: int = 16
+    steps_ahead: int = 4
+    # Share of the steps, at the start, that train two drafting steps by cross-entropy; then come
+    # all, by acceptance.
+    ramp: float = 0.35
     # Peaks for Muon, which trains the matrices but lm_head, and for AdamW, which trains the rest.
     learning_rate: float = 2e-3
     adam_learning_rate: float = 3e-4
@@ -34,5 +35,7 @@ class Recipe:
     cool_down: float = 0.5
     # A drafting step's loss weighs this power of it.
     step_decay: float = 0.8
-    # Share of the steps, at the start, that train two drafting steps only, which is faster.
-    ramp: float = 0.5
+
+
+# Without a GPU.
+CPU_RECIPE = Recipe(parts=2, batch_tokens=4000)

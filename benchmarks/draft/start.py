@@ -6,16 +6,16 @@ least squares give C and B of
     y_{t+1} ~ C y_t + B e_{t+1}
 
 and the head's layer can hold just that: fc passes y_t on, most heads look at their own token alone,
-and their values and output project [C - 1, B] (its best approximation of their rank). What comes
+and their values and output project [B, C - 1] (its best approximation of their rank). What comes
 out is y-like again, so that the guess holds for further steps.
 """
 
 import torch
 from torch.nn import functional
 
-from benchmarks.draft.data import Shard
 from benchmarks.draft.head import Eagle3Head
 from benchmarks.draft.target import Target
+from benchmarks.draft.train import Batch
 
 # Heads that start with a look at other tokens.
 FREE_HEADS = 2
@@ -25,18 +25,27 @@ RIDGE = 1e-3
 
 
 @torch.no_grad()
-def start_linear(head: Eagle3Head, target: Target, shard: Shard) -> None:
-    """Sets a new head's weights to the linear guess, fitted on a shard."""
+def start_linear(head: Eagle3Head, target: Target, batches: list[Batch]) -> None:
+    """Sets a new head's weights to the linear guess, fitted on batches."""
     size, width = head.config.hidden_size, head.config.head_dim
-    hidden_part, embedding_part = _fit(target, shard)
+    eye = torch.eye(2 * size, device=target.device)
+    gram, moment = 0 * eye, 0 * eye[:, :size]
+    for batch in batches:
+        tokens, answered = (part.to(target.device) for part in batch)
+        normed = functional.rms_norm(target.states(tokens)[:, :, -1], (size,))
+        embedded = functional.rms_norm(target.embedding[tokens], (size,))
+        inputs = torch.cat([embedded[:, 1:], normed[:, :-1]], -1)[answered[:, 1:]]
+        gram += inputs.T @ inputs
+        moment += inputs.T @ normed[:, 1:][answered[:, 1:]]
+    # [B, C - 1]: inputs of the attention are the embedding, then the hidden state.
+    wanted = torch.linalg.solve(gram + RIDGE * gram.diagonal().mean() * eye, moment).T
+    wanted[:, size:] -= eye[:size, :size]
     layer = head.layers[0]
     for norm in (*head.fc_norm, layer.input_layernorm, layer.hidden_norm):
         norm.weight.fill_(1.0)
     head.fc.weight.mul_(0.1)
-    head.fc.weight[:, -size:] = torch.eye(size)
+    head.fc.weight[:, -size:] = eye[:size, :size]
     layer.mlp.down_proj.weight.zero_()
-    # Inputs of the attention: the embedding, then the hidden state.
-    wanted = torch.cat([embedding_part, hidden_part - torch.eye(size)], 1)
     own = max(1, head.config.num_attention_heads - FREE_HEADS)
     rank = min(own * width, size)
     left, scale, right = torch.linalg.svd(wanted, full_matrices=False)
@@ -55,18 +64,3 @@ def start_linear(head: Eagle3Head, target: Target, shard: Shard) -> None:
         for projection in (attention.q_proj, attention.k_proj):
             projection.weight[rows] = 0.0
             projection.weight[rows, :size] = same
-
-
-def _fit(target: Target, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns C and B."""
-    size = target.config.hidden_size
-    gram, moment = torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, size)
-    for tokens, states in zip(shard.tokens, shard.states, strict=True):
-        normed = functional.rms_norm(states[:-1, -1].float(), (size,))
-        embedded = functional.rms_norm(target.embedding[tokens[1:-1]], (size,))
-        inputs = torch.cat([normed[:-1], embedded], 1)
-        gram += inputs.T @ inputs
-        moment += inputs.T @ normed[1:]
-    gram += RIDGE * gram.diagonal().mean() * torch.eye(2 * size)
-    solution = torch.linalg.solve(gram, moment).T
-    return solution[:, :size], solution[:, size:]

@@ -1,77 +1,61 @@
 """Distils a target into an EAGLE-3 head: training-time test on the target's own answers.
 
-Each batch drafts from every token of the answers at once, some steps ahead; the loss is the
-cross-entropy of each guess with the target's distribution over the draft vocabulary. Where the
-token of the text is no draft token nothing is learned, and the position counts as missed.
+Each batch drafts from every token of the answers at once, some steps ahead. With p the target's
+distribution over the draft vocabulary, q the head's, and a = sum min(p, q), the share of drafts
+that strict verification accepts, a guess's loss is first the cross-entropy of q with p, then
+
+    lam * cross-entropy - (1 - lam) * log a,    lam = exp(-3 * mean of a)    (arXiv 2602.23881)
+
+Nothing is learned where the token of the text is no draft token.
 """
 
-import math
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from torch.overrides import TorchFunctionMode
 
-from benchmarks.draft.data import Shard
+from benchmarks.draft.data import Conversation
 from benchmarks.draft.head import Eagle3Head
 from benchmarks.draft.recipe import Recipe
 from benchmarks.draft.target import Target
 
+LAM_DECAY = 3.0
+
 
 class Batch(NamedTuple):
-    """Sequences of similar length, padded at the end.
-
-    Attributes:
-        tokens: [batch, length + steps_ahead + 1] int64.
-        states: [batch, length, aux, hidden].
-        anchors: [batch, queries] int64, tokens to draft from: from the last token of the prompt.
-        valid: [batch, queries] int64, how many tokens follow the one after the anchor.
-    """
+    """Conversations of similar length, padded at the end: two tensors of [batch, length]."""
 
     tokens: torch.Tensor
-    states: torch.Tensor
-    anchors: torch.Tensor
-    valid: torch.Tensor
+    # Which of them are the answers'.
+    answered: torch.Tensor
 
 
-def make_batch(
-    tokens: list[torch.Tensor],
-    states: list[torch.Tensor],
-    prompt_tokens: list[int],
-    steps_ahead: int,
-) -> Batch:
-    """Pads sequences into a batch."""
-    ends = torch.tensor([len(ids) for ids in tokens])[:, None]
-    starts = torch.tensor(prompt_tokens)[:, None]
-    padded = functional.pad(pad_sequence(tokens, batch_first=True), (0, steps_ahead + 1))
-    # The last anchor is two tokens before the end: one is known, one is guessed.
-    queries = int((ends - starts - 1).amax().clamp(min=1))
-    anchors = starts - 1 + torch.arange(queries)
-    valid = (ends - 2 - anchors).clamp(min=0)
-    anchors = anchors.clamp(max=int(ends.amax()) - 1)
-    return Batch(padded, pad_sequence(states, batch_first=True), anchors, valid)
-
-
-class _Float32Muon(TorchFunctionMode):
-    """Keeps Muon from rounding to bfloat16, which a CPU without AVX-512 BF16 multiplies slowly."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Muon changes the result in place.
-        return args[0].clone() if func is torch.Tensor.bfloat16 else func(*args, **(kwargs or {}))
+def make_batches(conversations: list[Conversation], recipe: Recipe) -> list[Batch]:
+    """Returns batches of at most `batch_tokens`, with padding, in random order."""
+    groups: list[list[Conversation]] = []
+    for one in sorted(conversations, key=lambda pair: len(pair[0]) + len(pair[1])):
+        if not groups or (len(groups[-1]) + 1) * sum(map(len, one)) > recipe.batch_tokens:
+            groups.append([])
+        groups[-1].append(one)
+    random.Random(recipe.seed).shuffle(groups)
+    found = []
+    for group in groups:
+        tokens = [torch.tensor(prompt + answer) for prompt, answer in group]
+        answered = [torch.arange(len(prompt + answer)) >= len(prompt) for prompt, answer in group]
+        found.append(Batch(pad_sequence(tokens, True), pad_sequence(answered, True)))
+    return found
 
 
 def train(
-    head: Eagle3Head, target: Target, paths: list[Path], recipe: Recipe
+    head: Eagle3Head, target: Target, batches: list[Batch], recipe: Recipe
 ) -> Iterator[dict[str, Any]]:
-    """Trains a head to the end of the recipe, on shards of data.
+    """Trains a head to the end of the recipe.
 
     Yields:
-        After each step: loss and accuracy by drafting step, tokens seen, and all steps that follow.
+        After each step: loss and acceptance by drafting step, and how many tokens were guessed.
     """
     matrices = [weight for weight in head.parameters() if weight.dim() == 2]
     others = [weight for weight in head.parameters() if weight.dim() != 2]
@@ -82,97 +66,65 @@ def train(
         torch.optim.AdamW(others, adam, (0.9, 0.95), weight_decay=decay): adam,
         torch.optim.Muon(matrices, muon, decay, adjust_lr_fn="match_rms_adamw"): muon,
     }
-    total = num_steps(recipe)
-    for done, batch in zip(range(total), batches(paths, recipe), strict=False):
-        factor = min(1.0, (done + 1) / recipe.warm_up)
-        factor *= min(1.0, (1 - done / total) / recipe.cool_down)
+    total = recipe.epochs * len(batches)
+    for done in range(total):
+        factor = min(1.0, (done + 1) / recipe.warm_up, (1 - done / total) / recipe.cool_down)
         for optimizer, peak in optimizers.items():
             optimizer.param_groups[0]["lr"] = peak * factor
             optimizer.zero_grad()
-        ahead = min(2, recipe.steps_ahead) if done < recipe.ramp * total else recipe.steps_ahead
-        losses, correct, counts = batch_losses(head, target, batch, ahead)
-        weights = [recipe.step_decay**step / max(1, counts[0]) for step in range(ahead)]
-        loss = torch.stack(losses) @ torch.tensor(weights)
-        loss.backward()  # type: ignore[no-untyped-call]
+        starts = done < recipe.ramp * total
+        ahead = min(2, recipe.steps_ahead) if starts else recipe.steps_ahead
+        batch = batches[done % len(batches)]
+        losses, accepted, guesses = batch_losses(head, target, batch, ahead, not starts)
+        weights = recipe.step_decay ** torch.arange(ahead, device=target.device)
+        torch.autograd.backward(losses @ weights)
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        with nullcontext() if target.dtype == torch.bfloat16 else _Float32Muon():
-            for optimizer in optimizers:
-                optimizer.step()
-        yield {
-            "loss": [
-                float(one.detach()) / max(1, n) for one, n in zip(losses, counts, strict=True)
-            ],
-            "accuracy": [right / max(1, n) for right, n in zip(correct, counts, strict=True)],
-            "tokens": counts[0],
-        }
-
-
-def num_steps(recipe: Recipe) -> int:
-    """Returns how many steps a recipe takes."""
-    return round(recipe.epochs * recipe.shards * math.ceil(recipe.shard_prompts / recipe.batch))
-
-
-def batches(paths: list[Path], recipe: Recipe) -> Iterator[Batch]:
-    """Yields the batches of all epochs, the last one whole."""
-    for number in range(math.ceil(recipe.epochs) * len(paths)):
-        epoch, place = divmod(number, len(paths))
-        order = list(range(len(paths)))
-        if epoch:
-            random.Random(f"{recipe.seed} {epoch}").shuffle(order)
-        shard = Shard(paths[order[place]])
-        # Little padding where the lengths are alike.
-        order = sorted(range(len(shard.lengths)), key=shard.lengths.__getitem__)
-        size = recipe.batch
-        groups = [order[start : start + size] for start in range(0, len(order), size)]
-        random.Random(f"{recipe.seed} {epoch} {place}").shuffle(groups)
-        content: tuple[Any, ...] = (shard.tokens, shard.states, shard.prompt_tokens)
-        for group in groups:
-            tokens, states, prompts = ([of[index] for index in group] for of in content)
-            yield make_batch(tokens, states, prompts, recipe.steps_ahead)
+        for optimizer in optimizers:
+            optimizer.step()
+        yield {"loss": losses.tolist(), "accepted": accepted.tolist(), "tokens": guesses}
 
 
 def batch_losses(
-    head: Eagle3Head, target: Target, batch: Batch, ahead: int
-) -> tuple[list[torch.Tensor], list[int], list[int]]:
-    """Returns for each drafting step: the summed loss, right guesses, guesses."""
-    losses, correct, counts = [], [], []
-    to_draft = torch.full((target.config.vocab_size,), -1)
-    to_draft[head.draft_tokens] = torch.arange(len(head.draft_tokens))
-    embeddings = target.embedding[batch.tokens[:, 1:]]
-    with torch.autocast("cpu", enabled=target.dtype == torch.bfloat16):
-        # The state one token before the guessed one gives the target's logits. Step j of an
-        # anchor guesses what step 0 of the j-th anchor after it does.
-        first = batch.valid > 0
-        place = torch.full_like(batch.anchors, -1)
-        place[first] = torch.arange(int(first.sum()))
-        row, after = torch.nonzero(first)[:, 0], batch.anchors[first] + 1
-        with torch.no_grad():
-            last = target.normed(batch.states[row, after, -1])
-            logits = functional.linear(last, target.lm_head[head.draft_tokens])
-            wanted = logits.float().softmax(-1)
-            chosen = to_draft[batch.tokens[row, after + 1]]
-        for step, hidden in enumerate(head.steps(batch.states, embeddings, batch.anchors, ahead)):
-            rows = batch.valid > step
-            index = place[:, step:][rows[:, : max(0, place.shape[1] - step)]]
-            logits = head.lm_head(hidden[rows]).float()
-            loss = functional.cross_entropy(logits, wanted[index], reduction="none")
-            losses.append((loss * (chosen[index] >= 0)).sum())
-            correct.append(int((logits.detach().argmax(-1) == chosen[index]).sum()))
-            counts.append(len(index))
-    return losses, correct, counts
+    head: Eagle3Head, target: Target, batch: Batch, ahead: int, by_acceptance: bool
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Returns loss and acceptance by drafting step, [ahead], and how many guesses the first has.
+
+    Acceptance is a mean over the guesses of its step; a loss is their sum by the first's guesses.
+    """
+    length = batch.tokens.shape[1]
+    tokens, answered = (functional.pad(part.to(target.device), (0, ahead + 1)) for part in batch)
+    following = tokens[:, 1:]
+    # Tokens of an answer before a draft token of it: what the target makes of them is what step j
+    # wants of the anchor j + 1 tokens before.
+    wanted = answered[:, :-1] & answered[:, 1:] & torch.isin(following, head.draft_tokens)
+    place = wanted.flatten().cumsum(0).view_as(wanted) - 1
+    losses, acceptance = [], []
+    with target.autocast():
+        states = target.states(tokens[:, :length])
+        last = states[:, :, -1][wanted[:, :length]]
+        probabilities = target.probabilities(last, head.draft_tokens)
+        for step, hidden in enumerate(head.steps(states, target.embedding[following], ahead)):
+            guessed = slice(step + 1, step + 1 + length)
+            # The first anchor is the prompt's last token.
+            rows = answered[:, 1 : length + 1] & wanted[:, guessed]
+            p = probabilities[place[:, guessed][rows]]
+            log_q = head.lm_head(hidden[rows]).float().log_softmax(-1)
+            accepted = torch.minimum(p, log_q.exp()).sum(-1)
+            acceptance.append(accepted.detach().sum() / max(1, len(p)))
+            loss = -(p * log_q).sum(-1)
+            if by_acceptance:
+                lam = torch.exp(-LAM_DECAY * acceptance[-1])
+                loss = lam * loss - (1 - lam) * accepted.log()
+            losses.append(loss.sum() / max(1, len(last)))
+    return torch.stack(losses), torch.stack(acceptance), len(last)
 
 
-def choose_draft_tokens(paths: list[Path], size: int, vocab_size: int) -> torch.Tensor:
+def choose_draft_tokens(batches: list[Batch], size: int, vocab_size: int) -> torch.Tensor:
     """Returns the `size` most frequent tokens of the answers, ascending.
 
-    Where the answers hold fewer, the prompts' tokens and then the lowest ids fill up; a byte-pair
-    vocabulary numbers frequent tokens low.
+    Where the answers hold fewer, the lowest ids fill up: a byte-pair vocabulary numbers frequent
+    tokens low.
     """
-    answers, others = (torch.zeros(vocab_size) for _ in range(2))
-    for shard in map(Shard, paths):
-        for ids, prompt_tokens in zip(shard.tokens, shard.prompt_tokens, strict=True):
-            answers += torch.bincount(ids[prompt_tokens:], minlength=vocab_size)
-            others += torch.bincount(ids[:prompt_tokens], minlength=vocab_size)
-    rank = answers * (others.sum() + 1) + others
-    order = torch.sort(rank, descending=True, stable=True).indices
-    return order[:size].sort().values
+    answers = torch.cat([batch.tokens[batch.answered] for batch in batches])
+    counts = torch.bincount(answers, minlength=vocab_size)
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values

@@ -60,7 +60,7 @@ def test_missing_weights(head, tiny_model, tmp_path, which):
 
 def test_the_head_of_this_checkout_fits_the_packaged_model(packaged_model):
     check_head(PACKAGED_HEAD, packaged_model)
-    assert (PACKAGED_HEAD / "model.safetensors").stat().st_size < 20e6
+    assert (PACKAGED_HEAD / "model.safetensors").stat().st_size < 23e6
 
 
 @pytest.mark.parametrize("command", ["demo", "sweep"])
