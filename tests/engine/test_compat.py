@@ -14,11 +14,6 @@ from vllm_mars.engine.options import take_options
 from vllm_mars.engine.ranks import TravellingOptions
 
 
-@pytest.mark.parametrize("part", compat.NEEDED)
-def test_the_installed_vllm_passes(part):
-    compat.check_interfaces(part)
-
-
 def test_all_that_is_missing_is_named(monkeypatch):
     import vllm
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
