@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import urllib.request
 
 import pytest
 
@@ -12,6 +11,7 @@ from clusters import cluster
 from processes import MARK, marked, wait_until
 from test_tensor_parallel import PROMPTS, generate
 from vllm_mars import __version__
+from vllm_mars.local.scrape import fetch
 from vllm_mars.local.server import VllmServer
 
 pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
@@ -67,13 +67,7 @@ def two_ranks(models, environment, log_path, mark):
 
 
 def post(server, path, body):
-    request = urllib.request.Request(
-        server.base_url + path,
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    return json.loads(fetch(server.base_url + path, 60, body))
 
 
 def complete(server, prompt):
@@ -89,6 +83,7 @@ def complete(server, prompt):
     return post(server, "/v1/completions", body)["choices"][0]["token_ids"]
 
 
+@pytest.mark.nightly
 def test_two_ranks_on_ray_serve_what_one_generates(models, tmp_path):
     with (
         cluster({"num_cpus": 2, "num_gpus": 2}) as two_slots,
