@@ -65,16 +65,6 @@ def test_the_server_is_asked_for_a_rule_that_it_takes(service):
     assert mars.lossy and mars.max_loss == 0.02
 
 
-def test_the_server_has_a_health_check_and_takes_a_key():
-    for name in BUILT:
-        service = COMPOSE["services"][name]
-        port = service["ports"][0].rpartition(":")[2]
-        program, option, code = service["healthcheck"]["test"][1:]
-        assert (program, option) == ("python3", "-c") and f"localhost:{port}/health" in code
-        compile(code, "healthcheck", "exec")
-        assert "VLLM_API_KEY" in service["environment"]
-
-
 def test_prometheus_finds_the_server_and_grafana_finds_both():
     (job,) = read("prometheus.yml")["scrape_configs"]
     (target,) = job["static_configs"]

@@ -1,4 +1,4 @@
-"""Counts of real servers: /metrics and the log beside vLLM's own counters."""
+"""Counts of a real server: /metrics and the log beside vLLM's own counters."""
 
 import re
 import time
@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from engines import MARS, packaged_server
 from processes import wait_until
 from vllm_mars.cli import main
 from vllm_mars.engine import metrics
@@ -101,10 +100,3 @@ def test_the_doctor_sees_it_gain(lossy_server, capsys):
     assert "in force: theta 0.5, lossy" in found
     assert re.search(r"gained [1-9][\d.]* draft tokens at [1-9]\d* verified positions", found)
     assert found.endswith("all is well")
-
-
-@pytest.mark.nightly
-def test_several_api_servers_add_up(packaged_model, tmp_path):
-    with packaged_server(packaged_model, MARS, tmp_path, "--api-server-count", "2") as server:
-        for _ in range(2):
-            assert check_increase(ask_all(server)) > 0
