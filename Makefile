@@ -59,11 +59,12 @@ test: install
 nightly: install
 	$(PYTEST) --junitxml build/$@$(VLLM:%=-%).xml $(ARGS)
 
-# Random calls against an oracle, such as every night: make fuzz MINUTES=60 SEED=$$RANDOM
+# Random steps of each sampler against the oracle, such as every night: make fuzz MINUTES=60 SEED=$$RANDOM
 MINUTES ?= 10
 SEED ?= 0
 fuzz: install
-	$(BIN)/python tests/fuzz.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+	$(BIN)/python tests/fuzz.py v1 --minutes $(MINUTES) --seed $(SEED)
+	TRITON_INTERPRET=1 PYTHONPATH=tests/interpreted $(BIN)/python tests/fuzz.py v2 --minutes $(MINUTES) --seed $(SEED)
 
 # A hostile client on a real server, watched for leaks, such as every night: make soak MINUTES=60
 soak: install

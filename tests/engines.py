@@ -1,7 +1,6 @@
 """Engines and servers for tests, each on the smallest footing that its subject allows.
 
 - `engine_in_process`: seconds for a tiny model, which is what it is mostly for.
-- `packaged_engine`: the packaged model, engine core and worker in processes of their own.
 - `packaged_server`: the packaged model behind `vllm serve`.
 """
 
@@ -54,6 +53,7 @@ PET_FORMAT = {
 def engine_in_process(model: Path, speculative_config: dict | None, **options) -> Iterator[LLM]:
     """An engine that shares this process with its worker, unless it has several ranks."""
     from llvmlite.binding import ffi
+    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     # On a CPU vLLM looks through all modules as an engine starts, and once ngram drafts have loaded
@@ -68,42 +68,22 @@ def engine_in_process(model: Path, speculative_config: dict | None, **options) -
     # vLLM leaves variables behind, for the children that it would start.
     with mock.patch.dict(os.environ):
         try:
-            with _engine(model, speculative_config, **given) as llm:
+            llm = LLM(
+                str(model),
+                dtype="float32",
+                enforce_eager=True,
+                disable_log_stats=False,
+                speculative_config=speculative_config,
+                **given,
+            )
+            try:
                 yield llm
+            finally:
+                llm.llm_engine.engine_core.shutdown()
+                # Waits for ranks that have ended.
+                multiprocessing.active_children()
         finally:
             cleanup_dist_env_and_memory()
-
-
-@contextlib.contextmanager
-def packaged_engine(model: Path, speculative_config: dict | None, **options) -> Iterator[LLM]:
-    """An engine as vLLM's CPU build starts it of its own accord, with two processes more."""
-    from vllm.envs import disable_envs_cache
-
-    # An engine that lives in this process has frozen the variables that vLLM reads.
-    disable_envs_cache()
-    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}):
-        with _engine(model, speculative_config, **PACKAGED, **options) as llm:
-            yield llm
-
-
-@contextlib.contextmanager
-def _engine(model: Path, speculative_config: dict | None, **options) -> Iterator[LLM]:
-    from vllm import LLM
-
-    llm = LLM(
-        str(model),
-        dtype="float32",
-        enforce_eager=True,
-        disable_log_stats=False,
-        speculative_config=speculative_config,
-        **options,
-    )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        # Waits for the engine core that has ended, if it was a process.
-        multiprocessing.active_children()
 
 
 def counters(llm: LLM) -> dict[str, float]:

@@ -4,14 +4,10 @@
 
 Tokens per step are what speed comes from, and no other work on the machine changes them: a draft
 that is fed wrongly, or a rule that accepts less, shows here without a clock. One greedy engine
-answers under each rule in turn: of the V1 runner, and of V2 where `interpreted/sitecustomize.py`
-makes vLLM take it. Both are to accept the same.
+answers under each rule in turn.
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,13 +22,7 @@ from vllm_mars.local.provenance import describe_run
 GOLDEN = Path(__file__).with_suffix(".json")
 K = 4
 MAX_TOKENS = 24
-# No larger than the answers need, since V2's start runs whole batches through the interpreter.
-ENGINE = {
-    "skip_tokenizer_init": False,
-    "max_model_len": 256,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 256,
-}
+ENGINE = {"skip_tokenizer_init": False, "max_model_len": 256, "max_num_batched_tokens": 256}
 # Of four kinds, short ones.
 PROMPTS = ("story-bridge", "json-inventory", "explain-yeast", "code-sql")
 NO_RULE = {"theta": None, "price": None}
@@ -48,15 +38,13 @@ def take_rule(worker, options):
     sampler = worker.model_runner.rejection_sampler
     config = replace(sampler.verification.config, **{**NO_RULE, **options})
     sampler.verification.config = sampler.requests._config = config
-    return type(sampler).__name__
 
 
-def measure(model: Path) -> tuple[str, dict[str, dict[str, object]]]:
+def measure(model: Path) -> dict[str, dict[str, object]]:
     """Answers the prompts under each rule.
 
     Returns:
-        The class of the sampler, and by rule the steps that verified a draft, and how many drafts
-        were accepted at each position.
+        By rule the steps that verified a draft, and how many drafts were accepted at each position.
     """
     from vllm import SamplingParams
 
@@ -75,38 +63,14 @@ def measure(model: Path) -> tuple[str, dict[str, dict[str, object]]]:
             return [metrics["vllm:spec_decode_num_drafts"].value, *by_position]
 
         for rule, rule_options in RULES.items():
-            (sampler,) = llm.collective_rpc(take_rule, args=(rule_options,))
+            llm.collective_rpc(take_rule, args=(rule_options,))
             before = counts()
             llm.chat(chats, greedy, use_tqdm=False)
             drafts, *accepted = (now - then for now, then in zip(counts(), before, strict=True))
             found[rule] = {"drafts": int(drafts), "accepted": [int(count) for count in accepted]}
-    return sampler, found
-
-
-def measure_on_v2() -> tuple[str, dict[str, dict[str, object]]]:
-    """As `measure`, with the packaged model, in a process that runs Triton's interpreter."""
-    here = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (here / "interpreted", here))),
-        "TRITON_INTERPRET": "1",
-    }
-    child = subprocess.run(
-        [sys.executable, __file__, "--print"],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=environment,
-    )
-    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
-    sampler, found = json.loads(child.stdout.splitlines()[-1])
-    return sampler, found
+    return found
 
 
 if __name__ == "__main__":
-    measured = measure(ensure_model())
-    if sys.argv[1:] == ["--print"]:
-        print(json.dumps(measured))
-    else:
-        content = {"schema": 1, **describe_run(None), "rules": measured[1]}
-        GOLDEN.write_text(json.dumps(content, indent=1) + "\n")
+    content = {"schema": 1, **describe_run(None), "rules": measure(ensure_model())}
+    GOLDEN.write_text(json.dumps(content, indent=1) + "\n")

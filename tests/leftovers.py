@@ -3,12 +3,15 @@
 All that it starts inherits the variable RUN, and takes the run's own directory for temporary files.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
 import time
 from fnmatch import fnmatch
 from pathlib import Path
+
+import psutil
 
 RUN = "VLLM_MARS_TEST_RUN"
 GRACE_SECONDS = 5
@@ -28,17 +31,10 @@ def begin() -> None:
     os.environ[RUN] = os.environ["TMPDIR"] = tempfile.tempdir = directory
 
 
-def children() -> list[str]:
-    """Describes the children of this process, after some seconds' grace."""
-    return _wait_for(lambda parent, _: parent == os.getpid())
-
-
 def end() -> list[str]:
     """Describes what is left of the run's processes and files, then removes the files."""
-    mark = f"{RUN}={os.environ[RUN]}".encode()
-    found = _wait_for(lambda parent, environment: parent == os.getpid() or mark in environment)
     directory = Path(os.environ[RUN])
-    found += [
+    found = children(or_marked=True) + [
         f"file {path}"
         for path in sorted(directory.iterdir())
         if not any(fnmatch(path.name, pattern) for pattern in OF_OTHERS)
@@ -47,26 +43,23 @@ def end() -> list[str]:
     return found
 
 
-def _wait_for(is_ours) -> list[str]:
+def children(or_marked: bool = False) -> list[str]:
+    """Describes this process's children, or all of the run, after some seconds' grace."""
     deadline = time.monotonic() + GRACE_SECONDS
-    while (found := _processes(is_ours)) and time.monotonic() < deadline:
+    while (found := list(_processes(or_marked))) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
 
 
-def _processes(is_ours) -> list[str]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            name, rest = (entry / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
-            state, parent = rest.split()[:2]
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            environment = (entry / "environ").read_bytes().split(b"\0") if state != "Z" else []
-        except OSError:
-            continue
-        if int(entry.name) == os.getpid() or PYTHONS_OWN in command:
-            continue
-        if is_ours(int(parent), environment):
-            what = "ended, but nobody waited for it" if state == "Z" else command[:150]
-            found.append(f"process {entry.name} ({name}) of {parent}: {what}")
-    return found
+def _processes(or_marked: bool):
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_ended = process.status() == psutil.STATUS_ZOMBIE
+            is_ours = process.ppid() == os.getpid()
+            if or_marked and not is_ended and process.pid != os.getpid():
+                is_ours |= process.environ().get(RUN) == os.environ[RUN]
+            command = "ended, but nobody waited for it"
+            if is_ours and not is_ended:
+                command = " ".join(process.cmdline())[:150]
+            if is_ours and PYTHONS_OWN not in command:
+                yield f"process {process.pid} ({process.name()}) of {process.ppid()}: {command}"

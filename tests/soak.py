@@ -151,7 +151,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", type=Path, help="default: the packaged model")
     parser.add_argument("--output", type=Path, help="JSON file with what was seen")
     args = parser.parse_args()
     if args.output:
@@ -162,9 +161,8 @@ def main() -> int:
 
     options = ("--shutdown-timeout", str(DRAIN_SECONDS))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    model = args.model or ensure_model()
     with tempfile.TemporaryDirectory() as directory:
-        with open_server(model, SPECULATION, Path(directory), *options) as server:
+        with open_server(ensure_model(), SPECULATION, Path(directory), *options) as server:
             try:
                 seen = asyncio.run(soak(server, args.minutes, Client(server, args.seed)))
                 print(json.dumps({k: v for k, v in seen.items() if k != "memory_bytes"}))

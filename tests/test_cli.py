@@ -2,21 +2,12 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 
 import pytest
 
-from vllm_mars import __version__
 from vllm_mars.cli import main
 from vllm_mars.local.prompts import load_prompts
-
-
-def test_version():
-    result = subprocess.run(
-        [sys.executable, "-m", "vllm_mars.cli", "--version"], capture_output=True, text=True
-    )
-    assert (result.returncode, result.stdout) == (0, f"vllm-mars {__version__}\n")
 
 
 @pytest.mark.parametrize("arguments", [[], ["demos"], ["sweep", "--theta", "high"], ["model", "x"]])

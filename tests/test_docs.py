@@ -29,6 +29,7 @@ def test_the_site_builds(tmp_path):
     assert (tmp_path / raw).read_bytes() == (ROOT / raw).read_bytes()
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_the_example_for_trainers_takes_a_step(packaged_model):
     arguments = ["--max-tokens", "16", "--groups", "2", "-n", "4"]

@@ -18,35 +18,23 @@ setup(name="told", version="1", py_modules=[], extras_require={"cpu": [], "demo"
 
 
 def test_uv_is_told_what_pip_is_told():
+    """The environment outweighs pip's file, and a command's section what is global."""
     told = uv_environment(
+        ":env:.find-links='/from/environment'\n"
         "global.index-url='https://one/simple'\n"
         "global.extra-index-url='https://two/simple\\nfile:///three'\n"
-        "install.find-links='/wheels\\n/more'\n"
+        "install.find-links='/from/file'\n"
+        "install.extra-index-url='file:///c\\nfile:///a=b'\n"
+        "freeze.find-links='/for/another/command'\n"
         "global.cert='/etc/ssl/cert.pem'\n"
         "global.timeout='60'\n"
     )
     assert told == {
         "UV_DEFAULT_INDEX": "https://one/simple",
-        "UV_INDEX": "https://two/simple file:///three",
-        "UV_FIND_LINKS": "/wheels,/more",
+        "UV_INDEX": "file:///c file:///a=b",
+        "UV_FIND_LINKS": "/from/environment",
         "SSL_CERT_FILE": "/etc/ssl/cert.pem",
         "UV_HTTP_TIMEOUT": "60",
-    }
-
-
-def test_the_environment_outweighs_pips_config_file():
-    listed = "\n".join(
-        [
-            ":env:.find-links='/from/environment'",
-            "global.find-links='/from/file'",
-            "global.extra-index-url='file:///a=b'",
-            "install.extra-index-url='file:///c'",
-            "freeze.find-links='/for/another/command'",
-        ]
-    )
-    assert uv_environment(listed) == {
-        "UV_FIND_LINKS": "/from/environment",
-        "UV_INDEX": "file:///c",
     }
 
 

@@ -72,15 +72,6 @@ def test_the_sdist_holds_what_builds_the_wheel_and_nothing_else(archives):
     }
 
 
-def test_twine_takes_both(archives):
-    both = [*archives.glob("*.whl"), *archives.glob("*.tar.gz")]
-    assert len(both) == 2
-    check = subprocess.run(
-        [sys.executable, "-m", "twine", "check", "--strict", *both], capture_output=True, text=True
-    )
-    assert check.returncode == 0, check.stdout + check.stderr
-
-
 @pytest.mark.nightly
 @pytest.mark.engine
 # Two installs from an empty environment, and three servers in each.

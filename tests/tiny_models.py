@@ -9,16 +9,11 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 VOCAB = 512
@@ -172,41 +167,3 @@ _SHAPE = {
     **{"head_dim": 32, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2},
     "initializer_range": 0.2,
 }
-
-
-def qwen3(directory: Path) -> PreTrainedModel:
-    """Writes a two-layer model of the Qwen3 type (norms on queries and keys) and returns it."""
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=False))
-    model.save_pretrained(directory)
-    return model
-
-
-def gemma2(directory: Path) -> PreTrainedModel:
-    """Writes a two-layer model of the Gemma 2 type, whose logits are capped at 6."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        **_SHAPE,
-        pad_token_id=0,
-        query_pre_attn_scalar=32,
-        # As a draft model vLLM takes layers of one kind only.
-        layer_types=["full_attention"] * 2,
-        attn_logit_softcapping=50.0,
-        final_logit_softcapping=6.0,
-    )
-    model = Gemma2ForCausalLM(config)
-    with torch.no_grad():
-        # The input's embedding is the output's, so each token would predict itself, but for signs
-        # that a norm (1 + weight) turns over.
-        model.model.norm.weight.copy_(2.0 * (torch.rand(HIDDEN) < 0.5) - 2)
-    model.save_pretrained(directory)
-    return model
-
-
-def blurred(directory: Path, target: PreTrainedModel, noise: float) -> None:
-    """Writes a draft model: the target with noise on its weights; the target is changed, too."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in target.parameters():
-            weight.add_(noise * weight.std() * torch.randn_like(weight))
-    target.save_pretrained(directory)

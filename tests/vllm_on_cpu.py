@@ -27,15 +27,7 @@ def expand(
     replace_to: float,
     *_launch_settings: object,
 ) -> None:
-    """Repeats each request's value for its draft tokens, as vLLM's `expand_kernel`.
-
-    Args:
-        output: `[num_tokens]`, any dtype, written.
-        values: `[batch]`, the same dtype.
-        cu_num_tokens: `[batch]`, inclusive prefix sum.
-        replace_from: a value that is replaced
-        replace_to: by this one.
-    """
+    """Repeats each request's value for its draft tokens, as vLLM's `expand_kernel`."""
     replaced = torch.where(values == replace_from, replace_to, values).to(output.dtype)
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     output.copy_(replaced.repeat_interleave(counts, output_size=output.shape[0]))

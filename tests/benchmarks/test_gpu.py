@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from vllm_mars.local.draft_head import PACKAGED_HEAD
 
 
 def run(monkeypatch, found, *arguments):
@@ -23,23 +22,6 @@ def test_without_a_gpu_it_says_what_is_missing(capsys, tmp_path):
     error = capsys.readouterr().err
     assert "needs a GPU, and torch 2" in error and "then `make gpu BUILD=cuda` installs" in error
     assert not (tmp_path / "new").exists()
-
-
-def test_parts_are_given_what_their_commands_take(monkeypatch, tmp_path):
-    """The sweep's own parser reads what it is handed."""
-    from vllm_mars.cli import _parser
-
-    started = []
-    monkeypatch.setattr(gpu, "run_part", lambda command, limit: started.append((command, limit)))
-    named = ["--model", "some/model", "--draft", "some/draft", "--minutes", "20"]
-    for arguments in ([], [*named, "--gpus", "2"]):
-        assert gpu.main(["--dry-run", "--output", str(tmp_path), *arguments]) == 1
-    assert [limit for _, limit in started] == [180, 90, 330, 360, 180, 660]
-    packaged, sweep = (_parser().parse_args(started[index][0][2:]) for index in (2, 5))
-    assert packaged.model is None and packaged.drafts == [str(PACKAGED_HEAD)]
-    assert (sweep.model, sweep.drafts, sweep.gpus) == ("some/model", ["some/draft"], 2)
-    assert sweep.methods == ["autoregressive", "standard", "strict", "mars"]
-    assert "--seconds=108" in started[4][0]
 
 
 def test_a_part_that_fails_does_not_hold_up_the_others(monkeypatch, tmp_path, capsys):

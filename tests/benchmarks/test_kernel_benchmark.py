@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import figures, kernel
+from benchmarks import kernel
 from benchmarks.kernel import MismatchError
 from benchmarks.kernel_step import HostClock, Shape, Step
 
 ROOT = Path(__file__).parents[2]
-INTERPRETED = {"PYTHONPATH": str(ROOT / "tests/interpreted"), "TRITON_INTERPRET": "1"}
 
 
 def run(*arguments, **environment):
@@ -31,18 +30,6 @@ def test_without_a_gpu_it_says_so_and_ends_with_2():
     child = run()
     assert child.returncode == 2
     assert "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes" in child.stderr
-
-
-@pytest.mark.nightly
-def test_dry_run_checks_every_cell_and_writes_a_file_of_figures(tmp_path, monkeypatch):
-    output = tmp_path / "kernel.json"
-    child = run("--dry-run", "--output", str(output), **INTERPRETED)
-    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
-    monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    rows = figures.read("kernel")["rows"]
-    assert [row[0] for row in rows] == [str(Shape(*cell)) for cell in kernel.DRY]
-    assert all(time > 0 for row in rows for times in row[1:13] for time in times or [1])
-    assert all(1 <= tokens <= 4 for row in rows for tokens in row[13:] if tokens)
 
 
 def test_other_tokens_than_vllms_are_an_error(monkeypatch):

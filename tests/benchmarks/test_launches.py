@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.kernel_step import Shape
 from benchmarks.launches import META, Counted
-from vllm_mars.kernels.top2 import top2_kernel
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,17 +32,8 @@ def rows():
 
 def test_nothing_waits_for_the_device(rows):
     assert {row["syncs"] for row in rows.values()} == {0}
-
-
-@pytest.mark.parametrize("wait", [torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu])
-def test_what_waits_is_an_error(wait):
-    with Counted(), pytest.raises((NotImplementedError, RuntimeError)):
-        wait(torch.empty(1, device=META))
-
-
-def test_devices_must_not_mix():
-    with pytest.raises(RuntimeError, match="more than one device"):
-        Counted().launch(top2_kernel, torch.empty(1, device=META), torch.empty(1))
+    with Counted(), pytest.raises(NotImplementedError):
+        torch.empty(1, device=META).cpu()
 
 
 @pytest.mark.parametrize(
@@ -66,12 +55,6 @@ def test_sampled_and_mixed_steps_cost_no_more_than_vllms_but_for_the_context(row
             more -= 2
         if kind != "greedy":
             assert more <= int(name.startswith("recommended")), case
-
-
-def test_bytes_of_a_sampled_step():
-    assert Shape(1.0, False, 64, 4, 128_256).moved() == {"mars": 82.1, "vllm": 82.1}
-    drawn = Shape(1.0, True, 64, 4, 128_256).moved()
-    assert drawn["mars"] <= 2.6 * drawn["vllm"]
 
 
 def test_mixed_steps_cost_at_most_a_greedy_and_a_sampled_one(rows):

@@ -85,6 +85,35 @@ def test_the_tool_parser_of_an_engine_without_a_command_line(packaged_model, mon
     assert config_of(arguments.create_engine_config()).strict_spans == ((6, None),)
 
 
+@pytest.fixture
+def said(monkeypatch):
+    """The warnings."""
+    from vllm.logger import init_logger
+
+    found = []
+    logger = init_logger("vllm.vllm_mars.engine.markers")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: found.append(text % values))
+    return found
+
+
+def test_what_has_no_marker_is_said(packaged_model, said):
+    assert resolved(packaged_model, {}, {"tool_call_parser": "pythonic"}).strict_spans == ()
+    assert "the markers of the tool parser pythonic are not known; mars_strict_spans can" in said[0]
+
+
+def test_the_thinking_section_is_vllms(packaged_model, said):
+    from vllm.config.reasoning import ReasoningConfig
+
+    def end(*markers):
+        both = dict(zip(("reasoning_start_str", "reasoning_end_str"), markers, strict=True))
+        return resolved(packaged_model, {}, reasoning_config=ReasoningConfig(**both)).thinking_end
+
+    assert isinstance(end(START, END), int) and not said
+    assert resolved(packaged_model, {}).thinking_end is None
+    assert end("<think>", "</think>") is None
+    assert "the end of the thinking section is 3 tokens of this model, not one" in said[0]
+
+
 @pytest.mark.parametrize("name", ["qwen3_xml", "kimi_k2", "gemma4", "hermes", "ernie45"])
 def test_the_markers_of_vllms_own_tool_parsers_are_known(packaged_model, monkeypatch, name):
     """Of a model whose every marker is a token."""
@@ -101,25 +130,6 @@ def test_the_markers_of_vllms_own_tool_parsers_are_known(packaged_model, monkeyp
     expected = pairs[{"kimi_k2": 1, "gemma4": 2}.get(name, 0)]
     spans = resolved(packaged_model, {}, {"tool_call_parser": name}).strict_spans
     assert spans == (tuple(tokenizer.convert_tokens_to_ids(expected)),)
-
-
-def test_a_tool_parser_without_markers_is_said(packaged_model, monkeypatch):
-    from vllm.logger import init_logger
-
-    said = []
-    logger = init_logger("vllm.vllm_mars.engine.markers")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    assert resolved(packaged_model, {}, {"tool_call_parser": "pythonic"}).strict_spans == ()
-    (text,) = said
-    assert "the markers of the tool parser pythonic are not known; mars_strict_spans can" in text
-
-
-def test_the_thinking_section_is_vllms(packaged_model):
-    from vllm.config.reasoning import ReasoningConfig
-
-    markers = ReasoningConfig(reasoning_start_str=START, reasoning_end_str=END)
-    assert isinstance(resolved(packaged_model, {}, reasoning_config=markers).thinking_end, int)
-    assert resolved(packaged_model, {}).thinking_end is None
 
 
 @pytest.mark.parametrize(
@@ -142,18 +152,6 @@ def test_the_thinking_section_is_vllms(packaged_model):
 def test_bad_options_are_named(packaged_model, options, engine_options, message):
     with pytest.raises(ValueError, match=message):
         resolved(packaged_model, options, **engine_options)
-
-
-def test_an_end_of_thinking_of_several_tokens_is_said(packaged_model, monkeypatch):
-    from vllm.config.reasoning import ReasoningConfig
-    from vllm.logger import init_logger
-
-    markers = ReasoningConfig(reasoning_start_str="<think>", reasoning_end_str="</think>")
-    said = []
-    logger = init_logger("vllm.vllm_mars.engine.markers")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    assert resolved(packaged_model, {}, reasoning_config=markers).thinking_end is None
-    assert "the end of the thinking section is 3 tokens of this model, not one" in said[0]
 
 
 def test_each_rank_has_to_verify_all_requests(packaged_model):

@@ -117,17 +117,6 @@ def test_a_server_that_gains_nothing_warns_once():
     assert len(log.warnings) == 1
 
 
-def test_no_warning_where_something_is_gained():
-    many = {"verified": [9000] * 3}
-    log = Log()
-    logging = metrics.MarsLogging(LAYOUT)
-    for counts in (counts_of(gained=[1], **many), counts_of(**many)):
-        logging.observe(counts, 600)
-        logging.log(log)
-    assert len(log.lines) == 2
-    assert log.warnings == []
-
-
 def test_other_layouts_are_noticed():
     with pytest.raises(RuntimeError, match="install the same version of vllm-mars on every"):
         metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}, BOUND).observe(COUNTS)

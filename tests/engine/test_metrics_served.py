@@ -1,24 +1,15 @@
-"""Counts of real servers: /metrics and the log beside vLLM's own counters, and Prometheus."""
+"""Counts of a real server: /metrics and the log beside vLLM's own counters."""
 
-import json
-import math
 import re
-import subprocess
 import time
-import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-import yaml
 
-from counts import DOCS, dashboard_queries, in_promql, of_prometheus, page_queries
-from engines import MARS, packaged_server
 from processes import wait_until
 from vllm_mars.cli import main
 from vllm_mars.engine import metrics
-from vllm_mars.local.scrape import fetch
-from vllm_mars.local.server import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
@@ -109,87 +100,3 @@ def test_the_doctor_sees_it_gain(lossy_server, capsys):
     assert "in force: theta 0.5, lossy" in found
     assert re.search(r"gained [1-9][\d.]* draft tokens at [1-9]\d* verified positions", found)
     assert found.endswith("all is well")
-
-
-@pytest.fixture
-def prometheus(lossy_server, tmp_path):
-    """Asks a Prometheus that is configured as in docs/deploy, but for this server and every 2 s.
-
-    `prometheus("query", query=...)` gives the data of its answer.
-    """
-    config = yaml.safe_load((DOCS / "deploy/prometheus.yml").read_text())
-    # Which is also how long a scrape may take.
-    config["global"]["scrape_interval"] = "2s"
-    config["rule_files"] = [str(DOCS / "deploy" / file) for file in config["rule_files"]]
-    config["scrape_configs"][0]["static_configs"] = [
-        {"targets": [f"127.0.0.1:{lossy_server.port}"]}
-    ]
-    file, address = tmp_path / "prometheus.yml", f"127.0.0.1:{free_port()}"
-    file.write_text(json.dumps(config))
-    command = [
-        *(of_prometheus("prometheus"), f"--config.file={file}"),
-        *(f"--storage.tsdb.path={tmp_path / 'series'}", f"--web.listen-address={address}"),
-    ]
-
-    def ask(path, **what):
-        url = f"http://{address}/api/v1/{path}?{urllib.parse.urlencode(what)}"
-        return json.loads(fetch(url, 10))["data"]
-
-    def is_up():
-        try:
-            return ask("query", query="up == 1")["result"]
-        except OSError:
-            return []
-
-    with (tmp_path / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        wait_until(is_up, 60, "Prometheus has scraped the server")
-        yield ask
-    finally:
-        process.terminate()
-        process.wait(20)
-
-
-def test_prometheus_answers_the_dashboard(lossy_server, prometheus):
-    ask_all(lossy_server)
-
-    def served():
-        return {
-            name: value
-            for name, value in lossy_server.metrics().items()
-            if re.match(r"vllm:mars_\w+_total\b", name)
-        }
-
-    def stored():
-        found = {}
-        query = '{__name__=~"vllm:mars_.*_total"}'
-        for series in prometheus("query", query=query)["result"]:
-            labels = series["metric"]
-            name = labels.pop("__name__")
-            for every in ("engine", "model_name", "instance", "job"):
-                del labels[every]
-            text = ",".join(f'{label}="{value}"' for label, value in labels.items())
-            found[f"{name}{{{text}}}" if text else name] = float(series["value"][1])
-        return found
-
-    assert served()
-    wait_until(lambda: stored() == served(), 60, "Prometheus has what /metrics says")
-    # What the dashboard's variable offers.
-    models = prometheus("label/model_name/values", **{"match[]": f"{metrics.VERIFIED}_total"})
-    assert models == ["model"]
-    for query in [*dashboard_queries(), *page_queries()]:
-        if metrics.ALLOWED.removeprefix("vllm:") in query:
-            continue
-        values = [
-            float(series["value"][1])
-            for series in prometheus("query", query=in_promql(query))["result"]
-        ]
-        assert values and all(map(math.isfinite, values)), query
-
-
-@pytest.mark.nightly
-def test_several_api_servers_add_up(packaged_model, tmp_path):
-    with packaged_server(packaged_model, MARS, tmp_path, "--api-server-count", "2") as server:
-        for _ in range(2):
-            assert check_increase(ask_all(server)) > 0

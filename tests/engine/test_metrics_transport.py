@@ -1,10 +1,7 @@
 """Counts on their way from the worker to the front end, over vLLM's own wire."""
 
-import copy
 import dataclasses
 import pickle
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +9,13 @@ import torch
 
 from counts import COUNTS, LAYOUT
 from vllm_mars import MarsConfig
-from vllm_mars.engine.transport import carry_counts, declare_field
+from vllm_mars.engine.transport import carry_counts
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.outputs import (
     FIELD,
     attach_counters,
     carrier_of,
     send_returned,
-    with_counts,
 )
 from vllm_mars.runner.verification import Returned, Verification
 
@@ -97,15 +93,6 @@ def test_counts_leave_with_the_outputs_of_steps(on_rank):
     assert getattr(pickle.loads(pickle.dumps(last)), FIELD) == COUNTS
 
 
-def test_only_a_step_without_tokens_flushes(on_rank):
-    counters = Counters(LAYOUT, torch.device("cpu"))
-    counters.device_counts += 1
-    for output in (None, runner_output(), torch.zeros(1)):
-        assert with_counts(output, counters) is output
-        assert not hasattr(output, FIELD)
-    assert getattr(with_counts(runner_output(req_ids=[]), counters), FIELD)[0] == 1
-
-
 @pytest.mark.parametrize("backend", [None, "external_launcher"])
 def test_of_other_ranks_only_an_external_launchers_are_read(on_rank, backend):
     """Each of these is an engine of its own, whose outputs nobody else reads."""
@@ -170,59 +157,3 @@ def test_the_scheduler_passes_the_counts_on():
     assert step(COUNTS) is None
     scheduler.log_stats = True
     assert step() == [count + 1 for count in COUNTS]
-
-
-@pytest.fixture
-def wire():
-    """Sends statistics as the engine core does and returns what a front end decodes."""
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
-    declare_field(SchedulerStats)
-    declare_field(SchedulerStats)
-
-    def send(stats):
-        message = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
-        return MsgpackDecoder(EngineCoreOutputs).decode(message).scheduler_stats
-
-    return send
-
-
-def test_counts_survive_the_wire(wire):
-    from vllm.v1.metrics.stats import SchedulerStats
-
-    stats = SchedulerStats(num_running_reqs=2)
-    assert getattr(wire(stats), FIELD) is None
-    setattr(stats, FIELD, COUNTS)
-    received = wire(stats)
-    assert getattr(received, FIELD) == COUNTS
-    assert received == stats
-    # What the dataclass can do otherwise, it still can.
-    assert dataclasses.replace(SchedulerStats(), num_running_reqs=2) == stats
-    assert getattr(copy.copy(received), FIELD) == COUNTS
-
-
-MESSAGE = """
-import vllm.plugins
-vllm.plugins.load_general_plugins()
-import vllm.v1.metrics.loggers
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.serial_utils import MsgpackEncoder
-outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats(), timestamp=1.0)
-print(hasattr(SchedulerStats, "mars_counts"), MsgpackEncoder().encode(outputs)[0].hex())
-"""
-
-
-@pytest.mark.nightly
-def test_a_server_without_mars_sends_the_same_bytes(monkeypatch):
-    def message(plugins):
-        monkeypatch.setenv("VLLM_PLUGINS", plugins)
-        command = [sys.executable, "-c", MESSAGE]
-        output = subprocess.run(command, capture_output=True, text=True, timeout=240).stdout
-        return output.splitlines()[-1].split()
-
-    (declared, with_plugin), (undeclared, without) = message("mars"), message("none")
-    assert (declared, undeclared) == ("True", "False")
-    assert with_plugin == without

@@ -1,7 +1,5 @@
 """The rule for drawn drafts: optimal, and accounted."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -61,14 +59,6 @@ def test_nothing_does_better(seed, price, kept):
     # min(m, q) has a corner at q, so what m is divided by at last counts price times.
     allowed = 1e-6 + 2 * price * clip.TOLERANCE
     assert reached == pytest.approx(best(p, q, price, kept), abs=allowed)
-    rng = np.random.default_rng(seed)
-    for size in (1e-3, 0.1, 1.0):
-        for _ in range(200):
-            other = m * np.exp(size * rng.standard_normal(m.shape))
-            other[kept] = 0
-            other *= (1 - p[kept].sum()) / other.sum()
-            other[kept] = p[kept]
-            assert objective(other, p, q, price) <= reached + allowed
 
 
 @settings(deadline=None, max_examples=300)
@@ -103,16 +93,3 @@ def test_rows_of_one_token_and_of_no_numbers():
     assert torch.allclose(clipped.m[4], target[4].softmax(-1))
     assert clipped.losses[:4].tolist() == clipped.gained[:4].tolist() == [0] * 4
     assert clipped.losses[4] < 1e-6
-
-
-def test_a_larger_price_accepts_more_and_loses_more():
-    target, draft = clip_cases.rows(20, 300)
-    # Beyond some price all of q is served that p allows; until then both grow.
-    steps = [clip_one(target, draft, price)[0] for price in (0.1, 0.3, 1.0, 3.0, 10.0)]
-    for less, more in itertools.pairwise(steps):
-        assert (more.gained > less.gained - 1e-5).all()
-        assert (more.losses > less.losses - 1e-6).all()
-    assert (steps[2].losses > 1.5 * steps[0].losses).all()
-    # In the end m is q, as far as p has any of it.
-    target, draft = clip_cases.rows(1, 30, spread=1.0, masked=0)
-    assert torch.allclose(clip_one(target, draft, 50.0)[0].m, draft, atol=1e-5)

@@ -171,37 +171,6 @@ def test_takes_the_best_path():
     assert accepted > 300 and relaxed > 50
 
 
-@pytest.mark.parametrize("rule", ["theta", "price"])
-def test_one_child_per_node_is_a_draft(rule):
-    """What `verify_greedy` gives, whatever is preferred."""
-    for seed in range(60):
-        call = random_call(seed, rule)
-        ends = call["cu_num_draft_tokens"].tolist()
-        rows, chain = [], []
-        for start, end, root in zip([0, *ends], ends, call["root_rows"].tolist(), strict=False):
-            rows += [root, *call["node_rows"][start:end].tolist()]
-            chain += range(-1, end - start - 1)
-        output = verify_tree(**call | {"parents": torch.tensor(chain, dtype=torch.int32)})
-        expected = verify_greedy(
-            *(call["logits"][rows], call["draft_token_ids"], call["cu_num_draft_tokens"]),
-            **{name: call[name] for name in (rule, "protected")},
-            max_draft_len=output.path.shape[1],
-        )
-        for name in ("output_token_ids", "num_accepted", "num_relaxed", "lost"):
-            assert torch.equal(getattr(output, name), getattr(expected, name)), (seed, name)
-
-
-@pytest.mark.parametrize("prefer", ["draft", "target", "longest"])
-def test_theta_1_and_price_0_are_strict(prefer):
-    for seed in range(40):
-        call = random_call(seed, prefer=prefer, rule="theta")
-        del call["theta"]
-        for rule in ({"theta": 1.0}, {"price": 0.0}):
-            output = verify_tree(**call, **rule)
-            check(call | {name: torch.full((3,), value) for name, value in rule.items()}, output)
-            assert not output.num_relaxed.any() and not output.lost.any()
-
-
 def test_no_more_nodes_than_128_are_looked_at():
     """A chain of 129 first choices: the last is as if it were not there."""
     count = 129

@@ -93,24 +93,6 @@ def accelerated(monkeypatch):
     return counters, device, clock
 
 
-def test_a_copy_is_returned_by_a_later_call_without_a_wait(accelerated):
-    counters, device, clock = accelerated
-    counters.device_counts[0] += 1
-    assert counters.take_delta() is None
-    counters.device_counts[0] += 5
-    clock.now = 10.0
-    assert counters.take_delta() is None
-    assert device.copies == 1, "one copy at a time"
-    device.run()
-    assert counters.take_delta()[0] == 1
-    assert counters.take_delta() is None
-    device.run()
-    assert counters.take_delta()[0] == 5
-    assert counters.take_delta() is None
-    assert device.copies == 2, "one copy an interval"
-    assert device.waits == 0
-
-
 def test_no_count_is_lost_or_doubled(accelerated):
     generator = np.random.default_rng(7)
     counters, device, clock = accelerated

@@ -7,10 +7,10 @@ import workload
 from vllm_mars import MarsConfig
 from vllm_mars.runner.draft_temperature import scale_v1
 
-pytestmark = pytest.mark.engine
 
-
-@pytest.mark.parametrize("v2", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.engine
+@pytest.mark.parametrize("v2", [False, True])
 def test_cold_drafts_are_verified_as_first_choices(models, v2):
     """Token for token as drafts that are not drawn: in drawing and verification alike.
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import workload
 from engines import PACKAGED, counters, engine_in_process
 from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.drafts import speculative_config
@@ -23,8 +22,6 @@ PRICES = (0.0, 0.6)
 NUM_PROMPTS = 16
 ANSWERS = 4
 MAX_TOKENS = 48
-# Of each kind on V2, whose kernels the interpreter runs: slowly.
-V2_ANSWERS = 16
 # What another implementation's forward pass may differ by, in nats.
 ROUNDING = 5e-3
 
@@ -119,57 +116,3 @@ def test_sampled_answers_follow_what_is_served(drafts, packaged_model):
     assert metrics["vllm:mars_gained_acceptance"] > 0
     accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
     assert accepted / metrics["vllm:spec_decode_num_drafts"] > 0.2
-
-
-@pytest.mark.timeout(2400)
-@pytest.mark.parametrize("drafts", ("greedy", "probabilistic"))
-def test_answers_of_v2_follow_what_is_served(drafts, models):
-    """The same of the other runner, with requests of several kinds in each batch."""
-    directory, draft, target = models
-    kinds = [
-        {"temperature": 1.0, "logprobs": 0},
-        {"temperature": 0.6, "top_k": 50, "top_p": 0.9},
-        {"temperature": 0.6},
-        {"temperature": 0.0},
-    ]
-    returned = {"mars_return": True}
-    requests = [
-        (
-            workload.prompt(number),
-            {"seed": number, "max_tokens": 60, "ignore_eos": True, "extra_args": returned, **kind},
-        )
-        for number in range(V2_ANSWERS)
-        for kind in kinds
-    ]
-    given = speculative_config(
-        str(draft),
-        3,
-        method="draft_model",
-        draft_sample_method=drafts,
-        rejection_sample_method="mars",
-        mars_price=PRICES[1],
-        mars_logprobs="sampled",
-    )
-    result = workload.run(
-        given,
-        [requests],
-        v2=True,
-        timeout=2300,
-        model=str(directory),
-        max_num_seqs=64,
-        logprobs_mode="processed_logprobs",
-    )
-    answers = [answer for (answer,) in result["batches"][0]]
-    # The last kind is greedy.
-    for kind in range(len(kinds) - 1):
-        own_answers = answers[kind :: len(kinds)]
-        ratios = [np.array(answer["returned"]["log_ratios"]) for answer in own_answers]
-        assert list(map(len, ratios)) == [len(answer["tokens"]) for answer in own_answers]
-        check_weights(np.exp(-np.concatenate(ratios)))
-    # Of the first kind, the target's own numbers.
-    asked = requests[:: len(kinds)]
-    for (prompt, _), answer in zip(asked, answers[:: len(kinds)], strict=True):
-        own, *_ = surprise(target, prompt, answer["tokens"])
-        served = [logprob for ((_, _, logprob),) in answer["logprobs"]]
-        ratios = np.array(answer["returned"]["log_ratios"])
-        np.testing.assert_allclose(served, own + ratios, atol=ROUNDING)

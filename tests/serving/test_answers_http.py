@@ -150,9 +150,3 @@ def test_the_route_of_tokens_tells_it_of_each_choice(lossy_server):
     answer = post(lossy_server, "/inference/v1/generate", body)
     for choice, told in zip(answer["choices"], answer["metrics"]["mars"], strict=True):
         assert len(choice["token_ids"]) == len(told["log_ratios"])
-
-
-def test_markers_that_are_no_tokens_are_said(lossy_server):
-    """The tool parser's <tool_call> is several tokens of this model."""
-    log = lossy_server.log_path.read_text()
-    assert "No strict spans: the markers of the tool parser hermes are not single tokens" in log

@@ -1,10 +1,10 @@
-"""The packaged model with its head accepts as many drafts as when its table was made, V1 and V2."""
+"""The packaged model with its head accepts as many drafts as when its table was made."""
 
 import json
 
 import pytest
 
-from golden_acceptance import GOLDEN, RULES, K, measure, measure_on_v2
+from golden_acceptance import GOLDEN, RULES, K, measure
 
 # On the worker that has packaged engines in its process already.
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("test_end_to_end")]
@@ -18,15 +18,9 @@ def golden():
     return json.loads(GOLDEN.read_text())["rules"]
 
 
-V2 = pytest.param("MarsRejectionSamplerV2", marks=pytest.mark.nightly)
-
-
-@pytest.fixture(scope="module", params=["MarsRejectionSampler", V2])
-def measured(packaged_model, request):
-    is_v2 = request.param.endswith("V2")
-    sampler, found = measure_on_v2() if is_v2 else measure(packaged_model)
-    assert sampler == request.param
-    return found
+@pytest.fixture(scope="module")
+def measured(packaged_model):
+    return measure(packaged_model)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -1,14 +1,16 @@
 """The Ray Serve application: its answers, what is refused at once, and replicas under load.
 
-One of them is killed; they come with the load and go after it; others take their place when the
-value of the rule changes.
+One of them is killed; others take their place when the value of the rule changes.
 """
 
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -26,7 +28,6 @@ pytestmark = needs_ray_serve
 
 MARK_VALUE = "serve"
 REPLICA = "ray::ServeReplica:default:LLMServer"
-OF_AN_ENGINE = (REPLICA, "ray::RayWorker", "VLLM::")
 NUM_STREAMS = 200
 IN_FLIGHT = 24
 # Of a load that goes on while engines start on the same cores.
@@ -60,12 +61,16 @@ def ray_cluster():
 
 
 def test_options_of_a_command_line_are_text():
-    from vllm_mars.serve import SPECULATION, Options
+    from vllm_mars.serve import SPECULATION, Options, _autoscaling_config
 
     options = Options.model_validate(
         {"min_replicas": "2", "engine_kwargs": '{"tensor_parallel_size": 4}', "routing": "load"}
     )
     assert options.min_replicas == 2
+    own = {"min_replicas": 0, "max_replicas": 2, "target_ongoing_requests": 2}
+    given = {**own, "autoscaling": '{"downscale_delay_s": 5}'}
+    found = _autoscaling_config(Options.model_validate(given))
+    assert found == {**own, "downscale_delay_s": 5}
     assert options.engine_kwargs == {"tensor_parallel_size": 4}
     assert options.speculative_config == SPECULATION
     with pytest.raises(ValueError, match="routing"):
@@ -138,38 +143,27 @@ def test_a_node_with_another_version_is_refused_by_name(ray_cluster, tiny_model,
         ray_cluster.remove_node(node)
 
 
-@pytest.mark.nightly
-@pytest.mark.engine
-def test_the_lock_travels_in_a_runtime_env(ray_cluster, tiny_model):
-    """What docs/rollouts.md says of Ray: the environment of a node need not know of the lock."""
-    from vllm_mars.local.drafts import NGRAM, RECOMMENDED, speculative_config
-
-    model, lossy = str(tiny_model), speculative_config(NGRAM, 4, **RECOMMENDED)
-
-    @ray.remote(num_cpus=1, runtime_env={"env_vars": {"VLLM_MARS_LOCK": "strict"}})
-    def read_options():
-        from vllm.engine.arg_utils import EngineArgs
-
-        EngineArgs(model=model, speculative_config=lossy).create_engine_config()
-
-    with pytest.raises(RuntimeError, match="VLLM_MARS_LOCK=strict forbids lossy verification, but"):
-        ray.get(read_options.remote())
-
-
 @contextlib.contextmanager
-def application(model, **options):
-    """The address of a running application."""
+def address():
+    """Of what is about to run."""
     from ray import serve
 
     from vllm_mars.local.server import free_port
 
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    run(model, **options)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
+
+
+@contextlib.contextmanager
+def application(model, **options):
+    """The address of a running application."""
+    with address() as url:
+        run(model, **options)
+        yield url
 
 
 def run(model, theta=0.5, **options):
@@ -192,16 +186,6 @@ def run(model, theta=0.5, **options):
     serve.run(app(chosen))
 
 
-def processes(*names):
-    """The cluster's processes whose names begin with one of these."""
-    found = []
-    for pid in marked(MARK_VALUE):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_text().startswith(names):
-                found.append(pid)
-    return found
-
-
 def replicas():
     """The processes of the replicas that hold an engine and are ready."""
     from ray import serve
@@ -212,7 +196,11 @@ def replicas():
         for name, status in deployments.items()
         if name.startswith("LLMServer")
     )
-    found = processes(REPLICA)
+    found = []
+    for pid in marked(MARK_VALUE):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_text().startswith(REPLICA):
+                found.append(pid)
     return found if len(found) == running else []
 
 
@@ -337,6 +325,38 @@ def test_one_replica_answers(ray_cluster, tiny_model):
 
 @pytest.mark.nightly
 @pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_the_command_serves_until_ctrl_c(ray_cluster, tiny_model, tmp_path):
+    """`serve run`, whose arguments are text."""
+    given = [f"model={tiny_model}", "model_id=tiny", f"engine_kwargs={json.dumps(ENGINE)}"]
+    command = [Path(sys.executable).with_name("serve"), "run", "vllm_mars.serve:app", *given]
+    log = tmp_path / "run.log"
+    with address() as url, log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "RAY_ADDRESS": ray_cluster.address},
+            stdout=out,
+            stderr=out,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        try:
+            wait_until(
+                lambda: process.poll() is not None or "is ready at" in log.read_text(),
+                *(600, "the application runs"),
+            )
+            assert process.poll() is None, log.read_text()
+            answers_alone(url)
+            process.send_signal(signal.SIGINT)
+            process.wait(120)
+        finally:
+            process.kill()
+            process.wait()
+        with pytest.raises(openai.APIError):
+            answers_alone(url)
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
 @pytest.mark.timeout(1500)
 def test_a_replica_is_killed_under_load(ray_cluster, tiny_model):
     with application(tiny_model, min_replicas=2) as url:
@@ -360,31 +380,6 @@ def test_a_replica_is_killed_under_load(ray_cluster, tiny_model):
         assert before[1] in after
         assert asyncio.run(load(url, expected, range(NUM_STREAMS))) == []
         check_the_front(url)
-
-
-@pytest.mark.nightly
-@pytest.mark.engine
-@pytest.mark.timeout(1500)
-def test_replicas_come_with_the_load_and_go_after_it(ray_cluster, tiny_model):
-    options = {
-        "min_replicas": 0,
-        "max_replicas": 2,
-        "target_ongoing_requests": 2,
-        "autoscaling": {"upscale_delay_s": 2, "downscale_delay_s": 5, "look_back_period_s": 15},
-    }
-    with application(tiny_model, **options) as url:
-        assert not processes(REPLICA)
-        # The first of them waits for a replica.
-        expected = answers_alone(url)
-        assert len(processes(REPLICA)) == 1
-
-        def grow():
-            wait_until(lambda: len(replicas()) == 2, 600, "a second replica")
-
-        assert load_while(grow, url, expected) > FEW_IN_FLIGHT
-        assert asyncio.run(load(url, expected, range(NUM_STREAMS), FEW_IN_FLIGHT)) == []
-
-        wait_until(lambda: not processes(*OF_AN_ENGINE), 300, "the replicas go")
 
 
 @pytest.mark.nightly
