@@ -61,7 +61,7 @@ def accept(
     """
     batch, device = step.slots.shape[0], step.logits.device
     output = VerifyOutput(
-        torch.empty((batch, step.max_draft_len + 1), dtype=torch.int64, device=device),
+        torch.empty((batch, step.num_speculative_tokens + 1), dtype=torch.int64, device=device),
         torch.empty(batch, dtype=torch.int32, device=device),
         torch.empty(batch, dtype=torch.int32, device=device),
         torch.empty(batch, dtype=torch.int64, device=device),
@@ -69,11 +69,10 @@ def accept(
     if not batch:
         return output
     if account is None:
-        longest = max(step.max_draft_len, 1)
-        counts = torch.zeros(CounterLayout(longest).size, dtype=torch.int64, device=device)
-        account = Account(counts, None, longest)
+        size = CounterLayout(step.num_speculative_tokens).size
+        account = Account(torch.zeros(size, dtype=torch.int64, device=device), None)
     if account.table is None:
-        table = torch.empty((batch, 2, account.longest + 1), device=device)
+        table = torch.empty((batch, 2, step.num_speculative_tokens + 1), device=device)
         account = account._replace(table=table)
     shared = rule_arguments(step, rule, blocked, draws)
     kind, clipped = "no" if draws is None else "fixed", None
@@ -89,7 +88,7 @@ def accept(
         pos_ptr=None if draws is None else draws.pos,
         clipped_ptr=clipped,
         share_gain=rule.share_gain,
-        width=step.max_draft_len + 1,
+        num_speculative_tokens=step.num_speculative_tokens,
         RULE=rule.name,
         SAMPLED=kind,
         # One warp needs no barrier between what it loads of a record and what it stores.
@@ -109,7 +108,6 @@ def rule_arguments(
     if blocked is None:
         blocked = torch.zeros(num_rows, dtype=torch.int8, device=device)
     partials, num_splits = reduce_rows(step, rule, draws)
-    longest = max(rule.longest, step.max_draft_len)
     return {
         "partials": partials,
         "records_ptr": step.records.table,
@@ -122,7 +120,7 @@ def rule_arguments(
         "vocab": vocab,
         "num_splits": num_splits,
         "SPLITS": num_lanes(vocab),
-        "POSITIONS": max(_MIN_POSITIONS, triton.next_power_of_2(longest + 1)),
+        "POSITIONS": max(_MIN_POSITIONS, triton.next_power_of_2(step.num_speculative_tokens + 1)),
         "enable_fp_fusion": False,
     }
 
@@ -162,8 +160,7 @@ def _draw(
         cu_num_logits_ptr=step.cu_num_logits,
         slots_ptr=step.slots,
         pos_ptr=draws.pos,
-        width=step.max_draft_len + 1,
-        longest=account.longest,
+        num_speculative_tokens=step.num_speculative_tokens,
         num_blocks=num_blocks,
         BLOCK=draw_block,
         BLOCKS=triton.next_power_of_2(num_blocks),

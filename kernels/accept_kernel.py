@@ -47,7 +47,7 @@ _UNALIGNED = [
     *("input_ids_ptr", "cu_num_logits_ptr", "blocked_ptr", "slots_ptr", "pos_ptr"),
     *("total_len_ptr", "prompt_len_ptr", "clipped_ptr"),
 ]
-_UNSPECIALIZED = ["width", "vocab", "num_splits"]
+_UNSPECIALIZED = ["num_speculative_tokens", "vocab", "num_splits"]
 
 
 @triton.jit
@@ -72,6 +72,7 @@ def _write_down(
     accepted,
     is_counted,
     is_greedy,
+    num_speculative_tokens,
 ):
     """Counts a request's step, takes its loss off; returns relaxed tokens, loss and drift."""
     is_visited = is_counted & (offset <= accepted)
@@ -84,14 +85,13 @@ def _write_down(
 
     one = tl.full(offset.shape, 1, tl.int64)
     is_verified = is_visited & (draft >= 0)
-    longest = account.longest
     counts_ptr = account.counts
     tl.atomic_add(counts_ptr + offset, one, mask=is_verified, sem="relaxed")
-    counts_ptr += longest
+    counts_ptr += num_speculative_tokens
     tl.atomic_add(counts_ptr + offset, one, mask=is_verified & is_accepted, sem="relaxed")
-    counts_ptr += longest
+    counts_ptr += num_speculative_tokens
     tl.atomic_add(counts_ptr + offset, one, mask=is_verified & is_relaxed, sem="relaxed")
-    counts_ptr += longest
+    counts_ptr += num_speculative_tokens
     tl.atomic_add(counts_ptr, step_lost, sem="relaxed")
     tl.atomic_add(counts_ptr + 1, step_gained, sem="relaxed")
     drift = tl.where(spends, drift, 0)
@@ -103,10 +103,11 @@ def _write_down(
 
     of_greedy = tl.where(is_relaxed, loss.to(tl.float32) * UNIT, float("nan"))
     of_sampled = tl.where(offset <= accepted, ratio, float("nan"))
-    where = account.table + request.to(tl.int64) * 2 * (longest + 1) + offset
-    tl.store(where, tl.where(is_greedy, of_greedy, of_sampled), mask=offset <= longest)
+    width = num_speculative_tokens + 1
+    where = account.table + request.to(tl.int64) * 2 * width + offset
+    tl.store(where, tl.where(is_greedy, of_greedy, of_sampled), mask=offset < width)
     told = tl.where(is_greedy, 0.0, drift.to(tl.float32) * UNIT)
-    tl.store(where + longest + 1, told, mask=offset <= longest)
+    tl.store(where + width, told, mask=offset < width)
     return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost, tl.sum(drift, axis=0)
 
 
@@ -137,7 +138,7 @@ def accept_kernel(
     # Of drawn drafts: [num_rows, CLIPPED] of `clip_kernel`
     clipped_ptr,
     share_gain,
-    width,
+    num_speculative_tokens,
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
@@ -237,8 +238,8 @@ def accept_kernel(
     # drawn there, `resample_kernel` adds.
     first_choice = tl.where(is_greedy, rows.argmax.to(tl.int64), -1)
     token = tl.where(is_row & (offset == accepted), first_choice, token)
-    of_request = output.output_token_ids + request.to(tl.int64) * width
-    tl.store(of_request + offset, token, mask=offset < width)
+    of_request = output.output_token_ids + request.to(tl.int64) * (num_speculative_tokens + 1)
+    tl.store(of_request + offset, token, mask=offset <= num_speculative_tokens)
     # Behind the draft the target's own bonus token follows.
     ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
     num_relaxed, step_lost, step_drift = _write_down(
@@ -255,6 +256,7 @@ def accept_kernel(
         accepted,
         is_draft & (offset <= last_counted),
         is_greedy,
+        num_speculative_tokens,
     )
     if SAMPLED == "drawn":
         if is_greedy == 0:

@@ -252,8 +252,9 @@ def accept(
         bonus = row_argmax[drafts.bonus_rows.numpy()].tolist()
     elif drafts.bonus_token_ids is not None:
         bonus = drafts.bonus_token_ids.reshape(-1).tolist()
-    tokens = np.full((batch, drafts.max_draft_len + 1), -1, dtype=np.int32)
+    tokens = np.full((batch, drafts.num_speculative_tokens + 1), -1, dtype=np.int32)
     summary = np.zeros((3, batch), dtype=np.int64)
+    layout = CounterLayout(drafts.num_speculative_tokens)
     for place, allowed in enumerate(_allowances(requests, ends, samples, draft_probs)):
         begin, end = begins[place : place + 2]
         own = rows, begin, end, allowed
@@ -276,7 +277,7 @@ def accept(
         counted = emitted._replace(positions=emitted.positions[:most])
         drafted = rows.draft[begin:end]
         num_relaxed, lost, drift = _write_down(
-            counted, drafted, not samples[place], place, requests, account
+            counted, drafted, not samples[place], place, requests, account, layout
         )
         if samples[place] and draft_probs is not None:
             share = float(requests.records.draft_share[slots[place]])
@@ -410,6 +411,7 @@ def _write_down(
     place: int,
     requests: Requests,
     account: Account | None,
+    layout: CounterLayout,
 ) -> tuple[int, int, int]:
     """Counts a request's step and takes its losses off; returns relaxed tokens, loss and drift."""
     num_relaxed = lost = gained = drift_up = drift_down = 0
@@ -431,7 +433,7 @@ def _write_down(
         if table is not None and not is_greedy:
             table[1, offset] = position.drift * 2.0**-LOSS_BITS
     if account is not None:
-        counts, layout = account.counts.numpy(), CounterLayout(account.longest)
+        counts = account.counts.numpy()
         for offset, position in enumerate(emitted.positions):
             if draft[offset] < 0:
                 continue

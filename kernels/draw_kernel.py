@@ -23,7 +23,7 @@ _UNALIGNED = [
     *("clipped_ptr", "input_ids_ptr", "slots_ptr", "logits_ptr", "cu_num_logits_ptr", "pos_ptr"),
     *("output_token_ids_ptr", "table_ptr"),
 ]
-_UNSPECIALIZED = ["vocab", "num_blocks", "width", "longest", "logits_stride"]
+_UNSPECIALIZED = ["vocab", "num_blocks", "num_speculative_tokens", "logits_stride"]
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _log_probabilities(logits, kept, clipped_ptr, row, draft_ptr, token, mask, t
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
 def resample_kernel(
-    # [batch, width]; [batch, 2, longest + 1]
+    # [batch, num_speculative_tokens + 1]; [batch, 2, num_speculative_tokens + 1]
     output_token_ids_ptr,
     table_ptr,
     # [batch, num_blocks] each
@@ -65,8 +65,7 @@ def resample_kernel(
     cu_num_logits_ptr,
     slots_ptr,
     pos_ptr,
-    width,
-    longest,
+    num_speculative_tokens,
     vocab,
     num_blocks,
     BLOCK: tl.constexpr,
@@ -87,7 +86,9 @@ def resample_kernel(
     rejected = tl.load(input_ids_ptr + row + 1, mask=row < end - 1, other=-1)
     rejected = tl.where(rejected < vocab, rejected, -1)
     record_ptr = records_ptr + slot * RECORD_SIZE
-    table_ptr += request.to(tl.int64) * 2 * (longest + 1) + place
+    # What stands at a place of the request's tokens.
+    output_token_ids_ptr += request.to(tl.int64) * (num_speculative_tokens + 1) + place
+    table_ptr += request.to(tl.int64) * 2 * (num_speculative_tokens + 1) + place
 
     token = block * BLOCK + tl.arange(0, BLOCK)
     mask = token < vocab
@@ -140,7 +141,7 @@ def resample_kernel(
         values = tl.where(values == values, values, float("-inf"))
         best = first + tl.argmax(values, axis=0)
         drawn = tl.load(token_ptr + best, cache_modifier=".cg").to(tl.int64)
-        tl.store(output_token_ids_ptr + request.to(tl.int64) * width + place, drawn)
+        tl.store(output_token_ids_ptr, drawn)
         kept = is_kept(drawn, protected, record_ptr, vocab)
         if sampling.draft_logits is not None:
             if rejected >= 0:

@@ -130,13 +130,11 @@ class Rule(NamedTuple):
         name: "theta" accepts a runner-up where z2 > threshold * z1 and z1 > 0, "price" weighs a
             prefix of the draft against its loss.
         protected: the tokens that keep their probability, or None.
-        longest: K, the longest draft of the engine; shorter steps share its compiled kernels.
         share_gain: per nat: how fast a record's DRAFT_SHARE follows a request's drift; 0 for never.
     """
 
     name: RuleName
     protected: Protected | None = None
-    longest: int = 0
     share_gain: float = 0.0
 
 
@@ -260,8 +258,8 @@ class Drafts(NamedTuple):
         bonus_token_ids: `[batch]` or `[batch, 1]` int32 or int64, what follows a draft of which all
             is accepted; or None.
         bonus_rows: `[batch]` int32 or int64, rows whose argmax is that; or None.
-        max_draft_len: the longest draft of a request, or more, which sets the width of what is
-            emitted.
+        num_speculative_tokens: K, the longest draft of a request, or more, which sets the width of
+            what is emitted.
     """
 
     logits: torch.Tensor
@@ -270,7 +268,7 @@ class Drafts(NamedTuple):
     target_rows: torch.Tensor | None = None
     bonus_token_ids: torch.Tensor | None = None
     bonus_rows: torch.Tensor | None = None
-    max_draft_len: int = 0
+    num_speculative_tokens: int = 0
 
 
 class Step(NamedTuple):
@@ -287,8 +285,8 @@ class Step(NamedTuple):
         slots: int32 or int64 `[batch]`, the slot of each request.
         total_len: int32 `[S]`, tokens of prompt and output before this step, by slot.
         prompt_len: int32 `[S]`.
-        max_draft_len: the longest draft of a request, or more, which sets the width of what is
-            emitted.
+        num_speculative_tokens: K, the longest draft of a request, or more, which sets the width of
+            what is emitted.
     """
 
     logits: torch.Tensor
@@ -298,7 +296,7 @@ class Step(NamedTuple):
     slots: torch.Tensor
     total_len: torch.Tensor
     prompt_len: torch.Tensor
-    max_draft_len: int
+    num_speculative_tokens: int
 
 
 class Markers(NamedTuple):
@@ -361,12 +359,10 @@ class Account(NamedTuple):
             relaxed token lost, in nats; of one that samples log m - log p of each token, where m is
             the distribution that was served. NaN elsewhere. Second, the drift of each token of a
             request that samples, in nats; 0 elsewhere.
-        longest: K, the longest draft of the engine.
     """
 
     counts: torch.Tensor
     table: torch.Tensor | None
-    longest: int
 
 
 # The most nats that a request of a bucket lost; those of one more lost more. Ray takes no 0.
@@ -423,7 +419,7 @@ class VerifyOutput(NamedTuple):
     """What one verification step emits.
 
     Attributes:
-        output_token_ids: `[batch, max_draft_len + 1]` int32; the accepted drafts, then the
+        output_token_ids: `[batch, K + 1]` int32; the accepted drafts, then the
             corrected or the bonus token, then -1.
         num_emitted: `[batch]` int32, accepted draft tokens and the token behind them.
         num_relaxed: `[batch]` int32, those of them that only the rule accepted.

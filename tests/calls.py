@@ -110,13 +110,13 @@ class Call:
 
     def account(self) -> Account:
         table = torch.full((self.batch, 2, LONGEST + 1), -7.0) if self.has_table else None
-        return Account(torch.zeros(CounterLayout(LONGEST).size, dtype=torch.int64), table, LONGEST)
+        return Account(torch.zeros(CounterLayout(LONGEST).size, dtype=torch.int64), table)
 
     def drafts(self) -> Drafts:
         """As on V1, with the rows by index."""
         rows, bonus = self.rows.int(), self.is_bonus.nonzero().squeeze(1)
         given = self.logits, self.ids, self.ends, rows
-        return Drafts(*given, bonus_rows=bonus, max_draft_len=LONGEST)
+        return Drafts(*given, bonus_rows=bonus, num_speculative_tokens=LONGEST)
 
     def step(self) -> tuple[Step, torch.Tensor | None]:
         """As on V2, and what blocks its rows."""
@@ -159,7 +159,7 @@ def sampled_step(call: Call, is_drawn: bool) -> tuple:
     """The drafts for a CPU and their probabilities; for the kernels the step, what blocks it, and
     the draws."""
     logits, q = call.logits[call.rows].float(), None
-    drafts = Drafts(logits, call.ids, call.ends, max_draft_len=LONGEST)
+    drafts = Drafts(logits, call.ids, call.ends, num_speculative_tokens=LONGEST)
     draws = draws_of(call, 0.8 * is_drawn)
     if is_drawn:
         of = draws.sampling

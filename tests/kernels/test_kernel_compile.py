@@ -45,7 +45,7 @@ def read(name, logits):
 
 def verify(name, sampling=None):
     draws = None if sampling is None else Draws(sampling, ROWS.long(), ROWS.long(), ROWS)
-    accept.accept(step(), Rule(name, PROTECTED, 5), ROWS.to(torch.int8), draws=draws)
+    accept.accept(step(), Rule(name, PROTECTED), ROWS.to(torch.int8), draws=draws)
 
 
 def look():

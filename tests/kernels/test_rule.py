@@ -175,7 +175,7 @@ def step(batch):
         torch.tensor(batch["drafts"], dtype=torch.int32),
         torch.tensor(np.cumsum(batch["lengths"]), dtype=torch.int32),
         bonus_token_ids=torch.tensor(batch["bonus"]),
-        max_draft_len=max(batch["lengths"]),
+        num_speculative_tokens=LONGEST,
     )
     values, count = batch["values"], len(batch["values"])
     prices = [
@@ -226,7 +226,7 @@ def requests_of(batch, logits, scale=GREEDY_SCALE):
 def an_account(batch):
     counts = torch.zeros(COUNTED.size, dtype=torch.int64)
     table = torch.full((len(batch["lengths"]), 2, LONGEST + 1), 7.0)
-    return Account(counts, table, LONGEST)
+    return Account(counts, table)
 
 
 @settings(max_examples=500, deadline=None)
@@ -424,7 +424,7 @@ def run(batch, rule, value):
         *(torch.cat(logits), drafts.draft_token_ids, drafts.cu_num_draft_tokens),
         **{rule: value},
         protected=limits.protected.mask,
-        max_draft_len=drafts.max_draft_len,
+        max_draft_len=drafts.num_speculative_tokens,
     )
 
 

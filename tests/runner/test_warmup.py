@@ -98,7 +98,7 @@ class Engine:
             # Something changes the logits.
             rows = rows.float()
         given = rows, self.view(size), self.view(batch), self.records, slots, *by_slot
-        step, draws = Step(*given, max_draft_len=K), None
+        step, draws = Step(*given, num_speculative_tokens=K), None
         blocked = self.blocked(step, self.view(SLOTS, 64))
         if self.rng.random() < 0.5:
             sampling = Sampling(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))

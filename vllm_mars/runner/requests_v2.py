@@ -151,12 +151,12 @@ class RequestsV2(LogitsProcessor):
         cu_num_logits: torch.Tensor,
         idx_mapping: torch.Tensor,
         temperature: torch.Tensor,
-        max_draft_len: int,
+        num_speculative_tokens: int,
     ) -> tuple[Step, torch.Tensor]:
         """A step, and where its drafts must stay strict.
 
         Args:
-            logits, input_ids, cu_num_logits, max_draft_len: see `Step`.
+            logits, input_ids, cu_num_logits, num_speculative_tokens: see `Step`.
             idx_mapping: `[num_reqs]` slot of each request.
             temperature: float32 `[max_num_reqs]`.
         """
@@ -165,7 +165,7 @@ class RequestsV2(LogitsProcessor):
         states = self._req_states
         total_len, prompt_len = states.total_len.gpu, states.prompt_len.gpu
         own = self._records, idx_mapping, total_len, prompt_len
-        step = Step(logits, input_ids, cu_num_logits, *own, max_draft_len)
+        step = Step(logits, input_ids, cu_num_logits, *own, num_speculative_tokens)
         guard = self._config.repeat_ngram, self.fills
         blocked = blocked_positions(
             *(self._ring, states.all_token_ids.gpu, step, temperature, self._markers, *guard)

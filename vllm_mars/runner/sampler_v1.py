@@ -93,9 +93,9 @@ class MarsRejectionSampler(RejectionSampler):
                 metadata.cu_num_draft_tokens,
                 target_rows=metadata.target_logits_indices,
                 bonus_rows=metadata.bonus_logits_indices,
-                max_draft_len=metadata.max_spec_len,
+                num_speculative_tokens=self.verification.num_speculative_tokens,
             )
-            output_token_ids, _ = self._verify(drafts)
+            output_token_ids, _ = self._verify(drafts, metadata.max_spec_len)
             return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=None)
         named = sampling_metadata.logprob_token_ids
         wants_logprobs = sampling_metadata.max_num_logprobs is not None or bool(named)
@@ -123,13 +123,13 @@ class MarsRejectionSampler(RejectionSampler):
             metadata.draft_token_ids,
             metadata.cu_num_draft_tokens,
             bonus_token_ids=bonus.sampled_token_ids,
-            max_draft_len=metadata.max_spec_len,
+            num_speculative_tokens=self.verification.num_speculative_tokens,
         )
         sampled = None
         if not sampling_metadata.all_greedy:
             chance = self._random(metadata, sampling_metadata, processed.shape[1])
             sampled = Sampled(sampling_metadata.temperature, chance, draft_probs)
-        output_token_ids, table = self._verify(drafts, sampled)
+        output_token_ids, table = self._verify(drafts, metadata.max_spec_len, sampled)
         logprobs = None
         if wants_logprobs:
             ratios = None
@@ -189,14 +189,16 @@ class MarsRejectionSampler(RejectionSampler):
             values += of_sampled(ids, ratios[:, :width].flatten())
         return found._replace(logprob_token_ids=ids, logprobs=values)
 
-    def _verify(self, drafts: Drafts, sampled: Sampled | None = None) -> tuple[Any, Any]:
+    def _verify(
+        self, drafts: Drafts, max_spec_len: int, sampled: Sampled | None = None
+    ) -> tuple[Any, Any]:
         """The tokens of a step, and what is written down of them: see `Account`."""
         verification, batch = self.verification, drafts.cu_num_draft_tokens.shape[0]
         requests, blocked = self.requests.step(drafts)
         account = verification.account(batch, drafts.logits.device, self.requests.returns(batch))
         rule = verification.rule(drafts.logits)
         output = cpu.accept(drafts, requests, rule, blocked, account, sampled)
-        return output.output_token_ids, account.table
+        return output.output_token_ids[:, : max_spec_len + 1].contiguous(), account.table
 
     def _random(
         self, metadata: SpecDecodeMetadata, sampling_metadata: SamplingMetadata, vocab: int

@@ -128,9 +128,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
         # vLLM looks at the tokens that target and draft share.
         vocab = logits.shape[1] if draft_logits is None else draft_logits.shape[-1]
         if not self._is_warm:
-            rows, longest = logits[:, :vocab], self.num_speculative_steps
-            use_fp64 = self.sampler.use_fp64_gumbel
-            warm_up(self.verification, rows, longest, draft_logits, use_fp64, self.requests.fills)
+            own = self.verification, logits[:, :vocab], self.num_speculative_steps, draft_logits
+            warm_up(*own, self.sampler.use_fp64_gumbel, self.requests.fills)
             self._is_warm = True
         step, blocked = self.requests.step(
             logits[:, :vocab],

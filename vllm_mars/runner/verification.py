@@ -36,6 +36,7 @@ class Verification:
         counters: where positions are counted.
 
     Attributes:
+        num_speculative_tokens: K, the longest draft of the engine.
         returned: what requests want to know of the steps since it was last emptied.
     """
 
@@ -48,6 +49,7 @@ class Verification:
         self.config = config
         self.protected_token_ids = protected_token_ids
         self.counters = counters
+        self.num_speculative_tokens = counters.layout.num_speculative_tokens
         self.returned: list[Returned] = []
         self._protected: Protected | None = None
 
@@ -62,18 +64,16 @@ class Verification:
             mask = torch.zeros(vocab, dtype=torch.bool)
             mask[[token for token in self.protected_token_ids if token < vocab]] = True
             self._protected = Protected.of(mask, logits.device)
-        longest = self.counters.layout.num_speculative_tokens
-        return Rule(self.config.rule, self._protected, longest, self.config.share_gain)
+        return Rule(self.config.rule, self._protected, self.config.share_gain)
 
     def account(self, batch: int, device: torch.device, returns: dict[int, str]) -> Account:
         """Where a step of so many requests is written down, with a table if any `returns`."""
-        longest = self.counters.layout.num_speculative_tokens
         table = None
         if returns or self.config.logprobs == "sampled":
-            table = torch.empty((batch, 2, longest + 1), device=device)
+            table = torch.empty((batch, 2, self.num_speculative_tokens + 1), device=device)
         if table is not None and returns:
             self.returned.append(Returned(returns, table))
-        return Account(self.counters.device_counts, table, longest)
+        return Account(self.counters.device_counts, table)
 
     def log_start(self, logger: Logger, runner: str) -> None:
         """Logs once, on the first tensor-parallel rank, what verification this engine does."""

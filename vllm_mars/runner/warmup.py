@@ -17,7 +17,7 @@ from vllm_mars.runner.verification import Verification
 def warm_up(
     verification: Verification,
     logits: torch.Tensor,
-    longest: int,
+    num_speculative_tokens: int,
     draft_logits: torch.Tensor | None,
     use_fp64: bool = False,
     fills: bool = False,
@@ -27,7 +27,7 @@ def warm_up(
     Args:
         verification: of the engine.
         logits: `[num_rows, vocab]` of a step; only its dtype, width and stride count.
-        longest: the longest draft.
+        num_speculative_tokens: K.
         draft_logits: `[max_num_reqs, K, vocab]` where drafts are drawn, else None.
         use_fp64: whether the noise of a draw is float64.
         fills: as `RequestsV2` has it.
@@ -35,7 +35,7 @@ def warm_up(
     device = logits.device
     inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
     # V2's slots are int64.
-    own = Records.new(1, device), zero.long(), zero, zero, longest
+    own = Records.new(1, device), zero.long(), zero, zero, num_speculative_tokens
     float_one, by_row = torch.ones(1, device=device), inputs.long()
     sampling = Sampling(float_one, zero.long())
     if draft_logits is not None:
