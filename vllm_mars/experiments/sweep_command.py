@@ -49,7 +49,6 @@ def add_parser(commands: Any) -> None:
     add("--block", type=int, metavar="N", help="prompts of one turn; default 8")
     add("--repeats", type=int, metavar="N", help="passes over all prompts; default 1")
     add("--seed", type=int, help="default 0")
-    add("--examples", type=int, metavar="N", help="keep the answer with most relaxed tokens, of N")
     add("--side-by-side", type=int, metavar="N",
         help="servers at a time; default 0: all on a CPU, one on a GPU")  # fmt: skip
     add("--startup-timeout", type=float, metavar="SECONDS", help="per server; default 600")
