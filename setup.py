@@ -10,9 +10,8 @@ VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "vllm_mars/__init__.py").r
 
 # Not ray[llm], which pins a vLLM of its own; `ray.serve.llm` needs pyarrow beyond ray[serve].
 RAY = ["ray[serve]>=2.60", "pyarrow"]
-# pandas is what `vllm bench serve` reads prompt files with.
 DEMO = [
-    *("accelerate", "filelock", "gguf", "numpy", "pandas", "pydantic", "scipy", "transformers"),
+    *("accelerate", "filelock", "gguf", "numpy", "pydantic", "scipy", "transformers"),
 ]
 # Ruff breaks the lines of long signatures.
 DOCS = ["mkdocs-material", "mkdocstrings[python]", "ruff"]

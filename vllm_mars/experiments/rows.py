@@ -228,6 +228,14 @@ def _means(all_of: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([it[name] for it in all_of])) for name in all_of[0]}
 
 
+def pace(records: Sequence[Record], base: Sequence[Record] = ()) -> Interval | None:
+    """Seconds per token of whole answers, or, with a base, how many times as fast these are."""
+    own, names = _by_prompt(records, 0), ["seconds", "tokens"]
+    if not base:
+        return _estimate(_middle_ratio, own, names)
+    return _beside(_middle_ratio, _by_prompt(base, 0), own, names)
+
+
 def _ratio(above: Numbers, below: Numbers, axis: int = -1) -> Any:
     """Of the sums."""
     return above.sum(axis) / below.sum(axis)

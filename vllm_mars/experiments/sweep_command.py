@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-NEEDED = ("filelock", "pandas", "pydantic", "rich", "scipy", "transformers")
+NEEDED = ("filelock", "pydantic", "rich", "scipy", "transformers")
 # A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
 FILE_WIDTH = 200
 
