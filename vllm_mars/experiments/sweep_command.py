@@ -53,10 +53,15 @@ def add_parser(commands: Any) -> None:
         help="servers at a time; default 0: all on a CPU, one on a GPU")  # fmt: skip
     add("--startup-timeout", type=float, metavar="SECONDS", help="per server; default 600")
     add("--turn-timeout", type=float, metavar="SECONDS", help="per turn; default 3600")
-    add("--anew", action="store_true", help="measure all again; what was there moves to FILE.old")
     add("--retry-failed", action="store_true", help="measure failed turns again")
     add("--ray", metavar="ADDRESS", help="measure on this Ray cluster; 'auto' finds a local one")
     add("--gpus", type=int, metavar="N", help="of one server on Ray; default 1")
+    add_shared(add)
+
+
+def add_shared(add: Any) -> None:
+    """Adds what each command has that runs a sweep."""
+    add("--anew", action="store_true", help="measure all again; what was there moves to FILE.old")
     add("--server-arg", dest="server_args", action="append", metavar="ARG",
         help="one more argument of every server, such as --server-arg=--max-model-len=4096; "
         "repeatable")  # fmt: skip

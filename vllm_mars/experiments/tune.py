@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,6 @@ FEW = 3
 # Half the width of an interval that is narrow enough.
 NARROW = 0.05
 
-
 # A temperature and a load.
 Point = tuple[float, int]
 # A family and K.
@@ -64,13 +63,6 @@ def families_of(
     strict = drafts | (METHODS[STRICT if on_cpu and samples else STANDARD] or {})
     found = {STRICT: strict, MARS: drafts | drawn | RECOMMENDED | {"mars_max_loss": max_loss}}
     return found | ({DRAWN: strict | drawn} if drawn and samples else {})
-
-
-def with_rules(
-    sweep: SweepOptions, cells: Iterable[tuple[str, dict[str, Any] | None]]
-) -> SweepOptions:
-    """The sweep of these rules, the first of which is the baseline."""
-    return replace(sweep, cells=tuple(f"{name}={json.dumps(config)}" for name, config in cells))
 
 
 def by_rule(records: Sequence[Record]) -> dict[tuple[str, Point], list[Record]]:
@@ -165,14 +157,13 @@ def settings(
     return served
 
 
-def rules(served: Served) -> list[tuple[str, dict[str, Any] | None]]:
+def rules(served: Served) -> list[str]:
     """What is compared: no drafts, and each setting of a temperature once, by its first name."""
-    found: list[tuple[str, dict[str, Any] | None]] = [(NO_DRAFTS, None)]
+    found: dict[str, str] = {}
     for (name, temperature), (_, config) in served.items():
-        cell = {**(config or {}), "temperature": temperature}
-        if config and cell not in [it for _, it in found]:
-            found.append((name, cell))
-    return found
+        if config:
+            found.setdefault(json.dumps({**config, "temperature": temperature}), name)
+    return [f"{NO_DRAFTS}=null", *(f"{name}={config}" for config, name in found.items())]
 
 
 def tune(
@@ -199,20 +190,18 @@ def tune(
     from vllm_mars.experiments.sweep import run_sweep
 
     every = list(itertools.product(families, lengths))
-    cells = ((named((of, k)), {**families[of], "num_speculative_tokens": k}) for of, k in every)
-    sweep = with_rules(sweep, [(NO_DRAFTS, None), *cells])
+    cells = (
+        f"{named((of, k))}={json.dumps({**families[of], 'num_speculative_tokens': k})}"
+        for of, k in every
+    )
+    sweep = replace(sweep, cells=(f"{NO_DRAFTS}=null", *cells))
     num_blocks = -(-len(load_sweep(sweep).prompts) // sweep.block)
     left = {(t, load): list(every) for t in sweep.temperatures for load in sweep.concurrencies}
     block = 0
     while max(map(len, left.values())) > FEW or not block:
-        now = {(named(it), point) for point, those in left.items() for it in those}
-
-        def is_due(turn: Turn, block: int = block, now: set[tuple[str, Point]] = now) -> bool:
-            point = turn.cell.temperature, turn.cell.concurrency
-            is_left = turn.cell.name == NO_DRAFTS or (turn.cell.name, point) in now
-            return turn.block == block and is_left
-
-        file = run_sweep(sweep, output, anew=anew and not block, only=is_due)
+        names = {(named(it), point) for point, those in left.items() for it in those}
+        now = {(block, *it) for it in names | {(NO_DRAFTS, point) for point in left}}
+        file = run_sweep(sweep, output, anew=anew and not block, only=_among(now))
         # A file that an earlier call left also holds its comparison, in later blocks.
         seen = [it for it in file.records if it.block <= block]
         found = paces(seen)
@@ -224,7 +213,7 @@ def tune(
         reasons = (it.reason for it in file.records if not it.measured)
         raise RuntimeError(f"no drafts: {next(reasons, 'nothing was measured')}")
     served = settings(left, found, families)
-    last = with_rules(sweep, rules(served))
+    last = replace(sweep, cells=tuple(rules(served)))
     compared = {(it.name, (it.temperature, it.concurrency)) for it in last.all_cells()}
     each = _minutes(seen) / len(seen) * len(compared)
     blocks = max(1, min(num_blocks - block, int((minutes - _minutes(seen)) / each)))
@@ -233,6 +222,10 @@ def tune(
     return served, replace(
         file, records=[it for key in later if key in compared for it in later[key]]
     )
+
+
+def _among(due: Collection[tuple[int, str, Point]]) -> Callable[[Turn], bool]:
+    return lambda turn: (turn.block, turn.cell.name, turn.cell[2:]) in due
 
 
 def _minutes(records: Sequence[Record]) -> float:
@@ -313,10 +306,7 @@ def add_parser(commands: Any) -> None:
         help="servers at a time, which share the GPU's memory; default 3")  # fmt: skip
     add("--output", type=Path, metavar="FILE", default=Path("build/tune.jsonl"),
         help="default build/tune.jsonl; the choice goes beside it as .json")  # fmt: skip
-    add("--anew", action="store_true", help="measure all again; what was there moves to FILE.old")
-    add("--server-arg", dest="server_args", action="append", metavar="ARG",
-        help="one more argument of every server, such as --server-arg=--max-model-len=4096; "
-        "repeatable")  # fmt: skip
+    sweep_command.add_shared(add)
 
 
 def run(
