@@ -42,7 +42,7 @@ def turn(
         Answer(f"p{2 * block + place}", "text", 21, 0.1, seconds, 0.1, 0.8, 21, nll, unlikely)
         for place, seconds in enumerate(times)
     )
-    measured = Measured(sum(times), 10, 40, accepted, (0.5,), lost, answers, example, drift)
+    measured = Measured(sum(times), 10, accepted, lost, answers, example, drift)
     return Record(*cell, repeat=repeat, block=block, measured=measured)
 
 

@@ -43,7 +43,6 @@ def test_figures(found):
     assert 0.01 <= price.lost.low < 0.02 < price.lost.high < 0.031
     assert price.length.value == 21
     assert (price.repeated.value, price.distinct.value) == (pytest.approx(0.1), pytest.approx(0.8))
-    assert price.step.value == pytest.approx(120 * 0.0125 / 30)
 
 
 def test_ratios_are_paired(found):

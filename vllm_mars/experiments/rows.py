@@ -51,8 +51,7 @@ class Row:
         tokens_per_second: of all requests together.
         steps: tokens per step of a request (vLLM's mean acceptance length).
         gain: that / the baseline's.
-        step: seconds per step, where one request is answered at a time.
-        step_ratio: that / the baseline's.
+        step_ratio: seconds per step, where one request is answered at a time / the baseline's.
         lost, drift: nats per token, by the server's counters; a strict rule loses 0.
         nll: of the answers under the target, in nats per token.
         hotter: that less the baseline's.
@@ -76,7 +75,6 @@ class Row:
     tokens_per_second: Interval | None = None
     steps: Interval | None = None
     gain: Interval | None = None
-    step: Interval | None = None
     step_ratio: Interval | None = None
     lost: Interval | None = None
     drift: Interval | None = None
@@ -146,10 +144,8 @@ def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
             "gain": _beside(_ratio, blocks, their_blocks, ["stepped", "drafts"]),
         }
     if speculates and alone:
-        figures |= {
-            "step": _estimate(_middle_ratio, blocks, ["further", "drafts"]),
-            "step_ratio": _beside(_middle_ratio, blocks, their_blocks, ["further", "drafts"]),
-        }
+        names = ["further", "drafts"]
+        figures["step_ratio"] = _beside(_middle_ratio, blocks, their_blocks, names)
     if counted:
         figures["lost"] = _estimate(_ratio, blocks, ["lost", "tokens"])
     elif not cell.is_lossy:

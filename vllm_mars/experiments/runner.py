@@ -20,9 +20,7 @@ from vllm_mars.experiments.plan import Group, Sweep, Turn
 from vllm_mars.experiments.records import Answer, Measured, Record, Token
 from vllm_mars.local.provenance import hardware, vllm_device, without_directories
 from vllm_mars.local.scrape import (
-    ACCEPTED_PER_POSITION,
     ACCEPTED_TOKENS,
-    DRAFT_TOKENS,
     DRAFTS,
     DRIFT_DOWN,
     DRIFT_UP,
@@ -172,15 +170,11 @@ class LocalRunner:
         )
         counted = before.get(GENERATED_TOKENS, 0) + sum(it.output_tokens for it in outputs)
         rise = {k: v - before.get(k, 0) for k, v in settled(server, counted).items()}
-        drafts = rise.get(DRAFTS, 0)
-        by_place = [v for k, v in rise.items() if k.startswith(ACCEPTED_PER_POSITION)]
         up, down = rise.get(DRIFT_UP), rise.get(DRIFT_DOWN)
         return Measured(
             seconds=seconds,
-            drafts=int(drafts),
-            draft_tokens=int(rise.get(DRAFT_TOKENS, 0)),
+            drafts=int(rise.get(DRAFTS, 0)),
             accepted=int(rise.get(ACCEPTED_TOKENS, 0)),
-            acceptance=tuple(count / drafts for count in by_place) if drafts else (),
             lost_nats=rise.get(LOST_NATS),
             answers=tuple(
                 Answer(
