@@ -10,11 +10,9 @@ VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "vllm_mars/__init__.py").r
 
 # Not ray[llm], which pins a vLLM of its own; `ray.serve.llm` needs pyarrow beyond ray[serve].
 RAY = ["ray[serve]>=2.60", "pyarrow"]
-# pandas is what `vllm bench serve` reads prompt files with.
 DEMO = [
-    *("accelerate", "filelock", "gguf", "numpy", "pandas", "pydantic", "scipy", "transformers"),
+    *("accelerate", "filelock", "gguf", "numpy", "pydantic", "scipy", "transformers"),
 ]
-EXPERIMENTS = [*DEMO, "jinja2", "matplotlib"]
 # Ruff breaks the lines of long signatures.
 DOCS = ["mkdocs-material", "mkdocstrings[python]", "ruff"]
 
@@ -32,7 +30,6 @@ setup(
     package_data={
         "vllm_mars": ["py.typed"],
         "vllm_mars.local": ["prompts.jsonl", "heads/*/*"],
-        "vllm_mars.experiments": ["report.html.j2"],
     },
     # All but wrapt are for `doctor`; vLLM needs the first two as well.
     install_requires=["openai", "prometheus-client", "rich", "wrapt>=1.16"],
@@ -41,17 +38,18 @@ setup(
         "cuda": ["vllm>=0.32,<0.34"],
         "demo": DEMO,
         "docs": DOCS,
-        "experiments": EXPERIMENTS,
+        "experiments": DEMO,
         "ray": RAY,
         "test": [
             *DOCS,
-            *EXPERIMENTS,
+            *DEMO,
             *RAY,
             "build",
             "cloudcoil-models-kubernetes",
             "cloudcoil-models-prometheus-operator",
             "hypothesis",
             "lm-eval[api]>=0.4.10",
+            "matplotlib",
             "pyyaml",
             "mypy",
             # With 9.2, pytest-xdist 3.8 takes every test for a group of its own.

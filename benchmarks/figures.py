@@ -8,7 +8,6 @@ a cell is a text, a number, a number with both ends of its interval, or null; a 
 entry is the format of its numbers, or null if the table leaves it out.
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from vllm_mars.experiments.records import read_sweep
-from vllm_mars.experiments.rows import rows, tables, turned
+from vllm_mars.experiments.rows import rows, tables, turned, without_times
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -30,7 +29,6 @@ MARK = re.compile(r"^<!-- /?figures", re.MULTILINE)
 PLACE = re.compile(
     r"^(<!-- figures: (\S+) -->)\n(?:.*?\n)??(<!-- /figures -->)$", re.DOTALL | re.MULTILINE
 )
-TIMES = ("time", "speed", "ttft", "tpot", "token_speed", "tokens_per_second")
 # Of the picture: the sweeps of each panel, and each line's rules, mark and colour.
 PANELS = {"greedy": ("greedy",), "temperature 1": ("sampled", "sampled_low")}
 SERIES = {
@@ -126,8 +124,7 @@ def lines(name: str, directory: Path) -> Iterable[str]:
         measured = rows(file)
         if any(row.cell.concurrency > 1 for row in measured):
             # Asked many at a time to save hours: then tokens and losses are what was measured.
-            nothing: dict[str, Any] = dict.fromkeys(TIMES)
-            measured = [dataclasses.replace(row, **nothing) for row in measured]
+            measured = [without_times(row) for row in measured]
         for found in tables(measured, file.heads[-1].baseline):
             # A table of two rules is read from column to column.
             shown = turned(found) if len(found.rows) == 2 else found

@@ -42,15 +42,25 @@ def turn(
         Answer(f"p{2 * block + place}", "text", 21, 0.1, seconds, 0.1, 0.8, 21, nll, unlikely)
         for place, seconds in enumerate(times)
     )
-    measured = Measured(sum(times), 10, 40, accepted, (0.5,), lost, answers, example, drift)
+    measured = Measured(sum(times), 10, accepted, lost, answers, example, drift)
     return Record(*cell, repeat=repeat, block=block, measured=measured)
 
 
-def answering(record, text):
-    """The same turn with other answers."""
-    answers = tuple(dataclasses.replace(it, text=text) for it in record.measured.answers)
-    measured = dataclasses.replace(record.measured, answers=answers)
+def stalled(record, seconds):
+    """The same turn while the machine stood still during its first answer."""
+    first, *others = record.measured.answers
+    answers = (dataclasses.replace(first, seconds=first.seconds + seconds), *others)
+    total = record.measured.seconds + seconds
+    measured = dataclasses.replace(record.measured, seconds=total, answers=answers)
     return dataclasses.replace(record, measured=measured)
+
+
+def joined(records):
+    """One turn of the answers of all."""
+    answers = tuple(answer for record in records for answer in record.measured.answers)
+    total = sum(record.measured.seconds for record in records)
+    measured = dataclasses.replace(records[0].measured, seconds=total, answers=answers)
+    return dataclasses.replace(records[0], measured=measured)
 
 
 def failed(cell, reason):

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_mars import __version__, doctor, vllm_cli
 from vllm_mars.demo import command as demo_command
-from vllm_mars.experiments import report_command, sweep_command, tune
+from vllm_mars.experiments import sweep_command, tune
 from vllm_mars.local import packaged_model
 from vllm_mars.local.requirements import require
 
@@ -25,7 +25,6 @@ COMMANDS: dict[str, tuple[ModuleType, str, str]] = {
     "model": (packaged_model, "making the packaged model", "demo"),
     "doctor": (doctor, "the doctor", "demo"),
     "demo": (demo_command, "the demo", "demo"),
-    "report": (report_command, "a report", "experiments"),
     "sweep": (sweep_command, "a sweep", "experiments"),
     "tune": (tune, "tuning", "experiments"),
 }

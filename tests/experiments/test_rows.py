@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from sweep_files import STANDARD, failed, mars, turn, write_sweep
+from sweep_files import STANDARD, failed, joined, mars, stalled, turn, write_sweep
 from vllm_mars.experiments.records import read_sweep
 from vllm_mars.experiments.rows import COLUMNS, Interval, rich_table, rows, shown, tables
 from vllm_mars.experiments.runner import marked, variety
@@ -43,7 +43,6 @@ def test_figures(found):
     assert 0.01 <= price.lost.low < 0.02 < price.lost.high < 0.031
     assert price.length.value == 21
     assert (price.repeated.value, price.distinct.value) == (pytest.approx(0.1), pytest.approx(0.8))
-    assert price.step.value == pytest.approx(120 * 0.0125 / 30)
 
 
 def test_ratios_are_paired(found):
@@ -69,6 +68,31 @@ def test_one_block_has_no_interval(tmp_path):
     price = rows_of(tmp_path / "s.jsonl", [turn(STANDARD), turn(mars(0.3))])["price 0.3"]
     assert price.gain == (1.0, -math.inf, math.inf)
     assert shown(price.gain, ".2f") == "1.00"
+
+
+def test_one_stall_of_the_machine_does_not_decide(tmp_path):
+    """One of 16 answers takes 44 s more; the others are alike."""
+    records = [
+        joined([turn(cell, block) for block in blocks])
+        for cell in (STANDARD, mars(0.3))
+        for blocks in ((0, 3, 4, 7), (1, 2, 5, 6))
+    ]
+    records[-1] = stalled(records[-1], 44.0)
+    row = rows_of(tmp_path / "s.jsonl", records)["price 0.3"]
+    assert row.speed.value == pytest.approx(1, abs=0.1) and row.speed.low > 0.8
+    assert row.time.high < 1.5
+    assert not row.is_uneven
+
+
+@pytest.mark.parametrize(("times", "is_uneven"), [(1.2, False), (1.4, True)])
+def test_turns_that_disagree_by_more_than_a_third(tmp_path, times, is_uneven):
+    records = [
+        turn(STANDARD, repeat=repeat, token_seconds=0.1 * of)
+        for repeat, of in enumerate((1, times))
+    ]
+    row = rows_of(tmp_path / "s.jsonl", records)["standard"]
+    assert row.is_uneven is is_uneven
+    assert row.paces[0] / row.paces[1] == pytest.approx(times, abs=0.02)
 
 
 def test_repeats_are_averaged_by_prompt(tmp_path):

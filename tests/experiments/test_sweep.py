@@ -1,18 +1,19 @@
 """A real sweep of a tiny model: ended in the middle, continued, with a draft that cannot start."""
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import uuid
 
 import pytest
 
 from processes import MARK, marked, wait_until
-from vllm_mars.experiments.bench_client import BenchClient, read_result
+from stand_in.answers import Handler, answering
+from vllm_mars.experiments import client
 from vllm_mars.experiments.records import read_sweep
 from vllm_mars.experiments.rows import rows
 
@@ -52,7 +53,7 @@ def test_a_sweep_that_is_ended_continues(directory):
         *(directory, output, "--method", "standard"),
         *("--theta", "0.3", "1", "--cell", f"broken={broken}"),
         *("--cell", 'drawn={"mars_price": 2, "temperature": 1}'),
-        *("--repeats", "2", "--examples", "1"),
+        *("--repeats", "2"),
     )
 
     def start():
@@ -117,39 +118,28 @@ def check_figures(file, directory):
     # Whether runners-up are taken is a matter of the random weights.
     assert found["theta 0.3"].lost.value >= 0
     assert found["theta 0.3"].steps.value >= found["standard"].steps.value
-    assert found["theta 0.3"].example, "of a greedy lossy cell"
     # Each pass and prompt has a seed of its own.
     assert len(text["drawn", "repeat"]) == 2
     assert directory not in json.dumps([head.run["command"] for head in file.heads])
     assert directory not in json.dumps([record.config for record in file.records])
 
 
-@pytest.mark.engine
-def test_the_client_says_what_went_wrong(tmp_path):
-    with contextlib.closing(BenchClient(tmp_path / "client.log")) as client:
-        with pytest.raises(RuntimeError, match="vllm bench serve failed: SystemExit: 2"):
-            client.run(["--no-such-option"], 120)
-        # The same process goes on.
-        with pytest.raises(RuntimeError, match="vllm bench serve failed: ValueError: .*dataset"):
-            client.run(["--model", "m", "--skip-tokenizer-init", "--dataset-name", "custom"], 60)
-        with pytest.raises(RuntimeError, match=r"took longer than turn_timeout=0\.001 s"):
-            client.run(["--model", "m", "--dataset-name", "custom"], 0.001)
-    assert (tmp_path / "client.log").read_text()
+def test_a_turn_that_fails_says_why():
+    """The server answers HTTP 400, or not in time."""
 
+    class Server(Handler):
+        def do_POST(self):  # noqa: N802
+            time.sleep(0.2)
+            self.send_error(400, "Bad Request")
 
-def test_a_result_that_is_none_is_named(tmp_path):
-    path = tmp_path / "result.json"
-    for content in (None, '{"errors": []}', '{"errors": [""], "failed": 0, "output_lens": []}'):
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(RuntimeError, match=r"is not a result of vllm bench serve"):
-            read_result(path)
+    def asked(address, timeout):
+        url, requests = f"http://{address}", [("a", {}), ("b", {})]
+        client.ask(url, "m", requests, max_tokens=1, concurrency=2, **timeout)
 
-
-def test_failed_requests_fail_the_turn(tmp_path):
-    path = tmp_path / "result.json"
-    names = ("output_lens", "latencies", "ttfts", "generated_texts")
-    result = {**dict.fromkeys(names, [1, 0]), "errors": ["", "x\nBad Request"], "failed": 1}
-    path.write_text(json.dumps(result))
-    with pytest.raises(RuntimeError, match="1 of 2 requests failed: Bad Request: .*max-model-len"):
-        read_result(path)
+    with answering(Server) as address:
+        with pytest.raises(RuntimeError, match=r"2 of 2 requests failed: Bad Request: .*model-len"):
+            asked(address, {"timeout": 60})
+        with pytest.raises(RuntimeError, match=r"took longer than turn_timeout=0\.1 s"):
+            asked(address, {"timeout": 0.1})
+    with pytest.raises(RuntimeError, match=r"2 of 2 requests failed: .*Cannot connect"):
+        asked(address, {"timeout": 60})

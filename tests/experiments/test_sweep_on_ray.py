@@ -37,7 +37,7 @@ def options(tmp_path):
         pytest.param(
             {"num_gpus": 2},
             "a",
-            "a server needs 4 GPUs .*but the largest node of this cluster has 2",
+            "a server needs 4 GPUs .*but the largest node of this cluster has 2 and 1",
             marks=pytest.mark.nightly,
         ),
         ({"num_gpus": 0}, "version 0.0.1", "has vllm-mars 0.0.1, but 0.1.0 is here"),
@@ -100,7 +100,7 @@ def test_what_is_refused_within_seconds(two_nodes, options, monkeypatch):
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"ray=127.0.0.1:1 does not answer: .*is the head node"):
         RayRunner(load_sweep(options), "127.0.0.1:1")
-    with pytest.raises(RuntimeError, match="ray='nowhere' is not an address; write HOST:PORT"):
+    with pytest.raises(RuntimeError, match="ray=nowhere does not answer: .*; write HOST:PORT"):
         RayRunner(load_sweep(options), "nowhere")
     with monkeypatch.context() as other:
         other.setattr(ray, "__version__", "2.0.0")

@@ -37,19 +37,12 @@ def add_parser(commands: Any) -> None:
     add("--model", metavar="MODEL", help="default: the packaged model")
     add("--draft", metavar="DRAFT",
         help="ngram, suffix, mtp, or the directory or name of a draft model or head")  # fmt: skip
-    add(
-        "--num-speculative-tokens",
-        type=int,
-        metavar="K",
-        help="default 3, for strict verification of sampled requests 1",
-    )
+    add("--num-speculative-tokens", type=int, metavar="K",
+        help="default 3, for strict verification of sampled requests 1")  # fmt: skip
     add("--prompts", metavar="FILE", help="JSON lines with 'prompt'; default 16 packaged ones")
     add("--short", action="store_true", help="8 prompts, 24 tokens: that it works, not how fast")
     add("--output", type=Path, metavar="FILE", help=f"default {OUTPUT}; logs go beside it")
-    add("--anew", action="store_true", help="measure again; what was there moves to FILE.old")
-    add("--server-arg", dest="server_args", action="append", metavar="ARG",
-        help="one more argument of `vllm serve`, such as --server-arg=--max-model-len=1024; "
-        "repeatable")  # fmt: skip
+    sweep_command.add_shared(add)
 
 
 def run(short: bool, anew: bool, output: Path | None = None, **given: Any) -> int:

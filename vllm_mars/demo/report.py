@@ -1,6 +1,8 @@
 """What the demo prints: a table each for greedy and sampled requests, an answer, a sentence."""
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -10,7 +12,16 @@ from rich.text import Text
 
 from vllm_mars.experiments.plan import STRICT
 from vllm_mars.experiments.records import SweepFile
-from vllm_mars.experiments.rows import Row, rich_table, rows, shown, tables, turned
+from vllm_mars.experiments.rows import (
+    Row,
+    points,
+    rich_table,
+    rows,
+    shown,
+    tables,
+    turned,
+    without_times,
+)
 
 RELAXED_STYLE = "bold black on yellow"
 MAX_LISTED = 8
@@ -20,50 +31,57 @@ STEP_TOLERANCE = 0.02
 
 def print_report(file: SweepFile, console: Console) -> None:
     """Prints the rows of a demo: of strict verification and of MARS, at each temperature."""
-    found = rows(file)
-    for table in tables(found, STRICT):
+    found = points(rows(file))
+    for group in found:
+        if any(row.is_uneven for row in group):
+            group = [without_times(row) for row in group]
+        (table,) = tables(group, STRICT)
         console.print(rich_table(turned(table)))
-    for row in found:
+    for row in itertools.chain(*found):
         if row.example:
             _print_example(row, console)
-    for temperature in dict.fromkeys(row.cell.temperature for row in found):
-        best, beside = beside_the_best(file, temperature)
+    for group in found:
+        beside = beside_the_best(file, group)
         for row in beside:
             if row.cell.is_lossy:
-                console.print(conclusion(row, best), soft_wrap=True)
+                console.print(conclusion(row, beside[0]), soft_wrap=True)
 
 
-def beside_the_best(file: SweepFile, temperature: float) -> tuple[str, list[Row]]:
-    """The strict rule that is fastest per answer at a temperature, and the rows beside it."""
-    found = [row for row in rows(file) if row.cell.temperature == temperature]
-    strict = [row for row in found if not row.cell.is_lossy and row.time]
+def beside_the_best(file: SweepFile, group: Sequence[Row]) -> list[Row]:
+    """The rows of a temperature beside the strict rule that is fastest per answer; it is first."""
+    strict = [row for row in group if not row.cell.is_lossy and row.time]
     best = min(strict, key=lambda row: row.time or (math.inf,)).cell.name if strict else STRICT
     heads = [replace(head, baseline=best) for head in file.heads]
-    beside = rows(replace(file, heads=heads))
-    return best, [row for row in beside if row.cell.temperature == temperature]
+    temperature = group[0].cell.temperature
+    records = [it for it in file.records if it.temperature == temperature]
+    return rows(SweepFile(heads, records))
 
 
-def conclusion(row: Row, baseline: str) -> str:
+def conclusion(row: Row, base: Row) -> str:
     """What the figures of a lossy row say, in whichever direction they point."""
     where = "Greedy" if row.cell.temperature == 0 else f"At temperature {row.cell.temperature:g}"
-    speed = row.speed
-    if speed is None:
-        return f"{where}: the speed was not measured."
-    factor = shown(speed, ".2f")
-    loss = f"{shown(row.lost, '.4f', ends=False) or 'unknown'} nats lost per token"
-    if speed.low > 1:
-        text = f"{where}, {row.cell.name} is {factor} times as fast per answer as {baseline}"
-    elif speed.high < 1:
-        text = f"{where}, {row.cell.name} is slower than {baseline}: {factor} times as fast"
-    else:
-        text = f"{where}, {row.cell.name} and {baseline} do not differ in speed: {factor} times"
-    text += f", with {loss}."
-    gain, step = row.gain, row.step_ratio
-    if gain is not None:
-        text += f" It takes {shown(gain, '.2f')} times as many tokens per step"
-        if step is not None and abs(step.value - 1) > STEP_TOLERANCE:
-            text += f", and its steps take {shown(step, '.2f')} times as long"
-        text += "."
+    text = (
+        f"{where}, {row.cell.name} takes {shown(row.gain, '.2f') or 'unknown'} times as many "
+        f"tokens per step as {base.cell.name}, with "
+        f"{shown(row.lost, '.4f', ends=False) or 'unknown'} nats lost per token. "
+    )
+    uneven = [
+        f"{it.cell.name} {min(it.paces):.0f} to {max(it.paces):.0f} tokens/s"
+        for it in (row, base)
+        if it.is_uneven
+    ]
+    if uneven:
+        return (
+            f"{text}But no speed is told: turns of one rule differ by more than a third "
+            f"({', '.join(uneven)}); --anew measures again, best while nothing else runs."
+        )
+    if row.speed is None:
+        return f"{text}But the speed was not measured."
+    text += f"An answer takes {base.cell.name} {shown(row.speed, '.2f')} times as long"
+    text += ": no difference shown." if row.speed.low <= 1 <= row.speed.high else "."
+    step = row.step_ratio
+    if step is not None and abs(step.value - 1) > STEP_TOLERANCE:
+        text += f" A step of {row.cell.name} takes {shown(step, '.2f')} times as long."
     return text
 
 

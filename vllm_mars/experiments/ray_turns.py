@@ -33,12 +33,7 @@ class RayRunner:
     """Measures on a Ray cluster; the constructor checks that the cluster can."""
 
     def __init__(self, sweep: Sweep, address: str) -> None:
-        """Connects and checks, within seconds.
-
-        Args:
-            sweep: whose cells are measured.
-            address: of the cluster, as `ray.init` takes it: "HOST:PORT", "ray://HOST:PORT", or
-                "auto" for the cluster that runs on this machine.
+        """Connects to the cluster, which is "HOST:PORT", "ray://HOST:PORT" or "auto".
 
         Raises:
             RuntimeError: Ray is not installed, the address does not answer, the cluster has another
@@ -61,12 +56,11 @@ class RayRunner:
             raise RuntimeError(f"ray={address}: {error}") from error
         try:
             nodes = [node for node in self._ray.nodes() if node["Alive"]]
-            self._resources = needed = _needed(options.gpus, [node["Resources"] for node in nodes])
+            self._needed = _needed(options.gpus, [node["Resources"] for node in nodes])
             able = [
                 node
                 for node in nodes
-                if node["Resources"].get("CPU", 0) >= needed["num_cpus"]
-                and node["Resources"].get("GPU", 0) >= needed["num_gpus"]
+                if all(node["Resources"].get(k, 0) >= v for k, v in self._needed.items())
             ]
             directories = [p for p in (options.model, *options.drafts) if p and Path(p).is_dir()]
             check_nodes(able, directories)
@@ -78,7 +72,10 @@ class RayRunner:
         """Measures the groups' turns and yields each, once, as soon as the driver has it."""
         ray = self._ray
         remote = ray.remote(_measure).options(
-            num_returns="streaming", max_retries=RETRIES, **self._resources
+            num_returns="streaming",
+            max_retries=RETRIES,
+            num_cpus=self._needed["CPU"],
+            num_gpus=self._needed["GPU"],
         )
         tasks = {remote.remote(self._sweep, group): group for group in groups}
         taken: set[Key] = set()
@@ -116,23 +113,15 @@ class RayRunner:
 
 
 def _needed(gpus: int, nodes: Sequence[dict[str, float]]) -> dict[str, float]:
-    """`num_cpus` and `num_gpus` of a task, from the resources of each node."""
-    most = max((resources.get("GPU", 0) for resources in nodes), default=0)
-    if most:
-        # Servers side by side share the memory of the same GPUs.
-        if most < gpus:
-            raise RuntimeError(
-                f"a server needs {gpus} GPUs (--gpus), but the largest node of this cluster has "
-                f"{most:g}; lower it or add a larger node."
-            )
-        return {"num_cpus": 1, "num_gpus": gpus}
-    cores = [resources["CPU"] for resources in nodes if resources.get("CPU", 0) >= 1]
-    if not cores:
+    """What a task asks for, as Ray names it, from the resources of each node."""
+    most = {name: max((it.get(name, 0) for it in nodes), default=0) for name in ("GPU", "CPU")}
+    if 0 < most["GPU"] < gpus or not any(most.values()):
         raise RuntimeError(
-            "this Ray cluster has neither GPUs nor CPUs; start nodes with --num-cpus."
+            f"a server needs {gpus} GPUs (--gpus), or the CPUs of a node, but the largest node of "
+            f"this cluster has {most['GPU']:g} and {most['CPU']:g}; lower it or add a larger node."
         )
-    # A smaller node would measure something else, and a larger one would take two tasks at once.
-    return {"num_cpus": max(cores), "num_gpus": 0}
+    # Without GPUs a smaller node would measure something else, and a larger one take two tasks.
+    return {"GPU": gpus, "CPU": 1} if most["GPU"] else {"GPU": 0, "CPU": most["CPU"]}
 
 
 def _measure(sweep: Sweep, group: Group) -> Generator[Record]:
@@ -143,22 +132,14 @@ def _measure(sweep: Sweep, group: Group) -> Generator[Record]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises RuntimeError if nothing listens at "HOST:PORT"; `ray.init` would wait long."""
-    url = urlsplit(address if "://" in address else f"//{address}")
+    """Raises RuntimeError if nothing listens there; `ray.init` would wait long, and then exit."""
     if address == "auto":
         return
     try:
-        host, port = url.hostname, url.port
-    except ValueError:
-        host, port = None, None
-    if not host or port is None:
+        url = urlsplit(address if "://" in address else f"//{address}")
+        socket.create_connection((url.hostname or "", url.port or 0), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
         raise RuntimeError(
-            f"ray={address!r} is not an address; write HOST:PORT, ray://HOST:PORT or auto."
-        )
-    try:
-        socket.create_connection((host, port), CONNECT_SECONDS).close()
-    except OSError as error:
-        raise RuntimeError(
-            f"ray={address} does not answer: {error}; is the head node running, and the port the "
-            "one that `ray start --head` printed?"
+            f"ray={address} does not answer: {error}; write HOST:PORT, ray://HOST:PORT or auto. Is "
+            "the head node running, and the port the one that `ray start --head` printed?"
         ) from error

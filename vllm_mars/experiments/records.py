@@ -61,18 +61,15 @@ class Measured:
 
     Attributes:
         seconds: from its first request to its last token.
-        drafts, draft_tokens, accepted: by vLLM's counters of speculative decoding; a draft is a
-            step of one request.
-        acceptance: share of the drafts whose token at each place was accepted.
+        drafts, accepted: by vLLM's counters of speculative decoding; a draft is a step of one
+            request, accepted are its tokens.
         lost_nats, drift_nats: by the server's counters; None where it has none.
         example: the answer of the cell with most relaxed tokens, where examples were asked for.
     """
 
     seconds: float
     drafts: int
-    draft_tokens: int
     accepted: int
-    acceptance: tuple[float, ...]
     lost_nats: float | None
     answers: tuple[Answer, ...]
     example: tuple[Token, ...] = ()

@@ -3,12 +3,13 @@
 Prompts are the sample: what is known of each prompt is averaged over the passes, and 95 % intervals
 are those of a paired bootstrap over prompts. What a server counts is known of each block, so there
 blocks are drawn. Times and their ratios are means of the middle half, because whatever else runs on
-a machine makes a few of them several times too long.
+a machine makes a few of them several times too long. Where it slows a whole turn no mean helps:
+then `is_uneven` says so.
 """
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[np.float64]
 RESAMPLES = 5_000
+# Between a rule's fastest turn and its slowest: more says how busy the machine was, not the rule.
+UNEVEN = 4 / 3
 
 
 class Interval(NamedTuple):
@@ -40,6 +43,7 @@ class Row:
         problem: why turns of it failed; "" where none did.
         answers: how many.
         ttft: seconds until the first token, the median over prompts.
+        paces: tokens per second of an answer, in each turn.
         time: seconds per answer.
         speed: the baseline's `time` / this one.
         tpot: seconds per further token.
@@ -47,8 +51,7 @@ class Row:
         tokens_per_second: of all requests together.
         steps: tokens per step of a request (vLLM's mean acceptance length).
         gain: that / the baseline's.
-        step: seconds per step, where one request is answered at a time.
-        step_ratio: that / the baseline's.
+        step_ratio: seconds per step, where one request is answered at a time / the baseline's.
         lost, drift: nats per token, by the server's counters; a strict rule loses 0.
         nll: of the answers under the target, in nats per token.
         hotter: that less the baseline's.
@@ -63,6 +66,7 @@ class Row:
     cell: Cell
     problem: str = ""
     answers: int = 0
+    paces: tuple[float, ...] = ()
     ttft: Interval | None = None
     time: Interval | None = None
     speed: Interval | None = None
@@ -71,7 +75,6 @@ class Row:
     tokens_per_second: Interval | None = None
     steps: Interval | None = None
     gain: Interval | None = None
-    step: Interval | None = None
     step_ratio: Interval | None = None
     lost: Interval | None = None
     drift: Interval | None = None
@@ -84,6 +87,11 @@ class Row:
     repeated: Interval | None = None
     distinct: Interval | None = None
     example: tuple[Token, ...] = ()
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether its turns disagree too much to tell a speed."""
+        return bool(self.paces) and max(self.paces) > UNEVEN * min(self.paces)
 
 
 def rows(file: SweepFile) -> list[Row]:
@@ -114,12 +122,12 @@ def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
     counted = all(it.lost_nats is not None for it in own)
     figures = {
         "ttft": _estimate(np.median, prompts, ["ttft"]),
-        "time": _estimate(np.mean, prompts, ["seconds"]),
-        # Of the means, since sampled answers to one prompt differ in length.
-        "speed": _beside(_ratio, their_prompts, prompts, ["seconds", "one"]),
-        "tpot": _estimate(_middle, prompts, ["further", "more"]),
-        "token_speed": _beside(_middle, their_prompts, prompts, ["further", "more"]),
-        "tokens_per_second": _estimate(_middle, blocks, ["tokens", "seconds"]),
+        "time": _estimate(_middle, prompts, ["seconds"]),
+        # Not prompt by prompt, since sampled answers to one prompt differ in length.
+        "speed": _beside(_middle, their_prompts, prompts, ["seconds"]),
+        "tpot": _estimate(_middle_ratio, prompts, ["further", "more"]),
+        "token_speed": _beside(_middle_ratio, their_prompts, prompts, ["further", "more"]),
+        "tokens_per_second": _estimate(_middle_ratio, blocks, ["tokens", "seconds"]),
         "nll": _estimate(_ratio, prompts, ["nll", "scored"]),
         "hotter": _beside(_ratio, prompts, their_prompts, ["nll", "scored"], np.subtract),
         "unlikely": _estimate(_ratio, prompts, ["unlikely", "scored"]),
@@ -136,10 +144,8 @@ def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
             "gain": _beside(_ratio, blocks, their_blocks, ["stepped", "drafts"]),
         }
     if speculates and alone:
-        figures |= {
-            "step": _estimate(_middle, blocks, ["further", "drafts"]),
-            "step_ratio": _beside(_middle, blocks, their_blocks, ["further", "drafts"]),
-        }
+        names = ["further", "drafts"]
+        figures["step_ratio"] = _beside(_middle_ratio, blocks, their_blocks, names)
     if counted:
         figures["lost"] = _estimate(_ratio, blocks, ["lost", "tokens"])
     elif not cell.is_lossy:
@@ -150,6 +156,10 @@ def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
         cell,
         next((it.reason for it in records if not it.measured), ""),
         sum(len(it.answers) for it in own),
+        tuple(
+            float(1 / _middle(np.array([of.seconds / of.tokens for of in it.answers])))
+            for it in own
+        ),
         **figures,
         example=next((it.example for it in own if it.example), ()),
     )
@@ -167,7 +177,6 @@ def _by_prompt(records: Sequence[Record], most: int) -> Samples:
         for answer in record.measured.answers if record.measured else ():
             known = {
                 **{name: float(getattr(answer, name)) for name in _OF_ANSWERS},
-                "one": 1.0,
                 "ended": float(answer.tokens < most),
                 "further": answer.seconds - answer.ttft,
                 "more": answer.tokens - 1.0,
@@ -215,16 +224,28 @@ def _means(all_of: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([it[name] for it in all_of])) for name in all_of[0]}
 
 
+def pace(records: Sequence[Record], base: Sequence[Record] = ()) -> Interval | None:
+    """Seconds per token of whole answers, or, with a base, how many times as fast these are."""
+    own, names = _by_prompt(records, 0), ["seconds", "tokens"]
+    if not base:
+        return _estimate(_middle_ratio, own, names)
+    return _beside(_middle_ratio, _by_prompt(base, 0), own, names)
+
+
 def _ratio(above: Numbers, below: Numbers, axis: int = -1) -> Any:
     """Of the sums."""
     return above.sum(axis) / below.sum(axis)
 
 
-def _middle(above: Numbers, below: Numbers, axis: int = -1) -> Any:
-    """The mean of the middle half of the ratios."""
+def _middle(values: Numbers, axis: int = -1) -> Any:
+    """The mean of the middle half."""
     from scipy.stats import trim_mean
 
-    return trim_mean(above / below, 0.25, axis)
+    return trim_mean(values, 0.25, axis)
+
+
+def _middle_ratio(above: Numbers, below: Numbers, axis: int = -1) -> Any:
+    return _middle(above / below, axis)
 
 
 def _beside(
@@ -243,13 +264,12 @@ def _beside(
         if key in base
     }
 
-    def compared(
-        above: Numbers, below: Numbers, above_of: Numbers, below_of: Numbers, axis: int = -1
-    ) -> Any:
-        if statistic is _middle:
+    def compared(*values: Numbers, axis: int = -1) -> Any:
+        of_own, of_base = values[: len(names)], values[len(names) :]
+        if statistic is _middle_ratio:
             # Prompt by prompt, or block by block.
-            return _middle(above / below, above_of / below_of, axis)
-        return between(statistic(above, below, axis), statistic(above_of, below_of, axis))
+            return _middle(np.divide(*of_own) / np.divide(*of_base), axis)
+        return between(statistic(*of_own, axis=axis), statistic(*of_base, axis=axis))
 
     return _estimate(compared, both, [f"{side}{name}" for side in range(2) for name in names])
 
@@ -312,6 +332,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "repeated 4-grams": lambda row: shown(row.repeated, ".3f", ends=False),
     "distinct tokens": lambda row: shown(row.distinct, ".3f", ends=False),
 }
+TIMES = ("time", "speed", "ttft", "tpot", "token_speed", "tokens_per_second")
 # Followed by the baseline's name.
 RATIOS = ("speed", "tokens' speed", "steps' gain")
 DIFFERENCES = ("NLL less",)
@@ -323,6 +344,12 @@ class Text(NamedTuple):
     title: str
     names: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+
+def without_times(row: Row) -> Row:
+    """The row where only tokens and losses are to be told."""
+    nothing: dict[str, Any] = dict.fromkeys(TIMES)
+    return replace(row, **nothing)
 
 
 def points(found: Sequence[Row]) -> list[list[Row]]:

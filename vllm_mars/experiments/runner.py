@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Generator, Sequence
 from datetime import UTC, datetime
@@ -16,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mars.config import METHOD
-from vllm_mars.experiments.bench_client import BenchClient, read_result
+from vllm_mars.experiments.client import ask
 from vllm_mars.experiments.plan import Group, Sweep, Turn
 from vllm_mars.experiments.records import Answer, Measured, Record, Token
 from vllm_mars.local.provenance import hardware, vllm_device, without_directories
 from vllm_mars.local.scrape import (
-    ACCEPTED_PER_POSITION,
     ACCEPTED_TOKENS,
-    DRAFT_TOKENS,
     DRAFTS,
     DRIFT_DOWN,
     DRIFT_UP,
@@ -79,8 +76,6 @@ class LocalRunner:
     def _measure_group(
         self, configs: Sequence[str], turns: Sequence[Turn], stack: contextlib.ExitStack
     ) -> Generator[Record]:
-        client = BenchClient(self._log_dir / "bench-client.log")
-        stack.callback(client.close)
         servers: dict[str, VllmServer] = {}
         problems: dict[str, str] = {}
 
@@ -111,7 +106,7 @@ class LocalRunner:
             last = turn.server
             server = servers[turn.server]
             try:
-                yield self._record(turn, self._measure(client, server, turn))
+                yield self._record(turn, self._measure(server, turn))
             except RuntimeError as error:
                 reason = str(error)
                 try:
@@ -151,7 +146,7 @@ class LocalRunner:
             startup_timeout=options.startup_timeout,
         )
 
-    def _measure(self, client: BenchClient, server: VllmServer, turn: Turn) -> Measured:
+    def _measure(self, server: VllmServer, turn: Turn) -> Measured:
         sweep, options = self._sweep, self._sweep.options
         prompts = list(sweep.block(turn.block))
         # As many as are asked at once, at least.
@@ -161,51 +156,33 @@ class LocalRunner:
         wake = {"model": sweep.model, "prompt": "Hi", "max_tokens": WAKE_TOKENS, "temperature": 0}
         self._asked(server, "completions", wake)
         before = settled(server)
-        with tempfile.TemporaryDirectory(prefix="vllm-mars-") as directory:
-            requests, result = Path(directory, "requests.jsonl"), Path(directory, "result.json")
-            requests.write_text(
-                "".join(json.dumps({"prompt": it.turns[0]}) + "\n" for it in prompts)
-            )
-            client.run(
-                [
-                    *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
-                    *("--base-url", server.base_url, "--model", sweep.model),
-                    # The server applies the chat template.
-                    *("--dataset-name", "custom", "--skip-chat-template", "--disable-shuffle"),
-                    *("--dataset-path", str(requests), "--num-prompts", str(len(prompts))),
-                    *("--output-len", str(options.max_tokens)),
-                    *(("--ignore-eos",) if options.ignore_eos else ()),
-                    *("--max-concurrency", str(turn.cell.concurrency)),
-                    *("--temperature", f"{turn.cell.temperature:g}", "--seed", str(options.seed)),
-                    *("--request-id-prefix", f"{sweep.seed(turn)}-"),
-                    *(("--extra-body", json.dumps(turn.body)) if turn.body else ()),
-                    *("--ready-check-timeout-sec", "0", "--disable-tqdm"),
-                    *("--save-result", "--save-detailed"),
-                    *("--result-dir", directory, "--result-filename", result.name),
-                ],
-                options.turn_timeout,
-            )
-            data = read_result(result)
-        counted = before.get(GENERATED_TOKENS, 0) + sum(data["output_lens"])
+        body: dict[str, Any] = {"temperature": turn.cell.temperature, **turn.body}
+        if options.ignore_eos:
+            body["ignore_eos"] = True
+        first = sweep.seed(turn)
+        seconds, outputs = ask(
+            server.base_url,
+            sweep.model,
+            [(it.turns[0], body | {"seed": first + n}) for n, it in enumerate(prompts)],
+            max_tokens=options.max_tokens,
+            concurrency=turn.cell.concurrency,
+            timeout=options.turn_timeout,
+        )
+        counted = before.get(GENERATED_TOKENS, 0) + sum(it.output_tokens for it in outputs)
         rise = {k: v - before.get(k, 0) for k, v in settled(server, counted).items()}
-        drafts = rise.get(DRAFTS, 0)
-        by_place = [v for k, v in rise.items() if k.startswith(ACCEPTED_PER_POSITION)]
         up, down = rise.get(DRIFT_UP), rise.get(DRIFT_DOWN)
-        texts = data["generated_texts"]
-        times = zip(data["output_lens"], data["ttfts"], data["latencies"], strict=True)
         return Measured(
-            seconds=data["duration"],
-            drafts=int(drafts),
-            draft_tokens=int(rise.get(DRAFT_TOKENS, 0)),
+            seconds=seconds,
+            drafts=int(rise.get(DRAFTS, 0)),
             accepted=int(rise.get(ACCEPTED_TOKENS, 0)),
-            acceptance=tuple(count / drafts for count in by_place) if drafts else (),
             lost_nats=rise.get(LOST_NATS),
             answers=tuple(
                 Answer(
-                    *(prompt.id, text, *known, *variety(ids := self._tokens(text))),
-                    *self._scores(server, prompt.turns[0], ids),
+                    *(prompt.id, it.generated_text, it.output_tokens, it.ttft, it.latency),
+                    *variety(ids := self._tokens(it.generated_text)),
+                    *self._scores(server, prompt.turns[0], ids),  # type: ignore[arg-type]
                 )
-                for prompt, text, known in zip(prompts, texts, times, strict=True)
+                for prompt, it in zip(prompts, outputs, strict=True)
             ),
             example=self._example(server, turn) if self._is_last(turn) else (),
             drift_nats=None if up is None or down is None else up - down,

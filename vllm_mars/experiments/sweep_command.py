@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-NEEDED = ("filelock", "pandas", "pydantic", "rich", "scipy", "transformers")
+NEEDED = ("filelock", "pydantic", "rich", "scipy", "transformers")
 # A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
 FILE_WIDTH = 200
 
@@ -49,15 +49,19 @@ def add_parser(commands: Any) -> None:
     add("--block", type=int, metavar="N", help="prompts of one turn; default 8")
     add("--repeats", type=int, metavar="N", help="passes over all prompts; default 1")
     add("--seed", type=int, help="default 0")
-    add("--examples", type=int, metavar="N", help="keep the answer with most relaxed tokens, of N")
     add("--side-by-side", type=int, metavar="N",
         help="servers at a time; default 0: all on a CPU, one on a GPU")  # fmt: skip
     add("--startup-timeout", type=float, metavar="SECONDS", help="per server; default 600")
     add("--turn-timeout", type=float, metavar="SECONDS", help="per turn; default 3600")
-    add("--anew", action="store_true", help="measure all again; what was there moves to FILE.old")
     add("--retry-failed", action="store_true", help="measure failed turns again")
     add("--ray", metavar="ADDRESS", help="measure on this Ray cluster; 'auto' finds a local one")
     add("--gpus", type=int, metavar="N", help="of one server on Ray; default 1")
+    add_shared(add)
+
+
+def add_shared(add: Any) -> None:
+    """Adds what each command has that runs a sweep."""
+    add("--anew", action="store_true", help="measure all again; what was there moves to FILE.old")
     add("--server-arg", dest="server_args", action="append", metavar="ARG",
         help="one more argument of every server, such as --server-arg=--max-model-len=4096; "
         "repeatable")  # fmt: skip

@@ -2,109 +2,83 @@
 
 Candidates are strict verification, the same with drawn drafts, and MARS with a bound, each at
 several numbers of draft tokens K, beside no drafts. Rounds of one block of prompts each drop the
-slower half at each temperature and load. What is left is put together, K by load, and measured on
-prompts that the choice has not seen, beside no drafts and beside strict verification at its best.
+slower half at each temperature and load. What is left is put together, K by load, for each
+temperature and for all of them, and measured on prompts that the choice has not seen, beside no
+drafts and beside strict verification at its best.
 
-Candidates are told apart by seconds per token of whole answers, because how long a sampled answer
-gets is luck; the comparison at the end tells the time per answer.
+Both tell seconds per token of whole answers, because how long a sampled answer gets is luck; how
+long answers are stands beside it.
 """
 
+import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_mars.experiments import sweep_command
 from vllm_mars.experiments.plan import METHODS, STANDARD, STRICT, SweepOptions, Turn, load_sweep
 from vllm_mars.experiments.records import Record, SweepFile
 from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.drafts import NGRAM, RECOMMENDED, WITHOUT_FILES, draft_config
-from vllm_mars.local.prompts import PACKAGED
 from vllm_mars.local.provenance import describe_run, vllm_device
+
+if TYPE_CHECKING:
+    from vllm_mars.experiments.rows import Text
 
 NEEDED = sweep_command.NEEDED
 NO_DRAFTS, DRAWN, MARS = "no drafts", "strict, drawn", "MARS"
-TUNED, BEST_STRICT = "tuned", "strict at its best"
-# Servers at a time: those of the last comparison take turns.
-SIDE_BY_SIDE = 3
+TUNED, BEST_STRICT, FOR_ALL = "tuned", "strict at its best", "for all"
+# Of the sweep: three servers at a time take turns.
+DEFAULTS: dict[str, Any] = {
+    **{"methods": (), "cells": (f"{NO_DRAFTS}=null",), "block": 4, "side_by_side": 3},
+    **{"temperatures": (0.0, 1.0), "concurrencies": (1, 4, 16)},
+}
 # Of the minutes, for the choice; the rest is for the comparison.
 CHOOSING = 0.5
 # Candidates of a point that are left when the choice ends.
 FEW = 3
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asks.
-
-    Attributes:
-        model: None takes the packaged model with its head.
-        minutes: of requests; servers' starts come on top.
-        block: prompts of a round.
-    """
-
-    model: str | None = None
-    draft: str | None = None
-    prompts: tuple[str, ...] = (str(PACKAGED),)
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    concurrencies: tuple[int, ...] = (1, 4, 16)
-    num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5)
-    max_loss: float = RECOMMENDED["mars_max_loss"]
-    minutes: float = 20.0
-    max_tokens: int = SweepOptions.max_tokens
-    block: int = 4
-    side_by_side: int | None = None
-    server_args: tuple[str, ...] = ()
-
-    def families(self, on_cpu: bool) -> dict[str, dict[str, Any]]:
-        """What is compared, each without K."""
-        draft = self.draft or (str(PACKAGED_HEAD) if self.model is None else NGRAM)
-        drafts = draft_config(draft)
-        drawn = {} if draft in WITHOUT_FILES else {"draft_sample_method": "probabilistic"}
-        samples = any(self.temperatures)
-        # vLLM's own server samples wrong tokens on a CPU; MARS at price 0 is the same.
-        strict = drafts | (METHODS[STRICT if on_cpu and samples else STANDARD] or {})
-        found = {
-            STRICT: strict,
-            MARS: drafts | drawn | RECOMMENDED | {"mars_max_loss": self.max_loss},
-        }
-        return found | ({DRAWN: strict | drawn} if drawn and samples else {})
-
-    def sweep(self, cells: Mapping[str, dict[str, Any] | None]) -> SweepOptions:
-        """The sweep of these rules, no drafts first."""
-        return SweepOptions(
-            model=self.model,
-            methods=(),
-            cells=tuple(f"{name}={json.dumps(config)}" for name, config in cells.items()),
-            temperatures=self.temperatures,
-            concurrencies=self.concurrencies,
-            prompts=self.prompts,
-            max_tokens=self.max_tokens,
-            block=self.block,
-            side_by_side=SIDE_BY_SIDE if self.side_by_side is None else self.side_by_side,
-            server_args=self.server_args,
-        )
-
+# Half the width of an interval that is narrow enough.
+NARROW = 0.05
 
 # A temperature and a load.
 Point = tuple[float, int]
 # A family and K.
 Candidate = tuple[str, int]
 Paces = dict[tuple[str, Point], float]
+# The family and the speculative config, None for no drafts, of each rule at each temperature.
+Served = dict[tuple[str, float], tuple[str, dict[str, Any] | None]]
+
+
+def families_of(
+    draft: str, max_loss: float, *, samples: bool, on_cpu: bool
+) -> dict[str, dict[str, Any]]:
+    """What is compared, each without K."""
+    drafts = draft_config(draft)
+    drawn = {} if draft in WITHOUT_FILES else {"draft_sample_method": "probabilistic"}
+    # vLLM's own server samples wrong tokens on a CPU; MARS at price 0 is the same.
+    strict = drafts | (METHODS[STRICT if on_cpu and samples else STANDARD] or {})
+    found = {STRICT: strict, MARS: drafts | drawn | RECOMMENDED | {"mars_max_loss": max_loss}}
+    return found | ({DRAWN: strict | drawn} if drawn and samples else {})
+
+
+def by_rule(records: Sequence[Record]) -> dict[tuple[str, Point], list[Record]]:
+    """The records of each rule at each point."""
+    found: dict[tuple[str, Point], list[Record]] = {}
+    for it in records:
+        found.setdefault((it.name, (it.temperature, it.concurrency)), []).append(it)
+    return found
 
 
 def paces(records: Sequence[Record]) -> Paces:
     """Seconds per token of whole answers, by rule and point."""
-    sums: dict[tuple[str, Point], list[float]] = {}
-    for record in records:
-        for answer in record.measured.answers if record.measured else ():
-            of = sums.setdefault((record.name, (record.temperature, record.concurrency)), [0, 0])
-            of[0] += answer.seconds
-            of[1] += answer.tokens
-    return {key: seconds / tokens for key, (seconds, tokens) in sums.items() if tokens}
+    from vllm_mars.experiments.rows import pace
+
+    known = {key: pace(those) for key, those in by_rule(records).items()}
+    return {key: it.value for key, it in known.items() if it}
 
 
 def named(candidate: Candidate) -> str:
@@ -119,8 +93,8 @@ def faster_half(left: Sequence[Candidate], point: Point, found: Paces) -> list[C
 
 
 def put_together(
-    left: Mapping[Point, Sequence[Candidate]], found: Paces, families: Sequence[str]
-) -> tuple[str, dict[int, int]] | None:
+    left: Mapping[Point, Sequence[Candidate]], found: Paces, families: Iterable[str]
+) -> tuple[str, dict[int, int]]:
     """The family that gains most over no drafts, and its K by load, 0 where no drafts are faster.
 
     Args:
@@ -128,29 +102,26 @@ def put_together(
         found: how fast they are, and no drafts.
         families: of which to choose.
     """
-    loads = sorted({load for _, load in left})
-    best: tuple[float, str, dict[int, int]] | None = None
+
+    def gain(family: str, k: int, points: Sequence[Point]) -> float:
+        """Of all points, in logarithms; what was dropped was slower than it looks."""
+        names = [(named((family, k)), point) for point in points]
+        if not k or not all(name in found for name in names):
+            return -math.inf if k else 0.0
+        return sum(math.log(found[NO_DRAFTS, it[1]] / found[it]) for it in names)
+
+    gained: dict[str, float] = {}
+    lengths: dict[str, dict[int, int]] = {}
     for family in families:
-        gained, lengths = 0.0, {}
-        for load in loads:
+        gained[family], lengths[family] = 0.0, {}
+        for load in sorted({load for _, load in left}):
             points = [point for point in left if point[1] == load]
-
-            def gain(k: int, points: Sequence[Point] = points, family: str = family) -> float:
-                """Of all temperatures, in logarithms; what was dropped was slower than it looks."""
-                names = [(named((family, k)), point) for point in points]
-                if not k or not all(name in found for name in names):
-                    return -math.inf if k else 0.0
-                return sum(
-                    math.log(found[NO_DRAFTS, point] / found[name])
-                    for name, point in zip(names, points, strict=True)
-                )
-
-            ks = {k for point in points for own, k in left[point] if own == family}
-            lengths[load] = max(sorted({0, *ks}), key=gain)
-            gained += gain(lengths[load])
-        if best is None or gained > best[0]:
-            best = gained, family, lengths
-    return None if best is None else best[1:]
+            ks = {0, *(k for point in points for own, k in left[point] if own == family)}
+            gains = {k: gain(family, k, points) for k in sorted(ks)}
+            lengths[family][load] = max(gains, key=lambda k: gains[k])
+            gained[family] += max(gains.values())
+    best = max(gained, key=lambda family: gained[family])
+    return best, lengths[best]
 
 
 def by_load(config: Mapping[str, Any], lengths: Mapping[int, int]) -> dict[str, Any] | None:
@@ -169,92 +140,142 @@ def by_load(config: Mapping[str, Any], lengths: Mapping[int, int]) -> dict[str, 
     return found
 
 
-def tune(options: Options, output: Path, *, anew: bool = False) -> tuple[dict[str, Any], SweepFile]:
+def settings(
+    left: Mapping[Point, Sequence[Candidate]], found: Paces, families: Mapping[str, dict[str, Any]]
+) -> Served:
+    """What is best at each temperature: of strict verification, of all, and one for all of them."""
+    served: Served = {}
+    for temperature in sorted({temperature for temperature, _ in left}):
+        here = {point: those for point, those in left.items() if point[0] == temperature}
+        strict = [it for it in families if it != MARS]
+        for name, at, of in (
+            (BEST_STRICT, here, strict), (TUNED, here, families), (FOR_ALL, left, families)
+        ):  # fmt: skip
+            family, lengths = put_together(at, found, of)
+            config = by_load(families[family], lengths)
+            served[name, temperature] = (family if config else NO_DRAFTS), config
+    return served
+
+
+def rules(served: Served) -> list[str]:
+    """What is compared: no drafts, and each setting of a temperature once, by its first name."""
+    found: dict[str, str] = {}
+    for (name, temperature), (_, config) in served.items():
+        if config:
+            found.setdefault(json.dumps({**config, "temperature": temperature}), name)
+    return [f"{NO_DRAFTS}=null", *(f"{name}={config}" for config, name in found.items())]
+
+
+def tune(
+    sweep: SweepOptions,
+    families: Mapping[str, dict[str, Any]],
+    lengths: Iterable[int],
+    output: Path,
+    *,
+    minutes: float,
+    anew: bool = False,
+) -> tuple[Served, SweepFile]:
     """Measures what the file lacks, and chooses.
 
+    Args:
+        sweep: without its rules.
+        families, lengths: of which each pair is a candidate.
+
     Returns:
-        What to serve, for JSON, and of the file the comparison at the end.
+        What was chosen, and of the file the comparison at the end.
 
     Raises:
         ValueError, RuntimeError: as `run_sweep`, or nothing answered.
     """
     from vllm_mars.experiments.sweep import run_sweep
 
-    families = options.families(vllm_device()[0] == "cpu")
-    every = [(family, k) for family in families for k in options.num_speculative_tokens]
-    cells = {
-        named((family, k)): {**families[family], "num_speculative_tokens": k} for family, k in every
-    }
-    sweep = options.sweep({NO_DRAFTS: None, **cells})
-    num_blocks = -(-len(load_sweep(sweep).prompts) // options.block)
-    left = {(t, load): list(every) for t in options.temperatures for load in options.concurrencies}
-    file, block = SweepFile((), ()), 0
+    every = list(itertools.product(families, lengths))
+    cells = (
+        f"{named((of, k))}={json.dumps({**families[of], 'num_speculative_tokens': k})}"
+        for of, k in every
+    )
+    sweep = replace(sweep, cells=(f"{NO_DRAFTS}=null", *cells))
+    num_blocks = -(-len(load_sweep(sweep).prompts) // sweep.block)
+    left = {(t, load): list(every) for t in sweep.temperatures for load in sweep.concurrencies}
+    block = 0
     while max(map(len, left.values())) > FEW or not block:
-        now = {(named(it), point) for point, those in left.items() for it in those}
-
-        def is_due(turn: Turn, block: int = block, now: set[tuple[str, Point]] = now) -> bool:
-            point = turn.cell.temperature, turn.cell.concurrency
-            is_left = turn.cell.name == NO_DRAFTS or (turn.cell.name, point) in now
-            return turn.block == block and is_left
-
-        file = run_sweep(sweep, output, anew=anew and not block, only=is_due)
+        names = {(named(it), point) for point, those in left.items() for it in those}
+        now = {(block, *it) for it in names | {(NO_DRAFTS, point) for point in left}}
+        file = run_sweep(sweep, output, anew=anew and not block, only=_among(now))
         # A file that an earlier call left also holds its comparison, in later blocks.
         seen = [it for it in file.records if it.block <= block]
         found = paces(seen)
         left = {point: faster_half(those, point, found) for point, those in left.items()}
         block += 1
-        if _minutes(seen) > CHOOSING * options.minutes or block + 1 >= num_blocks:
+        if _minutes(seen) > CHOOSING * minutes or block + 1 >= num_blocks:
             break
     if any((NO_DRAFTS, point) not in found for point in left):
-        raise RuntimeError(f"no drafts: {_problem(file)}")
-    chosen = put_together(left, found, list(families))
-    strict = put_together(left, found, [it for it in families if it != MARS])
-    assert chosen and strict, "there are families"
-    served = {
-        name: by_load(families[family], lengths)
-        for name, (family, lengths) in ((BEST_STRICT, strict), (TUNED, chosen))
-    }
-    compare = {NO_DRAFTS: None, **{name: it for name, it in served.items() if it}}
-    each = _minutes(seen) / len(seen) * len(compare) * len(left)
-    blocks = max(1, min(num_blocks - block, int((options.minutes - _minutes(seen)) / each)))
-    file = run_sweep(
-        options.sweep(compare), output, only=lambda turn: block <= turn.block < block + blocks
+        reasons = (it.reason for it in file.records if not it.measured)
+        raise RuntimeError(f"no drafts: {next(reasons, 'nothing was measured')}")
+    served = settings(left, found, families)
+    last = replace(sweep, cells=tuple(rules(served)))
+    compared = {(it.name, (it.temperature, it.concurrency)) for it in last.all_cells()}
+    each = _minutes(seen) / len(seen) * len(compared)
+    blocks = max(1, min(num_blocks - block, int((minutes - _minutes(seen)) / each)))
+    file = run_sweep(last, output, only=lambda turn: block <= turn.block < block + blocks)
+    later = by_rule([it for it in file.records if it.block >= block])
+    return served, replace(
+        file, records=[it for key in later if key in compared for it in later[key]]
     )
-    compared = [it for it in file.records if it.block >= block and it.name in compare]
-    told = {
-        "speculative_config": served[TUNED],
-        "rule": chosen[0] if served[TUNED] else NO_DRAFTS,
-        "model": options.model or "the packaged model",
-        "file": output.name,
-        **describe_run(None),
-    }
-    return told, replace(file, records=compared)
+
+
+def _among(due: Collection[tuple[int, str, Point]]) -> Callable[[Turn], bool]:
+    return lambda turn: (turn.block, turn.cell.name, turn.cell[2:]) in due
 
 
 def _minutes(records: Sequence[Record]) -> float:
     return sum(it.measured.seconds for it in records if it.measured) / 60
 
 
-def _problem(file: SweepFile) -> str:
-    return next((it.reason for it in file.records if not it.measured), "nothing was measured")
+def told(served: Served, file: SweepFile) -> tuple[list[str], "Text"]:
+    """The sentences of a choice, and the table of its comparison."""
+    from vllm_mars.experiments.rows import Text, pace, shown
+
+    records, body, widest, prompts = by_rule(file.records), [], 0.0, set()
+    for (name, point), own in sorted(records.items(), key=lambda item: item[0][1]):
+        answers = [it for record in own if record.measured for it in record.measured.answers]
+        prompts |= {it.prompt for it in answers}
+        length = sum(it.tokens for it in answers) / max(len(answers), 1)
+        body.append([_where(point[0]), f"{point[1]}", name])
+        for other in (NO_DRAFTS, BEST_STRICT):
+            base = records.get((other, point), own)
+            ratio = None if base is own or name == NO_DRAFTS else pace(own, base)
+            if ratio:
+                widest = max(widest, (ratio.high - ratio.low) / 2 / ratio.value)
+            is_even = ratio and ratio.low <= 1 <= ratio.high
+            body[-1].append(shown(ratio, ".2f") + (", no difference shown" if is_even else ""))
+        body[-1] += [shown(pace(own), ".1f", 1000, ends=False), f"{length:.1f}"]
+    titles = ["requests", "at a time", "rule", *(f"x {of}" for of in (NO_DRAFTS, BEST_STRICT))]
+    table = Text("tokens per second of whole answers", [*titles, "ms per token", "tokens"], body)
+    lines = []
+    for (name, temperature), (family, config) in served.items():
+        flag = f"--speculative-config '{json.dumps(config)}'" if config else "no such option"
+        if name == TUNED:
+            lines.append(f"{_where(temperature)}: {family}, {flag}")
+            if config and config == served[BEST_STRICT, temperature][1]:
+                lines.append("That is strict verification at its best, so it was measured once.")
+    if len({temperature for _, temperature in served}) > 1:
+        # The last rule, the same at each temperature.
+        lines.append(f"A server has one setting; over all of these requests: {family}, {flag}")
+    if math.isinf(widest):
+        lines.append("One block of prompts tells no interval; give more --minutes or --prompts.")
+    elif widest > NARROW:
+        times = (widest / NARROW) ** 2
+        lines.append(
+            f"Intervals are up to ±{widest:.0%}. For ±{NARROW:.0%} the comparison, half of "
+            f"--minutes, takes {times * _minutes(file.records):.0f} minutes, and "
+            f"{times * len(prompts):.0f} prompts beside those that choose."
+        )
+    return lines, table
 
 
-def sentences(file: SweepFile) -> list[str]:
-    """What the choice gains at each temperature and load, beside no drafts and strict."""
-    from vllm_mars.experiments.rows import rows, shown
-
-    beside: dict[Point, list[str]] = {}
-    for baseline in (NO_DRAFTS, BEST_STRICT):
-        heads = [replace(head, baseline=baseline) for head in file.heads]
-        for row in rows(replace(file, heads=heads)):
-            if row.cell.name == TUNED and row.speed:
-                point = row.cell.temperature, row.cell.concurrency
-                beside.setdefault(point, []).append(f"{shown(row.speed, '.2f')} x {baseline}")
-    return [
-        f"{'Greedy' if not temperature else f'At temperature {temperature:g}'}, {load} at a time: "
-        f"an answer is {' and '.join(texts)} as fast."
-        for (temperature, load), texts in sorted(beside.items())
-    ]
+def _where(temperature: float) -> str:
+    return f"temperature {temperature:g}" if temperature else "greedy"
 
 
 def add_parser(commands: Any) -> None:
@@ -263,8 +284,9 @@ def add_parser(commands: Any) -> None:
         "tune",
         help="find the speculative config to serve, at each load",
         description="Measures no drafts, strict verification and MARS at several K on real servers "
-        "with your prompts, drops what is slow, and prints one --speculative-config for all loads, "
-        "beside no drafts and strict verification at its best. Called again it goes on.",
+        "with your prompts, drops what is slow, and prints a --speculative-config for each "
+        "temperature, and one for all, beside no drafts and strict verification at its best. "
+        "Called again it goes on.",
     )
     add = parser.add_argument
     add("--model", metavar="MODEL", help="default: the packaged model with its EAGLE-3 head")
@@ -280,36 +302,40 @@ def add_parser(commands: Any) -> None:
     add("--max-loss", type=float, metavar="NATS", help="mars_max_loss; default 0.02")
     add("--minutes", type=float, help="of requests; servers' starts come on top; default 20")
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 1024")
-    add("--block", type=int, metavar="N", help="prompts of a round; default 4")
     add("--side-by-side", type=int, metavar="N",
-        help=f"servers at a time, which share the GPU's memory; default {SIDE_BY_SIDE}, all of the "
-        "last comparison")  # fmt: skip
+        help="servers at a time, which share the GPU's memory; default 3")  # fmt: skip
     add("--output", type=Path, metavar="FILE", default=Path("build/tune.jsonl"),
         help="default build/tune.jsonl; the choice goes beside it as .json")  # fmt: skip
-    add("--anew", action="store_true", help="measure all again; what was there moves to FILE.old")
-    add("--server-arg", dest="server_args", action="append", metavar="ARG",
-        help="one more argument of every server, such as --server-arg=--max-model-len=4096; "
-        "repeatable")  # fmt: skip
+    sweep_command.add_shared(add)
 
 
-def run(output: Path, anew: bool, **given: Any) -> int:
+def run(
+    output: Path,
+    anew: bool,
+    draft: str | None = None,
+    num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5),
+    max_loss: float = RECOMMENDED["mars_max_loss"],
+    minutes: float = 20.0,
+    **given: Any,
+) -> int:
     """Runs the command and returns 0."""
     from rich.console import Console
 
-    from vllm_mars.experiments.rows import rich_table, rows, tables
+    from vllm_mars.experiments.rows import rich_table
 
-    told, file = tune(Options(**given), output, anew=anew)
+    draft = draft or (str(PACKAGED_HEAD) if given.get("model") is None else NGRAM)
+    sweep = SweepOptions(**DEFAULTS | given)
+    on_cpu = vllm_device()[0] == "cpu"
+    families = families_of(draft, max_loss, samples=any(sweep.temperatures), on_cpu=on_cpu)
+    served, file = tune(sweep, families, num_speculative_tokens, output, minutes=minutes, anew=anew)
+    lines, table = told(served, file)
     console = Console(width=None if sys.stdout.isatty() else sweep_command.FILE_WIDTH)
-    heads = [replace(head, baseline=NO_DRAFTS) for head in file.heads]
-    for table in tables(rows(replace(file, heads=heads)), NO_DRAFTS):
-        console.print(rich_table(table))
-    told["gains"] = sentences(file)
-    output.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
-    config = told["speculative_config"]
-    last = (
-        "Serve without drafts."
-        if config is None
-        else f"--speculative-config '{json.dumps(config)}'"
-    )
-    print(*told["gains"], last, sep="\n")
+    console.print(rich_table(table))
+    print(*lines, sep="\n")
+    chosen = [
+        {"rule": name, "temperature": temperature, "family": family, "speculative_config": config}
+        for (name, temperature), (family, config) in served.items()
+    ]
+    content = {"chosen": chosen, "told": lines, "file": output.name, **describe_run(None)}
+    output.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     return 0

