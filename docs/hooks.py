@@ -9,10 +9,13 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "docs/*.md", "benchmarks/*/README.md")
+PAGES = ("*.md", "docs/*.md", "docs/*/README.md", "benchmarks/*/README.md")
 TARGET = re.compile(r"\]\(([^)#\s]+)")
+# What mkdocstrings fills in stands in comments, which a checkout does not show.
+DOCSTRING = re.compile(r"^<!-- (::: .*?) -->$", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -40,3 +43,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for path in (*pages, *linked)
     ]
     return Files([*(file for file in files if file.src_dir != config.docs_dir), *ours])
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Uncovers what mkdocstrings fills in."""
+    return DOCSTRING.sub(r"\1\n", markdown)
