@@ -23,6 +23,7 @@ import math
 import os
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,13 +81,7 @@ COLUMNS = [
 
 
 def score(model: Any, prompt: list[int], answer: list[int], temperature: float) -> dict[str, float]:
-    """What the target says of an answer, summed over its tokens.
-
-    Args:
-        model: a causal language model of transformers.
-        prompt: its token ids.
-        answer: likewise.
-        temperature: that of the request.
+    """What the target, a model of transformers, says of an answer, summed over its tokens.
 
     Returns:
         `nll` and `entropy` in nats; `close`, how many positions have a runner-up that the paper's
@@ -198,22 +193,24 @@ def measure(args: argparse.Namespace) -> None:
 
     def ask(call: dict[str, Any], own: dict[str, float]) -> dict[str, Any]:
         """The call with its answers."""
-        asked, temperature = {"mars_return": True, **own}, call["temperature"]
+        temperature = call["temperature"]
         each = list(itertools.product(call["prompts"], call["seeds"]))
         # The loss is about the whole softmax.
         whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "detokenize": False}
-        whole |= {"temperature": temperature, "max_tokens": args.max_tokens, "extra_args": asked}
-        params = [SamplingParams(seed=seed, **whole) for _, seed in each]
+        whole |= {"temperature": temperature, "max_tokens": args.max_tokens}
+        whole["extra_args"] = {"mars_return": True, **own}
+        # Else all prompts would share their random numbers, and could not be the sample.
+        seeds = [zlib.crc32(f"{name} {seed}".encode()) for name, seed in each]
+        params = [SamplingParams(seed=seed, **whole) for seed in seeds]
         prompts = [{"prompt_token_ids": named[name]} for name, _ in each]
-        before, started = lost_nats(llm), time.monotonic()
+        before, answers = lost_nats(llm), []
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        call |= {"seconds": time.monotonic() - started, "lost": lost_nats(llm) - before}
-        answers = []
+        lost = lost_nats(llm) - before
         for (name, seed), (answer,) in zip(each, (it.outputs for it in outputs), strict=True):
             scored = score(model, named[name], list(answer.token_ids), temperature)
-            rounded = {name: round(value, 5) for name, value in (told(answer) | scored).items()}
+            rounded = {key: round(value, 5) for key, value in (told(answer) | scored).items()}
             answers.append({"prompt": name, "seed": seed, **rounded})
-        return {**call, "asked": asked, "answers": answers}
+        return {**call, "lost": lost, "answers": answers}
 
     done = {key(line) for line in read(args.output) if "run" not in line}
     point = (Path(path).name, args.drafts, args.num_speculative_tokens, args.max_tokens)
@@ -290,8 +287,8 @@ def report(calls: Calls) -> tuple[list[list[Any]], list[str]]:
         )
         if temperature == 0 and close:
             words.append(
-                f"{title}: theta {THETA} accepts the runner-up at {100 * close / tokens:.1f} % of "
-                f"strict positions, where p2 / p1 is {odds / close:.3f} on average."
+                f"{title}: theta {THETA} would accept the runner-up at {100 * close / tokens:.1f} "
+                f"% of strict positions, where p2 / p1 is {odds / close:.3f} on average."
             )
     return rows, words
 
@@ -306,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--model", help="directory; default: the packaged model")
     add("--draft", default=str(PACKAGED_HEAD), help="directory, or ngram; default: the packaged")
     add("--fixed-drafts", action="store_true", help="not drawn, as for theta; ngram's always are")
-    add("--rules", nargs="+", default=BOUNDS, help="as mars_price=0.3,mars_max_loss=0.05")
+    add("--rules", nargs="*", default=BOUNDS, help="as mars_price=0.3,mars_max_loss=0.05")
     add("--num-speculative-tokens", type=int, default=4)
     add("--temperatures", nargs="+", type=float, default=[0.0, 0.4, 0.7, 1.0])
     add("--max-tokens", type=int, default=1024)
