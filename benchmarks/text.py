@@ -32,7 +32,14 @@ import numpy as np
 
 from benchmarks.figures import SCHEMA, table_of
 from vllm_mars.config import METHOD, MOST_MAX_LOSS
-from vllm_mars.experiments.rows import Interval, Samples, _beside, _estimate, _means, _ratio
+from vllm_mars.experiments.rows import (
+    Interval,
+    Samples,
+    compared,
+    estimate,
+    means_of,
+    ratio_of_means,
+)
 from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
@@ -240,7 +247,7 @@ def samples(calls: Calls) -> Samples:
         known["weight"] = math.exp(-answer["log_ratio"])
         known["excess"] = answer["nll"] - answer["entropy"]
         found.setdefault(answer["prompt"], []).append(known)
-    return {prompt: _means(of) for prompt, of in found.items()}
+    return {prompt: means_of(of) for prompt, of in found.items()}
 
 
 def answers_of(calls: Calls) -> Iterable[dict[str, Any]]:
@@ -253,17 +260,17 @@ def row(calls: Calls, base: Calls) -> list[Any]:
     own, strict = samples(calls), samples(base)
     lost = sum(call["lost"] for call in calls) / sum(it["tokens"] for it in answers_of(calls))
     found = [
-        _estimate(_ratio, own, ["further", "steps"]),
-        _beside(_ratio, own, strict, ["further", "steps"]),
+        estimate(ratio_of_means, own, ["further", "steps"]),
+        compared(ratio_of_means, own, strict, ["further", "steps"]),
         Interval(lost, lost, lost),
         # Greedily the target says one thing alone.
-        _estimate(np.mean, own, ["weight"]) if calls[0]["temperature"] else None,
-        _estimate(_ratio, own, ["drift", "tokens"]),
-        _beside(_ratio, own, strict, ["nll", "tokens"], np.subtract),
-        _estimate(_ratio, own, ["excess", "tokens"]),
-        _beside(_ratio, own, strict, ["tokens", "one"]),
-        _beside(_ratio, own, strict, ["points", "one"], np.subtract),
-        _estimate(_ratio, own, ["repeated", "grams"]),
+        estimate(np.mean, own, ["weight"]) if calls[0]["temperature"] else None,
+        estimate(ratio_of_means, own, ["drift", "tokens"]),
+        compared(ratio_of_means, own, strict, ["nll", "tokens"], np.subtract),
+        estimate(ratio_of_means, own, ["excess", "tokens"]),
+        compared(ratio_of_means, own, strict, ["tokens", "one"]),
+        compared(ratio_of_means, own, strict, ["points", "one"], np.subtract),
+        estimate(ratio_of_means, own, ["repeated", "grams"]),
     ]
     # One prompt has no interval.
     ends = [it and [round(end, 5) for end in it if np.isfinite(end)] for it in found]
@@ -273,15 +280,20 @@ def row(calls: Calls, base: Calls) -> list[Any]:
 def report(calls: Calls) -> tuple[list[list[Any]], list[str]]:
     """The rows of all rules, and in words what theta means on the model."""
     rows, words = [], []
-    for point in dict.fromkeys(tuple(call[name] for name in POINT) for call in calls):
+    all_points = dict.fromkeys(tuple(call[name] for name in POINT) for call in calls)
+    for point in all_points:
         model, draft, k, most, temperature = point
-        title = f"{model}, {draft}, K {k}, {most} tokens, temperature {temperature:g}"
+        heat = f"temperature {temperature:g}" if temperature else "greedy"
+        parts = model, draft, f"K {k}", f"{most} tokens", heat
+        # What all have in common needs no words.
+        differs = [len(set(of)) > 1 for of in zip(*all_points, strict=True)]
+        title = ", ".join(itertools.compress(parts, differs))
         own = [call for call in calls if tuple(call[name] for name in POINT) == point]
         strict = [call for call in own if call["name"] in STRICT]
         for place, name in enumerate(dict.fromkeys(call["name"] for call in own)):
             base = [] if name in STRICT else strict
             of = [call for call in own if call["name"] == name]
-            rows.append([name if place else f"{title}: {name}", *row(of, base)])
+            rows.append([f"{title}: {name}" if title and not place else name, *row(of, base)])
         tokens, close, odds = (
             sum(it[name] for it in answers_of(strict)) for name in ("tokens", "close", "odds")
         )

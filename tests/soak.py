@@ -1,6 +1,6 @@
 """A hostile client on a real server for a while: nothing leaks, nothing falls, SIGTERM ends it.
 
-`make soak MINUTES=20 ARGS="--output benchmarks/results/soak.json"`, or `python tests/soak.py`.
+`make soak MINUTES=20 ARGS="--output build/soak.json"`, or `python tests/soak.py`.
 
 What is sent is in `hostile.py`. Checked every few seconds: the memory of the server's processes,
 and that no counter has fallen. At the end nothing may be left of any request, and a second load is

@@ -60,7 +60,9 @@ def test_steps_without_a_draft_count(histogram, steps):
 def test_rules_stand_beside_strict_verification_of_the_same_prompts():
     lines = [call("strict", [5, 9, 7]), call("mars_price 0.3", [9, 13], 0.44, math.log(2))]
     (strict, lossy), words = text.report(lines)
-    assert strict[0].endswith("temperature 1: strict") and lossy[0] == "mars_price 0.3"
+    assert strict[0] == "strict" and lossy[0] == "mars_price 0.3"
+    more = [*lines, {**lines[0], "k": 8}]
+    assert [row[0] for row in text.report(more)[0][::2]] == ["K 4: strict", "K 8: strict"]
     # 8 + 12 further tokens in 8 steps beside 4 + 8.
     assert lossy[1][0] == 2.5 and lossy[2][0] == pytest.approx(20 / 12, abs=1e-5)
     assert strict[2] is None and lossy[3] == 0.02 and lossy[4] == 0.5

@@ -121,37 +121,37 @@ def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
     speculates = any(it.drafts for it in own)
     counted = all(it.lost_nats is not None for it in own)
     figures = {
-        "ttft": _estimate(np.median, prompts, ["ttft"]),
-        "time": _estimate(_middle, prompts, ["seconds"]),
+        "ttft": estimate(np.median, prompts, ["ttft"]),
+        "time": estimate(_middle, prompts, ["seconds"]),
         # Not prompt by prompt, since sampled answers to one prompt differ in length.
-        "speed": _beside(_middle, their_prompts, prompts, ["seconds"]),
-        "tpot": _estimate(_middle_ratio, prompts, ["further", "more"]),
-        "token_speed": _beside(_middle_ratio, their_prompts, prompts, ["further", "more"]),
-        "tokens_per_second": _estimate(_middle_ratio, blocks, ["tokens", "seconds"]),
-        "nll": _estimate(_ratio, prompts, ["nll", "scored"]),
-        "hotter": _beside(_ratio, prompts, their_prompts, ["nll", "scored"], np.subtract),
-        "unlikely": _estimate(_ratio, prompts, ["unlikely", "scored"]),
-        "length": _estimate(np.mean, prompts, ["tokens"]),
-        "ended": _estimate(np.mean, prompts, ["ended"]),
-        "repeated": _estimate(np.mean, prompts, ["repeated"]),
-        "distinct": _estimate(np.mean, prompts, ["distinct"]),
+        "speed": compared(_middle, their_prompts, prompts, ["seconds"]),
+        "tpot": estimate(ratio_of_middles, prompts, ["further", "more"]),
+        "token_speed": compared(ratio_of_middles, their_prompts, prompts, ["further", "more"]),
+        "tokens_per_second": estimate(ratio_of_middles, blocks, ["tokens", "seconds"]),
+        "nll": estimate(ratio_of_means, prompts, ["nll", "scored"]),
+        "hotter": compared(ratio_of_means, prompts, their_prompts, ["nll", "scored"], np.subtract),
+        "unlikely": estimate(ratio_of_means, prompts, ["unlikely", "scored"]),
+        "length": estimate(np.mean, prompts, ["tokens"]),
+        "ended": estimate(np.mean, prompts, ["ended"]),
+        "repeated": estimate(np.mean, prompts, ["repeated"]),
+        "distinct": estimate(np.mean, prompts, ["distinct"]),
     }
     if base and cell.temperature == 0:
-        figures["same"] = _estimate(np.mean, _same(records, base), ["same"])
+        figures["same"] = estimate(np.mean, _same(records, base), ["same"])
     if speculates:
         figures |= {
-            "steps": _estimate(_ratio, blocks, ["stepped", "drafts"]),
-            "gain": _beside(_ratio, blocks, their_blocks, ["stepped", "drafts"]),
+            "steps": estimate(ratio_of_means, blocks, ["stepped", "drafts"]),
+            "gain": compared(ratio_of_means, blocks, their_blocks, ["stepped", "drafts"]),
         }
     if speculates and alone:
         names = ["further", "drafts"]
-        figures["step_ratio"] = _beside(_middle_ratio, blocks, their_blocks, names)
+        figures["step_ratio"] = compared(ratio_of_middles, blocks, their_blocks, names)
     if counted:
-        figures["lost"] = _estimate(_ratio, blocks, ["lost", "tokens"])
+        figures["lost"] = estimate(ratio_of_means, blocks, ["lost", "tokens"])
     elif not cell.is_lossy:
         figures["lost"] = Interval(0.0, 0.0, 0.0)
     if all(it.drift_nats is not None for it in own):
-        figures["drift"] = _estimate(_ratio, blocks, ["drift", "tokens"])
+        figures["drift"] = estimate(ratio_of_means, blocks, ["drift", "tokens"])
     return Row(
         cell,
         next((it.reason for it in records if not it.measured), ""),
@@ -182,7 +182,7 @@ def _by_prompt(records: Sequence[Record], most: int) -> Samples:
                 "more": answer.tokens - 1.0,
             }
             found.setdefault(answer.prompt, []).append(known)
-    return {name: _means(all_of) for name, all_of in found.items()}
+    return {name: means_of(all_of) for name, all_of in found.items()}
 
 
 def _same(records: Sequence[Record], base: Sequence[Record]) -> Samples:
@@ -205,7 +205,7 @@ def _by_block(records: Sequence[Record]) -> Samples:
     for record in records:
         if record.measured:
             found.setdefault(record.block, []).append(_totals(record.measured))
-    return {block: _means(all_of) for block, all_of in found.items()}
+    return {block: means_of(all_of) for block, all_of in found.items()}
 
 
 def _totals(measured: Measured) -> dict[str, float]:
@@ -220,7 +220,7 @@ def _totals(measured: Measured) -> dict[str, float]:
     }
 
 
-def _means(all_of: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def means_of(all_of: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([it[name] for it in all_of])) for name in all_of[0]}
 
 
@@ -228,11 +228,11 @@ def pace(records: Sequence[Record], base: Sequence[Record] = ()) -> Interval | N
     """Seconds per token of whole answers, or, with a base, how many times as fast these are."""
     own, names = _by_prompt(records, 0), ["seconds", "tokens"]
     if not base:
-        return _estimate(_middle_ratio, own, names)
-    return _beside(_middle_ratio, _by_prompt(base, 0), own, names)
+        return estimate(ratio_of_middles, own, names)
+    return compared(ratio_of_middles, _by_prompt(base, 0), own, names)
 
 
-def _ratio(above: Numbers, below: Numbers, axis: int = -1) -> Any:
+def ratio_of_means(above: Numbers, below: Numbers, axis: int = -1) -> Any:
     """Of the sums."""
     return above.sum(axis) / below.sum(axis)
 
@@ -244,11 +244,11 @@ def _middle(values: Numbers, axis: int = -1) -> Any:
     return trim_mean(values, 0.25, axis)
 
 
-def _middle_ratio(above: Numbers, below: Numbers, axis: int = -1) -> Any:
+def ratio_of_middles(above: Numbers, below: Numbers, axis: int = -1) -> Any:
     return _middle(above / below, axis)
 
 
-def _beside(
+def compared(
     statistic: Callable[..., Any],
     own: Samples,
     base: Samples,
@@ -266,15 +266,15 @@ def _beside(
 
     def compared(*values: Numbers, axis: int = -1) -> Any:
         of_own, of_base = values[: len(names)], values[len(names) :]
-        if statistic is _middle_ratio:
+        if statistic is ratio_of_middles:
             # Prompt by prompt, or block by block.
             return _middle(np.divide(*of_own) / np.divide(*of_base), axis)
         return between(statistic(*of_own, axis=axis), statistic(*of_base, axis=axis))
 
-    return _estimate(compared, both, [f"{side}{name}" for side in range(2) for name in names])
+    return estimate(compared, both, [f"{side}{name}" for side in range(2) for name in names])
 
 
-def _estimate(statistic: Callable[..., Any], of: Samples, names: Sequence[str]) -> Interval | None:
+def estimate(statistic: Callable[..., Any], of: Samples, names: Sequence[str]) -> Interval | None:
     """A statistic of what is known of each prompt or block, with a paired bootstrap's interval."""
     from scipy.stats import bootstrap
 
