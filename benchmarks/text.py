@@ -327,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--minutes", type=float, default=math.inf, help="no block begins later")
     args = parser.parse_args(arguments)
     args.fixed_drafts |= not Path(args.draft).is_dir()
-    args.drafts = Path(args.draft).name + (", fixed" if args.fixed_drafts else ", drawn")
+    args.drafts = Path(args.draft).name + (", fixed" if args.fixed_drafts else ", probabilistic")
     rules = {
         rule.replace("=", " "): dict(it.split("=") for it in rule.split(",")) for rule in args.rules
     }

@@ -97,7 +97,7 @@ WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
         ({"method": "extract_hidden_states"}, {}, "cannot serve method='extract_hidden_states'"),
         ({"enable_adaptive_verification": True}, {}, "cannot serve enable_adaptive_verification"),
         ({}, WATERMARK, "cannot serve a watermark_config"),
-        ({"mars_draft_temperature": 0.5}, {}, "mars_draft_temperature=0.5 .* are not drawn"),
+        ({"mars_draft_temperature": 0.5}, {}, "mars_draft_temperature=0.5 .* are fixed"),
         (
             {**DRAWN, "mars_theta": 0.9},
             {},

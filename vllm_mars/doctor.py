@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 _fault = partial(Finding, "fault")
 _NOT_DRAWN = (
-    "requests that give no temperature sample here, and drafts are not drawn: a head or draft "
+    "requests that give no temperature sample here, and drafts are fixed: a head or draft "
     'model gains more with "draft_sample_method": "probabilistic" in the speculative config, at '
     "the same loss."
 )

@@ -84,7 +84,9 @@ def test_what_is_printed(tmp_path):
     assert sampled.startswith(
         "At temperature 1, MARS takes 1.00 times as many tokens per step as s"
     )
-    assert "An answer takes strict, drawn 1.00 times as long: no difference shown." in sampled
+    assert (
+        "An answer takes strict, probabilistic 1.00 times as long: no difference shown." in sampled
+    )
     assert "ms per further token" in text
     assert "\x1b[" not in text, "no colour codes without a terminal"
 

@@ -14,9 +14,9 @@ from vllm_mars.local.provenance import vllm_device
 NEEDED = sweep_command.NEEDED
 OUTPUT, SHORT_OUTPUT = Path("build/demo.jsonl"), Path("build/demo-short.jsonl")
 TEMPERATURE = 1.0
-MARS, STRICT_DRAWN = "MARS", "strict, drawn"
-# Draft tokens of strict verification, greedy and sampled, of that with drawn drafts, and of MARS:
-# as fast as any for each (docs/results.md).
+MARS, STRICT_DRAWN = "MARS", "strict, probabilistic"
+# Draft tokens of strict verification, greedy and sampled, of that with probabilistic drafts, and of
+# MARS: as fast as any for each, with an earlier head.
 STRICT_LENGTHS, DRAWN_LENGTH, MARS_LENGTH = (3, 1), 2, 3
 PROMPTS, MAX_TOKENS, BLOCK = 16, 48, 8
 SHORT_PROMPTS, SHORT_MAX_TOKENS = 8, 24
@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
         help="compare strict verification and MARS on real vLLM servers",
         description="Serves a model with vLLM's strict verification and with MARS at the "
         "recommended setting, asks each the same prompts in turn, greedy and at temperature 1 "
-        "(there with drawn drafts, too), and compares speed and loss: a small `vllm-mars sweep`. "
+        "(there with probabilistic drafts, too), and compares speed and loss: a small sweep. "
         "By default it takes the packaged model with its EAGLE-3 head; another drafts with ngram.",
     )
     add = parser.add_argument

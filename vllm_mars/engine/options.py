@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
-# Where requests sample, drawing the drafts is a gain that the bound or price does not pay for.
-_NOT_DRAWN = (
-    'Drafts are not drawn. If requests sample, add "draft_sample_method": "probabilistic" to '
-    "the speculative config: verification accepts more of drawn drafts at the same loss."
+# Where requests sample, probabilistic drafts are a gain that the bound or price does not pay for.
+_FIXED = (
+    'Drafts are fixed. If requests sample, add "draft_sample_method": "probabilistic" to '
+    "the speculative config: verification accepts more of such drafts at the same loss."
 )
-# vLLM's methods whose drafts can be drawn.
+# vLLM's methods whose drafts can be probabilistic.
 _DRAWABLE = ("eagle", "eagle3", "mtp", "draft_model")
 
 
@@ -61,12 +61,12 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         _check_drawn(config)
     elif config.draft_temperature is not None:
         raise ValueError(
-            f"mars_draft_temperature={config.draft_temperature} is given, but drafts are not "
-            'drawn; add "draft_sample_method": "probabilistic" to the speculative config, or drop '
+            f"mars_draft_temperature={config.draft_temperature} is given, but drafts are "
+            'fixed; add "draft_sample_method": "probabilistic" to the speculative config, or drop '
             "the option."
         )
     elif config.lossy and speculative_config.get("method") in _DRAWABLE:
-        logger.info(_NOT_DRAWN)
+        logger.info(_FIXED)
     mode = getattr(engine_args, "logprobs_mode", None)
     if config.logprobs == "sampled" and mode != "processed_logprobs":
         raise ValueError(
@@ -110,11 +110,11 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
 
 
 def _check_drawn(config: MarsConfig) -> None:
-    """Refuses the rule whose loss on drawn drafts is not known."""
+    """Refuses the rule whose loss on probabilistic drafts is not known."""
     if config.rule != "price":
         raise ValueError(
             f"{OPTION[config.rule]}={config.value:g} and draft_sample_method='probabilistic' do "
-            "not go together: what this rule loses on drawn drafts has no closed form; give "
+            "not go together: what this rule loses on such drafts has no closed form; give "
             "mars_price or mars_max_loss instead, or drop draft_sample_method."
         )
 

@@ -1,7 +1,7 @@
 """`vllm-mars tune`: which speculative config to serve, as a sweep that drops what is slow.
 
-Candidates are strict verification, the same with drawn drafts, and MARS with a bound, each at
-several numbers of draft tokens K, beside no drafts. Rounds of one block of prompts each drop the
+Candidates are strict verification, the same with probabilistic drafts, and MARS with a bound, each
+at several numbers of draft tokens K, beside no drafts. Rounds of one block of prompts each drop the
 slower half at each temperature and load. What is left is put together, K by load, for each
 temperature and for all of them, and measured on prompts that the choice has not seen, beside no
 drafts and beside strict verification at its best.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm_mars.experiments.rows import Text
 
 NEEDED = sweep_command.NEEDED
-NO_DRAFTS, DRAWN, MARS = "no drafts", "strict, drawn", "MARS"
+NO_DRAFTS, DRAWN, MARS = "no drafts", "strict, probabilistic", "MARS"
 TUNED, BEST_STRICT, FOR_ALL = "tuned", "strict at its best", "for all"
 # Of the sweep: three servers at a time take turns.
 DEFAULTS: dict[str, Any] = {
