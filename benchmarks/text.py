@@ -77,7 +77,7 @@ COLUMNS = [
     ["tokens per step", ".2f"],
     ["tokens per step x strict", ".2f"],
     ["nats lost per token", ".4f"],
-    ["mean weight", ".2f"],
+    ["mean weight of a token", ".4f"],
     ["drift", "+.4f"],
     ["NLL less strict's", "+.2f"],
     ["NLL less entropy", "+.3f"],
@@ -124,6 +124,8 @@ def told(answer: Any) -> dict[str, float]:
         "steps": max(sum(metrics.histogram), len(tokens) - 1 - accepted),
         "ended": int(answer.finish_reason == "stop"),
         "log_ratio": sum(ratios),
+        # Of p / m, whose mean is 1 at each position if the reports are exact.
+        "weights": sum(math.exp(-it) for it in ratios),
         "drift": metrics.mars.get("drift_nats", sum(ratios)),
         "grams": len(grams),
         "repeated": len(grams) - len(set(grams)),
@@ -244,7 +246,6 @@ def samples(calls: Calls) -> Samples:
     for answer in answers_of(calls):
         known = {name: value for name, value in answer.items() if name != "prompt"}
         known |= {"one": 1.0, "further": answer["tokens"] - 1.0, "points": 100 * answer["ended"]}
-        known["weight"] = math.exp(-answer["log_ratio"])
         known["excess"] = answer["nll"] - answer["entropy"]
         found.setdefault(answer["prompt"], []).append(known)
     return {prompt: means_of(of) for prompt, of in found.items()}
@@ -264,7 +265,7 @@ def row(calls: Calls, base: Calls) -> list[Any]:
         compared(ratio_of_means, own, strict, ["further", "steps"]),
         Interval(lost, lost, lost),
         # Greedily the target says one thing alone.
-        estimate(np.mean, own, ["weight"]) if calls[0]["temperature"] else None,
+        estimate(ratio_of_means, own, ["weights", "tokens"]) if calls[0]["temperature"] else None,
         estimate(ratio_of_means, own, ["drift", "tokens"]),
         compared(ratio_of_means, own, strict, ["nll", "tokens"], np.subtract),
         estimate(ratio_of_means, own, ["excess", "tokens"]),

@@ -20,7 +20,7 @@ ANSWER = {"seed": 0, "steps": 4, "ended": 1, "drift": 0.0, "grams": 4, "repeated
 def call(name, tokens, lost=0.0, ratio=0.0):
     """One with an answer of so many tokens to each prompt."""
     answers = [
-        {**ANSWER, "prompt": str(at), "tokens": own, "log_ratio": ratio}
+        {**ANSWER, "prompt": str(at), "tokens": own, "weights": own * math.exp(-ratio)}
         | {"nll": 2.0 * own, "entropy": 1.5 * own, "close": 1, "odds": 0.5}
         for at, own in enumerate(tokens)
     ]
@@ -52,7 +52,14 @@ def test_steps_without_a_draft_count(histogram, steps):
     tokens = [1, 2, 3, 4, 1, 2, 3, 4, 1]
     given = SimpleNamespace(token_ids=tokens, spec_decode_metrics=metrics, finish_reason="length")
     assert text.told(given) == {
-        **{"tokens": 9, "steps": steps, "ended": 0, "log_ratio": 0.75, "drift": 0.75},
+        **{
+            "tokens": 9,
+            "steps": steps,
+            "ended": 0,
+            "log_ratio": 0.75,
+            "drift": 0.75,
+            "weights": math.exp(-0.5) + math.exp(-0.25),
+        },
         **{"grams": 6, "repeated": 2},
     }
 
