@@ -11,12 +11,12 @@ LABORATORY = ("vllm_mars/experiments/", "vllm_mars/demo/", "benchmarks/")
 LIMITS = {
     "lines of product": None,
     "lines of laboratory": None,
-    "lines of product and laboratory": 14_600,
-    "lines of experiments and benchmarks": 4_165,
-    "lines of tests": 14_810,
-    "words of Markdown": 12_000,
+    "lines of product and laboratory": 14_310,
+    "lines of experiments and benchmarks": 3_890,
+    "lines of tests": 13_680,
+    "words of Markdown": 13_500,
     "words of README": 700,
-    "kB of raw files": 3_000,
+    "kB of raw files": 1_500,
 }
 
 
@@ -28,12 +28,12 @@ def weights() -> dict[str, int]:
     for name in set(filter(None, listed.split("\0"))):
         if not (path := ROOT / name).is_file():
             continue
-        if name.startswith("benchmarks/results/"):
-            found["kB of raw files"] += path.stat().st_size / 1000
-        elif name.endswith(".md"):
+        if name.endswith(".md"):
             words = len(path.read_text().split())
             found["words of Markdown"] += words
             found["words of README"] += words * (name == "README.md")
+        elif name.startswith("benchmarks/results/"):
+            found["kB of raw files"] += path.stat().st_size / 1000
         elif name.endswith(".py"):
             lines = path.read_text().count("\n")
             if name.startswith("tests/"):
