@@ -29,23 +29,16 @@ MARK = re.compile(r"^<!-- /?figures", re.MULTILINE)
 PLACE = re.compile(
     r"^(<!-- figures: (\S+) -->)\n(?:.*?\n)??(<!-- /figures -->)$", re.DOTALL | re.MULTILINE
 )
-# Of the picture: the sweeps of each panel, and each line's rules, mark and colour.
-PANELS = {"greedy": ("greedy",), "temperature 1": ("sampled", "sampled_low")}
-SERIES = {
-    "mars_max_loss": (r"max_loss .*", "s-", "#009e73"),
-    "mars_max_loss, probabilistic drafts": (r"strict, drawn|drawn, max_loss .*", "^-", "#cc79a7"),
-    "mars_price, probabilistic drafts": (r"drawn, price .*", "v:", "#8a5a83"),
-    "mars_price": (r"price .*", "D:", "#0072b2"),
-    "the paper's theta": (r"theta .*", "o--", "#b5651d"),
+# The picture: of each file of figures the drafts, and by a rule's first word its mark and colour.
+PICTURED = {"bounds": "probabilistic drafts", "theta": "fixed drafts"}
+MARKS = {
+    ("bounds", "mars_max_loss"): ("s-", "#009e73"),
+    ("theta", "mars_max_loss"): ("D:", "#0072b2"),
+    ("theta", "mars_theta"): ("o--", "#b5651d"),
 }
-RECOMMENDED = {"greedy": "max_loss 0.02", "temperature 1": "drawn, max_loss 0.02"}
-CAPTION = (
-    "SmolLM2-135M-Instruct with its EAGLE-3 head, K 4, 110 answers of at most 64 tokens, 2 CPU "
-    "cores; probabilistic drafts at the request's temperature."
-)
+RECOMMENDED = "mars_max_loss 0.02"
+CAPTION = "SmolLM2-135M-Instruct, its packaged head, 4 draft tokens, 2 CPU cores; docs/results.md"
 TEXT: dict[str, Any] = {"textcoords": "offset points", "fontsize": "small"}
-# What people use, in nats per token.
-MOST_LOST = 0.11
 
 
 def pages() -> list[Path]:
@@ -79,7 +72,9 @@ def text(cell: Any, form: str) -> str:
     """A cell as a table shows it, such as "1.15 (1.02–1.33)"."""
     if isinstance(cell, list):
         value, low, high = (format(end, form) for end in cell)
-        return f"{value} ({low} to {high})" if cell[1] < 0 else f"{value} ({low}–{high})"
+        return (
+            f"{value} ({low} to {high})" if "-" in low or "+" in low else f"{value} ({low}–{high})"
+        )
     return "" if cell is None else cell if isinstance(cell, str) else format(cell, form)
 
 
@@ -153,36 +148,39 @@ def written(page: str, directory: Path) -> str:
 
 
 def draw(path: Path) -> None:
-    """Draws tokens per step by loss, greedy and sampled, from the sweeps of `PANELS`."""
+    """Draws tokens per step by loss, a panel for each temperature, from the files of `PICTURED`."""
     # Only the picture needs it.
     from matplotlib.figure import Figure
 
+    panels: dict[str, dict[tuple[str, str], list[tuple[str, float, Any]]]] = {}
+    for name in PICTURED:
+        found, title = read(name), ""
+        titles = [of for of, _ in found["columns"]]
+        lost, gain = titles.index("nats lost per token"), titles.index("tokens per step x strict")
+        for row in found["rows"]:
+            *given, rule = row[0].split(": ")
+            title = given[0] if given else title
+            if row[gain] is not None:
+                series = panels.setdefault(title, {}).setdefault((name, rule.split()[0]), [])
+                series.append((rule, row[lost], row[gain]))
     figure = Figure(figsize=(9.6, 4.4), layout="constrained", facecolor="white")
-    axes = figure.subplots(1, len(PANELS), squeeze=False).flat
-    for axis, (title, sweeps) in zip(axes, PANELS.items(), strict=True):
-        found = [row for name in sweeps for row in rows(read_sweep(RESULTS / f"{name}.jsonl"))]
-        for label, (pattern, mark, colour) in SERIES.items():
-            own = [row for row in found if re.fullmatch(pattern, row.cell.name)]
-            points = [
-                (row.lost.value, *row.gain) for row in own if row.gain and row.lost is not None
-            ]
-            points = sorted(point for point in points if point[0] < MOST_LOST)
-            if points:
-                lost, values, lows, highs = np.transpose(points)
-                ends = (values - lows, highs - values)
-                style = {"fmt": mark, "color": colour, "capsize": 2, "markersize": 5}
-                axis.errorbar(lost, values, ends, label=label, **style)
-        axis.plot(0, 1, "k*", markersize=9, label="strict (lossless)")
-        for row in found:
-            if row.gain and row.cell.name == "strict, drawn":
-                style = {"color": "#cc79a7", "markersize": 12}
-                label = "strict, probabilistic drafts (lossless)"
-                axis.plot(0, row.gain.value, "*", label=label, **style)
-            if row.gain and row.lost and row.cell.name == RECOMMENDED[title]:
-                where, style = (row.lost.value, row.gain.value), {"arrowstyle": "->"}
-                axis.annotate("recommended", where, (18, -28), arrowprops=style, **TEXT)
-        axis.set(title=title, xlim=(-0.004, MOST_LOST), ylim=(0.97, 1.6))
-        axis.set(xlabel="nats lost per token", ylabel="tokens per step, x strict")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True).flat
+    for axis, (title, all_series) in zip(axes, panels.items(), strict=True):
+        for key, points in all_series.items():
+            lost_nats, gains = [of[1] for of in points], np.array([of[2] for of in points])
+            ends = np.abs(gains[:, 1:] - gains[:, :1]).T
+            mark, colour = MARKS[key]
+            style = {"fmt": mark, "color": colour, "capsize": 2, "markersize": 5}
+            label = f"{key[1]}, {PICTURED[key[0]]}"
+            axis.errorbar(lost_nats, gains[:, 0], ends, label=label, **style)
+            for rule, where, value in points:
+                if rule == RECOMMENDED and key[0] == "bounds":
+                    style = {"arrowstyle": "->"}
+                    axis.annotate(
+                        "the default", (where, value[0]), (18, -28), arrowprops=style, **TEXT
+                    )
+        axis.plot(0, 1, "k*", markersize=9, label="strict (lossless), the same drafts")
+        axis.set(title=title, xlabel="nats lost per token", ylabel="tokens per step, x strict")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize="x-small", loc="upper left")
     figure.supxlabel(CAPTION, fontsize="x-small")

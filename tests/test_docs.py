@@ -24,7 +24,7 @@ def test_the_site_builds(tmp_path):
     for name in ("verify_greedy", "verify_tree", "MarsConfig", "MarsRejectionSamplerV2"):
         assert f'id="vllm_mars.{name}"' in api
     # What pages link to outside docs/ lies where a checkout has it.
-    raw = "benchmarks/results/tune.jsonl"
+    raw = "benchmarks/results/default.json"
     assert f'href="../{raw}"' in (tmp_path / "docs/results.html").read_text()
     assert (tmp_path / raw).read_bytes() == (ROOT / raw).read_bytes()
 

@@ -36,9 +36,10 @@ def test_the_page_shows_what_the_files_say(page):
 
 def test_the_readmes_figures_stand_in_the_pages_of_results():
     readme, *others = (page.read_text() for page in figures.pages())
-    for value, low, high in re.findall(r"(\S+) times\s\((\S+) to (\S+)\)", readme):
-        forms = f"{value} ({low}–{high})", f"{value} times ({low} to {high})"
-        assert any(form in other for form in forms for other in others)
+    found = re.findall(r"\d\.\d+\s\(\S+(?:–| to )\S+\)", readme)
+    assert found, "its table has intervals"
+    for interval in found:
+        assert any(interval in other for other in others)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,8 +69,11 @@ def folder(tmp_path, monkeypatch):
     for name in ("benchmarks/results", "docs"):
         (tmp_path / name).mkdir(parents=True)
     results = tmp_path / "benchmarks/results"
-    shutil.copy(Path(figures.__file__).with_name("results") / "greedy.jsonl", results)
-    monkeypatch.setattr(figures, "PANELS", {"greedy": ("greedy",)})
+    shutil.copy(Path(figures.__file__).with_name("results") / "demo.jsonl", results)
+    monkeypatch.setattr(figures, "PICTURED", {"bounds": "probabilistic drafts"})
+    columns = [["rule", ""], ["nats lost per token", ".4f"], ["tokens per step x strict", ".2f"]]
+    rows = [["strict", 0, None], ["mars_max_loss 0.02", 0.02, [1.2, 1.1, 1.3]]]
+    (results / "bounds.json").write_text(json.dumps(TABLE | {"columns": columns, "rows": rows}))
     (results / "new.json").write_text(json.dumps(TABLE))
     (tmp_path / "README.md").write_text("no table\n")
     return tmp_path
@@ -87,9 +91,9 @@ def test_a_table_is_written_between_its_marks(folder, capsys, before):
         "[Commands and figures](../benchmarks/results/new.json); "
         "commit aaaaaaa (AMD EPYC model 1).\n<!-- /figures -->\n\ny\n"
     )
-    (folder / "docs/sweep.md").write_text("<!-- figures: greedy -->\n<!-- /figures -->\n")
+    (folder / "docs/sweep.md").write_text("<!-- figures: demo -->\n<!-- /figures -->\n")
     assert figures.main() == 0
-    assert "| max_loss 0.02 | 2.05 |" in (folder / "docs/sweep.md").read_text()
+    assert "| tokens per step" in (folder / "docs/sweep.md").read_text()
     capsys.readouterr()
     assert (folder / "docs/speed.png").read_bytes().startswith(b"\x89PNG")
     assert figures.main() == 0 and not capsys.readouterr().out
