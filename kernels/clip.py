@@ -108,14 +108,15 @@ def clip_row(
         if not low < w < high:
             w = math.sqrt(low * high)
 
-    # min(m, q) - min(p, q) over p.
-    gains = torch.minimum(clipped, ratio, out=spare).sub_(ratio.clamp_(max=1))
-    gained = float(torch.dot(outside, gains))
+    # min(p, q) over p, and then min(m, q), for whose m all is divided.
+    strict = float(torch.dot(outside, torch.clamp(ratio, max=1, out=spare)))
     share = torch.mul(outside, clipped, out=spare)
     # Not by `dot`, whose float32 sum is too coarse for what m is divided by.
     total = float(share.sum())
-    loss = float(torch.dot(share, clipped.log_())) / total - math.log(total)
     share.div_(total)
+    clipped.div_(total)
+    gained = float(torch.dot(outside, torch.minimum(clipped, ratio, out=ratio))) - strict
+    loss = float(torch.dot(share, clipped.log_()))
     # Where p is 0 so is m; both sum to 1, so that any number may be added to the logits.
     finite = torch.sub(logits, logits.amax(), out=ratio).clamp_(min=torch.finfo(p.dtype).min)
     drift = float(torch.dot(torch.sub(outside, share, out=clipped), finite))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
@@ -61,6 +61,8 @@ def test_nothing_does_better(seed, price, kept):
     assert reached == pytest.approx(best(p, q, price, kept), abs=allowed)
 
 
+# One token alone is not kept, so that m is p, and no w makes F(w) 1.
+@example(465, 2, 7.0, 4.0, 60.0, clip_cases.KEPT)
 @settings(deadline=None, max_examples=300)
 @given(
     st.integers(0, 10_000),
