@@ -98,7 +98,7 @@ def test_what_is_refused_within_seconds(two_nodes, options, monkeypatch):
     import ray
 
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"ray=127.0.0.1:1 does not answer: .*is the head node"):
+    with pytest.raises(RuntimeError, match=r"ray=127.0.0.1:1 does not answer: .*Is the head node"):
         RayRunner(load_sweep(options), "127.0.0.1:1")
     with pytest.raises(RuntimeError, match="ray=nowhere does not answer: .*; write HOST:PORT"):
         RayRunner(load_sweep(options), "nowhere")
