@@ -45,7 +45,7 @@ from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED, load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
-from vllm_mars.local.result_file import require_writable, write_json
+from vllm_mars.local.result_file import append_line, require_writable, write_json
 from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS, CPU_ENV, MAX_MODEL_LEN
 
 if TYPE_CHECKING:
@@ -155,12 +155,9 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of an output; a last one that was not written to its end is cut off."""
-    text = path.read_text() if path.exists() else ""
-    whole, _, rest = text.rpartition("\n")
-    if rest:
-        path.write_text(whole and f"{whole}\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    """The lines of an output; a last one that was not written to its end is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def key(call: dict[str, Any]) -> str:
@@ -223,21 +220,19 @@ def measure(args: argparse.Namespace) -> None:
 
     done = {key(line) for line in read(args.output) if "run" not in line}
     point = (Path(path).name, args.drafts, args.num_speculative_tokens, args.max_tokens)
-    with args.output.open("a") as file:
-        file.write(json.dumps({"run": describe_run(gpu)}) + "\n")
-        for at in range(0, len(names), args.block):
-            if time.monotonic() - begin > 60 * args.minutes:
-                break
-            for temperature, (name, own) in itertools.product(args.temperatures, args.rules):
-                # Greedily a seed changes nothing.
-                seeds = list(range(args.answers if temperature else 1))
-                call = {**dict(zip(POINT, (*point, temperature), strict=True)), "name": name}
-                call |= {"seeds": seeds, "prompts": names[at : at + args.block]}
-                if key(call) not in done:
-                    file.write(json.dumps(ask(call, own)) + "\n")
-                    file.flush()
-            reached, seconds = min(at + args.block, len(names)), time.monotonic() - begin
-            print(f"{reached} of {len(names)} prompts after {seconds:.0f} s", flush=True)
+    append_line(args.output, {"run": describe_run(gpu)})
+    for at in range(0, len(names), args.block):
+        if time.monotonic() - begin > 60 * args.minutes:
+            break
+        for temperature, (name, own) in itertools.product(args.temperatures, args.rules):
+            # Greedily a seed changes nothing.
+            seeds = list(range(args.answers if temperature else 1))
+            call = {**dict(zip(POINT, (*point, temperature), strict=True)), "name": name}
+            call |= {"seeds": seeds, "prompts": names[at : at + args.block]}
+            if key(call) not in done:
+                append_line(args.output, ask(call, own))
+        reached, seconds = min(at + args.block, len(names)), time.monotonic() - begin
+        print(f"{reached} of {len(names)} prompts after {seconds:.0f} s", flush=True)
 
 
 def samples(calls: Calls) -> Samples:
@@ -315,7 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--figures", type=Path, help="file of figures to write")
     add("--model", help="directory; default: the packaged model")
     add("--draft", default=str(PACKAGED_HEAD), help="directory, or ngram; default: the packaged")
-    add("--fixed-drafts", action="store_true", help="not drawn, as for theta; ngram's always are")
+    add("--fixed-drafts", action="store_true", help="as for theta; ngram's always are")
     add("--rules", nargs="*", default=BOUNDS, help="as mars_price=0.3,mars_max_loss=0.05")
     add("--num-speculative-tokens", type=int, default=4)
     add("--temperatures", nargs="+", type=float, default=[0.0, 0.4, 0.7, 1.0])

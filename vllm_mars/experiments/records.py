@@ -4,14 +4,13 @@ Each call that measures something adds a head, and each turn one line, complete 
 turn that was measured again stands twice; the later line counts.
 """
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from vllm_mars.experiments.plan import Cell, Key
+from vllm_mars.local.result_file import append_line
 
 
 @dataclass(frozen=True)
@@ -163,12 +162,5 @@ def read_sweep(path: Path) -> SweepFile:
 
 
 def append(path: Path, record: Head | Record) -> None:
-    """Adds a line, complete or not at all; a broken last line is removed first."""
-    line = json.dumps(asdict(record), ensure_ascii=False) + "\n"
-    with path.open("ab+") as file:
-        file.seek(0)
-        complete = file.read().rpartition(b"\n")
-        file.truncate(len(complete[0]) + len(complete[1]))
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    """Adds a line, as `append_line` does."""
+    append_line(path, asdict(record))

@@ -24,6 +24,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     Path(file.name).replace(path)
 
 
+def append_line(path: Path, content: dict[str, Any]) -> None:
+    """Adds a line of JSON, complete or not at all; a broken last line is removed first."""
+    line = json.dumps(content, ensure_ascii=False) + "\n"
+    with path.open("ab+") as file:
+        file.seek(0)
+        complete = file.read().rpartition(b"\n")
+        file.truncate(len(complete[0]) + len(complete[1]))
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def require_writable(output: Path) -> None:
     """Makes the directory of a result file, before anything expensive runs.
 
