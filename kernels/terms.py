@@ -42,6 +42,9 @@ MOST_ENDS = 32
 # The guard against repetition looks at so many of an answer's last tokens.
 GUARD_WINDOW = 4096
 
+# In the place of a draft token that was drawn and that a grammar has struck out since.
+STRUCK = -2
+
 RuleName = Literal["theta", "price"]
 
 
@@ -251,7 +254,8 @@ class Drafts(NamedTuple):
 
     Attributes:
         logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride.
-        draft_token_ids: `[num_draft]` int32 or int64; outside [0, vocab) is padding.
+        draft_token_ids: `[num_draft]` int32 or int64; outside [0, vocab) is padding, but where
+            drafts are drawn STRUCK.
         cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the drafts' lengths.
         target_rows: `[num_draft]` int32 or int64, the row of each position, or None for the first
             rows in order.
@@ -279,7 +283,7 @@ class Step(NamedTuple):
     Attributes:
         logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride.
         input_ids: `[num_rows]` int32 or int64, the model's input tokens: a row's draft token is the
-            next entry; outside [0, vocab) is padding.
+            next entry; outside [0, vocab) is padding, but where drafts are drawn STRUCK.
         cu_num_logits: `[batch]` int32, inclusive prefix sum of the requests' rows.
         records: of all slots.
         slots: int32 or int64 `[batch]`, the slot of each request.
@@ -385,8 +389,9 @@ class CounterLayout:
         relaxed: draft tokens that the rule accepted outright.
         lost: nats, in units of 2**-LOSS_BITS: greedily z1 - z[x] of relaxed tokens, sampled
             KL(m || p) at each position looked at.
-        gained: what the rule added to the probability of acceptance at positions looked at, in
-            those units; of greedy requests the relaxed tokens.
+        gained: by how much the rule raised the expected number of accepted draft tokens, in those
+            units: see `rule`; of greedy requests the relaxed tokens. Of a probabilistic draft it
+            can fall: m is below p where the draft is.
         drift_up: the drift of the positions at which it is above 0, in those units: see `rule`;
             greedily what is lost.
         drift_down: the rest, without its sign.

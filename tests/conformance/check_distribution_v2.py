@@ -34,16 +34,16 @@ def test_v2(monkeypatch, is_drawn, name):
     """All probes of a case in one step."""
     batch = Batch(case := case_of(2, name, is_drawn=is_drawn, every=8))
     monkeypatch.setattr(clip_kernel, "TOLERANCE", 1e-6)
-    log_uniform, log_noise = batch.uniform.log(), batch.noise.log()
+    uniform, log_noise = batch.uniform, batch.noise.log()
 
-    def log_drawn(seeds_ptr, pos_ptr, slot, row, mask):
-        return filled(row, log_uniform, tl.load(seeds_ptr + slot), 0.0)
+    def drawn(seeds_ptr, pos_ptr, slot, row, mask):
+        return filled(row, uniform, tl.load(seeds_ptr + slot), 1.0)
 
     def noised_argmax(logits, keys, mask, seed, *_, **__):
         noised = logits - filled(logits, log_noise, seed, np.inf)
         return tl.max(noised, axis=0, return_indices=True)
 
-    monkeypatch.setattr(accept_kernel, "_log_drawn", log_drawn)
+    monkeypatch.setattr(accept_kernel, "_drawn", drawn)
     monkeypatch.setattr(draw_kernel, "gumbel_noised_argmax", noised_argmax)
     own = [3, 1, 4, *case.answer], 3, 3
     requests = [Request(case.params(i), path, *own) for i, path in enumerate(batch.paths)]

@@ -7,7 +7,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
 import steps_v1
 from enumerated import FEATURES, Batch, case_of
-from vllm_mars.kernels import clip
+from vllm_mars.kernels import clip, cpu
 from vllm_mars.runner import sampler_v1
 
 NIGHTLY = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 9)]
@@ -26,7 +26,10 @@ def test_v1(monkeypatch, is_drawn, seed, name):
     count, uniform = len(batch.probes), batch.uniform.flatten()
     for module in (rejection_sampler, sampler_v1):
         monkeypatch.setattr(module, "generate_uniform_probs", lambda *_: uniform, raising=False)
+    # What strict requests draw with, of fixed drafts; and in the place of one number all others.
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, **_: self.copy_(batch.noise))
+    draws = lambda _, place, weights: int((weights / batch.noise[place]).argmax())  # noqa: E731
+    monkeypatch.setattr(cpu.Random, "draws", draws)
     # Of vLLM's, for the bonus token.
     draw = lambda logits, _: (logits.softmax(-1) / batch.noise).argmax(-1)  # noqa: E731
     monkeypatch.setattr(torch.ops._C, "fused_gumbel_argmax", draw)

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import accept
-from vllm_mars.kernels.terms import CounterLayout, Draws, Sampling
+from vllm_mars.kernels.terms import STRUCK, CounterLayout, Draws, Sampling
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.outputs import attach_counters, send_returned
@@ -131,6 +131,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
             own = self.verification, logits[:, :vocab], self.num_speculative_steps, draft_logits
             warm_up(*own, self.sampler.use_fp64_gumbel, self.requests.fills)
             self._is_warm = True
+        if verify_draft_sampled is not draft_sampled and draft_logits is not None:
+            # What a grammar has struck out was drawn all the same.
+            is_struck = (verify_draft_sampled < 0) & (draft_sampled >= 0)
+            verify_draft_sampled = verify_draft_sampled.masked_fill(is_struck, STRUCK)
         step, blocked = self.requests.step(
             logits[:, :vocab],
             verify_draft_sampled,
