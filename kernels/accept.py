@@ -143,7 +143,9 @@ def _draw(
     from vllm_mars.kernels.draw_kernel import resample_kernel
 
     batch, device = step.slots.shape[0], step.logits.device
-    draw_block = min(_DRAW_BLOCK, triton.next_power_of_2(shared["vocab"]))
+    is_drawn = draws.sampling.draft_logits is not None
+    # Two rows take twice the registers.
+    draw_block = min(_DRAW_BLOCK >> is_drawn, triton.next_power_of_2(shared["vocab"]))
     num_blocks = triton.cdiv(shared["vocab"], draw_block)
     tokens = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
     values = torch.empty_like(tokens, dtype=torch.float64 if draws.use_fp64 else torch.float32)
@@ -171,7 +173,7 @@ def _draw(
         BLOCK=draw_block,
         BLOCKS=triton.next_power_of_2(num_blocks),
         USE_FP64=draws.use_fp64,
-        num_warps=max(4, draw_block // 1024),
+        num_warps=max(4, draw_block // (512 if is_drawn else 1024)),
         **{name: shared[name] for name in names},
     )
 

@@ -46,7 +46,6 @@ from vllm_mars.kernels.top2 import (
     KEPT_CHUNK,
     LOG2_E,
     RECORD_SIZE,
-    block_size,
     kept_sums,
     kept_tokens,
     log_sum_exp,
@@ -66,6 +65,8 @@ _DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
 _INF = tl.constexpr(float("inf"))
 # So small a p adds nothing to a sum, where -inf would make a NaN of it.
 _LEAST_LOG2 = tl.constexpr(-1e4)
+# About as many as a GPU has multiprocessors.
+_FEW_ROWS = 128
 # Logits that a program of `mass_kernel` reads.
 _MASS_BLOCK = 8192
 _UNALIGNED = [
@@ -214,13 +215,13 @@ def clip_kernel(
             loss = tl.sum(all_losses, axis=0)
             logs_sum = tl.sum(all_logs, axis=0)
             for first in range(0, num_kept(protected), KEPT_CHUNK):
-                token = kept_tokens(first, record_ptr, protected, vocab)
-                log_p, ratio = _log_shares(target_ptr, draft_ptr, own_lse, token, token >= 0)
-                shares, flats, losses, logs = _sums(log_p, ratio, lowest, highest)
-                total -= tl.sum(shares, axis=0)
-                flat -= tl.sum(flats, axis=0)
-                loss -= tl.sum(losses, axis=0)
-                logs_sum -= tl.sum(logs, axis=0)
+                kept = kept_tokens(first, record_ptr, protected, vocab)
+                of_token = _log_shares(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
+                of_shares, of_flats, of_losses, of_logs = _sums(*of_token, lowest, highest)
+                total -= tl.sum(of_shares, axis=0)
+                flat -= tl.sum(of_flats, axis=0)
+                loss -= tl.sum(of_losses, axis=0)
+                logs_sum -= tl.sum(of_logs, axis=0)
             total = total / rest
             flat = flat / rest
             log_total = tl.log(total)
@@ -321,12 +322,23 @@ def mass_kernel(
         if price > 0:
             record_ptr = records_ptr + slot * RECORD_SIZE
             for first in range(0, num_kept(protected), KEPT_CHUNK):
-                token = kept_tokens(first, record_ptr, protected, vocab)
-                log_p, ratio = _log_shares(target_ptr, draft_ptr, own_lse, token, token >= 0)
-                of_p = _residuals(log_p, ratio, (0.0, 0.0, 0.0), reach * LOG2_E)
-                of_m = _residuals(log_p, ratio, own, reach * LOG2_E)
-                mass += tl.sum(of_p - of_m, axis=0)
+                kept = kept_tokens(first, record_ptr, protected, vocab)
+                of_kept = _log_shares(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
+                as_p = _residuals(*of_kept, (0.0, 0.0, 0.0), reach * LOG2_E)
+                as_m = _residuals(*of_kept, own, reach * LOG2_E)
+                mass += tl.sum(as_p - as_m, axis=0)
     tl.store(masses_ptr + own_row * tl.num_programs(1) + block, mass)
+
+
+def clip_settings(vocab: int, num_rows: int) -> tuple[int, int]:
+    """Settings of `clip_kernel`: (block size, warps), 8 logits of a row to a thread.
+
+    Few rows leave most of the chip idle, so each has many threads in flight. Of more rows than the
+    chip has multiprocessors, three programs of 8 warps of 80 registers fit one.
+    """
+    warps = 16 if num_rows <= _FEW_ROWS else 8
+    block = min(256 * warps, max(256, triton.next_power_of_2(vocab)))
+    return block, max(4, block // 256)
 
 
 def clip_rows(
@@ -348,8 +360,7 @@ def clip_rows(
     draft_logits = draws.sampling.draft_logits
     num_rows, vocab = draws.pos.shape[0], shared["vocab"]
     clipped = torch.empty((num_rows, CLIPPED.value), device=logits.device)
-    # Few rows leave most of the chip idle, so each has many threads in flight.
-    block = block_size(vocab)
+    block, warps = clip_settings(vocab, num_rows)
     of_rows = {
         "row_slots_ptr": draws.row_slots,
         "row_places_ptr": draws.row_places,
@@ -363,7 +374,7 @@ def clip_rows(
         logits.stride(0),
         TOLERANCE=TOLERANCE,
         BLOCK=block,
-        num_warps=16 if block == 4096 else 4,
+        num_warps=warps,
         **of_rows,
         **shared,
     )
