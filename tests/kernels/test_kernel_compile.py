@@ -49,8 +49,8 @@ def verify(name, sampling=None):
 
 
 def look():
-    markers = Markers(ONE, ONE, 4, opening=8)
-    ring = context.new_ring(1, True, ONE.device)
+    markers = Markers(ONE.long(), opening=8)
+    ring = context.new_ring(1, ONE.device)
     context.blocked_positions(ring, ids(1, 9), step(), torch.ones(1), markers, 4, fills=True)
 
 

@@ -44,8 +44,10 @@ class RequestsV2(LogitsProcessor):
         self.fills = fills
         slots, device = req_states.max_num_reqs, req_states.device
         self._sections = Sections(config, turns)
+        # Whether anything looks at tokens.
+        self._may_block = bool(self._sections) or config.repeat_ngram > 0 or fills
         self._records = Records.new(slots, device)
-        self._ring = new_ring(slots, config.repeat_ngram > 0, device)
+        self._ring = new_ring(slots, device)
         self._wants_return = np.zeros(slots, dtype=bool)
         # What a slot's new request brings: the section's states behind all its tokens and behind
         # its prompt, and the lengths of both.
@@ -83,7 +85,7 @@ class RequestsV2(LogitsProcessor):
     # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
     # sleep mode throws away. The slots' values are written anew for each request.
     @cached_property
-    def _markers(self) -> Markers:
+    def _markers(self) -> Markers | None:
         return self._sections.markers(self._req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
@@ -152,20 +154,26 @@ class RequestsV2(LogitsProcessor):
         idx_mapping: torch.Tensor,
         temperature: torch.Tensor,
         num_speculative_tokens: int,
-    ) -> tuple[Step, torch.Tensor]:
+    ) -> tuple[Step, torch.Tensor | None]:
         """A step, and where its drafts must stay strict.
 
         Args:
             logits, input_ids, cu_num_logits, num_speculative_tokens: see `Step`.
             idx_mapping: `[num_reqs]` slot of each request.
             temperature: float32 `[max_num_reqs]`.
-        """
-        from vllm_mars.kernels.context import blocked_positions
 
+        Returns:
+            The step, and int8 `[num_rows]` as `blocked_positions` has it; None where nothing looks
+            at tokens.
+        """
         states = self._req_states
         total_len, prompt_len = states.total_len.gpu, states.prompt_len.gpu
         own = self._records, idx_mapping, total_len, prompt_len
         step = Step(logits, input_ids, cu_num_logits, *own, num_speculative_tokens)
+        if not self._may_block:
+            return step, None
+        from vllm_mars.kernels.context import blocked_positions
+
         guard = self._config.repeat_ngram, self.fills
         blocked = blocked_positions(
             *(self._ring, states.all_token_ids.gpu, step, temperature, self._markers, *guard)
