@@ -6,6 +6,7 @@ again (V2), sees the very distribution that was drawn from, in whatever dtype th
 greedy request's temperature, 0, stays what it is.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,7 +50,9 @@ def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], tor
     drafter._sample_from_logits = sample
 
 
-def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> torch.Tensor | None:
+def scale_v2(
+    runner: Any, config: MarsConfig, requests: "RequestsV2"
+) -> Callable[[], torch.Tensor] | None:
     """Lets the speculator of a V2 runner draw at a share of the temperature.
 
     Args:
@@ -59,8 +62,8 @@ def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> torch.T
         requests: of the runner.
 
     Returns:
-        What drafts were drawn at last, float32 by slot, which verification has to divide their
-        logits by as well; None for the request's own temperature.
+        It gives what drafts were drawn at last, float32 by slot, which verification has to divide
+        their logits by as well; None for the request's own temperature.
 
     Raises:
         RuntimeError: the option is given, but this speculator draws nothing.
@@ -69,7 +72,14 @@ def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> torch.T
     draws = getattr(speculator, "draft_logits", None) is not None
     if not _is_scaled(draws, speculator, config):
         return None
-    propose, drawn_at = speculator.propose, torch.zeros_like(states.temperature.gpu)
+
+    # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
+    # sleep mode throws away.
+    @functools.cache
+    def drawn_at() -> torch.Tensor:
+        return torch.zeros_like(states.temperature.gpu)
+
+    propose = speculator.propose
     place = list(inspect.signature(propose).parameters).index("temperature")
 
     def propose_at_share(*args: Any, **kwargs: Any) -> Any:
@@ -77,11 +87,11 @@ def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> torch.T
         # Without a request that samples, no launch is added.
         if states.temperature.np[batch.idx_mapping_np].any():
             # Another buffer each time that a request comes.
-            torch.mul(states.temperature.gpu, requests.draft_shares, out=drawn_at)
+            scaled = torch.mul(states.temperature.gpu, requests.draft_shares, out=drawn_at())
             if "temperature" in kwargs:
-                kwargs["temperature"] = drawn_at
+                kwargs["temperature"] = scaled
             else:
-                args = (*args[:place], drawn_at, *args[place + 1 :])
+                args = (*args[:place], scaled, *args[place + 1 :])
         return propose(*args, **kwargs)
 
     speculator.propose = propose_at_share

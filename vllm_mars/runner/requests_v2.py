@@ -37,18 +37,13 @@ class RequestsV2(LogitsProcessor):
         turns: Set[int] = frozenset(),
         fills: bool = False,
     ) -> None:
-        from vllm_mars.kernels.context import new_ring
-
         self._config = config
         self._req_states = req_states
         self.fills = fills
-        slots, device = req_states.max_num_reqs, req_states.device
         self._sections = Sections(config, turns)
         # Whether anything looks at tokens.
         self._may_block = bool(self._sections) or config.repeat_ngram > 0 or fills
-        self._records = Records.new(slots, device)
-        self._ring = new_ring(slots, device)
-        self._wants_return = np.zeros(slots, dtype=bool)
+        self._wants_return = np.zeros(req_states.max_num_reqs, dtype=bool)
         # What a slot's new request brings: the section's states behind all its tokens and behind
         # its prompt, and the lengths of both.
         self._brought: dict[int, tuple[int, int, int, int]] = {}
@@ -82,8 +77,19 @@ class RequestsV2(LogitsProcessor):
 
         req_states.add_request = add_and_note
 
-    # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
-    # sleep mode throws away. The slots' values are written anew for each request.
+    # These three are built on first use: what is allocated while the model is loaded can be memory
+    # that vLLM's sleep mode throws away.
+    @cached_property
+    def _records(self) -> Records:
+        return Records.new(self._req_states.max_num_reqs, self._req_states.device)
+
+    @cached_property
+    def _ring(self) -> torch.Tensor:
+        from vllm_mars.kernels.context import new_ring
+
+        ring: torch.Tensor = new_ring(self._req_states.max_num_reqs, self._req_states.device)
+        return ring
+
     @cached_property
     def _markers(self) -> Markers | None:
         return self._sections.markers(self._req_states.device)
