@@ -1,6 +1,6 @@
 """The requests in the slots of vLLM's Model Runner V2, and what each brings to a step."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Set
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +53,10 @@ class RequestsV2(LogitsProcessor):
         # such a request out of its slot, and its next answer begins anew.
         self._slots: dict[str, int] = {}
         self._replaced: list[torch.Tensor] = []
-        # What preempted requests have lost and are drafted at, by id, and what of it goes to a
-        # slot: scalars on the device, so that the host waits for nothing.
-        self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._restored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # The records of preempted requests, by id, and of those that came back, by slot; on the
+        # device, so that the host waits for nothing.
+        self._kept: dict[str, torch.Tensor] = {}
+        self._restored: dict[int, torch.Tensor] = {}
         add_request = req_states.add_request
 
         def add_and_note(
@@ -68,7 +68,7 @@ class RequestsV2(LogitsProcessor):
             begun = self._sections.begin(last)
             state = self._sections.advance(begun, all_token_ids[prompt_len:])
             if req_id in self._slots:
-                self._replaced.append(self._records.lost[self._slots[req_id]].clone()[None])
+                self._replaced.append(self._records.lost[self._slots[req_id]].clone())
             slot = self._slots[req_id] = req_states.req_id_to_index[req_id]
             self._brought[slot] = state, begun, len(all_token_ids), prompt_len
             kept = self._kept.pop(req_id, None)
@@ -113,12 +113,15 @@ class RequestsV2(LogitsProcessor):
         rows = [[slot, *record] for slot, record in self._staged.items()]
         staged = async_tensor_h2d(rows, self._req_states.device, torch.int64)
         self._records.table.index_copy_(0, staged[:, 0], staged[:, 1:])
-        for slot, (lost, share) in self._restored.items():
-            self._records.lost[slot], self._records.draft_share[slot] = lost, share
+        if self._restored:
+            slots = async_tensor_h2d([*self._restored], self._req_states.device, torch.int64)
+            kept = torch.stack([*self._restored.values()])
+            for column in (Column.LOST, Column.DRAFT_SHARE):
+                self._records.table[slots, column] = kept[:, column]
         self._staged.clear()
         self._restored.clear()
 
-    def keep(self, preempted: Iterable[str], finished: Iterable[str]) -> torch.Tensor:
+    def keep(self, preempted: Collection[str], finished: Collection[str]) -> torch.Tensor:
         """Notes what requests have lost that leave their slots and will come back.
 
         Args:
@@ -129,23 +132,18 @@ class RequestsV2(LogitsProcessor):
             What these have lost, and those that got a further input; int64 `[n]`, in units of
             2**-LOSS_BITS nats.
         """
-        for request_id in preempted:
-            slot = self._slots.pop(request_id, None)
-            if slot is not None:
-                lost, share = self._records.lost[slot], self._records.draft_share[slot]
-                self._kept[request_id] = lost.clone(), share.clone()
         ended, self._replaced = self._replaced, []
-        slots = []
-        for request_id in finished:
-            slot = self._slots.pop(request_id, None)
-            if slot is not None:
-                slots.append(slot)
-                self._kept.pop(request_id, None)
-            elif request_id in self._kept:
-                ended.append(self._kept.pop(request_id)[0][None])
-        if slots:
-            where = torch.tensor(slots).to(self._req_states.device, non_blocking=True)
-            ended.append(self._records.lost[where])
+        preempted = [name for name in preempted if name in self._slots]
+        leaving = [*preempted, *(set(finished) & self._slots.keys() - set(preempted))]
+        if leaving:
+            slots = [self._slots.pop(name) for name in leaving]
+            records = self._records.table[
+                async_tensor_h2d(slots, self._req_states.device, torch.int64)
+            ]
+            self._kept.update(zip(preempted, records, strict=False))
+            ended.append(records[len(preempted) :, Column.LOST])
+        # A preempted request can end before it comes back.
+        ended += [self._kept.pop(name)[Column.LOST] for name in finished if name in self._kept]
         return torch.hstack(ended) if ended else torch.empty(0, dtype=torch.int64)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
