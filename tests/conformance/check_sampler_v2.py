@@ -288,6 +288,22 @@ def test_drafts_are_drawn_at_a_share_of_what_their_slots_request_has_now():
         assert seen[-1][slot] == drawn_at()[slot] == temperature / 2
 
 
+@pytest.mark.parametrize("owner", ["speculator", "RequestState"])
+def test_what_vllm_no_longer_says_is_missed_aloud(owner):
+    step = Step([Request(params(), [0])], torch.zeros(2, 9))
+    sampler = step.sampler(MarsConfig(price=0.1))
+    if owner == "speculator":
+        runner = SimpleNamespace(speculator=object(), sampler=sampler.sampler)
+        with pytest.raises(RuntimeError, match="object has no draft_logits, by which"):
+            scale_v2(runner, MarsConfig(price=0.1), sampler.requests)
+        return
+    # A dummy run is of a slot that holds no request.
+    sampler.sampler.add_request(0, params())
+    slot = int(step.states[0])
+    with pytest.raises(RuntimeError, match=f"Request '{slot}' is in slot {slot}, but RequestState"):
+        sampler.sampler.add_request(slot, params())
+
+
 @pytest.mark.parametrize("spans", [(), ((90, 91),)])
 def test_nothing_is_left_of_what_sleep_throws_away(monkeypatch, spans):
     constraint = StructuredOutputsParams(regex="a")

@@ -33,9 +33,14 @@ def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], tor
         draft_shares: gives those of the batch's first requests; float32.
 
     Raises:
-        RuntimeError: the option is given, but this drafter draws nothing.
+        RuntimeError: the option is given, but this drafter draws nothing; or it does not say.
     """
-    draws = getattr(drafter, "_enable_probabilistic_draft_probs", False)
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    # No other class draws.
+    draws = isinstance(drafter, SpecDecodeBaseProposer) and bool(
+        _said_by(drafter, "_enable_probabilistic_draft_probs")
+    )
     if not _is_scaled(draws, drafter, config):
         return
     sample_from_logits = drafter._sample_from_logits
@@ -66,10 +71,10 @@ def scale_v2(
         their logits by as well; None for the request's own temperature.
 
     Raises:
-        RuntimeError: the option is given, but this speculator draws nothing.
+        RuntimeError: the option is given, but this speculator draws nothing; or it does not say.
     """
     speculator, states = runner.speculator, runner.sampler.sampling_states
-    draws = getattr(speculator, "draft_logits", None) is not None
+    draws = _said_by(speculator, "draft_logits") is not None
     if not _is_scaled(draws, speculator, config):
         return None
 
@@ -96,6 +101,17 @@ def scale_v2(
 
     speculator.propose = propose_at_share
     return drawn_at
+
+
+def _said_by(drafter: Any, name: str) -> Any:
+    """An attribute by which vLLM's drafters say whether they draw."""
+    try:
+        return getattr(drafter, name)
+    except AttributeError:
+        raise RuntimeError(
+            f"{type(drafter).__name__} has no {name}, by which vllm-mars knows whether it draws "
+            "drafts; install a vLLM that it knows, or drop rejection_sample_method 'mars'."
+        ) from None
 
 
 def _is_scaled(draws: bool, drafter: Any, config: MarsConfig) -> bool:

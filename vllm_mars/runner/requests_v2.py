@@ -95,9 +95,24 @@ class RequestsV2(LogitsProcessor):
         return self._sections.markers(self._req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
-        """Notes the options of a slot's new request; no logit changes, so False."""
+        """Notes the options of a slot's new request; no logit changes, so False.
+
+        Raises:
+            RuntimeError: the request came another way than by the runner's `RequestState`.
+        """
         options = options_of(sampling_params, self._config)
-        state, begun, length, prompt_len = self._brought.pop(req_idx, (0, 0, 0, 0))
+        brought = self._brought.pop(req_idx, None)
+        if brought is None:
+            if req_idx in self._req_states.index_to_req_id:
+                raise RuntimeError(
+                    f"Request {self._req_states.index_to_req_id[req_idx]!r} is in slot {req_idx}, "
+                    "but RequestState.add_request was not told its tokens, by which vllm-mars "
+                    "knows where it must be strict; install a vLLM that it knows, or drop "
+                    "rejection_sample_method 'mars'."
+                )
+            # vLLM's dummy run, of a slot that holds no request.
+            brought = 0, 0, 0, 0
+        state, begun, length, prompt_len = brought
         room = self._req_states.max_model_len - prompt_len
         record = record_of(sampling_params, self._config, room, length - prompt_len)
         self._wants_return[req_idx] = options.wants_return
