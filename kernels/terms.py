@@ -36,6 +36,8 @@ NO_LIMIT = 1 << 61
 # Added to the state of a request (see `vllm_mars.runner.context`) for each token that its opening,
 # which is strict, still has.
 OPENING = 1 << 9
+# What a token marks: see `Markers`.
+OPENS, THINKING_END, CLOSES = 31, 32, 6
 # Tokens that end a request which a record holds, a power of 2; with more, a request is strict. A
 # list of protected tokens is read so many at a time.
 MOST_ENDS = 32
@@ -307,15 +309,13 @@ class Markers(NamedTuple):
     """What `vllm_mars.runner.context` walks by, on a device.
 
     Attributes:
-        opens: int32 `[largest marker + 1]`, the number of the span that a token opens, or 0.
-        closes: int32 of that shape, the spans that it closes, as a bit mask.
-        thinking_end: the token that ends the thinking section; -1 for none.
+        table: int64 `[largest marker + 1]`, what a token marks: among OPENS the number of the span
+            that it opens, THINKING_END of what ends the thinking section, and from bit CLOSES the
+            spans that it closes, the first of them there.
         opening: strict tokens at the begin of an answer, and behind its thinking section.
     """
 
-    opens: torch.Tensor
-    closes: torch.Tensor
-    thinking_end: int
+    table: torch.Tensor
     opening: int
 
 

@@ -49,8 +49,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: device of the logits.
         verification: of the engine, by the Triton kernels.
         requests: the requests in the runner's slots.
-        drawn_at: float32 `[max_num_reqs]`, the temperature that drafts were drawn at last, or None
-            where it is the request's own.
+        drawn_at: gives the temperature that drafts were drawn at last, float32 `[max_num_reqs]`;
+            None where it is the request's own.
         send_returned: called behind each verification, with what requests want to know enqueued.
     """
 
@@ -61,7 +61,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: torch.device,
         verification: Verification,
         requests: RequestsV2,
-        drawn_at: torch.Tensor | None = None,
+        drawn_at: Callable[[], torch.Tensor] | None = None,
         send_returned: Callable[[], object] = bool,
     ) -> None:
         super().__init__(sampler, spec_config, device)
@@ -164,7 +164,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             sampling = Sampling(temperature, states.seeds.gpu)
             if draft_logits is not None:
                 # The target's logits have been divided by theirs; this is for the draft's.
-                drawn_at = temperature if self.drawn_at is None else self.drawn_at
+                drawn_at = temperature if self.drawn_at is None else self.drawn_at()
                 sampling = sampling._replace(draft_logits=draft_logits, drawn_at=drawn_at)
             draws = Draws(
                 sampling,
