@@ -65,8 +65,8 @@ _DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
 _INF = tl.constexpr(float("inf"))
 # So small a p adds nothing to a sum, where -inf would make a NaN of it.
 _LEAST_LOG2 = tl.constexpr(-1e4)
-# About as many as a GPU has multiprocessors.
-_FEW_ROWS = 128
+# Of `clip_kernel`: three programs of 80 registers fit a multiprocessor.
+WARPS = 8
 # Logits that a program of `mass_kernel` reads.
 _MASS_BLOCK = 8192
 _UNALIGNED = [
@@ -330,14 +330,9 @@ def mass_kernel(
     tl.store(masses_ptr + own_row * tl.num_programs(1) + block, mass)
 
 
-def clip_settings(vocab: int, num_rows: int) -> tuple[int, int]:
-    """Settings of `clip_kernel`: (block size, warps), 8 logits of a row to a thread.
-
-    Few rows leave most of the chip idle, so each has many threads in flight. Of more rows than the
-    chip has multiprocessors, three programs of 8 warps of 80 registers fit one.
-    """
-    warps = 16 if num_rows <= _FEW_ROWS else 8
-    block = min(256 * warps, max(256, triton.next_power_of_2(vocab)))
+def clip_settings(vocab: int) -> tuple[int, int]:
+    """Settings of `clip_kernel`: (block size, warps), 8 logits of a row to a thread."""
+    block = min(256 * WARPS, max(256, triton.next_power_of_2(vocab)))
     return block, max(4, block // 256)
 
 
@@ -360,7 +355,7 @@ def clip_rows(
     draft_logits = draws.sampling.draft_logits
     num_rows, vocab = draws.pos.shape[0], shared["vocab"]
     clipped = torch.empty((num_rows, CLIPPED.value), device=logits.device)
-    block, warps = clip_settings(vocab, num_rows)
+    block, warps = clip_settings(vocab)
     of_rows = {
         "row_slots_ptr": draws.row_slots,
         "row_places_ptr": draws.row_places,
