@@ -132,8 +132,8 @@ def told(answer: Any) -> dict[str, float]:
     grams = [tuple(tokens[at : at + 4]) for at in range(len(tokens) - 3)]
     accepted = sum(number * steps for number, steps in enumerate(metrics.histogram))
     # vLLM's own engines have none.
-    report = metrics.mars or {"loss_nats": []}
-    ratios = report.get("log_ratios", report.get("loss_nats"))
+    report: dict[str, Any] = getattr(metrics, "mars", None) or {}
+    ratios: list[float] = report.get("log_ratios") or report.get("loss_nats") or []
     return {
         "tokens": len(tokens),
         # After the prompt's, which gives the first token. vLLM counts no step without a draft, as
