@@ -16,7 +16,7 @@ from vllm_mars.kernels import accept_kernel, clip_kernel, draw_kernel
 
 # What drafts are drawn at.
 SHARE = 0.5
-DAILY = "price", "bound alone", "guard", "ends", "later end", "protected", "all"
+DAILY = "price", "struck out", "bound alone", "guard", "ends", "later end", "protected", "all"
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in FEATURES if name not in DAILY]
 
 
@@ -56,5 +56,7 @@ def test_v2(monkeypatch, is_drawn, name):
     lost = sampler.requests._records.lost
     lost[step.states] = case.lost
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
-    output = sampler(step.logits.clone(), step.batch(), step.draft_logits, None)
+    # By row of the input tokens.
+    struck = torch.nn.functional.pad(batch.is_struck, (1, 0)).flatten()
+    output = sampler(step.logits.clone(), step.batch(), step.draft_logits, struck)
     batch.check(sampler.verification, emitted(output), lost[step.states] - case.lost)

@@ -220,12 +220,18 @@ def test_chunks_change_nothing(monkeypatch, setting, config):
 @pytest.mark.parametrize("temperatures", [GREEDY, MIXED])
 @pytest.mark.parametrize("with_draft_logits", [False, True])
 def test_invalid_drafts(temperatures, with_draft_logits):
-    """What grammar forbids: as vLLM at theta 1, and accepted at no theta."""
+    """What grammar forbids: as vLLM at theta 1, and accepted at no theta.
+
+    But of probabilistic drafts vLLM takes what a grammar has struck out for the draft's end, though
+    it was drawn, and what it emits is not the target's then (`enumerated.py`: "struck out").
+    """
     for seed in range(3):
         step = random_step(seed, each(temperatures), LENGTHS, with_draft_logits=with_draft_logits)
         invalid = torch.rand(len(step.logits), generator=torch.Generator().manual_seed(seed)) < 0.4
         own = step.run(None, invalid_drafts=invalid)
-        assert_equal(own, step.run(MarsConfig(theta=1.0), invalid_drafts=invalid))
+        mars = step.run(MarsConfig(theta=1.0), invalid_drafts=invalid)
+        if not with_draft_logits or not any(temperatures):
+            assert_equal(own, mars)
         relaxed = step.run(MarsConfig(theta=0.01), invalid_drafts=invalid)
         row = 0
         for request, tokens in zip(step.requests, emitted(relaxed), strict=True):

@@ -47,6 +47,7 @@ class Case:
         answer, room: output tokens so far, and how many may still come.
         ends: its end of sequence, then its stop tokens.
         low, masked: tokens far below the first choice, and those that the target cannot emit.
+        strikes: whether a grammar takes the latter out of a draft.
     """
 
     is_drawn: bool
@@ -63,6 +64,7 @@ class Case:
     protected: Tokens = ()
     low: Tokens = ()
     masked: Tokens = ()
+    strikes: bool = False
     room: int = 40
     lost: int = 0
 
@@ -113,6 +115,7 @@ _ALL = {"price": None, "max_loss": 0.1, "answer": (1, 2, 3, 4, 1, 2), "opening":
 FEATURES: dict[str, dict[str, Any]] = {
     "price": {"masked": (3,)},
     "no price": {"price": 0.0},
+    "struck out": {"price": 0.0, "masked": (3, 1), "strikes": True},
     "large price": {"price": 2.0},
     "theta": {"price": None, "theta": 0.7, "max_loss": None},
     "bound": {"price": 3.0, "max_loss": 0.01, "lost": 62_500},
@@ -329,6 +332,8 @@ class Batch:
             paths = paths[case.seed % case.every :: case.every]
         self.case, self.probes = case, [probe for path in paths for probe in probes(case, path)]
         self.paths = [list(probe.path) for probe in self.probes]
+        struck = case.masked if case.strikes else ()
+        self.is_struck = torch.tensor([[x in struck for x in path] for path in self.paths])
         rows = [case.rows(probe.path) for probe in self.probes]
         self.logits = torch.tensor(np.array([[row.logits for row in own] for own in rows]))
         self.q = torch.tensor(np.array([[row.q for row in own[:-1]] for own in rows])).float()
@@ -353,8 +358,11 @@ class Batch:
         visited, accepted = np.array([(len(p.losses), p.accepted) for p in self.probes]).T
         counts, layout = verification.counters.device_counts, verification.counters.layout
         assert counts[layout.lost] == units.sum()
+        # Nothing is verified of a token that was struck out.
+        is_there = ~self.is_struck.numpy()
         for of, where in ((visited, layout.verified), (accepted, layout.accepted)):
-            assert counts[where].tolist()[: case.steps] == [sum(of > i) for i in range(case.steps)]
+            wanted = [((of > i) & is_there[:, i]).sum() for i in range(case.steps)]
+            assert counts[where].tolist()[: case.steps] == wanted
         if not any(visited):
             return
         # Of each position that is reached, by the tokens before it, and the draft if that is fixed.

@@ -45,7 +45,8 @@ def test_v1(monkeypatch, is_drawn, seed, name):
     lost[slots] = case.lost
     monkeypatch.setattr(requests, "returns", lambda _: {0: "asks"})
     metadata = steps_v1.metadata_of(batch.paths)
-    metadata.draft_token_ids = torch.tensor(batch.paths).flatten().int()
+    ids = torch.tensor(batch.paths).masked_fill(batch.is_struck, -1)
+    metadata.draft_token_ids = ids.flatten().int()
     output = sampler(
         metadata,
         batch.q.flatten(0, 1) if case.is_drawn else None,
