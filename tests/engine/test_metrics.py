@@ -38,10 +38,20 @@ def test_all_series_are_there_before_anything_is_counted():
     metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, BOUND)
     samples = exported()
     assert samples.pop((metrics.ALLOWED, "0")) == 0.02
-    # By the names of the labels: engine, lossy, rule, value, version.
-    assert samples.pop((metrics.INFO, "0", "true", "mars_max_loss", "0.02", __version__)) == 1
+    # By the names of the labels: engine, limit, lossy, rule, value, version.
+    assert (
+        samples.pop((metrics.INFO, "0", "0.02", "true", "mars_max_loss", "0.02", __version__)) == 1
+    )
     assert len(samples) == 2 * 3 + len(REASONS) + 4 + len(BUCKETS) + 3
     assert not any(samples.values())
+
+
+def test_a_server_that_is_lossy_for_who_asks():
+    metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, MarsConfig(max_loss=0, limit=0.02))
+    samples = exported()
+    assert samples[metrics.INFO, "0", "0.02", "false", "mars_max_loss", "0", __version__] == 1
+    # What an answer there may lose.
+    assert samples[metrics.ALLOWED, "0"] == 0.02
 
 
 OBSERVE = """

@@ -44,11 +44,12 @@ _HELP = {
     "expected before any draw: where requests sample E[-log p] of what was served, less the "
     "target's entropy, at the positions where that is above 0; what is lost where they are greedy.",
     DRIFT_DOWN: "By how much more probable, at the positions where it is below 0.",
-    ALLOWED: "mars_max_loss of this server: what an answer may lose per token, in nats.",
+    ALLOWED: "What an answer may lose per token, in nats: mars_max_loss of this server, or the "
+    "larger one that requests may ask for.",
     OVERRIDE: "What VLLM_MARS_OVERRIDES holds new requests to, by option; NaN where it names none.",
     REQUEST_LOST: "What requests had lost when they ended, in nats.",
     INFO: "1, with the version of vllm-mars, the option that names this server's rule, its value, "
-    "and whether that is lossy.",
+    "whether that is lossy, and the loosest value that a request may ask for.",
 }
 # Verified positions without any gain after which the log warns. Were one in 200 gained, fewer than
 # one server in 100 would come this far without.
@@ -108,18 +109,19 @@ class MarsProm:
             buckets=list(BUCKETS),
         )
         self._request_lost = {e: histogram.labels(*whose) for e, whose in engines.items()}
-        info = _gauge(gauge_class, INFO, "version", "rule", "value", "lossy")
+        info = _gauge(gauge_class, INFO, "version", "rule", "value", "lossy", "limit")
         option: str = OPTION[config.rule]
         value: float | None = config.value
+        limit = config.limit_value
         if config.sets_price:
-            option, value = "mars_max_loss", config.max_loss
-        lossy = str(config.lossy).lower()
+            option, value, limit = "mars_max_loss", config.max_loss, config.most_max_loss
+        told = __version__, option, f"{value:g}", str(config.lossy).lower(), f"{limit:g}"
         for whose in engines.values():
-            info.labels(*whose, __version__, option, f"{value:g}", lossy).set(1)
-        if config.max_loss is not None:
+            info.labels(*whose, *told).set(1)
+        if config.most_max_loss < math.inf:
             allowed = _gauge(gauge_class, ALLOWED)
             for whose in engines.values():
-                allowed.labels(*whose).set(config.max_loss)
+                allowed.labels(*whose).set(config.most_max_loss)
 
     def observe(self, counts: list[int], engine: int = 0) -> None:
         """Adds an increase of one engine's counts."""
