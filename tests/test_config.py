@@ -138,13 +138,23 @@ def test_lock(monkeypatch, config, method, lossy):
     reason = lossy_reason(config, method)
     monkeypatch.delenv("VLLM_MARS_LOCK", raising=False)
     check_lock(reason)
-    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    monkeypatch.setenv("VLLM_MARS_LOCK", "tested")
+    check_lock(reason)
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict,tested")
     if lossy:
-        message = r"VLLM_MARS_LOCK=strict forbids lossy verification, .*\(or mars_price to "
+        message = "VLLM_MARS_LOCK=strict forbids lossy verification, .*; set mars_max_loss to 0, "
         with pytest.raises(RuntimeError, match=message):
             check_lock(reason)
     else:
         check_lock(reason)
+
+
+@pytest.mark.parametrize("lock", ["yes", "strict,yes", "strict, tested"])
+def test_a_lock_that_is_none_is_refused(monkeypatch, lock):
+    monkeypatch.setenv("VLLM_MARS_LOCK", lock)
+    message = f"VLLM_MARS_LOCK='{lock}' is not 'strict' .* or 'strict,tested'; unset it to lock"
+    with pytest.raises(ValueError, match=message):
+        check_lock(None)
 
 
 @pytest.mark.parametrize(

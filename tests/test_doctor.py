@@ -189,6 +189,7 @@ def test_this_environment(capsys):
         ("VLLM_PLUGINS", "other,mars", "ok", "vLLM finds the plugin"),
         ("VLLM_MARS_LOCK", "strict", "note", "servers here refuse to be lossy"),
         ("VLLM_MARS_LOCK", "yes", "fault", "VLLM_MARS_LOCK='yes' is not 'strict'"),
+        ("VLLM_MARS_LOCK", "tested", "ok", "VLLM_MARS_LOCK does not say strict: servers here may"),
     ],
 )
 def test_variables(monkeypatch, variable, value, state, message):

@@ -157,7 +157,7 @@ def _lock() -> Finding:
         return _fault(str(error))
     if lock_is_on():
         return Finding("note", "VLLM_MARS_LOCK=strict: servers here refuse to be lossy.")
-    return Finding("ok", "VLLM_MARS_LOCK is not set: servers here may be lossy")
+    return Finding("ok", "VLLM_MARS_LOCK does not say strict: servers here may be lossy")
 
 
 def findings_at(url: str) -> Iterator[Finding]:

@@ -83,13 +83,18 @@ def warnings(monkeypatch):
     """The warnings of `compat`, each with its arguments filled in."""
     import vllm.logger
 
-    given = []
+    given, init_logger = [], vllm.logger.init_logger
 
     class Logger:
         def warning_once(self, text, *arguments):
             given.append(text % arguments)
 
-    monkeypatch.setattr(vllm.logger, "init_logger", lambda name: Logger())
+    # Modules of vLLM that are imported meanwhile keep the logger that they get.
+    monkeypatch.setattr(
+        vllm.logger,
+        "init_logger",
+        lambda name: Logger() if name.endswith("engine.compat") else init_logger(name),
+    )
     return given
 
 
@@ -106,6 +111,18 @@ def test_a_newer_version_with_the_same_interfaces_is_warned_of(monkeypatch, warn
         f"vLLM {version} is newer than the releases that vllm-mars knows (0.32 and 0.33); its "
         "interfaces are checked at start, its behaviour is untested."
     ]
+
+
+def test_a_newer_version_may_be_locked_out(monkeypatch, warnings):
+    monkeypatch.setenv("VLLM_MARS_LOCK", "tested")
+    compat.check_version("0.33.1")
+    with pytest.raises(
+        RuntimeError,
+        match=r"vLLM 0.34.0 is newer than the releases that vllm-mars is tested with \(0.32 and "
+        r"0.33\), which VLLM_MARS_LOCK=tested forbids; install one of them, or take 'tested' out",
+    ):
+        compat.check_version("0.34.0")
+    assert not warnings
 
 
 def test_logprobs_of_what_is_served_need_them():

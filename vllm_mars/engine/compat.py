@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vllm_mars.lock import LOCK_VARIABLE, lock_is_on
 from vllm_mars.plugin import HOOKS
 
 # The oldest and the newest; the tests run on both.
@@ -65,13 +66,14 @@ _OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def check_version(version: str) -> None:
-    """Refuses a vLLM that is too old and warns of one that is newer than any tested.
+    """Refuses a vLLM that is too old, and warns of one newer than any tested, or locked out.
 
     Args:
         version: vLLM's version string, such as "0.32.0" or "0.33.1.dev3+cpu".
 
     Raises:
-        RuntimeError: the version is below the oldest supported one, or cannot be read.
+        RuntimeError: the version is below the oldest supported one, or cannot be read; or it is
+            newer than the newest, and the environment forbids that.
     """
     oldest, newest = (_numbers(release) for release in RELEASES)
     if _numbers(version) < oldest:
@@ -80,6 +82,12 @@ def check_version(version: str) -> None:
             "install one of them or drop rejection_sample_method 'mars'."
         )
     if _numbers(version) > newest:
+        if lock_is_on("tested"):
+            raise RuntimeError(
+                f"vLLM {version} is newer than the releases that vllm-mars is tested with "
+                f"({_KNOWN}), which {LOCK_VARIABLE}=tested forbids; install one of them, or take "
+                f"'tested' out of {LOCK_VARIABLE}."
+            )
         from vllm.logger import init_logger
 
         init_logger("vllm.vllm_mars.engine.compat").warning_once(
