@@ -117,7 +117,8 @@ def _interfaces(version: str) -> Iterator[Finding]:
     from vllm.platforms import current_platform
 
     fits = True
-    for part in ("front end", "engine core", "V1" if current_platform.is_cpu() else "V2"):
+    runner = "V1" if current_platform.is_cpu() else "V2"
+    for part in ("front end", "API server", "engine core", runner):
         try:
             check_interfaces(part)
         except RuntimeError as error:

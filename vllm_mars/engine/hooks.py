@@ -174,19 +174,31 @@ def patch_output_processor(module: ModuleType) -> None:
 
 def _tell(module: ModuleType, method: str) -> None:
     """Adds the reports that requests ask for to what a method answers."""
+    from vllm_mars.engine.compat import NEEDED
+
+    names = NEEDED["API server"][f"{module.__name__}:{method}"].split(", ")
 
     @wrapt.patch_function_wrapper(module, method)
     def answer_and_tell(*call: Any) -> Any:
         from vllm_mars.engine.returned import tell
 
-        return tell(*call)
+        return tell(names, *call)
 
 
 # Why: vLLM's response has one place for metrics, and leaves it out where there are several choices.
 # Until: a choice has metrics of its own.
 @_once
 def patch_chat(module: ModuleType) -> None:
-    """Adds the reports to chat completions."""
+    """Adds the reports to chat completions, and has a server check all that it answers with."""
+
+    @wrapt.patch_function_wrapper(module, "OpenAIServingChat.__init__")
+    def init_and_check(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+        if config_of(instance.engine_client.vllm_config) is not None:
+            from vllm_mars.engine.compat import check_interfaces
+
+            check_interfaces("API server")
+
     _tell(module, "OpenAIServingChat.chat_completion_full_generator")
     _tell(module, "OpenAIServingChat.chat_completion_stream_generator")
 
