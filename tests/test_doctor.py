@@ -13,9 +13,10 @@ from vllm_mars.cli import main
 from vllm_mars.doctor import findings_at, findings_here
 
 # How the counters of a server rise with each answer.
-GAINS = {"verified": 20, "gained": 2.5, "lost": 0.24, "refused": {"protected": 1}}
+GAINS = {"verified": 30, "relaxable": 20, "gained": 2.5, "lost": 0.24, "refused": {"protected": 1}}
 COUNTERS = {
     "verified": 'vllm:mars_verified_positions_total{position="0"}',
+    "relaxable": "vllm:mars_relaxable_positions_total",
     "gained": "vllm:mars_gained_acceptance_total",
     "lost": "vllm:mars_lost_nats_total",
 }
@@ -100,6 +101,7 @@ def test_counts_that_come_later_are_waited_for(monkeypatch):
     def late(url, timeout):
         seen.append(url)
         with monkeypatch.context() as patch:
+            # The scheduler counts what is relaxable by itself.
             for name in ("verified", "gained"):
                 patch.setitem(GAINS, name, 0 if len(seen) < 4 else 2)
             return read(url, timeout)
@@ -123,11 +125,11 @@ def test_a_server_that_is_strict(capsys):
     [
         ({}, "no draft was verified: the draft method proposes nothing"),
         (
-            {"verified": 2},
+            {"verified": 9, "relaxable": 2},
             "within 192 tokens nothing was gained at 8 verified positions; refusals: none: the",
         ),
         (
-            {"verified": 2, "refused": {"protected": 1, "loss": 0}},
+            {"verified": 9, "relaxable": 2, "refused": {"protected": 1, "loss": 0}},
             "nothing was gained at 8 verified positions; refusals: protected 4.",
         ),
     ],

@@ -23,6 +23,7 @@ from vllm_mars.local.scrape import (
     GENERATED_TOKENS,
     LOST_NATS,
     REFUSED,
+    RELAXABLE,
     VERIFIED,
     openai_client,
     totals,
@@ -311,7 +312,7 @@ def _rule(told: dict[str, Any]) -> Finding:
 
 def _verdict(rise: Mapping[str, float], tokens: int, told: Mapping[str, Any]) -> Finding:
     """Whether the rule gained anything, and if not, how far verification came."""
-    gained, verified = _total(rise, GAINED), _total(rise, VERIFIED)
+    gained, verified = _total(rise, GAINED), _total(rise, RELAXABLE)
     if gained:
         asked = f" of the {told['max_loss']:g} allowed" if "max_loss" in told else ""
         return Finding(

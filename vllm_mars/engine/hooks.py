@@ -155,10 +155,11 @@ def patch_scheduler(module: ModuleType) -> None:
 @_once
 def patch_stats(module: ModuleType) -> None:
     """Gives the classes that cross the processes' border one more field each."""
-    from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
+    from vllm_mars.engine.transport import RELAXABLE_FIELD, REQUEST_FIELD, declare_field
 
     # For decoders, which are made later; without MARS the fields are never set and never sent.
     declare_field(module.SchedulerStats)
+    declare_field(module.SchedulerStats, RELAXABLE_FIELD, int | None)
     declare_field(module.RequestSpecDecodeMetrics, REQUEST_FIELD, dict[str, Any] | None)
 
 

@@ -15,13 +15,14 @@ import prometheus_client
 from vllm_mars import __version__
 from vllm_mars.config import OPTION, MarsConfig
 from vllm_mars.engine.overrides import Overrides, overrides_of
-from vllm_mars.engine.transport import add_counts
+from vllm_mars.engine.transport import RELAXABLE_FIELD, add_counts
 from vllm_mars.kernels.terms import BUCKETS, CounterLayout
 from vllm_mars.runner.counters import REASONS, UNIT
 from vllm_mars.runner.outputs import FIELD
 
 RELAXED = "vllm:mars_relaxed_tokens"
 VERIFIED = "vllm:mars_verified_positions"
+RELAXABLE = "vllm:mars_relaxable_positions"
 REFUSED = "vllm:mars_refused_positions"
 LOST = "vllm:mars_lost_nats"
 GAINED = "vllm:mars_gained_acceptance"
@@ -35,6 +36,8 @@ REQUEST_LOST = "vllm:mars_request_lost_nats"
 _HELP = {
     RELAXED: "Draft tokens that the rule accepted outright, by position.",
     VERIFIED: "Draft positions looked at: up to and including the first rejected one, by position.",
+    RELAXABLE: "Verified positions of requests that are not strict: at which something could be "
+    "gained.",
     REFUSED: "Verified positions at which the rule was not applied, by what forbade it.",
     LOST: "What answers lost, in nats: log-probability below the target's first choices where "
     "requests are greedy, KL(served || target) where they sample.",
@@ -51,7 +54,7 @@ _HELP = {
     INFO: "1, with the version of vllm-mars, the option that names this server's rule, its value, "
     "whether that is lossy, and the loosest value that a request may ask for.",
 }
-# Verified positions without any gain after which the log warns. Were one in 200 gained, fewer than
+# Relaxable positions without any gain after which the log warns. Were one in 200 gained, fewer than
 # one server in 100 would come this far without.
 INERT_AFTER = 1000
 _LABELS = ("model_name", "engine")
@@ -95,6 +98,10 @@ class MarsProm:
             self._counters.append((entries, unit, children))
 
         by_position = {"position": range(layout.num_speculative_tokens)}
+        relaxable = counter_class(
+            name=RELAXABLE, documentation=_HELP[RELAXABLE], labelnames=list(_LABELS)
+        )
+        self._relaxable = {engine: relaxable.labels(*whose) for engine, whose in engines.items()}
         add(RELAXED, layout.relaxed, by_position)
         add(VERIFIED, layout.verified, by_position)
         add(REFUSED, layout.refused, {"reason": REASONS})
@@ -123,8 +130,12 @@ class MarsProm:
             for whose in engines.values():
                 allowed.labels(*whose).set(config.most_max_loss)
 
-    def observe(self, counts: list[int], engine: int = 0) -> None:
-        """Adds an increase of one engine's counts."""
+    def observe(self, counts: list[int] | None, relaxable: int, engine: int = 0) -> None:
+        """Adds an increase of one engine's counts, if there is one, and of relaxable positions."""
+        if relaxable:
+            self._relaxable[engine].inc(relaxable)
+        if counts is None:
+            return
         _check_length(counts, self._layout)
         for entries, unit, children in self._counters:
             for child, count in zip(children[engine], counts[entries], strict=True):
@@ -140,8 +151,8 @@ class MarsProm:
 class MarsLogging:
     """Sums the counts of an interval up for a line in the log.
 
-    Once a server has verified many positions and gained nothing, it warns, once: what was asked for
-    is without effect, and nothing else would tell.
+    Once a server has verified many positions at which something could be gained and gained nothing,
+    it warns, once: what was asked for is without effect, and nothing else would tell.
 
     Args:
         layout: which count is what.
@@ -151,12 +162,14 @@ class MarsLogging:
         self._layout = layout
         self._counts = [0] * layout.size
         self._generated = 0
-        # Since the server's start; None once it has gained anything or warned.
+        # Since the server's start; the first is None once it has gained anything or warned.
         self._inert: list[int] | None = list(self._counts)
+        self._relaxable = 0
 
-    def observe(self, counts: list[int] | None, generated: int) -> None:
-        """Adds an increase of the counts, if there is one, and of the generated tokens."""
+    def observe(self, counts: list[int] | None, relaxable: int, generated: int) -> None:
+        """Adds an increase of the counts, if there is one, relaxable positions, and tokens."""
         self._generated += generated
+        self._relaxable += relaxable
         if counts is not None:
             _check_length(counts, self._layout)
             self._counts = add_counts(self._counts, counts)
@@ -197,16 +210,18 @@ class MarsLogging:
             self._inert = None
             return
         self._inert = add_counts(self._inert, counts)
-        verified = sum(self._inert[self._layout.verified])
-        if verified < INERT_AFTER:
+        # An accelerator's counts come later than the scheduler's.
+        evidence = min(self._relaxable, sum(self._inert[self._layout.verified]))
+        if evidence < INERT_AFTER:
             return
         refused = zip(REASONS, self._inert[self._layout.refused], strict=True)
         self._inert = None
         logger.warning(
-            "%sMARS has gained nothing at %d verified positions since the server's start, so it "
-            "has had no effect. Refusals: %s. `vllm-mars doctor URL` shows what a server does.",
+            "%sMARS has gained nothing at %d verified positions of requests that are not strict "
+            "since the server's start, so it has had no effect. Refusals: %s. `vllm-mars doctor "
+            "URL` shows what a server does.",
             prefix,
-            verified,
+            evidence,
             ", ".join(f"{reason} {count}" for reason, count in refused if count) or "none",
         )
 
@@ -233,11 +248,9 @@ def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
         stat_logger._histogram_cls,
     )
 
-    def observe(counts: list[int] | None, generated: int, engine: int) -> None:
-        if counts is not None:
-            prom.observe(counts, engine)
-
-    _observe_records(stat_logger, observe)
+    _observe_records(
+        stat_logger, lambda counts, relaxable, _, engine: prom.observe(counts, relaxable, engine)
+    )
     if (overrides := overrides_of(config)) is not None:
         _add_override(stat_logger, config, overrides)
 
@@ -283,13 +296,16 @@ def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
         logging.log(_logger(), stat_logger.log_prefix)
 
     stat_logger.log = log_and_add
-    _observe_records(stat_logger, lambda counts, generated, _: logging.observe(counts, generated))
+    _observe_records(stat_logger, lambda *observed: logging.observe(*observed[:3]))
 
 
 def _observe_records(
-    stat_logger: Any, observe: Callable[[list[int] | None, int, int], None]
+    stat_logger: Any, observe: Callable[[list[int] | None, int, int, int], None]
 ) -> None:
-    """Hands on what each record brings: counts or None, generated tokens, and the engine."""
+    """Hands on what each record brings.
+
+    These are counts or None, relaxable positions, generated tokens, and the engine.
+    """
     record = stat_logger.record
     names = "scheduler_stats", "iteration_stats"
 
@@ -297,9 +313,10 @@ def _observe_records(
     def record_and_observe(*args: Any, **kwargs: Any) -> None:
         record(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
-        counts = getattr(given.get("scheduler_stats"), FIELD, None)
+        stats = given.get("scheduler_stats")
+        counts, relaxable = getattr(stats, FIELD, None), getattr(stats, RELAXABLE_FIELD, None) or 0
         generated = getattr(given.get("iteration_stats"), "num_generation_tokens", 0)
-        observe(counts, generated, given.get("engine_idx", 0))
+        observe(counts, relaxable, generated, given.get("engine_idx", 0))
 
     stat_logger.record = record_and_observe
 
