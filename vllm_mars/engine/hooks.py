@@ -71,7 +71,7 @@ def _after(module: ModuleType, method: str, *acts: str, needs: str = "") -> None
 # fields. Until: vLLM lets a plugin add a rejection sample method with options of its own.
 @_once
 def patch_engine_args(module: ModuleType) -> None:
-    """Takes the options out of the engine's arguments, and notes the tool parser for them."""
+    """Takes the options out of the engine's arguments, and has drafts drawn by default."""
 
     @wrapt.patch_function_wrapper(module, "EngineArgs.from_cli_args")
     def from_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -84,11 +84,14 @@ def patch_engine_args(module: ModuleType) -> None:
 
     @wrapt.patch_function_wrapper(module, "EngineArgs.create_speculative_config")
     def create_speculative_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if instance.speculative_config is not None:
-            from vllm_mars.engine.options import take_options
+        if instance.speculative_config is None:
+            return wrapped(*args, **kwargs)
+        from vllm_mars.engine.options import settle_drafts, take_options
 
-            take_options(instance, kwargs.get("target_model_config") or args[0])
-        return wrapped(*args, **kwargs)
+        take_options(instance, kwargs.get("target_model_config") or args[0])
+        speculative_config = wrapped(*args, **kwargs)
+        settle_drafts(instance, speculative_config)
+        return speculative_config
 
 
 # Why: a request's own options are checked where a bad value is that client's error 400; the V1
