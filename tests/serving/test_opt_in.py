@@ -79,6 +79,7 @@ def test_strict_for_all_but_who_asks(packaged_model, tmp_path, capsys):
         assert main(["doctor", of["mars"].base_url]) == 0
         told = " ".join(capsys.readouterr().out.split())
         assert "ok a request may ask for mars_max_loss 0.02, lossy ok gained " in told
+        assert "sample here, and drafts are probabilistic" in told
         log = of["mars"].log_path.read_text()
         assert "mars_max_loss=0 nats per token, mars_limit=0.02, mars_strict_opening=8" in log
         assert "the output is lossless (strict) unless a request chooses otherwise." in log
