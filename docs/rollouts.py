@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=8)
     args = parser.parse_args()
     own = {"rejection_sample_method": "mars", "mars_max_loss": args.max_loss}
-    own |= {"draft_sample_method": "probabilistic", "mars_logprobs": "sampled"}
+    own |= {"mars_logprobs": "sampled"}
     llm = LLM(
         str(ensure_model()),
         speculative_config=speculative_config(str(PACKAGED_HEAD), 3, **own),

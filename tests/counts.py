@@ -37,6 +37,8 @@ COUNTS = counts_of(
     ended=[1, 0, 0, 3],
     ended_lost=[0, 0, 0, 1 << 16],
 )
+# What came with them from the scheduler.
+RELAXABLE = 17
 
 
 def exported(registry=prometheus_client.REGISTRY):
@@ -53,6 +55,7 @@ def exported(registry=prometheus_client.REGISTRY):
 
 def check_exported(samples, engine, times):
     """Whether the samples of an engine are `times` the counts of `COUNTS`."""
+    assert samples[f"{metrics.RELAXABLE}_total", engine] == times * RELAXABLE
     for name, entry in ((metrics.RELAXED, "relaxed"), (metrics.VERIFIED, "verified")):
         for position, count in enumerate(COUNTS[getattr(LAYOUT, entry)]):
             assert samples[f"{name}_total", engine, str(position)] == times * count

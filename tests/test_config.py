@@ -36,6 +36,9 @@ def test_a_bound_alone_sets_the_price():
     assert config.sets_price and config.lossy and config.clients_may_relax
     assert lossy_reason(config, "mars") == "mars_max_loss=0.02"
     assert not MarsConfig(max_loss=0.0).lossy
+    opt_in = MarsConfig(max_loss=0, limit=0.02)
+    assert opt_in.sets_price and opt_in.clients_may_relax and not opt_in.lossy
+    assert lossy_reason(opt_in, "mars") is None
     assert not MarsConfig(price=0.3, max_loss=0.02).sets_price
 
 
@@ -82,7 +85,18 @@ def test_options_travel_as_json():
         ),
         ({"mars_limit": "x"}, "mars_limit='x' is a str, but must be a number"),
         ({"mars_price": 1, "mars_limit": -1}, r"mars_limit=-1 is outside \[0, 8192\]"),
-        ({"mars_client_control": 1}, "mars_client_control=1 is not true or false"),
+        (
+            {"mars_theta": 0.9, "mars_limit": 0.95},
+            r"mars_limit=0.95 is stricter than this server's own mars_theta=0.9, but requests may "
+            r"ask for all that is as strict as their server; leave it out, or have the server "
+            r"itself stricter \(mars_theta\)",
+        ),
+        ({"mars_price": 1, "mars_limit": 0}, "mars_limit=0 is stricter than .* own mars_price=1,"),
+        ({"mars_limit": 0.01}, "mars_limit=0.01 is stricter than .* own mars_max_loss=0.02, "),
+        (
+            {"mars_max_loss": 0, "mars_limit": 1025},
+            r"mars_limit=1025 is outside \[0, 1024\]; it is the largest mars_max_loss that a req",
+        ),
         ({"mars_logprobs": "raw"}, "mars_logprobs='raw' is not one of target, sampled; 'sampled'"),
         ({"mars_tetha": 0.9}, "mars_tetha is not an option .* did you mean mars_theta"),
         ({"mars_thinking_end": 1}, "mars_thinking_end is not an option"),
@@ -124,13 +138,23 @@ def test_lock(monkeypatch, config, method, lossy):
     reason = lossy_reason(config, method)
     monkeypatch.delenv("VLLM_MARS_LOCK", raising=False)
     check_lock(reason)
-    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    monkeypatch.setenv("VLLM_MARS_LOCK", "tested")
+    check_lock(reason)
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict,tested")
     if lossy:
-        message = r"VLLM_MARS_LOCK=strict forbids lossy verification, .*\(or mars_price to "
+        message = "VLLM_MARS_LOCK=strict forbids lossy verification, .*; set mars_max_loss to 0, "
         with pytest.raises(RuntimeError, match=message):
             check_lock(reason)
     else:
         check_lock(reason)
+
+
+@pytest.mark.parametrize("lock", ["yes", "strict,yes", "strict, tested"])
+def test_a_lock_that_is_none_is_refused(monkeypatch, lock):
+    monkeypatch.setenv("VLLM_MARS_LOCK", lock)
+    message = f"VLLM_MARS_LOCK='{lock}' is not 'strict' .* or 'strict,tested'; unset it to lock"
+    with pytest.raises(ValueError, match=message):
+        check_lock(None)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +163,11 @@ def test_lock(monkeypatch, config, method, lossy):
         ({}, True),
         ({"theta": 1.0}, False),
         ({"theta": 1.0, "limit": 0.5}, True),
-        ({"theta": 0.9, "limit": 1}, False),
-        ({"client_control": False}, False),
-        ({"price": 0.5, "limit": 0}, False),
         ({"price": 0}, False),
         ({"price": 0, "limit": 0.5}, True),
+        ({"price": 0, "limit": 0.5, "max_loss": 0}, False),
+        ({"max_loss": 0}, False),
+        ({"max_loss": 0, "limit": 0.02}, True),
     ],
 )
 def test_whether_clients_may_relax(options, expected):

@@ -90,8 +90,8 @@ def test_prometheus_finds_the_server_and_grafana_finds_both():
 
 
 # What a server counts in each minute, of 1,000 tokens in 50 answers; the rest as it is.
-HEALTHY = {"lost_nats": 25, "drift_up_nats": 30, "gained_acceptance": 5, "verified_positions": 50}
-HEALTHY |= {"lossy": "true", "override": 0.01, "up": 1}
+HEALTHY = {"lost_nats": 25, "drift_up_nats": 30, "gained_acceptance": 5, "relaxable_positions": 50}
+HEALTHY |= {"up": 1}
 
 
 def series_of(prefix, labels, what):
@@ -104,11 +104,7 @@ def series_of(prefix, labels, what):
     }
     values[f"{prefix}mars_max_loss_nats_per_token"] = "0.02+0x120"
     found = [{"series": f"{name}{{{labels}}}", "values": of} for name, of in values.items()]
-    for name, more, value in (
-        (f"{prefix}mars_info", f'lossy="{what["lossy"]}"', "1"),
-        (f"{prefix}mars_override", 'option="mars_max_loss"', what["override"]),
-        ("up", 'job="vllm-mars"', what["up"]),
-    ):
+    for name, more, value in (("up", 'job="vllm-mars"', what["up"]),):
         found.append({"series": f"{name}{{{labels}, {more}}}", "values": f"{value}x120"})
     return found
 
@@ -139,9 +135,9 @@ def test_an_alert_names_the_one_server_of_ten(tmp_path, prefix, label):
         ({"lost_nats": 140}, "MarsLossAboveBound"),
         ({"drift_up_nats": 60}, "MarsTextDrifts"),
         (no_gain, "MarsGainsNothing"),
-        (no_gain | {"verified_positions": 10}, None),
-        (no_gain | {"lossy": "false"}, None),
-        (no_gain | {"override": 0}, None),
+        (no_gain | {"relaxable_positions": 10}, None),
+        # All of its requests are strict.
+        (no_gain | {"relaxable_positions": 0}, None),
         ({"up": 0}, "MarsServerDown"),
     ]
     tests = [ten_servers(prefix, label, *case) for case in cases]

@@ -29,6 +29,30 @@ def test_the_site_builds(tmp_path):
     assert (tmp_path / raw).read_bytes() == (ROOT / raw).read_bytes()
 
 
+def scripts():
+    """Each example in Python that is a whole script, by its page."""
+    for page in sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")]):
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+            if block.startswith(("import ", "from ")):
+                yield pytest.param(block, id=page.stem)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", scripts())
+def test_an_example_runs_as_a_file(packaged_model, tmp_path, script):
+    """On a CPU vLLM spawns its processes, each of which imports the file."""
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert name in script
+    (file := tmp_path / "example.py").write_text(script.replace(name, str(packaged_model)))
+    env = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    run = subprocess.run(
+        [sys.executable, file], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1].strip()
+
+
 @pytest.mark.nightly
 @pytest.mark.engine
 def test_the_example_for_trainers_takes_a_step(packaged_model):

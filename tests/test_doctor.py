@@ -13,9 +13,10 @@ from vllm_mars.cli import main
 from vllm_mars.doctor import findings_at, findings_here
 
 # How the counters of a server rise with each answer.
-GAINS = {"verified": 20, "gained": 2.5, "lost": 0.24, "refused": {"protected": 1}}
+GAINS = {"verified": 30, "relaxable": 20, "gained": 2.5, "lost": 0.24, "refused": {"protected": 1}}
 COUNTERS = {
     "verified": 'vllm:mars_verified_positions_total{position="0"}',
+    "relaxable": "vllm:mars_relaxable_positions_total",
     "gained": "vllm:mars_gained_acceptance_total",
     "lost": "vllm:mars_lost_nats_total",
 }
@@ -23,8 +24,10 @@ TOKENS = 48
 
 
 @contextmanager
-def server(rise, told, metrics=None, refuses=None, draft_sample_method="probabilistic"):
+def server(rise, told, metrics=None, refuses=None, draft_sample_method="probabilistic", info=()):
     """A server that counts so much for each answer and tells this of its verification.
+
+    `told` may be a function of what a request asks for.
 
     Yields its address and the bodies of the requests that it was asked.
     """
@@ -32,7 +35,7 @@ def server(rise, told, metrics=None, refuses=None, draft_sample_method="probabil
     drafts = {"draft_sample_method": draft_sample_method, "log_ratios": [0.0]}
 
     def exported():
-        lines = [f"vllm:generation_tokens_total {7 + TOKENS * len(asked)}"]
+        lines = [f"vllm:generation_tokens_total {7 + TOKENS * len(asked)}", *info]
         for name, metric in COUNTERS.items():
             # Not from 0: others have asked before.
             lines.append(f"{metric} {5 + rise.get(name, 0) * len(asked)}")
@@ -66,7 +69,8 @@ def server(rise, told, metrics=None, refuses=None, draft_sample_method="probabil
             }
             if told is not None:
                 sampled = {} if "temperature" in body else drafts
-                answer["metrics"] = {"mars": [told | sampled]}
+                found = told(body["vllm_xargs"]) if callable(told) else told
+                answer["metrics"] = {"mars": [found | sampled]}
             self.answer_json(answer)
 
     with answering(Server) as address:
@@ -100,14 +104,16 @@ def test_counts_that_come_later_are_waited_for(monkeypatch):
     def late(url, timeout):
         seen.append(url)
         with monkeypatch.context() as patch:
+            # The scheduler counts what is relaxable by itself.
             for name in ("verified", "gained"):
                 patch.setitem(GAINS, name, 0 if len(seen) < 4 else 2)
             return read(url, timeout)
 
     monkeypatch.setattr(doctor, "totals", late)
     with server(GAINS, told(theta=0.9)) as (address, asked):
-        *_, last = findings_at(address)
-    assert len(asked) == 2 and last.state == "ok" and "gained 2.0 draft tokens" in last.text
+        *_, verdict, _ = findings_at(address)
+    assert len(asked) == 2 and verdict.state == "ok"
+    assert "gained 2.0 draft tokens" in verdict.text
 
 
 def test_a_server_that_is_strict(capsys):
@@ -118,16 +124,42 @@ def test_a_server_that_is_strict(capsys):
         assert "which is strict by choice" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("is_overridden", [False, True])
+@pytest.mark.parametrize(
+    ("option", "limit", "strict", "asked"),
+    [("mars_max_loss", 0.02, {"price": 0.0}, 0.02), ("mars_theta", 0, {"theta": 1.0}, 0.01)],
+)
+def test_a_server_that_is_strict_unless_a_request_asks(
+    capsys, option, limit, strict, asked, is_overridden
+):
+    info = (
+        f'vllm:mars_info{{limit="{limit}",lossy="false",rule="{option}",value="x",version="1"}} 1'
+    )
+
+    def in_force(own):
+        lossy = {option.removeprefix("mars_"): own.get(option)}
+        return told(**(lossy if option in own and not is_overridden else strict))
+
+    with server(GAINS, in_force, info=[info]) as (address, bodies):
+        assert main(["doctor", address]) == 0
+    lines = " ".join(capsys.readouterr().out.split())
+    assert "which is strict by choice" in lines
+    assert bodies[1]["vllm_xargs"] == {"mars_return": True, option: asked}
+    assert (f"ok a request may ask for {option} {asked}, lossy" in lines) != is_overridden
+    # What others gained meanwhile is not told then.
+    assert ("gained 5.0 draft tokens" in lines) != is_overridden
+
+
 @pytest.mark.parametrize(
     ("rise", "message"),
     [
         ({}, "no draft was verified: the draft method proposes nothing"),
         (
-            {"verified": 2},
+            {"verified": 9, "relaxable": 2},
             "within 192 tokens nothing was gained at 8 verified positions; refusals: none: the",
         ),
         (
-            {"verified": 2, "refused": {"protected": 1, "loss": 0}},
+            {"verified": 9, "relaxable": 2, "refused": {"protected": 1, "loss": 0}},
             "nothing was gained at 8 verified positions; refusals: protected 4.",
         ),
     ],
@@ -136,18 +168,25 @@ def test_a_server_that_gains_nothing(monkeypatch, rise, message):
     every = doctor.load_prompts()
     monkeypatch.setattr(doctor, "load_prompts", lambda: every[:4])
     with server(rise, told(price=0.5)) as (address, asked):
-        *others, last = findings_at(address)
+        *others, verdict, _ = findings_at(address)
     assert len(asked) == 5
     assert [finding.state for finding in others] == ["ok", "ok"]
-    assert last.state == "fault"
-    assert message in last.text
+    assert verdict.state == "fault"
+    assert message in verdict.text
 
 
-def test_drafts_that_could_be_drawn():
-    with server(GAINS, told(price=0.3), draft_sample_method="greedy") as (address, asked):
-        *_, verdict, note = findings_at(address)
+@pytest.mark.parametrize(
+    ("method", "state", "text"),
+    [
+        ("greedy", "note", '"draft_sample_method": "probabilistic"'),
+        ("probabilistic", "ok", "sample here, and drafts are probabilistic"),
+    ],
+)
+def test_how_drafts_are_drawn(method, state, text):
+    with server(GAINS, told(price=0.3), draft_sample_method=method) as (address, asked):
+        *_, verdict, drafts = findings_at(address)
     assert verdict.state == "ok" and "temperature" not in asked[-1]
-    assert note.state == "note" and '"draft_sample_method": "probabilistic"' in note.text
+    assert drafts.state == state and text in drafts.text
 
 
 def test_what_is_no_server_of_mars(capsys):
@@ -189,6 +228,7 @@ def test_this_environment(capsys):
         ("VLLM_PLUGINS", "other,mars", "ok", "vLLM finds the plugin"),
         ("VLLM_MARS_LOCK", "strict", "note", "servers here refuse to be lossy"),
         ("VLLM_MARS_LOCK", "yes", "fault", "VLLM_MARS_LOCK='yes' is not 'strict'"),
+        ("VLLM_MARS_LOCK", "tested", "ok", "VLLM_MARS_LOCK does not say strict: servers here may"),
     ],
 )
 def test_variables(monkeypatch, variable, value, state, message):

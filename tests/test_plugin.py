@@ -1,6 +1,7 @@
 """The plugin in real processes: options, errors before a model is loaded, nothing when unasked."""
 
 import json
+import logging
 import pickle
 import pkgutil
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from vllm_mars import MarsConfig
 from vllm_mars.config import config_of
+from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.plugin import HOOKS
 
@@ -59,6 +61,40 @@ def test_options_reach_the_workers_config(packaged_model):
     assert config.additional_config["mars"].config == expected
     assert config.speculative_config.rejection_sample_method == "standard"
     assert json.dumps(given) == before
+
+
+HEAD = {"method": "eagle3", "model": str(PACKAGED_HEAD), "num_speculative_tokens": 3}
+IS_MARS = {"rejection_sample_method": "mars"}
+PROBABILISTIC = "Drafts are probabilistic where requests sample ("
+COULD_BE = 'Drafts are fixed ("draft_sample_method": "probabilistic", the default, gains more'
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "said"),
+    [
+        (HEAD | IS_MARS, "probabilistic", PROBABILISTIC),
+        (HEAD | IS_MARS | {"mars_price": 0}, "probabilistic", PROBABILISTIC),
+        (HEAD | IS_MARS | {"draft_sample_method": "greedy"}, "greedy", COULD_BE),
+        # With theta the loss of probabilistic drafts is not known.
+        (HEAD | IS_MARS | {"mars_theta": 0.9}, "greedy", "Drafts are fixed."),
+        (HEAD | IS_MARS | {"use_local_argmax_reduction": True}, "greedy", "Drafts are fixed."),
+        (MARS, "greedy", "Drafts are fixed."),
+        (HEAD, "greedy", None),
+        (HEAD | {"draft_sample_method": "probabilistic"}, "probabilistic", None),
+    ],
+)
+def test_how_drafts_are_drawn(packaged_model, given, method, said, caplog, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="vllm")
+    options = {"model": str(packaged_model), "dtype": "float32", "max_model_len": 512}
+    arguments = EngineArgs(**options, speculative_config=dict(given))
+    for _ in range(2):
+        config = arguments.create_engine_config()
+        assert config.speculative_config.draft_sample_method == method
+    told = [it for it in caplog.messages if it.startswith("Drafts are")]
+    assert told[0].startswith(said) if said else not told
 
 
 def test_nothing_is_added_when_not_asked_for(packaged_model):

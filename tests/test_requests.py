@@ -39,6 +39,8 @@ THETA = MarsConfig(theta=0.9, limit=0.8)
 PRICE = MarsConfig(price=0.25, limit=0.5)
 # The price follows what is left of the bound.
 BOUND = MarsConfig(max_loss=0.5)
+# Strict unless a request asks.
+OPT_IN = MarsConfig(max_loss=0, limit=0.5)
 ANOTHER = "names another rule than this server's; choose"
 
 
@@ -68,6 +70,10 @@ def served_with(config):
         (BOUND, {}, math.inf),
         (BOUND, {"mars_max_loss": 0.1}, math.inf),
         (BOUND, {"mars_price": 3}, 3.0),
+        (OPT_IN, {}, 0.0),
+        (OPT_IN, {"mars_max_loss": 0.1}, math.inf),
+        (OPT_IN, {"mars_max_loss": 0.1, "mars_price": 3}, 3.0),
+        (OPT_IN, {"mars_price": 3}, 0.0),
     ],
 )
 def test_values(config, extra_args, expected):
@@ -106,8 +112,16 @@ def test_values(config, extra_args, expected):
         (BOUND, {"mars_max_loss": 0.75}, r"mars_max_loss=0.75 is above this server's bound of 0.5"),
         (THETA, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, 1024\]; leave it out"),
         (THETA, {"mars_strict_opening": 1}, "mars_strict_opening is not an option of a request"),
-        (MarsConfig(client_control=False), {"mars_max_loss": 0}, "mars_max_loss: this server does"),
-        (MarsConfig(client_control=False), {"mars_theta": 1}, "does not let requests choose"),
+        (
+            OPT_IN,
+            {"mars_max_loss": 0.75},
+            "above this server's limit of 0.5; choose a value in ",
+        ),
+        (
+            MarsConfig(max_loss=0),
+            {"mars_max_loss": 0.1},
+            "above this server's bound of 0.0; ",
+        ),
     ],
 )
 def test_refused(config, extra_args, message):
@@ -133,13 +147,24 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
     assert options_of(params(mars_max_loss=0.5), BOUND).max_loss == 0.5
 
 
+def test_a_request_that_asks_gets_what_a_server_with_its_bound_gives():
+    own, server = params(mars_max_loss=0.02), MarsConfig(max_loss=0.02)
+    assert options_of(own, OPT_IN) == options_of(params(), server)
+    assert record_of(own, OPT_IN, 99) == record_of(params(), server, 99)
+    assert in_force(options_of(own, OPT_IN), OPT_IN) == {"max_loss": 0.02}
+    strict = options_of(params(), OPT_IN)
+    assert strict == options_of(params(mars_max_loss=0), server)
+    assert in_force(strict, OPT_IN) == {"price": 0.0}
+
+
 @pytest.mark.parametrize("config", [THETA, PRICE, BOUND])
 def test_a_bound_of_0_is_strict(config):
     """Of a request as of a server."""
     assert config.lossy
     strict = RequestOptions(STRICT_VALUE[config.rule], max_loss=0)
     assert options_of(params(mars_max_loss=0), config) == strict
-    server = dataclasses.replace(config, max_loss=0)
+    limit = None if config.sets_price else config.limit
+    server = dataclasses.replace(config, max_loss=0, limit=limit)
     assert not server.lossy and not server.clients_may_relax
     assert options_of(params(), server) == strict
     record = record_of(params(), server, 99)
@@ -229,15 +254,18 @@ def test_the_lock_holds_for_requests(monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     strict = MarsConfig(theta=1.0)
     assert options_of(params(mars_theta=1), strict).value == 1
-    loose = MarsConfig(theta=1.0, limit=0.5), MarsConfig(price=0.0, limit=2.0)
-    for config, chosen in zip(loose, ({"mars_theta": 0.9}, {"mars_price": 1}), strict=True):
+    loose = MarsConfig(theta=1.0, limit=0.5), MarsConfig(price=0.0, limit=2.0), OPT_IN
+    choices = {"mars_theta": 0.9}, {"mars_price": 1}, {"mars_max_loss": 0.1}
+    for config, chosen in zip(loose, choices, strict=True):
         ((key, value),) = chosen.items()
         message = f"{key}={value} is lossy, but this server is locked"
         with pytest.raises(VLLMValidationError, match=message):
             check_request(params(**chosen), served_with(config))
         # In an engine whose front end is not locked.
-        assert options_of(params(**chosen), config).value == config.value
+        assert options_of(params(**chosen), config).value == STRICT_VALUE[config.rule]
     check_request(params(mars_theta=1), served_with(strict))
+    for own in ({}, {"mars_max_loss": 0}):
+        check_request(params(**own), served_with(OPT_IN))
 
 
 def test_structured_output():
@@ -265,7 +293,7 @@ def test_options_are_parsed_once_until_they_change():
     assert options_of(request, THETA).value == 0.95
     request.structured_outputs = StructuredOutputsParams(regex="a+")
     assert options_of(request, THETA).strict == "structured_outputs"
-    assert options_of(request, MarsConfig(theta=0.9, limit=0.97)).value == 1
+    assert options_of(request, MarsConfig(theta=0.97)).value == 1
 
 
 def test_what_is_in_force():
@@ -277,10 +305,8 @@ def test_what_is_in_force():
 
 
 def test_return_is_asked_for():
-    # Where clients may not choose their verification they may still ask what it did.
-    closed = MarsConfig(client_control=False)
     for value in (True, 1, False, 0):
-        assert options_of(params(mars_return=value), closed).wants_return == bool(value)
+        assert options_of(params(mars_return=value), BOUND).wants_return == bool(value)
 
 
 @pytest.mark.parametrize("config", [THETA, PRICE, BOUND])

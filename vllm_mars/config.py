@@ -65,15 +65,17 @@ class MarsConfig:
 
     Attributes:
         theta: the paper's rule: a runner-up is accepted where z2 > theta * z1. In (0, 1]; 1 is
-            strict, near 0 every runner-up with a positive logit is accepted.
+            strict, near 0 every runner-up with a positive logit is accepted. Where a request
+            samples it accepts them outright, whatever else the target gives weight: it keeps no
+            promise about ends, markers and repetitions then, which a price does.
         price: the prefix of the draft is accepted, tokens of any rank among it, that is worth most:
             each token gained may cost so many nats. In [0, 8192]; 0 is strict.
-        limit: how far a request may go, in the unit of the rule; None for the server's own value,
-            so that a request may only be stricter. It does not bind the server's own value.
-        protected_token_ids: tokens that are served as often as the target would; None means the
-            end-of-sequence and special tokens of the model, () none.
-        client_control: whether a request may choose its own value of the rule, a smaller
-            `max_loss`, or `mars_speculate`.
+        limit: the loosest value of the rule that a request may ask for or, where `max_loss` sets
+            the price, the largest `max_loss`; None for the server's own value. A request may
+            always be stricter.
+        protected_token_ids: tokens that are served as often as the target would, but by theta
+            where a request samples; None means the end-of-sequence and special tokens of the
+            model, () none.
         strict_spans: pairs of tokens between which verification is strict; None means the markers
             of the server's tool parser, () none.
         strict_opening: so many tokens of an answer are verified strictly first, and again behind
@@ -95,7 +97,6 @@ class MarsConfig:
     price: float | None = None
     limit: float | None = None
     protected_token_ids: tuple[int, ...] | None = None
-    client_control: bool = True
     strict_spans: tuple[Span, ...] | None = None
     strict_opening: int | None = None
     max_loss: float | None = None
@@ -105,14 +106,11 @@ class MarsConfig:
 
     def __post_init__(self) -> None:
         self._check_rule()
+        if self.max_loss is not None:
+            check_max_loss(self.max_loss)
         self._check_limit()
         if self.protected_token_ids is not None:
             object.__setattr__(self, "protected_token_ids", _token_ids(self.protected_token_ids))
-        if not isinstance(self.client_control, bool):
-            raise ValueError(
-                f"mars_client_control={shown(self.client_control)} is not true or false; false "
-                "refuses requests that choose their own verification."
-            )
         if self.strict_spans is not None:
             object.__setattr__(self, "strict_spans", _spans(self.strict_spans))
         if self.logprobs not in ("target", "sampled"):
@@ -120,8 +118,6 @@ class MarsConfig:
                 f"mars_logprobs={shown(self.logprobs)} is not one of target, sampled; 'sampled' "
                 "makes a sampled token's logprob the one under what was served."
             )
-        if self.max_loss is not None:
-            check_max_loss(self.max_loss)
         if self.strict_opening is not None:
             meaning = "8 verifies an answer's first 8 tokens strictly, 0 none"
             _require_integer("mars_strict_opening", self.strict_opening, meaning)
@@ -146,11 +142,21 @@ class MarsConfig:
             check_value(self.rule, getattr(self, self.rule))
 
     def _check_limit(self) -> None:
-        if self.limit is not None:
-            most, meaning = MOST_PRICE, "leave it out and requests may only be stricter"
-            if self.rule == "theta":
-                most, meaning = 1, "0 sets no limit, 1 lets requests only be strict"
-            _require_within("mars_limit", self.limit, most, meaning)
+        if self.limit is None:
+            return
+        option, own, most = OPTION[self.rule], self.value, MOST_PRICE
+        if self.sets_price:
+            option, own, most = "mars_max_loss", float(self.max_loss or 0), MOST_MAX_LOSS
+        meaning = f"it is the largest {option} that a request may ask for"
+        if self.rule == "theta":
+            most, meaning = 1, "0 sets no limit, 0.8 lets requests ask for any theta from 0.8 on"
+        _require_within("mars_limit", self.limit, most, meaning)
+        if self.limit > own if self.rule == "theta" else self.limit < own:
+            raise ValueError(
+                f"mars_limit={self.limit} is stricter than this server's own {option}={own:g}, "
+                "but requests may ask for all that is as strict as their server; leave it out, or "
+                f"have the server itself stricter ({option})."
+            )
 
     @property
     def rule(self) -> Rule:
@@ -169,8 +175,15 @@ class MarsConfig:
 
     @property
     def limit_value(self) -> float:
-        """How far a request's own value may go."""
-        return self.value if self.limit is None else float(self.limit)
+        """The loosest value of the rule that a request may ask for."""
+        return self.value if self.limit is None or self.sets_price else float(self.limit)
+
+    @property
+    def most_max_loss(self) -> float:
+        """The largest bound that a request may ask for, and the most that any answer may lose."""
+        if self.sets_price and self.limit is not None:
+            return float(self.limit)
+        return math.inf if self.max_loss is None else float(self.max_loss)
 
     @property
     def repeat_ngram(self) -> int:
@@ -203,8 +216,7 @@ class MarsConfig:
     @property
     def clients_may_relax(self) -> bool:
         """Whether a request can choose lossy verification for itself."""
-        may = self.client_control and self.max_loss != 0
-        return may and self.limit_value != STRICT_VALUE[self.rule]
+        return self.most_max_loss != 0 and self.limit_value != STRICT_VALUE[self.rule]
 
     def to_json(self) -> dict[str, Any]:
         """The options as plain JSON, of which `MarsConfig(**options)` makes them again."""

@@ -103,11 +103,16 @@ def check_options(params: "SamplingParams", config: MarsConfig) -> None:
     if OVERRIDES in own:
         raise unknown_option(OVERRIDES, "a request", _KEYS)
     _options(params, config)
-    for key in own.keys() & _RULES if lock_is_on() else ():
-        if own[key] != (strict := STRICT_VALUE[_RULES[key]]):
+    if not lock_is_on():
+        return
+    strict = {OPTION[config.rule]: STRICT_VALUE[config.rule]}
+    if config.sets_price:
+        strict[_MAX_LOSS] = 0.0
+    for key, value in strict.items():
+        if own.get(key, value) != value:
             raise ValueError(
                 f"{key}={own[key]} is lossy, but this server is locked to strict verification "
-                f"({LOCK_VARIABLE}=strict); choose {strict:g} or leave it out."
+                f"({LOCK_VARIABLE}=strict); choose {value:g} or leave it out."
             )
 
 
@@ -134,7 +139,8 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         # Its drafts stay: a request without any would make a batch of vLLM's V1 runner non-uniform,
         # and all others would lose the CUDA graph of a decode step.
         is_strict = not _boolean(own, _SPECULATE, True, "false verifies strictly")
-        if is_strict or strict or options.max_loss == 0:
+        # The lock may be that of an engine alone, whose front end let a lossy choice through.
+        if is_strict or strict or options.max_loss == 0 or lock_is_on():
             options = options._replace(value=STRICT_VALUE[config.rule])
         parsed = _Parsed(*depends_on, options)
         setattr(params, _PARSED, parsed)
@@ -155,7 +161,7 @@ def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:
 
     Args:
         given: what the file says.
-        config: the server's options; whether clients may choose does not matter.
+        config: the server's options.
 
     Raises:
         ValueError: it is no object, or has an unknown key, a bad value, or one that is looser than
@@ -200,16 +206,8 @@ def _value(own: dict[str, Any], config: MarsConfig) -> float:
     for key in own:
         if key not in _KEYS:
             raise unknown_option(key, "a request", _KEYS)
-    chosen = [key for key in own if key != RETURN]
-    if chosen and not config.client_control:
-        raise ValueError(
-            f"{', '.join(chosen)}: this server does not let requests choose their verification "
-            "(mars_client_control is false); leave it out."
-        )
-    for key in chosen:
-        rule = _RULES.get(key, config.rule)
-        if key in _RULES:
-            check_value(rule, own[key])
+    for key in own.keys() & _RULES:
+        check_value(rule := _RULES[key], own[key])
         if rule != config.rule:
             raise ValueError(
                 f"{key}={own[key]} names another rule than this server's; choose "
@@ -219,8 +217,7 @@ def _value(own: dict[str, Any], config: MarsConfig) -> float:
         return config.value
     value = float(own[OPTION[config.rule]])
     _check_limit(value, config)
-    # Where an engine alone is locked, what its front end let through is verified strictly.
-    return STRICT_VALUE[config.rule] if lock_is_on() else value
+    return value
 
 
 def _stricter(one: float, other: float, config: MarsConfig) -> float:
@@ -248,14 +245,14 @@ def _check_limit(value: float, config: MarsConfig) -> None:
 
 def _max_loss(own: dict[str, Any], config: MarsConfig) -> float:
     """The bound among a request's own options, else the server's."""
-    most = math.inf if config.max_loss is None else config.max_loss
     if _MAX_LOSS not in own:
-        return most
+        return math.inf if config.max_loss is None else config.max_loss
     value: float = own[_MAX_LOSS]
     check_max_loss(value)
-    if value > most:
+    if value > (most := config.most_max_loss):
+        what = "bound" if most == config.max_loss else "limit"
         raise ValueError(
-            f"mars_max_loss={value} is above this server's bound of {most}; choose a value in "
+            f"mars_max_loss={value} is above this server's {what} of {most}; choose a value in "
             f"[0, {most}] or leave it out."
         )
     return value

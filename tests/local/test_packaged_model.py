@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -61,6 +62,13 @@ def test_a_finished_model_is_found_at_once(copied_model):
     code, out, err = finish(process)
     assert (code, err) == (0, "")
     assert out == f"{copied_model / pm.MODEL_NAME}\n"
+
+
+def test_to_verify_a_whole_model_writes_nothing(copied_model):
+    """As in a cache that is mounted read-only."""
+    before = list(copied_model.iterdir())
+    assert pm.ensure_model(copied_model, verify=True) == copied_model / pm.MODEL_NAME
+    assert list(copied_model.iterdir()) == before
 
 
 @pytest.mark.nightly
@@ -170,3 +178,19 @@ def test_cache_root(monkeypatch, env, expected):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert pm.cache_root() == Path(expected)
+
+
+@pytest.mark.parametrize("cache", [None, "~/models"])
+def test_without_a_home_the_way_out_is_named(monkeypatch, cache):
+    """As in a container whose user has no entry in /etc/passwd."""
+
+    def getpwuid(uid):
+        raise KeyError(uid)
+
+    for name in ("VLLM_MARS_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    if cache:
+        monkeypatch.setenv("VLLM_MARS_CACHE", cache)
+    with pytest.raises(RuntimeError, match=r"^~/.* is in no home .*set VLLM_MARS_CACHE"):
+        pm.cache_root()

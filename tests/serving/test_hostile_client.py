@@ -33,6 +33,7 @@ def test_nobody_harms_the_recommended_setting(bounded_server):
 
 
 @pytest.mark.nightly
-def test_nobody_harms_a_strict_server(bytes_model, tmp_path):
-    with open_server(bytes_model, {**MARS, "mars_price": 0.0}, tmp_path) as server:
+def test_nobody_harms_a_server_that_is_strict_unless_a_request_asks(bytes_model, tmp_path):
+    opt_in = {"mars_max_loss": 0, "mars_limit": 0.02, "mars_strict_opening": 0}
+    with open_server(bytes_model, MARS | opt_in, tmp_path) as server:
         harass(server, seed=1)

@@ -7,7 +7,7 @@ from typing import Any
 from vllm_mars.experiments import sweep_command
 from vllm_mars.experiments.plan import METHODS, STANDARD, STRICT, SweepOptions
 from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import NGRAM, RECOMMENDED, WITHOUT_FILES
+from vllm_mars.local.drafts import NGRAM, RECOMMENDED, drafts_of
 from vllm_mars.local.prompts import PACKAGED
 from vllm_mars.local.provenance import vllm_device
 
@@ -80,15 +80,14 @@ def sweep_options(
     strict verification is there MARS at price 0, which is the same.
     """
     draft = draft or (str(PACKAGED_HEAD) if model is None else NGRAM)
-    drawn = {} if draft in WITHOUT_FILES else {"draft_sample_method": "probabilistic"}
-    mars = {**RECOMMENDED, **drawn}
     strict: dict[str, Any] = METHODS[STRICT if on_cpu else STANDARD] or {}
+    fixed, drawn = drafts_of(draft)
     greedy, sampled = STRICT_LENGTHS
     cells = [
         (STRICT, METHODS[STANDARD], greedy, 0.0),
-        (MARS, mars, MARS_LENGTH, 0.0),
-        (STRICT, strict, sampled, TEMPERATURE),
-        (MARS, mars, MARS_LENGTH, TEMPERATURE),
+        (MARS, RECOMMENDED, MARS_LENGTH, 0.0),
+        (STRICT, {**strict, **fixed}, sampled, TEMPERATURE),
+        (MARS, RECOMMENDED, MARS_LENGTH, TEMPERATURE),
     ]
     if drawn:
         cells.insert(3, (STRICT_DRAWN, {**strict, **drawn}, DRAWN_LENGTH, TEMPERATURE))

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vllm_mars.lock import LOCK_VARIABLE, lock_is_on
 from vllm_mars.plugin import HOOKS
 
 # The oldest and the newest; the tests run on both.
@@ -19,10 +20,11 @@ RELEASES = ("0.32", "0.33")
 _KNOWN = " and ".join(RELEASES)
 
 # By the part of a server in whose process they are: methods that are wrapped or read, and the first
-# parameters behind self that are taken by their place.
+# parameters behind self, which are taken by their place; behind "..." those taken by name.
 NEEDED: Mapping[str, Mapping[str, str]] = {
     "front end": {
         "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "target_model_config",
+        "vllm.engine.arg_utils:EngineArgs.from_cli_args": "args",
         "vllm.v1.engine.async_llm:AsyncLLM.generate": "prompt, sampling_params",
         "vllm.v1.engine.input_processor:InputProcessor._validate_params": "params",
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "",
@@ -30,8 +32,35 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.metrics.loggers:LoggingStatLogger.record": "scheduler_stats, iteration_stats",
         "vllm.v1.metrics.loggers:PrometheusStatLogger.record": "scheduler_stats",
     },
+    "API server": {
+        f"vllm.entrypoints.{where}": parameters
+        for where, parameters in {
+            "openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": (
+                "request, result_generator"
+            ),
+            "openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": (
+                "request, result_generator"
+            ),
+            "openai.chat_completion.batch_serving:OpenAIServingChatBatch."
+            "chat_completion_full_generator_batch": "request, generators",
+            "openai.completion.serving:OpenAIServingCompletion."
+            "request_output_to_completion_response": "final_res_batch, request",
+            "openai.completion.serving:OpenAIServingCompletion.completion_stream_generator": (
+                "request, engine_inputs, result_generator"
+            ),
+            "scale_out.token_in_token_out.serving:ServingTokens.serve_tokens_full_generator": (
+                "request, result_generator"
+            ),
+            "scale_out.token_in_token_out.serving:ServingTokens.serve_tokens_stream_generator": (
+                "request, result_generator"
+            ),
+        }.items()
+    },
     "engine core": {
         "vllm.v1.core.sched.scheduler:Scheduler.add_request": "request",
+        "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": (
+            "..., num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id"
+        ),
         "vllm.v1.core.sched.scheduler:Scheduler.make_stats": "",
         "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
             "scheduler_output, model_runner_output"
@@ -40,6 +69,9 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.metrics.stats:RequestSpecDecodeMetrics.new": "num_spec_tokens",
     },
     "V1": {
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_from_logits": (
+            "logits, sampling_metadata"
+        ),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": "",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "",
     },
@@ -48,6 +80,9 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests": "scheduler_output",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model": "",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": "",
+        "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.propose": (
+            "input_batch, ..., temperature"
+        ),
         "vllm.v1.worker.gpu.states:RequestState.add_request": "req_id, prompt_len, all_token_ids",
     },
 }
@@ -59,19 +94,24 @@ _OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "V2": {
         "vllm_mars.runner.requests_v2:RequestsV2": ("add_request", "apply", "apply_staged_writes"),
-        "vllm_mars.runner.sampler_v2:MarsRejectionSamplerV2": ("__call__", "_verify"),
+        "vllm_mars.runner.sampler_v2:MarsRejectionSamplerV2": (
+            "__call__",
+            "_get_logprobs_tensors",
+            "_verify",
+        ),
     },
 }
 
 
 def check_version(version: str) -> None:
-    """Refuses a vLLM that is too old and warns of one that is newer than any tested.
+    """Refuses a vLLM that is too old, and warns of one newer than any tested, or locked out.
 
     Args:
         version: vLLM's version string, such as "0.32.0" or "0.33.1.dev3+cpu".
 
     Raises:
-        RuntimeError: the version is below the oldest supported one, or cannot be read.
+        RuntimeError: the version is below the oldest supported one, or cannot be read; or it is
+            newer than the newest, and the environment forbids that.
     """
     oldest, newest = (_numbers(release) for release in RELEASES)
     if _numbers(version) < oldest:
@@ -80,6 +120,12 @@ def check_version(version: str) -> None:
             "install one of them or drop rejection_sample_method 'mars'."
         )
     if _numbers(version) > newest:
+        if lock_is_on("tested"):
+            raise RuntimeError(
+                f"vLLM {version} is newer than the releases that vllm-mars is tested with "
+                f"({_KNOWN}), which {LOCK_VARIABLE}=tested forbids; install one of them, or take "
+                f"'tested' out of {LOCK_VARIABLE}."
+            )
         from vllm.logger import init_logger
 
         init_logger("vllm.vllm_mars.engine.compat").warning_once(
@@ -102,15 +148,19 @@ def check_interfaces(part: str) -> None:
     if found := list(_differences(part)):
         import vllm
 
+        way_out = f"Install a vLLM that it knows ({_KNOWN}), look for a newer vllm-mars"
+        if all(module for _, module in found):
+            others = ", ".join(sorted({module for _, module in found}))
+            way_out = f"Leave out the plugin that replaces vLLM's own there ({others})"
         raise RuntimeError(
             f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs ({part}): "
-            f"{'; '.join(found)}. Install a vLLM that it knows ({_KNOWN}), look for a newer "
-            "vllm-mars, or drop rejection_sample_method 'mars'."
+            f"{'; '.join(text for text, _ in found)}. {way_out}, or drop rejection_sample_method "
+            "'mars'."
         )
 
 
-def _differences(part: str) -> Iterator[str]:
-    """What is missing or has other parameters, in words."""
+def _differences(part: str) -> Iterator[tuple[str, str]]:
+    """What is missing or has other parameters, in words, and whose it is if it is not vLLM's."""
     # A hook would never run if its module were gone.
     for module in HOOKS if part == "front end" else ():
         try:
@@ -118,28 +168,59 @@ def _differences(part: str) -> Iterator[str]:
         except ModuleNotFoundError:
             is_there = False
         if not is_there:
-            yield f"{module} is missing"
-    for name, first in NEEDED[part].items():
+            yield f"{module} is missing", ""
+    for name, needed in NEEDED[part].items():
         try:
-            found = _parameters(pkgutil.resolve_name(name))
+            found = pkgutil.resolve_name(name)
         except (ImportError, AttributeError) as error:
-            yield f"{name} is missing ({error})"
+            yield f"{name} is missing ({error})", ""
             continue
-        if not f"{found}, ".startswith(f"{first}, " if first else ""):
-            yield f"{name} takes ({found}), but ({first}) come first here"
+        if not _takes(found, needed):
+            given = ", ".join(_parameters(found))
+            yield f"{name} takes ({given}), but ({needed}) come first here", _owner(found)
     for name, methods in _OVERRIDES.get(part, {}).items():
         try:
             ours = pkgutil.resolve_name(name)
             for method in methods:
-                own, theirs = (_parameters(getattr(of, method)) for of in (ours, ours.__base__))
-                if own != theirs:
-                    yield f"{ours.__base__.__name__}.{method} takes ({theirs}), but ({own}) here"
+                theirs = getattr(ours.__base__, method)
+                own, given = (
+                    ", ".join(_parameters(function)) for function in (getattr(ours, method), theirs)
+                )
+                if own != given and not _takes_anything(theirs):
+                    what = f"{ours.__base__.__name__}.{method}"
+                    yield f"{what} takes ({given}), but ({own}) here", _owner(theirs)
         except (ImportError, AttributeError) as error:
-            yield str(error)
+            yield str(error), ""
 
 
-def _parameters(function: Any) -> str:
-    return ", ".join(name for name in inspect.signature(function).parameters if name != "self")
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    found = inspect.signature(function).parameters
+    return {name: parameter for name, parameter in found.items() if name != "self"}
+
+
+def _takes(function: Any, needed: str) -> bool:
+    """Whether a function has the parameters of an entry of `NEEDED`, or may have them.
+
+    Another plugin's wrapper that hands on whatever it gets hides vLLM's.
+    """
+    first, _, last = needed.partition("...")
+    places, named = ([it for it in part.split(", ") if it] for part in (first, last))
+    found = _parameters(function)
+    by_place = [name for name, it in found.items() if it.kind <= it.POSITIONAL_OR_KEYWORD]
+    if _takes_anything(function):
+        return by_place[: len(places)] == places[: len(by_place)]
+    return by_place[: len(places)] == places and found.keys() >= set(named)
+
+
+def _takes_anything(function: Any) -> bool:
+    kinds = {parameter.kind for parameter in _parameters(function).values()}
+    return {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+
+
+def _owner(function: Any) -> str:
+    """The module that has put a function in the place of vLLM's; none if it is vLLM's own."""
+    module = getattr(function, "__module__", None) or "an unknown module"
+    return "" if module.partition(".")[0] == "vllm" else module
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ def _after(module: ModuleType, method: str, *acts: str, needs: str = "") -> None
 # fields. Until: vLLM lets a plugin add a rejection sample method with options of its own.
 @_once
 def patch_engine_args(module: ModuleType) -> None:
-    """Takes the options out of the engine's arguments, and notes the tool parser for them."""
+    """Takes the options out of the engine's arguments, and has drafts drawn by default."""
 
     @wrapt.patch_function_wrapper(module, "EngineArgs.from_cli_args")
     def from_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -84,11 +84,14 @@ def patch_engine_args(module: ModuleType) -> None:
 
     @wrapt.patch_function_wrapper(module, "EngineArgs.create_speculative_config")
     def create_speculative_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if instance.speculative_config is not None:
-            from vllm_mars.engine.options import take_options
+        if instance.speculative_config is None:
+            return wrapped(*args, **kwargs)
+        from vllm_mars.engine.options import settle_drafts, take_options
 
-            take_options(instance, kwargs.get("target_model_config") or args[0])
-        return wrapped(*args, **kwargs)
+        take_options(instance, kwargs.get("target_model_config") or args[0])
+        speculative_config = wrapped(*args, **kwargs)
+        settle_drafts(instance, speculative_config)
+        return speculative_config
 
 
 # Why: a request's own options are checked where a bad value is that client's error 400; the V1
@@ -155,10 +158,11 @@ def patch_scheduler(module: ModuleType) -> None:
 @_once
 def patch_stats(module: ModuleType) -> None:
     """Gives the classes that cross the processes' border one more field each."""
-    from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
+    from vllm_mars.engine.transport import RELAXABLE_FIELD, REQUEST_FIELD, declare_field
 
     # For decoders, which are made later; without MARS the fields are never set and never sent.
     declare_field(module.SchedulerStats)
+    declare_field(module.SchedulerStats, RELAXABLE_FIELD, int | None)
     declare_field(module.RequestSpecDecodeMetrics, REQUEST_FIELD, dict[str, Any] | None)
 
 
@@ -174,19 +178,31 @@ def patch_output_processor(module: ModuleType) -> None:
 
 def _tell(module: ModuleType, method: str) -> None:
     """Adds the reports that requests ask for to what a method answers."""
+    from vllm_mars.engine.compat import NEEDED
+
+    names = NEEDED["API server"][f"{module.__name__}:{method}"].split(", ")
 
     @wrapt.patch_function_wrapper(module, method)
     def answer_and_tell(*call: Any) -> Any:
         from vllm_mars.engine.returned import tell
 
-        return tell(*call)
+        return tell(names, *call)
 
 
 # Why: vLLM's response has one place for metrics, and leaves it out where there are several choices.
 # Until: a choice has metrics of its own.
 @_once
 def patch_chat(module: ModuleType) -> None:
-    """Adds the reports to chat completions."""
+    """Adds the reports to chat completions, and has a server check all that it answers with."""
+
+    @wrapt.patch_function_wrapper(module, "OpenAIServingChat.__init__")
+    def init_and_check(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+        if config_of(instance.engine_client.vllm_config) is not None:
+            from vllm_mars.engine.compat import check_interfaces
+
+            check_interfaces("API server")
+
     _tell(module, "OpenAIServingChat.chat_completion_full_generator")
     _tell(module, "OpenAIServingChat.chat_completion_stream_generator")
 

@@ -15,13 +15,14 @@ import prometheus_client
 from vllm_mars import __version__
 from vllm_mars.config import OPTION, MarsConfig
 from vllm_mars.engine.overrides import Overrides, overrides_of
-from vllm_mars.engine.transport import add_counts
+from vllm_mars.engine.transport import RELAXABLE_FIELD, add_counts
 from vllm_mars.kernels.terms import BUCKETS, CounterLayout
 from vllm_mars.runner.counters import REASONS, UNIT
 from vllm_mars.runner.outputs import FIELD
 
 RELAXED = "vllm:mars_relaxed_tokens"
 VERIFIED = "vllm:mars_verified_positions"
+RELAXABLE = "vllm:mars_relaxable_positions"
 REFUSED = "vllm:mars_refused_positions"
 LOST = "vllm:mars_lost_nats"
 GAINED = "vllm:mars_gained_acceptance"
@@ -35,6 +36,8 @@ REQUEST_LOST = "vllm:mars_request_lost_nats"
 _HELP = {
     RELAXED: "Draft tokens that the rule accepted outright, by position.",
     VERIFIED: "Draft positions looked at: up to and including the first rejected one, by position.",
+    RELAXABLE: "Verified positions of requests that are not strict: at which something could be "
+    "gained.",
     REFUSED: "Verified positions at which the rule was not applied, by what forbade it.",
     LOST: "What answers lost, in nats: log-probability below the target's first choices where "
     "requests are greedy, KL(served || target) where they sample.",
@@ -44,13 +47,14 @@ _HELP = {
     "expected before any draw: where requests sample E[-log p] of what was served, less the "
     "target's entropy, at the positions where that is above 0; what is lost where they are greedy.",
     DRIFT_DOWN: "By how much more probable, at the positions where it is below 0.",
-    ALLOWED: "mars_max_loss of this server: what an answer may lose per token, in nats.",
+    ALLOWED: "What an answer may lose per token, in nats: mars_max_loss of this server, or the "
+    "larger one that requests may ask for.",
     OVERRIDE: "What VLLM_MARS_OVERRIDES holds new requests to, by option; NaN where it names none.",
     REQUEST_LOST: "What requests had lost when they ended, in nats.",
     INFO: "1, with the version of vllm-mars, the option that names this server's rule, its value, "
-    "and whether that is lossy.",
+    "whether that is lossy, and the loosest value that a request may ask for.",
 }
-# Verified positions without any gain after which the log warns. Were one in 200 gained, fewer than
+# Relaxable positions without any gain after which the log warns. Were one in 200 gained, fewer than
 # one server in 100 would come this far without.
 INERT_AFTER = 1000
 _LABELS = ("model_name", "engine")
@@ -94,6 +98,10 @@ class MarsProm:
             self._counters.append((entries, unit, children))
 
         by_position = {"position": range(layout.num_speculative_tokens)}
+        relaxable = counter_class(
+            name=RELAXABLE, documentation=_HELP[RELAXABLE], labelnames=list(_LABELS)
+        )
+        self._relaxable = {engine: relaxable.labels(*whose) for engine, whose in engines.items()}
         add(RELAXED, layout.relaxed, by_position)
         add(VERIFIED, layout.verified, by_position)
         add(REFUSED, layout.refused, {"reason": REASONS})
@@ -108,21 +116,26 @@ class MarsProm:
             buckets=list(BUCKETS),
         )
         self._request_lost = {e: histogram.labels(*whose) for e, whose in engines.items()}
-        info = _gauge(gauge_class, INFO, "version", "rule", "value", "lossy")
+        info = _gauge(gauge_class, INFO, "version", "rule", "value", "lossy", "limit")
         option: str = OPTION[config.rule]
         value: float | None = config.value
+        limit = config.limit_value
         if config.sets_price:
-            option, value = "mars_max_loss", config.max_loss
-        lossy = str(config.lossy).lower()
+            option, value, limit = "mars_max_loss", config.max_loss, config.most_max_loss
+        told = __version__, option, f"{value:g}", str(config.lossy).lower(), f"{limit:g}"
         for whose in engines.values():
-            info.labels(*whose, __version__, option, f"{value:g}", lossy).set(1)
-        if config.max_loss is not None:
+            info.labels(*whose, *told).set(1)
+        if config.most_max_loss < math.inf:
             allowed = _gauge(gauge_class, ALLOWED)
             for whose in engines.values():
-                allowed.labels(*whose).set(config.max_loss)
+                allowed.labels(*whose).set(config.most_max_loss)
 
-    def observe(self, counts: list[int], engine: int = 0) -> None:
-        """Adds an increase of one engine's counts."""
+    def observe(self, counts: list[int] | None, relaxable: int, engine: int = 0) -> None:
+        """Adds an increase of one engine's counts, if there is one, and of relaxable positions."""
+        if relaxable:
+            self._relaxable[engine].inc(relaxable)
+        if counts is None:
+            return
         _check_length(counts, self._layout)
         for entries, unit, children in self._counters:
             for child, count in zip(children[engine], counts[entries], strict=True):
@@ -138,8 +151,8 @@ class MarsProm:
 class MarsLogging:
     """Sums the counts of an interval up for a line in the log.
 
-    Once a server has verified many positions and gained nothing, it warns, once: what was asked for
-    is without effect, and nothing else would tell.
+    Once a server has verified many positions at which something could be gained and gained nothing,
+    it warns, once: what was asked for is without effect, and nothing else would tell.
 
     Args:
         layout: which count is what.
@@ -149,12 +162,14 @@ class MarsLogging:
         self._layout = layout
         self._counts = [0] * layout.size
         self._generated = 0
-        # Since the server's start; None once it has gained anything or warned.
+        # Since the server's start; the first is None once it has gained anything or warned.
         self._inert: list[int] | None = list(self._counts)
+        self._relaxable = 0
 
-    def observe(self, counts: list[int] | None, generated: int) -> None:
-        """Adds an increase of the counts, if there is one, and of the generated tokens."""
+    def observe(self, counts: list[int] | None, relaxable: int, generated: int) -> None:
+        """Adds an increase of the counts, if there is one, relaxable positions, and tokens."""
         self._generated += generated
+        self._relaxable += relaxable
         if counts is not None:
             _check_length(counts, self._layout)
             self._counts = add_counts(self._counts, counts)
@@ -195,16 +210,18 @@ class MarsLogging:
             self._inert = None
             return
         self._inert = add_counts(self._inert, counts)
-        verified = sum(self._inert[self._layout.verified])
-        if verified < INERT_AFTER:
+        # An accelerator's counts come later than the scheduler's.
+        evidence = min(self._relaxable, sum(self._inert[self._layout.verified]))
+        if evidence < INERT_AFTER:
             return
         refused = zip(REASONS, self._inert[self._layout.refused], strict=True)
         self._inert = None
         logger.warning(
-            "%sMARS has gained nothing at %d verified positions since the server's start, so it "
-            "has had no effect. Refusals: %s. `vllm-mars doctor URL` shows what a server does.",
+            "%sMARS has gained nothing at %d verified positions of requests that are not strict "
+            "since the server's start, so it has had no effect. Refusals: %s. `vllm-mars doctor "
+            "URL` shows what a server does.",
             prefix,
-            verified,
+            evidence,
             ", ".join(f"{reason} {count}" for reason, count in refused if count) or "none",
         )
 
@@ -231,11 +248,9 @@ def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
         stat_logger._histogram_cls,
     )
 
-    def observe(counts: list[int] | None, generated: int, engine: int) -> None:
-        if counts is not None:
-            prom.observe(counts, engine)
-
-    _observe_records(stat_logger, observe)
+    _observe_records(
+        stat_logger, lambda counts, relaxable, _, engine: prom.observe(counts, relaxable, engine)
+    )
     if (overrides := overrides_of(config)) is not None:
         _add_override(stat_logger, config, overrides)
 
@@ -281,13 +296,16 @@ def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
         logging.log(_logger(), stat_logger.log_prefix)
 
     stat_logger.log = log_and_add
-    _observe_records(stat_logger, lambda counts, generated, _: logging.observe(counts, generated))
+    _observe_records(stat_logger, lambda *observed: logging.observe(*observed[:3]))
 
 
 def _observe_records(
-    stat_logger: Any, observe: Callable[[list[int] | None, int, int], None]
+    stat_logger: Any, observe: Callable[[list[int] | None, int, int, int], None]
 ) -> None:
-    """Hands on what each record brings: counts or None, generated tokens, and the engine."""
+    """Hands on what each record brings.
+
+    These are counts or None, relaxable positions, generated tokens, and the engine.
+    """
     record = stat_logger.record
     names = "scheduler_stats", "iteration_stats"
 
@@ -295,9 +313,10 @@ def _observe_records(
     def record_and_observe(*args: Any, **kwargs: Any) -> None:
         record(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
-        counts = getattr(given.get("scheduler_stats"), FIELD, None)
+        stats = given.get("scheduler_stats")
+        counts, relaxable = getattr(stats, FIELD, None), getattr(stats, RELAXABLE_FIELD, None) or 0
         generated = getattr(given.get("iteration_stats"), "num_generation_tokens", 0)
-        observe(counts, generated, given.get("engine_idx", 0))
+        observe(counts, relaxable, generated, given.get("engine_idx", 0))
 
     stat_logger.record = record_and_observe
 

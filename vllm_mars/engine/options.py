@@ -19,17 +19,15 @@ from vllm_mars.lock import check_lock
 from vllm_mars.requests import check_options
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
 
-# Where requests sample, probabilistic drafts are a gain that the bound or price does not pay for.
-_FIXED = (
-    'Drafts are fixed. If requests sample, add "draft_sample_method": "probabilistic" to '
-    "the speculative config: verification accepts more of such drafts at the same loss."
-)
-# vLLM's methods whose drafts can be probabilistic.
+# vLLM's methods whose drafts can be probabilistic, and options of theirs beside which they cannot:
+# vLLM refuses the first, does not sample by the second, and not per request by the third.
 _DRAWABLE = ("eagle", "eagle3", "mtp", "draft_model")
+_NOT_DRAWN = ("use_heterogeneous_vocab", "use_local_argmax_reduction", "parallel_drafting")
+_PROBABILISTIC = "probabilistic"
 
 
 def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
@@ -51,22 +49,12 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     if config is None:
         return
     import vllm
-    from vllm.logger import init_logger
 
     check_version(vllm.__version__)
     check_interfaces("front end")
     _check_served(engine_args, speculative_config)
-    logger = init_logger("vllm.vllm_mars.engine.options")
-    if speculative_config.get("draft_sample_method") == "probabilistic":
+    if speculative_config.get("draft_sample_method") == _PROBABILISTIC:
         _check_drawn(config)
-    elif config.draft_temperature is not None:
-        raise ValueError(
-            f"mars_draft_temperature={config.draft_temperature} is given, but drafts are "
-            'fixed; add "draft_sample_method": "probabilistic" to the speculative config, or drop '
-            "the option."
-        )
-    elif config.lossy and speculative_config.get("method") in _DRAWABLE:
-        logger.info(_FIXED)
     mode = getattr(engine_args, "logprobs_mode", None)
     if config.logprobs == "sampled" and mode != "processed_logprobs":
         raise ValueError(
@@ -86,6 +74,49 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
         **engine_args.additional_config,
         CONFIG_KEY: TravellingOptions(config),
     }
+
+
+def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> None:
+    """Has drafts drawn where they can be and the user has not said how, and logs how they are.
+
+    Such drafts verification accepts more of, at the same loss, where requests sample. Which method
+    drafts only vLLM's own configuration knows: it may follow from the draft model.
+
+    Args:
+        engine_args: vLLM's `EngineArgs`, after `take_options`.
+        speculative_config: what vLLM has made of them.
+
+    Raises:
+        ValueError: a temperature for drafts that are not drawn.
+    """
+    config = config_of(engine_args)
+    if config is None:
+        return
+    from vllm.logger import init_logger
+
+    named = engine_args.speculative_config
+    is_drawable = speculative_config.method in _DRAWABLE and not any(
+        getattr(speculative_config, option) for option in _NOT_DRAWN
+    )
+    if is_drawable and config.rule == "price" and "draft_sample_method" not in named:
+        # Also in what a second configuration of this engine would be made of.
+        named["draft_sample_method"] = speculative_config.draft_sample_method = _PROBABILISTIC
+    is_drawn = speculative_config.draft_sample_method == _PROBABILISTIC
+    if not is_drawn and config.draft_temperature is not None:
+        raise ValueError(
+            f"mars_draft_temperature={config.draft_temperature} is given, but drafts are fixed; "
+            "draft with a head or a draft model and mars_max_loss or mars_price, without "
+            '"draft_sample_method": "greedy", or drop the option.'
+        )
+    how = "fixed"
+    if is_drawn:
+        how = 'probabilistic where requests sample ("draft_sample_method": "greedy" fixes them)'
+    elif is_drawable and config.rule == "price":
+        how = (
+            'fixed ("draft_sample_method": "probabilistic", the default, gains more where requests '
+            "sample, at the same loss)"
+        )
+    init_logger("vllm.vllm_mars.engine.options").info("Drafts are %s.", how)
 
 
 def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:

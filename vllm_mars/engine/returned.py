@@ -14,7 +14,6 @@ set. But an answer that a stop string ends is over in the front end first.
 """
 
 import dataclasses
-import inspect
 import json
 import math
 from collections.abc import AsyncIterator, Sequence
@@ -142,11 +141,16 @@ def _report(
     }
 
 
-def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wraps a method that makes a response or its stream, to add the reports as `metrics.mars`."""
-    call = inspect.signature(wrapped).bind(*args, **kwargs)
+def tell(names: Sequence[str], wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wraps a method that makes a response or its stream, to add the reports as `metrics.mars`.
+
+    Args:
+        names: of the method's first parameters; another plugin's wrapper may hide them.
+        wrapped, instance, args, kwargs: of the call.
+    """
+    given = dict(zip(names, args, strict=False)) | kwargs
     has_mars = config_of(instance.engine_client.vllm_config) is not None
-    if not has_mars or not _wants_return(call.arguments.get("request")):
+    if not has_mars or not _wants_return(given.get("request")):
         return wrapped(*args, **kwargs)
     # By the number of the prompt and that of the choice.
     reports: dict[tuple[int, int], dict[str, Any]] = {}
@@ -178,17 +182,18 @@ def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
                 chunk = f"data: {json.dumps(body)}\n\n"
             yield chunk
 
-    if "final_res_batch" in call.arguments:
-        for prompt, result in enumerate(call.arguments["final_res_batch"]):
+    if "final_res_batch" in given:
+        for prompt, result in enumerate(given["final_res_batch"]):
             note(prompt, result)
         return _add(wrapped(*args, **kwargs), in_order())
-    if "generators" in call.arguments:
-        each = enumerate(call.arguments["generators"])
-        call.arguments["generators"] = [noted(results, prompt) for prompt, results in each]
+    if "generators" in given:
+        each = enumerate(given["generators"])
+        given["generators"] = [noted(results, prompt) for prompt, results in each]
     else:
-        call.arguments["result_generator"] = noted(call.arguments["result_generator"])
-    result = wrapped(*call.args, **call.kwargs)
-    return with_last(result) if inspect.isasyncgenfunction(wrapped) else with_reports(result)
+        given["result_generator"] = noted(given["result_generator"])
+    by_place = [given.pop(name) for name in names[: len(args)]]
+    result = wrapped(*by_place, *args[len(names) :], **given)
+    return with_last(result) if isinstance(result, AsyncIterator) else with_reports(result)
 
 
 def _wants_return(request: Any) -> bool:

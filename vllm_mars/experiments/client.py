@@ -5,8 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_mars.vllm_cli import answer_for_vllm_cpu
-
 # All that vLLM's function keeps of an answer with HTTP status 400.
 REFUSED = "Bad Request"
 
@@ -32,7 +30,6 @@ def ask(
     Raises:
         RuntimeError: a request failed, or all together took longer than `timeout` seconds.
     """
-    answer_for_vllm_cpu()
     import aiohttp
     from vllm.benchmarks.lib import endpoint_request_func as vllm_bench
 

@@ -308,8 +308,7 @@ def family(config: dict[str, Any] | None) -> tuple[str, str, float]:
     Without a rule, or where a request cannot choose, the rule is "".
     """
     rules = [rule for rule, option in OPTION.items() if option in (config or {})]
-    fixed = {"mars_limit", "mars_client_control"}
-    if config is None or len(rules) != 1 or fixed & config.keys():
+    if config is None or len(rules) != 1 or "mars_limit" in config:
         return json.dumps(config, sort_keys=True), "", 0.0
     (rule,) = rules
     # Strict by theta and strict by price are different servers.

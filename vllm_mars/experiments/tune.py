@@ -23,7 +23,7 @@ from vllm_mars.experiments import sweep_command
 from vllm_mars.experiments.plan import METHODS, STANDARD, STRICT, SweepOptions, Turn, load_sweep
 from vllm_mars.experiments.records import Record, SweepFile
 from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import NGRAM, RECOMMENDED, WITHOUT_FILES, draft_config
+from vllm_mars.local.drafts import NGRAM, RECOMMENDED, draft_config, drafts_of
 from vllm_mars.local.provenance import describe_run, vllm_device
 
 if TYPE_CHECKING:
@@ -57,11 +57,10 @@ def families_of(
     draft: str, max_loss: float, *, samples: bool, on_cpu: bool
 ) -> dict[str, dict[str, Any]]:
     """What is compared, each without K."""
-    drafts = draft_config(draft)
-    drawn = {} if draft in WITHOUT_FILES else {"draft_sample_method": "probabilistic"}
+    drafts, (fixed, drawn) = draft_config(draft), drafts_of(draft)
     # vLLM's own server samples wrong tokens on a CPU; MARS at price 0 is the same.
     strict = drafts | (METHODS[STRICT if on_cpu and samples else STANDARD] or {})
-    found = {STRICT: strict, MARS: drafts | drawn | RECOMMENDED | {"mars_max_loss": max_loss}}
+    found = {STRICT: strict | fixed, MARS: drafts | RECOMMENDED | {"mars_max_loss": max_loss}}
     return found | ({DRAWN: strict | drawn} if drawn and samples else {})
 
 

@@ -62,6 +62,16 @@ def draft_config(draft: str) -> dict[str, Any]:
     return {"model": draft, **({"method": "eagle3"} if is_eagle3 else {})}
 
 
+def drafts_of(draft: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a config has for fixed drafts and for probabilistic ones; nothing if it has no choice.
+
+    vLLM fixes them by default, and MARS draws them.
+    """
+    if draft in (NGRAM, "suffix"):
+        return {}, {}
+    return {"draft_sample_method": "greedy"}, {"draft_sample_method": "probabilistic"}
+
+
 def speculative_config(draft: str, num_speculative_tokens: int, **options: Any) -> dict[str, Any]:
     """vLLM's whole speculative config: `draft_config`, with further options."""
     drafts = {"num_speculative_tokens": num_speculative_tokens, **draft_config(draft)}

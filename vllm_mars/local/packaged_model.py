@@ -64,11 +64,20 @@ def run(**options: Any) -> int:
 
 
 def cache_root() -> Path:
-    """Returns the directory of this project's cached files, which may not exist yet."""
-    if explicit := os.environ.get("VLLM_MARS_CACHE"):
-        return Path(explicit).expanduser()
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(caches).expanduser() / "vllm-mars"
+    """Returns the directory of this project's cached files, which may not exist yet.
+
+    Raises:
+        RuntimeError: it is in a home directory, and this user has none.
+    """
+    default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/vllm-mars"
+    place = os.environ.get("VLLM_MARS_CACHE") or default
+    try:
+        return Path(place).expanduser()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{place} is in no home directory, since HOME is not set and this user is not in "
+            "/etc/passwd; set VLLM_MARS_CACHE to an absolute path with 1.5 GB free."
+        ) from error
 
 
 def ensure_model(
@@ -93,7 +102,7 @@ def ensure_model(
         raise ValueError(f"gguf={gguf} is not a file; give the path of {GGUF_NAME}.")
     root = (cache_dir or cache_root()).absolute()
     final = root / MODEL_NAME
-    if not verify and damage(final) is None:
+    if damage(final, full=verify) is None:
         return final
     require("making the packaged model", "demo", NEEDED_TO_MAKE)
     import filelock

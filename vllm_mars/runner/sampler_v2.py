@@ -272,3 +272,10 @@ def install(runner: Any, config: MarsConfig) -> None:
     )
     attach_counters(runner, verification)
     verification.log_start(logger, "V2")
+    if (draft_logits := getattr(runner.speculator, "draft_logits", None)) is not None:
+        logger.info(
+            "vLLM keeps the logits of probabilistic drafts: %.1f MiB of this device (%s: "
+            "max_num_seqs, num_speculative_tokens, vocabulary).",
+            draft_logits.nbytes / 2**20,
+            " x ".join(map(str, draft_logits.shape)),
+        )

@@ -98,6 +98,8 @@ class Verification:
         bound = "no mars_max_loss"
         if config.max_loss is not None:
             bound = f"mars_max_loss={config.max_loss:g} nats per token"
+        if config.limit is not None:
+            bound += f", mars_limit={config.limit:g}"
         return f"{rule}, {bound}, mars_strict_opening={config.opening}"
 
     def _loss(self) -> str:
