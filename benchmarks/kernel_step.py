@@ -91,10 +91,17 @@ class Step:
         self.inputs = inputs.flatten()
 
     @property
-    def strict_method(self) -> str:
-        """Which of vLLM's rejection sample methods a strict request is verified as."""
-        samples = self.draft_logits is not None and self.shape.temperature
-        return "block" if samples else "standard"
+    def strict_method(self) -> str | None:
+        """Which of vLLM's rejection sample methods a strict request is verified as.
+
+        None for vLLM 0.32 by blocks: it compares with the same random numbers again in the next
+        step, which MARS does not.
+        """
+        if self.draft_logits is None or not self.shape.temperature:
+            return "standard"
+        from vllm.v1.worker.gpu.sample import gumbel
+
+        return "block" if hasattr(gumbel, "spec_step_seed") else None
 
     def verification(self, by: Any, params: Sequence[Any] | None = None) -> Verify:
         """What Model Runner V2 calls on the rows, of MARS or of vLLM.

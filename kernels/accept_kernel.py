@@ -52,16 +52,27 @@ _UNSPECIALIZED = ["num_speculative_tokens", "num_blocks", "vocab", "num_splits"]
 
 
 @triton.jit
-def _drawn(seeds_ptr, pos_ptr, slot, row, mask):
-    """What vLLM draws for each position."""
-    pos = tl.load(pos_ptr + row, mask=mask, other=0)
-    return tl.maximum(tl.rand(tl.load(seeds_ptr + slot), pos), _LEAST_DRAWN)
+def step_seed(seed, place):
+    """The seed of a place of a draft that is verified by blocks, as vLLM 0.33 has it.
+
+    How many tokens stay depends on the numbers of all places, so those behind them, which the next
+    step meets again at earlier places, must get others there.
+    """
+    return seed ^ (place.to(tl.int64) << 32)
 
 
 @triton.jit
-def _by_blocks(
-    clipped_ptr, masses_ptr, num_blocks, row, offset, length, u, BLOCKS: tl.constexpr
-):
+def _drawn(seeds_ptr, pos_ptr, slot, row, mask, place, BY_BLOCKS: tl.constexpr):
+    """What vLLM draws for each position."""
+    pos = tl.load(pos_ptr + row, mask=mask, other=0)
+    seed = tl.load(seeds_ptr + slot)
+    if BY_BLOCKS:
+        seed = step_seed(seed, place)
+    return tl.maximum(tl.rand(seed, pos), _LEAST_DRAWN)
+
+
+@triton.jit
+def _by_blocks(clipped_ptr, masses_ptr, num_blocks, row, offset, length, u, BLOCKS: tl.constexpr):
     """How many tokens of a drawn draft stay, and what the rule adds to the chance that each does."""
     is_there = offset < length
     of_row = clipped_ptr + CLIPPED * row
@@ -236,13 +247,14 @@ def accept_kernel(
     accepted_by_blocks = 0
     if SAMPLED != "no":
         if is_greedy == 0:
-            u = _drawn(sampling.seeds, pos_ptr, slot, row, is_draft)
+            own = sampling.seeds, pos_ptr, slot, row, is_draft, offset
+            u = _drawn(*own, SAMPLED == "drawn")
             is_read = draft >= 0
             if SAMPLED == "drawn":
                 # A token that was never drawn ends the draft.
                 drawn = tl.min(tl.where(is_draft & (draft == -1), offset, length), axis=0)
-                own = clipped_ptr, masses_ptr, num_blocks, row, offset, drawn, u
-                accepted_by_blocks, gain = _by_blocks(*own, BLOCKS)
+                of_draft = clipped_ptr, masses_ptr, num_blocks, row, offset, drawn, u
+                accepted_by_blocks, gain = _by_blocks(*of_draft, BLOCKS)
                 gained = nearest_units(gain)
                 of_row, is_drawn = clipped_ptr + CLIPPED * row, offset < drawn
                 ratio_accepted = tl.load(of_row + OF_P, mask=is_drawn, other=0.0)

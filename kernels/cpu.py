@@ -286,9 +286,7 @@ def accept(
         # What lies behind the answer's end is no part of it.
         most = definition.num_gainful(rows, begin, end, allowed) + 1
         most = 0 if allowed.has_ended else most
-        counted = emitted._replace(
-            positions=emitted.positions[:most], gained=emitted.gained[:most]
-        )
+        counted = emitted._replace(positions=emitted.positions[:most], gained=emitted.gained[:most])
         drafted = rows.draft[begin:end]
         num_relaxed, lost, drift = _write_down(
             counted, drafted, not samples[place], place, requests, account, layout

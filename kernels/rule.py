@@ -327,9 +327,7 @@ def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[f
     useful = min(end - begin, allowed.room)
     share = max(allowed.at(0), 0) // max(useful, 1)
     price = min(allowed.price * _UNIT, math.sqrt(8 * share * _UNIT) * (1 - 2**-20))
-    return [
-        price if i < begin + useful and not rows.blocked[i] else 0.0 for i in range(begin, end)
-    ]
+    return [price if i < begin + useful and not rows.blocked[i] else 0.0 for i in range(begin, end)]
 
 
 def reach(before: float, m: float, q: float) -> float:

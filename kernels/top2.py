@@ -119,9 +119,10 @@ def _find(row_ptr, chunk, value, vocab, CHUNK: tl.constexpr):
 @triton.jit
 def num_kept(protected):
     """How many places the list of a request's kept tokens has, for `kept_tokens`."""
-    if protected is None:
-        return ENDS
-    return protected.num_ids + ENDS
+    places = tl.full([], ENDS, tl.int32)
+    if protected is not None:
+        places += protected.num_ids
+    return places
 
 
 @triton.jit

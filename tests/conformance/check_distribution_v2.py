@@ -36,7 +36,7 @@ def test_v2(monkeypatch, is_drawn, name):
     monkeypatch.setattr(clip_kernel, "TOLERANCE", 1e-6)
     uniform, log_noise = batch.uniform, batch.noise.log()
 
-    def drawn(seeds_ptr, pos_ptr, slot, row, mask):
+    def drawn(seeds_ptr, pos_ptr, slot, row, *_):
         return filled(row, uniform, tl.load(seeds_ptr + slot), 1.0)
 
     def noised_argmax(logits, keys, mask, seed, *_, **__):

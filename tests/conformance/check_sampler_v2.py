@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 import fuzz
@@ -22,12 +23,23 @@ import oracle
 import steps_v2
 from steps_v2 import Request, Step, emitted, random_step
 from vllm_mars import MarsConfig
+from vllm_mars.kernels import accept_kernel
 from vllm_mars.kernels.terms import Column, Verdict, loss_rate, most_lost
 from vllm_mars.runner.context import AnswerNgrams
 from vllm_mars.runner.draft_temperature import scale_v2
 from vllm_mars.runner.requests_v2 import RequestsV2
 
 STRICT = [MarsConfig(theta=1.0), MarsConfig(price=0.0)]
+
+
+@pytest.fixture(autouse=True)
+def the_seeds_of_vllm(monkeypatch):
+    """vLLM 0.32 draws by position alone what its `block` compares with: its next step meets the
+    same numbers again, and its output is off by that. With its seeds a step is the same."""
+    if not hasattr(gumbel, "spec_step_seed"):
+        monkeypatch.setattr(accept_kernel, "step_seed", lambda seed, place: seed)
+
+
 LENGTHS = [3, 0, 5, 1, 2]
 
 
@@ -276,9 +288,10 @@ def test_drafts_are_drawn_at_a_share_of_what_their_slots_request_has_now():
     sampler, batch, seen = step.sampler(config), step.batch(), []
     speculator = SimpleNamespace(
         draft_logits=torch.empty(1),
-        propose=lambda input_batch, temperature: seen.append(temperature.clone()),
+        propose=lambda input_batch, temperature, seeds: seen.append((temperature.clone(), seeds)),
     )
-    runner = SimpleNamespace(speculator=speculator, sampler=sampler.sampler)
+    states = sampler.requests._req_states
+    runner = SimpleNamespace(speculator=speculator, sampler=sampler.sampler, req_states=states)
     with Allocated() as loaded:
         drawn_at = scale_v2(runner, config, sampler.requests)
     states, name = sampler.requests._req_states, "another"
@@ -289,9 +302,32 @@ def test_drafts_are_drawn_at_a_share_of_what_their_slots_request_has_now():
         sampler.sampler.add_request(slot, params(temperature))
         sampler.sampler.apply_staged_writes()
         batch.idx_mapping_np[0] = slot
-        speculator.propose(batch, sampler.sampler.sampling_states.temperature.gpu)
+        sampling = sampler.sampler.sampling_states
+        speculator.propose(batch, sampling.temperature.gpu, sampling.seeds.gpu)
         loaded.throw_away()
-        assert seen[-1][slot] == drawn_at()[slot] == temperature / 2
+        assert seen[-1][0][slot] == drawn_at()[slot] == temperature / 2
+
+
+@pytest.mark.skipif(hasattr(gumbel, "spec_step_seed"), reason="vLLM sees to it itself")
+@pytest.mark.parametrize("draft_temperature", [None, 1.0])
+def test_a_draft_is_drawn_with_other_numbers_in_each_step(draft_temperature):
+    """Verified by blocks, what stays depends on the numbers of all positions."""
+    config = MarsConfig(price=0.1, draft_temperature=draft_temperature)
+    step = Step([Request(params(1.0, 7), [0])], torch.zeros(2, 9))
+    sampler, batch, seen = step.sampler(config), step.batch(), []
+    speculator = SimpleNamespace(
+        draft_logits=torch.empty(1),
+        propose=lambda input_batch, temperature, seeds: seen.append(seeds[step.states].tolist()),
+    )
+    states, sampling = sampler.requests._req_states, sampler.sampler.sampling_states
+    runner = SimpleNamespace(speculator=speculator, sampler=sampler.sampler, req_states=states)
+    scale_v2(runner, config, sampler.requests)
+    for _ in range(3):
+        given = {"temperature": sampling.temperature.gpu, "seeds": sampling.seeds.gpu}
+        speculator.propose(batch, **given)
+        states.total_len.gpu[step.states] += 2
+    assert len({seed for (seed,) in seen}) == 3
+    assert sampling.seeds.gpu[step.states].tolist() == [7]
 
 
 @pytest.mark.parametrize("owner", ["speculator", "RequestState"])

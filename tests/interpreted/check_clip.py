@@ -108,7 +108,9 @@ def test_a_rough_root_keeps_what_is_promised_and_99_percent_of_the_gain():
         prices = torch.full((6,), 0.64)
         found, expected, q = clip_both(target, draft.log().clamp(min=-60.0), prices)
         clip_cases.check(found, target, prices)
-        gained = [of.m.minimum(q).sum() - target.softmax(-1).minimum(q).sum() for of in (found, expected)]
+        gained = [
+            of.m.minimum(q).sum() - target.softmax(-1).minimum(q).sum() for of in (found, expected)
+        ]
         losses = [of.losses.sum() for of in (found, expected)]
         gains.append([0.64 * gain - loss for gain, loss in zip(gained, losses, strict=True)])
     rough, exact = torch.tensor(gains).sum(0)

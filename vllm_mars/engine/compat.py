@@ -81,7 +81,7 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model": "",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": "",
         "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.propose": (
-            "input_batch, ..., temperature"
+            "input_batch, ..., temperature, seeds"
         ),
         "vllm.v1.worker.gpu.states:RequestState.add_request": "req_id, prompt_len, all_token_ids",
     },

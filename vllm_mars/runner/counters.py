@@ -112,7 +112,9 @@ class Counters:
         return self._increase(self._host_counts)
 
     def _increase(self, counts: torch.Tensor) -> list[int] | None:
-        now = counts.numpy().copy()
-        increase, self._taken = now - self._taken, now
+        # What is gained can fall for a while, and Prometheus takes no decrease: what is missing is
+        # held back until it has risen again.
+        increase = np.maximum(counts.numpy() - self._taken, 0)
+        self._taken += increase
         entries: list[int] = increase.tolist()
         return entries if any(entries) else None

@@ -1,4 +1,4 @@
-"""What drawn drafts are drawn at: a share of each request's temperature.
+"""What drawn drafts are drawn at: a share of each request's temperature, and with which numbers.
 
 vLLM divides the draft's logits by the request's temperature, and the share goes into that divisor.
 So verification, which is given the probabilities (V1) or divides the same logits by the same number
@@ -60,9 +60,14 @@ def scale_v2(
 ) -> Callable[[], torch.Tensor] | None:
     """Lets the speculator of a V2 runner draw at a share of the temperature.
 
+    vLLM draws by seed and position. Verified by blocks, a draft stays or not by the numbers of all
+    its positions, so the next step must not meet them again; vLLM 0.33 sees to that, and before it
+    the seeds given to the speculator change with each step.
+
     Args:
-        runner: vLLM's V2 `GPUModelRunner`. If its speculator draws, `propose`, which copies the
-            temperatures to where its CUDA graphs read them, is wrapped, on this instance alone.
+        runner: vLLM's V2 `GPUModelRunner`. If its speculator draws, `propose`, which copies
+            temperatures and seeds to where its CUDA graphs read them, is wrapped, on this instance
+            alone.
         config: the options.
         requests: of the runner.
 
@@ -73,9 +78,13 @@ def scale_v2(
     Raises:
         RuntimeError: the option is given, but this speculator draws nothing; or it does not say.
     """
+    from vllm.v1.worker.gpu.sample import gumbel
+
     speculator, states = runner.speculator, runner.sampler.sampling_states
     draws = _said_by(speculator, "draft_logits") is not None
-    if not _is_scaled(draws, speculator, config):
+    is_scaled = _is_scaled(draws, speculator, config)
+    seeds_repeat = not hasattr(gumbel, "spec_step_seed")
+    if not draws or not (is_scaled or seeds_repeat):
         return None
 
     # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
@@ -85,22 +94,23 @@ def scale_v2(
         return torch.zeros_like(states.temperature.gpu)
 
     propose = speculator.propose
-    place = list(inspect.signature(propose).parameters).index("temperature")
+    names = list(inspect.signature(propose).parameters)
 
-    def propose_at_share(*args: Any, **kwargs: Any) -> Any:
-        batch = args[0] if args else kwargs["input_batch"]
+    def propose_anew(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
         # Without a request that samples, no launch is added.
-        if states.temperature.np[batch.idx_mapping_np].any():
+        if states.temperature.np[given["input_batch"].idx_mapping_np].any():
             # Another buffer each time that a request comes.
-            scaled = torch.mul(states.temperature.gpu, requests.draft_shares, out=drawn_at())
-            if "temperature" in kwargs:
-                kwargs["temperature"] = scaled
-            else:
-                args = (*args[:place], scaled, *args[place + 1 :])
-        return propose(*args, **kwargs)
+            if is_scaled:
+                shares = requests.draft_shares
+                given["temperature"] = torch.mul(given["temperature"], shares, out=drawn_at())
+            if seeds_repeat:
+                # A request's tokens grow with each step.
+                given["seeds"] = given["seeds"] ^ (runner.req_states.total_len.gpu.long() << 32)
+        return propose(**given)
 
-    speculator.propose = propose_at_share
-    return drawn_at
+    speculator.propose = propose_anew
+    return drawn_at if is_scaled else None
 
 
 def _said_by(drafter: Any, name: str) -> Any:
