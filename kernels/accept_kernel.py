@@ -73,7 +73,7 @@ def _drawn(seeds_ptr, pos_ptr, slot, row, mask, place, BY_BLOCKS: tl.constexpr):
 
 @triton.jit
 def _by_blocks(clipped_ptr, masses_ptr, num_blocks, row, offset, length, u, BLOCKS: tl.constexpr):
-    """How many tokens of a drawn draft stay, and what the rule adds to the chance that each does."""
+    """How many tokens of a drawn draft stay; what the rule adds to the chance that each does."""
     is_there = offset < length
     of_row = clipped_ptr + CLIPPED * row
     of_q = tl.load(of_row + OF_Q, mask=is_there, other=-_INF)

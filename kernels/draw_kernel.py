@@ -6,8 +6,8 @@
 
 The row is that of the first rejected draft token, or the bonus row. With x rejected, q its draft
 distribution and p_i what the draft has reached before it (`rule`), what is drawn from is
-max(p_i m - q, 0); of a fixed draft that is m without x, in which kept tokens weigh Z times what they
-do in p. A draft token that was never drawn has no q.
+max(p_i m - q, 0); of a fixed draft that is m without x, in which kept tokens weigh Z times what
+they do in p. A draft token that was never drawn has no q.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """All that a sampled step can emit, without sampling: each draw is probed from both sides.
 
 A draft token x that is not drawn is accepted with probability m(x), and what comes in its place is
-drawn from m without x. Of a drawn draft, as many tokens stay as `blocks` says, and what comes behind
-i of them is drawn from max(p_i m - q, 0). So with each drafted path, a request for each probe,
+drawn from m without x. Of a drawn draft as many tokens stay as `blocks` says, and what comes behind
+i of these is drawn from max(p_i m - q, 0). So with each drafted path, a request for each probe,
 random numbers just below such a probability must accept; those just above must not, and noise that
 makes the keys of all tokens equal, but one greater by EPSILON of m, must yield that one. What m is,
 `served` says from the rule's formulas, in double precision. For drawn drafts it sees only the

@@ -179,9 +179,10 @@ class RequestsV1(LogitsProcessor):
     def is_strict(self, batch: int, rule: RuleName) -> torch.Tensor:
         """Which of the first `batch` requests relax nothing anywhere; bool `[batch]`."""
         slots = self._slots[:batch]
-        if rule == "theta":
-            return self._records.threshold[slots] == 1
-        return self._records.price[slots] == 0
+        by_theta = rule == "theta"
+        values = self._records.threshold if by_theta else self._records.price
+        strict: torch.Tensor = values[slots] == int(by_theta)
+        return strict
 
     def returns(self, batch: int) -> dict[int, str]:
         """Ids of those of the first `batch` requests that want to know what was done."""
