@@ -86,7 +86,6 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m tests.weight
 
 format: install
 	$(BIN)/ruff check --fix .
