@@ -114,43 +114,42 @@ class Picture:
 def step() -> Picture:
     """A step of a real answer, verified strictly and by MARS, with the target's probabilities."""
     found = json.loads(STEP.read_text(encoding="utf-8"))
-    rows, before = found["draft"], found["before"]
-    widths = [max(len(row["token"]), len(row["first"]), 5) * 9 + 22 for row in rows]
-    room = WIDTH - 2 * MARGIN - 10 * (len(rows) - 1)
-    widths = [width * room / sum(widths) for width in widths]
-    picture = Picture(392, found["told"])
-    picture.text(MARGIN, 30, f"… {before}", "quiet")
-    picture.text(MARGIN, 56, "the draft proposes", bold=True)
-    picture.text(MARGIN, 132, "the target, in one step, would say", bold=True)
+    rows, gap = found["draft"], 10
+    width = (WIDTH - 2 * MARGIN - gap * (len(rows) - 1)) / len(rows)
+    picture = Picture(430, found["told"])
 
-    def cells(y: float, key: str, p: str) -> None:
-        x: float = MARGIN
-        for row, width in zip(rows, widths, strict=True):
-            picture.box(x, y, width, 46, "ground", edge="edge", radius=6)
-            picture.text(x + width / 2, y + 19, row[key], anchor="middle")
-            picture.text(x + width / 2, y + 37, f"{row[p]:.2f}", "quiet", size=14, anchor="middle")
-            x += width + 10
+    def cells(y: float, named: Sequence[tuple[str, str, str]]) -> None:
+        """Tokens beside each other, each with what is said of it and a colour."""
+        for at, (token, said, colour) in enumerate(named):
+            x = MARGIN + at * (width + gap)
+            picture.box(x, y, width, 48, "ground", edge=colour, radius=6)
+            name = "text" if colour == "edge" else colour
+            picture.text(x + width / 2, y + 21, token, name, size=16, anchor="middle", bold=True)
+            picture.text(x + width / 2, y + 39, said, "quiet", size=14, anchor="middle")
 
-    cells(66, "token", "p")
-    cells(142, "first", "first_p")
+    picture.text(MARGIN, 30, f"… {found['before']}", size=16)
+    picture.text(MARGIN, 62, "The draft proposes", bold=True)
+    picture.text(WIDTH - MARGIN, 62, "probability by the target", "quiet", size=14, anchor="end")
+    cells(72, [(row["token"], f"{row['p']:.2f}", "edge") for row in rows])
+    picture.text(MARGIN, 146, "The target would say", bold=True)
+    cells(156, [(row["first"], f"{row['first_p']:.2f}", "edge") for row in rows])
 
-    def outcome(y: float, title: str, verdicts: Sequence[tuple[str, str]], end: str) -> None:
-        picture.text(MARGIN, y, title, bold=True)
-        x: float = MARGIN
-        for (words, colour), width in zip(verdicts, widths, strict=False):
-            picture.box(x, y + 10, width, 30, "ground", edge=colour, radius=6)
-            picture.text(x + width / 2, y + 30, words, colour, anchor="middle", bold=True)
-            x += width + 10
-        picture.text(MARGIN, y + 60, end, "quiet", size=14)
-
-    strict = [(row["strict"], "good" if row["is_first"] else "bad") for row in rows]
-    kept = next((at for at, row in enumerate(rows) if not row["is_first"]), len(rows))
-    outcome(220, "strict", strict[: kept + 1], found["strict"])
-    mars = [
-        (row["token"], "good" if row["is_first"] else "paid")
-        for row in rows[: found["accepted"]]
-    ]  # fmt: skip
-    outcome(310, "MARS", mars, found["mars"])
+    accepted = {"strict": 0, "mars": len(found["mars"]) - 1}
+    for y, rule, title in ((234, "strict", "Strict"), (324, "mars", "MARS")):
+        tokens = found[rule]
+        count = "1 token" if len(tokens) == 1 else f"{len(tokens)} tokens"
+        cost = f", for {found['nats']:.2f} nats" if rule == "mars" else ""
+        picture.text(MARGIN, y, f"{title}: {count} in this step{cost}", bold=True)
+        cells(
+            y + 10,
+            [
+                (token, "draft, accepted", "paid")
+                if at < accepted[rule]
+                else (token, "the target's own", "good")
+                for at, token in enumerate(tokens)
+            ],
+        )
+    picture.text(MARGIN, 414, "A real step of the packaged model.", "quiet", size=14)
     return picture
 
 
