@@ -46,9 +46,12 @@ class Picture:
     def __init__(self, height: float, told: str) -> None:
         """Starts with the ground; `told` is the picture in words, for who cannot see it."""
         light, dark = (
-            "".join(f".f-{name}{{fill:{of[at]}}}.s-{name}{{stroke:{of[at]}}}" for name, of in COLOURS.items())
+            "".join(
+                f".f-{name}{{fill:{pair[at]}}}.s-{name}{{stroke:{pair[at]}}}"
+                for name, pair in COLOURS.items()
+            )
             for at in (0, 1)
-        )  # fmt: skip
+        )
         self.height = height
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" '
