@@ -4,8 +4,9 @@
 
 A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. It comes from a sweep,
 benchmarks/results/NAME.jsonl, or from columns, rows and the runs that gave them in NAME.json. There
-a cell is a text, a number, a number with both ends of its interval, or null; a column's second
-entry is the format of its numbers, or null if the table leaves it out.
+a cell is a text, a number, a number with both ends of its interval, or null, and a row of one cell
+is a heading. A column's second entry is the format of its numbers, or null if no table shows it;
+its third, if there is one, says which do: `<!-- figures: NAME gain -->` shows those of `gain`.
 """
 
 import json
@@ -27,7 +28,8 @@ PICTURE = ROOT / "docs/speed.png"
 SCHEMA = "vllm-mars/figures/1"
 MARK = re.compile(r"^<!-- /?figures", re.MULTILINE)
 PLACE = re.compile(
-    r"^(<!-- figures: (\S+) -->)\n(?:.*?\n)??(<!-- /figures -->)$", re.DOTALL | re.MULTILINE
+    r"^(<!-- figures: (\S+)(?: (\S+))? -->)\n(?:.*?\n)??(<!-- /figures -->)$",
+    re.DOTALL | re.MULTILINE,
 )
 # The picture: of each file of figures the drafts, and by a rule's first word its mark and colour.
 PICTURED = {"bounds": "probabilistic drafts", "theta": "fixed drafts"}
@@ -63,7 +65,7 @@ def read(name: str) -> dict[str, Any]:
     if found.get("schema") != SCHEMA:
         raise ValueError(f"{path.name} has schema {found.get('schema')}, not {SCHEMA}.")
     for row in found["rows"]:
-        if len(row) != len(found["columns"]):
+        if len(row) not in (1, len(found["columns"])):
             raise ValueError(f"{path.name}: {row} does not fit {len(found['columns'])} columns.")
     return found
 
@@ -96,20 +98,30 @@ def table(titles: Sequence[str], body: Iterable[Sequence[str]]) -> Iterable[str]
         yield f"| {' | '.join(row)} |"
 
 
-def table_of(columns: Sequence[Sequence[Any]], rows: Iterable[Sequence[Any]]) -> Iterable[str]:
-    """The lines of a table of rows, without the columns that it leaves out."""
+def table_of(
+    columns: Sequence[Sequence[Any]], rows: Iterable[Sequence[Any]], view: str = ""
+) -> Iterable[str]:
+    """The lines of a table of rows, without the columns that it or the view leaves out."""
+    shown = [
+        (at, title, form)
+        for at, (title, form, *views) in enumerate(columns)
+        if form is not None and (not views or not view or view in views[0].split())
+    ]
     body = (
-        [text(cell, form) for cell, (_, form) in zip(row, columns, strict=True) if form is not None]
+        [f"**{row[0]}**", *[""] * (len(shown) - 1)]
+        if len(row) == 1 < len(columns)
+        else [text(row[at], form) for at, _, form in shown]
         for row in rows
     )
-    return table([title for title, form in columns if form is not None], body)
+    return table([title for _, title, _ in shown], body)
 
 
-def lines(name: str, directory: Path) -> Iterable[str]:
+def lines(name: str, view: str, directory: Path) -> Iterable[str]:
     """The lines of a table and of where it comes from; a sweep has one for each temperature.
 
     Args:
         name: of the file of figures.
+        view: which of its columns; "" for all.
         directory: of the page, for the link.
     """
     path = RESULTS / f"{name}.jsonl"
@@ -128,7 +140,7 @@ def lines(name: str, directory: Path) -> Iterable[str]:
     else:
         path, given = RESULTS / f"{name}.json", read(name)
         runs = given["runs"]
-        yield from (*table_of(given["columns"], given["rows"]), "")
+        yield from (*table_of(given["columns"], given["rows"], view), "")
     commits: dict[str, dict[str, None]] = {}
     for run in runs:
         commits.setdefault(machine(run), {})[run["git_commit"][:7]] = None
@@ -144,7 +156,9 @@ def written(page: str, directory: Path) -> str:
     """
     if 2 * len(PLACE.findall(page)) != len(MARK.findall(page)):
         raise ValueError("`<!-- figures: NAME -->` and `<!-- /figures -->` do not go together.")
-    return PLACE.sub(lambda at: "\n".join((at[1], *lines(at[2], directory), at[3])), page)
+    return PLACE.sub(
+        lambda at: "\n".join((at[1], *lines(at[2], at[3] or "", directory), at[4])), page
+    )
 
 
 def draw(path: Path) -> None:

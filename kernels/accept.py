@@ -9,8 +9,9 @@ theta). Symbols: V vocabulary, B requests, R rows, S splits of a row.
     resample_kernel  grid (B, blocks)  draws the token behind the accepted drafts of a request
                                        that samples, from one row
 
-Where drafts are drawn, `clip_kernel` reads the rows between the first two. The random numbers are
-those of vLLM's own sampler: what is strict is token for token the same.
+Where drafts are drawn, the two of `clip_kernel` read the rows between the first two. The random
+numbers are those of vLLM's own sampler: what is strict is token for token what that emits, of drawn
+drafts by its method `block`.
 
 To count is to take the loss off the request's record, to add to the counts, and to write its row of
 the table: see `Account`. What a request allows lies in its record, by slot, and is read there.
@@ -75,11 +76,13 @@ def accept(
         table = torch.empty((batch, 2, step.num_speculative_tokens + 1), device=device)
         account = account._replace(table=table)
     shared = rule_arguments(step, rule, blocked, draws)
-    kind, clipped = "no" if draws is None else "fixed", None
+    kind, clipped, masses = "no" if draws is None else "fixed", None, None
     if draws is not None and draws.sampling.draft_logits is not None:
         from vllm_mars.kernels.clip_kernel import clip_rows
 
-        kind, clipped = "drawn", clip_rows(step.logits, draws, shared)
+        kind, (clipped, masses) = "drawn", clip_rows(step.logits, draws, shared)
+    num_blocks = 1 if masses is None else masses.shape[1]
+    positions = shared["POSITIONS"]
     accept_kernel[(batch,)](
         output,
         account,
@@ -87,12 +90,15 @@ def accept(
         slots_ptr=step.slots,
         pos_ptr=None if draws is None else draws.pos,
         clipped_ptr=clipped,
+        masses_ptr=masses,
         share_gain=rule.share_gain,
         num_speculative_tokens=step.num_speculative_tokens,
+        num_blocks=num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks),
         RULE=rule.name,
         SAMPLED=kind,
-        # One warp needs no barrier between what it loads of a record and what it stores.
-        num_warps=1,
+        # Long drafts leave one warp too few registers.
+        num_warps=max(1, positions // 8),
         **shared,
     )
     if draws is not None:
@@ -137,7 +143,9 @@ def _draw(
     from vllm_mars.kernels.draw_kernel import resample_kernel
 
     batch, device = step.slots.shape[0], step.logits.device
-    draw_block = min(_DRAW_BLOCK, triton.next_power_of_2(shared["vocab"]))
+    is_drawn = draws.sampling.draft_logits is not None
+    # Two rows take twice the registers.
+    draw_block = min(_DRAW_BLOCK >> is_drawn, triton.next_power_of_2(shared["vocab"]))
     num_blocks = triton.cdiv(shared["vocab"], draw_block)
     tokens = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
     values = torch.empty_like(tokens, dtype=torch.float64 if draws.use_fp64 else torch.float32)
@@ -165,7 +173,7 @@ def _draw(
         BLOCK=draw_block,
         BLOCKS=triton.next_power_of_2(num_blocks),
         USE_FP64=draws.use_fp64,
-        num_warps=max(4, draw_block // 1024),
+        num_warps=max(4, draw_block // (512 if is_drawn else 1024)),
         **{name: shared[name] for name in names},
     )
 

@@ -4,17 +4,18 @@ import triton
 import triton.language as tl
 
 from vllm_mars.kernels.rule_kernel import (
+    BEFORE,
     CLIPPED,
     DRAFT_SHARE,
     DRIFT,
     FIRST,
-    GAIN,
     LOSS_OF_ROW,
     LOST,
     OF_P,
     OF_Q,
     PROTECTED,
     RELAXED,
+    STRICT_BEFORE,
     THRESHOLD,
     UNIT,
     allowance,
@@ -45,16 +46,45 @@ _DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
 # Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
 _UNALIGNED = [
     *("input_ids_ptr", "cu_num_logits_ptr", "blocked_ptr", "slots_ptr", "pos_ptr"),
-    *("total_len_ptr", "prompt_len_ptr", "clipped_ptr"),
+    *("total_len_ptr", "prompt_len_ptr", "clipped_ptr", "masses_ptr"),
 ]
-_UNSPECIALIZED = ["num_speculative_tokens", "vocab", "num_splits"]
+_UNSPECIALIZED = ["num_speculative_tokens", "num_blocks", "vocab", "num_splits"]
 
 
 @triton.jit
-def _log_drawn(seeds_ptr, pos_ptr, slot, row, mask):
-    """The logarithm of what vLLM draws for each position."""
+def _drawn(seeds_ptr, pos_ptr, slot, row, mask):
+    """What vLLM draws for each position."""
     pos = tl.load(pos_ptr + row, mask=mask, other=0)
-    return tl.log(tl.maximum(tl.rand(tl.load(seeds_ptr + slot), pos), _LEAST_DRAWN))
+    return tl.maximum(tl.rand(tl.load(seeds_ptr + slot), pos), _LEAST_DRAWN)
+
+
+@triton.jit
+def _by_blocks(
+    clipped_ptr, masses_ptr, num_blocks, row, offset, length, u, BLOCKS: tl.constexpr
+):
+    """How many tokens of a drawn draft stay, and what the rule adds to the chance that each does."""
+    is_there = offset < length
+    of_row = clipped_ptr + CLIPPED * row
+    of_q = tl.load(of_row + OF_Q, mask=is_there, other=-_INF)
+    of_p = tl.load(of_row + OF_P, mask=is_there, other=0.0)
+    is_behind = is_there & (offset > 0)
+    before = tl.load(of_row + BEFORE, mask=is_behind, other=0.0)
+    reach = tl.exp(tl.minimum(before + of_q, 0.0))
+    before = tl.load(of_row + STRICT_BEFORE, mask=is_behind, other=0.0)
+    strict = tl.exp(tl.minimum(before + of_q - of_p, 0.0))
+    goes_on = offset + 1 < length
+    blocks = tl.arange(0, BLOCKS)[None, :]
+    parts = tl.load(
+        masses_ptr + (row[:, None] + 1) * num_blocks + blocks,
+        mask=goes_on[:, None] & (blocks < num_blocks),
+        other=0.0,
+    )
+    residual = tl.maximum(tl.sum(parts, axis=1), 0.0)
+    whole = residual + (1.0 - reach)
+    stays = tl.where(whole > 0.0, residual / tl.where(whole > 0.0, whole, 1.0), 1.0)
+    stays = tl.where(goes_on, stays, reach)
+    accepted = tl.max(tl.where(is_there & (u <= stays), offset + 1, 0), axis=0)
+    return accepted, tl.where(is_there, reach - strict, 0.0)
 
 
 @triton.jit
@@ -73,6 +103,7 @@ def _write_down(
     is_counted,
     is_greedy,
     num_speculative_tokens,
+    BY_BLOCKS: tl.constexpr,
 ):
     """Counts a request's step, takes its loss off; returns relaxed tokens, loss and drift."""
     is_visited = is_counted & (offset <= accepted)
@@ -80,8 +111,15 @@ def _write_down(
     is_relaxed = is_accepted & (verdict == RELAXED)
     spends = is_relaxed | (is_visited & (is_greedy == 0))
     step_lost = tl.sum(tl.where(spends, loss, 0), axis=0)
-    step_gained = tl.sum(tl.where(spends, gained, 0), axis=0)
-    tl.store(lost_ptr, tl.load(lost_ptr) + step_lost)
+    gains = spends
+    if BY_BLOCKS:
+        # Of the positions, too, that were not reached.
+        gains = gains | (is_counted & (is_greedy == 0))
+    step_gained = tl.sum(tl.where(gains, gained, 0), axis=0)
+    lost = tl.load(lost_ptr)
+    # All warps have loaded what one of them stores.
+    tl.debug_barrier()
+    tl.store(lost_ptr, lost + step_lost)
 
     one = tl.full(offset.shape, 1, tl.int64)
     is_verified = is_visited & (draft >= 0)
@@ -135,13 +173,16 @@ def accept_kernel(
     # Where requests sample: `Sampling`, and [num_rows]
     sampling,
     pos_ptr,
-    # Of drawn drafts: [num_rows, CLIPPED] of `clip_kernel`
+    # Of drawn drafts: [num_rows, CLIPPED] and [num_rows, num_blocks] of `clip_rows`
     clipped_ptr,
+    masses_ptr,
     share_gain,
     num_speculative_tokens,
+    num_blocks,
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     POSITIONS: tl.constexpr,
     # "theta" or "price"
     RULE: tl.constexpr,
@@ -192,19 +233,23 @@ def accept_kernel(
     drift = loss
     ratio_accepted = tl.zeros([POSITIONS], tl.float32)
     ratio_rejected = tl.zeros([POSITIONS], tl.float32)
+    accepted_by_blocks = 0
     if SAMPLED != "no":
         if is_greedy == 0:
-            log_u = _log_drawn(sampling.seeds, pos_ptr, slot, row, is_draft)
+            u = _drawn(sampling.seeds, pos_ptr, slot, row, is_draft)
             is_read = draft >= 0
             if SAMPLED == "drawn":
-                of_row = clipped_ptr + CLIPPED * row
-                ratio_accepted = tl.load(of_row + OF_P, mask=is_read, other=0.0)
+                # A token that was never drawn ends the draft.
+                drawn = tl.min(tl.where(is_draft & (draft == -1), offset, length), axis=0)
+                own = clipped_ptr, masses_ptr, num_blocks, row, offset, drawn, u
+                accepted_by_blocks, gain = _by_blocks(*own, BLOCKS)
+                gained = nearest_units(gain)
+                of_row, is_drawn = clipped_ptr + CLIPPED * row, offset < drawn
+                ratio_accepted = tl.load(of_row + OF_P, mask=is_drawn, other=0.0)
                 reason = forbids(rows, False)
                 verdict = tl.where(is_read & (offset < gainful) & (price > 0), reason, 0)
-                loss = units_of(tl.load(of_row + LOSS_OF_ROW, mask=is_read, other=0.0))
-                gained = nearest_units(tl.load(of_row + GAIN, mask=is_read, other=0.0))
-                drift = nearest_units(tl.load(of_row + DRIFT, mask=is_read, other=0.0))
-                accepts = is_read & (tl.load(of_row + OF_Q, mask=is_read, other=0.0) > log_u)
+                loss = units_of(tl.load(of_row + LOSS_OF_ROW, mask=is_drawn, other=0.0))
+                drift = nearest_units(tl.load(of_row + DRIFT, mask=is_drawn, other=0.0))
             else:
                 lse, entropy = log_sum_exp(partials, row, is_draft, rows.first, num_splits, SPLITS)
                 log_p = rows.logit - lse
@@ -227,17 +272,21 @@ def accept_kernel(
                 drift = nearest_units(decided.drift)
                 # What the rule accepts outright has an infinite bias.
                 ratio_accepted = decided.bias - decided.log_z
-                accepts = is_number & (log_p + ratio_accepted > log_u)
+                accepts = is_number & (log_p + ratio_accepted > tl.log(u))
                 ratio_accepted = tl.where(decided.bias == _INF, -log_p, ratio_accepted)
                 ratio_rejected = -decided.log_z
 
     stops = is_draft & (accepts == 0)
     accepted = tl.min(tl.where(stops, offset, length), axis=0)
+    if SAMPLED == "drawn":
+        accepted = tl.where(is_greedy, accepted, accepted_by_blocks)
     token = tl.where(offset < accepted, draft, -1)
-    # Never accepted, the bonus row emits its argmax like a row whose draft is rejected. What is
-    # drawn there, `resample_kernel` adds.
-    first_choice = tl.where(is_greedy, rows.argmax.to(tl.int64), -1)
-    token = tl.where(is_row & (offset == accepted), first_choice, token)
+    # Never accepted, the bonus row emits its argmax like a row whose draft is rejected. Where a
+    # request samples `resample_kernel` puts what it draws there, unless rounding leaves nothing to
+    # draw from: then the rejected token stays.
+    stays_there = (is_greedy == 0) & (draft >= 0)
+    behind = tl.where(stays_there, draft, rows.argmax.to(tl.int64))
+    token = tl.where(is_row & (offset == accepted), behind, token)
     of_request = output.output_token_ids + request.to(tl.int64) * (num_speculative_tokens + 1)
     tl.store(of_request + offset, token, mask=offset <= num_speculative_tokens)
     # Behind the draft the target's own bonus token follows.
@@ -257,6 +306,7 @@ def accept_kernel(
         is_draft & (offset <= last_counted),
         is_greedy,
         num_speculative_tokens,
+        SAMPLED == "drawn",
     )
     if SAMPLED == "drawn":
         if is_greedy == 0:

@@ -3,9 +3,10 @@
 `vllm_mars.runner.context` defines the markers' states and the walk, and where an answer may repeat
 itself. One program serves one request. It takes in the tokens that were committed since its last
 step, walks through the drafts, and compares the n-grams that end with them (of a request that
-samples, what stands before the last token) with those of the answer's last `GUARD_WINDOW` tokens,
-which it keeps in a ring on the device: a step reads only the new tokens from where Model Runner V2
-keeps them, the host's memory.
+samples, what stands before the last token) with those of the answer's last `GUARD_WINDOW` tokens.
+
+These it keeps in a ring on the device, since Model Runner V2 keeps them in the host's memory: from
+there a step reads its new tokens alone, all at once, and walks through them in the ring.
 """
 
 import torch
@@ -13,8 +14,11 @@ import triton
 import triton.language as tl
 
 from vllm_mars.kernels.terms import (
+    CLOSES,
     GUARD_WINDOW,
     OPENING,
+    OPENS,
+    THINKING_END,
     Column,
     Markers,
     Step,
@@ -26,31 +30,33 @@ _SPAN = tl.constexpr(int(Verdict.SPAN))
 _REPEAT = tl.constexpr(int(Verdict.REPEAT))
 _OPENED = tl.constexpr(int(Verdict.OPENING))
 _OPENING = tl.constexpr(OPENING)
+_OPENS = tl.constexpr(OPENS)
+_THINKING_END = tl.constexpr(THINKING_END)
+_CLOSES = tl.constexpr(CLOSES)
 _STATE = tl.constexpr(int(Column.STATE))
 _BEGUN = tl.constexpr(int(Column.BEGUN))
 _SCANNED = tl.constexpr(int(Column.SCANNED))
 _HELD = tl.constexpr(int(Column.HELD))
-# Draft tokens and places of the answer that are compared at a time.
-_DRAFTS = 8
-_BLOCK = 512
+# Draft tokens, and places of the answer, that are compared at a time; so many are read at a time.
+_DRAFTS = tl.constexpr(8)
+_BLOCK = tl.constexpr(512)
 
 
-def new_ring(num_slots: int, has_guard: bool, device: torch.device) -> torch.Tensor:
-    """int32 `[S, GUARD_WINDOW]`, output token i at i modulo its width; `[S, 1]` with no guard."""
-    width = GUARD_WINDOW if has_guard else 1
-    return torch.zeros((num_slots, width), dtype=torch.int32, device=device)
+def new_ring(num_slots: int, device: torch.device) -> torch.Tensor:
+    """int32 `[S, GUARD_WINDOW]`, output token i at i modulo its width."""
+    return torch.zeros((num_slots, GUARD_WINDOW), dtype=torch.int32, device=device)
 
 
 @triton.jit
-def _advance(state, token, opens_ptr, closes_ptr, table_size, thinking_end, opening):
+def _advance(state, token, markers_ptr, num_markers, opening):
     span = state % _OPENING
     left = tl.maximum(state // _OPENING - 1, 0)
-    is_listed = (token >= 0) & (token < table_size)
-    opened = tl.load(opens_ptr + token, mask=is_listed, other=0)
-    closed = tl.load(closes_ptr + token, mask=is_listed, other=0)
-    is_closed = (span > 0) & (((closed >> tl.maximum(span - 1, 0)) & 1) != 0)
+    is_listed = (token >= 0) & (token < num_markers)
+    marks = tl.load(markers_ptr + token, mask=is_listed, other=0)
+    is_closed = (span > 0) & (((marks >> (_CLOSES + tl.maximum(span - 1, 0))) & 1) != 0)
+    opened = (marks & _OPENS).to(tl.int32)
     span = tl.where(span == 0, opened, tl.where(is_closed, 0, span))
-    left = tl.where(token == thinking_end, opening, left)
+    left = tl.where((marks & _THINKING_END) != 0, opening, left)
     return span + _OPENING * left
 
 
@@ -65,11 +71,10 @@ def _token_at(index, wanted, ring_ptr, num_answer, draft_ptr, WINDOW: tl.constex
 
 
 @triton.jit(
-    do_not_specialize=["tokens_stride", "table_size", "thinking_end", "opening"],
+    do_not_specialize=["tokens_stride", "num_markers", "opening"],
     do_not_specialize_on_alignment=[
-        *("blocked_ptr", "ring_ptr"),
-        *("slots_ptr", "tokens_ptr", "total_len_ptr", "prompt_len_ptr"),
-        *("temperature_ptr", "input_ids_ptr", "cu_num_logits_ptr", "opens_ptr", "closes_ptr"),
+        *("blocked_ptr", "ring_ptr", "slots_ptr", "tokens_ptr", "total_len_ptr", "prompt_len_ptr"),
+        *("temperature_ptr", "input_ids_ptr", "cu_num_logits_ptr", "markers_ptr"),
     ],
 )
 def context_kernel(
@@ -92,21 +97,18 @@ def context_kernel(
     input_ids_ptr,
     # [batch], inclusive prefix sum of the rows
     cu_num_logits_ptr,
-    # [table_size]
-    opens_ptr,
-    closes_ptr,
-    table_size,
-    thinking_end,
+    # [num_markers] of `Markers`, or None
+    markers_ptr,
+    num_markers,
     opening,
-    HAS_MARKERS: tl.constexpr,
     # Whether drafts are the last token again where the drafter has none.
     FILLS: tl.constexpr,
     # Tokens of an n-gram; 0 for no guard.
     LENGTH: tl.constexpr,
     WINDOW: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
+    # No more than the ring holds.
+    BLOCK: tl.constexpr = _BLOCK if _BLOCK < WINDOW else WINDOW
     request = tl.program_id(0)
     slot = tl.load(slots_ptr + request).to(tl.int64)
     end = tl.load(cu_num_logits_ptr + request)
@@ -130,26 +132,29 @@ def context_kernel(
     # All warps have loaded what one of them stores below.
     tl.debug_barrier()
 
-    if HAS_MARKERS:
-        for i in range(scanned, total):
-            token = tl.load(base_ptr + i)
-            state = _advance(state, token, opens_ptr, closes_ptr, table_size, thinking_end, opening)
-        tl.store(record_ptr + _STATE, state.to(tl.int64))
+    # The guard looks at what came before a resumed request, too.
+    first_new = scanned
     if LENGTH > 0:
-        for block in range(tl.maximum(held, total - WINDOW), total, BLOCK):
-            index = block + tl.arange(0, BLOCK)
-            tokens = tl.load(base_ptr + index, mask=index < total, other=0)
-            tl.store(ring_ptr + (index - prompt_len) % WINDOW, tokens, mask=index < total)
-        # What was stored is read below by other threads.
+        first_new = tl.minimum(scanned, tl.maximum(held, total - WINDOW))
+    for block in range(first_new, total, BLOCK):
+        index = block + tl.arange(0, BLOCK)
+        tokens = tl.load(base_ptr + index, mask=index < total, other=0)
+        tl.store(ring_ptr + (index - prompt_len) % WINDOW, tokens, mask=index < total)
+        # What was stored is read by other threads, here and below.
         tl.debug_barrier()
+        if markers_ptr is not None:
+            for i in range(tl.maximum(block, scanned), tl.minimum(block + BLOCK, total)):
+                token = tl.load(ring_ptr + (i - prompt_len) % WINDOW)
+                state = _advance(state, token, markers_ptr, num_markers, opening)
+    tl.store(record_ptr + _STATE, state.to(tl.int64))
     tl.store(record_ptr + _SCANNED, total.to(tl.int64))
     tl.store(record_ptr + _HELD, total.to(tl.int64))
 
     temperature = tl.load(temperature_ptr + slot)
-    for first in range(0, num_draft, DRAFTS):
-        offset = first + tl.arange(0, DRAFTS)
+    for first in range(0, num_draft, _DRAFTS):
+        offset = first + tl.arange(0, _DRAFTS)
         is_draft = offset < num_draft
-        blocked = tl.zeros([DRAFTS], tl.int32)
+        blocked = tl.zeros([_DRAFTS], tl.int32)
         if FILLS:
             draft = tl.load(draft_ptr + offset, mask=is_draft, other=-1)
             last = tl.load(draft_ptr + offset - 1, mask=is_draft, other=-2)
@@ -158,7 +163,7 @@ def context_kernel(
             # Where the n-gram begins that ends with this draft token.
             begin = num_answer + offset - (LENGTH - 1)
             has_ngram = is_draft & (begin >= 0)
-            last_begin = num_answer + tl.minimum(first + DRAFTS, num_draft) - LENGTH
+            last_begin = num_answer + tl.minimum(first + _DRAFTS, num_draft) - LENGTH
             for block in range(tl.maximum(num_answer - WINDOW, 0), last_begin, BLOCK):
                 earlier = block + tl.arange(0, BLOCK)
                 is_held = earlier < last_begin
@@ -175,15 +180,13 @@ def context_kernel(
                     same = same & (differs == 0)
                 repeats = tl.max(same.to(tl.int32), axis=1)
                 blocked = tl.where(repeats != 0, _REPEAT, blocked)
-        if HAS_MARKERS:
-            for j in range(first, tl.minimum(first + DRAFTS, num_draft)):
+        if markers_ptr is not None:
+            for j in range(first, tl.minimum(first + _DRAFTS, num_draft)):
                 is_opening = tl.where(state >= _OPENING, _OPENED, 0)
                 reason = tl.where(state % _OPENING != 0, _SPAN, is_opening)
                 blocked = tl.where((offset == j) & (reason != 0), reason, blocked)
                 token = tl.load(draft_ptr + j).to(tl.int32)
-                state = _advance(
-                    state, token, opens_ptr, closes_ptr, table_size, thinking_end, opening
-                )
+                state = _advance(state, token, markers_ptr, num_markers, opening)
         tl.store(blocked_ptr + start + offset, blocked.to(tl.int8), mask=is_draft)
 
 
@@ -192,18 +195,18 @@ def blocked_positions(
     tokens: torch.Tensor,
     step: Step,
     temperature: torch.Tensor,
-    markers: Markers,
+    markers: Markers | None,
     ngram: int,
     fills: bool = False,
 ) -> torch.Tensor:
     """Launches `context_kernel`; the state in the records moves on.
 
     Args:
-        ring: see `new_ring`.
+        ring: see `new_ring`; of any power of 2 as its width.
         tokens: int32 `[S, max_model_len]`, prompt and output of each slot.
         step: its logits are not read.
         temperature: float32 `[S]`; 0 is greedy.
-        markers: of the engine.
+        markers: of the engine, or None without any.
         ngram: tokens of an n-gram that must not be repeated; 0 for no guard.
         fills: whether drafts are the last token again where the drafter has none.
 
@@ -213,6 +216,7 @@ def blocked_positions(
     """
     num_rows, device = step.input_ids.shape[0], step.input_ids.device
     blocked = torch.empty(num_rows, dtype=torch.int8, device=device)
+    table, opening = (None, 0) if markers is None else markers
     context_kernel[(step.slots.shape[0],)](
         blocked,
         step.records.table,
@@ -225,16 +229,11 @@ def blocked_positions(
         temperature,
         step.input_ids,
         step.cu_num_logits,
-        markers.opens,
-        markers.closes,
-        markers.opens.shape[0],
-        markers.thinking_end,
-        markers.opening,
-        HAS_MARKERS=markers.opens.shape[0] > 0 or markers.opening > 0,
+        table,
+        0 if table is None else table.shape[0],
+        opening,
         FILLS=fills,
         LENGTH=ngram,
         WINDOW=ring.shape[1],
-        DRAFTS=_DRAFTS,
-        BLOCK=_BLOCK,
     )
     return blocked

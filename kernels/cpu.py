@@ -13,7 +13,7 @@ read as well; of drawn drafts only that of the rows which are reached.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from vllm_mars.kernels.terms import (
     GREEDY_SCALE,
     LOSS_BITS,
     MOST_LOSS,
+    STRUCK,
     Account,
     Column,
     CounterLayout,
@@ -47,7 +48,7 @@ class Chance(Protocol):
         """Whether the draft token at a position stays that does so with this probability."""
 
     def draws(self, place: int, weights: torch.Tensor) -> int:
-        """The token that comes instead, by its weight; float32 `[vocab]`."""
+        """The token that comes instead, by its weight; float32 `[vocab]`, not all 0."""
 
 
 class Random(NamedTuple):
@@ -55,11 +56,14 @@ class Random(NamedTuple):
 
     Attributes:
         uniform: float64 `[num_draft]`, in [0, 1).
-        noise: `[batch, vocab]`, the reciprocals of exponential random numbers.
+        generators: of requests that have one of their own, by place in the batch.
+        noise: `[vocab]`, the reciprocals of exponential random numbers that vLLM's sampler draws,
+            by place, of requests that are to emit what it emits. Others take one number.
     """
 
     uniform: np.ndarray
-    noise: torch.Tensor
+    generators: Mapping[int, torch.Generator]
+    noise: Mapping[int, torch.Tensor]
 
     def accepts(self, position: int, probability: float) -> bool:
         """See `Chance`."""
@@ -67,7 +71,12 @@ class Random(NamedTuple):
 
     def draws(self, place: int, weights: torch.Tensor) -> int:
         """See `Chance`."""
-        return int((weights * self.noise[place]).argmax())
+        if place in self.noise:
+            return int((weights * self.noise[place]).argmax())
+        sums = weights.cumsum(0, dtype=torch.float64)
+        u = torch.rand((), dtype=torch.float64, generator=self.generators.get(place))
+        # Below the whole sum, so that a token comes which adds to it. Not so of a NaN.
+        return min(int(torch.searchsorted(sums, u * sums[-1], right=True)), len(sums) - 1)
 
 
 class Sampled(NamedTuple):
@@ -93,12 +102,15 @@ class Emitted(NamedTuple):
         token: what comes in the place of the first rejected one, or None where all are accepted.
         positions: what was decided at the positions that were looked at.
         log_ratios: of a request that samples, log m - log p of each token.
+        gained: of a drawn draft what the rule adds to the chance that each of its tokens stays, of
+            those that were not reached, too; in units of 2**-LOSS_BITS.
     """
 
     accepted: int
     token: int | None
     positions: Sequence[Position]
     log_ratios: Sequence[float] = ()
+    gained: Sequence[int] = ()
 
 
 def read_rows(
@@ -152,7 +164,7 @@ def read_rows(
         is_kept, keeps_first = is_kept | (in_vocab & mask[safe]), keeps_first | mask[argmax]
     return (
         Rows(
-            np.where(in_vocab, ids, -1).tolist(),
+            np.where(in_vocab, ids, np.where(ids == STRUCK, STRUCK, -1)).tolist(),
             argmax.tolist(),
             units.astype(np.int64).tolist(),
             is_small.tolist(),
@@ -274,7 +286,9 @@ def accept(
         # What lies behind the answer's end is no part of it.
         most = definition.num_gainful(rows, begin, end, allowed) + 1
         most = 0 if allowed.has_ended else most
-        counted = emitted._replace(positions=emitted.positions[:most])
+        counted = emitted._replace(
+            positions=emitted.positions[:most], gained=emitted.gained[:most]
+        )
         drafted = rows.draft[begin:end]
         num_relaxed, lost, drift = _write_down(
             counted, drafted, not samples[place], place, requests, account, layout
@@ -358,8 +372,10 @@ def _fixed(
             of_kept = weights[kept]
             weights *= math.exp(-log_z)
             weights[kept] = of_kept
-        token = chance.draws(place, weights)
-        log_ratios.append(0.0 if token in kept else -log_z)
+        # Only rounding leaves nothing to draw from.
+        token = chance.draws(place, weights) if weights.any() or draft < 0 else draft
+        ratio = position.bias - log_z if token == draft else -log_z
+        log_ratios.append(0.0 if token in kept else ratio)
         return Emitted(offset, token, positions[: offset + 1], log_ratios)
     return Emitted(end - begin, None, positions, [*log_ratios, 0.0])
 
@@ -377,31 +393,82 @@ def _drawn(
 ) -> Emitted:
     prices = definition.drawn_prices(rows, begin, end, allowed)
     gainful = definition.num_gainful(rows, begin, end, allowed)
-    buffers = logits.new_empty(4, logits.shape[1])
+    drafts = rows.draft[begin:end]
+    # A token that was never drawn ends the draft.
+    length = next((i for i, draft in enumerate(drafts) if draft == -1), end - begin)
+    logits, q = logits[begin:end], draft_probs[begin:end]
+    buffers = _buffers(3 + 2 * length, logits)
+    p = torch.softmax(logits[:length], dim=-1, out=buffers[3 : 3 + length])
+    served, reaches, gained = [], [], []
+    reach = strict = 1.0
+    for i in range(length):
+        out = buffers[3 + length + i]
+        of_row = clip_row(logits[i], p[i], q[i], prices[i], kept, out, buffers[:3])
+        at_draft = (p[i], of_row.m, q[i])
+        of_p, of_m, of_q = (float(it[drafts[i]]) if drafts[i] >= 0 else 0.0 for it in at_draft)
+        reach, strict = definition.reach(reach, of_m, of_q), definition.reach(strict, of_p, of_q)
+        served.append(of_row)
+        reaches.append(reach)
+        gained.append(definition.nearest_units(reach - strict))
+
+    def residual(i: int) -> torch.Tensor:
+        """What is drawn from behind i drafts."""
+        m = torch.mul(served[i].m, reaches[i - 1] if i else 1.0, out=buffers[0])
+        return m.sub_(q[i]).clamp_(min=0)
+
+    accepted = 0
+    for i in range(length, 0, -1):
+        # h is at most p.
+        if not chance.accepts(begin + i - 1, reaches[i - 1]):
+            continue
+        h = reaches[i - 1]
+        if i < length:
+            h = definition.stays(h, float(residual(i).sum()))
+        if chance.accepts(begin + i - 1, h):
+            accepted = i
+            break
+    token: int | None = None
+    if accepted < length:
+        weights = residual(accepted)
+        token = drafts[accepted] if drafts[accepted] >= 0 else rows.argmax[begin + accepted]
+        # Only rounding leaves nothing to draw from.
+        if weights.any():
+            token = chance.draws(place, weights)
+    elif length < end - begin:
+        token = chance.draws(place, logits[length].softmax(dim=-1))
     positions: list[Position] = []
     log_ratios: list[float] = []
-    for offset, price in enumerate(prices):
-        i = begin + offset
-        p, q, draft = logits[i].softmax(dim=-1), draft_probs[i], rows.draft[i]
-        served = clip_row(logits[i], p, q, price, kept, buffers)
+    for i in range(min(accepted + 1, end - begin)):
         verdict = Verdict.NONE
-        if draft >= 0 and allowed.price > 0 and offset < gainful:
-            verdict = rows.forbids(i, looks_at_first=False)
-        sums = map(definition.nearest_units, (served.gained, served.drift))
-        loss = definition.units_of(served.loss)
-        positions.append(Position(verdict, 0.0, 0.0, loss, *sums))
-        token, is_accepted = draft, False
-        if draft >= 0 and q[draft] > 0:
-            is_accepted = chance.accepts(i, float(served.m[draft] / q[draft]))
-        if not is_accepted:
-            weights = torch.sub(served.m, q, out=buffers[1]).clamp_(min=0)
-            token = chance.draws(place, weights)
-        ratio = float(served.m[token] / p[token])
+        if drafts[i] >= 0 and allowed.price > 0 and i < gainful:
+            verdict = rows.forbids(begin + i, looks_at_first=False)
+        if i == length:
+            positions.append(Position(verdict))
+            break
+        loss = definition.units_of(served[i].loss)
+        drift = definition.nearest_units(served[i].drift)
+        positions.append(Position(verdict, loss=loss, drift=drift))
+        emitted = drafts[i] if i < accepted else token
+        ratio = float(served[i].m[emitted] / p[i, emitted])
         # Of a row that holds a NaN any token may come.
-        log_ratios.append(math.log(ratio) if 0 < ratio < math.inf and token not in kept else 0.0)
-        if not is_accepted:
-            return Emitted(offset, token, positions, log_ratios)
-    return Emitted(end - begin, None, positions, [*log_ratios, 0.0])
+        is_told = 0 < ratio < math.inf and emitted not in kept
+        log_ratios.append(math.log(ratio) if is_told else 0.0)
+    if accepted == length:
+        log_ratios.append(0.0)
+    return Emitted(accepted, token, positions, log_ratios, gained)
+
+
+# By width, and kept: to get new memory for rows takes as long as to read them.
+_BUFFERS: dict[int, torch.Tensor] = {}
+
+
+def _buffers(num_rows: int, like: torch.Tensor) -> torch.Tensor:
+    """Rows to write to; float32 `[num_rows, vocab]`, the same ones for each call."""
+    vocab = like.shape[1]
+    found = _BUFFERS.get(vocab)
+    if found is None or len(found) < num_rows:
+        found = _BUFFERS[vocab] = like.new_empty(num_rows, vocab)
+    return found[:num_rows]
 
 
 def _write_down(
@@ -414,7 +481,8 @@ def _write_down(
     layout: CounterLayout,
 ) -> tuple[int, int, int]:
     """Counts a request's step and takes its losses off; returns relaxed tokens, loss and drift."""
-    num_relaxed = lost = gained = drift_up = drift_down = 0
+    num_relaxed = lost = drift_up = drift_down = 0
+    gained = sum(emitted.gained)
     table = None if account is None or account.table is None else account.table[place]
     if table is not None:
         table[0] = math.nan

@@ -4,9 +4,10 @@
                                          with vLLM's Gumbel noise; the block that ends last puts the
                                          largest of all behind the request's drafts
 
-The row is that of the first rejected draft token, or the bonus row. With x rejected and q its draft
-distribution, what is drawn from is max(m - q, 0); of a fixed draft that is m without x, in which
-kept tokens weigh Z times what they do in p.
+The row is that of the first rejected draft token, or the bonus row. With x rejected, q its draft
+distribution and p_i what the draft has reached before it (`rule`), what is drawn from is
+max(p_i m - q, 0); of a fixed draft that is m without x, in which kept tokens weigh Z times what they
+do in p. A draft token that was never drawn has no q.
 """
 
 import triton
@@ -14,29 +15,32 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
-from vllm_mars.kernels.rule_kernel import CLIPPED, is_kept, log_ratio_of_clipped
+from vllm_mars.kernels.rule_kernel import BEFORE, CLIPPED, is_kept, log_ratio_of_clipped
 from vllm_mars.kernels.top2 import RECORD_SIZE
 
-# The alignment of these would multiply the compiled variants and gain nothing: the loads of a block
-# with its noise are not widened anyway.
+# The alignment of these would multiply the compiled variants and gain nothing.
 _UNALIGNED = [
-    *("clipped_ptr", "input_ids_ptr", "slots_ptr", "logits_ptr", "cu_num_logits_ptr", "pos_ptr"),
+    *("clipped_ptr", "input_ids_ptr", "slots_ptr", "cu_num_logits_ptr", "pos_ptr"),
     *("output_token_ids_ptr", "table_ptr"),
 ]
-_UNSPECIALIZED = ["vocab", "num_blocks", "num_speculative_tokens", "logits_stride"]
+_UNSPECIALIZED = ["num_blocks", "num_speculative_tokens"]
 
 
 @triton.jit
-def _log_probabilities(logits, kept, clipped_ptr, row, draft_ptr, token, mask, temperature):
+def _log_probabilities(
+    logits, protected, record_ptr, vocab, clipped_ptr, draft_ptr, token, mask, temperature
+):
     """log m, log m - log p and log q of tokens; q was drawn from at the temperature."""
-    clipped_ptr += CLIPPED * row
     log_p = logits - tl.load(clipped_ptr + 3)
     draft = tl.load(draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
     log_q = draft / temperature - tl.load(clipped_ptr + 4)
+    price = tl.load(clipped_ptr + 1)
     ratio = log_ratio_of_clipped(
-        log_p, log_q, tl.load(clipped_ptr), tl.load(clipped_ptr + 1), tl.load(clipped_ptr + 2)
+        log_p, log_q, tl.load(clipped_ptr), price, tl.load(clipped_ptr + 2)
     )
-    ratio = tl.where(kept, 0.0, ratio)
+    # Without a price m is p.
+    if price > 0:
+        ratio = tl.where(is_kept(token, protected, record_ptr, vocab), 0.0, ratio)
     return log_p + ratio, ratio, log_q
 
 
@@ -82,7 +86,7 @@ def resample_kernel(
     start = tl.load(cu_num_logits_ptr + request - 1, mask=request > 0, other=0)
     place = tl.load(num_sampled_ptr + request).to(tl.int64) - 1
     row = start + place
-    # The draft token that was rejected, or -1 in the bonus row.
+    # The draft token that was rejected, below -1 if it was struck out; -1 in the bonus row.
     rejected = tl.load(input_ids_ptr + row + 1, mask=row < end - 1, other=-1)
     rejected = tl.where(rejected < vocab, rejected, -1)
     record_ptr = records_ptr + slot * RECORD_SIZE
@@ -95,13 +99,13 @@ def resample_kernel(
     logits_ptr += row * logits_stride
     logits = tl.load(logits_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
     if sampling.draft_logits is not None:
+        clipped_ptr += CLIPPED * row
         draft_ptr = sampling.draft_logits + slot * draft_stride + place * draft_step_stride
         drawn_at = tl.load(sampling.drawn_at + slot)
-        if rejected >= 0:
-            kept = is_kept(token, protected, record_ptr, vocab)
-            log_m, _, log_q = _log_probabilities(
-                logits, kept, clipped_ptr, row, draft_ptr, token, mask, drawn_at
-            )
+        if rejected != -1:
+            own = clipped_ptr, draft_ptr, token, mask, drawn_at
+            log_m, _, log_q = _log_probabilities(logits, protected, record_ptr, vocab, *own)
+            log_m += tl.load(clipped_ptr + BEFORE, mask=place > 0, other=0.0)
             share = tl.exp(log_q - log_m)
             rest = log_m + libdevice.log1p(-share)
             logits = tl.where(share < 1.0, rest, float("-inf")).to(tl.float32)
@@ -141,14 +145,15 @@ def resample_kernel(
         values = tl.where(values == values, values, float("-inf"))
         best = first + tl.argmax(values, axis=0)
         drawn = tl.load(token_ptr + best, cache_modifier=".cg").to(tl.int64)
+        # Only rounding leaves nothing to draw from: then what `accept_kernel` put there stays.
+        is_nothing = (tl.max(values, axis=0) == float("-inf")) & (rejected != -1)
+        drawn = tl.where(is_nothing, tl.load(output_token_ids_ptr), drawn)
         tl.store(output_token_ids_ptr, drawn)
-        kept = is_kept(drawn, protected, record_ptr, vocab)
         if sampling.draft_logits is not None:
-            if rejected >= 0:
+            if rejected != -1:
                 logit = tl.load(logits_ptr + drawn).to(tl.float32)
-                _, ratio, _ = _log_probabilities(
-                    logit, kept, clipped_ptr, row, draft_ptr, drawn, drawn >= 0, drawn_at
-                )
+                own = clipped_ptr, draft_ptr, drawn, drawn >= 0, drawn_at
+                _, ratio, _ = _log_probabilities(logit, protected, record_ptr, vocab, *own)
                 tl.store(table_ptr, ratio)
-        elif kept:
+        elif is_kept(drawn, protected, record_ptr, vocab):
             tl.store(table_ptr, 0.0)

@@ -33,6 +33,18 @@ p, 1 - p(S).
                  sqrt(8 * what the request may still lose).
                  Of drafts that are drawn see `clip`.
 
+Drafts that are drawn are verified by blocks, losslessly towards the product of the m_i; of a strict
+request that is the target. With x_1 .. x_n the draft, q_i what x_i was drawn from, p_0 = 1:
+
+    p_i = min(p_(i-1) m_i(x_i) / q_i(x_i), 1)          `reach`: the chance that i drafts stay
+    S_i = sum over y of max(p_i m_(i+1)(y) - q_(i+1)(y), 0)
+    h_i = S_i / (S_i + 1 - p_i), but h_n = p_n         `stays`
+
+Of random numbers u_1 .. u_n the largest i with u_i <= h_i stays, or nothing. Behind it comes a draw
+from max(p_i m_(i+1) - q_(i+1), 0), behind a whole draft the target's bonus token. A token that was
+drawn and then struck out, by a grammar, has m = 0; one that was never drawn (-1) ends the draft.
+What the rule gains is the sum of p_i less the same sum with p in the place of m.
+
 The drift of a position is E_m[-log p] - H(p), by how much less probable than the target's own the
 token becomes that is served there, on average: (1 - 1 / Z) (R (-log p(x)) - H) with H the sum of
 -p log p outside S, and of a token that is accepted outright -log p(x) - H(p). Greedily it is the
@@ -44,7 +56,8 @@ A price looks no further than the answer can go: at its last token nothing can b
 a draft that is given (of a greedy request, or not drawn) ends it; the position is strict, V_i = 0.
 A drawn draft is not looked at: what is served must not depend on what was drawn.
 
-Source: arXiv 2601.15498 for theta; the prices are this project's (docs/rule.md).
+Source: arXiv 2601.15498 for theta, 2403.10444 for blocks; the prices are this project's
+(docs/rule.md).
 """
 
 import math
@@ -72,7 +85,7 @@ class Rows(NamedTuple):
     """What the rule reads of the logits at each draft position of a step; each a list.
 
     Attributes:
-        draft: the draft token, -1 for padding.
+        draft: the draft token, -1 for padding, STRUCK for one that was drawn and struck out.
         argmax: the target's first choice, of equal logits the lowest id; of a row that holds a NaN
             the first NaN.
         loss: z1 - z[x] in units of 2**-LOSS_BITS nats, rounded up, at most MOST_LOSS; 0 at padding
@@ -315,6 +328,20 @@ def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[f
     share = max(allowed.at(0), 0) // max(useful, 1)
     price = min(allowed.price * _UNIT, math.sqrt(8 * share * _UNIT) * (1 - 2**-20))
     return [
-        price if i < begin + useful and not rows.blocked[i] and rows.draft[i] >= 0 else 0.0
-        for i in range(begin, end)
+        price if i < begin + useful and not rows.blocked[i] else 0.0 for i in range(begin, end)
     ]
+
+
+def reach(before: float, m: float, q: float) -> float:
+    """p_i of a drawn draft, from p_(i-1) and the two probabilities of its token.
+
+    A token that the draft does not hold, and what is no number, is not accepted.
+    """
+    return min(before * m / q, 1.0) if m > 0 and q > 0 else 0.0
+
+
+def stays(reach: float, residual: float) -> float:
+    """h_i of a drawn draft that goes on, from p_i and S_i."""
+    # Where both are 0 all that is left is rounding.
+    whole = residual + 1 - reach
+    return residual / whole if whole > 0 else 1.0

@@ -22,6 +22,7 @@ from vllm_mars.kernels.terms import (
     NO_LIMIT,
     PRICE_BURSTS,
     RATE_BITS,
+    STRUCK,
     Column,
     Verdict,
 )
@@ -51,16 +52,19 @@ DRAFT_SHARE = tl.constexpr(int(Column.DRAFT_SHARE))
 # Rounded down by more than a float can be off.
 _CAUTION = tl.constexpr(1 - 2**-20)
 # What `clip_kernel` finds of a row of a drawn draft: log w, the price, log F(w), the target's and
-# the draft's log-sum-exp; KL(m || p), what acceptance gains, the drift; and of the draft token
-# log m - log p and log m - log q.
-CLIPPED = tl.constexpr(10)
+# the draft's log-sum-exp; KL(m || p) and the drift; of the draft token log m - log p, and log m -
+# log q, -inf where it cannot stay. Then, of `mass_kernel`, log p_i of the draft before the row, and
+# the same with p in the place of m; of a request's first row these are 0 and not written.
+CLIPPED = tl.constexpr(11)
 LOSS_OF_ROW = tl.constexpr(5)
-GAIN = tl.constexpr(6)
-DRIFT = tl.constexpr(7)
-OF_P = tl.constexpr(8)
-OF_Q = tl.constexpr(9)
+DRIFT = tl.constexpr(6)
+OF_P = tl.constexpr(7)
+OF_Q = tl.constexpr(8)
+BEFORE = tl.constexpr(9)
+STRICT_BEFORE = tl.constexpr(10)
 _LEAST_SHARE = tl.constexpr(LEAST_SHARE)
 _MOST_SHARE = tl.constexpr(MOST_SHARE)
+_STRUCK = tl.constexpr(STRUCK)
 _INF = tl.constexpr(float("inf"))
 
 
@@ -182,32 +186,39 @@ def read_rows(
     # A row's draft token is the next one's input.
     draft = tl.load(input_ids_ptr + row + 1, mask=is_draft, other=-1).to(tl.int64)
     in_vocab = is_draft & (draft >= 0) & (draft < vocab)
-    draft = tl.where(in_vocab, draft, -1)
+    draft = tl.where(in_vocab, draft, tl.where(draft == _STRUCK, _STRUCK, -1))
     logit = tl.load(partials.logit + row, mask=in_vocab, other=float("-inf"))
 
-    end_token = tl.load(record_ptr + FIRST_END + tl.arange(0, ENDS))[None, :]
-    is_end = in_vocab & (tl.max((draft[:, None] == end_token).to(tl.int32), axis=1) != 0)
-    is_kept = is_end
-    of_argmax = tl.max((argmax.to(tl.int64)[:, None] == end_token).to(tl.int32), axis=1)
+    is_end = _is_end(draft, record_ptr) & in_vocab
+    keeps_draft = is_end
+    keeps_first = _is_end(argmax, record_ptr) & in_vocab
     if protected is not None:
-        is_kept = is_kept | (tl.load(protected.mask + draft, mask=in_vocab, other=0) != 0)
-        of_argmax = of_argmax | tl.load(protected.mask + argmax, mask=in_vocab, other=0)
-    keeps_first = in_vocab & (of_argmax != 0)
+        keeps_draft = keeps_draft | (tl.load(protected.mask + draft, mask=in_vocab, other=0) != 0)
+        of_first = tl.load(protected.mask + argmax, mask=in_vocab, other=0) != 0
+        keeps_first = keeps_first | of_first
     blocked = tl.load(blocked_ptr + row, mask=is_draft, other=0).to(tl.int32)
-    return Rows(draft, argmax, first, second, logit, is_end, is_kept, keeps_first, blocked)
+    return Rows(draft, argmax, first, second, logit, is_end, keeps_draft, keeps_first, blocked)
+
+
+@triton.jit
+def _is_end(token, record_ptr):
+    """Whether each token ends the request."""
+    ends_ptr = record_ptr + FIRST_END
+    ends = tl.load(ends_ptr + tl.arange(0, ENDS))
+    found = token < token
+    # Few requests have more than one or two, which stand first.
+    for j in range(0, tl.sum((ends >= 0).to(tl.int32), axis=0)):
+        found = found | (token == tl.load(ends_ptr + j))
+    return found
 
 
 @triton.jit
 def is_kept(token, protected, record_ptr, vocab):
-    """Whether each token of a block is kept."""
-    ends_ptr = record_ptr + FIRST_END
-    ends = tl.load(ends_ptr + tl.arange(0, ENDS))
-    found = token < 0
-    # Few requests have more than one or two.
-    for j in range(0, tl.sum((ends >= 0).to(tl.int32), axis=0)):
-        found = found | (token == tl.load(ends_ptr + j))
+    """Whether each token is kept; none of them is above the vocabulary."""
+    found = _is_end(token, record_ptr)
     if protected is not None:
-        found = found | (tl.load(protected.mask + token, mask=token < vocab, other=0) != 0)
+        is_token = (token >= 0) & (token < vocab)
+        found = found | (tl.load(protected.mask + token, mask=is_token, other=0) != 0)
     return found
 
 
@@ -220,8 +231,8 @@ def num_gainful(is_end, offset, length, room):
 @triton.jit
 def forbids(rows, with_first):
     """Why each position is strict, or 0."""
-    is_kept = rows.is_kept | (rows.keeps_first & with_first)
-    return tl.where(rows.blocked != 0, rows.blocked, tl.where(is_kept, PROTECTED, 0))
+    is_strict = rows.is_kept | (rows.keeps_first & with_first)
+    return tl.where(rows.blocked != 0, rows.blocked, tl.where(is_strict, PROTECTED, 0))
 
 
 @triton.jit
@@ -274,12 +285,12 @@ def greedy(rows, small, most, price, gainful, offset, length, RULE: tl.constexpr
 def _log_partition(log_share, bias):
     """log(1 - p + p exp(bias)) of a token that has the share p in (0, 1] of what is not kept."""
     # log(0) is -inf, which then adds nothing.
-    rest = tl.log(tl.maximum(1.0 - tl.exp(log_share), 0.0))
+    log_others = tl.log(tl.maximum(1.0 - tl.exp(log_share), 0.0))
     # Where p is small 1 - p loses its digits: -p is log(1 - p) there.
-    rest = tl.where(log_share < -9.0, -tl.exp(log_share), rest)
+    log_others = tl.where(log_share < -9.0, -tl.exp(log_share), log_others)
     tilted = log_share + bias
-    most = tl.maximum(rest, tilted)
-    log_z = most + tl.log(tl.exp(rest - most) + tl.exp(tilted - most))
+    most = tl.maximum(log_others, tilted)
+    log_z = most + tl.log(tl.exp(log_others - most) + tl.exp(tilted - most))
     # Exactly 0 without a bias, which a sum of rounded logarithms is not.
     return tl.where(bias > 0.0, log_z, 0.0)
 

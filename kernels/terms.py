@@ -36,11 +36,16 @@ NO_LIMIT = 1 << 61
 # Added to the state of a request (see `vllm_mars.runner.context`) for each token that its opening,
 # which is strict, still has.
 OPENING = 1 << 9
+# What a token marks: see `Markers`.
+OPENS, THINKING_END, CLOSES = 31, 32, 6
 # Tokens that end a request which a record holds, a power of 2; with more, a request is strict. A
 # list of protected tokens is read so many at a time.
 MOST_ENDS = 32
 # The guard against repetition looks at so many of an answer's last tokens.
 GUARD_WINDOW = 4096
+
+# In the place of a draft token that was drawn and that a grammar has struck out since.
+STRUCK = -2
 
 RuleName = Literal["theta", "price"]
 
@@ -251,7 +256,8 @@ class Drafts(NamedTuple):
 
     Attributes:
         logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride.
-        draft_token_ids: `[num_draft]` int32 or int64; outside [0, vocab) is padding.
+        draft_token_ids: `[num_draft]` int32 or int64; outside [0, vocab) is padding, but where
+            drafts are drawn STRUCK.
         cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the drafts' lengths.
         target_rows: `[num_draft]` int32 or int64, the row of each position, or None for the first
             rows in order.
@@ -279,7 +285,7 @@ class Step(NamedTuple):
     Attributes:
         logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride.
         input_ids: `[num_rows]` int32 or int64, the model's input tokens: a row's draft token is the
-            next entry; outside [0, vocab) is padding.
+            next entry; outside [0, vocab) is padding, but where drafts are drawn STRUCK.
         cu_num_logits: `[batch]` int32, inclusive prefix sum of the requests' rows.
         records: of all slots.
         slots: int32 or int64 `[batch]`, the slot of each request.
@@ -303,15 +309,13 @@ class Markers(NamedTuple):
     """What `vllm_mars.runner.context` walks by, on a device.
 
     Attributes:
-        opens: int32 `[largest marker + 1]`, the number of the span that a token opens, or 0.
-        closes: int32 of that shape, the spans that it closes, as a bit mask.
-        thinking_end: the token that ends the thinking section; -1 for none.
+        table: int64 `[largest marker + 1]`, what a token marks: among OPENS the number of the span
+            that it opens, THINKING_END of what ends the thinking section, and from bit CLOSES the
+            spans that it closes, the first of them there.
         opening: strict tokens at the begin of an answer, and behind its thinking section.
     """
 
-    opens: torch.Tensor
-    closes: torch.Tensor
-    thinking_end: int
+    table: torch.Tensor
     opening: int
 
 
@@ -385,8 +389,9 @@ class CounterLayout:
         relaxed: draft tokens that the rule accepted outright.
         lost: nats, in units of 2**-LOSS_BITS: greedily z1 - z[x] of relaxed tokens, sampled
             KL(m || p) at each position looked at.
-        gained: what the rule added to the probability of acceptance at positions looked at, in
-            those units; of greedy requests the relaxed tokens.
+        gained: by how much the rule raised the expected number of accepted draft tokens, in those
+            units: see `rule`; of greedy requests the relaxed tokens. Of a probabilistic draft it
+            can fall: m is below p where the draft is.
         drift_up: the drift of the positions at which it is above 0, in those units: see `rule`;
             greedily what is lost.
         drift_down: the rest, without its sign.

@@ -35,6 +35,8 @@ from vllm_mars.kernels.terms import RECORD_SIZE as RECORD_SIZE_
 ENDS = tl.constexpr(MOST_ENDS)
 FIRST_END = tl.constexpr(int(Column.ENDS))
 RECORD_SIZE = tl.constexpr(RECORD_SIZE_)
+# Kept tokens that are read at a time: those of most models are fewer.
+KEPT_CHUNK = tl.constexpr(256)
 # Indices start where vLLM's views of them start, so their alignment would only multiply the
 # compiled variants; nothing is gained from it.
 _UNALIGNED = ["input_ids_ptr", "row_slots_ptr", "row_places_ptr"]
@@ -43,7 +45,7 @@ _LEAST = tl.constexpr(-3e38)
 _NOTHING = tl.constexpr(-1e4)
 # exp(x) is 2**(x * this). libdevice's 2**x takes one instruction, where `tl.exp` takes five for
 # results that no float32 holds in full.
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -115,31 +117,46 @@ def _find(row_ptr, chunk, value, vocab, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _add_kept(row_ptr, token, is_token, largest, total, moment):
-    """The same sums over more tokens, relative to the largest logit so far."""
-    value = tl.load(row_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
-    now = tl.maximum(largest, tl.max(value, axis=0))
-    shift = tl.maximum(largest - now, _NOTHING)
-    moment = (moment + total * shift) * tl.exp(shift)
-    below = tl.maximum(value - now, _NOTHING)
-    share = tl.exp(below)
-    total = total * tl.exp(shift) + tl.sum(share, axis=0)
-    return now, total, moment + tl.sum(share * below, axis=0)
+def num_kept(protected):
+    """How many places the list of a request's kept tokens has, for `kept_tokens`."""
+    if protected is None:
+        return ENDS
+    return protected.num_ids + ENDS
+
+
+@triton.jit
+def kept_tokens(first, record_ptr, protected, vocab):
+    """KEPT_CHUNK tokens of that list from a place on, each token once; -1 where none is."""
+    place = first + tl.arange(0, KEPT_CHUNK)
+    token = tl.load(record_ptr + FIRST_END + place, mask=place < ENDS, other=-1)
+    if protected is not None:
+        is_end = (token >= 0) & (token < vocab)
+        # What is protected anyway.
+        is_both = tl.load(protected.mask + token, mask=is_end, other=0) != 0
+        token = tl.where(is_both, -1, token)
+        is_own = (place >= ENDS) & (place < protected.num_ids + ENDS)
+        own = tl.load(protected.ids + place - ENDS, mask=is_own, other=-1).to(tl.int64)
+        token = tl.maximum(token, own)
+    return tl.where(token < vocab, token, -1)
 
 
 @triton.jit
 def _sum_kept(out_ptr, row_ptr, record_ptr, protected, vocab):
-    """Writes the sums over the kept tokens of a row."""
-    token = tl.load(record_ptr + FIRST_END + tl.arange(0, ENDS))
-    is_token = (token >= 0) & (token < vocab)
-    if protected is not None:
-        # Those of both kinds count once.
-        is_token = is_token & (tl.load(protected.mask + token, mask=is_token, other=1) == 0)
-    largest, total, moment = _add_kept(row_ptr, token, is_token, _LEAST, 0.0, 0.0)
-    if protected is not None:
-        for first in range(0, protected.num_ids, ENDS):
-            token = tl.load(protected.ids + first + tl.arange(0, ENDS)).to(tl.int64)
-            largest, total, moment = _add_kept(row_ptr, token, token >= 0, largest, total, moment)
+    """Writes the sums over the kept tokens of a row, relative to the largest of their logits."""
+    largest = tl.full([], _LEAST, tl.float32)
+    total = tl.zeros([], tl.float32)
+    moment = tl.zeros([], tl.float32)
+    for first in range(0, num_kept(protected), KEPT_CHUNK):
+        token = kept_tokens(first, record_ptr, protected, vocab)
+        value = tl.load(row_ptr + token, mask=token >= 0, other=float("-inf")).to(tl.float32)
+        now = tl.maximum(largest, tl.max(value, axis=0))
+        shift = tl.maximum(largest - now, _NOTHING)
+        moment = (moment + total * shift) * tl.exp(shift)
+        below = tl.maximum(value - now, _NOTHING)
+        share = tl.exp(below)
+        total = total * tl.exp(shift) + tl.sum(share, axis=0)
+        moment += tl.sum(share * below, axis=0)
+        largest = now
     tl.store(out_ptr, largest)
     tl.store(out_ptr + 1, total)
     tl.store(out_ptr + 2, moment)
@@ -213,11 +230,11 @@ def top2_kernel(
         if WITH_SUM:
             now = tl.maximum(best, _LEAST)
             shift = base - now
-            kept = libdevice.exp2(shift * _LOG2_E)
-            moments = (moments + sums * shift) * kept
-            sums = sums * kept
+            decay = libdevice.exp2(shift * LOG2_E)
+            moments = (moments + sums * shift) * decay
+            sums = sums * decay
             below = tl.maximum(value.to(tl.float32) - now[:, None], _NOTHING)
-            share = libdevice.exp2(below * _LOG2_E)
+            share = libdevice.exp2(below * LOG2_E)
             sums += tl.sum(share, axis=1)
             moments += tl.sum(share * below, axis=1)
             base = now

@@ -8,6 +8,7 @@ import torch
 from vllm_mars.kernels import cpu
 from vllm_mars.kernels.terms import (
     FOLLOWS,
+    STRUCK,
     Account,
     CounterLayout,
     Drafts,
@@ -70,7 +71,9 @@ class Call:
         self.rows = (~self.is_bonus).nonzero().squeeze(1)
         best = self.logits[self.rows].float().topk(min(3, vocab)).indices
         ids = best.gather(1, torch.from_numpy(rng.integers(0, best.shape[1], (size, 1))))[:, 0]
-        ids[torch.from_numpy(rng.random(size) < 0.1)] = -1
+        # Where drafts are drawn some have been struck out.
+        absent = torch.from_numpy(rng.choice([-1, STRUCK] if sampled else [-1], size))
+        ids = torch.where(torch.from_numpy(rng.random(size) < 0.1), absent, ids)
         if not sampled:
             ids[torch.from_numpy(rng.random(size) < 0.05)] = vocab + 7
         self.ids = ids.int()

@@ -33,10 +33,12 @@ def test_without_a_gpu_it_says_so_and_ends_with_2():
 
 
 def test_other_tokens_than_vllms_are_an_error(monkeypatch):
-    def verification(step, config):
-        tokens = torch.tensor([[1, 2], [3, 4 if config is None else 5]])
+    def verification(step, by):
+        tokens = torch.tensor([[1, 2], [3, 4 if by == "standard" else 5]])
         return lambda: (None, tokens, torch.tensor([2, 2]))
 
     monkeypatch.setattr(Step, "verification", verification)
-    with pytest.raises(MismatchError, match="temperature 1, .*: 1 of 2 .* first is request 1"):
+    with pytest.raises(
+        MismatchError, match="temperature 1, .*: 1 of 2 .* vLLM, standard, .* first is request 1"
+    ):
         kernel.measure_cell(HostClock(), Shape(1.0, False, 2, 1, 8), 1)

@@ -1,5 +1,6 @@
 """What `benchmarks.text` says of answers, by hand and on a tiny model."""
 
+import gzip
 import json
 import math
 from types import SimpleNamespace
@@ -13,109 +14,161 @@ from vllm_mars.config import split_speculative_config
 from vllm_mars.kernels.terms import Column, float_bits
 from vllm_mars.runner.records import record_of
 
-POINT = {"model": "tiny", "draft": "ngram", "k": 4, "max_tokens": 9, "temperature": 1.0}
-ANSWER = {"seed": 0, "steps": 4, "ended": 1, "drift": 0.0, "grams": 4, "repeated": 1}
+POINT = {"model": "tiny", "draft": "ngram", "max_tokens": 9, "k": 4, "temperature": 1.0}
 
 
 def call(name, tokens, lost=0.0, ratio=0.0):
-    """One with an answer of so many tokens to each prompt."""
-    answers = [
-        {**ANSWER, "prompt": str(at), "tokens": own, "weights": own * math.exp(-ratio)}
-        | {"nll": 2.0 * own, "entropy": 1.5 * own, "close": 1, "odds": 0.5}
-        for at, own in enumerate(tokens)
-    ]
-    return {**POINT, "name": name, "lost": lost, "answers": answers}
+    """One with an answer of so many tokens to each prompt, of two kinds in turn."""
+    answers = {
+        "tokens": tokens,
+        "steps": [4] * len(tokens),
+        "ended": [1] * len(tokens),
+        "weights": [own * math.exp(-ratio) for own in tokens],
+        "drift": [0.0] * len(tokens),
+        "repeated": [1] * len(tokens),
+        "nll": [2.0 * own for own in tokens],
+        "entropy": [1.5 * own for own in tokens],
+    }
+    prompts = [f"few/{('chat', 'code')[at % 2]}/{at}" for at in range(len(tokens))]
+    asked = {"name": name, "seeds": [0], "prompts": prompts}
+    return {**POINT, **asked, "lost": lost, "answers": answers}
 
 
-def test_an_answer_is_scored_at_the_requests_temperature(tiny_model, monkeypatch):
+@pytest.mark.parametrize("most", [1, 16])
+def test_answers_are_scored_at_the_requests_temperature(tiny_model, most):
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(text, "CHUNK", 3)
-    model, tokens = AutoModelForCausalLM.from_pretrained(tiny_model), [5, 9, 3, 8, 8, 7, 2]
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0, 1:-1] / 0.7
-    p = logits.softmax(-1)
-    top = logits.topk(2).values
-    close = (top[:, 0] > 0) & (top[:, 1] > 0.9 * top[:, 0])
-    found = text.score(model, tokens[:2], tokens[2:], 0.7)
-    assert found["nll"] == pytest.approx(-p[range(5), tokens[2:]].log().sum().item(), rel=1e-4)
-    assert found["entropy"] == pytest.approx((-p * p.log()).sum().item(), rel=1e-4)
-    assert found["close"] == close.sum()
-    odds = p.topk(2).values
-    assert found["odds"] == pytest.approx((odds[:, 1] / odds[:, 0])[close].sum().item(), rel=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    texts = [([5, 9], [3, 8, 8, 7, 2]), ([4], [6]), ([1, 2, 3], [7, 9])]
+    found = text.score(model, texts, 0.7, most)
+    for (prompt, answer), (nll, entropy) in zip(texts, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1] / 0.7
+        p = logits.softmax(-1)
+        own = p[range(len(answer)), answer]
+        assert nll == pytest.approx(-own.log().sum().item(), rel=1e-4)
+        assert entropy == pytest.approx((-p * p.log()).sum().item(), rel=1e-4)
 
 
-# One step without a draft; the last step reaches behind the end.
-@pytest.mark.parametrize(("histogram", "steps"), [([1, 0, 2], 4), ([0, 0, 4], 4)])
-def test_steps_without_a_draft_count(histogram, steps):
-    metrics = SimpleNamespace(histogram=histogram, mars={"loss_nats": [0.5, 0.25]})
+# One step without a draft; the last step reaches behind the end; an engine without MARS.
+@pytest.mark.parametrize(
+    ("histogram", "steps", "report"),
+    [([1, 0, 2], 4, {"loss_nats": [0.5, 0.25]}), ([0, 0, 4], 4, None)],
+)
+def test_steps_without_a_draft_count(histogram, steps, report):
+    metrics = SimpleNamespace(histogram=histogram, mars=report)
     tokens = [1, 2, 3, 4, 1, 2, 3, 4, 1]
     given = SimpleNamespace(token_ids=tokens, spec_decode_metrics=metrics, finish_reason="length")
     assert text.told(given) == {
-        **{
-            "tokens": 9,
-            "steps": steps,
-            "ended": 0,
-            "log_ratio": 0.75,
-            "drift": 0.75,
-            "weights": math.exp(-0.5) + math.exp(-0.25),
-        },
-        **{"grams": 6, "repeated": 2},
+        "tokens": 9,
+        "steps": steps,
+        "ended": 0,
+        "weights": 7 + math.exp(-0.5) + math.exp(-0.25) if report else 9,
+        "drift": 0.75 if report else 0,
+        "repeated": 2,
     }
 
 
 def test_rules_stand_beside_strict_verification_of_the_same_prompts():
     lines = [call("strict", [5, 9, 7]), call("mars_price 0.3", [9, 13], 0.44, math.log(2))]
-    (strict, lossy), words = text.report(lines)
-    assert strict[0] == "strict" and lossy[0] == "mars_price 0.3"
-    more = [*lines, {**lines[0], "k": 8}]
-    assert [row[0] for row in text.report(more)[0][::2]] == ["K 4: strict", "K 8: strict"]
+    strict, lossy = (
+        dict(zip((title for title, *_ in text.COLUMNS), row, strict=True))
+        for row in text.report(lines)
+    )
+    assert strict["rule"] == "strict" and lossy["rule"] == "mars_price 0.3"
     # 8 + 12 further tokens in 8 steps beside 4 + 8.
-    assert lossy[1][0] == 2.5 and lossy[2][0] == pytest.approx(20 / 12, abs=1e-5)
-    assert strict[2] is None and lossy[3] == 0.02 and lossy[4] == 0.5
-    assert lossy[6] == 0 and lossy[7] == 0.5 and lossy[8][0] == pytest.approx(22 / 14, abs=1e-5)
-    assert lossy[9] == 0 and lossy[10] == 0.25
-    assert not words, "theta is told of greedy answers"
-    assert len(list(figures.table_of(text.COLUMNS, [strict, lossy]))) == 4
+    assert lossy["tokens per step"][0] == 2.5 and strict["tokens per step x strict"] is None
+    assert lossy["tokens per step x strict"][0] == pytest.approx(20 / 12, abs=1e-5)
+    assert lossy["nats lost per token"] == 0.02 and lossy["mean weight of a token"] == 0.5
+    assert lossy["NLL less entropy"] == 0.5 and lossy["NLL less strict's"] == 0
+    assert lossy["length x strict"][0] == pytest.approx(22 / 14, abs=1e-5)
+    assert lossy["ended, %"] == 100 and lossy["ended less strict's, points"] == 0
+    # 1 of 6 and 1 of 10.
+    assert lossy["repeated 4-grams"][0] == pytest.approx(2 / 16, abs=1e-5)
+    assert len(list(figures.table_of(text.COLUMNS, text.report(lines), "gain"))) == 4
 
 
-@pytest.mark.parametrize("rules", [["mars_theta=0.9", "mars_price=0.3"], ["mars_theta=0.9"]])
-def test_theta_needs_an_engine_of_its_own_and_fixed_drafts(rules, tmp_path, capsys):
+def test_what_calls_have_in_common_is_not_told():
+    lines = [call("strict", [5, 9]), call("block", [5, 9])]
+    more = [*lines, {**lines[0], "k": 8}]
+    rows = text.report(more)
+    assert [row[0] for row in rows] == ["K 4", "strict", "block", "K 8", "strict"]
+    assert list(figures.table_of(text.COLUMNS, rows, "gain"))[2].startswith("| **K 4** |  |")
+
+
+def test_a_rule_by_kind_of_prompts():
+    lines = [call("strict", [5, 9, 7]), call("mars_price 0.3", [9, 13, 7])]
+    columns, rows = text.report_by_kind(lines, "mars_price 0.3")
+    assert [title for title, _ in columns] == ["kind", "prompts", "K 4, temperature 1"]
+    assert [row[:2] for row in rows] == [["chat", 2], ["code", 1]]
+    assert rows[0][2][0] == pytest.approx(14 / 10, abs=1e-5) and rows[1][2] == 1.5
+
+
+def test_outputs_are_read_from_an_archive_and_reported_by_file(tmp_path, capsys):
+    ours, others = call("strict", [5, 9]), call("strict", [5])
+    others["prompts"] = ["other/code/7"]
+    content = "".join(json.dumps(line) + "\n" for line in ({"run": {"x": 1}}, ours, others))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    given = ["--report", f"{tmp_path}/a.jsonl.gz", "--of", "few", f"--figures={tmp_path}/few.json"]
+    assert text.main(given) == 0
+    written = json.loads((tmp_path / "few.json").read_text())
+    assert [row[:3] for row in written["rows"]] == [["strict", 2, 2]]
+    assert written["runs"] == [{"x": 1, "raw": "text/a.jsonl.gz"}]
+    assert "| strict | 2 | 2 |" in capsys.readouterr()[0]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ["mars_theta=0.9", "mars_price=0.3"],
+        ["mars_theta=0.9"],
+        ["strict", "block"],
+        ["standard", "block"],
+    ],
+)
+def test_some_rules_need_a_call_of_their_own(rules, tmp_path, capsys):
     with pytest.raises(SystemExit):
         text.main(["--output", str(tmp_path / "out.jsonl"), "--rules", *rules])
-    assert (
-        "mars_theta needs a call without other rules, and --fixed-drafts" in capsys.readouterr()[1]
-    )
+    error = capsys.readouterr()[1]
+    assert "mars_theta, standard and block each need a call without other rules" in error
+    with pytest.raises(SystemExit):
+        text.main(["--rules", *rules])
+    assert "--output or --report is needed" in capsys.readouterr()[1]
 
 
 @pytest.mark.engine
 def test_it_measures_and_goes_on(bytes_model, tmp_path, monkeypatch, capsys):
     prompts, output = tmp_path / "few.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": 9 * word}) + "\n" for word in ("abc", "wxyz")))
+    lines = [{"prompt": 9 * word, "category": "letters"} for word in ("abc", "wxyz")]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(text, "MAX_MODEL_LEN", 128)
     command = [f"--model={bytes_model}", "--draft=ngram", f"--prompts={prompts}", "--block=1"]
     command += ["--temperatures", "0", "1", "--max-tokens=24", "--answers=8", f"--output={output}"]
-    command += ["--rules", "mars_max_loss=5"]
-    with engine_in_process(bytes_model, {**NGRAM, **text.SERVERS[False]}) as llm:
+    command += ["--rules", "strict", "mars_max_loss=5"]
+    with engine_in_process(bytes_model, {**NGRAM, **text.SERVERS["mars"]}) as llm:
         monkeypatch.setattr("vllm.LLM", lambda *_, **options: llm)
         assert text.main([*command, "--num-prompts=1"]) == 0
         # As if it had been killed.
         output.write_text(output.read_text() + '{"model": "ti')
-        assert text.main([*command, f"--figures={tmp_path}/new.json"]) == 0
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
-    calls = [line for line in lines if "run" not in line]
-    assert len(calls) == 2 * 2 * 2 and len(lines) == len(calls) + 2
-    assert all(1 <= it["steps"] < it["tokens"] for of in calls for it in of["answers"])
+        assert text.main(command) == 0
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    calls = [line for line in found if "run" not in line]
+    assert len(calls) == 2 * 2 * 2 and len(found) == len(calls) + 2
+    assert {of["prompts"][0] for of in calls} == {"few/letters/1", "few/letters/2"}
     for of in calls:
-        told = [sum(it[name] for it in of["answers"]) for name in ("log_ratio", "drift")]
+        own = of["answers"]
+        assert len(own["steps"]) == (8 if of["temperature"] else 1)
+        assert all(1 <= at < n for at, n in zip(own["steps"], own["tokens"], strict=True))
         if of["name"] == "strict":
-            assert of["lost"] == 0 and told == [0, 0]
+            assert of["lost"] == 0 and own["weights"] == own["tokens"] and not any(own["drift"])
         elif of["temperature"] == 0:
-            assert told == [pytest.approx(of["lost"], abs=1e-3)] * 2
+            assert sum(own["drift"]) == pytest.approx(of["lost"], abs=1e-3)
     assert sum(of["lost"] for of in calls if of["temperature"]) > 0
-    assert "| mars_max_loss 5 |" in capsys.readouterr()[0]
+    assert text.main(["--report", str(output), f"--figures={tmp_path}/new.json"]) == 0
+    assert "| mars_max_loss 5 | 2 | 16 |" in capsys.readouterr()[0]
     written = json.loads((tmp_path / "new.json").read_text())
-    assert len(written["rows"]) == 4 and {run["raw"] for run in written["runs"]} == {"out.jsonl"}
+    assert len(written["rows"]) == 6
+    assert {run["raw"] for run in written["runs"]} == {"text/out.jsonl"}
 
 
 def test_a_request_is_as_on_a_server_with_its_bound():
@@ -123,7 +176,7 @@ def test_a_request_is_as_on_a_server_with_its_bound():
 
     loose, bounded = (
         split_speculative_config(own)[0]
-        for own in (text.SERVERS[False], {**text.SERVERS[False], "mars_max_loss": 0.02})
+        for own in (text.SERVERS["mars"], {**text.SERVERS["mars"], "mars_max_loss": 0.02})
     )
     assert (loose.opening, loose.repeat_ngram) == (bounded.opening, bounded.repeat_ngram)
     assert loose.draft_share == bounded.draft_share != 1
@@ -132,6 +185,6 @@ def test_a_request_is_as_on_a_server_with_its_bound():
         return record_of(SamplingParams(temperature=1, extra_args=own), server, 99)
 
     assert record(loose, mars_max_loss=0.02) == record(bounded)
-    strict = record(loose, **text.STRICT["strict"])
+    strict = record(loose, **text.asked("strict"))
     assert strict[Column.PRICE] == strict[Column.RATE] == 0
     assert strict[Column.DRAFT_SHARE] == float_bits(1.0), "at the request's own temperature"

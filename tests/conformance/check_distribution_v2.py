@@ -16,7 +16,7 @@ from vllm_mars.kernels import accept_kernel, clip_kernel, draw_kernel
 
 # What drafts are drawn at.
 SHARE = 0.5
-DAILY = "price", "bound alone", "guard", "ends", "later end", "protected", "all"
+DAILY = "price", "struck out", "bound alone", "guard", "ends", "later end", "protected", "all"
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in FEATURES if name not in DAILY]
 
 
@@ -34,16 +34,16 @@ def test_v2(monkeypatch, is_drawn, name):
     """All probes of a case in one step."""
     batch = Batch(case := case_of(2, name, is_drawn=is_drawn, every=8))
     monkeypatch.setattr(clip_kernel, "TOLERANCE", 1e-6)
-    log_uniform, log_noise = batch.uniform.log(), batch.noise.log()
+    uniform, log_noise = batch.uniform, batch.noise.log()
 
-    def log_drawn(seeds_ptr, pos_ptr, slot, row, mask):
-        return filled(row, log_uniform, tl.load(seeds_ptr + slot), 0.0)
+    def drawn(seeds_ptr, pos_ptr, slot, row, mask):
+        return filled(row, uniform, tl.load(seeds_ptr + slot), 1.0)
 
     def noised_argmax(logits, keys, mask, seed, *_, **__):
         noised = logits - filled(logits, log_noise, seed, np.inf)
         return tl.max(noised, axis=0, return_indices=True)
 
-    monkeypatch.setattr(accept_kernel, "_log_drawn", log_drawn)
+    monkeypatch.setattr(accept_kernel, "_drawn", drawn)
     monkeypatch.setattr(draw_kernel, "gumbel_noised_argmax", noised_argmax)
     own = [3, 1, 4, *case.answer], 3, 3
     requests = [Request(case.params(i), path, *own) for i, path in enumerate(batch.paths)]
@@ -56,5 +56,7 @@ def test_v2(monkeypatch, is_drawn, name):
     lost = sampler.requests._records.lost
     lost[step.states] = case.lost
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
-    output = sampler(step.logits.clone(), step.batch(), step.draft_logits, None)
+    # By row of the input tokens.
+    struck = torch.nn.functional.pad(batch.is_struck, (1, 0)).flatten()
+    output = sampler(step.logits.clone(), step.batch(), step.draft_logits, struck)
     batch.check(sampler.verification, emitted(output), lost[step.states] - case.lost)

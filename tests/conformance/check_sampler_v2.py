@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
@@ -20,7 +22,7 @@ import oracle
 import steps_v2
 from steps_v2 import Request, Step, emitted, random_step
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.terms import Verdict, loss_rate, most_lost
+from vllm_mars.kernels.terms import Column, Verdict, loss_rate, most_lost
 from vllm_mars.runner.context import AnswerNgrams
 from vllm_mars.runner.draft_temperature import scale_v2
 from vllm_mars.runner.requests_v2 import RequestsV2
@@ -65,6 +67,23 @@ SETTINGS = {
     "all logprobs": each(MIXED, logprobs=-1),
     "one logprob": [*each(MIXED[:4]), params(1.0, 5, logprobs=0)],
 }
+
+
+class Allocated(TorchDispatchMode):
+    """What is allocated inside, while the model is loaded; vLLM's sleep of level 2 drops it."""
+
+    def __init__(self):
+        super().__init__()
+        self._found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self._found += [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        return result
+
+    def throw_away(self):
+        for tensor in self._found:
+            tensor.fill_(7)
 
 
 def assert_equal(own, mars):
@@ -201,12 +220,18 @@ def test_chunks_change_nothing(monkeypatch, setting, config):
 @pytest.mark.parametrize("temperatures", [GREEDY, MIXED])
 @pytest.mark.parametrize("with_draft_logits", [False, True])
 def test_invalid_drafts(temperatures, with_draft_logits):
-    """What grammar forbids: as vLLM at theta 1, and accepted at no theta."""
+    """What grammar forbids: as vLLM at theta 1, and accepted at no theta.
+
+    But of probabilistic drafts vLLM takes what a grammar has struck out for the draft's end, though
+    it was drawn, and what it emits is not the target's then (`enumerated.py`: "struck out").
+    """
     for seed in range(3):
         step = random_step(seed, each(temperatures), LENGTHS, with_draft_logits=with_draft_logits)
         invalid = torch.rand(len(step.logits), generator=torch.Generator().manual_seed(seed)) < 0.4
         own = step.run(None, invalid_drafts=invalid)
-        assert_equal(own, step.run(MarsConfig(theta=1.0), invalid_drafts=invalid))
+        mars = step.run(MarsConfig(theta=1.0), invalid_drafts=invalid)
+        if not with_draft_logits or not any(temperatures):
+            assert_equal(own, mars)
         relaxed = step.run(MarsConfig(theta=0.01), invalid_drafts=invalid)
         row = 0
         for request, tokens in zip(step.requests, emitted(relaxed), strict=True):
@@ -254,32 +279,71 @@ def test_drafts_are_drawn_at_a_share_of_what_their_slots_request_has_now():
         propose=lambda input_batch, temperature: seen.append(temperature.clone()),
     )
     runner = SimpleNamespace(speculator=speculator, sampler=sampler.sampler)
-    drawn_at, slot = scale_v2(runner, config, sampler.requests), int(step.states[0])
+    with Allocated() as loaded:
+        drawn_at = scale_v2(runner, config, sampler.requests)
+    states, name = sampler.requests._req_states, "another"
+    states.free_indices = [0]
     for temperature in (0.5, 1.0, 0.25):
+        states.add_request(name, 1, [3], 0, 50)
+        slot = states.remove_request(name)
         sampler.sampler.add_request(slot, params(temperature))
         sampler.sampler.apply_staged_writes()
+        batch.idx_mapping_np[0] = slot
         speculator.propose(batch, sampler.sampler.sampling_states.temperature.gpu)
-        assert seen[-1][slot] == drawn_at[slot] == temperature / 2
+        loaded.throw_away()
+        assert seen[-1][slot] == drawn_at()[slot] == temperature / 2
+
+
+@pytest.mark.parametrize("owner", ["speculator", "RequestState"])
+def test_what_vllm_no_longer_says_is_missed_aloud(owner):
+    step = Step([Request(params(), [0])], torch.zeros(2, 9))
+    sampler = step.sampler(MarsConfig(price=0.1))
+    if owner == "speculator":
+        runner = SimpleNamespace(speculator=object(), sampler=sampler.sampler)
+        with pytest.raises(RuntimeError, match="object has no draft_logits, by which"):
+            scale_v2(runner, MarsConfig(price=0.1), sampler.requests)
+        return
+    # A dummy run is of a slot that holds no request.
+    sampler.sampler.add_request(0, params())
+    slot = int(step.states[0])
+    with pytest.raises(RuntimeError, match=f"Request '{slot}' is in slot {slot}, but RequestState"):
+        sampler.sampler.add_request(slot, params())
 
 
 @pytest.mark.parametrize("spans", [(), ((90, 91),)])
 def test_nothing_is_left_of_what_sleep_throws_away(monkeypatch, spans):
-    """vLLM's sleep of level 2 drops what was allocated while the model was loaded."""
-
-    class Slept(RequestsV2):
-        def __init__(self, *args):
-            super().__init__(*args)
-            for tensor in (self._records.table, self._ring):
-                tensor.fill_(7)
-
     constraint = StructuredOutputsParams(regex="a")
     sampling = [*each(GREEDY[:4]), params(structured_outputs=constraint)]
     step = random_step(3, sampling, LENGTHS, ranks=(0, 1, 1))
     config = MarsConfig(theta=0.01, strict_spans=spans, max_loss=9.0, strict_opening=0)
     expected = emitted(step.run(config))
     assert expected != emitted(step.run(None))
-    monkeypatch.setattr(steps_v2, "RequestsV2", Slept)
-    assert emitted(step.run(config)) == expected
+    loaded = Allocated()
+
+    def load(*args):
+        with loaded:
+            return RequestsV2(*args)
+
+    monkeypatch.setattr(steps_v2, "RequestsV2", load)
+    sampler = step.sampler(config)
+    loaded.throw_away()
+    assert emitted(sampler(step.logits.clone(), step.batch(), step.draft_logits)) == expected
+    # Asleep, the engine preempts its requests; the runner hears of it when it is awake.
+    requests, before = sampler.requests, sampler.requests._records.table.clone()
+    loaded.throw_away()
+    states = requests._req_states
+    ids = {str(slot): slot for slot in step.states.tolist()}
+    assert requests.keep([*ids], []).tolist() == []
+    for name, slot in ids.items():
+        states.remove_request(name)
+        states.free_indices = [slot]
+        states.add_request(name, 2, [5, 7, 9, 1], 0, 50)
+        sampler.sampler.add_request(slot, params(extra_args={"mars_max_loss": 0.5}))
+    sampler.sampler.apply_staged_writes()
+    slots = [*ids.values()]
+    assert before[slots, Column.LOST].sum() > 0
+    for column in (Column.LOST, Column.DRAFT_SHARE):
+        assert torch.equal(requests._records.table[slots, column], before[slots, column])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])

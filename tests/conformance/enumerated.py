@@ -1,15 +1,18 @@
 """All that a sampled step can emit, without sampling: each draw is probed from both sides.
 
-A draft token x is accepted with probability min(1, m(x) / q(x)); what comes in its place is drawn
-from max(m - q, 0); a draft that is not drawn is q = 1 at its token. So with each drafted path, a
-request for each probe, random numbers just below m / q must accept; one just above must end the
-step there, and noise that makes the keys of all tokens equal, but one greater by EPSILON of m, must
-yield that one. What m is, `served` says from the rule's formulas, in double precision. For drawn
-drafts it sees only the tokens before a position, and is held against all that may follow.
+A draft token x that is not drawn is accepted with probability m(x), and what comes in its place is
+drawn from m without x. Of a drawn draft, as many tokens stay as `blocks` says, and what comes behind
+i of them is drawn from max(p_i m - q, 0). So with each drafted path, a request for each probe,
+random numbers just below such a probability must accept; those just above must not, and noise that
+makes the keys of all tokens equal, but one greater by EPSILON of m, must yield that one. What m is,
+`served` says from the rule's formulas, in double precision. For drawn drafts it sees only the
+tokens before a position, and is held against all that may follow.
 
-From the probes follows the exact distribution of what is emitted, and what the step must report.
+From the probes follows the exact distribution of what is emitted, and what the step must report:
+above all the probability of each sequence of tokens, which must be the product of m.
 """
 
+import functools
 import itertools
 import math
 from collections import defaultdict, namedtuple
@@ -44,6 +47,7 @@ class Case:
         answer, room: output tokens so far, and how many may still come.
         ends: its end of sequence, then its stop tokens.
         low, masked: tokens far below the first choice, and those that the target cannot emit.
+        strikes: whether a grammar takes the latter out of a draft.
     """
 
     is_drawn: bool
@@ -60,6 +64,7 @@ class Case:
     protected: Tokens = ()
     low: Tokens = ()
     masked: Tokens = ()
+    strikes: bool = False
     room: int = 40
     lost: int = 0
 
@@ -79,6 +84,7 @@ class Case:
         """Positions that a further token of the answer can follow."""
         return max(min(self.steps, self.room - 1), 0)
 
+    @functools.cache  # noqa: B019
     def row(self, before: Tokens) -> Row:
         """The row behind these tokens of the step."""
         rng = np.random.default_rng([self.seed, len(before), *before])
@@ -109,6 +115,7 @@ _ALL = {"price": None, "max_loss": 0.1, "answer": (1, 2, 3, 4, 1, 2), "opening":
 FEATURES: dict[str, dict[str, Any]] = {
     "price": {"masked": (3,)},
     "no price": {"price": 0.0},
+    "struck out": {"price": 0.0, "masked": (3, 1), "strikes": True},
     "large price": {"price": 2.0},
     "theta": {"price": None, "theta": 0.7, "max_loss": None},
     "bound": {"price": 3.0, "max_loss": 0.01, "lost": 62_500},
@@ -144,14 +151,21 @@ def cap(units: int) -> float:
     return math.sqrt(8 * max(units, 0) * UNIT) * (1 - 2**-20)
 
 
-def clipped(row: Row, price: float, kept: np.ndarray) -> np.ndarray:
+@functools.cache
+def clipped(case: Case, before: Tokens, price: float) -> np.ndarray:
     """m = clip(q, w p, w p e^price) outside the kept tokens, with w such that all sums to 1."""
+    row, kept = case.row(before), kept_of(case)
 
     def clip(log_w: float) -> np.ndarray:
         least = math.exp(log_w) * row.p
         return np.where(kept, row.p, np.clip(row.q, least, least * math.exp(price)))
 
     return clip(optimize.brentq(lambda log_w: clip(log_w).sum() - 1, -price - 1e-9, 1e-9))
+
+
+def kept_of(case: Case) -> np.ndarray:
+    """The tokens that keep their probability."""
+    return np.isin(range(case.vocab), [*case.ends, *case.protected])
 
 
 def tilted(p: np.ndarray, x: int, bias: float, kept: np.ndarray) -> tuple[np.ndarray, float]:
@@ -170,11 +184,14 @@ def served(case: Case, path: Tokens) -> list[np.ndarray]:
         scale = DRAWN_SCALE if case.is_drawn else FIXED_SCALE
         most = 4 * most_lost(loss_rate(case.max_loss), 0)
         price = math.isqrt(scale * min(case.left(0), most)) * UNIT
-    # The tokens that keep their probability.
-    kept = np.isin(range(case.vocab), [*case.ends, *case.protected])
+    kept = kept_of(case)
     if case.is_drawn:
         price = min(price, cap(case.left(0) // max(case.useful, 1)))
-        return [clipped(r, price, kept) if price and not r.is_strict else r.p for r in rows]
+        strict = [not price or row.is_strict for row in rows]
+        return [
+            row.p if is_strict else clipped(case, path[:i], price)
+            for i, (row, is_strict) in enumerate(zip(rows, strict, strict=True))
+        ]
     draft = list(zip(path, rows, strict=True))
     if case.theta is not None:
         kinds = case.theta, frozenset({*case.ends, *case.protected})
@@ -215,37 +232,94 @@ def noises(m: np.ndarray, q: np.ndarray | float) -> list[tuple[int, list[float]]
     return [(y, noise[y]) for y in np.flatnonzero(weights > 4 * EPSILON * m).tolist()]
 
 
+def blocks(path: Tokens, rows: list[Row], ms: list[np.ndarray]) -> tuple[list[float], ...]:
+    """Of a drawn draft p_0 .. p_n, h_1 .. h_n, and what is drawn from behind 0 .. n - 1 tokens."""
+    p = [1.0]
+    for x, row, m in zip(path, rows, ms, strict=False):
+        p.append(min(p[-1] * m[x] / row.q[x], 1.0))
+    rests = [np.maximum(a * m - row.q, 0) for a, row, m in zip(p, rows, ms, strict=False)]
+    sums = [rest.sum() for rest in rests[1:]]
+    h = [s / (s + 1 - a) if s + 1 - a > 0 else 1.0 for a, s in zip(p[1:], sums, strict=False)]
+    return p, [*h, p[-1]], rests
+
+
+def end_of(case: Case, path: Tokens) -> int:
+    """How many tokens of a draft are part of the answer, and none behind them."""
+    ends = [i + 1 for i, x in enumerate(path) if x in case.ends or i + 1 == case.room]
+    return ends[0] if ends else len(path) + 1
+
+
+def told_of(case: Case, tokens: Tokens, ms: list[np.ndarray]) -> tuple[Tokens, Tokens]:
+    """log m - log p of each token that was not drawn from the bonus row, and KL(m || p)."""
+    rows = [case.row(tokens[:i]) for i in range(len(tokens))]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = [np.log(m[x] / r.p[x]) for x, r, m in zip(tokens, rows, ms, strict=False)]
+        losses = [special.rel_entr(m, r.p).sum() for r, m in zip(rows, ms, strict=False)]
+    return (*ratios, *[0.0] * (len(tokens) - len(ratios))), tuple(losses)
+
+
+def drawn_probes(case: Case, path: Tokens) -> list[Probe]:
+    """Of all that comes of a drawn draft, but of the bonus token one alone."""
+    rows, ms = case.rows(path), served(case, path)
+    p, h, rests = blocks(path, rows, ms)
+    found, end, steps = [], end_of(case, path), case.steps
+    for stay in range(steps + 1):
+        share = math.prod(r.q[x] for r, x in zip(rows, path, strict=False))
+        uniform = [0.5] * steps
+        for i in range(max(stay - 1, 0), steps):
+            accepts = i < stay
+            share *= h[i] if accepts else 1 - h[i]
+            # Where little is drawn from, float32 is further off.
+            slack = EPSILON * (1 if i + 1 == steps else 1 + 1 / max(rests[i + 1].sum(), 1e-9))
+            uniform[i] = h[i] * (1 - slack) if accepts else max(h[i] * (1 + slack), 1e-12)
+        if share < 1e-12 or not all(0 < u < 1 for u in uniform):
+            continue
+        # What comes behind the answer's end does not count.
+        draws, weights = [(0, [1.0] * case.vocab)], np.ones(case.vocab)
+        if stay == steps < end:
+            draws = noises(rows[-1].p, 0.0)
+            draws = [draws[sum(path) % len(draws)]]
+        elif stay < end:
+            draws = noises(p[stay] * ms[stay], rows[stay].q)
+            weights = rests[stay] / rests[stay].sum()
+        for y, noise in draws:
+            tokens = (*path[:stay], y)[:end]
+            told, weight = told_of(case, tokens, ms), share * weights[y]
+            found.append(Probe(path, uniform, noise, tokens, min(stay, end), weight, *told))
+    return found
+
+
 def probes(case: Case, path: Tokens) -> list[Probe]:
     """Of all that comes of a draft, but of the bonus token one alone."""
     uniform, even = [0.5] * case.steps, [1.0] * case.vocab
     if case.room <= 0 or case.answer[-1] in case.ends:
         # The answer ended before this step.
         return [Probe(path, uniform, even)]
+    if case.is_drawn:
+        return drawn_probes(case, path)
     rows, ms = case.rows(path), served(case, path)
-    found, ratios, losses = [], (), ()
-    share = math.prod(r.q[x] for r, x in zip(rows, path, strict=False)) if case.is_drawn else 1.0
-    for i, (x, row, m) in enumerate(zip(path, rows, ms, strict=False)):
-        q = row.q if case.is_drawn else np.eye(case.vocab)[x]
-        accepted, rest = min(m[x] / q[x], 1.0), np.maximum(m - q, 0)
-        losses = *losses, special.rel_entr(m, row.p).sum()
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.log(m / row.p).tolist()
-        if accepted * (1 + EPSILON) < 1:
-            above = [*uniform[:i], max(accepted * (1 + EPSILON), 1e-12), *uniform[i + 1 :]]
-            for y, noise in noises(m, q):
-                weight, told = share * (1 - accepted) * rest[y] / rest.sum(), (*ratios, ratio[y])
-                found.append(Probe(path, above, noise, (*path[:i], y), i, weight, told, losses))
-        share *= accepted
+    found, share, end = [], 1.0, end_of(case, path)
+    for i, (x, m) in enumerate(zip(path, ms, strict=False)):
+        if m[x] * (1 + EPSILON) < 1:
+            above = [*uniform[:i], max(m[x] * (1 + EPSILON), 1e-12), *uniform[i + 1 :]]
+            rest = np.maximum(m - np.eye(case.vocab)[x], 0)
+            for y, noise in noises(m, np.eye(case.vocab)[x]):
+                tokens, weight = (*path[:i], y), share * (1 - m[x]) * rest[y] / rest.sum()
+                told = told_of(case, tokens, ms)
+                found.append(Probe(path, above, noise, tokens, i, weight, *told))
+        share *= m[x]
         if not share:
             return found
-        uniform[i], ratios = accepted * (1 - EPSILON), (*ratios, ratio[x])
-        if x in case.ends or i + 1 == case.room:
-            tokens = path[: i + 1]
-            return [*found, Probe(path, uniform, even, tokens, i + 1, share, ratios, losses)]
+        uniform[i] = m[x] * (1 - EPSILON)
+        if i + 1 == end:
+            tokens = path[:end]
+            told = told_of(case, tokens, ms)
+            return [*found, Probe(path, uniform, even, tokens, end, share, *told)]
     if ms:
-        draws, told = noises(rows[-1].p, 0.0), (*ratios, 0.0)
+        draws = noises(rows[-1].p, 0.0)
         y, noise = draws[sum(path) % len(draws)]
-        found.append(Probe(path, uniform, noise, (*path, y), len(path), share, told, losses))
+        told = told_of(case, (*path, y), ms)
+        found.append(Probe(path, uniform, noise, (*path, y), len(path), share, *told))
     return found
 
 
@@ -258,6 +332,8 @@ class Batch:
             paths = paths[case.seed % case.every :: case.every]
         self.case, self.probes = case, [probe for path in paths for probe in probes(case, path)]
         self.paths = [list(probe.path) for probe in self.probes]
+        struck = case.masked if case.strikes else ()
+        self.is_struck = torch.tensor([[x in struck for x in path] for path in self.paths])
         rows = [case.rows(probe.path) for probe in self.probes]
         self.logits = torch.tensor(np.array([[row.logits for row in own] for own in rows]))
         self.q = torch.tensor(np.array([[row.q for row in own[:-1]] for own in rows])).float()
@@ -282,8 +358,11 @@ class Batch:
         visited, accepted = np.array([(len(p.losses), p.accepted) for p in self.probes]).T
         counts, layout = verification.counters.device_counts, verification.counters.layout
         assert counts[layout.lost] == units.sum()
+        # Nothing is verified of a token that was struck out.
+        is_there = ~self.is_struck.numpy()
         for of, where in ((visited, layout.verified), (accepted, layout.accepted)):
-            assert counts[where].tolist()[: case.steps] == [sum(of > i) for i in range(case.steps)]
+            wanted = [((of > i) & is_there[:, i]).sum() for i in range(case.steps)]
+            assert counts[where].tolist()[: case.steps] == wanted
         if not any(visited):
             return
         # Of each position that is reached, by the tokens before it, and the draft if that is fixed.
@@ -299,7 +378,31 @@ class Batch:
                 reported[where][token] = case.row(before).p[token] * np.exp(told[i])
         for where, mass in masses.items():
             np.testing.assert_allclose(mass / mass.sum(), reported[where], rtol=0, atol=EPSILON)
+        if case.is_drawn:
+            self._check_law(weights)
         weights /= weights.sum()
         # Nothing mends what theta accepts outright.
         assert case.theta is not None or abs(weights @ np.exp(np.negative(sums)) - 1) < EPSILON
         assert -EPSILON < weights @ (units * UNIT - sums) < case.steps * UNIT + EPSILON
+
+    def _check_law(self, weights: np.ndarray) -> None:
+        """The joint law of a step and of tokens drawn from m behind it, and what is accepted."""
+        case, masses = self.case, defaultdict(float)
+        for probe, weight in zip(self.probes, weights, strict=True):
+            masses[probe.tokens[: case.steps]] += weight
+        reached = by_position = 0.0
+        for path in itertools.product(range(case.vocab), repeat=case.steps):
+            rows, ms, end = case.rows(path), served(case, path), end_of(case, path)
+            own = [m[x] for m, x in zip(ms, path, strict=True)][:end]
+            found = [masses[path[:i]] * math.prod(own[i:]) for i in range(1, len(own) + 1)]
+            assert abs(sum(found) - math.prod(own)) < EPSILON, (path, found, own)
+            q = [row.q[x] for row, x in zip(rows, path, strict=False)]
+            p = blocks(path, rows, ms)[0][1:]
+            reached += math.prod(q) * sum(p[:end])
+            ratios = [min(m / q, 1) for m, q in zip(own, q, strict=False)]
+            by_position += math.prod(q) * np.cumprod(ratios).sum()
+        accepted = weights @ [probe.accepted for probe in self.probes]
+        assert abs(accepted - reached) < case.steps * EPSILON
+        # A price can leave nothing to gain: what m lacks of q is then all masked.
+        least = EPSILON if case.price == 0 and case.steps > 1 else -EPSILON
+        assert reached - by_position > least

@@ -135,7 +135,11 @@ class Step:
                 states.all_token_ids.gpu[state, position] = token
                 sampler.penalties_state.output_bin_counts[state, token] += 1
             states.total_len.gpu[state] = len(request.tokens)
-        spec_config = SpeculativeConfig(method="ngram", num_speculative_tokens=self.steps)
+        # What MARS is, of vLLM's own, for strict requests.
+        method = "standard" if self.draft_logits is None else "block"
+        spec_config = SpeculativeConfig(
+            method="ngram", num_speculative_tokens=self.steps, rejection_sample_method=method
+        )
         if config is None:
             return RejectionSampler(sampler, spec_config, CPU)
         counters = Counters(CounterLayout(spec_config.num_speculative_tokens), CPU)

@@ -7,7 +7,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
 import steps_v1
 from enumerated import FEATURES, Batch, case_of
-from vllm_mars.kernels import clip
+from vllm_mars.kernels import clip, cpu
 from vllm_mars.runner import sampler_v1
 
 NIGHTLY = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 9)]
@@ -26,7 +26,10 @@ def test_v1(monkeypatch, is_drawn, seed, name):
     count, uniform = len(batch.probes), batch.uniform.flatten()
     for module in (rejection_sampler, sampler_v1):
         monkeypatch.setattr(module, "generate_uniform_probs", lambda *_: uniform, raising=False)
+    # What strict requests draw with, of fixed drafts; and in the place of one number all others.
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, **_: self.copy_(batch.noise))
+    draws = lambda _, place, weights: int((weights / batch.noise[place]).argmax())  # noqa: E731
+    monkeypatch.setattr(cpu.Random, "draws", draws)
     # Of vLLM's, for the bonus token.
     draw = lambda logits, _: (logits.softmax(-1) / batch.noise).argmax(-1)  # noqa: E731
     monkeypatch.setattr(torch.ops._C, "fused_gumbel_argmax", draw)
@@ -42,7 +45,8 @@ def test_v1(monkeypatch, is_drawn, seed, name):
     lost[slots] = case.lost
     monkeypatch.setattr(requests, "returns", lambda _: {0: "asks"})
     metadata = steps_v1.metadata_of(batch.paths)
-    metadata.draft_token_ids = torch.tensor(batch.paths).flatten().int()
+    ids = torch.tensor(batch.paths).masked_fill(batch.is_struck, -1)
+    metadata.draft_token_ids = ids.flatten().int()
     output = sampler(
         metadata,
         batch.q.flatten(0, 1) if case.is_drawn else None,

@@ -12,7 +12,7 @@ from vllm_mars import MarsConfig, verify_greedy
 from vllm_mars.kernels import accept, clip_kernel, terms
 from vllm_mars.kernels.clip import TOLERANCE
 from vllm_mars.kernels.context import blocked_positions, new_ring
-from vllm_mars.kernels.terms import Markers, Verdict
+from vllm_mars.kernels.terms import Verdict
 from vllm_mars.runner.context import AnswerNgrams
 
 if not torch.cuda.is_available():
@@ -148,11 +148,11 @@ def test_the_guard_equals_its_definition(length, temperature):
     records = terms.Records.new(1, DEVICE)
     step = terms.Step(None, inputs, ends, records, zero, ids([length]), zero, len(draft))
     found = blocked_positions(
-        new_ring(1, True, DEVICE),
+        new_ring(1, DEVICE),
         ids([answer]),
         step,
         torch.full((1,), temperature, device=DEVICE),
-        Markers(zero, zero, -1, opening=0),
+        None,
         3,
     )
     repeats = AnswerNgrams(3, samples=temperature > 0).repeated(answer, draft)

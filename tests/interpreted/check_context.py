@@ -35,7 +35,7 @@ class Batch:
         self.rng = np.random.default_rng(seed)
         self.kinds, self.sections, self.ngram, self.window = kinds, sections, ngram, window
         self.records = Records(torch.full((SLOTS, RECORD_SIZE), -7))
-        self.ring = torch.full((SLOTS, window if ngram else 1), -7).int()
+        self.ring = torch.full((SLOTS, window), -7).int()
         self.markers = sections.markers(CPU)
         self.temperature = torch.tensor([0.0, 1.0] * (SLOTS // 2))
         self.fills = kinds == 3
@@ -123,7 +123,7 @@ def sections(which: str) -> Sections:
 @pytest.mark.parametrize(
     ("which", "ngram", "window", "kinds", "reasons"),
     [
-        ("spans", 0, 1, 10, {0, Verdict.SPAN}),
+        ("spans", 0, 8, 10, {0, Verdict.SPAN}),
         ("opening", 3, 16, 10, {0, *Verdict} - {*range(1, Verdict.SPAN), Verdict.LOSS}),
         ("none", 2, 32, 4, {0, Verdict.REPEAT}),
         ("none", 4, 16, 3, {0, Verdict.REPEAT}),
@@ -149,3 +149,16 @@ def test_answers_of_several_blocks(count):
         expected = AnswerNgrams(4, False, 1_024).repeated(answer, draft)
         (found,) = batch.blocked([0], [draft])
         assert found == [Verdict.REPEAT * is_repeat for is_repeat in expected]
+
+
+@pytest.mark.parametrize("count", [511, 513, 1_100])
+def test_new_tokens_of_several_blocks(count):
+    """All of an answer is walked through at once where vLLM has taken tokens back."""
+    batch = Batch(count, 10, sections("opening"), 0, 1_024)
+    answer, draft = batch.tokens(count), batch.tokens(20)
+    batch.answers[0], record = answer, batch.records.table[0]
+    state = batch.sections.advance(0, batch.prompts[0] + answer)
+    record[Column.SCANNED] = CAPACITY
+    (found,) = batch.blocked([0], [draft])
+    assert found == [*batch.sections.blocked([state], draft, [20])]
+    assert record[Column.STATE] == state

@@ -38,7 +38,7 @@ class Resources(NamedTuple):
 
     Attributes:
         registers: of a thread.
-        spills: bytes of a thread in memory; on AMD registers.
+        spills: bytes of a thread's stack, where nothing but spilled registers is; on AMD registers.
         wide_loads: loads of 16 bytes from global memory.
         fused: multiplications fused with an addition, which round once; not read on AMD.
     """
@@ -86,7 +86,8 @@ def compile_for(launch: Launch, target: str) -> Resources:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return Resources(
         registers=_number(r"REG:(\d+)", usage),
-        spills=_number(r"LOCAL:(\d+)", usage),
+        # What ptxas puts on the stack it does not count as LOCAL.
+        spills=_number(r"STACK:(\d+)", usage),
         wide_loads=len(re.findall(r"LDG\.E(?:\.\w+)*\.128", asm["sass"])),
         fused=len(re.findall(r"\bfma\.rn", asm["ptx"])),
     )

@@ -35,22 +35,22 @@ def rows(dtype=torch.bfloat16, stride=VOCAB):
     return torch.empty((3, stride), dtype=dtype)[:, :VOCAB]
 
 
-def step(logits=None):
-    return Step(rows() if logits is None else logits, ROWS, ONE, RECORDS, ONE, ONE, ONE, 5)
+def step(logits=None, most=5):
+    return Step(rows() if logits is None else logits, ROWS, ONE, RECORDS, ONE, ONE, ONE, most)
 
 
 def read(name, logits):
     top2.reduce_rows(step(logits), Rule(name, PROTECTED))
 
 
-def verify(name, sampling=None):
+def verify(name, sampling=None, most=5):
     draws = None if sampling is None else Draws(sampling, ROWS.long(), ROWS.long(), ROWS)
-    accept.accept(step(), Rule(name, PROTECTED), ROWS.to(torch.int8), draws=draws)
+    accept.accept(step(most=most), Rule(name, PROTECTED), ROWS.to(torch.int8), draws=draws)
 
 
 def look():
-    markers = Markers(ONE, ONE, 4, opening=8)
-    ring = context.new_ring(1, True, ONE.device)
+    markers = Markers(ONE.long(), opening=8)
+    ring = context.new_ring(1, ONE.device)
     context.blocked_positions(ring, ids(1, 9), step(), torch.ones(1), markers, 4, fills=True)
 
 
@@ -73,10 +73,24 @@ VARIANTS = {
     "accept_kernel, sampled theta": call(verify, "theta", SAMPLING),
     "accept_kernel, sampled price": call(verify, "price", SAMPLING),
     "accept_kernel, sampled, drawn": call(verify, "price", DRAWN),
+    "accept_kernel, theta, 16 drafts": call(verify, "theta", most=16),
+    "accept_kernel, price, 16 drafts": call(verify, "price", most=16),
+    "accept_kernel, sampled theta, 16 drafts": call(verify, "theta", SAMPLING, most=16),
+    "accept_kernel, sampled price, 16 drafts": call(verify, "price", SAMPLING, most=16),
+    "accept_kernel, sampled, drawn, 16 drafts": call(verify, "price", DRAWN, most=16),
     "clip_kernel": call(verify, "price", DRAWN),
+    "clip_kernel, 16 drafts": call(verify, "price", DRAWN, most=16),
     "resample_kernel": call(verify, "price", SAMPLING),
     "resample_kernel, drawn": call(verify, "price", DRAWN),
     "context_kernel": call(look),
+}
+# How many times a kernel goes through a row, by the beginning of a variant's name, the longest one.
+PASSES = {
+    "top2_kernel": 1,
+    # The draft alone, then it and the target.
+    "clip_kernel": 3,
+    "resample_kernel": 1,
+    "resample_kernel, drawn": 2,
 }
 
 
@@ -104,13 +118,30 @@ def test_compiled_code(variant, target):
     # Where a request samples, exponentials and logarithms are made of such.
     if name == "accept_kernel" and "sampled" not in variant:
         assert found.fused == 0, "what is compared must be rounded"
+    passes = [PASSES[begin] for begin in PASSES if variant.startswith(begin)]
+    if passes and "odd stride" not in variant:
+        block = launch.kwargs["BLOCK"] * (4 if "float32" in variant else 2)
+        threads = launch.kwargs["num_warps"] * TARGETS[target].warp_size
+        least = passes[-1] * (block // threads // 16)
+        assert found.wide_loads >= least, "a row must be read in 16-byte loads"
     if name == "top2_kernel" and "odd stride" not in variant:
-        assert found.wide_loads > 0, "a row must be read in 16-byte loads"
         # 8 warps of 40 registers leave room for six programs on a multiprocessor, of 64, which the
         # sums of exponentials take, for four; on a CDNA 3 unit 64 are the most with which it holds
         # as many waves as it can.
         most = 64 if "sums" in variant or target.startswith("gfx") else 40
         assert found.registers <= most
+
+
+@triton.jit
+def spilling_kernel(out_ptr):
+    place = tl.arange(0, 2048)
+    value = tl.load(out_ptr + place)
+    tl.store(out_ptr + place, tl.cumsum(value, axis=0) / value)
+
+
+def test_a_spilled_register_is_seen():
+    (launch,) = launches(lambda: spilling_kernel[(1,)](torch.ones(2048), num_warps=1, maxnreg=32))
+    assert compile_for(launch, BY_DAY).spills > 0
 
 
 @triton.jit

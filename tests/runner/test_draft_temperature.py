@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from vllm.v1.spec_decode.eagle import EagleProposer
 
 import workload
 from vllm_mars import MarsConfig
@@ -36,3 +37,9 @@ def test_a_drafter_that_draws_nothing():
     scale_v1(object(), MarsConfig(), torch.ones)
     with pytest.raises(RuntimeError, match="mars_draft_temperature=0.5 .* object draws no drafts"):
         scale_v1(object(), MarsConfig(draft_temperature=0.5), torch.ones)
+
+
+def test_a_drafter_that_no_longer_says_whether_it_draws():
+    drafter = object.__new__(EagleProposer)
+    with pytest.raises(RuntimeError, match="EagleProposer has no _enable_probabilistic_draft_prob"):
+        scale_v1(drafter, MarsConfig(), torch.ones)

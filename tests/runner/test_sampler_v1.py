@@ -19,6 +19,7 @@ from steps_v1 import (
     step,
 )
 from vllm_mars import MarsConfig
+from vllm_mars.kernels import cpu
 
 pytestmark = pytest.mark.usefixtures("mended_kernels")
 
@@ -63,10 +64,10 @@ def probabilities(are_there):
 
 
 @pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
-@pytest.mark.parametrize("draft_probs", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(price=0)])
-def test_theta_1_is_vllm(config, setting, draft_probs, logprobs_mode):
+def test_theta_1_is_vllm(config, setting, logprobs_mode):
+    """With fixed drafts; probabilistic ones vLLM's V1 cannot verify by blocks."""
     temperatures, changes = SETTINGS[setting]
     samplers = (
         RejectionSampler(Sampler(logprobs_mode), None, CPU),
@@ -78,7 +79,7 @@ def test_theta_1_is_vllm(config, setting, draft_probs, logprobs_mode):
             metadata, logits = step(seed)
             meta = sampling(temperatures, seeds=SEEDS, drafts=drafts_of(metadata), **changes)
             torch.manual_seed(seed)
-            outputs.append(sampler(metadata, probabilities(draft_probs), logits, meta))
+            outputs.append(sampler(metadata, None, logits, meta))
             # As many random numbers are taken of those that requests share, and of each one's own.
             own_states = (generator.get_state() for generator in meta.generators.values())
             states.append(torch.stack([torch.get_rng_state(), *own_states]))
@@ -93,6 +94,21 @@ def test_theta_1_is_vllm(config, setting, draft_probs, logprobs_mode):
             assert torch.equal(
                 getattr(own.logprobs_tensors, field), getattr(mars.logprobs_tensors, field)
             ), field
+
+
+def test_a_request_draws_what_it_would_alone():
+    """Whether a strict request is beside it, which draws for the whole vocabulary, or none."""
+    metadata, logits = step(1, [3, 3])
+    found = []
+    for price in (0.0, 1.0):
+        sampler = mars_sampler(MarsConfig(price=1.0, strict_opening=0))
+        sampler.requests._records.price[:] = torch.tensor([1 << 16])
+        slots = torch.tensor([0, 1])
+        sampler.requests._slots[:2] = slots
+        sampler.requests._records.price[1] = int(price * 2**16)
+        meta = sampling([1.0, 1.0], seeds=[1, 2], drafts=drafts_of(metadata))
+        found.append(emitted(sampler(metadata, None, logits.clone(), meta))[0])
+    assert found[0] == found[1]
 
 
 def test_a_greedy_step_draws_no_random_number():
@@ -203,6 +219,27 @@ def test_a_forbidden_draft_is_never_accepted(temperature, changes):
         meta = sampling([temperature], drafts=[[0]], **changes)
         output = sampler(metadata, None, logits.clone(), meta)
         assert output.sampled_token_ids[0, 0] != 0
+
+
+@pytest.mark.parametrize("draft_probs", [None, torch.tensor([[0.0, 1.0, 0.0]])])
+def test_where_rounding_leaves_nothing_to_draw_from_the_draft_stays(monkeypatch, draft_probs):
+    """Its logit is the only one; a draw says no all the same."""
+    logits = torch.tensor([[-torch.inf, 9.0, -torch.inf], [0.0, 9.0, 0.0]])
+    metadata = metadata_of([[1]])
+    monkeypatch.setattr(cpu.Random, "accepts", lambda *_: False)
+    for price in (0.0, 1.0):
+        sampler = mars_sampler(MarsConfig(price=price, strict_opening=0))
+        output = sampler(metadata, draft_probs, logits.clone(), sampling([1.0], drafts=[[1]]))
+        assert output.sampled_token_ids.tolist() == [[1, -1]]
+
+
+def test_one_random_number_draws_a_token_by_its_weight():
+    weights = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0])
+    random = cpu.Random(None, {0: torch.Generator().manual_seed(0)}, {})
+    drawn = torch.tensor([random.draws(0, weights) for _ in range(4_000)])
+    assert set(drawn.tolist()) == {1, 3}
+    # Of a standard deviation of 0.007.
+    assert abs((drawn == 3).float().mean() - 0.75) < 0.03
 
 
 def test_padding_is_rejected_in_sampling():

@@ -64,7 +64,7 @@ class Engine:
         self.verification = Verification(config, [2], counters)
         self.records = Records.new(SLOTS, CPU)
         self.sections = Sections(config)
-        self.ring = new_ring(SLOTS, config.repeat_ngram > 0, CPU)
+        self.ring = new_ring(SLOTS, CPU)
         self.markers = self.sections.markers(CPU)
 
     def view(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -77,8 +77,7 @@ class Engine:
         return self.rng.integers(0, longest + 1, self.rng.integers(1, SLOTS)).tolist()
 
     def blocked(self, step: Step, tokens: torch.Tensor):
-        may_block = self.sections or self.config.repeat_ngram or self.rng.random() < 0.3
-        if not may_block:
+        if not (self.sections or self.config.repeat_ngram):
             return None
         own = torch.ones(SLOTS), self.markers, self.config.repeat_ngram
         return blocked_positions(self.ring, tokens, step, *own)

@@ -21,7 +21,14 @@ import numpy as np
 import torch
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import GUARD_WINDOW, OPENING, Markers, Verdict
+from vllm_mars.kernels.terms import (
+    CLOSES,
+    GUARD_WINDOW,
+    OPENING,
+    THINKING_END,
+    Markers,
+    Verdict,
+)
 
 # Spans are numbered from 1; a token closes those of a bit mask.
 MOST_SPANS = 31
@@ -103,15 +110,18 @@ class Sections:
         opening: int = Verdict.OPENING if state >= OPENING else Verdict.NONE
         return Verdict.SPAN if state % OPENING else opening
 
-    def markers(self, device: torch.device) -> Markers:
-        """The markers for the kernel."""
-        size = max([-1, *self.opens, *self.closes]) + 1
-        tables = torch.zeros((2, size), dtype=torch.int32)
-        for table, entries in zip(tables, (self.opens, self.closes), strict=True):
-            for token, value in entries.items():
-                table[token] = value
-        opens, closes = tables.to(device)
-        return Markers(opens, closes, self.thinking_end, self.opening)
+    def markers(self, device: torch.device) -> Markers | None:
+        """The markers for the kernel; None where no position can be strict."""
+        if not self:
+            return None
+        table = [0] * (max(0, self.thinking_end, *self.opens, *self.closes) + 1)
+        for token, number in self.opens.items():
+            table[token] += number
+        for token, spans in self.closes.items():
+            table[token] += spans << CLOSES
+        if self.thinking_end >= 0:
+            table[self.thinking_end] += THINKING_END
+        return Markers(torch.tensor(table, device=device), self.opening)
 
     def blocked(self, states: Iterable[int], drafts: list[int], ends: list[int]) -> Iterator[int]:
         """Yields for each draft position why it is strict, a `Verdict`, or 0.

@@ -63,6 +63,10 @@ class Counters:
     def _bounds(self) -> torch.Tensor:
         return torch.tensor([int(most / UNIT) for most in BUCKETS], device=self.device)
 
+    @cached_property
+    def _one(self) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.int64, device=self.device)
+
     def add_ended(self, lost: torch.Tensor) -> None:
         """Counts requests that have ended; nothing is waited for.
 
@@ -70,11 +74,8 @@ class Counters:
             lost: int64 `[n]`, what each lost, in units of 2**-LOSS_BITS nats.
         """
         buckets = torch.bucketize(lost, self._bounds)
-        for entries, values in (
-            (self.layout.ended, torch.ones_like(lost)),
-            (self.layout.ended_lost, lost),
-        ):
-            self.device_counts.index_add_(0, entries.start + buckets, values)
+        self.device_counts[self.layout.ended].index_add_(0, buckets, self._one.expand_as(lost))
+        self.device_counts[self.layout.ended_lost].index_add_(0, buckets, lost)
 
     @cached_property
     def _host_counts(self) -> torch.Tensor:

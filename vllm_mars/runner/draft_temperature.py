@@ -6,6 +6,7 @@ again (V2), sees the very distribution that was drawn from, in whatever dtype th
 greedy request's temperature, 0, stays what it is.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,9 +33,14 @@ def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], tor
         draft_shares: gives those of the batch's first requests; float32.
 
     Raises:
-        RuntimeError: the option is given, but this drafter draws nothing.
+        RuntimeError: the option is given, but this drafter draws nothing; or it does not say.
     """
-    draws = getattr(drafter, "_enable_probabilistic_draft_probs", False)
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    # No other class draws.
+    draws = isinstance(drafter, SpecDecodeBaseProposer) and bool(
+        _said_by(drafter, "_enable_probabilistic_draft_probs")
+    )
     if not _is_scaled(draws, drafter, config):
         return
     sample_from_logits = drafter._sample_from_logits
@@ -49,7 +55,9 @@ def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], tor
     drafter._sample_from_logits = sample
 
 
-def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> torch.Tensor | None:
+def scale_v2(
+    runner: Any, config: MarsConfig, requests: "RequestsV2"
+) -> Callable[[], torch.Tensor] | None:
     """Lets the speculator of a V2 runner draw at a share of the temperature.
 
     Args:
@@ -59,17 +67,24 @@ def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> torch.T
         requests: of the runner.
 
     Returns:
-        What drafts were drawn at last, float32 by slot, which verification has to divide their
-        logits by as well; None for the request's own temperature.
+        It gives what drafts were drawn at last, float32 by slot, which verification has to divide
+        their logits by as well; None for the request's own temperature.
 
     Raises:
-        RuntimeError: the option is given, but this speculator draws nothing.
+        RuntimeError: the option is given, but this speculator draws nothing; or it does not say.
     """
     speculator, states = runner.speculator, runner.sampler.sampling_states
-    draws = getattr(speculator, "draft_logits", None) is not None
+    draws = _said_by(speculator, "draft_logits") is not None
     if not _is_scaled(draws, speculator, config):
         return None
-    propose, drawn_at = speculator.propose, torch.zeros_like(states.temperature.gpu)
+
+    # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
+    # sleep mode throws away.
+    @functools.cache
+    def drawn_at() -> torch.Tensor:
+        return torch.zeros_like(states.temperature.gpu)
+
+    propose = speculator.propose
     place = list(inspect.signature(propose).parameters).index("temperature")
 
     def propose_at_share(*args: Any, **kwargs: Any) -> Any:
@@ -77,15 +92,26 @@ def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> torch.T
         # Without a request that samples, no launch is added.
         if states.temperature.np[batch.idx_mapping_np].any():
             # Another buffer each time that a request comes.
-            torch.mul(states.temperature.gpu, requests.draft_shares, out=drawn_at)
+            scaled = torch.mul(states.temperature.gpu, requests.draft_shares, out=drawn_at())
             if "temperature" in kwargs:
-                kwargs["temperature"] = drawn_at
+                kwargs["temperature"] = scaled
             else:
-                args = (*args[:place], drawn_at, *args[place + 1 :])
+                args = (*args[:place], scaled, *args[place + 1 :])
         return propose(*args, **kwargs)
 
     speculator.propose = propose_at_share
     return drawn_at
+
+
+def _said_by(drafter: Any, name: str) -> Any:
+    """An attribute by which vLLM's drafters say whether they draw."""
+    try:
+        return getattr(drafter, name)
+    except AttributeError:
+        raise RuntimeError(
+            f"{type(drafter).__name__} has no {name}, by which vllm-mars knows whether it draws "
+            "drafts; install a vLLM that it knows, or drop rejection_sample_method 'mars'."
+        ) from None
 
 
 def _is_scaled(draws: bool, drafter: Any, config: MarsConfig) -> bool:

@@ -10,7 +10,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Column, Drafts, Records, Requests, Verdict
+from vllm_mars.kernels.terms import Column, Drafts, Records, Requests, RuleName, Verdict
 from vllm_mars.requests import RequestOptions, options_of
 from vllm_mars.runner.context import AnswerNgrams, Sections
 from vllm_mars.runner.records import record_of
@@ -175,6 +175,13 @@ class RequestsV1(LogitsProcessor):
         """What drafts of the first `batch` requests are drawn at; float32 `[batch]`."""
         shares: torch.Tensor = self._records.draft_share[self._slots[:batch]]
         return shares
+
+    def is_strict(self, batch: int, rule: RuleName) -> torch.Tensor:
+        """Which of the first `batch` requests relax nothing anywhere; bool `[batch]`."""
+        slots = self._slots[:batch]
+        if rule == "theta":
+            return self._records.threshold[slots] == 1
+        return self._records.price[slots] == 0
 
     def returns(self, batch: int) -> dict[int, str]:
         """Ids of those of the first `batch` requests that want to know what was done."""

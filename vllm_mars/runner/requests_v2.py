@@ -1,6 +1,6 @@
 """The requests in the slots of vLLM's Model Runner V2, and what each brings to a step."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Set
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -37,16 +37,13 @@ class RequestsV2(LogitsProcessor):
         turns: Set[int] = frozenset(),
         fills: bool = False,
     ) -> None:
-        from vllm_mars.kernels.context import new_ring
-
         self._config = config
         self._req_states = req_states
         self.fills = fills
-        slots, device = req_states.max_num_reqs, req_states.device
         self._sections = Sections(config, turns)
-        self._records = Records.new(slots, device)
-        self._ring = new_ring(slots, config.repeat_ngram > 0, device)
-        self._wants_return = np.zeros(slots, dtype=bool)
+        # Whether anything looks at tokens.
+        self._may_block = bool(self._sections) or config.repeat_ngram > 0 or fills
+        self._wants_return = np.zeros(req_states.max_num_reqs, dtype=bool)
         # What a slot's new request brings: the section's states behind all its tokens and behind
         # its prompt, and the lengths of both.
         self._brought: dict[int, tuple[int, int, int, int]] = {}
@@ -56,10 +53,10 @@ class RequestsV2(LogitsProcessor):
         # such a request out of its slot, and its next answer begins anew.
         self._slots: dict[str, int] = {}
         self._replaced: list[torch.Tensor] = []
-        # What preempted requests have lost and are drafted at, by id, and what of it goes to a
-        # slot: scalars on the device, so that the host waits for nothing.
-        self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._restored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # The records of preempted requests, by id, and of those that came back, by slot; on the
+        # device, so that the host waits for nothing.
+        self._kept: dict[str, torch.Tensor] = {}
+        self._restored: dict[int, torch.Tensor] = {}
         add_request = req_states.add_request
 
         def add_and_note(
@@ -71,7 +68,7 @@ class RequestsV2(LogitsProcessor):
             begun = self._sections.begin(last)
             state = self._sections.advance(begun, all_token_ids[prompt_len:])
             if req_id in self._slots:
-                self._replaced.append(self._records.lost[self._slots[req_id]].clone()[None])
+                self._replaced.append(self._records.lost[self._slots[req_id]].clone())
             slot = self._slots[req_id] = req_states.req_id_to_index[req_id]
             self._brought[slot] = state, begun, len(all_token_ids), prompt_len
             kept = self._kept.pop(req_id, None)
@@ -80,16 +77,42 @@ class RequestsV2(LogitsProcessor):
 
         req_states.add_request = add_and_note
 
-    # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
-    # sleep mode throws away. The slots' values are written anew for each request.
+    # These three are built on first use: what is allocated while the model is loaded can be memory
+    # that vLLM's sleep mode throws away.
     @cached_property
-    def _markers(self) -> Markers:
+    def _records(self) -> Records:
+        return Records.new(self._req_states.max_num_reqs, self._req_states.device)
+
+    @cached_property
+    def _ring(self) -> torch.Tensor:
+        from vllm_mars.kernels.context import new_ring
+
+        ring: torch.Tensor = new_ring(self._req_states.max_num_reqs, self._req_states.device)
+        return ring
+
+    @cached_property
+    def _markers(self) -> Markers | None:
         return self._sections.markers(self._req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
-        """Notes the options of a slot's new request; no logit changes, so False."""
+        """Notes the options of a slot's new request; no logit changes, so False.
+
+        Raises:
+            RuntimeError: the request came another way than by the runner's `RequestState`.
+        """
         options = options_of(sampling_params, self._config)
-        state, begun, length, prompt_len = self._brought.pop(req_idx, (0, 0, 0, 0))
+        brought = self._brought.pop(req_idx, None)
+        if brought is None:
+            if req_idx in self._req_states.index_to_req_id:
+                raise RuntimeError(
+                    f"Request {self._req_states.index_to_req_id[req_idx]!r} is in slot {req_idx}, "
+                    "but RequestState.add_request was not told its tokens, by which vllm-mars "
+                    "knows where it must be strict; install a vLLM that it knows, or drop "
+                    "rejection_sample_method 'mars'."
+                )
+            # vLLM's dummy run, of a slot that holds no request.
+            brought = 0, 0, 0, 0
+        state, begun, length, prompt_len = brought
         room = self._req_states.max_model_len - prompt_len
         record = record_of(sampling_params, self._config, room, length - prompt_len)
         self._wants_return[req_idx] = options.wants_return
@@ -105,12 +128,15 @@ class RequestsV2(LogitsProcessor):
         rows = [[slot, *record] for slot, record in self._staged.items()]
         staged = async_tensor_h2d(rows, self._req_states.device, torch.int64)
         self._records.table.index_copy_(0, staged[:, 0], staged[:, 1:])
-        for slot, (lost, share) in self._restored.items():
-            self._records.lost[slot], self._records.draft_share[slot] = lost, share
+        if self._restored:
+            slots = async_tensor_h2d([*self._restored], self._req_states.device, torch.int64)
+            kept = torch.stack([*self._restored.values()])
+            for column in (Column.LOST, Column.DRAFT_SHARE):
+                self._records.table[slots, column] = kept[:, column]
         self._staged.clear()
         self._restored.clear()
 
-    def keep(self, preempted: Iterable[str], finished: Iterable[str]) -> torch.Tensor:
+    def keep(self, preempted: Collection[str], finished: Collection[str]) -> torch.Tensor:
         """Notes what requests have lost that leave their slots and will come back.
 
         Args:
@@ -121,23 +147,18 @@ class RequestsV2(LogitsProcessor):
             What these have lost, and those that got a further input; int64 `[n]`, in units of
             2**-LOSS_BITS nats.
         """
-        for request_id in preempted:
-            slot = self._slots.pop(request_id, None)
-            if slot is not None:
-                lost, share = self._records.lost[slot], self._records.draft_share[slot]
-                self._kept[request_id] = lost.clone(), share.clone()
         ended, self._replaced = self._replaced, []
-        slots = []
-        for request_id in finished:
-            slot = self._slots.pop(request_id, None)
-            if slot is not None:
-                slots.append(slot)
-                self._kept.pop(request_id, None)
-            elif request_id in self._kept:
-                ended.append(self._kept.pop(request_id)[0][None])
-        if slots:
-            where = torch.tensor(slots).to(self._req_states.device, non_blocking=True)
-            ended.append(self._records.lost[where])
+        preempted = [name for name in preempted if name in self._slots]
+        leaving = [*preempted, *(set(finished) & self._slots.keys() - set(preempted))]
+        if leaving:
+            slots = [self._slots.pop(name) for name in leaving]
+            records = self._records.table[
+                async_tensor_h2d(slots, self._req_states.device, torch.int64)
+            ]
+            self._kept.update(zip(preempted, records, strict=False))
+            ended.append(records[len(preempted) :, Column.LOST])
+        # A preempted request can end before it comes back.
+        ended += [self._kept.pop(name)[Column.LOST] for name in finished if name in self._kept]
         return torch.hstack(ended) if ended else torch.empty(0, dtype=torch.int64)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
@@ -152,20 +173,26 @@ class RequestsV2(LogitsProcessor):
         idx_mapping: torch.Tensor,
         temperature: torch.Tensor,
         num_speculative_tokens: int,
-    ) -> tuple[Step, torch.Tensor]:
+    ) -> tuple[Step, torch.Tensor | None]:
         """A step, and where its drafts must stay strict.
 
         Args:
             logits, input_ids, cu_num_logits, num_speculative_tokens: see `Step`.
             idx_mapping: `[num_reqs]` slot of each request.
             temperature: float32 `[max_num_reqs]`.
-        """
-        from vllm_mars.kernels.context import blocked_positions
 
+        Returns:
+            The step, and int8 `[num_rows]` as `blocked_positions` has it; None where nothing looks
+            at tokens.
+        """
         states = self._req_states
         total_len, prompt_len = states.total_len.gpu, states.prompt_len.gpu
         own = self._records, idx_mapping, total_len, prompt_len
         step = Step(logits, input_ids, cu_num_logits, *own, num_speculative_tokens)
+        if not self._may_block:
+            return step, None
+        from vllm_mars.kernels.context import blocked_positions
+
         guard = self._config.repeat_ngram, self.fills
         blocked = blocked_positions(
             *(self._ring, states.all_token_ids.gpu, step, temperature, self._markers, *guard)

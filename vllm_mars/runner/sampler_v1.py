@@ -20,7 +20,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import cpu
 from vllm_mars.kernels.cpu import Sampled
-from vllm_mars.kernels.terms import CounterLayout, Drafts
+from vllm_mars.kernels.terms import STRUCK, CounterLayout, Drafts
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.cut_prompts import spare_cut_prompts
@@ -44,8 +44,8 @@ class MarsRejectionSampler(RejectionSampler):
     """vLLM's V1 rejection sampler with the margin-aware rule.
 
     The logits are verified as vLLM's processors leave them: the raw rows if nothing changes them.
-    Requests that sample are verified losslessly against the distribution that is served, with the
-    random numbers of vLLM's own sampler.
+    Requests that sample are verified losslessly against the distribution that is served: strict
+    ones with fixed drafts with the random numbers of vLLM's own sampler.
 
     Args:
         sampler: vLLM's sampler, for bonus tokens.
@@ -78,7 +78,8 @@ class MarsRejectionSampler(RejectionSampler):
 
         Args:
             metadata: draft tokens and row indices of the step.
-            draft_probs: `[num_draft, vocab]` float32, or None where the draft has none.
+            draft_probs: `[num_draft, vocab]` float32, or None where the draft has none. A token
+                that has some and is -1 now was struck out by a grammar.
             logits: `[num_draft + batch, vocab]` raw target logits.
             sampling_metadata: the requests' sampling parameters.
 
@@ -118,16 +119,18 @@ class MarsRejectionSampler(RejectionSampler):
         processed = raw.clone() if keep_raw else raw
         processed = self.apply_logits_processors(processed, sampling_metadata, metadata)
         processed = constrain(processed, metadata.num_draft_tokens, sampling_metadata)
+        ids = metadata.draft_token_ids
         drafts = Drafts(
             processed,
-            metadata.draft_token_ids,
+            ids if draft_probs is None else ids.masked_fill(ids < 0, STRUCK),
             metadata.cu_num_draft_tokens,
             bonus_token_ids=bonus.sampled_token_ids,
             num_speculative_tokens=self.verification.num_speculative_tokens,
         )
         sampled = None
         if not sampling_metadata.all_greedy:
-            chance = self._random(metadata, sampling_metadata, processed.shape[1])
+            is_drawn = draft_probs is not None
+            chance = self._random(metadata, sampling_metadata, processed.shape[1], is_drawn)
             sampled = Sampled(sampling_metadata.temperature, chance, draft_probs)
         output_token_ids, table = self._verify(drafts, metadata.max_spec_len, sampled)
         logprobs = None
@@ -201,18 +204,31 @@ class MarsRejectionSampler(RejectionSampler):
         return output.output_token_ids[:, : max_spec_len + 1].contiguous(), account.table
 
     def _random(
-        self, metadata: SpecDecodeMetadata, sampling_metadata: SamplingMetadata, vocab: int
+        self,
+        metadata: SpecDecodeMetadata,
+        sampling_metadata: SamplingMetadata,
+        vocab: int,
+        is_drawn: bool,
     ) -> cpu.Random:
-        """The random numbers of vLLM's own `rejection_sample`, drawn in its order."""
+        """The random numbers of a step.
+
+        Those of strict requests with fixed drafts are drawn as vLLM's own `rejection_sample` draws
+        them, so that they emit what vLLM's requests emit. That takes an exponential number for each
+        token of the vocabulary, of all requests at once, which others need not.
+        """
         lengths, generators = metadata.num_draft_tokens, sampling_metadata.generators
         device = metadata.draft_token_ids.device
         uniform = generate_uniform_probs(sum(lengths), lengths, generators, device)
-        dtype = torch.float64 if self.use_fp64_gumbel else torch.float32
-        noise = torch.empty((len(lengths), vocab), dtype=dtype, device=device).exponential_()
-        for place, generator in generators.items():
-            if lengths[place] > 0:
-                noise[place].exponential_(generator=generator)
-        return cpu.Random(uniform.numpy(), noise.reciprocal_())
+        noise: dict[int, torch.Tensor] = {}
+        is_strict = self.requests.is_strict(len(lengths), self.verification.config.rule)
+        if not is_drawn and (is_strict & (sampling_metadata.temperature != 0)).any():
+            dtype = torch.float64 if self.use_fp64_gumbel else torch.float32
+            shared = torch.empty((len(lengths), vocab), dtype=dtype, device=device).exponential_()
+            for place in is_strict.nonzero()[:, 0].tolist():
+                if lengths[place] > 0 and place in generators:
+                    shared[place].exponential_(generator=generators[place])
+                noise[place] = shared[place].reciprocal_()
+        return cpu.Random(uniform.numpy(), generators, noise)
 
 
 def constrain(

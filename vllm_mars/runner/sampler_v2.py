@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import accept
-from vllm_mars.kernels.terms import CounterLayout, Draws, Sampling
+from vllm_mars.kernels.terms import STRUCK, CounterLayout, Draws, Sampling
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.outputs import attach_counters, send_returned
@@ -49,8 +49,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: device of the logits.
         verification: of the engine, by the Triton kernels.
         requests: the requests in the runner's slots.
-        drawn_at: float32 `[max_num_reqs]`, the temperature that drafts were drawn at last, or None
-            where it is the request's own.
+        drawn_at: gives the temperature that drafts were drawn at last, float32 `[max_num_reqs]`;
+            None where it is the request's own.
         send_returned: called behind each verification, with what requests want to know enqueued.
     """
 
@@ -61,7 +61,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: torch.device,
         verification: Verification,
         requests: RequestsV2,
-        drawn_at: torch.Tensor | None = None,
+        drawn_at: Callable[[], torch.Tensor] | None = None,
         send_returned: Callable[[], object] = bool,
     ) -> None:
         super().__init__(sampler, spec_config, device)
@@ -131,6 +131,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
             own = self.verification, logits[:, :vocab], self.num_speculative_steps, draft_logits
             warm_up(*own, self.sampler.use_fp64_gumbel, self.requests.fills)
             self._is_warm = True
+        if verify_draft_sampled is not draft_sampled and draft_logits is not None:
+            # What a grammar has struck out was drawn all the same.
+            is_struck = (verify_draft_sampled < 0) & (draft_sampled >= 0)
+            verify_draft_sampled = verify_draft_sampled.masked_fill(is_struck, STRUCK)
         step, blocked = self.requests.step(
             logits[:, :vocab],
             verify_draft_sampled,
@@ -160,7 +164,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             sampling = Sampling(temperature, states.seeds.gpu)
             if draft_logits is not None:
                 # The target's logits have been divided by theirs; this is for the draft's.
-                drawn_at = temperature if self.drawn_at is None else self.drawn_at
+                drawn_at = temperature if self.drawn_at is None else self.drawn_at()
                 sampling = sampling._replace(draft_logits=draft_logits, drawn_at=drawn_at)
             draws = Draws(
                 sampling,

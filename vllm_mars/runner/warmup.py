@@ -46,10 +46,10 @@ def warm_up(
         for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
             accept.accept(step, rule, None, verification.account(1, device, {}), draws)
     config = verification.config
-    ring = new_ring(1, config.repeat_ngram > 0, device)
-    markers = Sections(config).markers(device)
-    guard = config.repeat_ngram, fills
-    blocked_positions(ring, zero[None], step, float_one, markers, *guard)
+    markers, ngram = Sections(config).markers(device), config.repeat_ngram
+    if markers is not None or ngram or fills:
+        ring = new_ring(1, device)
+        blocked_positions(ring, zero[None], step, float_one, markers, ngram, fills)
 
 
 def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:
