@@ -34,13 +34,15 @@ $(SITE): EXTRAS := docs
 demo: $(DEMO)
 	$(BIN)/vllm-mars demo $(ARGS)
 
-# The pages as a site: open build/site/index.html. A dead link or anchor fails.
+# The pages as a site: open build/site/index.html. A dead link or anchor fails. npm, which comes with
+# Node.js, brings KaTeX into build/ once.
 docs: $(SITE)
 	$(BIN)/mkdocs build --strict $(ARGS)
 
-# The tables of figures in the pages and the picture, out of benchmarks/results.
+# The tables of figures in the pages, out of benchmarks/results, and their pictures.
 figures: install
 	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m benchmarks.pictures
 
 # Makes an EAGLE-3 head for the packaged model (benchmarks/draft/README.md).
 draft: install
@@ -86,7 +88,6 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m tests.weight
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -1,21 +1,38 @@
-"""The files of the site: the repository's own, at the paths that they have there.
+"""The files of the site: the repository's own, at the paths that they have there, and KaTeX.
 
 So one link serves the site and a checkout alike, from a page to the README or to a raw result.
+Nothing of the site comes from another server when it is read.
 """
 
 import os
 import re
+import subprocess
+import tarfile
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/*.md", "docs/*/README.md", "benchmarks/*/README.md")
-TARGET = re.compile(r"\]\(([^)#\s]+)")
+TARGET = re.compile(r"\]\(([^)#\s]+)|srcset=\"([^\"]+)\"")
 # What mkdocstrings fills in stands in comments, which a checkout does not show.
 DOCSTRING = re.compile(r"^<!-- (::: .*?) -->$", re.DOTALL | re.MULTILINE)
+# It typesets the formulas. npm brings it once; nothing of it is in the repository.
+KATEX = "katex@0.19.1"
+KATEX_FOLDER = ROOT / "build" / KATEX
+# Of its package: a browser takes the first kind of font that it knows.
+KATEX_FILE = re.compile(r"package/dist/(katex\.min\.(?:css|js)|fonts/.*\.woff2)|package/(LICENSE)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Puts the version behind the name of the site."""
+    version = re.search(r'"(.+)"', (ROOT / "vllm_mars/__init__.py").read_text().split("version")[1])
+    assert version is not None, "the package has a version"
+    config.site_name += f" {version[1]}"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -27,24 +44,58 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """
     pages = [page for pattern in PAGES for page in sorted(ROOT.glob(pattern))]
     targets = {
-        Path(os.path.normpath(page.parent / target))
+        Path(os.path.normpath(page.parent / (link or source)))
         for page in pages
-        for target in TARGET.findall(page.read_text(encoding="utf-8"))
+        for link, source in TARGET.findall(page.read_text(encoding="utf-8"))
     }
-    targets.update(ROOT / str(name) for name in config.extra_css)
+    targets.update(
+        ROOT / name
+        for name in map(str, (*config.extra_css, *config.extra_javascript))
+        if not name.startswith("katex/")
+    )
     linked = sorted(path for path in targets.difference(pages) if path.is_file())
-    ours = [
-        File(
-            path.relative_to(ROOT).as_posix(),
-            str(ROOT),
-            config.site_dir,
-            config.use_directory_urls,
-        )
-        for path in (*pages, *linked)
-    ]
+
+    def file(path: Path, folder: Path) -> File:
+        name = path.relative_to(folder).as_posix()
+        return File(name, str(folder), config.site_dir, config.use_directory_urls)
+
+    ours = [file(path, ROOT) for path in (*pages, *linked)]
+    ours += [file(path, KATEX_FOLDER) for path in _katex()]
     return Files([*(file for file in files if file.src_dir != config.docs_dir), *ours])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Uncovers what mkdocstrings fills in."""
     return DOCSTRING.sub(r"\1\n", markdown)
+
+
+def _katex() -> list[Path]:
+    """KaTeX's files in build/, fetched by npm if they are not there.
+
+    Raises:
+        PluginError: npm is missing or failed.
+    """
+    folder = KATEX_FOLDER / "katex"
+    if not folder.is_dir():
+        KATEX_FOLDER.mkdir(parents=True, exist_ok=True)
+        pack = ["npm", "pack", "--silent", "--pack-destination", str(KATEX_FOLDER), KATEX]
+        try:
+            run = subprocess.run(pack, capture_output=True, text=True, check=True, cwd=ROOT)
+        except (OSError, subprocess.CalledProcessError) as error:
+            told = getattr(error, "stderr", "") or error
+            raise PluginError(
+                f"{KATEX}, which typesets the formulas, could not be fetched: {str(told).strip()}; "
+                "install Node.js, whose npm fetches it, and build again."
+            ) from None
+        # Under another name until all of it is there.
+        part = KATEX_FOLDER / "part"
+        with tarfile.open(KATEX_FOLDER / run.stdout.split()[-1]) as archive:
+            for member in archive.getmembers():
+                if found := KATEX_FILE.fullmatch(member.name):
+                    path = part / (found[1] or found[2])
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    content = archive.extractfile(member)
+                    assert content is not None, "npm packs plain files"
+                    path.write_bytes(content.read())
+        part.replace(folder)
+    return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""The site of `make docs`: it builds, and a dead link or anchor ends the build."""
+"""The site of `make docs`: it builds, and a dead link or anchor ends the build. The pictures."""
 
 import os
 import re
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks import pictures
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,9 +26,34 @@ def test_the_site_builds(tmp_path):
     for name in ("verify_greedy", "verify_tree", "MarsConfig", "MarsRejectionSamplerV2"):
         assert f'id="vllm_mars.{name}"' in api
     # What pages link to outside docs/ lies where a checkout has it.
-    raw = "benchmarks/results/default.json"
-    assert f'href="../{raw}"' in (tmp_path / "docs/results.html").read_text()
+    raw = "benchmarks/results/kernel.json"
+    assert f'href="../{raw}"' in (tmp_path / "docs/kernel.html").read_text()
     assert (tmp_path / raw).read_bytes() == (ROOT / raw).read_bytes()
+    # Formulas are typeset by what the site has itself.
+    rule = (tmp_path / "docs/rule.html").read_text()
+    assert '<div class="arithmatex">' in rule and '"../katex/katex.min.js"' in rule
+    assert (tmp_path / "katex/fonts/KaTeX_Math-Italic.woff2").is_file()
+    assert not re.search(r'(?:src|href)="(?:https?:)?//[^"]*\.(?:js|css|woff2?)"', rule)
+    assert '<div class="admonition warning">' in (tmp_path / "index.html").read_text()
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_shows_what_its_page_says(name):
+    drawn = str(pictures.PICTURES[name]())
+    assert (ROOT / "docs" / name).read_text() == drawn, "`make figures` draws it"
+
+
+def test_the_call_on_the_page_of_the_api():
+    page = (ROOT / "docs/api.md").read_text()
+    code, printed = (
+        re.search(rf"```{kind}\n(.*?)```", page, re.S)[1] for kind in ("python", "text")
+    )
+    # Where neither vLLM nor Triton is installed.
+    absent = "import sys\nsys.modules |= {'vllm': None, 'triton': None}\n"
+    run = subprocess.run(
+        [sys.executable, "-c", absent + code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout == printed, run.stderr
 
 
 def scripts():
