@@ -24,23 +24,21 @@ from vllm_mars.experiments.rows import rows, tables, turned, without_times
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PICTURE = ROOT / "docs/speed.png"
+PICTURE = ROOT / "docs/tokens_by_nats.png"
 SCHEMA = "vllm-mars/figures/1"
 MARK = re.compile(r"^<!-- /?figures", re.MULTILINE)
 PLACE = re.compile(
     r"^(<!-- figures: (\S+)(?: (\S+))? -->)\n(?:.*?\n)??(<!-- /figures -->)$",
     re.DOTALL | re.MULTILINE,
 )
-# The picture: of each file of figures the drafts, and by a rule's first word its mark and colour.
-PICTURED = {"bounds": "probabilistic drafts", "theta": "fixed drafts"}
-MARKS = {
-    ("bounds", "mars_max_loss"): ("s-", "#009e73"),
-    ("theta", "mars_max_loss"): ("D:", "#0072b2"),
-    ("theta", "mars_theta"): ("o--", "#b5651d"),
+# The picture: by the begin of a rule's name what it is called, its mark and its colour.
+PICTURED, HEAT = "reading", "temperature 1"
+SERIES = {
+    "standard, fixed drafts": ("vLLM as it comes", "*", "#555555"),
+    "strict": ("the best without loss", "*", "#000000"),
+    "mars_max_loss": ("MARS, by a bound of nats per token", "s-", "#009e73"),
+    "mars_theta": ("the paper's theta", "o--", "#b5651d"),
 }
-RECOMMENDED = "mars_max_loss 0.02"
-CAPTION = "SmolLM2-135M-Instruct, its packaged head, 4 draft tokens, 2 CPU cores; docs/results.md"
-TEXT: dict[str, Any] = {"textcoords": "offset points", "fontsize": "small"}
 
 
 def pages() -> list[Path]:
@@ -162,42 +160,35 @@ def written(page: str, directory: Path) -> str:
 
 
 def draw(path: Path) -> None:
-    """Draws tokens per step by loss, a panel for each temperature, from the files of `PICTURED`."""
+    """Draws tokens per step by loss, of the rules of `SERIES` at one temperature of `PICTURED`."""
     # Only the picture needs it.
     from matplotlib.figure import Figure
 
-    panels: dict[str, dict[tuple[str, str], list[tuple[str, float, Any]]]] = {}
-    for name in PICTURED:
-        found, title = read(name), ""
-        titles = [of for of, _ in found["columns"]]
-        lost, gain = titles.index("nats lost per token"), titles.index("tokens per step x strict")
-        for row in found["rows"]:
-            *given, rule = row[0].split(": ")
-            title = given[0] if given else title
-            if row[gain] is not None:
-                series = panels.setdefault(title, {}).setdefault((name, rule.split()[0]), [])
-                series.append((rule, row[lost], row[gain]))
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained", facecolor="white")
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True).flat
-    for axis, (title, all_series) in zip(axes, panels.items(), strict=True):
-        for key, points in all_series.items():
-            lost_nats, gains = [of[1] for of in points], np.array([of[2] for of in points])
-            ends = np.abs(gains[:, 1:] - gains[:, :1]).T
-            mark, colour = MARKS[key]
-            style = {"fmt": mark, "color": colour, "capsize": 2, "markersize": 5}
-            label = f"{key[1]}, {PICTURED[key[0]]}"
-            axis.errorbar(lost_nats, gains[:, 0], ends, label=label, **style)
-            for rule, where, value in points:
-                if rule == RECOMMENDED and key[0] == "bounds":
-                    style = {"arrowstyle": "->"}
-                    axis.annotate(
-                        "the default", (where, value[0]), (18, -28), arrowprops=style, **TEXT
-                    )
-        axis.plot(0, 1, "k*", markersize=9, label="strict (lossless), the same drafts")
-        axis.set(title=title, xlabel="nats lost per token", ylabel="tokens per step, x strict")
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize="x-small", loc="upper left")
-    figure.supxlabel(CAPTION, fontsize="x-small")
+    found, heading = read(PICTURED), ""
+    titles = [title for title, *_ in found["columns"]]
+    lost, gain = titles.index("nats lost per token"), titles.index("tokens per step")
+    points: dict[str, list[tuple[str, float, list[float]]]] = {name: [] for name in SERIES}
+    for row in found["rows"]:
+        heading = row[0] if len(row) == 1 else heading
+        name = next((it for it in SERIES if row[0].startswith(it)), None)
+        if len(row) > 1 and name and heading == HEAT:
+            points[name].append((row[0].split(",")[0].split()[-1], row[lost], row[gain]))
+    figure = Figure(figsize=(6, 4.2), layout="constrained", facecolor="white")
+    axis = figure.subplots()
+    for name, (label, mark, colour) in SERIES.items():
+        own = sorted(points[name], key=lambda point: point[1])
+        values = np.array([value for *_, value in own])
+        ends = np.abs(values[:, 1:] - values[:, :1]).T
+        nats = [at for _, at, _ in own]
+        style = {"fmt": mark, "color": colour, "capsize": 3, "markersize": 9, "linewidth": 2}
+        axis.errorbar(nats, values[:, 0], ends, label=label, **style)
+        for value, at, (height, *_) in own if len(own) > 1 else []:
+            axis.annotate(value, (at, height), (9, -12), textcoords="offset points", fontsize=11)
+    axis.set_xlabel("nats lost per token", fontsize=13)
+    axis.set_ylabel(f"tokens per step, {HEAT}", fontsize=13)
+    axis.tick_params(labelsize=11)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=11, loc="lower right")
     figure.savefig(path, dpi=150, metadata={"Software": None})
 
 

@@ -12,8 +12,9 @@ on behind those that are there. A report is of one file of prompts or of all.
 
 Of each answer transformers computes the NLL and the entropy of the target, in a forward pass that
 knows nothing of vLLM, at the request's temperature (greedily at 1): text drawn from the target has
-on average the NLL of its entropy. Nats lost are the engine's counter. Asked is the first turn of a
-prompt, in the model's chat template if it has one.
+on average the NLL of its entropy. Nats lost are greedily those of the reports, else the engine's
+counter, of which an accelerator's last second before the end of a call is missing. Asked is the
+first turn of a prompt, in the model's chat template if it has one.
 """
 
 import argparse
@@ -309,12 +310,13 @@ def row(calls: Calls, base: Calls) -> list[Any]:
         name: float(np.mean([it[name] for it in own.values()])) for name in ("tokens", "points")
     }
     steps, sampled = ["further", "steps"], calls[0]["temperature"] != 0
+    lost = round(sum(call["lost"] for call in calls) / tokens, 5)
     return [
         len(own),
         count,
         cell(estimate(ratio_of_means, own, steps)),
         cell(compared(ratio_of_means, own, strict, steps)),
-        round(sum(call["lost"] for call in calls) / tokens, 5),
+        lost if sampled else cell(estimate(ratio_of_means, own, ["drift", "tokens"])),
         # Greedily the target says one thing alone.
         cell(estimate(ratio_of_means, own, ["weights", "tokens"])) if sampled else None,
         cell(estimate(ratio_of_means, own, ["drift", "tokens"])),

@@ -67,15 +67,15 @@ def test_a_file_of_figures_says_where_it_comes_from(name):
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "benchmarks/results")
-    monkeypatch.setattr(figures, "PICTURE", tmp_path / "docs/speed.png")
+    monkeypatch.setattr(figures, "PICTURE", tmp_path / "docs/tokens_by_nats.png")
     for name in ("benchmarks/results", "docs"):
         (tmp_path / name).mkdir(parents=True)
     results = tmp_path / "benchmarks/results"
     shutil.copy(Path(figures.__file__).with_name("results") / "demo.jsonl", results)
-    monkeypatch.setattr(figures, "PICTURED", {"bounds": "probabilistic drafts"})
-    columns = [["rule", ""], ["nats lost per token", ".4f"], ["tokens per step x strict", ".2f"]]
-    rows = [["strict", 0, None], ["mars_max_loss 0.02", 0.02, [1.2, 1.1, 1.3]]]
-    (results / "bounds.json").write_text(json.dumps(TABLE | {"columns": columns, "rows": rows}))
+    columns = [["rule", ""], ["nats lost per token", ".4f"], ["tokens per step", ".2f"]]
+    names = "standard, fixed drafts", "strict", "mars_max_loss 0.02", "mars_theta 0.9"
+    rows = [["temperature 1"], *([name, 0.02, [1.2, 1.1, 1.3]] for name in names)]
+    (results / "reading.json").write_text(json.dumps(TABLE | {"columns": columns, "rows": rows}))
     (results / "new.json").write_text(json.dumps(TABLE))
     (tmp_path / "README.md").write_text("no table\n")
     return tmp_path
@@ -97,7 +97,7 @@ def test_a_table_is_written_between_its_marks(folder, capsys, before):
     assert figures.main() == 0
     assert "| tokens per step" in (folder / "docs/sweep.md").read_text()
     capsys.readouterr()
-    assert (folder / "docs/speed.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "docs/tokens_by_nats.png").read_bytes().startswith(b"\x89PNG")
     assert figures.main() == 0 and not capsys.readouterr().out
 
 
