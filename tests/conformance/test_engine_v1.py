@@ -32,8 +32,10 @@ def test_every_kind_of_request(models):
         "max_num_batched_tokens": 80,
         "block_size": 32,
     }
-    own = workload.run(draft_model(models), batches, **options)
-    mars = workload.run(draft_model(models, **workload.STRICT_PRICE), batches, **options)
+    # Probabilistic drafts vLLM's V1 cannot verify by blocks.
+    fixed = {"draft_sample_method": "greedy"}
+    own = workload.run(draft_model(models, **fixed), batches, **options)
+    mars = workload.run(draft_model(models, **fixed, **workload.STRICT_PRICE), batches, **options)
     workload.assert_same_batches([requests, long, long], own, mars)
     # The plugin is installed, but asked for only in one of them.
     assert (own["sampler"], mars["sampler"]) == ("RejectionSampler", "MarsRejectionSampler")

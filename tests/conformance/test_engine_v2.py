@@ -3,11 +3,14 @@
 import re
 
 import pytest
+from vllm.v1.worker.gpu.sample import gumbel
 
 import workload
 from workload import draft_model, eagle
 
 pytestmark = pytest.mark.engine
+# What vLLM 0.32's `block` meets again in its next step, later ones and MARS do not.
+BY_BLOCKS = "" if hasattr(gumbel, "spec_step_seed") else "sampled"
 
 
 def run(speculative_config, batches, models, **options):
@@ -24,12 +27,12 @@ def test_theta_1_is_vllm(models):
     """A greedy and a sampled request; the night has all kinds."""
     every = workload.every_kind(6)
     requests = {name: every[name] for name in ("greedy", "sampled")}
-    own = run(draft_model(models), [requests], models)
+    own = run(draft_model(models, rejection_sample_method="block"), [requests], models)
     mars = run(draft_model(models, **workload.STRICT_PRICE), [requests], models)
     assert own["has_draft_logits"]
     said = r"the logits of probabilistic drafts: \d+\.\d MiB of this device \(\d+ x 3 x \d+"
     assert re.search(said, mars["log"])
-    workload.assert_same_batches([requests], own, mars)
+    workload.assert_same_batches([requests], own, mars, but=BY_BLOCKS)
     assert 0 < workload.accepted_share(own, 0) < 1
 
 
@@ -42,10 +45,11 @@ def test_draft_model(models):
     requests = workload.every_kind(7) | workload.long_prompts(70, 4, seed=14)
     again = {name: requests[name] for name in ("greedy", "sampled", "greedy, long prompt")}
     options = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "block_size": 32}
-    own = run(draft_model(models), [requests, again], models, **options)
+    block = draft_model(models, rejection_sample_method="block")
+    own = run(block, [requests, again], models, **options)
     mars = run(draft_model(models, **workload.STRICT_PRICE), [requests, again], models, **options)
     assert own["has_draft_logits"]
-    workload.assert_same_batches([requests, again], own, mars)
+    workload.assert_same_batches([requests, again], own, mars, but=BY_BLOCKS)
     assert own["metrics"][-1]["vllm:prefix_cache_hits"] > 0
     assert workload.finish_reasons(own, 0) == {"length", "stop"}
     assert (
