@@ -80,6 +80,7 @@ VARIANTS = {
     "accept_kernel, sampled, drawn, 16 drafts": call(verify, "price", DRAWN, most=16),
     "clip_kernel": call(verify, "price", DRAWN),
     "clip_kernel, 16 drafts": call(verify, "price", DRAWN, most=16),
+    "mass_kernel": call(verify, "price", DRAWN),
     "resample_kernel": call(verify, "price", SAMPLING),
     "resample_kernel, drawn": call(verify, "price", DRAWN),
     "context_kernel": call(look),
@@ -89,6 +90,7 @@ PASSES = {
     "top2_kernel": 1,
     # The draft alone, then it and the target.
     "clip_kernel": 3,
+    "mass_kernel": 2,
     "resample_kernel": 1,
     "resample_kernel, drawn": 2,
 }
