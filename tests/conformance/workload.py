@@ -201,7 +201,7 @@ def run(
     is_v2 = "vllm.v1.worker.gpu.model_runner" in result["runner"]
     assert is_v2 is v2, f"the wrong model runner: {result['runner']}"
     sampler = "RejectionSampler"
-    if "rejection_sample_method" in speculative_config:
+    if speculative_config.get("rejection_sample_method") == "mars":
         sampler = "MarsRejectionSamplerV2" if v2 else "MarsRejectionSampler"
     assert result["sampler"] == sampler
     return result

@@ -125,7 +125,8 @@ def test_nothing_compiles_while_serving(options, is_drawn, vocab):
     with compilations() as warm:
         warm_up(engine.verification, logits, K, engine.draft_logits if is_drawn else None)
     # Raw and processed rows have kernels of their own; rows that start anywhere have more.
-    most = {32_000: 9, 50_257: 13} if not is_drawn else {32_000: 11, 50_257: 17}
+    # What reads rows has a variant for each alignment of theirs, since only then loads are wide.
+    most = {32_000: 9, 50_257: 15} if not is_drawn else {32_000: 13, 50_257: 23}
     assert len(warm) <= most[vocab]
     with compilations() as found:
         for _ in range(60):
