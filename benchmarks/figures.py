@@ -180,7 +180,8 @@ def draw(path: Path) -> None:
         values = np.array([value for *_, value in own])
         ends = np.abs(values[:, 1:] - values[:, :1]).T
         nats = [at for _, at, _ in own]
-        style = {"fmt": mark, "color": colour, "capsize": 3, "markersize": 9, "linewidth": 2}
+        style: dict[str, Any] = {"fmt": mark, "color": colour, "capsize": 3}
+        style |= {"markersize": 9, "linewidth": 2}
         axis.errorbar(nats, values[:, 0], ends, label=label, **style)
         for value, at, (height, *_) in own if len(own) > 1 else []:
             axis.annotate(value, (at, height), (9, -12), textcoords="offset points", fontsize=11)
