@@ -344,7 +344,10 @@ def test_requests_that_sample_are_served_what_the_formulas_say(batch):
                 assert found.bias == pytest.approx(bias, rel=1e-4, abs=1e-5)
                 if found.bias:
                     logs = math.log(m[draft] / p[draft])
-                    assert found.bias - found.log_z == pytest.approx(logs, rel=1e-3, abs=1e-4)
+                    # 1 - p(S) of a float32 p(S) is off by some units in the last place of 1.
+                    others = sum(of for token, of in enumerate(p) if token not in kept)
+                    close = pytest.approx(logs, rel=1e-3, abs=1e-4 + 2**-22 / others)
+                    assert found.bias - found.log_z == close
             assert found.loss * 2**-16 == pytest.approx(oracle.divergence(m, p), rel=1e-3, abs=1e-4)
             assert found.loss * 2**-16 <= left
             assert found.gained * 2**-16 == pytest.approx(m[draft] - p[draft], rel=1e-3, abs=1e-4)
