@@ -164,7 +164,7 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
             yield from (*table(shown.names, shown.rows), "")
     elif name == "headline":
         files = {name: read(name) for _, name, *_ in HEADLINE}
-        path, runs = RESULTS, [run for file in files.values() for run in file["runs"]]
+        path, runs = RESULTS / "README.md", [run for file in files.values() for run in file["runs"]]
         yield from (*headline(files), "")
     else:
         path, given = RESULTS / f"{name}.json", read(name)
