@@ -216,6 +216,8 @@ def draw(path: Path) -> None:
         axis.errorbar(nats, values[:, 0], ends, label=label, **style)
         for value, at, (height, *_) in own if len(own) > 1 else []:
             axis.annotate(value, (at, height), (9, -12), textcoords="offset points", fontsize=11)
+    # Room for what stands beside the last point.
+    axis.margins(x=0.1)
     axis.set_xlabel("nats lost per token", fontsize=13)
     axis.set_ylabel(f"tokens per step, {HEAT}", fontsize=13)
     axis.tick_params(labelsize=11)
