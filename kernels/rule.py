@@ -229,7 +229,12 @@ def greedy(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance)
 
 
 def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance) -> list[Position]:
-    """What is decided at the positions of a draft, not drawn, of a request that samples."""
+    """What is decided at the positions of a draft, not drawn, of a request that samples.
+
+    Without a price the probabilities are not read.
+    """
+    if name == "price" and not allowed.price:
+        return [Position(Verdict.NONE)] * (end - begin)
     # Behind these positions nothing can be gained.
     gainful = num_gainful(rows, begin, end, allowed)
     reasons = [rows.forbids(i, looks_at_first=name == "theta") for i in range(begin, end)]

@@ -71,7 +71,7 @@ class Batch:
                 draft = (answer[at : at + 6] + draft)[:length]
             drafts.append(draft)
             state = self.sections.advance(0, self.prompts[slot] + answer)
-            reasons = self.sections.blocked([state], draft, [length])
+            reasons = self.sections.blocked(state, draft)
             repeats = [False] * length
             samples = bool(self.temperature[slot])
             if self.ngram:
@@ -160,5 +160,5 @@ def test_new_tokens_of_several_blocks(count):
     state = batch.sections.advance(0, batch.prompts[0] + answer)
     record[Column.SCANNED] = CAPACITY
     (found,) = batch.blocked([0], [draft])
-    assert found == [*batch.sections.blocked([state], draft, [20])]
+    assert found == [*batch.sections.blocked(state, draft)]
     assert record[Column.STATE] == state
