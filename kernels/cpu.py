@@ -7,14 +7,17 @@ number of logits above a pivot, a draft token x is one of the two largest within
     x is not the argmax:  z[x] > t  and  larger(z[x]) <= 1      (z[x] is z2, or ties with z1)
     x is the argmax:      larger(t) >= 2                        (z1 and z2 are above t)
 
-so a step reads all rows once, for the argmax, and once more the candidate rows alone. float32
-logits are read in place; others are converted first. Where a request samples, their softmax is
-read as well; of drawn drafts only that of the rows which are reached.
+so a step reads the rows of greedy requests once, for the argmax, and once more the candidate rows
+alone. float32 logits are read in place; others are converted first.
+
+Where a request samples its rows are divided by the temperature and their softmax is found, one
+request at a time: those of a drawn draft up to the first token that was never drawn, all of one
+that is not drawn, for what the rule looks ahead to, and without a price those that are reached.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,58 +43,46 @@ from vllm_mars.kernels.terms import (
 )
 
 
-class Chance(Protocol):
-    """What decides where a request samples."""
+class Chance:
+    """How the requests of a step sample, and the random numbers that decide.
 
-    def accepts(self, position: int, probability: float) -> bool:
-        """Whether the draft token at a position stays that does so with this probability."""
-
-    def draws(self, place: int, weights: torch.Tensor) -> int:
-        """The token that comes instead, by its weight; float32 `[vocab]`, not all 0."""
-
-
-class Random(NamedTuple):
-    """Random numbers.
-
-    Attributes:
+    Args:
+        temperature: float32 `[batch]`; 0 is greedy. A row is divided by it when it is reached; 1
+            where that has been done.
         uniform: float64 `[num_draft]`, in [0, 1).
+        draft_probs: float32 `[num_draft, vocab]`, what drafts were drawn from; None if they were
+            not drawn.
         generators: of requests that have one of their own, by place in the batch.
         noise: `[vocab]`, the reciprocals of exponential random numbers that vLLM's sampler draws,
             by place, of requests that are to emit what it emits. Others take one number.
     """
 
-    uniform: np.ndarray
-    generators: Mapping[int, torch.Generator]
-    noise: Mapping[int, torch.Tensor]
+    def __init__(
+        self,
+        temperature: torch.Tensor,
+        uniform: np.ndarray,
+        draft_probs: torch.Tensor | None = None,
+        generators: Mapping[int, torch.Generator] | None = None,
+        noise: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        self.temperature = temperature
+        self.draft_probs = draft_probs
+        self._uniform = uniform
+        self._generators = generators or {}
+        self._noise = noise or {}
 
     def accepts(self, position: int, probability: float) -> bool:
-        """See `Chance`."""
-        return bool(probability > 0 and probability >= self.uniform[position])
+        """Whether the draft token at a position stays that does so with this probability."""
+        return bool(probability > 0 and probability >= self._uniform[position])
 
     def draws(self, place: int, weights: torch.Tensor) -> int:
-        """See `Chance`."""
-        if place in self.noise:
-            return int((weights * self.noise[place]).argmax())
+        """The token that comes instead, by its weight; float32 `[vocab]`, not all 0."""
+        if place in self._noise:
+            return int((weights * self._noise[place]).argmax())
         sums = weights.cumsum(0, dtype=torch.float64)
-        u = torch.rand((), dtype=torch.float64, generator=self.generators.get(place))
+        u = torch.rand((), dtype=torch.float64, generator=self._generators.get(place))
         # Below the whole sum, so that a token comes which adds to it. Not so of a NaN.
         return min(int(torch.searchsorted(sums, u * sums[-1], right=True)), len(sums) - 1)
-
-
-class Sampled(NamedTuple):
-    """How the requests of a step sample.
-
-    Attributes:
-        temperature: float32 `[batch]`; 0 is greedy. A row is divided by it when it is reached; 1
-            where that has been done.
-        chance: what decides.
-        draft_probs: float32 `[num_draft, vocab]`, what drafts were drawn from; None if they were
-            not drawn.
-    """
-
-    temperature: torch.Tensor
-    chance: Chance
-    draft_probs: torch.Tensor | None = None
 
 
 class Emitted(NamedTuple):
@@ -129,7 +120,7 @@ def read_rows(
         step: with float32 logits.
         rule: of the engine.
         blocked: a `Verdict` at each row whose draft token must stay strict, else 0; or None.
-        temperature: of each request, see `Sampled`; None if all are greedy.
+        temperature: of each request, see `Chance`; None if all are greedy.
         with_bonus: whether to look for the first choice of the bonus rows, too.
     """
     z, vocab = step.logits.numpy(), step.logits.shape[1]
@@ -250,7 +241,7 @@ def accept(
     rule: Rule,
     blocked: Sequence[int] | None = None,
     account: Account | None = None,
-    sampled: Sampled | None = None,
+    chance: Chance | None = None,
     bonus: torch.Tensor | None = None,
 ) -> VerifyOutput:
     """Verifies a step; what its requests lose is added to their records.
@@ -260,26 +251,26 @@ def accept(
         rule: of the engine.
         blocked: a `Verdict` at each row whose draft token must stay strict, else 0; or None.
         account: where the step is counted.
-        sampled: how the requests sample; None if all are greedy.
+        chance: what decides where requests sample; None if all are greedy.
         bonus: what follows the draft of each request if all of it is accepted, `[batch]` or
             `[batch, 1]`; None, where all are greedy, for the first choice of the row behind it.
     """
     step = step._replace(logits=step.logits.detach().float())
     slots, width = step.slots.long(), step.num_speculative_tokens
     begins, batch = [0, *step.cu_num_logits.tolist()], len(step.slots)
-    temperature = [0.0] * batch if sampled is None else sampled.temperature.tolist()
+    temperature = [0.0] * batch if chance is None else chance.temperature.tolist()
     rows = read_rows(step, rule, blocked, temperature, with_bonus=bonus is None)
     followers = None if bonus is None else bonus.reshape(-1).tolist()
     tokens = np.full((batch, width + 1), -1, dtype=np.int32)
     summary = np.zeros((3, batch), dtype=np.int64)
-    layout, is_drawn = CounterLayout(width), sampled is not None and sampled.draft_probs is not None
+    layout, is_drawn = CounterLayout(width), chance is not None and chance.draft_probs is not None
     for place, allowed in enumerate(allowances(step, temperature, is_drawn)):
         begin, end = begins[place], begins[place + 1] - 1
-        is_greedy = sampled is None or not temperature[place]
-        if sampled is None or is_greedy:
+        is_greedy = chance is None or not temperature[place]
+        if chance is None or is_greedy:
             emitted = _greedy(rows, begin, end, allowed, rule.name)
         else:
-            own = Sampling(step, rule, sampled, place)
+            own = SampledDraft(step, rule, chance, place)
             emitted = (_drawn if is_drawn else _fixed)(rows, allowed, rule.name, own)
         accepted = emitted.accepted
         tokens[place, :accepted] = rows.draft[begin : begin + accepted]
@@ -346,13 +337,13 @@ def _buffers(num_rows: int, vocab: int) -> torch.Tensor:
     return found[:num_rows]
 
 
-class Sampling:
-    """A request that samples, and the rows of its draft.
+class SampledDraft:
+    """The draft of a request that samples, and its rows.
 
     Args:
         step: with float32 logits.
         rule: of the engine.
-        sampled: how the requests sample.
+        chance: what decides.
         place: of the request in the batch.
 
     Attributes:
@@ -363,18 +354,18 @@ class Sampling:
         buffers: float32 `[3 + n, vocab]`, to be written.
     """
 
-    def __init__(self, step: Step, rule: Rule, sampled: Sampled, place: int) -> None:
+    def __init__(self, step: Step, rule: Rule, chance: Chance, place: int) -> None:
         self.begin = int(step.cu_num_logits[place - 1]) if place else 0
         self.end = int(step.cu_num_logits[place]) - 1
         length, vocab = self.end - self.begin, step.logits.shape[1]
-        self._temperature = float(sampled.temperature[place])
-        self._place, self._chance = place, sampled.chance
+        self._temperature = float(chance.temperature[place])
+        self._place, self._chance = place, chance
         # The draft tokens of a step have no bonus rows between them.
         self._first = self.begin - place
         self._logits = step.logits[self.begin : self.end]
         self.q = None
-        if sampled.draft_probs is not None:
-            self.q = sampled.draft_probs[self._first : self._first + length]
+        if chance.draft_probs is not None:
+            self.q = chance.draft_probs[self._first : self._first + length]
         buffers = _buffers(3 + 3 * length, vocab)
         self.buffers, self.p, z = buffers.tensor_split([3 + length, 3 + 2 * length])
         self.z = self._logits if self._temperature == 1 else z
@@ -398,7 +389,7 @@ class Sampling:
         return self._chance.draws(self._place, weights)
 
 
-def _fixed(rows: Rows, allowed: Allowance, name: RuleName, own: Sampling) -> Emitted:
+def _fixed(rows: Rows, allowed: Allowance, name: RuleName, own: SampledDraft) -> Emitted:
     begin, end, p = own.begin, own.end, own.p
     is_strict = name == "price" and not allowed.price
     if not is_strict:
@@ -436,7 +427,7 @@ def _fixed(rows: Rows, allowed: Allowance, name: RuleName, own: Sampling) -> Emi
     return Emitted(end - begin, None, positions, [*log_ratios, 0.0])
 
 
-def _drawn(rows: Rows, allowed: Allowance, _: RuleName, own: Sampling) -> Emitted:
+def _drawn(rows: Rows, allowed: Allowance, _: RuleName, own: SampledDraft) -> Emitted:
     begin, end, q = own.begin, own.end, own.q
     assert q is not None
     prices = definition.drawn_prices(rows, begin, end, allowed)

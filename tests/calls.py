@@ -154,10 +154,12 @@ def sampled_step(call: Call, is_drawn: bool) -> tuple:
     return q, *call.step(), draws
 
 
-class Replay:
-    """Decides as it was decided before: see `cpu.Chance`."""
+class Replay(cpu.Chance):
+    """Decides as it was decided before."""
 
-    def __init__(self, call: Call, tokens: torch.Tensor) -> None:
+    def __init__(self, call: Call, tokens: torch.Tensor, q: torch.Tensor | None) -> None:
+        # The logits have been divided.
+        super().__init__(call.temperature.sign(), np.zeros(0), q)
         accepted = (tokens >= 0).sum(1) - 1
         offsets = (torch.arange(length) for length in call.lengths)
         self.accepted = torch.cat([own < n for own, n in zip(offsets, accepted, strict=True)])
@@ -170,12 +172,12 @@ class Replay:
         return self.behind[place]
 
 
-def on_cpu(call: Call, account: Account, sampled: cpu.Sampled | None = None) -> tuple:
+def on_cpu(call: Call, account: Account, chance: cpu.Chance | None = None) -> tuple:
     """What a CPU emits of the call, and the records behind it."""
     step, blocked = call.step()
     reasons = None if blocked is None else blocked.tolist()
-    bonus = None if sampled is None else torch.zeros(call.batch)
-    return cpu.accept(step, call.rule, reasons, account, sampled, bonus), step.records
+    bonus = None if chance is None else torch.zeros(call.batch)
+    return cpu.accept(step, call.rule, reasons, account, chance, bonus), step.records
 
 
 def written_down(call: Call, q: torch.Tensor | None, tokens: torch.Tensor) -> tuple:
@@ -184,9 +186,7 @@ def written_down(call: Call, q: torch.Tensor | None, tokens: torch.Tensor) -> tu
     Its account, and of the records what was lost and what drafts are drawn at.
     """
     account = call.account()
-    # The logits have been divided.
-    sampled = cpu.Sampled(call.temperature.sign(), Replay(call, tokens), q)
-    output, records = on_cpu(call, account, sampled)
+    output, records = on_cpu(call, account, Replay(call, tokens, q))
     assert torch.equal(output.output_token_ids >= 0, tokens >= 0)
     return account, records.lost, records.draft_share
 

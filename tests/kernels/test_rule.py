@@ -285,8 +285,8 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
     assert account.counts.tolist() == counts.tolist()
 
 
-class All:
-    """Accepts what can be accepted: see `cpu.Chance`."""
+class All(cpu.Chance):
+    """Accepts what can be accepted."""
 
     def accepts(self, _, probability):
         return probability > 0
@@ -299,9 +299,9 @@ def decided(own_step, rule, blocked):
     """What is decided of each request of a step in which all sample, and what it may lose."""
     temperature = [1.0] * len(own_step.slots)
     rows = cpu.read_rows(own_step, rule, blocked, temperature)
-    how = cpu.Sampled(torch.tensor(temperature), All())
+    chance = All(torch.tensor(temperature), np.zeros(0))
     for place, allowed in enumerate(cpu.allowances(own_step, temperature)):
-        own = cpu.Sampling(own_step, rule, how, place)
+        own = cpu.SampledDraft(own_step, rule, chance, place)
         own.read(slice(None))
         read = cpu.read_probabilities(rows, own.begin, own.z, own.p, own.kept)
         gainful = num_gainful(read, own.begin, own.end, allowed)
@@ -371,7 +371,7 @@ def test_requests_that_sample_are_served_what_the_formulas_say(batch):
     # Behind the answer's last token, and the first that is rejected, nothing counts.
     cpu.accept(
         *(own_step, rule, blocked_rows),
-        sampled=cpu.Sampled(torch.ones(len(wanted)), All()),
+        chance=All(torch.ones(len(wanted)), np.zeros(0)),
         bonus=torch.zeros(len(wanted)),
     )
     assert (own_step.records.lost - before)[own_step.slots.long()].tolist() == wanted

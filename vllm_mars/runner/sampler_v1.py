@@ -19,7 +19,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import cpu
-from vllm_mars.kernels.cpu import Sampled
+from vllm_mars.kernels.cpu import Chance
 from vllm_mars.kernels.terms import STRUCK, CounterLayout
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import Counters
@@ -107,7 +107,8 @@ class MarsRejectionSampler(RejectionSampler):
                 "processed_logits" if self.is_processed_logprobs_mode else "raw_logits"
             ),
         )
-        rows, raw, temperature = logits, logits, sampling_metadata.temperature
+        rows = raw = logits
+        temperature = None if is_greedy else sampling_metadata.temperature
         if not leaves_rows:
             processed = logits[metadata.target_logits_indices].to(torch.float32)
             processed = self.apply_logits_processors(processed, sampling_metadata, metadata)
@@ -115,16 +116,16 @@ class MarsRejectionSampler(RejectionSampler):
             temperature = None if temperature is None else temperature.sign()
             rows = torch.empty_like(logits, dtype=torch.float32)
             rows[metadata.target_logits_indices] = processed
-        sampled = None
-        if not is_greedy:
-            chance = self._random(metadata, sampling_metadata, rows.shape[1], draft_probs)
-            sampled = Sampled(temperature, chance, draft_probs)
-        output_token_ids, table = self._verify(metadata, rows, sampled, bonus.sampled_token_ids)
+        chance = None
+        if temperature is not None:
+            own = metadata, sampling_metadata, rows.shape[1], draft_probs
+            chance = self._chance(temperature, *own)
+        output_token_ids, table = self._verify(metadata, rows, chance, bonus.sampled_token_ids)
         logprobs = None
         if wants_logprobs:
             ratios = None
-            if sampled is not None and self.verification.config.logprobs == "sampled":
-                ratios = log_ratios(table, sampled.temperature)
+            if chance is not None and self.verification.config.logprobs == "sampled":
+                ratios = log_ratios(table, chance.temperature)
             if not self.is_processed_logprobs_mode:
                 rows = raw.to(torch.float32, copy=True)
             rows[metadata.bonus_logits_indices] = bonus.logprobs_tensors.logprobs.float()
@@ -181,28 +182,29 @@ class MarsRejectionSampler(RejectionSampler):
         self,
         metadata: SpecDecodeMetadata,
         logits: torch.Tensor,
-        sampled: Sampled | None = None,
+        chance: Chance | None = None,
         bonus: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """The tokens of a step, and what is written down of them: see `Account`."""
         verification, ids = self.verification, metadata.draft_token_ids
         batch = len(metadata.num_draft_tokens)
-        if sampled is not None and sampled.draft_probs is not None:
+        if chance is not None and chance.draft_probs is not None:
             ids = ids.masked_fill(ids < 0, STRUCK)
         drafts = [own.tolist() for own in ids.split(metadata.num_draft_tokens)]
         step, blocked = self.requests.step(logits, drafts, verification.num_speculative_tokens)
         account = verification.account(batch, logits.device, self.requests.returns(batch))
-        output = cpu.accept(step, verification.rule(logits), blocked, account, sampled, bonus)
+        output = cpu.accept(step, verification.rule(logits), blocked, account, chance, bonus)
         tokens = output.output_token_ids[:, : metadata.max_spec_len + 1].contiguous()
         return tokens, account.table
 
-    def _random(
+    def _chance(
         self,
+        temperature: torch.Tensor,
         metadata: SpecDecodeMetadata,
         sampling_metadata: SamplingMetadata,
         vocab: int,
         draft_probs: torch.Tensor | None,
-    ) -> cpu.Random:
+    ) -> Chance:
         """The random numbers of a step.
 
         Those of strict requests with fixed drafts are drawn as vLLM's own `rejection_sample` draws
@@ -214,14 +216,14 @@ class MarsRejectionSampler(RejectionSampler):
         uniform = generate_uniform_probs(sum(lengths), lengths, generators, device)
         noise: dict[int, torch.Tensor] = {}
         is_strict = self.requests.is_strict(len(lengths), self.verification.config.rule)
-        if draft_probs is None and (is_strict & (sampling_metadata.temperature != 0)).any():
+        if draft_probs is None and (is_strict & (temperature != 0)).any():
             dtype = torch.float64 if self.use_fp64_gumbel else torch.float32
             shared = torch.empty((len(lengths), vocab), dtype=dtype, device=device).exponential_()
             for place in is_strict.nonzero()[:, 0].tolist():
                 if lengths[place] > 0 and place in generators:
                     shared[place].exponential_(generator=generators[place])
                 noise[place] = shared[place].reciprocal_()
-        return cpu.Random(uniform.numpy(), generators, noise)
+        return Chance(temperature, uniform.numpy(), draft_probs, generators, noise)
 
 
 def constrain(
