@@ -106,9 +106,9 @@ def resample_kernel(
             own = clipped_ptr, draft_ptr, token, mask, drawn_at
             log_m, _, log_q = _log_probabilities(logits, protected, record_ptr, vocab, *own)
             log_m += tl.load(clipped_ptr + BEFORE, mask=place > 0, other=0.0)
-            share = tl.exp(log_q - log_m)
-            rest = log_m + libdevice.log1p(-share)
-            logits = tl.where(share < 1.0, rest, float("-inf")).to(tl.float32)
+            of_draft = tl.exp(log_q - log_m)
+            residual = log_m + libdevice.log1p(-of_draft)
+            logits = tl.where(of_draft < 1.0, residual, float("-inf")).to(tl.float32)
     else:
         logits = tl.where(token != rejected, logits, float("-inf"))
         log_z = -tl.load(table_ptr)

@@ -330,8 +330,8 @@ def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[f
     that their losses, each at most price**2 / 8, fit whichever of them are reached.
     """
     useful = min(end - begin, allowed.room)
-    share = max(allowed.at(0), 0) // max(useful, 1)
-    price = min(allowed.price * _UNIT, math.sqrt(8 * share * _UNIT) * (1 - 2**-20))
+    each = max(allowed.at(0), 0) // max(useful, 1)
+    price = min(allowed.price * _UNIT, math.sqrt(8 * each * _UNIT) * (1 - 2**-20))
     return [price if i < begin + useful and not rows.blocked[i] else 0.0 for i in range(begin, end)]
 
 

@@ -383,8 +383,8 @@ def drawn_price(most, price, useful):
 
     What may be lost is shared by the positions at which something can be gained.
     """
-    share = tl.maximum(most, 0) // tl.maximum(useful, 1)
-    cap = tl.sqrt(8.0 * share.to(tl.float32) * UNIT) * _CAUTION
+    each = tl.maximum(most, 0) // tl.maximum(useful, 1)
+    cap = tl.sqrt(8.0 * each.to(tl.float32) * UNIT) * _CAUTION
     return tl.minimum(price.to(tl.float32) * UNIT, cap)
 
 

@@ -154,9 +154,9 @@ def _sum_kept(out_ptr, row_ptr, record_ptr, protected, vocab):
         shift = tl.maximum(largest - now, _NOTHING)
         moment = (moment + total * shift) * tl.exp(shift)
         below = tl.maximum(value - now, _NOTHING)
-        share = tl.exp(below)
-        total = total * tl.exp(shift) + tl.sum(share, axis=0)
-        moment += tl.sum(share * below, axis=0)
+        weight = tl.exp(below)
+        total = total * tl.exp(shift) + tl.sum(weight, axis=0)
+        moment += tl.sum(weight * below, axis=0)
         largest = now
     tl.store(out_ptr, largest)
     tl.store(out_ptr + 1, total)
@@ -235,9 +235,9 @@ def top2_kernel(
             moments = (moments + sums * shift) * decay
             sums = sums * decay
             below = tl.maximum(value.to(tl.float32) - now[:, None], _NOTHING)
-            share = libdevice.exp2(below * LOG2_E)
-            sums += tl.sum(share, axis=1)
-            moments += tl.sum(share * below, axis=1)
+            weight = libdevice.exp2(below * LOG2_E)
+            sums += tl.sum(weight, axis=1)
+            moments += tl.sum(weight * below, axis=1)
             base = now
         chunk += CHUNKS
 
