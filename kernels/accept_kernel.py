@@ -24,6 +24,7 @@ from vllm_mars.kernels.rule_kernel import (
     has_ended,
     is_small,
     load_float,
+    log_ratio,
     nearest_units,
     next_share,
     num_gainful,
@@ -282,11 +283,10 @@ def accept_kernel(
                     )
                 verdict, loss, gained = decided.verdict, decided.loss, decided.gained
                 drift = nearest_units(decided.drift)
-                # What the rule accepts outright has an infinite bias.
-                ratio_accepted = decided.bias - decided.log_z
+                ratio_accepted = log_ratio(decided, True)
+                ratio_rejected = log_ratio(decided, False)
                 accepts = is_number & (log_p + ratio_accepted > tl.log(u))
-                ratio_accepted = tl.where(decided.bias == _INF, -log_p, ratio_accepted)
-                ratio_rejected = -decided.log_z
+                accepts = accepts | (verdict == RELAXED)
 
     stops = is_draft & (accepts == 0)
     accepted = tl.min(tl.where(stops, offset, length), axis=0)

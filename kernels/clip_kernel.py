@@ -108,7 +108,7 @@ def _sums(log_p, ratio, low, high):
 
     To the sum of clipped p, to that which neither end clips, to KL, and to E[log p]; base 2.
     """
-    clipped = tl.maximum(tl.minimum(ratio, high), low)
+    clipped = log_ratio_of_clipped(ratio, low, high, 0.0)
     mass = libdevice.exp2(log_p + clipped)
     return mass, tl.where(clipped == ratio, mass, 0.0), mass * clipped, mass * log_p
 
@@ -240,7 +240,7 @@ def clip_kernel(
     log_p = tl.load(partials.logit + own_row) - target_lse
     log_q = tl.load(draft_ptr + draft, mask=draft >= 0, other=float("-inf")).to(tl.float32)
     log_q = log_q / temperature - draft_lse
-    ratio = log_ratio_of_clipped(log_p, log_q, log_w, price, log_total)
+    ratio = log_ratio_of_clipped(log_q - log_p, log_w, log_w + price, log_total)
     ratio = tl.where(is_kept(draft, protected, record_ptr, vocab), 0.0, ratio)
     of_draft = log_p + ratio - log_q
     # Neither what was struck out, nor what the draft does not hold, nor what is no number.
@@ -261,7 +261,7 @@ def clip_kernel(
 def _residuals(log_p, ratio, own, reach):
     """max(p_i m - q, 0) of tokens, by log2 p_i."""
     lowest, highest, log_total = own
-    log_m = log_p + tl.maximum(tl.minimum(ratio, highest), lowest) - log_total
+    log_m = log_p + log_ratio_of_clipped(ratio, lowest, highest, log_total)
     return tl.maximum(libdevice.exp2(reach + log_m) - libdevice.exp2(log_p + ratio), 0.0)
 
 

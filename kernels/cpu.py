@@ -399,30 +399,28 @@ def _fixed(rows: Rows, allowed: Allowance, name: RuleName, own: SampledDraft) ->
     log_ratios: list[float] = []
     for offset, position in enumerate(positions):
         i = begin + offset
-        draft, log_z = rows.draft[i], position.log_z
+        draft, ratio = rows.draft[i], definition.log_ratio(position, is_draft=True)
         if is_strict:
             own.read(slice(offset, offset + 1))
         # What is strict compares vLLM's own number.
         accepted = float(p[offset, draft]) if draft >= 0 else 0.0
         if position.bias:
-            accepted = math.exp(min(rows.log_p[i] + position.bias - log_z, 0.0))
-        if position.verdict == Verdict.RELAXED:
-            accepted, position = 1.0, position._replace(bias=0.0)
+            accepted = math.exp(min(rows.log_p[i] + ratio, 0.0))
         if own.accepts(offset, accepted):
-            log_ratios.append(position.bias - log_z)
+            log_ratios.append(ratio)
             continue
         weights = p[offset]
         if draft >= 0:
             weights[draft] = 0.0
-        if log_z:
+        if position.bias:
             # Not kept tokens times Z, which may be too large for a number.
             of_kept = weights[own.kept]
-            weights *= math.exp(-log_z)
+            weights *= math.exp(definition.log_ratio(position, is_draft=False))
             weights[own.kept] = of_kept
         # Only rounding leaves nothing to draw from.
         token = own.draws(weights) if weights.any() or draft < 0 else draft
-        ratio = position.bias - log_z if token == draft else -log_z
-        log_ratios.append(0.0 if token in own.kept else ratio)
+        is_kept = token in own.kept
+        log_ratios.append(definition.log_ratio(position, token == draft, is_kept))
         return Emitted(offset, token, positions[: offset + 1], log_ratios)
     return Emitted(end - begin, None, positions, [*log_ratios, 0.0])
 

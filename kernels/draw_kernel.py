@@ -34,10 +34,10 @@ def _log_probabilities(
     log_p = logits - tl.load(clipped_ptr + 3)
     draft = tl.load(draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
     log_q = draft / temperature - tl.load(clipped_ptr + 4)
+    log_w = tl.load(clipped_ptr)
     price = tl.load(clipped_ptr + 1)
-    ratio = log_ratio_of_clipped(
-        log_p, log_q, tl.load(clipped_ptr), price, tl.load(clipped_ptr + 2)
-    )
+    log_total = tl.load(clipped_ptr + 2)
+    ratio = log_ratio_of_clipped(log_q - log_p, log_w, log_w + price, log_total)
     # Without a price m is p.
     if price > 0:
         ratio = tl.where(is_kept(token, protected, record_ptr, vocab), 0.0, ratio)
@@ -111,9 +111,10 @@ def resample_kernel(
             logits = tl.where(of_draft < 1.0, residual, float("-inf")).to(tl.float32)
     else:
         logits = tl.where(token != rejected, logits, float("-inf"))
-        log_z = -tl.load(table_ptr)
-        if log_z > 0.0:
-            logits += tl.where(is_kept(token, protected, record_ptr, vocab), log_z, 0.0)
+        # Of each token here that is not kept.
+        ratio = tl.load(table_ptr)
+        if ratio < 0.0:
+            logits -= tl.where(is_kept(token, protected, record_ptr, vocab), ratio, 0.0)
     value, index = gumbel_noised_argmax(
         logits,
         token,

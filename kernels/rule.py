@@ -173,7 +173,7 @@ class Position(NamedTuple):
         verdict: RELAXED where the draft token is accepted outright, NONE where the draw decides,
             else why the rule was not applied.
         bias: b, what is added to the draft token's logit; infinity where it is accepted outright.
-        log_z: V with this b.
+        log_z: log Z with this b; where the draft token is accepted outright its log p.
         loss: in units of 2**-LOSS_BITS nats.
         gained: what the rule adds to the probability of acceptance, in those units.
         drift: in those units, rounded to the nearest.
@@ -276,6 +276,18 @@ def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance
         lost += position.loss
         positions.append(position)
     return positions
+
+
+def log_ratio(position: Position, is_draft: bool, is_kept: bool = False) -> float:
+    """log m - log p of a token at a position of a draft that is not drawn.
+
+    Of one that is drawn see `clip`.
+    """
+    if is_kept:
+        return 0.0
+    # Where the draft token is accepted outright, log Z is its log p.
+    bias = position.bias if is_draft and position.verdict != Verdict.RELAXED else 0.0
+    return bias - position.log_z
 
 
 def log_partition(log_p: float, rest: float, bias: float) -> float:

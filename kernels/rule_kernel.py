@@ -389,6 +389,19 @@ def drawn_price(most, price, useful):
 
 
 @triton.jit
-def log_ratio_of_clipped(log_p, log_q, log_w, price, log_total):
-    """log m - log p of tokens, none kept, of a row that `clip_kernel` has read; see `clip`."""
-    return tl.minimum(tl.maximum(log_q - log_p, log_w), log_w + price) - log_total
+def log_ratio(decided, IS_DRAFT: tl.constexpr):
+    """log m - log p of a token, not kept, at each position of a fixed draft."""
+    ratio = -decided.log_z
+    if IS_DRAFT:
+        # Where the draft token is accepted outright, log Z is its log p.
+        ratio += tl.where(decided.verdict == RELAXED, 0.0, decided.bias)
+    return ratio
+
+
+@triton.jit
+def log_ratio_of_clipped(ratio, low, high, log_total):
+    """log m - log p of tokens, not kept, of a row that `clip_kernel` reads; see `clip`.
+
+    To any base, by log q - log p; `low` is log w, `high` that and the price.
+    """
+    return tl.minimum(tl.maximum(ratio, low), high) - log_total
