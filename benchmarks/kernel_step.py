@@ -59,7 +59,7 @@ class Shape(NamedTuple):
             # By `block` alone: what may be rejected behind each draft token but the last.
             "_compute_local_residual_mass_kernel": behind_others * rows,
             "_resample_kernel": of_requests * rows,
-            "top2_kernel": of_drafts,
+            "rows_kernel": of_drafts,
             # The draft's, then both in each step of Newton's method.
             "clip_kernel": of_drafts * (1 + 2 * NEWTON_STEPS),
             "mass_kernel": behind_others * rows,

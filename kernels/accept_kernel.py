@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from vllm_mars.kernels.rows import RECORD_SIZE, kept_sums, log_sum_exp
 from vllm_mars.kernels.rule_kernel import (
     BEFORE,
     CLIPPED,
@@ -35,7 +36,6 @@ from vllm_mars.kernels.rule_kernel import (
     units_of,
 )
 from vllm_mars.kernels.terms import DRAWN_SCALE, FIXED_SCALE, GREEDY_SCALE
-from vllm_mars.kernels.top2 import RECORD_SIZE, kept_sums, log_sum_exp
 
 # vLLM's `tl_rand32`, which draws the same numbers, is never 0 but this.
 _LEAST_DRAWN = tl.constexpr(4.6566127342e-10)

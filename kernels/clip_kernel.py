@@ -28,6 +28,17 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from vllm_mars.kernels import clip
+from vllm_mars.kernels.rows import (
+    KEPT_CHUNK,
+    LOG2_E,
+    RECORD_SIZE,
+    kept_sums,
+    kept_tokens,
+    log_sum_exp,
+    num_kept,
+    reduce_splits,
+    unpack_value,
+)
 from vllm_mars.kernels.rule_kernel import (
     BEFORE,
     CLIPPED,
@@ -42,17 +53,6 @@ from vllm_mars.kernels.rule_kernel import (
     log_ratio_of_clipped,
 )
 from vllm_mars.kernels.terms import DRAWN_SCALE, Draws
-from vllm_mars.kernels.top2 import (
-    KEPT_CHUNK,
-    LOG2_E,
-    RECORD_SIZE,
-    kept_sums,
-    kept_tokens,
-    log_sum_exp,
-    num_kept,
-    reduce_splits,
-    unpack_value,
-)
 
 # What F(w) may be off by before the division by it.
 TOLERANCE = 1e-2

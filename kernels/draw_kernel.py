@@ -15,8 +15,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
+from vllm_mars.kernels.rows import RECORD_SIZE
 from vllm_mars.kernels.rule_kernel import BEFORE, CLIPPED, is_kept, log_ratio_of_clipped
-from vllm_mars.kernels.top2 import RECORD_SIZE
 
 # The alignment of these would multiply the compiled variants and gain nothing.
 _UNALIGNED = [

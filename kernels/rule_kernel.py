@@ -10,6 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from vllm_mars.kernels.rows import ENDS, FIRST_END, reduce_splits, unpack_id, unpack_value
 from vllm_mars.kernels.terms import (
     BURST_TOKENS,
     LEAST_SHARE,
@@ -26,7 +27,6 @@ from vllm_mars.kernels.terms import (
     Column,
     Verdict,
 )
-from vllm_mars.kernels.top2 import ENDS, FIRST_END, reduce_splits, unpack_id, unpack_value
 
 PAYABLE = tl.constexpr(int(Verdict.PAYABLE))
 RELAXED = tl.constexpr(int(Verdict.RELAXED))

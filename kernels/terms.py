@@ -33,8 +33,8 @@ LEAST_SHARE, MOST_SHARE = 0.5, 1.25
 NO_BOUND = 1 << 40
 NO_LIMIT = 1 << 61
 
-# Added to the state of a request (see `vllm_mars.runner.context`) for each token that its opening,
-# which is strict, still has.
+# Added to the state of a request (see `vllm_mars.runner.strictness`) for each token that its
+# opening, which is strict, still has.
 OPENING = 1 << 9
 # What a token marks: see `Markers`.
 OPENS, THINKING_END, CLOSES = 31, 32, 6
@@ -154,7 +154,7 @@ class Column(enum.IntEnum):
     THRESHOLD: theta, as the bits of a float32; not read with a price.
     DRAFT_SHARE: likewise the share of the request's temperature that its drafts are drawn at. A
         step moves it: see `rule.next_share`.
-    STATE: of `vllm_mars.runner.context`, after the first SCANNED tokens.
+    STATE: of `vllm_mars.runner.strictness`, after the first SCANNED tokens.
     BEGUN: that after the prompt.
     SCANNED: tokens of prompt and output that the state has taken in.
     HELD: tokens up to which the ring of the guard has been filled; it begins at the prompt's end.
@@ -265,7 +265,7 @@ class Step(NamedTuple):
 
 
 class Markers(NamedTuple):
-    """What `vllm_mars.runner.context` walks by, on a device.
+    """What `vllm_mars.runner.strictness` walks by, on a device.
 
     Attributes:
         table: int64 `[largest marker + 1]`, what a token marks: among OPENS the number of the span

@@ -11,9 +11,9 @@ from calls import LONGEST, Call, close, sampled_step, written_down
 from vllm_mars import MarsConfig, verify_greedy
 from vllm_mars.kernels import accept, clip_kernel, terms
 from vllm_mars.kernels.clip import TOLERANCE
-from vllm_mars.kernels.context import blocked_positions, new_ring
+from vllm_mars.kernels.strictness import blocked_positions, new_ring
 from vllm_mars.kernels.terms import Verdict
-from vllm_mars.runner.context import AnswerNgrams, Sections
+from vllm_mars.runner.strictness import AnswerNgrams, Sections
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

@@ -11,7 +11,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from calls import CPU, LONGEST, Call, close, draws_of, on_cpu, same, sampled_step, written_down
-from vllm_mars.kernels import accept, clip_kernel, context, top2
+from vllm_mars.kernels import accept, clip_kernel, rows, strictness
 from vllm_mars.kernels.clip import TOLERANCE
 from vllm_mars.kernels.rule_kernel import integer_root
 from vllm_mars.kernels.terms import (
@@ -28,7 +28,7 @@ from vllm_mars.kernels.terms import (
 
 def test_the_kernels_are_interpreted():
     """Here, and in the other files of checks, which run in this process."""
-    for module in (accept, clip_kernel, context, top2):
+    for module in (accept, clip_kernel, strictness, rows):
         kernels = [value for name, value in vars(module).items() if name.endswith("_kernel")]
         assert kernels and all(isinstance(kernel, InterpretedFunction) for kernel in kernels)
 
@@ -105,7 +105,7 @@ def test_large_vocabulary():
     ids = torch.tensor([0, 3, vocab - 1, -1], dtype=torch.int32)
     step = Step(logits, ids, one + 4, records, one, one, one, 3)
     rule = Rule("theta", Protected.of(mask, CPU))
-    partials, splits = top2.reduce_rows(step, rule, draws)
+    partials, splits = rows.reduce_rows(step, rule, draws)
     mask[-1] = True
     assert partials.logit[:4].tolist() == [logits[0, 3], logits[1, -1], -math.inf, -math.inf]
     largest, kept, kept_moments = partials.kept[:12].view(4, 3).double().T

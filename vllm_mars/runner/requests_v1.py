@@ -11,8 +11,8 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcess
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import Column, Records, RuleName, Step, Verdict
 from vllm_mars.requests import RequestOptions, options_of
-from vllm_mars.runner.context import AnswerNgrams, Sections
 from vllm_mars.runner.records import record_of
+from vllm_mars.runner.strictness import AnswerNgrams, Sections
 
 
 @dataclass
@@ -173,7 +173,7 @@ class RequestsV1(LogitsProcessor):
                 # A failed load of the KV cache took tokens back.
                 request.state = self._sections.begin(request.prompt)
                 request.scanned = 0
-        has_context = self._sections or self._config.repeat_ngram
+        looks_at_tokens = self._sections or self._config.repeat_ngram
         slots = self._slots[:batch]
         self._produced[slots] = torch.tensor(
             [len(request.output) for request in requests], dtype=torch.int32
@@ -193,7 +193,7 @@ class RequestsV1(LogitsProcessor):
             torch.zeros_like(self._produced),
             num_speculative_tokens,
         )
-        return step, self._blocked(requests, drafts) if has_context else None
+        return step, self._blocked(requests, drafts) if looks_at_tokens else None
 
     def draft_shares(self, batch: int) -> torch.Tensor:
         """What drafts of the first `batch` requests are drawn at; float32 `[batch]`."""

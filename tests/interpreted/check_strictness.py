@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.context import blocked_positions
+from vllm_mars.kernels.strictness import blocked_positions
 from vllm_mars.kernels.terms import RECORD_SIZE, Column, Records, Step, Verdict
-from vllm_mars.runner.context import AnswerNgrams, Sections
+from vllm_mars.runner.strictness import AnswerNgrams, Sections
 
 CPU = torch.device("cpu")
 SLOTS, BATCH, CAPACITY = 6, 4, 2_000

@@ -11,7 +11,7 @@ n - 1 tokens before it already, and behind them any token: what is served must n
 token that was drawn, and so a repetition comes as often as the target's own. The answer is the last
 `GUARD_WINDOW` output tokens and the draft before the token; n-grams may overlap.
 
-This is the definition, and the form for a CPU; `vllm_mars.kernels.context` is that for an
+This is the definition, and the form for a CPU; `vllm_mars.kernels.strictness` is that for an
 accelerator.
 """
 
