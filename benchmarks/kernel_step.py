@@ -191,7 +191,7 @@ class StepV1:
         torch.manual_seed(0)
         temperature, is_drawn, batch, k, vocab = shape
         self.shape, self.draft_probs = shape, None
-        falling = -torch.arange(1, vocab + 1).log()
+        falling = -1.5 * torch.arange(1, vocab + 1).log()
         self.logits = torch.stack([falling[torch.randperm(vocab)] for _ in range(batch * (k + 1))])
         self.logits += torch.randn_like(self.logits) / 2
         of_drafts = self.logits.view(batch, k + 1, vocab)[:, :-1].reshape(-1, vocab)

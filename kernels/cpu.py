@@ -135,24 +135,31 @@ def read_rows(
     in_vocab = (ids >= 0) & (ids < vocab)
     safe = np.where(in_vocab, ids, 0)
     is_read = ~is_bonus | with_bonus
-    is_sampled, scales = np.zeros(len(ids), dtype=bool), np.ones(len(ids), dtype=np.float32)
+    scales = np.zeros(len(ids), dtype=np.float32)
     if temperature is not None:
         scales = np.repeat(np.asarray(temperature, dtype=np.float32), counts)
-        is_sampled = scales != 0
         if rule.name == "price":
-            is_read &= ~is_sampled
+            is_read &= scales == 0
+    divisors = np.where(scales == 0, np.float32(1), scales)
+    read = np.flatnonzero(is_read)
+    # Row by row: indexing with the list would copy the rows, which costs more.
+    of_read = [z[i] if divisors[i] == 1 else z[i] / divisors[i] for i in read]
     argmax = np.zeros(len(ids), dtype=np.int64)
+    argmax[read] = [row.argmax() for row in of_read]
     first, logit = np.zeros((2, len(ids)), dtype=np.float32)
     is_small = np.zeros(len(ids), dtype=bool)
     with np.errstate(invalid="ignore"):
-        # Row by row: indexing with the list would copy the rows, which costs more.
-        for i in np.flatnonzero(is_read):
-            row = z[i] if scales[i] in (0, 1) else z[i] / scales[i]
-            argmax[i] = row.argmax()
-            first[i], logit[i] = row[argmax[i]], row[safe[i]]
-            if rule.name != "price" and in_vocab[i]:
-                is_small[i] = _is_small(row, safe[i], argmax[i], thresholds[i], is_sampled[i])
+        first[read] = z[read, argmax[read]] / divisors[read]
+        logit[read] = z[read, safe[read]] / divisors[read]
         loss = first - logit
+        if rule.name != "price":
+            t, is_argmax = thresholds * first, safe == argmax
+            is_small = is_read & in_vocab & (logit > t) & ((thresholds == 1) | (first > 0))
+            is_small &= ~is_argmax | (scales != 0)
+            for i, row in zip(read, of_read, strict=True):
+                if is_small[i]:
+                    larger = np.count_nonzero(row > (t if is_argmax[i] else logit)[i])
+                    is_small[i] = larger >= 2 if is_argmax[i] else larger <= 1
         units = np.ceil(np.minimum(loss * np.float32(2**LOSS_BITS), np.float32(MOST_LOSS)))
         units = np.where(in_vocab & (loss == loss), units, 0)
     is_end = in_vocab & _is_among(safe, ends)
@@ -171,21 +178,6 @@ def read_rows(
         (in_vocab & keeps_first).tolist(),
         [0] * len(ids) if blocked is None else blocked,
     )
-
-
-def _is_small(
-    row: np.ndarray, draft: int, argmax: int, threshold: np.float32, is_sampled: bool
-) -> bool:
-    """Whether a draft token is one of the two largest of a row, within a small margin.
-
-    Of greedy requests not where it is the first choice, which is accepted anyway.
-    """
-    first, t = row[argmax], threshold * row[argmax]
-    is_argmax = draft == argmax
-    if (is_argmax and not is_sampled) or not row[draft] > t or not (threshold == 1 or first > 0):
-        return False
-    larger = np.count_nonzero(row > (t if is_argmax else row[draft]))
-    return bool(larger >= 2 if is_argmax else larger <= 1)
 
 
 def _is_among(token: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -256,10 +248,11 @@ def accept(
             `[batch, 1]`; None, where all are greedy, for the first choice of the row behind it.
     """
     step = step._replace(logits=step.logits.detach().float())
-    slots, width = step.slots.long(), step.num_speculative_tokens
-    begins, batch = [0, *step.cu_num_logits.tolist()], len(step.slots)
+    slots, width = step.slots.tolist(), step.num_speculative_tokens
+    begins, batch = [0, *step.cu_num_logits.tolist()], len(slots)
     temperature = [0.0] * batch if chance is None else chance.temperature.tolist()
     rows = read_rows(step, rule, blocked, temperature, with_bonus=bonus is None)
+    records = step.records
     followers = None if bonus is None else bonus.reshape(-1).tolist()
     tokens = np.full((batch, width + 1), -1, dtype=np.int32)
     summary = np.zeros((3, batch), dtype=np.int64)
@@ -270,7 +263,7 @@ def accept(
         if chance is None or is_greedy:
             emitted = _greedy(rows, begin, end, allowed, rule.name)
         else:
-            own = SampledDraft(step, rule, chance, place)
+            own = SampledDraft(step, rule, chance, place, begin, end)
             emitted = (_drawn if is_drawn else _fixed)(rows, allowed, rule.name, own)
         accepted = emitted.accepted
         tokens[place, :accepted] = rows.draft[begin : begin + accepted]
@@ -286,10 +279,11 @@ def accept(
         counted = emitted._replace(positions=emitted.positions[:most], gained=emitted.gained[:most])
         drafted, slot = rows.draft[begin:end], slots[place]
         num_relaxed, lost, drift = _write_down(counted, drafted, is_greedy, place, account, layout)
-        step.records.lost[slot] += lost
+        if lost:
+            records.lost[slot] += lost
         if is_drawn and not is_greedy:
-            share = float(step.records.draft_share[slot])
-            step.records.draft_share[slot] = definition.next_share(share, drift, rule.share_gain)
+            share = float(records.draft_share[slot])
+            records.draft_share[slot] = definition.next_share(share, drift, rule.share_gain)
         summary[:, place] = accepted + 1, num_relaxed, lost
     emitted_, relaxed_, lost_ = torch.from_numpy(summary)
     return VerifyOutput(torch.from_numpy(tokens), emitted_.int(), relaxed_.int(), lost_)
@@ -303,8 +297,8 @@ def allowances(
     columns = [Column.PRICE, Column.RATE, Column.LOST, Column.MOST_TOKENS]
     own = step.records.table[slots][:, columns].tolist()
     produced = (step.total_len[slots] - step.prompt_len[slots]).tolist()
-    firsts = [0, *step.cu_num_logits.tolist()[:-1]]
-    last = step.input_ids[firsts].tolist() if own else []
+    inputs = step.input_ids.tolist()
+    last = [inputs[first] for first in [0, *step.cu_num_logits.tolist()[:-1]]] if own else []
     ends = step.records.ends[slots].tolist()
     scale = DRAWN_SCALE if is_drawn else FIXED_SCALE
     for place, (price, rate, lost, most_tokens) in enumerate(own):
@@ -345,6 +339,7 @@ class SampledDraft:
         rule: of the engine.
         chance: what decides.
         place: of the request in the batch.
+        begin, end: its first row, and its bonus row.
 
     Attributes:
         z: float32 `[n, vocab]`, the rows, once they are read divided by the temperature.
@@ -354,22 +349,24 @@ class SampledDraft:
         buffers: float32 `[3 + n, vocab]`, to be written.
     """
 
-    def __init__(self, step: Step, rule: Rule, chance: Chance, place: int) -> None:
-        self.begin = int(step.cu_num_logits[place - 1]) if place else 0
-        self.end = int(step.cu_num_logits[place]) - 1
-        length, vocab = self.end - self.begin, step.logits.shape[1]
+    def __init__(
+        self, step: Step, rule: Rule, chance: Chance, place: int, begin: int, end: int
+    ) -> None:
+        self.begin, self.end = begin, end
+        length, vocab = end - begin, step.logits.shape[1]
         self._temperature = float(chance.temperature[place])
         self._place, self._chance = place, chance
         # The draft tokens of a step have no bonus rows between them.
-        self._first = self.begin - place
-        self._logits = step.logits[self.begin : self.end]
+        self._first = begin - place
+        self._logits = step.logits[begin:end]
         self.q = None
         if chance.draft_probs is not None:
             self.q = chance.draft_probs[self._first : self._first + length]
         buffers = _buffers(3 + 3 * length, vocab)
         self.buffers, self.p, z = buffers.tensor_split([3 + length, 3 + 2 * length])
         self.z = self._logits if self._temperature == 1 else z
-        own = {token for token in step.records.ends[step.slots[place]].tolist() if token < vocab}
+        ends = step.records.ends[int(step.slots[place])].tolist()
+        own = {token for token in ends if token < vocab}
         if rule.protected is not None:
             own.update(rule.protected.ids.tolist())
         self.kept = torch.tensor(sorted(own - {-1}), dtype=torch.int64)

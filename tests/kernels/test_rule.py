@@ -300,8 +300,10 @@ def decided(own_step, rule, blocked):
     temperature = [1.0] * len(own_step.slots)
     rows = cpu.read_rows(own_step, rule, blocked, temperature)
     chance = All(torch.tensor(temperature), np.zeros(0))
+    begins = [0, *own_step.cu_num_logits.tolist()]
     for place, allowed in enumerate(cpu.allowances(own_step, temperature)):
-        own = cpu.SampledDraft(own_step, rule, chance, place)
+        begin, end = begins[place], begins[place + 1] - 1
+        own = cpu.SampledDraft(own_step, rule, chance, place, begin, end)
         own.read(slice(None))
         read = cpu.read_probabilities(rows, own.begin, own.z, own.p, own.kept)
         gainful = num_gainful(read, own.begin, own.end, allowed)
