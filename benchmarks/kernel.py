@@ -75,7 +75,7 @@ def v1_columns(before: str | None) -> list[tuple[str, str | None]]:
 
     Ratios are those of each round, in which all variants run in turn.
     """
-    names = ["vLLM", "MARS", *(["MARS before"] if before else [])]
+    names = ["vLLM", "MARS", *([f"MARS at {before}"] if before else [])]
     beside = [f"MARS / {name}" for name in names if name != "MARS"]
     return [
         ("step", ""),
@@ -97,7 +97,7 @@ def measure_v1_cell(
     calls = {"vLLM": step.verification(None), "MARS": step.verification(V1_MAX_LOSS)}
     if before:
         with package_at(before):
-            calls["MARS before"] = step.verification(V1_MAX_LOSS)
+            calls[f"MARS at {before}"] = step.verification(V1_MAX_LOSS)
     # What is drawn differs from call to call, and so does what a step has to look at.
     outputs: dict[str, list[Any]] = {name: [] for name in calls}
     kept = {name: (lambda name=name: outputs[name].append(calls[name]())) for name in calls}
