@@ -4,8 +4,10 @@
 
 A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. It comes from a sweep,
 benchmarks/results/NAME.jsonl, or from columns, rows and the runs that gave them in NAME.json. There
-a cell is a text, a number, a number with both ends of its interval, or null; a column's second
-entry is the format of its numbers, or null if the table leaves it out.
+a cell is a text, a number, a number with both ends of its interval, or null, and a row of one cell
+is a heading. A column's second entry is the format of its numbers, or null if no table shows it;
+its third, if there is one, says which do: `<!-- figures: NAME gain -->` shows those of `gain`.
+`<!-- figures: headline -->` is README's, out of two files.
 """
 
 import json
@@ -23,22 +25,32 @@ from vllm_mars.experiments.rows import rows, tables, turned, without_times
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PICTURE = ROOT / "docs/speed.png"
+PICTURE = ROOT / "docs/tokens_by_nats.png"
 SCHEMA = "vllm-mars/figures/1"
 MARK = re.compile(r"^<!-- /?figures", re.MULTILINE)
 PLACE = re.compile(
-    r"^(<!-- figures: (\S+) -->)\n(?:.*?\n)??(<!-- /figures -->)$", re.DOTALL | re.MULTILINE
+    r"^(<!-- figures: (\S+)(?: (\S+))? -->)\n(?:.*?\n)??(<!-- /figures -->)$",
+    re.DOTALL | re.MULTILINE,
 )
-# The picture: of each file of figures the drafts, and by a rule's first word its mark and colour.
-PICTURED = {"bounds": "probabilistic drafts", "theta": "fixed drafts"}
-MARKS = {
-    ("bounds", "mars_max_loss"): ("s-", "#009e73"),
-    ("theta", "mars_max_loss"): ("D:", "#0072b2"),
-    ("theta", "mars_theta"): ("o--", "#b5651d"),
+# README's table: a column's title, then the file, the rule and the column that it is taken from.
+HEADLINE = [
+    ("vLLM as it comes", "reading", "standard, fixed drafts", "tokens per step"),
+    ("best lossless setting", "reading", "strict", "tokens per step"),
+    ("MARS", "reading", "mars_max_loss 0.02", "tokens per step"),
+    ("MARS / best lossless", "reading", "mars_max_loss 0.02", "tokens per step x strict"),
+    ("nats lost per token", "reading", "mars_max_loss 0.02", "nats lost per token"),
+    ("answers that ended, points", "ends", "mars_max_loss 0.02", "ended less strict's, points"),
+]
+# Of these the interval is what counts.
+WITH_ENDS = "tokens per step x strict", "ended less strict's, points"
+# The picture: by the begin of a rule's name what it is called, its mark and its colour.
+PICTURED, HEAT = "reading", "temperature 1"
+SERIES = {
+    "standard, fixed drafts": ("vLLM as it comes", "*", "#555555"),
+    "strict": ("the best without loss", "*", "#000000"),
+    "mars_max_loss": ("MARS, by a bound of nats per token", "s-", "#009e73"),
+    "mars_theta": ("the paper's theta", "o--", "#b5651d"),
 }
-RECOMMENDED = "mars_max_loss 0.02"
-CAPTION = "SmolLM2-135M-Instruct, its packaged head, 4 draft tokens, 2 CPU cores; docs/results.md"
-TEXT: dict[str, Any] = {"textcoords": "offset points", "fontsize": "small"}
 
 
 def pages() -> list[Path]:
@@ -63,7 +75,7 @@ def read(name: str) -> dict[str, Any]:
     if found.get("schema") != SCHEMA:
         raise ValueError(f"{path.name} has schema {found.get('schema')}, not {SCHEMA}.")
     for row in found["rows"]:
-        if len(row) != len(found["columns"]):
+        if len(row) not in (1, len(found["columns"])):
             raise ValueError(f"{path.name}: {row} does not fit {len(found['columns'])} columns.")
     return found
 
@@ -96,20 +108,45 @@ def table(titles: Sequence[str], body: Iterable[Sequence[str]]) -> Iterable[str]
         yield f"| {' | '.join(row)} |"
 
 
-def table_of(columns: Sequence[Sequence[Any]], rows: Iterable[Sequence[Any]]) -> Iterable[str]:
-    """The lines of a table of rows, without the columns that it leaves out."""
+def table_of(
+    columns: Sequence[Sequence[Any]], rows: Iterable[Sequence[Any]], view: str = ""
+) -> Iterable[str]:
+    """The lines of a table of rows, without the columns that it or the view leaves out."""
+    shown = [
+        (at, title, form)
+        for at, (title, form, *views) in enumerate(columns)
+        if form is not None and (not views or not view or view in views[0].split())
+    ]
     body = (
-        [text(cell, form) for cell, (_, form) in zip(row, columns, strict=True) if form is not None]
+        [f"**{row[0]}**", *[""] * (len(shown) - 1)]
+        if len(row) == 1 < len(columns)
+        else [text(row[at], form) for at, _, form in shown]
         for row in rows
     )
-    return table([title for title, form in columns if form is not None], body)
+    return table([title for _, title, _ in shown], body)
 
 
-def lines(name: str, directory: Path) -> Iterable[str]:
+def headline(files: dict[str, dict[str, Any]]) -> Iterable[str]:
+    """The lines of README's table: a row for each temperature of the files."""
+    found: dict[str, dict[tuple[str, ...], str]] = {}
+    for name, file in files.items():
+        heading = ""
+        for row in file["rows"]:
+            heading = row[0] if len(row) == 1 else heading
+            for (title, form, *_), cell in zip(file["columns"], row, strict=False):
+                if isinstance(cell, list) and title not in WITH_ENDS:
+                    cell = cell[0]
+                found.setdefault(heading, {})[name, row[0], title] = text(cell, form or "")
+    body = [[heading, *(of[tuple(it)] for _, *it in HEADLINE)] for heading, of in found.items()]
+    return table(["tokens per step", *(title for title, *_ in HEADLINE)], body)
+
+
+def lines(name: str, view: str, directory: Path) -> Iterable[str]:
     """The lines of a table and of where it comes from; a sweep has one for each temperature.
 
     Args:
         name: of the file of figures.
+        view: which of its columns; "" for all.
         directory: of the page, for the link.
     """
     path = RESULTS / f"{name}.jsonl"
@@ -125,10 +162,14 @@ def lines(name: str, directory: Path) -> Iterable[str]:
             shown = turned(found) if len(found.rows) == 2 else found
             yield from (f"{found.title[0].upper()}{found.title[1:]}:", "")
             yield from (*table(shown.names, shown.rows), "")
+    elif name == "headline":
+        files = {name: read(name) for _, name, *_ in HEADLINE}
+        path, runs = RESULTS / "README.md", [run for file in files.values() for run in file["runs"]]
+        yield from (*headline(files), "")
     else:
         path, given = RESULTS / f"{name}.json", read(name)
         runs = given["runs"]
-        yield from (*table_of(given["columns"], given["rows"]), "")
+        yield from (*table_of(given["columns"], given["rows"], view), "")
     commits: dict[str, dict[str, None]] = {}
     for run in runs:
         commits.setdefault(machine(run), {})[run["git_commit"][:7]] = None
@@ -144,46 +185,42 @@ def written(page: str, directory: Path) -> str:
     """
     if 2 * len(PLACE.findall(page)) != len(MARK.findall(page)):
         raise ValueError("`<!-- figures: NAME -->` and `<!-- /figures -->` do not go together.")
-    return PLACE.sub(lambda at: "\n".join((at[1], *lines(at[2], directory), at[3])), page)
+    return PLACE.sub(
+        lambda at: "\n".join((at[1], *lines(at[2], at[3] or "", directory), at[4])), page
+    )
 
 
 def draw(path: Path) -> None:
-    """Draws tokens per step by loss, a panel for each temperature, from the files of `PICTURED`."""
+    """Draws tokens per step by loss, of the rules of `SERIES` at one temperature of `PICTURED`."""
     # Only the picture needs it.
     from matplotlib.figure import Figure
 
-    panels: dict[str, dict[tuple[str, str], list[tuple[str, float, Any]]]] = {}
-    for name in PICTURED:
-        found, title = read(name), ""
-        titles = [of for of, _ in found["columns"]]
-        lost, gain = titles.index("nats lost per token"), titles.index("tokens per step x strict")
-        for row in found["rows"]:
-            *given, rule = row[0].split(": ")
-            title = given[0] if given else title
-            if row[gain] is not None:
-                series = panels.setdefault(title, {}).setdefault((name, rule.split()[0]), [])
-                series.append((rule, row[lost], row[gain]))
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained", facecolor="white")
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True).flat
-    for axis, (title, all_series) in zip(axes, panels.items(), strict=True):
-        for key, points in all_series.items():
-            lost_nats, gains = [of[1] for of in points], np.array([of[2] for of in points])
-            ends = np.abs(gains[:, 1:] - gains[:, :1]).T
-            mark, colour = MARKS[key]
-            style = {"fmt": mark, "color": colour, "capsize": 2, "markersize": 5}
-            label = f"{key[1]}, {PICTURED[key[0]]}"
-            axis.errorbar(lost_nats, gains[:, 0], ends, label=label, **style)
-            for rule, where, value in points:
-                if rule == RECOMMENDED and key[0] == "bounds":
-                    style = {"arrowstyle": "->"}
-                    axis.annotate(
-                        "the default", (where, value[0]), (18, -28), arrowprops=style, **TEXT
-                    )
-        axis.plot(0, 1, "k*", markersize=9, label="strict (lossless), the same drafts")
-        axis.set(title=title, xlabel="nats lost per token", ylabel="tokens per step, x strict")
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize="x-small", loc="upper left")
-    figure.supxlabel(CAPTION, fontsize="x-small")
+    found, heading = read(PICTURED), ""
+    titles = [title for title, *_ in found["columns"]]
+    lost, gain = titles.index("nats lost per token"), titles.index("tokens per step")
+    points: dict[str, list[tuple[str, float, list[float]]]] = {name: [] for name in SERIES}
+    for row in found["rows"]:
+        heading = row[0] if len(row) == 1 else heading
+        name = next((it for it in SERIES if row[0].startswith(it)), None)
+        if len(row) > 1 and name and heading == HEAT:
+            points[name].append((row[0].split(",")[0].split()[-1], row[lost], row[gain]))
+    figure = Figure(figsize=(6, 4.2), layout="constrained", facecolor="white")
+    axis = figure.subplots()
+    for name, (label, mark, colour) in SERIES.items():
+        own = sorted(points[name], key=lambda point: point[1])
+        values = np.array([value for *_, value in own])
+        ends = np.abs(values[:, 1:] - values[:, :1]).T
+        nats = [at for _, at, _ in own]
+        style: dict[str, Any] = {"fmt": mark, "color": colour, "capsize": 3}
+        style |= {"markersize": 9, "linewidth": 2}
+        axis.errorbar(nats, values[:, 0], ends, label=label, **style)
+        for value, at, (height, *_) in own if len(own) > 1 else []:
+            axis.annotate(value, (at, height), (9, -12), textcoords="offset points", fontsize=11)
+    axis.set_xlabel("nats lost per token", fontsize=13)
+    axis.set_ylabel(f"tokens per step, {HEAT}", fontsize=13)
+    axis.tick_params(labelsize=11)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=11, loc="lower right")
     figure.savefig(path, dpi=150, metadata={"Software": None})
 
 

@@ -34,20 +34,27 @@ class Shape(NamedTuple):
         drafts = "probabilistic" if self.is_drawn else "fixed"
         return f"temperature {self.temperature:g}, {drafts} drafts, batch {self.batch}"
 
-    def moved(self) -> dict[str, float]:
-        """Megabytes of logits that a step reads, by MARS and by vLLM; none are written.
+    def rows_read(self) -> dict[str, int]:
+        """Rows of logits that each kernel of vLLM and of MARS reads where all requests sample.
 
-        A greedy step reads each row once. vLLM's sampled one reads the rows of all drafts once, and
-        one row of each request again to draw from; with drawn drafts their rows beside them.
-        `top2_kernel` and `resample_kernel` read the same, and `clip_kernel` the rows of the drafts
-        once and both for each step of Newton's method. The float32 copy that vLLM makes of the rows
-        of both where a temperature is not 1 is not in it.
+        None are written. Of a request's rows its bonus row is read where all drafts stay, in the
+        place of another. The float32 copy that vLLM makes of the rows where a temperature is not 1,
+        for itself and for MARS, is not in it.
         """
-        row = 2 * self.vocab / 1e6
-        of_drafts, others = self.batch * self.k * row, self.batch * row
-        vllm = (of_drafts + others) * (1 + self.is_drawn)
-        mars = vllm + 2 * NEWTON_STEPS * of_drafts * self.is_drawn
-        return {"mars": round(mars, 1), "vllm": round(vllm, 1)}
+        rows = 1 + self.is_drawn
+        of_drafts, of_requests = self.batch * self.k, self.batch
+        behind_others = of_drafts - of_requests
+        return {
+            "_compute_local_logits_stats_kernel": of_drafts * rows,
+            # By `block` alone: what may be rejected behind each draft token but the last.
+            "_compute_local_residual_mass_kernel": behind_others * rows,
+            "_resample_kernel": of_requests * rows,
+            "top2_kernel": of_drafts,
+            # The draft's, then both in each step of Newton's method.
+            "clip_kernel": of_drafts * (1 + 2 * NEWTON_STEPS),
+            "mass_kernel": behind_others * rows,
+            "resample_kernel": of_requests * rows,
+        }
 
 
 class Step:
@@ -83,11 +90,24 @@ class Step:
         inputs[:, 1:] = drafts
         self.inputs = inputs.flatten()
 
-    def verification(self, config: Any, params: Sequence[Any] | None = None) -> Verify:
-        """What Model Runner V2 calls on the rows, of MARS or, without a config, of vLLM.
+    @property
+    def strict_method(self) -> str | None:
+        """Which of vLLM's rejection sample methods a strict request is verified as.
+
+        None for vLLM 0.32 by blocks: it compares with the same random numbers again in the next
+        step, which MARS does not.
+        """
+        if self.draft_logits is None or not self.shape.temperature:
+            return "standard"
+        from vllm.v1.worker.gpu.sample import gumbel
+
+        return "block" if hasattr(gumbel, "spec_step_seed") else None
+
+    def verification(self, by: Any, params: Sequence[Any] | None = None) -> Verify:
+        """What Model Runner V2 calls on the rows, of MARS or of vLLM.
 
         Args:
-            config: a `MarsConfig` or None.
+            by: a `MarsConfig`, or one of vLLM's rejection sample methods.
             params: a `SamplingParams` for each request; default: the shape's temperature.
         """
         from vllm import SamplingParams
@@ -108,14 +128,14 @@ class Step:
         spec_config: Any = SimpleNamespace(
             num_speculative_tokens=k,
             enable_adaptive_verification=False,
-            rejection_sample_method="standard",
+            rejection_sample_method=by if isinstance(by, str) else "standard",
         )
         verifier: Any = RejectionSampler(sampler, spec_config, device)
-        if config is not None:
-            requests = RequestsV2(config, states)
+        if not isinstance(by, str):
+            requests = RequestsV2(by, states)
             sampler.logits_processors.append(requests)
             counters = Counters(CounterLayout(k), device)
-            verification = Verification(config, [2], counters)
+            verification = Verification(by, [2], counters)
             verifier = MarsRejectionSamplerV2(sampler, spec_config, device, verification, requests)
         for number in range(batch):
             states.add_request(str(number), PROMPT_LEN, [5, 7, 1], 0, 64)

@@ -3,10 +3,12 @@
 The tensors are on torch's meta device, which takes the accelerator's path. Each operation that is
 no view is one kernel or one copy; Triton's launches are recorded instead of run. Of Model Runner V2
 it is the verification alone. A line of JSON for each case also tells what waits for the device,
-which is an error, what vLLM's own sampler launches for the same batch, and the microseconds that
-the host takes for each where Triton's launches do nothing. With -v come the names.
-Two more lines tell how many megabytes of bfloat16 logits a sampled step of 64 requests reads beside
-vLLM's, by their shapes.
+which is an error, what vLLM's own sampler launches for the same batch (by its method `standard`, of
+probabilistic drafts by `block`, too), and the microseconds that the host takes for each where
+Triton's launches do nothing. With -v come the names.
+Two more lines tell how many megabytes of bfloat16 logits a sampled step of 64 requests reads, by
+vLLM's methods and by MARS, kernel by kernel. MARS may read what it reads position by position, and
+what `block` reads beyond `standard`.
 """
 
 import itertools
@@ -109,16 +111,42 @@ def _parameters(case: str, kind: str) -> list[Any]:
     ]
 
 
-def step_of(config: Any, case: str, kind: str) -> Callable[[], Any]:
-    """The verification of a step of Model Runner V2, by vLLM's own sampler without a config."""
+def methods_of(kind: str) -> tuple[str, ...]:
+    """The rejection sample methods of vLLM that a kind of batch is compared with."""
+    return ("standard", "block") if kind == "drawn drafts" else ("standard",)
+
+
+def step_of(by: Any, case: str, kind: str) -> Callable[[], Any]:
+    """The verification of a step of Model Runner V2, by options or by a method of vLLM."""
     from benchmarks.kernel_step import Shape, Step
 
     step = Step(Shape(0.7, kind == "drawn drafts", BATCH, K, VOCAB), META)
-    return step.verification(config, _parameters(case if config else "", kind))
+    return step.verification(by, _parameters("" if isinstance(by, str) else case, kind))
+
+
+def megabytes(counted: Counted, is_drawn: bool) -> dict[str, Any]:
+    """What a step reads of the logits, by who verifies and by kernel, and what MARS may read."""
+    from benchmarks.kernel_step import Shape, Step
+    from vllm_mars import MarsConfig
+
+    shape = Shape(1.0, is_drawn, 64, K, 128_256)
+    step, row = Step(shape, META), 2 * shape.vocab / 1e6
+    found: dict[str, Any] = {}
+    for name, by in {
+        **{"vLLM, standard": "standard", "vLLM, block": "block"},
+        "MARS": MarsConfig(max_loss=0.02),
+    }.items():
+        launched, _ = count(counted, step.verification(by))
+        read = {of: rows * row for of, rows in shape.rows_read().items() if of in launched}
+        found[name] = {"all": round(sum(read.values()), 1)}
+        found[name] |= {of: round(each, 1) for of, each in read.items()}
+    beyond = found["vLLM, block"]["all"] - found["vLLM, standard"]["all"]
+    by_position = found["MARS"]["all"] - found["MARS"].get("mass_kernel", 0.0)
+    return {**found, "MARS at most": round(by_position + beyond, 1)}
 
 
 def count_all() -> Iterator[dict[str, Any]]:
-    """A row for each case and kind of batch."""
+    """A row for each case and kind of batch, and two of megabytes."""
     from vllm.platforms import current_platform
 
     from benchmarks.kernel_step import vllm_config
@@ -136,11 +164,17 @@ def count_all() -> Iterator[dict[str, Any]]:
         mock.patch.object(current_platform, "is_cpu", lambda: False),
     ):
         for case, kind in itertools.product(CASES, TEMPERATURES):
-            steps = step_of(None, case, kind), step_of(MarsConfig(**CASES[case]), case, kind)
-            (of_vllm, _), (launched, waited) = (count(counted, step) for step in steps)
+            methods = methods_of(kind)
+            of_vllm = [step_of(method, case, kind) for method in methods]
+            steps = [*of_vllm, step_of(MarsConfig(**CASES[case]), case, kind)]
+            *others, (launched, waited) = (count(counted, step) for step in steps)
             row = {"case": f"{case}, {kind}", "launches": len(launched), "syncs": len(waited)}
-            host = dict(zip(("vllm_host_us", "host_us"), host_times(*steps), strict=True))
-            yield {**row, "vllm": len(of_vllm), **host, "names": launched}
+            row |= {method: len(it) for method, (it, _) in zip(methods, others, strict=True)}
+            names = *(f"{method}_host_us" for method in methods), "host_us"
+            yield {**row, **dict(zip(names, host_times(*steps), strict=True)), "names": launched}
+        for is_drawn in (False, True):
+            drafts = "probabilistic" if is_drawn else "fixed"
+            yield {"megabytes": drafts, **megabytes(counted, is_drawn)}
 
 
 def main() -> int:
@@ -151,14 +185,9 @@ def main() -> int:
     backends.setdefault("cpu", SimpleNamespace(driver=is_active, compiler=None))
     waits = 0
     for row in count_all():
-        names = row.pop("names")
+        names = row.pop("names", ())
         print(json.dumps(row), *names if "-v" in sys.argv[1:] else (), flush=True)
-        waits += row["syncs"]
-    from benchmarks.kernel_step import Shape
-
-    for is_drawn in (False, True):
-        megabytes = Shape(1.0, is_drawn, 64, K, 128_256).moved()
-        print(json.dumps({"megabytes": "drawn" if is_drawn else "fixed", **megabytes}))
+        waits += row.get("syncs", 0)
     return min(waits, 1)
 
 

@@ -1,22 +1,24 @@
 """Tokens per step of each rule, at what loss, and whether its text is like the target's own.
 
-    python -m benchmarks.text --rules mars_max_loss=0.02 mars_max_loss=0.1 --output text.jsonl
-    python -m benchmarks.text --report --output text.jsonl --figures text.json
+    python -m benchmarks.text --output text.jsonl --rules strict mars_max_loss=0.02
+    python -m benchmarks.text --output block.jsonl --rules block
+    python -m benchmarks.text --report text.jsonl block.jsonl --of reading --figures text.json
 
-A rule is what a request asks for, so one engine answers by all of them and strictly, with the same
-prompts and seeds; `mars_theta` needs a call of its own, and so does each K. A block of prompts is
-asked by all rules before the next one. The output has a line for each request of a block by a rule;
-a call goes on behind those that are there, and the report is of all.
+A rule is `strict`, what a request asks for, or `standard` or `block`, vLLM's own engine without
+MARS. One engine answers by all rules that requests ask for; `mars_theta`, `standard` and `block`
+need a call of their own, and so does each K, with the same prompts and seeds. A block of prompts is
+asked by all rules before the next one. The output has a line for each block by a rule; a call goes
+on behind those that are there. A report is of one file of prompts or of all.
 
 Of each answer transformers computes the NLL and the entropy of the target, in a forward pass that
 knows nothing of vLLM, at the request's temperature (greedily at 1): text drawn from the target has
-on average the NLL of its entropy. Nats lost are the engine's counter. Asked is the first turn of a
-prompt, in the model's chat template if it has one.
-
-Figures that stand in docs need `raw_files_at` beside them, the commit that holds the output.
+on average the NLL of its entropy. Nats lost are greedily those of the reports, else the engine's
+counter, of which an accelerator's last second before the end of a call is missing. Asked is the
+first turn of a prompt, in the model's chat template if it has one.
 """
 
 import argparse
+import gzip
 import itertools
 import json
 import math
@@ -53,62 +55,76 @@ if TYPE_CHECKING:
 
 Calls = Sequence[dict[str, Any]]
 
-# With the servers' rule. Under such a bound a request is as on a server with its own bound, or with
-# its own price and no bound.
-SERVERS: dict[bool, dict[str, Any]] = {
-    False: {"rejection_sample_method": METHOD, "mars_max_loss": MOST_MAX_LOSS},
-    True: CHOSEN_BY_REQUESTS["theta"],
+# By what rules need. Under such a bound a request is as on a server with its own bound, or with its
+# own price and no bound. The last two are vLLM's own, without MARS.
+SERVERS: dict[str, dict[str, Any]] = {
+    METHOD: {"rejection_sample_method": METHOD, "mars_max_loss": MOST_MAX_LOSS},
+    "theta": CHOSEN_BY_REQUESTS["theta"],
+    "standard": {"rejection_sample_method": "standard"},
+    "block": {"rejection_sample_method": "block"},
 }
-STRICT = {"strict": {"mars_max_loss": 0.0}}
-BOUNDS = [f"mars_max_loss={bound}" for bound in (0.005, 0.01, 0.02, 0.05, 0.1)]
+STRICT = "strict"
+RULES = [STRICT, *(f"mars_max_loss={bound}" for bound in (0.005, 0.02, 0.05))]
 # The forward pass needs memory beside vLLM.
 GPU_ENGINE_ARGS: dict[str, Any] = {"gpu_memory_utilization": 0.6, "dtype": "bfloat16"}
 # GiB for 32 answers to their end; and the engine in this process, which reads its counts.
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-# The paper's.
-THETA = 0.9
-# Rows of logits in float32 at once.
-CHUNK = 256
+# Tokens whose logits transformers computes at once, unless one answer has more.
+SCORED = {"cpu": 1024, "cuda": 16384}
 # What the calls of one table have in common.
-POINT = ("model", "draft", "k", "max_tokens", "temperature")
-# With the formats of their numbers.
-COLUMNS = [
-    ["rule", ""],
-    ["tokens per step", ".2f"],
-    ["tokens per step x strict", ".2f"],
-    ["nats lost per token", ".4f"],
-    ["mean weight of a token", ".4f"],
-    ["drift", "+.4f"],
-    ["NLL less strict's", "+.2f"],
-    ["NLL less entropy", "+.3f"],
-    ["length x strict", ".2f"],
-    ["ended less strict's, points", "+.1f"],
-    ["repeated 4-grams", ".3f"],
+POINT = ("model", "draft", "max_tokens", "k", "temperature")
+# What is kept of each answer.
+KEPT = ("tokens", "steps", "ended", "weights", "drift", "repeated", "nll", "entropy")
+# With the formats of their numbers, and the tables that show them.
+COLUMNS: list[list[str | None]] = [
+    ["rule", "", "gain text ends"],
+    ["prompts", "d", ""],
+    ["answers", "d", "ends"],
+    ["tokens per step", ".2f", "gain"],
+    ["tokens per step x strict", ".3f", "gain"],
+    ["nats lost per token", ".4f", "gain"],
+    ["mean weight of a token", ".4f", "text"],
+    ["drift", "+.4f", ""],
+    ["NLL less entropy", "+.3f", "text"],
+    ["NLL less strict's", "+.3f", "text"],
+    ["tokens per answer", ".0f", "ends"],
+    ["length x strict", ".3f", "text ends"],
+    ["ended, %", ".1f", "ends"],
+    ["ended less strict's, points", "+.1f", "text ends"],
+    ["repeated 4-grams", ".3f", "text"],
 ]
 
 
-def score(model: Any, prompt: list[int], answer: list[int], temperature: float) -> dict[str, float]:
-    """What the target, a model of transformers, says of an answer, summed over its tokens.
+def score(
+    model: Any, texts: Sequence[tuple[list[int], list[int]]], temperature: float, most: int
+) -> list[list[float]]:
+    """What the target, a model of transformers, says of answers: sums of NLL and entropy, in nats.
 
-    Returns:
-        `nll` and `entropy` in nats; `close`, how many positions have a runner-up that the paper's
-        theta accepts, and `odds`, the sum of p2 / p1 there.
+    Args:
+        model: causal, so what pads a text to the length of others changes nothing of it.
+        texts: prompts with their answers.
+        temperature: of the requests.
+        most: tokens at once.
     """
     import torch
 
-    tokens = torch.tensor(prompt + answer, device=model.device)
-    sums = torch.zeros(4, dtype=torch.float64)
-    with torch.inference_mode():
-        logits = model(tokens[None], logits_to_keep=len(answer) + 1).logits[0, :-1]
-        for at in range(0, len(answer), CHUNK):
-            rows = logits[at : at + CHUNK].float() / (temperature or 1)
-            log_p, own = rows.log_softmax(-1), tokens[len(prompt) + at :][:CHUNK, None]
-            first, second = rows.topk(2).values.unbind(-1)
-            close = (first > 0) & (second > THETA * first)
-            nll, entropy = -log_p.gather(1, own).sum(), -(log_p.exp() * log_p).sum()
-            odds = (second - first).exp()[close].sum()
-            sums += torch.stack([nll, entropy, close.sum(), odds]).cpu()
-    return dict(zip(("nll", "entropy", "close", "odds"), sums.tolist(), strict=True))
+    found: dict[int, Any] = {}
+    left = sorted(range(len(texts)), key=lambda at: sum(map(len, texts[at])))
+    while left:
+        width = sum(map(len, texts[left[-1]]))
+        count = max(1, most // width)
+        left, batch = left[:-count], left[-count:]
+        padded = [(it := texts[at][0] + texts[at][1]) + [0] * (width - len(it)) for at in batch]
+        tokens = torch.tensor(padded, device=model.device)
+        with torch.inference_mode():
+            logits = model(tokens).logits
+            for at, own, rows in zip(batch, tokens, logits, strict=True):
+                begin, end = len(texts[at][0]), sum(map(len, texts[at]))
+                log_p = (rows[begin - 1 : end - 1].float() / (temperature or 1)).log_softmax(-1)
+                nll = -log_p.gather(1, own[begin:end, None]).sum()
+                found[at] = torch.stack([nll, -(log_p.exp() * log_p).sum()])
+    # Read once, since each waits for the device.
+    return torch.stack([found[at] for at in range(len(texts))]).tolist()
 
 
 def told(answer: Any) -> dict[str, float]:
@@ -116,18 +132,18 @@ def told(answer: Any) -> dict[str, float]:
     tokens, metrics = list(answer.token_ids), answer.spec_decode_metrics
     grams = [tuple(tokens[at : at + 4]) for at in range(len(tokens) - 3)]
     accepted = sum(number * steps for number, steps in enumerate(metrics.histogram))
-    ratios = metrics.mars.get("log_ratios", metrics.mars.get("loss_nats"))
+    # vLLM's own engines have none.
+    report: dict[str, Any] = getattr(metrics, "mars", None) or {}
+    ratios: list[float] = report.get("log_ratios") or report.get("loss_nats") or []
     return {
         "tokens": len(tokens),
         # After the prompt's, which gives the first token. vLLM counts no step without a draft, as
         # ngram has them, and what was accepted behind the answer's end.
         "steps": max(sum(metrics.histogram), len(tokens) - 1 - accepted),
         "ended": int(answer.finish_reason == "stop"),
-        "log_ratio": sum(ratios),
         # Of p / m, whose mean is 1 at each position if the reports are exact.
-        "weights": sum(math.exp(-it) for it in ratios),
-        "drift": metrics.mars.get("drift_nats", sum(ratios)),
-        "grams": len(grams),
+        "weights": len(tokens) + sum(math.expm1(-it) for it in ratios),
+        "drift": report.get("drift_nats", sum(ratios)),
         "repeated": len(grams) - len(set(grams)),
     }
 
@@ -156,8 +172,10 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of an output; a last one that was not written to its end is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-    return [json.loads(line) for line in lines[:-1]]
+    if not path.exists():
+        return []
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return [json.loads(line) for line in content.decode().split("\n")[:-1]]
 
 
 def key(call: dict[str, Any]) -> str:
@@ -177,25 +195,32 @@ def measure(args: argparse.Namespace) -> None:
 
     begin, path = time.monotonic(), args.model or str(ensure_model())
     tokenizer = AutoTokenizer.from_pretrained(path)
-    named = {
-        f"{file.stem}/{it.id}": token_ids(tokenizer, it.turns[0])
-        for file in args.prompts
-        for it in load_prompts(file)
-    }
-    fitting = [it for it, ids in named.items() if len(ids) + args.max_tokens <= MAX_MODEL_LEN]
-    names = fitting[: args.num_prompts]
-    drawn = {} if args.fixed_drafts else {"draft_sample_method": "probabilistic"}
-    server = SERVERS[args.theta] | drawn
+    named: dict[str, list[int]] = {}
+    blocks = []
+    for file in args.prompts:
+        given = {
+            f"{file.stem}/{it.category}/{it.id}": token_ids(tokenizer, it.turns[0])
+            for it in load_prompts(file)
+        }
+        fitting = [it for it, ids in given.items() if len(ids) + args.max_tokens <= MAX_MODEL_LEN]
+        names = fitting[: args.num_prompts]
+        blocks += [names[at : at + args.block] for at in range(0, len(names), args.block)]
+        named |= given
+    drafts = "greedy" if args.fixed_drafts else "probabilistic"
+    server = {**SERVERS[args.server], "draft_sample_method": drafts}
+    own_args = CPU_ENGINE_ARGS if on_cpu else GPU_ENGINE_ARGS
     llm = LLM(
         path,
         speculative_config=speculative_config(args.draft, args.num_speculative_tokens, **server),
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=args.batch,
         disable_log_stats=False,
-        **(CPU_ENGINE_ARGS if on_cpu else GPU_ENGINE_ARGS),
+        per_request_spec_decode_metrics="summary",
+        **own_args | args.engine_args,
     )
     dtype = torch.float32 if on_cpu else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    with_mars = server["rejection_sample_method"] == METHOD
 
     def ask(call: dict[str, Any], own: dict[str, float]) -> dict[str, Any]:
         """The call with its answers."""
@@ -204,146 +229,229 @@ def measure(args: argparse.Namespace) -> None:
         # The loss is about the whole softmax.
         whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "detokenize": False}
         whole |= {"temperature": temperature, "max_tokens": args.max_tokens}
-        whole["extra_args"] = {"mars_return": True, **own}
+        if with_mars:
+            whole["extra_args"] = {"mars_return": True, **own}
         # Else all prompts would share their random numbers, and could not be the sample.
         seeds = [zlib.crc32(f"{name} {seed}".encode()) for name, seed in each]
         params = [SamplingParams(seed=seed, **whole) for seed in seeds]
         prompts = [{"prompt_token_ids": named[name]} for name, _ in each]
-        before, answers = lost_nats(llm), []
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        lost = lost_nats(llm) - before
-        for (name, seed), (answer,) in zip(each, (it.outputs for it in outputs), strict=True):
-            scored = score(model, named[name], list(answer.token_ids), temperature)
-            rounded = {key: round(value, 5) for key, value in (told(answer) | scored).items()}
-            answers.append({"prompt": name, "seed": seed, **rounded})
-        return {**call, "lost": lost, "answers": answers}
+        before = lost_nats(llm) if with_mars else 0.0
+        answers = [it.outputs[0] for it in llm.generate(prompts, params, use_tqdm=False)]
+        lost = lost_nats(llm) - before if with_mars else 0.0
+        texts = [
+            (named[name], list(it.token_ids)) for (name, _), it in zip(each, answers, strict=True)
+        ]
+        scores = score(model, texts, temperature, SCORED["cpu" if on_cpu else "cuda"])
+        found = [
+            {**told(it), "nll": nll, "entropy": entropy}
+            for it, (nll, entropy) in zip(answers, scores, strict=True)
+        ]
+        columns = {name: [short(it[name]) for it in found] for name in KEPT}
+        return {**call, "lost": short(lost), "answers": columns}
 
     done = {key(line) for line in read(args.output) if "run" not in line}
-    point = (Path(path).name, args.drafts, args.num_speculative_tokens, args.max_tokens)
+    point = (Path(path).name, Path(args.draft).name, args.max_tokens, args.num_speculative_tokens)
     append_line(args.output, {"run": describe_run(gpu)})
-    for at in range(0, len(names), args.block):
+    for at, names in enumerate(blocks, start=1):
         if time.monotonic() - begin > 60 * args.minutes:
             break
         for temperature, (name, own) in itertools.product(args.temperatures, args.rules):
             # Greedily a seed changes nothing.
             seeds = list(range(args.answers if temperature else 1))
             call = {**dict(zip(POINT, (*point, temperature), strict=True)), "name": name}
-            call |= {"seeds": seeds, "prompts": names[at : at + args.block]}
+            call |= {"seeds": seeds, "prompts": names}
             if key(call) not in done:
                 append_line(args.output, ask(call, own))
-        reached, seconds = min(at + args.block, len(names)), time.monotonic() - begin
-        print(f"{reached} of {len(names)} prompts after {seconds:.0f} s", flush=True)
+        seconds = time.monotonic() - begin
+        print(f"{at} of {len(blocks)} blocks of prompts after {seconds:.0f} s", flush=True)
+
+
+def short(value: float) -> float:
+    """A number as it is kept."""
+    rounded = round(value, 4)
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
 def samples(calls: Calls) -> Samples:
     """The means of each prompt's answers."""
     found: dict[str, list[dict[str, float]]] = {}
-    for answer in answers_of(calls):
-        known = {name: value for name, value in answer.items() if name != "prompt"}
-        known |= {"one": 1.0, "further": answer["tokens"] - 1.0, "points": 100 * answer["ended"]}
+    for prompt, answer in answers_of(calls):
+        known = {**answer, "one": 1.0, "further": answer["tokens"] - 1.0}
+        known |= {"points": 100 * answer["ended"], "grams": max(answer["tokens"] - 3, 0)}
         known["excess"] = answer["nll"] - answer["entropy"]
-        found.setdefault(answer["prompt"], []).append(known)
+        found.setdefault(prompt, []).append(known)
     return {prompt: means_of(of) for prompt, of in found.items()}
 
 
-def answers_of(calls: Calls) -> Iterable[dict[str, Any]]:
-    """The answers of all calls."""
-    return itertools.chain.from_iterable(call["answers"] for call in calls)
+def answers_of(calls: Calls) -> Iterable[tuple[str, dict[str, float]]]:
+    """The answers of all calls, each with its prompt."""
+    for call in calls:
+        each = itertools.product(call["prompts"], call["seeds"])
+        columns = call["answers"]
+        for (prompt, _), *values in zip(each, *columns.values(), strict=True):
+            yield prompt, dict(zip(columns, values, strict=True))
+
+
+def cell(found: Interval | None) -> list[float] | float | None:
+    """An interval as a file of figures has it."""
+    if found is None:
+        return None
+    # One prompt has no interval.
+    ends = [round(end, 5) for end in found if np.isfinite(end)]
+    return ends if len(set(ends)) > 1 else ends[0]
 
 
 def row(calls: Calls, base: Calls) -> list[Any]:
-    """The numbers of a rule, beside those of strict verification, of which it has the prompts."""
+    """The numbers of a rule, beside those of strict verification of the same prompts."""
     own, strict = samples(calls), samples(base)
-    lost = sum(call["lost"] for call in calls) / sum(it["tokens"] for it in answers_of(calls))
-    found = [
-        estimate(ratio_of_means, own, ["further", "steps"]),
-        compared(ratio_of_means, own, strict, ["further", "steps"]),
-        Interval(lost, lost, lost),
+    count = sum(len(call["answers"]["tokens"]) for call in calls)
+    tokens = sum(sum(call["answers"]["tokens"]) for call in calls)
+    mean = {
+        name: float(np.mean([it[name] for it in own.values()])) for name in ("tokens", "points")
+    }
+    steps, sampled = ["further", "steps"], calls[0]["temperature"] != 0
+    lost = round(sum(call["lost"] for call in calls) / tokens, 5)
+    return [
+        len(own),
+        count,
+        cell(estimate(ratio_of_means, own, steps)),
+        cell(compared(ratio_of_means, own, strict, steps)),
+        lost if sampled else cell(estimate(ratio_of_means, own, ["drift", "tokens"])),
         # Greedily the target says one thing alone.
-        estimate(ratio_of_means, own, ["weights", "tokens"]) if calls[0]["temperature"] else None,
-        estimate(ratio_of_means, own, ["drift", "tokens"]),
-        compared(ratio_of_means, own, strict, ["nll", "tokens"], np.subtract),
-        estimate(ratio_of_means, own, ["excess", "tokens"]),
-        compared(ratio_of_means, own, strict, ["tokens", "one"]),
-        compared(ratio_of_means, own, strict, ["points", "one"], np.subtract),
-        estimate(ratio_of_means, own, ["repeated", "grams"]),
+        cell(estimate(ratio_of_means, own, ["weights", "tokens"])) if sampled else None,
+        cell(estimate(ratio_of_means, own, ["drift", "tokens"])),
+        cell(estimate(ratio_of_means, own, ["excess", "tokens"])) if sampled else None,
+        cell(compared(ratio_of_means, own, strict, ["nll", "tokens"], np.subtract)),
+        round(mean["tokens"], 1),
+        cell(compared(ratio_of_means, own, strict, ["tokens", "one"])),
+        round(mean["points"], 2),
+        cell(compared(ratio_of_means, own, strict, ["points", "one"], np.subtract)),
+        cell(estimate(ratio_of_means, own, ["repeated", "grams"])),
     ]
-    # One prompt has no interval.
-    ends = [it and [round(end, 5) for end in it if np.isfinite(end)] for it in found]
-    return [it and (it if len(set(it)) > 1 else it[0]) for it in ends]
 
 
-def report(calls: Calls) -> tuple[list[list[Any]], list[str]]:
-    """The rows of all rules, and in words what theta means on the model."""
-    rows, words = [], []
-    all_points = dict.fromkeys(tuple(call[name] for name in POINT) for call in calls)
-    for point in all_points:
-        model, draft, k, most, temperature = point
-        heat = f"temperature {temperature:g}" if temperature else "greedy"
-        parts = model, draft, f"K {k}", f"{most} tokens", heat
-        # What all have in common needs no words.
-        differs = [len(set(of)) > 1 for of in zip(*all_points, strict=True)]
+def heat(temperature: float) -> str:
+    """A temperature in words."""
+    return f"temperature {temperature:g}" if temperature else "greedy"
+
+
+def points(calls: Calls) -> dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]]:
+    """The calls by what they have in common, and by rule, with a place for strict verification."""
+    found: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
+    for call in calls:
+        by_rule = found.setdefault(tuple(call[name] for name in POINT), {})
+        by_rule.setdefault(call["name"], []).append(call)
+    return dict(sorted(found.items()))
+
+
+def report(calls: Calls) -> list[list[Any]]:
+    """The rows of all rules; before those of a point stands what it has not in common with all."""
+    rows: list[list[Any]] = []
+    found = points(calls)
+    for point, by_rule in found.items():
+        model, draft, most, k, temperature = point
+        parts = model, draft, f"{most} tokens", f"K {k}", heat(temperature)
+        differs = [len(set(of)) > 1 for of in zip(*found, strict=True)]
         title = ", ".join(itertools.compress(parts, differs))
-        own = [call for call in calls if tuple(call[name] for name in POINT) == point]
-        strict = [call for call in own if call["name"] in STRICT]
-        for place, name in enumerate(dict.fromkeys(call["name"] for call in own)):
-            base = [] if name in STRICT else strict
-            of = [call for call in own if call["name"] == name]
-            rows.append([f"{title}: {name}" if title and not place else name, *row(of, base)])
-        tokens, close, odds = (
-            sum(it[name] for it in answers_of(strict)) for name in ("tokens", "close", "odds")
-        )
-        if temperature == 0 and close:
-            words.append(
-                f"{title}: theta {THETA} would accept the runner-up at {100 * close / tokens:.1f} "
-                f"% of strict positions, where p2 / p1 is {odds / close:.3f} on average."
-            )
-    return rows, words
+        rows += [[title]] if title else []
+        for name, own in by_rule.items():
+            base = by_rule.get(STRICT, []) if name != STRICT else []
+            rows.append([name, *row(own, base)])
+    return rows
+
+
+def report_by_kind(calls: Calls, rule: str) -> tuple[list[list[str | None]], list[list[Any]]]:
+    """A rule's tokens per step over strict ones by kind of prompts: columns and rows."""
+    kinds: dict[str, list[Any]] = {}
+    found = points(calls)
+    for at, by_rule in enumerate(found.values()):
+        own, strict = (samples(by_rule.get(name, [])) for name in (rule, STRICT))
+        for kind in dict.fromkeys(prompt.split("/")[1] for prompt in own):
+            of = {prompt: it for prompt, it in own.items() if prompt.split("/")[1] == kind}
+            cells = kinds.setdefault(kind, [len(of), *[None] * len(found)])
+            cells[at + 1] = cell(compared(ratio_of_means, of, strict, ["further", "steps"]))
+    columns: list[list[str | None]] = [["kind", ""], ["prompts", "d"]]
+    columns += [[f"K {k}, {heat(temperature)}", ".2f"] for *_, k, temperature in found]
+    return columns, [[kind, *cells] for kind, cells in kinds.items()]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures, then prints the table and writes the figures; returns the exit status."""
+    """Measures, or prints a table and writes its figures; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON lines; goes on where it was")
-    add("--report", action="store_true", help="of the output as it is")
-    add("--figures", type=Path, help="file of figures to write")
+    add("--output", type=Path, help="JSON lines; goes on where it was")
     add("--model", help="directory; default: the packaged model")
     add("--draft", default=str(PACKAGED_HEAD), help="directory, or ngram; default: the packaged")
     add("--fixed-drafts", action="store_true", help="as for theta; ngram's always are")
-    add("--rules", nargs="*", default=BOUNDS, help="as mars_price=0.3,mars_max_loss=0.05")
+    add("--rules", nargs="+", default=RULES, help="as mars_price=0.3,mars_max_loss=0.05, or block")
     add("--num-speculative-tokens", type=int, default=4)
     add("--temperatures", nargs="+", type=float, default=[0.0, 0.4, 0.7, 1.0])
-    add("--max-tokens", type=int, default=1024)
+    add("--max-tokens", type=int, default=256, help="of each answer, which may end before")
     add("--prompts", nargs="+", type=Path, default=[PACKAGED])
-    add("--num-prompts", type=int, help="the first ones; default: all")
+    add("--num-prompts", type=int, help="the first ones of each file; default: all")
     add("--answers", type=int, default=1, help="to each prompt; greedily one")
     add("--block", type=int, default=16, help="prompts")
     add("--batch", type=int, default=32, help="requests at a time")
+    add("--engine-args", type=json.loads, default={}, help="JSON, further ones of vLLM's")
     add("--minutes", type=float, default=math.inf, help="no block begins later")
+    add("--report", nargs="+", type=Path, metavar="OUTPUT", help="of outputs as they are, or .gz")
+    add("--of", help="the report: of this file of prompts")
+    add("--by-kind", metavar="RULE", help="the report: of a rule by kind of prompts")
+    add("--figures", type=Path, help="the report: file to write")
     args = parser.parse_args(arguments)
+    if args.report:
+        tell(args)
+        return 0
+    if args.output is None:
+        parser.error("--output or --report is needed.")
+    rules = {rule: asked(rule) for rule in args.rules}
+    servers = {server_of(rule, own) for rule, own in rules.items() if rule != STRICT} or {METHOD}
+    (args.server, *others) = servers
     args.fixed_drafts |= not Path(args.draft).is_dir()
-    args.drafts = Path(args.draft).name + (", fixed" if args.fixed_drafts else ", probabilistic")
-    rules = {
-        rule.replace("=", " "): dict(it.split("=") for it in rule.split(",")) for rule in args.rules
-    }
-    args.rules = [*STRICT.items()]
-    args.rules += [(rule, {k: float(v) for k, v in own.items()}) for rule, own in rules.items()]
-    with_theta = {"mars_theta" in own for own in rules.values()}
-    args.theta = True in with_theta
-    if len(with_theta) > 1 or (args.theta and not args.fixed_drafts):
-        parser.error("--rules: mars_theta needs a call without other rules, and --fixed-drafts.")
+    if (
+        others
+        or (args.server in ("standard", "block") and STRICT in rules)
+        or (args.server == "theta" and not args.fixed_drafts)
+    ):
+        parser.error(
+            "--rules: mars_theta, standard and block each need a call without other rules; "
+            "mars_theta also --fixed-drafts."
+        )
+    drafts = ", fixed drafts" if args.fixed_drafts and Path(args.draft).is_dir() else ""
+    args.rules = [(rule.replace("=", " ") + drafts, own) for rule, own in rules.items()]
     require_writable(args.output)
-    if not args.report:
-        measure(args)
-    lines = read(args.output)
-    rows, words = report([line for line in lines if "run" not in line])
-    print("\n".join([*table_of(COLUMNS, rows), "", *words]))
-    if args.figures:
-        runs = [{**line["run"], "raw": args.output.name} for line in lines if "run" in line]
-        content = {"schema": SCHEMA, "columns": COLUMNS, "rows": rows, "runs": runs}
-        write_json(args.figures, content)
+    measure(args)
     return 0
+
+
+def asked(rule: str) -> dict[str, float]:
+    """What requests by a rule ask for."""
+    if rule == STRICT:
+        return {"mars_max_loss": 0.0}
+    pairs = (it.split("=") for it in rule.split(",")) if "=" in rule else ()
+    return {name: float(value) for name, value in pairs}
+
+
+def server_of(rule: str, own: dict[str, float]) -> str:
+    """Which of `SERVERS` a rule needs."""
+    return rule if rule in SERVERS else "theta" if "mars_theta" in own else METHOD
+
+
+def tell(args: argparse.Namespace) -> None:
+    """Prints the table of outputs, and writes its file."""
+    calls, runs = [], []
+    for path in args.report:
+        lines = read(path)
+        runs += [{**it["run"], "raw": f"text/{path.name}"} for it in lines if "run" in it]
+        calls += [it for it in lines if "run" not in it]
+    if args.of:
+        calls = [it for it in calls if it["prompts"][0].split("/")[0] == args.of]
+    columns, rows = (
+        report_by_kind(calls, args.by_kind) if args.by_kind else (COLUMNS, report(calls))
+    )
+    print("\n".join(table_of(columns, rows)))
+    if args.figures:
+        write_json(args.figures, {"schema": SCHEMA, "columns": columns, "rows": rows, "runs": runs})
 
 
 if __name__ == "__main__":
