@@ -235,7 +235,8 @@ def main() -> None:
 
     asked = ["--prompts", str(TEXTS), "--block", "28", "--max-tokens", "128", "--rules", "strict"]
     asked += ["--fixed-drafts"] if args.fixed_drafts else ["mars_max_loss=0.02"]
-    asked += ["--temperatures", *(["0.7", "1"] if args.fixed_drafts else ["0", "0.7", "1"])]
+    # Greedily the drafts are the same.
+    asked += ["--temperatures", *["0"][: args.fixed_drafts], "0.7", "1"]
     asked += ["--output", str(args.output.with_suffix(".text.jsonl"))]
     with mock.patch.object(MarsRejectionSampler, "_verify", keep):
         text.main([*asked, "--num-speculative-tokens", str(args.k)])
@@ -245,7 +246,7 @@ def main() -> None:
         for prompt, own in by_prompt.items():
             spent = [0.0]
             told = [
-                fixed(it) if args.fixed_drafts else drawn(it, rules) if heat else greedy(it, spent)
+                drawn(it, rules) if it.drawn else fixed(it) if heat else greedy(it, spent)
                 for it in own
             ]
             for name in told[0]:

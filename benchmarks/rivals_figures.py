@@ -94,7 +94,7 @@ def main(paths: Sequence[str]) -> None:
 
     rows: list[list[Any]] = []
     for temperature in (0.0, 0.7, 1.0):
-        of = {k: sums[k, False, temperature, True]["sums"] for k in KS}
+        of = {k: sums[k, not temperature, temperature, True]["sums"] for k in KS}
         rows.append([heat(temperature)])
         if not temperature:
             ours = {k: [of[k][f"price {it}"] for it in GREEDY_PRICES] for k in KS}
