@@ -38,7 +38,7 @@ KNOBS: dict[str, tuple[float, ...]] = {
     "price": (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.2, 1.6, 2.2, 3.0, 4.5, 8.0),
     "mentored": (0.01, 0.025, 0.06, 0.15, 0.4),
     "lenience": (0.85, 0.65, 0.45, 0.25, 0.1),
-    "Cactus": (0.0005, 0.002, 0.008, 0.03, 0.1),
+    "Cactus": (0.00001, 0.00005, 0.0002, 0.001, 0.004),
 }
 TEXTS = Path(__file__).with_name("texts.jsonl")
 Told = dict[str, tuple[float, float]]
