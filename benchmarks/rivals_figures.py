@@ -6,6 +6,7 @@ rivals.json: by temperature what each rule gains over the best lossless setting,
 what a price by blocks gains at that loss. rivals-blocks.json: what blocks add to a bound.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,7 @@ def told(own: Sequence[Sums], base: Sums, ours: Sequence[Sums] = (), at: float =
     of = {
         prompt: {str(i): it for i, it in enumerate(np.ravel([sums[prompt] for sums in both]))}
         for prompt in base
+        if all(prompt in sums for sums in both)
     }
 
     def column(place: int) -> Any:
@@ -68,14 +70,15 @@ def told(own: Sequence[Sums], base: Sums, ours: Sequence[Sums] = (), at: float =
             steps, tokens, nats = np.moveaxis(
                 np.array([it.sum(axis) for it in values]).reshape(len(both), 3, -1), 1, 0
             )
-            rates, lost, found = tokens / steps, nats / tokens, []
-            for rate, loss in zip(rates.T, lost.T, strict=True):
-                wanted = loss[0] if at < 0 else at
-                gained = np.interp(wanted, loss[:size], rate[:size]) if at >= 0 else rate[0]
+            # For a small price tokens rise with the root of what is lost.
+            rates, roots, found = tokens / steps, np.sqrt(np.maximum(nats / tokens, 0)), []
+            for rate, root in zip(rates.T, roots.T, strict=True):
+                wanted = root[0] if at < 0 else math.sqrt(at)
+                gained = np.interp(wanted, root[:size], rate[:size]) if at >= 0 else rate[0]
                 theirs = np.nan
-                if ours and wanted <= loss[-1]:
-                    theirs = np.interp(wanted, loss[size + 1 :], rate[size + 1 :])
-                found.append((gained / rate[size], wanted, theirs / rate[size])[place])
+                if ours and wanted <= root[-1]:
+                    theirs = np.interp(wanted, root[size + 1 :], rate[size + 1 :])
+                found.append((gained / rate[size], wanted**2, theirs / rate[size])[place])
             return np.array(found).reshape(values[0].sum(axis).shape)
 
         return cell(estimate(statistic, of, [str(i) for i in range(3 * len(both))]))
@@ -121,7 +124,8 @@ def main(paths: Sequence[str]) -> None:
         ("nats per token", ".4f"),
         ("a price at this loss", ".3f"),
     ]
-    columns = [["rule", ""], *([f"K {k}: {name}", form] for k in KS for name, form in told_of)]
+    columns = [["rule", "", "k4 k8"]]
+    columns += [[f"K {k}: {name}", form, f"k{k}"] for k in KS for name, form in told_of]
     write(rows, columns, "rivals", runs)
     rows = []
     for temperature, k in ((t, k) for t in (1.0, 0.7) for k in KS):
