@@ -7,6 +7,7 @@ benchmarks/results/NAME.jsonl, or from columns, rows and the runs that gave them
 a cell is a text, a number, a number with both ends of its interval, or null, and a row of one cell
 is a heading. A column's second entry is the format of its numbers, or null if no table shows it;
 its third, if there is one, says which do: `<!-- figures: NAME gain -->` shows those of `gain`.
+`<!-- figures: headline -->` is README's, out of two files.
 """
 
 import json
@@ -31,6 +32,17 @@ PLACE = re.compile(
     r"^(<!-- figures: (\S+)(?: (\S+))? -->)\n(?:.*?\n)??(<!-- /figures -->)$",
     re.DOTALL | re.MULTILINE,
 )
+# README's table: a column's title, then the file, the rule and the column that it is taken from.
+HEADLINE = [
+    ("vLLM as it comes", "reading", "standard, fixed drafts", "tokens per step"),
+    ("best lossless setting", "reading", "strict", "tokens per step"),
+    ("MARS", "reading", "mars_max_loss 0.02", "tokens per step"),
+    ("MARS / best lossless", "reading", "mars_max_loss 0.02", "tokens per step x strict"),
+    ("nats lost per token", "reading", "mars_max_loss 0.02", "nats lost per token"),
+    ("answers that ended, points", "ends", "mars_max_loss 0.02", "ended less strict's, points"),
+]
+# Of these the interval is what counts.
+WITH_ENDS = "tokens per step x strict", "ended less strict's, points"
 # The picture: by the begin of a rule's name what it is called, its mark and its colour.
 PICTURED, HEAT = "reading", "temperature 1"
 SERIES = {
@@ -114,6 +126,21 @@ def table_of(
     return table([title for _, title, _ in shown], body)
 
 
+def headline(files: dict[str, dict[str, Any]]) -> Iterable[str]:
+    """The lines of README's table: a row for each temperature of the files."""
+    found: dict[str, dict[tuple[str, ...], str]] = {}
+    for name, file in files.items():
+        heading = ""
+        for row in file["rows"]:
+            heading = row[0] if len(row) == 1 else heading
+            for (title, form, *_), cell in zip(file["columns"], row, strict=False):
+                if isinstance(cell, list) and title not in WITH_ENDS:
+                    cell = cell[0]
+                found.setdefault(heading, {})[name, row[0], title] = text(cell, form or "")
+    body = [[heading, *(of[tuple(it)] for _, *it in HEADLINE)] for heading, of in found.items()]
+    return table(["tokens per step", *(title for title, *_ in HEADLINE)], body)
+
+
 def lines(name: str, view: str, directory: Path) -> Iterable[str]:
     """The lines of a table and of where it comes from; a sweep has one for each temperature.
 
@@ -135,6 +162,10 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
             shown = turned(found) if len(found.rows) == 2 else found
             yield from (f"{found.title[0].upper()}{found.title[1:]}:", "")
             yield from (*table(shown.names, shown.rows), "")
+    elif name == "headline":
+        files = {name: read(name) for _, name, *_ in HEADLINE}
+        path, runs = RESULTS / "README.md", [run for file in files.values() for run in file["runs"]]
+        yield from (*headline(files), "")
     else:
         path, given = RESULTS / f"{name}.json", read(name)
         runs = given["runs"]
@@ -185,6 +216,8 @@ def draw(path: Path) -> None:
         axis.errorbar(nats, values[:, 0], ends, label=label, **style)
         for value, at, (height, *_) in own if len(own) > 1 else []:
             axis.annotate(value, (at, height), (9, -12), textcoords="offset points", fontsize=11)
+    # Room for what stands beside the last point.
+    axis.margins(x=0.1)
     axis.set_xlabel("nats lost per token", fontsize=13)
     axis.set_ylabel(f"tokens per step, {HEAT}", fontsize=13)
     axis.tick_params(labelsize=11)

@@ -78,12 +78,12 @@ KEPT = ("tokens", "steps", "ended", "weights", "drift", "repeated", "nll", "entr
 # With the formats of their numbers, and the tables that show them.
 COLUMNS: list[list[str | None]] = [
     ["rule", "", "gain text ends"],
-    ["prompts", "d", ""],
+    ["prompts", "d", "gain"],
     ["answers", "d", "ends"],
     ["tokens per step", ".2f", "gain"],
     ["tokens per step x strict", ".3f", "gain"],
     ["nats lost per token", ".4f", "gain"],
-    ["mean weight of a token", ".4f", "text"],
+    ["mean weight of a token", ".4f", "text ends"],
     ["drift", "+.4f", ""],
     ["NLL less entropy", "+.3f", "text"],
     ["NLL less strict's", "+.3f", "text"],
@@ -92,6 +92,7 @@ COLUMNS: list[list[str | None]] = [
     ["ended, %", ".1f", "ends"],
     ["ended less strict's, points", "+.1f", "text ends"],
     ["repeated 4-grams", ".3f", "text"],
+    ["repeated 4-grams less strict's", "+.3f", "text"],
 ]
 
 
@@ -309,7 +310,11 @@ def row(calls: Calls, base: Calls) -> list[Any]:
     mean = {
         name: float(np.mean([it[name] for it in own.values()])) for name in ("tokens", "points")
     }
-    steps, sampled = ["further", "steps"], calls[0]["temperature"] != 0
+    steps, repeated, sampled = (
+        ["further", "steps"],
+        ["repeated", "grams"],
+        calls[0]["temperature"] != 0,
+    )
     lost = round(sum(call["lost"] for call in calls) / tokens, 5)
     return [
         len(own),
@@ -326,7 +331,8 @@ def row(calls: Calls, base: Calls) -> list[Any]:
         cell(compared(ratio_of_means, own, strict, ["tokens", "one"])),
         round(mean["points"], 2),
         cell(compared(ratio_of_means, own, strict, ["points", "one"], np.subtract)),
-        cell(estimate(ratio_of_means, own, ["repeated", "grams"])),
+        cell(estimate(ratio_of_means, own, repeated)),
+        cell(compared(ratio_of_means, own, strict, repeated, np.subtract)),
     ]
 
 

@@ -3,7 +3,7 @@
 The rule is that of `rule`, which `rule_kernel` follows function by function (arXiv 2601.15498 for
 theta). Symbols: V vocabulary, B requests, R rows, S splits of a row.
 
-    top2_kernel      grid (R, S)       z1 with its id, z2, and sums of exponentials of each split
+    rows_kernel      grid (R, S)       z1 with its id, z2, and sums of exponentials of each split
     accept_kernel    grid (B,)         joins the splits of one request's rows, applies the rule,
                                        draws whether each draft token stays, emits and counts
     resample_kernel  grid (B, blocks)  draws the token behind the accepted drafts of a request
@@ -27,8 +27,8 @@ import torch
 import triton
 
 from vllm_mars.kernels.accept_kernel import accept_kernel
+from vllm_mars.kernels.rows import num_lanes, reduce_rows
 from vllm_mars.kernels.terms import Account, CounterLayout, Draws, Rule, Step, VerifyOutput
-from vllm_mars.kernels.top2 import num_lanes, reduce_rows
 
 # Small batches share variants: fewer than 8 positions cost no less.
 _MIN_POSITIONS = 8
@@ -109,7 +109,7 @@ def accept(
 def rule_arguments(
     step: Step, rule: Rule, blocked: torch.Tensor | None, draws: Draws | None
 ) -> dict[str, Any]:
-    """Launches `top2_kernel`; what the kernels that apply the rule take, as `accept` has it."""
+    """Launches `rows_kernel`; what the kernels that apply the rule take, as `accept` has it."""
     (num_rows, vocab), device = step.logits.shape, step.logits.device
     if blocked is None:
         blocked = torch.zeros(num_rows, dtype=torch.int8, device=device)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from vllm_mars.kernels.rows import RECORD_SIZE, kept_sums, log_sum_exp
 from vllm_mars.kernels.rule_kernel import (
     BEFORE,
     CLIPPED,
@@ -24,6 +25,7 @@ from vllm_mars.kernels.rule_kernel import (
     has_ended,
     is_small,
     load_float,
+    log_ratio,
     nearest_units,
     next_share,
     num_gainful,
@@ -34,7 +36,6 @@ from vllm_mars.kernels.rule_kernel import (
     units_of,
 )
 from vllm_mars.kernels.terms import DRAWN_SCALE, FIXED_SCALE, GREEDY_SCALE
-from vllm_mars.kernels.top2 import RECORD_SIZE, kept_sums, log_sum_exp
 
 # vLLM's `tl_rand32`, which draws the same numbers, is never 0 but this.
 _LEAST_DRAWN = tl.constexpr(4.6566127342e-10)
@@ -282,11 +283,10 @@ def accept_kernel(
                     )
                 verdict, loss, gained = decided.verdict, decided.loss, decided.gained
                 drift = nearest_units(decided.drift)
-                # What the rule accepts outright has an infinite bias.
-                ratio_accepted = decided.bias - decided.log_z
+                ratio_accepted = log_ratio(decided, True)
+                ratio_rejected = log_ratio(decided, False)
                 accepts = is_number & (log_p + ratio_accepted > tl.log(u))
-                ratio_accepted = tl.where(decided.bias == _INF, -log_p, ratio_accepted)
-                ratio_rejected = -decided.log_z
+                accepts = accepts | (verdict == RELAXED)
 
     stops = is_draft & (accepts == 0)
     accepted = tl.min(tl.where(stops, offset, length), axis=0)

@@ -28,6 +28,17 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from vllm_mars.kernels import clip
+from vllm_mars.kernels.rows import (
+    KEPT_CHUNK,
+    LOG2_E,
+    RECORD_SIZE,
+    kept_sums,
+    kept_tokens,
+    log_sum_exp,
+    num_kept,
+    reduce_splits,
+    unpack_value,
+)
 from vllm_mars.kernels.rule_kernel import (
     BEFORE,
     CLIPPED,
@@ -42,17 +53,6 @@ from vllm_mars.kernels.rule_kernel import (
     log_ratio_of_clipped,
 )
 from vllm_mars.kernels.terms import DRAWN_SCALE, Draws
-from vllm_mars.kernels.top2 import (
-    KEPT_CHUNK,
-    LOG2_E,
-    RECORD_SIZE,
-    kept_sums,
-    kept_tokens,
-    log_sum_exp,
-    num_kept,
-    reduce_splits,
-    unpack_value,
-)
 
 # What F(w) may be off by before the division by it.
 TOLERANCE = 1e-2
@@ -93,7 +93,7 @@ def _log_sum_exp(row_ptr, scale, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _log_shares(target_ptr, draft_ptr, row, token, mask):
+def _log_probabilities(target_ptr, draft_ptr, row, token, mask):
     """log2 p, and log2 q - log2 p, of tokens; of others a p of 0."""
     target_lse, scale, draft_lse = row
     target = tl.load(target_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
@@ -108,9 +108,9 @@ def _sums(log_p, ratio, low, high):
 
     To the sum of clipped p, to that which neither end clips, to KL, and to E[log p]; base 2.
     """
-    clipped = tl.maximum(tl.minimum(ratio, high), low)
-    share = libdevice.exp2(log_p + clipped)
-    return share, tl.where(clipped == ratio, share, 0.0), share * clipped, share * log_p
+    clipped = log_ratio_of_clipped(ratio, low, high, 0.0)
+    mass = libdevice.exp2(log_p + clipped)
+    return mass, tl.where(clipped == ratio, mass, 0.0), mass * clipped, mass * log_p
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_rows"], do_not_specialize_on_alignment=_UNALIGNED)
@@ -198,27 +198,29 @@ def clip_kernel(
             log_w = tl.log(w)
             lowest = log_w * LOG2_E
             highest = (log_w + price) * LOG2_E
-            all_shares = tl.zeros([BLOCK], tl.float32)
+            all_masses = tl.zeros([BLOCK], tl.float32)
             all_flats = tl.zeros([BLOCK], tl.float32)
             all_losses = tl.zeros([BLOCK], tl.float32)
             all_logs = tl.zeros([BLOCK], tl.float32)
             for start in range(0, vocab, BLOCK):
                 token = start + tl.arange(0, BLOCK)
-                log_p, ratio = _log_shares(target_ptr, draft_ptr, own_lse, token, token < vocab)
-                shares, flats, losses, logs = _sums(log_p, ratio, lowest, highest)
-                all_shares += shares
+                log_p, ratio = _log_probabilities(
+                    target_ptr, draft_ptr, own_lse, token, token < vocab
+                )
+                masses, flats, losses, logs = _sums(log_p, ratio, lowest, highest)
+                all_masses += masses
                 all_flats += flats
                 all_losses += losses
                 all_logs += logs
-            total = tl.sum(all_shares, axis=0)
+            total = tl.sum(all_masses, axis=0)
             flat = tl.sum(all_flats, axis=0)
             loss = tl.sum(all_losses, axis=0)
             logs_sum = tl.sum(all_logs, axis=0)
             for first in range(0, num_kept(protected), KEPT_CHUNK):
                 kept = kept_tokens(first, record_ptr, protected, vocab)
-                of_token = _log_shares(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
-                of_shares, of_flats, of_losses, of_logs = _sums(*of_token, lowest, highest)
-                total -= tl.sum(of_shares, axis=0)
+                of_token = _log_probabilities(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
+                of_masses, of_flats, of_losses, of_logs = _sums(*of_token, lowest, highest)
+                total -= tl.sum(of_masses, axis=0)
                 flat -= tl.sum(of_flats, axis=0)
                 loss -= tl.sum(of_losses, axis=0)
                 logs_sum -= tl.sum(of_logs, axis=0)
@@ -238,7 +240,7 @@ def clip_kernel(
     log_p = tl.load(partials.logit + own_row) - target_lse
     log_q = tl.load(draft_ptr + draft, mask=draft >= 0, other=float("-inf")).to(tl.float32)
     log_q = log_q / temperature - draft_lse
-    ratio = log_ratio_of_clipped(log_p, log_q, log_w, price, log_total)
+    ratio = log_ratio_of_clipped(log_q - log_p, log_w, log_w + price, log_total)
     ratio = tl.where(is_kept(draft, protected, record_ptr, vocab), 0.0, ratio)
     of_draft = log_p + ratio - log_q
     # Neither what was struck out, nor what the draft does not hold, nor what is no number.
@@ -259,7 +261,7 @@ def clip_kernel(
 def _residuals(log_p, ratio, own, reach):
     """max(p_i m - q, 0) of tokens, by log2 p_i."""
     lowest, highest, log_total = own
-    log_m = log_p + tl.maximum(tl.minimum(ratio, highest), lowest) - log_total
+    log_m = log_p + log_ratio_of_clipped(ratio, lowest, highest, log_total)
     return tl.maximum(libdevice.exp2(reach + log_m) - libdevice.exp2(log_p + ratio), 0.0)
 
 
@@ -314,7 +316,7 @@ def mass_kernel(
     draft_ptr = sampling.draft_logits + slot * draft_stride
     draft_ptr += place.to(tl.int64) * draft_step_stride
     token = block * BLOCK + tl.arange(0, BLOCK)
-    log_p, ratio = _log_shares(target_ptr, draft_ptr, own_lse, token, token < vocab)
+    log_p, ratio = _log_probabilities(target_ptr, draft_ptr, own_lse, token, token < vocab)
     mass = tl.sum(_residuals(log_p, ratio, own, reach * LOG2_E), axis=0)
     if block == 0:
         tl.store(clipped_ptr + BEFORE, reach)
@@ -323,7 +325,7 @@ def mass_kernel(
             record_ptr = records_ptr + slot * RECORD_SIZE
             for first in range(0, num_kept(protected), KEPT_CHUNK):
                 kept = kept_tokens(first, record_ptr, protected, vocab)
-                of_kept = _log_shares(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
+                of_kept = _log_probabilities(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
                 as_p = _residuals(*of_kept, (0.0, 0.0, 0.0), reach * LOG2_E)
                 as_m = _residuals(*of_kept, own, reach * LOG2_E)
                 mass += tl.sum(as_p - as_m, axis=0)

@@ -7,14 +7,17 @@ number of logits above a pivot, a draft token x is one of the two largest within
     x is not the argmax:  z[x] > t  and  larger(z[x]) <= 1      (z[x] is z2, or ties with z1)
     x is the argmax:      larger(t) >= 2                        (z1 and z2 are above t)
 
-so a step reads all rows once, for the argmax, and once more the candidate rows alone. float32
-logits are read in place; others are converted first. Where a request samples, their softmax is
-read as well; of drawn drafts only that of the rows which are reached.
+so a step reads the rows of greedy requests once, for the argmax, and once more the candidate rows
+alone. float32 logits are read in place; others are converted first.
+
+Where a request samples its rows are divided by the temperature and their softmax is found, one
+request at a time: those of a drawn draft up to the first token that was never drawn, all of one
+that is not drawn, for what the rule looks ahead to, and without a price those that are reached.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,66 +35,54 @@ from vllm_mars.kernels.terms import (
     Account,
     Column,
     CounterLayout,
-    Drafts,
-    Requests,
     Rule,
     RuleName,
+    Step,
     Verdict,
     VerifyOutput,
 )
 
 
-class Chance(Protocol):
-    """What decides where a request samples."""
+class Chance:
+    """How the requests of a step sample, and the random numbers that decide.
 
-    def accepts(self, position: int, probability: float) -> bool:
-        """Whether the draft token at a position stays that does so with this probability."""
-
-    def draws(self, place: int, weights: torch.Tensor) -> int:
-        """The token that comes instead, by its weight; float32 `[vocab]`, not all 0."""
-
-
-class Random(NamedTuple):
-    """Random numbers.
-
-    Attributes:
+    Args:
+        temperature: float32 `[batch]`; 0 is greedy. A row is divided by it when it is reached; 1
+            where that has been done.
         uniform: float64 `[num_draft]`, in [0, 1).
+        draft_probs: float32 `[num_draft, vocab]`, what drafts were drawn from; None if they were
+            not drawn.
         generators: of requests that have one of their own, by place in the batch.
         noise: `[vocab]`, the reciprocals of exponential random numbers that vLLM's sampler draws,
             by place, of requests that are to emit what it emits. Others take one number.
     """
 
-    uniform: np.ndarray
-    generators: Mapping[int, torch.Generator]
-    noise: Mapping[int, torch.Tensor]
+    def __init__(
+        self,
+        temperature: torch.Tensor,
+        uniform: np.ndarray,
+        draft_probs: torch.Tensor | None = None,
+        generators: Mapping[int, torch.Generator] | None = None,
+        noise: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        self.temperature = temperature
+        self.draft_probs = draft_probs
+        self._uniform = uniform
+        self._generators = generators or {}
+        self._noise = noise or {}
 
     def accepts(self, position: int, probability: float) -> bool:
-        """See `Chance`."""
-        return bool(probability > 0 and probability >= self.uniform[position])
+        """Whether the draft token at a position stays that does so with this probability."""
+        return bool(probability > 0 and probability >= self._uniform[position])
 
     def draws(self, place: int, weights: torch.Tensor) -> int:
-        """See `Chance`."""
-        if place in self.noise:
-            return int((weights * self.noise[place]).argmax())
+        """The token that comes instead, by its weight; float32 `[vocab]`, not all 0."""
+        if place in self._noise:
+            return int((weights * self._noise[place]).argmax())
         sums = weights.cumsum(0, dtype=torch.float64)
-        u = torch.rand((), dtype=torch.float64, generator=self.generators.get(place))
+        u = torch.rand((), dtype=torch.float64, generator=self._generators.get(place))
         # Below the whole sum, so that a token comes which adds to it. Not so of a NaN.
         return min(int(torch.searchsorted(sums, u * sums[-1], right=True)), len(sums) - 1)
-
-
-class Sampled(NamedTuple):
-    """How the requests of a step sample.
-
-    Attributes:
-        temperature: float32 `[batch]`; 0 is greedy. The logits have been divided by it.
-        chance: what decides.
-        draft_probs: float32 `[num_draft, vocab]`, what drafts were drawn from; None if they were
-            not drawn.
-    """
-
-    temperature: torch.Tensor
-    chance: Chance
-    draft_probs: torch.Tensor | None = None
 
 
 class Emitted(NamedTuple):
@@ -114,67 +105,78 @@ class Emitted(NamedTuple):
 
 
 def read_rows(
-    drafts: Drafts,
-    thresholds: np.ndarray,
-    ends: np.ndarray,
+    step: Step,
     rule: Rule,
-    blocked: Sequence[int] | None,
-    is_sampled: np.ndarray | None = None,
-) -> tuple[Rows, np.ndarray]:
-    """What the rule reads, and the argmax of each row of logits, int64 `[num_rows]`.
+    blocked: Sequence[int] | None = None,
+    temperature: Sequence[float] | None = None,
+    *,
+    with_bonus: bool = False,
+) -> Rows:
+    """What the rule reads, of all rows of a step; a bonus row has no draft token.
+
+    Of requests that sample by a price the logits are not looked at.
 
     Args:
-        drafts: the step's, without V2's layout.
-        thresholds: float32 `[num_draft]`, theta at each position.
-        ends: int64 `[num_draft, MOST_ENDS]`, the tokens that end the request of each position.
+        step: with float32 logits.
         rule: of the engine.
-        blocked: a `Verdict` at each position that must stay strict, else 0; or None.
-        is_sampled: bool `[num_draft]`, which positions are of requests that sample.
+        blocked: a `Verdict` at each row whose draft token must stay strict, else 0; or None.
+        temperature: of each request, see `Chance`; None if all are greedy.
+        with_bonus: whether to look for the first choice of the bonus rows, too.
     """
-    rows = drafts.logits.detach().float().numpy()
-    row_argmax = rows.argmax(axis=-1)
-    ids = drafts.draft_token_ids.numpy()
-    if drafts.target_rows is None:
-        target = np.arange(len(ids))
-    else:
-        target = drafts.target_rows.numpy()
-    argmax = row_argmax[target]
-    in_vocab = (ids >= 0) & (ids < rows.shape[1])
+    z, vocab = step.logits.numpy(), step.logits.shape[1]
+    counts = np.diff(step.cu_num_logits.numpy(), prepend=0)
+    of_rows = np.repeat(step.slots.numpy(), counts)
+    ends = step.records.ends.numpy()[of_rows]
+    thresholds = step.records.threshold.numpy()[of_rows]
+    ids = np.append(step.input_ids.numpy()[1:], -1)
+    is_bonus = np.zeros(len(ids), dtype=bool)
+    is_bonus[np.cumsum(counts) - 1] = True
+    ids[is_bonus] = -1
+    in_vocab = (ids >= 0) & (ids < vocab)
     safe = np.where(in_vocab, ids, 0)
-    first, logit = rows[target, argmax], rows[target, safe]
+    is_read = ~is_bonus | with_bonus
+    scales = np.zeros(len(ids), dtype=np.float32)
+    if temperature is not None:
+        scales = np.repeat(np.asarray(temperature, dtype=np.float32), counts)
+        if rule.name == "price":
+            is_read &= scales == 0
+    divisors = np.where(scales == 0, np.float32(1), scales)
+    read = np.flatnonzero(is_read)
+    # Row by row: indexing with the list would copy the rows, which costs more.
+    of_read = [z[i] if divisors[i] == 1 else z[i] / divisors[i] for i in read]
+    argmax = np.zeros(len(ids), dtype=np.int64)
+    argmax[read] = [row.argmax() for row in of_read]
+    first, logit = np.zeros((2, len(ids)), dtype=np.float32)
+    is_small = np.zeros(len(ids), dtype=bool)
     with np.errstate(invalid="ignore"):
+        first[read] = z[read, argmax[read]] / divisors[read]
+        logit[read] = z[read, safe[read]] / divisors[read]
         loss = first - logit
+        if rule.name != "price":
+            t, is_argmax = thresholds * first, safe == argmax
+            is_small = is_read & in_vocab & (logit > t) & ((thresholds == 1) | (first > 0))
+            is_small &= ~is_argmax | (scales != 0)
+            for i, row in zip(read, of_read, strict=True):
+                if is_small[i]:
+                    larger = np.count_nonzero(row > (t if is_argmax[i] else logit)[i])
+                    is_small[i] = larger >= 2 if is_argmax[i] else larger <= 1
         units = np.ceil(np.minimum(loss * np.float32(2**LOSS_BITS), np.float32(MOST_LOSS)))
         units = np.where(in_vocab & (loss == loss), units, 0)
-        is_small = np.zeros(len(ids), dtype=bool)
-        if rule.name != "price":
-            t = thresholds * first
-            is_small = in_vocab & (logit > t) & ((thresholds == 1) | (first > 0))
-            is_argmax = safe == argmax
-            if is_sampled is None:
-                is_small &= ~is_argmax
-            # Row by row: indexing with the list would copy the rows, which costs more.
-            for i in np.flatnonzero(is_small):
-                larger = np.count_nonzero(rows[target[i]] > (t if is_argmax[i] else logit)[i])
-                is_small[i] = larger >= 2 if is_argmax[i] else larger <= 1
     is_end = in_vocab & _is_among(safe, ends)
     is_kept, keeps_first = is_end, _is_among(argmax, ends)
     if rule.protected is not None:
         mask = rule.protected.mask.numpy()
         is_kept, keeps_first = is_kept | (in_vocab & mask[safe]), keeps_first | mask[argmax]
-    return (
-        Rows(
-            np.where(in_vocab, ids, np.where(ids == STRUCK, STRUCK, -1)).tolist(),
-            argmax.tolist(),
-            units.astype(np.int64).tolist(),
-            is_small.tolist(),
-            (in_vocab & (logit > -np.inf) & (first < np.inf)).tolist(),
-            is_end.tolist(),
-            is_kept.tolist(),
-            (in_vocab & keeps_first).tolist(),
-            [0] * len(ids) if blocked is None else blocked,
-        ),
-        row_argmax,
+    return Rows(
+        np.where(in_vocab, ids, np.where(ids == STRUCK, STRUCK, -1)).tolist(),
+        argmax.tolist(),
+        units.astype(np.int64).tolist(),
+        is_small.tolist(),
+        (in_vocab & (logit > -np.inf) & (first < np.inf)).tolist(),
+        is_end.tolist(),
+        is_kept.tolist(),
+        (in_vocab & keeps_first).tolist(),
+        [0] * len(ids) if blocked is None else blocked,
     )
 
 
@@ -185,38 +187,38 @@ def _is_among(token: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def read_probabilities(
-    rows: Rows, logits: torch.Tensor, begins: list[int], kept: list[torch.Tensor]
-) -> tuple[Rows, torch.Tensor]:
-    """Adds what the rule reads where requests sample, with drafts that are not drawn.
+    rows: Rows, row: int, z: torch.Tensor, p: torch.Tensor, kept: torch.Tensor
+) -> Rows:
+    """What the rule reads where a request samples, with drafts that are not drawn, from row on.
 
     Args:
         rows: of the step.
-        logits: float32 `[num_draft, vocab]`.
-        begins: where each request's draft begins, and behind the last one the end.
-        kept: of each request, int64 `[n]`, the tokens of S, each once.
-
-    Returns:
-        The rows, and the softmax of the logits.
+        row: the request's first one.
+        z: float32 `[n, vocab]`, its logits.
+        p: their softmax.
+        kept: int64 `[m]`, the tokens of S, each once.
     """
-    # torch's softmax takes a quarter of the time of NumPy's exponentials.
-    shares = logits.softmax(dim=-1)
-    p, z = shares.numpy(), logits.numpy()
-    at, draft = np.arange(len(p)), np.asarray(rows.draft, dtype=np.int64)
+    at = np.arange(len(z))
+    draft = np.asarray(rows.draft[row : row + len(z)], dtype=np.int64)
+    argmax = z.numpy().argmax(1)
     with np.errstate(invalid="ignore", divide="ignore"):
         # That of the first choice never underflows.
-        log_first = np.log(p[at, rows.argmax])
-        first = z[at, rows.argmax]
-        log_p = np.minimum(z[at, np.maximum(draft, 0)] - first + log_first, 0.0)
-        entropy = [_entropy(*of) for of in zip(p, z, first, log_first, strict=True)]
+        log_first = np.log(p.numpy()[at, argmax])
+        first = z.numpy()[at, argmax]
+        log_p = np.minimum(z.numpy()[at, np.maximum(draft, 0)] - first + log_first, 0.0)
+        entropy = [_entropy(*of) for of in zip(p.numpy(), z.numpy(), first, log_first, strict=True)]
     log_p[draft < 0] = -math.inf
-    rest, rest_entropy = [], []
-    for begin, end, own in zip(begins[:-1], begins[1:], kept, strict=True):
-        of_kept = shares[begin:end, own].double()
-        rest += (1 - of_kept.sum(1)).clamp(min=0).tolist()
-        rest_entropy += torch.special.entr(of_kept).sum(1).tolist()
-    rest_entropy = [whole - part for whole, part in zip(entropy, rest_entropy, strict=True)]
-    sums = {"rest": rest, "entropy": entropy, "rest_entropy": rest_entropy}
-    return rows._replace(log_p=log_p.tolist(), **sums), shares
+    of_kept = p[:, kept].double()
+    rest = (1 - of_kept.sum(1)).clamp(min=0).tolist()
+    parts = torch.special.entr(of_kept).sum(1).tolist()
+    rest_entropy = [whole - part for whole, part in zip(entropy, parts, strict=True)]
+    before = [0.0] * row
+    return rows._replace(
+        log_p=before + log_p.tolist(),
+        rest=before + rest,
+        entropy=before + entropy,
+        rest_entropy=before + rest_entropy,
+    )
 
 
 def _entropy(p: np.ndarray, logits: np.ndarray, first: float, log_first: float) -> float:
@@ -227,102 +229,82 @@ def _entropy(p: np.ndarray, logits: np.ndarray, first: float, log_first: float) 
 
 
 def accept(
-    drafts: Drafts,
-    requests: Requests,
+    step: Step,
     rule: Rule,
     blocked: Sequence[int] | None = None,
     account: Account | None = None,
-    sampled: Sampled | None = None,
+    chance: Chance | None = None,
+    bonus: torch.Tensor | None = None,
 ) -> VerifyOutput:
     """Verifies a step; what its requests lose is added to their records.
 
     Args:
-        drafts: the step's; where requests sample, with processed float32 logits, a row for each
-            draft token in order.
-        requests: of the step.
+        step: its logits are processed but for the temperature.
         rule: of the engine.
-        blocked: a `Verdict` at each position that must stay strict, else 0; or None.
+        blocked: a `Verdict` at each row whose draft token must stay strict, else 0; or None.
         account: where the step is counted.
-        sampled: how the requests sample; None if all are greedy.
+        chance: what decides where requests sample; None if all are greedy.
+        bonus: what follows the draft of each request if all of it is accepted, `[batch]` or
+            `[batch, 1]`; None, where all are greedy, for the first choice of the row behind it.
     """
-    begins = [0, *drafts.cu_num_draft_tokens.tolist()]
-    batch, lengths, slots = len(begins) - 1, np.diff(begins), requests.slots.long()
-    thresholds = requests.records.threshold[slots].numpy()
-    ends = requests.records.ends[slots].numpy()
-    is_sampled, samples = None, [False] * batch
-    if sampled is not None:
-        samples = (sampled.temperature != 0).tolist()
-        is_sampled = np.repeat(samples, lengths)
-    of_positions = thresholds.repeat(lengths), ends.repeat(lengths, axis=0)
-    rows, row_argmax = read_rows(drafts, *of_positions, rule, blocked, is_sampled)
-    kept = [_kept(rule, own, drafts.logits.shape[1]) for own in ends] if any(samples) else []
-    draft_probs = None if sampled is None else sampled.draft_probs
-    if any(samples) and draft_probs is None:
-        rows, shares = read_probabilities(rows, drafts.logits, begins, kept)
-    bonus: list[int] | None = None
-    if drafts.bonus_rows is not None:
-        bonus = row_argmax[drafts.bonus_rows.numpy()].tolist()
-    elif drafts.bonus_token_ids is not None:
-        bonus = drafts.bonus_token_ids.reshape(-1).tolist()
-    tokens = np.full((batch, drafts.num_speculative_tokens + 1), -1, dtype=np.int32)
+    step = step._replace(logits=step.logits.detach().float())
+    slots, width = step.slots.tolist(), step.num_speculative_tokens
+    begins, batch = [0, *step.cu_num_logits.tolist()], len(slots)
+    temperature = [0.0] * batch if chance is None else chance.temperature.tolist()
+    rows = read_rows(step, rule, blocked, temperature, with_bonus=bonus is None)
+    records = step.records
+    followers = None if bonus is None else bonus.reshape(-1).tolist()
+    tokens = np.full((batch, width + 1), -1, dtype=np.int32)
     summary = np.zeros((3, batch), dtype=np.int64)
-    layout = CounterLayout(drafts.num_speculative_tokens)
-    for place, allowed in enumerate(_allowances(requests, ends, samples, draft_probs)):
-        begin, end = begins[place : place + 2]
-        own = rows, begin, end, allowed
-        if sampled is None or not samples[place]:
-            emitted = _greedy(*own, rule.name)
-        elif draft_probs is None:
-            emitted = _fixed(*own, rule.name, shares, kept[place], place, sampled.chance)
+    layout, is_drawn = CounterLayout(width), chance is not None and chance.draft_probs is not None
+    for place, allowed in enumerate(allowances(step, temperature, is_drawn)):
+        begin, end = begins[place], begins[place + 1] - 1
+        is_greedy = chance is None or not temperature[place]
+        if chance is None or is_greedy:
+            emitted = _greedy(rows, begin, end, allowed, rule.name)
         else:
-            of_drafts = drafts.logits, draft_probs
-            emitted = _drawn(*own, *of_drafts, kept[place], place, sampled.chance)
+            own = SampledDraft(step, rule, chance, place, begin, end)
+            emitted = (_drawn if is_drawn else _fixed)(rows, allowed, rule.name, own)
         accepted = emitted.accepted
         tokens[place, :accepted] = rows.draft[begin : begin + accepted]
         if emitted.token is not None:
             tokens[place, accepted] = emitted.token
-        elif bonus is not None:
-            tokens[place, accepted] = bonus[place]
+        elif followers is None:
+            tokens[place, accepted] = rows.argmax[end]
+        else:
+            tokens[place, accepted] = followers[place]
         # What lies behind the answer's end is no part of it.
         most = definition.num_gainful(rows, begin, end, allowed) + 1
         most = 0 if allowed.has_ended else most
         counted = emitted._replace(positions=emitted.positions[:most], gained=emitted.gained[:most])
-        drafted = rows.draft[begin:end]
-        num_relaxed, lost, drift = _write_down(
-            counted, drafted, not samples[place], place, requests, account, layout
-        )
-        if samples[place] and draft_probs is not None:
-            share = float(requests.records.draft_share[slots[place]])
-            share = definition.next_share(share, drift, rule.share_gain)
-            requests.records.draft_share[slots[place]] = share
+        drafted, slot = rows.draft[begin:end], slots[place]
+        num_relaxed, lost, drift = _write_down(counted, drafted, is_greedy, place, account, layout)
+        if lost:
+            records.lost[slot] += lost
+        if is_drawn and not is_greedy:
+            share = float(records.draft_share[slot])
+            records.draft_share[slot] = definition.next_share(share, drift, rule.share_gain)
         summary[:, place] = accepted + 1, num_relaxed, lost
     emitted_, relaxed_, lost_ = torch.from_numpy(summary)
     return VerifyOutput(torch.from_numpy(tokens), emitted_.int(), relaxed_.int(), lost_)
 
 
-def _kept(rule: Rule, ends: np.ndarray, vocab: int) -> torch.Tensor:
-    """The tokens that keep their probability in a request, each once; int64."""
-    own = {token for token in ends.tolist() if 0 <= token < vocab}
-    if rule.protected is not None:
-        own.update(rule.protected.ids.tolist())
-    return torch.tensor(sorted(own - {-1}), dtype=torch.int64)
-
-
-def _allowances(
-    requests: Requests,
-    ends: np.ndarray,
-    samples: list[bool],
-    draft_probs: torch.Tensor | None,
+def allowances(
+    step: Step, temperature: Sequence[float], is_drawn: bool = False
 ) -> Iterator[Allowance]:
+    """What each request of a step may pay and lose."""
+    slots = step.slots.long()
     columns = [Column.PRICE, Column.RATE, Column.LOST, Column.MOST_TOKENS]
-    own = requests.records.table[requests.slots.long()][:, columns].tolist()
-    scale = FIXED_SCALE if draft_probs is None else DRAWN_SCALE
-    at = zip(requests.produced.tolist(), requests.last.tolist(), ends.tolist(), strict=True)
-    for record, (produced, last, own_ends), is_sampled in zip(own, at, samples, strict=True):
-        price, rate, lost, most_tokens = record
-        of_price = scale if is_sampled else GREEDY_SCALE
-        found = Allowance.of(price, rate, lost, produced, most_tokens, of_price)
-        is_end = produced > 0 and last >= 0 and last in own_ends
+    own = step.records.table[slots][:, columns].tolist()
+    produced = (step.total_len[slots] - step.prompt_len[slots]).tolist()
+    inputs = step.input_ids.tolist()
+    last = [inputs[first] for first in [0, *step.cu_num_logits.tolist()[:-1]]] if own else []
+    ends = step.records.ends[slots].tolist()
+    scale = DRAWN_SCALE if is_drawn else FIXED_SCALE
+    for place, (price, rate, lost, most_tokens) in enumerate(own):
+        of_price = scale if temperature[place] else GREEDY_SCALE
+        found = Allowance.of(price, rate, lost, produced[place], most_tokens, of_price)
+        is_end = produced[place] > 0 and last[place] >= 0 and last[place] in ends[place]
         yield found._replace(has_ended=found.has_ended or is_end)
 
 
@@ -337,71 +319,125 @@ def _greedy(rows: Rows, begin: int, end: int, allowed: Allowance, name: RuleName
     return Emitted(len(verdicts), None, positions)
 
 
-def _fixed(
-    rows: Rows,
-    begin: int,
-    end: int,
-    allowed: Allowance,
-    name: RuleName,
-    p: torch.Tensor,
-    kept: torch.Tensor,
-    place: int,
-    chance: Chance,
-) -> Emitted:
+# By width, and kept: to get new memory for rows takes as long as to read them.
+_BUFFERS: dict[int, torch.Tensor] = {}
+
+
+def _buffers(num_rows: int, vocab: int) -> torch.Tensor:
+    """Rows to write to; float32 `[num_rows, vocab]`, the same ones for each call."""
+    found = _BUFFERS.get(vocab)
+    if found is None or len(found) < num_rows:
+        found = _BUFFERS[vocab] = torch.empty(num_rows, vocab)
+    return found[:num_rows]
+
+
+class SampledDraft:
+    """The draft of a request that samples, and its rows.
+
+    Args:
+        step: with float32 logits.
+        rule: of the engine.
+        chance: what decides.
+        place: of the request in the batch.
+        begin, end: its first row, and its bonus row.
+
+    Attributes:
+        z: float32 `[n, vocab]`, the rows, once they are read divided by the temperature.
+        p: likewise, their softmax.
+        q: likewise, what a draft was drawn from, or None.
+        kept: int64 `[m]`, the tokens that keep their probability, each once.
+        buffers: float32 `[3 + n, vocab]`, to be written.
+    """
+
+    def __init__(
+        self, step: Step, rule: Rule, chance: Chance, place: int, begin: int, end: int
+    ) -> None:
+        self.begin, self.end = begin, end
+        length, vocab = end - begin, step.logits.shape[1]
+        self._temperature = float(chance.temperature[place])
+        self._place, self._chance = place, chance
+        # The draft tokens of a step have no bonus rows between them.
+        self._first = begin - place
+        self._logits = step.logits[begin:end]
+        self.q = None
+        if chance.draft_probs is not None:
+            self.q = chance.draft_probs[self._first : self._first + length]
+        buffers = _buffers(3 + 3 * length, vocab)
+        self.buffers, self.p, z = buffers.tensor_split([3 + length, 3 + 2 * length])
+        self.z = self._logits if self._temperature == 1 else z
+        ends = step.records.ends[int(step.slots[place])].tolist()
+        own = {token for token in ends if token < vocab}
+        if rule.protected is not None:
+            own.update(rule.protected.ids.tolist())
+        self.kept = torch.tensor(sorted(own - {-1}), dtype=torch.int64)
+
+    def read(self, rows: slice) -> None:
+        """Finds z and p of rows."""
+        if self._temperature != 1:
+            torch.div(self._logits[rows], self._temperature, out=self.z[rows])
+        torch.softmax(self.z[rows], dim=-1, out=self.p[rows])
+
+    def accepts(self, offset: int, probability: float) -> bool:
+        """Whether a draft token stays that does so with this probability."""
+        return self._chance.accepts(self._first + offset, probability)
+
+    def draws(self, weights: torch.Tensor) -> int:
+        """The token that comes instead, by its weight."""
+        return self._chance.draws(self._place, weights)
+
+
+def _fixed(rows: Rows, allowed: Allowance, name: RuleName, own: SampledDraft) -> Emitted:
+    begin, end, p = own.begin, own.end, own.p
+    is_strict = name == "price" and not allowed.price
+    if not is_strict:
+        own.read(slice(None))
+        rows = read_probabilities(rows, begin, own.z, p, own.kept)
     positions = definition.sampled(rows, begin, end, name, allowed)
     log_ratios: list[float] = []
     for offset, position in enumerate(positions):
         i = begin + offset
-        draft, log_z = rows.draft[i], position.log_z
+        draft, ratio = rows.draft[i], definition.log_ratio(position, is_draft=True)
+        if is_strict:
+            own.read(slice(offset, offset + 1))
         # What is strict compares vLLM's own number.
-        accepted = float(p[i, draft]) if draft >= 0 else 0.0
+        accepted = float(p[offset, draft]) if draft >= 0 else 0.0
         if position.bias:
-            accepted = math.exp(min(rows.log_p[i] + position.bias - log_z, 0.0))
-        if position.verdict == Verdict.RELAXED:
-            accepted, position = 1.0, position._replace(bias=0.0)
-        if chance.accepts(i, accepted):
-            log_ratios.append(position.bias - log_z)
+            accepted = math.exp(min(rows.log_p[i] + ratio, 0.0))
+        if own.accepts(offset, accepted):
+            log_ratios.append(ratio)
             continue
-        weights = p[i]
+        weights = p[offset]
         if draft >= 0:
             weights[draft] = 0.0
-        if log_z:
+        if position.bias:
             # Not kept tokens times Z, which may be too large for a number.
-            of_kept = weights[kept]
-            weights *= math.exp(-log_z)
-            weights[kept] = of_kept
+            of_kept = weights[own.kept]
+            weights *= math.exp(definition.log_ratio(position, is_draft=False))
+            weights[own.kept] = of_kept
         # Only rounding leaves nothing to draw from.
-        token = chance.draws(place, weights) if weights.any() or draft < 0 else draft
-        ratio = position.bias - log_z if token == draft else -log_z
-        log_ratios.append(0.0 if token in kept else ratio)
+        token = own.draws(weights) if weights.any() or draft < 0 else draft
+        is_kept = token in own.kept
+        log_ratios.append(definition.log_ratio(position, token == draft, is_kept))
         return Emitted(offset, token, positions[: offset + 1], log_ratios)
     return Emitted(end - begin, None, positions, [*log_ratios, 0.0])
 
 
-def _drawn(
-    rows: Rows,
-    begin: int,
-    end: int,
-    allowed: Allowance,
-    logits: torch.Tensor,
-    draft_probs: torch.Tensor,
-    kept: torch.Tensor,
-    place: int,
-    chance: Chance,
-) -> Emitted:
+def _drawn(rows: Rows, allowed: Allowance, _: RuleName, own: SampledDraft) -> Emitted:
+    begin, end, q = own.begin, own.end, own.q
+    assert q is not None
     prices = definition.drawn_prices(rows, begin, end, allowed)
     gainful = definition.num_gainful(rows, begin, end, allowed)
     drafts = rows.draft[begin:end]
     # A token that was never drawn ends the draft.
     length = next((i for i, draft in enumerate(drafts) if draft == -1), end - begin)
-    logits, q = logits[begin:end], draft_probs[begin:end]
-    buffers = _buffers(3 + 2 * length, logits)
-    p = torch.softmax(logits[:length], dim=-1, out=buffers[3 : 3 + length])
+    # Nothing is looked at behind it, but that a token is drawn there.
+    own.read(slice(length + 1))
+    z, p, buffers = own.z, own.p, own.buffers
     served, reaches, gained = [], [], []
     reach = strict = 1.0
     for i in range(length):
-        out = buffers[3 + length + i]
-        of_row = clip_row(logits[i], p[i], q[i], prices[i], kept, out, buffers[:3])
+        out = buffers[3 + i]
+        of_row = clip_row(z[i], p[i], q[i], prices[i], own.kept, out, buffers[:3])
         at_draft = (p[i], of_row.m, q[i])
         of_p, of_m, of_q = (float(it[drafts[i]]) if drafts[i] >= 0 else 0.0 for it in at_draft)
         reach, strict = definition.reach(reach, of_m, of_q), definition.reach(strict, of_p, of_q)
@@ -417,23 +453,24 @@ def _drawn(
     accepted = 0
     for i in range(length, 0, -1):
         # h is at most p.
-        if not chance.accepts(begin + i - 1, reaches[i - 1]):
+        if not own.accepts(i - 1, reaches[i - 1]):
             continue
         h = reaches[i - 1]
         if i < length:
             h = definition.stays(h, float(residual(i).sum()))
-        if chance.accepts(begin + i - 1, h):
+        if own.accepts(i - 1, h):
             accepted = i
             break
     token: int | None = None
     if accepted < length:
         weights = residual(accepted)
-        token = drafts[accepted] if drafts[accepted] >= 0 else rows.argmax[begin + accepted]
         # Only rounding leaves nothing to draw from.
         if weights.any():
-            token = chance.draws(place, weights)
+            token = own.draws(weights)
+        else:
+            token = drafts[accepted] if drafts[accepted] >= 0 else int(z[accepted].argmax())
     elif length < end - begin:
-        token = chance.draws(place, logits[length].softmax(dim=-1))
+        token = own.draws(p[length])
     positions: list[Position] = []
     log_ratios: list[float] = []
     for i in range(min(accepted + 1, end - begin)):
@@ -449,24 +486,11 @@ def _drawn(
         emitted = drafts[i] if i < accepted else token
         ratio = float(served[i].m[emitted] / p[i, emitted])
         # Of a row that holds a NaN any token may come.
-        is_told = 0 < ratio < math.inf and emitted not in kept
+        is_told = 0 < ratio < math.inf and emitted not in own.kept
         log_ratios.append(math.log(ratio) if is_told else 0.0)
     if accepted == length:
         log_ratios.append(0.0)
     return Emitted(accepted, token, positions, log_ratios, gained)
-
-
-# By width, and kept: to get new memory for rows takes as long as to read them.
-_BUFFERS: dict[int, torch.Tensor] = {}
-
-
-def _buffers(num_rows: int, like: torch.Tensor) -> torch.Tensor:
-    """Rows to write to; float32 `[num_rows, vocab]`, the same ones for each call."""
-    vocab = like.shape[1]
-    found = _BUFFERS.get(vocab)
-    if found is None or len(found) < num_rows:
-        found = _BUFFERS[vocab] = like.new_empty(num_rows, vocab)
-    return found[:num_rows]
 
 
 def _write_down(
@@ -474,11 +498,10 @@ def _write_down(
     draft: Sequence[int],
     is_greedy: bool,
     place: int,
-    requests: Requests,
     account: Account | None,
     layout: CounterLayout,
 ) -> tuple[int, int, int]:
-    """Counts a request's step and takes its losses off; returns relaxed tokens, loss and drift."""
+    """Counts a request's step; returns relaxed tokens, loss and drift."""
     num_relaxed = lost = drift_up = drift_down = 0
     gained = sum(emitted.gained)
     table = None if account is None or account.table is None else account.table[place]
@@ -513,6 +536,4 @@ def _write_down(
         counts[layout.gained] += gained
         counts[layout.drift_up] += drift_up
         counts[layout.drift_down] += drift_down
-    if lost:
-        requests.records.lost[requests.slots[place]] += lost
     return num_relaxed, lost, drift_up - drift_down

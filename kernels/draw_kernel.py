@@ -15,8 +15,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
+from vllm_mars.kernels.rows import RECORD_SIZE
 from vllm_mars.kernels.rule_kernel import BEFORE, CLIPPED, is_kept, log_ratio_of_clipped
-from vllm_mars.kernels.top2 import RECORD_SIZE
 
 # The alignment of these would multiply the compiled variants and gain nothing.
 _UNALIGNED = [
@@ -34,10 +34,10 @@ def _log_probabilities(
     log_p = logits - tl.load(clipped_ptr + 3)
     draft = tl.load(draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
     log_q = draft / temperature - tl.load(clipped_ptr + 4)
+    log_w = tl.load(clipped_ptr)
     price = tl.load(clipped_ptr + 1)
-    ratio = log_ratio_of_clipped(
-        log_p, log_q, tl.load(clipped_ptr), price, tl.load(clipped_ptr + 2)
-    )
+    log_total = tl.load(clipped_ptr + 2)
+    ratio = log_ratio_of_clipped(log_q - log_p, log_w, log_w + price, log_total)
     # Without a price m is p.
     if price > 0:
         ratio = tl.where(is_kept(token, protected, record_ptr, vocab), 0.0, ratio)
@@ -106,14 +106,15 @@ def resample_kernel(
             own = clipped_ptr, draft_ptr, token, mask, drawn_at
             log_m, _, log_q = _log_probabilities(logits, protected, record_ptr, vocab, *own)
             log_m += tl.load(clipped_ptr + BEFORE, mask=place > 0, other=0.0)
-            share = tl.exp(log_q - log_m)
-            rest = log_m + libdevice.log1p(-share)
-            logits = tl.where(share < 1.0, rest, float("-inf")).to(tl.float32)
+            of_draft = tl.exp(log_q - log_m)
+            residual = log_m + libdevice.log1p(-of_draft)
+            logits = tl.where(of_draft < 1.0, residual, float("-inf")).to(tl.float32)
     else:
         logits = tl.where(token != rejected, logits, float("-inf"))
-        log_z = -tl.load(table_ptr)
-        if log_z > 0.0:
-            logits += tl.where(is_kept(token, protected, record_ptr, vocab), log_z, 0.0)
+        # Of each token here that is not kept.
+        ratio = tl.load(table_ptr)
+        if ratio < 0.0:
+            logits -= tl.where(is_kept(token, protected, record_ptr, vocab), ratio, 0.0)
     value, index = gumbel_noised_argmax(
         logits,
         token,

@@ -173,7 +173,7 @@ class Position(NamedTuple):
         verdict: RELAXED where the draft token is accepted outright, NONE where the draw decides,
             else why the rule was not applied.
         bias: b, what is added to the draft token's logit; infinity where it is accepted outright.
-        log_z: V with this b.
+        log_z: log Z with this b; where the draft token is accepted outright its log p.
         loss: in units of 2**-LOSS_BITS nats.
         gained: what the rule adds to the probability of acceptance, in those units.
         drift: in those units, rounded to the nearest.
@@ -229,7 +229,12 @@ def greedy(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance)
 
 
 def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance) -> list[Position]:
-    """What is decided at the positions of a draft, not drawn, of a request that samples."""
+    """What is decided at the positions of a draft, not drawn, of a request that samples.
+
+    Without a price the probabilities are not read.
+    """
+    if name == "price" and not allowed.price:
+        return [Position(Verdict.NONE)] * (end - begin)
     # Behind these positions nothing can be gained.
     gainful = num_gainful(rows, begin, end, allowed)
     reasons = [rows.forbids(i, looks_at_first=name == "theta") for i in range(begin, end)]
@@ -271,6 +276,18 @@ def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance
         lost += position.loss
         positions.append(position)
     return positions
+
+
+def log_ratio(position: Position, is_draft: bool, is_kept: bool = False) -> float:
+    """log m - log p of a token at a position of a draft that is not drawn.
+
+    Of one that is drawn see `clip`.
+    """
+    if is_kept:
+        return 0.0
+    # Where the draft token is accepted outright, log Z is its log p.
+    bias = position.bias if is_draft and position.verdict != Verdict.RELAXED else 0.0
+    return bias - position.log_z
 
 
 def log_partition(log_p: float, rest: float, bias: float) -> float:
@@ -325,8 +342,8 @@ def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[f
     that their losses, each at most price**2 / 8, fit whichever of them are reached.
     """
     useful = min(end - begin, allowed.room)
-    share = max(allowed.at(0), 0) // max(useful, 1)
-    price = min(allowed.price * _UNIT, math.sqrt(8 * share * _UNIT) * (1 - 2**-20))
+    each = max(allowed.at(0), 0) // max(useful, 1)
+    price = min(allowed.price * _UNIT, math.sqrt(8 * each * _UNIT) * (1 - 2**-20))
     return [price if i < begin + useful and not rows.blocked[i] else 0.0 for i in range(begin, end)]
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from vllm_mars.kernels.rows import ENDS, FIRST_END, reduce_splits, unpack_id, unpack_value
 from vllm_mars.kernels.terms import (
     BURST_TOKENS,
     LEAST_SHARE,
@@ -26,7 +27,6 @@ from vllm_mars.kernels.terms import (
     Column,
     Verdict,
 )
-from vllm_mars.kernels.top2 import ENDS, FIRST_END, reduce_splits, unpack_id, unpack_value
 
 PAYABLE = tl.constexpr(int(Verdict.PAYABLE))
 RELAXED = tl.constexpr(int(Verdict.RELAXED))
@@ -383,12 +383,25 @@ def drawn_price(most, price, useful):
 
     What may be lost is shared by the positions at which something can be gained.
     """
-    share = tl.maximum(most, 0) // tl.maximum(useful, 1)
-    cap = tl.sqrt(8.0 * share.to(tl.float32) * UNIT) * _CAUTION
+    each = tl.maximum(most, 0) // tl.maximum(useful, 1)
+    cap = tl.sqrt(8.0 * each.to(tl.float32) * UNIT) * _CAUTION
     return tl.minimum(price.to(tl.float32) * UNIT, cap)
 
 
 @triton.jit
-def log_ratio_of_clipped(log_p, log_q, log_w, price, log_total):
-    """log m - log p of tokens, none kept, of a row that `clip_kernel` has read; see `clip`."""
-    return tl.minimum(tl.maximum(log_q - log_p, log_w), log_w + price) - log_total
+def log_ratio(decided, IS_DRAFT: tl.constexpr):
+    """log m - log p of a token, not kept, at each position of a fixed draft."""
+    ratio = -decided.log_z
+    if IS_DRAFT:
+        # Where the draft token is accepted outright, log Z is its log p.
+        ratio += tl.where(decided.verdict == RELAXED, 0.0, decided.bias)
+    return ratio
+
+
+@triton.jit
+def log_ratio_of_clipped(ratio, low, high, log_total):
+    """log m - log p of tokens, not kept, of a row that `clip_kernel` reads; see `clip`.
+
+    To any base, by log q - log p; `low` is log w, `high` that and the price.
+    """
+    return tl.minimum(tl.maximum(ratio, low), high) - log_total

@@ -33,8 +33,8 @@ LEAST_SHARE, MOST_SHARE = 0.5, 1.25
 NO_BOUND = 1 << 40
 NO_LIMIT = 1 << 61
 
-# Added to the state of a request (see `vllm_mars.runner.context`) for each token that its opening,
-# which is strict, still has.
+# Added to the state of a request (see `vllm_mars.runner.strictness`) for each token that its
+# opening, which is strict, still has.
 OPENING = 1 << 9
 # What a token marks: see `Markers`.
 OPENS, THINKING_END, CLOSES = 31, 32, 6
@@ -154,7 +154,7 @@ class Column(enum.IntEnum):
     THRESHOLD: theta, as the bits of a float32; not read with a price.
     DRAFT_SHARE: likewise the share of the request's temperature that its drafts are drawn at. A
         step moves it: see `rule.next_share`.
-    STATE: of `vllm_mars.runner.context`, after the first SCANNED tokens.
+    STATE: of `vllm_mars.runner.strictness`, after the first SCANNED tokens.
     BEGUN: that after the prompt.
     SCANNED: tokens of prompt and output that the state has taken in.
     HELD: tokens up to which the ring of the guard has been filled; it begins at the prompt's end.
@@ -235,57 +235,16 @@ def float_bits(value: float) -> int:
     return int(np.float32(value).view(np.uint32))
 
 
-class Requests(NamedTuple):
-    """The requests of a step, in torch.
-
-    Attributes:
-        records: of all slots.
-        slots: int32 or int64 `[batch]`, the slot of each request.
-        produced: int32 `[batch]`, output tokens before this step.
-        last: `[batch]`, the last of them, or -1.
-    """
-
-    records: Records
-    slots: torch.Tensor
-    produced: torch.Tensor
-    last: torch.Tensor
-
-
-class Drafts(NamedTuple):
-    """The draft tokens of a step and the target logits to verify them with, in torch.
-
-    Attributes:
-        logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride.
-        draft_token_ids: `[num_draft]` int32 or int64; outside [0, vocab) is padding, but where
-            drafts are drawn STRUCK.
-        cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the drafts' lengths.
-        target_rows: `[num_draft]` int32 or int64, the row of each position, or None for the first
-            rows in order.
-        bonus_token_ids: `[batch]` or `[batch, 1]` int32 or int64, what follows a draft of which all
-            is accepted; or None.
-        bonus_rows: `[batch]` int32 or int64, rows whose argmax is that; or None.
-        num_speculative_tokens: K, the longest draft of a request, or more, which sets the width of
-            what is emitted.
-    """
-
-    logits: torch.Tensor
-    draft_token_ids: torch.Tensor
-    cu_num_draft_tokens: torch.Tensor
-    target_rows: torch.Tensor | None = None
-    bonus_token_ids: torch.Tensor | None = None
-    bonus_rows: torch.Tensor | None = None
-    num_speculative_tokens: int = 0
-
-
 class Step(NamedTuple):
-    """A step as the kernels take it, in the layout of vLLM's Model Runner V2.
+    """A step as every backend takes it, in the layout of vLLM's Model Runner V2.
 
     A request's rows are those of its draft tokens, then its bonus row.
 
     Attributes:
         logits: `[num_rows, vocab]` float32, bfloat16 or float16, any row stride.
         input_ids: `[num_rows]` int32 or int64, the model's input tokens: a row's draft token is the
-            next entry; outside [0, vocab) is padding, but where drafts are drawn STRUCK.
+            next entry; outside [0, vocab) is padding, but where drafts are drawn STRUCK. That of a
+            request's first row is the last token before the step, or -1.
         cu_num_logits: `[batch]` int32, inclusive prefix sum of the requests' rows.
         records: of all slots.
         slots: int32 or int64 `[batch]`, the slot of each request.
@@ -306,7 +265,7 @@ class Step(NamedTuple):
 
 
 class Markers(NamedTuple):
-    """What `vllm_mars.runner.context` walks by, on a device.
+    """What `vllm_mars.runner.strictness` walks by, on a device.
 
     Attributes:
         table: int64 `[largest marker + 1]`, what a token marks: among OPENS the number of the span

@@ -11,11 +11,9 @@ from vllm_mars.kernels.terms import (
     STRUCK,
     Account,
     CounterLayout,
-    Drafts,
     Draws,
     Protected,
     Records,
-    Requests,
     Rule,
     Sampling,
     Step,
@@ -106,31 +104,19 @@ class Call:
         self.has_table = rng.random() < 0.6
         self.temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], self.batch)).float()
 
-    def requests(self) -> Requests:
-        """As on V1; what a step changes is its own."""
-        records = Records(self.records.table.clone())
-        return Requests(records, self.slots, self.produced, self.last)
-
     def account(self) -> Account:
         table = torch.full((self.batch, 2, LONGEST + 1), -7.0) if self.has_table else None
         return Account(torch.zeros(CounterLayout(LONGEST).size, dtype=torch.int64), table)
 
-    def drafts(self) -> Drafts:
-        """As on V1, with the rows by index."""
-        rows, bonus = self.rows.int(), self.is_bonus.nonzero().squeeze(1)
-        given = self.logits, self.ids, self.ends, rows
-        return Drafts(*given, bonus_rows=bonus, num_speculative_tokens=LONGEST)
-
     def step(self) -> tuple[Step, torch.Tensor | None]:
-        """As on V2, and what blocks its rows."""
+        """The step, whose records are its own, and what blocks its rows."""
         inputs = torch.empty(len(self.logits), dtype=torch.int32)
         inputs[self.is_bonus.roll(1)] = self.last
         inputs[self.rows + 1] = self.ids
         ends = (torch.tensor(self.lengths) + 1).cumsum(0).int()
         total = torch.zeros_like(self.records.lost, dtype=torch.int32) + 3
         total[self.slots.long()] += self.produced
-        prompt, requests = torch.full_like(total, 3), self.requests()
-        own = requests.records, self.slots, total, prompt
+        own = Records(self.records.table.clone()), self.slots, total, torch.full_like(total, 3)
         blocked = None
         if self.blocked is not None:
             blocked = torch.zeros(len(self.logits), dtype=torch.int8)
@@ -159,22 +145,21 @@ def draws_of(call: Call, drawn_at: float = 0.0) -> Draws:
 
 
 def sampled_step(call: Call, is_drawn: bool) -> tuple:
-    """The drafts for a CPU and their probabilities; for the kernels the step, what blocks it, and
-    the draws."""
-    logits, q = call.logits[call.rows].float(), None
-    drafts = Drafts(logits, call.ids, call.ends, num_speculative_tokens=LONGEST)
-    draws = draws_of(call, 0.8 * is_drawn)
+    """The probabilities of the drafts for a CPU, the step, what blocks it, and the draws."""
+    draws, q = draws_of(call, 0.8 * is_drawn), None
     if is_drawn:
         of = draws.sampling
         slots, places = draws.row_slots[call.rows].long(), draws.row_places[call.rows].long()
         q = (of.draft_logits[slots, places] / of.drawn_at[slots, None]).softmax(-1)
-    return drafts, q, *call.step(), draws
+    return q, *call.step(), draws
 
 
-class Replay:
-    """Decides as it was decided before: see `cpu.Chance`."""
+class Replay(cpu.Chance):
+    """Decides as it was decided before."""
 
-    def __init__(self, call: Call, tokens: torch.Tensor) -> None:
+    def __init__(self, call: Call, tokens: torch.Tensor, q: torch.Tensor | None) -> None:
+        # The logits have been divided.
+        super().__init__(call.temperature.sign(), np.zeros(0), q)
         accepted = (tokens >= 0).sum(1) - 1
         offsets = (torch.arange(length) for length in call.lengths)
         self.accepted = torch.cat([own < n for own, n in zip(offsets, accepted, strict=True)])
@@ -187,18 +172,23 @@ class Replay:
         return self.behind[place]
 
 
-def written_down(call: Call, drafts: Drafts, q: torch.Tensor | None, tokens: torch.Tensor) -> tuple:
+def on_cpu(call: Call, account: Account, chance: cpu.Chance | None = None) -> tuple:
+    """What a CPU emits of the call, and the records behind it."""
+    step, blocked = call.step()
+    reasons = None if blocked is None else blocked.tolist()
+    bonus = None if chance is None else torch.zeros(call.batch)
+    return cpu.accept(step, call.rule, reasons, account, chance, bonus), step.records
+
+
+def written_down(call: Call, q: torch.Tensor | None, tokens: torch.Tensor) -> tuple:
     """What a CPU writes down of a sampled step that emits the tokens.
 
     Its account, and of the records what was lost and what drafts are drawn at.
     """
-    account, requests = call.account(), call.requests()
-    sampled = cpu.Sampled(call.temperature, Replay(call, tokens), q)
-    drafts = drafts._replace(bonus_token_ids=torch.zeros(call.batch))
-    output = cpu.accept(drafts, requests, call.rule, call.blocked, account, sampled)
-    behind = output.output_token_ids >= 0
-    assert torch.equal(behind, tokens >= 0)
-    return account, requests.records.lost, requests.records.draft_share
+    account = call.account()
+    output, records = on_cpu(call, account, Replay(call, tokens, q))
+    assert torch.equal(output.output_token_ids >= 0, tokens >= 0)
+    return account, records.lost, records.draft_share
 
 
 def same(found: Account, expected: Account, atol: float = 0.0) -> None:

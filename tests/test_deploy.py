@@ -91,13 +91,15 @@ def test_prometheus_finds_the_server_and_grafana_finds_both():
 
 # What a server counts in each minute, of 1,000 tokens in 50 answers; the rest as it is.
 HEALTHY = {"lost_nats": 25, "drift_up_nats": 30, "gained_acceptance": 5, "relaxable_positions": 50}
-HEALTHY |= {"up": 1}
+HEALTHY |= {"verified_positions": 60, "up": 1}
+# Nine requests in ten are strict.
+MIXED = {"verified_positions": 1000, "relaxable_positions": 100}
 
 
 def series_of(prefix, labels, what):
     """Two hours of a server, as promtool writes series."""
     what = HEALTHY | what
-    counters = {f"mars_{name}": what[name] for name in list(HEALTHY)[:4]}
+    counters = {f"mars_{name}": what[name] for name in HEALTHY if name != "up"}
     counters |= {"generation_tokens": 1000, "request_success": 50, "mars_drift_down_nats": 5}
     values = {
         f"{prefix}{name}_total": f"0+{value}x120" for name, value in counters.items() if value
@@ -131,13 +133,17 @@ def test_an_alert_names_the_one_server_of_ten(tmp_path, prefix, label):
     no_gain = {"gained_acceptance": 0}
     cases = [
         ({}, None),
-        # Allowed are 0.02 nats of 1,000 tokens, and of 100 more for each of 50 answers: 120.
+        # Allowed are 0.02 nats of 5/6 of 1,000 tokens, and of 100 more for each of 50 answers: 117.
         ({"lost_nats": 140}, "MarsLossAboveBound"),
         ({"drift_up_nats": 60}, "MarsTextDrifts"),
+        # What is strict dilutes neither: allowed are 102 nats, and 7 are 0.07 of each lossy token.
+        (MIXED | {"lost_nats": 115, "drift_up_nats": 6}, "MarsLossAboveBound"),
+        (MIXED | {"drift_up_nats": 12}, "MarsTextDrifts"),
+        (MIXED | {"drift_up_nats": 6}, None),
         (no_gain, "MarsGainsNothing"),
-        (no_gain | {"relaxable_positions": 10}, None),
+        (no_gain | {"verified_positions": 10, "relaxable_positions": 10}, None),
         # All of its requests are strict.
-        (no_gain | {"relaxable_positions": 0}, None),
+        (no_gain | {"relaxable_positions": 0, "lost_nats": 0, "drift_up_nats": 0}, None),
         ({"up": 0}, "MarsServerDown"),
     ]
     tests = [ten_servers(prefix, label, *case) for case in cases]

@@ -9,10 +9,8 @@ from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_PRICE_UNITS,
     NO_BOUND,
-    Drafts,
     Protected,
     Records,
-    Requests,
     Rule,
     RuleName,
     Step,
@@ -158,17 +156,16 @@ def verify_greedy(
     places = torch.arange(ids.shape[0], dtype=torch.int32, device=device)
     rows = places + torch.searchsorted(ends, places, right=True)
     none = torch.zeros_like(slots)
-    if device.type == "cpu":
-        from vllm_mars.kernels import cpu
-
-        drafts = Drafts(logits, ids, ends, rows, None, ends + slots, max_draft_len)
-        return cpu.accept(drafts, Requests(records, slots, none, none - 1), rule)
-    from vllm_mars.kernels import accept
-
     # The input of a request's first row is no draft token.
     inputs = ids.new_full((logits.shape[0],), -1)
     inputs[rows + 1] = ids
     step = Step(logits, inputs, ends + slots + 1, records, slots, none, none, max_draft_len)
+    if device.type == "cpu":
+        from vllm_mars.kernels import cpu
+
+        return cpu.accept(step, rule)
+    from vllm_mars.kernels import accept
+
     output = accept.accept(step, rule)
     return output._replace(output_token_ids=output.output_token_ids.int())
 

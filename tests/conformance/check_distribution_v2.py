@@ -52,7 +52,7 @@ def test_v2(monkeypatch, is_drawn, name):
     sampler = step.sampler(case.config, protected=case.protected)
     # To compile for a first step is counted, too.
     sampler._is_warm = True
-    sampler.drawn_at = torch.full((len(requests) + 2,), SHARE)
+    sampler.drawn_at = lambda: torch.full((len(requests) + 2,), SHARE)
     lost = sampler.requests._records.lost
     lost[step.states] = case.lost
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})

@@ -25,9 +25,9 @@ from steps_v2 import Request, Step, emitted, random_step
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import accept_kernel
 from vllm_mars.kernels.terms import Column, Verdict, loss_rate, most_lost
-from vllm_mars.runner.context import AnswerNgrams
 from vllm_mars.runner.draft_temperature import scale_v2
 from vllm_mars.runner.requests_v2 import RequestsV2
+from vllm_mars.runner.strictness import AnswerNgrams
 
 STRICT = [MarsConfig(theta=1.0), MarsConfig(price=0.0)]
 

@@ -29,7 +29,7 @@ def test_v1(monkeypatch, is_drawn, seed, name):
     # What strict requests draw with, of fixed drafts; and in the place of one number all others.
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, **_: self.copy_(batch.noise))
     draws = lambda _, place, weights: int((weights / batch.noise[place]).argmax())  # noqa: E731
-    monkeypatch.setattr(cpu.Random, "draws", draws)
+    monkeypatch.setattr(cpu.Chance, "draws", draws)
     # Of vLLM's, for the bonus token.
     draw = lambda logits, _: (logits.softmax(-1) / batch.noise).argmax(-1)  # noqa: E731
     monkeypatch.setattr(torch.ops._C, "fused_gumbel_argmax", draw)

@@ -11,9 +11,9 @@ from calls import LONGEST, Call, close, sampled_step, written_down
 from vllm_mars import MarsConfig, verify_greedy
 from vllm_mars.kernels import accept, clip_kernel, terms
 from vllm_mars.kernels.clip import TOLERANCE
-from vllm_mars.kernels.context import blocked_positions, new_ring
+from vllm_mars.kernels.strictness import blocked_positions, new_ring
 from vllm_mars.kernels.terms import Verdict
-from vllm_mars.runner.context import AnswerNgrams, Sections
+from vllm_mars.runner.strictness import AnswerNgrams, Sections
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -87,7 +87,7 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
     rule, accepted = "theta" if name == "theta" else "price", 0
     for number in range(10):
         call = Call(number, rule, True, 49_152, dtype)
-        drafts, q, given, blocked, draws = sampled_step(call, name == "drawn")
+        q, given, blocked, draws = sampled_step(call, name == "drawn")
         drawn, own_rule, blocked = (to(DEVICE, value) for value in (draws, call.rule, blocked))
         # The first one compiles.
         for mode in ("default", "error"):
@@ -99,7 +99,7 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
                 torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(step.logits.cpu().nan_to_num(), given.logits.nan_to_num())
         accepted += int(output.num_accepted.sum())
-        wanted, lost, shares = written_down(call, drafts, q, output.output_token_ids.cpu())
+        wanted, lost, shares = written_down(call, q, output.output_token_ids.cpu())
         # Counted in units that float32 rounds.
         close(to("cpu", found), wanted, 100 * LONGEST, 1e-3)
         torch.testing.assert_close(step.records.draft_share.cpu(), shares, rtol=0, atol=1e-3)
@@ -165,7 +165,7 @@ def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
         3,
     )
     state = sections.advance(0, answer)
-    reasons = sections.blocked([state], draft, [len(draft)])
+    reasons = sections.blocked(state, draft)
     repeats = AnswerNgrams(3, samples=temperature > 0).repeated(answer, draft)
     expected = [a or Verdict.REPEAT * b for a, b in zip(reasons, repeats, strict=True)]
     assert found[:-1].tolist() == expected

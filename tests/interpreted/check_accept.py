@@ -10,8 +10,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from calls import CPU, LONGEST, Call, close, draws_of, same, sampled_step, written_down
-from vllm_mars.kernels import accept, clip_kernel, context, cpu, top2
+from calls import CPU, LONGEST, Call, close, draws_of, on_cpu, same, sampled_step, written_down
+from vllm_mars.kernels import accept, clip_kernel, rows, strictness
 from vllm_mars.kernels.clip import TOLERANCE
 from vllm_mars.kernels.rule_kernel import integer_root
 from vllm_mars.kernels.terms import (
@@ -28,7 +28,7 @@ from vllm_mars.kernels.terms import (
 
 def test_the_kernels_are_interpreted():
     """Here, and in the other files of checks, which run in this process."""
-    for module in (accept, clip_kernel, context, top2):
+    for module in (accept, clip_kernel, strictness, rows):
         kernels = [value for name, value in vars(module).items() if name.endswith("_kernel")]
         assert kernels and all(isinstance(kernel, InterpretedFunction) for kernel in kernels)
 
@@ -38,8 +38,7 @@ def test_the_kernels_are_interpreted():
 def test_greedy_steps_equal_those_of_a_cpu(name, count):
     for number in range(count):
         call = Call(number, name)
-        wanted, mine = call.account(), call.requests()
-        expected = cpu.accept(call.drafts(), mine, call.rule, call.blocked, wanted)
+        expected, mine = on_cpu(call, wanted := call.account())
         found, (step, blocked) = call.account(), call.step()
         output = accept.accept(step, call.rule, blocked, found)
         assert torch.equal(output.output_token_ids, expected.output_token_ids.long()), number
@@ -47,7 +46,7 @@ def test_greedy_steps_equal_those_of_a_cpu(name, count):
         assert torch.equal(output.num_relaxed, expected.num_relaxed)
         assert torch.equal(output.lost, expected.lost)
         same(found, wanted)
-        assert torch.equal(step.records.lost, mine.records.lost)
+        assert torch.equal(step.records.lost, mine.lost)
         # Without an account nothing is counted.
         plain = accept.accept(call.step()[0], call.rule, blocked)
         assert torch.equal(plain.output_token_ids, output.output_token_ids)
@@ -61,12 +60,12 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
     accepted = moved = 0
     for number in range(count):
         call = Call(number, "theta" if name == "theta" else "price", sampled=True)
-        drafts, q, step, blocked, draws = sampled_step(call, name == "drawn")
+        q, step, blocked, draws = sampled_step(call, name == "drawn")
         before, found = step.logits.clone(), call.account()
         output = accept.accept(step, call.rule, blocked, found, draws)
         assert torch.equal(step.logits.nan_to_num(), before.nan_to_num())
         accepted += int(output.num_accepted.sum())
-        wanted, lost, shares = written_down(call, drafts, q, output.output_token_ids)
+        wanted, lost, shares = written_down(call, q, output.output_token_ids)
         close(found, wanted, 20 * LONGEST, 1e-4)
         assert (step.records.lost - lost).abs().max() <= 3 * LONGEST, number
         torch.testing.assert_close(step.records.draft_share, shares, rtol=0, atol=1e-4)
@@ -106,7 +105,7 @@ def test_large_vocabulary():
     ids = torch.tensor([0, 3, vocab - 1, -1], dtype=torch.int32)
     step = Step(logits, ids, one + 4, records, one, one, one, 3)
     rule = Rule("theta", Protected.of(mask, CPU))
-    partials, splits = top2.reduce_rows(step, rule, draws)
+    partials, splits = rows.reduce_rows(step, rule, draws)
     mask[-1] = True
     assert partials.logit[:4].tolist() == [logits[0, 3], logits[1, -1], -math.inf, -math.inf]
     largest, kept, kept_moments = partials.kept[:12].view(4, 3).double().T

@@ -12,7 +12,8 @@ import triton.language as tl
 import vllm.v1.worker.gpu.sample.gumbel
 
 from compiled import TARGETS, compile_for, launches
-from vllm_mars.kernels import accept, context, top2
+from vllm_mars.kernels import accept, strictness
+from vllm_mars.kernels.rows import reduce_rows
 from vllm_mars.kernels.terms import Draws, Markers, Protected, Records, Rule, Sampling, Step
 
 # The others are compiled at night.
@@ -40,7 +41,7 @@ def step(logits=None, most=5):
 
 
 def read(name, logits):
-    top2.reduce_rows(step(logits), Rule(name, PROTECTED))
+    reduce_rows(step(logits), Rule(name, PROTECTED))
 
 
 def verify(name, sampling=None, most=5):
@@ -50,8 +51,8 @@ def verify(name, sampling=None, most=5):
 
 def look():
     markers = Markers(ONE.long(), opening=8)
-    ring = context.new_ring(1, ONE.device)
-    context.blocked_positions(ring, ids(1, 9), step(), torch.ones(1), markers, 4, fills=True)
+    ring = strictness.new_ring(1, ONE.device)
+    strictness.blocked_positions(ring, ids(1, 9), step(), torch.ones(1), markers, 4, fills=True)
 
 
 def call(function, *arguments, **options):
@@ -62,12 +63,12 @@ def call(function, *arguments, **options):
 # call launches is another variant.
 VARIANTS = {
     **{
-        f"top2_kernel, {dtype}": call(read, "theta", rows(dtype))
+        f"rows_kernel, {dtype}": call(read, "theta", rows(dtype))
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     },
-    "top2_kernel, z1 alone": call(read, "price", rows()),
-    "top2_kernel, sums": call(verify, "price", SAMPLING),
-    "top2_kernel, odd stride": call(read, "theta", rows(stride=ODD_STRIDE)),
+    "rows_kernel, z1 alone": call(read, "price", rows()),
+    "rows_kernel, sums": call(verify, "price", SAMPLING),
+    "rows_kernel, odd stride": call(read, "theta", rows(stride=ODD_STRIDE)),
     "accept_kernel, theta": call(verify, "theta"),
     "accept_kernel, price": call(verify, "price"),
     "accept_kernel, sampled theta": call(verify, "theta", SAMPLING),
@@ -83,11 +84,11 @@ VARIANTS = {
     "mass_kernel": call(verify, "price", DRAWN),
     "resample_kernel": call(verify, "price", SAMPLING),
     "resample_kernel, drawn": call(verify, "price", DRAWN),
-    "context_kernel": call(look),
+    "strictness_kernel": call(look),
 }
 # How many times a kernel goes through a row, by the beginning of a variant's name, the longest one.
 PASSES = {
-    "top2_kernel": 1,
+    "rows_kernel": 1,
     # The draft alone, then it and the target.
     "clip_kernel": 3,
     "mass_kernel": 2,
@@ -126,7 +127,7 @@ def test_compiled_code(variant, target):
         threads = launch.kwargs["num_warps"] * TARGETS[target].warp_size
         least = passes[-1] * (block // threads // 16)
         assert found.wide_loads >= least, "a row must be read in 16-byte loads"
-    if name == "top2_kernel" and "odd stride" not in variant:
+    if name == "rows_kernel" and "odd stride" not in variant:
         # 8 warps of 40 registers leave room for six programs on a multiprocessor, of 64, which the
         # sums of exponentials take, for four; on a CDNA 3 unit 64 are the most with which it holds
         # as many waves as it can.

@@ -4,7 +4,7 @@ import pytest
 
 from interpreter import run_checks
 
-NAMES = ("accept", "clip", "context")
+NAMES = ("accept", "clip", "strictness")
 CHECKS = [f"interpreted/check_{name}.py" for name in NAMES]
 
 

@@ -16,7 +16,7 @@ import workload
 from engines import counters, engine_in_process
 from promise import check_promise
 from vllm_mars import MarsConfig
-from vllm_mars.runner.context import AnswerNgrams, Sections
+from vllm_mars.runner.strictness import AnswerNgrams, Sections
 
 pytestmark = pytest.mark.engine
 

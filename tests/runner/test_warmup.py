@@ -13,10 +13,10 @@ from triton.runtime import JITFunction
 
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import accept
-from vllm_mars.kernels.context import blocked_positions, new_ring
+from vllm_mars.kernels.strictness import blocked_positions, new_ring
 from vllm_mars.kernels.terms import Draws, Records, Sampling, Step
-from vllm_mars.runner.context import Sections
 from vllm_mars.runner.counters import CounterLayout, Counters
+from vllm_mars.runner.strictness import Sections
 from vllm_mars.runner.verification import Verification
 from vllm_mars.runner.warmup import warm_up
 

@@ -1,7 +1,7 @@
 """The markers of strict spans and of the thinking's end, as token ids; in the front end.
 
 A user may write a marker as text, or leave it to the server's tool parser or reasoning parser. The
-workers, which walk the answers (`vllm_mars.runner.context`), know ids alone.
+workers, which walk the answers (`vllm_mars.runner.strictness`), know ids alone.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.config import TOOL_PARSER_KEY, MarsConfig, Span, Token, shown
-from vllm_mars.runner.context import MOST_SPANS
+from vllm_mars.runner.strictness import MOST_SPANS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -145,7 +145,7 @@ def _check_drawn(config: MarsConfig) -> None:
     if config.rule != "price":
         raise ValueError(
             f"{OPTION[config.rule]}={config.value:g} and draft_sample_method='probabilistic' do "
-            "not go together: what this rule loses on such drafts has no closed form; give "
+            "not go together: what this rule loses on such drafts is not counted; give "
             "mars_price or mars_max_loss instead, or drop draft_sample_method."
         )
 

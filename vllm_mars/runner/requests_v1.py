@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm import SamplingParams
@@ -10,10 +9,10 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Column, Drafts, Records, Requests, RuleName, Verdict
+from vllm_mars.kernels.terms import Column, Records, RuleName, Step, Verdict
 from vllm_mars.requests import RequestOptions, options_of
-from vllm_mars.runner.context import AnswerNgrams, Sections
 from vllm_mars.runner.records import record_of
+from vllm_mars.runner.strictness import AnswerNgrams, Sections
 
 
 @dataclass
@@ -90,6 +89,8 @@ class RequestsV1(LogitsProcessor):
         self._nobody.slot = max_num_reqs
         self._write(self._nobody)
         self._slots = torch.full((max_num_reqs,), max_num_reqs)
+        # By slot.
+        self._produced = torch.zeros(max_num_reqs + 1, dtype=torch.int32)
         self._has_returns = False
 
     def is_argmax_invariant(self) -> bool:
@@ -148,28 +149,51 @@ class RequestsV1(LogitsProcessor):
     def _of_place(self, place: int) -> _Request:
         return self._requests.get(place, self._nobody)
 
-    def step(self, drafts: Drafts) -> tuple[Requests, Any]:
-        """The first requests as they are before a step, and where their drafts must stay strict.
+    def step(
+        self,
+        logits: torch.Tensor,
+        drafts: Sequence[Sequence[int]],
+        num_speculative_tokens: int,
+    ) -> tuple[Step, list[int] | None]:
+        """A step of the first requests as they are before it, and where it must stay strict.
 
         Args:
-            drafts: of these requests; the logits are not read.
+            logits: `[num_rows, vocab]`, of each request a row for each draft token and one behind.
+            drafts: the draft tokens of each request.
+            num_speculative_tokens: see `Step`.
 
         Returns:
-            The requests, and a `Verdict` at each position that must stay strict, else 0; None where
-            none must.
+            The step, and a `Verdict` at each row that must stay strict, else 0; None where none
+            must.
         """
-        batch = drafts.cu_num_draft_tokens.shape[0]
+        batch = len(drafts)
         requests = [self._of_place(place) for place in range(batch)]
         for request in requests:
             if request.scanned > len(request.output):
                 # A failed load of the KV cache took tokens back.
                 request.state = self._sections.begin(request.prompt)
                 request.scanned = 0
-        has_context = self._sections or self._config.repeat_ngram
-        produced = torch.tensor([len(request.output) for request in requests])
-        last = torch.tensor([request.output[-1] if request.output else -1 for request in requests])
-        blocked = self._blocked(requests, drafts) if has_context else None
-        return Requests(self._records, self._slots[:batch], produced, last), blocked
+        looks_at_tokens = self._sections or self._config.repeat_ngram
+        slots = self._slots[:batch]
+        self._produced[slots] = torch.tensor(
+            [len(request.output) for request in requests], dtype=torch.int32
+        )
+        inputs: list[int] = []
+        ends: list[int] = []
+        for request, own in zip(requests, drafts, strict=True):
+            inputs += [request.output[-1] if request.output else -1, *own]
+            ends.append(len(inputs))
+        step = Step(
+            logits,
+            torch.tensor(inputs),
+            torch.tensor(ends, dtype=torch.int32),
+            self._records,
+            slots,
+            self._produced,
+            torch.zeros_like(self._produced),
+            num_speculative_tokens,
+        )
+        return step, self._blocked(requests, drafts) if looks_at_tokens else None
 
     def draft_shares(self, batch: int) -> torch.Tensor:
         """What drafts of the first `batch` requests are drawn at; float32 `[batch]`."""
@@ -192,20 +216,18 @@ class RequestsV1(LogitsProcessor):
         places = range(batch)
         return {place: ids[place] for place in places if self._of_place(place).options.wants_return}
 
-    def _blocked(self, requests: list[_Request], drafts: Drafts) -> list[int]:
-        drafted, ends = drafts.draft_token_ids.tolist(), drafts.cu_num_draft_tokens.tolist()
+    def _blocked(self, requests: list[_Request], drafts: Sequence[Sequence[int]]) -> list[int]:
         for request in requests:
             if self._sections:
                 tokens = request.output[request.scanned :]
                 request.state = self._sections.advance(request.state, tokens)
                 request.scanned += len(tokens)
-        states = [request.state for request in requests]
-        reasons = list(self._sections.blocked(states, drafted, ends))
-        begin = 0
-        for request, end in zip(requests, ends, strict=True):
+        reasons: list[int] = []
+        for request, own in zip(requests, drafts, strict=True):
+            found = list(self._sections.blocked(request.state, own))
             if self._config.repeat_ngram:
-                repeats = request.ngrams.repeated(request.output, drafted[begin:end])
-                for position, is_repeat in enumerate(repeats, start=begin):
-                    reasons[position] = reasons[position] or Verdict.REPEAT * is_repeat
-            begin = end
+                repeats = request.ngrams.repeated(request.output, own)
+                found = [it or Verdict.REPEAT * new for it, new in zip(found, repeats, strict=True)]
+            # Nothing blocks the bonus row.
+            reasons += [*found, 0]
         return reasons

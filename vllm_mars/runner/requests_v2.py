@@ -12,8 +12,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import Column, Markers, Records, Step
 from vllm_mars.requests import options_of
-from vllm_mars.runner.context import LOOKED_AT, Sections
 from vllm_mars.runner.records import record_of
+from vllm_mars.runner.strictness import LOOKED_AT, Sections
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -85,7 +85,7 @@ class RequestsV2(LogitsProcessor):
 
     @cached_property
     def _ring(self) -> torch.Tensor:
-        from vllm_mars.kernels.context import new_ring
+        from vllm_mars.kernels.strictness import new_ring
 
         ring: torch.Tensor = new_ring(self._req_states.max_num_reqs, self._req_states.device)
         return ring
@@ -191,7 +191,7 @@ class RequestsV2(LogitsProcessor):
         step = Step(logits, input_ids, cu_num_logits, *own, num_speculative_tokens)
         if not self._may_block:
             return step, None
-        from vllm_mars.kernels.context import blocked_positions
+        from vllm_mars.kernels.strictness import blocked_positions
 
         guard = self._config.repeat_ngram, self.fills
         blocked = blocked_positions(

@@ -19,8 +19,8 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
 from vllm_mars.kernels import cpu
-from vllm_mars.kernels.cpu import Sampled
-from vllm_mars.kernels.terms import STRUCK, CounterLayout, Drafts
+from vllm_mars.kernels.cpu import Chance
+from vllm_mars.kernels.terms import STRUCK, CounterLayout
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.cut_prompts import spare_cut_prompts
@@ -87,16 +87,10 @@ class MarsRejectionSampler(RejectionSampler):
             vLLM's SamplerOutput: `sampled_token_ids` is `[batch, max_spec_len + 1]` int32, -1 after
             the last emitted token.
         """
-        if takes_raw_logits(sampling_metadata):
-            drafts = Drafts(
-                logits,
-                metadata.draft_token_ids,
-                metadata.cu_num_draft_tokens,
-                target_rows=metadata.target_logits_indices,
-                bonus_rows=metadata.bonus_logits_indices,
-                num_speculative_tokens=self.verification.num_speculative_tokens,
-            )
-            output_token_ids, _ = self._verify(drafts, metadata.max_spec_len)
+        is_greedy = sampling_metadata.all_greedy
+        leaves_rows = leaves_logits(sampling_metadata)
+        if leaves_rows and is_greedy:
+            output_token_ids, _ = self._verify(metadata, logits)
             return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=None)
         named = sampling_metadata.logprob_token_ids
         wants_logprobs = sampling_metadata.max_num_logprobs is not None or bool(named)
@@ -113,35 +107,27 @@ class MarsRejectionSampler(RejectionSampler):
                 "processed_logits" if self.is_processed_logprobs_mode else "raw_logits"
             ),
         )
-        raw = logits[metadata.target_logits_indices].to(torch.float32)
-        # The processors write in place, and only raw logprobs need the logits as they were.
-        keep_raw = wants_logprobs and not self.is_processed_logprobs_mode
-        processed = raw.clone() if keep_raw else raw
-        processed = self.apply_logits_processors(processed, sampling_metadata, metadata)
-        processed = constrain(processed, metadata.num_draft_tokens, sampling_metadata)
-        ids = metadata.draft_token_ids
-        drafts = Drafts(
-            processed,
-            ids if draft_probs is None else ids.masked_fill(ids < 0, STRUCK),
-            metadata.cu_num_draft_tokens,
-            bonus_token_ids=bonus.sampled_token_ids,
-            num_speculative_tokens=self.verification.num_speculative_tokens,
-        )
-        sampled = None
-        if not sampling_metadata.all_greedy:
-            is_drawn = draft_probs is not None
-            chance = self._random(metadata, sampling_metadata, processed.shape[1], is_drawn)
-            sampled = Sampled(sampling_metadata.temperature, chance, draft_probs)
-        output_token_ids, table = self._verify(drafts, metadata.max_spec_len, sampled)
+        rows = raw = logits
+        temperature = None if is_greedy else sampling_metadata.temperature
+        if not leaves_rows:
+            processed = logits[metadata.target_logits_indices].to(torch.float32)
+            processed = self.apply_logits_processors(processed, sampling_metadata, metadata)
+            processed = constrain(processed, metadata.num_draft_tokens, sampling_metadata)
+            temperature = None if temperature is None else temperature.sign()
+            rows = torch.empty_like(logits, dtype=torch.float32)
+            rows[metadata.target_logits_indices] = processed
+        chance = None
+        if temperature is not None:
+            own = metadata, sampling_metadata, rows.shape[1], draft_probs
+            chance = self._chance(temperature, *own)
+        output_token_ids, table = self._verify(metadata, rows, chance, bonus.sampled_token_ids)
         logprobs = None
         if wants_logprobs:
             ratios = None
-            if sampled is not None and self.verification.config.logprobs == "sampled":
-                ratios = log_ratios(table, sampling_metadata.temperature)
-            rows = torch.empty_like(logits, dtype=torch.float32)
-            rows[metadata.target_logits_indices] = (
-                processed if self.is_processed_logprobs_mode else raw
-            )
+            if chance is not None and self.verification.config.logprobs == "sampled":
+                ratios = log_ratios(table, chance.temperature)
+            if not self.is_processed_logprobs_mode:
+                rows = raw.to(torch.float32, copy=True)
             rows[metadata.bonus_logits_indices] = bonus.logprobs_tensors.logprobs.float()
             begins = metadata.cu_num_sampled_tokens.roll(1)
             begins[0] = 0
@@ -193,23 +179,32 @@ class MarsRejectionSampler(RejectionSampler):
         return found._replace(logprob_token_ids=ids, logprobs=values)
 
     def _verify(
-        self, drafts: Drafts, max_spec_len: int, sampled: Sampled | None = None
-    ) -> tuple[Any, Any]:
-        """The tokens of a step, and what is written down of them: see `Account`."""
-        verification, batch = self.verification, drafts.cu_num_draft_tokens.shape[0]
-        requests, blocked = self.requests.step(drafts)
-        account = verification.account(batch, drafts.logits.device, self.requests.returns(batch))
-        rule = verification.rule(drafts.logits)
-        output = cpu.accept(drafts, requests, rule, blocked, account, sampled)
-        return output.output_token_ids[:, : max_spec_len + 1].contiguous(), account.table
-
-    def _random(
         self,
+        metadata: SpecDecodeMetadata,
+        logits: torch.Tensor,
+        chance: Chance | None = None,
+        bonus: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """The tokens of a step, and what is written down of them: see `Account`."""
+        verification, ids = self.verification, metadata.draft_token_ids
+        batch = len(metadata.num_draft_tokens)
+        if chance is not None and chance.draft_probs is not None:
+            ids = ids.masked_fill(ids < 0, STRUCK)
+        drafts = [own.tolist() for own in ids.split(metadata.num_draft_tokens)]
+        step, blocked = self.requests.step(logits, drafts, verification.num_speculative_tokens)
+        account = verification.account(batch, logits.device, self.requests.returns(batch))
+        output = cpu.accept(step, verification.rule(logits), blocked, account, chance, bonus)
+        tokens = output.output_token_ids[:, : metadata.max_spec_len + 1].contiguous()
+        return tokens, account.table
+
+    def _chance(
+        self,
+        temperature: torch.Tensor,
         metadata: SpecDecodeMetadata,
         sampling_metadata: SamplingMetadata,
         vocab: int,
-        is_drawn: bool,
-    ) -> cpu.Random:
+        draft_probs: torch.Tensor | None,
+    ) -> Chance:
         """The random numbers of a step.
 
         Those of strict requests with fixed drafts are drawn as vLLM's own `rejection_sample` draws
@@ -221,14 +216,14 @@ class MarsRejectionSampler(RejectionSampler):
         uniform = generate_uniform_probs(sum(lengths), lengths, generators, device)
         noise: dict[int, torch.Tensor] = {}
         is_strict = self.requests.is_strict(len(lengths), self.verification.config.rule)
-        if not is_drawn and (is_strict & (sampling_metadata.temperature != 0)).any():
+        if draft_probs is None and (is_strict & (temperature != 0)).any():
             dtype = torch.float64 if self.use_fp64_gumbel else torch.float32
             shared = torch.empty((len(lengths), vocab), dtype=dtype, device=device).exponential_()
             for place in is_strict.nonzero()[:, 0].tolist():
                 if lengths[place] > 0 and place in generators:
                     shared[place].exponential_(generator=generators[place])
                 noise[place] = shared[place].reciprocal_()
-        return cpu.Random(uniform.numpy(), generators, noise)
+        return Chance(temperature, uniform.numpy(), draft_probs, generators, noise)
 
 
 def constrain(
@@ -255,11 +250,12 @@ def constrain(
     return apply_top_k_top_p(logits, *own) if len(logits) else logits
 
 
-def takes_raw_logits(sampling_metadata: SamplingMetadata) -> bool:
-    """Whether every request is greedy and nothing changes or reports the logits in this step."""
+def leaves_logits(sampling_metadata: SamplingMetadata) -> bool:
+    """Whether nothing but a temperature changes or reports the logits in this step."""
     thinking = sampling_metadata.thinking_budget_state_holder
     return (
-        sampling_metadata.all_greedy
+        sampling_metadata.top_k is None
+        and sampling_metadata.top_p is None
         and sampling_metadata.max_num_logprobs is None
         and not sampling_metadata.logprob_token_ids
         and sampling_metadata.no_penalties

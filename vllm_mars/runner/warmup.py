@@ -8,9 +8,9 @@ run at start; what varies from step to step afterwards is no part of a variant, 
 import torch
 
 from vllm_mars.kernels import accept
-from vllm_mars.kernels.context import blocked_positions, new_ring
+from vllm_mars.kernels.strictness import blocked_positions, new_ring
 from vllm_mars.kernels.terms import Draws, Records, Sampling, Step
-from vllm_mars.runner.context import Sections
+from vllm_mars.runner.strictness import Sections
 from vllm_mars.runner.verification import Verification
 
 

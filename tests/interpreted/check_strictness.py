@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.context import blocked_positions
+from vllm_mars.kernels.strictness import blocked_positions
 from vllm_mars.kernels.terms import RECORD_SIZE, Column, Records, Step, Verdict
-from vllm_mars.runner.context import AnswerNgrams, Sections
+from vllm_mars.runner.strictness import AnswerNgrams, Sections
 
 CPU = torch.device("cpu")
 SLOTS, BATCH, CAPACITY = 6, 4, 2_000
@@ -71,7 +71,7 @@ class Batch:
                 draft = (answer[at : at + 6] + draft)[:length]
             drafts.append(draft)
             state = self.sections.advance(0, self.prompts[slot] + answer)
-            reasons = self.sections.blocked([state], draft, [length])
+            reasons = self.sections.blocked(state, draft)
             repeats = [False] * length
             samples = bool(self.temperature[slot])
             if self.ngram:
@@ -160,5 +160,5 @@ def test_new_tokens_of_several_blocks(count):
     state = batch.sections.advance(0, batch.prompts[0] + answer)
     record[Column.SCANNED] = CAPACITY
     (found,) = batch.blocked([0], [draft])
-    assert found == [*batch.sections.blocked([state], draft, [20])]
+    assert found == [*batch.sections.blocked(state, draft)]
     assert record[Column.STATE] == state

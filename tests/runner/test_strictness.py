@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import terms
-from vllm_mars.runner.context import AnswerNgrams, Sections
+from vllm_mars.runner.strictness import AnswerNgrams, Sections
 
 
 def strictness(config, *tokens, state=None):

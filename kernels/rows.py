@@ -1,10 +1,11 @@
-"""The two largest logits of each row, in one Triton kernel that reads each row once.
+"""What the rule needs to know of each row, in one Triton kernel that reads each row once.
 
 Symbols: V vocabulary, R rows that are read, S splits of a row.
 
-    top2_kernel    grid (R, S)   streams V / S logits, keeps the two largest values of each lane and
+    rows_kernel    grid (R, S)   streams V / S logits, keeps the two largest values of each lane and
                                  the chunk of 16 bytes that the largest came from, reduces them,
-                                 looks up the id, and writes one partial result
+                                 looks up the id, and writes one partial result; by a price there is
+                                 no second largest
     reduce_splits  a device function with which the next kernel joins a row's partial results
 
 Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2); logit [R]
@@ -154,9 +155,9 @@ def _sum_kept(out_ptr, row_ptr, record_ptr, protected, vocab):
         shift = tl.maximum(largest - now, _NOTHING)
         moment = (moment + total * shift) * tl.exp(shift)
         below = tl.maximum(value - now, _NOTHING)
-        share = tl.exp(below)
-        total = total * tl.exp(shift) + tl.sum(share, axis=0)
-        moment += tl.sum(share * below, axis=0)
+        weight = tl.exp(below)
+        total = total * tl.exp(shift) + tl.sum(weight, axis=0)
+        moment += tl.sum(weight * below, axis=0)
         largest = now
     tl.store(out_ptr, largest)
     tl.store(out_ptr + 1, total)
@@ -167,7 +168,7 @@ def _sum_kept(out_ptr, row_ptr, record_ptr, protected, vocab):
     do_not_specialize=["num_rows", "blocks_per_split"],
     do_not_specialize_on_alignment=_UNALIGNED,
 )
-def top2_kernel(
+def rows_kernel(
     # `Partials`
     partials,
     # [num_rows, vocab]
@@ -235,9 +236,9 @@ def top2_kernel(
             moments = (moments + sums * shift) * decay
             sums = sums * decay
             below = tl.maximum(value.to(tl.float32) - now[:, None], _NOTHING)
-            share = libdevice.exp2(below * LOG2_E)
-            sums += tl.sum(share, axis=1)
-            moments += tl.sum(share * below, axis=1)
+            weight = libdevice.exp2(below * LOG2_E)
+            sums += tl.sum(weight, axis=1)
+            moments += tl.sum(weight * below, axis=1)
             base = now
         chunk += CHUNKS
 
@@ -346,7 +347,7 @@ def block_size(vocab: int) -> int:
 
 
 def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
-    """Settings of `top2_kernel`: (blocks of a split, block size, warps).
+    """Settings of `rows_kernel`: (blocks of a split, block size, warps).
 
     A block of 4,096 elements and 8 warps gives each thread 16 of them: two 16-byte loads of a
     16-bit dtype, four of float32. Few rows are split into single blocks, to fill the chip; many
@@ -360,7 +361,7 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int]:
 
 
 def reduce_rows(step: Step, rule: Rule, draws: Draws | None = None) -> tuple[Partials, int]:
-    """Launches `top2_kernel`.
+    """Launches `rows_kernel`.
 
     Args:
         step: what is read of it are the logits and the draft tokens, and where requests sample the
@@ -382,7 +383,7 @@ def reduce_rows(step: Step, rule: Rule, draws: Draws | None = None) -> tuple[Par
         _WORKSPACE[key] = Partials(best, *(torch.empty(size, device=device) for size in sizes))
     partials = _WORKSPACE[key]
     if num_rows:
-        top2_kernel[(num_rows, num_splits)](
+        rows_kernel[(num_rows, num_splits)](
             partials,
             logits,
             logits.stride(0),

@@ -1,8 +1,8 @@
 """Why each draft position must stay strict: one launch for all that looks at tokens.
 
-`vllm_mars.runner.context` defines the markers' states and the walk, and where an answer may repeat
-itself. One program serves one request. It takes in the tokens that were committed since its last
-step, walks through the drafts, and compares the n-grams that end with them (of a request that
+`vllm_mars.runner.strictness` defines the markers' states and the walk, and where an answer may
+repeat itself. One program serves one request. It takes in the tokens that were committed since its
+last step, walks through the drafts, and compares the n-grams that end with them (of a request that
 samples, what stands before the last token) with those of the answer's last `GUARD_WINDOW` tokens.
 
 These it keeps in a ring on the device, since Model Runner V2 keeps them in the host's memory: from
@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_mars.kernels.rows import RECORD_SIZE
 from vllm_mars.kernels.terms import (
     CLOSES,
     GUARD_WINDOW,
@@ -24,7 +25,6 @@ from vllm_mars.kernels.terms import (
     Step,
     Verdict,
 )
-from vllm_mars.kernels.top2 import RECORD_SIZE
 
 _SPAN = tl.constexpr(int(Verdict.SPAN))
 _REPEAT = tl.constexpr(int(Verdict.REPEAT))
@@ -77,7 +77,7 @@ def _token_at(index, wanted, ring_ptr, num_answer, draft_ptr, WINDOW: tl.constex
         *("temperature_ptr", "input_ids_ptr", "cu_num_logits_ptr", "markers_ptr"),
     ],
 )
-def context_kernel(
+def strictness_kernel(
     # [num_draft]
     blocked_ptr,
     # [S, RECORD_SIZE]
@@ -199,7 +199,7 @@ def blocked_positions(
     ngram: int,
     fills: bool = False,
 ) -> torch.Tensor:
-    """Launches `context_kernel`; the state in the records moves on.
+    """Launches `strictness_kernel`; the state in the records moves on.
 
     Args:
         ring: see `new_ring`; of any power of 2 as its width.
@@ -217,7 +217,7 @@ def blocked_positions(
     num_rows, device = step.input_ids.shape[0], step.input_ids.device
     blocked = torch.empty(num_rows, dtype=torch.int8, device=device)
     table, opening = (None, 0) if markers is None else markers
-    context_kernel[(step.slots.shape[0],)](
+    strictness_kernel[(step.slots.shape[0],)](
         blocked,
         step.records.table,
         ring,

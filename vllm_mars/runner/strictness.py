@@ -11,11 +11,11 @@ n - 1 tokens before it already, and behind them any token: what is served must n
 token that was drawn, and so a repetition comes as often as the target's own. The answer is the last
 `GUARD_WINDOW` output tokens and the draft before the token; n-grams may overlap.
 
-This is the definition, and the form for a CPU; `vllm_mars.kernels.context` is that for an
+This is the definition, and the form for a CPU; `vllm_mars.kernels.strictness` is that for an
 accelerator.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 import torch
@@ -123,20 +123,16 @@ class Sections:
             table[self.thinking_end] += THINKING_END
         return Markers(torch.tensor(table, device=device), self.opening)
 
-    def blocked(self, states: Iterable[int], drafts: list[int], ends: list[int]) -> Iterator[int]:
-        """Yields for each draft position why it is strict, a `Verdict`, or 0.
+    def blocked(self, state: int, draft: Sequence[int]) -> Iterator[int]:
+        """Yields for each position of a request's draft why it is strict, a `Verdict`, or 0.
 
         Args:
-            states: of each request, before its first draft token.
-            drafts: draft tokens of all requests.
-            ends: inclusive prefix sum of the drafts' lengths.
+            state: before the first draft token.
+            draft: its tokens.
         """
-        begin = 0
-        for state, end in zip(states, ends, strict=True):
-            for draft in drafts[begin:end]:
-                yield self._reason(state)
-                state = self.advance(state, (draft,))
-            begin = end
+        for token in draft:
+            yield self._reason(state)
+            state = self.advance(state, (token,))
 
 
 class AnswerNgrams:
