@@ -6,9 +6,11 @@ A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. It come
 benchmarks/results/NAME.jsonl, or from columns, rows and the runs that gave them in NAME.json. There
 a cell is a text, a number, a number with both ends of its interval, or null, and a row of one cell
 is a heading. A column's second entry is the format of its numbers, or null if no table shows it;
-its third, if there is one, says which do: `<!-- figures: NAME gain -->` shows those of `gain`.
+its third, if there is one, says which do: `<!-- figures: NAME gain -->` shows those of `gain`. Of a
+sweep `NAME examples` shows two answers, and `NAME lengths` how fast each K is.
 """
 
+import html
 import json
 import os
 import re
@@ -19,8 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mars.experiments.records import read_sweep
-from vllm_mars.experiments.rows import rows, tables, turned, without_times
+from vllm_mars.experiments.examples import around, changed
+from vllm_mars.experiments.records import Piece, SweepFile, read_sweep
+from vllm_mars.experiments.rows import pace, rows, tables, turned, without_times
+from vllm_mars.experiments.tune import by_rule
+from vllm_mars.local.prompts import load_prompts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -119,14 +124,16 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
 
     Args:
         name: of the file of figures.
-        view: which of its columns; "" for all.
+        view: which of its columns, "" for all; of a sweep one of `VIEWS`.
         directory: of the page, for the link.
     """
     path = RESULTS / f"{name}.jsonl"
     if path.is_file():
         file = read_sweep(path)
         runs = [head.run for head in file.heads]
-        measured = rows(file)
+        if view:
+            yield from (*VIEWS[view](file), "")
+        measured = [] if view else rows(file)
         if any(row.cell.concurrency > 1 for row in measured):
             # Asked many at a time to save hours: then tokens and losses are what was measured.
             measured = [without_times(row) for row in measured]
@@ -144,6 +151,64 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
         commits.setdefault(machine(run), {})[run["git_commit"][:7]] = None
     told = ", ".join(f"{', '.join(of)} ({where})" for where, of in commits.items())
     yield f"[Commands and figures]({os.path.relpath(path, directory)}); commit {told}."
+
+
+def beside(file: SweepFile) -> Iterable[str]:
+    """The first and the last answer that MARS changed, each beside the strict one and the prompt.
+
+    Raises:
+        ValueError: there are not two.
+    """
+    found, prompts = changed(file), {prompt.id: prompt.turns[0] for prompt in load_prompts()}
+    if len(found) < 2:
+        raise ValueError("its sweep has fewer than two answers that MARS changed.")
+    yield (
+        f"MARS changed {len(found)} greedy answers. These are the one whose whole text became most "
+        "probable to the target, beside the strict answer, and the one whose text became least "
+        "probable. Relaxed tokens are bold."
+    )
+    for which, (strict, lossy) in (("best", found[0]), ("worst", found[-1])):
+        yield from ("", f"**The one that went {which}.** The prompt:", "")
+        yield from (f"> {_inline(prompts[strict.prompt])}", "")
+        yield f"| strict | MARS, {sum(lossy.lost):.2f} nats lost |"
+        yield "| --- | --- |"
+        yield f"| {_inline(strict.text)} | {''.join(map(_bold, lossy.pieces)).strip()} |"
+
+
+def _bold(piece: Piece) -> str:
+    if piece.lost is None:
+        return _inline(piece.text, ends=True)
+    before, token, after = around(piece)
+    return f"{_inline(before, ends=True)}<b>{_inline(token)}</b>{_inline(after, ends=True)}"
+
+
+def _inline(text: str, *, ends: bool = False) -> str:
+    """Text as it is, within one line of Markdown."""
+    plain = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", html.escape(text, quote=False))
+    return re.sub(r"\s*\n\s*", "<br>", plain if ends else plain.strip())
+
+
+def lengths(file: SweepFile) -> Iterable[str]:
+    """How long a token of whole answers takes, by rule, temperature and K; the fastest is bold."""
+    found: dict[tuple[float, str], dict[int, float]] = {}
+    for (name, (temperature, _)), records in by_rule(file.records).items():
+        rule, _, k = name.partition(", K ")
+        if took := pace(records):
+            found.setdefault((temperature, rule), {})[int(k)] = 1000 * took.value
+    ks = sorted({k for of in found.values() for k in of})
+    yield from table(
+        ["ms per token", *(f"K {k}" for k in ks)],
+        (
+            [
+                f"{rule}, {f'temperature {temperature:g}' if temperature else 'greedy'}",
+                *(f"**{of[k]:.1f}**" if of[k] == min(of.values()) else f"{of[k]:.1f}" for k in ks),
+            ]
+            for (temperature, rule), of in found.items()
+        ),
+    )
+
+
+VIEWS = {"examples": beside, "lengths": lengths}
 
 
 def written(page: str, directory: Path) -> str:
