@@ -18,9 +18,9 @@ from processes import MARK, marked, wait_until
 from sweep_files import PIECES, STANDARD, mars, turn, write_sweep
 from vllm_mars.demo.command import CATEGORIES, LENGTHS, MARS, sweep_options
 from vllm_mars.demo.report import conclusion, print_report
-from vllm_mars.experiments.examples import changed
+from vllm_mars.experiments.examples import around, changed
 from vllm_mars.experiments.plan import STRICT, load_sweep
-from vllm_mars.experiments.records import read_sweep
+from vllm_mars.experiments.records import Piece, read_sweep
 from vllm_mars.experiments.rows import Interval, rows
 from vllm_mars.local.draft_head import PACKAGED_HEAD
 
@@ -118,10 +118,19 @@ def test_two_answers_are_shown_beside_the_strict_ones(tmp_path):
     beside = [line for line in text.splitlines() if "The [red] fox <b>" in line]
     assert len(beside) == 2 and all("text" in line for line in beside), "in two columns"
     assert "[|] end" in text and "strict, NLL 1.00 per token" in text
-    assert "MARS, NLL 3.00 per token, 2 tokens relaxed for 0.75 nats" in text
+    assert "MARS, NLL 3.00 per token, relaxed 2 for 0.75 nats" in text
     narrow = printed(tmp_path / "n.jsonl", records, width=80)
     (line, _) = (line for line in narrow.splitlines() if "The [red] fox <b>" in line)
     assert "text" not in line, "below each other"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [(" red", (" ", "red", "")), ("a b", ("", "a b", "")), (" ", ("", "␣", "")),
+     (" \n", ("", "↵", " \n"))],
+)  # fmt: skip
+def test_a_relaxed_token_can_be_seen(text, shown):
+    assert around(Piece(text, 0.1)) == shown
 
 
 def test_without_relaxed_tokens_there_is_no_example(tmp_path):

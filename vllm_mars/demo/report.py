@@ -105,8 +105,8 @@ def _print_examples(found: Sequence[Example], prompts: Mapping[str, str], consol
         )
         titles = (
             f"strict, NLL {strict.nll_per_token:.2f} per token",
-            f"MARS, NLL {lossy.nll_per_token:.2f} per token, {len(lossy.lost)} tokens relaxed "
-            f"for {sum(lossy.lost):.2f} nats",
+            f"MARS, NLL {lossy.nll_per_token:.2f} per token, relaxed {len(lossy.lost)} for "
+            f"{sum(lossy.lost):.2f} nats",
         )
         texts = (Text(strict.text), _marked(lossy, console))
         if console.width >= SIDE_BY_SIDE_WIDTH:

@@ -38,9 +38,9 @@ def changed(file: SweepFile) -> list[Example]:
 
 
 def around(piece: Piece) -> tuple[str, str, str]:
-    """A relaxed token without the white space around it, between that; a break shows as a sign."""
+    """A relaxed token between the white space around it; a sign for one that is nothing else."""
     token = piece.text.strip()
     if not token:
-        return "", "↵" if "\n" in piece.text else "␣", piece.text
+        return ("", "↵", piece.text) if "\n" in piece.text else ("", "␣", "")
     before, _, after = piece.text.partition(token)
     return before, token, after
