@@ -23,8 +23,7 @@ import numpy as np
 
 from vllm_mars.experiments.examples import around, changed
 from vllm_mars.experiments.records import Piece, SweepFile, read_sweep
-from vllm_mars.experiments.rows import pace, rows, tables, turned, without_times
-from vllm_mars.experiments.tune import by_rule
+from vllm_mars.experiments.rows import rows, tables, turned, without_times
 from vllm_mars.local.prompts import load_prompts
 
 ROOT = Path(__file__).parents[1]
@@ -189,19 +188,20 @@ def _inline(text: str, *, ends: bool = False) -> str:
 
 
 def lengths(file: SweepFile) -> Iterable[str]:
-    """How long a token of whole answers takes, by rule, temperature and K; the fastest is bold."""
-    found: dict[tuple[float, str], dict[int, float]] = {}
-    for (name, (temperature, _)), records in by_rule(file.records).items():
-        rule, _, k = name.partition(", K ")
-        if took := pace(records):
-            found.setdefault((temperature, rule), {})[int(k)] = 1000 * took.value
+    """How long an answer takes, by rule, temperature and K, and where turns disagree."""
+    found: dict[tuple[float, str], dict[int, str]] = {}
+    for row in rows(file):
+        rule, _, k = row.cell.name.partition(", K ")
+        if row.time:
+            told = f"{row.time.value:.2f}{' (uneven)' if row.is_uneven else ''}"
+            found.setdefault((row.cell.temperature, rule), {})[int(k)] = told
     ks = sorted({k for of in found.values() for k in of})
     yield from table(
-        ["ms per token", *(f"K {k}" for k in ks)],
+        ["s per answer", *(f"K {k}" for k in ks)],
         (
             [
                 f"{rule}, {f'temperature {temperature:g}' if temperature else 'greedy'}",
-                *(f"**{of[k]:.1f}**" if of[k] == min(of.values()) else f"{of[k]:.1f}" for k in ks),
+                *(of.get(k, "") for k in ks),
             ]
             for (temperature, rule), of in found.items()
         ),

@@ -34,7 +34,7 @@ from vllm_mars.local.vllm_args import CPU_ENV, SETTLE_SECONDS, server_args
 WAKE_TOKENS = 4
 REQUEST_TIMEOUT = 120.0
 # Of a server with the packaged model, each of those that start side by side on two idle cores.
-START_SECONDS = 30
+START_SECONDS = 33
 # Of the first choice's probability.
 UNLIKELY = 0.2
 # What the last step counts arrives a little behind its tokens.
@@ -97,7 +97,7 @@ class LocalRunner:
                 self._say(f"{number} failed")
                 problems[config] = str(error)
 
-        usual = f": {START_SECONDS * len(due)} s on two idle cores" if self._is_usual() else ""
+        usual = f": about {START_SECONDS * len(due)} s on two idle cores" if self._is_usual() else ""
         self._say(f"waiting for {len(due)} servers to start{usual}")
         for config in due:
             server = servers[config] = self._server(config, configs.index(config), len(configs))
