@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mars.experiments.examples import around, changed
+from vllm_mars.experiments import examples
 from vllm_mars.experiments.records import Piece, SweepFile, read_sweep
 from vllm_mars.experiments.rows import rows, tables, turned, without_times
 from vllm_mars.local.prompts import load_prompts
@@ -153,21 +153,22 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
 
 
 def beside(file: SweepFile) -> Iterable[str]:
-    """The first and the last answer that MARS changed, each beside the strict one and the prompt.
+    """Two answers that MARS changed, each beside the strict one and the prompt.
 
     Raises:
-        ValueError: there are not two.
+        ValueError: it changed none.
     """
-    found, prompts = changed(file), {prompt.id: prompt.turns[0] for prompt in load_prompts()}
-    if len(found) < 2:
-        raise ValueError("its sweep has fewer than two answers that MARS changed.")
+    found = examples.changed(file)
+    prompts = {prompt.id: prompt.turns[0] for prompt in load_prompts()}
+    if not found:
+        raise ValueError("its sweep has no answer that MARS changed.")
     yield (
-        f"MARS changed {len(found)} greedy answers. These are the one whose whole text became most "
-        "probable to the target, beside the strict answer, and the one whose text became least "
-        "probable. Relaxed tokens are bold."
+        f"MARS changed {len(found)} greedy answers. These are the one that shares most words with "
+        "the strict answer, and the one whose whole text became least probable to the target. "
+        "Relaxed tokens are bold."
     )
-    for which, (strict, lossy) in (("best", found[0]), ("worst", found[-1])):
-        yield from ("", f"**The one that went {which}.** The prompt:", "")
+    for which, (strict, lossy) in examples.shown(found).items():
+        yield from ("", f"**{which}.** The prompt:", "")
         yield from (f"> {_inline(prompts[strict.prompt])}", "")
         yield f"| strict | MARS, {sum(lossy.lost):.2f} nats lost |"
         yield "| --- | --- |"
@@ -177,7 +178,7 @@ def beside(file: SweepFile) -> Iterable[str]:
 def _bold(piece: Piece) -> str:
     if piece.lost is None:
         return _inline(piece.text, ends=True)
-    before, token, after = around(piece)
+    before, token, after = examples.around(piece)
     return f"{_inline(before, ends=True)}<b>{_inline(token)}</b>{_inline(after, ends=True)}"
 
 

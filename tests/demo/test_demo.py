@@ -91,37 +91,43 @@ def test_what_is_printed(tmp_path):
     assert "\x1b[" not in text, "no colour codes without a terminal"
 
 
-def test_two_answers_are_shown_beside_the_strict_ones(tmp_path):
-    """The text that became most probable, and the one that became least: p2 and p0 here."""
-    strict, own = STANDARD._replace(name=STRICT), mars(0.3)._replace(name=MARS)
-    records = [turn(strict, block, nll=21) for block in range(3)]
-    records += [turn(own, block, lost=0.8, nll=42 - 21 * block, pieces=PIECES) for block in (0, 1)]
-    # Not changed, for all that it is most probable.
-    records.append(turn(own, 2, lost=0.8, nll=0))
-    file = read_sweep(write_sweep(tmp_path / "read.jsonl", records, STRICT))
-    assert [(it.lossy.prompt, it.hotter) for it in changed(file)] == [
-        *(("p2", 0.0), ("p3", 0.0), ("p0", 1.0), ("p1", 1.0)),
-    ]
-    records[3] = turn(own, lost=0.8, nll=63, pieces=PIECES)
-    first = records[3].measured.answers[1]
-    records[3] = dataclasses.replace(
-        records[3],
-        measured=dataclasses.replace(
-            records[3].measured,
-            answers=(records[3].measured.answers[0], dataclasses.replace(first, nll=30)),
-        ),
+def answered(cell, *answers):
+    """A turn of a text, its NLL and its pieces for each prompt."""
+    record = turn(cell, lost=0.8)
+    first, *_ = record.measured.answers
+    own = tuple(
+        dataclasses.replace(first, prompt=f"p{at}", text=text, nll=nll, pieces=pieces)
+        for at, (text, nll, pieces) in enumerate(answers)
     )
-    text = printed(tmp_path / "s.jsonl", records)
-    assert "MARS changed 4 greedy answers." in text
-    best, worst = text.index("went best: the prompt (p2)"), text.index("went worst: the prompt (p0")
-    assert best < worst < text.index("Say [it]")
-    beside = [line for line in text.splitlines() if "The [red] fox <b>" in line]
-    assert len(beside) == 2 and all("text" in line for line in beside), "in two columns"
-    assert "[|] end" in text and "strict, NLL 1.00 per token" in text
-    assert "MARS, NLL 3.00 per token, relaxed 2 for 0.75 nats" in text
+    return dataclasses.replace(record, measured=dataclasses.replace(record.measured, answers=own))
+
+
+def test_two_answers_are_shown_beside_the_strict_ones(tmp_path):
+    """p2 shares most words with the strict answer, p0 became least probable, p3 did not change."""
+    strict, own = STANDARD._replace(name=STRICT), mars(0.3)._replace(name=MARS)
+    text = "".join(piece.text for piece in PIECES)
+    near = (Piece("The fox"), Piece(" is", 0.1), Piece(" red"))
+    records = [
+        answered(strict, *(("The fox was red", 21, ()),) * 4),
+        answered(
+            own,
+            *((text, 63, PIECES), (text, 42, PIECES)),
+            *(("The fox is red", 42, near), ("The fox was red", 0, ())),
+        ),
+    ]
+    found = changed(read_sweep(write_sweep(tmp_path / "read.jsonl", records, STRICT)))
+    assert [(it.lossy.prompt, it.hotter) for it in found] == [("p0", 2), ("p1", 1), ("p2", 1)]
+    out = printed(tmp_path / "s.jsonl", records)
+    assert "MARS changed 3 greedy answers." in out
+    least = out.index("The one that changed least: p2")
+    assert least < out.index("The one that became least probable: p0") < out.index("Say [it]")
+    (beside,) = (line for line in out.splitlines() if "The [red] fox <b>" in line)
+    assert "The fox was red" in beside, "in two columns"
+    assert "[|] end" in out and "strict, NLL 1.00 per token" in out
+    assert "MARS, NLL 3.00 per token, relaxed 2 for 0.75 nats" in out
     narrow = printed(tmp_path / "n.jsonl", records, width=80)
-    (line, _) = (line for line in narrow.splitlines() if "The [red] fox <b>" in line)
-    assert "text" not in line, "below each other"
+    (line,) = (line for line in narrow.splitlines() if "The [red] fox <b>" in line)
+    assert "was" not in line, "below each other"
 
 
 @pytest.mark.parametrize(
@@ -260,4 +266,4 @@ def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_m
     assert found[STRICT, 0.7].lost.value == 0
     example, *_ = changed(read_sweep(output))
     assert "".join(piece.text for piece in example.lossy.pieces) == example.lossy.text
-    assert "went best: the prompt (" in process.stdout and "went worst" in process.stdout
+    assert "The one that changed least: " in process.stdout

@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_mars.experiments.examples import Example, around, changed
+from vllm_mars.experiments import examples
 from vllm_mars.experiments.plan import STRICT
 from vllm_mars.experiments.records import Answer, SweepFile
 from vllm_mars.experiments.rows import (
@@ -41,7 +41,7 @@ def print_report(file: SweepFile, prompts: Mapping[str, str], console: Console) 
         (table,) = tables(group, STRICT)
         console.print(rich_table(turned(table)))
         console.print(f"Draft tokens a step: {_lengths(group)}.")
-    _print_examples(changed(file), prompts, console)
+    _print_examples(examples.changed(file), prompts, console)
     for base, *others in found:
         for row in others:
             console.print(conclusion(row, base), soft_wrap=True)
@@ -86,23 +86,22 @@ def _lengths(group: Sequence[Row]) -> str:
     )
 
 
-def _print_examples(found: Sequence[Example], prompts: Mapping[str, str], console: Console) -> None:
-    """The first of the answers that MARS changed and the last, each beside the strict one."""
+def _print_examples(
+    found: Sequence[examples.Example], prompts: Mapping[str, str], console: Console
+) -> None:
+    """Two of the answers that MARS changed, each beside the strict one."""
     if not found:
         console.print("MARS changed no greedy answer.")
         return
     console.print(
-        f"MARS changed {len(found)} greedy answers. These are the one whose whole text became most "
-        "probable to the target, beside the strict answer, and the one whose text became least "
-        "probable. Relaxed tokens are marked.",
+        f"MARS changed {len(found)} greedy answers. These are the one that shares most words with "
+        "the strict answer, and the one whose whole text became least probable to the target. "
+        "Relaxed tokens are marked.",
         soft_wrap=True,
     )
-    for word, example in (("best", found[0]), ("worst", found[-1]))[: len(found)]:
-        strict, lossy = example
+    for which, (strict, lossy) in examples.shown(found).items():
         name = strict.prompt
-        console.print(
-            Panel(Text(prompts.get(name, name)), title=Text(f"went {word}: the prompt ({name})"))
-        )
+        console.print(Panel(Text(prompts.get(name, name)), title=Text(f"{which}: {name}")))
         titles = (
             f"strict, NLL {strict.nll_per_token:.2f} per token",
             f"MARS, NLL {lossy.nll_per_token:.2f} per token, relaxed {len(lossy.lost)} for "
@@ -127,7 +126,7 @@ def _marked(answer: Answer, console: Console) -> Text:
         if piece.lost is None:
             marked.append(piece.text)
             continue
-        before, token, after = around(piece)
+        before, token, after = examples.around(piece)
         marked.append(before)
         if in_colour:
             marked.append(token, RELAXED_STYLE)

@@ -97,8 +97,8 @@ class LocalRunner:
                 self._say(f"{number} failed")
                 problems[config] = str(error)
 
-        usual = f": about {START_SECONDS * len(due)} s on two idle cores" if self._is_usual() else ""
-        self._say(f"waiting for {len(due)} servers to start{usual}")
+        seconds = f": about {START_SECONDS * len(due)} s on two idle cores"
+        self._say(f"waiting for {len(due)} servers to start{seconds if self._is_usual() else ''}")
         for config in due:
             server = servers[config] = self._server(config, configs.index(config), len(configs))
             stack.callback(server.close)
