@@ -27,8 +27,8 @@ class Example(NamedTuple):
     @property
     def alike(self) -> float:
         """The share of words that stand in both answers in the same order."""
-        words = (answer.text.split() for answer in self)
-        return difflib.SequenceMatcher(None, *words, autojunk=False).ratio()
+        strict, lossy = self.strict.text.split(), self.lossy.text.split()
+        return difflib.SequenceMatcher(None, strict, lossy, autojunk=False).ratio()
 
 
 def changed(file: SweepFile) -> list[Example]:
