@@ -6,10 +6,12 @@ A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. It come
 benchmarks/results/NAME.jsonl, or from columns, rows and the runs that gave them in NAME.json. There
 a cell is a text, a number, a number with both ends of its interval, or null, and a row of one cell
 is a heading. A column's second entry is the format of its numbers, or null if no table shows it;
-its third, if there is one, says which do: `<!-- figures: NAME gain -->` shows those of `gain`.
+its third, if there is one, says which do: `<!-- figures: NAME gain -->` shows those of `gain`. Of a
+sweep `NAME examples` shows two answers, and `NAME lengths` how fast each K is.
 `<!-- figures: headline -->` is README's, out of two files.
 """
 
+import html
 import json
 import os
 import re
@@ -20,8 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mars.experiments.records import read_sweep
+from vllm_mars.experiments import examples
+from vllm_mars.experiments.records import Piece, SweepFile, read_sweep
 from vllm_mars.experiments.rows import rows, tables, turned, without_times
+from vllm_mars.local.prompts import load_prompts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -146,14 +150,16 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
 
     Args:
         name: of the file of figures.
-        view: which of its columns; "" for all.
+        view: which of its columns, "" for all; of a sweep one of `VIEWS`.
         directory: of the page, for the link.
     """
     path = RESULTS / f"{name}.jsonl"
     if path.is_file():
         file = read_sweep(path)
         runs = [head.run for head in file.heads]
-        measured = rows(file)
+        if view:
+            yield from (*VIEWS[view](file), "")
+        measured = [] if view else rows(file)
         if any(row.cell.concurrency > 1 for row in measured):
             # Asked many at a time to save hours: then tokens and losses are what was measured.
             measured = [without_times(row) for row in measured]
@@ -175,6 +181,66 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
         commits.setdefault(machine(run), {})[run["git_commit"][:7]] = None
     told = ", ".join(f"{', '.join(of)} ({where})" for where, of in commits.items())
     yield f"[Commands and figures]({os.path.relpath(path, directory)}); commit {told}."
+
+
+def beside(file: SweepFile) -> Iterable[str]:
+    """Two answers that MARS changed, each beside the strict one and the prompt.
+
+    Raises:
+        ValueError: it changed none.
+    """
+    found = examples.changed(file)
+    prompts = {prompt.id: prompt.turns[0] for prompt in load_prompts()}
+    if not found:
+        raise ValueError("its sweep has no answer that MARS changed.")
+    yield (
+        f"MARS changed {len(found)} greedy answers. These are the one that shares most words with "
+        "the strict answer, and the one whose whole text became least probable to the target. "
+        "Relaxed tokens are bold."
+    )
+    for which, (strict, lossy) in examples.shown(found).items():
+        yield from ("", f"**{which}.** The prompt:", "")
+        yield from (f"> {_inline(prompts[strict.prompt])}", "")
+        yield f"| strict | MARS, {sum(lossy.lost):.2f} nats lost |"
+        yield "| --- | --- |"
+        yield f"| {_inline(strict.text)} | {''.join(map(_bold, lossy.pieces)).strip()} |"
+
+
+def _bold(piece: Piece) -> str:
+    if piece.lost is None:
+        return _inline(piece.text, ends=True)
+    before, token, after = examples.around(piece)
+    return f"{_inline(before, ends=True)}<b>{_inline(token)}</b>{_inline(after, ends=True)}"
+
+
+def _inline(text: str, *, ends: bool = False) -> str:
+    """Text as it is, within one line of Markdown."""
+    plain = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", html.escape(text, quote=False))
+    return re.sub(r"\s*\n\s*", "<br>", plain if ends else plain.strip())
+
+
+def lengths(file: SweepFile) -> Iterable[str]:
+    """How long an answer takes, by rule, temperature and K, and where turns disagree."""
+    found: dict[tuple[float, str], dict[int, str]] = {}
+    for row in rows(file):
+        rule, _, k = row.cell.name.partition(", K ")
+        if row.time:
+            told = f"{row.time.value:.2f}{' (uneven)' if row.is_uneven else ''}"
+            found.setdefault((row.cell.temperature, rule), {})[int(k)] = told
+    ks = sorted({k for of in found.values() for k in of})
+    yield from table(
+        ["s per answer", *(f"K {k}" for k in ks)],
+        (
+            [
+                f"{rule}, {f'temperature {temperature:g}' if temperature else 'greedy'}",
+                *(of.get(k, "") for k in ks),
+            ]
+            for (temperature, rule), of in found.items()
+        ),
+    )
+
+
+VIEWS = {"examples": beside, "lengths": lengths}
 
 
 def written(page: str, directory: Path) -> str:

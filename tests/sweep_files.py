@@ -3,7 +3,7 @@
 import dataclasses
 
 from vllm_mars.experiments.plan import Cell
-from vllm_mars.experiments.records import Answer, Head, Measured, Record, Token, append
+from vllm_mars.experiments.records import Answer, Head, Measured, Piece, Record, append
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 STANDARD = Cell("standard", NGRAM, 0.0, 1)
@@ -13,7 +13,7 @@ RUN = {
     **{"versions": {"vllm": "0.32.0"}, "hardware": {"cpu": "x", "cores": 2, "gpu": None}},
 }
 SETTINGS = {"model": "tiny", "prompts": 4, "max_tokens": 21}
-EXAMPLE = (Token("The "), Token("red", 0.5, 0.25, 'brown & "<i>', 0.4), Token(" fox <b>"))
+PIECES = (Piece("The"), Piece(" red", 0.5), Piece(" fox <b>\n"), Piece("|", 0.25), Piece(" end"))
 
 
 def mars(price, temperature=0.0, concurrency=1):
@@ -30,7 +30,7 @@ def turn(
     token_seconds=0.02,
     lost=None,
     accepted=10,
-    example=(),
+    pieces=(),
     nll=0.0,
     unlikely=0,
     drift=0.0,
@@ -39,10 +39,13 @@ def turn(
     # Prompts differ, alike for all rules.
     times = [0.1 + 20 * token_seconds * (1 + 0.1 * place + 0.2 * block) for place in range(2)]
     answers = tuple(
-        Answer(f"p{2 * block + place}", "text", 21, 0.1, seconds, 0.1, 0.8, 21, nll, unlikely)
+        Answer(
+            *(f"p{2 * block + place}", "".join(it.text for it in pieces) or "text", 21, 0.1),
+            *(seconds, 0.1, 0.8, 21, nll, unlikely, pieces),
+        )
         for place, seconds in enumerate(times)
     )
-    measured = Measured(sum(times), 10, accepted, lost, answers, example, drift)
+    measured = Measured(sum(times), 10, accepted, lost, answers, drift)
     return Record(*cell, repeat=repeat, block=block, measured=measured)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import figures
+from sweep_files import PIECES, STANDARD, turn, write_sweep
 from vllm_mars.experiments.records import read_sweep
 
 TABLE = {
@@ -179,6 +180,49 @@ def test_a_view_of_a_table(folder):
     lines = "<!-- figures: new text -->\n<!-- /figures -->\n"
     shown = figures.written(lines, folder / "docs")
     assert shown.splitlines()[1:5] == ["| rule |", "| --- |", "| **greedy** |", "| price 0.3 |"]
+
+
+def test_answers_of_a_sweep(folder):
+    """Whatever they hold stays text, in its cell."""
+    strict, own = (STANDARD._replace(name=name) for name in ("standard", "MARS"))
+    records = [turn(strict, nll=21), turn(own, lost=0.8, nll=42, pieces=PIECES)]
+    path = write_sweep(folder / "benchmarks/results/beside.jsonl", records)
+    path.write_text(
+        path.read_text().replace('"p0"', '"list-office"').replace('"p1"', '"story-bridge"')
+    )
+    page = "<!-- figures: beside examples -->\n<!-- /figures -->\n"
+    shown = figures.written(page, folder / "docs").splitlines()
+    assert shown[1].startswith("MARS changed 2 greedy answers.")
+    assert shown[3] == "**The one that changed least.** The prompt:"
+    assert shown[5].startswith("> ")
+    assert shown[7:10] == [
+        *("| strict | MARS, 0.75 nats lost |", "| --- | --- |"),
+        r"| text | The <b>red</b> fox &lt;b&gt;<br><b>\|</b> end |",
+    ]
+    assert "[Commands and figures](../benchmarks/results/beside.jsonl); commit 0123456" in shown[-2]
+    write_sweep(folder / "benchmarks/results/none.jsonl", [turn(strict), turn(own)])
+    with pytest.raises(ValueError, match="no answer that MARS changed"):
+        figures.written(page.replace("beside", "none"), folder / "docs")
+
+
+def test_how_fast_each_k_is(folder):
+    records = [
+        turn(STANDARD._replace(name=f"{rule}, K {k}", temperature=temperature), token_seconds=took)
+        for rule, temperature, k, took in (
+            *(("strict", 0.0, 2, 0.02), ("strict", 0.0, 3, 0.03)),
+            *(("MARS", 1.0, 2, 0.02), ("MARS", 1.0, 3, 0.01)),
+        )
+    ]
+    # Another turn of the last, while the machine did other work.
+    records.append(turn(records[-1].cell, 1, token_seconds=0.04))
+    write_sweep(folder / "benchmarks/results/ks.jsonl", records, "strict, K 2")
+    page = "<!-- figures: ks lengths -->\n<!-- /figures -->\n"
+    # 0.1 s to the first token, 20 more at 1.05 of that time on average.
+    assert figures.written(page, folder / "docs").splitlines()[1:5] == [
+        *("| s per answer | K 2 | K 3 |", "| --- | ---: | ---: |"),
+        "| strict, greedy | 0.52 | 0.73 |",
+        "| MARS, temperature 1 | 0.52 | 0.69 (uneven) |",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM
 
 import tiny_models
 from processes import MARK, marked, wait_until
-from sweep_files import EXAMPLE, STANDARD, mars, turn, write_sweep
-from vllm_mars.demo.command import MARS, STRICT_DRAWN, sweep_options
+from sweep_files import PIECES, STANDARD, mars, turn, write_sweep
+from vllm_mars.demo.command import CATEGORIES, LENGTHS, MARS, sweep_options
 from vllm_mars.demo.report import conclusion, print_report
-from vllm_mars.experiments.plan import STRICT
-from vllm_mars.experiments.records import read_sweep
+from vllm_mars.experiments.examples import around, changed
+from vllm_mars.experiments.plan import STRICT, load_sweep
+from vllm_mars.experiments.records import Piece, read_sweep
 from vllm_mars.experiments.rows import Interval, rows
 from vllm_mars.local.draft_head import PACKAGED_HEAD
 
@@ -34,61 +35,113 @@ PROMPTS = [
 def test_the_preset(on_cpu):
     options = sweep_options(on_cpu=on_cpu)
     found = {(cell.name, cell.temperature): cell for cell in options.all_cells()}
-    of_sampled = [(STRICT, 1.0), (STRICT_DRAWN, 1.0), (MARS, 1.0)]
-    assert list(found) == [(STRICT, 0.0), (MARS, 0.0), *of_sampled]
-    for cell in found.values():
+    assert list(found) == [(STRICT, 0.0), (MARS, 0.0), (STRICT, 0.7), (MARS, 0.7)]
+    for (name, temperature), cell in found.items():
         assert cell.config["model"] == str(PACKAGED_HEAD)
-        assert cell.is_lossy == (cell.name == MARS)
+        assert cell.is_lossy == (name == MARS)
+        assert cell.config["num_speculative_tokens"] == LENGTHS[temperature][name]
     assert "rejection_sample_method" not in found[STRICT, 0.0].config
-    # On a CPU vLLM's own server samples wrong tokens.
-    assert ("mars_price" in found[STRICT, 1.0].config) == on_cpu
-    drawn = {"draft_sample_method": "probabilistic", "num_speculative_tokens": 2}
-    assert found[STRICT_DRAWN, 1.0].config == found[STRICT, 1.0].config | drawn
-    # One server of MARS for both.
-    assert found[MARS, 0.0].config == found[MARS, 1.0].config
+    # The best that loses nothing. On a CPU vLLM's own server samples wrong tokens.
+    strict = found[STRICT, 0.7].config
+    assert strict["draft_sample_method"] == "probabilistic"
+    assert strict["rejection_sample_method"] == ("mars" if on_cpu else "block")
+    assert strict.get("mars_price") == (0 if on_cpu else None)
     other = sweep_options(on_cpu=on_cpu, model="other", num_speculative_tokens=5).all_cells()
     assert {cell.config["method"] for cell in other} == {"ngram"}
     assert {cell.config["num_speculative_tokens"] for cell in other} == {5}
     assert not any("draft_sample_method" in cell.config for cell in other)
-    assert sweep_options(on_cpu=on_cpu, short=True).num_prompts < options.num_prompts
+    assert {cell.config.get("rejection_sample_method") for cell in other} == {None, "mars"}
 
 
-def printed(path, records):
-    console = Console(file=io.StringIO(), width=150)
-    print_report(read_sweep(write_sweep(path, records, STRICT)), console)
+def test_its_prompts_are_those_of_text_that_people_read(tmp_path):
+    whole, short = (load_sweep(sweep_options(on_cpu=True, short=it)).prompts for it in (0, 1))
+    assert len(whole) == 16 and {prompt.category for prompt in whole} == set(CATEGORIES)
+    assert whole[: len(short)] == short and 0 < len(short) < len(whole)
+    (own := tmp_path / "p.jsonl").write_text('{"prompt": "x", "category": "mine"}\n')
+    assert len(load_sweep(sweep_options(on_cpu=True, prompts=str(own))).prompts) == 1
+
+
+def printed(path, records, width=150):
+    console = Console(file=io.StringIO(), width=width)
+    print_report(read_sweep(write_sweep(path, records, STRICT)), {"p0": "Say [it]"}, console)
     return console.file.getvalue()
 
 
 def test_what_is_printed(tmp_path):
     strict = STANDARD._replace(name=STRICT)
     records = []
-    for temperature in (0.0, 1.0):
+    for temperature in (0.0, 0.7):
         for block in range(3):
-            records.append(turn(strict._replace(temperature=temperature), block))
+            records.append(turn(strict._replace(temperature=temperature), block, nll=20))
             cell = mars(0.3, temperature)._replace(name=MARS)
-            example = EXAMPLE if block == 2 and not temperature else ()
-            seconds = 0.01 if not temperature else 0.015
-            records.append(turn(cell, block, token_seconds=seconds, lost=0.84, example=example))
-            if temperature:
-                # As fast as MARS, and faster than strict verification whose drafts are not drawn.
-                drawn = strict._replace(name=STRICT_DRAWN, temperature=temperature)
-                records[-2:-2] = [turn(drawn, block, token_seconds=seconds)]
+            given = {} if temperature else {"pieces": PIECES}
+            seconds = 0.02 if temperature else 0.01
+            records.append(turn(cell, block, token_seconds=seconds, lost=0.84, nll=40, **given))
     text = printed(tmp_path / "s.jsonl", records)
-    assert text.index("greedy, 1 request") < text.index("temperature 1, 1 request")
-    assert "The [red] fox <b>" in text, "marked without colours"
-    assert 'brown & "<i>' in text and "0.25" in text
+    assert text.index("greedy, 1 request") < text.index("temperature 0.7, 1 request")
+    assert text.count("Draft tokens a step: strict 4, MARS 4.") == 2
     greedy, sampled = (line for line in text.splitlines() if "as many tokens per step" in line)
     assert greedy.startswith("Greedy, MARS takes 1.00 times as many tokens per step as strict, wit")
-    assert ", with 0.0200 nats lost per token. An answer takes strict 1.71 (" in greedy
-    assert greedy.endswith(") times as long. A step of MARS takes 0.50 times as long.")
-    assert sampled.startswith(
-        "At temperature 1, MARS takes 1.00 times as many tokens per step as s"
-    )
-    assert (
-        "An answer takes strict, probabilistic 1.00 times as long: no difference shown." in sampled
-    )
+    assert "with 0.0200 nats lost per token and answers of 21.0 tokens beside 21.0. Its" in greedy
+    assert "Its answers came 1.71 (" in greedy and ") times as fast: MARS is faster." in greedy
+    assert greedy.endswith(" A step of MARS takes 0.50 times as long.")
+    assert sampled.startswith("At temperature 0.7, MARS takes 1.00 times as many tokens per step ")
+    assert sampled.endswith("Its answers came 1.00 times as fast: no difference is shown.")
     assert "ms per further token" in text
     assert "\x1b[" not in text, "no colour codes without a terminal"
+
+
+def answered(cell, *answers):
+    """A turn of a text, its NLL and its pieces for each prompt."""
+    record = turn(cell, lost=0.8)
+    first, *_ = record.measured.answers
+    own = tuple(
+        dataclasses.replace(first, prompt=f"p{at}", text=text, nll=nll, pieces=pieces)
+        for at, (text, nll, pieces) in enumerate(answers)
+    )
+    return dataclasses.replace(record, measured=dataclasses.replace(record.measured, answers=own))
+
+
+def test_two_answers_are_shown_beside_the_strict_ones(tmp_path):
+    """p2 shares most words with the strict answer, p0 became least probable, p3 did not change."""
+    strict, own = STANDARD._replace(name=STRICT), mars(0.3)._replace(name=MARS)
+    text = "".join(piece.text for piece in PIECES)
+    near = (Piece("The fox"), Piece(" is", 0.1), Piece(" red"))
+    records = [
+        answered(strict, *(("The fox was red", 21, ()),) * 4),
+        answered(
+            own,
+            *((text, 63, PIECES), (text, 42, PIECES)),
+            *(("The fox is red", 42, near), ("The fox was red", 0, ())),
+        ),
+    ]
+    found = changed(read_sweep(write_sweep(tmp_path / "read.jsonl", records, STRICT)))
+    assert [(it.lossy.prompt, it.hotter) for it in found] == [("p0", 2), ("p1", 1), ("p2", 1)]
+    out = printed(tmp_path / "s.jsonl", records)
+    assert "MARS changed 3 greedy answers." in out
+    least = out.index("The one that changed least: p2")
+    assert least < out.index("The one that became least probable: p0") < out.index("Say [it]")
+    (beside,) = (line for line in out.splitlines() if "The [red] fox <b>" in line)
+    assert "The fox was red" in beside, "in two columns"
+    assert "[|] end" in out and "strict, NLL 1.00 per token" in out
+    assert "MARS, NLL 3.00 per token, relaxed 2 for 0.75 nats" in out
+    narrow = printed(tmp_path / "n.jsonl", records, width=80)
+    (line,) = (line for line in narrow.splitlines() if "The [red] fox <b>" in line)
+    assert "was" not in line, "below each other"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [(" red", (" ", "red", "")), ("a b", ("", "a b", "")), (" ", ("", "␣", "")),
+     (" \n", ("", "↵", " \n"))],
+)  # fmt: skip
+def test_a_relaxed_token_can_be_seen(text, shown):
+    assert around(Piece(text, 0.1)) == shown
+
+
+def test_without_relaxed_tokens_there_is_no_example(tmp_path):
+    records = [turn(STANDARD._replace(name=STRICT)), turn(mars(0)._replace(name=MARS))]
+    assert "MARS changed no greedy answer." in printed(tmp_path / "s.jsonl", records)
 
 
 def test_turns_that_disagree_tell_tokens_per_step_alone(tmp_path):
@@ -99,16 +152,16 @@ def test_turns_that_disagree_tell_tokens_per_step_alone(tmp_path):
     text = printed(tmp_path / "s.jsonl", records)
     assert "Greedy, MARS takes 1.50 times as many tokens per step as strict, with 0.0100" in text
     assert "no speed is told: turns of one rule differ by more than a third (MARS 22 to 40 " in text
-    assert "as long" not in text and "ms per further token" not in text
+    assert "as fast" not in text and "ms per further token" not in text
 
 
 def test_the_sentence_goes_where_the_figures_point(tmp_path):
     records = [turn(STANDARD), turn(mars(0.3), lost=0.42)]
     base, row = rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records)))
     for speed, text in (
-        (Interval(1.2, 1.1, 1.3), "takes standard 1.20 (1.10 to 1.30) times as long."),
-        (Interval(1.1, 0.9, 1.3), "1.10 (0.90 to 1.30) times as long: no difference shown."),
-        (Interval(0.8, 0.7, 0.9), "takes standard 0.80 (0.70 to 0.90) times as long."),
+        (Interval(1.2, 1.1, 1.3), "came 1.20 (1.10 to 1.30) times as fast: price 0.3 is faster."),
+        (Interval(1.1, 0.9, 1.3), "1.10 (0.90 to 1.30) times as fast: no difference is shown."),
+        (Interval(0.8, 0.7, 0.9), "0.80 (0.70 to 0.90) times as fast: price 0.3 is slower."),
         (None, "the speed was not measured"),
     ):
         assert text in conclusion(dataclasses.replace(row, speed=speed), base)
@@ -165,18 +218,22 @@ def test_a_demo_that_is_ended_goes_on(tmp_path, model, turns):
     assert process.returncode == 0, err
     assert marked(mark) == []
     file = read_sweep(output)
-    assert len(file.records) == 5 and len(file.heads) == 2
+    assert len(file.records) == 4 and len(file.heads) == 2
     for record in file.records:
         assert len(record.measured.answers) == 3
-    assert "temperature 1, 1 request at a time, 3 answers" in out
+    assert "temperature 0.7, 1 request at a time, 3 answers" in out
     assert "This short form shows that it works, not how fast" in out
-    lines = err.splitlines()
-    assert lines[0].startswith("5 turns, ") and lines[0].endswith(" servers start")
-    assert lines[1].startswith("[") and " left" in err
+    lines = [line for line in err.splitlines() if "other work keeps" not in line]
+    starting = int(lines[0].split()[-3])
+    assert lines[0].startswith("4 turns, ") and lines[0].endswith(" servers start")
+    assert lines[1] == f"waiting for {starting} servers to start"
+    assert f"server {starting} of {starting} answers, " in err
+    assert f"measuring {4 - turns} turns of 8 prompts or fewer" in err
+    assert "] block 1 of 1, MARS, T 0.7, " in err and " s a turn, 0:00:00 left" in err
 
     process = start_demo(tmp_path, model, mark)
     again, err = process.communicate(timeout=60)
-    assert again == out and "all 5 turns are in" in err
+    assert again == out and "all 4 turns are in" in err
 
 
 @pytest.mark.engine
@@ -206,5 +263,7 @@ def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_m
     greedy, strict = found[MARS, 0.0], found[STRICT, 0.0]
     assert greedy.steps.value >= strict.steps.value > 1
     assert greedy.lost.value > strict.lost.value == 0
-    assert any(token.lost is not None for token in greedy.example)
-    assert found[STRICT, 1.0].lost.value == 0
+    assert found[STRICT, 0.7].lost.value == 0
+    example, *_ = changed(read_sweep(output))
+    assert "".join(piece.text for piece in example.lossy.pieces) == example.lossy.text
+    assert "The one that changed least: " in process.stdout

@@ -138,6 +138,8 @@ def test_so_many_servers_at_a_time():
 
 def test_prompts_are_taken_from_the_categories_in_turn(tmp_path):
     path = write_prompts(tmp_path / "p.jsonl", 5, categories="aaabb")
+    only_b = load_sweep(SweepOptions(prompts=(path,), num_prompts=3, categories=("b",)))
+    assert [prompt.category for prompt in only_b.prompts] == ["b", "b"]
     sweep = load_sweep(SweepOptions(prompts=(path,), num_prompts=3))
     assert [it.id for it in sweep.prompts] == ["0", "3", "1"]
     with pytest.raises(ValueError, match="id '0' appears twice"):

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from sweep_files import STANDARD, failed, joined, mars, stalled, turn, write_sweep
-from vllm_mars.experiments.records import read_sweep
+from vllm_mars.experiments.records import Piece, read_sweep
 from vllm_mars.experiments.rows import COLUMNS, Interval, rich_table, rows, shown, tables
-from vllm_mars.experiments.runner import marked, variety
+from vllm_mars.experiments.runner import pieces, variety
 
 BLOCKS = range(3)
 
@@ -197,21 +197,14 @@ def test_variety():
 
 
 def test_relaxed_tokens_of_an_answer():
-    content = [
-        {
-            **{"token": text, "logprob": math.log(p)},
-            "top_logprobs": [{"token": best, "logprob": math.log(best_p)}],
-        }
-        for text, p, best, best_p in (("a", 0.5, "a", 0.5), ("b", 0.25, "c", 0.5))
-    ]
-    told = {"relaxed_positions": [1], "loss_nats": [0.7]}
+    content = [{"token": text} for text in ("a", " b", " c", " d", "<end>")]
+    told = {"relaxed_positions": [2], "loss_nats": [0.7]}
     answer = {
-        "choices": [{"logprobs": {"content": content}}],
+        "choices": [{"logprobs": {"content": content}, "finish_reason": "stop"}],
         "metrics": {"mars": [told]},
     }
-    plain, relaxed = marked(answer)
-    assert (plain.text, plain.lost) == ("a", None)
-    assert (relaxed.text, relaxed.lost, relaxed.best) == ("b", 0.7, "c")
-    assert (relaxed.p, relaxed.best_p) == (pytest.approx(0.25), pytest.approx(0.5))
+    assert pieces(answer) == (Piece("a b"), Piece(" c", 0.7), Piece(" d"))
     # A server without MARS tells nothing.
-    assert [token.lost for token in marked(answer | {"metrics": None})] == [None, None]
+    assert pieces(answer | {"metrics": None}) == (Piece("a b c d"),)
+    answer["choices"][0]["finish_reason"] = "length"
+    assert pieces(answer)[-1] == Piece(" d<end>")

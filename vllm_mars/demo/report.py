@@ -1,17 +1,15 @@
-"""What the demo prints: a table each for greedy and sampled requests, an answer, a sentence."""
+"""What the demo prints: a table each for greedy and sampled requests, two answers, a sentence."""
 
-import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
+from vllm_mars.experiments import examples
 from vllm_mars.experiments.plan import STRICT
-from vllm_mars.experiments.records import SweepFile
+from vllm_mars.experiments.records import Answer, SweepFile
 from vllm_mars.experiments.rows import (
     Row,
     points,
@@ -24,37 +22,29 @@ from vllm_mars.experiments.rows import (
 )
 
 RELAXED_STYLE = "bold black on yellow"
-MAX_LISTED = 8
+# Below it answers stand below each other.
+SIDE_BY_SIDE_WIDTH = 100
 # Steps that take so much longer are a cost of their own, not one of the tokens.
 STEP_TOLERANCE = 0.02
 
 
-def print_report(file: SweepFile, console: Console) -> None:
-    """Prints the rows of a demo: of strict verification and of MARS, at each temperature."""
+def print_report(file: SweepFile, prompts: Mapping[str, str], console: Console) -> None:
+    """Prints the rows of a demo: of strict verification and of MARS, at each temperature.
+
+    Args:
+        prompts: the text of each, by its id.
+    """
     found = points(rows(file))
     for group in found:
         if any(row.is_uneven for row in group):
             group = [without_times(row) for row in group]
         (table,) = tables(group, STRICT)
         console.print(rich_table(turned(table)))
-    for row in itertools.chain(*found):
-        if row.example:
-            _print_example(row, console)
-    for group in found:
-        beside = beside_the_best(file, group)
-        for row in beside:
-            if row.cell.is_lossy:
-                console.print(conclusion(row, beside[0]), soft_wrap=True)
-
-
-def beside_the_best(file: SweepFile, group: Sequence[Row]) -> list[Row]:
-    """The rows of a temperature beside the strict rule that is fastest per answer; it is first."""
-    strict = [row for row in group if not row.cell.is_lossy and row.time]
-    best = min(strict, key=lambda row: row.time or (math.inf,)).cell.name if strict else STRICT
-    heads = [replace(head, baseline=best) for head in file.heads]
-    temperature = group[0].cell.temperature
-    records = [it for it in file.records if it.temperature == temperature]
-    return rows(SweepFile(heads, records))
+        console.print(f"Draft tokens a step: {_lengths(group)}.")
+    _print_examples(examples.changed(file), prompts, console)
+    for base, *others in found:
+        for row in others:
+            console.print(conclusion(row, base), soft_wrap=True)
 
 
 def conclusion(row: Row, base: Row) -> str:
@@ -63,7 +53,9 @@ def conclusion(row: Row, base: Row) -> str:
     text = (
         f"{where}, {row.cell.name} takes {shown(row.gain, '.2f') or 'unknown'} times as many "
         f"tokens per step as {base.cell.name}, with "
-        f"{shown(row.lost, '.4f', ends=False) or 'unknown'} nats lost per token. "
+        f"{shown(row.lost, '.4f', ends=False) or 'unknown'} nats lost per token and answers of "
+        f"{shown(row.length, '.1f', ends=False)} tokens beside "
+        f"{shown(base.length, '.1f', ends=False)}. "
     )
     uneven = [
         f"{it.cell.name} {min(it.paces):.0f} to {max(it.paces):.0f} tokens/s"
@@ -77,38 +69,68 @@ def conclusion(row: Row, base: Row) -> str:
         )
     if row.speed is None:
         return f"{text}But the speed was not measured."
-    text += f"An answer takes {base.cell.name} {shown(row.speed, '.2f')} times as long"
-    text += ": no difference shown." if row.speed.low <= 1 <= row.speed.high else "."
+    text += f"Its answers came {shown(row.speed, '.2f')} times as fast: "
+    if row.speed.low <= 1 <= row.speed.high:
+        text += "no difference is shown."
+    else:
+        text += f"{row.cell.name} is {'faster' if row.speed.low > 1 else 'slower'}."
     step = row.step_ratio
     if step is not None and abs(step.value - 1) > STEP_TOLERANCE:
         text += f" A step of {row.cell.name} takes {shown(step, '.2f')} times as long."
     return text
 
 
-def _print_example(row: Row, console: Console) -> None:
-    """One answer with its relaxed tokens, each beside the target's first choice."""
-    marked, relaxed = Text(), [token for token in row.example if token.lost is not None]
-    in_colour = console.is_terminal and not console.no_color
-    for token in row.example:
-        if token.lost is None:
-            marked.append(token.text)
-        else:
-            text = token.text if in_colour else f"[{token.text}]"
-            marked.append(text, RELAXED_STYLE if in_colour else None)
-    title = f"A greedy answer of {row.cell.name}: {len(relaxed)} relaxed tokens are marked"
-    console.print(Panel(marked, title=title))
-    if not relaxed:
+def _lengths(group: Sequence[Row]) -> str:
+    return ", ".join(
+        f"{row.cell.name} {(row.cell.config or {}).get('num_speculative_tokens')}" for row in group
+    )
+
+
+def _print_examples(
+    found: Sequence[examples.Example], prompts: Mapping[str, str], console: Console
+) -> None:
+    """Two of the answers that MARS changed, each beside the strict one."""
+    if not found:
+        console.print("MARS changed no greedy answer.")
         return
-    p = Column("p", justify="right")
-    table = Table("relaxed token", p, "target's first choice", p.copy(), "nats lost")
-    for token in relaxed[:MAX_LISTED]:
-        table.add_row(
-            Text(repr(token.text)),
-            f"{token.p:.2f}",
-            Text(repr(token.best)),
-            f"{token.best_p:.2f}",
-            f"{token.lost:.2f}",
+    console.print(
+        f"MARS changed {len(found)} greedy answers. These are the one that shares most words with "
+        "the strict answer, and the one whose whole text became least probable to the target. "
+        "Relaxed tokens are marked.",
+        soft_wrap=True,
+    )
+    for which, (strict, lossy) in examples.shown(found).items():
+        name = strict.prompt
+        console.print(Panel(Text(prompts.get(name, name)), title=Text(f"{which}: {name}")))
+        titles = (
+            f"strict, NLL {strict.nll_per_token:.2f} per token",
+            f"MARS, NLL {lossy.nll_per_token:.2f} per token, relaxed {len(lossy.lost)} for "
+            f"{sum(lossy.lost):.2f} nats",
         )
-    if len(relaxed) > MAX_LISTED:
-        table.caption = f"and {len(relaxed) - MAX_LISTED} more"
-    console.print(table)
+        texts = (Text(strict.text), _marked(lossy, console))
+        if console.width >= SIDE_BY_SIDE_WIDTH:
+            table = Table(*titles, expand=True)
+            for column in table.columns:
+                column.ratio = 1
+            table.add_row(*texts)
+            console.print(table)
+        else:
+            for title, text in zip(titles, texts, strict=True):
+                console.print(Panel(text, title=title))
+
+
+def _marked(answer: Answer, console: Console) -> Text:
+    in_colour = console.is_terminal and not console.no_color
+    marked = Text()
+    for piece in answer.pieces:
+        if piece.lost is None:
+            marked.append(piece.text)
+            continue
+        before, token, after = examples.around(piece)
+        marked.append(before)
+        if in_colour:
+            marked.append(token, RELAXED_STYLE)
+        else:
+            marked.append(f"[{token}]")
+        marked.append(after)
+    return marked

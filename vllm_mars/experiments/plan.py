@@ -117,6 +117,7 @@ class SweepOptions:
             decoding without drafts.
         drafts, num_speculative_tokens: each rule is measured with each of them.
         baseline: the rule that ratios are over; None for the first.
+        categories: those of the prompts that are asked; all if there is none.
         num_prompts: how many, taken from the categories in turn; 0 takes all.
         max_tokens: longest answer.
         ignore_eos: whether each answer has that length.
@@ -125,7 +126,8 @@ class SweepOptions:
         seed: of the servers; each prompt's request has one of its own that follows from it.
         side_by_side: servers at a time; 0 for all on a CPU and one on a GPU.
         gpus: of one server, for a Ray cluster.
-        examples: prompts of which each lossy cell shows what was relaxed in their answers.
+        examples: whether greedy lossy cells tell what was relaxed in each answer. Each prompt is
+            asked once more for that, untimed.
     """
 
     model: str | None = None
@@ -139,6 +141,7 @@ class SweepOptions:
     temperatures: tuple[float, ...] = (0.0,)
     concurrencies: tuple[int, ...] = (1,)
     prompts: tuple[str, ...] = (str(PACKAGED),)
+    categories: tuple[str, ...] = ()
     num_prompts: int = 0
     max_tokens: int = 1024
     ignore_eos: bool = False
@@ -147,7 +150,7 @@ class SweepOptions:
     seed: int = 0
     side_by_side: int = 0
     gpus: int = 1
-    examples: int = 0
+    examples: bool = False
     startup_timeout: float = 600.0
     turn_timeout: float = 3600.0
     server_args: tuple[str, ...] = ()
@@ -155,7 +158,7 @@ class SweepOptions:
     def __post_init__(self) -> None:
         for name in ("max_tokens", "block", "repeats", "gpus", "startup_timeout", "turn_timeout"):
             _check_least(name, getattr(self, name), 1)
-        for name in ("num_prompts", "side_by_side", "examples"):
+        for name in ("num_prompts", "side_by_side"):
             _check_least(name, getattr(self, name), 0)
         for values, name, least in (
             (self.num_speculative_tokens, "num_speculative_tokens", 1),
@@ -276,6 +279,8 @@ def load_sweep(options: SweepOptions) -> Sweep:
     twice = [name for name, count in Counter(it.id for it in found).items() if count > 1]
     if twice:
         raise ValueError(f"prompts: id {twice[0]!r} appears twice; ids must differ.")
+    if options.categories:
+        found = [item for item in found if item.category in options.categories]
     if options.num_prompts:
         before: Counter[str] = Counter()
         ranks = []

@@ -14,19 +14,15 @@ from vllm_mars.local.result_file import append_line
 
 
 @dataclass(frozen=True)
-class Token:
-    """A token of an example; of a relaxed one also what it lost, and the target's first choice.
+class Piece:
+    """A relaxed token of an answer, or the text between two of them.
 
     Attributes:
-        lost: in nats; None where the token was not relaxed.
-        p, best_p: probabilities of the token and of the first choice under the target.
+        lost: what the token lost, in nats; None of text that was not relaxed.
     """
 
     text: str
     lost: float | None = None
-    p: float = 0.0
-    best: str = ""
-    best_p: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +36,7 @@ class Answer:
         distinct: share of the text's tokens that differ from all before them.
         scored: tokens of the text; nll: -log of their probability under the target, in nats;
             unlikely: those less than a fifth as probable as its first choice.
+        pieces: the text with its relaxed tokens, where examples were asked for.
     """
 
     prompt: str
@@ -52,6 +49,17 @@ class Answer:
     scored: int = 0
     nll: float = 0.0
     unlikely: int = 0
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def lost(self) -> list[float]:
+        """What each relaxed token lost, in nats."""
+        return [piece.lost for piece in self.pieces if piece.lost is not None]
+
+    @property
+    def nll_per_token(self) -> float:
+        """Under the target, in nats."""
+        return self.nll / max(self.scored, 1)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,6 @@ class Measured:
         drafts, accepted: by vLLM's counters of speculative decoding; a draft is a step of one
             request, accepted are its tokens.
         lost_nats, drift_nats: by the server's counters; None where it has none.
-        example: the answer of the cell with most relaxed tokens, where examples were asked for.
     """
 
     seconds: float
@@ -71,7 +78,6 @@ class Measured:
     accepted: int
     lost_nats: float | None
     answers: tuple[Answer, ...]
-    example: tuple[Token, ...] = ()
     drift_nats: float | None = None
 
 

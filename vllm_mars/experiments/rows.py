@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_mars.experiments.plan import Cell
-from vllm_mars.experiments.records import Measured, Record, SweepFile, Token
+from vllm_mars.experiments.records import Measured, Record, SweepFile
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,7 +60,6 @@ class Row:
         ended: share of the answers that ended by themselves, before the longest length.
         same: share of greedy answers whose text is the baseline's.
         repeated, distinct: shares of an answer's 4-grams and tokens, as `Answer` has them.
-        example: an answer with its relaxed tokens.
     """
 
     cell: Cell
@@ -86,7 +85,6 @@ class Row:
     same: Interval | None = None
     repeated: Interval | None = None
     distinct: Interval | None = None
-    example: tuple[Token, ...] = ()
 
     @property
     def is_uneven(self) -> bool:
@@ -161,7 +159,6 @@ def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
             for it in own
         ),
         **figures,
-        example=next((it.example for it in own if it.example), ()),
     )
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from vllm_mars.config import METHOD
 from vllm_mars.experiments.client import ask
 from vllm_mars.experiments.plan import Group, Sweep, Turn
-from vllm_mars.experiments.records import Answer, Measured, Record, Token
+from vllm_mars.experiments.records import Answer, Measured, Piece, Record
 from vllm_mars.local.provenance import hardware, vllm_device, without_directories
 from vllm_mars.local.scrape import (
     ACCEPTED_TOKENS,
@@ -33,6 +33,8 @@ from vllm_mars.local.vllm_args import CPU_ENV, SETTLE_SECONDS, server_args
 
 WAKE_TOKENS = 4
 REQUEST_TIMEOUT = 120.0
+# Of a server with the packaged model, each of those that start side by side on two idle cores.
+START_SECONDS = 33
 # Of the first choice's probability.
 UNLIKELY = 0.2
 # What the last step counts arrives a little behind its tokens.
@@ -51,8 +53,10 @@ class LocalRunner:
         side_by_side: servers that a group may hold; 0 sets no limit.
     """
 
-    def __init__(self, sweep: Sweep, log_dir: Path) -> None:
-        """Asks vLLM for its device, but starts no server.
+    def __init__(
+        self, sweep: Sweep, log_dir: Path, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Asks vLLM for its device, but starts no server; `say` is told what is waited for.
 
         Raises:
             RuntimeError: vLLM cannot be imported.
@@ -61,6 +65,7 @@ class LocalRunner:
         self._on_cpu = device == "cpu"
         self._sweep = sweep
         self._log_dir = log_dir
+        self._say = say
         self.side_by_side = sweep.options.side_by_side or (0 if self._on_cpu else 1)
 
     def run(self, groups: Sequence[Group]) -> Generator[Record]:
@@ -79,14 +84,22 @@ class LocalRunner:
         servers: dict[str, VllmServer] = {}
         problems: dict[str, str] = {}
 
+        # Those that turns are left for.
+        due = [config for config in configs if any(it.server == config for it in turns)]
+        began = time.monotonic()
+
         def wait(config: str) -> None:
+            number = f"server {due.index(config) + 1} of {len(due)}"
             try:
                 servers[config].wait_until_ready()
+                self._say(f"{number} answers, {time.monotonic() - began:.0f} s after the start")
             except RuntimeError as error:
+                self._say(f"{number} failed")
                 problems[config] = str(error)
 
-        # Those that turns are left for.
-        for config in [config for config in configs if any(it.server == config for it in turns)]:
+        seconds = f": about {START_SECONDS * len(due)} s on two idle cores"
+        self._say(f"waiting for {len(due)} servers to start{seconds if self._is_usual() else ''}")
+        for config in due:
             server = servers[config] = self._server(config, configs.index(config), len(configs))
             stack.callback(server.close)
             server.start()
@@ -95,6 +108,7 @@ class LocalRunner:
                 wait(config)
         for config in servers if self._on_cpu else ():
             wait(config)
+        self._say(f"measuring {len(turns)} turns of {self._sweep.options.block} prompts or fewer")
         last = None
         for turn in turns:
             problem = problems.get(turn.server) or self._refused(turn)
@@ -114,6 +128,10 @@ class LocalRunner:
                 except RuntimeError as ended:
                     problems[turn.server] = reason = f"{error}\n{ended}"
                 yield self._record(turn, None, reason)
+
+    def _is_usual(self) -> bool:
+        """Whether it is known how long a server starts."""
+        return self._on_cpu and self._sweep.options.model is None
 
     def _record(self, turn: Turn, measured: Measured | None, reason: str = "") -> Record:
         return record(turn, measured, reason, hardware(self.gpu))
@@ -181,10 +199,10 @@ class LocalRunner:
                     *(prompt.id, it.generated_text, it.output_tokens, it.ttft, it.latency),
                     *variety(ids := self._tokens(it.generated_text)),
                     *self._scores(server, prompt.turns[0], ids),  # type: ignore[arg-type]
+                    pieces=self._pieces(server, turn, prompt.turns[0]),
                 )
                 for prompt, it in zip(prompts, outputs, strict=True)
             ),
-            example=self._example(server, turn) if self._is_last(turn) else (),
             drift_nats=None if up is None or down is None else up - down,
         )
 
@@ -206,29 +224,18 @@ class LocalRunner:
             unlikely += own < best + math.log(UNLIKELY)
         return len(answer), nll, unlikely
 
-    def _is_last(self, turn: Turn) -> bool:
-        """Whether this is the last turn of a greedy cell that can relax."""
-        options = self._sweep.options
-        ends = (turn.block + 1) * options.block >= len(self._sweep.prompts)
-        passes = turn.repeat + 1 == options.repeats
-        return ends and passes and turn.cell.is_lossy and turn.cell.temperature == 0
-
-    def _example(self, server: VllmServer, turn: Turn) -> tuple[Token, ...]:
-        """Of the answers to the first prompts, untimed, the one with most relaxed tokens."""
-        options = self._sweep.options
-        found: list[tuple[Token, ...]] = []
-        for prompt in self._sweep.prompts[: options.examples]:
-            body = {
-                "model": self._sweep.model,
-                "messages": [{"role": "user", "content": prompt.turns[0]}],
-                **{"max_tokens": options.max_tokens, "temperature": 0},
-                # The first of them can be the token itself.
-                **{"logprobs": True, "top_logprobs": 2},
-                "vllm_xargs": {**turn.body.get("vllm_xargs", {}), "mars_return": True},
-            }
-            answer = self._asked(server, "chat/completions", body)
-            found.append(tuple(marked(answer)))
-        return max(found, key=lambda tokens: sum(it.lost is not None for it in tokens), default=())
+    def _pieces(self, server: VllmServer, turn: Turn, prompt: str) -> tuple[Piece, ...]:
+        """An answer with its relaxed tokens, where examples are asked for."""
+        options, cell = self._sweep.options, turn.cell
+        if not (options.examples and cell.is_lossy and cell.temperature == 0):
+            return ()
+        body = {
+            "model": self._sweep.model,
+            "messages": [{"role": "user", "content": prompt}],
+            **{"max_tokens": options.max_tokens, "temperature": 0, "logprobs": True},
+            "vllm_xargs": {**turn.body.get("vllm_xargs", {}), "mars_return": True},
+        }
+        return pieces(self._asked(server, "chat/completions", body))
 
     def _asked(self, server: VllmServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
         url = f"{server.base_url}/v1/{path}"
@@ -294,17 +301,19 @@ def variety(ids: Sequence[int]) -> tuple[float, float]:
     return repeated, len(set(ids)) / len(ids) if ids else 1.0
 
 
-def marked(answer: dict[str, Any]) -> list[Token]:
-    """The tokens of a chat completion with logprobs and `mars_return`."""
+def pieces(answer: dict[str, Any]) -> tuple[Piece, ...]:
+    """Of a chat completion with logprobs and `mars_return`."""
     choice = answer["choices"][0]
     (told,) = (answer.get("metrics") or {}).get("mars") or [{}]
     lost = dict(zip(told.get("relaxed_positions", ()), told.get("loss_nats", ()), strict=True))
-    tokens = []
-    for place, token in enumerate((choice["logprobs"] or {}).get("content") or ()):
-        if place in lost:
-            first = max(token["top_logprobs"], key=lambda of: of["logprob"])
-            p, best_p = math.exp(token["logprob"]), math.exp(first["logprob"])
-            tokens.append(Token(token["token"], lost[place], p, first["token"], best_p))
+    tokens = (choice["logprobs"] or {}).get("content") or []
+    if choice["finish_reason"] == "stop":
+        # The end itself is no text.
+        tokens = tokens[:-1]
+    found: list[Piece] = []
+    for place, token in enumerate(tokens):
+        if place not in lost and found and found[-1].lost is None:
+            found[-1] = Piece(found[-1].text + token["token"])
         else:
-            tokens.append(Token(token["token"]))
-    return tokens
+            found.append(Piece(token["token"], lost.get(place)))
+    return tuple(found)

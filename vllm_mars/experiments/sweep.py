@@ -65,7 +65,7 @@ def run_sweep(
                 check_head(draft, model)
         runner: LocalRunner | RayRunner
         if ray is None:
-            runner = LocalRunner(sweep, output.with_name(f"{output.stem}-logs"))
+            runner = LocalRunner(sweep, output.with_name(f"{output.stem}-logs"), say)
         else:
             runner = stack.enter_context(contextlib.closing(RayRunner(sweep, ray)))
         groups = [
@@ -85,8 +85,10 @@ def run_sweep(
                 started, first = time.monotonic(), False
             else:
                 each = (time.monotonic() - started) / (number - 1)
-                rest = f"; {timedelta(seconds=round(each * (left - number)))} left"
-            say(f"[{total - left + number}/{total}] {_outcome(record)}{rest}")
+                to_go = timedelta(seconds=round(each * (left - number)))
+                rest = f"; {each:.0f} s a turn, {to_go} left"
+            block = f"block {record.block + 1} of {-(-len(sweep.prompts) // options.block)}"
+            say(f"[{total - left + number}/{total}] {block}, {_outcome(record)}{rest}")
     say(f"wrote {output}")
     return read_sweep(output)
 

@@ -123,6 +123,7 @@ def ensure_model(
             if problem is not None:
                 if final.exists():
                     console.print(f"{final} is damaged: {problem}; making it again", soft_wrap=True)
+                console.print(f"making {final}, once: half a minute", soft_wrap=True)
                 _make(root, final, gguf, console)
     except OSError as error:
         raise RuntimeError(
