@@ -128,7 +128,8 @@ def read_rows(
     of_rows = np.repeat(step.slots.numpy(), counts)
     ends = step.records.ends.numpy()[of_rows]
     thresholds = step.records.threshold.numpy()[of_rows]
-    ids = np.append(step.input_ids.numpy()[1:], -1)
+    # A step may have no rows.
+    ids = np.append(step.input_ids.numpy()[1:], -1)[: len(z)]
     is_bonus = np.zeros(len(ids), dtype=bool)
     is_bonus[np.cumsum(counts) - 1] = True
     ids[is_bonus] = -1
@@ -327,7 +328,9 @@ def _buffers(num_rows: int, vocab: int) -> torch.Tensor:
     """Rows to write to; float32 `[num_rows, vocab]`, the same ones for each call."""
     found = _BUFFERS.get(vocab)
     if found is None or len(found) < num_rows:
-        found = _BUFFERS[vocab] = torch.empty(num_rows, vocab)
+        # What is made in inference mode, where an engine runs, could be written to there alone.
+        with torch.inference_mode(False):
+            found = _BUFFERS[vocab] = torch.empty(num_rows, vocab)
     return found[:num_rows]
 
 

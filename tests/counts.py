@@ -78,7 +78,9 @@ def dashboard_queries():
 
 def page_queries():
     """The queries on the page about metrics."""
-    return re.findall(r"^    (.*vllm:.*)$", (DOCS / "metrics.md").read_text(), re.M)
+    blocks = re.findall(r"```promql\n(.*?)\n```", (DOCS / "metrics.md").read_text(), re.S)
+    # A line that is indented goes on with the one before it.
+    return [query for block in blocks for query in re.split(r"\n(?! )", block)]
 
 
 def in_promql(query):

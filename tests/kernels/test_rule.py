@@ -414,6 +414,13 @@ def test_sampled_by_hand(name):
     assert m == pytest.approx(accepted, abs=1e-4, nan_ok=True)
 
 
+def test_rows_that_an_engine_wrote_to_are_written_to_outside_of_inference_mode(monkeypatch):
+    monkeypatch.setattr(cpu, "_BUFFERS", {})
+    with torch.inference_mode():
+        test_sampled_by_hand("K 1, p 1/2")
+    test_sampled_by_hand("K 1, p 1/2")
+
+
 def test_a_price_that_follows_is_larger_where_drafts_are_drawn():
     """By the root of 2, since it costs half as much there."""
     given = {"price": FOLLOWS, "rate": loss_rate(0.02), "lost": 0, "produced": 0, "most_tokens": 9}
