@@ -96,6 +96,10 @@ PASSES = {
     "resample_kernel, drawn": 2,
 }
 
+# Bytes that a variant may spill. Smaller blocks of the draw would spill none; on an H200 these take
+# half the time of small ones where 16 requests sample.
+SPILLS = {("resample_kernel", "sm_100"): 8}
+
 
 @pytest.fixture(autouse=True)
 def vllms_functions():
@@ -117,7 +121,7 @@ def test_compiled_code(variant, target):
     name = variant.split(",")[0]
     (launch,) = (one for one in launches(VARIANTS[variant]) if one.name == name)
     found = compile_for(launch, target)
-    assert found.spills == 0
+    assert found.spills <= SPILLS.get((variant, target), 0)
     # Where a request samples, exponentials and logarithms are made of such.
     if name == "accept_kernel" and "sampled" not in variant:
         assert found.fused == 0, "what is compared must be rounded"
