@@ -24,7 +24,7 @@ import numpy as np
 
 from vllm_mars.experiments import examples
 from vllm_mars.experiments.records import Piece, SweepFile, read_sweep
-from vllm_mars.experiments.rows import rows, tables, turned, without_times
+from vllm_mars.experiments.rows import heat, rows, tables, turned, without_times
 from vllm_mars.local.prompts import load_prompts
 
 ROOT = Path(__file__).parents[1]
@@ -232,7 +232,7 @@ def lengths(file: SweepFile) -> Iterable[str]:
         ["s per answer", *(f"K {k}" for k in ks)],
         (
             [
-                f"{rule}, {f'temperature {temperature:g}' if temperature else 'greedy'}",
+                f"{rule}, {heat(temperature)}",
                 *(of.get(k, "") for k in ks),
             ]
             for (temperature, rule), of in found.items()

@@ -39,6 +39,7 @@ from vllm_mars.experiments.rows import (
     Samples,
     compared,
     estimate,
+    heat,
     means_of,
     ratio_of_means,
 )
@@ -310,11 +311,8 @@ def row(calls: Calls, base: Calls) -> list[Any]:
     mean = {
         name: float(np.mean([it[name] for it in own.values()])) for name in ("tokens", "points")
     }
-    steps, repeated, sampled = (
-        ["further", "steps"],
-        ["repeated", "grams"],
-        calls[0]["temperature"] != 0,
-    )
+    steps, repeated = ["further", "steps"], ["repeated", "grams"]
+    sampled = calls[0]["temperature"] != 0
     lost = round(sum(call["lost"] for call in calls) / tokens, 5)
     return [
         len(own),
@@ -334,11 +332,6 @@ def row(calls: Calls, base: Calls) -> list[Any]:
         cell(estimate(ratio_of_means, own, repeated)),
         cell(compared(ratio_of_means, own, strict, repeated, np.subtract)),
     ]
-
-
-def heat(temperature: float) -> str:
-    """A temperature in words."""
-    return f"temperature {temperature:g}" if temperature else "greedy"
 
 
 def points(calls: Calls) -> dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]]:

@@ -355,6 +355,11 @@ def points(found: Sequence[Row]) -> list[list[Row]]:
     return [list(group) for _, group in by_point]
 
 
+def heat(temperature: float) -> str:
+    """A temperature in words."""
+    return f"temperature {temperature:g}" if temperature else "greedy"
+
+
 def tables(found: Sequence[Row], baseline: str) -> list[Text]:
     """A table for each temperature and load; a row without figures says why."""
     texts = []
@@ -362,8 +367,8 @@ def tables(found: Sequence[Row], baseline: str) -> list[Text]:
         _, _, temperature, load = group[0].cell
         names = [name for name, text in COLUMNS.items() if any(map(text, group))]
         answers = max(row.answers for row in group)
-        title = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-        title += f", {load} request{'s' if load > 1 else ''} at a time, {answers} answers"
+        title = f"{heat(temperature)}, {load} request{'s' if load > 1 else ''} at a time"
+        title += f", {answers} answers"
         body = []
         for row in group:
             texts_of = [COLUMNS[name](row) for name in names]

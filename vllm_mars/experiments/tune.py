@@ -233,14 +233,14 @@ def _minutes(records: Sequence[Record]) -> float:
 
 def told(served: Served, file: SweepFile) -> tuple[list[str], "Text"]:
     """The sentences of a choice, and the table of its comparison."""
-    from vllm_mars.experiments.rows import Text, pace, shown
+    from vllm_mars.experiments.rows import Text, heat, pace, shown
 
     records, body, widest, prompts = by_rule(file.records), [], 0.0, set()
     for (name, point), own in sorted(records.items(), key=lambda item: item[0][1]):
         answers = [it for record in own if record.measured for it in record.measured.answers]
         prompts |= {it.prompt for it in answers}
         length = sum(it.tokens for it in answers) / max(len(answers), 1)
-        body.append([_where(point[0]), f"{point[1]}", name])
+        body.append([heat(point[0]), f"{point[1]}", name])
         for other in (NO_DRAFTS, BEST_STRICT):
             base = records.get((other, point), own)
             ratio = None if base is own or name == NO_DRAFTS else pace(own, base)
@@ -255,7 +255,7 @@ def told(served: Served, file: SweepFile) -> tuple[list[str], "Text"]:
     for (name, temperature), (family, config) in served.items():
         flag = f"--speculative-config '{json.dumps(config)}'" if config else "no such option"
         if name == TUNED:
-            lines.append(f"{_where(temperature)}: {family}, {flag}")
+            lines.append(f"{heat(temperature)}: {family}, {flag}")
             if config and config == served[BEST_STRICT, temperature][1]:
                 lines.append("That is strict verification at its best, so it was measured once.")
     if len({temperature for _, temperature in served}) > 1:
@@ -271,10 +271,6 @@ def told(served: Served, file: SweepFile) -> tuple[list[str], "Text"]:
             f"{times * len(prompts):.0f} prompts beside those that choose."
         )
     return lines, table
-
-
-def _where(temperature: float) -> str:
-    return f"temperature {temperature:g}" if temperature else "greedy"
 
 
 def add_parser(commands: Any) -> None:
