@@ -98,7 +98,7 @@ def agrees(cell, statistic, prompts):
     assert (high - low) / 2 == pytest.approx(half, rel=0.15, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["reading", "reading8", "exact", "ends"])
+@pytest.mark.parametrize("name", ["reading", "reading8", "exact", "exact-sampled", "ends"])
 def test_the_raw_answers_give_the_figures(name):
     """By other code."""
     found, temperature, checked = figures.read(name), 0.0, 0
@@ -107,7 +107,8 @@ def test_the_raw_answers_give_the_figures(name):
         if len(row) == 1:
             temperature = 0.0 if row[0] == "greedy" else float(row[0].split()[-1])
             continue
-        told, of = dict(zip(titles, row, strict=True)), (name.rstrip("8"), temperature)
+        told = dict(zip(titles, row, strict=True))
+        of = name.rstrip("8").removesuffix("-sampled"), temperature
         own, nats, answers = raw_answers(found, *of, told["rule"])
         strict, *_ = raw_answers(found, *of, "strict")
         assert (told["prompts"], told["answers"]) == (len(own), answers)
