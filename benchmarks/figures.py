@@ -193,11 +193,7 @@ def beside(file: SweepFile) -> Iterable[str]:
     prompts = {prompt.id: prompt.turns[0] for prompt in load_prompts()}
     if not found:
         raise ValueError("its sweep has no answer that MARS changed.")
-    yield (
-        f"MARS changed {len(found)} greedy answers. These are the one that shares most words with "
-        "the strict answer, and the one whose whole text became least probable to the target. "
-        "Relaxed tokens are bold."
-    )
+    yield f"{examples.told(found)} Relaxed tokens are bold."
     for which, (strict, lossy) in examples.shown(found).items():
         yield from ("", f"**{which}.** The prompt:", "")
         yield from (f"> {_inline(prompts[strict.prompt])}", "")

@@ -93,12 +93,7 @@ def _print_examples(
     if not found:
         console.print("MARS changed no greedy answer.")
         return
-    console.print(
-        f"MARS changed {len(found)} greedy answers. These are the one that shares most words with "
-        "the strict answer, and the one whose whole text became least probable to the target. "
-        "Relaxed tokens are marked.",
-        soft_wrap=True,
-    )
+    console.print(f"{examples.told(found)} Relaxed tokens are marked.", soft_wrap=True)
     for which, (strict, lossy) in examples.shown(found).items():
         name = strict.prompt
         console.print(Panel(Text(prompts.get(name, name)), title=Text(f"{which}: {name}")))

@@ -51,6 +51,14 @@ def shown(found: Sequence[Example]) -> dict[str, Example]:
     }
 
 
+def told(found: Sequence[Example]) -> str:
+    """What the two answers of `shown` are."""
+    return (
+        f"MARS changed {len(found)} greedy answers. These are the one that shares most words with "
+        "the strict answer, and the one whose whole text became least probable to the target."
+    )
+
+
 def around(piece: Piece) -> tuple[str, str, str]:
     """A relaxed token between the white space around it; a sign for one that is nothing else."""
     token = piece.text.strip()
