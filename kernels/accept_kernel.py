@@ -1,31 +1,49 @@
-"""The kernel that decides, draws and counts; `accept` launches it and says what it does."""
+"""Verification in Triton: two launches for a step of greedy requests, three where requests sample.
 
+The rule is that of `rule`, which `rule_kernel` follows function by function (arXiv 2601.15498 for
+theta). Symbols: V vocabulary, B requests, R rows, S splits of a row.
+
+    rows_kernel      grid (R, S)       z1 with its id, z2, and sums of exponentials of each split
+    accept_kernel    grid (B,)         joins the splits of one request's rows, applies the rule,
+                                       draws whether each draft token stays, emits and counts
+    resample_kernel  grid (B, blocks)  draws the token behind the accepted drafts of a request
+                                       that samples, from one row
+
+Where drafts are drawn, the two of `clip_kernel` read the rows between the first two. The random
+numbers are those of vLLM's own sampler: what is strict is token for token what that emits, of drawn
+drafts by its method `block`.
+
+To count is to take the loss off the request's record, to add to the counts, and to write its row of
+the table: see `Account`. What a request allows lies in its record, by slot, and is read there.
+
+Bytes moved: the rows once, but the bonus row of a request that samples; of such a request one row
+again; the logits of the draft token and of kept tokens; the partial results, the outputs. Not
+materialised: anything of the logits' size.
+"""
+
+import functools
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.rows import RECORD_SIZE, kept_sums, log_sum_exp
+from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.rows_kernel import (
+    kept_size,
+    kept_sums,
+    log_sum_exp,
+    num_lanes,
+    reduce_rows,
+)
 from vllm_mars.kernels.rule_kernel import (
-    BEFORE,
-    CLIPPED,
-    DRAFT_SHARE,
-    DRIFT,
-    FIRST,
-    LOSS_OF_ROW,
-    LOST,
-    OF_P,
-    OF_Q,
-    PROTECTED,
-    RELAXED,
-    STRICT_BEFORE,
-    THRESHOLD,
-    UNIT,
     allowance,
     forbids,
     greedy,
     has_ended,
     is_small,
     load_float,
-    log_ratio,
+    log_ratio_of_fixed,
     nearest_units,
     next_share,
     num_gainful,
@@ -35,18 +53,23 @@ from vllm_mars.kernels.rule_kernel import (
     store_float,
     units_of,
 )
-from vllm_mars.kernels.terms import DRAWN_SCALE, FIXED_SCALE, GREEDY_SCALE
+from vllm_mars.kernels.terms import (
+    Account,
+    CounterLayout,
+    Draws,
+    Guard,
+    Rule,
+    Step,
+    VerifyOutput,
+)
 
-# vLLM's `tl_rand32`, which draws the same numbers, is never 0 but this.
-_LEAST_DRAWN = tl.constexpr(4.6566127342e-10)
-_INF = tl.constexpr(float("inf"))
-_GREEDY_SCALE = tl.constexpr(GREEDY_SCALE)
-_FIXED_SCALE = tl.constexpr(FIXED_SCALE)
-_DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
+# Small batches share variants: fewer than 8 positions cost no less.
+_MIN_POSITIONS = 8
+
 
 # Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
 _UNALIGNED = [
-    *("input_ids_ptr", "cu_num_logits_ptr", "blocked_ptr", "slots_ptr", "pos_ptr"),
+    *("input_ids_ptr", "cu_num_logits_ptr", "slots_ptr", "pos_ptr"),
     *("total_len_ptr", "prompt_len_ptr", "clipped_ptr", "masses_ptr"),
 ]
 _UNSPECIALIZED = ["num_speculative_tokens", "num_blocks", "vocab", "num_splits"]
@@ -69,20 +92,20 @@ def _drawn(seeds_ptr, pos_ptr, slot, row, mask, place, BY_BLOCKS: tl.constexpr):
     seed = tl.load(seeds_ptr + slot)
     if BY_BLOCKS:
         seed = step_seed(seed, place)
-    return tl.maximum(tl.rand(seed, pos), _LEAST_DRAWN)
+    return tl.maximum(tl.rand(seed, pos), C.LEAST_DRAWN)
 
 
 @triton.jit
 def _by_blocks(clipped_ptr, masses_ptr, num_blocks, row, offset, length, u, BLOCKS: tl.constexpr):
     """How many tokens of a drawn draft stay; what the rule adds to the chance that each does."""
     is_there = offset < length
-    of_row = clipped_ptr + CLIPPED * row
-    of_q = tl.load(of_row + OF_Q, mask=is_there, other=-_INF)
-    of_p = tl.load(of_row + OF_P, mask=is_there, other=0.0)
+    of_row = clipped_ptr + C.CLIPPED * row
+    of_q = tl.load(of_row + C.OF_Q, mask=is_there, other=-C.INF)
+    of_p = tl.load(of_row + C.OF_P, mask=is_there, other=0.0)
     is_behind = is_there & (offset > 0)
-    before = tl.load(of_row + BEFORE, mask=is_behind, other=0.0)
+    before = tl.load(of_row + C.BEFORE, mask=is_behind, other=0.0)
     reach = tl.exp(tl.minimum(before + of_q, 0.0))
-    before = tl.load(of_row + STRICT_BEFORE, mask=is_behind, other=0.0)
+    before = tl.load(of_row + C.STRICT_BEFORE, mask=is_behind, other=0.0)
     strict = tl.exp(tl.minimum(before + of_q - of_p, 0.0))
     goes_on = offset + 1 < length
     blocks = tl.arange(0, BLOCKS)[None, :]
@@ -114,13 +137,14 @@ def _write_down(
     accepted,
     is_counted,
     is_greedy,
+    is_relaxable,
     num_speculative_tokens,
     BY_BLOCKS: tl.constexpr,
 ):
     """Counts a request's step, takes its loss off; returns relaxed tokens, loss and drift."""
     is_visited = is_counted & (offset <= accepted)
     is_accepted = is_counted & (offset < accepted)
-    is_relaxed = is_accepted & (verdict == RELAXED)
+    is_relaxed = is_accepted & (verdict == C.RELAXED)
     spends = is_relaxed | (is_visited & (is_greedy == 0))
     step_lost = tl.sum(tl.where(spends, loss, 0), axis=0)
     gains = spends
@@ -147,16 +171,18 @@ def _write_down(
     drift = tl.where(spends, drift, 0)
     tl.atomic_add(counts_ptr + 2, tl.sum(tl.maximum(drift, 0), axis=0), sem="relaxed")
     tl.atomic_add(counts_ptr + 3, tl.sum(tl.maximum(-drift, 0), axis=0), sem="relaxed")
-    is_refused = is_verified & (verdict >= PROTECTED)
-    refusal = tl.maximum(verdict - PROTECTED, 0)
-    tl.atomic_add(counts_ptr + 4 + refusal, one, mask=is_refused, sem="relaxed")
+    relaxable = tl.sum(tl.where(is_relaxable, is_verified.to(tl.int64), 0), axis=0)
+    tl.atomic_add(counts_ptr + 4, relaxable, sem="relaxed")
+    is_refused = is_verified & (verdict >= C.PROTECTED)
+    refusal = tl.maximum(verdict - C.PROTECTED, 0)
+    tl.atomic_add(counts_ptr + 5 + refusal, one, mask=is_refused, sem="relaxed")
 
-    of_greedy = tl.where(is_relaxed, loss.to(tl.float32) * UNIT, float("nan"))
+    of_greedy = tl.where(is_relaxed, loss.to(tl.float32) * C.UNIT, float("nan"))
     of_sampled = tl.where(offset <= accepted, ratio, float("nan"))
     width = num_speculative_tokens + 1
     where = account.table + request.to(tl.int64) * 2 * width + offset
     tl.store(where, tl.where(is_greedy, of_greedy, of_sampled), mask=offset < width)
-    told = tl.where(is_greedy, 0.0, drift.to(tl.float32) * UNIT)
+    told = tl.where(is_greedy, 0.0, drift.to(tl.float32) * C.UNIT)
     tl.store(where + width, told, mask=offset < width)
     return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost, tl.sum(drift, axis=0)
 
@@ -175,8 +201,8 @@ def accept_kernel(
     cu_num_logits_ptr,
     # `Protected` or None
     protected,
-    # [num_rows]
-    blocked_ptr,
+    # `Guard` or None
+    guard,
     # [batch]
     slots_ptr,
     # By slot
@@ -214,33 +240,37 @@ def accept_kernel(
     if SAMPLED != "no":
         is_greedy = tl.load(sampling.temperature + slot) == 0.0
 
-    record_ptr = records_ptr + slot * RECORD_SIZE
+    record_ptr = records_ptr + slot * C.RECORD_SIZE
     produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
     rows = read_rows(
         partials,
         input_ids_ptr,
         protected,
-        blocked_ptr,
+        guard,
         record_ptr,
         row,
         is_row,
         is_draft,
+        is_greedy,
         vocab,
         num_splits,
         SPLITS,
         RULE != "price",
     )
     draft = rows.draft
-    scale = tl.where(is_greedy, _GREEDY_SCALE, _DRAWN_SCALE if SAMPLED == "drawn" else _FIXED_SCALE)
+    scale = tl.where(
+        is_greedy, C.GREEDY_SCALE, C.DRAWN_SCALE if SAMPLED == "drawn" else C.FIXED_SCALE
+    )
     most, price, room = allowance(record_ptr, produced, scale.to(tl.int64), offset)
     is_over = has_ended(record_ptr, tl.load(input_ids_ptr + start), produced)
     gainful = num_gainful(rows.is_end, offset, length, room)
     # The last position of the answer; none where it had ended before.
     last_counted = tl.where(is_over != 0, -1, gainful)
-    small = is_small(rows, load_float(record_ptr, THRESHOLD))
+    threshold = load_float(record_ptr, C.THRESHOLD)
+    small = is_small(rows, threshold)
     verdict, loss = greedy(rows, small, most, price, gainful, offset, length, RULE)
-    accepts = (verdict == FIRST) | (verdict == RELAXED)
-    gained = tl.where(verdict == RELAXED, 1 << 16, 0).to(tl.int64)
+    accepts = (verdict == C.FIRST) | (verdict == C.RELAXED)
+    gained = tl.where(verdict == C.RELAXED, 1 << 16, 0).to(tl.int64)
     # Greedily the drift is the loss.
     drift = loss
     ratio_accepted = tl.zeros([POSITIONS], tl.float32)
@@ -257,17 +287,17 @@ def accept_kernel(
                 of_draft = clipped_ptr, masses_ptr, num_blocks, row, offset, drawn, u
                 accepted_by_blocks, gain = _by_blocks(*of_draft, BLOCKS)
                 gained = nearest_units(gain)
-                of_row, is_drawn = clipped_ptr + CLIPPED * row, offset < drawn
-                ratio_accepted = tl.load(of_row + OF_P, mask=is_drawn, other=0.0)
+                of_row, is_drawn = clipped_ptr + C.CLIPPED * row, offset < drawn
+                ratio_accepted = tl.load(of_row + C.OF_P, mask=is_drawn, other=0.0)
                 reason = forbids(rows, False)
                 verdict = tl.where(is_read & (offset < gainful) & (price > 0), reason, 0)
-                loss = units_of(tl.load(of_row + LOSS_OF_ROW, mask=is_drawn, other=0.0))
-                drift = nearest_units(tl.load(of_row + DRIFT, mask=is_drawn, other=0.0))
+                loss = units_of(tl.load(of_row + C.LOSS_OF_ROW, mask=is_drawn, other=0.0))
+                drift = nearest_units(tl.load(of_row + C.DRIFT, mask=is_drawn, other=0.0))
             else:
                 lse, entropy = log_sum_exp(partials, row, is_draft, rows.first, num_splits, SPLITS)
                 log_p = rows.logit - lse
                 # A NaN is above nothing.
-                is_number = is_read & (log_p > -_INF)
+                is_number = is_read & (log_p > -C.INF)
                 log_p = tl.where(is_number, tl.minimum(log_p, 0.0), 0.0)
                 forbidden = forbids(rows, RULE != "price")
                 if RULE == "price":
@@ -283,10 +313,10 @@ def accept_kernel(
                     )
                 verdict, loss, gained = decided.verdict, decided.loss, decided.gained
                 drift = nearest_units(decided.drift)
-                ratio_accepted = log_ratio(decided, True)
-                ratio_rejected = log_ratio(decided, False)
+                ratio_accepted = log_ratio_of_fixed(decided, True)
+                ratio_rejected = log_ratio_of_fixed(decided, False)
                 accepts = is_number & (log_p + ratio_accepted > tl.log(u))
-                accepts = accepts | (verdict == RELAXED)
+                accepts = accepts | (verdict == C.RELAXED)
 
     stops = is_draft & (accepts == 0)
     accepted = tl.min(tl.where(stops, offset, length), axis=0)
@@ -301,11 +331,12 @@ def accept_kernel(
     token = tl.where(is_row & (offset == accepted), behind, token)
     of_request = output.output_token_ids + request.to(tl.int64) * (num_speculative_tokens + 1)
     tl.store(of_request + offset, token, mask=offset <= num_speculative_tokens)
+    is_relaxable = tl.load(record_ptr + C.PRICE) != 0 if RULE == "price" else threshold < 1.0
     # Behind the draft the target's own bonus token follows.
     ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
     num_relaxed, step_lost, step_drift = _write_down(
         account,
-        record_ptr + LOST,
+        record_ptr + C.LOST,
         request,
         offset,
         draft,
@@ -317,13 +348,109 @@ def accept_kernel(
         accepted,
         is_draft & (offset <= last_counted),
         is_greedy,
+        is_relaxable,
         num_speculative_tokens,
         SAMPLED == "drawn",
     )
     if SAMPLED == "drawn":
         if is_greedy == 0:
-            share = next_share(load_float(record_ptr, DRAFT_SHARE), step_drift, share_gain)
-            store_float(record_ptr, DRAFT_SHARE, share)
+            share = next_share(load_float(record_ptr, C.DRAFT_SHARE), step_drift, share_gain)
+            store_float(record_ptr, C.DRAFT_SHARE, share)
     tl.store(output.num_emitted + request, accepted + 1)
     tl.store(output.num_relaxed + request, num_relaxed)
     tl.store(output.lost + request, step_lost)
+
+
+def accept(
+    step: Step,
+    rule: Rule,
+    guard: Guard | None = None,
+    account: Account | None = None,
+    draws: Draws | None = None,
+) -> VerifyOutput:
+    """Verifies a step; what its requests lose is added to their records.
+
+    Args:
+        step: its logits are processed, where requests sample.
+        rule: of the engine.
+        guard: what the text before each row asks; or None, where it asks nothing.
+        account: where the step is counted; without a table one is made.
+        draws: of the step, where requests sample.
+
+    Returns:
+        As in `accept.accept`, but that the tokens are int64, as Model Runner V2 wants them.
+    """
+    batch, device = step.slots.shape[0], step.logits.device
+    output = VerifyOutput(
+        torch.empty((batch, step.num_speculative_tokens + 1), dtype=torch.int64, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.int64, device=device),
+    )
+    if not batch:
+        return output
+    if account is None:
+        size = CounterLayout(step.num_speculative_tokens).size
+        account = Account(torch.zeros(size, dtype=torch.int64, device=device), None)
+    if account.table is None:
+        size = kept_size(batch, 256)
+        account = account._replace(table=_kept_table(size, step.num_speculative_tokens + 1, device))
+    shared = rule_arguments(step, rule, guard, draws)
+    kind, clipped, masses = "no" if draws is None else "fixed", None, None
+    if draws is not None and draws.sampling.draft_logits is not None:
+        from vllm_mars.kernels.clip_kernel import clip_rows
+
+        kind, (clipped, masses) = "drawn", clip_rows(step.logits, draws, shared)
+    num_blocks = 1 if masses is None else masses.shape[1]
+    positions = shared["POSITIONS"]
+    accept_kernel[(batch,)](
+        output,
+        account,
+        cu_num_logits_ptr=step.cu_num_logits,
+        slots_ptr=step.slots,
+        pos_ptr=None if draws is None else draws.pos,
+        clipped_ptr=clipped,
+        masses_ptr=masses,
+        share_gain=rule.share_gain,
+        num_speculative_tokens=step.num_speculative_tokens,
+        num_blocks=num_blocks,
+        BLOCKS=kept_size(num_blocks, 1),
+        RULE=rule.name,
+        SAMPLED=kind,
+        # Long drafts leave one warp too few registers.
+        num_warps=max(1, positions // 8),
+        **shared,
+    )
+    if draws is not None:
+        from vllm_mars.kernels.draw_kernel import draw
+
+        draw(step, draws, clipped, output, account, shared)
+    return output
+
+
+@functools.cache
+def _kept_table(batch: int, width: int, device: torch.device) -> torch.Tensor:
+    return torch.empty((batch, 2, width), device=device)
+
+
+def rule_arguments(
+    step: Step, rule: Rule, guard: Guard | None, draws: Draws | None
+) -> dict[str, Any]:
+    """Launches `rows_kernel`; what the kernels that apply the rule take, as `accept` has it."""
+    vocab = step.logits.shape[1]
+    partials, num_splits = reduce_rows(step, rule, guard, draws)
+    return {
+        "partials": partials,
+        "records_ptr": step.records.table,
+        "input_ids_ptr": step.input_ids,
+        "protected": rule.protected,
+        "guard": guard,
+        "total_len_ptr": step.total_len,
+        "prompt_len_ptr": step.prompt_len,
+        "sampling": None if draws is None else draws.sampling,
+        "vocab": vocab,
+        "num_splits": num_splits,
+        "SPLITS": num_lanes(vocab),
+        "POSITIONS": kept_size(step.num_speculative_tokens + 1, _MIN_POSITIONS),
+        "enable_fp_fusion": False,
+    }

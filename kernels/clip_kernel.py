@@ -1,12 +1,13 @@
 """The rows of drawn drafts in Triton; `clip` has the rule and the meaning of each step.
 
-    clip_kernel   grid (rows)           finds what a row may pay, streams the draft once for its
-                                        log-sum-exp, and both once for each step of Newton's method
+    clip_kernel   grid (rows)           finds what a row may pay, and streams target and draft once
+                                        for each step of Newton's method
     mass_kernel   grid (rows, blocks)   behind it: what a draft has reached before the row, p_i, and
                                         a block's part of S_i (`rule`); not of a request's first row
 
-What they find are CLIPPED numbers of a row; of the first five `log_ratio_of_clipped` makes
-log m - log p of a token.
+What they find are CLIPPED numbers of a row (`constants`); from the first five of them come log p,
+log q and log m of its tokens, by `load_clipped`, `log_probabilities` and `log_ratio`, for the draw
+as well.
 
 Any w, divided by F(w), serves a distribution that keeps the bound and has an exact log-ratio, so w
 is found as roughly as pays: what F(w) is off by here costs less than 1 % of what a price gains.
@@ -14,12 +15,12 @@ is found as roughly as pays: what F(w) is off by here costs less than 1 % of wha
 All tokens of a row are summed, and then the few that are kept are taken off, so that a row is read
 in 16-byte loads. Probabilities are logarithms to the base 2, which take one instruction each.
 
-Nothing of the logits' size is written. Bytes read: vocab * itemsize of the draft, and vocab *
-(itemsizes of both) for each step and for S_i. Only the rows of a small batch stay in the L2 cache
-from pass to pass: all rows of a step are under way at once. A row without a price is read once by
-`clip_kernel`, its draft.
+Nothing of the logits' size is written. Bytes read: vocab * (itemsizes of both) for each step and
+for S_i. Only the rows of a small batch stay in the L2 cache from pass to pass: all rows of a step
+are under way at once. A row without a price is not read by `clip_kernel`.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -27,79 +28,74 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from vllm_mars.kernels import clip
-from vllm_mars.kernels.rows import (
-    KEPT_CHUNK,
-    LOG2_E,
-    RECORD_SIZE,
+from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.kept_kernel import is_kept, kept_tokens, num_kept
+from vllm_mars.kernels.rows_kernel import (
+    draft_log_sum_exp,
+    draft_strides,
+    kept_size,
     kept_sums,
-    kept_tokens,
     log_sum_exp,
-    num_kept,
     reduce_splits,
     unpack_value,
 )
 from vllm_mars.kernels.rule_kernel import (
-    BEFORE,
-    CLIPPED,
-    DRIFT,
-    LOSS_OF_ROW,
-    OF_P,
-    OF_Q,
-    STRICT_BEFORE,
     allowance,
     drawn_price,
-    is_kept,
-    log_ratio_of_clipped,
 )
-from vllm_mars.kernels.terms import DRAWN_SCALE, Draws
+from vllm_mars.kernels.terms import Draws
 
 # What F(w) may be off by before the division by it.
 TOLERANCE = 1e-2
-_START = tl.constexpr(clip.START)
-_STEPS = tl.constexpr(clip.STEPS)
-_MOST_CLIP_PRICE = tl.constexpr(clip.MOST_CLIP_PRICE)
-_LEAST_REST = tl.constexpr(clip.LEAST_REST)
-_EIGHTH = tl.constexpr(clip.EIGHTH)
-_DRAWN_SCALE = tl.constexpr(DRAWN_SCALE)
-_INF = tl.constexpr(float("inf"))
-# So small a p adds nothing to a sum, where -inf would make a NaN of it.
-_LEAST_LOG2 = tl.constexpr(-1e4)
 # Of `clip_kernel`: three programs of 80 registers fit a multiprocessor.
 WARPS = 8
 # Logits that a program of `mass_kernel` reads.
 _MASS_BLOCK = 8192
 _UNALIGNED = [
-    *("input_ids_ptr", "blocked_ptr", "total_len_ptr", "prompt_len_ptr"),
-    *("row_slots_ptr", "row_places_ptr"),
+    *("input_ids_ptr", "total_len_ptr", "prompt_len_ptr", "row_slots_ptr", "row_places_ptr"),
 ]
+_UNSPECIALIZED = ["num_speculative_tokens", "num_splits", "num_rows"]
 
 
 @triton.jit
-def _log_sum_exp(row_ptr, scale, vocab, BLOCK: tl.constexpr):
-    """Log-sum-exp of a row times scale, base 2; NaN where a NaN or +inf is in it."""
-    # A finite start, so that a lane that meets nothing above -inf subtracts no infinities.
-    largest = tl.full([BLOCK], -1e30, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        value = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
-        value = value.to(tl.float32) * scale
-        larger = tl.maximum(largest, value)
-        total = total * libdevice.exp2(largest - larger) + libdevice.exp2(value - larger)
-        largest = larger
-    row_largest = tl.max(largest, axis=0)
-    return row_largest + tl.log2(tl.sum(total * libdevice.exp2(largest - row_largest), axis=0))
+def log_probabilities(target_ptr, draft_ptr, row, token, mask):
+    """log2 p, and log2 q - log2 p, of tokens; of others a p of 0.
 
-
-@triton.jit
-def _log_probabilities(target_ptr, draft_ptr, row, token, mask):
-    """log2 p, and log2 q - log2 p, of tokens; of others a p of 0."""
+    `row` is the target's log-sum-exp, what the draft's logits are multiplied by, and the draft's
+    log-sum-exp, base 2.
+    """
     target_lse, scale, draft_lse = row
     target = tl.load(target_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
     draft = tl.load(draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
-    log_p = tl.maximum(target * LOG2_E - target_lse, _LEAST_LOG2)
+    log_p = tl.maximum(target * C.LOG2_E - target_lse, C.LEAST_LOG2)
     return log_p, draft * scale - draft_lse - log_p
+
+
+@triton.jit
+def load_clipped(clipped_ptr, drawn_at):
+    """Of a row that `clip_kernel` has read, what `log_probabilities` and `log_ratio` take."""
+    row = (
+        tl.load(clipped_ptr + C.TARGET_LSE),
+        C.LOG2_E / drawn_at,
+        tl.load(clipped_ptr + C.DRAFT_LSE),
+    )
+    log_w = tl.load(clipped_ptr + C.LOG_W)
+    own = (
+        log_w,
+        log_w + tl.load(clipped_ptr + C.PRICE_OF_ROW),
+        tl.load(clipped_ptr + C.LOG_TOTAL),
+    )
+    return row, own
+
+
+@triton.jit
+def log_ratio(ratio, own):
+    """log2 m - log2 p of tokens, not kept, by log2 q - log2 p: see `clip`.
+
+    `own` is log w, that and the price, and log F(w), base 2.
+    """
+    lowest, highest, log_total = own
+    return tl.minimum(tl.maximum(ratio, lowest), highest) - log_total
 
 
 @triton.jit
@@ -108,12 +104,12 @@ def _sums(log_p, ratio, low, high):
 
     To the sum of clipped p, to that which neither end clips, to KL, and to E[log p]; base 2.
     """
-    clipped = log_ratio_of_clipped(ratio, low, high, 0.0)
+    clipped = log_ratio(ratio, (low, high, 0.0))
     mass = libdevice.exp2(log_p + clipped)
     return mass, tl.where(clipped == ratio, mass, 0.0), mass * clipped, mass * log_p
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_rows"], do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
 def clip_kernel(
     # [num_rows, CLIPPED]
     clipped_ptr,
@@ -125,7 +121,7 @@ def clip_kernel(
     records_ptr,
     input_ids_ptr,
     protected,
-    blocked_ptr,
+    guard,
     total_len_ptr,
     prompt_len_ptr,
     sampling,
@@ -134,6 +130,7 @@ def clip_kernel(
     row_places_ptr,
     draft_stride,
     draft_step_stride,
+    num_speculative_tokens,
     num_rows,
     vocab,
     num_splits,
@@ -144,7 +141,8 @@ def clip_kernel(
 ):
     own_row = tl.program_id(0)
     slot = tl.load(row_slots_ptr + own_row).to(tl.int64)
-    if tl.load(sampling.temperature + slot) == 0.0:
+    drawn_at = tl.load(sampling.drawn_at + slot)
+    if drawn_at == 0.0:
         return
     place = tl.load(row_places_ptr + own_row)
     # The rows of the request are those that count on from its first.
@@ -156,12 +154,15 @@ def clip_kernel(
     # One that was struck out has been drawn.
     if (draft == -1) | (draft >= vocab):
         return
-    record_ptr = records_ptr + slot * RECORD_SIZE
+    record_ptr = records_ptr + slot * C.RECORD_SIZE
     produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
-    most, price, room = allowance(record_ptr, produced, _DRAWN_SCALE, tl.arange(0, 1))
-    useful = tl.minimum(length, room)
+    most, price, room = allowance(record_ptr, produced, C.DRAWN_SCALE, tl.arange(0, 1))
+    # Of the longest draft: where this one ends can depend on its tokens, on which no price may.
+    useful = tl.minimum(num_speculative_tokens, room)
     price = drawn_price(tl.max(most, axis=0), price, useful)
-    may_pay = (place < useful) & (tl.load(blocked_ptr + own_row) == 0)
+    may_pay = place < room
+    if guard is not None:
+        may_pay = may_pay & (tl.load(guard.blocked + own_row) == 0)
 
     # int64 before the multiply: a row can start past 2**31 elements.
     target_ptr = logits_ptr + own_row.to(tl.int64) * logits_stride
@@ -175,36 +176,38 @@ def clip_kernel(
     # What p has, and its entropy, of the tokens that are not kept.
     rest = tl.max(1.0 - mass, axis=0)
     rest_entropy = tl.max(entropy - of_kept, axis=0)
-    temperature = tl.load(sampling.drawn_at + slot)
-    scale = LOG2_E / temperature
-    draft_lse = _log_sum_exp(draft_ptr, scale, vocab, BLOCK)
-    is_finite = (tl.abs(target_lse) < _INF) & (tl.abs(draft_lse) < _INF)
-    may_pay = may_pay & is_finite & (rest > _LEAST_REST)
-    price = tl.where(may_pay, tl.minimum(price, _MOST_CLIP_PRICE), 0.0)
+    target_lse *= C.LOG2_E
+    scale = C.LOG2_E / drawn_at
+    draft_lse = draft_log_sum_exp(partials, own_row, num_splits, SPLITS)
+    own_lse = (target_lse, scale, draft_lse)
+    is_finite = (tl.abs(target_lse) < C.INF) & (tl.abs(draft_lse) < C.INF)
+    may_pay = may_pay & is_finite & (rest > C.LEAST_REST)
+    price = tl.where(may_pay, tl.minimum(price, C.MOST_CLIP_PRICE), 0.0)
+    # Within a branch the condition of a loop knows no field of a constant.
+    STEPS: tl.constexpr = C.STEPS
     log_w = 0.0
     log_total = 0.0
     loss = 0.0
     drift = 0.0
     if price > 0:
-        own_lse = (target_lse * LOG2_E, scale, draft_lse)
         low = tl.exp(-price)
         high = 1.0
         w = 1.0
-        following = tl.exp(price * _START)
+        following = tl.exp(price * C.START)
         total = 0.0
         taken = 0
-        while (tl.abs(total - 1.0) > TOLERANCE) & (taken < _STEPS):
+        while (tl.abs(total - 1.0) > TOLERANCE) & (taken < STEPS):
             w = following
             log_w = tl.log(w)
-            lowest = log_w * LOG2_E
-            highest = (log_w + price) * LOG2_E
+            lowest = log_w * C.LOG2_E
+            highest = (log_w + price) * C.LOG2_E
             all_masses = tl.zeros([BLOCK], tl.float32)
             all_flats = tl.zeros([BLOCK], tl.float32)
             all_losses = tl.zeros([BLOCK], tl.float32)
             all_logs = tl.zeros([BLOCK], tl.float32)
             for start in range(0, vocab, BLOCK):
                 token = start + tl.arange(0, BLOCK)
-                log_p, ratio = _log_probabilities(
+                log_p, ratio = log_probabilities(
                     target_ptr, draft_ptr, own_lse, token, token < vocab
                 )
                 masses, flats, losses, logs = _sums(log_p, ratio, lowest, highest)
@@ -216,9 +219,9 @@ def clip_kernel(
             flat = tl.sum(all_flats, axis=0)
             loss = tl.sum(all_losses, axis=0)
             logs_sum = tl.sum(all_logs, axis=0)
-            for first in range(0, num_kept(protected), KEPT_CHUNK):
-                kept = kept_tokens(first, record_ptr, protected, vocab)
-                of_token = _log_probabilities(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
+            for first in range(0, num_kept(protected, guard, own_row), C.KEPT_CHUNK):
+                kept = kept_tokens(first, record_ptr, protected, guard, own_row, vocab)
+                of_token = log_probabilities(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
                 of_masses, of_flats, of_losses, of_logs = _sums(*of_token, lowest, highest)
                 total -= tl.sum(of_masses, axis=0)
                 flat -= tl.sum(of_flats, axis=0)
@@ -227,41 +230,43 @@ def clip_kernel(
             total = total / rest
             flat = flat / rest
             log_total = tl.log(total)
-            loss = tl.maximum(loss / LOG2_E / total - rest * log_total, 0.0)
-            drift = -logs_sum / LOG2_E / total - rest_entropy
+            loss = tl.maximum(loss / C.LOG2_E / total - rest * log_total, 0.0)
+            drift = -logs_sum / C.LOG2_E / total - rest_entropy
             low = tl.where(total < 1.0, w, low)
             high = tl.where(total > 1.0, w, high)
             newton = w * (1.0 - flat) / (total - flat)
             is_inside = (newton > low) & (newton < high)
             following = tl.where(is_inside, newton, tl.sqrt(low) * tl.sqrt(high))
             taken += 1
-        loss = tl.minimum(loss, price * price * _EIGHTH)
-    draft_lse = draft_lse / LOG2_E
-    log_p = tl.load(partials.logit + own_row) - target_lse
-    log_q = tl.load(draft_ptr + draft, mask=draft >= 0, other=float("-inf")).to(tl.float32)
-    log_q = log_q / temperature - draft_lse
-    ratio = log_ratio_of_clipped(log_q - log_p, log_w, log_w + price, log_total)
-    ratio = tl.where(is_kept(draft, protected, record_ptr, vocab), 0.0, ratio)
-    of_draft = log_p + ratio - log_q
-    # Neither what was struck out, nor what the draft does not hold, nor what is no number.
-    of_draft = tl.where((log_q > -_INF) & (of_draft == of_draft), of_draft, -_INF)
-    clipped_ptr += CLIPPED * own_row
-    tl.store(clipped_ptr, log_w)
-    tl.store(clipped_ptr + 1, price)
-    tl.store(clipped_ptr + 2, log_total)
-    tl.store(clipped_ptr + 3, target_lse)
-    tl.store(clipped_ptr + 4, draft_lse)
-    tl.store(clipped_ptr + LOSS_OF_ROW, loss)
-    tl.store(clipped_ptr + DRIFT, drift)
-    tl.store(clipped_ptr + OF_P, tl.where(draft >= 0, ratio, 0.0))
-    tl.store(clipped_ptr + OF_Q, of_draft)
+        loss = tl.minimum(loss, price * price * C.EIGHTH)
+    clipped = (log_w * C.LOG2_E, (log_w + price) * C.LOG2_E, log_total * C.LOG2_E)
+    log_p, of_q = log_probabilities(target_ptr, draft_ptr, own_lse, draft, draft >= 0)
+    ratio = log_ratio(of_q, clipped) / C.LOG2_E
+    keeps_draft = is_kept(draft, protected, None, own_row, record_ptr, vocab)
+    if guard is not None:
+        keeps_draft = keeps_draft | (tl.load(guard.repeats + own_row) != 0)
+    ratio = tl.where(keeps_draft, 0.0, ratio)
+    of_draft = ratio - of_q / C.LOG2_E
+    # Neither what was struck out, nor what the draft does not hold or the target forbids, nor what
+    # is no number.
+    is_there = (draft >= 0) & (of_q > -C.INF) & (log_p > C.LEAST_LOG2)
+    of_draft = tl.where(is_there & (of_draft == of_draft), of_draft, -C.INF)
+    clipped_ptr += C.CLIPPED * own_row
+    tl.store(clipped_ptr + C.LOG_W, clipped[0])
+    tl.store(clipped_ptr + C.PRICE_OF_ROW, price * C.LOG2_E)
+    tl.store(clipped_ptr + C.LOG_TOTAL, clipped[2])
+    tl.store(clipped_ptr + C.TARGET_LSE, target_lse)
+    tl.store(clipped_ptr + C.DRAFT_LSE, draft_lse)
+    tl.store(clipped_ptr + C.LOSS_OF_ROW, loss)
+    tl.store(clipped_ptr + C.DRIFT, drift)
+    tl.store(clipped_ptr + C.OF_P, tl.where(draft >= 0, ratio, 0.0))
+    tl.store(clipped_ptr + C.OF_Q, of_draft)
 
 
 @triton.jit
 def _residuals(log_p, ratio, own, reach):
     """max(p_i m - q, 0) of tokens, by log2 p_i."""
-    lowest, highest, log_total = own
-    log_m = log_p + log_ratio_of_clipped(ratio, lowest, highest, log_total)
+    log_m = log_p + log_ratio(ratio, own)
     return tl.maximum(libdevice.exp2(reach + log_m) - libdevice.exp2(log_p + ratio), 0.0)
 
 
@@ -276,6 +281,7 @@ def mass_kernel(
     records_ptr,
     input_ids_ptr,
     protected,
+    guard,
     sampling,
     row_slots_ptr,
     row_places_ptr,
@@ -287,11 +293,14 @@ def mass_kernel(
 ):
     own_row = tl.program_id(0)
     block = tl.program_id(1)
-    slot = tl.load(row_slots_ptr + own_row).to(tl.int64)
     place = tl.load(row_places_ptr + own_row)
     place_behind = tl.load(row_places_ptr + own_row + 1, mask=own_row + 1 < num_rows, other=0)
     # Not of a first row, nor of the bonus row.
-    if (tl.load(sampling.temperature + slot) == 0.0) | (place == 0) | (place_behind == 0):
+    if (place == 0) | (place_behind == 0):
+        return
+    slot = tl.load(row_slots_ptr + own_row).to(tl.int64)
+    drawn_at = tl.load(sampling.drawn_at + slot)
+    if drawn_at == 0.0:
         return
     draft = tl.load(input_ids_ptr + own_row + 1)
     if (draft == -1) | (draft >= vocab):
@@ -299,43 +308,51 @@ def mass_kernel(
     reach = tl.zeros([], tl.float32)
     strict = tl.zeros([], tl.float32)
     for row in range(own_row - place, own_row):
-        of_q = tl.load(clipped_ptr + CLIPPED * row + OF_Q)
+        of_q = tl.load(clipped_ptr + C.CLIPPED * row + C.OF_Q)
         reach = tl.minimum(reach + of_q, 0.0)
-        strict = tl.minimum(strict + of_q - tl.load(clipped_ptr + CLIPPED * row + OF_P), 0.0)
-    clipped_ptr += CLIPPED * own_row
-    log_w = tl.load(clipped_ptr)
-    price = tl.load(clipped_ptr + 1)
-    log_total = tl.load(clipped_ptr + 2)
-    own_lse = (
-        tl.load(clipped_ptr + 3) * LOG2_E,
-        LOG2_E / tl.load(sampling.drawn_at + slot),
-        tl.load(clipped_ptr + 4) * LOG2_E,
-    )
-    own = (log_w * LOG2_E, (log_w + price) * LOG2_E, log_total * LOG2_E)
+        strict = tl.minimum(strict + of_q - tl.load(clipped_ptr + C.CLIPPED * row + C.OF_P), 0.0)
+    clipped_ptr += C.CLIPPED * own_row
+    own_lse, own = load_clipped(clipped_ptr, drawn_at)
     target_ptr = logits_ptr + own_row.to(tl.int64) * logits_stride
     draft_ptr = sampling.draft_logits + slot * draft_stride
     draft_ptr += place.to(tl.int64) * draft_step_stride
     token = block * BLOCK + tl.arange(0, BLOCK)
-    log_p, ratio = _log_probabilities(target_ptr, draft_ptr, own_lse, token, token < vocab)
-    mass = tl.sum(_residuals(log_p, ratio, own, reach * LOG2_E), axis=0)
+    log_p, ratio = log_probabilities(target_ptr, draft_ptr, own_lse, token, token < vocab)
+    mass = tl.sum(_residuals(log_p, ratio, own, reach * C.LOG2_E), axis=0)
     if block == 0:
-        tl.store(clipped_ptr + BEFORE, reach)
-        tl.store(clipped_ptr + STRICT_BEFORE, strict)
-        if price > 0:
-            record_ptr = records_ptr + slot * RECORD_SIZE
-            for first in range(0, num_kept(protected), KEPT_CHUNK):
-                kept = kept_tokens(first, record_ptr, protected, vocab)
-                of_kept = _log_probabilities(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
-                as_p = _residuals(*of_kept, (0.0, 0.0, 0.0), reach * LOG2_E)
-                as_m = _residuals(*of_kept, own, reach * LOG2_E)
+        tl.store(clipped_ptr + C.BEFORE, reach)
+        tl.store(clipped_ptr + C.STRICT_BEFORE, strict)
+        if tl.load(clipped_ptr + C.PRICE_OF_ROW) > 0:
+            record_ptr = records_ptr + slot * C.RECORD_SIZE
+            for first in range(0, num_kept(protected, guard, own_row), C.KEPT_CHUNK):
+                kept = kept_tokens(first, record_ptr, protected, guard, own_row, vocab)
+                of_kept = log_probabilities(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
+                as_p = _residuals(*of_kept, (0.0, 0.0, 0.0), reach * C.LOG2_E)
+                as_m = _residuals(*of_kept, own, reach * C.LOG2_E)
                 mass += tl.sum(as_p - as_m, axis=0)
     tl.store(masses_ptr + own_row * tl.num_programs(1) + block, mass)
 
 
+@functools.cache
 def clip_settings(vocab: int) -> tuple[int, int]:
     """Settings of `clip_kernel`: (block size, warps), 8 logits of a row to a thread."""
     block = min(256 * WARPS, max(256, triton.next_power_of_2(vocab)))
     return block, max(4, block // 256)
+
+
+@functools.cache
+def mass_settings(vocab: int) -> tuple[int, int]:
+    """Settings of `mass_kernel`: (blocks of a row, block size)."""
+    block = min(_MASS_BLOCK, triton.next_power_of_2(vocab))
+    return triton.cdiv(vocab, block), block
+
+
+@functools.cache
+def _kept_clipped(
+    num_rows: int, num_blocks: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    clipped = torch.empty((num_rows, C.value.CLIPPED), device=device)
+    return clipped, torch.empty((num_rows, num_blocks), device=device)
 
 
 def clip_rows(
@@ -349,43 +366,45 @@ def clip_rows(
         shared: of `accept.rule_arguments`.
 
     Returns:
-        `[num_rows, CLIPPED]` and `[num_rows, blocks]` float32; of a row without a draft token, and
-        of greedy requests, nothing is found, and the last two numbers and the blocks, whose sum is
-        S_i, not of a request's first row.
+        `[num_rows, CLIPPED]` and `[num_rows, blocks]` float32, and maybe rows behind these; of a
+        row without a draft token, and of greedy requests, nothing is found, and the last two
+        numbers and the blocks, whose sum is S_i, not of a request's first row. They are written
+        over in the next step.
     """
     assert draws.sampling.drawn_at is not None, "drafts are drawn at a temperature"
     draft_logits = draws.sampling.draft_logits
     num_rows, vocab = draws.pos.shape[0], shared["vocab"]
-    clipped = torch.empty((num_rows, CLIPPED.value), device=logits.device)
     block, warps = clip_settings(vocab)
+    num_blocks, mass_block = mass_settings(vocab)
+    clipped, masses = _kept_clipped(kept_size(num_rows, 256), num_blocks, logits.device)
+    draft_stride, draft_step_stride = draft_strides(draws)
     of_rows = {
         "row_slots_ptr": draws.row_slots,
         "row_places_ptr": draws.row_places,
-        "draft_stride": draft_logits.stride(0),
-        "draft_step_stride": draft_logits.stride(1),
+        "draft_stride": draft_stride,
+        "draft_step_stride": draft_step_stride,
         "num_rows": num_rows,
     }
     clip_kernel[(num_rows,)](
         clipped,
         logits,
         logits.stride(0),
+        num_speculative_tokens=draft_logits.shape[1],
         TOLERANCE=TOLERANCE,
         BLOCK=block,
         num_warps=warps,
         **of_rows,
         **shared,
     )
-    block = min(_MASS_BLOCK, triton.next_power_of_2(vocab))
-    masses = torch.empty((num_rows, triton.cdiv(vocab, block)), device=logits.device)
     if draft_logits.shape[1] > 1:
-        names = ("records_ptr", "input_ids_ptr", "protected", "sampling", "vocab")
-        mass_kernel[masses.shape](
+        names = ("records_ptr", "input_ids_ptr", "protected", "guard", "sampling", "vocab")
+        mass_kernel[(num_rows, num_blocks)](
             masses,
             clipped,
             logits,
             logits.stride(0),
-            BLOCK=block,
-            num_warps=max(1, block // 1024),
+            BLOCK=mass_block,
+            num_warps=max(1, mass_block // 1024),
             enable_fp_fusion=False,
             **of_rows,
             **{name: shared[name] for name in names},

@@ -1,4 +1,4 @@
-"""The draw behind a request's accepted drafts; `accept` launches it.
+"""The draw behind a request's accepted drafts, in Triton.
 
     resample_kernel   grid (B, blocks)   the largest of a block of the one row that is drawn from,
                                          with vLLM's Gumbel noise; the block that ends last puts the
@@ -10,13 +10,25 @@ max(p_i m - q, 0); of a fixed draft that is m without x, in which kept tokens we
 they do in p. A draft token that was never drawn has no q.
 """
 
+import functools
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
-from vllm_mars.kernels.rows import RECORD_SIZE
-from vllm_mars.kernels.rule_kernel import BEFORE, CLIPPED, is_kept, log_ratio_of_clipped
+from vllm_mars.kernels.clip_kernel import load_clipped, log_probabilities, log_ratio
+from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.kept_kernel import is_kept
+from vllm_mars.kernels.rows_kernel import draft_strides, kept_size
+from vllm_mars.kernels.terms import Account, Draws, Step, VerifyOutput
+
+# Logits of a block of the draw; the noise of a token is the same in a block of any size. On an H200
+# few large blocks take half the time of many small ones where 16 requests sample, and no more where
+# 64 do.
+_DRAW_BLOCK = 16_384
 
 # The alignment of these would multiply the compiled variants and gain nothing.
 _UNALIGNED = [
@@ -27,21 +39,15 @@ _UNSPECIALIZED = ["num_blocks", "num_speculative_tokens"]
 
 
 @triton.jit
-def _log_probabilities(
-    logits, protected, record_ptr, vocab, clipped_ptr, draft_ptr, token, mask, temperature
-):
-    """log m, log m - log p and log q of tokens; q was drawn from at the temperature."""
-    log_p = logits - tl.load(clipped_ptr + 3)
-    draft = tl.load(draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
-    log_q = draft / temperature - tl.load(clipped_ptr + 4)
-    log_w = tl.load(clipped_ptr)
-    price = tl.load(clipped_ptr + 1)
-    log_total = tl.load(clipped_ptr + 2)
-    ratio = log_ratio_of_clipped(log_q - log_p, log_w, log_w + price, log_total)
+def _served(target_ptr, clipped_ptr, draft_ptr, drawn_at, kept, token, mask):
+    """Of tokens log2 p, log2 m - log2 p and log2 q - log2 p."""
+    row, own = load_clipped(clipped_ptr, drawn_at)
+    log_p, of_q = log_probabilities(target_ptr, draft_ptr, row, token, mask)
+    ratio = log_ratio(of_q, own)
     # Without a price m is p.
-    if price > 0:
-        ratio = tl.where(is_kept(token, protected, record_ptr, vocab), 0.0, ratio)
-    return log_p + ratio, ratio, log_q
+    if tl.load(clipped_ptr + C.PRICE_OF_ROW) > 0:
+        ratio = tl.where(is_kept(token, *kept), 0.0, ratio)
+    return log_p, ratio, of_q
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
@@ -62,6 +68,7 @@ def resample_kernel(
     draft_stride,
     draft_step_stride,
     protected,
+    guard,
     # [S, RECORD_SIZE]
     records_ptr,
     num_sampled_ptr,
@@ -89,7 +96,7 @@ def resample_kernel(
     # The draft token that was rejected, below -1 if it was struck out; -1 in the bonus row.
     rejected = tl.load(input_ids_ptr + row + 1, mask=row < end - 1, other=-1)
     rejected = tl.where(rejected < vocab, rejected, -1)
-    record_ptr = records_ptr + slot * RECORD_SIZE
+    kept = protected, guard, row, records_ptr + slot * C.RECORD_SIZE, vocab
     # What stands at a place of the request's tokens.
     output_token_ids_ptr += request.to(tl.int64) * (num_speculative_tokens + 1) + place
     table_ptr += request.to(tl.int64) * 2 * (num_speculative_tokens + 1) + place
@@ -99,22 +106,24 @@ def resample_kernel(
     logits_ptr += row * logits_stride
     logits = tl.load(logits_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
     if sampling.draft_logits is not None:
-        clipped_ptr += CLIPPED * row
+        clipped_ptr += C.CLIPPED * row
         draft_ptr = sampling.draft_logits + slot * draft_stride + place * draft_step_stride
         drawn_at = tl.load(sampling.drawn_at + slot)
+        own = logits_ptr, clipped_ptr, draft_ptr, drawn_at, kept
         if rejected != -1:
-            own = clipped_ptr, draft_ptr, token, mask, drawn_at
-            log_m, _, log_q = _log_probabilities(logits, protected, record_ptr, vocab, *own)
-            log_m += tl.load(clipped_ptr + BEFORE, mask=place > 0, other=0.0)
-            of_draft = tl.exp(log_q - log_m)
-            residual = log_m + libdevice.log1p(-of_draft)
-            logits = tl.where(of_draft < 1.0, residual, float("-inf")).to(tl.float32)
+            log_p, ratio, of_q = _served(*own, token, mask)
+            reach = tl.load(clipped_ptr + C.BEFORE, mask=place > 0, other=0.0)
+            of_draft = libdevice.exp2(of_q - ratio - reach * C.LOG2_E)
+            residual = (log_p + ratio) / C.LOG2_E + reach + libdevice.log1p(-of_draft)
+            # What the target forbids has a p, if a small one.
+            is_there = (of_draft < 1.0) & (log_p > C.LEAST_LOG2)
+            logits = tl.where(is_there, residual, float("-inf")).to(tl.float32)
     else:
         logits = tl.where(token != rejected, logits, float("-inf"))
         # Of each token here that is not kept.
         ratio = tl.load(table_ptr)
         if ratio < 0.0:
-            logits -= tl.where(is_kept(token, protected, record_ptr, vocab), ratio, 0.0)
+            logits -= tl.where(is_kept(token, *kept), ratio, 0.0)
     value, index = gumbel_noised_argmax(
         logits,
         token,
@@ -152,9 +161,67 @@ def resample_kernel(
         tl.store(output_token_ids_ptr, drawn)
         if sampling.draft_logits is not None:
             if rejected != -1:
-                logit = tl.load(logits_ptr + drawn).to(tl.float32)
-                own = clipped_ptr, draft_ptr, drawn, drawn >= 0, drawn_at
-                _, ratio, _ = _log_probabilities(logit, protected, record_ptr, vocab, *own)
-                tl.store(table_ptr, ratio)
-        elif is_kept(drawn, protected, record_ptr, vocab):
+                _, ratio, _ = _served(*own, drawn, drawn >= 0)
+                tl.store(table_ptr, ratio / C.LOG2_E)
+        elif is_kept(drawn, *kept):
             tl.store(table_ptr, 0.0)
+
+
+def draw(
+    step: Step,
+    draws: Draws,
+    clipped: torch.Tensor | None,
+    output: VerifyOutput,
+    account: Account,
+    shared: dict[str, Any],
+) -> None:
+    """Adds the token behind the accepted drafts of each request that samples."""
+    batch = step.slots.shape[0]
+    is_drawn = draws.sampling.draft_logits is not None
+    num_blocks, block, warps = draw_settings(shared["vocab"], is_drawn)
+    size = kept_size(batch, 256)
+    tokens, values, ended = _kept_best(size, num_blocks, draws.use_fp64, step.logits.device)
+    names = ("records_ptr", "input_ids_ptr", "vocab", "protected", "guard")
+    draft_stride, draft_step_stride = draft_strides(draws)
+    resample_kernel[(batch, num_blocks)](
+        output.output_token_ids,
+        account.table,
+        tokens,
+        values,
+        ended,
+        step.logits,
+        step.logits.stride(0),
+        clipped_ptr=clipped,
+        sampling=draws.sampling,
+        draft_stride=draft_stride,
+        draft_step_stride=draft_step_stride,
+        num_sampled_ptr=output.num_emitted,
+        cu_num_logits_ptr=step.cu_num_logits,
+        slots_ptr=step.slots,
+        pos_ptr=draws.pos,
+        num_speculative_tokens=step.num_speculative_tokens,
+        num_blocks=num_blocks,
+        BLOCK=block,
+        BLOCKS=kept_size(num_blocks, 1),
+        USE_FP64=draws.use_fp64,
+        num_warps=warps,
+        **{name: shared[name] for name in names},
+    )
+
+
+@functools.cache
+def draw_settings(vocab: int, is_drawn: bool) -> tuple[int, int, int]:
+    """Settings of `resample_kernel`: (blocks of a row, block size, warps)."""
+    # Two rows take twice the registers.
+    block = min(_DRAW_BLOCK >> is_drawn, triton.next_power_of_2(vocab))
+    return triton.cdiv(vocab, block), block, max(4, block // (512 if is_drawn else 1024))
+
+
+@functools.cache
+def _kept_best(
+    batch: int, num_blocks: int, use_fp64: bool, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token and value of each block, and how many blocks have ended: 0 again after each step."""
+    tokens = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
+    values = torch.empty_like(tokens, dtype=torch.float64 if use_fp64 else torch.float32)
+    return tokens, values, torch.zeros(batch, dtype=torch.int32, device=device)

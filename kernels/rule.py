@@ -1,17 +1,19 @@
 """The rule at the draft positions of one request, in plain Python: the definition.
 
-The Triton kernels of `accept` follow it line by line; `cpu` runs it as it is. At one draft position
-let z be the target's processed logits, x the draft token, z1 >= z2 the two largest logits, p the
-softmax of z, r = z1 - z[x] in nats, S the tokens that are kept: the protected ones, and those that
-end the request.
+`rule_kernel` follows it line by line in Triton; `accept` runs it as it is, on a CPU. At one draft
+position let z be the target's processed logits, x the draft token, z1 >= z2 the two largest logits,
+p the softmax of z, r = z1 - z[x] in nats, S the tokens that are kept: the protected ones, those
+that end the request, and by a price, where it samples, those that followed the last token before
+the position earlier in the answer (`Guarded`).
 
 Greedy requests (temperature 0)
 
     theta        a runner-up is PAYABLE where z2 > theta * z1 and z1 > 0
     price        every x with a finite logit is PAYABLE
 
-    A position is strict where x or the first choice is kept. What is PAYABLE becomes LOSS where its
-    r does not fit into what the request may still lose.
+    A position is strict where x or the first choice is kept, and by a price where x completes a
+    longer n-gram of the answer than the first choice would (REPEAT). What is PAYABLE becomes LOSS
+    where its r does not fit into what the request may still lose.
     theta        what is PAYABLE is RELAXED
     price        with V = 0 behind the draft, going backwards
                      FIRST    V_i = price + V_(i+1)
@@ -61,9 +63,10 @@ Source: arXiv 2601.15498 for theta, 2403.10444 for blocks; the prices are this p
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from vllm_mars.config import RuleName
 from vllm_mars.kernels.terms import (
     FOLLOWS,
     LEAST_SHARE,
@@ -73,12 +76,31 @@ from vllm_mars.kernels.terms import (
     MOST_PRICE_UNITS,
     MOST_SHARE,
     PRICE_BURSTS,
-    RuleName,
     Verdict,
     most_lost,
 )
 
 _UNIT = 2.0**-LOSS_BITS
+
+
+class Guarded(NamedTuple):
+    """What the text before each row asks of its position: a CPU's form of `terms.Guard`.
+
+    Attributes:
+        blocked: a `Verdict` where the draft token must stay strict, else 0.
+        repeats: whether the draft token is among those that followed the last token before it.
+        followers: the tokens that are listed there.
+    """
+
+    blocked: Sequence[int]
+    repeats: Sequence[bool]
+    followers: Sequence[Collection[int]]
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, bool, Collection[int]]]) -> "Guarded":
+        """The entries of each row."""
+        known = [*rows]
+        return cls([row[0] for row in known], [row[1] for row in known], [row[2] for row in known])
 
 
 class Rows(NamedTuple):
@@ -94,8 +116,10 @@ class Rows(NamedTuple):
             nowhere with a price.
         is_finite: whether z[x] is above -inf and z1 a finite number.
         is_end: whether x ends the request.
-        is_kept: whether x is kept.
-        keeps_first: whether the first choice is.
+        is_kept: whether x ends the request or is protected.
+        keeps_first: whether the first choice does or is.
+        repeats: whether x followed the last token; of a greedy request, with no token listed there
+            as its first choice.
         blocked: the reason for which the position must stay strict, or NONE.
         log_p: log p(x), -inf for padding; NaN where it is no number. This and what follows is read
             of requests that sample, with drafts that are not drawn.
@@ -112,6 +136,7 @@ class Rows(NamedTuple):
     is_end: Sequence[bool]
     is_kept: Sequence[bool]
     keeps_first: Sequence[bool]
+    repeats: Sequence[bool]
     blocked: Sequence[int]
     log_p: Sequence[float] = ()
     rest: Sequence[float] = ()
@@ -122,8 +147,9 @@ class Rows(NamedTuple):
         """Why a position is strict, or NONE."""
         if self.blocked[i]:
             return Verdict(self.blocked[i])
-        is_kept = self.is_kept[i] or (looks_at_first and self.keeps_first[i])
-        return Verdict.PROTECTED if is_kept else Verdict.NONE
+        if self.is_kept[i] or (looks_at_first and self.keeps_first[i]):
+            return Verdict.PROTECTED
+        return Verdict.REPEAT if self.repeats[i] else Verdict.NONE
 
 
 class Allowance(NamedTuple):
@@ -335,16 +361,19 @@ def next_share(share: float, drift: int, gain: float) -> float:
     return min(max(moved, LEAST_SHARE), MOST_SHARE) if gain else share
 
 
-def drawn_prices(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[float]:
+def drawn_prices(
+    rows: Rows, begin: int, end: int, allowed: Allowance, num_speculative_tokens: int
+) -> list[float]:
     """The price in nats at each position of a drawn draft of a request that samples.
 
     What the request may still lose is shared by the positions at which something can be gained, so
-    that their losses, each at most price**2 / 8, fit whichever of them are reached.
+    that their losses, each at most price**2 / 8, fit whichever of them are reached. Those of the
+    longest draft: where this one ends can depend on its tokens, on which no price may.
     """
-    useful = min(end - begin, allowed.room)
-    each = max(allowed.at(0), 0) // max(useful, 1)
+    room = allowed.room
+    each = max(allowed.at(0), 0) // max(min(num_speculative_tokens, room), 1)
     price = min(allowed.price * _UNIT, math.sqrt(8 * each * _UNIT) * (1 - 2**-20))
-    return [price if i < begin + useful and not rows.blocked[i] else 0.0 for i in range(begin, end)]
+    return [price if i < begin + room and not rows.blocked[i] else 0.0 for i in range(begin, end)]
 
 
 def reach(before: float, m: float, q: float) -> float:
@@ -360,3 +389,25 @@ def stays(reach: float, residual: float) -> float:
     # Where both are 0 all that is left is rounding.
     whole = residual + 1 - reach
     return residual / whole if whole > 0 else 1.0
+
+
+def num_staying(
+    reaches: Sequence[float],
+    residual: Callable[[int], float],
+    accepts: Callable[[int, float], bool],
+) -> int:
+    """How many tokens of a drawn draft stay.
+
+    Args:
+        reaches: p_1 .. p_n.
+        residual: gives S_i.
+        accepts: whether u_i is at most a chance.
+    """
+    for i in range(len(reaches), 0, -1):
+        reached = reaches[i - 1]
+        # h is at most p, and S takes a row to find.
+        if not accepts(i, reached):
+            continue
+        if accepts(i, stays(reached, residual(i)) if i < len(reaches) else reached):
+            return i
+    return 0

@@ -10,62 +10,20 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.rows import ENDS, FIRST_END, reduce_splits, unpack_id, unpack_value
-from vllm_mars.kernels.terms import (
-    BURST_TOKENS,
-    LEAST_SHARE,
-    LOSS_BITS,
-    MOST_BALANCE,
-    MOST_LOSS,
-    MOST_PRICE_UNITS,
-    MOST_SHARE,
-    NO_BOUND,
-    NO_LIMIT,
-    PRICE_BURSTS,
-    RATE_BITS,
-    STRUCK,
-    Column,
-    Verdict,
+from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.kept_kernel import is_end
+from vllm_mars.kernels.rows_kernel import (
+    reduce_splits,
+    unpack_id,
+    unpack_value,
 )
 
-PAYABLE = tl.constexpr(int(Verdict.PAYABLE))
-RELAXED = tl.constexpr(int(Verdict.RELAXED))
-FIRST = tl.constexpr(int(Verdict.FIRST))
-PROTECTED = tl.constexpr(int(Verdict.PROTECTED))
-LOSS = tl.constexpr(int(Verdict.LOSS))
-UNIT = tl.constexpr(2.0**-LOSS_BITS)
-_PER_NAT = tl.constexpr(2.0**LOSS_BITS)
-_RATE_SHIFT = tl.constexpr(RATE_BITS - LOSS_BITS)
-_MOST_LOSS = tl.constexpr(float(MOST_LOSS))
-_MOST_PRICE_UNITS = tl.constexpr(MOST_PRICE_UNITS)
-_MOST_BALANCE = tl.constexpr(MOST_BALANCE)
-_NO_BOUND = tl.constexpr(NO_BOUND)
-_NO_LIMIT = tl.constexpr(NO_LIMIT)
-_PRICE_BURSTS = tl.constexpr(PRICE_BURSTS)
-_BURST_TOKENS = tl.constexpr(BURST_TOKENS)
-PRICE = tl.constexpr(int(Column.PRICE))
-RATE = tl.constexpr(int(Column.RATE))
-LOST = tl.constexpr(int(Column.LOST))
-MOST_TOKENS = tl.constexpr(int(Column.MOST_TOKENS))
-THRESHOLD = tl.constexpr(int(Column.THRESHOLD))
-DRAFT_SHARE = tl.constexpr(int(Column.DRAFT_SHARE))
 # Rounded down by more than a float can be off.
-_CAUTION = tl.constexpr(1 - 2**-20)
 # What `clip_kernel` finds of a row of a drawn draft: log w, the price, log F(w), the target's and
 # the draft's log-sum-exp; KL(m || p) and the drift; of the draft token log m - log p, and log m -
 # log q, -inf where it cannot stay. Then, of `mass_kernel`, log p_i of the draft before the row, and
 # the same with p in the place of m; of a request's first row these are 0 and not written.
-CLIPPED = tl.constexpr(11)
-LOSS_OF_ROW = tl.constexpr(5)
-DRIFT = tl.constexpr(6)
-OF_P = tl.constexpr(7)
-OF_Q = tl.constexpr(8)
-BEFORE = tl.constexpr(9)
-STRICT_BEFORE = tl.constexpr(10)
-_LEAST_SHARE = tl.constexpr(LEAST_SHARE)
-_MOST_SHARE = tl.constexpr(MOST_SHARE)
-_STRUCK = tl.constexpr(STRUCK)
-_INF = tl.constexpr(float("inf"))
+# Listed tokens of each position that are looked at a time.
 
 
 class Rows(NamedTuple):
@@ -82,6 +40,7 @@ class Rows(NamedTuple):
     is_end: tl.tensor
     is_kept: tl.tensor
     keeps_first: tl.tensor
+    repeats: tl.tensor
     blocked: tl.tensor
 
 
@@ -108,7 +67,7 @@ def integer_root(square):
 @triton.jit
 def units_of(nats):
     """Nats in units, rounded up; 0 of what is no number."""
-    return tl.ceil(tl.minimum(tl.where(nats == nats, nats * _PER_NAT, 0.0), _MOST_LOSS)).to(
+    return tl.ceil(tl.minimum(tl.where(nats == nats, nats * C.PER_NAT, 0.0), C.MOST_LOSS)).to(
         tl.int64
     )
 
@@ -116,7 +75,7 @@ def units_of(nats):
 @triton.jit
 def nearest_units(nats):
     """Nats of either sign in units, rounded to the nearest; 0 of what is no number."""
-    units = tl.minimum(tl.maximum(nats * _PER_NAT, -_MOST_LOSS), _MOST_LOSS)
+    units = tl.minimum(tl.maximum(nats * C.PER_NAT, -C.MOST_LOSS), C.MOST_LOSS)
     return tl.floor(tl.where(nats == nats, units, 0.0) + 0.5).to(tl.int64)
 
 
@@ -141,27 +100,27 @@ def store_float(record_ptr, column, value):
 @triton.jit
 def allowance(record_ptr, produced, scale, offset):
     """What the request may lose up to each offset, its price, in units, and its room."""
-    rate = tl.load(record_ptr + RATE)
+    rate = tl.load(record_ptr + C.RATE)
     tokens = produced.to(tl.int64) + offset + 1
-    most = ((rate * (tokens + _BURST_TOKENS)) >> _RATE_SHIFT) - tl.load(record_ptr + LOST)
-    most = tl.where(rate == _NO_BOUND, _NO_LIMIT, most)
+    most = ((rate * (tokens + C.BURST_TOKENS)) >> C.RATE_SHIFT) - tl.load(record_ptr + C.LOST)
+    most = tl.where(rate == C.NO_BOUND, C.NO_LIMIT, most)
     # Who loses nothing for long saves no more for the price than this.
-    burst = (rate * _BURST_TOKENS) >> _RATE_SHIFT
-    most_balance = tl.minimum(_PRICE_BURSTS * burst, _MOST_BALANCE)
+    burst = (rate * C.BURST_TOKENS) >> C.RATE_SHIFT
+    most_balance = tl.minimum(C.PRICE_BURSTS * burst, C.MOST_BALANCE)
     balance = tl.minimum(tl.maximum(_at(offset, 0, most), 0), most_balance)
-    price = tl.load(record_ptr + PRICE)
-    follows = tl.minimum(integer_root(balance * scale), _MOST_PRICE_UNITS)
+    price = tl.load(record_ptr + C.PRICE)
+    follows = tl.minimum(integer_root(balance * scale), C.MOST_PRICE_UNITS)
     price = tl.where(price < 0, follows, price)
-    return most, price, tl.maximum(tl.load(record_ptr + MOST_TOKENS) - produced - 1, 0)
+    return most, price, tl.maximum(tl.load(record_ptr + C.MOST_TOKENS) - produced - 1, 0)
 
 
 @triton.jit
 def has_ended(record_ptr, last, produced):
     """1 where the request had ended before this step, else 0."""
-    ends = tl.load(record_ptr + FIRST_END + tl.arange(0, ENDS))
+    ends = tl.load(record_ptr + C.FIRST_END + tl.arange(0, C.ENDS))
     is_end = tl.max((ends == last).to(tl.int32), axis=0)
     is_end = tl.where((produced > 0) & (last >= 0), is_end, 0)
-    return tl.where(produced >= tl.load(record_ptr + MOST_TOKENS), 1, is_end)
+    return tl.where(produced >= tl.load(record_ptr + C.MOST_TOKENS), 1, is_end)
 
 
 @triton.jit
@@ -169,11 +128,12 @@ def read_rows(
     partials,
     input_ids_ptr,
     protected,
-    blocked_ptr,
+    guard,
     record_ptr,
     row,
     is_row,
     is_draft,
+    is_greedy,
     vocab,
     num_splits,
     SPLITS: tl.constexpr,
@@ -186,39 +146,40 @@ def read_rows(
     # A row's draft token is the next one's input.
     draft = tl.load(input_ids_ptr + row + 1, mask=is_draft, other=-1).to(tl.int64)
     in_vocab = is_draft & (draft >= 0) & (draft < vocab)
-    draft = tl.where(in_vocab, draft, tl.where(draft == _STRUCK, _STRUCK, -1))
+    draft = tl.where(in_vocab, draft, tl.where(draft == C.STRUCK, C.STRUCK, -1))
     logit = tl.load(partials.logit + row, mask=in_vocab, other=float("-inf"))
 
-    is_end = _is_end(draft, record_ptr) & in_vocab
-    keeps_draft = is_end
-    keeps_first = _is_end(argmax, record_ptr) & in_vocab
+    ends = is_end(draft, record_ptr) & in_vocab
+    keeps_draft = ends
+    keeps_first = is_end(argmax, record_ptr) & in_vocab
     if protected is not None:
         keeps_draft = keeps_draft | (tl.load(protected.mask + draft, mask=in_vocab, other=0) != 0)
         of_first = tl.load(protected.mask + argmax, mask=in_vocab, other=0) != 0
         keeps_first = keeps_first | of_first
-    blocked = tl.load(blocked_ptr + row, mask=is_draft, other=0).to(tl.int32)
-    return Rows(draft, argmax, first, second, logit, is_end, keeps_draft, keeps_first, blocked)
+    repeats = draft < draft
+    blocked = tl.zeros_like(argmax)
+    if guard is not None:
+        blocked = tl.load(guard.blocked + row, mask=is_draft, other=0).to(tl.int32)
+        repeats = tl.load(guard.repeats + row, mask=in_vocab, other=0) != 0
+        if is_greedy:
+            looks = repeats & (draft != argmax)
+            repeats = repeats & (_is_listed(argmax, guard, row, looks) == 0)
+    kept = keeps_draft, keeps_first
+    return Rows(draft, argmax, first, second, logit, ends, *kept, repeats, blocked)
 
 
 @triton.jit
-def _is_end(token, record_ptr):
-    """Whether each token ends the request."""
-    ends_ptr = record_ptr + FIRST_END
-    ends = tl.load(ends_ptr + tl.arange(0, ENDS))
+def _is_listed(token, guard, row, looks):
+    """Whether the guard lists each row's token there, of rows that are looked at."""
+    count = tl.load(guard.num_followers + row, mask=looks, other=0)
+    list_ptr = guard.followers + row.to(tl.int64) * C.MOST_FOLLOWERS
     found = token < token
-    # Few requests have more than one or two, which stand first.
-    for j in range(0, tl.sum((ends >= 0).to(tl.int32), axis=0)):
-        found = found | (token == tl.load(ends_ptr + j))
-    return found
-
-
-@triton.jit
-def is_kept(token, protected, record_ptr, vocab):
-    """Whether each token is kept; none of them is above the vocabulary."""
-    found = _is_end(token, record_ptr)
-    if protected is not None:
-        is_token = (token >= 0) & (token < vocab)
-        found = found | (tl.load(protected.mask + token, mask=is_token, other=0) != 0)
+    for first in range(0, tl.max(count, axis=0), C.LISTED):
+        number = first + tl.arange(0, C.LISTED)[None, :]
+        is_there = number < count[:, None]
+        follower = tl.load(list_ptr[:, None] + number, mask=is_there, other=-1)
+        is_same = (follower == token[:, None]).to(tl.int32)
+        found = found | (tl.max(is_same, axis=1) != 0)
     return found
 
 
@@ -232,7 +193,8 @@ def num_gainful(is_end, offset, length, room):
 def forbids(rows, with_first):
     """Why each position is strict, or 0."""
     is_strict = rows.is_kept | (rows.keeps_first & with_first)
-    return tl.where(rows.blocked != 0, rows.blocked, tl.where(is_strict, PROTECTED, 0))
+    reason = tl.where(is_strict, C.PROTECTED, tl.where(rows.repeats, C.REPEAT, 0))
+    return tl.where(rows.blocked != 0, rows.blocked, reason)
 
 
 @triton.jit
@@ -253,31 +215,31 @@ def greedy(rows, small, most, price, gainful, offset, length, RULE: tl.constexpr
     may_pay = small
     pays = small
     if RULE == "price":
-        may_pay = is_read & (rows.logit > -_INF) & (rows.first < _INF) & (price > 0)
+        may_pay = is_read & (rows.logit > -C.INF) & (rows.first < C.INF) & (price > 0)
         may_pay = may_pay & (offset < gainful)
         pays = may_pay & (loss < price)
-    verdict = tl.where(may_pay & (forbidden == 0), PAYABLE, 0)
+    verdict = tl.where(may_pay & (forbidden == 0), C.PAYABLE, 0)
     verdict = tl.where(pays & (forbidden != 0), forbidden, verdict)
-    verdict = tl.where(is_read & (rows.draft == rows.argmax), FIRST, verdict)
+    verdict = tl.where(is_read & (rows.draft == rows.argmax), C.FIRST, verdict)
     lost = tl.zeros([], tl.int64)
     for j in range(0, length):
-        here = (offset == j) & (verdict == PAYABLE)
+        here = (offset == j) & (verdict == C.PAYABLE)
         weight = tl.sum(tl.where(here, loss, 0), axis=0)
         fits = lost + weight <= _at(offset, j, most)
-        verdict = tl.where(here & (fits == 0), LOSS, verdict)
+        verdict = tl.where(here & (fits == 0), C.LOSS, verdict)
         lost += tl.where(fits, weight, 0)
     if RULE == "price":
         ahead = tl.zeros([], tl.int64)
         for i in range(0, length):
             j = length - 1 - i
             now = _at(offset, j, verdict)
-            value = price + ahead - tl.where(now == PAYABLE, _at(offset, j, loss), 0)
-            reached = ((now == FIRST) & (j < gainful)) | ((now == PAYABLE) & (value > 0))
+            value = price + ahead - tl.where(now == C.PAYABLE, _at(offset, j, loss), 0)
+            reached = ((now == C.FIRST) & (j < gainful)) | ((now == C.PAYABLE) & (value > 0))
             ahead = tl.where(reached, value, 0)
-            relaxed = tl.where(value > 0, RELAXED, 0)
-            verdict = tl.where((offset == j) & (verdict == PAYABLE), relaxed, verdict)
+            relaxed = tl.where(value > 0, C.RELAXED, 0)
+            verdict = tl.where((offset == j) & (verdict == C.PAYABLE), relaxed, verdict)
     else:
-        verdict = tl.where(verdict == PAYABLE, RELAXED, verdict)
+        verdict = tl.where(verdict == C.PAYABLE, C.RELAXED, verdict)
     return verdict, loss
 
 
@@ -308,7 +270,7 @@ def sampled_by_price(
     value = tl.zeros([], tl.float32)
     for i in range(0, length):
         j = length - 1 - i
-        own_bias = price.to(tl.float32) * UNIT + value
+        own_bias = price.to(tl.float32) * C.UNIT + value
         value = tl.where(
             _at(offset, j, forbidden) != 0,
             tl.exp(_at(offset, j, log_p)) * own_bias,
@@ -327,7 +289,7 @@ def sampled_by_price(
     lost = tl.zeros([], tl.int64)
     for j in range(0, length):
         left = tl.maximum(_at(offset, j, most) - lost, 0)
-        cap = tl.sqrt(8.0 * left.to(tl.float32) * UNIT) * _CAUTION
+        cap = tl.sqrt(8.0 * left.to(tl.float32) * C.UNIT) * C.CAUTION
         own_bias = tl.minimum(_at(offset, j, wanted), cap)
         own_log_share, own_rest = _at(offset, j, log_share), _at(offset, j, rest)
         own_log_z = _log_partition(own_log_share, own_bias)
@@ -335,7 +297,7 @@ def sampled_by_price(
         k = own_rest * tl.maximum(a * own_bias - own_log_z, 0.0)
         # No more than what is left, by Hoeffding's lemma; a float may say a unit more.
         own_loss = tl.minimum(units_of(k), left)
-        own_gain = own_rest * tl.maximum(a - tl.exp(own_log_share), 0.0) * _PER_NAT + 0.5
+        own_gain = own_rest * tl.maximum(a - tl.exp(own_log_share), 0.0) * C.PER_NAT + 0.5
         is_tilted = (offset == j) & (wanted > 0.0)
         bias = tl.where(is_tilted, own_bias, bias)
         log_z = tl.where(is_tilted, own_log_z, log_z)
@@ -350,19 +312,19 @@ def sampled_by_price(
 def sampled_by_theta(log_p, entropy, small, forbidden, most, offset, length):
     """The same, where the draft token is accepted outright: then its bias is infinite."""
     cost = units_of(-log_p)
-    verdict = tl.where(small, tl.where(forbidden != 0, forbidden, RELAXED), 0)
+    verdict = tl.where(small, tl.where(forbidden != 0, forbidden, C.RELAXED), 0)
     lost = tl.zeros([], tl.int64)
     for j in range(0, length):
-        here = (offset == j) & (verdict == RELAXED)
+        here = (offset == j) & (verdict == C.RELAXED)
         weight = tl.sum(tl.where(here, cost, 0), axis=0)
         fits = weight <= _at(offset, j, most) - lost
-        verdict = tl.where(here & (fits == 0), LOSS, verdict)
+        verdict = tl.where(here & (fits == 0), C.LOSS, verdict)
         lost += tl.where(fits, weight, 0)
-    is_relaxed = verdict == RELAXED
-    gained = ((1.0 - tl.exp(log_p)) * _PER_NAT + 0.5).to(tl.int64)
+    is_relaxed = verdict == C.RELAXED
+    gained = ((1.0 - tl.exp(log_p)) * C.PER_NAT + 0.5).to(tl.int64)
     return Decided(
         verdict,
-        tl.where(is_relaxed, _INF, 0.0),
+        tl.where(is_relaxed, C.INF, 0.0),
         tl.where(is_relaxed, log_p, 0.0),
         tl.where(is_relaxed, cost, 0),
         tl.where(is_relaxed, gained, 0),
@@ -373,8 +335,8 @@ def sampled_by_theta(log_p, entropy, small, forbidden, most, offset, length):
 @triton.jit
 def next_share(share, drift, gain):
     """The share of the temperature that drafts are drawn at, after a step that drifted so far."""
-    moved = share * tl.exp(-gain * (drift.to(tl.float32) * UNIT))
-    return tl.where(gain > 0, tl.minimum(tl.maximum(moved, _LEAST_SHARE), _MOST_SHARE), share)
+    moved = share * tl.exp(-gain * (drift.to(tl.float32) * C.UNIT))
+    return tl.where(gain > 0, tl.minimum(tl.maximum(moved, C.LEAST_SHARE), C.MOST_SHARE), share)
 
 
 @triton.jit
@@ -384,24 +346,15 @@ def drawn_price(most, price, useful):
     What may be lost is shared by the positions at which something can be gained.
     """
     each = tl.maximum(most, 0) // tl.maximum(useful, 1)
-    cap = tl.sqrt(8.0 * each.to(tl.float32) * UNIT) * _CAUTION
-    return tl.minimum(price.to(tl.float32) * UNIT, cap)
+    cap = tl.sqrt(8.0 * each.to(tl.float32) * C.UNIT) * C.CAUTION
+    return tl.minimum(price.to(tl.float32) * C.UNIT, cap)
 
 
 @triton.jit
-def log_ratio(decided, IS_DRAFT: tl.constexpr):
+def log_ratio_of_fixed(decided, IS_DRAFT: tl.constexpr):
     """log m - log p of a token, not kept, at each position of a fixed draft."""
     ratio = -decided.log_z
     if IS_DRAFT:
         # Where the draft token is accepted outright, log Z is its log p.
-        ratio += tl.where(decided.verdict == RELAXED, 0.0, decided.bias)
+        ratio += tl.where(decided.verdict == C.RELAXED, 0.0, decided.bias)
     return ratio
-
-
-@triton.jit
-def log_ratio_of_clipped(ratio, low, high, log_total):
-    """log m - log p of tokens, not kept, of a row that `clip_kernel` reads; see `clip`.
-
-    To any base, by log q - log p; `low` is log w, `high` that and the price.
-    """
-    return tl.minimum(tl.maximum(ratio, low), high) - log_total

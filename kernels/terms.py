@@ -2,10 +2,12 @@
 
 import enum
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from vllm_mars.config import MOST_ENDS, RuleName
 
 # Losses and prices are integers in units of 2**-LOSS_BITS nats, so that every backend agrees:
 # losses rounded up, prices down.
@@ -18,9 +20,9 @@ MOST_PRICE_UNITS = 1 << 29
 # With a bound of b nats per token an answer of n tokens loses at most b (n + BURST_TOKENS).
 BURST_TOKENS = 100
 # A price that follows what is left of a bound is isqrt(scale * left), in units: c sqrt(left / 100)
-# with c**2 = 7, 10 and 20, at which a request's loss lands on its bound; found on recorded steps,
-# by how a request is verified (docs/results.md).
-GREEDY_SCALE, FIXED_SCALE, DRAWN_SCALE = 4587, 6553, 13106
+# with c**2 = 8, 12 and 24, at which a request's loss lands on its bound; found on answers of one
+# model, by how a request is verified (docs/rule.md).
+GREEDY_SCALE, FIXED_SCALE, DRAWN_SCALE = 5242, 7864, 15728
 # In the place of a price, that it follows.
 FOLLOWS = -1
 # Of what is left, such a price counts at most so many times what a new request has.
@@ -36,18 +38,20 @@ NO_LIMIT = 1 << 61
 # Added to the state of a request (see `vllm_mars.runner.strictness`) for each token that its
 # opening, which is strict, still has.
 OPENING = 1 << 9
+# The same while its thinking section is open.
+THINKING = 1 << 8
 # What a token marks: see `Markers`.
 OPENS, THINKING_END, CLOSES = 31, 32, 6
-# Tokens that end a request which a record holds, a power of 2; with more, a request is strict. A
-# list of protected tokens is read so many at a time.
-MOST_ENDS = 32
-# The guard against repetition looks at so many of an answer's last tokens.
+THINKING_START = 1 << 40
+# What of a request's answer may be relaxed, where that is not all of it.
+IN_THINKING, IN_ANSWER = 1, 2
+# The guard against repetition looks at so many of an answer's last tokens, a power of 2, and lists
+# so many of those that followed one of them: in texts as long no token had more than 131.
 GUARD_WINDOW = 4096
+MOST_FOLLOWERS = 256
 
 # In the place of a draft token that was drawn and that a grammar has struck out since.
 STRUCK = -2
-
-RuleName = Literal["theta", "price"]
 
 
 class Verdict(enum.IntEnum):
@@ -55,7 +59,8 @@ class Verdict(enum.IntEnum):
 
     NONE: only a draw, or nothing, accepts it. PAYABLE: the rule may accept it, if the tokens behind
     it are worth its loss. RELAXED: the rule accepts it. FIRST: it is the target's first choice
-    (greedy requests). All others: the rule would accept it, but for this reason must not.
+    (greedy requests). All others: the rule would accept it, but for this reason must not; REPEAT,
+    since it repeats what the answer holds: see `Guard`.
     """
 
     NONE = 0
@@ -67,6 +72,7 @@ class Verdict(enum.IntEnum):
     LOSS = 6
     REPEAT = 7
     OPENING = 8
+    SCOPE = 9
 
 
 # Why the rule was not applied where it would have accepted the draft token.
@@ -112,7 +118,7 @@ class Protected(NamedTuple):
     Attributes:
         mask: bool `[vocab]`, which they are.
         ids: int32 `[num_ids]`, the same as a list, behind them -1.
-        num_ids: a multiple of MOST_ENDS.
+        num_ids: a multiple of MOST_ENDS, for tensors of few sizes.
     """
 
     mask: torch.Tensor
@@ -158,6 +164,7 @@ class Column(enum.IntEnum):
     BEGUN: that after the prompt.
     SCANNED: tokens of prompt and output that the state has taken in.
     HELD: tokens up to which the ring of the guard has been filled; it begins at the prompt's end.
+    SCOPE: IN_THINKING or IN_ANSWER where that alone may be relaxed, else 0.
     ENDS: the first of MOST_ENDS tokens that end the request, each once; behind them -1.
     """
 
@@ -171,6 +178,7 @@ class Column(enum.IntEnum):
     BEGUN = 7
     SCANNED = 8
     HELD = 9
+    SCOPE = 10
     ENDS = 16
 
 
@@ -224,6 +232,10 @@ class Records(NamedTuple):
         """float32 `[S]`."""
         return self.table.view(torch.float32)[:, 2 * Column.DRAFT_SHARE]
 
+    def relaxes(self, name: RuleName) -> torch.Tensor:
+        """bool `[S]`, whether a request is not strict, whatever is left of its bound."""
+        return self.threshold < 1 if name == "theta" else self.price != 0
+
     @property
     def ends(self) -> torch.Tensor:
         """int64 `[S, MOST_ENDS]`."""
@@ -264,13 +276,35 @@ class Step(NamedTuple):
     num_speculative_tokens: int
 
 
+class Guard(NamedTuple):
+    """What the text before each row asks of its position, as a kernel takes it.
+
+    A CPU's form is `rule.Guarded`. That of a bonus row asks nothing.
+
+    Attributes:
+        blocked: int8 `[num_rows]`, a `Verdict` where the draft token must stay strict, else 0.
+        repeats: int8 `[num_rows]`, whether the draft token followed the last token before it
+            somewhere earlier in the answer.
+        num_followers: int32 `[num_rows]`.
+        followers: int32 `[num_rows, MOST_FOLLOWERS]`, each token once; what lies behind
+            `num_followers` of them is not read. Of a request that samples all tokens that followed
+            the last one. Of a greedy request, where the draft token repeats, those that complete an
+            n-gram as long as it does: beside one of these it may be relaxed.
+    """
+
+    blocked: torch.Tensor
+    repeats: torch.Tensor
+    num_followers: torch.Tensor
+    followers: torch.Tensor
+
+
 class Markers(NamedTuple):
     """What `vllm_mars.runner.strictness` walks by, on a device.
 
     Attributes:
         table: int64 `[largest marker + 1]`, what a token marks: among OPENS the number of the span
-            that it opens, THINKING_END of what ends the thinking section, and from bit CLOSES the
-            spans that it closes, the first of them there.
+            that it opens, THINKING_START and THINKING_END of what begins and ends the thinking
+            section, and from bit CLOSES the spans that it closes, the first of them there.
         opening: strict tokens at the begin of an answer, and behind its thinking section.
     """
 
@@ -286,7 +320,9 @@ class Sampling(NamedTuple):
             divided by it.
         seeds: int64 `[S]`, of the random numbers.
         draft_logits: `[S, steps, vocab]`, contiguous, before temperature, where drafts are drawn.
-        drawn_at: float32 `[S]`, with `draft_logits`: the temperature that they are drawn at.
+        drawn_at: float32 `[S]`, with `draft_logits`: the temperature that they are drawn at; 0 of a
+            greedy request, of which nothing is read there. On the device, where `temperature` lies
+            in the host's memory.
     """
 
     temperature: torch.Tensor
@@ -354,6 +390,7 @@ class CounterLayout:
         drift_up: the drift of the positions at which it is above 0, in those units: see `rule`;
             greedily what is lost.
         drift_down: the rest, without its sign.
+        relaxable: positions looked at, of requests that are not strict.
         refused: positions by reason, as in `REFUSALS`.
         ended, ended_lost: requests that ended, and what they lost, by bucket of `BUCKETS`.
         size: of the counts.
@@ -366,6 +403,7 @@ class CounterLayout:
     gained: slice
     drift_up: slice
     drift_down: slice
+    relaxable: slice
     refused: slice
     ended: slice
     ended_lost: slice
@@ -373,7 +411,7 @@ class CounterLayout:
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens, self.size = num_speculative_tokens, 0
         by_position, by_bucket = [num_speculative_tokens] * 3, [len(BUCKETS) + 1] * 2
-        sizes = [*by_position, 1, 1, 1, 1, len(REFUSALS), *by_bucket]
+        sizes = [*by_position, 1, 1, 1, 1, 1, len(REFUSALS), *by_bucket]
         for name, size in zip(CounterLayout.__annotations__, sizes, strict=True):
             setattr(self, name, slice(self.size, self.size + size))
             self.size += size

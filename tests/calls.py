@@ -1,17 +1,21 @@
 """Random steps of verification, which the kernels and a CPU are given alike."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_mars.kernels import cpu
+from vllm_mars.kernels import accept
+from vllm_mars.kernels.rule import Guarded
 from vllm_mars.kernels.terms import (
     FOLLOWS,
+    MOST_FOLLOWERS,
     STRUCK,
     Account,
     CounterLayout,
     Draws,
+    Guard,
     Protected,
     Records,
     Rule,
@@ -67,7 +71,8 @@ class Call:
         self.logits = wide[:, :vocab]
         self.is_bonus = torch.cat([torch.arange(n + 1) == n for n in self.lengths])
         self.rows = (~self.is_bonus).nonzero().squeeze(1)
-        best = self.logits[self.rows].float().topk(min(3, vocab)).indices
+        # Of equal logits `topk` takes one or another, by torch's version.
+        best = self.logits[self.rows].float().sort(descending=True, stable=True).indices[:, :3]
         ids = best.gather(1, torch.from_numpy(rng.integers(0, best.shape[1], (size, 1))))[:, 0]
         # Where drafts are drawn some have been struck out.
         absent = torch.from_numpy(rng.choice([-1, STRUCK] if sampled else [-1], size))
@@ -100,16 +105,27 @@ class Call:
         if rng.random() < 0.6:
             protected = Protected.of(torch.from_numpy(rng.random(vocab) < 0.1), CPU)
         self.rule = Rule(name, protected, share_gain=0.2)
-        self.blocked = rng.choice(REASONS, size).tolist() if rng.random() < 0.5 else None
         self.has_table = rng.random() < 0.6
         self.temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], self.batch)).float()
+        self.guard = self._guard(name, vocab) if rng.random() < 0.5 else None
+
+    def _guard(self, name: str, vocab: int) -> Guarded:
+        """What text could ask of each row; by theta nothing is listed."""
+        found = Guarded.of([(0, False, ())] * len(self.logits))
+        for row, token in zip(self.rows.tolist(), self.ids.tolist(), strict=True):
+            found.blocked[row] = int(self.rng.choice(REASONS))
+            if name == "price" and self.rng.random() < 0.6:
+                count = self.rng.integers(0, min(vocab, MOST_FOLLOWERS) + 1)
+                own = self.rng.permutation(vocab)[:count].tolist()
+                found.followers[row], found.repeats[row] = own, token in own
+        return found
 
     def account(self) -> Account:
         table = torch.full((self.batch, 2, LONGEST + 1), -7.0) if self.has_table else None
         return Account(torch.zeros(CounterLayout(LONGEST).size, dtype=torch.int64), table)
 
-    def step(self) -> tuple[Step, torch.Tensor | None]:
-        """The step, whose records are its own, and what blocks its rows."""
+    def step(self) -> tuple[Step, Guard | None]:
+        """The step, whose records are its own, and what the text asks of its rows."""
         inputs = torch.empty(len(self.logits), dtype=torch.int32)
         inputs[self.is_bonus.roll(1)] = self.last
         inputs[self.rows + 1] = self.ids
@@ -117,11 +133,37 @@ class Call:
         total = torch.zeros_like(self.records.lost, dtype=torch.int32) + 3
         total[self.slots.long()] += self.produced
         own = Records(self.records.table.clone()), self.slots, total, torch.full_like(total, 3)
-        blocked = None
-        if self.blocked is not None:
-            blocked = torch.zeros(len(self.logits), dtype=torch.int8)
-            blocked[self.rows] = torch.tensor(self.blocked, dtype=torch.int8)
-        return Step(self.logits, inputs, ends, *own, LONGEST), blocked
+        guard = None if self.guard is None else tensors_of(self.guard)
+        return Step(self.logits, inputs, ends, *own, LONGEST), guard
+
+
+def tensors_of(guard: Guarded) -> Guard:
+    """As the kernels take it; what is not read is no token."""
+    followers = torch.full((len(guard.blocked), MOST_FOLLOWERS), 1 << 30, dtype=torch.int32)
+    for row, own in zip(followers, guard.followers, strict=True):
+        row[: len(own)] = torch.tensor([*own])
+    counts = torch.tensor([len(own) for own in guard.followers]).int()
+    return Guard(
+        torch.tensor(guard.blocked).to(torch.int8),
+        torch.tensor(guard.repeats).to(torch.int8),
+        counts,
+        followers,
+    )
+
+
+def listed(guard: Guard, num_rows: int) -> list[tuple]:
+    """The entries that a kernel has found of each row; it lists each token once."""
+    blocked, repeats, counts, followers = (column[:num_rows].tolist() for column in guard)
+    own = [row[:count] for row, count in zip(followers, counts, strict=True)]
+    assert [*map(len, own)] == [len({*row}) for row in own]
+    return [*zip(blocked, map(bool, repeats), map(set, own), strict=True)]
+
+
+def to(device: torch.device | str, values: Any) -> Any:
+    """A named tuple of tensors, of such tuples and of other values, on a device."""
+    if isinstance(values, tuple):
+        return type(values)(*(to(device, value) for value in values))
+    return values.to(device) if isinstance(values, torch.Tensor) else values
 
 
 def draws_of(call: Call, drawn_at: float = 0.0) -> Draws:
@@ -145,7 +187,7 @@ def draws_of(call: Call, drawn_at: float = 0.0) -> Draws:
 
 
 def sampled_step(call: Call, is_drawn: bool) -> tuple:
-    """The probabilities of the drafts for a CPU, the step, what blocks it, and the draws."""
+    """The probabilities of the drafts for a CPU, the step, its guard, and the draws."""
     draws, q = draws_of(call, 0.8 * is_drawn), None
     if is_drawn:
         of = draws.sampling
@@ -154,7 +196,7 @@ def sampled_step(call: Call, is_drawn: bool) -> tuple:
     return q, *call.step(), draws
 
 
-class Replay(cpu.Chance):
+class Replay(accept.Chance):
     """Decides as it was decided before."""
 
     def __init__(self, call: Call, tokens: torch.Tensor, q: torch.Tensor | None) -> None:
@@ -172,12 +214,11 @@ class Replay(cpu.Chance):
         return self.behind[place]
 
 
-def on_cpu(call: Call, account: Account, chance: cpu.Chance | None = None) -> tuple:
+def on_cpu(call: Call, account: Account, chance: accept.Chance | None = None) -> tuple:
     """What a CPU emits of the call, and the records behind it."""
-    step, blocked = call.step()
-    reasons = None if blocked is None else blocked.tolist()
     bonus = None if chance is None else torch.zeros(call.batch)
-    return cpu.accept(step, call.rule, reasons, account, chance, bonus), step.records
+    step, _ = call.step()
+    return accept.accept(step, call.rule, call.guard, account, chance, bonus), step.records
 
 
 def written_down(call: Call, q: torch.Tensor | None, tokens: torch.Tensor) -> tuple:

@@ -104,9 +104,8 @@ def lossy_server(packaged_model, tmp_path_factory):
     ]
     directory = tmp_path_factory.mktemp("server")
     (overrides := directory / "overrides.json").write_text("{}")
-    with packaged_server(
-        packaged_model, LOSSY, directory, *arguments, VLLM_MARS_OVERRIDES=str(overrides)
-    ) as running:
+    env = {"VLLM_MARS_OVERRIDES": str(overrides), "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    with packaged_server(packaged_model, LOSSY, directory, *arguments, **env) as running:
         yield running
 
 
@@ -131,14 +130,19 @@ def bounded_server(bytes_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def mended_kernels():
-    """vLLM's CPU kernels for sampling, mended."""
+def registered_kernels():
+    """vLLM's CPU kernels for sampling, as an engine that starts registers them."""
     from vllm.platforms import current_platform
-
-    from vllm_on_cpu import mend
 
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
+
+
+@pytest.fixture
+def mended_kernels(registered_kernels):
+    """These kernels, mended; of each test, since an engine in the process registers them again."""
+    from vllm_on_cpu import mend
+
     mend()
 
 

@@ -44,6 +44,7 @@ SELDOM = (
 # or not: vLLM #22341, #40418.
 BREAKS_OFF = "/v1/responses"
 SENSIBLE = (0, 0, 0.001, 0.02, 0.1, 1, 1.0, True, False)
+SCOPES = ("all", "thinking", "answer")
 PLAIN = {
     "model": "model",
     "messages": [{"role": "user", "content": "w5 w6 w7 w5 w6"}],
@@ -208,7 +209,8 @@ class Client:
         if "vllm_xargs" in fields and self.rng.random() < 0.6:
             keys = self.rng.sample(sorted(requests._KEYS), self.rng.choice((1, 1, 2)))
             values = SENSIBLE if self.rng.random() < 0.6 else EXTREMES
-            body["vllm_xargs"] = {key: self.rng.choice(values) for key in keys}
+            own = {"mars_scope": SCOPES} if values is SENSIBLE else {}
+            body["vllm_xargs"] = {key: self.rng.choice(own.get(key, values)) for key in keys}
         if "request_id" in fields:
             body["request_id"] = "".join((*MARK, str(self.rng.random())))
         return body

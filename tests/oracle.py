@@ -87,12 +87,16 @@ def judge(
     theta: float = 1.0,
     protected: frozenset[int] = frozenset(),
     blocked: Sequence[int] | None = None,
+    listed: Sequence[frozenset[int]] | None = None,
     nats: Nats | None = None,
     price: float | Fraction | None = None,
     ends: frozenset[int] = frozenset(),
     room: int | None = None,
 ) -> list[Verdict]:
-    """The verdict at each of a greedy request's positions, up to where the step ends."""
+    """The verdict at each of a greedy request's positions, up to where the step ends.
+
+    A draft token that is listed is relaxed only beside a first choice that is.
+    """
     verdicts = []
     lost = nats.lost if nats else Fraction(0)
     protected, gainful = protected | ends, num_gainful(drafts, ends, room)
@@ -100,6 +104,8 @@ def judge(
         verdict, reason = Verdict.NONE, blocked[position] if blocked is not None else 0
         if not reason and (draft in protected or argmax(row) in protected):
             reason = Verdict.PROTECTED
+        if not reason and listed and draft in listed[position]:
+            reason = 0 if argmax(row) in listed[position] else Verdict.REPEAT
         if price is None:
             pays = is_relaxed(row, draft, theta, frozenset())
         else:
@@ -125,6 +131,16 @@ def judge(
     for i in paid:
         verdicts[i] = Verdict.RELAXED if i < stop else Verdict.NONE
     return verdicts
+
+
+def repeats(before: Sequence[int], token: int, most: int = 4) -> int:
+    """Tokens of the longest n-gram of these that the token completes behind them; 0 for none."""
+    found = 0
+    for n in range(2, most + 1):
+        ngram = [*before[len(before) - n + 1 :], token]
+        held = [[*before[at : at + n]] for at in range(len(before) - n + 1)]
+        found = n if len(ngram) == n and ngram in held else found
+    return found
 
 
 def num_gainful(drafts: Sequence[int], ends: frozenset[int], room: int | None) -> int:
@@ -201,19 +217,19 @@ def tilts(
     price: float | Fraction,
     is_strict: Sequence[bool],
     gainful: int,
-    kept: frozenset[int] = frozenset(),
+    kept: Sequence[frozenset[int]],
 ) -> list[float]:
     """b at each position of a draft, not drawn, of a request that samples without a bound."""
     found, ahead = [0.0] * (len(drafts) - gainful), 0.0
-    given = list(zip(rows, drafts, is_strict, strict=True))[:gainful]
-    for row, draft, strict in reversed(given):
+    given = list(zip(rows, drafts, is_strict, kept, strict=True))[:gainful]
+    for row, draft, strict, own_kept in reversed(given):
         shares = softmax(row)
         p = shares[draft] if 0 <= draft < len(row) else 0.0
         # Of a row that holds a NaN nothing is accepted.
         p = 0.0 if math.isnan(p) else p
         bias = float(in_steps(price)) + ahead if p > 0 else 0.0
         if p > 0:
-            rest = sum(share for token, share in enumerate(shares) if token not in kept)
+            rest = sum(share for token, share in enumerate(shares) if token not in own_kept)
             ahead = p * bias if strict else rest * math.log(tilted(p / rest, bias))
         else:
             ahead = 0.0

@@ -6,11 +6,19 @@ import torch
 ROUNDING = 2e-4
 
 
+def _logits(target, prompt, tokens):
+    with torch.inference_mode():
+        return target(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+
+
+def first_choices(target, prompt, tokens):
+    """The target's, in the places of an answer's tokens."""
+    return _logits(target, prompt, tokens).argmax(-1).tolist()
+
+
 def log_probs(target, prompt, tokens):
     """The target's log-probabilities of an answer's tokens, and of its first choices there."""
-    with torch.inference_mode():
-        logits = target(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    found = logits.double().log_softmax(-1)
+    found = _logits(target, prompt, tokens).double().log_softmax(-1)
     return found.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist(), found.amax(-1).tolist()
 
 

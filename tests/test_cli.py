@@ -69,6 +69,14 @@ def test_prompt_files(tmp_path):
     # JSON allows the line separator of Unicode within a text.
     path.write_text('{"prompt": "a\u2028b"}\r\n', encoding="utf-8")
     assert [p.turns for p in load_prompts(path)] == [("a\u2028b",)]
+    # As a table with empty cells is exported.
+    empty = ', "id": null, "task_id": null, "category": null, "turns": null}\n'
+    path.write_text('{"prompt": "a"' + empty + '{"prompt": "b"' + empty)
+    found = [(p.id, p.category, p.turns) for p in load_prompts(path)]
+    assert found == [("1", "", ("a",)), ("2", "", ("b",))]
+    # As Windows marks it.
+    path.write_text('{"prompt": "a"}\r\n', encoding="utf-8-sig")
+    assert [p.turns for p in load_prompts(path)] == [("a",)]
 
 
 @pytest.mark.parametrize(

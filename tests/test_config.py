@@ -98,6 +98,8 @@ def test_options_travel_as_json():
             r"mars_limit=1025 is outside \[0, 1024\]; it is the largest mars_max_loss that a req",
         ),
         ({"mars_logprobs": "raw"}, "mars_logprobs='raw' is not one of target, sampled; 'sampled'"),
+        ({"mars_scope": "think"}, "mars_scope='think' is not one of all, thinking, answer; 'think"),
+        ({"mars_scope": ["all"]}, r"mars_scope=\['all'\] is not one of all, thinking, answer"),
         ({"mars_tetha": 0.9}, "mars_tetha is not an option .* did you mean mars_theta"),
         ({"mars_thinking_end": 1}, "mars_thinking_end is not an option"),
         (

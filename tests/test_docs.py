@@ -22,9 +22,6 @@ def test_the_site_builds(tmp_path):
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    api = (tmp_path / "docs/api.html").read_text()
-    for name in ("verify_greedy", "verify_tree", "MarsConfig", "MarsRejectionSamplerV2"):
-        assert f'id="vllm_mars.{name}"' in api
     # What pages link to outside docs/ lies where a checkout has it.
     raw = "benchmarks/results/kernel.json"
     assert f'href="../{raw}"' in (tmp_path / "docs/kernel.html").read_text()
@@ -34,7 +31,9 @@ def test_the_site_builds(tmp_path):
     assert '<div class="arithmatex">' in rule and '"../katex/katex.min.js"' in rule
     assert (tmp_path / "katex/fonts/KaTeX_Math-Italic.woff2").is_file()
     assert not re.search(r'(?:src|href)="(?:https?:)?//[^"]*\.(?:js|css|woff2?)"', rule)
-    assert '<div class="admonition warning">' in (tmp_path / "index.html").read_text()
+    index = (tmp_path / "index.html").read_text()
+    assert '<div class="admonition warning">' in index
+    assert re.search(r'>[\d.]+ <span class="interval">\([\d.–]+\)</span></td>', index)
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
@@ -45,9 +44,9 @@ def test_a_picture_shows_what_its_page_says(name):
 
 def test_the_call_on_the_page_of_the_api():
     page = (ROOT / "docs/api.md").read_text()
-    code, printed = (
-        re.search(rf"```{kind}\n(.*?)```", page, re.S)[1] for kind in ("python", "text")
-    )
+    name, code = re.search(r"```python\n# (\S+)\n(.*?)```", page, re.S).groups()
+    printed = re.search(r"```text\n(.*?)```", page, re.S)[1]
+    assert (ROOT / name).read_text().endswith(f'"""\n\n{code}')
     # Where neither vLLM nor Triton is installed.
     absent = "import sys\nsys.modules |= {'vllm': None, 'triton': None}\n"
     run = subprocess.run(
@@ -78,21 +77,3 @@ def test_an_example_runs_as_a_file(packaged_model, tmp_path, script):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.splitlines()[-1].strip()
-
-
-@pytest.mark.nightly
-@pytest.mark.engine
-def test_the_example_for_trainers_takes_a_step(packaged_model):
-    arguments = ["--max-tokens", "16", "--groups", "2", "-n", "4"]
-    run = subprocess.run(
-        [sys.executable, ROOT / "docs/rollouts.py", *arguments],
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert run.returncode == 0, run.stderr
-    (norm,) = re.findall(r"^gradient norm ([\d.]+); 8 answers$", run.stdout, re.M)
-    (share,) = re.findall(r"^16 tokens: .* effective sample ([\d.]+)$", run.stdout, re.M)
-    # All weights would be the same if the logprobs were the target's.
-    assert float(norm) > 0 and 1 / 8 < float(share) < 1

@@ -27,7 +27,8 @@ TOKENS = 48
 def server(rise, told, metrics=None, refuses=None, draft_sample_method="probabilistic", info=()):
     """A server that counts so much for each answer and tells this of its verification.
 
-    `told` may be a function of what a request asks for.
+    `told` may be a function of what a request asks for, `refuses` of a request's body, which says
+    why it is refused.
 
     Yields its address and the bodies of the requests that it was asked.
     """
@@ -57,8 +58,8 @@ def server(rise, told, metrics=None, refuses=None, draft_sample_method="probabil
 
         def do_POST(self):  # noqa: N802
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if refuses and refuses in json.dumps(body):
-                self.answer_json({"error": {"message": f"{refuses} is refused"}}, 400)
+            if refuses and (why := refuses(body)):
+                self.answer_json({"error": {"message": why}}, 400)
                 return
             asked.append(body)
             choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
@@ -104,8 +105,7 @@ def test_counts_that_come_later_are_waited_for(monkeypatch):
     def late(url, timeout):
         seen.append(url)
         with monkeypatch.context() as patch:
-            # The scheduler counts what is relaxable by itself.
-            for name in ("verified", "gained"):
+            for name in ("verified", "relaxable", "gained"):
                 patch.setitem(GAINS, name, 0 if len(seen) < 4 else 2)
             return read(url, timeout)
 
@@ -189,6 +189,21 @@ def test_how_drafts_are_drawn(method, state, text):
     assert drafts.state == state and text in drafts.text
 
 
+def test_defaults_of_the_model_that_vllm_refuses():
+    """A min_p in its generation_config.json counts where requests sample."""
+    why = "The min_p and logit_bias sampling parameters are not yet supported with speculative"
+    with server(GAINS, told(price=0.3), refuses=lambda body: "temperature" not in body and why) as (
+        address,
+        _,
+    ):
+        *_, verdict, last = findings_at(address)
+    assert verdict.state == "ok" and last.state == "fault"
+    assert "a request that gives no temperature was refused: " in last.text and why in last.text
+    assert last.text.endswith(
+        """start the server with --override-generation-config '{"min_p": 0}'."""
+    )
+
+
 def test_what_is_no_server_of_mars(capsys):
     for metrics, problem in (
         ("<html>hello</html>", "/metrics answers, but not with Prometheus metrics"),
@@ -203,7 +218,7 @@ def test_what_is_no_server_of_mars(capsys):
     with server(GAINS, None) as (address, _):
         (*_, last) = findings_at(address)
     assert last.state == "fault" and "the answer lacks mars_return's report" in last.text
-    with server(GAINS, None, refuses="prompt") as (address, _):
+    with server(GAINS, None, refuses=lambda _: "refused") as (address, _):
         (*_, last) = findings_at(address)
     assert last.state == "fault" and "a request failed: " in last.text
     for url in ("http://127.0.0.1:1", "https://localhost:80o0/v1/"):
@@ -219,6 +234,27 @@ def test_this_environment(capsys):
     assert "ok vllm_mars " in found
     assert "vLLM finds the plugin (vllm_mars.plugin:register)" in found
     assert "has the interfaces that are needed" in found
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "lacks", "state", "message"),
+    [
+        (True, False, "note", "enable_adaptive_verification needs Model Runner V2: vLLM has none "),
+        (False, False, "ok", "enable_adaptive_verification can serve MARS, if drafts are those of"),
+        (False, True, "note", ".reallocate_drafts is missing ("),
+    ],
+)
+def test_whether_drafts_can_be_cut(monkeypatch, on_cpu, lacks, state, message):
+    import vllm
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
+    if lacks:
+        monkeypatch.delattr(AdaptiveVerificationManager, "reallocate_drafts")
+    fits, found = doctor._interfaces(vllm.__version__)
+    assert fits.state == "ok"
+    assert found.state == state and message in found.text
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from vllm_mars import __version__
 from vllm_mars.experiments.records import read_sweep
@@ -31,6 +32,26 @@ def files_of_the_packages():
         for path in (ROOT / source).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+
+
+def test_what_cites_it_names_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["cff-version"] == "1.2.0" and cited["version"] == __version__
+    # The same paper as on the page of questions.
+    paper, page = cited["preferred-citation"], (ROOT / "docs/faq.md").read_text()
+    assert f"pages = {{{paper['start']}--{paper['end']}}}" in page
+    assert all(f"{it['family-names']}, {it['given-names']}" in page for it in paper["authors"])
+
+
+def test_a_configuration_is_reported_by_a_form():
+    """GitHub takes a form whose fields have a type that it knows, and ids of their own."""
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/validated-configuration.yml").read_text())
+    assert {"name", "description", "body"} <= form.keys()
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert {field["type"] for field in fields} <= {"input", "textarea", "dropdown"}
+    ids = [field["id"] for field in fields]
+    assert len(set(ids)) == len(ids) and all(field["attributes"]["label"] for field in fields)
+    assert 'make gpu ARGS="--model MODEL --draft HEAD"' in str(form["body"])
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,21 @@ def test_how_drafts_are_drawn(packaged_model, given, method, said, caplog, monke
     assert told[0].startswith(said) if said else not told
 
 
+def test_xpress_does_not_draw(packaged_model, tmp_path):
+    """vLLM would verify its first choices as tokens that were drawn."""
+    from vllm.config import SpeculativeConfig
+
+    if not hasattr(SpeculativeConfig, "is_xpress"):
+        pytest.skip("this vLLM has no XPress")
+    shape = json.loads((packaged_model / "config.json").read_text())
+    kind = {"architectures": ["Qwen3XPressModel"], "model_type": "qwen3"}
+    own = {"mask_token_id": 4, "target_layer_ids": [0]}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, **kind, "dflash_config": own}))
+    drafts = {"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": 3}
+    with pytest.raises(ValueError, match="'probabilistic' .* XPress drafts first choices"):
+        engine_config(packaged_model, {**drafts, **IS_MARS, **DRAWN})
+
+
 def test_nothing_is_added_when_not_asked_for(packaged_model):
     config = engine_config(packaged_model, NGRAM)
     assert config.additional_config == {}
@@ -131,11 +146,11 @@ WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
             r"49152\] is outside .* vocabulary \[0, 49152\)",
         ),
         ({"method": "extract_hidden_states"}, {}, "cannot serve method='extract_hidden_states'"),
-        ({"enable_adaptive_verification": True}, {}, "cannot serve enable_adaptive_verification"),
         ({}, WATERMARK, "cannot serve a watermark_config"),
         ({"mars_draft_temperature": 0.5}, {}, "mars_draft_temperature=0.5 .* are fixed"),
+        (DRAWN, {}, "draft_sample_method='probabilistic' .* 'ngram' drafts .*; drop the key"),
         (
-            {**DRAWN, "mars_theta": 0.9},
+            HEAD | DRAWN | {"mars_theta": 0.9},
             {},
             "mars_theta=0.9 and draft_sample_method='probabilistic' do not go together",
         ),
@@ -146,6 +161,22 @@ def test_bad_options_fail_before_a_model_is_loaded(packaged_model, changes, opti
         engine_config(packaged_model, {**MARS, **changes}, **options)
     # Nothing half-patched stays behind: the next engine is configured as usual.
     assert engine_config(packaged_model, NGRAM).additional_config == {}
+
+
+def test_flags_beside_the_json_count(packaged_model):
+    """vLLM puts them into the speculative config, from which the checks and defaults follow."""
+    flags = {"spec_method": "eagle3", "spec_model": str(PACKAGED_HEAD), "spec_tokens": 3}
+    config = engine_config(packaged_model, dict(IS_MARS), **flags)
+    assert config.additional_config["mars"].config == MarsConfig(strict_spans=())
+    assert config.speculative_config.method == "eagle3"
+    assert config.speculative_config.draft_sample_method == "probabilistic"
+    for method, further, message in (
+        ("extract_hidden_states", {}, "cannot serve method='extract_hidden_states'"),
+        ("ngram", DRAWN, "draft_sample_method='probabilistic' .* 'ngram' drafts"),
+        ("ngram", {"mars_draft_temperature": 0.5}, "mars_draft_temperature=0.5 .* are fixed"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            engine_config(packaged_model, IS_MARS | further, spec_method=method, spec_tokens=3)
 
 
 def test_a_front_end_that_checks_nothing_is_refused(packaged_model, monkeypatch):
@@ -183,8 +214,8 @@ def test_protected_by_default(packaged_model):
     # <|endoftext|>, <|im_start|>, <|im_end|> (the end of sequence), <repo_name>, ... of SmolLM2.
     assert protected == list(range(17))
     # Ordinary vocabulary that marks a section, and a special token that is no turn's then.
-    marked = MarsConfig(strict_spans=((900, 3),), thinking_end=801)
-    assert protected_token_ids(marked, vllm_config) == [*range(17), 801, 900]
+    marked = MarsConfig(strict_spans=((900, 3),), thinking_start=800, thinking_end=801)
+    assert protected_token_ids(marked, vllm_config) == [*range(17), 800, 801, 900]
     assert turn_token_ids(marked, vllm_config.model_config) == {*range(17)} - {3}
     assert protected_token_ids(MarsConfig(protected_token_ids=[]), vllm_config) == []
     assert protected_token_ids(MarsConfig(protected_token_ids=[9, 4, 9]), vllm_config) == [4, 9]

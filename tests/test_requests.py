@@ -15,24 +15,27 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_mars import MarsConfig, requests
 from vllm_mars import config as config_module
-from vllm_mars.config import OPTION, STRICT_VALUE, split_speculative_config
+from vllm_mars.config import MOST_ENDS, OPTION, STRICT_VALUE, split_speculative_config
 from vllm_mars.engine.options import check_request
 from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.kernels.terms import (
     FOLLOWS,
+    IN_ANSWER,
+    IN_THINKING,
     MOST_LOSS,
     MOST_PRICE_UNITS,
     NO_BOUND,
     NO_LIMIT,
     RECORD_SIZE,
     Column,
+    Records,
     float_bits,
     loss_rate,
     loss_units,
     price_units,
 )
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS
-from vllm_mars.requests import MOST_ENDS, OVERRIDES, RequestOptions, in_force, options_of
+from vllm_mars.requests import OVERRIDES, RequestOptions, in_force, options_of
 from vllm_mars.runner.records import record_of
 
 THETA = MarsConfig(theta=0.9, limit=0.8)
@@ -41,6 +44,9 @@ PRICE = MarsConfig(price=0.25, limit=0.5)
 BOUND = MarsConfig(max_loss=0.5)
 # Strict unless a request asks.
 OPT_IN = MarsConfig(max_loss=0, limit=0.5)
+# That knows the markers of its thinking section.
+THINKS = MarsConfig(max_loss=0.5, thinking_start=7, thinking_end=8)
+STRICT_ANSWER = MarsConfig(max_loss=0.5, thinking_start=7, thinking_end=8, scope="thinking")
 ANOTHER = "names another rule than this server's; choose"
 
 
@@ -111,6 +117,21 @@ def test_values(config, extra_args, expected):
         ),
         (BOUND, {"mars_max_loss": 0.75}, r"mars_max_loss=0.75 is above this server's bound of 0.5"),
         (THETA, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, 1024\]; leave it out"),
+        (THINKS, {"mars_scope": "some"}, "mars_scope='some' is not one of all, thinking, answer"),
+        (THINKS, {"mars_scope": 1}, "mars_scope=1 is not one of all, thinking, answer"),
+        (
+            STRICT_ANSWER,
+            {"mars_scope": "answer"},
+            "mars_scope='answer' relaxes what this server's own 'thinking' does not, but a request "
+            "may only be stricter than its server; leave it out",
+        ),
+        (STRICT_ANSWER, {"mars_scope": "all"}, "mars_scope='all' relaxes what this server's own"),
+        (
+            BOUND,
+            {"mars_scope": "thinking"},
+            "mars_scope='thinking' needs the markers of the thinking section, but this server does "
+            "not know them; leave it out, or .* with --reasoning-parser",
+        ),
         (THETA, {"mars_strict_opening": 1}, "mars_strict_opening is not an option of a request"),
         (
             OPT_IN,
@@ -170,6 +191,29 @@ def test_a_bound_of_0_is_strict(config):
     record = record_of(params(), server, 99)
     assert record[: Column.MOST_TOKENS] == [0, 0, 0]
     assert record[Column.THRESHOLD] == float_bits(1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "is_relaxable"),
+    [
+        (BOUND, {}, True),
+        (BOUND, {"mars_max_loss": 0}, False),
+        (BOUND, {"mars_speculate": False}, False),
+        # As a file holds it to.
+        (BOUND, {OVERRIDES: {"mars_max_loss": 0}}, False),
+        (OPT_IN, {}, False),
+        (OPT_IN, {"mars_max_loss": 0.02}, True),
+        (PRICE, {"mars_price": 0}, False),
+        (PRICE, {}, True),
+        (THETA, {"mars_theta": 1}, False),
+        (THETA, {}, True),
+    ],
+)
+def test_whose_positions_count_as_relaxable(config, own, is_relaxable):
+    constrained = params(**own)
+    constrained.structured_outputs = StructuredOutputsParams(regex="a+")
+    table = torch.tensor([record_of(it, config, 99) for it in (params(**own), constrained)])
+    assert Records(table).relaxes(config.rule).tolist() == [is_relaxable, False]
 
 
 VALUES = st.recursive(
@@ -236,7 +280,7 @@ def test_what_no_front_end_has_checked_is_strict(config, bad, caplog, monkeypatc
 def test_no_option_is_more_than_the_kernels_hold():
     assert price_units(config_module.MOST_PRICE) == MOST_PRICE_UNITS
     assert loss_rate(config_module.MOST_MAX_LOSS) == NO_BOUND - 1
-    assert requests.MOST_ENDS == RECORD_SIZE - Column.ENDS
+    assert MOST_ENDS == RECORD_SIZE - Column.ENDS
     for units, most in (
         (price_units, MOST_PRICE_UNITS),
         (loss_units, MOST_LOSS),
@@ -294,6 +338,22 @@ def test_options_are_parsed_once_until_they_change():
     request.structured_outputs = StructuredOutputsParams(regex="a+")
     assert options_of(request, THETA).strict == "structured_outputs"
     assert options_of(request, MarsConfig(theta=0.97)).value == 1
+
+
+def test_scopes():
+    for config, own, expected in (
+        (BOUND, {}, "all"),
+        (BOUND, {"mars_scope": "all"}, "all"),
+        (THINKS, {"mars_scope": "answer"}, "answer"),
+        (STRICT_ANSWER, {}, "thinking"),
+        (STRICT_ANSWER, {"mars_scope": "thinking"}, "thinking"),
+    ):
+        options = options_of(params(**own), config)
+        assert options.scope == expected
+        told = {} if expected == "all" else {"scope": expected}
+        assert in_force(options, config) == {"max_loss": 0.5, **told}
+        number = {"all": 0, "thinking": IN_THINKING, "answer": IN_ANSWER}[expected]
+        assert record_of(params(**own), config, 99)[Column.SCOPE] == number
 
 
 def test_what_is_in_force():

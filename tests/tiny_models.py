@@ -144,6 +144,48 @@ def mimo(directory: Path) -> None:
     _write(directory, tensors, {**config.to_dict(), "architectures": ["MiMoForCausalLM"]})
 
 
+def dflash(directory: Path, target: LlamaForCausalLM, kind: str) -> None:
+    """Writes a draft model of a layer that drafts all tokens at once, and what chooses among them.
+
+    Args:
+        directory: where to.
+        target: gives the draft its layer, and its embedding and output weights.
+        kind: "dflash"; "dflash2", which chooses among a few candidates by the token before; or
+            "dspark", which adds to their logits what follows from that token, and knows the first
+            half of the vocabulary alone.
+    """
+    first = "model.layers.0."
+    layer = {name: it for name, it in target.state_dict().items() if name.startswith(first)}
+    tensors = {name.removeprefix("model."): it.contiguous() for name, it in layer.items()}
+    for norm in ("layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm"):
+        tensors[f"{norm}.weight"] = torch.ones(_SHAPE["head_dim"])
+    tensors |= {"hidden_norm.weight": torch.ones(HIDDEN), "norm.weight": torch.ones(HIDDEN)}
+    tensors["fc.weight"] = torch.eye(HIDDEN)
+    own: dict[str, object] = {"mask_token_id": 4, "target_layer_ids": [0], "causal": True}
+    head = target.lm_head.weight.detach()
+    embedding = torch.nn.functional.rms_norm(target.model.embed_tokens.weight.detach(), (HIDDEN,))
+    config = {**_SHAPE, "num_hidden_layers": 1, "model_type": "qwen3", "dflash_config": own}
+    if kind == "dflash2":
+        own |= {"conv_kernel_size": 2, "conv_group_size": HIDDEN, "selector_top_k": 8}
+        own["selector_rank"] = HIDDEN
+        for conv in ("attention_conv", "mlp_conv"):
+            tensors[f"layers.0.{conv}.base_kernel"] = torch.ones(2, 2, HIDDEN) / 2
+            tensors[f"layers.0.{conv}.kernel_projection.weight"] = torch.zeros(4, HIDDEN)
+        tensors["candidate_selector.predecessor_codebook"] = embedding
+        tensors["candidate_selector.successor_codebook"] = head.clone()
+        tensors["candidate_selector.hidden_projection.weight"] = torch.eye(HIDDEN)
+    if kind == "dspark":
+        half = VOCAB // 2
+        config |= {"markov_rank": HIDDEN, "draft_vocab_size": half}
+        tensors["markov_head.markov_w1.weight"] = embedding
+        tensors["markov_head.markov_w2.weight"] = head[:half].clone()
+        # That alone.
+        tensors["norm.weight"] = torch.zeros(HIDDEN)
+        tensors |= {"lm_head.weight": head[:half].clone(), "d2t": torch.zeros(half).long()}
+    kinds = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+    _write(directory, tensors, {**config, "architectures": [kinds.get(kind, "Qwen3DSparkModel")]})
+
+
 def _make_guessable(model: LlamaForCausalLM | Qwen2ForCausalLM, added: float = 0.05) -> None:
     """Lets the layers add little, so that a hidden state is nearly its token's embedding.
 

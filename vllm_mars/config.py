@@ -19,12 +19,14 @@ CONFIG_KEY = METHOD
 # server's tool parser.
 TOOL_PARSER_KEY = "mars_tool_call_parser"
 OPTION_PREFIX = "mars_"
+# Tokens that end a request which its record holds, a power of 2; with more, a request is strict.
+MOST_ENDS = 32
 # Methods of vLLM itself that do not keep the target's distribution.
 LOSSY_VLLM_METHODS = ("synthetic", "fly")
 
 # The rules, each named by the option that holds its value, and the value at which each is strict.
-Rule = Literal["theta", "price"]
-RULES: tuple[Rule, ...] = ("theta", "price")
+RuleName = Literal["theta", "price"]
+RULES: tuple[RuleName, ...] = ("theta", "price")
 STRICT_VALUE: dict[str, float] = {"theta": 1.0, "price": 0.0}
 # Those options as a user writes them.
 OPTION: dict[str, str] = {rule: OPTION_PREFIX + rule for rule in RULES}
@@ -45,6 +47,9 @@ _DRAFT_TEMPERATURES = (0.01, 2)
 # option is larger, of a server or of a request.
 MOST_PRICE = 8192
 MOST_MAX_LOSS = 1024
+# What of an answer may be relaxed; `vllm_mars.runner.records` numbers them in this order.
+Scope = Literal["all", "thinking", "answer"]
+SCOPES: tuple[Scope, ...] = ("all", "thinking", "answer")
 # Characters of a value that an error repeats.
 _SHOWN = 80
 # A field that the front end fills in, not the user.
@@ -82,12 +87,16 @@ class MarsConfig:
             its thinking section; in [0, 2**20], None for 8 with a price or a bound, else 0.
         max_loss: an answer of n tokens loses at most max_loss * (n + 100) nats against the target;
             in [0, 1024]. 0 is strict, None sets no bound, and means 0.02 without a rule.
+        scope: what of an answer may be relaxed: "all" of it, its "thinking" section alone, or the
+            "answer" alone, which is all but that section.
         draft_temperature: what drawn drafts are drawn at, as a share of the request's temperature,
             in [0.01, 2]; 1 is vLLM's own, None begins at 0.8 and follows each answer's drift. Not
             lossy, whatever it is.
         logprobs: "target" leaves the logprobs of answers as they are; "sampled" makes that of each
             token which a request sampled the one under what was served.
-        thinking_end: id of the token that ends the thinking section; filled in by the front end.
+        thinking_start: id of the token that begins the thinking section; filled in by the front
+            end. There is none without an end.
+        thinking_end: id of the token that ends it, likewise.
 
     Raises:
         ValueError: an option is of the wrong type or out of range, or two rules are named.
@@ -100,8 +109,10 @@ class MarsConfig:
     strict_spans: tuple[Span, ...] | None = None
     strict_opening: int | None = None
     max_loss: float | None = None
+    scope: Scope = "all"
     draft_temperature: float | None = None
     logprobs: Literal["target", "sampled"] = "target"
+    thinking_start: int | None = dataclasses.field(default=None, metadata=_RESOLVED)
     thinking_end: int | None = dataclasses.field(default=None, metadata=_RESOLVED)
 
     def __post_init__(self) -> None:
@@ -113,6 +124,7 @@ class MarsConfig:
             object.__setattr__(self, "protected_token_ids", _token_ids(self.protected_token_ids))
         if self.strict_spans is not None:
             object.__setattr__(self, "strict_spans", _spans(self.strict_spans))
+        check_scope(self.scope)
         if self.logprobs not in ("target", "sampled"):
             raise ValueError(
                 f"mars_logprobs={shown(self.logprobs)} is not one of target, sampled; 'sampled' "
@@ -159,7 +171,7 @@ class MarsConfig:
             )
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> RuleName:
         """The rule of this server."""
         return next((rule for rule in RULES if getattr(self, rule) is not None), "price")
 
@@ -310,6 +322,15 @@ def check_max_loss(nats: object) -> None:
         "leave it out to set no bound, 0.02 lets an answer lose 0.02 nats for each of its tokens"
     )
     _require_within("mars_max_loss", nats, MOST_MAX_LOSS, meaning)
+
+
+def check_scope(scope: object) -> None:
+    """Raises ValueError unless it is one of `SCOPES`."""
+    if scope not in SCOPES:
+        raise ValueError(
+            f"mars_scope={shown(scope)} is not one of {', '.join(SCOPES)}; 'thinking' keeps all "
+            "but the thinking section strict, 'answer' that section."
+        )
 
 
 def lossy_reason(config: MarsConfig | None, method: str) -> str | None:

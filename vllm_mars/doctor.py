@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from vllm_mars.config import OPTION, RULES, STRICT_VALUE
-from vllm_mars.engine.compat import RELEASES, check_interfaces, check_version
+from vllm_mars.engine.compat import ADAPTIVE, RELEASES, check_interfaces, check_version
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.provenance import versions
 from vllm_mars.local.requirements import INSTALL_VLLM
@@ -130,12 +130,29 @@ def _interfaces(version: str) -> Iterator[Finding]:
     if not fits:
         return
     yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
+    yield _adaptive(runner)
     if not version.startswith(tuple(f"{release}." for release in RELEASES)):
         yield Finding(
             "note",
             f"this project's tests have not run on vLLM {version}, only on "
             f"{' and '.join(RELEASES)}; run them with `make test`.",
         )
+
+
+def _adaptive(runner: str) -> Finding:
+    """Whether drafts can be cut beside MARS."""
+    try:
+        check_interfaces(ADAPTIVE)
+    except RuntimeError as error:
+        return Finding("note", str(error))
+    if runner == "V1":
+        return Finding(
+            "note", "enable_adaptive_verification needs Model Runner V2: vLLM has none on a CPU."
+        )
+    return Finding(
+        "ok",
+        "enable_adaptive_verification can serve MARS, if drafts are those of a head or a model",
+    )
 
 
 def _plugin() -> Finding:
@@ -260,6 +277,14 @@ class _Probe:
                 },
             )
         except openai.OpenAIError as error:
+            if temperature is None and isinstance(error, openai.BadRequestError):
+                why = str(error).rstrip(".")
+                raise RuntimeError(
+                    f"a request that gives no temperature was refused: {why}; it has the "
+                    "defaults of the model's generation_config.json, and vLLM takes no min_p "
+                    "beside speculation: start the server with --override-generation-config "
+                    "'{\"min_p\": 0}'."
+                ) from error
             raise RuntimeError(
                 f"a request failed: {error}; give the address of a server for text, and its API "
                 "key in OPENAI_API_KEY."

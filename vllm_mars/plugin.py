@@ -15,6 +15,7 @@ HOOKS = {
         "vllm_mars.engine.hooks:patch_chat_batch"
     ),
     "vllm.entrypoints.openai.completion.serving": "vllm_mars.engine.hooks:patch_completions",
+    "vllm.entrypoints.openai.responses.serving": "vllm_mars.engine.hooks:patch_responses",
     "vllm.entrypoints.scale_out.token_in_token_out.serving": (
         "vllm_mars.engine.hooks:patch_generate"
     ),

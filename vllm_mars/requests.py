@@ -10,11 +10,14 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mars.config import (
+    MOST_ENDS,
     OPTION,
     OPTION_PREFIX,
     STRICT_VALUE,
     MarsConfig,
+    Scope,
     check_max_loss,
+    check_scope,
     check_value,
     shown,
     unknown_option,
@@ -29,7 +32,8 @@ _RULES = {option: rule for rule, option in OPTION.items()}
 _MAX_LOSS = "mars_max_loss"
 RETURN = "mars_return"
 _SPECULATE = "mars_speculate"
-_KEYS = (*_RULES, _MAX_LOSS, RETURN, _SPECULATE)
+_SCOPE = "mars_scope"
+_KEYS = (*_RULES, _MAX_LOSS, RETURN, _SPECULATE, _SCOPE)
 # Under this key the front end passes on to the workers what `vllm_mars.engine.overrides` reads. It
 # refuses the key from a client.
 OVERRIDES = "mars_overrides"
@@ -37,8 +41,6 @@ OVERRIDES = "mars_overrides"
 _PARSED = "_mars_options"
 # What the log has said of a bad request.
 _SAID: list[ValueError] = []
-# Tokens that end a request which a record holds; a power of 2. With more, a request is strict.
-MOST_ENDS = 32
 
 
 class RequestOptions(NamedTuple):
@@ -51,12 +53,14 @@ class RequestOptions(NamedTuple):
         wants_return: whether the client asked what was relaxed.
         max_loss: most that it may lose, in nats per output token; infinity for no bound. Where it
             is 0 the value is strict.
+        scope: what of the answer may be relaxed.
     """
 
     value: float
     strict: str = ""
     wants_return: bool = False
     max_loss: float = math.inf
+    scope: Scope = "all"
 
 
 class _Parsed(NamedTuple):
@@ -135,6 +139,7 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
             strict,
             _boolean(own, RETURN, False, "true adds what was relaxed to the answer"),
             min(max_loss, overrides.get(_MAX_LOSS, max_loss)),
+            _scope(chosen, config),
         )
         # Its drafts stay: a request without any would make a batch of vLLM's V1 runner non-uniform,
         # and all others would lose the CUDA graph of a decode step.
@@ -192,9 +197,10 @@ def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float | s
     """
     if options.strict:
         return {config.rule: STRICT_VALUE[config.rule], "strict": options.strict}
+    found: dict[str, float | str] = {config.rule: options.value}
     if options.value == math.inf:
-        return {"max_loss": options.max_loss}
-    return {config.rule: options.value}
+        found = {"max_loss": options.max_loss}
+    return found if options.scope == "all" else found | {"scope": options.scope}
 
 
 def _is_ours(key: object) -> bool:
@@ -256,6 +262,26 @@ def _max_loss(own: dict[str, Any], config: MarsConfig) -> float:
             f"[0, {most}] or leave it out."
         )
     return value
+
+
+def _scope(own: dict[str, Any], config: MarsConfig) -> Scope:
+    """The scope among a request's own options, else the server's."""
+    if _SCOPE not in own:
+        return config.scope
+    scope: Scope = own[_SCOPE]
+    check_scope(scope)
+    if config.scope not in ("all", scope):
+        raise ValueError(
+            f"mars_scope={scope!r} relaxes what this server's own {config.scope!r} does not, but a "
+            "request may only be stricter than its server; leave it out."
+        )
+    if scope != "all" and config.thinking_start is None:
+        raise ValueError(
+            f"mars_scope={scope!r} needs the markers of the thinking section, but this server "
+            "does not know them; leave it out, or have the server started with --reasoning-parser "
+            "or --reasoning-config."
+        )
+    return scope
 
 
 def _boolean(own: dict[str, Any], key: str, default: bool, meaning: str) -> bool:

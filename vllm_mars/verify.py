@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from vllm_mars.config import check_value
+from vllm_mars.config import RuleName, check_value
 from vllm_mars.kernels.terms import (
     LOSS_BITS,
     MOST_PRICE_UNITS,
@@ -12,7 +12,6 @@ from vllm_mars.kernels.terms import (
     Protected,
     Records,
     Rule,
-    RuleName,
     Step,
     VerifyOutput,
 )
@@ -161,17 +160,17 @@ def verify_greedy(
     inputs[rows + 1] = ids
     step = Step(logits, inputs, ends + slots + 1, records, slots, none, none, max_draft_len)
     if device.type == "cpu":
-        from vllm_mars.kernels import cpu
+        from vllm_mars.kernels import accept
 
-        return cpu.accept(step, rule)
-    from vllm_mars.kernels import accept
+        return accept.accept(step, rule)
+    from vllm_mars.kernels import accept_kernel
 
-    output = accept.accept(step, rule)
+    output = accept_kernel.accept(step, rule)
     return output._replace(output_token_ids=output.output_token_ids.int())
 
 
 def _only_one(theta: Any, price: Any) -> tuple[RuleName, Any]:
-    given = {"theta": theta, "price": price}
+    given: dict[RuleName, Any] = {"theta": theta, "price": price}
     named = [(name, value) for name, value in given.items() if value is not None]
     if len(named) != 1:
         what = " and ".join(f"{name}={value}" for name, value in named) or "none of them"

@@ -9,14 +9,16 @@ import pytest
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
+from vllm.v1.worker.gpu.structured_outputs import grammar_invalid_drafts
 
 from enumerated import FEATURES, Batch, case_of
+from scheduled import CASES, MARS, Engine, logits_of, write_model
 from steps_v2 import Request, Step, emitted
 from vllm_mars.kernels import accept_kernel, clip_kernel, draw_kernel
 
 # What drafts are drawn at.
 SHARE = 0.5
-DAILY = "price", "struck out", "bound alone", "guard", "ends", "later end", "protected", "all"
+DAILY = "cut", "forbidden", "bound alone", "followers", "ends", "later end", "protected", "all"
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in FEATURES if name not in DAILY]
 
 
@@ -28,11 +30,15 @@ def filled(like, of_places, seed, rest):
     return tl.tensor(TensorHandle(data, tl.float32), like.type)
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
-@pytest.mark.parametrize("name", [*DAILY, *NIGHTLY])
-def test_v2(monkeypatch, is_drawn, name):
-    """All probes of a case in one step."""
-    batch = Batch(case := case_of(2, name, is_drawn=is_drawn, every=8))
+def check(monkeypatch, batch, logits, acceptable=None):
+    """All probes of a case in one step.
+
+    Args:
+        batch: the probes.
+        logits: float32 `[num_logits, vocab]`.
+        acceptable: of each request, drafts that are to be verified; None for all.
+    """
+    case = batch.case
     monkeypatch.setattr(clip_kernel, "TOLERANCE", 1e-6)
     uniform, log_noise = batch.uniform, batch.noise.log()
 
@@ -48,15 +54,36 @@ def test_v2(monkeypatch, is_drawn, name):
     own = [3, 1, 4, *case.answer], 3, 3
     requests = [Request(case.params(i), path, *own) for i, path in enumerate(batch.paths)]
     draft_logits = SHARE * batch.q.log() if case.is_drawn else None
-    step = Step(requests, batch.logits.flatten(0, 1), draft_logits)
+    step = Step(requests, logits, draft_logits, case.steps)
     sampler = step.sampler(case.config, protected=case.protected)
     # To compile for a first step is counted, too.
     sampler._is_warm = True
     sampler.drawn_at = lambda: torch.full((len(requests) + 2,), SHARE)
-    lost = sampler.requests._records.lost
+    lost = sampler.requests.records.lost
     lost[step.states] = case.lost
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
-    # By row of the input tokens.
-    struck = torch.nn.functional.pad(batch.is_struck, (1, 0)).flatten()
-    output = sampler(step.logits.clone(), step.batch(), step.draft_logits, struck)
+    given, invalid = step.batch(), None
+    if acceptable is not None:
+        invalid = grammar_invalid_drafts(given, given.req_ids, acceptable)
+    output = sampler(step.logits.clone(), given, step.draft_logits, invalid)
     batch.check(sampler.verification, emitted(output), lost[step.states] - case.lost)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("name", [*DAILY, *NIGHTLY])
+def test_v2(monkeypatch, is_drawn, name):
+    batch = Batch(case_of(2, name, is_drawn=is_drawn, every=8))
+    check(monkeypatch, batch, batch.logits)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.regex)
+def test_a_grammar(monkeypatch, tmp_path, is_async, case):
+    """As vLLM schedules its drafts, see `test_grammar.py`."""
+    batch = Batch(case)
+    engine = Engine(write_model(tmp_path), case.steps, is_async, **MARS)
+    step = engine.draft(batch.paths, case.regex, *case.answer)
+    # Their tokens are the device's.
+    assert list(map(len, step.drafts)) == list(map(len, batch.paths))
+    logits = step.mask(logits_of(case, batch.paths))
+    check(monkeypatch, batch, logits, step.grammar.num_acceptable_drafts)

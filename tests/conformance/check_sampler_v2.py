@@ -21,13 +21,12 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 import fuzz
 import oracle
 import steps_v2
-from steps_v2 import Request, Step, emitted, random_step
+from steps_v2 import Request, Step, emitted, lost_by_ended, random_step
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import accept_kernel
 from vllm_mars.kernels.terms import Column, Verdict, loss_rate, most_lost
 from vllm_mars.runner.draft_temperature import scale_v2
 from vllm_mars.runner.requests_v2 import RequestsV2
-from vllm_mars.runner.strictness import AnswerNgrams
 
 STRICT = [MarsConfig(theta=1.0), MarsConfig(price=0.0)]
 
@@ -165,6 +164,25 @@ def test_each_request_gets_the_logprobs_that_it_asks_for(monkeypatch, max_chunk_
     assert max(map(abs, ratios)) > 0.1
 
 
+def test_the_device_says_where_logprobs_are_of_drafts_that_are_cut():
+    """The host knows the lengths before the cut."""
+    asked = ({"logprobs": 2}, {"logprob_token_ids": [5, 7, 9]})
+    samplings = [params(t, 3, **asked[i % 2]) for i, t in enumerate(MIXED)]
+    step = random_step(1, samplings, LENGTHS)
+    found = []
+    for is_cut in (False, True):
+        sampler, batch = step.sampler(MarsConfig(price=2.0, strict_opening=0)), step.batch()
+        if is_cut:
+            sampler.enable_adaptive_verification = True
+            batch.cu_num_logits_np = (1 + max(LENGTHS)) * np.arange(len(LENGTHS) + 1)
+        tensors = sampler(step.logits.clone(), batch).logprobs_tensors
+        places = tensors.cu_num_generated_tokens
+        if is_cut:
+            places = tensors.cu_num_generated_tokens_tensor.tolist()
+        found.append((places, tensors.logprob_token_ids.tolist(), tensors.logprobs.tolist()))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("vocab", [1500, pytest.param(9000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("temperatures", [pytest.param(GREEDY, marks=pytest.mark.nightly), MIXED])
 def test_theta_1_is_vllm_over_several_blocks(temperatures, vocab):
@@ -185,7 +203,7 @@ def test_a_prefill_that_is_not_done_emits_nothing():
         assert output.num_sampled[1] == output.num_rejected[1] == 0
 
 
-def test_no_relaxed_token_repeats_the_answer():
+def test_no_relaxed_token_repeats_more_of_the_answer_than_the_first_choice():
     """A prompt may be copied."""
     prompt = np.random.default_rng(0).integers(0, 3, 30).tolist()
     relaxed = repeated = 0
@@ -199,11 +217,14 @@ def test_no_relaxed_token_repeats_the_answer():
         expected, row = [], 0
         for request in step.requests:
             answer = request.tokens[len(prompt) :]
-            repeats = AnswerNgrams(4, samples=False).repeated(answer, request.drafts)
             *rows, last = step.logits[row : row + len(request.drafts) + 1].tolist()
             row += len(rows) + 1
-            blocked = [Verdict.REPEAT * is_repeat for is_repeat in repeats]
             given = rows, request.drafts, oracle.argmax(last)
+            blocked = []
+            for at, (draft, own) in enumerate(zip(request.drafts, rows, strict=True)):
+                before = [*answer, *request.drafts[:at]]
+                first = oracle.repeats(before, oracle.argmax(own))
+                blocked.append(Verdict.REPEAT * (oracle.repeats(before, draft) > first))
             verified = oracle.verify(*given, price=1000.0, blocked=blocked)
             expected.append(verified.tokens)
             relaxed += verified.relaxed
@@ -232,18 +253,13 @@ def test_chunks_change_nothing(monkeypatch, setting, config):
 @pytest.mark.parametrize("temperatures", [GREEDY, MIXED])
 @pytest.mark.parametrize("with_draft_logits", [False, True])
 def test_invalid_drafts(temperatures, with_draft_logits):
-    """What grammar forbids: as vLLM at theta 1, and accepted at no theta.
-
-    But of probabilistic drafts vLLM takes what a grammar has struck out for the draft's end, though
-    it was drawn, and what it emits is not the target's then (`enumerated.py`: "struck out").
-    """
+    """What no grammar has looked at: as vLLM at theta 1, and accepted at no theta."""
     for seed in range(3):
         step = random_step(seed, each(temperatures), LENGTHS, with_draft_logits=with_draft_logits)
         invalid = torch.rand(len(step.logits), generator=torch.Generator().manual_seed(seed)) < 0.4
         own = step.run(None, invalid_drafts=invalid)
         mars = step.run(MarsConfig(theta=1.0), invalid_drafts=invalid)
-        if not with_draft_logits or not any(temperatures):
-            assert_equal(own, mars)
+        assert_equal(own, mars)
         relaxed = step.run(MarsConfig(theta=0.01), invalid_drafts=invalid)
         row = 0
         for request, tokens in zip(step.requests, emitted(relaxed), strict=True):
@@ -268,10 +284,10 @@ def test_what_was_lost_is_kept_by_slot(temperature):
     batch = step.batch()
 
     def lost():
-        return sampler.requests._records.lost[batch.idx_mapping].tolist()
+        return sampler.requests.records.lost[batch.idx_mapping].tolist()
 
     before = lost()
-    rates = sampler.requests._records.rate[batch.idx_mapping].tolist()
+    rates = sampler.requests.records.rate[batch.idx_mapping].tolist()
     assert rates == [2**28, 2**27, 2**28]
     assert before == [0, 0, 102 * 2**14]
     for number in (1, 2):
@@ -365,11 +381,11 @@ def test_nothing_is_left_of_what_sleep_throws_away(monkeypatch, spans):
     loaded.throw_away()
     assert emitted(sampler(step.logits.clone(), step.batch(), step.draft_logits)) == expected
     # Asleep, the engine preempts its requests; the runner hears of it when it is awake.
-    requests, before = sampler.requests, sampler.requests._records.table.clone()
+    requests, before = sampler.requests, sampler.requests.records.table.clone()
     loaded.throw_away()
     states = requests._req_states
     ids = {str(slot): slot for slot in step.states.tolist()}
-    assert requests.keep([*ids], []).tolist() == []
+    assert lost_by_ended(requests, [*ids], []) == (0, 0)
     for name, slot in ids.items():
         states.remove_request(name)
         states.free_indices = [slot]
@@ -379,7 +395,7 @@ def test_nothing_is_left_of_what_sleep_throws_away(monkeypatch, spans):
     slots = [*ids.values()]
     assert before[slots, Column.LOST].sum() > 0
     for column in (Column.LOST, Column.DRAFT_SHARE):
-        assert torch.equal(requests._records.table[slots, column], before[slots, column])
+        assert torch.equal(requests.records.table[slots, column], before[slots, column])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
@@ -426,21 +442,21 @@ def test_a_preempted_request_finds_what_it_has_lost():
     sampler = step.sampler(MarsConfig(max_loss=0.02))
     requests, states = sampler.requests, sampler.requests._req_states
     name, slot = next(iter(states.req_id_to_index.items()))
-    requests._records.lost[slot] = 777
-    requests.keep([name], [])
+    requests.records.lost[slot] = 777
+    assert lost_by_ended(requests, [name], []) == (0, 0)
     states.remove_request(name)
-    assert requests.keep([], [name]).tolist() == [777]
-    assert requests.keep([], [name]).tolist() == []
+    assert lost_by_ended(requests, [], [name]) == (1, 777)
+    assert lost_by_ended(requests, [], [name]) == (0, 0)
     states.add_request(name, 3, [5, 7, 9], 0, 50)
-    requests._records.lost[states.req_id_to_index[name]] = 777
+    requests.records.lost[states.req_id_to_index[name]] = 777
     # A further input: vLLM takes the request out and adds it, and what it has lost is told once.
     states.remove_request(name)
     states.add_request(name, 4, [5, 7, 9, 1], 0, 50)
-    assert requests.keep([], []).tolist() == [777]
-    requests._records.lost[states.req_id_to_index[name]] = 777
+    assert lost_by_ended(requests, [], []) == (1, 777)
+    requests.records.lost[states.req_id_to_index[name]] = 777
 
     def come_back(preempted, finished):
-        requests.keep(preempted, finished)
+        lost_by_ended(requests, preempted, finished)
         states.remove_request(name)
         # With two output tokens, in whatever slot is free.
         states.add_request(name, 3, [5, 7, 9, 1, 2], 0, 50)
@@ -448,7 +464,7 @@ def test_a_preempted_request_finds_what_it_has_lost():
         sampler.sampler.add_request(slot, params())
         states.apply_staged_writes()
         sampler.sampler.apply_staged_writes()
-        return int(requests._records.lost[slot])
+        return int(requests.records.lost[slot])
 
     assert come_back([name], []) == 777
     # Its end is forgotten, and of one that is not known all is taken to be lost.

@@ -12,6 +12,8 @@ model runners. Nothing is downloaded but for one test with the packaged model.
                                             tests/runner/test_sampler_v1.py), and all that it can
                                             emit against the rule (enumerated.py)
     test_distribution.py                    all that a step of V1 can emit, likewise
+    test_grammar.py                         the same of drafts that a grammar forbids a part of, as
+                                            vLLM's scheduler hands them on (scheduled.py)
 
 Model Runner V2 needs Triton, so on a CPU it runs in Triton's interpreter (tests/interpreted).
 """

@@ -1,9 +1,10 @@
 """Runs one engine in a process of its own: `python engine_process.py`, a job as JSON on stdin.
 
 The job gives `engine` (arguments of vLLM's LLM), `batches` (each a list of `[prompt, sampling]`:
-token ids, or a text where the engine has a tokenizer, and SamplingParams as a dict) and `mend`
-(whether vLLM's CPU kernels are mended). Prints one line that starts with RESULT:
-the answers of each batch and the counters after it.
+token ids, or a text where the engine has a tokenizer, and SamplingParams as a dict), `mend`
+(whether vLLM's CPU kernels are mended) and `costs` (what adaptive verification reckons with, or
+none). Prints one line that starts with RESULT: the answers of each batch, the counters after it,
+and what adaptive verification did (see `adaptive.py`).
 """
 
 import json
@@ -70,7 +71,11 @@ def counters(metrics: Iterable) -> dict[str, float]:
 def main() -> None:
     from vllm import LLM
 
-    job = json.load(sys.stdin)
+    job, rounds = json.load(sys.stdin), []
+    if job["costs"]:
+        from adaptive import allow
+
+        rounds = allow(**job["costs"])
     llm = LLM(disable_log_stats=False, **job["engine"])
     has_tokenizer = not job["engine"].get("skip_tokenizer_init", False)
     try:
@@ -91,7 +96,8 @@ def main() -> None:
             metrics.append(counters(llm.get_metrics()))
     finally:
         llm.llm_engine.engine_core.shutdown()
-    print("RESULT " + json.dumps({**worker, "batches": batches, "metrics": metrics}))
+    told = {"batches": batches, "metrics": metrics, "rounds": rounds}
+    print("RESULT " + json.dumps({**worker, **told}))
 
 
 if __name__ == "__main__":

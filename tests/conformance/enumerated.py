@@ -31,11 +31,12 @@ from vllm_mars.kernels.terms import DRAWN_SCALE, FIXED_SCALE, NO_LIMIT, loss_rat
 
 # How far from their values probabilities are probed, and how exact expectations are.
 EPSILON = 1e-5
-# Nats; tokens that must not repeat.
-UNIT, NGRAM = 2.0**-16, 4
+# Nats.
+UNIT = 2.0**-16
 Tokens = tuple[int, ...]
-# A position: the target's logits, p, the draft's distribution, and whether m must be p.
-Row = namedtuple("Row", "logits p q is_strict")
+# A position: the target's logits, p, the draft's distribution, which tokens keep p, and whether all
+# must.
+Row = namedtuple("Row", "logits p q kept is_strict")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Case:
         answer, room: output tokens so far, and how many may still come.
         ends: its end of sequence, then its stop tokens.
         low, masked: tokens far below the first choice, and those that the target cannot emit.
-        strikes: whether a grammar takes the latter out of a draft.
+        undrafted: tokens that the draft does not hold, as outside a request's top-k.
+        cuts: whether drafts are cut short, as by adaptive verification.
     """
 
     is_drawn: bool
@@ -64,7 +66,8 @@ class Case:
     protected: Tokens = ()
     low: Tokens = ()
     masked: Tokens = ()
-    strikes: bool = False
+    undrafted: Tokens = ()
+    cuts: bool = False
     room: int = 40
     lost: int = 0
 
@@ -91,16 +94,32 @@ class Case:
         logits, noise = rng.normal([[2], [0]], [[1.2], [0.8]], (2, self.vocab))
         logits[[*self.low]] = np.delete(logits, self.low).max() - 5
         q = special.softmax(0.5 * logits + noise).astype(np.float32)
+        q[[*self.undrafted]] = 0
+        q /= q.sum()
         logits[[*self.masked]] = -np.inf
         logits, answer = logits.astype(np.float32), (*self.answer, *before)
-        held = {answer[i : i + NGRAM - 1] for i in range(len(answer) - NGRAM + 1)}
-        repeats = self.theta is None and answer[1 - NGRAM :] in held
-        is_strict = repeats or len(before) >= self.useful or len(answer) < self.opening
-        return Row(logits, special.softmax(logits.astype(float)), q.astype(float), is_strict)
+        kept = {*self.ends, *self.protected}
+        if self.theta is None:
+            # What followed the last token before.
+            pairs = itertools.pairwise(answer)
+            kept |= {follower for token, follower in pairs if token == answer[-1]}
+        is_kept = np.isin(range(self.vocab), [*kept])
+        is_strict = len(before) >= self.useful or len(answer) < self.opening
+        p = special.softmax(logits.astype(float))
+        return Row(logits, p, q.astype(float), is_kept, is_strict)
 
     def rows(self, path: Tokens) -> list[Row]:
         """Of a draft, and of its bonus."""
-        return [self.row(path[:i]) for i in range(self.steps + 1)]
+        return [self.row(path[:i]) for i in range(len(path) + 1)]
+
+    def is_cut(self, before: Tokens) -> bool:
+        """Whether a draft ends behind these tokens, which is known before the next one is drawn."""
+        rng = np.random.default_rng([self.seed, len(before), *before, 1])
+        return self.cuts and bool(before) and bool(rng.random() < 0.4)
+
+    def verified(self, path: Tokens) -> Tokens:
+        """What is left of a draft."""
+        return next((path[:i] for i in range(len(path)) if self.is_cut(path[:i])), path)
 
     def left(self, place: int) -> int:
         """What the step's tokens up to this place may lose, in units."""
@@ -115,21 +134,27 @@ _ALL = {"price": None, "max_loss": 0.1, "answer": (1, 2, 3, 4, 1, 2), "opening":
 FEATURES: dict[str, dict[str, Any]] = {
     "price": {"masked": (3,)},
     "no price": {"price": 0.0},
-    "struck out": {"price": 0.0, "masked": (3, 1), "strikes": True},
+    "forbidden": {"price": 0.0, "masked": (3, 1)},
     "large price": {"price": 2.0},
     "theta": {"price": None, "theta": 0.7, "max_loss": None},
     "bound": {"price": 3.0, "max_loss": 0.01, "lost": 62_500},
     "bound alone": {"price": None, "max_loss": 0.05, "lost": 1 << 17},
     "opening": {"opening": 2},
     "room": {"room": 2},
-    "guard": {"answer": (1, 2, 3, 4, 1, 2)},
-    "guard at once": {"answer": (1, 2, 3, 4, 1, 2, 3)},
-    "guard, overlapping": {"answer": (1, 1, 1)},
+    "a follower": {"answer": (1, 2, 3, 4, 1, 2)},
+    "followers": {"answer": (1, 2, 1, 3, 1, 2, 1)},
+    "itself a follower": {"answer": (1, 1, 1)},
+    "followers that end": {"answer": (1, 2, 1, 3, 1), "ends": (2,), "protected": (3,)},
+    "all follow": {"answer": (1, 0, 1, 1, 2, 1, 3, 1, 4, 1)},
     "ends": {"ends": (4, 3), "low": (3, 4)},
     "likely ends": {"ends": (4, 3)},
     "later end": {"ends": (4,), "masked": (4,), "max_loss": 0.001, "lost": 6553},
     "protected": {"protected": (2,)},
     "all": {**_ALL, "ends": (4, 1), "protected": (0,), "low": (4, 0), "room": 3},
+    "drafts within top-k": {"masked": (3,), "undrafted": (3, 1)},
+    # With a bound that binds.
+    "cut": {"cuts": True, "steps": 3, "vocab": 4, "price": 2.0, "max_loss": 0.01, "lost": 62_500},
+    "cut, ends": {"cuts": True, "steps": 3, "vocab": 4, "ends": (3,), "protected": (1,)},
     "behind the end": {"ends": (0,)},
     "behind the room": {"room": 0},
 }
@@ -154,18 +179,13 @@ def cap(units: int) -> float:
 @functools.cache
 def clipped(case: Case, before: Tokens, price: float) -> np.ndarray:
     """m = clip(q, w p, w p e^price) outside the kept tokens, with w such that all sums to 1."""
-    row, kept = case.row(before), kept_of(case)
+    row = case.row(before)
 
     def clip(log_w: float) -> np.ndarray:
         least = math.exp(log_w) * row.p
-        return np.where(kept, row.p, np.clip(row.q, least, least * math.exp(price)))
+        return np.where(row.kept, row.p, np.clip(row.q, least, least * math.exp(price)))
 
     return clip(optimize.brentq(lambda log_w: clip(log_w).sum() - 1, -price - 1e-9, 1e-9))
-
-
-def kept_of(case: Case) -> np.ndarray:
-    """The tokens that keep their probability."""
-    return np.isin(range(case.vocab), [*case.ends, *case.protected])
 
 
 def tilted(p: np.ndarray, x: int, bias: float, kept: np.ndarray) -> tuple[np.ndarray, float]:
@@ -184,7 +204,6 @@ def served(case: Case, path: Tokens) -> list[np.ndarray]:
         scale = DRAWN_SCALE if case.is_drawn else FIXED_SCALE
         most = 4 * most_lost(loss_rate(case.max_loss), 0)
         price = math.isqrt(scale * min(case.left(0), most)) * UNIT
-    kept = kept_of(case)
     if case.is_drawn:
         price = min(price, cap(case.left(0) // max(case.useful, 1)))
         strict = [not price or row.is_strict for row in rows]
@@ -198,17 +217,17 @@ def served(case: Case, path: Tokens) -> list[np.ndarray]:
         small = [oracle.is_relaxed(row.logits.tolist(), x, *kinds) for x, row in draft]
         one, pairs = np.eye(case.vocab), zip(small, draft, strict=True)
         return [one[x] if is_small and not r.is_strict else r.p for is_small, (x, r) in pairs]
-    biases, ahead = [0.0] * case.steps, 0.0
+    biases, ahead = [0.0] * len(path), 0.0
     for i, (x, row) in reversed(list(enumerate(draft[: case.useful]))):
         bias = price + ahead
-        if row.is_strict or kept[x]:
+        if row.is_strict or row.kept[x]:
             ahead = 0.0 if x in case.ends else row.p[x] * bias
         else:
-            biases[i], ahead = bias, tilted(row.p, x, bias, kept)[1]
+            biases[i], ahead = bias, tilted(row.p, x, bias, row.kept)[1]
     found, lost = [], 0
     for i, (x, row) in enumerate(draft):
         bias = min(biases[i], cap(case.left(i) - lost))
-        found.append(tilted(row.p, x, bias, kept)[0] if bias else row.p)
+        found.append(tilted(row.p, x, bias, row.kept)[0] if bias else row.p)
         units = special.rel_entr(found[i], row.p).sum() / UNIT
         if case.max_loss is not None and 0 < abs(units - round(units)) < 0.02:
             return []
@@ -262,7 +281,7 @@ def drawn_probes(case: Case, path: Tokens) -> list[Probe]:
     """Of all that comes of a drawn draft, but of the bonus token one alone."""
     rows, ms = case.rows(path), served(case, path)
     p, h, rests = blocks(path, rows, ms)
-    found, end, steps = [], end_of(case, path), case.steps
+    found, end, steps = [], end_of(case, path), len(path)
     for stay in range(steps + 1):
         share = math.prod(r.q[x] for r, x in zip(rows, path, strict=False))
         uniform = [0.5] * steps
@@ -291,7 +310,7 @@ def drawn_probes(case: Case, path: Tokens) -> list[Probe]:
 
 def probes(case: Case, path: Tokens) -> list[Probe]:
     """Of all that comes of a draft, but of the bonus token one alone."""
-    uniform, even = [0.5] * case.steps, [1.0] * case.vocab
+    uniform, even = [0.5] * len(path), [1.0] * case.vocab
     if case.room <= 0 or case.answer[-1] in case.ends:
         # The answer ended before this step.
         return [Probe(path, uniform, even)]
@@ -327,18 +346,27 @@ class Batch:
     """The probes of a case, and what a step of them all takes, as tensors `[batch, ...]`."""
 
     def __init__(self, case: Case) -> None:
-        paths = list(itertools.product(range(case.vocab), repeat=case.steps))
+        # What a draft does not hold no draft is of.
+        tokens = [x for x in range(case.vocab) if not case.is_drawn or x not in case.undrafted]
+        drafts = itertools.product(tokens, repeat=case.steps)
+        paths = list(dict.fromkeys(map(case.verified, drafts)))
         if not case.is_drawn:
             paths = paths[case.seed % case.every :: case.every]
         self.case, self.probes = case, [probe for path in paths for probe in probes(case, path)]
         self.paths = [list(probe.path) for probe in self.probes]
-        struck = case.masked if case.strikes else ()
-        self.is_struck = torch.tensor([[x in struck for x in path] for path in self.paths])
+        lengths = torch.tensor([len(path) for path in self.paths])
+        self.is_draft = torch.arange(case.steps) < lengths[:, None]
         rows = [case.rows(probe.path) for probe in self.probes]
-        self.logits = torch.tensor(np.array([[row.logits for row in own] for own in rows]))
-        self.q = torch.tensor(np.array([[row.q for row in own[:-1]] for own in rows])).float()
-        self.uniform = torch.tensor([probe.uniform for probe in self.probes]).double()
+        self.logits = torch.tensor(np.array([row.logits for own in rows for row in own]))
+        self.q = self._padded([row.q for own in rows for row in own[:-1]], case.vocab).float()
+        self.uniform = self._padded([u for probe in self.probes for u in probe.uniform])
         self.noise = torch.tensor([probe.noise for probe in self.probes])
+
+    def _padded(self, values: list[Any], *size: int) -> torch.Tensor:
+        """Values of the draft tokens, by request and place; NaN where a draft has ended."""
+        padded = torch.full((*self.is_draft.shape, *size), math.nan, dtype=torch.double)
+        padded[self.is_draft] = torch.tensor(np.array(values)).double().reshape(-1, *size)
+        return padded
 
     def check(self, verification: Any, emitted: list[list[int]], lost: torch.Tensor) -> None:
         """Each probe gives what it must, and its report is the distribution of what is emitted.
@@ -358,10 +386,8 @@ class Batch:
         visited, accepted = np.array([(len(p.losses), p.accepted) for p in self.probes]).T
         counts, layout = verification.counters.device_counts, verification.counters.layout
         assert counts[layout.lost] == units.sum()
-        # Nothing is verified of a token that was struck out.
-        is_there = ~self.is_struck.numpy()
         for of, where in ((visited, layout.verified), (accepted, layout.accepted)):
-            wanted = [((of > i) & is_there[:, i]).sum() for i in range(case.steps)]
+            wanted = [(of > i).sum() for i in range(case.steps)]
             assert counts[where].tolist()[: case.steps] == wanted
         if not any(visited):
             return
@@ -389,17 +415,22 @@ class Batch:
         """The joint law of a step and of tokens drawn from m behind it, and what is accepted."""
         case, masses = self.case, defaultdict(float)
         for probe, weight in zip(self.probes, weights, strict=True):
-            masses[probe.tokens[: case.steps]] += weight
+            masses[probe.tokens[: len(probe.path)]] += weight
         reached = by_position = 0.0
         for path in itertools.product(range(case.vocab), repeat=case.steps):
-            rows, ms, end = case.rows(path), served(case, path), end_of(case, path)
-            own = [m[x] for m, x in zip(ms, path, strict=True)][:end]
-            found = [masses[path[:i]] * math.prod(own[i:]) for i in range(1, len(own) + 1)]
+            rows, draft, end = case.rows(path), case.verified(path), end_of(case, path)
+            ms = served(case, draft)
+            # Nothing but the target's own follows a draft.
+            followers = [row.p for row in rows[len(draft) : -1]]
+            own = [m[x] for m, x in zip([*ms, *followers], path, strict=True)][:end]
+            found = [masses[path[:i]] * math.prod(own[i:]) for i in range(len(own) + 1)]
             assert abs(sum(found) - math.prod(own)) < EPSILON, (path, found, own)
             q = [row.q[x] for row, x in zip(rows, path, strict=False)]
-            p = blocks(path, rows, ms)[0][1:]
+            if not all(q):
+                continue
+            p = blocks(draft, rows[: len(draft) + 1], ms)[0][1:]
             reached += math.prod(q) * sum(p[:end])
-            ratios = [min(m / q, 1) for m, q in zip(own, q, strict=False)]
+            ratios = [min(m / q, 1) for m, q, _ in zip(own, q, draft, strict=False)]
             by_position += math.prod(q) * np.cumprod(ratios).sum()
         accepted = weights @ [probe.accepted for probe in self.probes]
         assert abs(accepted - reached) < case.steps * EPSILON

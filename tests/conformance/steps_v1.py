@@ -16,8 +16,8 @@ VOCAB = 97
 LENGTHS = [3, 0, 5, 1]
 
 
-def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs"):
-    counters = Counters(CounterLayout(5), CPU)
+def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs", longest=5):
+    counters = Counters(CounterLayout(longest), CPU)
     verification = Verification(config, list(protected), counters)
     # In these tests nobody enters the batch, so each place holds what the server's options say.
     requests = RequestsV1(config, 20_000, 20_000)

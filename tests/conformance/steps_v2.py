@@ -222,3 +222,11 @@ def emitted(output) -> list[list[int]]:
         row[:count].tolist()
         for row, count in zip(output.sampled_token_ids, output.num_sampled.tolist(), strict=True)
     ]
+
+
+def lost_by_ended(requests: RequestsV2, preempted, finished) -> tuple[int, int]:
+    """Of requests that leave: how many end, and what these lost."""
+    counters = Counters(CounterLayout(1), CPU)
+    requests.leave(preempted, finished, counters)
+    counts, layout = counters.device_counts, counters.layout
+    return int(counts[layout.ended].sum()), int(counts[layout.ended_lost].sum())

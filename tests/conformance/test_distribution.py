@@ -7,7 +7,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
 import steps_v1
 from enumerated import FEATURES, Batch, case_of
-from vllm_mars.kernels import clip, cpu
+from vllm_mars.kernels import accept, clip
 from vllm_mars.runner import sampler_v1
 
 NIGHTLY = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 9)]
@@ -23,17 +23,17 @@ def test_v1(monkeypatch, is_drawn, seed, name):
     sizes = {"steps": 1 + seed % 3, "vocab": 8 - seed % 3}
     batch = Batch(case := case_of(seed, *names, name, is_drawn=is_drawn, **sizes))
     monkeypatch.setattr(clip, "TOLERANCE", 1e-6)
-    count, uniform = len(batch.probes), batch.uniform.flatten()
+    count, uniform = len(batch.probes), batch.uniform[batch.is_draft]
     for module in (rejection_sampler, sampler_v1):
         monkeypatch.setattr(module, "generate_uniform_probs", lambda *_: uniform, raising=False)
     # What strict requests draw with, of fixed drafts; and in the place of one number all others.
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, **_: self.copy_(batch.noise))
     draws = lambda _, place, weights: int((weights / batch.noise[place]).argmax())  # noqa: E731
-    monkeypatch.setattr(cpu.Chance, "draws", draws)
+    monkeypatch.setattr(accept.Chance, "draws", draws)
     # Of vLLM's, for the bonus token.
     draw = lambda logits, _: (logits.softmax(-1) / batch.noise).argmax(-1)  # noqa: E731
     monkeypatch.setattr(torch.ops._C, "fused_gumbel_argmax", draw)
-    sampler = steps_v1.mars_sampler(case.config, case.protected)
+    sampler = steps_v1.mars_sampler(case.config, case.protected, longest=case.steps)
     requests = sampler.requests
     # Answers grow behind a request's start; of what it comes with all counts as lost.
     answers = [[] for _ in batch.probes]
@@ -45,12 +45,10 @@ def test_v1(monkeypatch, is_drawn, seed, name):
     lost[slots] = case.lost
     monkeypatch.setattr(requests, "returns", lambda _: {0: "asks"})
     metadata = steps_v1.metadata_of(batch.paths)
-    ids = torch.tensor(batch.paths).masked_fill(batch.is_struck, -1)
-    metadata.draft_token_ids = ids.flatten().int()
     output = sampler(
         metadata,
-        batch.q.flatten(0, 1) if case.is_drawn else None,
-        batch.logits.flatten(0, 1),
+        batch.q[batch.is_draft] if case.is_drawn else None,
+        batch.logits,
         steps_v1.sampling([1.0] * count, output=answers, drafts=batch.paths),
     )
     batch.check(sampler.verification, steps_v1.emitted(output), lost[slots] - case.lost)

@@ -154,6 +154,7 @@ def run(
     batches: list[list[Request]],
     *,
     v2: bool = False,
+    costs: dict[str, Any] | None = None,
     timeout: int = 500,
     **engine: Any,
 ) -> dict[str, Any]:
@@ -163,6 +164,7 @@ def run(
         speculative_config: vLLM's, with the options of MARS or without.
         batches: the requests of each call of `generate`.
         v2: whether Triton's interpreter, and with it Model Runner V2, is taken.
+        costs: see `adaptive.py`; None without adaptive verification.
         timeout: seconds.
         **engine: further arguments of vLLM's LLM; `model` at least.
 
@@ -180,6 +182,7 @@ def run(
             **engine,
         },
         "batches": batches,
+        "costs": costs,
         # vLLM's own sampler on a CPU is compared as mended.
         "mend": not v2 and "rejection_sample_method" not in speculative_config,
     }

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import tiny_models
+from interpreter import TESTS
 from processes import MARK, marked, wait_until
 from sweep_files import PIECES, STANDARD, mars, turn, write_sweep
 from vllm_mars.demo.command import CATEGORIES, LENGTHS, MARS, sweep_options
@@ -23,6 +24,7 @@ from vllm_mars.experiments.plan import STRICT, load_sweep
 from vllm_mars.experiments.records import Piece, read_sweep
 from vllm_mars.experiments.rows import Interval, rows
 from vllm_mars.local.draft_head import PACKAGED_HEAD
+from vllm_mars.local.drafts import RECOMMENDED
 
 PROMPTS = [
     {"id": "list", "prompt": "w10 w20 w30 w10 w20 w30 w10 w20"},
@@ -176,7 +178,23 @@ def model(tiny_model):
     return tiny_model
 
 
-def start_demo(tmp_path, model, mark, *arguments):
+def check(file):
+    """What a demo shows, whatever its times: of each rule, and of what MARS reports."""
+    found = {(row.cell.name, row.cell.temperature): row for row in rows(file)}
+    greedy, strict = found[MARS, 0.0], found[STRICT, 0.0]
+    assert greedy.steps.value >= strict.steps.value > 1
+    assert greedy.lost.value > strict.lost.value == 0
+    assert found[STRICT, 0.7].lost.value == 0
+    own = [record for record in file.records if record.key[:2] == (MARS, 0.0)]
+    for record in own:
+        for answer in record.measured.answers:
+            assert sum(answer.lost) <= RECOMMENDED["mars_max_loss"] * (answer.tokens + 100)
+        reported = sum(sum(answer.lost) for answer in record.measured.answers)
+        assert reported == pytest.approx(record.measured.lost_nats, rel=1e-3)
+    assert changed(file)
+
+
+def start_demo(tmp_path, model, mark, *arguments, **variables):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     return subprocess.Popen(
@@ -187,7 +205,7 @@ def start_demo(tmp_path, model, mark, *arguments):
             # As much as the tiny model takes.
             "--server-arg=--max-model-len=512",
         ],
-        env={**os.environ, MARK: mark},
+        env={**os.environ, MARK: mark, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -259,11 +277,29 @@ def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_m
         timeout=600,
     )
     assert process.returncode == 0, process.stderr
-    found = {(row.cell.name, row.cell.temperature): row for row in rows(read_sweep(output))}
-    greedy, strict = found[MARS, 0.0], found[STRICT, 0.0]
-    assert greedy.steps.value >= strict.steps.value > 1
-    assert greedy.lost.value > strict.lost.value == 0
-    assert found[STRICT, 0.7].lost.value == 0
+    check(read_sweep(output))
+    # A tiny model's words have no spaces.
     example, *_ = changed(read_sweep(output))
     assert "".join(piece.text for piece in example.lossy.pieces) == example.lossy.text
     assert "The one that changed least: " in process.stdout
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_a_demo_on_model_runner_v2(tmp_path, tiny_model):
+    """Its kernels are interpreted, so the times say nothing."""
+    draft = tmp_path / "draft"
+    target = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
+    tiny_models.first_layer(draft, target)
+    mark, output = uuid.uuid4().hex, tmp_path / "out" / "demo.jsonl"
+    interpreted = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS / "interpreted")}
+    process = start_demo(tmp_path, tiny_model, mark, "--draft", str(draft), **interpreted)
+    out, err = process.communicate(timeout=1400)
+    assert process.returncode == 0, err
+    assert marked(mark) == []
+    logs = [path.read_text() for path in output.parent.rglob("*.log")]
+    assert sum("model runner V2; the output is LOSSY" in log for log in logs) == 2
+    assert not any("Model Runner V2 requires Triton" in log for log in logs)
+    check(read_sweep(output))
+    assert "The one that changed least: " in out

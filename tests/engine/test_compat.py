@@ -56,7 +56,7 @@ def test_a_plugin_that_wraps_without_functools_wraps_is_served_beside(
     monkeypatch, part, name, names
 ):
     """It hands on whatever it gets, and names none or the first of vLLM's parameters."""
-    place, _, method = name.rpartition(".")
+    place, method = re.fullmatch(r"(.*)[.:](\w+)", name).groups()
     owner = pkgutil.resolve_name(place)
     by_place = compat.NEEDED[part][name].partition("...")[0]
     first = "".join(f"{it}, " for it in by_place.split(", ")[:names] if it)
@@ -111,6 +111,7 @@ class Options:
         mars = {"rejection_sample_method": "mars", "mars_theta": 0.9}
         self.speculative_config = {"method": "ngram", **mars}
         self.additional_config = {}
+        self.reasoning_parser = self.reasoning_config = self.structured_outputs_config = None
 
 
 class Model:
@@ -244,6 +245,40 @@ def test_each_hook_checks_before_it_changes_anything(monkeypatch, part, hook, ow
     unasked = hooked(Unasked)
     unasked.load_model()
     assert unasked.loaded and vars(unasked).keys() == {"vllm_config", "loaded"}
+
+
+def test_only_who_has_drafts_cut_needs_what_cuts_them(monkeypatch):
+    from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
+
+    class Cut(Config):
+        speculative_config = SimpleNamespace(enable_adaptive_verification=True)
+
+    class Uncut(Config):
+        speculative_config = SimpleNamespace(enable_adaptive_verification=False)
+
+    module = type(sys)("stand_in_module")
+    module.GPUModelRunner = type("GPUModelRunner", (StandIn,), {})
+    hooks.patch_runner_v2(module)
+    module.GPUModelRunner(Cut)
+    monkeypatch.setattr(OnlineAcceptanceEstimator, "step", lambda self, tokens: None)
+    module.GPUModelRunner(Uncut)
+    with pytest.raises(
+        RuntimeError,
+        match=r"\(adaptive verification\): .*Estimator.step takes \(tokens\), but \(idx_mapping, .*"
+        r"or drop enable_adaptive_verification\.$",
+    ):
+        module.GPUModelRunner(Cut)
+
+
+def test_a_vllm_that_names_the_cutting_of_drafts_otherwise(monkeypatch):
+    import vllm.config.speculative
+
+    monkeypatch.setattr(vllm.config.speculative, "SpeculativeConfig", lambda *, is_cut: None)
+    with pytest.raises(
+        RuntimeError,
+        match=r"\(V2\): vllm.config.speculative:SpeculativeConfig takes \(is_cut\), but \(..., ena",
+    ):
+        compat.check_interfaces("V2")
 
 
 def test_a_hook_that_finds_nothing_to_wrap(monkeypatch, caplog):

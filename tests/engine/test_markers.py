@@ -104,14 +104,39 @@ def test_what_has_no_marker_is_said(packaged_model, said):
 def test_the_thinking_section_is_vllms(packaged_model, said):
     from vllm.config.reasoning import ReasoningConfig
 
-    def end(*markers):
+    def section(*markers, **options):
         both = dict(zip(("reasoning_start_str", "reasoning_end_str"), markers, strict=True))
-        return resolved(packaged_model, {}, reasoning_config=ReasoningConfig(**both)).thinking_end
+        config = resolved(packaged_model, options, reasoning_config=ReasoningConfig(**both))
+        return config.thinking_start, config.thinking_end
 
-    assert isinstance(end(START, END), int) and not said
+    ids = tuple(_ids(packaged_model, START, END))
+    assert section(START, END) == section(START, END, mars_scope="thinking") == ids and not said
+    # Without one start there is no section, but still an end, behind which an opening begins.
+    assert section("<think>", END) == section(END, END) == (None, ids[1])
     assert resolved(packaged_model, {}).thinking_end is None
-    assert end("<think>", "</think>") is None
+    assert section("<think>", "</think>") == (None, None)
     assert "the end of the thinking section is 3 tokens of this model, not one" in said[0]
+
+
+def test_the_thinking_section_is_known_whichever_way_it_is_given(packaged_model, monkeypatch):
+    from vllm.config import StructuredOutputsConfig
+    from vllm.reasoning import ReasoningParserManager
+
+    class Parser:
+        reasoning_start_str, reasoning_end_str = START, END
+
+        def __init__(self, tokenizer):
+            pass
+
+    monkeypatch.setattr(ReasoningParserManager, "get_reasoning_parser", lambda name: Parser)
+    for given in (
+        {"reasoning_parser": "any"},
+        {"structured_outputs_config": StructuredOutputsConfig(reasoning_parser="any")},
+        {"reasoning_config": {"reasoning_parser": "any"}},
+        {"reasoning_config": {"reasoning_start_str": START, "reasoning_end_str": END}},
+    ):
+        config = resolved(packaged_model, {}, **given)
+        assert (config.thinking_end,) == tuple(_ids(packaged_model, END)), given
 
 
 @pytest.mark.parametrize("name", ["qwen3_xml", "kimi_k2", "gemma4", "hermes", "ernie45"])
@@ -145,6 +170,12 @@ def test_the_markers_of_vllms_own_tool_parsers_are_known(packaged_model, monkeyp
         ),
         ({"mars_strict_spans": "<a>"}, {}, "mars_strict_spans='<a>' is not a list of pairs"),
         ({"mars_strict_spans": [[1]]}, {}, "is not a list of pairs of a start and an end token"),
+        (
+            {"mars_scope": "answer"},
+            {},
+            "mars_scope='answer' needs the markers of the thinking section, each one token of this "
+            "model, but this server does not know them; name --reasoning-parser or --reasoning-",
+        ),
         ({"mars_max_loss": -0.5}, {}, r"mars_max_loss=-0.5 is outside \[0, 1024\]"),
         ({"mars_max_loss": "x"}, {}, "mars_max_loss='x' is a str"),
     ],

@@ -12,7 +12,6 @@ from counts import (
     COUNTS,
     DOCS,
     LAYOUT,
-    RELAXABLE,
     check_exported,
     counts_of,
     dashboard_queries,
@@ -24,7 +23,6 @@ from counts import (
 from vllm_mars import __version__
 from vllm_mars.config import MarsConfig
 from vllm_mars.engine import metrics
-from vllm_mars.engine.transport import RELAXABLE_FIELD
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.runner.counters import BUCKETS, REASONS, CounterLayout
 from vllm_mars.runner.outputs import FIELD
@@ -63,10 +61,10 @@ from vllm_mars.config import MarsConfig
 from vllm_mars.engine.metrics import MarsProm
 counts = json.loads(sys.argv[1])
 prom = MarsProm(CounterLayout(3), {0: ["m", "0"], 1: ["m", "1"]}, MarsConfig(max_loss=0.02))
-prom.observe(counts, 17, 0)
-prom.observe(counts, 17, 1)
-prom.observe(None, 17, 1)
-prom.observe(counts, 0, 1)
+prom.observe(counts, 0)
+prom.observe(counts, 1)
+prom.observe(None, 1)
+prom.observe(counts, 1)
 """
 
 
@@ -99,9 +97,9 @@ class Log:
 def test_log_line():
     log, logging = Log(), metrics.MarsLogging(LAYOUT)
     logging.log(log)
-    logging.observe(COUNTS, RELAXABLE, 20)
-    logging.observe(None, 0, 10)
-    logging.observe(COUNTS, RELAXABLE, 30)
+    logging.observe(COUNTS, 20)
+    logging.observe(None, 10)
+    logging.observe(COUNTS, 30)
     logging.log(log, "Engine 000: ")
     logging.log(log)
     assert log.lines == [
@@ -111,28 +109,29 @@ def test_log_line():
 
 
 def test_a_server_that_gains_nothing_warns_once():
-    many = counts_of(verified=[300, 150, 49], refused=[4, 0, 0, 2])
+    verified = {"verified": [300, 150, 49]}
+    many = counts_of(**verified, relaxable=[499], refused=[4, 0, 0, 2])
     log, logging = Log(), metrics.MarsLogging(LAYOUT)
-    for relaxable in (0, 0, 499, 499):
-        logging.observe(many, relaxable, 600)
+    for counts in (counts_of(**verified), counts_of(**verified), many, many):
+        logging.observe(counts, 600)
         logging.log(log)
     assert log.warnings == [], "strict requests are no evidence"
-    logging.observe(counts_of(verified=[2]), 2, 1)
+    logging.observe(counts_of(verified=[2], relaxable=[2]), 1)
     logging.log(log, "Engine 000: ")
     assert log.warnings == [
         "Engine 000: MARS has gained nothing at 1000 verified positions of requests that are not "
-        "strict since the server's start, so it has had no effect. Refusals: protected 16, "
-        "repeat 8. `vllm-mars doctor URL` shows what a server does."
+        "strict since the server's start, so it has had no effect. Refusals: protected 8, "
+        "repeat 4. `vllm-mars doctor URL` shows what a server does."
     ]
     for _ in range(3):
-        logging.observe(many, 499, 600)
+        logging.observe(many, 600)
         logging.log(log)
     assert len(log.warnings) == 1
 
 
 def test_other_layouts_are_noticed():
     with pytest.raises(RuntimeError, match="install the same version of vllm-mars on every"):
-        metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}, BOUND).observe(COUNTS, 0)
+        metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}, BOUND).observe(COUNTS)
 
 
 NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 3}
@@ -167,7 +166,6 @@ def test_vllms_stat_loggers_export_and_log(manager, monkeypatch, aggregate):
     loggers = manager(MARS, engine_idxs=[0, 1], aggregate_engine_logging=aggregate)
     stats = SchedulerStats()
     setattr(stats, FIELD, COUNTS)
-    setattr(stats, RELAXABLE_FIELD, RELAXABLE)
     for engine in (0, 1, 1):
         loggers.record(stats, None, engine_idx=engine)
     loggers.record(None, None, engine_idx=0)

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.sampling_params import StructuredOutputsParams
 
 from counts import COUNTS, LAYOUT
 from vllm_mars import MarsConfig
-from vllm_mars.engine.transport import RELAXABLE_FIELD, carry_counts
+from vllm_mars.engine.transport import carry_counts
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.outputs import (
     FIELD,
@@ -129,15 +128,6 @@ class Scheduler:
 
     log_stats = True
 
-    def __init__(self):
-        self.requests = {}
-
-    def add_request(self, request):
-        self.requests[request.request_id] = request
-
-    def make_spec_decoding_stats(self, stats, **counted):
-        pass
-
     def update_from_output(self, scheduler_output, model_runner_output):
         return self.make_stats(None)
 
@@ -167,41 +157,3 @@ def test_the_scheduler_passes_the_counts_on():
     assert step(COUNTS) is None
     scheduler.log_stats = True
     assert step() == [count + 1 for count in COUNTS]
-
-
-@pytest.mark.parametrize(
-    ("config", "own", "is_relaxable"),
-    [
-        ({"max_loss": 0.02}, {}, True),
-        ({"max_loss": 0.02}, {"mars_max_loss": 0}, False),
-        ({"max_loss": 0.02}, {"mars_speculate": False}, False),
-        # As a file holds it to.
-        ({"max_loss": 0.02}, {"mars_overrides": {"mars_max_loss": 0}}, False),
-        ({"max_loss": 0, "limit": 0.02}, {}, False),
-        ({"max_loss": 0, "limit": 0.02}, {"mars_max_loss": 0.02}, True),
-        ({"price": 0}, {}, False),
-        ({"theta": 0.9}, {"mars_theta": 1}, False),
-        ({"theta": 0.9}, {}, True),
-    ],
-)
-def test_positions_of_strict_requests_are_no_evidence(config, own, is_relaxable):
-    from vllm import SamplingParams
-
-    scheduler = Scheduler()
-    carry_counts(scheduler, MarsConfig(**config))
-
-    def ask(params):
-        scheduler.add_request(SimpleNamespace(request_id="a", sampling_params=params))
-
-    def counted(drafted, accepted, invalid=0):
-        given = {"num_draft_tokens": drafted, "num_accepted_tokens": accepted, "request_id": "a"}
-        invalid = {"a": invalid} if invalid else None
-        scheduler.make_spec_decoding_stats(None, num_invalid_spec_tokens=invalid, **given)
-        return getattr(scheduler.update_from_output(None, runner_output()), RELAXABLE_FIELD)
-
-    ask(SamplingParams(extra_args=own or None))
-    expected = [3, 4, 2] if is_relaxable else [None] * 3
-    assert [counted(4, 2), counted(4, 4), counted(4, 2, invalid=2)] == expected
-    # Its id comes again, with a grammar.
-    ask(SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+")))
-    assert counted(4, 2) is None

@@ -75,6 +75,10 @@ def test_what_cannot_be_read_is_logged_once(tmp_path, clock, caplog, monkeypatch
     file.write_text("{}")
     clock()
     assert found.in_force() == {}
+    # As Windows marks it.
+    file.write_text('{"mars_price": 0.1}', encoding="utf-8-sig")
+    clock()
+    assert found.in_force() == {"mars_price": 0.1}
 
 
 @pytest.mark.parametrize(

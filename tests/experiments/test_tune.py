@@ -11,6 +11,7 @@ from vllm_mars import cli
 from vllm_mars.experiments import tune
 from vllm_mars.experiments.plan import Cell
 from vllm_mars.experiments.records import read_sweep
+from vllm_mars.local.draft_head import PACKAGED_HEAD
 
 ONE, MANY = (1.0, 1), (1.0, 16)
 # Seconds per token of each candidate at one request and at many.
@@ -50,6 +51,28 @@ def test_put_together():
     assert tune.put_together(left, FOUND, ["strict"]) == ("strict", {1: 4, 16: 1})
     nothing = {point: [] for point in left}
     assert tune.put_together(nothing, FOUND, ["strict"]) == ("strict", {1: 0, 16: 0})
+
+
+@pytest.mark.parametrize(
+    ("draft", "samples", "on_cpu", "adapts"),
+    [
+        (str(PACKAGED_HEAD), True, False, ["strict, probabilistic", "MARS"]),
+        (str(PACKAGED_HEAD), False, False, ["strict", "MARS"]),
+        (str(PACKAGED_HEAD), True, True, []),
+        ("ngram", True, False, []),
+    ],
+)
+def test_adaptive_verification_is_tried_where_it_can_run(draft, samples, on_cpu, adapts):
+    families = tune.families_of(draft, 0.02, samples=samples, on_cpu=on_cpu)
+    own = {name for name, config in families.items() if "enable_adaptive_verification" in config}
+    assert own == {f"{name}, adaptive" for name in adapts}
+    # Strict verification at its best is not MARS with it.
+    left = {(1.0, 1): [(name, 1) for name in families]}
+    found = {(f"{name}, K 1", (1.0, 1)): 0.05 for name in families} | {("no drafts", (1.0, 1)): 0.1}
+    fastest = "MARS, adaptive" if own else "MARS"
+    served = tune.settings(left, found | {(f"{fastest}, K 1", (1.0, 1)): 0.04}, families)
+    assert served[tune.TUNED, 1.0][0] == fastest
+    assert not served[tune.BEST_STRICT, 1.0][0].startswith("MARS")
 
 
 def test_k_by_load():

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from benchmarks.kernel_step import Shape, Step, tokens_of
-from calls import LONGEST, Call, close, sampled_step, written_down
+from calls import LONGEST, Call, close, listed, sampled_step, to, written_down
 from vllm_mars import MarsConfig, verify_greedy
-from vllm_mars.kernels import accept, clip_kernel, terms
+from vllm_mars.kernels import accept_kernel, clip_kernel, terms
 from vllm_mars.kernels.clip import TOLERANCE
-from vllm_mars.kernels.strictness import blocked_positions, new_ring
-from vllm_mars.kernels.terms import Verdict
-from vllm_mars.runner.strictness import AnswerNgrams, Sections
+from vllm_mars.kernels.strictness_kernel import guard_positions, new_ring
+from vllm_mars.runner.strictness import Followers, Sections, guarded
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -72,13 +71,6 @@ def test_greedy_steps_equal_those_of_a_cpu(rule, vocab, dtype):
             assert torch.equal(one.cpu(), other.cpu()), seed
 
 
-def to(device, values):
-    """A named tuple of tensors, of such tuples and of other values, on a device."""
-    if isinstance(values, tuple):
-        return type(values)(*(to(device, value) for value in values))
-    return values.to(device) if isinstance(values, torch.Tensor) else values
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["theta", "price", "drawn"])
 def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
@@ -87,14 +79,14 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
     rule, accepted = "theta" if name == "theta" else "price", 0
     for number in range(10):
         call = Call(number, rule, True, 49_152, dtype)
-        q, given, blocked, draws = sampled_step(call, name == "drawn")
-        drawn, own_rule, blocked = (to(DEVICE, value) for value in (draws, call.rule, blocked))
+        q, given, guard, draws = sampled_step(call, name == "drawn")
+        drawn, own_rule, guard = (to(DEVICE, value) for value in (draws, call.rule, guard))
         # The first one compiles.
         for mode in ("default", "error"):
             found, step = to(DEVICE, call.account()), to(DEVICE, given)
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                output = accept.accept(step, own_rule, blocked, found, drawn)
+                output = accept_kernel.accept(step, own_rule, guard, found, drawn)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(step.logits.cpu().nan_to_num(), given.logits.nan_to_num())
@@ -145,7 +137,8 @@ def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
     """The ring is filled, then overrun, and all of it is walked through."""
     rng = np.random.default_rng(length)
     answer, draft = rng.integers(0, 30, length).tolist(), rng.integers(0, 30, 16).tolist()
-    config = MarsConfig(strict_spans=((1, 2), (3, 4)), strict_opening=3, thinking_end=5)
+    thinking = {"thinking_start": 6, "thinking_end": 5}
+    config = MarsConfig(strict_spans=((1, 2), (3, 4)), strict_opening=3, **thinking)
     sections = Sections(config)
 
     def ids(values):
@@ -155,8 +148,10 @@ def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
     # The token before the draft, and its bonus row.
     inputs, ends = ids([answer[-1], *draft]), ids([len(draft) + 1])
     records = terms.Records.new(1, DEVICE)
-    step = terms.Step(None, inputs, ends, records, zero, ids([length]), zero, len(draft))
-    found = blocked_positions(
+    records.table[0, terms.Column.SCOPE] = terms.IN_THINKING
+    logits = torch.empty((len(inputs), 30), device=DEVICE)
+    step = terms.Step(logits, inputs, ends, records, zero, ids([length]), zero, len(draft))
+    found = guard_positions(
         new_ring(1, DEVICE),
         ids([answer]),
         step,
@@ -165,8 +160,8 @@ def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
         3,
     )
     state = sections.advance(0, answer)
-    reasons = sections.blocked(state, draft)
-    repeats = AnswerNgrams(3, samples=temperature > 0).repeated(answer, draft)
-    expected = [a or Verdict.REPEAT * b for a, b in zip(reasons, repeats, strict=True)]
-    assert found[:-1].tolist() == expected
+    reasons = sections.blocked(state, draft, terms.IN_THINKING)
+    repeated = Followers(3).before(answer, draft)
+    expected = [*guarded(reasons, draft, repeated, temperature > 0), (0, False, ())]
+    assert listed(found, len(inputs)) == [(*row[:2], {*row[2]}) for row in expected]
     assert records.table[0, terms.Column.STATE] == state

@@ -1,4 +1,4 @@
-"""The kernels of `accept`, run by the interpreter, against the CPU's form of the rule.
+"""The kernels of `accept_kernel`, run by the interpreter, against the CPU's form of the rule.
 
 Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
 """
@@ -11,12 +11,13 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from calls import CPU, LONGEST, Call, close, draws_of, on_cpu, same, sampled_step, written_down
-from vllm_mars.kernels import accept, clip_kernel, rows, strictness
+from vllm_mars.config import MOST_ENDS
+from vllm_mars.kernels import accept_kernel, clip_kernel, rows_kernel, strictness_kernel
 from vllm_mars.kernels.clip import TOLERANCE
 from vllm_mars.kernels.rule_kernel import integer_root
 from vllm_mars.kernels.terms import (
-    MOST_ENDS,
     NO_BOUND,
+    CounterLayout,
     Draws,
     Protected,
     Records,
@@ -28,7 +29,7 @@ from vllm_mars.kernels.terms import (
 
 def test_the_kernels_are_interpreted():
     """Here, and in the other files of checks, which run in this process."""
-    for module in (accept, clip_kernel, strictness, rows):
+    for module in (accept_kernel, clip_kernel, strictness_kernel, rows_kernel):
         kernels = [value for name, value in vars(module).items() if name.endswith("_kernel")]
         assert kernels and all(isinstance(kernel, InterpretedFunction) for kernel in kernels)
 
@@ -39,8 +40,8 @@ def test_greedy_steps_equal_those_of_a_cpu(name, count):
     for number in range(count):
         call = Call(number, name)
         expected, mine = on_cpu(call, wanted := call.account())
-        found, (step, blocked) = call.account(), call.step()
-        output = accept.accept(step, call.rule, blocked, found)
+        found, (step, guard) = call.account(), call.step()
+        output = accept_kernel.accept(step, call.rule, guard, found)
         assert torch.equal(output.output_token_ids, expected.output_token_ids.long()), number
         assert torch.equal(output.num_emitted, expected.num_emitted)
         assert torch.equal(output.num_relaxed, expected.num_relaxed)
@@ -48,7 +49,7 @@ def test_greedy_steps_equal_those_of_a_cpu(name, count):
         same(found, wanted)
         assert torch.equal(step.records.lost, mine.lost)
         # Without an account nothing is counted.
-        plain = accept.accept(call.step()[0], call.rule, blocked)
+        plain = accept_kernel.accept(call.step()[0], call.rule, guard)
         assert torch.equal(plain.output_token_ids, output.output_token_ids)
 
 
@@ -60,9 +61,9 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
     accepted = moved = 0
     for number in range(count):
         call = Call(number, "theta" if name == "theta" else "price", sampled=True)
-        q, step, blocked, draws = sampled_step(call, name == "drawn")
+        q, step, guard, draws = sampled_step(call, name == "drawn")
         before, found = step.logits.clone(), call.account()
-        output = accept.accept(step, call.rule, blocked, found, draws)
+        output = accept_kernel.accept(step, call.rule, guard, found, draws)
         assert torch.equal(step.logits.nan_to_num(), before.nan_to_num())
         accepted += int(output.num_accepted.sum())
         wanted, lost, shares = written_down(call, q, output.output_token_ids)
@@ -85,7 +86,9 @@ def test_a_strict_request_loses_nothing(name):
     table = torch.empty(len(call.slots), 2, LONGEST + 1)
     account = call.account()._replace(table=table)
     call.temperature.fill_(1.0)
-    accept.accept(step, call.rule, None, account, draws_of(call))
+    accept_kernel.accept(step, call.rule, None, account, draws_of(call))
+    layout = CounterLayout(LONGEST)
+    assert account.counts[layout.verified].any() and not account.counts[layout.relaxable]
     assert not strict.lost.any() and not account.counts[3 * LONGEST : 3 * LONGEST + 2].any()
     assert not table.nan_to_num().any()
 
@@ -105,7 +108,7 @@ def test_large_vocabulary():
     ids = torch.tensor([0, 3, vocab - 1, -1], dtype=torch.int32)
     step = Step(logits, ids, one + 4, records, one, one, one, 3)
     rule = Rule("theta", Protected.of(mask, CPU))
-    partials, splits = rows.reduce_rows(step, rule, draws)
+    partials, splits = rows_kernel.reduce_rows(step, rule, None, draws)
     mask[-1] = True
     assert partials.logit[:4].tolist() == [logits[0, 3], logits[1, -1], -math.inf, -math.inf]
     largest, kept, kept_moments = partials.kept[:12].view(4, 3).double().T
@@ -140,7 +143,7 @@ def test_rows_past_2_to_the_31_elements():
     records.most_tokens.fill_(99)
     ids, slot = torch.tensor([7, 99], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     step = Step(logits, ids, slot + 2, records, slot, slot, slot, 1)
-    output = accept.accept(step, Rule("theta"))
+    output = accept_kernel.accept(step, Rule("theta"))
     assert output.output_token_ids.tolist() == [[99, 40]]
 
 

@@ -11,8 +11,9 @@ import torch
 import clip_cases
 from clip_cases import KEPT
 from vllm_mars.kernels import clip_kernel
-from vllm_mars.kernels.accept import rule_arguments
+from vllm_mars.kernels.accept_kernel import rule_arguments
 from vllm_mars.kernels.clip import TOLERANCE
+from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.terms import NO_BOUND, Draws, Protected, Records, Rule, Sampling, Step
 
 # p = q = 0 behind the vocabulary and where a token is masked: the ratio is replaced.
@@ -25,13 +26,15 @@ DRAWN_AT = torch.tensor([0.7, 1.0, 1.3, 0.9, 1.1, 0.8])
 
 def served(target, draft, found):
     """What the kernel found, as the torch form gives it."""
-    log_w, price, log_total, target_lse, draft_lse, *sums = found[:, :7, None].unbind(1)
+    # The first five to the base 2.
+    log_w, price, log_total, target_lse, draft_lse = math.log(2) * found[:, :5].T[..., None]
+    sums = found[:, 5:7].T
     log_p = target.float() - target_lse
     ratio = (draft - draft_lse - log_p).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
     ratio = ratio.clamp(log_w, log_w + price) - log_total
     ratio[:, KEPT[KEPT < target.shape[1]]] = 0
     m = torch.where(price > 0, (log_p + ratio).exp(), target.float().softmax(-1))
-    return clip_cases.Rows(m, *(of[:, 0] for of in sums))
+    return clip_cases.Rows(m, *sums)
 
 
 def clip_both(target, draft, prices=PRICES):
@@ -60,11 +63,12 @@ def clip(target, drafts, prices, temperature):
     mask[KEPT[1:][KEPT[1:] < vocab]] = True
     zeros = ids[:6]
     step = Step(rows, ids, 2 * torch.arange(1, 7).int(), records, SLOTS, zeros, zeros, 1)
-    sampling = Sampling(temperature, zeros.long(), drafts, DRAWN_AT)
+    sampling = Sampling(temperature, zeros.long(), drafts, DRAWN_AT * temperature)
     places = torch.arange(2).repeat(6).int()
     draws = Draws(sampling, ids.long(), SLOTS.repeat_interleave(2), places)
     rule = Rule("price", protected=Protected.of(mask, mask.device))
-    return clip_kernel.clip_rows(rows, draws, rule_arguments(step, rule, None, draws))[0][::2]
+    found, _ = clip_kernel.clip_rows(rows, draws, rule_arguments(step, rule, None, draws))
+    return found[:12:2].clone()
 
 
 @pytest.fixture
@@ -95,7 +99,8 @@ def test_rows_of_one_token_and_of_no_numbers(exact):
 
 def test_nothing_is_found_of_rows_that_are_not_asked_for(monkeypatch):
     target, draft = clip_cases.rows(6, 50)
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: torch.full(*args, -7.0, **kwargs))
+    poison = torch.full((256, C.value.CLIPPED), -7.0), torch.full((256, 1), -7.0)
+    monkeypatch.setattr(clip_kernel, "_kept_clipped", lambda *_: poison)
     temperature = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0])
     found = clip(target, draft.expand(6, 2, 6, 50)[:, :, 0], PRICES, temperature)
     assert (found == -7.0).all(1).tolist() == (temperature[SLOTS] == 0).tolist()

@@ -3,14 +3,19 @@
 Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
+from calls import listed
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.strictness import blocked_positions
-from vllm_mars.kernels.terms import RECORD_SIZE, Column, Records, Step, Verdict
-from vllm_mars.runner.strictness import AnswerNgrams, Sections
+from vllm_mars.kernels import strictness_kernel
+from vllm_mars.kernels.rows_kernel import kept_size
+from vllm_mars.kernels.strictness_kernel import guard_positions
+from vllm_mars.kernels.terms import MOST_FOLLOWERS, RECORD_SIZE, Column, Records, Step, Verdict
+from vllm_mars.runner.strictness import Followers, Sections, guarded
 
 CPU = torch.device("cpu")
 SLOTS, BATCH, CAPACITY = 6, 4, 2_000
@@ -27,7 +32,7 @@ class Batch:
         seed: of all that is random.
         kinds: tokens are below it; those below 7 mark something.
         sections: markers, or none.
-        ngram: tokens of an n-gram; 0 for no guard.
+        ngram: tokens of the longest n-gram; 0 for no guard.
         window: of the guard.
     """
 
@@ -42,6 +47,7 @@ class Batch:
         self.prompts: dict[int, list[int]] = {}
         self.answers: dict[int, list[int]] = {}
         self.reasons: set[int] = set()
+        self.repeated = self.listed = 0
         for slot in range(SLOTS):
             self.begin(slot, int(self.rng.integers(0, 8)))
 
@@ -58,6 +64,7 @@ class Batch:
         record[Column.STATE] = self.sections.advance(0, known)
         record[Column.SCANNED] = len(known)
         record[Column.HELD] = len(self.prompts[slot])
+        record[Column.SCOPE] = int(self.rng.integers(0, 3))
 
     def step(self) -> None:
         rng = self.rng
@@ -70,22 +77,13 @@ class Batch:
                 at = int(rng.integers(0, len(answer) - 8))
                 draft = (answer[at : at + 6] + draft)[:length]
             drafts.append(draft)
-            state = self.sections.advance(0, self.prompts[slot] + answer)
-            reasons = self.sections.blocked(state, draft)
-            repeats = [False] * length
-            samples = bool(self.temperature[slot])
-            if self.ngram:
-                repeats = AnswerNgrams(self.ngram, samples, self.window).repeated(answer, draft)
-            if self.fills:
-                # 3 is the input token before a draft.
-                inputs = [3, *draft]
-                repeats = [a or b == c for a, b, c in zip(repeats, draft, inputs, strict=False)]
-            expected.append(
-                [int(a or Verdict.REPEAT * b) for a, b in zip(reasons, repeats, strict=True)]
-            )
-        found = self.blocked(slots, drafts)
+            expected.append(self.expected(slot, draft))
+        found = self.found(slots, drafts)
         assert found == expected
-        self.reasons.update(reason for row in expected for reason in row)
+        for reason, repeats, own in itertools.chain(*found):
+            self.reasons.add(reason)
+            self.repeated += repeats
+            self.listed += len(own)
         for slot in slots:
             if rng.random() < 0.1:
                 self.begin(slot, int(rng.integers(0, 40)))
@@ -94,7 +92,28 @@ class Batch:
             else:
                 self.answers[slot] += self.tokens(int(rng.integers(0, 9)))
 
-    def blocked(self, slots, drafts):
+    def expected(self, slot: int, draft: list[int]) -> list[tuple]:
+        """What the definitions say of a draft."""
+        answer = self.answers[slot]
+        state = self.sections.advance(0, self.prompts[slot] + answer)
+        scope = int(self.records.table[slot, Column.SCOPE])
+        reasons = [*self.sections.blocked(state, draft, scope)]
+        if not self.sections:
+            # Without markers no request may have a scope.
+            reasons = [0] * len(draft)
+        if self.fills:
+            # 3 is the input token before a draft.
+            pairs = zip(draft, [3, *draft], strict=False)
+            is_filled = [token == last for token, last in pairs]
+            reasons = [a or Verdict.REPEAT * b for a, b in zip(reasons, is_filled, strict=True)]
+        repeated = [[] for _ in draft]
+        if self.ngram:
+            repeated = Followers(self.ngram, self.window).before(answer, draft)
+        rows = guarded(reasons, draft, repeated, bool(self.temperature[slot]))
+        return [(*row[:2], {*row[2]}) for row in rows]
+
+    def found(self, slots, drafts) -> list[list[tuple]]:
+        """What the kernel says of drafts."""
         table = torch.full((SLOTS, CAPACITY), 1).int()
         prompt, total = torch.zeros((2, SLOTS)).int()
         for slot in range(SLOTS):
@@ -103,13 +122,21 @@ class Batch:
             prompt[slot], total[slot] = len(self.prompts[slot]), len(known)
         rows = [token for draft in drafts for token in (3, *draft)]
         ends = ids([len(draft) + 1 for draft in drafts]).cumsum(0).int()
-        step = Step(None, ids(rows), ends, self.records, torch.tensor(slots), total, prompt, 0)
+        logits = torch.empty(len(rows), max(self.kinds, 4))
+        own = self.records, torch.tensor(slots), total, prompt, 0
+        step = Step(logits, ids(rows), ends, *own)
         own = self.temperature, self.markers, self.ngram, self.fills
-        blocked = blocked_positions(self.ring, table, step, *own).tolist()
-        return [
-            blocked[end - len(draft) - 1 : end - 1]
+        guard = listed(guard_positions(self.ring, table, step, *own), len(rows))
+        size = kept_size(len(slots), 64), -(-logits.shape[1] // 32)
+        known = strictness_kernel._none_seen.cache_info().misses
+        assert not strictness_kernel._none_seen(*size, logits.device).any()
+        assert strictness_kernel._none_seen.cache_info().misses == known, "it is the kernel's own"
+        by_request = [
+            guard[end - len(draft) - 1 : end]
             for draft, end in zip(drafts, ends.tolist(), strict=True)
         ]
+        assert all(own.pop() == (0, False, set()) for own in by_request)
+        return by_request
 
 
 def sections(which: str) -> Sections:
@@ -117,16 +144,18 @@ def sections(which: str) -> Sections:
         return Sections(MarsConfig(theta=0.9))
     spans, opening = ((1, 2), (3, 4), (5, 5), (6, None)), 3 * (which == "opening")
     options = {"strict_spans": spans[: 2 if opening else 4], "strict_opening": opening}
-    return Sections(MarsConfig(**options, thinking_end=8))
+    return Sections(MarsConfig(**options, thinking_start=7, thinking_end=8))
 
 
 @pytest.mark.parametrize(
     ("which", "ngram", "window", "kinds", "reasons"),
     [
-        ("spans", 0, 8, 10, {0, Verdict.SPAN}),
-        ("opening", 3, 16, 10, {0, *Verdict} - {*range(1, Verdict.SPAN), Verdict.LOSS}),
-        ("none", 2, 32, 4, {0, Verdict.REPEAT}),
+        ("spans", 0, 8, 10, {0, Verdict.SPAN, Verdict.SCOPE}),
+        ("opening", 3, 16, 10, {0, Verdict.SPAN, Verdict.OPENING, Verdict.SCOPE}),
+        ("none", 2, 32, 4, {0}),
+        # Where drafts are filled up.
         ("none", 4, 16, 3, {0, Verdict.REPEAT}),
+        ("none", 4, 64, 20, {0}),
     ],
 )
 def test_equals_the_definitions(which, ngram, window, kinds, reasons):
@@ -134,21 +163,38 @@ def test_equals_the_definitions(which, ngram, window, kinds, reasons):
     for _ in range(16):
         batch.step()
     assert batch.reasons == reasons
+    assert (batch.repeated > 0) == (batch.listed > 0) == (ngram > 0)
 
 
-@pytest.mark.parametrize("count", [511, 512, 513, 1_100])
-def test_answers_of_several_blocks(count):
+@pytest.mark.parametrize("count", [1_023, 1_024, 1_025, 1_900])
+@pytest.mark.parametrize("slot", [0, 1])
+def test_answers_of_several_blocks(slot, count):
     """A draft copies what stands at the seam of two blocks, and then repeats itself."""
-    batch = Batch(0, 50_000, sections("none"), 4, 1_024)
+    batch = Batch(0, 60, sections("none"), 4, 1_024)
     answer = batch.tokens(count)
     begin = max(count - 1_024, 0)
-    for at in (0, begin, 508, count - 8):
+    for at in (0, begin, 1_020 - begin, count - 8):
         draft = [*answer[at : at + 8], *answer[at : at + 8]]
-        batch.answers[0] = answer
-        batch.records.table[0, Column.HELD] = len(batch.prompts[0])
-        expected = AnswerNgrams(4, False, 1_024).repeated(answer, draft)
-        (found,) = batch.blocked([0], [draft])
-        assert found == [Verdict.REPEAT * is_repeat for is_repeat in expected]
+        batch.answers[slot] = answer
+        batch.records.table[slot, Column.HELD] = len(batch.prompts[slot])
+        assert batch.found([slot], [draft]) == [batch.expected(slot, draft)]
+
+
+@pytest.mark.parametrize("count", [MOST_FOLLOWERS, MOST_FOLLOWERS + 1])
+def test_more_followers_than_can_be_listed(count):
+    """The position is strict, and nothing of them is left for the next one."""
+    batch = Batch(0, 50_000, sections("none"), 4, 1_024)
+    answer = [token for other in range(count) for token in (7, 100 + other)]
+    for slot in (0, 1):
+        batch.answers[slot] = answer
+        batch.records.table[slot, Column.HELD] = len(batch.prompts[slot])
+        draft = [7, 100, 101, 7]
+        (found,) = batch.found([slot], [draft])
+        assert found == batch.expected(slot, draft)
+        # One follower of the draft's own can be one too many.
+        reason, repeats, own = found[1]
+        fits = count <= MOST_FOLLOWERS
+        assert (reason, repeats, len(own)) == (Verdict.REPEAT * (not fits), True, count * fits)
 
 
 @pytest.mark.parametrize("count", [511, 513, 1_100])
@@ -157,8 +203,6 @@ def test_new_tokens_of_several_blocks(count):
     batch = Batch(count, 10, sections("opening"), 0, 1_024)
     answer, draft = batch.tokens(count), batch.tokens(20)
     batch.answers[0], record = answer, batch.records.table[0]
-    state = batch.sections.advance(0, batch.prompts[0] + answer)
     record[Column.SCANNED] = CAPACITY
-    (found,) = batch.blocked([0], [draft])
-    assert found == [*batch.sections.blocked(state, draft)]
-    assert record[Column.STATE] == state
+    assert batch.found([0], [draft]) == [batch.expected(0, draft)]
+    assert record[Column.STATE] == batch.sections.advance(0, batch.prompts[0] + answer)

@@ -1,5 +1,6 @@
 """The rule: hand-computed cases, properties, and every CPU form of it against the oracle."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 import oracle
 from vllm_mars import verify_greedy
 from vllm_mars.config import STRICT_VALUE
-from vllm_mars.kernels import cpu
-from vllm_mars.kernels.rule import Allowance, Position, next_share, num_gainful, sampled
+from vllm_mars.kernels import accept
+from vllm_mars.kernels.rows import read_probabilities, read_rows
+from vllm_mars.kernels.rule import Allowance, Guarded, Position, next_share, num_gainful, sampled
 from vllm_mars.kernels.terms import (
     DRAWN_SCALE,
     FIXED_SCALE,
@@ -157,6 +159,10 @@ def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, to
         "protected": draw(st.frozensets(st.integers(0, vocab - 1), max_size=3)),
         "dtype": draw(st.sampled_from(dtypes)),
         "blocked": draw(st.none() | st.lists(BLOCKED, min_size=size, max_size=size)),
+        # By a price.
+        "listed": draw(
+            st.lists(few if rule == "price" else st.just(frozenset()), min_size=size, max_size=size)
+        ),
         "nats": draw(st.lists(NATS, min_size=count, max_size=count)) if has_bound else None,
         "ends": draw(st.lists(few, min_size=count, max_size=count)),
         "rooms": draw(st.lists(st.just(9) | room, min_size=count, max_size=count)),
@@ -175,13 +181,17 @@ def step_of(logits, drafts, records, slots, produced, longest):
     return Step(rows, *of_step, records, slots, total, torch.zeros_like(total), longest)
 
 
-def rows_of(batch, per_position):
-    """The same with a 0 behind each request's positions, or None."""
-    if per_position is None:
+def guard_of(batch):
+    """What the text asks of each row, the last of each request's asks nothing; or None."""
+    if batch["blocked"] is None and not any(batch["listed"]):
         return None
+    blocked = batch["blocked"] or [0] * len(batch["drafts"])
+    own = zip(blocked, batch["drafts"], batch["listed"], strict=True)
+    rows = [(reason, draft in listed, listed) for reason, draft, listed in own]
     ends = np.cumsum(batch["lengths"]).tolist()
     parts = zip(ends, batch["lengths"], strict=True)
-    return [it for end, length in parts for it in [*per_position[end - length : end], 0]]
+    each = ([*rows[end - length : end], (0, False, ())] for end, length in parts)
+    return Guarded.of(itertools.chain(*each))
 
 
 def step(batch):
@@ -232,6 +242,7 @@ def requests_of(batch, logits, scale=GREEDY_SCALE):
             "theta": value if batch["rule"] == "theta" else 1.0,
             "protected": batch["protected"],
             "blocked": None if batch["blocked"] is None else batch["blocked"][own],
+            "listed": batch["listed"][own],
             "nats": nats,
             "price": price,
             "ends": batch["ends"][i],
@@ -252,8 +263,8 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
     own_step, logits, rule = step(batch)
     account = an_account(batch)
     before = own_step.records.lost.clone()
-    bonus, blocked = torch.tensor(batch["bonus"]), rows_of(batch, batch["blocked"])
-    output = cpu.accept(own_step, rule, blocked, account, bonus=bonus)
+    bonus, guard = torch.tensor(batch["bonus"]), guard_of(batch)
+    output = accept.accept(own_step, rule, guard, account, bonus=bonus)
     counts = np.zeros(COUNTED.size, dtype=np.int64)
     for i, rows, what in requests_of(batch, logits):
         expected = oracle.verify(rows, bonus=batch["bonus"][i], **what)
@@ -266,6 +277,9 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
         slot = own_step.slots[i]
         assert int(own_step.records.lost[slot] - before[slot]) == expected.loss * 2**16
         told = [NAN] * (LONGEST + 1)
+        is_relaxable = what["theta"] < 1
+        if batch["rule"] == "price":
+            is_relaxable = batch["follows"][i] or price_units(batch["values"][i]) > 0
         gainful = oracle.num_gainful(what["drafts"], what["ends"], what["room"])
         last = min(expected.accepted, gainful)
         for offset, verdict in enumerate(expected.verdicts[: last + 1]):
@@ -274,6 +288,7 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
                 told[offset] = float(oracle.loss(rows[offset], draft))
             if draft >= 0:
                 counts[COUNTED.verified][offset] += 1
+                counts[COUNTED.relaxable] += is_relaxable
                 counts[COUNTED.accepted][offset] += offset < expected.accepted
                 counts[COUNTED.relaxed][offset] += is_relaxed
             if verdict in REFUSALS:
@@ -285,7 +300,7 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
     assert account.counts.tolist() == counts.tolist()
 
 
-class All(cpu.Chance):
+class All(accept.Chance):
     """Accepts what can be accepted."""
 
     def accepts(self, _, probability):
@@ -295,17 +310,18 @@ class All(cpu.Chance):
         return 0
 
 
-def decided(own_step, rule, blocked):
+def decided(own_step, rule, guard):
     """What is decided of each request of a step in which all sample, and what it may lose."""
     temperature = [1.0] * len(own_step.slots)
-    rows = cpu.read_rows(own_step, rule, blocked, temperature)
+    rows = read_rows(own_step, rule, guard, temperature)
     chance = All(torch.tensor(temperature), np.zeros(0))
     begins = [0, *own_step.cu_num_logits.tolist()]
-    for place, allowed in enumerate(cpu.allowances(own_step, temperature)):
+    for place, allowed in enumerate(accept.allowances(own_step, temperature)):
         begin, end = begins[place], begins[place + 1] - 1
-        own = cpu.SampledDraft(own_step, rule, chance, place, begin, end)
+        followers = guard.followers[begin:end] if guard else ()
+        own = accept.SampledDraft(own_step, rule, chance, place, begin, end, followers)
         own.read(slice(None))
-        read = cpu.read_probabilities(rows, own.begin, own.z, own.p, own.kept)
+        read = read_probabilities(rows, own.begin, own.z, own.p, own.kept)
         gainful = num_gainful(read, own.begin, own.end, allowed)
         yield sampled(read, own.begin, own.end, rule.name, allowed), gainful
 
@@ -315,12 +331,14 @@ def decided(own_step, rule, blocked):
 def test_requests_that_sample_are_served_what_the_formulas_say(batch):
     """Verdict, distribution, loss and gain of each position."""
     own_step, logits, rule = step(batch)
-    blocked_rows = rows_of(batch, batch["blocked"])
+    guard = guard_of(batch)
     before, wanted = own_step.records.lost.clone(), []
-    found_of = decided(own_step, rule, blocked_rows)
+    found_of = decided(own_step, rule, guard)
     asked = requests_of(batch, logits, FIXED_SCALE)
     for (positions, gainful), (_, rows, what) in zip(found_of, asked, strict=True):
-        kept, price, nats, spent = what["protected"] | what["ends"], what["price"], what["nats"], 0
+        price, nats, spent = what["price"], what["nats"], 0
+        protected = what["protected"] | what["ends"]
+        kept_at = [protected | listed for listed in what["listed"]]
         assert gainful == oracle.num_gainful(what["drafts"], what["ends"], what["room"])
         looks_at = [
             {x} if price is not None else {x, oracle.argmax(row)}
@@ -328,14 +346,14 @@ def test_requests_that_sample_are_served_what_the_formulas_say(batch):
         ]
         blocked = what["blocked"] or [0] * len(rows)
         reasons = [
-            b or (Verdict.PROTECTED if own & kept else 0)
-            for b, own in zip(blocked, looks_at, strict=True)
+            b or (Verdict.PROTECTED if own & protected else Verdict.REPEAT * bool(own & kept))
+            for b, own, kept in zip(blocked, looks_at, kept_at, strict=True)
         ]
         strict = list(map(bool, reasons))
-        biases = oracle.tilts(rows, what["drafts"], price or 0.0, strict, gainful, kept)
+        biases = oracle.tilts(rows, what["drafts"], price or 0.0, strict, gainful, kept_at)
         is_reached, lost = True, 0
         for j, (row, draft) in enumerate(zip(rows, what["drafts"], strict=True)):
-            found, p = positions[j], oracle.softmax(row)
+            found, p, kept = positions[j], oracle.softmax(row), kept_at[j]
             lost += found.loss * (is_reached and j <= gainful)
             if draft < 0 or not p[draft] > 0:
                 # Left as it is, to be rejected.
@@ -371,8 +389,8 @@ def test_requests_that_sample_are_served_what_the_formulas_say(batch):
             spent += found.loss
         wanted.append(lost)
     # Behind the answer's last token, and the first that is rejected, nothing counts.
-    cpu.accept(
-        *(own_step, rule, blocked_rows),
+    accept.accept(
+        *(own_step, rule, guard),
         chance=All(torch.ones(len(wanted)), np.zeros(0)),
         bonus=torch.zeros(len(wanted)),
     )
@@ -415,7 +433,7 @@ def test_sampled_by_hand(name):
 
 
 def test_rows_that_an_engine_wrote_to_are_written_to_outside_of_inference_mode(monkeypatch):
-    monkeypatch.setattr(cpu, "_BUFFERS", {})
+    monkeypatch.setattr(accept, "_BUFFERS", {})
     with torch.inference_mode():
         test_sampled_by_hand("K 1, p 1/2")
     test_sampled_by_hand("K 1, p 1/2")
@@ -435,7 +453,7 @@ def test_without_a_price_nothing_is_added(batch):
     """Exactly, so that the output is vLLM's and nothing is lost."""
     batch |= {"values": [0.0] * len(batch["lengths"]), "follows": [False] * len(batch["lengths"])}
     own_step, _, rule = step(batch)
-    for positions, _ in decided(own_step, rule, rows_of(batch, batch["blocked"])):
+    for positions, _ in decided(own_step, rule, guard_of(batch)):
         assert all(position == Position(Verdict.NONE) for position in positions)
 
 

@@ -12,11 +12,14 @@ import torch
 from prometheus_client import REGISTRY
 from transformers import LlamaForCausalLM
 
+import oracle
+import tiny_models
 import workload
 from engines import counters, engine_in_process
-from promise import check_promise
+from promise import check_promise, first_choices
 from vllm_mars import MarsConfig
-from vllm_mars.runner.strictness import AnswerNgrams, Sections
+from vllm_mars.kernels.terms import THINKING
+from vllm_mars.runner.strictness import Sections
 
 pytestmark = pytest.mark.engine
 
@@ -63,7 +66,7 @@ class Engine:
 @pytest.fixture
 def engine(models):
     @contextmanager
-    def start(**options):
+    def start(of_engine=None, **options):
         given = {
             "method": "draft_model",
             "model": str(models[1]),
@@ -73,7 +76,7 @@ def engine(models):
             "mars_strict_opening": 0,
             **options,
         }
-        with engine_in_process(models[0], given) as llm:
+        with engine_in_process(models[0], given, **(of_engine or {})) as llm:
             yield Engine(llm)
 
     return start
@@ -248,6 +251,46 @@ def test_nothing_is_relaxed_inside_a_span(engine):
     assert returned(outputs[3])["relaxed_positions"] != []
 
 
+def test_nothing_is_relaxed_outside_the_scope(models, engine):
+    """Neither by a request's own scope nor by the server's."""
+    tiny_models.tokenizer(models[0])
+    loose = {"mars_theta": 0.01}
+    with engine(**loose) as running:
+        strict = running.ask(PROMPTS[:1], extra_args={"mars_theta": 1})
+    # A token that occurs begins the thinking, another one of that answer ends it.
+    tokens = list(strict[0].token_ids)
+    start = max(set(tokens), key=tokens.count)
+    end = next(token for token in tokens if token != start)
+    markers = {"reasoning_start_str": f"w{start}", "reasoning_end_str": f"w{end}"}
+    # Behind what stands between turns the last prompt begins the thinking for the answer.
+    prompts = [*PROMPTS[:3], [31, 2, start]]
+    walk = Sections(MarsConfig(theta=0.01, thinking_start=start, thinking_end=end), {2})
+
+    def check(scope, outputs):
+        outside = relaxed = 0
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert returned(output)["scope"] == scope
+            state, where = walk.begin(prompt), returned(output)["relaxed_positions"]
+            for position, token in enumerate(output.token_ids):
+                is_outside = bool(state & THINKING) != (scope == "thinking")
+                outside += is_outside
+                relaxed += position in where
+                assert not (is_outside and position in where)
+                state = walk.advance(state, [token])
+        assert outside > 0 and relaxed > 0
+        return [list(output.token_ids) for output in outputs]
+
+    reads = {"skip_tokenizer_init": False, "reasoning_config": markers}
+    with engine(reads, **loose) as running:
+        own = {
+            scope: check(scope, running.ask(prompts, extra_args={"mars_scope": scope}))
+            for scope in ("thinking", "answer")
+        }
+        assert running.metrics("vllm:mars_refused_positions")["scope",] > 0
+    with engine(reads, **loose, mars_scope="answer") as running:
+        assert check("answer", running.ask(prompts)) == own["answer"]
+
+
 def preferred(output):
     """Positions of the draft tokens that the rule gave preference, and the target did not."""
     told = returned(output)
@@ -256,17 +299,12 @@ def preferred(output):
     return told["relaxed_positions"]
 
 
-def relaxed_repeats(outputs):
-    """How many of these complete four tokens that their answer holds already."""
-    found = 0
-    for output in outputs:
-        is_repeat = AnswerNgrams(4, samples=False).repeated([], output.token_ids)
-        found += sum(is_repeat[position] for position in preferred(output))
-    return found
+def test_what_repeats_is_not_preferred(engine, models, tmp_path):
+    """With a draft that knows three words; the guard is on by default with a price.
 
-
-def test_no_relaxed_token_repeats_the_answer(engine, models, tmp_path):
-    """With a draft that knows three words; the guard is on by default with a price."""
+    Greedily a relaxed token repeats no longer n-gram than the first choice in its place would;
+    while sampling none at all is preferred that repeats.
+    """
     draft = LlamaForCausalLM.from_pretrained(models[1])
     with torch.no_grad():
         draft.lm_head.weight[8:] = draft.lm_head.weight[:5] = 0
@@ -274,9 +312,16 @@ def test_no_relaxed_token_repeats_the_answer(engine, models, tmp_path):
     loose = {"model": str(tmp_path), "num_speculative_tokens": 6}
     with engine(**loose, mars_price=1000.0) as running:
         for temperature in (0.0, 1.0):
-            outputs = running.ask(temperature=temperature, seed=1, max_tokens=64)
-            assert any(map(preferred, outputs))
-            assert relaxed_repeats(outputs) == 0
+            outputs, found = running.ask(temperature=temperature, seed=1, max_tokens=64), 0
+            for prompt, output in zip(PROMPTS, outputs, strict=True):
+                tokens = list(output.token_ids)
+                firsts = first_choices(models[2], prompt, tokens)
+                for position in preferred(output):
+                    before = tokens[:position]
+                    most = 0 if temperature else oracle.repeats(before, firsts[position])
+                    assert oracle.repeats(before, tokens[position]) <= most
+                    found += 1
+            assert found > 0
         assert running.metrics("vllm:mars_refused_positions")["repeat",] > 0
 
 

@@ -91,3 +91,11 @@ def test_all_drafts_at_once(target, autoregressive, tmp_path):
     # All but the first draft are those of a token that it was not trained with.
     given = {"method": "draft_model", "model": str(tmp_path / "draft"), "parallel_drafting": True}
     check(target[0], autoregressive, given, guesses=False)
+
+
+def test_dflash(target, autoregressive, tmp_path):
+    """The plain kind: others vLLM has on V2 alone."""
+    tiny_models.dflash(tmp_path / "dflash", target[1], "dflash")
+    # Of this target it guesses nothing without training.
+    draft = {"method": "dflash", "model": str(tmp_path / "dflash")}
+    check(target[0], autoregressive, draft, guesses=False)

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
@@ -19,7 +21,7 @@ from steps_v1 import (
     step,
 )
 from vllm_mars import MarsConfig
-from vllm_mars.kernels import cpu
+from vllm_mars.kernels import accept
 
 pytestmark = pytest.mark.usefixtures("mended_kernels")
 
@@ -132,6 +134,36 @@ def test_a_first_choice_counts_as_relaxed_only_where_a_draw_was_spared():
         assert counts[layout.relaxed][0] == relaxed
 
 
+@pytest.mark.parametrize(
+    ("config", "own", "is_relaxable"),
+    [
+        ({"max_loss": 0.02}, {}, True),
+        ({"max_loss": 0.02}, {"mars_max_loss": 0}, False),
+        ({"max_loss": 0.02}, {"mars_speculate": False}, False),
+        # As a file holds it to.
+        ({"max_loss": 0.02}, {"mars_overrides": {"mars_max_loss": 0}}, False),
+        ({"max_loss": 0, "limit": 0.02}, {}, False),
+        ({"max_loss": 0, "limit": 0.02}, {"mars_max_loss": 0.02}, True),
+        ({"price": 0}, {}, False),
+        ({"theta": 0.9}, {"mars_theta": 1}, False),
+        ({"theta": 0.9}, {}, True),
+    ],
+)
+def test_positions_of_strict_requests_are_not_relaxable(config, own, is_relaxable):
+    """Nor are those of a request with a grammar, which is strict."""
+    metadata, logits = step(1, [3, 3])
+    sampler = mars_sampler(MarsConfig(**config))
+    grammar = StructuredOutputsParams(regex="a+")
+    asked = SamplingParams(extra_args=own or None), SamplingParams(structured_outputs=grammar)
+    added = [(place, params, [3, 1], [4]) for place, params in enumerate(asked)]
+    sampler.requests.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
+    sampler(metadata, None, logits, sampling([0.0, 0.0], drafts=drafts_of(metadata)))
+    counters = sampler.verification.counters
+    counts, layout = counters.take_delta(), counters.layout
+    (relaxable,) = counts[layout.relaxable]
+    assert 0 < relaxable < sum(counts[layout.verified]) if is_relaxable else relaxable == 0
+
+
 @pytest.mark.parametrize("draft_probs", [False, True])
 @pytest.mark.parametrize("price", [0.0, 0.5])
 def test_only_a_price_is_refused(price, draft_probs):
@@ -226,7 +258,7 @@ def test_where_rounding_leaves_nothing_to_draw_from_the_draft_stays(monkeypatch,
     """Its logit is the only one; a draw says no all the same."""
     logits = torch.tensor([[-torch.inf, 9.0, -torch.inf], [0.0, 9.0, 0.0]])
     metadata = metadata_of([[1]])
-    monkeypatch.setattr(cpu.Chance, "accepts", lambda *_: False)
+    monkeypatch.setattr(accept.Chance, "accepts", lambda *_: False)
     for price in (0.0, 1.0):
         sampler = mars_sampler(MarsConfig(price=price, strict_opening=0))
         output = sampler(metadata, draft_probs, logits.clone(), sampling([1.0], drafts=[[1]]))
@@ -235,7 +267,7 @@ def test_where_rounding_leaves_nothing_to_draw_from_the_draft_stays(monkeypatch,
 
 def test_one_random_number_draws_a_token_by_its_weight():
     weights = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0])
-    chance = cpu.Chance(torch.ones(1), None, None, {0: torch.Generator().manual_seed(0)})
+    chance = accept.Chance(torch.ones(1), None, None, {0: torch.Generator().manual_seed(0)})
     drawn = torch.tensor([chance.draws(0, weights) for _ in range(4_000)])
     assert set(drawn.tolist()) == {1, 3}
     # Of a standard deviation of 0.007.

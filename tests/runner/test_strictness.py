@@ -1,4 +1,4 @@
-"""Strict spans and openings, and where an answer may repeat itself: by hand and by brute force."""
+"""Strict spans and openings, and what would repeat an answer: by hand and by brute force."""
 
 import pytest
 from hypothesis import given
@@ -6,15 +6,16 @@ from hypothesis import strategies as st
 
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import terms
-from vllm_mars.runner.strictness import AnswerNgrams, Sections
+from vllm_mars.kernels.terms import Verdict
+from vllm_mars.runner.strictness import Followers, Sections, guarded
 
 
-def strictness(config, *tokens, state=None):
+def strictness(config, *tokens, state=None, scope=0):
     """Whether each of some tokens is verified strictly, and the state after them."""
     walk, found = Sections(config), []
     state = walk.begin(()) if state is None else state
     for token in tokens:
-        found.append(walk.is_strict(state))
+        found.append(walk.is_strict(state, scope))
         state = walk.advance(state, [token])
     return found, state
 
@@ -47,6 +48,29 @@ def test_by_hand(name):
     assert found == list(map(bool, strict))
 
 
+# 7 and 8 begin and end the thinking.
+@pytest.mark.parametrize(
+    ("scope", "strict"),
+    [
+        (0, [0, 0, 0, 0, 0, 0, 0, 0]),
+        (terms.IN_THINKING, [1, 1, 0, 0, 0, 1, 1, 1]),
+        (terms.IN_ANSWER, [0, 0, 1, 1, 1, 0, 0, 0]),
+    ],
+)
+def test_outside_the_scope(scope, strict):
+    config = MarsConfig(strict_opening=0, thinking_start=7, thinking_end=8)
+    found, _ = strictness(config, 9, 7, 9, 9, 8, 9, 8, 9, scope=scope)
+    assert found == list(map(bool, strict))
+    # The opening behind the thinking, and a span within it, keep their own reasons.
+    both = {"strict_opening": 1, "strict_spans": ((1, 2),)}
+    walk = Sections(MarsConfig(**both, thinking_start=7, thinking_end=8))
+    reasons = [*walk.blocked(walk.begin(()), [7, 1, 9, 2, 9, 8, 9, 9], scope)]
+    outside = [Verdict.SCOPE * (scope == own) for own in (terms.IN_ANSWER, terms.IN_THINKING)]
+    inside = outside[0]
+    expected = [Verdict.OPENING, inside, Verdict.SPAN, Verdict.SPAN, inside, inside]
+    assert reasons == [*expected, Verdict.OPENING, outside[1]]
+
+
 # fmt: off
 # 5 stands between turns; 1 and 2, 7 and 8 mark spans.
 PROMPTS = {
@@ -71,20 +95,31 @@ def test_what_a_prompt_opens(name):
         assert begun == state + opening * terms.OPENING
 
 
+@pytest.mark.parametrize("name", PROMPTS)
+def test_whether_an_answer_begins_thinking(name):
+    prompt, state = PROMPTS[name]
+    config = MarsConfig(strict_opening=0, thinking_start=7, thinking_end=8)
+    begun = Sections(config, frozenset({5})).begin(prompt)
+    assert begun == terms.THINKING * (state == 2)
+
+
 def test_nothing_is_strict_without_sections():
     assert not Sections(MarsConfig(theta=0.9))
     assert Sections(MarsConfig(strict_spans=((1, 2),)))
     assert Sections(MarsConfig(strict_opening=1))
+    # A request may have a scope.
+    assert Sections(MarsConfig(theta=0.9, thinking_start=7, thinking_end=8))
 
 
 @given(
     tokens=st.lists(st.integers(0, 12), min_size=65, max_size=300),
-    state=st.sampled_from([0, 1, 3, 9 * terms.OPENING]),
+    state=st.sampled_from([0, 1, 3, terms.THINKING, terms.THINKING + 1, 9 * terms.OPENING]),
     opening=st.sampled_from([0, 9, 100]),
 )
 def test_a_long_prompt_leads_where_its_tokens_lead_one_by_one(tokens, state, opening):
     spans = ((1, 2), (3, 4), (5, 5), (6, None))
-    walk = Sections(MarsConfig(strict_spans=spans, strict_opening=opening, thinking_end=8))
+    thinking = {"thinking_start": 7, "thinking_end": 8}
+    walk = Sections(MarsConfig(strict_spans=spans, strict_opening=opening, **thinking))
     state = min(state, opening * terms.OPENING) if state >= terms.OPENING else state
     expected = state
     for token in tokens:
@@ -96,57 +131,83 @@ def test_a_long_prompt_leads_where_its_tokens_lead_one_by_one(tokens, state, ope
 TOKENS = st.lists(st.integers(-1, 2), max_size=12)
 
 
-def repeats(length, samples, answer, draft):
-    """The definition, token by token."""
+def repeated(length, answer, draft):
+    """The definition, token by token: what completes an n-gram of each length, at each position."""
     found = []
     for position in range(len(draft)):
         before = [*answer, *draft[:position]]
-        last = [*before, draft[position]][-length:]
-        held = [before[end - length : end] for end in range(length, len(before) + 1)]
-        if samples:
-            # Whatever follows.
-            last, held = last[:-1], [ngram[:-1] for ngram in held]
-        found.append(len(last) == length - samples and last in held)
+        by_length = []
+        for n in range(2, min(length, len(before) + 1) + 1):
+            ngrams = [before[at : at + n] for at in range(len(before) - n + 1)]
+            by_length.append({it[-1] for it in ngrams if it[:-1] == before[len(before) - n + 1 :]})
+        found.append(by_length)
     return found
 
 
 @pytest.mark.parametrize(
-    ("length", "answer", "draft", "expected"),
+    ("answer", "draft", "expected"),
     [
-        (4, [1, 2, 3, 4, 9, 1, 2, 3], [4, 5], [True, False]),
-        (4, [1, 2, 3, 4, 9], [1, 2, 3, 4], [False, False, False, True]),
+        # "2 3" was followed by 4 and by 5, and "1 2 3" by 4 alone.
+        ([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], [7], [[{4, 5}, {4, 5}, {4}]]),
         # Within one draft, and overlapping.
-        (2, [], [7, 8, 7, 8], [False, False, False, True]),
-        (2, [5], [5, 5, 5], [False, True, True]),
-        # The end of the answer with the draft is no n-gram that it holds.
-        (3, [1, 2], [3], [False]),
-        (2, [], [], []),
+        ([], [7, 8, 7, 8], [[], [set()], [set(), set()], [{8}, set(), set()]]),
+        ([5], [5, 5, 6], [[set()], [{5}, set()], [{5}, {5}, set()]]),
+        # Nothing stands behind the answer's end.
+        ([1, 2], [3], [[set(), set()]]),
+        ([], [], []),
     ],
 )
-def test_repeats(length, answer, draft, expected):
-    assert AnswerNgrams(length, samples=False).repeated(answer, draft) == expected
-    assert repeats(length, False, answer, draft) == expected
+def test_what_would_repeat(answer, draft, expected):
+    assert [*Followers(4).before(answer, draft)] == expected == repeated(4, answer, draft)
 
 
-def test_repeats_where_a_request_samples():
-    """What follows three tokens that were there before, whatever it is."""
-    ngrams = AnswerNgrams(4, samples=True)
-    assert ngrams.repeated([1, 2, 3, 4, 9, 1, 2, 3], [7, 5]) == [True, False]
-    # That they end the answer is not enough.
-    assert ngrams.repeated([1, 2, 3], [1, 2, 3, 4]) == [False, False, False, True]
-
-
-@given(st.integers(2, 5), st.booleans(), st.lists(st.tuples(TOKENS, TOKENS), max_size=5))
-def test_equals_brute_force_as_the_answer_grows(length, samples, steps):
-    ngrams, answer = AnswerNgrams(length, samples), []
+@given(st.integers(2, 5), st.lists(st.tuples(TOKENS, TOKENS), max_size=5))
+def test_equals_brute_force_as_the_answer_grows(length, steps):
+    followers, answer = Followers(length), []
     for new, draft in steps:
         answer += new
-        assert ngrams.repeated(answer, draft) == repeats(length, samples, answer, draft)
+        assert [*followers.before(answer, draft)] == repeated(length, answer, draft)
 
 
 def test_tokens_that_vllm_takes_back_are_forgotten():
-    ngrams = AnswerNgrams(2, samples=False)
-    answer = [1, 2, 3, 4]
-    assert ngrams.repeated(answer, [3, 4]) == [False, True]
-    del answer[2:]
-    assert ngrams.repeated(answer, [3, 4]) == [False, False]
+    followers, answer = Followers(2), [1, 2, 3, 1]
+    assert [*followers.before(answer, [9])] == [[{2}]]
+    del answer[1:]
+    assert [*followers.before(answer, [9])] == [[set()]]
+
+
+def test_what_the_window_has_left_is_forgotten():
+    followers = Followers(3, window=4)
+    # Of "1 2 3" the 1 has left the window, so that 3 completes an n-gram of 2 tokens alone.
+    assert [*followers.before([1, 2, 3, 1, 2], [9])] == [[{3}, set()]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "draft", "expected"),
+    [
+        # All that followed keep their probability.
+        (True, 4, (0, True, {4, 5})),
+        (True, 9, (0, False, {4, 5})),
+        # It completes 4 tokens, as no other does.
+        (False, 4, (0, True, {4})),
+        # It completes 3 tokens; beside 4, which completes as many, it may be relaxed.
+        (False, 5, (0, True, {4, 5})),
+        (False, 9, (0, False, set())),
+    ],
+)
+def test_what_the_guard_asks(samples, draft, expected):
+    repeats = Followers(4).before([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], [draft])
+    ((reason, does_repeat, listed),) = guarded([0], [draft], repeats, samples)
+    assert (reason, does_repeat, {*listed}) == expected
+
+
+@pytest.mark.parametrize("reason", [Verdict.NONE, Verdict.SPAN])
+@pytest.mark.parametrize("samples", [False, True])
+def test_more_followers_than_can_be_listed(samples, reason):
+    for count in (terms.MOST_FOLLOWERS, terms.MOST_FOLLOWERS + 1):
+        answer = [token for other in range(count) for token in (7, 100 + other)]
+        repeats = Followers(4).before([*answer, 7], [100])
+        (found,) = guarded([reason], [100], repeats, samples)
+        fits = count == terms.MOST_FOLLOWERS
+        assert found[:2] == (reason or Verdict.REPEAT * (not fits), True)
+        assert len(found[2]) == count * fits

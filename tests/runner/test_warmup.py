@@ -12,8 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
 from vllm_mars import MarsConfig
-from vllm_mars.kernels import accept
-from vllm_mars.kernels.strictness import blocked_positions, new_ring
+from vllm_mars.kernels import accept_kernel
+from vllm_mars.kernels.strictness_kernel import guard_positions, new_ring
 from vllm_mars.kernels.terms import Draws, Records, Sampling, Step
 from vllm_mars.runner.counters import CounterLayout, Counters
 from vllm_mars.runner.strictness import Sections
@@ -76,11 +76,11 @@ class Engine:
         longest = int(self.rng.choice([0, 1, 3, 7, 8, K]))
         return self.rng.integers(0, longest + 1, self.rng.integers(1, SLOTS)).tolist()
 
-    def blocked(self, step: Step, tokens: torch.Tensor):
+    def guard(self, step: Step, tokens: torch.Tensor):
         if not (self.sections or self.config.repeat_ngram):
             return None
         own = torch.ones(SLOTS), self.markers, self.config.repeat_ngram
-        return blocked_positions(self.ring, tokens, step, *own)
+        return guard_positions(self.ring, tokens, step, *own)
 
     def returns(self) -> dict[int, str]:
         return {0: "a request"} if self.rng.random() < 0.5 else {}
@@ -98,7 +98,7 @@ class Engine:
             rows = rows.float()
         given = rows, self.view(size), self.view(batch), self.records, slots, *by_slot
         step, draws = Step(*given, num_speculative_tokens=K), None
-        blocked = self.blocked(step, self.view(SLOTS, 64))
+        guard = self.guard(step, self.view(SLOTS, 64))
         if self.rng.random() < 0.5:
             sampling = Sampling(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))
             if self.is_drawn:
@@ -107,7 +107,7 @@ class Engine:
             by_row = self.view(size, dtype=torch.int64), self.view(size, dtype=torch.int64)
             draws = Draws(sampling, *by_row, self.view(size))
         account = self.verification.account(batch, CPU, self.returns())
-        accept.accept(step, self.verification.rule(rows), blocked, account, draws)
+        accept_kernel.accept(step, self.verification.rule(rows), guard, account, draws)
 
 
 @pytest.mark.parametrize("vocab", [32_000, 50_257])

@@ -1,6 +1,7 @@
 """No client ends a server, makes it fail, or leaves anything behind in it; `make soak` for long."""
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -35,5 +36,8 @@ def test_nobody_harms_the_recommended_setting(bounded_server):
 @pytest.mark.nightly
 def test_nobody_harms_a_server_that_is_strict_unless_a_request_asks(bytes_model, tmp_path):
     opt_in = {"mars_max_loss": 0, "mars_limit": 0.02, "mars_strict_opening": 0}
-    with open_server(bytes_model, MARS | opt_in, tmp_path) as server:
+    # Single bytes, so that many an answer thinks.
+    thinking = json.dumps({"reasoning_start_str": "a", "reasoning_end_str": "b"})
+    arguments = ("--reasoning-config", thinking)
+    with open_server(bytes_model, MARS | opt_in, tmp_path, *arguments) as server:
         harass(server, seed=1)

@@ -195,6 +195,14 @@ def test_a_refusal_reaches_the_official_client(client):
     assert refused.value.param == "vllm_xargs"
 
 
+@pytest.mark.parametrize("mode", [("stream",), ("background",), ("background", "stream")])
+def test_a_response_is_refused_before_it_begins(client, mode):
+    further = dict.fromkeys(mode, True)
+    with pytest.raises(openai.BadRequestError, match=r"limit of 0.3") as refused:
+        client.responses.create(model="model", input="Hi", **further, **body(0.1))
+    assert refused.value.param == "vllm_xargs"
+
+
 def test_structured_output_is_that_of_strict_verification(client):
     texts = [ask(client, "a pet as JSON", theta, response_format=PET_FORMAT) for theta in (0.3, 1)]
     assert texts[0] == texts[1]

@@ -19,6 +19,9 @@ from vllm_mars.plugin import HOOKS
 RELEASES = ("0.32", "0.33")
 _KNOWN = " and ".join(RELEASES)
 
+# The part of a server that cuts drafts on the device.
+ADAPTIVE = "adaptive verification"
+
 # By the part of a server in whose process they are: methods that are wrapped or read, and the first
 # parameters behind self, which are taken by their place; behind "..." those taken by name.
 NEEDED: Mapping[str, Mapping[str, str]] = {
@@ -48,6 +51,9 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
             "openai.completion.serving:OpenAIServingCompletion.completion_stream_generator": (
                 "request, engine_inputs, result_generator"
             ),
+            "openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools": (
+                "..., sampling_params"
+            ),
             "scale_out.token_in_token_out.serving:ServingTokens.serve_tokens_full_generator": (
                 "request, result_generator"
             ),
@@ -58,10 +64,12 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
     },
     "engine core": {
         "vllm.v1.core.sched.scheduler:Scheduler.add_request": "request",
-        "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": (
-            "..., num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id"
-        ),
+        "vllm.v1.core.sched.scheduler:Scheduler.get_grammar_bitmask": "scheduler_output",
         "vllm.v1.core.sched.scheduler:Scheduler.make_stats": "",
+        "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": "draft_token_ids",
+        "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids_in_output": (
+            "draft_token_ids, scheduler_output"
+        ),
         "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
             "scheduler_output, model_runner_output"
         ),
@@ -76,6 +84,7 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "",
     },
     "V2": {
+        "vllm.config.speculative:SpeculativeConfig": "..., enable_adaptive_verification",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": "",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests": "scheduler_output",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model": "",
@@ -84,6 +93,18 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
             "input_batch, ..., temperature, seeds"
         ),
         "vllm.v1.worker.gpu.states:RequestState.add_request": "req_id, prompt_len, all_token_ids",
+    },
+    # What gives the lengths of cut drafts, and what learns from those that stay.
+    ADAPTIVE: {
+        f"vllm.v1.worker.gpu.spec_decode.{method}": parameters
+        for method, parameters in {
+            "acceptance_estimator:OnlineAcceptanceEstimator.step": (
+                "idx_mapping, num_sampled, num_rejected"
+            ),
+            "adaptive_verification:AdaptiveVerificationManager.reallocate_drafts": (
+                "req_ids, idx_mapping"
+            ),
+        }.items()
     },
 }
 # Classes of ours, and the methods that vLLM calls instead of its own.
@@ -152,11 +173,19 @@ def check_interfaces(part: str) -> None:
         if all(module for _, module in found):
             others = ", ".join(sorted({module for _, module in found}))
             way_out = f"Leave out the plugin that replaces vLLM's own there ({others})"
+        drop = (
+            "enable_adaptive_verification" if part == ADAPTIVE else "rejection_sample_method 'mars'"
+        )
         raise RuntimeError(
             f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs ({part}): "
-            f"{'; '.join(text for text, _ in found)}. {way_out}, or drop rejection_sample_method "
-            "'mars'."
+            f"{'; '.join(text for text, _ in found)}. {way_out}, or drop {drop}."
         )
+
+
+def check_adaptive(runner: Any, _: object) -> None:
+    """`check_interfaces` of what cuts drafts, if the server of a V2 runner cuts them."""
+    if runner.vllm_config.speculative_config.enable_adaptive_verification:
+        check_interfaces(ADAPTIVE)
 
 
 def _differences(part: str) -> Iterator[tuple[str, str]]:

@@ -139,14 +139,30 @@ def patch_async_llm(module: ModuleType) -> None:
         return wrapped(*args, **kwargs)
 
 
-# Why: vLLM carries a fixed set of statistics from the workers to the front end.
-# Until: a worker can add to `SchedulerStats`.
+# Why and until: as for `AsyncLLM`, of a response that streams, or that is made in the background
+# after it has been answered.
+@_once
+def patch_responses(module: ModuleType) -> None:
+    """Checks a request's own options before its response begins."""
+
+    @wrapt.patch_function_wrapper(module, "OpenAIServingResponses._generate_with_builtin_tools")
+    def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        from vllm_mars.engine.options import check_request
+
+        check_request(kwargs["sampling_params"], instance.engine_client.vllm_config)
+        return wrapped(*args, **kwargs)
+
+
+# Why: vLLM carries a fixed set of statistics from the workers to the front end, and cuts drawn
+# drafts where a grammar forbids a token. Until: a worker can add to `SchedulerStats`; vLLM leaves
+# the length of a drawn draft alone.
 @_once
 def patch_scheduler(module: ModuleType) -> None:
-    """Passes the workers' counts on, and collects what requests want to know."""
+    """Passes the workers' counts on, collects what requests want to know, keeps drawn drafts."""
     _after(
         module,
         "Scheduler.__init__",
+        "vllm_mars.engine.grammar:keep_forbidden_drafts",
         "vllm_mars.engine.transport:carry_counts",
         "vllm_mars.engine.returned:send_rows",
         needs="engine core",
@@ -158,11 +174,10 @@ def patch_scheduler(module: ModuleType) -> None:
 @_once
 def patch_stats(module: ModuleType) -> None:
     """Gives the classes that cross the processes' border one more field each."""
-    from vllm_mars.engine.transport import RELAXABLE_FIELD, REQUEST_FIELD, declare_field
+    from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
 
     # For decoders, which are made later; without MARS the fields are never set and never sent.
     declare_field(module.SchedulerStats)
-    declare_field(module.SchedulerStats, RELAXABLE_FIELD, int | None)
     declare_field(module.RequestSpecDecodeMetrics, REQUEST_FIELD, dict[str, Any] | None)
 
 
@@ -258,5 +273,6 @@ def patch_runner_v1(module: ModuleType) -> None:
 def patch_runner_v2(module: ModuleType) -> None:
     """Replaces the rejection sampler of the V2 runner."""
     # The check comes before the model is loaded, which can take minutes.
-    _after(module, "GPUModelRunner.__init__", needs="V2")
+    check = "vllm_mars.engine.compat:check_adaptive"
+    _after(module, "GPUModelRunner.__init__", check, needs="V2")
     _after(module, "GPUModelRunner.load_model", "vllm_mars.runner.sampler_v2:install")

@@ -1,4 +1,4 @@
-"""The markers of strict spans and of the thinking's end, as token ids; in the front end.
+"""The markers of strict spans and of the thinking section, as token ids; in the front end.
 
 A user may write a marker as text, or leave it to the server's tool parser or reasoning parser. The
 workers, which walk the answers (`vllm_mars.runner.strictness`), know ids alone.
@@ -24,13 +24,13 @@ def resolve_markers(
 
     Args:
         config: the user's options.
-        engine_args: vLLM's `EngineArgs`; its reasoning parser or configuration gives the end of
-            the thinking section, the parser of its tool calls, as `remember_tool_parser` or
+        engine_args: vLLM's `EngineArgs`; its reasoning parser or configuration gives the markers
+            of the thinking section, the parser of its tool calls, as `remember_tool_parser` or
             `TOOL_PARSER_KEY` noted it, the default of the spans.
         model_config: gives the tokenizer.
 
     Raises:
-        ValueError: a marker is not one token.
+        ValueError: a marker is not one token, or a scope needs markers that are not known.
     """
     if config.strict_spans is None:
         named = engine_args.additional_config.get(TOOL_PARSER_KEY)
@@ -38,8 +38,14 @@ def resolve_markers(
         spans = _spans_of_tool_parser(name, model_config) if name else ()
     else:
         spans = _span_ids(config.strict_spans, model_config)
-    end = _thinking_end(engine_args, model_config) if config.opening else None
-    return replace(config, strict_spans=spans, thinking_end=end)
+    start, end = _thinking(config, engine_args, model_config)
+    if config.scope != "all" and start is None:
+        raise ValueError(
+            f"mars_scope={config.scope!r} needs the markers of the thinking section, each one "
+            "token of this model, but this server does not know them; name --reasoning-parser or "
+            "--reasoning-config, or leave mars_scope out."
+        )
+    return replace(config, strict_spans=spans, thinking_start=start, thinking_end=end)
 
 
 def remember_tool_parser(engine_args: Any, arguments: Any) -> None:
@@ -147,30 +153,36 @@ def _spellings(terminal: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (terminal,) if isinstance(terminal, str) else terminal or ()
 
 
-def _thinking_end(engine_args: Any, model_config: "ModelConfig") -> int | None:
-    """The token that ends the thinking section, where the server knows one."""
+def _thinking(
+    config: MarsConfig, engine_args: Any, model_config: "ModelConfig"
+) -> tuple[int | None, int | None]:
+    """The tokens that begin and end the thinking section, where the server knows them."""
     from vllm.config.reasoning import ReasoningConfig
     from vllm.logger import init_logger
 
-    given = engine_args.reasoning_config
-    reasoning = ReasoningConfig(
-        reasoning_parser=engine_args.reasoning_parser or getattr(given, "reasoning_parser", ""),
-        reasoning_start_str=getattr(given, "reasoning_start_str", ""),
-        reasoning_end_str=getattr(given, "reasoning_end_str", ""),
+    given = engine_args.reasoning_config or {}
+    reasoning = ReasoningConfig(**given) if isinstance(given, dict) else replace(given)
+    reasoning.reasoning_parser = (
+        engine_args.reasoning_parser
+        or reasoning.reasoning_parser
+        or getattr(engine_args.structured_outputs_config, "reasoning_parser", "")
     )
     if not reasoning.reasoning_parser and not reasoning.reasoning_start_str:
-        return None
+        return None, None
     reasoning.initialize_token_ids(model_config)
+    start = reasoning.reasoning_start_token_ids or []
     # The parser's own end, not the one that a thinking budget forces.
     end = reasoning.natural_reasoning_end_token_ids or []
     if len(end) == 1:
-        return int(end[0])
-    init_logger("vllm.vllm_mars.engine.markers").warning(
-        "Only the answer's own begin is a strict opening: the end of the thinking section is %d "
-        "tokens of this model, not one.",
-        len(end),
-    )
-    return None
+        is_section = len(start) == 1 and start != end
+        return int(start[0]) if is_section else None, int(end[0])
+    if config.opening:
+        init_logger("vllm.vllm_mars.engine.markers").warning(
+            "Only the answer's own begin is a strict opening: the end of the thinking section is "
+            "%d tokens of this model, not one.",
+            len(end),
+        )
+    return None, None
 
 
 def _tokenizer(model_config: "ModelConfig") -> Any:

@@ -15,7 +15,7 @@ import prometheus_client
 from vllm_mars import __version__
 from vllm_mars.config import OPTION, MarsConfig
 from vllm_mars.engine.overrides import Overrides, overrides_of
-from vllm_mars.engine.transport import RELAXABLE_FIELD, add_counts
+from vllm_mars.engine.transport import add_counts
 from vllm_mars.kernels.terms import BUCKETS, CounterLayout
 from vllm_mars.runner.counters import REASONS, UNIT
 from vllm_mars.runner.outputs import FIELD
@@ -98,12 +98,9 @@ class MarsProm:
             self._counters.append((entries, unit, children))
 
         by_position = {"position": range(layout.num_speculative_tokens)}
-        relaxable = counter_class(
-            name=RELAXABLE, documentation=_HELP[RELAXABLE], labelnames=list(_LABELS)
-        )
-        self._relaxable = {engine: relaxable.labels(*whose) for engine, whose in engines.items()}
         add(RELAXED, layout.relaxed, by_position)
         add(VERIFIED, layout.verified, by_position)
+        add(RELAXABLE, layout.relaxable, {})
         add(REFUSED, layout.refused, {"reason": REASONS})
         add(LOST, layout.lost, {}, UNIT)
         add(GAINED, layout.gained, {}, UNIT)
@@ -130,10 +127,8 @@ class MarsProm:
             for whose in engines.values():
                 allowed.labels(*whose).set(config.most_max_loss)
 
-    def observe(self, counts: list[int] | None, relaxable: int, engine: int = 0) -> None:
-        """Adds an increase of one engine's counts, if there is one, and of relaxable positions."""
-        if relaxable:
-            self._relaxable[engine].inc(relaxable)
+    def observe(self, counts: list[int] | None, engine: int = 0) -> None:
+        """Adds an increase of one engine's counts, if there is one."""
         if counts is None:
             return
         _check_length(counts, self._layout)
@@ -164,12 +159,10 @@ class MarsLogging:
         self._generated = 0
         # Since the server's start; the first is None once it has gained anything or warned.
         self._inert: list[int] | None = list(self._counts)
-        self._relaxable = 0
 
-    def observe(self, counts: list[int] | None, relaxable: int, generated: int) -> None:
-        """Adds an increase of the counts, if there is one, relaxable positions, and tokens."""
+    def observe(self, counts: list[int] | None, generated: int) -> None:
+        """Adds an increase of the counts, if there is one, and tokens."""
         self._generated += generated
-        self._relaxable += relaxable
         if counts is not None:
             _check_length(counts, self._layout)
             self._counts = add_counts(self._counts, counts)
@@ -210,8 +203,7 @@ class MarsLogging:
             self._inert = None
             return
         self._inert = add_counts(self._inert, counts)
-        # An accelerator's counts come later than the scheduler's.
-        evidence = min(self._relaxable, sum(self._inert[self._layout.verified]))
+        (evidence,) = self._inert[self._layout.relaxable]
         if evidence < INERT_AFTER:
             return
         refused = zip(REASONS, self._inert[self._layout.refused], strict=True)
@@ -248,9 +240,7 @@ def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
         stat_logger._histogram_cls,
     )
 
-    _observe_records(
-        stat_logger, lambda counts, relaxable, _, engine: prom.observe(counts, relaxable, engine)
-    )
+    _observe_records(stat_logger, lambda counts, _, engine: prom.observe(counts, engine))
     if (overrides := overrides_of(config)) is not None:
         _add_override(stat_logger, config, overrides)
 
@@ -296,16 +286,13 @@ def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
         logging.log(_logger(), stat_logger.log_prefix)
 
     stat_logger.log = log_and_add
-    _observe_records(stat_logger, lambda *observed: logging.observe(*observed[:3]))
+    _observe_records(stat_logger, lambda *observed: logging.observe(*observed[:2]))
 
 
 def _observe_records(
-    stat_logger: Any, observe: Callable[[list[int] | None, int, int, int], None]
+    stat_logger: Any, observe: Callable[[list[int] | None, int, int], None]
 ) -> None:
-    """Hands on what each record brings.
-
-    These are counts or None, relaxable positions, generated tokens, and the engine.
-    """
+    """Hands on what each record brings: counts or None, generated tokens, and the engine."""
     record = stat_logger.record
     names = "scheduler_stats", "iteration_stats"
 
@@ -313,10 +300,9 @@ def _observe_records(
     def record_and_observe(*args: Any, **kwargs: Any) -> None:
         record(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
-        stats = given.get("scheduler_stats")
-        counts, relaxable = getattr(stats, FIELD, None), getattr(stats, RELAXABLE_FIELD, None) or 0
+        counts = getattr(given.get("scheduler_stats"), FIELD, None)
         generated = getattr(given.get("iteration_stats"), "num_generation_tokens", 0)
-        observe(counts, relaxable, generated, given.get("engine_idx", 0))
+        observe(counts, generated, given.get("engine_idx", 0))
 
     stat_logger.record = record_and_observe
 

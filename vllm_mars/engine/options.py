@@ -23,10 +23,14 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
-# vLLM's methods whose drafts can be probabilistic, and options of theirs beside which they cannot:
-# vLLM refuses the first, does not sample by the second, and not per request by the third.
-_DRAWABLE = ("eagle", "eagle3", "mtp", "draft_model")
-_NOT_DRAWN = ("use_heterogeneous_vocab", "use_local_argmax_reduction", "parallel_drafting")
+# vLLM's methods whose drafts are drawn by default: token by token, each from a distribution that
+# knows those before it. What `parallel_drafting` draws at once does not, and so a draft fits
+# together less well than that of the first choices; DSpark draws in turn behind it, and of `dflash`
+# the models that choose among candidates.
+_DRAWABLE = ("eagle", "eagle3", "mtp", "draft_model", "dspark")
+_CANDIDATES = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftModel"}
+# Options beside which they cannot be: vLLM refuses the first, and does not sample by the second.
+_NOT_DRAWN = ("use_heterogeneous_vocab", "use_local_argmax_reduction")
 _PROBABILISTIC = "probabilistic"
 
 
@@ -53,8 +57,6 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     check_version(vllm.__version__)
     check_interfaces("front end")
     _check_served(engine_args, speculative_config)
-    if speculative_config.get("draft_sample_method") == _PROBABILISTIC:
-        _check_drawn(config)
     mode = getattr(engine_args, "logprobs_mode", None)
     if config.logprobs == "sampled" and mode != "processed_logprobs":
         raise ValueError(
@@ -80,24 +82,26 @@ def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> 
     """Has drafts drawn where they can be and the user has not said how, and logs how they are.
 
     Such drafts verification accepts more of, at the same loss, where requests sample. Which method
-    drafts only vLLM's own configuration knows: it may follow from the draft model.
+    drafts only vLLM's own configuration knows: it may follow from the draft model, or come from
+    `--spec-method`.
 
     Args:
         engine_args: vLLM's `EngineArgs`, after `take_options`.
         speculative_config: what vLLM has made of them.
 
     Raises:
-        ValueError: a temperature for drafts that are not drawn.
+        ValueError: a temperature for drafts that are not drawn, or drafts that cannot be, or not
+            with this rule.
+        NotImplementedError: a method that drafts nothing.
     """
     config = config_of(engine_args)
     if config is None:
         return
     from vllm.logger import init_logger
 
+    _check_drafts(config, speculative_config)
     named = engine_args.speculative_config
-    is_drawable = speculative_config.method in _DRAWABLE and not any(
-        getattr(speculative_config, option) for option in _NOT_DRAWN
-    )
+    is_drawable = _is_drawable(speculative_config)
     if is_drawable and config.rule == "price" and "draft_sample_method" not in named:
         # Also in what a second configuration of this engine would be made of.
         named["draft_sample_method"] = speculative_config.draft_sample_method = _PROBABILISTIC
@@ -108,6 +112,12 @@ def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> 
             "draft with a head or a draft model and mars_max_loss or mars_price, without "
             '"draft_sample_method": "greedy", or drop the option.'
         )
+    # vLLM verifies them against logits that nobody has written.
+    if is_drawn and getattr(speculative_config, "is_xpress", bool)():
+        raise ValueError(
+            "draft_sample_method='probabilistic' is given, but XPress drafts first choices; drop "
+            "the option."
+        )
     how = "fixed"
     if is_drawn:
         how = 'probabilistic where requests sample ("draft_sample_method": "greedy" fixes them)'
@@ -117,6 +127,17 @@ def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> 
             "sample, at the same loss)"
         )
     init_logger("vllm.vllm_mars.engine.options").info("Drafts are %s.", how)
+
+
+def _is_drawable(speculative_config: "SpeculativeConfig") -> bool:
+    """Whether drafts can be drawn, each token by those before it."""
+    if any(getattr(speculative_config, option) for option in _NOT_DRAWN):
+        return False
+    if speculative_config.method == "dflash":
+        return bool(_CANDIDATES.intersection(speculative_config.draft_model_config.architectures))
+    # DSpark's drafts are parallel, too.
+    in_turn = speculative_config.method == "dspark" or not speculative_config.parallel_drafting
+    return in_turn and speculative_config.method in _DRAWABLE
 
 
 def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
@@ -140,8 +161,22 @@ def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
-def _check_drawn(config: MarsConfig) -> None:
-    """Refuses the rule whose loss on probabilistic drafts is not known."""
+def _check_drafts(config: MarsConfig, speculative_config: "SpeculativeConfig") -> None:
+    method = speculative_config.method
+    if speculative_config.uses_extract_hidden_states():
+        _refuse(
+            f"method={method!r}",
+            "it drafts nothing that could be verified",
+            "drop rejection_sample_method",
+        )
+    if speculative_config.draft_sample_method != _PROBABILISTIC:
+        return
+    if not (speculative_config.use_eagle() or speculative_config.uses_draft_model()):
+        raise ValueError(
+            f"draft_sample_method={_PROBABILISTIC!r} is given, but method {method!r} drafts "
+            "without a distribution to draw from; drop the key, or draft with a head or a draft "
+            "model."
+        )
     if config.rule != "price":
         raise ValueError(
             f"{OPTION[config.rule]}={config.value:g} and draft_sample_method='probabilistic' do "
@@ -150,47 +185,36 @@ def _check_drawn(config: MarsConfig) -> None:
         )
 
 
+def _refuse(what: str, reason: str, way_out: str) -> None:
+    raise NotImplementedError(
+        f"rejection_sample_method='mars' cannot serve {what}: {reason}; {way_out}."
+    )
+
+
 def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
     from vllm.platforms import current_platform
 
-    def refuse(what: str, reason: str, way_out: str) -> None:
-        raise NotImplementedError(
-            f"rejection_sample_method='mars' cannot serve {what}: {reason}; {way_out}."
-        )
-
     # A node with `--headless` cannot know what front end it gets.
     if (given := os.environ.get("VLLM_USE_RUST_FRONTEND", "0")) != "0":
-        refuse(
+        _refuse(
             f"VLLM_USE_RUST_FRONTEND={given}",
             "that front end does not check requests' own options, nor follow overrides",
             "unset the variable",
         )
-    if speculative_config.get("method") == "extract_hidden_states":
-        refuse(
-            "method='extract_hidden_states'",
-            "it drafts nothing that could be verified",
-            "drop rejection_sample_method",
-        )
-    if speculative_config.get("enable_adaptive_verification"):
-        refuse(
-            "enable_adaptive_verification",
-            "it cuts drafts by an estimate of strict acceptance",
-            "switch it off",
-        )
     if getattr(engine_args, "enable_batch_sharded_sampling", False):
-        refuse(
+        _refuse(
             "enable_batch_sharded_sampling",
             "each rank verifies requests of its own, but only the first one counts what is relaxed",
             "switch it off",
         )
     if getattr(engine_args, "watermark_config", None) is not None:
-        refuse(
+        _refuse(
             "a watermark_config",
             "relaxed tokens carry no watermark",
             "drop the watermark or set another rejection_sample_method",
         )
     if not isinstance(engine_args.additional_config, dict):
-        refuse(
+        _refuse(
             "an additional_config that is not a dict",
             "the options travel in it",
             "pass a dict",
@@ -198,7 +222,7 @@ def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
     if not (
         current_platform.is_cpu() or current_platform.is_cuda_alike() or current_platform.is_xpu()
     ):
-        refuse(
+        _refuse(
             f"the platform {current_platform.device_name}",
             "its model runner is not vLLM's own",
             "serve on CPU, CUDA, ROCm or XPU",

@@ -70,7 +70,7 @@ class Overrides:
 
     def _read(self) -> dict[str, float]:
         try:
-            with open(self._path, encoding="utf-8") as file:
+            with open(self._path, encoding="utf-8-sig") as file:
                 options = check_overrides(json.load(file), self._config)
         except (OSError, ValueError, RecursionError) as error:
             reason = str(error).rstrip(".")

@@ -11,12 +11,9 @@ carries the fields of the dataclass and nothing else, so it is given one more.
 import dataclasses
 from typing import Any
 
-from vllm_mars.config import STRICT_VALUE, MarsConfig
-from vllm_mars.requests import options_of
+from vllm_mars.config import MarsConfig
 from vllm_mars.runner.outputs import FIELD
 
-# The field of SchedulerStats with the verified positions of requests that the rule could relax.
-RELAXABLE_FIELD = "mars_relaxable_positions"
 # The field of RequestSpecDecodeMetrics with all that was relaxed of a request.
 REQUEST_FIELD = "mars"
 
@@ -43,67 +40,36 @@ def declare_field(stats: type, name: str = FIELD, kind: Any = list[int] | None) 
     setattr(stats, name, None)
 
 
-def carry_counts(scheduler: Any, config: MarsConfig) -> None:
+def carry_counts(scheduler: Any, _: MarsConfig) -> None:
     """Makes a scheduler pass the counts on, from the workers' outputs to its statistics.
 
-    Of the verified positions it counts those itself at which a rule could have gained something:
-    a request may be strict by its own choice or its server's, by an override or by its grammar.
-
     Args:
-        scheduler: vLLM's `Scheduler`, or a subclass of it. Its `add_request`, `update_from_output`,
-            `make_spec_decoding_stats` and `make_stats` are wrapped, on this instance alone.
-        config: the server's options.
+        scheduler: vLLM's `Scheduler`, or a subclass of it. Its `update_from_output` and
+            `make_stats` are wrapped, on this instance alone.
     """
     from vllm.v1.metrics.stats import SchedulerStats
 
     declare_field(SchedulerStats)
-    declare_field(SchedulerStats, RELAXABLE_FIELD, int | None)
-    add_request, update_from_output = scheduler.add_request, scheduler.update_from_output
-    make_stats, make_spec_decoding_stats = scheduler.make_stats, scheduler.make_spec_decoding_stats
+    update_from_output, make_stats = scheduler.update_from_output, scheduler.make_stats
     pending: list[int] | None = None
-    relaxable = 0
-    # Ids of the scheduler's requests.
-    strict: set[str] = set()
-
-    def add_and_note(request: Any, *args: Any, **kwargs: Any) -> Any:
-        params = request.sampling_params
-        is_strict = params is None or options_of(params, config).value == STRICT_VALUE[config.rule]
-        (strict.add if is_strict else strict.discard)(request.request_id)
-        return add_request(request, *args, **kwargs)
 
     def update_and_take(scheduler_output: Any, model_runner_output: Any) -> Any:
         nonlocal pending
-        strict.intersection_update(scheduler.requests)
         increase = vars(model_runner_output).pop(FIELD, None)
         if increase is not None:
             pending = increase if pending is None else add_counts(pending, increase)
         return update_from_output(scheduler_output, model_runner_output)
 
-    def count_and_make(*args: Any, **kwargs: Any) -> Any:
-        nonlocal relaxable
-        request_id = kwargs["request_id"]
-        if request_id not in strict:
-            invalid = (kwargs["num_invalid_spec_tokens"] or {}).get(request_id, 0)
-            # Up to and including the first rejected one.
-            drafted, accepted = kwargs["num_draft_tokens"] - invalid, kwargs["num_accepted_tokens"]
-            relaxable += min(accepted + 1, drafted)
-        return make_spec_decoding_stats(*args, **kwargs)
-
     def make_with_counts(*args: Any, **kwargs: Any) -> Any:
-        nonlocal pending, relaxable
+        nonlocal pending
         stats = make_stats(*args, **kwargs)
         # None where statistics are off.
         if stats is not None and pending is not None:
             setattr(stats, FIELD, pending)
             pending = None
-        if stats is not None and relaxable:
-            setattr(stats, RELAXABLE_FIELD, relaxable)
-            relaxable = 0
         return stats
 
-    scheduler.add_request = add_and_note
     scheduler.update_from_output = update_and_take
-    scheduler.make_spec_decoding_stats = count_and_make
     scheduler.make_stats = make_with_counts
 
 

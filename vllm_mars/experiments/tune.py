@@ -1,7 +1,8 @@
 """`vllm-mars tune`: which speculative config to serve, as a sweep that drops what is slow.
 
 Candidates are strict verification, the same with probabilistic drafts, and MARS with a bound, each
-at several numbers of draft tokens K, beside no drafts. Rounds of one block of prompts each drop the
+at several numbers of draft tokens K, beside no drafts; on a GPU also with vLLM's adaptive
+verification, if the drafts are a model's. Rounds of one block of prompts each drop the
 slower half at each temperature and load. What is left is put together, K by load, for each
 temperature and for all of them, and measured on prompts that the choice has not seen, beside no
 drafts and beside strict verification at its best.
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 NEEDED = sweep_command.NEEDED
 NO_DRAFTS, DRAWN, MARS = "no drafts", "strict, probabilistic", "MARS"
+ADAPTIVE = "adaptive"
 TUNED, BEST_STRICT, FOR_ALL = "tuned", "strict at its best", "for all"
 # Of the sweep: three servers at a time take turns.
 DEFAULTS: dict[str, Any] = {
@@ -61,7 +63,14 @@ def families_of(
     # vLLM's own server samples wrong tokens on a CPU; MARS at price 0 is the same.
     strict = drafts | (METHODS[STRICT if on_cpu and samples else STANDARD] or {})
     found = {STRICT: strict | fixed, MARS: drafts | RECOMMENDED | {"mars_max_loss": max_loss}}
-    return found | ({DRAWN: strict | drawn} if drawn and samples else {})
+    if drawn and samples:
+        found[DRAWN] = strict | drawn
+    if drawn and not on_cpu:
+        # vLLM's estimator reads the logits of a draft model; a server that it refuses drops out.
+        cut = {"enable_adaptive_verification": True}
+        best = DRAWN if samples else STRICT
+        found |= {f"{name}, {ADAPTIVE}": found[name] | cut for name in (best, MARS)}
+    return found
 
 
 def by_rule(records: Sequence[Record]) -> dict[tuple[str, Point], list[Record]]:
@@ -146,7 +155,7 @@ def settings(
     served: Served = {}
     for temperature in sorted({temperature for temperature, _ in left}):
         here = {point: those for point, those in left.items() if point[0] == temperature}
-        strict = [it for it in families if it != MARS]
+        strict = [it for it in families if not it.startswith(MARS)]
         for name, at, of in (
             (BEST_STRICT, here, strict), (TUNED, here, families), (FOR_ALL, left, families)
         ):  # fmt: skip

@@ -21,7 +21,7 @@ def load_prompts(path: Path = PACKAGED) -> list[Prompt]:
     """Reads a file with a JSON object in each line that is not empty.
 
     Each object has `prompt` (a string) or `turns` (a list of strings), and may have `id` (or
-    `question_id`, `task_id`; default: the line number) and `category`.
+    `question_id`, `task_id`; default: the line number) and `category`. A null is as if left out.
 
     Raises:
         ValueError: the file cannot be read or is empty, a line is no such object, or two have one
@@ -30,7 +30,7 @@ def load_prompts(path: Path = PACKAGED) -> list[Prompt]:
     found: dict[str, Prompt] = {}
     try:
         # Not splitlines, which also cuts at characters that JSON allows within a text.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts={path} cannot be read: {error}; give a JSONL file.") from error
     for number, line in enumerate(lines, start=1):
@@ -53,6 +53,7 @@ def _parse(line: str, where: str, number: int) -> Prompt:
         raise ValueError(f"{where} is not JSON: {error}; write one object per line.") from error
     if not isinstance(item, dict):
         raise ValueError(f'{where} is not a JSON object; write {{"prompt": "..."}}.')
+    item = {key: value for key, value in item.items() if value is not None}
     turns = item.get("turns", [item.get("prompt")])
     given: list[Any] = turns if isinstance(turns, list) and turns else [None]
     if not all(isinstance(turn, str) and turn.strip() for turn in given):

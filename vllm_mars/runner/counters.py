@@ -60,7 +60,8 @@ class Counters:
         return torch.zeros(self.layout.size, dtype=torch.int64, device=self.device)
 
     @cached_property
-    def _bounds(self) -> torch.Tensor:
+    def bounds(self) -> torch.Tensor:
+        """int64, the most that a request of each bucket lost, in units of 2**-LOSS_BITS nats."""
         return torch.tensor([int(most / UNIT) for most in BUCKETS], device=self.device)
 
     @cached_property
@@ -73,7 +74,7 @@ class Counters:
         Args:
             lost: int64 `[n]`, what each lost, in units of 2**-LOSS_BITS nats.
         """
-        buckets = torch.bucketize(lost, self._bounds)
+        buckets = torch.bucketize(lost, self.bounds)
         self.device_counts[self.layout.ended].index_add_(0, buckets, self._one.expand_as(lost))
         self.device_counts[self.layout.ended_lost].index_add_(0, buckets, lost)
 

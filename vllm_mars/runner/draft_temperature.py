@@ -80,33 +80,42 @@ def scale_v2(
     """
     from vllm.v1.worker.gpu.sample import gumbel
 
-    speculator, states = runner.speculator, runner.sampler.sampling_states
+    speculator = runner.speculator
     draws = _said_by(speculator, "draft_logits") is not None
     is_scaled = _is_scaled(draws, speculator, config)
     seeds_repeat = not hasattr(gumbel, "spec_step_seed")
     if not draws or not (is_scaled or seeds_repeat):
         return None
 
+    from vllm_mars.kernels.beside import draw_anew
+
     # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
-    # sleep mode throws away.
+    # sleep mode throws away. A step may write to both: the speculator has copied what the last one
+    # wrote, on the same stream.
     @functools.cache
     def drawn_at() -> torch.Tensor:
-        return torch.zeros_like(states.temperature.gpu)
+        return torch.zeros_like(runner.sampler.sampling_states.temperature.gpu)
+
+    @functools.cache
+    def new_seeds() -> torch.Tensor:
+        return torch.zeros_like(runner.sampler.sampling_states.seeds.gpu)
 
     propose = speculator.propose
     names = list(inspect.signature(propose).parameters)
 
     def propose_anew(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
+        # With each model vLLM makes another sampler.
+        batch, sampling = given["input_batch"], runner.sampler.sampling_states
         # Without a request that samples, no launch is added.
-        if states.temperature.np[given["input_batch"].idx_mapping_np].any():
-            # Another buffer each time that a request comes.
-            if is_scaled:
-                shares = requests.draft_shares
-                given["temperature"] = torch.mul(given["temperature"], shares, out=drawn_at())
-            if seeds_repeat:
-                # A request's tokens grow with each step.
-                given["seeds"] = given["seeds"] ^ (runner.req_states.total_len.gpu.long() << 32)
+        if sampling.temperature.np[batch.idx_mapping_np].any():
+            own = drawn_at() if is_scaled else None, new_seeds() if seeds_repeat else None
+            # Of vLLM's, another buffer each time that a request comes.
+            temperature, seeds = given["temperature"], given["seeds"]
+            total_len = runner.req_states.total_len.gpu
+            draw_anew(*own, requests.records, temperature, seeds, total_len, batch.idx_mapping)
+            given["temperature"] = temperature if own[0] is None else own[0]
+            given["seeds"] = seeds if own[1] is None else own[1]
         return propose(**given)
 
     speculator.propose = propose_anew

@@ -5,15 +5,13 @@ them off again (`vllm_mars.engine.transport`). No message, process or thread is 
 """
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.verification import Returned, Verification
-
-if TYPE_CHECKING:
-    from vllm.v1.outputs import ModelRunnerOutput
 
 # The attribute with the counts, and that with what a step did, for the requests that ask.
 FIELD = "mars_counts"
@@ -56,8 +54,7 @@ def attach_counters(runner: Any, verification: Verification) -> None:
         verification.returned.clear()
         output = sample_tokens(*args, **kwargs)
         has_news = True
-        carrier = carrier_of(output)
-        if is_read and carrier is not None:
+        if is_read and (carrier := carrier_of(output)) is not None:
             if increase := counters.take_delta():
                 setattr(carrier, FIELD, increase)
             if verification.returned:
@@ -93,6 +90,8 @@ def send_returned(runner: Any, verification: Verification) -> None:
         runner: vLLM's V2 `GPUModelRunner`.
         verification: of this runner.
     """
+    if not verification.returned:
+        return
     from vllm.v1.worker.gpu.async_utils import stream
 
     for number, returned in enumerate(verification.returned):
@@ -109,7 +108,7 @@ def send_returned(runner: Any, verification: Verification) -> None:
         verification.returned[number] = returned._replace(copy=(rows, event))
 
 
-def attach_returned(output: Any, carrier: "ModelRunnerOutput", returned: list[Returned]) -> None:
+def attach_returned(output: Any, carrier: ModelRunnerOutput, returned: list[Returned]) -> None:
     """Sends what a step did along with its output.
 
     Args:
@@ -143,15 +142,13 @@ def attach_returned(output: Any, carrier: "ModelRunnerOutput", returned: list[Re
     output.get_output = get_with_returned
 
 
-def carrier_of(output: Any) -> "ModelRunnerOutput | None":
+def carrier_of(output: Any) -> ModelRunnerOutput | None:
     """The ModelRunnerOutput that a runner's result is or will become, or None if there is none.
 
     Args:
         output: what `sample_tokens` of a V1 or V2 runner returns. The output object that all empty
             steps share is no carrier.
     """
-    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
-
     if isinstance(output, AsyncModelRunnerOutput):
         # Asynchronous scheduling: V1 and V2 hold what `get_output` fills in and returns.
         for name in ("_model_runner_output", "model_runner_output"):
@@ -172,8 +169,6 @@ def with_counts(output: Any, counters: Counters) -> Any:
             that all empty steps share is copied, not changed.
         counters: where the counts come from.
     """
-    from vllm.v1.outputs import ModelRunnerOutput
-
     if not isinstance(output, ModelRunnerOutput) or output.req_ids:
         return output
     increase = counters.take_delta(flush=True)

@@ -65,4 +65,5 @@ def _special_token_ids(model_config: "ModelConfig") -> set[int]:
 
 def _section_markers(config: MarsConfig) -> set[int]:
     spans = {token for span in config.strict_spans or () for token in span}
-    return {token for token in spans | {config.thinking_end} if isinstance(token, int)}
+    thinking = {config.thinking_start, config.thinking_end}
+    return {token for token in spans | thinking if isinstance(token, int)}

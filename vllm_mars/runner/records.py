@@ -3,10 +3,9 @@
 import math
 from typing import TYPE_CHECKING
 
-from vllm_mars.config import STRICT_VALUE, MarsConfig
+from vllm_mars.config import MOST_ENDS, SCOPES, STRICT_VALUE, MarsConfig
 from vllm_mars.kernels.terms import (
     FOLLOWS,
-    MOST_ENDS,
     RECORD_SIZE,
     Column,
     float_bits,
@@ -44,6 +43,7 @@ def record_of(
     record[Column.MOST_TOKENS] = max(min(most_tokens, params.max_tokens or most_tokens), 0)
     # What is strict has no use for a colder draft.
     record[Column.DRAFT_SHARE] = float_bits(1.0 if is_strict else config.draft_share)
+    record[Column.SCOPE] = SCOPES.index(options.scope)
     ends = ends_of(params)
     record[Column.ENDS :] = [*ends, *[-1] * (MOST_ENDS - len(ends))]
     return record

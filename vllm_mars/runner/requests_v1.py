@@ -1,6 +1,7 @@
 """The requests in the batch of vLLM's V1 model runner, and what each brings to a step."""
 
-from collections.abc import Callable, Container, Sequence, Set
+import itertools
+from collections.abc import Callable, Collection, Container, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -8,11 +9,12 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
-from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Column, Records, RuleName, Step, Verdict
+from vllm_mars.config import MarsConfig, RuleName
+from vllm_mars.kernels.rule import Guarded
+from vllm_mars.kernels.terms import Column, Records, Step
 from vllm_mars.requests import RequestOptions, options_of
 from vllm_mars.runner.records import record_of
-from vllm_mars.runner.strictness import AnswerNgrams, Sections
+from vllm_mars.runner.strictness import Followers, Sections, guarded
 
 
 @dataclass
@@ -24,7 +26,8 @@ class _Request:
         record: what it allows, and what it had lost when it came or left.
         prompt: its prompt's tokens.
         output: its output tokens; vLLM's own list, which grows.
-        ngrams: of the output, for the guard against repetition.
+        samples: whether it does.
+        followers: of the output, for the guard against repetition.
         slot: of its record; -1 while it has none.
         state: of `Sections`, after the prompt and the first `scanned` output tokens.
         scanned: how many output tokens the state has taken in.
@@ -34,7 +37,8 @@ class _Request:
     record: list[int]
     prompt: Sequence[int]
     output: list[int]
-    ngrams: AnswerNgrams
+    samples: bool
+    followers: Followers
     slot: int = -1
     state: int = 0
     scanned: int = 0
@@ -43,7 +47,7 @@ class _Request:
         """Goes on where the same request left the batch."""
         for column in (Column.LOST, Column.DRAFT_SHARE):
             self.record[column] = left.record[column]
-        self.ngrams, self.state, self.scanned = left.ngrams, left.state, left.scanned
+        self.followers, self.state, self.scanned = left.followers, left.state, left.scanned
 
 
 class RequestsV1(LogitsProcessor):
@@ -138,10 +142,10 @@ class RequestsV1(LogitsProcessor):
         prompt = prompt or ()
         room = self._max_model_len - len(prompt)
         record = record_of(params, self._config, room, len(output))
-        ngrams = AnswerNgrams(self._config.repeat_ngram, params.temperature != 0)
+        own = params.temperature != 0, Followers(self._config.repeat_ngram)
         state = self._sections.begin(prompt)
         options = options_of(params, self._config)
-        return _Request(options, record, prompt, output, ngrams, state=state)
+        return _Request(options, record, prompt, output, *own, state=state)
 
     def _write(self, request: _Request) -> None:
         self._records.table[request.slot] = torch.tensor(request.record)
@@ -154,8 +158,8 @@ class RequestsV1(LogitsProcessor):
         logits: torch.Tensor,
         drafts: Sequence[Sequence[int]],
         num_speculative_tokens: int,
-    ) -> tuple[Step, list[int] | None]:
-        """A step of the first requests as they are before it, and where it must stay strict.
+    ) -> tuple[Step, Guarded | None]:
+        """A step of the first requests as they are before it, and what their text asks of it.
 
         Args:
             logits: `[num_rows, vocab]`, of each request a row for each draft token and one behind.
@@ -163,8 +167,7 @@ class RequestsV1(LogitsProcessor):
             num_speculative_tokens: see `Step`.
 
         Returns:
-            The step, and a `Verdict` at each row that must stay strict, else 0; None where none
-            must.
+            The step, and what the text before each row asks; None where nothing looks at tokens.
         """
         batch = len(drafts)
         requests = [self._of_place(place) for place in range(batch)]
@@ -193,7 +196,7 @@ class RequestsV1(LogitsProcessor):
             torch.zeros_like(self._produced),
             num_speculative_tokens,
         )
-        return step, self._blocked(requests, drafts) if looks_at_tokens else None
+        return step, self._guarded(requests, drafts) if looks_at_tokens else None
 
     def draft_shares(self, batch: int) -> torch.Tensor:
         """What drafts of the first `batch` requests are drawn at; float32 `[batch]`."""
@@ -202,10 +205,7 @@ class RequestsV1(LogitsProcessor):
 
     def is_strict(self, batch: int, rule: RuleName) -> torch.Tensor:
         """Which of the first `batch` requests relax nothing anywhere; bool `[batch]`."""
-        slots = self._slots[:batch]
-        by_theta = rule == "theta"
-        values = self._records.threshold if by_theta else self._records.price
-        strict: torch.Tensor = values[slots] == int(by_theta)
+        strict: torch.Tensor = ~self._records.relaxes(rule)[self._slots[:batch]]
         return strict
 
     def returns(self, batch: int) -> dict[int, str]:
@@ -216,18 +216,17 @@ class RequestsV1(LogitsProcessor):
         places = range(batch)
         return {place: ids[place] for place in places if self._of_place(place).options.wants_return}
 
-    def _blocked(self, requests: list[_Request], drafts: Sequence[Sequence[int]]) -> list[int]:
-        for request in requests:
+    def _guarded(self, requests: list[_Request], drafts: Sequence[Sequence[int]]) -> Guarded:
+        rows: list[tuple[int, bool, Collection[int]]] = []
+        for request, draft in zip(requests, drafts, strict=True):
             if self._sections:
                 tokens = request.output[request.scanned :]
                 request.state = self._sections.advance(request.state, tokens)
                 request.scanned += len(tokens)
-        reasons: list[int] = []
-        for request, own in zip(requests, drafts, strict=True):
-            found = list(self._sections.blocked(request.state, own))
+            reasons = self._sections.blocked(request.state, draft, request.record[Column.SCOPE])
+            repeated: Iterable[list[set[int]]] = itertools.repeat([], len(draft))
             if self._config.repeat_ngram:
-                repeats = request.ngrams.repeated(request.output, own)
-                found = [it or Verdict.REPEAT * new for it, new in zip(found, repeats, strict=True)]
-            # Nothing blocks the bonus row.
-            reasons += [*found, 0]
-        return reasons
+                repeated = request.followers.before(request.output, draft)
+            # A bonus row asks nothing.
+            rows += [*guarded(reasons, draft, repeated, request.samples), (0, False, ())]
+        return Guarded.of(rows)

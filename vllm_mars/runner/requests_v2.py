@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBufferPool
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels.terms import Column, Markers, Records, Step
+from vllm_mars.kernels.beside import count_ended
+from vllm_mars.kernels.strictness_kernel import guard_positions, new_ring
+from vllm_mars.kernels.terms import Column, Guard, Markers, Records, Step
 from vllm_mars.requests import options_of
+from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.records import record_of
 from vllm_mars.runner.strictness import LOOKED_AT, Sections
 
@@ -28,6 +32,9 @@ class RequestsV2(LogitsProcessor):
             alone, since it is told the tokens that a request brings.
         turns: see `Sections`.
         fills: whether drafts are the last token again where the drafter has none.
+
+    Attributes:
+        naming: slots whose request names tokens for their logprobs.
     """
 
     def __init__(
@@ -43,16 +50,17 @@ class RequestsV2(LogitsProcessor):
         self._sections = Sections(config, turns)
         # Whether anything looks at tokens.
         self._may_block = bool(self._sections) or config.repeat_ngram > 0 or fills
-        self._wants_return = np.zeros(req_states.max_num_reqs, dtype=bool)
+        self.naming: set[int] = set()
+        # Slots whose request wants to know what was done.
+        self._returning: set[int] = set()
         # What a slot's new request brings: the section's states behind all its tokens and behind
         # its prompt, and the lengths of both.
         self._brought: dict[int, tuple[int, int, int, int]] = {}
-        # Records that the device has not got yet, by slot.
-        self._staged: dict[int, list[int]] = {}
-        # The slot of each request, and what those had lost that got a further input: vLLM takes
-        # such a request out of its slot, and its next answer begins anew.
+        # The slot of each request, and what those lost that were in none when they ended. One that
+        # gets a further input vLLM takes out of its slot, and its next answer begins anew. A
+        # preempted one can end before it comes back.
         self._slots: dict[str, int] = {}
-        self._replaced: list[torch.Tensor] = []
+        self._lost: list[torch.Tensor] = []
         # The records of preempted requests, by id, and of those that came back, by slot; on the
         # device, so that the host waits for nothing.
         self._kept: dict[str, torch.Tensor] = {}
@@ -68,7 +76,7 @@ class RequestsV2(LogitsProcessor):
             begun = self._sections.begin(last)
             state = self._sections.advance(begun, all_token_ids[prompt_len:])
             if req_id in self._slots:
-                self._replaced.append(self._records.lost[self._slots[req_id]].clone())
+                self._lost.append(self.records.lost[self._slots[req_id]].clone())
             slot = self._slots[req_id] = req_states.req_id_to_index[req_id]
             self._brought[slot] = state, begun, len(all_token_ids), prompt_len
             kept = self._kept.pop(req_id, None)
@@ -77,16 +85,27 @@ class RequestsV2(LogitsProcessor):
 
         req_states.add_request = add_and_note
 
-    # These three are built on first use: what is allocated while the model is loaded can be memory
-    # that vLLM's sleep mode throws away.
+    # These are built on first use: what is allocated while the model is loaded can be memory that
+    # vLLM's sleep mode throws away.
     @cached_property
-    def _records(self) -> Records:
-        return Records.new(self._req_states.max_num_reqs, self._req_states.device)
+    def _staged(self) -> StagedWriteTensor:
+        num_slots, device = self._req_states.max_num_reqs, self._req_states.device
+        table = Records.new(num_slots, device).table
+        staged = StagedWriteTensor(table.shape, table.dtype, device)
+        staged.gpu = table
+        return staged
+
+    @cached_property
+    def records(self) -> Records:
+        """Those of all slots."""
+        return Records(self._staged.gpu)
+
+    @cached_property
+    def _ended(self) -> UvaBufferPool:
+        return UvaBufferPool(self._req_states.max_num_reqs, torch.int32)
 
     @cached_property
     def _ring(self) -> torch.Tensor:
-        from vllm_mars.kernels.strictness import new_ring
-
         ring: torch.Tensor = new_ring(self._req_states.max_num_reqs, self._req_states.device)
         return ring
 
@@ -115,51 +134,51 @@ class RequestsV2(LogitsProcessor):
         state, begun, length, prompt_len = brought
         room = self._req_states.max_model_len - prompt_len
         record = record_of(sampling_params, self._config, room, length - prompt_len)
-        self._wants_return[req_idx] = options.wants_return
+        _put(self._returning, req_idx, options.wants_return)
+        _put(self.naming, req_idx, bool(sampling_params.logprob_token_ids))
         record[Column.STATE], record[Column.BEGUN] = state, begun
         record[Column.SCANNED], record[Column.HELD] = length, prompt_len
-        self._staged[req_idx] = record
+        self._staged.stage_write(req_idx, 0, record)
         return False
 
     def apply_staged_writes(self) -> None:
         """Hands what is new to the device."""
-        if not self._staged:
-            return
-        rows = [[slot, *record] for slot, record in self._staged.items()]
-        staged = async_tensor_h2d(rows, self._req_states.device, torch.int64)
-        self._records.table.index_copy_(0, staged[:, 0], staged[:, 1:])
+        self._staged.apply_write()
         if self._restored:
             slots = async_tensor_h2d([*self._restored], self._req_states.device, torch.int64)
             kept = torch.stack([*self._restored.values()])
             for column in (Column.LOST, Column.DRAFT_SHARE):
-                self._records.table[slots, column] = kept[:, column]
-        self._staged.clear()
-        self._restored.clear()
+                self.records.table[slots, column] = kept[:, column]
+            self._restored.clear()
 
-    def keep(self, preempted: Collection[str], finished: Collection[str]) -> torch.Tensor:
+    def leave(
+        self, preempted: Collection[str], finished: Collection[str], counters: Counters
+    ) -> None:
         """Notes what requests have lost that leave their slots and will come back.
 
         Args:
             preempted: their ids.
             finished: ids of those that will not.
-
-        Returns:
-            What these have lost, and those that got a further input; int64 `[n]`, in units of
-            2**-LOSS_BITS nats.
+            counters: where these are counted, and those that got a further input.
         """
-        ended, self._replaced = self._replaced, []
-        preempted = [name for name in preempted if name in self._slots]
-        leaving = [*preempted, *(set(finished) & self._slots.keys() - set(preempted))]
-        if leaving:
-            slots = [self._slots.pop(name) for name in leaving]
-            records = self._records.table[
-                async_tensor_h2d(slots, self._req_states.device, torch.int64)
-            ]
-            self._kept.update(zip(preempted, records, strict=False))
-            ended.append(records[len(preempted) :, Column.LOST])
-        # A preempted request can end before it comes back.
-        ended += [self._kept.pop(name)[Column.LOST] for name in finished if name in self._kept]
-        return torch.hstack(ended) if ended else torch.empty(0, dtype=torch.int64)
+        for name in preempted:
+            if (slot := self._slots.pop(name, None)) is not None:
+                self._kept[name] = self.records.table[slot].clone()
+        ended = []
+        for name in finished:
+            if (slot := self._slots.pop(name, None)) is not None:
+                ended.append(slot)
+            elif (kept := self._kept.pop(name, None)) is not None:
+                self._lost.append(kept[Column.LOST])
+        if ended:
+            self._returning.difference_update(ended)
+            self.naming.difference_update(ended)
+            slots = self._ended.copy_to_uva(ended)
+            own = counters.device_counts, counters.layout, counters.bounds
+            count_ended(*own, self.records, slots)
+        if self._lost:
+            counters.add_ended(torch.hstack(self._lost))
+            self._lost.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Returns the logits as they are."""
@@ -173,8 +192,8 @@ class RequestsV2(LogitsProcessor):
         idx_mapping: torch.Tensor,
         temperature: torch.Tensor,
         num_speculative_tokens: int,
-    ) -> tuple[Step, torch.Tensor | None]:
-        """A step, and where its drafts must stay strict.
+    ) -> tuple[Step, Guard | None]:
+        """A step, and what the text before each of its rows asks.
 
         Args:
             logits, input_ids, cu_num_logits, num_speculative_tokens: see `Step`.
@@ -182,31 +201,24 @@ class RequestsV2(LogitsProcessor):
             temperature: float32 `[max_num_reqs]`.
 
         Returns:
-            The step, and int8 `[num_rows]` as `blocked_positions` has it; None where nothing looks
-            at tokens.
+            The step, and what `guard_positions` finds; None where nothing looks at tokens.
         """
         states = self._req_states
         total_len, prompt_len = states.total_len.gpu, states.prompt_len.gpu
-        own = self._records, idx_mapping, total_len, prompt_len
+        own = self.records, idx_mapping, total_len, prompt_len
         step = Step(logits, input_ids, cu_num_logits, *own, num_speculative_tokens)
         if not self._may_block:
             return step, None
-        from vllm_mars.kernels.strictness import blocked_positions
-
-        guard = self._config.repeat_ngram, self.fills
-        blocked = blocked_positions(
-            *(self._ring, states.all_token_ids.gpu, step, temperature, self._markers, *guard)
-        )
-        return step, blocked
-
-    @property
-    def draft_shares(self) -> torch.Tensor:
-        """What drafts of each slot's request are drawn at; float32 `[S]`."""
-        shares: torch.Tensor = self._records.draft_share
-        return shares
+        given = self._ring, states.all_token_ids.gpu, step, temperature, self._markers
+        return step, guard_positions(*given, self._config.repeat_ngram, self.fills)
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:
         """Ids of the requests that want to know what was done, by place in the batch."""
-        wanted = np.flatnonzero(self._wants_return[idx_mapping_np])
-        ids = self._req_states.index_to_req_id
-        return {int(place): ids[int(idx_mapping_np[place])] for place in wanted}
+        if not self._returning:
+            return {}
+        ids, slots = self._req_states.index_to_req_id, idx_mapping_np.tolist()
+        return {place: ids[slot] for place, slot in enumerate(slots) if slot in self._returning}
+
+
+def _put(slots: set[int], slot: int, belongs: bool) -> None:
+    (slots.add if belongs else slots.discard)(slot)

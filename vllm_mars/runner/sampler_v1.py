@@ -18,9 +18,9 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels import cpu
-from vllm_mars.kernels.cpu import Chance
-from vllm_mars.kernels.terms import STRUCK, CounterLayout
+from vllm_mars.kernels import accept
+from vllm_mars.kernels.accept import Chance
+from vllm_mars.kernels.terms import CounterLayout
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.cut_prompts import spare_cut_prompts
@@ -78,8 +78,7 @@ class MarsRejectionSampler(RejectionSampler):
 
         Args:
             metadata: draft tokens and row indices of the step.
-            draft_probs: `[num_draft, vocab]` float32, or None where the draft has none. A token
-                that has some and is -1 now was struck out by a grammar.
+            draft_probs: `[num_draft, vocab]` float32, or None where the draft has none.
             logits: `[num_draft + batch, vocab]` raw target logits.
             sampling_metadata: the requests' sampling parameters.
 
@@ -186,14 +185,12 @@ class MarsRejectionSampler(RejectionSampler):
         bonus: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """The tokens of a step, and what is written down of them: see `Account`."""
-        verification, ids = self.verification, metadata.draft_token_ids
-        batch = len(metadata.num_draft_tokens)
-        if chance is not None and chance.draft_probs is not None:
-            ids = ids.masked_fill(ids < 0, STRUCK)
-        drafts = [own.tolist() for own in ids.split(metadata.num_draft_tokens)]
-        step, blocked = self.requests.step(logits, drafts, verification.num_speculative_tokens)
+        verification, lengths = self.verification, metadata.num_draft_tokens
+        batch = len(lengths)
+        drafts = [own.tolist() for own in metadata.draft_token_ids.split(lengths)]
+        step, guard = self.requests.step(logits, drafts, verification.num_speculative_tokens)
         account = verification.account(batch, logits.device, self.requests.returns(batch))
-        output = cpu.accept(step, verification.rule(logits), blocked, account, chance, bonus)
+        output = accept.accept(step, verification.rule(logits), guard, account, chance, bonus)
         tokens = output.output_token_ids[:, : metadata.max_spec_len + 1].contiguous()
         return tokens, account.table
 

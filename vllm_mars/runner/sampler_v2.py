@@ -9,22 +9,21 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    _flatten_sampled_kernel,
+)
 
 from vllm_mars.config import MarsConfig
-from vllm_mars.kernels import accept
-from vllm_mars.kernels.terms import STRUCK, CounterLayout, Draws, Sampling
+from vllm_mars.kernels import accept_kernel
+from vllm_mars.kernels.beside import add_log_ratios
+from vllm_mars.kernels.terms import CounterLayout, Draws, Sampling
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.outputs import attach_counters, send_returned
 from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
-from vllm_mars.runner.verification import (
-    Verification,
-    log_ratios,
-    of_sampled,
-    require_own_sampler,
-)
+from vllm_mars.runner.verification import Verification, require_own_sampler
 from vllm_mars.runner.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -34,6 +33,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 logger = init_logger("vllm.vllm_mars.runner.sampler_v2")
+
+# The attribute of a runner with what makes its sampler.
+_SAMPLER = "_vllm_mars_sampler"
 
 
 class MarsRejectionSamplerV2(RejectionSampler):
@@ -72,10 +74,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
         self._is_warm = False
         # Most tokens that a request of the step names for their logprobs.
         self._num_named = 0
-        # Of the chunk that was verified last: slot and place of each row, and log m - log p of the
-        # tokens at the rows.
-        self._rows: tuple[torch.Tensor, torch.Tensor]
-        self._log_ratios: torch.Tensor | None = None
+        # Of the chunk that was verified last: slot of each row and of each request, and the table
+        # of `Account` where it goes into logprobs.
+        self._slots: tuple[torch.Tensor, torch.Tensor]
+        self._table: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -85,8 +87,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
         invalid_drafts: torch.Tensor | None = None,
     ) -> "SamplerOutput":
         """vLLM's; arguments and result are the same."""
-        named = self.sampler.logprob_token_ids_state
-        self._num_named = named.max_num_token_ids(input_batch.idx_mapping_np)
+        self._num_named = 0
+        if self.requests.naming:
+            named = self.sampler.logprob_token_ids_state
+            self._num_named = named.max_num_token_ids(input_batch.idx_mapping_np)
         output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         self._send_returned()
         return output
@@ -119,31 +123,18 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_idx_mapping: `[num_logits]` request state of each row.
             expanded_local_pos: `[num_logits]` position of each row within its request.
             seq_lens_upper_bound_np: `[num_reqs]` on the host.
-            verify_draft_sampled: `draft_sampled` with invalid drafts as -1.
+            verify_draft_sampled: `draft_sampled`, but -1 for drafts that the grammar of their
+                request has not looked at: see `engine.grammar`.
 
         Returns:
             The processed logits, the sampled tokens `[num_reqs, num_speculative_steps + 1]` and
             their number per request.
         """
-        # vLLM looks at the tokens that target and draft share.
-        vocab = logits.shape[1] if draft_logits is None else draft_logits.shape[-1]
         if not self._is_warm:
-            own = self.verification, logits[:, :vocab], self.num_speculative_steps, draft_logits
+            shared = _shared(logits, draft_logits)
+            own = self.verification, shared, self.num_speculative_steps, draft_logits
             warm_up(*own, self.sampler.use_fp64_gumbel, self.requests.fills)
             self._is_warm = True
-        if verify_draft_sampled is not draft_sampled and draft_logits is not None:
-            # What a grammar has struck out was drawn all the same.
-            is_struck = (verify_draft_sampled < 0) & (draft_sampled >= 0)
-            verify_draft_sampled = verify_draft_sampled.masked_fill(is_struck, STRUCK)
-        step, blocked = self.requests.step(
-            logits[:, :vocab],
-            verify_draft_sampled,
-            cu_num_logits[1:],
-            idx_mapping,
-            self.sampler.sampling_states.temperature.gpu,
-            self.num_speculative_steps,
-        )
-        returns = self.requests.returns(idx_mapping_np)
         # Without a request that needs it, this is the logits themselves, as they are.
         processed = self.sampler.apply_sampling_params(
             logits,
@@ -156,28 +147,34 @@ class MarsRejectionSamplerV2(RejectionSampler):
             seq_lens_upper_bound_np,
         )
         verification, states = self.verification, self.sampler.sampling_states
-        samples = states.temperature.np[idx_mapping_np] != 0
-        step = step._replace(logits=processed[:, :vocab])
-        self._rows, self._log_ratios = (expanded_idx_mapping, expanded_local_pos), None
-        draws, temperature = None, states.temperature.gpu
-        if samples.any():
-            sampling = Sampling(temperature, states.seeds.gpu)
+        temperature = states.temperature.gpu
+        step, guard = self.requests.step(
+            _shared(processed, draft_logits),
+            verify_draft_sampled,
+            cu_num_logits[1:],
+            idx_mapping,
+            temperature,
+            self.num_speculative_steps,
+        )
+        self._slots, self._table = (expanded_idx_mapping, idx_mapping), None
+        draws = None
+        if states.temperature.np[idx_mapping_np].any():
+            drawn_at = None
             if draft_logits is not None:
                 # The target's logits have been divided by theirs; this is for the draft's.
                 drawn_at = temperature if self.drawn_at is None else self.drawn_at()
-                sampling = sampling._replace(draft_logits=draft_logits, drawn_at=drawn_at)
             draws = Draws(
-                sampling,
+                Sampling(temperature, states.seeds.gpu, draft_logits, drawn_at),
                 pos,
                 expanded_idx_mapping,
                 expanded_local_pos,
                 self.sampler.use_fp64_gumbel,
             )
-        account = verification.account(len(samples), logits.device, returns)
-        output = accept.accept(step, verification.rule(step.logits), blocked, account, draws)
+        returns = self.requests.returns(idx_mapping_np)
+        account = verification.account(len(idx_mapping_np), logits.device, returns)
+        output = accept_kernel.accept(step, verification.rule(step.logits), guard, account, draws)
         if draws is not None and verification.config.logprobs == "sampled":
-            ratios = log_ratios(account.table, temperature[idx_mapping])
-            self._log_ratios = self._of_rows(ratios, cu_num_logits)
+            self._table = account.table
         return processed, output.output_token_ids, output.num_emitted
 
     def _get_logprobs_tensors(
@@ -194,17 +191,24 @@ class MarsRejectionSamplerV2(RejectionSampler):
         Those of the tokens that a request names are among them, which vLLM's own leaves out.
         """
         found: LogprobsTensors | None
+        slots_of_rows, slots = self._slots
         if self._num_named:
-            steps = torch.arange(sampled.shape[1], device=sampled.device)
-            tokens = sampled.masked_fill(steps >= num_sampled[:, None], 0)
-            is_expanded = logits.shape[0] != len(num_sampled)
+            # As vLLM's own does.
+            tokens = sampled.new_zeros(logits.shape[0])
+            own = tokens, sampled, sampled.stride(0), num_sampled, cu_num_logits
+            _flatten_sampled_kernel[(len(num_sampled),)](*own, num_warps=1)
+            counts: torch.Tensor | list[int] | None = None
+            if logits.shape[0] != len(num_sampled):
+                # Where adaptive verification cuts drafts, the host does not know their lengths.
+                is_cut = self.enable_adaptive_verification
+                counts = cu_num_logits.clone() if is_cut else cu_num_logits_np.tolist()
             found = compute_topk_scores(
                 logits,
                 max(max_num_logprobs, 0),
-                self._of_rows(tokens, cu_num_logits),
-                cu_num_logits_np.tolist() if is_expanded else None,
+                tokens,
+                counts,
                 logprob_token_ids_state=self.sampler.logprob_token_ids_state,
-                expanded_idx_mapping=self._rows[0],
+                expanded_idx_mapping=slots_of_rows,
                 max_per_req_token_ids=self._num_named,
                 logits_mode=self.sampler.logprobs_mode.endswith("logits"),
             )
@@ -212,24 +216,28 @@ class MarsRejectionSamplerV2(RejectionSampler):
             found = super()._get_logprobs_tensors(
                 sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
             )
-        if found is not None and self._log_ratios is not None:
-            found.logprobs.add_(of_sampled(found.logprob_token_ids, self._log_ratios))
+        if found is not None and self._table is not None:
+            temperature = self.sampler.sampling_states.temperature.gpu
+            add_log_ratios(
+                *(found.logprobs, found.logprob_token_ids, self._table),
+                *(temperature, slots, cu_num_logits),
+            )
         return found
 
-    def _of_rows(self, values: torch.Tensor, cu_num_logits: torch.Tensor) -> torch.Tensor:
-        """Of `[num_reqs, num_speculative_steps + 1]` values, that of each row of the logits."""
-        slots, offsets = self._rows
-        rows = torch.arange(len(slots), device=values.device)
-        request = torch.searchsorted(cu_num_logits, rows, right=True) - 1
-        return values[request, offsets.long()]
+
+def _shared(logits: torch.Tensor, draft_logits: torch.Tensor | None) -> torch.Tensor:
+    """The logits of the tokens that target and draft share, which vLLM looks at."""
+    if draft_logits is None or draft_logits.shape[-1] == logits.shape[1]:
+        return logits
+    return logits[:, : draft_logits.shape[-1]]
 
 
 def install(runner: Any, config: MarsConfig) -> None:
     """Puts a `MarsRejectionSamplerV2` into a V2 model runner.
 
     Args:
-        runner: vLLM's V2 `GPUModelRunner` once its model is loaded; as it is where it has no
-            rejection sampler.
+        runner: vLLM's V2 `GPUModelRunner`, each time that it has loaded a model, with which vLLM
+            makes new samplers; as it is where it has no rejection sampler.
         config: the options.
 
     Raises:
@@ -240,36 +248,35 @@ def install(runner: Any, config: MarsConfig) -> None:
     if own is None:
         return
     require_own_sampler(own, RejectionSampler)
+    if not hasattr(runner, _SAMPLER):
+        setattr(runner, _SAMPLER, _attach(runner, config))
+    runner.rejection_sampler = getattr(runner, _SAMPLER)(own.sampler)
+
+
+def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectionSamplerV2]:
+    """Wraps what a runner calls in each step, once; gives what makes a sampler out of vLLM's."""
     spec_config = runner.speculative_config
     turns = turn_token_ids(config, runner.model_config)
     # vLLM's drafts the last token again where nothing matches, to be rejected.
     fills = spec_config.method == "ngram"
     requests = RequestsV2(config, runner.req_states, turns, fills)
-    own.sampler.logits_processors.append(requests)
+    counters = Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device)
+    protected = protected_token_ids(config, runner.vllm_config)
+    verification = Verification(config, protected, counters)
+    drawn_at = draft_temperature.scale_v2(runner, config, requests)
     finish_requests = runner.finish_requests
 
-    def keep_and_finish(scheduler_output: Any) -> None:
+    def leave_and_finish(scheduler_output: Any) -> None:
         preempted = scheduler_output.preempted_req_ids or ()
-        ended = requests.keep(preempted, scheduler_output.finished_req_ids)
-        if len(ended):
-            verification.counters.add_ended(ended)
+        requests.leave(preempted, scheduler_output.finished_req_ids, counters)
         finish_requests(scheduler_output)
 
-    runner.finish_requests = keep_and_finish
-    verification = Verification(
-        config,
-        protected_token_ids(config, runner.vllm_config),
-        Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
-    )
-    runner.rejection_sampler = MarsRejectionSamplerV2(
-        own.sampler,
-        spec_config,
-        runner.device,
-        verification,
-        requests,
-        draft_temperature.scale_v2(runner, config, requests),
-        functools.partial(send_returned, runner, verification),
-    )
+    def renewed(sampler: Sampler) -> MarsRejectionSamplerV2:
+        sampler.logits_processors.append(requests)
+        own = sampler, spec_config, runner.device, verification, requests, drawn_at
+        return MarsRejectionSamplerV2(*own, functools.partial(send_returned, runner, verification))
+
+    runner.finish_requests = leave_and_finish
     attach_counters(runner, verification)
     verification.log_start(logger, "V2")
     if (draft_logits := getattr(runner.speculator, "draft_logits", None)) is not None:
@@ -279,3 +286,4 @@ def install(runner: Any, config: MarsConfig) -> None:
             draft_logits.nbytes / 2**20,
             " x ".join(map(str, draft_logits.shape)),
         )
+    return renewed

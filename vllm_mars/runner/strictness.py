@@ -1,21 +1,25 @@
 """Where in an answer verification is strict: its opening, marked spans, and what it may repeat.
 
+Or all of its thinking section, or all but that: a request's scope is `IN_THINKING` or `IN_ANSWER`
+where that alone may be relaxed, else 0.
+
 Markers are single tokens. The state of a request is one integer, so that it can stay on the device:
-the number of the span that is open (0 for none), plus `OPENING` for each token that the opening
-still has. A draft is walked through token by token, so a marker inside it changes the positions
-behind it.
+the number of the span that is open (0 for none), plus `THINKING` while the thinking section is, and
+`OPENING` for each token that the opening still has. A draft is walked through token by token, so a
+marker inside it changes the positions behind it.
 
-The guard against repetition makes a position of a greedy request strict where the draft token
-completes an n-gram that the answer holds already; of one that samples, where the answer holds the
-n - 1 tokens before it already, and behind them any token: what is served must not depend on the
-token that was drawn, and so a repetition comes as often as the target's own. The answer is the last
-`GUARD_WINDOW` output tokens and the draft before the token; n-grams may overlap.
+The guard against repetition looks at the n-grams of the answer, of 2 to `repeat_ngram` tokens; the
+answer is the last `GUARD_WINDOW` output tokens and the draft before a position, and n-grams may
+overlap. Where a request samples, each token that followed the last one before the position keeps
+its probability, whatever was drawn there; so each n-gram repeats as often as under the target. A
+greedy request relaxes no token that completes a longer n-gram of the answer than the first choice
+would. Where more than `MOST_FOLLOWERS` tokens are to be listed for that, the position is strict.
 
-This is the definition, and the form for a CPU; `vllm_mars.kernels.strictness` is that for an
+This is the definition, and the form for a CPU; `vllm_mars.kernels.strictness_kernel` is that for an
 accelerator.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 
 import numpy as np
 import torch
@@ -24,8 +28,13 @@ from vllm_mars.config import MarsConfig
 from vllm_mars.kernels.terms import (
     CLOSES,
     GUARD_WINDOW,
+    IN_ANSWER,
+    IN_THINKING,
+    MOST_FOLLOWERS,
     OPENING,
+    THINKING,
     THINKING_END,
+    THINKING_START,
     Markers,
     Verdict,
 )
@@ -49,6 +58,7 @@ class Sections:
     def __init__(self, config: MarsConfig, turns: Set[int] = frozenset()) -> None:
         self._turns = turns
         self.opening = config.opening
+        self.thinking_start = -1 if config.thinking_start is None else config.thinking_start
         self.thinking_end = -1 if config.thinking_end is None else config.thinking_end
         self.opens: dict[int, int] = {}
         self.closes: dict[int, int] = {}
@@ -57,11 +67,14 @@ class Sections:
             self.opens[start] = number
             if end is not None:
                 self.closes[end] = self.closes.get(end, 0) | 1 << (number - 1)
-        self._marking = np.array([*self.opens, *self.closes, self.thinking_end])
+        self._marking = np.array(
+            [*self.opens, *self.closes, self.thinking_start, self.thinking_end]
+        )
 
     def __bool__(self) -> bool:
         """Whether any position can be strict."""
-        return bool(self.opens) or self.opening > 0
+        # A request may choose a scope wherever the thinking section is known.
+        return bool(self.opens) or self.opening > 0 or self.thinking_start >= 0
 
     def begin(self, prompt: Sequence[int]) -> int:
         """The state before a request's first output token.
@@ -73,7 +86,7 @@ class Sections:
             prompt: its tokens, or its last `LOOKED_AT` alone.
         """
         state = 0
-        if self.opens:
+        if self.opens or self.thinking_start >= 0:
             for index in range(len(prompt) - 1, max(len(prompt) - LOOKED_AT, 0), -1):
                 if prompt[index] in self._turns:
                     state = self.advance(0, prompt[index + 1 :])
@@ -90,94 +103,136 @@ class Sections:
             counts[max(len(ids) - self.opening, 0) :] = True
             tokens = ids[counts].tolist()
         for token in tokens:
-            span = state % OPENING
+            span, thinking = state % THINKING, state & THINKING
             opening = max(state // OPENING - 1, 0)
             if span == 0:
                 span = self.opens.get(token, 0)
             elif self.closes.get(token, 0) >> (span - 1) & 1:
                 span = 0
+            if token == self.thinking_start:
+                thinking = THINKING
             if token == self.thinking_end:
-                opening = self.opening
-            state = span + OPENING * opening
+                thinking, opening = 0, self.opening
+            state = span + thinking + OPENING * opening
         return state
 
-    def is_strict(self, state: int) -> bool:
+    def is_strict(self, state: int, scope: int = 0) -> bool:
         """Whether the next token is verified strictly."""
-        return bool(self._reason(state))
+        return bool(self._reason(state, scope))
 
-    def _reason(self, state: int) -> int:
+    def _reason(self, state: int, scope: int) -> int:
         """Why it is, or 0."""
-        opening: int = Verdict.OPENING if state >= OPENING else Verdict.NONE
-        return Verdict.SPAN if state % OPENING else opening
+        reason: int = Verdict.NONE
+        if state % THINKING:
+            reason = Verdict.SPAN
+        elif state >= OPENING:
+            reason = Verdict.OPENING
+        elif scope == (IN_ANSWER if state & THINKING else IN_THINKING):
+            reason = Verdict.SCOPE
+        return reason
 
     def markers(self, device: torch.device) -> Markers | None:
         """The markers for the kernel; None where no position can be strict."""
         if not self:
             return None
-        table = [0] * (max(0, self.thinking_end, *self.opens, *self.closes) + 1)
+        thinking = self.thinking_start, self.thinking_end
+        table = [0] * (max(0, *thinking, *self.opens, *self.closes) + 1)
         for token, number in self.opens.items():
             table[token] += number
         for token, spans in self.closes.items():
             table[token] += spans << CLOSES
-        if self.thinking_end >= 0:
-            table[self.thinking_end] += THINKING_END
+        for token, mark in zip(thinking, (THINKING_START, THINKING_END), strict=True):
+            if token >= 0:
+                table[token] += mark
         return Markers(torch.tensor(table, device=device), self.opening)
 
-    def blocked(self, state: int, draft: Sequence[int]) -> Iterator[int]:
+    def blocked(self, state: int, draft: Sequence[int], scope: int = 0) -> Iterator[int]:
         """Yields for each position of a request's draft why it is strict, a `Verdict`, or 0.
 
         Args:
             state: before the first draft token.
             draft: its tokens.
+            scope: of the request.
         """
         for token in draft:
-            yield self._reason(state)
+            yield self._reason(state, scope)
             state = self.advance(state, (token,))
 
 
-class AnswerNgrams:
-    """The n-grams of one answer, which grows.
+class Followers:
+    """What followed each token of one answer, which grows.
 
     Args:
-        length: tokens of an n-gram, >= 2.
-        samples: whether the request does.
+        length: tokens of the longest n-gram that is looked at, >= 2.
         window: the answer's last tokens that are looked at.
     """
 
-    def __init__(self, length: int, samples: bool, window: int = GUARD_WINDOW) -> None:
+    def __init__(self, length: int, window: int = GUARD_WINDOW) -> None:
         self._length = length
-        # What is compared of an n-gram.
-        self._part = slice(length - 1 if samples else length)
         self._window = window
-        # Where an n-gram of each part last ended: the number of tokens up to and including it.
-        self._ends: dict[tuple[int, ...], int] = {}
+        # Of each n-gram what followed it, and where that stands last: the number of tokens up to
+        # and including it.
+        self._ends: dict[tuple[int, ...], dict[int, int]] = {}
         self._scanned = 0
 
-    def repeated(self, answer: Sequence[int], draft: Sequence[int]) -> list[bool]:
-        """Whether each position is such a place, if the draft tokens before it are accepted.
+    def before(self, answer: Sequence[int], draft: Sequence[int]) -> Iterator[list[set[int]]]:
+        """Yields for each position of a draft what would repeat there.
 
         Args:
             answer: all output tokens of the request so far.
-            draft: the draft tokens that follow.
+            draft: the draft tokens that follow; those before a position count as accepted.
+
+        Yields:
+            The tokens that complete an n-gram of 2 tokens which these hold, of 3, and so on.
         """
-        length = self._length
         if len(answer) < self._scanned:
             self._ends.clear()
             self._scanned = 0
-        for end in range(max(self._scanned + 1, length), len(answer) + 1):
-            self._ends[tuple(answer[end - length : end][self._part])] = end
+        for end in range(self._scanned + 1, len(answer) + 1):
+            for before in _beginnings(answer[max(end - self._length, 0) : end - 1]):
+                self._ends.setdefault(before, {})[answer[end - 1]] = end
         self._scanned = len(answer)
 
-        first = len(answer) - self._window
-        tokens = list(answer[-length:])
-        drafted: set[tuple[int, ...]] = set()
-        found = []
+        first = max(len(answer) - self._window, 0)
+        last = list(answer[-(self._length - 1) :])
+        drafted: dict[tuple[int, ...], set[int]] = {}
         for token in draft:
-            tokens.append(token)
-            last = tuple(tokens[-length:][self._part])
-            held = self._ends.get(last, 0) - length >= max(first, 0)
-            is_long = len(tokens) >= length
-            found.append(is_long and (held or last in drafted))
-            if is_long:
-                drafted.add(last)
-        return found
+            found = []
+            for before in _beginnings(last):
+                held = self._ends.get(before, {}).items()
+                found.append({it for it, end in held if end - len(before) > first})
+                found[-1] |= drafted.get(before, set())
+                drafted.setdefault(before, set()).add(token)
+            yield found
+            last = [*last, token][-(self._length - 1) :]
+
+
+def _beginnings(last: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of an n-gram of 2 tokens, of 3, ... all but the token that comes behind the last ones."""
+    return [tuple(last[-count:]) for count in range(1, len(last) + 1)]
+
+
+def guarded(
+    reasons: Iterable[int],
+    draft: Sequence[int],
+    repeated: Iterable[list[set[int]]],
+    samples: bool,
+) -> Iterator[tuple[int, bool, Collection[int]]]:
+    """Yields of each position of a draft the entries of `rule.Guarded`.
+
+    Args:
+        reasons: why each is strict for its place in the answer, a `Verdict`, or 0.
+        draft: its tokens.
+        repeated: of `Followers`.
+        samples: whether the request does.
+    """
+    for reason, token, by_length in zip(reasons, draft, repeated, strict=True):
+        lists = by_length[:1]
+        repeats = any(token in found for found in lists)
+        if not samples:
+            # The longest that the draft token completes.
+            lists = [found for found in by_length if token in found][-1:]
+        listed = lists[0] if lists else ()
+        if len(listed) > MOST_FOLLOWERS:
+            reason, listed = reason or Verdict.REPEAT, ()
+        yield reason, repeats, listed

@@ -100,7 +100,8 @@ class Verification:
             bound = f"mars_max_loss={config.max_loss:g} nats per token"
         if config.limit is not None:
             bound += f", mars_limit={config.limit:g}"
-        return f"{rule}, {bound}, mars_strict_opening={config.opening}"
+        scope = "" if config.scope == "all" else f", mars_scope={config.scope}"
+        return f"{rule}, {bound}, mars_strict_opening={config.opening}{scope}"
 
     def _loss(self) -> str:
         if self.config.lossy:

@@ -2,13 +2,14 @@
 
 Triton compiles a kernel for the dtypes, the constants and, of the logits, the alignment of its
 arguments, in about a second each. The samplers call this on their first call, which is vLLM's dummy
-run at start; what varies from step to step afterwards is no part of a variant, or is met here.
+run at start; what varies from step to step afterwards is no part of a variant, or is met here. The
+kernels of `beside` are met by the requests that vLLM warms its own with: they sample, and end.
 """
 
 import torch
 
-from vllm_mars.kernels import accept
-from vllm_mars.kernels.strictness import blocked_positions, new_ring
+from vllm_mars.kernels import accept_kernel
+from vllm_mars.kernels.strictness_kernel import guard_positions, new_ring
 from vllm_mars.kernels.terms import Draws, Records, Sampling, Step
 from vllm_mars.runner.strictness import Sections
 from vllm_mars.runner.verification import Verification
@@ -32,7 +33,7 @@ def warm_up(
         use_fp64: whether the noise of a draw is float64.
         fills: as `RequestsV2` has it.
     """
-    device = logits.device
+    device, config = logits.device, verification.config
     inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
     # V2's slots are int64.
     own = Records.new(1, device), zero.long(), zero, zero, num_speculative_tokens
@@ -41,15 +42,14 @@ def warm_up(
     if draft_logits is not None:
         sampling = sampling._replace(draft_logits=draft_logits, drawn_at=float_one)
     processed = torch.zeros((2, logits.shape[1]), device=device)
-    for rows in (*_row_layouts(logits), processed):
-        step, rule = Step(rows, inputs, end, *own), verification.rule(rows)
-        for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
-            accept.accept(step, rule, None, verification.account(1, device, {}), draws)
-    config = verification.config
     markers, ngram = Sections(config).markers(device), config.repeat_ngram
-    if markers is not None or ngram or fills:
-        ring = new_ring(1, device)
-        blocked_positions(ring, zero[None], step, float_one, markers, ngram, fills)
+    for rows in (*_row_layouts(logits), processed):
+        step, rule, guard = Step(rows, inputs, end, *own), verification.rule(rows), None
+        if markers is not None or ngram or fills:
+            text = new_ring(1, device), zero[None], step, float_one, markers, ngram, fills
+            guard = guard_positions(*text)
+        for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
+            accept_kernel.accept(step, rule, guard, verification.account(1, device, {}), draws)
 
 
 def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:

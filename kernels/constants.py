@@ -1,0 +1,144 @@
+"""What the Triton kernels know at compile time, as one constant.
+
+Triton compares each global constant that a kernel uses at each launch, a microsecond apiece on the
+host; as fields of one tuple they cost that once for each module whose functions a kernel calls, and
+are part of what a compiled kernel is cached by. (Attributes of a module are not: an upgrade would
+run old kernels.)
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from vllm_mars.config import MOST_ENDS
+from vllm_mars.kernels import clip, terms
+from vllm_mars.kernels.terms import Column, Verdict
+
+
+class Constants(NamedTuple):
+    """Fields without a comment are those of `terms`."""
+
+    # Verdicts.
+    PAYABLE: int = Verdict.PAYABLE.value
+    RELAXED: int = Verdict.RELAXED.value
+    FIRST: int = Verdict.FIRST.value
+    PROTECTED: int = Verdict.PROTECTED.value
+    SPAN: int = Verdict.SPAN.value
+    LOSS: int = Verdict.LOSS.value
+    REPEAT: int = Verdict.REPEAT.value
+    OPENED: int = Verdict.OPENING.value
+    OUTSIDE: int = Verdict.SCOPE.value
+
+    # Columns of a record, and its size.
+    PRICE: int = Column.PRICE.value
+    RATE: int = Column.RATE.value
+    LOST: int = Column.LOST.value
+    MOST_TOKENS: int = Column.MOST_TOKENS.value
+    THRESHOLD: int = Column.THRESHOLD.value
+    DRAFT_SHARE: int = Column.DRAFT_SHARE.value
+    STATE: int = Column.STATE.value
+    BEGUN: int = Column.BEGUN.value
+    SCANNED: int = Column.SCANNED.value
+    HELD: int = Column.HELD.value
+    SCOPE: int = Column.SCOPE.value
+    FIRST_END: int = Column.ENDS.value
+    ENDS: int = MOST_ENDS
+    RECORD_SIZE: int = terms.RECORD_SIZE
+
+    # Nats of a unit, units of a nat, and what parts a rate from units.
+    UNIT: float = 2.0**-terms.LOSS_BITS
+    PER_NAT: float = 2.0**terms.LOSS_BITS
+    RATE_SHIFT: int = terms.RATE_BITS - terms.LOSS_BITS
+    MOST_LOSS: float = float(terms.MOST_LOSS)
+    MOST_PRICE_UNITS: int = terms.MOST_PRICE_UNITS
+    MOST_BALANCE: int = terms.MOST_BALANCE
+    NO_BOUND: int = terms.NO_BOUND
+    NO_LIMIT: int = terms.NO_LIMIT
+    PRICE_BURSTS: int = terms.PRICE_BURSTS
+    BURST_TOKENS: int = terms.BURST_TOKENS
+    GREEDY_SCALE: int = terms.GREEDY_SCALE
+    FIXED_SCALE: int = terms.FIXED_SCALE
+    DRAWN_SCALE: int = terms.DRAWN_SCALE
+    LEAST_SHARE: float = terms.LEAST_SHARE
+    MOST_SHARE: float = terms.MOST_SHARE
+    # Rounded down by more than a float can be off.
+    CAUTION: float = 1 - 2**-20
+
+    # Tokens.
+    STRUCK: int = terms.STRUCK
+    MOST_FOLLOWERS: int = terms.MOST_FOLLOWERS
+    OPENING: int = terms.OPENING
+    OPENS: int = terms.OPENS
+    THINKING: int = terms.THINKING
+    THINKING_START: int = terms.THINKING_START
+    THINKING_END: int = terms.THINKING_END
+    IN_THINKING: int = terms.IN_THINKING
+    IN_ANSWER: int = terms.IN_ANSWER
+    CLOSES: int = terms.CLOSES
+    # Kept tokens that are read at a time, those of most models are fewer; listed tokens of each
+    # position; places of an answer.
+    KEPT_CHUNK: int = 256
+    LISTED: int = 32
+    ANSWER_BLOCK: int = 1024
+
+    # What `clip_kernel` finds of a row of a drawn draft, so many numbers: log w, the price, log
+    # F(w), the target's and the draft's log-sum-exp; KL(m || p) and the drift; of the draft token
+    # log m - log p, and log m - log q, -inf where it cannot stay. Then, of `mass_kernel`, log p_i
+    # of the draft before the row, and the same with p in the place of m; of a request's first row
+    # these are 0 and not written.
+    CLIPPED: int = 11
+    LOG_W: int = 0
+    PRICE_OF_ROW: int = 1
+    LOG_TOTAL: int = 2
+    TARGET_LSE: int = 3
+    DRAFT_LSE: int = 4
+    LOSS_OF_ROW: int = 5
+    DRIFT: int = 6
+    OF_P: int = 7
+    OF_Q: int = 8
+    BEFORE: int = 9
+    STRICT_BEFORE: int = 10
+
+    # As `clip` has it.
+    START: float = clip.START
+    STEPS: int = clip.STEPS
+    MOST_CLIP_PRICE: float = clip.MOST_CLIP_PRICE
+    LEAST_REST: float = clip.LEAST_REST
+    EIGHTH: float = clip.EIGHTH
+
+    # Numbers. exp(x) is 2**(x * LOG2_E): libdevice's 2**x takes one instruction, where `tl.exp`
+    # takes five for results that no float32 holds in full.
+    INF: float = float("inf")
+    LOG2_E: float = 1.4426950408889634
+    # Below any logit that counts.
+    LEAST: float = -3e38
+    # So far below the largest logit, exp is 0 and its product with the distance has to be.
+    NOTHING: float = -1e4
+    # So small a log2 p adds nothing to a sum, where -inf would make a NaN of it.
+    LEAST_LOG2: float = -1e4
+    # vLLM's `tl_rand32`, which draws the same numbers as Triton, is never 0 but this.
+    LEAST_DRAWN: float = 4.6566127342e-10
+
+
+class _Fields(tl.constexpr):
+    """A constant whose fields are known where Triton does not look into its value.
+
+    So it is in the interpreter, in Triton 3.6, and where Triton 3.9 looks for a return in a branch.
+    """
+
+    def __getattr__(self, name: str) -> float:
+        # Copies are made before there is a value.
+        if name == "value":
+            raise AttributeError(name)
+        found: float = getattr(self.value, name)
+        return found
+
+    # Nothing in it changes. So Triton, which compares it with a copy, sees that at a glance.
+    def __deepcopy__(self, memo: object) -> "_Fields":
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+
+C = _Fields(Constants())
