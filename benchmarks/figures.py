@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/ and benchmarks/, and the picture of speed by loss.
+"""Writes the tables of README.md, docs/ and benchmarks/.
 
     make figures        # a test compares
 
@@ -8,7 +8,12 @@ a cell is a text, a number, a number with both ends of its interval, or null, an
 is a heading. A column's second entry is the format of its numbers, or null if no table shows it;
 its third, if there is one, says which do: `<!-- figures: NAME gain -->` shows those of `gain`. Of a
 sweep `NAME examples` shows two answers, and `NAME lengths` how fast each K is.
-`<!-- figures: headline -->` is README's, out of two files.
+
+Out of other files are `headline`, README's; `bounds`, `beside` and `leans`, of `ACROSS`; and
+`effects`, what rows of one question say together: their mean, weighted by one over the squared
+standard error, as if they were independent. These leave out what `COOL` names, and `effects` the
+lowest bound; `effects all` does not.
+`<!-- figures: api NAME -->` is what the docstring of NAME says.
 """
 
 import html
@@ -20,8 +25,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks import reference
 from vllm_mars.experiments import examples
 from vllm_mars.experiments.records import Piece, SweepFile, read_sweep
 from vllm_mars.experiments.rows import heat, rows, tables, turned, without_times
@@ -29,32 +33,94 @@ from vllm_mars.local.prompts import load_prompts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PICTURE = ROOT / "docs/tokens_by_nats.png"
 SCHEMA = "vllm-mars/figures/1"
 MARK = re.compile(r"^<!-- /?figures", re.MULTILINE)
 PLACE = re.compile(
     r"^(<!-- figures: (\S+)(?: (\S+))? -->)\n(?:.*?\n)??(<!-- /figures -->)$",
     re.DOTALL | re.MULTILINE,
 )
+# What the README and the results leave to the README of the raw files.
+COOL = "temperature 0.4"
 # README's table: a column's title, then the file, the rule and the column that it is taken from.
+BOUND = "mars_max_loss 0.02"
 HEADLINE = [
-    ("vLLM as it comes", "reading", "standard, fixed drafts", "tokens per step"),
-    ("best lossless setting", "reading", "strict", "tokens per step"),
-    ("MARS", "reading", "mars_max_loss 0.02", "tokens per step"),
-    ("MARS / best lossless", "reading", "mars_max_loss 0.02", "tokens per step x strict"),
-    ("nats lost per token", "reading", "mars_max_loss 0.02", "nats lost per token"),
-    ("answers that ended, points", "ends", "mars_max_loss 0.02", "ended less strict's, points"),
+    ("best lossless", "reading", "strict", "tokens per step"),
+    ("MARS / best lossless", "reading", BOUND, "tokens per step x strict"),
+    ("where answers ended", "reading", BOUND, "where answers ended"),
+    ("nats lost per token", "reading", BOUND, "nats lost per token"),
 ]
 # Of these the interval is what counts.
-WITH_ENDS = "tokens per step x strict", "ended less strict's, points"
-# The picture: by the begin of a rule's name what it is called, its mark and its colour.
-PICTURED, HEAT = "reading", "temperature 1"
-SERIES = {
-    "standard, fixed drafts": ("vLLM as it comes", "*", "#555555"),
-    "strict": ("the best without loss", "*", "#000000"),
-    "mars_max_loss": ("MARS, by a bound of nats per token", "s-", "#009e73"),
-    "mars_theta": ("the paper's theta", "o--", "#b5651d"),
+WITH_ENDS = "tokens per step x strict", "where answers ended"
+# Tables with a column for each temperature: the file, the format of a gain, and by a row's title
+# which of the file's rows it shows, of several names the one under the temperature.
+ACROSS: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
+    "bounds": (
+        "reading",
+        ".2f",
+        {
+            "`standard`, fixed drafts: vLLM as it comes": ("standard, fixed drafts",),
+            "best lossless setting": ("strict",),
+            "MARS, a bound of 0.005": ("mars_max_loss 0.005",),
+            "**MARS, a bound of 0.02**": (BOUND,),
+            "the same, where answers ended": (BOUND,),
+            "MARS, a bound of 0.05": ("mars_max_loss 0.05",),
+            "theta 0.9, fixed drafts": ("mars_theta 0.9, fixed drafts",),
+        },
+    ),
+    "beside": (
+        "rivals",
+        ".3f",
+        {
+            "`fly`, its defaults, fixed drafts": (
+                *("`fly`, its defaults, fixed drafts", "`fly`, its defaults"),
+            ),
+            "theta 0.96, fixed drafts": ("theta 0.96", "theta 0.96, fixed drafts"),
+            "ASD": ("ASD (budget 8, local ratio 0.25, 2 mismatches)",),
+            "AdaptiveSpec": ("AdaptiveSpec's first mismatch, p / p1 ≥ 0.61",),
+            "mentored decoding": ("mentored decoding, 0.02 nats",),
+            "lenience": ("lenience, 0.02 nats",),
+            "Cactus": ("Cactus, 0.02 nats",),
+            "a price, position by position": ("price, position by position, 0.02 nats",),
+            "a price, by blocks": ("price, by blocks, 0.02 nats",),
+        },
+    ),
+    "leans": (
+        "tokens",
+        ".3f",
+        {
+            kind: (kind,)
+            for kind in (
+                *("2-grams again", "3-grams again", "4-grams again"),
+                *("sentence ends", "line breaks", "capitals"),
+            )
+        },
+    ),
 }
+# Where these tables find what a rule gains, loses, and what one price gains at that loss.
+GAIN = "tokens per step x strict", "K 4: tokens per step", "served / target, by a forward pass"
+ENDED = "where answers ended"
+LOST = "nats lost per token", "K 4: nats per token"
+PRICE = ("K 4: a price at this loss",)
+# Rows that answer one question, by temperature: files and the headings there. Of one line the first
+# that has the rule counts, since greedily the same prompts get the same answers.
+POOLED: dict[str, list[list[tuple[str, str]]]] = {
+    "greedy": [[("ends", "greedy"), ("reading", "greedy")], [("reading8", "greedy")]],
+    **{
+        heat: [[(name, heat)] for name in ("ends", "reading", "reading8")]
+        for heat in ("temperature 0.4", "temperature 0.7", "temperature 1")
+    },
+}
+# What is pooled: the column, its format, and which rows of it stand in the table. A difference of
+# repeated 4-grams does not mean the same at all temperatures.
+ALL = "all temperatures"
+EFFECTS = {
+    "ended, points": ("ended less strict's, points", "+.1f", (*POOLED, ALL)),
+    "length, x strict": ("length x strict", ".3f", (ALL,)),
+    "repeated 4-grams": ("repeated 4-grams less strict's", "+.3f", tuple(POOLED)),
+    "NLL less entropy": ("NLL less entropy", "+.3f", (ALL,)),
+}
+# Of a difference that is found four times in five, in standard errors.
+FOUND = 1.96 + 0.84
 
 
 def pages() -> list[Path]:
@@ -130,6 +196,82 @@ def table_of(
     return table([title for _, title, _ in shown], body)
 
 
+def cells(name: str) -> Iterable[tuple[str, str, dict[str, Any]]]:
+    """The rows of a file: the heading above it, its rule, and its cells by the columns' titles."""
+    found, heading = read(name), ""
+    titles = [title for title, *_ in found["columns"]]
+    for row in found["rows"]:
+        if len(row) == 1:
+            heading = row[0]
+        else:
+            yield heading, row[0], dict(zip(titles, row, strict=True))
+
+
+def across(name: str, form: str, chosen: dict[str, tuple[str, ...]]) -> Iterable[str]:
+    """The lines of a table with a column for each temperature: what a rule gains, for what loss."""
+    found = {(heading.split(", ")[-1], rule): row for heading, rule, row in cells(name)}
+    headings = list(dict.fromkeys(heading for heading, _ in found if heading != COOL))
+
+    def cell(heading: str, title: str, rules: tuple[str, ...]) -> str:
+        row = next((found[heading, rule] for rule in rules if (heading, rule) in found), {})
+        gain, price = (
+            next((row[title] for title in titles if title in row), None) for titles in (GAIN, PRICE)
+        )
+        lost = next((row[title] for title in LOST if title in row), 0)
+        if title.endswith(ENDED):
+            return text(row.get(ENDED), form)
+        if not row or gain is None:
+            return "1" if row else ""
+        lost = lost[0] if isinstance(lost, list) else lost
+        told = text(gain, form)
+        # The page says which rules were set to lose this much, and a price is a row of its own.
+        if lost == 0.02:
+            return told
+        told += f" for {lost:.3f}" if lost else "" if lost == 0 else " for an unknown loss"
+        return f"{told}; a price {price[0]:{form}}" if price else told
+
+    body = [
+        [title, *(cell(at, title, rules) for at in headings)] for title, rules in chosen.items()
+    ]
+    return table(["", *headings], body)
+
+
+def pooled(found: Sequence[Sequence[float]]) -> list[float] | None:
+    """The weighted mean of values with both ends of their intervals, and its interval."""
+    weights = [(2 * 1.96 / (high - low)) ** 2 for _, low, high in found]
+    if not weights:
+        return None
+    mean = sum(w * value for w, (value, *_) in zip(weights, found, strict=True)) / sum(weights)
+    half = 1.96 / sum(weights) ** 0.5
+    return [mean, mean - half, mean + half]
+
+
+def effects(view: str = "") -> Iterable[str]:
+    """The lines of the table of what bounds do to text, and what it could have seen."""
+    names = dict.fromkeys(name for of in POOLED.values() for line in of for name, _ in line)
+    known = {(name, heading, rule): row for name in names for heading, rule, row in cells(name)}
+    bounds = ["0.005", "0.02", "0.05"][not view :]
+
+    def values(column: str, at: str, rule: str) -> list[list[float]]:
+        """The cells of a column that are pooled, at one temperature or at all."""
+        lines = [line for name, of in POOLED.items() if at in (name, ALL) for line in of]
+        rows = (
+            next((known[*it, rule] for it in line if (*it, rule) in known), {}) for line in lines
+        )
+        return [row[column] for row in rows if isinstance(row.get(column), list)]
+
+    body: list[list[str]] = []
+    for title, (column, form, shown) in EFFECTS.items():
+        body += [[f"**{title}**", *[""] * (len(bounds) + 1)]] if len(shown) > 1 else []
+        for at in (at for at in shown if view or at != COOL):
+            found = {of: pooled(values(column, at, f"mars_max_loss {of}")) for of in bounds}
+            seen = found["0.02"]
+            power = f"{(seen[2] - seen[0]) / 1.96 * FOUND:{form.lstrip('+')}}" if seen else ""
+            name = at if len(shown) > 1 else f"**{title}**, {at}"
+            body.append([name, *(text(found[of], form) for of in bounds), power])
+    return table(["", *bounds, "0.02 would show"], body)
+
+
 def headline(files: dict[str, dict[str, Any]]) -> Iterable[str]:
     """The lines of README's table: a row for each temperature of the files."""
     found: dict[str, dict[tuple[str, ...], str]] = {}
@@ -141,7 +283,11 @@ def headline(files: dict[str, dict[str, Any]]) -> Iterable[str]:
                 if isinstance(cell, list) and title not in WITH_ENDS:
                     cell = cell[0]
                 found.setdefault(heading, {})[name, row[0], title] = text(cell, form or "")
-    body = [[heading, *(of[tuple(it)] for _, *it in HEADLINE)] for heading, of in found.items()]
+    body = [
+        [heading, *(of[tuple(it)] for _, *it in HEADLINE)]
+        for heading, of in found.items()
+        if heading != COOL
+    ]
     return table(["tokens per step", *(title for title, *_ in HEADLINE)], body)
 
 
@@ -150,10 +296,13 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
 
     Args:
         name: of the file of figures.
-        view: which of its columns, "" for all; of a sweep one of `VIEWS`.
+        view: which of its columns, "" for all; of a sweep one of `VIEWS`; of "api" a name.
         directory: of the page, for the link.
     """
     path = RESULTS / f"{name}.jsonl"
+    if name == "api":
+        yield from reference.lines(view)
+        return
     if path.is_file():
         file = read_sweep(path)
         runs = [head.run for head in file.heads]
@@ -168,6 +317,13 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
             shown = turned(found) if len(found.rows) == 2 else found
             yield from (f"{found.title[0].upper()}{found.title[1:]}:", "")
             yield from (*table(shown.names, shown.rows), "")
+    elif name in ACROSS:
+        path, runs = RESULTS / f"{ACROSS[name][0]}.json", read(ACROSS[name][0])["runs"]
+        yield from (*across(*ACROSS[name]), "")
+    elif name == "effects":
+        of = dict.fromkeys(name for at in POOLED.values() for line in at for name, _ in line)
+        path, runs = RESULTS / "README.md", [run for name in of for run in read(name)["runs"]]
+        yield from (*effects(view), "")
     elif name == "headline":
         files = {name: read(name) for _, name, *_ in HEADLINE}
         path, runs = RESULTS / "README.md", [run for file in files.values() for run in file["runs"]]
@@ -252,51 +408,14 @@ def written(page: str, directory: Path) -> str:
     )
 
 
-def draw(path: Path) -> None:
-    """Draws tokens per step by loss, of the rules of `SERIES` at one temperature of `PICTURED`."""
-    # Only the picture needs it.
-    from matplotlib.figure import Figure
-
-    found, heading = read(PICTURED), ""
-    titles = [title for title, *_ in found["columns"]]
-    lost, gain = titles.index("nats lost per token"), titles.index("tokens per step")
-    points: dict[str, list[tuple[str, float, list[float]]]] = {name: [] for name in SERIES}
-    for row in found["rows"]:
-        heading = row[0] if len(row) == 1 else heading
-        name = next((it for it in SERIES if row[0].startswith(it)), None)
-        if len(row) > 1 and name and heading == HEAT:
-            points[name].append((row[0].split(",")[0].split()[-1], row[lost], row[gain]))
-    figure = Figure(figsize=(6, 4.2), layout="constrained", facecolor="white")
-    axis = figure.subplots()
-    for name, (label, mark, colour) in SERIES.items():
-        own = sorted(points[name], key=lambda point: point[1])
-        values = np.array([value for *_, value in own])
-        ends = np.abs(values[:, 1:] - values[:, :1]).T
-        nats = [at for _, at, _ in own]
-        style: dict[str, Any] = {"fmt": mark, "color": colour, "capsize": 3}
-        style |= {"markersize": 9, "linewidth": 2}
-        axis.errorbar(nats, values[:, 0], ends, label=label, **style)
-        for value, at, (height, *_) in own if len(own) > 1 else []:
-            axis.annotate(value, (at, height), (9, -12), textcoords="offset points", fontsize=11)
-    # Room for what stands beside the last point.
-    axis.margins(x=0.1)
-    axis.set_xlabel("nats lost per token", fontsize=13)
-    axis.set_ylabel(f"tokens per step, {HEAT}", fontsize=13)
-    axis.tick_params(labelsize=11)
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False, fontsize=11, loc="lower right")
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-
-
 def main() -> int:
-    """Writes the pages whose tables differ, and the picture; returns 1 after an error."""
+    """Writes the pages whose tables differ; returns 1 after an error."""
     try:
         for page in pages():
             before = page.read_text(encoding="utf-8")
             if (after := written(before, page.parent)) != before:
                 page.write_text(after, encoding="utf-8")
                 print(f"{page.relative_to(ROOT)} has new figures")
-        draw(PICTURE)
     except ValueError as error:
         print(f"error: {page.relative_to(ROOT)}: {error}", file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 """The verification of one step of each model runner, and clocks, for `kernel` and `launches`."""
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +18,9 @@ import torch
 from triton.testing import do_bench
 
 ROOT = Path(__file__).parents[1]
-PROMPT_LEN = 2
+# Of each request of V2: tokens of its prompt, and where its drafts begin. vLLM takes drafts before
+# the first sampled token for placeholders.
+PROMPT_LEN, ANSWERED = 2, 3
 # Output tokens that each request of V1 has, for the guard against repetition, and protected tokens.
 ANSWER, PROTECTED = 512, 17
 # Newton's method takes so many steps for a row of a price between 0.1 and 1, on average.
@@ -113,64 +115,124 @@ class Step:
 
         return "block" if hasattr(gumbel, "spec_step_seed") else None
 
+    def sampler(self, method: str, states: Any = None) -> Any:
+        """vLLM's V2 rejection sampler, of one of its methods, for the slots of a `RequestState`."""
+        from vllm.v1.worker.gpu.sample.sampler import Sampler
+        from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+        from vllm.v1.worker.gpu.states import RequestState
+
+        _, _, batch, k, vocab = self.shape
+        device = self.logits.device
+        states = states or RequestState(batch, 64, 64, k, vocab, device)
+        sampler = Sampler(vllm_config(), batch, vocab, device, states, num_speculative_tokens=k)
+        return RejectionSampler(sampler, self.spec_config(method), device)
+
+    def spec_config(self, method: str) -> Any:
+        """A speculative config of vLLM's with its defaults, whose check would ask for a draft model."""
+        from vllm.config import SpeculativeConfig
+
+        config: Any = SpeculativeConfig.__new__(SpeculativeConfig)
+        config.method = "eagle3"
+        config.num_speculative_tokens = self.shape.k
+        config.rejection_sample_method = method
+        return config
+
+    def add_requests(
+        self,
+        sampler: Any,
+        params: Sequence[Any] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """Puts requests of the step into the slots of vLLM's V2 sampler.
+
+        Args:
+            sampler: of `sampler`.
+            params: a `SamplingParams` for each request; default: the shape's temperature.
+            names: which, by their numbers; default: all.
+        """
+        from vllm import SamplingParams
+
+        states = sampler.req_states
+        for name in names or map(str, range(self.shape.batch)):
+            states.add_request(name, PROMPT_LEN, [5, 7, 1], 0, 64)
+            # Without a seed of its own a request gets a random one.
+            own = SamplingParams(temperature=self.shape.temperature, seed=int(name))
+            chosen = own if params is None else params[int(name)]
+            sampler.add_request(states.req_id_to_index[name], chosen)
+        states.apply_staged_writes()
+        sampler.apply_staged_writes()
+
+    def batch(self, sampler: Any) -> Any:
+        """The `InputBatch` of the step, whose requests are in the slots of vLLM's V2 sampler."""
+        from vllm.v1.worker.gpu.input_batch import InputBatch
+
+        _, _, batch, k, _ = self.shape
+        device, num_rows = self.logits.device, len(self.inputs)
+        names = list(map(str, range(batch)))
+        places = np.array([sampler.req_states.req_id_to_index[name] for name in names])
+        slots = torch.as_tensor(places, dtype=torch.int32).to(device)
+        offsets = torch.arange(k + 1, device=device, dtype=torch.int32)
+        ends = np.arange(batch + 1, dtype=np.int32) * (k + 1)
+        lengths = torch.full((batch,), ANSWERED + k + 1, dtype=torch.int32)
+        given = {
+            "req_ids": names,
+            "num_reqs": batch,
+            "idx_mapping": slots,
+            "idx_mapping_np": places,
+            "expanded_idx_mapping": slots.repeat_interleave(k + 1, output_size=num_rows),
+            "expanded_local_pos": offsets.repeat(batch),
+            "num_tokens": num_rows,
+            "num_draft_tokens": batch * k,
+            "seq_lens": lengths.to(device),
+            "seq_lens_cpu_upper_bound": lengths,
+            "input_ids": self.inputs,
+            "positions": offsets.long().repeat(batch) + ANSWERED,
+            "logits_indices": torch.arange(num_rows, device=device),
+            "cu_num_logits": torch.as_tensor(ends).to(device),
+            "cu_num_logits_np": ends,
+        }
+        # A sampler reads nothing else of it.
+        unused = {field.name: None for field in dataclasses.fields(InputBatch)}
+        return InputBatch(**{**unused, **given})
+
     def verification(self, by: Any, params: Sequence[Any] | None = None) -> Verify:
         """What Model Runner V2 calls on the rows, of MARS or of vLLM.
 
         Args:
             by: a `MarsConfig`, or one of vLLM's rejection sample methods.
-            params: a `SamplingParams` for each request; default: the shape's temperature.
+            params: see `add_requests`.
         """
-        from vllm import SamplingParams
-        from vllm.v1.worker.gpu.sample.sampler import Sampler
-        from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-        from vllm.v1.worker.gpu.states import RequestState
-
         from vllm_mars import MarsRejectionSamplerV2
         from vllm_mars.kernels.terms import CounterLayout
         from vllm_mars.runner.counters import Counters
         from vllm_mars.runner.requests_v2 import RequestsV2
         from vllm_mars.runner.verification import Verification
 
-        temperature, _, batch, k, vocab = self.shape
-        device = self.logits.device
-        states = RequestState(batch, 64, 64, k, vocab, device)
-        sampler = Sampler(vllm_config(), batch, vocab, device, states, num_speculative_tokens=k)
-        spec_config: Any = SimpleNamespace(
-            num_speculative_tokens=k,
-            enable_adaptive_verification=False,
-            rejection_sample_method=by if isinstance(by, str) else "standard",
-        )
-        verifier: Any = RejectionSampler(sampler, spec_config, device)
+        k, device = self.shape.k, self.logits.device
+        verifier = self.sampler(by if isinstance(by, str) else "standard")
+        sampler = verifier.sampler
         if not isinstance(by, str):
-            requests = RequestsV2(by, states)
+            requests = RequestsV2(by, sampler.req_states)
             sampler.logits_processors.append(requests)
-            counters = Counters(CounterLayout(k), device)
-            verification = Verification(by, [2], counters)
-            verifier = MarsRejectionSamplerV2(sampler, spec_config, device, verification, requests)
-        for number in range(batch):
-            states.add_request(str(number), PROMPT_LEN, [5, 7, 1], 0, 64)
-            # Without a seed of its own a request gets a random one.
-            own = SamplingParams(temperature=temperature, seed=number)
-            chosen = own if params is None else params[number]
-            sampler.add_request(states.req_id_to_index[str(number)], chosen)
-        states.apply_staged_writes()
-        sampler.apply_staged_writes()
-        places = np.array(list(states.index_to_req_id))
-        slots = torch.as_tensor(places, dtype=torch.int32).to(device)
-        offsets = torch.arange(k + 1, device=device, dtype=torch.int32)
+            verification = Verification(by, [2], Counters(CounterLayout(k), device))
+            own = sampler, self.spec_config("standard"), device, verification, requests
+            verifier = MarsRejectionSamplerV2(*own)
+        self.add_requests(sampler, params)
+        batch = self.batch(sampler)
         return functools.partial(
             verifier._verify,
             self.logits,
             self.draft_logits,
-            self.inputs,
-            offsets.long().repeat(batch) + PROMPT_LEN,
-            torch.arange(batch + 1, device=device, dtype=torch.int32) * (k + 1),
-            slots,
-            places,
-            slots.repeat_interleave(k + 1, output_size=len(self.inputs)),
-            offsets.repeat(batch),
-            np.full(batch, 16, dtype=np.int32),
-            self.inputs,
+            # vLLM passes slices, so these and the last are never the same object.
+            self.inputs[:],
+            batch.positions,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            batch.expanded_idx_mapping,
+            batch.expanded_local_pos,
+            batch.seq_lens_cpu_upper_bound.numpy(),
+            self.inputs[:],
         )
 
 

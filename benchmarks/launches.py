@@ -1,30 +1,45 @@
-"""What one step of the samplers launches, counted without a GPU: `python -m benchmarks.launches`.
+"""What a step of Model Runner V2 launches and takes on the host, without a GPU.
+
+`python -m benchmarks.launches --output build/host.json`
 
 The tensors are on torch's meta device, which takes the accelerator's path. Each operation that is
-no view is one kernel or one copy; Triton's launches are recorded instead of run. Of Model Runner V2
-it is the verification alone. A line of JSON for each case also tells what waits for the device,
-which is an error, what vLLM's own sampler launches for the same batch (by its method `standard`, of
-probabilistic drafts by `block`, too), and the microseconds that the host takes for each where
-Triton's launches do nothing. With -v come the names.
+no view is one kernel or one copy. Of Triton's launches all but the last is real: it looks at the
+arguments, finds the compiled kernel and compares constants, but calls nothing. A step is that of
+`runner_v2`: vLLM's `RejectionSampler.__call__` and what MARS wraps around it, the speculator's call
+among it. A line of JSON for each case tells what is launched, what of it waits for the device,
+which is an error, and what vLLM's own sampler launches for the same batch (by its method
+`standard`, of probabilistic drafts by `block`, too). With -v come the names.
+
+Then come host times: microseconds of the verification by vLLM's methods and by MARS, all in turn,
+median with the 20th and 80th percentile, and the ratio that counts: what MARS adds to the whole
+step goes with its verification, over that of vLLM's best method without loss. --output writes these
+to a file for `make figures`.
+
 Two more lines tell how many megabytes of bfloat16 logits a sampled step of 64 requests reads, by
 vLLM's methods and by MARS, kernel by kernel. MARS may read what it reads position by position, and
 what `block` reads beyond `standard`.
 """
 
+import argparse
+import contextlib
+import functools
 import itertools
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
+import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.backends import backends
+from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
 META = torch.device("meta")
@@ -46,6 +61,14 @@ TEMPERATURES = {
     **{"greedy": (0.0, 0.0), "sampled": (0.7, 0.7), "mixed": (0.0, 0.7)},
     "drawn drafts": (0.7, 0.7),
 }
+# What is timed: temperature and whether drafts are drawn.
+TIMED = ((0.0, False), (1.0, False), (1.0, True))
+BATCHES = (1, 8, 64)
+RECOMMENDED: dict[str, Any] = {"max_loss": 0.02}
+_TIMES = [f"{name}, us" for name in ("vLLM, standard", "vLLM, block", "MARS")]
+COLUMNS: list[list[Any]] = [["step", ""], *([name, ".0f"] for name in _TIMES)]
+COLUMNS += [[f"whole step: {name}", None] for name in _TIMES]
+COLUMNS += [["MARS and what it wraps / vLLM", ".2f"]]
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -55,6 +78,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.launched: list[str] = []
         self.waited: list[str] = []
+        self._is_on = False
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -69,11 +93,67 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.launched.append(name)
         return result
 
-    def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
-        """In the place of `JITFunction.run`."""
-        if _devices((args, kwargs)) - {"meta"}:
-            raise RuntimeError(f"{kernel.fn.__name__} is given tensors on more than one device.")
-        self.launched.append(kernel.fn.__name__)
+    def compile(self, kernel: Any, key: str, _signature: Any, device: int, *_: Any) -> Any:
+        """In the place of `JITFunction._do_compile`: what then is called notes the launch."""
+        # It finds the globals that `run` compares, too.
+        assert kernel.cache_key
+        name = kernel.fn.__name__
+
+        def run(*args: Any) -> None:
+            if self._is_on:
+                if _devices(args) - {"meta"}:
+                    raise RuntimeError(f"{name} is given tensors on more than one device.")
+                self.launched.append(name)
+
+        compiled = SimpleNamespace(
+            run=run, function=0, packed_metadata=(), launch_metadata=lambda *_: None
+        )
+        kernel.device_caches[device][0][key] = compiled
+        return compiled
+
+    def __enter__(self) -> Any:
+        self._is_on = True
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._is_on = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def without_a_gpu(self) -> Iterator[None]:
+        """vLLM and Triton inside work as on an accelerator, up to what would call its driver."""
+        from vllm.platforms import current_platform
+        from vllm.v1.worker.gpu.buffer_utils import NonUvaBuffer
+
+        from vllm_mars.runner.counters import Counters
+
+        driver = SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        )
+        with (
+            mock.patch.object(triton.runtime.driver, "_active", driver),
+            mock.patch.object(JITFunction, "_do_compile", lambda *args, **_: self.compile(*args)),
+            # Where vLLM's V2 puts what the host writes and the device reads, in place.
+            mock.patch.object(current_platform, "device_type", "meta"),
+            mock.patch.object(NonUvaBuffer, "uva", lambda buffer, n=None: buffer._uva[:n]),
+            # What leaves once a second: there is no host to copy it to.
+            mock.patch.object(Counters, "take_delta", lambda counters, flush=False: None),
+            # A CPU has operations of its own.
+            mock.patch.object(current_platform, "is_cpu", lambda: False),
+            # On the meta device these take 5 and 10 us, all of it in Python, where a GPU's take 1
+            # to 2, as `torch.empty` does.
+            mock.patch.object(torch.Tensor, "new_empty", _new_empty),
+            mock.patch.object(
+                torch, "empty_like", lambda like, **given: _new_empty(like, like.shape, **given)
+            ),
+        ):
+            yield
+
+
+def _new_empty(like: torch.Tensor, *size: Any, **given: Any) -> torch.Tensor:
+    return torch.empty(*size, **{"dtype": like.dtype, "device": like.device, **given})
 
 
 def _devices(tree: Any) -> set[str]:
@@ -91,15 +171,6 @@ def count(counted: Counted, step: Callable[[], Any]) -> tuple[list[str], list[st
     return [*counted.launched], [*counted.waited]
 
 
-def host_times(*steps: Callable[[], Any]) -> list[float]:
-    """Microseconds of the host for each step, the median of 200 in turn."""
-    from benchmarks.kernel_step import HostClock, time_in_turn
-
-    with mock.patch.object(JITFunction, "run", lambda *_, **__: None), torch.no_grad():
-        runs = time_in_turn(HostClock(), dict(enumerate(steps)), rounds=200)
-    return [round(statistics.median(host for _, host in runs[n])) for n in range(len(steps))]
-
-
 def _parameters(case: str, kind: str) -> list[Any]:
     from vllm import SamplingParams
 
@@ -111,17 +182,68 @@ def _parameters(case: str, kind: str) -> list[Any]:
     ]
 
 
-def methods_of(kind: str) -> tuple[str, ...]:
-    """The rejection sample methods of vLLM that a kind of batch is compared with."""
-    return ("standard", "block") if kind == "drawn drafts" else ("standard",)
+def methods_of(is_drawn: bool) -> tuple[str, ...]:
+    """The methods of vLLM that a step is compared with, last the best of them without loss."""
+    return ("standard", "block") if is_drawn else ("standard",)
 
 
-def step_of(by: Any, case: str, kind: str) -> Callable[[], Any]:
-    """The verification of a step of Model Runner V2, by options or by a method of vLLM."""
+def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
+    """What a step launches, a row for each case and kind of batch; then where requests leave."""
     from benchmarks.kernel_step import Shape, Step
+    from benchmarks.runner_v2 import RunnerV2
+    from vllm_mars import MarsConfig
 
-    step = Step(Shape(0.7, kind == "drawn drafts", BATCH, K, VOCAB), META)
-    return step.verification(by, _parameters("" if isinstance(by, str) else case, kind))
+    def row(name: str, bys: dict[str, Any], step: Step, params: Any, *given: Any) -> dict[str, Any]:
+        found = {}
+        for of, by in bys.items():
+            runner = RunnerV2(step, by, params)
+            found[of] = count(counted, functools.partial(runner.step, *given))
+        launched, waited = found["launches"]
+        counts = {of: len(it) for of, (it, _) in found.items()}
+        return {"case": name, **counts, "syncs": len(waited), "names": launched}
+
+    for case, kind in itertools.product(CASES, TEMPERATURES):
+        is_drawn = kind == "drawn drafts"
+        step = Step(Shape(0.7, is_drawn, BATCH, K, VOCAB), META)
+        methods = {method: method for method in methods_of(is_drawn)}
+        bys = {"launches": MarsConfig(**CASES[case]), **methods}
+        yield row(f"{case}, {kind}", bys, step, _parameters(case, kind))
+    step = Step(Shape(0.7, False, BATCH, K, VOCAB), META)
+    bys = {"launches": MarsConfig(**RECOMMENDED), "standard": "standard"}
+    yield row("two requests end and two come", bys, step, None, ("0", "1"))
+
+
+def time_cases(rounds: int) -> Iterator[list[Any]]:
+    """Rows of `COLUMNS`."""
+    from benchmarks.kernel_step import HostClock, Shape, Step, time_in_turn
+    from benchmarks.runner_v2 import RunnerV2
+    from vllm_mars import MarsConfig
+
+    for kind, batch in itertools.product(TIMED, BATCHES):
+        shape = Shape(*kind, batch, K, 128_256)
+        step, methods = Step(shape, META), methods_of(shape.is_drawn)
+        bys = {**{method: method for method in methods}, "MARS": MarsConfig(**RECOMMENDED)}
+        calls: dict[tuple[str, bool], Any] = {}
+        for name, by in bys.items():
+            calls[name, False] = step.verification(by)
+            calls[name, True] = RunnerV2(step, by).step
+        # As vLLM's runner.
+        with torch.inference_mode():
+            runs = time_in_turn(HostClock(), calls, rounds)
+        times = {call: np.array([host for _, host in of]) for call, of in runs.items()}
+        best = times[methods[-1], False]
+        added = times["MARS", True] - times[methods[-1], True]
+        of_both = [
+            _middle(times[name, is_step]) if (name, is_step) in times else None
+            for is_step in (False, True)
+            for name in ("standard", "block", "MARS")
+        ]
+        yield [str(shape), *of_both, _middle((best + added) / best)]
+
+
+def _middle(values: np.ndarray) -> list[float]:
+    found: list[float] = np.percentile(values, (50, 20, 80)).round(3).tolist()
+    return found
 
 
 def megabytes(counted: Counted, is_drawn: bool) -> dict[str, Any]:
@@ -134,7 +256,7 @@ def megabytes(counted: Counted, is_drawn: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, by in {
         **{"vLLM, standard": "standard", "vLLM, block": "block"},
-        "MARS": MarsConfig(max_loss=0.02),
+        "MARS": MarsConfig(**RECOMMENDED),
     }.items():
         launched, _ = count(counted, step.verification(by))
         read = {of: rows * row for of, rows in shape.rows_read().items() if of in launched}
@@ -145,49 +267,52 @@ def megabytes(counted: Counted, is_drawn: bool) -> dict[str, Any]:
     return {**found, "MARS at most": round(by_position + beyond, 1)}
 
 
-def count_all() -> Iterator[dict[str, Any]]:
-    """A row for each case and kind of batch, and two of megabytes."""
-    from vllm.platforms import current_platform
-
-    from benchmarks.kernel_step import vllm_config
-    from vllm_mars import MarsConfig
-
-    vllm_config()
-    counted = Counted()
-    with (
-        mock.patch.object(
-            JITFunction, "run", lambda *args, **given: counted.launch(*args, **given)
-        ),
-        # Where vLLM's V2 puts what the host writes and the device reads.
-        mock.patch.object(current_platform, "device_type", "meta"),
-        # A CPU has operations of its own.
-        mock.patch.object(current_platform, "is_cpu", lambda: False),
-    ):
-        for case, kind in itertools.product(CASES, TEMPERATURES):
-            methods = methods_of(kind)
-            of_vllm = [step_of(method, case, kind) for method in methods]
-            steps = [*of_vllm, step_of(MarsConfig(**CASES[case]), case, kind)]
-            *others, (launched, waited) = (count(counted, step) for step in steps)
-            row = {"case": f"{case}, {kind}", "launches": len(launched), "syncs": len(waited)}
-            row |= {method: len(it) for method, (it, _) in zip(methods, others, strict=True)}
-            names = *(f"{method}_host_us" for method in methods), "host_us"
-            yield {**row, **dict(zip(names, host_times(*steps), strict=True)), "names": launched}
-        for is_drawn in (False, True):
-            drafts = "probabilistic" if is_drawn else "fixed"
-            yield {"megabytes": drafts, **megabytes(counted, is_drawn)}
-
-
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Prints the rows; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("-v", action="store_true", help="names of what is launched, too")
+    parser.add_argument("--rounds", type=int, default=300, help="calls of each that are timed")
+    parser.add_argument("--output", type=Path, help="JSON file of the times")
+    args = parser.parse_args(arguments)
     # Before anything imports vLLM: nothing is compiled, and a CPU build takes its Triton kernels.
     os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    is_active = SimpleNamespace(is_active=lambda: True)
-    backends.setdefault("cpu", SimpleNamespace(driver=is_active, compiler=None))
-    waits = 0
-    for row in count_all():
-        names = row.pop("names", ())
-        print(json.dumps(row), *names if "-v" in sys.argv[1:] else (), flush=True)
-        waits += row.get("syncs", 0)
+    backends.setdefault(
+        "cpu",
+        SimpleNamespace(
+            driver=SimpleNamespace(is_active=lambda: True),
+            compiler=SimpleNamespace(supports_target=lambda target: False),
+        ),
+    )
+    from benchmarks import figures
+    from benchmarks.kernel_step import vllm_config
+    from vllm_mars.local.provenance import describe_run
+    from vllm_mars.local.result_file import write_json
+
+    vllm_config()
+    waits, counted = 0, Counted()
+    head = describe_run(None)
+    head["versions"]["triton"] = triton.__version__
+    run = {**head, "raw": "this file", "rounds": args.rounds}
+    result: dict[str, Any] = {
+        "schema": figures.SCHEMA,
+        "columns": COLUMNS,
+        "rows": [],
+        "runs": [run],
+    }
+    with counted.without_a_gpu():
+        for row in count_cases(counted):
+            names = row.pop("names")
+            print(json.dumps(row), *names if args.v else (), flush=True)
+            waits += row["syncs"]
+        for is_drawn in (False, True):
+            drafts = "probabilistic" if is_drawn else "fixed"
+            print(json.dumps({"megabytes": drafts, **megabytes(counted, is_drawn)}), flush=True)
+        for timed in time_cases(args.rounds):
+            result["rows"].append(timed)
+            named = {name: it for (name, _), it in zip(COLUMNS, timed, strict=True) if it}
+            print(json.dumps(named), flush=True)
+    if args.output:
+        write_json(args.output, result)
     return min(waits, 1)
 
 

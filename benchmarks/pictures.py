@@ -1,4 +1,7 @@
-"""Draws the pictures of the pages, as SVG: a step, the time of steps, and the price in an answer.
+"""Draws the pictures of the pages, as SVG.
+
+A step, the price in an answer, the bound by an answer's length, and tokens per
+step by what they cost.
 
     make figures        # a test compares
 
@@ -14,6 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from benchmarks import figures
 from vllm_mars.kernels.rule import Allowance
 from vllm_mars.kernels.terms import FOLLOWS, GREEDY_SCALE, LOSS_BITS, loss_rate, most_lost
 
@@ -23,7 +27,7 @@ STEP = ROOT / "benchmarks/results/step.json"
 WIDTH = 440
 MARGIN = 16
 # Light and dark: ground and its edge, text, what matters less, what is kept, what is thrown away,
-# what costs something, and three kinds of bars.
+# what costs something.
 COLOURS = {
     "ground": ("#ffffff", "#0d1117"),
     "edge": ("#d0d7de", "#3d444d"),
@@ -32,12 +36,20 @@ COLOURS = {
     "good": ("#1a7f37", "#3fb950"),
     "bad": ("#cf222e", "#f85149"),
     "paid": ("#9a6700", "#d29922"),
-    "bar0": ("#afb8c1", "#656c76"),
-    "bar1": ("#54aeff", "#388bfd"),
-    "bar2": ("#4ac26b", "#2ea043"),
 }
 BOUND = 0.02
 TOKENS = 48
+# The length of the answers at which the picture of bounds begins and ends.
+SHORTEST, LONGEST = 10, 400
+# What the picture of gains shows of benchmarks/results/reading.json: by the begin of a rule's name
+# what it is called, and its colour.
+SERIES = {
+    "standard, fixed drafts": ("vLLM as it comes: fixed drafts, no loss", "quiet"),
+    "strict": ("best lossless: probabilistic drafts, by blocks", "text"),
+    "mars_max_loss": ("MARS, probabilistic drafts, by its bound", "good"),
+    "mars_theta": ("theta as it is here, fixed drafts", "paid"),
+}
+HEATS = "temperature 0.7", "temperature 1"
 
 
 class Picture:
@@ -99,6 +111,10 @@ class Picture:
             f'class="f-{colour}{lined}"/>'
         )
 
+    def dot(self, x: float, y: float, colour: str) -> None:
+        """A point of a diagram."""
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="f-{colour}"/>')
+
     def line(
         self, points: Iterable[Sequence[float]], colour: str, *, width: float = 2, dash: str = ""
     ) -> None:
@@ -156,28 +172,6 @@ def step() -> Picture:
     return picture
 
 
-def step_time() -> Picture:
-    """The table of docs/one-gpu.md as bars."""
-    page = (DOCS / "one-gpu.md").read_text(encoding="utf-8")
-    table = page.split("<!-- picture: step_time -->\n")[1].split("\n\n")[0].splitlines()
-    titles, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
-    names, most = titles[1:], max(float(cell) for row in rows for cell in row[1:])
-    picture = Picture(70 + 76 * len(rows), "Milliseconds of a step, by rule, temperature and load")
-    x = float(MARGIN)
-    for at, name in enumerate(names):
-        picture.box(x, 20, 13, 13, f"bar{at}")
-        picture.text(x + 19, 32, name, size=14)
-        x += 34 + 7.1 * len(name)
-    for at, row in enumerate(rows):
-        y = 64.0 + 76 * at
-        picture.text(MARGIN, y, row[0], bold=True)
-        for bar, cell in enumerate(row[1:]):
-            length = (WIDTH - 2 * MARGIN - 70) * float(cell) / most
-            picture.box(MARGIN, y + 8 + 18 * bar, length, 14, f"bar{bar}")
-            picture.text(MARGIN + length + 6, y + 20 + 18 * bar, f"{cell} ms", size=14)
-    return picture
-
-
 def price() -> Picture:
     """What an answer may lose, has lost, and pays for a token, after each of its tokens."""
     page = (DOCS / "requests.md").read_text(encoding="utf-8")
@@ -231,7 +225,97 @@ def price() -> Picture:
     return picture
 
 
-PICTURES = {"step.svg": step, "step_time.svg": step_time, "price.svg": price}
+def bound() -> Picture:
+    """What an answer may lose per token, by its length: short ones may lose most."""
+    bounds = {0.05: "bad", 0.02: "good", 0.005: "paid"}
+    picture = Picture(330, "What an answer may lose per token, by its length and the bound")
+    left, right, top, bottom, most = MARGIN + 40, WIDTH - MARGIN, 96, 270, 0.24
+    picture.text(MARGIN, 28, "nats per token that an answer may lose", bold=True)
+    x = float(MARGIN)
+    for rate, colour in sorted(bounds.items()):
+        picture.box(x, 42, 13, 13, colour)
+        picture.text(x + 19, 54, f"bound {rate:g}", size=14)
+        x += 118
+
+    def place(tokens: float, nats: float) -> tuple[float, float]:
+        return (
+            left + (right - left) * tokens / LONGEST,
+            bottom - (bottom - top) * nats / most,
+        )
+
+    for tick in (0, 0.05, 0.1, 0.15, 0.2):
+        _, y = place(0, tick)
+        picture.line([(left, y), (right, y)], "edge", width=1)
+        picture.text(left - 8, y + 5, f"{tick:g}", "quiet", size=14, anchor="end")
+    unit = 2.0**-LOSS_BITS
+    for rate, colour in bounds.items():
+        points = (
+            place(tokens, unit * most_lost(loss_rate(rate), tokens) / tokens)
+            for tokens in range(SHORTEST, LONGEST + 1)
+        )
+        picture.line([point for point in points if point[1] >= top - 8], colour)
+    for tokens in range(0, LONGEST + 1, 100):
+        anchor = "end" if tokens == LONGEST else "middle"
+        picture.text(place(tokens, 0)[0], 290, str(tokens), "quiet", size=14, anchor=anchor)
+    picture.text(WIDTH / 2, 314, "tokens of the answer", "quiet", size=14, anchor="middle")
+    return picture
+
+
+def gains() -> Picture:
+    """Tokens per step by the nats that they cost, of each rule of `SERIES`."""
+    found = list(figures.cells("reading"))
+    picture = Picture(706, "Tokens per step by nats lost per token, of each rule")
+    for at, (label, colour) in enumerate(SERIES.values()):
+        picture.dot(MARGIN + 6, 23 + 22 * at, colour)
+        picture.text(MARGIN + 19, 28 + 22 * at, label, size=14)
+    left, right, widest = MARGIN + 30, WIDTH - MARGIN - 30, 0.45
+    for top, heat in zip((150, 436), HEATS, strict=True):
+        bottom = top + 208
+        rows = [(rule, row) for heading, rule, row in found if heading == heat]
+        steps = [end for _, row in rows for end in row["tokens per step"]]
+        low, high = 0.2 * int(min(steps) / 0.2), 0.2 * (int(max(steps) / 0.2) + 1)
+
+        def place(
+            nats: float, tokens: float, y: float = bottom, low: float = low, high: float = high
+        ) -> tuple[float, float]:
+            share = (tokens - low) / (high - low)
+            return left + (right - left) * nats / widest, y - 208 * share
+
+        picture.text(MARGIN, top - 22, f"tokens per step, {heat}", bold=True)
+        for tick in range(round(5 * low), round(5 * high) + 1):
+            _, y = place(0, tick / 5)
+            picture.line([(left, y), (right, y)], "edge", width=1)
+            picture.text(left - 8, y + 5, f"{tick / 5:.1f}", "quiet", size=14, anchor="end")
+        for begin, (_, colour) in SERIES.items():
+            points = []
+            for rule, row in rows:
+                if not rule.startswith(begin):
+                    continue
+                lost, (value, *ends) = row["nats lost per token"], row["tokens per step"]
+                points.append((lost, value, rule.split(",")[0].split()[-1]))
+                picture.line([place(lost, end) for end in ends], colour, width=1.5)
+                picture.dot(*place(lost, value), colour)
+            points.sort()
+            picture.line([place(lost, value) for lost, value, _ in points], colour)
+            # The first below its point, the others beside theirs or clear of the one before.
+            base = float(bottom)
+            for at, (lost, value, name) in enumerate(points if len(points) > 1 else []):
+                x, y = place(lost, value)
+                base = min(y + 5, base - 15) if at else y + 18
+                picture.text(x + 9, base, name, colour, size=14)
+        for nats in (0, 0.1, 0.2, 0.3, 0.4):
+            x, _ = place(nats, low)
+            picture.text(x, bottom + 20, f"{nats:g}", "quiet", size=14, anchor="middle")
+    picture.text(WIDTH / 2, 690, "nats lost per token", "quiet", size=14, anchor="middle")
+    return picture
+
+
+PICTURES = {
+    "step.svg": step,
+    "price.svg": price,
+    "bound.svg": bound,
+    "tokens_by_nats.svg": gains,
+}
 
 
 def main() -> None:

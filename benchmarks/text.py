@@ -18,7 +18,6 @@ first turn of a prompt, in the model's chat template if it has one.
 """
 
 import argparse
-import gzip
 import itertools
 import json
 import math
@@ -26,35 +25,23 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from benchmarks.figures import SCHEMA, table_of
+from benchmarks import kinds
+from benchmarks.text_report import POINT, STRICT, read, tell
 from vllm_mars.config import METHOD, MOST_MAX_LOSS
-from vllm_mars.experiments.rows import (
-    Interval,
-    Samples,
-    compared,
-    estimate,
-    heat,
-    means_of,
-    ratio_of_means,
-)
 from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED, load_prompts
 from vllm_mars.local.provenance import describe_run, vllm_device
-from vllm_mars.local.result_file import append_line, require_writable, write_json
+from vllm_mars.local.result_file import append_line, require_writable
 from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS, CPU_ENV, MAX_MODEL_LEN
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-Calls = Sequence[dict[str, Any]]
 
 # By what rules need. Under such a bound a request is as on a server with its own bound, or with its
 # own price and no bound. The last two are vLLM's own, without MARS.
@@ -64,7 +51,6 @@ SERVERS: dict[str, dict[str, Any]] = {
     "standard": {"rejection_sample_method": "standard"},
     "block": {"rejection_sample_method": "block"},
 }
-STRICT = "strict"
 RULES = [STRICT, *(f"mars_max_loss={bound}" for bound in (0.005, 0.02, 0.05))]
 # The forward pass needs memory beside vLLM.
 GPU_ENGINE_ARGS: dict[str, Any] = {"gpu_memory_utilization": 0.6, "dtype": "bfloat16"}
@@ -72,33 +58,26 @@ GPU_ENGINE_ARGS: dict[str, Any] = {"gpu_memory_utilization": 0.6, "dtype": "bflo
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 # Tokens whose logits transformers computes at once, unless one answer has more.
 SCORED = {"cpu": 1024, "cuda": 16384}
-# What the calls of one table have in common.
-POINT = ("model", "draft", "max_tokens", "k", "temperature")
 # What is kept of each answer.
-KEPT = ("tokens", "steps", "ended", "weights", "drift", "repeated", "nll", "entropy")
-# With the formats of their numbers, and the tables that show them.
-COLUMNS: list[list[str | None]] = [
-    ["rule", "", "gain text ends"],
-    ["prompts", "d", "gain"],
-    ["answers", "d", "ends"],
-    ["tokens per step", ".2f", "gain"],
-    ["tokens per step x strict", ".3f", "gain"],
-    ["nats lost per token", ".4f", "gain"],
-    ["mean weight of a token", ".4f", "text ends"],
-    ["drift", "+.4f", ""],
-    ["NLL less entropy", "+.3f", "text"],
-    ["NLL less strict's", "+.3f", "text"],
-    ["tokens per answer", ".0f", "ends"],
-    ["length x strict", ".3f", "text ends"],
-    ["ended, %", ".1f", "ends"],
-    ["ended less strict's, points", "+.1f", "text ends"],
-    ["repeated 4-grams", ".3f", "text"],
-    ["repeated 4-grams less strict's", "+.3f", "text"],
-]
+KEPT = (
+    "tokens",
+    "steps",
+    "ended",
+    "weights",
+    "drift",
+    "repeated",
+    "nll",
+    "entropy",
+    *kinds.COLUMNS,
+)
 
 
 def score(
-    model: Any, texts: Sequence[tuple[list[int], list[int]]], temperature: float, most: int
+    model: Any,
+    texts: Sequence[tuple[list[int], list[int]]],
+    temperature: float,
+    most: int,
+    further: Callable[[int, Any], Any] | None = None,
 ) -> list[list[float]]:
     """What the target, a model of transformers, says of answers: sums of NLL and entropy, in nats.
 
@@ -107,6 +86,7 @@ def score(
         texts: prompts with their answers.
         temperature: of the requests.
         most: tokens at once.
+        further: of a text and its log-probabilities, float32 `[tokens, vocab]`, further numbers.
     """
     import torch
 
@@ -125,6 +105,8 @@ def score(
                 log_p = (rows[begin - 1 : end - 1].float() / (temperature or 1)).log_softmax(-1)
                 nll = -log_p.gather(1, own[begin:end, None]).sum()
                 found[at] = torch.stack([nll, -(log_p.exp() * log_p).sum()])
+                if further is not None:
+                    found[at] = torch.cat([found[at], further(at, log_p)])
     # Read once, since each waits for the device.
     return torch.stack([found[at] for at in range(len(texts))]).tolist()
 
@@ -172,14 +154,6 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
     return begin + list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of an output; a last one that was not written to its end is left out."""
-    if not path.exists():
-        return []
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return [json.loads(line) for line in content.decode().split("\n")[:-1]]
-
-
 def key(call: dict[str, Any]) -> str:
     """What a call asks."""
     return json.dumps([call[name] for name in (*POINT, "name", "seeds", "prompts")])
@@ -222,6 +196,7 @@ def measure(args: argparse.Namespace) -> None:
     )
     dtype = torch.float32 if on_cpu else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    of_tokens = kinds.Kinds(tokenizer, model.config.vocab_size, device)
     with_mars = server["rejection_sample_method"] == METHOD
 
     def ask(call: dict[str, Any], own: dict[str, float]) -> dict[str, Any]:
@@ -243,10 +218,16 @@ def measure(args: argparse.Namespace) -> None:
         texts = [
             (named[name], list(it.token_ids)) for (name, _), it in zip(each, answers, strict=True)
         ]
-        scores = score(model, texts, temperature, SCORED["cpu" if on_cpu else "cuda"])
+        reports = [kinds.told_of_tokens(it) for it in answers]
+
+        def of_kinds(at: int, log_p: torch.Tensor) -> torch.Tensor:
+            return of_tokens.sums(texts[at][1], reports[at], log_p, temperature != 0)
+
+        scored = score(model, texts, temperature, SCORED["cpu" if on_cpu else "cuda"], of_kinds)
+        names = ("nll", "entropy", *kinds.COLUMNS)
         found = [
-            {**told(it), "nll": nll, "entropy": entropy}
-            for it, (nll, entropy) in zip(answers, scores, strict=True)
+            {**told(it), **dict(zip(names, numbers, strict=True))}
+            for it, numbers in zip(answers, scored, strict=True)
         ]
         columns = {name: [short(it[name]) for it in found] for name in KEPT}
         return {**call, "lost": short(lost), "answers": columns}
@@ -274,106 +255,6 @@ def short(value: float) -> float:
     return int(rounded) if rounded == int(rounded) else rounded
 
 
-def samples(calls: Calls) -> Samples:
-    """The means of each prompt's answers."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for prompt, answer in answers_of(calls):
-        known = {**answer, "one": 1.0, "further": answer["tokens"] - 1.0}
-        known |= {"points": 100 * answer["ended"], "grams": max(answer["tokens"] - 3, 0)}
-        known["excess"] = answer["nll"] - answer["entropy"]
-        found.setdefault(prompt, []).append(known)
-    return {prompt: means_of(of) for prompt, of in found.items()}
-
-
-def answers_of(calls: Calls) -> Iterable[tuple[str, dict[str, float]]]:
-    """The answers of all calls, each with its prompt."""
-    for call in calls:
-        each = itertools.product(call["prompts"], call["seeds"])
-        columns = call["answers"]
-        for (prompt, _), *values in zip(each, *columns.values(), strict=True):
-            yield prompt, dict(zip(columns, values, strict=True))
-
-
-def cell(found: Interval | None) -> list[float] | float | None:
-    """An interval as a file of figures has it."""
-    if found is None:
-        return None
-    # One prompt has no interval.
-    ends = [round(end, 5) for end in found if np.isfinite(end)]
-    return ends if len(set(ends)) > 1 else ends[0]
-
-
-def row(calls: Calls, base: Calls) -> list[Any]:
-    """The numbers of a rule, beside those of strict verification of the same prompts."""
-    own, strict = samples(calls), samples(base)
-    count = sum(len(call["answers"]["tokens"]) for call in calls)
-    tokens = sum(sum(call["answers"]["tokens"]) for call in calls)
-    mean = {
-        name: float(np.mean([it[name] for it in own.values()])) for name in ("tokens", "points")
-    }
-    steps, repeated = ["further", "steps"], ["repeated", "grams"]
-    sampled = calls[0]["temperature"] != 0
-    lost = round(sum(call["lost"] for call in calls) / tokens, 5)
-    return [
-        len(own),
-        count,
-        cell(estimate(ratio_of_means, own, steps)),
-        cell(compared(ratio_of_means, own, strict, steps)),
-        lost if sampled else cell(estimate(ratio_of_means, own, ["drift", "tokens"])),
-        # Greedily the target says one thing alone.
-        cell(estimate(ratio_of_means, own, ["weights", "tokens"])) if sampled else None,
-        cell(estimate(ratio_of_means, own, ["drift", "tokens"])),
-        cell(estimate(ratio_of_means, own, ["excess", "tokens"])) if sampled else None,
-        cell(compared(ratio_of_means, own, strict, ["nll", "tokens"], np.subtract)),
-        round(mean["tokens"], 1),
-        cell(compared(ratio_of_means, own, strict, ["tokens", "one"])),
-        round(mean["points"], 2),
-        cell(compared(ratio_of_means, own, strict, ["points", "one"], np.subtract)),
-        cell(estimate(ratio_of_means, own, repeated)),
-        cell(compared(ratio_of_means, own, strict, repeated, np.subtract)),
-    ]
-
-
-def points(calls: Calls) -> dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]]:
-    """The calls by what they have in common, and by rule, with a place for strict verification."""
-    found: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
-    for call in calls:
-        by_rule = found.setdefault(tuple(call[name] for name in POINT), {})
-        by_rule.setdefault(call["name"], []).append(call)
-    return dict(sorted(found.items()))
-
-
-def report(calls: Calls) -> list[list[Any]]:
-    """The rows of all rules; before those of a point stands what it has not in common with all."""
-    rows: list[list[Any]] = []
-    found = points(calls)
-    for point, by_rule in found.items():
-        model, draft, most, k, temperature = point
-        parts = model, draft, f"{most} tokens", f"K {k}", heat(temperature)
-        differs = [len(set(of)) > 1 for of in zip(*found, strict=True)]
-        title = ", ".join(itertools.compress(parts, differs))
-        rows += [[title]] if title else []
-        for name, own in by_rule.items():
-            base = by_rule.get(STRICT, []) if name != STRICT else []
-            rows.append([name, *row(own, base)])
-    return rows
-
-
-def report_by_kind(calls: Calls, rule: str) -> tuple[list[list[str | None]], list[list[Any]]]:
-    """A rule's tokens per step over strict ones by kind of prompts: columns and rows."""
-    kinds: dict[str, list[Any]] = {}
-    found = points(calls)
-    for at, by_rule in enumerate(found.values()):
-        own, strict = (samples(by_rule.get(name, [])) for name in (rule, STRICT))
-        for kind in dict.fromkeys(prompt.split("/")[1] for prompt in own):
-            of = {prompt: it for prompt, it in own.items() if prompt.split("/")[1] == kind}
-            cells = kinds.setdefault(kind, [len(of), *[None] * len(found)])
-            cells[at + 1] = cell(compared(ratio_of_means, of, strict, ["further", "steps"]))
-    columns: list[list[str | None]] = [["kind", ""], ["prompts", "d"]]
-    columns += [[f"K {k}, {heat(temperature)}", ".2f"] for *_, k, temperature in found]
-    return columns, [[kind, *cells] for kind, cells in kinds.items()]
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measures, or prints a table and writes its figures; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -396,6 +277,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--report", nargs="+", type=Path, metavar="OUTPUT", help="of outputs as they are, or .gz")
     add("--of", help="the report: of this file of prompts")
     add("--by-kind", metavar="RULE", help="the report: of a rule by kind of prompts")
+    add(
+        "--of-tokens", metavar="RULE", help="the report: a rule's kinds of tokens over the target's"
+    )
     add("--figures", type=Path, help="the report: file to write")
     args = parser.parse_args(arguments)
     if args.report:
@@ -434,23 +318,6 @@ def asked(rule: str) -> dict[str, float]:
 def server_of(rule: str, own: dict[str, float]) -> str:
     """Which of `SERVERS` a rule needs."""
     return rule if rule in SERVERS else "theta" if "mars_theta" in own else METHOD
-
-
-def tell(args: argparse.Namespace) -> None:
-    """Prints the table of outputs, and writes its file."""
-    calls, runs = [], []
-    for path in args.report:
-        lines = read(path)
-        runs += [{**it["run"], "raw": f"text/{path.name}"} for it in lines if "run" in it]
-        calls += [it for it in lines if "run" not in it]
-    if args.of:
-        calls = [it for it in calls if it["prompts"][0].split("/")[0] == args.of]
-    columns, rows = (
-        report_by_kind(calls, args.by_kind) if args.by_kind else (COLUMNS, report(calls))
-    )
-    print("\n".join(table_of(columns, rows)))
-    if args.figures:
-        write_json(args.figures, {"schema": SCHEMA, "columns": columns, "rows": rows, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ NAMES = [
     name
     for page in figures.pages()
     for name in re.findall(r"^<!-- figures: (\S+)", page.read_text(), re.M)
-    # Out of others.
-    if name != "headline"
+    # Out of others, and out of docstrings.
+    if name not in {"headline", "effects", "api", *figures.ACROSS}
 ]
 
 
@@ -61,7 +61,7 @@ def test_a_file_of_figures_says_where_it_comes_from(name):
         assert {"cpu", "cores", "memory_gib", "gpu"} <= run["hardware"].keys()
 
 
-def raw_answers(found, of, temperature, rule):
+def raw_answers(found, of, temperature, rule, *, ended=False):
     """What a row was taken from: the means of each prompt's answers, and what was counted."""
     means, nats, answers, tokens = {}, 0.0, 0, 0
     for name in dict.fromkeys(run["raw"] for run in found["runs"]):
@@ -77,8 +77,12 @@ def raw_answers(found, of, temperature, rule):
             tokens += sum(call["answers"]["tokens"])
             answers += len(call["answers"]["tokens"])
             for at, prompt in enumerate(call["prompts"]):
+                each = range(at * number, (at + 1) * number)
+                each = [it for it in each if call["answers"]["ended"][it] or not ended]
+                if not each:
+                    continue
                 own = means[prompt] = {
-                    key: statistics.fmean(values[at * number : (at + 1) * number])
+                    key: statistics.fmean(values[it] for it in each)
                     for key, values in call["answers"].items()
                 }
                 own |= {"further": own["tokens"] - 1, "points": 100 * own["ended"]}
@@ -87,6 +91,10 @@ def raw_answers(found, of, temperature, rule):
 
 def ratio(means, prompts, above, below):
     return sum(means[it][above] for it in prompts) / sum(means[it][below] for it in prompts)
+
+
+def steps_of(prompts, own, strict):
+    return ratio(own, prompts, "further", "steps") / ratio(strict, prompts, "further", "steps")
 
 
 def agrees(cell, statistic, prompts):
@@ -98,7 +106,7 @@ def agrees(cell, statistic, prompts):
     assert (high - low) / 2 == pytest.approx(half, rel=0.15, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["reading", "reading8", "exact", "exact-sampled", "ends"])
+@pytest.mark.parametrize("name", ["reading", "reading8", "exact", "ends"])
 def test_the_raw_answers_give_the_figures(name):
     """By other code."""
     found, temperature, checked = figures.read(name), 0.0, 0
@@ -108,7 +116,7 @@ def test_the_raw_answers_give_the_figures(name):
             temperature = 0.0 if row[0] == "greedy" else float(row[0].split()[-1])
             continue
         told = dict(zip(titles, row, strict=True))
-        of = name.rstrip("8").removesuffix("-sampled"), temperature
+        of = name.rstrip("8"), temperature
         own, nats, answers = raw_answers(found, *of, told["rule"])
         strict, *_ = raw_answers(found, *of, "strict")
         assert (told["prompts"], told["answers"]) == (len(own), answers)
@@ -135,23 +143,119 @@ def test_the_raw_answers_give_the_figures(name):
             both = [it for it in own if it in strict]
             agrees(told["tokens per step x strict"], gain, both)
             agrees(told["ended less strict's, points"], ended, both)
+            own, *_ = raw_answers(found, *of, told["rule"], ended=True)
+            strict, *_ = raw_answers(found, *of, "strict", ended=True)
+            both = [it for it in own if it in strict]
+            agrees(
+                told["where answers ended"],
+                lambda of, ends=(own, strict): steps_of(of, *ends),
+                both,
+            )
             checked += 1
     assert checked
+
+
+def test_seconds_on_a_gpu_are_of_the_raw_rounds():
+    found = figures.read("engines")
+    with gzip.open(figures.RESULTS / "text/engines.jsonl.gz", "rt") as file:
+        rounds = [json.loads(line) for line in file][1:]
+    for at_a_time, row in zip((1, 32), found["rows"], strict=True):
+        for name, cell in zip(("none", "standard-k4", "mars-k4"), row[1:], strict=True):
+            own = [
+                it
+                for it in rounds
+                if (it["name"], it["temperature"], it["batch"]) == (name, 0, at_a_time)
+            ]
+            each = [it["tokens"] / it["seconds"] for it in own]
+            mean = sum(it["tokens"] for it in own) / sum(it["seconds"] for it in own)
+            assert len(own) == 3 and cell == [round(it) for it in (mean, min(each), max(each))]
+
+
+def test_rows_of_one_question_are_pooled():
+    # Standard errors of 1 and 2, so weights of 1 and 1/4.
+    one, two = [3.0, 3 - 1.96, 3 + 1.96], [-2.0, -2 - 3.92, -2 + 3.92]
+    half = 1.96 / math.sqrt(1.25)
+    assert figures.pooled([one, two]) == pytest.approx([2, 2 - half, 2 + half])
+    assert figures.pooled([one]) == pytest.approx(one) and figures.pooled([]) is None
+
+
+@pytest.fixture
+def pooled_files(monkeypatch):
+    """Two files of a rule at two temperatures; greedily the first counts where it has the rule."""
+    title = "ended less strict's, points"
+    effects = {"ended": (title, "+.1f", ["greedy", "warm", figures.ALL])}
+    files = {
+        "a": [("greedy", figures.BOUND, {title: [3.0, 1.04, 4.96]})],
+        "b": [
+            ("greedy", figures.BOUND, {title: [9.0, 8.0, 10.0]}),
+            ("greedy", "mars_max_loss 0.05", {title: [-1.0, -2.0, 0.0]}),
+            ("warm", figures.BOUND, {title: [-2.0, -5.92, 1.92]}),
+        ],
+    }
+    pooled = {"greedy": [[("a", "greedy"), ("b", "greedy")]], "warm": [[("b", "warm")]]}
+    monkeypatch.setattr(figures, "EFFECTS", effects)
+    monkeypatch.setattr(figures, "POOLED", pooled)
+    monkeypatch.setattr(figures, "cells", files.__getitem__)
+
+
+def test_what_bounds_do_to_text(pooled_files):
+    """Power: 2.8 standard errors, here of 1, of 2, and of both."""
+    assert list(figures.effects("all"))[2:] == [
+        "| **ended** |  |  |  |  |",
+        "| greedy |  | +3.0 (+1.0 to +5.0) | -1.0 (-2.0 to +0.0) | 2.8 |",
+        "| warm |  | -2.0 (-5.9 to +1.9) |  | 5.6 |",
+        "| all temperatures |  | +2.0 (+0.2 to +3.8) | -1.0 (-2.0 to +0.0) | 2.5 |",
+    ]
+    figures.EFFECTS["ended"][2][1:1] = [figures.COOL]
+    shown = list(figures.effects())
+    assert shown[0] == "|  | 0.02 | 0.05 | 0.02 would show |"
+    assert shown[3:5] == [
+        "| greedy | +3.0 (+1.0 to +5.0) | -1.0 (-2.0 to +0.0) | 2.8 |",
+        "| warm | -2.0 (-5.9 to +1.9) |  | 5.6 |",
+    ]
+
+
+def test_a_table_across_temperatures(folder):
+    columns = [["rule", ""], ["nats lost per token", ".4f"]]
+    columns += [["tokens per step x strict", ".3f"], ["where answers ended", ".3f"]]
+    rows = [
+        *(["greedy"], ["strict", 0.0, None, None], ["a 1", [0.0201, 0, 1], [1.2, 1.1, 1.3], 1.1]),
+        *([figures.COOL], ["standard", 0.0, 0.9, 0.8], ["a 1", 0.3, 1.4, 1.0]),
+        *(["temperature 1"], ["standard", 0.0, 0.9, 0.8], ["a 1, fixed", 0.3, 1.4, 1.0]),
+        ["set", 0.02, 1.5, 1.0],
+    ]
+    (figures.RESULTS / "new.json").write_text(
+        json.dumps(TABLE | {"columns": columns, "rows": rows})
+    )
+    chosen = {
+        **{"strict": ("strict",), "plain": ("standard",), "a": ("a 1", "a 1, fixed")},
+        "set to its loss": ("set",),
+        "the same, where answers ended": ("a 1", "a 1, fixed"),
+    }
+    assert list(figures.across("new", ".2f", chosen)) == [
+        *("|  | greedy | temperature 1 |", "| --- | ---: | ---: |", "| strict | 1 |  |"),
+        *("| plain |  | 0.90 |", "| a | 1.20 (1.10–1.30) for 0.020 | 1.40 for 0.300 |"),
+        "| set to its loss |  | 1.50 |",
+        "| the same, where answers ended | 1.10 | 1.00 |",
+    ]
+
+
+@pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.stem)
+def test_no_table_is_wider_than_a_page(page):
+    rules = re.findall(r"^\|(?: ?:?-+:? ?\|)+$", page.read_text(), re.M)
+    # Its own page is due.
+    most = 7 if page.stem == "kernel" else 6
+    assert all(rule.count("|") - 1 <= most for rule in rules)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "benchmarks/results")
-    monkeypatch.setattr(figures, "PICTURE", tmp_path / "docs/tokens_by_nats.png")
     for name in ("benchmarks/results", "docs"):
         (tmp_path / name).mkdir(parents=True)
     results = tmp_path / "benchmarks/results"
     shutil.copy(Path(figures.__file__).with_name("results") / "demo.jsonl", results)
-    columns = [["rule", ""], ["nats lost per token", ".4f"], ["tokens per step", ".2f"]]
-    names = "standard, fixed drafts", "strict", "mars_max_loss 0.02", "mars_theta 0.9"
-    rows = [["temperature 1"], *([name, 0.02, [1.2, 1.1, 1.3]] for name in names)]
-    (results / "reading.json").write_text(json.dumps(TABLE | {"columns": columns, "rows": rows}))
     (results / "new.json").write_text(json.dumps(TABLE))
     (tmp_path / "README.md").write_text("no table\n")
     return tmp_path
@@ -173,7 +277,6 @@ def test_a_table_is_written_between_its_marks(folder, capsys, before):
     assert figures.main() == 0
     assert "| tokens per step" in (folder / "docs/sweep.md").read_text()
     capsys.readouterr()
-    assert (folder / "docs/tokens_by_nats.png").read_bytes().startswith(b"\x89PNG")
     assert figures.main() == 0 and not capsys.readouterr().out
 
 
@@ -253,3 +356,23 @@ def test_a_file_that_does_not_fit(folder, change, message):
     (figures.RESULTS / "new.json").write_text(json.dumps(TABLE | change))
     with pytest.raises(ValueError, match=message):
         figures.read("new")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("vllm_mars.verify.nothing", "has no vllm_mars.verify.nothing"),
+        ("nothing", "has no nothing"),
+        ("vllm_mars.config.METHOD", "vllm_mars.config.METHOD has no docstring"),
+    ],
+)
+def test_what_the_page_of_the_api_cannot_show_has_a_reason(name, reason):
+    page = f"<!-- figures: api {name} -->\n<!-- /figures -->"
+    with pytest.raises(ValueError, match=f"figures=api:? {reason}"):
+        figures.written(page, figures.ROOT)
+
+
+def test_the_page_of_the_api_has_each_argument_and_default():
+    shown = "\n".join(figures.lines("api", "vllm_mars.serve.Options", figures.ROOT))
+    assert "| `min_replicas` | `1` | fewest replicas;" in shown
+    assert "| `routing` | `'prefix'` |" in shown and "| `runtime_env` |  |" in shown

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import figures, text
+from benchmarks import figures, kinds, text, text_report
 from engines import NGRAM, engine_in_process
 from vllm_mars.config import split_speculative_config
 from vllm_mars.kernels.terms import Column, float_bits
@@ -72,8 +72,8 @@ def test_steps_without_a_draft_count(histogram, steps, report):
 def test_rules_stand_beside_strict_verification_of_the_same_prompts():
     lines = [call("strict", [5, 9, 7]), call("mars_price 0.3", [9, 13], 0.44, math.log(2))]
     strict, lossy = (
-        dict(zip((title for title, *_ in text.COLUMNS), row, strict=True))
-        for row in text.report(lines)
+        dict(zip((title for title, *_ in text_report.COLUMNS), row, strict=True))
+        for row in text_report.report(lines)
     )
     assert strict["rule"] == "strict" and lossy["rule"] == "mars_price 0.3"
     # 8 + 12 further tokens in 8 steps beside 4 + 8.
@@ -85,23 +85,93 @@ def test_rules_stand_beside_strict_verification_of_the_same_prompts():
     assert lossy["ended, %"] == 100 and lossy["ended less strict's, points"] == 0
     # 1 of 6 and 1 of 10.
     assert lossy["repeated 4-grams"][0] == pytest.approx(2 / 16, abs=1e-5)
-    assert len(list(figures.table_of(text.COLUMNS, text.report(lines), "gain"))) == 4
+    assert len(list(figures.table_of(text_report.COLUMNS, text_report.report(lines), "gain"))) == 4
+
+
+def test_a_gain_where_answers_ended():
+    """Only of prompts whose answers ended by both rules; a cut-off answer is easy to draft."""
+    lines = [call("strict", [5, 9, 7]), call("mars_price 0.3", [9, 13, 11])]
+    column = [title for title, *_ in text_report.COLUMNS].index("where answers ended")
+    lines[0]["answers"]["ended"], lines[1]["answers"]["ended"] = [1, 1, 0], [1, 0, 1]
+    strict, lossy = text_report.report(lines)
+    # 8 further tokens beside 4, in as many steps.
+    assert strict[column] is None and lossy[column] == 2
+    lines[1]["answers"]["ended"] = [0, 0, 1]
+    assert text_report.report(lines)[1][column] is None
 
 
 def test_what_calls_have_in_common_is_not_told():
     lines = [call("strict", [5, 9]), call("block", [5, 9])]
     more = [*lines, {**lines[0], "k": 8}]
-    rows = text.report(more)
+    rows = text_report.report(more)
     assert [row[0] for row in rows] == ["K 4", "strict", "block", "K 8", "strict"]
-    assert list(figures.table_of(text.COLUMNS, rows, "gain"))[2].startswith("| **K 4** |  |")
+    assert list(figures.table_of(text_report.COLUMNS, rows, "gain"))[2].startswith("| **K 4** |  |")
 
 
 def test_a_rule_by_kind_of_prompts():
     lines = [call("strict", [5, 9, 7]), call("mars_price 0.3", [9, 13, 7])]
-    columns, rows = text.report_by_kind(lines, "mars_price 0.3")
-    assert [title for title, _ in columns] == ["kind", "prompts", "K 4, temperature 1"]
+    columns, rows = text_report.report_by_kind(lines, "mars_price 0.3")
+    assert columns == [["kind", ""], ["prompts", "d"], ["K 4, temperature 1", ".2f"]]
     assert [row[:2] for row in rows] == [["chat", 2], ["code", 1]]
     assert rows[0][2][0] == pytest.approx(14 / 10, abs=1e-5) and rows[1][2] == 1.5
+
+
+def test_kinds_of_which_columns_have_other_prompts():
+    cool = [{**call(rule, [5]), "temperature": 0.4} for rule in ("strict", "mars_price 0.3")]
+    lines = [call("strict", [5, 9, 7]), call("mars_price 0.3", [9, 13, 7]), *cool]
+    columns, rows = text_report.report_by_kind(lines, "mars_price 0.3")
+    assert columns[1:3] == [["prompts, by column", ""], ["K 4, temperature 0.4", ".2f", "all"]]
+    assert [row[1] for row in rows] == ["1, 2", "0, 1"]
+
+
+class Words:
+    """A tokenizer of a few words."""
+
+    words = ("a", " B", ".", "\n", " c!", " ", "D")
+
+    def __len__(self):
+        return len(self.words)
+
+    def batch_decode(self, each):
+        return ["".join(self.words[token] for token in own) for own in each]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_kinds_of_tokens(sampled):
+    """By hand; the model's output is wider than the words."""
+    tokens, told = [0, 1, 2, 0, 1, 4], [0.0, 0.0, 0.5, 1.0, 1.0, -0.25]
+    p = torch.tensor([0.3, 0.2, 0.1, 0.05, 0.25, 0.05, 0.05, 0.0]).expand(6, 8).clone()
+    # The first choice at the last place completes a 2-gram and a 3-gram.
+    p[5] = torch.tensor([0.1, 0.1, 0.5, 0.05, 0.2, 0.05, 0.0, 0.0])
+    found = kinds.Kinds(Words(), 8, "cpu").sums(tokens, told, p.log(), sampled)
+    found = dict(zip(kinds.COLUMNS, found.tolist(), strict=True))
+    again = [found[f"2-grams again, {which}"] for which in kinds.SUMS]
+    ends = [found[f"sentence ends, {which}"] for which in kinds.SUMS]
+    if not sampled:
+        # Four are relaxed, and of these "a B" comes again; the first choices are a, a, a, ".".
+        assert again == [1, 1, 1] and ends == [2, 2, 1]
+        assert found["3-grams again, by target"] == 1 and found["3-grams again, served"] == 0
+        return
+    # Only "a B" comes again, and only where a or B stands a second time can something.
+    assert again == pytest.approx([1, math.exp(-1), 0.2 + 0.5])
+    assert ends == pytest.approx([2, math.exp(-0.5) + math.exp(0.25), 5 * (0.1 + 0.25) + 0.7])
+    assert found["capitals, by target"] == pytest.approx(5 * 0.2 + 0.1)
+    assert found["line breaks, served"] == 0
+
+
+def test_kinds_beside_the_targets():
+    lines = [call("strict", [5, 9]), call("mars_price 0.3", [10, 20])]
+    for line, share in zip(lines, (1.0, 1.1), strict=True):
+        for name in kinds.COLUMNS:
+            scale = share if name.endswith("served") else 1
+            line["answers"][name] = [scale * tokens / 5 for tokens in line["answers"]["tokens"]]
+    assert text_report.report_of_tokens(lines, "strict")[1][3] == 1.0
+    rows = text_report.report_of_tokens(lines, "mars_price 0.3")
+    assert [row[0] for row in rows if len(row) == 1] == ["mars_price 0.3, K 4, temperature 1"]
+    # 33 came where the target has 30 of 150 tokens.
+    assert rows[-1][:3] == ["capitals", 7, 20.0]
+    assert rows[-1][3] == rows[-1][4] == pytest.approx(1.1)
+    assert len(list(figures.table_of(text_report.OF_TOKENS, rows))) == 2 + len(rows)
 
 
 def test_outputs_are_read_from_an_archive_and_reported_by_file(tmp_path, capsys):
