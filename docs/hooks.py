@@ -13,13 +13,12 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/*.md", "docs/*/README.md", "benchmarks/*/README.md")
 TARGET = re.compile(r"\]\(([^)#\s]+)|srcset=\"([^\"]+)\"")
-# What mkdocstrings fills in stands in comments, which a checkout does not show.
-DOCSTRING = re.compile(r"^<!-- (::: .*?) -->$", re.DOTALL | re.MULTILINE)
+# As a table of figures has it.
+INTERVAL = re.compile(r"\([-+]?[\d.]+(?:–| to )[-+]?[\d.]+\)(?=[^<]*</td>)")
 # It typesets the formulas. npm brings it once; nothing of it is in the repository.
 KATEX = "katex@0.19.1"
 KATEX_FOLDER = ROOT / "build" / KATEX
@@ -64,9 +63,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return Files([*(file for file in files if file.src_dir != config.docs_dir), *ours])
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Uncovers what mkdocstrings fills in."""
-    return DOCSTRING.sub(r"\1\n", markdown)
+def on_page_content(html: str, **_: object) -> str:
+    """Keeps each interval of a table on one line, below its value where room is short."""
+    return INTERVAL.sub(r'<span class="interval">\g<0></span>', html)
 
 
 def _katex() -> list[Path]:
