@@ -128,7 +128,7 @@ class Step:
         return RejectionSampler(sampler, self.spec_config(method), device)
 
     def spec_config(self, method: str) -> Any:
-        """A speculative config of vLLM's with its defaults, whose check would ask for a draft model."""
+        """A speculative config of vLLM's, with its defaults and no draft model."""
         from vllm.config import SpeculativeConfig
 
         config: Any = SpeculativeConfig.__new__(SpeculativeConfig)
