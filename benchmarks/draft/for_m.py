@@ -82,7 +82,7 @@ def answers(model: Path) -> Iterator[Answer]:
 
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     on_gpu: dict[str, Any] = {"dtype": "bfloat16", "compilation_config": graphs}
-    on_gpu |= {"max_num_seqs": 1024, "gpu_memory_utilization": 0.5, "max_model_len": 2048}
+    on_gpu |= {"max_num_seqs": 1024, "kv_cache_memory_bytes": 20 << 30, "max_model_len": 2048}
     llm = LLM(str(model), **(on_gpu if HAS_GPU else CPU_ENGINE_ARGS))
 
     def answer(asked: list[list[int]], heat: list[float], longest: int, seed: int) -> Any:
