@@ -1,22 +1,22 @@
 """A study: a head fine-tuned for what a price serves, beside one fine-tuned for strict acceptance.
 
-    python -m benchmarks.draft.for_m WORK data
-    python -m benchmarks.draft.for_m WORK train --price 0     # the recipe's own loss: WORK/for-p
-    python -m benchmarks.draft.for_m WORK train --price 0.5   # WORK/for-m
-    python -m benchmarks.draft.for_m WORK compare p.jsonl m.jsonl
+    python -m benchmarks.draft.for_m WORK           # WORK/for-p and WORK/for-m
+    python -m benchmarks.text --draft WORK/for-p --output p.jsonl ...
+    python -m benchmarks.text --draft WORK/for-m --output m.jsonl ...
+    python -m benchmarks.draft.for_m WORK --compare p.jsonl m.jsonl
 
-Both begin as the packaged head and see the same batches; between the last two lines
-`benchmarks.text --draft WORK/for-p` and `for-m` ask both heads for answers. The README beside this
-file has the objective.
+Both begin as the packaged head and see the same batches, whose answers transformers gives. The
+README beside this file has the objective. vLLM is not needed but for the lines between.
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessorList,
+)
 
-from benchmarks.draft.data import Answer, make_data
+from benchmarks.draft.data import Answer, Conversation, make_data
 from benchmarks.draft.export import export
 from benchmarks.draft.head import Eagle3Head, new_head
 from benchmarks.draft.recipe import Recipe
@@ -35,9 +40,8 @@ from benchmarks.text_report import cell, points, read, samples
 from vllm_mars.experiments.rows import compared, heat, ratio_of_means
 from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.provenance import describe_run, vllm_device
+from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
-from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
 
 # Conversations that neither head is trained on.
 HELD_OUT = 400
@@ -75,37 +79,74 @@ def packaged_head(target: Target) -> Eagle3Head:
     return head.to(target.device)
 
 
-@contextmanager
-def answers(model: Path) -> Iterator[Answer]:
-    """Runs an engine of a model, which answers; it starts without a compiler."""
-    from vllm import LLM, SamplingParams
+class Heat:
+    """A temperature for each row; 0 is taken as all but 0."""
 
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    on_gpu: dict[str, Any] = {"dtype": "bfloat16", "compilation_config": graphs}
-    on_gpu |= {"max_num_seqs": 1024, "kv_cache_memory_bytes": 20 << 30, "max_model_len": 2048}
-    llm = LLM(str(model), **(on_gpu if HAS_GPU else CPU_ENGINE_ARGS))
+    def __init__(self, heat: list[float], device: torch.device) -> None:
+        self.heat = torch.tensor([[it or 1e-3] for it in heat], device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.float() / self.heat
+
+
+@contextmanager
+def answers(path: Path) -> Iterator[Answer]:
+    """A model that answers, by transformers."""
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model = model.to("cuda" if HAS_GPU else "cpu").eval()
+    (end,) = {AutoTokenizer.from_pretrained(path).eos_token_id}
 
     def answer(asked: list[list[int]], heat: list[float], longest: int, seed: int) -> Any:
-        options = [
-            SamplingParams(temperature=one, max_tokens=longest, detokenize=False) for one in heat
-        ]
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], options)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        torch.manual_seed(seed % 2**32)
+        width = max(map(len, asked))
+        tokens = torch.tensor([[end] * (width - len(ids)) + ids for ids in asked])
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in asked])
+        with torch.inference_mode():
+            whole = model.generate(
+                tokens.to(model.device),
+                attention_mask=mask.to(model.device),
+                logits_processor=LogitsProcessorList([Heat(heat, model.device)]),
+                do_sample=True,
+                **{"top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0},
+                max_new_tokens=longest,
+                pad_token_id=end,
+                eos_token_id=end,
+            )
+        rows = whole[:, width:].tolist()
+        return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
     yield answer
 
 
-def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
-    """Makes WORK/for-p or WORK/for-m."""
-    begin = time.perf_counter()
-    gain = functools.partial(log_value, price=args.price) if args.price else log_acceptance
-    parts = sorted((args.work / "data").glob("*.json"))
-    data = [it for part in parts for it in json.loads(part.read_text())["conversations"]]
-    target = Target(ensure_model())
-    head = packaged_head(target)
-    held_out, batches = (make_batches(of, recipe) for of in (data[:HELD_OUT], data[HELD_OUT:]))
+def data(args: argparse.Namespace, recipe: Recipe) -> list[Conversation]:
+    """As many parts as fit into the time."""
+    model, begin = ensure_model(), time.monotonic()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found: list[Conversation] = []
+    with answers(model) as answer:
+        for parts in range(1, recipe.parts + 1):
+            own = dataclasses.replace(recipe, parts=parts)
+            found = make_data(args.work / "data", own, tokenizer, nullcontext(answer))
+            took = time.monotonic() - begin
+            print(f"part {parts}, {len(found)} conversations after {took:.0f} s", flush=True)
+            if took * (1 + 1 / parts) > args.data_seconds:
+                break
+    return found
 
-    def acceptance() -> list[float]:
+
+def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
+    """Makes WORK/for-p and WORK/for-m."""
+    conversations, target = data(args, recipe), Target(ensure_model())
+    held_out, batches = (
+        make_batches(of, recipe) for of in (conversations[:HELD_OUT], conversations[HELD_OUT:])
+    )
+    gains: dict[str, Any] = {
+        "for-p": log_acceptance,
+        "for-m": functools.partial(log_value, price=args.price),
+    }
+
+    def acceptance(head: Eagle3Head) -> list[float]:
         """By drafting step, on the true tokens of what was held out: mean of sum min(p, q)."""
         with torch.no_grad():
             found = [
@@ -114,21 +155,37 @@ def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
         weighed = torch.stack([accepted * number for accepted, number in found]).sum(0)
         return [round(it, 4) for it in (weighed / sum(number for _, number in found)).tolist()]
 
-    before = acceptance()
-    log = []
-    for step in train(head, target, batches, recipe, gain):
-        log.append(step)
-        if len(log) % 20 == 1:
-            accepted = [round(it, 3) for it in step["accepted"]]
-            took = time.perf_counter() - begin
-            print(f"{len(log)} of {len(batches)}: {accepted}, {took:.0f} s", flush=True)
-    directory = args.work / ("for-m" if args.price else "for-p")
-    export(head, directory, ensure_model())
-    record = {"run": describe_run(vllm_device()[1]), "recipe": asdict(recipe), "price": args.price}
-    record |= {"conversations": len(data), "tokens": sum(it["tokens"] for it in log)}
-    record |= {"held_out_before": before, "held_out_after": acceptance()}
-    record |= {"seconds": round(time.perf_counter() - begin)}
-    write_json(directory / "training.json", record)
+    def runs(count: int) -> tuple[dict[str, Eagle3Head], Iterator[Any]]:
+        heads = {name: packaged_head(target) for name in gains}
+        each = (
+            train(heads[name], target, batches[:count], recipe, gain)
+            for name, gain in gains.items()
+        )
+        return heads, zip(*each, strict=True)
+
+    for _ in runs(1)[1]:
+        pass
+    begin = time.monotonic()
+    for _ in runs(2)[1]:
+        pass
+    count = min(len(batches), int(args.seconds / (time.monotonic() - begin) * 2))
+    begin = time.monotonic()
+    print(f"{count} of {len(batches)} batches", flush=True)
+    heads, steps = runs(count)
+    before, tokens = acceptance(heads["for-p"]), 0
+    for done, figures in enumerate(steps):
+        tokens += figures[0]["tokens"]
+        if done % 10 == 0:
+            accepted = [[round(it, 3) for it in own["accepted"]] for own in figures]
+            print(f"{done}: {accepted}, {time.monotonic() - begin:.0f} s", flush=True)
+    gpu = torch.cuda.get_device_name() if HAS_GPU else None
+    record = {"run": describe_run(gpu), "recipe": asdict(recipe), "price": args.price}
+    record |= {"conversations": len(conversations), "steps": count, "tokens": tokens}
+    record |= {"seconds": round(time.monotonic() - begin), "held_out_before": before}
+    for name, head in heads.items():
+        export(head, args.work / name, ensure_model())
+        record[f"held_out_{name}"] = acceptance(head)
+    write_json(args.work / "training.json", record)
     print(json.dumps(record))
 
 
@@ -140,7 +197,7 @@ def compare(args: argparse.Namespace) -> None:
             for point, by_rule in points([it for it in read(path) if "run" not in it]).items()
             for name, calls in by_rule.items()
         }
-        for path in args.outputs
+        for path in args.compare
     )
     for key in first:
         found = [str(key[1]), heat(key[0])]
@@ -167,24 +224,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("work", type=Path)
-    add("stage", choices=("data", "train", "compare"))
-    add("outputs", type=Path, nargs="*")
-    add("--price", type=float, default=0.0)
-    for name, default in asdict(Recipe(parts=4, ramp=0.0, learning_rate=5e-4)).items():
+    add("--compare", type=Path, nargs=2)
+    add("--price", type=float, default=0.5)
+    add("--data-seconds", type=float, default=300)
+    add("--seconds", type=float, default=600)
+    own = {"parts": 8, "part_size": 2048, "max_question_tokens": 256, "ramp": 0.0}
+    own |= {"learning_rate": 5e-4}
+    for name, default in {**asdict(Recipe()), **own}.items():
         add(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = parser.parse_args()
-    given = {name: getattr(args, name) for name in asdict(Recipe())}
-    recipe = Recipe(**given)
-    if args.stage == "data":
-        from transformers import AutoTokenizer
-
-        model = ensure_model()
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        make_data(args.work / "data", recipe, tokenizer, answers(model))
-    elif args.stage == "train":
-        fine_tune(args, recipe)
-    else:
+    if args.compare:
         compare(args)
+    else:
+        fine_tune(args, Recipe(**{name: getattr(args, name) for name in asdict(Recipe())}))
 
 
 if __name__ == "__main__":
