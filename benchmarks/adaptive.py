@@ -9,7 +9,7 @@ drafts for a batch of such requests (`adaptive_verification.py` of vLLM 0.33): o
 most likely to stay, as many as bring most tokens for what a step costs. The coefficients of its
 estimator are fitted to all steps at once, not while serving.
 
-What a step costs is made of the step times that docs/one-gpu.md has at commit b283e11, at
+What a step costs is made of the step times that docs/one-gpu.md has at commit 78154b8, at
 temperature 1: by tokens those without drafts, and the longest with drafts less what the drafter
 takes, which is the same for each token of a draft; straight lines between and beyond.
 """
@@ -86,7 +86,7 @@ class Measured(NamedTuple):
         return found + length * self.draft_ms
 
 
-# Of docs/one-gpu.md at commit b283e11: an H200, commit 91a8d2b.
+# Of docs/one-gpu.md at commit 78154b8: an H200, commit 91a8d2b.
 COSTS = {
     "Llama-3.1-8B's shape": Measured(
         {1: 5.17, 16: 5.70, 64: 7.13}, 3, {1: 6.84, 64: 13.46}, {1: 0.0, 64: 0.0}

@@ -23,7 +23,7 @@ SET |= {"3.11", "3.13", "2.0"}
 LOST = "nats lost per token"
 REPEATED = "repeated 4-grams less strict's"
 COOL = "temperature 0.4", figures.BOUND, "tokens per step x strict"
-# Of the rule before commit 2d6d0e2, by the table of b283e11: what a bound of 0.02 ended, and tokens
+# Of the rule before commit 3575cce, by the table of 78154b8: what a bound of 0.02 ended, and tokens
 # per step over strict ones.
 OLD_RULE = "2.8 (1.3 to 4.2)"
 OLD_GAINS = {
