@@ -77,11 +77,6 @@ ACROSS: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
             "theta 0.96, fixed drafts": ("theta 0.96", "theta 0.96, fixed drafts"),
             "ASD": ("ASD (budget 8, local ratio 0.25, 2 mismatches)",),
             "AdaptiveSpec": ("AdaptiveSpec's first mismatch, p / p1 ≥ 0.61",),
-            "mentored decoding": ("mentored decoding, 0.02 nats",),
-            "lenience": ("lenience, 0.02 nats",),
-            "Cactus": ("Cactus, 0.02 nats",),
-            "a price, position by position": ("price, position by position, 0.02 nats",),
-            "a price, by blocks": ("price, by blocks, 0.02 nats",),
         },
     ),
     "leans": (
@@ -224,9 +219,6 @@ def across(name: str, form: str, chosen: dict[str, tuple[str, ...]]) -> Iterable
             return "1" if row else ""
         lost = lost[0] if isinstance(lost, list) else lost
         told = text(gain, form)
-        # The page says which rules were set to lose this much, and a price is a row of its own.
-        if lost == 0.02:
-            return told
         told += f" for {lost:.3f}" if lost else "" if lost == 0 else " for an unknown loss"
         return f"{told}; a price {price[0]:{form}}" if price else told
 

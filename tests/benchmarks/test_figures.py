@@ -222,20 +222,17 @@ def test_a_table_across_temperatures(folder):
         *(["greedy"], ["strict", 0.0, None, None], ["a 1", [0.0201, 0, 1], [1.2, 1.1, 1.3], 1.1]),
         *([figures.COOL], ["standard", 0.0, 0.9, 0.8], ["a 1", 0.3, 1.4, 1.0]),
         *(["temperature 1"], ["standard", 0.0, 0.9, 0.8], ["a 1, fixed", 0.3, 1.4, 1.0]),
-        ["set", 0.02, 1.5, 1.0],
     ]
     (figures.RESULTS / "new.json").write_text(
         json.dumps(TABLE | {"columns": columns, "rows": rows})
     )
     chosen = {
         **{"strict": ("strict",), "plain": ("standard",), "a": ("a 1", "a 1, fixed")},
-        "set to its loss": ("set",),
         "the same, where answers ended": ("a 1", "a 1, fixed"),
     }
     assert list(figures.across("new", ".2f", chosen)) == [
         *("|  | greedy | temperature 1 |", "| --- | ---: | ---: |", "| strict | 1 |  |"),
         *("| plain |  | 0.90 |", "| a | 1.20 (1.10–1.30) for 0.020 | 1.40 for 0.300 |"),
-        "| set to its loss |  | 1.50 |",
         "| the same, where answers ended | 1.10 | 1.00 |",
     ]
 

@@ -221,6 +221,16 @@ def of_kernels():
     ]
 
 
+def at_best_k():
+    large, many, small, small_many = (
+        figures.text(row["MARS / lossless"], ".2f") for *_, row in figures.cells("controls-k")
+    )
+    return (
+        f"{large} times the lossless tokens per second for one request and {many} times for 32, "
+        f"with those of the packaged model {small} and {small_many} times"
+    )
+
+
 def weights():
     ends = [
         figures.text(found("ends", heat, figures.BOUND, "mean weight of a token"), ".4f")
@@ -316,6 +326,7 @@ def phrases(page):
             leans(),
             repeats(),
             "Greedily {} relaxed tokens break a line, where {} of".format(*line_breaks()),
+            at_best_k(),
         ],
         "docs/one-gpu.md": list(steps().values()),
         "docs/kernel.md": of_kernels(),
@@ -368,12 +379,6 @@ def test_each_figure_in_prose_is_known(page):
 
 
 def test_what_is_said_of_rivals():
-    for heat in ("temperature 0.7", "temperature 1"):
-        ours, theirs, lenience = (
-            found("rivals", heat, f"{rule}, 0.02 nats", "K 4: tokens per step")[0]
-            for rule in ("price, position by position", "mentored decoding", "lenience")
-        )
-        assert round(100 * (ours - theirs)) == 1 <= round(100 * (ours - lenience))
     for heading, rule, row in figures.cells("rivals"):
         if heading == "greedy":
             assert row["K 4: a price at this loss"][0] > row["K 4: tokens per step"][0], rule
@@ -393,6 +398,13 @@ def test_what_is_said_of_controls():
     }
     ours = gains.pop("a price")
     assert len(gains) == 7
+    for heat in ("temperature 0.7", "temperature 1"):
+        for how, most in (("position by position", 1.5), ("by blocks", 2)):
+            own, *others = (
+                found("controls", "", rule, f"{heat}, {how}")[0]
+                for rule in ("a price", "mentored decoding", "lenience")
+            )
+            assert all(0.5 < 100 * (own - it) < most for it in others)
     for rule, own in gains.items():
         assert all(np.greater(ours, own)), rule
         assert not rule.startswith("strict") or max(own) < 1.03, rule
