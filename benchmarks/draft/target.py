@@ -80,9 +80,11 @@ def vllm_answers(model: Path) -> Iterator[Answer]:
     llm = LLM(str(model), **({"dtype": "bfloat16"} if HAS_GPU else CPU_ENGINE_ARGS))
 
     def answer(asked: list[list[int]], heat: list[float], longest: int, seed: int) -> Any:
+        # On a CPU, a request with a seed ends vLLM's engine where its prompt is cut into chunks.
+        seeds = [seed + row if HAS_GPU else None for row in range(len(asked))]
         options = [
-            SamplingParams(temperature=one, max_tokens=longest, seed=seed + row)
-            for row, one in enumerate(heat)
+            SamplingParams(temperature=one, max_tokens=longest, seed=own)
+            for one, own in zip(heat, seeds, strict=True)
         ]
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], options)
         return [list(output.outputs[0].token_ids) for output in outputs]

@@ -263,6 +263,9 @@ def test_the_engine_answers_as_transformers_does(model, answer):
     asked = [[5, 6, 7, 8], [100, 3, 200, 9]]
     with vllm_answers(model) as ask:
         greedy, sampled = (ask(asked, [heat] * 2, 20, 0) for heat in (0.0, 1.0))
+        # Of more tokens than a step takes, so that a prompt is cut.
+        many = ask([[token] * 400 for token in range(30, 50)], [1.0] * 20, 4, 0)
     multiprocessing.active_children()
     assert greedy == answer(asked, [0.0] * 2, 20, 0)
     assert sampled != greedy
+    assert all(many)
