@@ -16,7 +16,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
-from benchmarks.draft.data import Conversation, make_data
+from benchmarks.draft import data as of_questions
+from benchmarks.draft.data import Answer, Conversation, make_data
 from benchmarks.draft.export import export
 from benchmarks.draft.head import Eagle3Head, new_head
 from benchmarks.draft.recipe import Recipe
-from benchmarks.draft.target import HAS_GPU, Target, vllm_answers
+from benchmarks.draft.target import HAS_GPU, Target
 from benchmarks.draft.train import batch_losses, log_acceptance, make_batches, train
 from benchmarks.text_report import cell, points, read, samples
 from vllm_mars.experiments.rows import compared, heat, ratio_of_means
@@ -40,7 +41,7 @@ from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 
 # Conversations that neither head is trained on.
-HELD_OUT = 40
+HELD_OUT = 24
 
 
 def log_value(p: torch.Tensor, log_q: torch.Tensor, price: float) -> torch.Tensor:
@@ -76,23 +77,66 @@ def packaged_head(target: Target) -> Eagle3Head:
 
 
 def once(states: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Keeps what was said of the last tokens: both heads ask for it."""
-    kept: list[torch.Tensor] = []
+    """Keeps what was said of tokens: both heads ask for it, and each pass over the data."""
+    kept: dict[bytes, torch.Tensor] = {}
 
     def of(tokens: torch.Tensor) -> torch.Tensor:
-        if not kept or not torch.equal(kept[0], tokens):
-            kept[:] = tokens, states(tokens)
-        return kept[1]
+        name = repr(tokens.tolist()).encode()
+        if name not in kept:
+            kept[name] = states(tokens)
+        return kept[name]
 
     return of
 
 
+class Heat:
+    """A temperature for each row; 0 is taken as all but 0."""
+
+    def __init__(self, heat: list[float], device: torch.device) -> None:
+        self.heat = torch.tensor([[it or 1e-3] for it in heat], device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.float() / self.heat
+
+
+@contextmanager
+def answers(path: Path) -> Iterator[Answer]:
+    """A model that answers, by transformers."""
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model = model.to("cuda" if HAS_GPU else "cpu").eval()
+    (end,) = {AutoTokenizer.from_pretrained(path).eos_token_id}
+
+    def answer(asked: list[list[int]], heat: list[float], longest: int, seed: int) -> Any:
+        torch.manual_seed(seed % 2**32)
+        width = max(map(len, asked))
+        tokens = torch.tensor([[end] * (width - len(ids)) + ids for ids in asked])
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in asked])
+        with torch.inference_mode():
+            whole = model.generate(
+                tokens.to(model.device),
+                attention_mask=mask.to(model.device),
+                logits_processor=LogitsProcessorList([Heat(heat, model.device)]),
+                do_sample=True,
+                **{"top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0},
+                max_new_tokens=longest,
+                pad_token_id=end,
+                eos_token_id=end,
+            )
+        rows = whole[:, width:].tolist()
+        return [row[: row.index(end) + 1] if end in row else row for row in rows]
+
+    yield answer
+
+
 def data(args: argparse.Namespace, recipe: Recipe) -> list[Conversation]:
     """As many parts as fit into the time."""
+    # The target's own questions take as long as its answers.
+    of_questions.TEMPLATE_SHARE = 1.0
     model, begin = ensure_model(), time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(model)
     found: list[Conversation] = []
-    with vllm_answers(model) as answer:
+    with answers(model) as answer:
         for parts in range(1, recipe.parts + 1):
             own = dataclasses.replace(recipe, parts=parts)
             found = make_data(args.work / "data", own, tokenizer, nullcontext(answer))
@@ -137,9 +181,10 @@ def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
     begin = time.monotonic()
     for _ in runs(2)[1]:
         pass
-    count = min(len(batches), int(args.seconds / (time.monotonic() - begin) * 2))
+    count = int(args.seconds / (time.monotonic() - begin) * 2)
     begin = time.monotonic()
-    print(f"{count} of {len(batches)} batches", flush=True)
+    print(f"{count} steps of {len(batches)} batches", flush=True)
+    batches = list(itertools.islice(itertools.cycle(batches), count))
     heads, steps = runs(count)
     before, tokens = acceptance(heads["for-p"]), 0
     for done, figures in enumerate(steps):
@@ -197,8 +242,8 @@ def main() -> None:
     add("--price", type=float, default=0.5)
     add("--data-seconds", type=float, default=300)
     add("--seconds", type=float, default=600)
-    own = {"parts": 8, "part_size": 120, "max_question_tokens": 256, "ramp": 0.0}
-    own |= {"learning_rate": 5e-4, "max_answer_tokens": 192, "batch_tokens": 1500}
+    own = {"parts": 8, "part_size": 64, "max_question_tokens": 256, "ramp": 0.0}
+    own |= {"learning_rate": 5e-4, "max_answer_tokens": 192, "batch_tokens": 1000}
     for name, default in {**asdict(Recipe()), **own}.items():
         add(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = parser.parse_args()
