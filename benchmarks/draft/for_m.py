@@ -108,6 +108,8 @@ def answers(path: Path) -> Iterator[Answer]:
     (end,) = {AutoTokenizer.from_pretrained(path).eos_token_id}
 
     def answer(asked: list[list[int]], heat: list[float], longest: int, seed: int) -> Any:
+        if not asked:
+            return []
         torch.manual_seed(seed % 2**32)
         width = max(map(len, asked))
         tokens = torch.tensor([[end] * (width - len(ids)) + ids for ids in asked])
