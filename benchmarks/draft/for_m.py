@@ -149,8 +149,14 @@ def data(args: argparse.Namespace, recipe: Recipe) -> list[Conversation]:
     return found
 
 
+def adam(matrices: Any, rate: float, decay: float, **_: Any) -> torch.optim.Optimizer:
+    """In Muon's place, which multiplies in bfloat16: many CPUs take minutes for a step of that."""
+    return torch.optim.AdamW(matrices, rate, (0.9, 0.95), weight_decay=decay)
+
+
 def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
     """Makes WORK/for-p and WORK/for-m."""
+    setattr(torch.optim, "Muon", adam)  # noqa: B010
     conversations, target = data(args, recipe), Target(ensure_model())
     target.states = once(target.states)  # type: ignore[method-assign, assignment]
     held_out, batches = (
@@ -161,14 +167,23 @@ def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
         "for-m": functools.partial(log_value, price=args.price),
     }
 
-    def acceptance(head: Eagle3Head) -> list[float]:
-        """By drafting step, on the true tokens of what was held out: mean of sum min(p, q)."""
+    def measured(head: Eagle3Head) -> list[list[float]]:
+        """Means of sum min(p, q) and of V on what was held out, by drafting step, and all steps'."""
+        sums = torch.zeros(2, recipe.steps_ahead + 1)
+        found: list[torch.Tensor] = []
+
+        def gain(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+            logs = torch.stack([log_acceptance(p, log_q), log_value(p, log_q, args.price)])
+            found.append(torch.cat([logs.exp().sum(1), torch.tensor([float(len(p))])]))
+            return logs[0]
+
         with torch.no_grad():
-            found = [
-                batch_losses(head, target, it, recipe.steps_ahead, True)[1:] for it in held_out
-            ]
-        weighed = torch.stack([accepted * number for accepted, number in found]).sum(0)
-        return [round(it, 4) for it in (weighed / sum(number for _, number in found)).tolist()]
+            for batch in held_out:
+                batch_losses(head, target, batch, recipe.steps_ahead, True, gain)
+        by_step = torch.stack(found).unflatten(0, (-1, recipe.steps_ahead)).sum(0)
+        sums[:, :-1] = (by_step[:, :2] / by_step[:, 2:]).T
+        sums[:, -1] = sums[:, :-1].mean(1)
+        return [[round(it, 5) for it in row] for row in sums.tolist()]
 
     def runs(count: int) -> tuple[dict[str, Eagle3Head], Iterator[Any]]:
         heads = {name: packaged_head(target) for name in gains}
@@ -178,6 +193,7 @@ def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
         )
         return heads, zip(*each, strict=True)
 
+    print("before", measured(packaged_head(target)), flush=True)
     for _ in runs(1)[1]:
         pass
     begin = time.monotonic()
@@ -188,10 +204,10 @@ def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
     print(f"{count} steps of {len(batches)} batches", flush=True)
     batches = list(itertools.islice(itertools.cycle(batches), count))
     heads, steps = runs(count)
-    before, tokens = acceptance(heads["for-p"]), 0
+    before, tokens = measured(heads["for-p"]), 0
     for done, figures in enumerate(steps):
         tokens += figures[0]["tokens"]
-        if done % 10 == 0:
+        if done % 5 == 0:
             accepted = [[round(it, 3) for it in own["accepted"]] for own in figures]
             print(f"{done}: {accepted}, {time.monotonic() - begin:.0f} s", flush=True)
     gpu = torch.cuda.get_device_name() if HAS_GPU else None
@@ -200,7 +216,7 @@ def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
     record |= {"seconds": round(time.monotonic() - begin), "held_out_before": before}
     for name, head in heads.items():
         export(head, args.work / name, ensure_model())
-        record[f"held_out_{name}"] = acceptance(head)
+        record[f"held_out_{name}"] = measured(head)
     write_json(args.work / "training.json", record)
     print(json.dumps(record))
 
@@ -245,7 +261,13 @@ def main() -> None:
     add("--data-seconds", type=float, default=300)
     add("--seconds", type=float, default=600)
     own = {"parts": 8, "part_size": 64, "max_question_tokens": 256, "ramp": 0.0}
-    own |= {"learning_rate": 5e-4, "max_answer_tokens": 192, "batch_tokens": 1000}
+    own |= {
+        "learning_rate": 1e-4,
+        "adam_learning_rate": 1e-4,
+        "warm_up": 3,
+        "max_answer_tokens": 192,
+        "batch_tokens": 1000,
+    }
     for name, default in {**asdict(Recipe()), **own}.items():
         add(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = parser.parse_args()
