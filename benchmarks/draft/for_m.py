@@ -6,17 +6,15 @@
     python -m benchmarks.draft.for_m WORK --compare p.jsonl m.jsonl
 
 Both begin as the packaged head and see the same batches. The README beside this file has the
-objective.
+objective. On a CPU say VLLM_CPU_KVCACHE_SPACE=4 VLLM_ENABLE_V1_MULTIPROCESSING=0.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,24 +22,24 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+from transformers import AutoTokenizer
 
 from benchmarks.draft import data as of_questions
-from benchmarks.draft.data import Answer, Conversation, make_data
+from benchmarks.draft.data import make_data
 from benchmarks.draft.export import export
 from benchmarks.draft.head import Eagle3Head, new_head
 from benchmarks.draft.recipe import Recipe
-from benchmarks.draft.target import HAS_GPU, Target
+from benchmarks.draft.target import HAS_GPU, Target, vllm_answers
 from benchmarks.draft.train import batch_losses, log_acceptance, make_batches, train
 from benchmarks.text_report import cell, points, read, samples
-from vllm_mars.experiments.rows import compared, heat, ratio_of_means
+from vllm_mars.experiments.rows import Samples, compared, estimate, heat, ratio_of_means
 from vllm_mars.local.draft_head import PACKAGED_HEAD
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.provenance import describe_run
 from vllm_mars.local.result_file import write_json
 
 # Conversations that neither head is trained on.
-HELD_OUT = 24
+HELD_OUT = 60
 
 
 def log_value(p: torch.Tensor, log_q: torch.Tensor, price: float) -> torch.Tensor:
@@ -89,66 +87,6 @@ def once(states: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tens
     return of
 
 
-class Heat:
-    """A temperature for each row; 0 is taken as all but 0."""
-
-    def __init__(self, heat: list[float], device: torch.device) -> None:
-        self.heat = torch.tensor([[it or 1e-3] for it in heat], device=device)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.float() / self.heat
-
-
-@contextmanager
-def answers(path: Path) -> Iterator[Answer]:
-    """A model that answers, by transformers."""
-    dtype = torch.bfloat16 if HAS_GPU else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    model = model.to("cuda" if HAS_GPU else "cpu").eval()
-    (end,) = {AutoTokenizer.from_pretrained(path).eos_token_id}
-
-    def answer(asked: list[list[int]], heat: list[float], longest: int, seed: int) -> Any:
-        if not asked:
-            return []
-        torch.manual_seed(seed % 2**32)
-        width = max(map(len, asked))
-        tokens = torch.tensor([[end] * (width - len(ids)) + ids for ids in asked])
-        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in asked])
-        with torch.inference_mode():
-            whole = model.generate(
-                tokens.to(model.device),
-                attention_mask=mask.to(model.device),
-                logits_processor=LogitsProcessorList([Heat(heat, model.device)]),
-                do_sample=True,
-                **{"top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0},
-                max_new_tokens=longest,
-                pad_token_id=end,
-                eos_token_id=end,
-            )
-        rows = whole[:, width:].tolist()
-        return [row[: row.index(end) + 1] if end in row else row for row in rows]
-
-    yield answer
-
-
-def data(args: argparse.Namespace, recipe: Recipe) -> list[Conversation]:
-    """As many parts as fit into the time."""
-    # The target's own questions take as long as its answers.
-    of_questions.TEMPLATE_SHARE = 1.0
-    model, begin = ensure_model(), time.monotonic()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    found: list[Conversation] = []
-    with answers(model) as answer:
-        for parts in range(1, recipe.parts + 1):
-            own = dataclasses.replace(recipe, parts=parts)
-            found = make_data(args.work / "data", own, tokenizer, nullcontext(answer))
-            took = time.monotonic() - begin
-            print(f"part {parts}, {len(found)} conversations after {took:.0f} s", flush=True)
-            if took * (1 + 1 / parts) > args.data_seconds:
-                break
-    return found
-
-
 def adam(matrices: Any, rate: float, decay: float, **_: Any) -> torch.optim.Optimizer:
     """In Muon's place, which multiplies in bfloat16: many CPUs take minutes for a step of that."""
     return torch.optim.AdamW(matrices, rate, (0.9, 0.95), weight_decay=decay)
@@ -157,33 +95,37 @@ def adam(matrices: Any, rate: float, decay: float, **_: Any) -> torch.optim.Opti
 def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
     """Makes WORK/for-p and WORK/for-m."""
     setattr(torch.optim, "Muon", adam)  # noqa: B010
-    conversations, target = data(args, recipe), Target(ensure_model())
+    # The target's own questions take as long as its answers.
+    of_questions.TEMPLATE_SHARE = 1.0
+    model = ensure_model()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    conversations = make_data(args.work / "data", recipe, tokenizer, vllm_answers(model))
+    target = Target(model)
     target.states = once(target.states)  # type: ignore[method-assign, assignment]
-    held_out, batches = (
-        make_batches(of, recipe) for of in (conversations[:HELD_OUT], conversations[HELD_OUT:])
-    )
+    # Each alone, so that it is a sample.
+    held_out = [it for one in conversations[:HELD_OUT] for it in make_batches([one], recipe)]
+    batches = make_batches(conversations[HELD_OUT:], recipe)
     gains: dict[str, Any] = {
         "for-p": log_acceptance,
         "for-m": functools.partial(log_value, price=args.price),
     }
 
-    def measured(head: Eagle3Head) -> list[list[float]]:
-        """Means of sum min(p, q) and of V on what was held out, by drafting step, and all steps'."""
-        sums = torch.zeros(2, recipe.steps_ahead + 1)
-        found: list[torch.Tensor] = []
+    def measured(head: Eagle3Head) -> Samples:
+        """Of each conversation that was held out: sums of a and V over all guesses, and these."""
+        found: dict[int, dict[str, float]] = {}
 
         def gain(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-            logs = torch.stack([log_acceptance(p, log_q), log_value(p, log_q, args.price)])
-            found.append(torch.cat([logs.exp().sum(1), torch.tensor([float(len(p))])]))
-            return logs[0]
+            each = {"a": log_acceptance(p, log_q), "V": log_value(p, log_q, args.price)}
+            sums = {name: float(logs.exp().sum()) for name, logs in each.items()}
+            for name, value in {**sums, "guesses": float(len(p))}.items():
+                own[name] = own.get(name, 0) + value
+            return each["a"]
 
         with torch.no_grad():
-            for batch in held_out:
+            for at, batch in enumerate(held_out):
+                own = found.setdefault(at, {})
                 batch_losses(head, target, batch, recipe.steps_ahead, True, gain)
-        by_step = torch.stack(found).unflatten(0, (-1, recipe.steps_ahead)).sum(0)
-        sums[:, :-1] = (by_step[:, :2] / by_step[:, 2:]).T
-        sums[:, -1] = sums[:, :-1].mean(1)
-        return [[round(it, 5) for it in row] for row in sums.tolist()]
+        return found
 
     def runs(count: int) -> tuple[dict[str, Eagle3Head], Iterator[Any]]:
         heads = {name: packaged_head(target) for name in gains}
@@ -193,7 +135,7 @@ def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
         )
         return heads, zip(*each, strict=True)
 
-    print("before", measured(packaged_head(target)), flush=True)
+    known = {"packaged": measured(packaged_head(target))}
     for _ in runs(1)[1]:
         pass
     begin = time.monotonic()
@@ -204,19 +146,30 @@ def fine_tune(args: argparse.Namespace, recipe: Recipe) -> None:
     print(f"{count} steps of {len(batches)} batches", flush=True)
     batches = list(itertools.islice(itertools.cycle(batches), count))
     heads, steps = runs(count)
-    before, tokens = measured(heads["for-p"]), 0
+    tokens = 0
     for done, figures in enumerate(steps):
         tokens += figures[0]["tokens"]
         if done % 5 == 0:
             accepted = [[round(it, 3) for it in own["accepted"]] for own in figures]
             print(f"{done}: {accepted}, {time.monotonic() - begin:.0f} s", flush=True)
     gpu = torch.cuda.get_device_name() if HAS_GPU else None
-    record = {"run": describe_run(gpu), "recipe": asdict(recipe), "price": args.price}
+    record: dict[str, Any] = {
+        "run": describe_run(gpu),
+        "recipe": asdict(recipe),
+        "price": args.price,
+    }
     record |= {"conversations": len(conversations), "steps": count, "tokens": tokens}
-    record |= {"seconds": round(time.monotonic() - begin), "held_out_before": before}
+    record |= {"seconds": round(time.monotonic() - begin)}
     for name, head in heads.items():
-        export(head, args.work / name, ensure_model())
-        record[f"held_out_{name}"] = measured(head)
+        export(head, args.work / name, model)
+        known[name] = measured(head)
+    pairs = [("for-p", "packaged"), ("for-m", "packaged"), ("for-m", "for-p")]
+    for name in ("a", "V"):
+        of = [name, "guesses"]
+        record |= {f"{name}, {it}": estimate(ratio_of_means, known[it], of) for it in known}
+        for one, other in pairs:
+            own = compared(ratio_of_means, known[one], known[other], of)
+            record[f"{name}, {one} / {other}"] = own
     write_json(args.work / "training.json", record)
     print(json.dumps(record))
 
@@ -258,9 +211,8 @@ def main() -> None:
     add("work", type=Path)
     add("--compare", type=Path, nargs=2)
     add("--price", type=float, default=0.5)
-    add("--data-seconds", type=float, default=300)
     add("--seconds", type=float, default=600)
-    own = {"parts": 8, "part_size": 64, "max_question_tokens": 256, "ramp": 0.0}
+    own = {"parts": 3, "part_size": 96, "max_question_tokens": 256, "ramp": 0.0}
     own |= {
         "learning_rate": 1e-4,
         "adam_learning_rate": 1e-4,
