@@ -10,7 +10,7 @@ Nothing is learned where the token of the text is no draft token.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -49,17 +49,8 @@ def make_batches(conversations: list[Conversation], recipe: Recipe) -> list[Batc
     return found
 
 
-def log_acceptance(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """log a of [rows, tokens]."""
-    return torch.minimum(p, log_q.exp()).sum(-1).log()
-
-
 def train(
-    head: Eagle3Head,
-    target: Target,
-    batches: list[Batch],
-    recipe: Recipe,
-    gain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = log_acceptance,
+    head: Eagle3Head, target: Target, batches: list[Batch], recipe: Recipe
 ) -> Iterator[dict[str, Any]]:
     """Trains a head to the end of the recipe.
 
@@ -84,7 +75,7 @@ def train(
         starts = done < recipe.ramp * total
         ahead = min(2, recipe.steps_ahead) if starts else recipe.steps_ahead
         batch = batches[done % len(batches)]
-        losses, accepted, guesses = batch_losses(head, target, batch, ahead, not starts, gain)
+        losses, accepted, guesses = batch_losses(head, target, batch, ahead, not starts)
         weights = recipe.step_decay ** torch.arange(ahead, device=target.device)
         torch.autograd.backward(losses @ weights)
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -94,12 +85,7 @@ def train(
 
 
 def batch_losses(
-    head: Eagle3Head,
-    target: Target,
-    batch: Batch,
-    ahead: int,
-    by_acceptance: bool,
-    gain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = log_acceptance,
+    head: Eagle3Head, target: Target, batch: Batch, ahead: int, by_acceptance: bool
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Returns loss and acceptance by drafting step, [ahead], and how many guesses the first has.
 
@@ -128,7 +114,7 @@ def batch_losses(
             loss = -(p * log_q).sum(-1)
             if by_acceptance:
                 lam = torch.exp(-LAM_DECAY * acceptance[-1])
-                loss = lam * loss - (1 - lam) * gain(p, log_q)
+                loss = lam * loss - (1 - lam) * accepted.log()
             losses.append(loss.sum() / max(1, len(last)))
     return torch.stack(losses), torch.stack(acceptance), len(last)
 
