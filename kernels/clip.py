@@ -1,9 +1,9 @@
 """Drawn drafts with a price: what is served in the place of the target, and its plain torch form.
 
-At a position, p is the target's distribution, q the draft's, S the tokens that are kept, and b >= 0
-the price in nats. Of all distributions m with m = p on S, the largest
-`b * sum_y min(m(y), q(y)) - KL(m || p)`, which is the price times the chance that rejection
-sampling of q accepts, less what is lost, is that of
+At a position, p is the target's distribution, q the draft's, S the tokens that are kept, all that
+the draft cannot propose (q = 0) among them, and b >= 0 the price in nats. Of all distributions m
+with m = p on S, the largest `b * sum_y min(m(y), q(y)) - KL(m || p)`, which is the price times the
+chance that rejection sampling of q accepts, less what is lost, is that of
 
     m(y) = clip(q(y), w p(y), w e^b p(y)) outside S,    w such that m sums to 1
 
@@ -23,7 +23,7 @@ outside S. So m sums to 1 and m / p spans no more than e^b there, whatever w is;
 lemma KL <= R b^2 / 8. What F(w) was off by costs the objective about b times that.
 
 `clip_kernel` has the Triton form. This one is for the CPU: beside one log of a row it takes 6 cheap
-operations on it for each step of Newton's method, 2 for the last, and 10 more.
+operations on it for each step of Newton's method, 2 for the last, and 13 more.
 """
 
 import math
@@ -76,14 +76,14 @@ def clip_row(
         p: their softmax.
         q: float32 `[vocab]`, what the draft was drawn from. What is no number counts as p.
         price: >= 0; at 0 the draft is not read and m is p itself.
-        kept: int64 `[n]`, the tokens of S, each once.
+        kept: int64 `[n]`, the tokens of S but for those that the draft cannot propose, each once.
         out: float32 `[vocab]`, written: m, unless that is p itself.
         buffers: float32 `[3, vocab]`, written.
     """
     outside, ratio, clipped = buffers
     rest = 0.0
     if price > 0:
-        outside.copy_(p)[kept] = 0.0
+        torch.mul(p, q != 0, out=outside)[kept] = 0.0
         rest = float(outside.sum())
     # Where the row holds a NaN or an infinity that is no number.
     if not rest > LEAST_REST:
@@ -123,5 +123,6 @@ def clip_row(
         # A masked token adds nothing.
         lowest = torch.finfo(p.dtype).min
         drift = float(torch.dot(clipped, (logits - logits.amax()).clamp_(min=lowest)))
-    m[kept] = p[kept]
+    # Of a token of S `outside` is 0, so that nothing is rounded.
+    m.add_(torch.sub(p, outside, out=clipped))
     return Clipped(m, min(max(loss, 0.0), EIGHTH * price * price), drift)

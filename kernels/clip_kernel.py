@@ -13,7 +13,7 @@ Any w, divided by F(w), serves a distribution that keeps the bound and has an ex
 is found as roughly as pays: what F(w) is off by here costs less than 1 % of what a price gains.
 
 All tokens of a row are summed, and then the few that are kept are taken off, so that a row is read
-in 16-byte loads. Probabilities are logarithms to the base 2, which take one instruction each.
+in 16-byte loads. What the draft cannot propose, a logit of -inf, is summed apart on the way. Probabilities are logarithms to the base 2, which take one instruction each.
 
 Nothing of the logits' size is written. Bytes read: vocab * (itemsizes of both) for each step and
 for S_i. Only the rows of a small batch stay in the L2 cache from pass to pass: all rows of a step
@@ -90,23 +90,29 @@ def load_clipped(clipped_ptr, drawn_at):
 
 @triton.jit
 def log_ratio(ratio, own):
-    """log2 m - log2 p of tokens, not kept, by log2 q - log2 p: see `clip`.
+    """log2 m - log2 p of tokens, not kept otherwise, by log2 q - log2 p: see `clip`.
 
     `own` is log w, that and the price, and log F(w), base 2.
     """
     lowest, highest, log_total = own
-    return tl.minimum(tl.maximum(ratio, lowest), highest) - log_total
+    clipped = tl.minimum(tl.maximum(ratio, lowest), highest) - log_total
+    # What the draft cannot propose keeps its probability.
+    return tl.where(ratio == -C.INF, 0.0, clipped)
 
 
 @triton.jit
 def _sums(log_p, ratio, low, high):
-    """What tokens add to a pass of Newton's method.
+    """What tokens add to a pass of Newton's method; base 2.
 
-    To the sum of clipped p, to that which neither end clips, to KL, and to E[log p]; base 2.
+    To the sum of clipped p, to that which neither end clips, to KL, and to E[log p]; in their place
+    tokens that the draft cannot propose add to a sum of p, and of p log p.
     """
     clipped = log_ratio(ratio, (low, high, 0.0))
     mass = libdevice.exp2(log_p + clipped)
-    return mass, tl.where(clipped == ratio, mass, 0.0), mass * clipped, mass * log_p
+    drafted = tl.where(ratio == -C.INF, 0.0, mass)
+    flat = tl.where(clipped == ratio, drafted, 0.0)
+    others = mass - drafted
+    return drafted, flat, drafted * clipped, drafted * log_p, others, others * log_p
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
@@ -173,15 +179,15 @@ def clip_kernel(
     lse, entropy = log_sum_exp(partials, own, own >= 0, unpack_value(packed), num_splits, SPLITS)
     target_lse = tl.max(lse, axis=0)
     mass, of_kept = kept_sums(partials, own, lse == lse, lse)
-    # What p has, and its entropy, of the tokens that are not kept.
-    rest = tl.max(1.0 - mass, axis=0)
-    rest_entropy = tl.max(entropy - of_kept, axis=0)
+    # What p has, and its entropy, of the tokens that are not kept, but that a draft may lack.
+    unkept = tl.max(1.0 - mass, axis=0)
+    unkept_entropy = tl.max(entropy - of_kept, axis=0)
     target_lse *= C.LOG2_E
     scale = C.LOG2_E / drawn_at
     draft_lse = draft_log_sum_exp(partials, own_row, num_splits, SPLITS)
     own_lse = (target_lse, scale, draft_lse)
     is_finite = (tl.abs(target_lse) < C.INF) & (tl.abs(draft_lse) < C.INF)
-    may_pay = may_pay & is_finite & (rest > C.LEAST_REST)
+    may_pay = may_pay & is_finite & (unkept > C.LEAST_REST)
     price = tl.where(may_pay, tl.minimum(price, C.MOST_CLIP_PRICE), 0.0)
     # Within a branch the condition of a loop knows no field of a constant.
     STEPS: tl.constexpr = C.STEPS
@@ -195,6 +201,7 @@ def clip_kernel(
         w = 1.0
         following = tl.exp(price * C.START)
         total = 0.0
+        rest = unkept
         taken = 0
         while (tl.abs(total - 1.0) > TOLERANCE) & (taken < STEPS):
             w = following
@@ -205,33 +212,46 @@ def clip_kernel(
             all_flats = tl.zeros([BLOCK], tl.float32)
             all_losses = tl.zeros([BLOCK], tl.float32)
             all_logs = tl.zeros([BLOCK], tl.float32)
+            all_others = tl.zeros([BLOCK], tl.float32)
+            all_other_logs = tl.zeros([BLOCK], tl.float32)
             for start in range(0, vocab, BLOCK):
                 token = start + tl.arange(0, BLOCK)
                 log_p, ratio = log_probabilities(
                     target_ptr, draft_ptr, own_lse, token, token < vocab
                 )
-                masses, flats, losses, logs = _sums(log_p, ratio, lowest, highest)
+                masses, flats, losses, logs, others, other_logs = _sums(
+                    log_p, ratio, lowest, highest
+                )
                 all_masses += masses
                 all_flats += flats
                 all_losses += losses
                 all_logs += logs
+                all_others += others
+                all_other_logs += other_logs
             total = tl.sum(all_masses, axis=0)
             flat = tl.sum(all_flats, axis=0)
             loss = tl.sum(all_losses, axis=0)
             logs_sum = tl.sum(all_logs, axis=0)
+            undrafted = tl.sum(all_others, axis=0)
+            undrafted_logs = tl.sum(all_other_logs, axis=0)
             for first in range(0, num_kept(protected, guard, own_row), C.KEPT_CHUNK):
                 kept = kept_tokens(first, record_ptr, protected, guard, own_row, vocab)
                 of_token = log_probabilities(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
-                of_masses, of_flats, of_losses, of_logs = _sums(*of_token, lowest, highest)
-                total -= tl.sum(of_masses, axis=0)
-                flat -= tl.sum(of_flats, axis=0)
-                loss -= tl.sum(of_losses, axis=0)
-                logs_sum -= tl.sum(of_logs, axis=0)
-            total = total / rest
+                masses, flats, losses, logs, others, other_logs = _sums(*of_token, lowest, highest)
+                total -= tl.sum(masses, axis=0)
+                flat -= tl.sum(flats, axis=0)
+                loss -= tl.sum(losses, axis=0)
+                logs_sum -= tl.sum(logs, axis=0)
+                undrafted -= tl.sum(others, axis=0)
+                undrafted_logs -= tl.sum(other_logs, axis=0)
+            rest = unkept - undrafted
+            is_enough = rest > C.LEAST_REST
+            # Where it is not, that ends the passes.
+            total = tl.where(is_enough, total / rest, 1.0)
             flat = flat / rest
             log_total = tl.log(total)
             loss = tl.maximum(loss / C.LOG2_E / total - rest * log_total, 0.0)
-            drift = -logs_sum / C.LOG2_E / total - rest_entropy
+            drift = -logs_sum / C.LOG2_E / total - unkept_entropy - undrafted_logs / C.LOG2_E
             low = tl.where(total < 1.0, w, low)
             high = tl.where(total > 1.0, w, high)
             newton = w * (1.0 - flat) / (total - flat)
@@ -239,6 +259,12 @@ def clip_kernel(
             following = tl.where(is_inside, newton, tl.sqrt(low) * tl.sqrt(high))
             taken += 1
         loss = tl.minimum(loss, price * price * C.EIGHTH)
+        # As without a price.
+        is_enough = rest > C.LEAST_REST
+        price = tl.where(is_enough, price, 0.0)
+        log_w = tl.where(is_enough, log_w, 0.0)
+        loss = tl.where(is_enough, loss, 0.0)
+        drift = tl.where(is_enough, drift, 0.0)
     clipped = (log_w * C.LOG2_E, (log_w + price) * C.LOG2_E, log_total * C.LOG2_E)
     log_p, of_q = log_probabilities(target_ptr, draft_ptr, own_lse, draft, draft >= 0)
     ratio = log_ratio(of_q, clipped) / C.LOG2_E

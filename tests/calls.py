@@ -176,6 +176,10 @@ def draws_of(call: Call, drawn_at: float = 0.0) -> Draws:
     if drawn_at:
         shape = slots, LONGEST, call.logits.shape[1]
         draft_logits = torch.from_numpy(call.rng.normal(0, 2, shape)).float()
+        # What a draft cannot propose, such as all but the vocabulary of a head.
+        is_outside = torch.from_numpy(call.rng.random(shape) < call.rng.choice([0.0, 0.3, 0.9]))
+        is_outside[..., 0] = False
+        draft_logits.masked_fill_(is_outside, -math.inf)
         sampling = sampling._replace(draft_logits=draft_logits, drawn_at=temperature * drawn_at)
     return Draws(
         sampling,

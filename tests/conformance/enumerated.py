@@ -48,7 +48,7 @@ class Case:
         answer, room: output tokens so far, and how many may still come.
         ends: its end of sequence, then its stop tokens.
         low, masked: tokens far below the first choice, and those that the target cannot emit.
-        undrafted: tokens that the draft does not hold, as outside a request's top-k.
+        undrafted: tokens that the draft cannot propose.
         cuts: whether drafts are cut short, as by adaptive verification.
     """
 
@@ -104,6 +104,8 @@ class Case:
             pairs = itertools.pairwise(answer)
             kept |= {follower for token, follower in pairs if token == answer[-1]}
         is_kept = np.isin(range(self.vocab), [*kept])
+        if self.is_drawn:
+            is_kept |= q == 0
         is_strict = len(before) >= self.useful or len(answer) < self.opening
         p = special.softmax(logits.astype(float))
         return Row(logits, p, q.astype(float), is_kept, is_strict)
@@ -151,7 +153,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "later end": {"ends": (4,), "masked": (4,), "max_loss": 0.001, "lost": 6553},
     "protected": {"protected": (2,)},
     "all": {**_ALL, "ends": (4, 1), "protected": (0,), "low": (4, 0), "room": 3},
-    "drafts within top-k": {"masked": (3,), "undrafted": (3, 1)},
+    "outside the draft's vocabulary": {"masked": (3,), "undrafted": (3, 1)},
+    "most are outside": {"undrafted": (0, 1, 2, 3), "price": 2.0},
+    "outside, kept, masked": {"undrafted": (1, 2), "masked": (2,), "protected": (1, 0)},
     # With a bound that binds.
     "cut": {"cuts": True, "steps": 3, "vocab": 4, "price": 2.0, "max_loss": 0.01, "lost": 62_500},
     "cut, ends": {"cuts": True, "steps": 3, "vocab": 4, "ends": (3,), "protected": (1,)},

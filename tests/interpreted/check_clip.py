@@ -33,6 +33,7 @@ def served(target, draft, found):
     ratio = (draft - draft_lse - log_p).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
     ratio = ratio.clamp(log_w, log_w + price) - log_total
     ratio[:, KEPT[KEPT < target.shape[1]]] = 0
+    ratio[draft == -math.inf] = 0
     m = torch.where(price > 0, (log_p + ratio).exp(), target.float().softmax(-1))
     return clip_cases.Rows(m, *sums)
 
@@ -88,6 +89,20 @@ def test_rows(exact, vocab, dtype):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-4, equal_nan=True)
     clip_cases.check(found, target.float(), PRICES)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.83, 1.0])
+def test_what_the_draft_cannot_propose(exact, share):
+    """Some of it is kept anyway; at last all is, so that nothing is left to gain."""
+    target, draft = clip_cases.rows(6, 5000, seed=7)
+    is_outside = torch.rand(5000, generator=torch.Generator().manual_seed(1)) < share
+    is_outside[17] = False
+    draft = draft.log().clamp(min=-60.0).masked_fill(is_outside, -math.inf)
+    found, expected, q = clip_both(target, draft)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-4)
+    assert torch.equal(q == 0, is_outside.expand(6, -1))
+    clip_cases.check(found, target, PRICES, is_outside.nonzero()[:, 0])
 
 
 def test_rows_of_one_token_and_of_no_numbers(exact):
