@@ -212,7 +212,7 @@ class Step:
         verifier = self.sampler(by if isinstance(by, str) else "standard")
         sampler = verifier.sampler
         if not isinstance(by, str):
-            requests = RequestsV2(by, sampler.req_states)
+            requests = RequestsV2(by, sampler.req_states, is_drawn=self.shape.is_drawn)
             sampler.logits_processors.append(requests)
             verification = Verification(by, [2], Counters(CounterLayout(k), device))
             own = sampler, self.spec_config("standard"), device, verification, requests

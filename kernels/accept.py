@@ -18,9 +18,6 @@ from vllm_mars.kernels.clip import clip_row
 from vllm_mars.kernels.rows import read_probabilities, read_rows
 from vllm_mars.kernels.rule import Allowance, Guarded, Position, Rows
 from vllm_mars.kernels.terms import (
-    DRAWN_SCALE,
-    FIXED_SCALE,
-    GREEDY_SCALE,
     LOSS_BITS,
     Account,
     Column,
@@ -123,7 +120,7 @@ def accept(
     tokens = np.full((batch, width + 1), -1, dtype=np.int32)
     summary = np.zeros((3, batch), dtype=np.int64)
     layout, is_drawn = CounterLayout(width), chance is not None and chance.draft_probs is not None
-    for place, allowed in enumerate(allowances(step, temperature, is_drawn)):
+    for place, allowed in enumerate(allowances(step)):
         begin, end = begins[place], begins[place + 1] - 1
         is_greedy = chance is None or not temperature[place]
         if chance is None or is_greedy:
@@ -146,22 +143,17 @@ def accept(
         counted = emitted._replace(positions=emitted.positions[:most], gained=emitted.gained[:most])
         drafted, slot = rows.draft[begin:end], slots[place]
         is_relaxable = bool(relaxes[slot])
-        num_relaxed, lost, drift = _write_down(
+        num_relaxed, lost = _write_down(
             counted, drafted, is_greedy, is_relaxable, place, account, layout
         )
         if lost:
             records.lost[slot] += lost
-        if is_drawn and not is_greedy:
-            share = float(records.draft_share[slot])
-            records.draft_share[slot] = definition.next_share(share, drift, rule.share_gain)
         summary[:, place] = accepted + 1, num_relaxed, lost
     emitted_, relaxed_, lost_ = torch.from_numpy(summary)
     return VerifyOutput(torch.from_numpy(tokens), emitted_.int(), relaxed_.int(), lost_)
 
 
-def allowances(
-    step: Step, temperature: Sequence[float], is_drawn: bool = False
-) -> Iterator[Allowance]:
+def allowances(step: Step) -> Iterator[Allowance]:
     """What each request of a step may pay and lose."""
     slots = step.slots.long()
     columns = [Column.PRICE, Column.RATE, Column.LOST, Column.MOST_TOKENS]
@@ -170,10 +162,8 @@ def allowances(
     inputs = step.input_ids.tolist()
     last = [inputs[first] for first in [0, *step.cu_num_logits.tolist()[:-1]]] if own else []
     ends = step.records.ends[slots].tolist()
-    scale = DRAWN_SCALE if is_drawn else FIXED_SCALE
     for place, (price, rate, lost, most_tokens) in enumerate(own):
-        of_price = scale if temperature[place] else GREEDY_SCALE
-        found = Allowance.of(price, rate, lost, produced[place], most_tokens, of_price)
+        found = Allowance.of(price, rate, lost, produced[place], most_tokens)
         is_end = produced[place] > 0 and last[place] >= 0 and last[place] in ends[place]
         yield found._replace(has_ended=found.has_ended or is_end)
 
@@ -379,8 +369,8 @@ def _write_down(
     place: int,
     account: Account | None,
     layout: CounterLayout,
-) -> tuple[int, int, int]:
-    """Counts a request's step; returns relaxed tokens, loss and drift."""
+) -> tuple[int, int]:
+    """Counts a request's step; returns relaxed tokens and loss."""
     num_relaxed = lost = drift_up = drift_down = 0
     gained = sum(emitted.gained)
     table = None if account is None or account.table is None else account.table[place]
@@ -416,4 +406,4 @@ def _write_down(
         counts[layout.gained] += gained
         counts[layout.drift_up] += drift_up
         counts[layout.drift_down] += drift_down
-    return num_relaxed, lost, drift_up - drift_down
+    return num_relaxed, lost

@@ -45,12 +45,10 @@ from vllm_mars.kernels.rule_kernel import (
     load_float,
     log_ratio_of_fixed,
     nearest_units,
-    next_share,
     num_gainful,
     read_rows,
     sampled_by_price,
     sampled_by_theta,
-    store_float,
     units_of,
 )
 from vllm_mars.kernels.terms import (
@@ -141,7 +139,7 @@ def _write_down(
     num_speculative_tokens,
     BY_BLOCKS: tl.constexpr,
 ):
-    """Counts a request's step, takes its loss off; returns relaxed tokens, loss and drift."""
+    """Counts a request's step, takes its loss off; returns relaxed tokens and loss."""
     is_visited = is_counted & (offset <= accepted)
     is_accepted = is_counted & (offset < accepted)
     is_relaxed = is_accepted & (verdict == C.RELAXED)
@@ -184,7 +182,7 @@ def _write_down(
     tl.store(where, tl.where(is_greedy, of_greedy, of_sampled), mask=offset < width)
     told = tl.where(is_greedy, 0.0, drift.to(tl.float32) * C.UNIT)
     tl.store(where + width, told, mask=offset < width)
-    return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost, tl.sum(drift, axis=0)
+    return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
@@ -214,7 +212,6 @@ def accept_kernel(
     # Of drawn drafts: [num_rows, CLIPPED] and [num_rows, num_blocks] of `clip_rows`
     clipped_ptr,
     masses_ptr,
-    share_gain,
     num_speculative_tokens,
     num_blocks,
     vocab,
@@ -258,10 +255,7 @@ def accept_kernel(
         RULE != "price",
     )
     draft = rows.draft
-    scale = tl.where(
-        is_greedy, C.GREEDY_SCALE, C.DRAWN_SCALE if SAMPLED == "drawn" else C.FIXED_SCALE
-    )
-    most, price, room = allowance(record_ptr, produced, scale.to(tl.int64), offset)
+    most, price, room = allowance(record_ptr, produced, offset)
     is_over = has_ended(record_ptr, tl.load(input_ids_ptr + start), produced)
     gainful = num_gainful(rows.is_end, offset, length, room)
     # The last position of the answer; none where it had ended before.
@@ -334,7 +328,7 @@ def accept_kernel(
     is_relaxable = tl.load(record_ptr + C.PRICE) != 0 if RULE == "price" else threshold < 1.0
     # Behind the draft the target's own bonus token follows.
     ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
-    num_relaxed, step_lost, step_drift = _write_down(
+    num_relaxed, step_lost = _write_down(
         account,
         record_ptr + C.LOST,
         request,
@@ -352,10 +346,6 @@ def accept_kernel(
         num_speculative_tokens,
         SAMPLED == "drawn",
     )
-    if SAMPLED == "drawn":
-        if is_greedy == 0:
-            share = next_share(load_float(record_ptr, C.DRAFT_SHARE), step_drift, share_gain)
-            store_float(record_ptr, C.DRAFT_SHARE, share)
     tl.store(output.num_emitted + request, accepted + 1)
     tl.store(output.num_relaxed + request, num_relaxed)
     tl.store(output.lost + request, step_lost)
@@ -411,7 +401,6 @@ def accept(
         pos_ptr=None if draws is None else draws.pos,
         clipped_ptr=clipped,
         masses_ptr=masses,
-        share_gain=rule.share_gain,
         num_speculative_tokens=step.num_speculative_tokens,
         num_blocks=num_blocks,
         BLOCKS=kept_size(num_blocks, 1),

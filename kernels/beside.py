@@ -20,11 +20,13 @@ _BLOCK = 128
 _UNALIGNED = ["slots_ptr", "cu_num_logits_ptr"]
 
 
-@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=["batch", "share"], do_not_specialize_on_alignment=_UNALIGNED)
 def anew_kernel(
     # [S], or None
     drawn_at_ptr,
     new_seeds_ptr,
+    # Of the temperature, of requests that are not strict
+    share,
     # [S, SIZE]
     records_ptr,
     # [S]
@@ -34,7 +36,7 @@ def anew_kernel(
     # [batch], -1 for none
     slots_ptr,
     batch,
-    SHARE: tl.constexpr,
+    PRICE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -42,10 +44,10 @@ def anew_kernel(
     slot = tl.load(slots_ptr + place, mask=place < batch, other=-1).to(tl.int64)
     is_there = slot >= 0
     if drawn_at_ptr is not None:
-        bits = tl.load(records_ptr + slot * SIZE + SHARE, mask=is_there, other=0)
-        share = bits.to(tl.int32).to(tl.float32, bitcast=True)
+        price = tl.load(records_ptr + slot * SIZE + PRICE, mask=is_there, other=0)
         temperature = tl.load(temperature_ptr + slot, mask=is_there, other=0.0)
-        tl.store(drawn_at_ptr + slot, temperature * share, mask=is_there)
+        drawn_at = tl.where(price > 0, temperature * share, temperature)
+        tl.store(drawn_at_ptr + slot, drawn_at, mask=is_there)
     if new_seeds_ptr is not None:
         seed = tl.load(seeds_ptr + slot, mask=is_there, other=0)
         # A request's tokens grow with each step.
@@ -56,6 +58,7 @@ def anew_kernel(
 def draw_anew(
     drawn_at: torch.Tensor | None,
     new_seeds: torch.Tensor | None,
+    share: float,
     records: Records,
     temperature: torch.Tensor,
     seeds: torch.Tensor,
@@ -67,6 +70,7 @@ def draw_anew(
     Args:
         drawn_at: float32 `[S]`, the share of the temperature; written at the slots, unless None.
         new_seeds: int64 `[S]`, likewise the seed of the step.
+        share: of the temperature, of requests that are not strict.
         records: of all slots.
         temperature: float32 `[S]`.
         seeds: int64 `[S]`.
@@ -77,13 +81,14 @@ def draw_anew(
     anew_kernel[(-(-batch // _BLOCK),)](
         drawn_at,
         new_seeds,
+        share,
         records.table,
         temperature,
         seeds,
         total_len,
         slots,
         batch,
-        SHARE=int(Column.DRAFT_SHARE),
+        PRICE=int(Column.PRICE),
         SIZE=RECORD_SIZE,
         BLOCK=_BLOCK,
         num_warps=4,

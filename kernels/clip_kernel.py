@@ -13,7 +13,8 @@ Any w, divided by F(w), serves a distribution that keeps the bound and has an ex
 is found as roughly as pays: what F(w) is off by here costs less than 1 % of what a price gains.
 
 All tokens of a row are summed, and then the few that are kept are taken off, so that a row is read
-in 16-byte loads. What the draft cannot propose, a logit of -inf, is summed apart on the way. Probabilities are logarithms to the base 2, which take one instruction each.
+in 16-byte loads. What the draft cannot propose, a logit of -inf, is summed apart on the way.
+Probabilities are logarithms to the base 2, which take one instruction each.
 
 Nothing of the logits' size is written. Bytes read: vocab * (itemsizes of both) for each step and
 for S_i. Only the rows of a small batch stay in the L2 cache from pass to pass: all rows of a step
@@ -162,7 +163,7 @@ def clip_kernel(
         return
     record_ptr = records_ptr + slot * C.RECORD_SIZE
     produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
-    most, price, room = allowance(record_ptr, produced, C.DRAWN_SCALE, tl.arange(0, 1))
+    most, price, room = allowance(record_ptr, produced, tl.arange(0, 1))
     # Of the longest draft: where this one ends can depend on its tokens, on which no price may.
     useful = tl.minimum(num_speculative_tokens, room)
     price = drawn_price(tl.max(most, axis=0), price, useful)

@@ -35,7 +35,6 @@ class Constants(NamedTuple):
     LOST: int = Column.LOST.value
     MOST_TOKENS: int = Column.MOST_TOKENS.value
     THRESHOLD: int = Column.THRESHOLD.value
-    DRAFT_SHARE: int = Column.DRAFT_SHARE.value
     STATE: int = Column.STATE.value
     BEGUN: int = Column.BEGUN.value
     SCANNED: int = Column.SCANNED.value
@@ -50,17 +49,9 @@ class Constants(NamedTuple):
     PER_NAT: float = 2.0**terms.LOSS_BITS
     RATE_SHIFT: int = terms.RATE_BITS - terms.LOSS_BITS
     MOST_LOSS: float = float(terms.MOST_LOSS)
-    MOST_PRICE_UNITS: int = terms.MOST_PRICE_UNITS
-    MOST_BALANCE: int = terms.MOST_BALANCE
     NO_BOUND: int = terms.NO_BOUND
     NO_LIMIT: int = terms.NO_LIMIT
-    PRICE_BURSTS: int = terms.PRICE_BURSTS
     BURST_TOKENS: int = terms.BURST_TOKENS
-    GREEDY_SCALE: int = terms.GREEDY_SCALE
-    FIXED_SCALE: int = terms.FIXED_SCALE
-    DRAWN_SCALE: int = terms.DRAWN_SCALE
-    LEAST_SHARE: float = terms.LEAST_SHARE
-    MOST_SHARE: float = terms.MOST_SHARE
     # Rounded down by more than a float can be off.
     CAUTION: float = 1 - 2**-20
 

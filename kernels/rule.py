@@ -68,14 +68,8 @@ from typing import NamedTuple
 
 from vllm_mars.config import RuleName
 from vllm_mars.kernels.terms import (
-    FOLLOWS,
-    LEAST_SHARE,
     LOSS_BITS,
-    MOST_BALANCE,
     MOST_LOSS,
-    MOST_PRICE_UNITS,
-    MOST_SHARE,
-    PRICE_BURSTS,
     Verdict,
     most_lost,
 )
@@ -172,18 +166,8 @@ class Allowance(NamedTuple):
     has_ended: bool = False
 
     @classmethod
-    def of(
-        cls, price: int, rate: int, lost: int, produced: int, most_tokens: int, scale: int
-    ) -> "Allowance":
-        """That of a request's record; `scale` is of a price that follows what is left.
-
-        Whether the last token has ended the request is not looked at.
-        """
-        if price == FOLLOWS:
-            # Who loses nothing for long saves no more for the price than this.
-            most = min(PRICE_BURSTS * most_lost(rate, 0), MOST_BALANCE)
-            balance = min(max(most_lost(rate, produced + 1) - lost, 0), most)
-            price = min(math.isqrt(scale * balance), MOST_PRICE_UNITS)
+    def of(cls, price: int, rate: int, lost: int, produced: int, most_tokens: int) -> "Allowance":
+        """That of a request's record; whether the last token has ended it is not looked at."""
         room = max(most_tokens - produced - 1, 0)
         return cls(price, rate, produced, lost, room, produced >= most_tokens)
 
@@ -350,15 +334,6 @@ def units_of(nats: float) -> int:
 def nearest_units(nats: float) -> int:
     """Nats of either sign in those units, rounded to the nearest, at most MOST_LOSS."""
     return round(min(max(nats / _UNIT, -MOST_LOSS), MOST_LOSS))
-
-
-def next_share(share: float, drift: int, gain: float) -> float:
-    """The share of the temperature that drafts are drawn at, after a step that drifted so far.
-
-    A draft that is too flat makes text hotter, and is drawn colder; one that is too sharp hotter.
-    """
-    moved = share * math.exp(-gain * drift * _UNIT)
-    return min(max(moved, LEAST_SHARE), MOST_SHARE) if gain else share
 
 
 def drawn_prices(

@@ -18,13 +18,6 @@ from vllm_mars.kernels.rows_kernel import (
     unpack_value,
 )
 
-# Rounded down by more than a float can be off.
-# What `clip_kernel` finds of a row of a drawn draft: log w, the price, log F(w), the target's and
-# the draft's log-sum-exp; KL(m || p) and the drift; of the draft token log m - log p, and log m -
-# log q, -inf where it cannot stay. Then, of `mass_kernel`, log p_i of the draft before the row, and
-# the same with p in the place of m; of a request's first row these are 0 and not written.
-# Listed tokens of each position that are looked at a time.
-
 
 class Rows(NamedTuple):
     """As `rule.Rows`: vectors on the device, with the largest logits and that of the draft token.
@@ -56,15 +49,6 @@ class Decided(NamedTuple):
 
 
 @triton.jit
-def integer_root(square):
-    """floor(sqrt(square)) of an int64 below 2**62; exact for a guess within 2**-19 of it."""
-    root = tl.maximum(tl.sqrt(square.to(tl.float32)).to(tl.int64), 1)
-    # Newton's step ends at the root or 1 above it, however the float rounded.
-    root = (root + square // root) >> 1
-    return root - (root * root > square).to(tl.int64)
-
-
-@triton.jit
 def units_of(nats):
     """Nats in units, rounded up; 0 of what is no number."""
     return tl.ceil(tl.minimum(tl.where(nats == nats, nats * C.PER_NAT, 0.0), C.MOST_LOSS)).to(
@@ -92,26 +76,14 @@ def load_float(record_ptr, column):
 
 
 @triton.jit
-def store_float(record_ptr, column, value):
-    """Writes a float32, >= 0, into a record."""
-    tl.store(record_ptr + column, value.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64))
-
-
-@triton.jit
-def allowance(record_ptr, produced, scale, offset):
+def allowance(record_ptr, produced, offset):
     """What the request may lose up to each offset, its price, in units, and its room."""
     rate = tl.load(record_ptr + C.RATE)
     tokens = produced.to(tl.int64) + offset + 1
     most = ((rate * (tokens + C.BURST_TOKENS)) >> C.RATE_SHIFT) - tl.load(record_ptr + C.LOST)
     most = tl.where(rate == C.NO_BOUND, C.NO_LIMIT, most)
-    # Who loses nothing for long saves no more for the price than this.
-    burst = (rate * C.BURST_TOKENS) >> C.RATE_SHIFT
-    most_balance = tl.minimum(C.PRICE_BURSTS * burst, C.MOST_BALANCE)
-    balance = tl.minimum(tl.maximum(_at(offset, 0, most), 0), most_balance)
-    price = tl.load(record_ptr + C.PRICE)
-    follows = tl.minimum(integer_root(balance * scale), C.MOST_PRICE_UNITS)
-    price = tl.where(price < 0, follows, price)
-    return most, price, tl.maximum(tl.load(record_ptr + C.MOST_TOKENS) - produced - 1, 0)
+    room = tl.maximum(tl.load(record_ptr + C.MOST_TOKENS) - produced - 1, 0)
+    return most, tl.load(record_ptr + C.PRICE), room
 
 
 @triton.jit
@@ -330,13 +302,6 @@ def sampled_by_theta(log_p, entropy, small, forbidden, most, offset, length):
         tl.where(is_relaxed, gained, 0),
         tl.where(is_relaxed, -log_p - entropy, 0.0),
     )
-
-
-@triton.jit
-def next_share(share, drift, gain):
-    """The share of the temperature that drafts are drawn at, after a step that drifted so far."""
-    moved = share * tl.exp(-gain * (drift.to(tl.float32) * C.UNIT))
-    return tl.where(gain > 0, tl.minimum(tl.maximum(moved, C.LEAST_SHARE), C.MOST_SHARE), share)
 
 
 @triton.jit

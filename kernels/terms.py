@@ -19,18 +19,6 @@ MOST_LOSS = 1 << 30
 MOST_PRICE_UNITS = 1 << 29
 # With a bound of b nats per token an answer of n tokens loses at most b (n + BURST_TOKENS).
 BURST_TOKENS = 100
-# A price that follows what is left of a bound is isqrt(scale * left), in units: c sqrt(left / 100)
-# with c**2 = 8, 12 and 24, at which a request's loss lands on its bound; found on answers of one
-# model, by how a request is verified (docs/rule.md).
-GREEDY_SCALE, FIXED_SCALE, DRAWN_SCALE = 5242, 7864, 15728
-# In the place of a price, that it follows.
-FOLLOWS = -1
-# Of what is left, such a price counts at most so many times what a new request has.
-PRICE_BURSTS = 4
-# The most that counts of it: times a scale that stays below 2**62.
-MOST_BALANCE = (1 << 31) - 1
-# A share of the temperature that follows drift stays within these: below them acceptance falls.
-LEAST_SHARE, MOST_SHARE = 0.5, 1.25
 # The rate of a request without a bound, and what it may lose.
 NO_BOUND = 1 << 40
 NO_LIMIT = 1 << 61
@@ -141,25 +129,20 @@ class Rule(NamedTuple):
         name: "theta" accepts a runner-up where z2 > threshold * z1 and z1 > 0, "price" weighs a
             prefix of the draft against its loss.
         protected: the tokens that keep their probability, or None.
-        share_gain: per nat: how fast a record's DRAFT_SHARE follows a request's drift; 0 for never.
     """
 
     name: RuleName
     protected: Protected | None = None
-    share_gain: float = 0.0
 
 
 class Column(enum.IntEnum):
     """Where the record of a request, int64 `[RECORD_SIZE]`, holds what.
 
-    PRICE: in units of 2**-LOSS_BITS nats per token gained; 0 is strict, FOLLOWS a price that
-        follows what is left.
+    PRICE: in units of 2**-LOSS_BITS nats per token gained; 0 is strict.
     RATE: what an output token adds to the allowance: see `loss_rate`.
     LOST: what the request has lost, in units of 2**-LOSS_BITS nats. A step adds to it.
     MOST_TOKENS: output tokens at which the request ends.
     THRESHOLD: theta, as the bits of a float32; not read with a price.
-    DRAFT_SHARE: likewise the share of the request's temperature that its drafts are drawn at. A
-        step moves it: see `rule.next_share`.
     STATE: of `vllm_mars.runner.strictness`, after the first SCANNED tokens.
     BEGUN: that after the prompt.
     SCANNED: tokens of prompt and output that the state has taken in.
@@ -173,12 +156,11 @@ class Column(enum.IntEnum):
     LOST = 2
     MOST_TOKENS = 3
     THRESHOLD = 4
-    DRAFT_SHARE = 5
-    STATE = 6
-    BEGUN = 7
-    SCANNED = 8
-    HELD = 9
-    SCOPE = 10
+    STATE = 5
+    BEGUN = 6
+    SCANNED = 7
+    HELD = 8
+    SCOPE = 9
     ENDS = 16
 
 
@@ -199,7 +181,6 @@ class Records(NamedTuple):
         """Records that relax nothing."""
         records = cls(torch.zeros((num_slots, RECORD_SIZE), dtype=torch.int64, device=device))
         records.ends.fill_(-1)
-        records.draft_share.fill_(1)
         return records
 
     @property
@@ -226,11 +207,6 @@ class Records(NamedTuple):
     def threshold(self) -> torch.Tensor:
         """float32 `[S]`."""
         return self.table.view(torch.float32)[:, 2 * Column.THRESHOLD]
-
-    @property
-    def draft_share(self) -> torch.Tensor:
-        """float32 `[S]`."""
-        return self.table.view(torch.float32)[:, 2 * Column.DRAFT_SHARE]
 
     def relaxes(self, name: RuleName) -> torch.Tensor:
         """bool `[S]`, whether a request is not strict, whatever is left of its bound."""

@@ -9,7 +9,6 @@ import torch
 from vllm_mars.kernels import accept
 from vllm_mars.kernels.rule import Guarded
 from vllm_mars.kernels.terms import (
-    FOLLOWS,
     MOST_FOLLOWERS,
     STRUCK,
     Account,
@@ -88,11 +87,10 @@ class Call:
         self.records = Records.new(slots, CPU)
         for column, values in (
             (self.records.threshold, thresholds),
-            (self.records.price, [FOLLOWS, 0, 20_000, 50_000, 1 << 17]),
+            (self.records.price, [0, 20_000, 50_000, 1 << 17]),
             (self.records.rate, rates),
             (self.records.lost, [0, 1_000, 1 << 17]),
             (self.records.most_tokens, [20, 45, 48, 99]),
-            (self.records.draft_share, [0.5, 0.8, 1.2]),
         ):
             column.copy_(torch.from_numpy(rng.choice(values, slots)))
         ends = np.sort(rng.choice([-1, -1, *range(vocab)], (slots, 2)))[:, ::-1].copy()
@@ -104,7 +102,7 @@ class Call:
         protected = None
         if rng.random() < 0.6:
             protected = Protected.of(torch.from_numpy(rng.random(vocab) < 0.1), CPU)
-        self.rule = Rule(name, protected, share_gain=0.2)
+        self.rule = Rule(name, protected)
         self.has_table = rng.random() < 0.6
         self.temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], self.batch)).float()
         self.guard = self._guard(name, vocab) if rng.random() < 0.5 else None
@@ -226,14 +224,11 @@ def on_cpu(call: Call, account: Account, chance: accept.Chance | None = None) ->
 
 
 def written_down(call: Call, q: torch.Tensor | None, tokens: torch.Tensor) -> tuple:
-    """What a CPU writes down of a sampled step that emits the tokens.
-
-    Its account, and of the records what was lost and what drafts are drawn at.
-    """
+    """What a CPU writes down of a sampled step that emits the tokens, and what was lost."""
     account = call.account()
     output, records = on_cpu(call, account, Replay(call, tokens, q))
     assert torch.equal(output.output_token_ids >= 0, tokens >= 0)
-    return account, records.lost, records.draft_share
+    return account, records.lost
 
 
 def same(found: Account, expected: Account, atol: float = 0.0) -> None:

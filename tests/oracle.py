@@ -155,13 +155,6 @@ def earned(nats: Nats, tokens: int) -> Fraction:
     return Fraction(math.floor(rate * (nats.produced + tokens + 100) * 2**16), 2**16)
 
 
-def price_of_balance(scale: int, nats: Nats) -> Fraction:
-    """The price that follows what is left, up to 400 tokens' worth, before the step."""
-    most = 4 * earned(Nats(nats.rate, Fraction(0), 0), 0)
-    left = min(max(earned(nats, 1) - nats.lost, Fraction(0)), most)
-    return Fraction(math.isqrt(scale * int(left * 2**16)), 2**16)
-
-
 def best_stop(
     rows: Sequence[Sequence[float]],
     drafts: Sequence[int],

@@ -15,11 +15,16 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_mars import MarsConfig, requests
 from vllm_mars import config as config_module
-from vllm_mars.config import MOST_ENDS, OPTION, STRICT_VALUE, split_speculative_config
+from vllm_mars.config import (
+    BOUND_PRICE,
+    MOST_ENDS,
+    OPTION,
+    STRICT_VALUE,
+    split_speculative_config,
+)
 from vllm_mars.engine.options import check_request
 from vllm_mars.engine.ranks import TravellingOptions
 from vllm_mars.kernels.terms import (
-    FOLLOWS,
     IN_ANSWER,
     IN_THINKING,
     MOST_LOSS,
@@ -168,10 +173,27 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
     assert options_of(params(mars_max_loss=0.5), BOUND).max_loss == 0.5
 
 
+@pytest.mark.parametrize(("temperature", "is_drawn"), [(0, True), (1, False), (1, True)])
+def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_drawn):
+    """Four times the bound is twice the price."""
+
+    def price(**own):
+        request = params(**own)
+        request.temperature = temperature
+        server = MarsConfig(max_loss=0.04)
+        return record_of(request, server, is_drawn, 99)[Column.PRICE] / 2**16
+
+    kind = "greedy" if temperature == 0 else "drawn" if is_drawn else "fixed"
+    assert price() == pytest.approx(BOUND_PRICE[kind] * 0.2, abs=2**-15)
+    assert price(mars_max_loss=0.01) == pytest.approx(price() / 2, abs=2**-15)
+    assert price(mars_price=0.125) == 0.125
+    assert price(mars_max_loss=0) == 0
+
+
 def test_a_request_that_asks_gets_what_a_server_with_its_bound_gives():
     own, server = params(mars_max_loss=0.02), MarsConfig(max_loss=0.02)
     assert options_of(own, OPT_IN) == options_of(params(), server)
-    assert record_of(own, OPT_IN, 99) == record_of(params(), server, 99)
+    assert record_of(own, OPT_IN, False, 99) == record_of(params(), server, False, 99)
     assert in_force(options_of(own, OPT_IN), OPT_IN) == {"max_loss": 0.02}
     strict = options_of(params(), OPT_IN)
     assert strict == options_of(params(mars_max_loss=0), server)
@@ -188,7 +210,7 @@ def test_a_bound_of_0_is_strict(config):
     server = dataclasses.replace(config, max_loss=0, limit=limit)
     assert not server.lossy and not server.clients_may_relax
     assert options_of(params(), server) == strict
-    record = record_of(params(), server, 99)
+    record = record_of(params(), server, False, 99)
     assert record[: Column.MOST_TOKENS] == [0, 0, 0]
     assert record[Column.THRESHOLD] == float_bits(1.0)
 
@@ -212,7 +234,7 @@ def test_a_bound_of_0_is_strict(config):
 def test_whose_positions_count_as_relaxable(config, own, is_relaxable):
     constrained = params(**own)
     constrained.structured_outputs = StructuredOutputsParams(regex="a+")
-    table = torch.tensor([record_of(it, config, 99) for it in (params(**own), constrained)])
+    table = torch.tensor([record_of(it, config, False, 99) for it in (params(**own), constrained)])
     assert Records(table).relaxes(config.rule).tolist() == [is_relaxable, False]
 
 
@@ -238,8 +260,9 @@ NAMES = [f"mars_{field.name}" for field in dataclasses.fields(MarsConfig)]
     ),
     st.integers(0, 2**20),
     st.booleans(),
+    st.booleans(),
 )
-def test_a_record_holds_whatever_a_request_asks_for(server, own, produced, is_greedy):
+def test_a_record_holds_whatever_a_request_asks_for(server, own, produced, is_greedy, is_drawn):
     from vllm.exceptions import VLLMValidationError
 
     mars = {"rejection_sample_method": "mars"}
@@ -255,10 +278,10 @@ def test_a_record_holds_whatever_a_request_asks_for(server, own, produced, is_gr
         # Behind a front end that checks nothing it goes on nevertheless.
         assert len(str(error)) < 1000
     request.temperature = float(not is_greedy)
-    record = record_of(request, config, 2**20, produced)
+    record = record_of(request, config, is_drawn, 2**20, produced)
     price, rate, lost = record[: Column.MOST_TOKENS]
     assert 0 <= record[Column.THRESHOLD] <= float_bits(1.0)
-    assert FOLLOWS <= price <= MOST_PRICE_UNITS and 0 <= rate <= NO_BOUND
+    assert 0 <= price <= MOST_PRICE_UNITS and 0 <= rate <= NO_BOUND
     assert 0 <= lost <= NO_LIMIT
     # What the record cannot hold raises.
     torch.tensor(record, dtype=torch.int64)
@@ -353,7 +376,7 @@ def test_scopes():
         told = {} if expected == "all" else {"scope": expected}
         assert in_force(options, config) == {"max_loss": 0.5, **told}
         number = {"all": 0, "thinking": IN_THINKING, "answer": IN_ANSWER}[expected]
-        assert record_of(params(**own), config, 99)[Column.SCOPE] == number
+        assert record_of(params(**own), config, False, 99)[Column.SCOPE] == number
 
 
 def test_what_is_in_force():

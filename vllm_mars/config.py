@@ -37,11 +37,13 @@ _NGRAM = 4
 # Strict tokens at an answer's begin by default with a price or a bound, and the most.
 _DEFAULT_OPENING = 8
 MOST_OPENING = 1 << 20
-# Shares of a request's temperature. At temperature 1 the default is where most is accepted, and
+# The price that a bound of 1 nat per token sets, in nats, by how a request is verified; that of
+# another bound is its root times as much (docs/rule.md).
+BOUND_PRICE = {"greedy": 2.8, "fixed": 3.5, "drawn": 4.8}
+# A share of a request's temperature. At temperature 1 the default is where most is accepted, and
 # where a price leaves the text as probable as the target's own. vLLM takes no temperature between 0
 # and 0.01, and what is left of that by the least share still counts as sampling.
 _DEFAULT_DRAFT_TEMPERATURE = 0.8
-_SHARE_GAIN = 0.2
 _DRAFT_TEMPERATURES = (0.01, 2)
 # What the integers of `vllm_mars.kernels.terms` hold, in nats: a price, and a bound per token. No
 # option is larger, of a server or of a request.
@@ -65,8 +67,7 @@ Span = tuple[Token, Token | None]
 class MarsConfig:
     """Validated options of margin-aware verification.
 
-    One of `theta` and `price` names the rule. Without either, `max_loss` sets the price of each
-    request by what is left of its bound.
+    One of `theta` and `price` names the rule. Without either, `max_loss` sets the price.
 
     Attributes:
         theta: the paper's rule: a runner-up is accepted where z2 > theta * z1. In (0, 1]; 1 is
@@ -90,7 +91,7 @@ class MarsConfig:
         scope: what of an answer may be relaxed: "all" of it, its "thinking" section alone, or the
             "answer" alone, which is all but that section.
         draft_temperature: what drawn drafts are drawn at, as a share of the request's temperature,
-            in [0.01, 2]; 1 is vLLM's own, None begins at 0.8 and follows each answer's drift. Not
+            in [0.01, 2]; 1 is vLLM's own, None is 0.8. Those of strict requests are drawn at 1. Not
             lossy, whatever it is.
         logprobs: "target" leaves the logprobs of answers as they are; "sampled" makes that of each
             token which a request sampled the one under what was served.
@@ -177,7 +178,7 @@ class MarsConfig:
 
     @property
     def sets_price(self) -> bool:
-        """Whether the price of a request that names none follows what is left of its bound."""
+        """Whether the bound sets the price of a request that names none."""
         return all(getattr(self, rule) is None for rule in RULES)
 
     @property
@@ -211,14 +212,9 @@ class MarsConfig:
 
     @property
     def draft_share(self) -> float:
-        """What an answer's drafts are drawn at first, as a share of the request's temperature."""
+        """The share of its temperature that drafts of a lossy request are drawn at."""
         given = self.draft_temperature
         return _DEFAULT_DRAFT_TEMPERATURE if given is None else float(given)
-
-    @property
-    def share_gain(self) -> float:
-        """How fast that share follows the answer's drift, per nat."""
-        return _SHARE_GAIN if self.draft_temperature is None else 0.0
 
     @property
     def lossy(self) -> bool:
@@ -233,6 +229,16 @@ class MarsConfig:
     def to_json(self) -> dict[str, Any]:
         """The options as plain JSON, of which `MarsConfig(**options)` makes them again."""
         return dataclasses.asdict(self)
+
+
+def price_of_bound(max_loss: float, kind: str) -> float:
+    """The price in nats that a bound in nats per token sets.
+
+    Args:
+        max_loss: the bound, >= 0.
+        kind: of `BOUND_PRICE`: "greedy", or of a request that samples how its draft is made.
+    """
+    return BOUND_PRICE[kind] * math.sqrt(max_loss)
 
 
 def split_speculative_config(

@@ -47,7 +47,7 @@ class RequestOptions(NamedTuple):
     """What one request chose, or has from the server.
 
     Attributes:
-        value: of the server's rule; infinity for a price that follows what is left of `max_loss`.
+        value: of the server's rule; infinity for the price that `max_loss` sets.
         strict: what of the request makes its value strict, `structured_outputs` or more
             `stop_token_ids` than a record holds; else empty.
         wants_return: whether the client asked what was relaxed.
@@ -193,7 +193,7 @@ def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:
 def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float | str]:
     """The rule and the value that verification follows, as `mars_return` reports it.
 
-    Where the price follows what is left of a bound, that is named instead.
+    Where a bound sets the price, that is named instead.
     """
     if options.strict:
         return {config.rule: STRICT_VALUE[config.rule], "strict": options.strict}

@@ -11,7 +11,7 @@ import torch
 from benchmarks import figures, kinds, text, text_report
 from engines import NGRAM, engine_in_process
 from vllm_mars.config import split_speculative_config
-from vllm_mars.kernels.terms import Column, float_bits
+from vllm_mars.kernels.terms import Column
 from vllm_mars.runner.records import record_of
 
 POINT = {"model": "tiny", "draft": "ngram", "max_tokens": 9, "k": 4, "temperature": 1.0}
@@ -252,9 +252,8 @@ def test_a_request_is_as_on_a_server_with_its_bound():
     assert loose.draft_share == bounded.draft_share != 1
 
     def record(server, **own):
-        return record_of(SamplingParams(temperature=1, extra_args=own), server, 99)
+        return record_of(SamplingParams(temperature=1, extra_args=own), server, True, 99)
 
     assert record(loose, mars_max_loss=0.02) == record(bounded)
     strict = record(loose, **text.asked("strict"))
     assert strict[Column.PRICE] == strict[Column.RATE] == 0
-    assert strict[Column.DRAFT_SHARE] == float_bits(1.0), "at the request's own temperature"

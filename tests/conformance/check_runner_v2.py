@@ -91,7 +91,8 @@ def test_a_request_that_is_masked_draws_nothing_anew():
     runner._batch.idx_mapping[1] = -1
     before = [given.clone() for given in runner.speculator.given]
     runner.req_states.total_len.gpu += 3
-    runner.rejection_sampler.requests.records.draft_share.fill_(0.75)
+    # Strict, so that drafts are drawn at the whole temperature.
+    runner.rejection_sampler.requests.records.price.zero_()
     propose(runner)
     masked = runner._batch.idx_mapping_np[1]
     changed = [

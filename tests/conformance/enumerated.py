@@ -27,7 +27,8 @@ from vllm import SamplingParams
 
 import oracle
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.terms import DRAWN_SCALE, FIXED_SCALE, NO_LIMIT, loss_rate, most_lost
+from vllm_mars.config import price_of_bound
+from vllm_mars.kernels.terms import NO_LIMIT, loss_rate, most_lost, price_units
 
 # How far from their values probabilities are probed, and how exact expectations are.
 EPSILON = 1e-5
@@ -205,9 +206,8 @@ def served(case: Case, path: Tokens) -> list[np.ndarray]:
     """m at each position of a draft; none where rounding decides what the next one may lose."""
     rows, price = case.rows(path)[:-1], case.price
     if price is None and case.max_loss is not None:
-        scale = DRAWN_SCALE if case.is_drawn else FIXED_SCALE
-        most = 4 * most_lost(loss_rate(case.max_loss), 0)
-        price = math.isqrt(scale * min(case.left(0), most)) * UNIT
+        kind = "drawn" if case.is_drawn else "fixed"
+        price = price_units(price_of_bound(case.max_loss, kind)) * UNIT
     if case.is_drawn:
         price = min(price, cap(case.left(0) // max(case.useful, 1)))
         strict = [not price or row.is_strict for row in rows]

@@ -16,11 +16,11 @@ VOCAB = 97
 LENGTHS = [3, 0, 5, 1]
 
 
-def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs", longest=5):
+def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs", longest=5, is_drawn=False):
     counters = Counters(CounterLayout(longest), CPU)
     verification = Verification(config, list(protected), counters)
     # In these tests nobody enters the batch, so each place holds what the server's options say.
-    requests = RequestsV1(config, 20_000, 20_000)
+    requests = RequestsV1(config, 20_000, 20_000, is_drawn=is_drawn)
     return MarsRejectionSampler(Sampler(logprobs_mode), None, CPU, verification, requests)
 
 

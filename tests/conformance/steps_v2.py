@@ -117,7 +117,7 @@ class Step:
             num_speculative_tokens=self.steps,
         )
         if config is not None:
-            requests = RequestsV2(config, states)
+            requests = RequestsV2(config, states, is_drawn=self.draft_logits is not None)
             sampler.logits_processors.append(requests)
         for state, request in zip(self.states, self.requests, strict=True):
             states.free_indices = [int(state)]

@@ -33,7 +33,8 @@ def test_v1(monkeypatch, is_drawn, seed, name):
     # Of vLLM's, for the bonus token.
     draw = lambda logits, _: (logits.softmax(-1) / batch.noise).argmax(-1)  # noqa: E731
     monkeypatch.setattr(torch.ops._C, "fused_gumbel_argmax", draw)
-    sampler = steps_v1.mars_sampler(case.config, case.protected, longest=case.steps)
+    own = case.config, case.protected
+    sampler = steps_v1.mars_sampler(*own, longest=case.steps, is_drawn=case.is_drawn)
     requests = sampler.requests
     # Answers grow behind a request's start; of what it comes with all counts as lost.
     answers = [[] for _ in batch.probes]

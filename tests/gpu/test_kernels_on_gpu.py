@@ -91,10 +91,9 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
                 torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(step.logits.cpu().nan_to_num(), given.logits.nan_to_num())
         accepted += int(output.num_accepted.sum())
-        wanted, lost, shares = written_down(call, q, output.output_token_ids.cpu())
+        wanted, lost = written_down(call, q, output.output_token_ids.cpu())
         # Counted in units that float32 rounds.
         close(to("cpu", found), wanted, 100 * LONGEST, 1e-3)
-        torch.testing.assert_close(step.records.draft_share.cpu(), shares, rtol=0, atol=1e-3)
         assert (step.records.lost.cpu() - lost).abs().max() <= 20 * LONGEST
     assert accepted > 0
 

@@ -5,7 +5,6 @@ Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set b
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
@@ -14,7 +13,6 @@ from calls import CPU, LONGEST, Call, close, draws_of, on_cpu, same, sampled_ste
 from vllm_mars.config import MOST_ENDS
 from vllm_mars.kernels import accept_kernel, clip_kernel, rows_kernel, strictness_kernel
 from vllm_mars.kernels.clip import TOLERANCE
-from vllm_mars.kernels.rule_kernel import integer_root
 from vllm_mars.kernels.terms import (
     NO_BOUND,
     CounterLayout,
@@ -58,7 +56,7 @@ def test_greedy_steps_equal_those_of_a_cpu(name, count):
 def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
     """Whatever is drawn, it is written down as a CPU writes it down."""
     monkeypatch.setattr(clip_kernel, "TOLERANCE", TOLERANCE)
-    accepted = moved = 0
+    accepted = 0
     for number in range(count):
         call = Call(number, "theta" if name == "theta" else "price", sampled=True)
         q, step, guard, draws = sampled_step(call, name == "drawn")
@@ -66,12 +64,10 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
         output = accept_kernel.accept(step, call.rule, guard, found, draws)
         assert torch.equal(step.logits.nan_to_num(), before.nan_to_num())
         accepted += int(output.num_accepted.sum())
-        wanted, lost, shares = written_down(call, q, output.output_token_ids)
+        wanted, lost = written_down(call, q, output.output_token_ids)
         close(found, wanted, 20 * LONGEST, 1e-4)
         assert (step.records.lost - lost).abs().max() <= 3 * LONGEST, number
-        torch.testing.assert_close(step.records.draft_share, shares, rtol=0, atol=1e-4)
-        moved += int((shares != call.records.draft_share).sum())
-    assert accepted > 0 and (moved > 0) == (name == "drawn")
+    assert accepted > 0
 
 
 @pytest.mark.parametrize("name", ["price", "theta"])
@@ -145,23 +141,3 @@ def test_rows_past_2_to_the_31_elements():
     step = Step(logits, ids, slot + 2, records, slot, slot, slot, 1)
     output = accept_kernel.accept(step, Rule("theta"))
     assert output.output_token_ids.tolist() == [[99, 40]]
-
-
-def test_the_integer_root():
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def kernel(out_ptr, in_ptr, SIZE: tl.constexpr):  # noqa: N803
-        index = tl.arange(0, SIZE)
-        tl.store(out_ptr + index, integer_root(tl.load(in_ptr + index)))
-
-    rng = np.random.default_rng(0)
-    roots = rng.integers(0, 2**31, 1000, dtype=np.int64) >> rng.integers(0, 31, 1000)
-    squares = np.concatenate(
-        [roots**2, roots**2 - 1, roots**2 + 2 * roots, rng.integers(0, 2**62, 1096)]
-    ).clip(0, 2**62 - 1)
-    given = torch.from_numpy(squares)
-    found = torch.empty_like(given)
-    kernel[(1,)](found, given, SIZE=4096)
-    assert found.tolist() == [math.isqrt(value) for value in squares.tolist()]

@@ -15,14 +15,8 @@ from vllm_mars import verify_greedy
 from vllm_mars.config import STRICT_VALUE
 from vllm_mars.kernels import accept
 from vllm_mars.kernels.rows import read_probabilities, read_rows
-from vllm_mars.kernels.rule import Allowance, Guarded, Position, next_share, num_gainful, sampled
+from vllm_mars.kernels.rule import Guarded, Position, num_gainful, sampled
 from vllm_mars.kernels.terms import (
-    DRAWN_SCALE,
-    FIXED_SCALE,
-    FOLLOWS,
-    GREEDY_SCALE,
-    LEAST_SHARE,
-    MOST_SHARE,
     NO_BOUND,
     REFUSALS,
     Account,
@@ -146,7 +140,6 @@ def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, to
     rule = draw(st.sampled_from(rules))
     has_bound = draw(st.booleans())
     few, room = st.frozensets(st.integers(0, vocab - 1), max_size=2), st.integers(0, LONGEST)
-    follows = [False, False, True] if has_bound and rule == "price" else [False]
     return {
         "vocab": vocab,
         "lengths": lengths,
@@ -154,7 +147,6 @@ def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, to
         "drafts": drafts,
         "rule": rule,
         "values": draw(st.lists(VALUES[rule], min_size=count, max_size=count)),
-        "follows": draw(st.lists(st.sampled_from(follows), min_size=count, max_size=count)),
         "bonus": draw(st.lists(st.integers(0, vocab - 1), min_size=count, max_size=count)),
         "protected": draw(st.frozensets(st.integers(0, vocab - 1), max_size=3)),
         "dtype": draw(st.sampled_from(dtypes)),
@@ -200,10 +192,7 @@ def step(batch):
     mask[list(batch["protected"])] = True
     logits = torch.tensor(batch["rows"], dtype=batch["dtype"]).reshape(-1, batch["vocab"])
     values, count = batch["values"], len(batch["values"])
-    prices = [
-        FOLLOWS if it else price_units(value)
-        for value, it in zip(values, batch["follows"], strict=True)
-    ]
+    prices = [price_units(value) for value in values]
     lost, rates, produced = zip(*(batch["nats"] or [(0.0, INF, 0)] * count), strict=True)
     # Slots in another order than the requests.
     slots = torch.arange(count - 1, -1, -1, dtype=torch.int32)
@@ -226,17 +215,15 @@ def step(batch):
     return given, logits, Rule(batch["rule"], protected)
 
 
-def requests_of(batch, logits, scale=GREEDY_SCALE):
+def requests_of(batch, logits):
     """Of each request its place, its rows, and what the oracle needs to know of it."""
     ends = np.cumsum(batch["lengths"]).tolist()
     for i, (length, end) in enumerate(zip(batch["lengths"], ends, strict=True)):
         own = slice(end - length, end)
-        value, nats, price = batch["values"][i], None, None
+        value, nats = batch["values"][i], None
         if batch["nats"] is not None:
             lost, rate, produced = batch["nats"][i]
             nats = oracle.Nats(Fraction(rate), Fraction(lost), produced)
-        if batch["rule"] == "price":
-            price = oracle.price_of_balance(scale, nats) if batch["follows"][i] else value
         what = {
             "drafts": batch["drafts"][own],
             "theta": value if batch["rule"] == "theta" else 1.0,
@@ -244,7 +231,7 @@ def requests_of(batch, logits, scale=GREEDY_SCALE):
             "blocked": None if batch["blocked"] is None else batch["blocked"][own],
             "listed": batch["listed"][own],
             "nats": nats,
-            "price": price,
+            "price": value if batch["rule"] == "price" else None,
             "ends": batch["ends"][i],
             "room": batch["rooms"][i],
         }
@@ -279,7 +266,7 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
         told = [NAN] * (LONGEST + 1)
         is_relaxable = what["theta"] < 1
         if batch["rule"] == "price":
-            is_relaxable = batch["follows"][i] or price_units(batch["values"][i]) > 0
+            is_relaxable = price_units(batch["values"][i]) > 0
         gainful = oracle.num_gainful(what["drafts"], what["ends"], what["room"])
         last = min(expected.accepted, gainful)
         for offset, verdict in enumerate(expected.verdicts[: last + 1]):
@@ -316,7 +303,7 @@ def decided(own_step, rule, guard):
     rows = read_rows(own_step, rule, guard, temperature)
     chance = All(torch.tensor(temperature), np.zeros(0))
     begins = [0, *own_step.cu_num_logits.tolist()]
-    for place, allowed in enumerate(accept.allowances(own_step, temperature)):
+    for place, allowed in enumerate(accept.allowances(own_step)):
         begin, end = begins[place], begins[place + 1] - 1
         followers = guard.followers[begin:end] if guard else ()
         own = accept.SampledDraft(own_step, rule, chance, place, begin, end, followers)
@@ -334,7 +321,7 @@ def test_requests_that_sample_are_served_what_the_formulas_say(batch):
     guard = guard_of(batch)
     before, wanted = own_step.records.lost.clone(), []
     found_of = decided(own_step, rule, guard)
-    asked = requests_of(batch, logits, FIXED_SCALE)
+    asked = requests_of(batch, logits)
     for (positions, gainful), (_, rows, what) in zip(found_of, asked, strict=True):
         price, nats, spent = what["price"], what["nats"], 0
         protected = what["protected"] | what["ends"]
@@ -439,19 +426,11 @@ def test_rows_that_an_engine_wrote_to_are_written_to_outside_of_inference_mode(m
     test_sampled_by_hand("K 1, p 1/2")
 
 
-def test_a_price_that_follows_is_larger_where_drafts_are_drawn():
-    """By the root of 2, since it costs half as much there."""
-    given = {"price": FOLLOWS, "rate": loss_rate(0.02), "lost": 0, "produced": 0, "most_tokens": 9}
-    fixed, drawn = (Allowance.of(**given, scale=scale) for scale in (FIXED_SCALE, DRAWN_SCALE))
-    assert drawn.price == pytest.approx(math.sqrt(2) * fixed.price, rel=1e-4)
-    assert fixed.room == drawn.room == 8
-
-
 @settings(max_examples=100, deadline=None)
 @given(batches(rules=["price"], dtypes=[torch.float32]))
 def test_without_a_price_nothing_is_added(batch):
     """Exactly, so that the output is vLLM's and nothing is lost."""
-    batch |= {"values": [0.0] * len(batch["lengths"]), "follows": [False] * len(batch["lengths"])}
+    batch |= {"values": [0.0] * len(batch["lengths"])}
     own_step, _, rule = step(batch)
     for positions, _ in decided(own_step, rule, guard_of(batch)):
         assert all(position == Position(Verdict.NONE) for position in positions)
@@ -515,11 +494,3 @@ def test_a_prefix_is_taken_where_it_pays(name):
     )
     assert int(output.num_accepted) == accepted
     assert float(output.loss) == loss
-
-
-def test_drafts_are_drawn_colder_where_text_grows_hotter():
-    nat = 1 << 16
-    assert next_share(0.8, 0, 0.2) == next_share(0.8, nat, 0.0) == 0.8
-    assert next_share(0.8, nat, 0.2) == pytest.approx(0.8 * math.exp(-0.2))
-    assert next_share(0.8, -nat // 2, 0.2) == pytest.approx(0.8 * math.exp(0.1))
-    assert [next_share(0.8, 9 * sign * nat, 0.2) for sign in (1, -1)] == [LEAST_SHARE, MOST_SHARE]

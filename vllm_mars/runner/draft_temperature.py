@@ -113,7 +113,8 @@ def scale_v2(
             # Of vLLM's, another buffer each time that a request comes.
             temperature, seeds = given["temperature"], given["seeds"]
             total_len = runner.req_states.total_len.gpu
-            draw_anew(*own, requests.records, temperature, seeds, total_len, batch.idx_mapping)
+            state = config.draft_share, requests.records, temperature, seeds, total_len
+            draw_anew(*own, *state, batch.idx_mapping)
             given["temperature"] = temperature if own[0] is None else own[0]
             given["seeds"] = seeds if own[1] is None else own[1]
         return propose(**given)
@@ -141,11 +142,10 @@ def _is_scaled(draws: bool, drafter: Any, config: MarsConfig) -> bool:
             f"{type(drafter).__name__} draws no drafts; drop the option, or draft with a head or a "
             "draft model."
         )
-    if not draws or (config.draft_share == 1 and not config.share_gain):
+    if not draws or config.draft_share == 1:
         return False
     logger.info(
-        "Drafts are drawn at %g of each request's temperature%s (mars_draft_temperature).",
+        "Drafts are drawn at %g times each request's temperature (mars_draft_temperature).",
         config.draft_share,
-        ", then as its drift asks" if config.share_gain else "",
     )
     return True

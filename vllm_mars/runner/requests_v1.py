@@ -45,8 +45,7 @@ class _Request:
 
     def resume(self, left: "_Request") -> None:
         """Goes on where the same request left the batch."""
-        for column in (Column.LOST, Column.DRAFT_SHARE):
-            self.record[column] = left.record[column]
+        self.record[Column.LOST] = left.record[Column.LOST]
         self.followers, self.state, self.scanned = left.followers, left.state, left.scanned
 
 
@@ -65,6 +64,7 @@ class RequestsV1(LogitsProcessor):
         unfinished: gives the ids of all requests that have not ended.
         turns: see `Sections`.
         ended: takes what requests that have ended had lost; int64, in units of 2**-LOSS_BITS nats.
+        is_drawn: whether drafts are drawn where requests sample.
     """
 
     def __init__(
@@ -76,8 +76,10 @@ class RequestsV1(LogitsProcessor):
         unfinished: Callable[[], Container[str]] = tuple,
         turns: Set[int] = frozenset(),
         ended: Callable[[torch.Tensor], None] = lambda _: None,
+        is_drawn: bool = False,
     ) -> None:
         self._config = config
+        self._is_drawn = is_drawn
         self._max_model_len = max_model_len
         self._request_ids = request_ids
         self._unfinished = unfinished
@@ -141,7 +143,7 @@ class RequestsV1(LogitsProcessor):
     ) -> _Request:
         prompt = prompt or ()
         room = self._max_model_len - len(prompt)
-        record = record_of(params, self._config, room, len(output))
+        record = record_of(params, self._config, self._is_drawn, room, len(output))
         own = params.temperature != 0, Followers(self._config.repeat_ngram)
         state = self._sections.begin(prompt)
         options = options_of(params, self._config)
@@ -199,9 +201,11 @@ class RequestsV1(LogitsProcessor):
         return step, self._guarded(requests, drafts) if looks_at_tokens else None
 
     def draft_shares(self, batch: int) -> torch.Tensor:
-        """What drafts of the first `batch` requests are drawn at; float32 `[batch]`."""
-        shares: torch.Tensor = self._records.draft_share[self._slots[:batch]]
-        return shares
+        """The share of the temperature that drafts of the first requests are drawn at.
+
+        That of a strict request is 1; float32 `[batch]`.
+        """
+        return torch.where(self.is_strict(batch, "price"), 1.0, self._config.draft_share)
 
     def is_strict(self, batch: int, rule: RuleName) -> torch.Tensor:
         """Which of the first `batch` requests relax nothing anywhere; bool `[batch]`."""

@@ -32,6 +32,7 @@ class RequestsV2(LogitsProcessor):
             alone, since it is told the tokens that a request brings.
         turns: see `Sections`.
         fills: whether drafts are the last token again where the drafter has none.
+        is_drawn: whether drafts are drawn where requests sample.
 
     Attributes:
         naming: slots whose request names tokens for their logprobs.
@@ -43,8 +44,10 @@ class RequestsV2(LogitsProcessor):
         req_states: Any,
         turns: Set[int] = frozenset(),
         fills: bool = False,
+        is_drawn: bool = False,
     ) -> None:
         self._config = config
+        self._is_drawn = is_drawn
         self._req_states = req_states
         self.fills = fills
         self._sections = Sections(config, turns)
@@ -61,7 +64,7 @@ class RequestsV2(LogitsProcessor):
         # preempted one can end before it comes back.
         self._slots: dict[str, int] = {}
         self._lost: list[torch.Tensor] = []
-        # The records of preempted requests, by id, and of those that came back, by slot; on the
+        # What preempted requests have lost, by id, and those that came back, by slot; it is on the
         # device, so that the host waits for nothing.
         self._kept: dict[str, torch.Tensor] = {}
         self._restored: dict[int, torch.Tensor] = {}
@@ -133,7 +136,8 @@ class RequestsV2(LogitsProcessor):
             brought = 0, 0, 0, 0
         state, begun, length, prompt_len = brought
         room = self._req_states.max_model_len - prompt_len
-        record = record_of(sampling_params, self._config, room, length - prompt_len)
+        own = self._config, self._is_drawn, room, length - prompt_len
+        record = record_of(sampling_params, *own)
         _put(self._returning, req_idx, options.wants_return)
         _put(self.naming, req_idx, bool(sampling_params.logprob_token_ids))
         record[Column.STATE], record[Column.BEGUN] = state, begun
@@ -147,8 +151,7 @@ class RequestsV2(LogitsProcessor):
         if self._restored:
             slots = async_tensor_h2d([*self._restored], self._req_states.device, torch.int64)
             kept = torch.stack([*self._restored.values()])
-            for column in (Column.LOST, Column.DRAFT_SHARE):
-                self.records.table[slots, column] = kept[:, column]
+            self.records.lost[slots] = kept
             self._restored.clear()
 
     def leave(
@@ -163,13 +166,13 @@ class RequestsV2(LogitsProcessor):
         """
         for name in preempted:
             if (slot := self._slots.pop(name, None)) is not None:
-                self._kept[name] = self.records.table[slot].clone()
+                self._kept[name] = self.records.lost[slot].clone()
         ended = []
         for name in finished:
             if (slot := self._slots.pop(name, None)) is not None:
                 ended.append(slot)
             elif (kept := self._kept.pop(name, None)) is not None:
-                self._lost.append(kept[Column.LOST])
+                self._lost.append(kept)
         if ended:
             self._returning.difference_update(ended)
             self.naming.difference_update(ended)

@@ -309,6 +309,7 @@ def install(runner: Any, config: MarsConfig) -> None:
         lambda: runner.requests,
         turn_token_ids(config, runner.model_config),
         verification.counters.add_ended,
+        spec_config.draft_sample_method == "probabilistic",
     )
     draft_temperature.scale_v1(runner.drafter, config, requests.draft_shares)
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)

@@ -259,7 +259,8 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
     turns = turn_token_ids(config, runner.model_config)
     # vLLM's drafts the last token again where nothing matches, to be rejected.
     fills = spec_config.method == "ngram"
-    requests = RequestsV2(config, runner.req_states, turns, fills)
+    is_drawn = spec_config.draft_sample_method == "probabilistic"
+    requests = RequestsV2(config, runner.req_states, turns, fills, is_drawn)
     counters = Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device)
     protected = protected_token_ids(config, runner.vllm_config)
     verification = Verification(config, protected, counters)

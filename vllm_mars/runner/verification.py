@@ -64,7 +64,7 @@ class Verification:
             mask = torch.zeros(vocab, dtype=torch.bool)
             mask[[token for token in self.protected_token_ids if token < vocab]] = True
             self._protected = Protected.of(mask, logits.device)
-        return Rule(self.config.rule, self._protected, self.config.share_gain)
+        return Rule(self.config.rule, self._protected)
 
     def account(self, batch: int, device: torch.device, returns: dict[int, str]) -> Account:
         """Where a step of so many requests is written down, with a table if any `returns`."""
@@ -94,7 +94,7 @@ class Verification:
         config = self.config
         rule = f"mars_{config.rule}={config.value:g}{_UNITS[config.rule]}"
         if config.sets_price:
-            rule = "the price follows the bound"
+            rule = "the bound sets the price"
         bound = "no mars_max_loss"
         if config.max_loss is not None:
             bound = f"mars_max_loss={config.max_loss:g} nats per token"
