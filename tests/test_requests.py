@@ -173,9 +173,17 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
     assert options_of(params(mars_max_loss=0.5), BOUND).max_loss == 0.5
 
 
-@pytest.mark.parametrize(("temperature", "is_drawn"), [(0, True), (1, False), (1, True)])
-def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_drawn):
-    """Four times the bound is twice the price."""
+@pytest.mark.parametrize(
+    ("temperature", "is_drawn", "kind", "times"),
+    [
+        (0, True, "greedy", 1),
+        (1, False, "fixed", 1),
+        (1, True, "drawn", 1),
+        (0.25, True, "drawn", 2),
+    ],
+)
+def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_drawn, kind, times):
+    """Four times the bound, or a quarter of the temperature, is twice the price."""
 
     def price(**own):
         request = params(**own)
@@ -183,8 +191,7 @@ def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_drawn):
         server = MarsConfig(max_loss=0.04)
         return record_of(request, server, is_drawn, 99)[Column.PRICE] / 2**16
 
-    kind = "greedy" if temperature == 0 else "drawn" if is_drawn else "fixed"
-    assert price() == pytest.approx(BOUND_PRICE[kind] * 0.2, abs=2**-15)
+    assert price() == pytest.approx(times * BOUND_PRICE[kind] * 0.2, abs=2**-15)
     assert price(mars_max_loss=0.01) == pytest.approx(price() / 2, abs=2**-15)
     assert price(mars_price=0.125) == 0.125
     assert price(mars_max_loss=0) == 0

@@ -37,8 +37,9 @@ _NGRAM = 4
 # Strict tokens at an answer's begin by default with a price or a bound, and the most.
 _DEFAULT_OPENING = 8
 MOST_OPENING = 1 << 20
-# The price that a bound of 1 nat per token sets, in nats, by how a request is verified; that of
-# another bound is its root times as much (docs/rule.md).
+# The price that a bound of 1 nat per token sets, in nats, by how requests are verified: greedily, or
+# with fixed or drawn drafts at temperature 1. With it requests spend about their bound, whatever
+# that is; found on answers of one model (docs/rule.md).
 BOUND_PRICE = {"greedy": 2.8, "fixed": 3.5, "drawn": 4.8}
 # A share of a request's temperature. At temperature 1 the default is where most is accepted, and
 # where a price leaves the text as probable as the target's own. vLLM takes no temperature between 0
@@ -231,14 +232,17 @@ class MarsConfig:
         return dataclasses.asdict(self)
 
 
-def price_of_bound(max_loss: float, kind: str) -> float:
-    """The price in nats that a bound in nats per token sets.
+def price_of_bound(max_loss: float, temperature: float, is_drawn: bool) -> float:
+    """The price in nats that a bound sets for a request.
 
     Args:
-        max_loss: the bound, >= 0.
-        kind: of `BOUND_PRICE`: "greedy", or of a request that samples how its draft is made.
+        max_loss: the bound in nats per token, >= 0.
+        temperature: of the request, >= 0; 0 is greedy.
+        is_drawn: whether drafts are drawn where requests sample.
     """
-    return BOUND_PRICE[kind] * math.sqrt(max_loss)
+    if temperature == 0:
+        return BOUND_PRICE["greedy"] * math.sqrt(max_loss)
+    return BOUND_PRICE["drawn" if is_drawn else "fixed"] * math.sqrt(max_loss / temperature)
 
 
 def split_speculative_config(

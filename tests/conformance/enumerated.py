@@ -206,8 +206,7 @@ def served(case: Case, path: Tokens) -> list[np.ndarray]:
     """m at each position of a draft; none where rounding decides what the next one may lose."""
     rows, price = case.rows(path)[:-1], case.price
     if price is None and case.max_loss is not None:
-        kind = "drawn" if case.is_drawn else "fixed"
-        price = price_units(price_of_bound(case.max_loss, kind)) * UNIT
+        price = price_units(price_of_bound(case.max_loss, 1.0, case.is_drawn)) * UNIT
     if case.is_drawn:
         price = min(price, cap(case.left(0) // max(case.useful, 1)))
         strict = [not price or row.is_strict for row in rows]

@@ -42,8 +42,7 @@ def record_of(
     if config.rule == "price":
         price = options.value
         if price == math.inf:
-            kind = "greedy" if params.temperature == 0 else "drawn" if is_drawn else "fixed"
-            price = price_of_bound(options.max_loss, kind)
+            price = price_of_bound(options.max_loss, params.temperature, is_drawn)
         record[Column.PRICE] = price_units(price)
     record[Column.THRESHOLD] = float_bits(1.0 if config.rule == "price" else options.value)
     if num_output_tokens and options.max_loss < math.inf:
