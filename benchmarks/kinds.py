@@ -1,8 +1,8 @@
 """Which kinds of tokens answers have, beside what the target would have had in their places.
 
 Of each position of an answer, given the text before it: a token may complete an n-gram that the
-answer holds, end a sentence, break a line, or begin a word with a capital. Three numbers say how
-often, as sums over the answer:
+answer holds, end a sentence, break a line, begin a word with a capital, hold a character outside
+ASCII, or be none that the draft can propose. Three numbers say how often, as sums over the answer:
 
     served        tokens of the kind that came
     by reports    the same, each weighed by p / m of its report: in expectation what the target has
@@ -13,7 +13,7 @@ their places, and there is nothing by reports.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.runner.strictness import Followers
@@ -27,6 +27,8 @@ KINDS = (
     "sentence ends",
     "line breaks",
     "capitals",
+    "not ASCII",
+    "not in the draft's vocabulary",
 )
 SUMS = ("served", "by reports", "by target")
 COLUMNS = tuple(f"{kind}, {which}" for kind in KINDS for which in SUMS)
@@ -49,18 +51,26 @@ class Kinds:
         tokenizer: of transformers.
         vocab: width of the logits.
         device: of the logits.
+        proposed: the tokens that the draft can propose; None for all.
     """
 
-    def __init__(self, tokenizer: Any, vocab: int, device: Any) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab: int, device: Any, proposed: Set[int] | None = None
+    ) -> None:
         import torch
 
         texts = tokenizer.batch_decode([[token] for token in range(min(len(tokenizer), vocab))])
         found = [
-            (text.rstrip()[-1:] in (".", "!", "?") and bool(text.strip()), "\n" in text)
-            + (text[:1] == " " and text[1:2].isupper(),)
-            for text in texts
+            [
+                text.rstrip()[-1:] in (".", "!", "?") and bool(text.strip()),
+                "\n" in text,
+                text[:1] == " " and text[1:2].isupper(),
+                not text.isascii(),
+                proposed is not None and token not in proposed,
+            ]
+            for token, text in enumerate(texts)
         ]
-        found += [(False, False, False)] * (vocab - len(found))
+        found += [[False] * len(found[0])] * (vocab - len(found))
         self._of_token = torch.tensor(found, dtype=torch.float32, device=device)
 
     def sums(

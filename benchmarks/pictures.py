@@ -1,7 +1,6 @@
 """Draws the pictures of the pages, as SVG.
 
-A step, the price in an answer, the bound by an answer's length, and tokens per
-step by what they cost.
+A step, the bound by an answer's length, and tokens per step by what they cost.
 
     make figures        # a test compares
 
@@ -11,15 +10,12 @@ phone.
 """
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from benchmarks import figures
-from vllm_mars.kernels.rule import Allowance
-from vllm_mars.kernels.terms import FOLLOWS, GREEDY_SCALE, LOSS_BITS, loss_rate, most_lost
+from vllm_mars.kernels.terms import LOSS_BITS, loss_rate, most_lost
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -37,8 +33,6 @@ COLOURS = {
     "bad": ("#cf222e", "#f85149"),
     "paid": ("#9a6700", "#d29922"),
 }
-BOUND = 0.02
-TOKENS = 48
 # The length of the answers at which the picture of bounds begins and ends.
 SHORTEST, LONGEST = 10, 400
 # What the picture of gains shows of benchmarks/results/reading.json: by the begin of a rule's name
@@ -172,59 +166,6 @@ def step() -> Picture:
     return picture
 
 
-def price() -> Picture:
-    """What an answer may lose, has lost, and pays for a token, after each of its tokens."""
-    page = (DOCS / "requests.md").read_text(encoding="utf-8")
-
-    def told(key: str) -> list[float]:
-        values: list[float] = json.loads(re.findall(rf'"{key}": (\[[^]]*\])', page)[0])
-        return values
-
-    rate, unit = loss_rate(BOUND), 2.0**-LOSS_BITS
-    losses = dict(zip(told("relaxed_positions"), told("loss_nats"), strict=True))
-    lost: list[float] = [0]
-    for at in range(TOKENS):
-        lost.append(lost[-1] + losses.get(at, 0.0))
-    prices = [
-        unit * Allowance.of(FOLLOWS, rate, round(nats / unit), at, 1 << 20, GREEDY_SCALE).price
-        for at, nats in enumerate(lost)
-    ]
-    allowed = [unit * most_lost(rate, at) for at in range(TOKENS + 1)]
-    picture = Picture(446, "The price falls where an answer spends, and recovers while it does not")
-
-    def panel(y: float, height: float, most: float, ticks: Sequence[float]) -> Any:
-        left, right = MARGIN + 34, WIDTH - MARGIN
-        for tick in ticks:
-            at = y + height * (1 - tick / most)
-            picture.line([(left, at), (right, at)], "edge", width=1)
-            picture.text(left - 8, at + 5, f"{tick:g}", "quiet", size=14, anchor="end")
-
-        def place(values: Sequence[float]) -> list[tuple[float, float]]:
-            return [
-                (left + (right - left) * at / TOKENS, y + height * (1 - value / most))
-                for at, value in enumerate(values)
-            ]
-
-        return place
-
-    picture.text(MARGIN, 28, "nats that the answer may lose", "good", bold=True)
-    picture.text(MARGIN, 48, "nats that it has lost", "bad", bold=True)
-    place = panel(64, 130, 3.2, (0, 1, 2, 3))
-    picture.line(place(allowed), "good")
-    steps = [(x, y) for pair in zip(place(lost), place([*lost[1:], lost[-1]]), strict=True)
-             for x, y in (pair[0], (pair[0][0], pair[1][1]))]  # fmt: skip
-    picture.line(steps, "bad")
-    picture.text(MARGIN, 238, "price: nats that one more token may cost", "paid", bold=True)
-    place = panel(252, 130, 0.5, (0, 0.1, 0.2, 0.3, 0.4, 0.5))
-    picture.line(place(prices), "paid")
-    for at in range(0, TOKENS + 1, 12):
-        x = MARGIN + 34 + (WIDTH - 2 * MARGIN - 34) * at / TOKENS
-        anchor = "end" if at == TOKENS else "middle"
-        picture.text(x, 404, str(at), "quiet", size=14, anchor=anchor)
-    picture.text(WIDTH / 2, 428, "tokens of the answer", "quiet", size=14, anchor="middle")
-    return picture
-
-
 def bound() -> Picture:
     """What an answer may lose per token, by its length: short ones may lose most."""
     bounds = {0.05: "bad", 0.02: "good", 0.005: "paid"}
@@ -312,7 +253,6 @@ def gains() -> Picture:
 
 PICTURES = {
     "step.svg": step,
-    "price.svg": price,
     "bound.svg": bound,
     "tokens_by_nats.svg": gains,
 }

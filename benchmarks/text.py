@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import kinds
 from benchmarks.text_report import POINT, STRICT, read, tell
 from vllm_mars.config import METHOD, MOST_MAX_LOSS
-from vllm_mars.local.draft_head import PACKAGED_HEAD
+from vllm_mars.local.draft_head import PACKAGED_HEAD, WEIGHTS
 from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.prompts import PACKAGED, load_prompts
@@ -154,6 +154,18 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
     return begin + list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
+def proposed_tokens(draft: Path) -> set[int] | None:
+    """The tokens that a head can propose, if it has a vocabulary of its own; else None."""
+    from safetensors import safe_open
+
+    if (path := draft / WEIGHTS).is_file():
+        with safe_open(path, "pt") as weights:
+            if "d2t" in weights.keys():
+                offsets = weights.get_tensor("d2t").tolist()
+                return {token + offset for token, offset in enumerate(offsets)}
+    return None
+
+
 def key(call: dict[str, Any]) -> str:
     """What a call asks."""
     return json.dumps([call[name] for name in (*POINT, "name", "seeds", "prompts")])
@@ -196,7 +208,8 @@ def measure(args: argparse.Namespace) -> None:
     )
     dtype = torch.float32 if on_cpu else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
-    of_tokens = kinds.Kinds(tokenizer, model.config.vocab_size, device)
+    proposed = proposed_tokens(Path(args.draft))
+    of_tokens = kinds.Kinds(tokenizer, model.config.vocab_size, device, proposed)
     with_mars = server["rejection_sample_method"] == METHOD
 
     def ask(call: dict[str, Any], own: dict[str, float]) -> dict[str, Any]:

@@ -191,6 +191,9 @@ def report_of_tokens(calls: Calls, rule: str) -> list[list[Any]]:
             rows.append([f"{name}, K {k}, {heat(temperature)}"])
             for kind in kinds.KINDS:
                 served, by_reports, by_target = (f"{kind}, {which}" for which in kinds.SUMS)
+                # A kind that was not looked at yet.
+                if served not in own[0]["answers"]:
+                    continue
                 each = (it for _, it in answers_of(own))
                 come, weighed, expected, tokens = np.sum(
                     [(it[served], it[by_reports], it[by_target], it["tokens"]) for it in each], 0

@@ -37,8 +37,8 @@ _NGRAM = 4
 # Strict tokens at an answer's begin by default with a price or a bound, and the most.
 _DEFAULT_OPENING = 8
 MOST_OPENING = 1 << 20
-# The price that a bound of 1 nat per token sets, in nats, by how requests are verified: greedily, or
-# with fixed or drawn drafts at temperature 1. With it requests spend about their bound, whatever
+# The price that a bound of 1 nat per token sets, in nats, by how requests are verified: greedily,
+# or with fixed or drawn drafts at temperature 1. With it requests spend about their bound, whatever
 # that is; found on answers of one model (docs/rule.md).
 BOUND_PRICE = {"greedy": 2.8, "fixed": 3.5, "drawn": 4.8}
 # A share of a request's temperature. At temperature 1 the default is where most is accepted, and

@@ -143,11 +143,14 @@ def test_kinds_of_tokens(sampled):
     p = torch.tensor([0.3, 0.2, 0.1, 0.05, 0.25, 0.05, 0.05, 0.0]).expand(6, 8).clone()
     # The first choice at the last place completes a 2-gram and a 3-gram.
     p[5] = torch.tensor([0.1, 0.1, 0.5, 0.05, 0.2, 0.05, 0.0, 0.0])
-    found = kinds.Kinds(Words(), 8, "cpu").sums(tokens, told, p.log(), sampled)
+    found = kinds.Kinds(Words(), 8, "cpu", {0, 2}).sums(tokens, told, p.log(), sampled)
     found = dict(zip(kinds.COLUMNS, found.tolist(), strict=True))
     again = [found[f"2-grams again, {which}"] for which in kinds.SUMS]
     ends = [found[f"sentence ends, {which}"] for which in kinds.SUMS]
+    outside = [found[f"not in the draft's vocabulary, {which}"] for which in kinds.SUMS]
     if not sampled:
+        # Two B and one c! among the relaxed, and all first choices the draft can propose.
+        assert outside == [2, 2, 0]
         # Four are relaxed, and of these "a B" comes again; the first choices are a, a, a, ".".
         assert again == [1, 1, 1] and ends == [2, 2, 1]
         assert found["3-grams again, by target"] == 1 and found["3-grams again, served"] == 0
@@ -157,6 +160,8 @@ def test_kinds_of_tokens(sampled):
     assert ends == pytest.approx([2, math.exp(-0.5) + math.exp(0.25), 5 * (0.1 + 0.25) + 0.7])
     assert found["capitals, by target"] == pytest.approx(5 * 0.2 + 0.1)
     assert found["line breaks, served"] == 0
+    weights = 1 + math.exp(-1) + math.exp(0.25)
+    assert outside == pytest.approx([3, weights, 5 * 0.6 + 0.4])
 
 
 def test_kinds_beside_the_targets():
@@ -169,8 +174,9 @@ def test_kinds_beside_the_targets():
     rows = text_report.report_of_tokens(lines, "mars_price 0.3")
     assert [row[0] for row in rows if len(row) == 1] == ["mars_price 0.3, K 4, temperature 1"]
     # 33 came where the target has 30 of 150 tokens.
-    assert rows[-1][:3] == ["capitals", 7, 20.0]
-    assert rows[-1][3] == rows[-1][4] == pytest.approx(1.1)
+    own = {row[0]: row[1:] for row in rows}
+    assert own["capitals"][:2] == [7, 20.0]
+    assert own["capitals"][2] == own["capitals"][3] == pytest.approx(1.1)
     assert len(list(figures.table_of(text_report.OF_TOKENS, rows))) == 2 + len(rows)
 
 
