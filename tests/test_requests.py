@@ -16,7 +16,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_mars import MarsConfig, requests
 from vllm_mars import config as config_module
 from vllm_mars.config import (
-    BOUND_PRICE,
+    DRAWN_PRICE,
+    FIXED_PRICE,
     MOST_ENDS,
     OPTION,
     STRICT_VALUE,
@@ -174,15 +175,15 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "is_drawn", "kind", "times"),
+    ("temperature", "is_drawn", "expected"),
     [
-        (0, True, "greedy", 1),
-        (1, False, "fixed", 1),
-        (1, True, "drawn", 1),
-        (0.25, True, "drawn", 2),
+        (0, True, FIXED_PRICE),
+        (1, False, FIXED_PRICE),
+        (1, True, DRAWN_PRICE),
+        (0.25, True, 2 * DRAWN_PRICE),
     ],
 )
-def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_drawn, kind, times):
+def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_drawn, expected):
     """Four times the bound, or a quarter of the temperature, is twice the price."""
 
     def price(**own):
@@ -191,7 +192,7 @@ def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_drawn, kind
         server = MarsConfig(max_loss=0.04)
         return record_of(request, server, is_drawn, 99)[Column.PRICE] / 2**16
 
-    assert price() == pytest.approx(times * BOUND_PRICE[kind] * 0.2, abs=2**-15)
+    assert price() == pytest.approx(expected * 0.2, abs=2**-15)
     assert price(mars_max_loss=0.01) == pytest.approx(price() / 2, abs=2**-15)
     assert price(mars_price=0.125) == 0.125
     assert price(mars_max_loss=0) == 0

@@ -37,10 +37,10 @@ _NGRAM = 4
 # Strict tokens at an answer's begin by default with a price or a bound, and the most.
 _DEFAULT_OPENING = 8
 MOST_OPENING = 1 << 20
-# The price that a bound of 1 nat per token sets, in nats, by how requests are verified: greedily,
-# or with fixed or drawn drafts at temperature 1. With it requests spend about their bound, whatever
-# that is; found on answers of one model (docs/rule.md).
-BOUND_PRICE = {"greedy": 2.8, "fixed": 3.5, "drawn": 4.8}
+# The price in nats that a bound of 1 nat per token sets for greedy requests and, at temperature 1,
+# with fixed and with drawn drafts: found on answers of one model, so that requests spend about what
+# their bound says (docs/rule.md).
+FIXED_PRICE, DRAWN_PRICE = 3.5, 4.8
 # A share of a request's temperature. At temperature 1 the default is where most is accepted, and
 # where a price leaves the text as probable as the target's own. vLLM takes no temperature between 0
 # and 0.01, and what is left of that by the least share still counts as sampling.
@@ -241,8 +241,8 @@ def price_of_bound(max_loss: float, temperature: float, is_drawn: bool) -> float
         is_drawn: whether drafts are drawn where requests sample.
     """
     if temperature == 0:
-        return BOUND_PRICE["greedy"] * math.sqrt(max_loss)
-    return BOUND_PRICE["drawn" if is_drawn else "fixed"] * math.sqrt(max_loss / temperature)
+        return FIXED_PRICE * math.sqrt(max_loss)
+    return (DRAWN_PRICE if is_drawn else FIXED_PRICE) * math.sqrt(max_loss / temperature)
 
 
 def split_speculative_config(
