@@ -1,0 +1,290 @@
+"""Rules judged in the same states: on the same drafts behind the same text.
+
+    python -m benchmarks.states states.jsonl --prompts benchmarks/prompts/text.jsonl
+    python -m benchmarks.states states.jsonl --report
+
+Two answers to one prompt soon differ, and then a loop or an early end decides which of them took
+fewer steps. Here one rule answers, and in each step all rules say what they would do with its
+draft: how many tokens they would accept, on average over their random numbers, and what these would
+lose. Each position counts by the chance that the rule comes to it. A rule is a price that no bound
+caps: `price 0.5`, or `bound 0.02` for the price that this bound sets.
+
+It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.accept`).
+"""
+
+import argparse
+import math
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.figures import SCHEMA, table_of
+from benchmarks.text import ENV, SERVERS, token_ids
+from benchmarks.text_report import cell, read
+from vllm_mars.config import METHOD, price_of_bound
+from vllm_mars.experiments.rows import compared, estimate, heat, ratio_of_means
+from vllm_mars.kernels import accept, clip, rule
+from vllm_mars.kernels.terms import LOSS_BITS, NO_BOUND, Verdict, price_units
+from vllm_mars.local.draft_head import PACKAGED_HEAD
+from vllm_mars.local.drafts import speculative_config
+from vllm_mars.local.packaged_model import ensure_model
+from vllm_mars.local.prompts import PACKAGED, load_prompts
+from vllm_mars.local.provenance import describe_run, vllm_device
+from vllm_mars.local.result_file import append_line, require_writable, write_json
+from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS, CPU_ENV, MAX_MODEL_LEN
+
+UNIT = 2.0**-LOSS_BITS
+# What is summed of each prompt: tokens and steps, nats lost, the drift, positions that were reached
+# and there the probability of what the draft cannot propose, under the target and as served.
+SUMS = ("tokens", "steps", "lost", "drift", "reached", "outside", "outside served")
+STRICT = "strict"
+COLUMNS: list[list[str | None]] = [
+    ["rule", ""],
+    ["prompts", "d"],
+    ["tokens per step", ".3f"],
+    ["x strict", ".3f"],
+    ["nats per token", ".4f"],
+    ["of a prompt: median", ".4f"],
+    ["9 in 10 below", ".4f"],
+    ["drift", "+.4f"],
+    ["what the draft cannot propose, served / target", ".4f"],
+]
+
+
+class Judge:
+    """Judges each step that a CPU verifies by some rules.
+
+    Args:
+        prompt_of: gives the name of the prompt of the request at a place of the batch, or None.
+        every: of the steps of an answer one in so many is judged, in no order.
+
+    Attributes:
+        prices: of the rules, by name.
+        sums: by prompt and rule, `SUMS`.
+    """
+
+    def __init__(self, prompt_of: Callable[[int], str | None], every: int = 1) -> None:
+        self.prices: dict[str, float] = {STRICT: 0.0}
+        self.sums: dict[str, dict[str, np.ndarray]] = {}
+        self._prompt_of = prompt_of
+        self._every = every
+        self._place = 0
+        self._seen: dict[str, int] = defaultdict(int)
+
+    def install(self, setattr: Callable[[Any, str, Any], None] = setattr) -> None:
+        """Wraps how a step is verified; a test has it undone."""
+        allowances = accept.allowances
+        greedy, fixed, drawn = accept._greedy, accept._fixed, accept._drawn
+
+        def noted(step: Any) -> Iterator[Any]:
+            for self._place, allowed in enumerate(allowances(step)):
+                yield allowed
+
+        def on_greedy(rows: Any, begin: int, end: int, allowed: Any, name: Any) -> Any:
+            self._add(allowed, lambda it: of_greedy(rows, begin, end, it))
+            return greedy(rows, begin, end, allowed, name)
+
+        def on_fixed(rows: Any, allowed: Any, name: Any, own: Any) -> Any:
+            own.read(slice(None))
+            read = accept.read_probabilities(rows, own.begin, own.z, own.p, own.kept)
+            self._add(allowed, lambda it: of_fixed(read, own, it))
+            return fixed(rows, allowed, name, own)
+
+        def on_drawn(rows: Any, allowed: Any, name: Any, own: Any) -> Any:
+            own.read(slice(None))
+            self._add(allowed, lambda it: of_drawn(rows, own, it))
+            return drawn(rows, allowed, name, own)
+
+        setattr(accept, "allowances", noted)
+        for name, wrapped in (("greedy", on_greedy), ("fixed", on_fixed), ("drawn", on_drawn)):
+            setattr(accept, f"_{name}", wrapped)
+
+    def _add(self, allowed: Any, judged: Callable[[Any], np.ndarray]) -> None:
+        name = self._prompt_of(self._place)
+        if name is None or allowed.has_ended:
+            return
+        self._seen[name] += 1
+        if zlib.crc32(f"{name} {self._seen[name]}".encode()) % self._every:
+            return
+        sums = self.sums.setdefault(name, {it: np.zeros(len(SUMS)) for it in self.prices})
+        for it, price in self.prices.items():
+            sums[it] += judged(allowed._replace(price=price_units(price), rate=NO_BOUND))
+
+
+def of_greedy(rows: Any, begin: int, end: int, allowed: Any) -> np.ndarray:
+    """`SUMS` of a greedy step."""
+    accepted, lost = 0, 0.0
+    for verdict in rule.greedy(rows, begin, end, "price", allowed):
+        if verdict not in (Verdict.FIRST, Verdict.RELAXED):
+            break
+        lost += rows.loss[begin + accepted] * UNIT * (verdict == Verdict.RELAXED)
+        accepted += 1
+    return np.array([accepted + 1, 1, lost, lost, accepted + 1, 0, 0])
+
+
+def of_fixed(rows: Any, own: Any, allowed: Any) -> np.ndarray:
+    """The same of a step that samples with a fixed draft."""
+    found, reach = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0
+    for i, position in enumerate(rule.sampled(rows, own.begin, own.end, "price", allowed)):
+        found += reach * np.array([0, 0, position.loss * UNIT, position.drift * UNIT, 1, 0, 0])
+        log_m = rows.log_p[own.begin + i] + rule.log_ratio(position, is_draft=True)
+        reach *= math.exp(min(log_m, 0.0))
+        found[0] += reach
+    return found
+
+
+def of_drawn(rows: Any, own: Any, allowed: Any) -> np.ndarray:
+    """The same with a drawn draft."""
+    found, reach = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0
+    prices = rule.drawn_prices(rows, own.begin, own.end, allowed, own.most_drafts)
+    for i, (x, price) in enumerate(zip(rows.draft[own.begin : own.end], prices, strict=True)):
+        if x < 0:
+            break
+        row = own.z[i], own.p[i], own.q[i], price, own.kept[i]
+        served = clip.clip_row(*row, own.buffers[3 + i], own.buffers[:3])
+        outside = own.q[i] == 0
+        shares = float(own.p[i][outside].sum()), float(served.m[outside].sum())
+        found += reach * np.array([0, 0, served.loss, served.drift, 1, *shares])
+        reach = rule.reach(reach, float(served.m[x]), float(own.q[i, x]))
+        found[0] += reach
+    return found
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Answers the prompts at each temperature; a line of the output for each."""
+    for name, value in (CPU_ENV | ENV).items():
+        os.environ.setdefault(name, value)
+    device, gpu = vllm_device()
+    if device != "cpu":
+        raise NotImplementedError(f"the rule's plain form serves a CPU, not {gpu}.")
+    from transformers import AutoTokenizer
+    from vllm import LLM, SamplingParams
+
+    path = str(ensure_model())
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    drafts = "greedy" if args.fixed_drafts else "probabilistic"
+    server = {**SERVERS[METHOD], "draft_sample_method": drafts}
+    if args.draft_temperature is not None:
+        server["mars_draft_temperature"] = args.draft_temperature
+    llm = LLM(
+        path,
+        speculative_config=speculative_config(
+            str(PACKAGED_HEAD), args.num_speculative_tokens, **server
+        ),
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=args.batch,
+        disable_log_stats=False,
+        **CPU_ENGINE_ARGS,
+    )
+    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+    prompts = {
+        f"{file.stem}/{it.category}/{it.id}": token_ids(tokenizer, it.turns[0])
+        for file in args.prompts
+        for it in load_prompts(file)
+    }
+    names = {tuple(ids): name for name, ids in prompts.items()}
+
+    def prompt_of(place: int) -> str | None:
+        request = runner.requests[runner.input_batch.req_ids[place]]
+        return names.get(tuple(request.prompt_token_ids))
+
+    judge = Judge(prompt_of, args.every)
+    judge.install()
+    append_line(args.output, {"run": describe_run(gpu)})
+    for temperature in args.temperatures:
+        own = {it: price_of(it, temperature, not args.fixed_drafts) for it in args.rules}
+        judge.prices, judge.sums = {STRICT: 0.0, **own}, {}
+        whole: dict[str, Any] = {"temperature": temperature, "max_tokens": args.max_tokens}
+        whole |= {"detokenize": False, "extra_args": {"mars_max_loss": 0.02}}
+        params = [SamplingParams(seed=zlib.crc32(it.encode()), **whole) for it in prompts]
+        given = [{"prompt_token_ids": ids} for ids in prompts.values()]
+        llm.generate(given, params, use_tqdm=False)
+        point = {"k": args.num_speculative_tokens, "drafts": drafts, "temperature": temperature}
+        point |= {"draft_temperature": args.draft_temperature, "max_tokens": args.max_tokens}
+        sums = {
+            name: {it: [float(f"{x:.7g}") for x in sums] for it, sums in of.items()}
+            for name, of in judge.sums.items()
+        }
+        append_line(args.output, {**point, "sums": sums})
+        print(f"{heat(temperature)}: {len(sums)} prompts", flush=True)
+
+
+def price_of(name: str, temperature: float, is_drawn: bool) -> float:
+    """The price in nats that a rule's name stands for."""
+    what, value = name.split()
+    return float(value) if what == "price" else price_of_bound(float(value), temperature, is_drawn)
+
+
+def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """The rows of `COLUMNS`."""
+    rows: list[list[Any]] = []
+    for line in lines:
+        drafts = "" if not line["temperature"] else f", {line['drafts']} drafts"
+        if line["draft_temperature"] is not None:
+            drafts += f" drawn at {line['draft_temperature']:g} x"
+        rows.append([f"{heat(line['temperature'])}{drafts}, K {line['k']}"])
+        found = {
+            it: {
+                prompt: dict(zip(SUMS, of[it], strict=True)) for prompt, of in line["sums"].items()
+            }
+            for it in next(iter(line["sums"].values()))
+        }
+        for it, own in found.items():
+            each = [of["lost"] / of["tokens"] for of in own.values()]
+            outside = sum(of["outside"] for of in own.values())
+            rows.append(
+                [
+                    it,
+                    len(own),
+                    cell(estimate(ratio_of_means, own, ["tokens", "steps"])),
+                    cell(compared(ratio_of_means, own, found[STRICT], ["tokens", "steps"])),
+                    cell(estimate(ratio_of_means, own, ["lost", "tokens"])),
+                    *(round(float(np.quantile(each, of)), 5) for of in (0.5, 0.9)),
+                    cell(estimate(ratio_of_means, own, ["drift", "reached"])),
+                    cell(estimate(ratio_of_means, own, ["outside served", "outside"]))
+                    if outside
+                    else None,
+                ]
+            )
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, or prints a table and writes its figures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("output", type=Path, help="JSON lines; of a report, maybe compressed")
+    add("--rules", nargs="+", default=["bound 0.005", "bound 0.02", "bound 0.05"])
+    add("--prompts", nargs="+", type=Path, default=[PACKAGED])
+    add("--temperatures", nargs="+", type=float, default=[0.0, 0.4, 0.7, 1.0])
+    add("--num-speculative-tokens", type=int, default=4)
+    add("--fixed-drafts", action="store_true")
+    add("--draft-temperature", type=float, help="as mars_draft_temperature")
+    add("--max-tokens", type=int, default=96)
+    add("--batch", type=int, default=32)
+    add("--every", type=int, default=2, help="one step in so many is judged")
+    add("--report", action="store_true")
+    add("--figures", type=Path, help="the report: file to write")
+    args = parser.parse_args(arguments)
+    if not args.report:
+        require_writable(args.output)
+        measure(args)
+        return
+    lines = read(args.output)
+    rows = report([line for line in lines if "run" not in line])
+    print("\n".join(table_of(COLUMNS, rows)))
+    if args.figures:
+        runs = [
+            {**line["run"], "raw": f"text/{args.output.name}"} for line in lines if "run" in line
+        ]
+        content = {"schema": SCHEMA, "columns": COLUMNS, "rows": rows, "runs": runs}
+        write_json(args.figures, content)
+
+
+if __name__ == "__main__":
+    main()

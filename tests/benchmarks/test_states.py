@@ -1,0 +1,99 @@
+"""Rules judged in the same states: what is judged of a step is what the step does, on average."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import states
+from calls import LONGEST, Call, on_cpu, sampled_step
+from vllm_mars.config import DRAWN_PRICE, FIXED_PRICE
+from vllm_mars.kernels import accept
+
+RULES = {"strict": 0.0, "price 0.5": 0.5, "price 2": 2.0}
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    judge = states.Judge(str)
+    judge.prices = RULES
+    judge.install(monkeypatch.setattr)
+    return judge
+
+
+def judged(judge, name):
+    """What was judged of a rule at each place; nothing of a request that had ended."""
+    return {
+        int(place): dict(zip(states.SUMS, of[name], strict=True))
+        for place, of in judge.sums.items()
+    }
+
+
+def a_call(number, price, sampled=False):
+    """A step in which all requests have the price, and no bound."""
+    call = Call(number, "price", sampled)
+    call.records.price.fill_(round(price * 2**16))
+    call.records.rate.fill_(states.NO_BOUND)
+    call.records.most_tokens.fill_(99)
+    return call
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_greedy_step(judge, rule):
+    for number in range(20):
+        judge.sums = {}
+        call = a_call(number, RULES[rule])
+        output, _ = on_cpu(call, call.account())
+        for place, of in judged(judge, rule).items():
+            ends = set(call.records.ends[int(call.slots[place])].tolist())
+            emitted = [it for it in output.output_token_ids[place].tolist() if it >= 0]
+            assert of["steps"] == 1 and of["tokens"] == len(emitted)
+            if not ends & set(emitted):
+                assert of["lost"] == float(output.lost[place]) / 2**16
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_that_samples(judge, rule, is_drawn):
+    """By its mean over 400 draws."""
+    call = a_call(4, RULES[rule], sampled=True)
+    call.temperature = torch.ones(call.batch)
+    assert min(call.lengths) < max(call.lengths)
+    q, step, _, _ = sampled_step(call, is_drawn)
+    rng, counts, lost = np.random.default_rng(0), [], []
+    for _ in range(400):
+        chance = accept.Chance(call.temperature, rng.random(sum(call.lengths)), q)
+        records = step.records._replace(table=step.records.table.clone())
+        own = step._replace(records=records)
+        output = accept.accept(own, call.rule, call.guard, None, chance, torch.zeros(call.batch))
+        counts.append(output.num_emitted.tolist())
+        lost.append((output.lost / 2**16).tolist())
+    for place, of in judged(judge, rule).items():
+        tokens, nats = np.array(counts)[:, place], np.array(lost)[:, place]
+        assert of["steps"] == 400
+        for found, name in ((tokens, "tokens"), (nats, "lost")):
+            error = 4 * found.std() / math.sqrt(400) + LONGEST * 2**-15
+            assert of[name] / 400 == pytest.approx(found.mean(), abs=error), (place, name)
+
+
+def test_the_table():
+    sums = {
+        f"text/chat/{prompt}": {
+            "strict": [20.0, 10.0, 0.0, 0.0, 20.0, 2.0, 2.0],
+            "bound 0.02": [22.0 + prompt, 10.0, 0.44, 0.1, 20.0, 2.0, 1.9],
+        }
+        for prompt in range(3)
+    }
+    point = {"k": 4, "drafts": "probabilistic", "temperature": 1.0, "draft_temperature": None}
+    (title, strict, own) = states.report([{**point, "sums": sums}])
+    assert title == ["temperature 1, probabilistic drafts, K 4"]
+    assert strict[:4] == ["strict", 3, 2.0, 1.0] and strict[-1] == 1.0
+    assert own[2][0] == 2.3 and own[3][0] == 1.15 and own[-1] == 0.95
+    assert own[4][0] == pytest.approx(1.32 / 69, abs=1e-5)
+
+
+def test_a_rule_is_a_price():
+    assert states.price_of("price 0.3", 0.5, True) == 0.3
+    assert states.price_of("bound 0.04", 0.0, True) == pytest.approx(FIXED_PRICE * 0.2)
+    assert states.price_of("bound 0.04", 0.25, True) == pytest.approx(DRAWN_PRICE * 0.4)
