@@ -102,7 +102,12 @@ def test_values(config, extra_args, expected):
         (THETA, {"mars_theta": 0.7}, r"below this server's limit of 0.8; choose .* \[0.8, 1\]"),
         (THETA, {"mars_tehta": 0.9}, "mars_tehta is not an option of a request; .* mars_theta?"),
         (THETA, {"mars_return": "yes"}, "mars_return='yes' is not true or false"),
-        (THETA, {"mars_speculate": None}, "mars_speculate=None is not .*; false verifies strictly"),
+        (
+            OPT_IN,
+            {"mars_price": 0.3},
+            "mars_price=0.3 is given, but .* server's, is strict; name a",
+        ),
+        (BOUND, {"mars_price": 0.3, "mars_max_loss": 0}, "which is this request's, is strict"),
         (THETA, {"mars_price": 1}, f"mars_price=1 {ANOTHER} mars_theta or leave"),
         (PRICE, {"mars_theta": 0.9}, f"mars_theta=0.9 {ANOTHER} mars_price or leave it out"),
         (PRICE, {"mars_price": 0.75}, r"mars_price=0.75 is above this server's limit of 0.5"),
@@ -228,7 +233,6 @@ def test_a_bound_of_0_is_strict(config):
     [
         (BOUND, {}, True),
         (BOUND, {"mars_max_loss": 0}, False),
-        (BOUND, {"mars_speculate": False}, False),
         # As a file holds it to.
         (BOUND, {OVERRIDES: {"mars_max_loss": 0}}, False),
         (OPT_IN, {}, False),
@@ -261,7 +265,7 @@ NAMES = [f"mars_{field.name}" for field in dataclasses.fields(MarsConfig)]
 @given(
     st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3),
     st.dictionaries(
-        st.sampled_from([*OPTION.values(), "mars_max_loss", "mars_speculate", OVERRIDES])
+        st.sampled_from([*OPTION.values(), "mars_max_loss", OVERRIDES])
         | st.sampled_from(["mars_" + "x" * 65536, "mars_return"]),
         VALUES,
         max_size=2,
@@ -398,11 +402,3 @@ def test_what_is_in_force():
 def test_return_is_asked_for():
     for value in (True, 1, False, 0):
         assert options_of(params(mars_return=value), BOUND).wants_return == bool(value)
-
-
-@pytest.mark.parametrize("config", [THETA, PRICE, BOUND])
-def test_speculation_may_be_declined_by_any_rule(config):
-    own = {} if config.sets_price else {OPTION[config.rule]: config.value}
-    declined = options_of(params(mars_speculate=0, **own), config)
-    assert in_force(declined, config) == {config.rule: STRICT_VALUE[config.rule]}
-    assert options_of(params(mars_speculate=True, **own), config).value == config.value

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 _RULES = {option: rule for rule, option in OPTION.items()}
 _MAX_LOSS = "mars_max_loss"
 RETURN = "mars_return"
-_SPECULATE = "mars_speculate"
 _SCOPE = "mars_scope"
-_KEYS = (*_RULES, _MAX_LOSS, RETURN, _SPECULATE, _SCOPE)
+_KEYS = (*_RULES, _MAX_LOSS, RETURN, _SCOPE)
 # Under this key the front end passes on to the workers what `vllm_mars.engine.overrides` reads. It
 # refuses the key from a client.
 OVERRIDES = "mars_overrides"
@@ -137,15 +136,12 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         options = RequestOptions(
             _stricter(value, overrides.get(OPTION[config.rule], value), config),
             strict,
-            _boolean(own, RETURN, False, "true adds what was relaxed to the answer"),
+            _wants_return(own),
             min(max_loss, overrides.get(_MAX_LOSS, max_loss)),
             _scope(chosen, config),
         )
-        # Its drafts stay: a request without any would make a batch of vLLM's V1 runner non-uniform,
-        # and all others would lose the CUDA graph of a decode step.
-        is_strict = not _boolean(own, _SPECULATE, True, "false verifies strictly")
         # The lock may be that of an engine alone, whose front end let a lossy choice through.
-        if is_strict or strict or options.max_loss == 0 or lock_is_on():
+        if strict or options.max_loss == 0 or lock_is_on():
             options = options._replace(value=STRICT_VALUE[config.rule])
         parsed = _Parsed(*depends_on, options)
         setattr(params, _PARSED, parsed)
@@ -223,6 +219,12 @@ def _value(own: dict[str, Any], config: MarsConfig) -> float:
         return config.value
     value = float(own[OPTION[config.rule]])
     _check_limit(value, config)
+    if value != STRICT_VALUE[config.rule] and own.get(_MAX_LOSS, config.max_loss) == 0:
+        raise ValueError(
+            f"{OPTION[config.rule]}={value} is given, but a mars_max_loss of 0, which is this "
+            f"{'request' if _MAX_LOSS in own else 'server'}'s, is strict; name a mars_max_loss as "
+            "well, as far as the server allows one, or leave both out."
+        )
     return value
 
 
@@ -284,9 +286,12 @@ def _scope(own: dict[str, Any], config: MarsConfig) -> Scope:
     return scope
 
 
-def _boolean(own: dict[str, Any], key: str, default: bool, meaning: str) -> bool:
-    value = own.get(key, default)
+def _wants_return(own: dict[str, Any]) -> bool:
+    value = own.get(RETURN, False)
     # JSON's true arrives as 1.
     if not isinstance(value, bool | int) or value not in (0, 1):
-        raise ValueError(f"{key}={shown(value)} is not true or false; {meaning}.")
+        raise ValueError(
+            f"{RETURN}={shown(value)} is not true or false; true adds what was relaxed to the "
+            "answer."
+        )
     return bool(value)

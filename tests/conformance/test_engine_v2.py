@@ -85,9 +85,9 @@ def test_eagle_and_a_small_cache(models):
 
 @pytest.mark.nightly
 def test_requests_differ_within_a_batch(models):
-    """Each its own: strict, in a span that its prompt opened, within its bound, without drafts."""
+    """Each its own: strict, in a span that its prompt opened, within its bound, without a bound."""
     prompts = [[5, 6, 7, 8], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
-    chosen = [{"mars_price": 0}, {}, {}, {"mars_speculate": False}]
+    chosen = [{"mars_price": 0}, {}, {}, {"mars_max_loss": 0}]
     own, mine = (
         {
             str(number): (prompt, workload.greedy(max_tokens=12, extra_args=extra))

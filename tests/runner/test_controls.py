@@ -123,8 +123,8 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
         silent = running.ask(extra_args={"mars_return": False})
         assert all(output.spec_decode_metrics is None for output in silent)
 
-        # Beside relaxed ones, a request that declines speculation gets the target's own answer.
-        own = [{"mars_speculate": place != 1} for place in range(len(PROMPTS))]
+        # Beside relaxed ones, a request that may lose nothing gets the target's own answer.
+        own = [{"mars_max_loss": 0} if place == 1 else {} for place in range(len(PROMPTS))]
         answers = running.ask(extra_args=own)
         assert returned(answers[1]) == {metric: strict, **NOTHING}
         assert not_first_choices(models[2], PROMPTS[1], list(answers[1].token_ids)) == []

@@ -139,7 +139,6 @@ def test_a_first_choice_counts_as_relaxed_only_where_a_draw_was_spared():
     [
         ({"max_loss": 0.02}, {}, True),
         ({"max_loss": 0.02}, {"mars_max_loss": 0}, False),
-        ({"max_loss": 0.02}, {"mars_speculate": False}, False),
         # As a file holds it to.
         ({"max_loss": 0.02}, {"mars_overrides": {"mars_max_loss": 0}}, False),
         ({"max_loss": 0, "limit": 0.02}, {}, False),

@@ -97,7 +97,7 @@ def test_an_answer_tells_what_verification_did(client):
     assert len(whole["loss_nats"]) == len(whole["relaxed_positions"])
     chunks = list(ask(**wanted, stream=True, stream_options={"include_usage": True}))
     assert told(chunks[-1]) == [whole]
-    (strict,) = told(ask(extra_body={"vllm_xargs": {"mars_return": True, "mars_speculate": False}}))
+    (strict,) = told(ask(extra_body={"vllm_xargs": {"mars_return": True, "mars_max_loss": 0}}))
     nothing = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
     assert strict == {"theta": 1.0, **nothing}
     assert ask().model_extra.get("metrics") is None

@@ -154,7 +154,7 @@ def refusals():
         ({"mars_theta": 10**30}, "extra_args integers must be between"),
         ({"mars_theta": 2**63}, "mars_theta=9223372036854775808 is outside (0, 1]"),
         ({"mars_theta": 0.2}, "below this server's limit of 0.3; choose a value in [0.3, 1]"),
-        ({"mars_speculate": "no"}, "mars_speculate='no' is not true or false"),
+        ({"mars_return": "no"}, "mars_return='no' is not true or false"),
         # The front end's own key.
         ({"mars_overrides": 0}, "mars_overrides is not an option of a request"),
     ]
