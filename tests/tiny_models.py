@@ -72,7 +72,8 @@ def tokenizer(directory: Path, of_bytes: bool = False) -> None:
         tokenizer_object=built, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
     fast.chat_template = (
-        "{% for message in messages %}{{ message.role + ' ' + message.content + ' ' }}{% endfor %}"
+        "{% for message in messages %}{{ message.role + ' ' + message.content + ' </s> ' }}"
+        "{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
     )
     fast.save_pretrained(directory)

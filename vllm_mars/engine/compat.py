@@ -28,6 +28,9 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
     "front end": {
         "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "target_model_config",
         "vllm.engine.arg_utils:EngineArgs.from_cli_args": "args",
+        "vllm.renderers.hf:load_chat_template": "chat_template",
+        "vllm.renderers.hf:safe_apply_chat_template": "model_config, tokenizer, conversation",
+        "vllm.tokenizers.registry:tokenizer_args_from_config": "config",
         "vllm.v1.engine.async_llm:AsyncLLM.generate": "prompt, sampling_params",
         "vllm.v1.engine.input_processor:InputProcessor._validate_params": "params",
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "",

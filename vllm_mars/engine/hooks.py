@@ -77,9 +77,9 @@ def patch_engine_args(module: ModuleType) -> None:
     def from_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         engine_args = wrapped(*args, **kwargs)
         if engine_args.speculative_config is not None:
-            from vllm_mars.engine.markers import remember_tool_parser
+            from vllm_mars.engine.markers import remember_arguments
 
-            remember_tool_parser(engine_args, kwargs["args"] if "args" in kwargs else args[0])
+            remember_arguments(engine_args, kwargs["args"] if "args" in kwargs else args[0])
         return engine_args
 
     @wrapt.patch_function_wrapper(module, "EngineArgs.create_speculative_config")
@@ -165,6 +165,7 @@ def patch_scheduler(module: ModuleType) -> None:
         "vllm_mars.engine.grammar:keep_forbidden_drafts",
         "vllm_mars.engine.transport:carry_counts",
         "vllm_mars.engine.returned:send_rows",
+        "vllm_mars.engine.prompts:hold_strict",
         needs="engine core",
     )
 
