@@ -223,7 +223,7 @@ def test_a_bound_alone_sets_the_price(engine, models):
 
 
 def test_nothing_is_relaxed_inside_a_span(models, engine):
-    tiny_models.tokenizer(models[0])
+    tiny_models.tokenizer(models[0], ends="</s> ")
     loose = {"mars_theta": 0.01}
     with engine(**loose) as running:
         free = running.ask()
@@ -270,7 +270,7 @@ def test_nothing_is_relaxed_inside_a_span(models, engine):
 
 def test_nothing_is_relaxed_outside_the_scope(models, engine):
     """Neither by a request's own scope nor by the server's."""
-    tiny_models.tokenizer(models[0])
+    tiny_models.tokenizer(models[0], ends="</s> ")
     loose = {"mars_theta": 0.01}
     with engine(**loose) as running:
         strict = running.ask(PROMPTS[:1], extra_args={"mars_theta": 1})
