@@ -174,12 +174,20 @@ def patch_scheduler(module: ModuleType) -> None:
 # Until: as for the scheduler.
 @_once
 def patch_stats(module: ModuleType) -> None:
-    """Gives the classes that cross the processes' border one more field each."""
-    from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
+    """Gives the classes that cross the processes' border a field or two more."""
+    from vllm_mars.engine.transport import REQUEST_FIELD, declare_field, declare_fields
 
     # For decoders, which are made later; without MARS the fields are never set and never sent.
-    declare_field(module.SchedulerStats)
+    declare_fields(module.SchedulerStats)
     declare_field(module.RequestSpecDecodeMetrics, REQUEST_FIELD, dict[str, Any] | None)
+
+
+# Why: an `LLM` stops reading before the step without tokens that brings the last counts. Until: it
+# reads on until its engine is idle.
+@_once
+def patch_llm_engine(module: ModuleType) -> None:
+    """Has an `LLM` read all counts."""
+    _after(module, "LLMEngine.__init__", "vllm_mars.engine.transport:read_on")
 
 
 # Why: vLLM sends a request's metrics with its last tokens, after a stop string has ended it.
