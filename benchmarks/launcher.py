@@ -1,7 +1,8 @@
-"""Triton's own launcher, written in C, over a driver that launches nothing; for `launches`.
+"""Triton without a GPU: with nothing compiled, or with its own launcher over a driver's stand-in.
 
-Triton compiles kernels for a GPU that is not there, binds their arguments and hands them to its
-launcher as on that GPU. Missing from what the host then takes is the driver's part of a launch.
+Of the first, what is launched is noted, for `launches` and for tests. By the second, which times
+launches, Triton compiles kernels for a GPU that is not there, binds their arguments and hands them
+to its launcher, written in C, as on that GPU: missing is what the driver takes for a launch.
 """
 
 import contextlib
@@ -10,13 +11,15 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
 
 TARGET = GPUTarget("cuda", 90, 32)
 NO_COMPILER = (
@@ -52,6 +55,65 @@ int cuPointerGetAttribute(uint64_t *value, int name, uint64_t address) {
   return 0;
 }
 """
+
+
+class Uncompiled:
+    """Stands in for what Triton compiles a kernel to."""
+
+    function, packed_metadata = 0, ()
+
+    def __init__(self, launched: Callable[[tuple[Any, ...]], object]) -> None:
+        self._launched = launched
+
+    def run(self, *given: Any) -> None:
+        """What Triton calls to launch a kernel, with its grid, the stream, and so on, in front."""
+        self._launched(given)
+
+    def launch_metadata(self, *_: Any) -> None:
+        """What hooks of profilers would be told."""
+
+
+@contextlib.contextmanager
+def without_compiling(
+    launched: Callable[[str, tuple[Any, ...]], object],
+) -> Iterator[list[tuple[str, str]]]:
+    """Triton looks at arguments inside, but compiles nothing and launches nothing.
+
+    Each launch of a kernel that was looked up asks Triton, too, which must find the same one.
+
+    Args:
+        launched: told the name of a kernel and its arguments, with more in front.
+
+    Yields:
+        Name and key of each kernel that Triton would have compiled.
+    """
+    from vllm_mars.kernels import launch
+
+    # What is compiled is kept by it, and in `launch`.
+    place, found = object(), []
+
+    def compile_nothing(kernel: Any, key: str, *_: Any, **__: Any) -> Any:
+        name = kernel.fn.__name__
+        found.append((name, key))
+        made = Uncompiled(lambda given: launched(name, given))
+        kernel.device_caches[place][0][key] = made
+        return made
+
+    driver = SimpleNamespace(
+        get_current_device=lambda: place,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: TARGET,
+    )
+    launch.variant.cache_clear()
+    try:
+        with (
+            mock.patch.object(triton.runtime.driver, "_active", driver),
+            mock.patch.object(JITFunction, "_do_compile", compile_nothing),
+            mock.patch.object(launch, "CHECKS", True),
+        ):
+            yield found
+    finally:
+        launch.variant.cache_clear()
 
 
 def has_compiler() -> bool:

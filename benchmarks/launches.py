@@ -42,7 +42,6 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.backends import backends
-from triton.runtime import JITFunction
 
 from benchmarks import launcher
 
@@ -75,21 +74,6 @@ COLUMNS += [[f"whole step: {name}", None] for name in _TIMES]
 COLUMNS += [["MARS / vLLM", ".2f"], ["whole step: MARS / vLLM", ".2f"]]
 
 
-class Uncompiled:
-    """Stands in for what Triton compiles a kernel to."""
-
-    function, packed_metadata = 0, ()
-
-    def __init__(self, run: Callable[..., None]) -> None:
-        self.run = run
-
-    def launch_metadata(self, *_: Any) -> None:
-        """What hooks of profilers are told."""
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *args, stream=None: self.run(*args)
-
-
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what torch and Triton launch on the meta device."""
 
@@ -112,21 +96,12 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.launched.append(name)
         return result
 
-    def compile(self, kernel: Any, key: str, _signature: Any, device: int, *_: Any) -> Any:
-        """In the place of `JITFunction._do_compile`: what then is called notes the launch."""
-        # It finds the globals that `run` compares, too.
-        assert kernel.cache_key
-        name = kernel.fn.__name__
-
-        def run(*args: Any) -> None:
-            if self._is_on:
-                if _devices(args) - {"meta"}:
-                    raise RuntimeError(f"{name} is given tensors on more than one device.")
-                self.launched.append(name)
-
-        compiled = Uncompiled(run)
-        kernel.device_caches[device][0][key] = compiled
-        return compiled
+    def note(self, name: str, given: tuple[Any, ...]) -> None:
+        """Notes a launch of Triton's."""
+        if self._is_on:
+            if _devices(given) - {"meta"}:
+                raise RuntimeError(f"{name} is given tensors on more than one device.")
+            self.launched.append(name)
 
     def __enter__(self) -> Any:
         self._is_on = True
@@ -138,18 +113,11 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def without_a_gpu(self) -> Iterator[None]:
-        """vLLM and Triton inside work as on an accelerator, up to what would call its driver."""
+        """vLLM and Triton inside work on the meta device."""
         from vllm.platforms import current_platform
 
-        driver = SimpleNamespace(
-            # What is compiled is kept by it.
-            get_current_device=lambda: "meta",
-            get_current_stream=lambda device: 0,
-            get_current_target=lambda: launcher.TARGET,
-        )
         with (
-            mock.patch.object(triton.runtime.driver, "_active", driver),
-            mock.patch.object(JITFunction, "_do_compile", lambda *args, **_: self.compile(*args)),
+            launcher.without_compiling(self.note),
             # Where vLLM's V2 puts what the host writes and the device reads.
             mock.patch.object(current_platform, "device_type", "meta"),
         ):
@@ -246,9 +214,12 @@ def time_cases(rounds: int) -> Iterator[list[Any]]:
         for name, by in bys.items():
             calls[name, False] = step.verification(by)
             calls[name, True] = RunnerV2(step, by).step
-        # As vLLM's runner.
-        with torch.inference_mode():
-            runs = time_in_turn(ThreadClock(), calls, rounds, warmup=20)
+        runs: dict[tuple[str, bool], Any] = {}
+        for is_step in (False, True):
+            of_kind = {call: it for call, it in calls.items() if call[1] == is_step}
+            # As vLLM's runner.
+            with torch.inference_mode():
+                runs |= time_in_turn(ThreadClock(), of_kind, rounds, warmup=20)
         times = {call: round(float(np.percentile(of, 20)), 1) for call, of in runs.items()}
         of_each = [
             times.get((name, is_step))

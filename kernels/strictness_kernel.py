@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.launch import variant
 from vllm_mars.kernels.rows_kernel import kept_size
 from vllm_mars.kernels.terms import (
     GUARD_WINDOW,
@@ -278,7 +279,10 @@ def guard_positions(
     guard = _kept_guard(kept_size(num_rows, 256), device)
     seen = _none_seen(kept_size(batch, 64), -(-vocab // 32), device)
     table, opening = (None, 0) if markers is None else markers
-    strictness_kernel[(batch,)](
+    own = variant(device, step.slots.dtype, step.input_ids.dtype, table is None)
+    own.launch(
+        strictness_kernel,
+        (batch, 1, 1),
         guard,
         seen,
         seen.shape[1],
@@ -296,9 +300,9 @@ def guard_positions(
         table,
         0 if table is None else table.shape[0],
         opening,
-        FILLS=fills,
-        LENGTH=ngram,
-        WINDOW=ring.shape[1],
+        fills,
+        ngram,
+        ring.shape[1],
     )
     return guard
 

@@ -161,8 +161,8 @@ def test_compiled_code(variant, target):
         assert found.fused == 0, "what is compared must be rounded"
     passes = [PASSES[begin] for begin in PASSES if variant.startswith(begin)]
     if passes and "odd stride" not in variant:
-        block = launch.kwargs["BLOCK"] * (4 if "float32" in variant else 2)
-        threads = launch.kwargs["num_warps"] * TARGETS[target].warp_size
+        block = launch["BLOCK"] * (4 if "float32" in variant else 2)
+        threads = launch["num_warps"] * TARGETS[target].warp_size
         least = passes[-1] * (block // threads // 16)
         assert found.wide_loads >= least, "a row must be read in 16-byte loads"
     if name == "rows_kernel" and "odd stride" not in variant:
