@@ -134,6 +134,7 @@ class Step:
         config.method = "eagle3"
         config.num_speculative_tokens = self.shape.k
         config.rejection_sample_method = method
+        config.draft_sample_method = "probabilistic" if self.shape.is_drawn else "greedy"
         return config
 
     def add_requests(

@@ -341,6 +341,13 @@ def accept_kernel(
         num_speculative_tokens,
         SAMPLED == "drawn",
     )
+    if SAMPLED == "drawn":
+        if sampling.next_seeds is not None:
+            # What stays of a draft depends on the numbers that it was drawn with, so the next one
+            # gets others: a request's tokens grow with each step.
+            total = (tl.load(total_len_ptr + slot) + accepted + 1).to(tl.int64)
+            seed = tl.load(sampling.seeds + slot) ^ (total << 32)
+            tl.store(sampling.next_seeds + slot, seed)
     tl.store(output.num_emitted + request, accepted + 1)
     tl.store(output.num_relaxed + request, num_relaxed)
     tl.store(output.lost + request, step_lost)

@@ -473,6 +473,7 @@ def _variant_of(step: Step, rule: Rule, guard: Guard | None, draws: Draws | None
         given = draws.pos.dtype, draws.row_slots.dtype, draws.row_places.dtype
     if drafts is not None:
         given = *given, drafts.dtype, drafts.data_ptr() % 16 == 0
+        given = *given, draws.sampling.next_seeds is None
     return variant(
         *(logits.device, logits.dtype, logits.data_ptr() % 16 == 0),
         *(step.input_ids.dtype, step.slots.dtype, rule.protected is None, guard is None),

@@ -299,12 +299,15 @@ class Sampling(NamedTuple):
         drawn_at: float32 `[S]`, with `draft_logits`: the temperature that they are drawn at; 0 of a
             greedy request, of which nothing is read there. On the device, where `temperature` lies
             in the host's memory.
+        next_seeds: int64 `[S]`, where drafts are drawn: a step writes there with which seed the
+            next draft is drawn. None where vLLM sees to it.
     """
 
     temperature: torch.Tensor
     seeds: torch.Tensor
     draft_logits: torch.Tensor | None = None
     drawn_at: torch.Tensor | None = None
+    next_seeds: torch.Tensor | None = None
 
 
 class Draws(NamedTuple):

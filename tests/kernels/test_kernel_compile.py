@@ -41,7 +41,7 @@ RECORDS = Records.new(1, ONE.device)
 PROTECTED = Protected.of(torch.zeros(VOCAB, dtype=torch.bool), ONE.device)
 GUARD = tensors_of(Guarded.of([(0, False, ())] * 3))
 SAMPLING = Sampling(torch.ones(1), ONE.long())
-DRAWN = Sampling(*SAMPLING[:2], torch.empty(1, 2, VOCAB).half(), torch.ones(1))
+DRAWN = Sampling(*SAMPLING[:2], torch.empty(1, 2, VOCAB).half(), torch.ones(1), ONE.long())
 
 
 def rows(dtype=torch.bfloat16, stride=VOCAB):
@@ -108,12 +108,6 @@ VARIANTS = {
     "resample_kernel": call(verify, "price", SAMPLING),
     "resample_kernel, drawn": call(verify, "price", DRAWN),
     "strictness_kernel": call(look),
-    "anew_kernel": call(
-        *(beside.draw_anew, torch.ones(1), ONE.long(), RECORDS, torch.ones(1), ONE.long(), ONE, ONE)
-    ),
-    "anew_kernel, seeds alone": call(
-        *(beside.draw_anew, None, ONE.long(), RECORDS, torch.ones(1), ONE.long(), ONE, ONE)
-    ),
     "ended_kernel": call(count_ended),
     "ratios_kernel": call(add_log_ratios),
 }

@@ -90,7 +90,8 @@ class Steps:
         if self.rng.random() < 0.7:
             sampling = Sampling(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))
             if self.drafts is not None:
-                sampling = sampling._replace(draft_logits=self.drafts, drawn_at=torch.ones(SLOTS))
+                seeds = self.one_of(None, torch.zeros(SLOTS, dtype=torch.int64))
+                sampling = Sampling(*sampling[:2], self.drafts, torch.ones(SLOTS), seeds)
             by_row = self.ids(size), self.ids(size), self.ids(size)
             draws = Draws(sampling, *by_row, self.use_fp64)
         table = self.one_of(None, torch.zeros(batch, 2, self.k + 1))
