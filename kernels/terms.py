@@ -265,7 +265,8 @@ class Guard(NamedTuple):
         followers: int32 `[num_rows, MOST_FOLLOWERS]`, each token once; what lies behind
             `num_followers` of them is not read. Of a request that samples all tokens that followed
             the last one. Of a greedy request, where the draft token repeats, those that complete an
-            n-gram as long as it does: beside one of these it may be relaxed.
+            n-gram as long as it does: beside one of these it may be relaxed. Of a strict request
+            nothing that repeats is looked for. Sorted.
     """
 
     blocked: torch.Tensor
