@@ -123,7 +123,8 @@ PASSES = {
 # Bytes that a variant may spill. Smaller blocks of the draw would spill none; on an H200 these take
 # half the time of small ones where 16 requests sample.
 SPILLS = {("resample_kernel", target): 8 for target in TARGETS} | {
-    ("strictness_kernel", "sm_80"): 8
+    ("accept_kernel, sampled price", "sm_90"): 8,
+    ("strictness_kernel", "sm_100"): 8,
 }
 
 
