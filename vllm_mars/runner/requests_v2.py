@@ -161,8 +161,8 @@ class RequestsV2(LogitsProcessor):
             share = self._config.draft_share if record[Column.PRICE] else 1.0
             drawn_at = np.float32(sampling_params.temperature) * np.float32(share)
             self._drawn_at.stage_write_elem(req_idx, float(drawn_at))
-            # As vLLM does it, so that all tensor-parallel ranks take the same one. Behind its prefill
-            # a request has one token more.
+            # As vLLM does it, so that all tensor-parallel ranks take the same one. Behind its
+            # prefill a request has one token more.
             seed = sampling_params.seed
             seed = int(np.random.randint(2**62)) if seed is None else seed
             self._next_seeds.stage_write_elem(req_idx, seed ^ (length + 1 << 32))

@@ -158,12 +158,12 @@ class MarsRejectionSamplerV2(RejectionSampler):
         self._slots, self._table = (expanded_idx_mapping, idx_mapping), None
         draws = None
         if states.temperature.np[idx_mapping_np].any():
-            sampling = Sampling(temperature, states.seeds.gpu)
+            drawn_at = next_seeds = None
             if draft_logits is not None:
                 drawn_at, next_seeds = self.requests.drawn_with
-                sampling = sampling._replace(draft_logits=draft_logits, drawn_at=drawn_at)
-                if self._seeds_change:
-                    sampling = sampling._replace(next_seeds=next_seeds)
+            if not self._seeds_change:
+                next_seeds = None
+            sampling = Sampling(temperature, states.seeds.gpu, draft_logits, drawn_at, next_seeds)
             draws = Draws(
                 sampling,
                 pos,
