@@ -6,7 +6,6 @@ request, hence small cases; `check_sampler_v2.py` compares token by token.
 
 import numpy as np
 import pytest
-import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 from vllm.v1.worker.gpu.structured_outputs import grammar_invalid_drafts
@@ -58,7 +57,8 @@ def check(monkeypatch, batch, logits, acceptable=None):
     sampler = step.sampler(case.config, protected=case.protected)
     # To compile for a first step is counted, too.
     sampler._is_warm = True
-    sampler.drawn_at = lambda: torch.full((len(requests) + 2,), SHARE)
+    if case.is_drawn:
+        sampler.requests.drawn_with[0].fill_(SHARE)
     lost = sampler.requests.records.lost
     lost[step.states] = case.lost
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})

@@ -104,7 +104,7 @@ def test_large_vocabulary():
     ids = torch.tensor([0, 3, vocab - 1, -1], dtype=torch.int32)
     step = Step(logits, ids, one + 4, records, one, one, one, 3)
     rule = Rule("theta", Protected.of(mask, CPU))
-    partials, splits = rows_kernel.reduce_rows(step, rule, None, draws)
+    *_, partials, splits = rows_kernel.reduce_rows(step, rule, None, draws)
     mask[-1] = True
     assert partials.logit[:4].tolist() == [logits[0, 3], logits[1, -1], -math.inf, -math.inf]
     largest, kept, kept_moments = partials.kept[:12].view(4, 3).double().T

@@ -11,9 +11,9 @@ import torch
 import clip_cases
 from clip_cases import KEPT
 from vllm_mars.kernels import clip_kernel
-from vllm_mars.kernels.accept_kernel import rule_arguments
 from vllm_mars.kernels.clip import TOLERANCE
 from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.rows_kernel import reduce_rows
 from vllm_mars.kernels.terms import NO_BOUND, Draws, Protected, Records, Rule, Sampling, Step
 
 # p = q = 0 behind the vocabulary and where a token is masked: the ratio is replaced.
@@ -68,7 +68,7 @@ def clip(target, drafts, prices, temperature):
     places = torch.arange(2).repeat(6).int()
     draws = Draws(sampling, ids.long(), SLOTS.repeat_interleave(2), places)
     rule = Rule("price", protected=Protected.of(mask, mask.device))
-    found, _ = clip_kernel.clip_rows(rows, draws, rule_arguments(step, rule, None, draws))
+    found, _ = clip_kernel.clip_rows(reduce_rows(step, rule, None, draws), draws)
     return found[:12:2].clone()
 
 

@@ -65,6 +65,8 @@ class Batch:
         record[Column.SCANNED] = len(known)
         record[Column.HELD] = len(self.prompts[slot])
         record[Column.SCOPE] = int(self.rng.integers(0, 3))
+        # A strict request among them, for which nothing that repeats is looked for.
+        record[Column.PRICE] = int(slot != 5)
 
     def step(self) -> None:
         rng = self.rng
@@ -107,7 +109,7 @@ class Batch:
             is_filled = [token == last for token, last in pairs]
             reasons = [a or Verdict.REPEAT * b for a, b in zip(reasons, is_filled, strict=True)]
         repeated = [[] for _ in draft]
-        if self.ngram:
+        if self.ngram and self.records.table[slot, Column.PRICE]:
             repeated = Followers(self.ngram, self.window).before(answer, draft)
         rows = guarded(reasons, draft, repeated, bool(self.temperature[slot]))
         return [(*row[:2], {*row[2]}) for row in rows]
