@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import interpreter
 import leftovers
 
 # Before anything imports vLLM or a Hugging Face library. Child servers inherit them.
@@ -30,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT] = []
     if not hasattr(config, "workerinput"):
         leftovers.begin()
+    interpreter.configure(config)
 
 
 @pytest.hookimpl(optionalhook=True)
