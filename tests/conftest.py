@@ -132,6 +132,21 @@ def bounded_server(bytes_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def opt_in_server(packaged_model, tmp_path_factory):
+    """The server of the group "opt_in_server": strict unless a request asks (docs/serve.md)."""
+    from engines import OPT_IN, packaged_server
+    from vllm_mars.local.draft_head import PACKAGED_HEAD
+    from vllm_mars.local.drafts import speculative_config
+
+    config = speculative_config(str(PACKAGED_HEAD), 3, **OPT_IN)
+    whole = "--no-enable-prefix-caching"
+    with packaged_server(
+        packaged_model, config, tmp_path_factory.mktemp("opt_in"), whole
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def registered_kernels():
     """vLLM's CPU kernels for sampling, as an engine that starts registers them."""
     from vllm.platforms import current_platform

@@ -13,21 +13,15 @@ from xml.etree import ElementTree
 import openai
 import pytest
 
-from engines import packaged_server
-from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import speculative_config
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.server import free_port
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-# docs/serve.md: strict unless a request asks.
-OPT_IN = {"rejection_sample_method": "mars", "mars_max_loss": 0, "mars_limit": 0.02}
-
 # Of its greedy answer MARS relaxes some tokens (docs/requests.md).
 PROMPT = next(it.turns[0] for it in load_prompts() if it.id == "rewrite-formal")
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("opt_in_server")]
 
 
 def run(name, *arguments, timeout=500, **env):
@@ -44,6 +38,7 @@ def run(name, *arguments, timeout=500, **env):
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_a_picture_marks_what_was_relaxed(packaged_model, tmp_path):
     picture = tmp_path / "steps.svg"
     printed = run("first_steps.py", "--max-tokens", 48, "--output", picture)
@@ -57,14 +52,7 @@ def test_a_picture_marks_what_was_relaxed(packaged_model, tmp_path):
     assert strict.strip() and strict.strip() not in mars
 
 
-@pytest.fixture(scope="module")
-def opt_in_server(packaged_model, tmp_path_factory):
-    """A server that is strict unless a request asks."""
-    config = speculative_config(str(PACKAGED_HEAD), 3, **OPT_IN)
-    with packaged_server(packaged_model, config, tmp_path_factory.mktemp("opt_in")) as server:
-        yield server
-
-
+@pytest.mark.nightly
 def test_lm_eval_asks_both_ways_and_says_what_it_can_show(opt_in_server, tmp_path):
     output = tmp_path / "evaluate"
     task = EXAMPLES / "evaluate/first_sentence.yaml"
