@@ -115,9 +115,9 @@ def without_silent_indexes(options: Mapping[str, str]) -> dict[str, str]:
     for url in [first, *left.get("extra-index-url", "").split()]:
         if reason := _silence(url):
             print(
-                f"{_public(url)} does not answer within {ANSWER_SECONDS} s ({reason}); going on "
-                "without this index. pip's options index-url and extra-index-url (PIP_INDEX_URL, "
-                "PIP_EXTRA_INDEX_URL) name others.",
+                f"{_public(url)} does not answer ({reason}); going on without this index. pip's "
+                "options index-url and extra-index-url (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL) name "
+                "others.",
                 file=sys.stderr,
             )
         else:

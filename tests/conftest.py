@@ -61,13 +61,17 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with engines come first, as they take longest; a file stays on one worker of xdist.
+    """Files that take longest come first: those with interpreted tests, then those with engines.
 
-    Files that share an engine name a group of their own: `pytest.mark.xdist_group("name")`.
+    A file stays on one worker of xdist. Files that share an engine name a group of their own:
+    `pytest.mark.xdist_group("name")`.
     """
-    with_engines = {item.path for item in items if item.get_closest_marker("engine")}
+    first = {
+        name: {item.path for item in items if item.get_closest_marker(name)}
+        for name in ("interpreted", "engine")
+    }
     # Whole files, or what a module's fixtures hold would be built twice.
-    items.sort(key=lambda item: item.path not in with_engines)
+    items.sort(key=lambda item: [item.path not in paths for paths in first.values()])
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

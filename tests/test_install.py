@@ -223,7 +223,7 @@ def test_from_links_alone(environment, wheels):
     assert ran.returncode == 0 and has_all(environment), ran.stdout
     ran = install(environment, wheels["told"], CLOSED, PIP_INDEX_URL=CLOSED, **links)
     assert ran.returncode == 0 and has_all(environment), ran.stdout
-    assert f"{CLOSED} does not answer within 1 s ([Errno 111] Connection refused)" in ran.stdout
+    assert f"{CLOSED} does not answer ([Errno 111] Connection refused)" in ran.stdout
 
 
 def test_beside_an_index_that_does_not_answer(environment, wheels, tmp_path):
@@ -234,7 +234,7 @@ def test_beside_an_index_that_does_not_answer(environment, wheels, tmp_path):
         links = str(wheels["torch"].parent)
         ran = install(environment, wheels["told"], CLOSED, PIP_FIND_LINKS=links, **indexes)
     assert ran.returncode == 0 and has_all(environment), ran.stdout
-    assert f"http://{address} does not answer within 1 s (timed out); going on" in ran.stdout
+    assert f"http://{address} does not answer (timed out); going on" in ran.stdout
     assert "secret" not in ran.stdout
 
 
