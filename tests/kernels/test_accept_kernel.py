@@ -1,7 +1,4 @@
-"""The kernels of `accept_kernel`, run by the interpreter, against the CPU's form of the rule.
-
-Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
-"""
+"""The kernels of `accept_kernel`, run by the interpreter, against the CPU's form of the rule."""
 
 import math
 
@@ -24,9 +21,11 @@ from vllm_mars.kernels.terms import (
     Step,
 )
 
+pytestmark = pytest.mark.interpreted
+
 
 def test_the_kernels_are_interpreted():
-    """Here, and in the other files of checks, which run in this process."""
+    """Here, and so in the other files of tests that are marked."""
     for module in (accept_kernel, clip_kernel, strictness_kernel, rows_kernel):
         kernels = [value for name, value in vars(module).items() if name.endswith("_kernel")]
         assert kernels and all(isinstance(kernel, InterpretedFunction) for kernel in kernels)

@@ -1,7 +1,4 @@
-"""The kernel of what looks at tokens, run by the interpreter, against its definitions.
-
-Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
-"""
+"""The kernel of what looks at tokens, run by the interpreter, against its definitions."""
 
 import itertools
 
@@ -16,6 +13,8 @@ from vllm_mars.kernels.rows_kernel import kept_size
 from vllm_mars.kernels.strictness_kernel import guard_positions
 from vllm_mars.kernels.terms import MOST_FOLLOWERS, RECORD_SIZE, Column, Records, Step, Verdict
 from vllm_mars.runner.strictness import Followers, Sections, guarded
+
+pytestmark = pytest.mark.interpreted
 
 CPU = torch.device("cpu")
 SLOTS, BATCH, CAPACITY = 6, 4, 2_000

@@ -1,7 +1,7 @@
 """What Model Runner V2 emits for sampled requests, and what it says of it: all of it.
 
-Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter. It takes 50 ms for a
-request, hence small cases; `check_sampler_v2.py` compares token by token.
+Triton's interpreter takes 50 ms for a request, hence small cases; `test_step_v2.py` compares token
+by token.
 """
 
 import numpy as np
@@ -14,6 +14,8 @@ from enumerated import FEATURES, Batch, case_of
 from scheduled import CASES, MARS, Engine, logits_of, write_model
 from steps_v2 import Request, Step, emitted
 from vllm_mars.kernels import accept_kernel, clip_kernel, draw_kernel
+
+pytestmark = pytest.mark.interpreted
 
 # What drafts are drawn at.
 SHARE = 0.5

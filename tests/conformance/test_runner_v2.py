@@ -1,7 +1,4 @@
-"""What is wrapped around a step of Model Runner V2, on vLLM's real samplers and their state.
-
-Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter.
-"""
+"""What is wrapped around a step of Model Runner V2, on vLLM's real samplers and their state."""
 
 import pytest
 import torch
@@ -19,6 +16,8 @@ from vllm_mars import MarsConfig
 from vllm_mars.kernels.terms import CounterLayout
 from vllm_mars.runner import sampler_v2
 from vllm_mars.runner.counters import Counters
+
+pytestmark = pytest.mark.interpreted
 
 CPU = torch.device("cpu")
 BATCH, K = 5, 2

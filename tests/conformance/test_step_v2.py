@@ -1,7 +1,4 @@
-"""One verification step of Model Runner V2: vLLM's own sampler beside MARS.
-
-Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter.
-"""
+"""One verification step of Model Runner V2: vLLM's own sampler beside MARS."""
 
 import gc
 import math
@@ -25,6 +22,8 @@ from vllm_mars.kernels import accept_kernel
 from vllm_mars.kernels.terms import Column, Verdict, loss_rate, most_lost
 from vllm_mars.runner.draft_temperature import scale_v2
 from vllm_mars.runner.requests_v2 import RequestsV2
+
+pytestmark = pytest.mark.interpreted
 
 STRICT = [MarsConfig(theta=1.0), MarsConfig(price=0.0)]
 
@@ -519,9 +518,9 @@ def test_a_step_holds_no_more_memory_than_vllms(is_drawn):
     assert most[1] - most[0] < 60_000
 
 
-def test_random_calls():
-    for number in range(24):
-        assert fuzz.check_v2(np.random.default_rng([7, number])) is None
+@pytest.mark.parametrize("number", range(24))
+def test_random_calls(number):
+    assert fuzz.check_v2(np.random.default_rng([7, number])) is None
 
 
 def test_steps_are_real():
