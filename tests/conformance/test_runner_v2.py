@@ -101,24 +101,6 @@ def test_requests_that_end_are_counted_by_what_they_lost():
     assert counters.device_counts.sum() > 0
 
 
-def test_a_request_that_is_masked_draws_nothing_anew():
-    """As vLLM masks one: by a slot of -1."""
-    runner = runner_of()
-    runner.step()
-    runner._batch.idx_mapping[1] = -1
-    before = [given.clone() for given in runner.speculator.given]
-    runner.req_states.total_len.gpu += 3
-    # Strict, so that drafts are drawn at the whole temperature.
-    runner.rejection_sampler.requests.records.price.zero_()
-    propose(runner)
-    masked = runner._batch.idx_mapping_np[1]
-    changed = [
-        (given != old).nonzero().flatten().tolist()
-        for given, old in zip(runner.speculator.given, before, strict=True)
-    ]
-    assert masked not in changed[0] and len(changed[0]) == BATCH - 1
-
-
 def test_who_wants_to_know_is_told_and_forgotten():
     asks = {"mars_return": True}
     params = [
