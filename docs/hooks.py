@@ -15,7 +15,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "docs/*.md", "docs/*/README.md", "benchmarks/*/README.md")
+PAGES = ("*.md", "docs/*.md", "benchmarks/*/README.md")
 TARGET = re.compile(r"\]\(([^)#\s]+)|srcset=\"([^\"]+)\"")
 # As a table of figures has it.
 INTERVAL = re.compile(r"\([-+]?[\d.]+(?:–| to )[-+]?[\d.]+\)(?=[^<]*</td>)")
