@@ -18,6 +18,7 @@ lowest bound; `effects all` does not.
 
 import html
 import json
+import math
 import os
 import re
 import sys
@@ -41,16 +42,10 @@ PLACE = re.compile(
 )
 # What the README and the results leave to the README of the raw files.
 COOL = "temperature 0.4"
-# README's table: a column's title, then the file, the rule and the column that it is taken from.
 BOUND = "mars_max_loss 0.02"
-HEADLINE = [
-    ("best lossless", "reading", "strict", "tokens per step"),
-    ("MARS / best lossless", "reading", BOUND, "tokens per step x strict"),
-    ("where answers ended", "reading", BOUND, "where answers ended"),
-    ("nats lost per token", "reading", BOUND, "nats lost per token"),
-]
-# Of these the interval is what counts.
-WITH_ENDS = "tokens per step x strict", "where answers ended"
+# README's table: what is free, of these rules, and what the bound adds to it, of that one.
+DEFAULT, TODAY = "standard, fixed drafts", "bound 0.02"
+HEADLINE = "reading", "states"
 # Tables with a column for each temperature: the file, the format of a gain, and by a row's title
 # which of the file's rows it shows, of several names the one under the temperature.
 ACROSS: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
@@ -264,23 +259,35 @@ def effects(view: str = "") -> Iterable[str]:
     return table(["", *bounds, "0.02 would show"], body)
 
 
-def headline(files: dict[str, dict[str, Any]]) -> Iterable[str]:
-    """The lines of README's table: a row for each temperature of the files."""
-    found: dict[str, dict[tuple[str, ...], str]] = {}
-    for name, file in files.items():
-        heading = ""
-        for row in file["rows"]:
-            heading = row[0] if len(row) == 1 else heading
-            for (title, form, *_), cell in zip(file["columns"], row, strict=False):
-                if isinstance(cell, list) and title not in WITH_ENDS:
-                    cell = cell[0]
-                found.setdefault(heading, {})[name, row[0], title] = text(cell, form or "")
-    body = [
-        [heading, *(of[tuple(it)] for _, *it in HEADLINE)]
-        for heading, of in found.items()
-        if heading != COOL
-    ]
-    return table(["tokens per step", *(title for title, *_ in HEADLINE)], body)
+def headline() -> Iterable[str]:
+    """The lines of README's table: a row for each temperature.
+
+    The best lossless setting over vLLM's default is of other prompts than MARS over that setting,
+    so what both gain together is their product.
+    """
+    whole, same = (list(cells(name)) for name in HEADLINE)
+    plain = {at: row["tokens per step x strict"] for at, rule, row in whole if rule == DEFAULT}
+    body = []
+    for heading, rule, row in same:
+        if rule != TODAY:
+            continue
+        at, gain = heading.split(",")[0], row["x strict"]
+        over = plain.get(at)
+        free = [1.0, 1.0, 1.0] if over == 1 else over and [1 / over[of] for of in (0, 2, 1)]
+        both = free and _product(free, gain)
+        shown = (text(cell, ".2f") for cell in (free if over != 1 else 1.0, gain, both))
+        body.append([at, *shown, text(row["nats per token"][0], ".3f")])
+    titles = ["lossless / vLLM's default", "MARS / lossless", "MARS / vLLM's default"]
+    return table(["requests", *titles, "nats lost per token"], sorted(body))
+
+
+def _product(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """The product of two independent ratios, with its interval: logarithms' errors add up."""
+    product = one[0] * other[0]
+    upper, lower = (
+        math.hypot(math.log(one[at] / one[0]), math.log(other[at] / other[0])) for at in (2, 1)
+    )
+    return [product, product * math.exp(-lower), product * math.exp(upper)]
 
 
 def lines(name: str, view: str, directory: Path) -> Iterable[str]:
@@ -317,9 +324,8 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
         path, runs = RESULTS / "README.md", [run for name in of for run in read(name)["runs"]]
         yield from (*effects(view), "")
     elif name == "headline":
-        files = {name: read(name) for _, name, *_ in HEADLINE}
-        path, runs = RESULTS / "README.md", [run for file in files.values() for run in file["runs"]]
-        yield from (*headline(files), "")
+        path, runs = RESULTS / "README.md", [run for name in HEADLINE for run in read(name)["runs"]]
+        yield from (*headline(), "")
     else:
         path, given = RESULTS / f"{name}.json", read(name)
         runs = given["runs"]
