@@ -40,7 +40,7 @@ MOST_OPENING = 1 << 20
 # The price in nats that a bound of 1 nat per token sets for greedy requests and, at temperature 1,
 # with fixed and with drawn drafts: found on answers of one model, so that requests spend about what
 # their bound says (docs/how-it-works.md).
-FIXED_PRICE, DRAWN_PRICE = 3.5, 4.8
+FIXED_PRICE, DRAWN_PRICE = 3.2, 4.5
 # A share of a request's temperature. At temperature 1 the default is where most is accepted, and
 # where a price leaves the text as probable as the target's own. vLLM takes no temperature between 0
 # and 0.01, and what is left of that by the least share still counts as sampling.
