@@ -1,6 +1,6 @@
 """Draws the pictures of the pages, as SVG.
 
-A step, the bound by an answer's length, and tokens per step by what they cost.
+A step, and tokens per step by what they cost.
 
     make figures        # a test compares
 
@@ -15,7 +15,6 @@ from html import escape
 from pathlib import Path
 
 from benchmarks import figures
-from vllm_mars.kernels.terms import LOSS_BITS, loss_rate, most_lost
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -33,8 +32,6 @@ COLOURS = {
     "bad": ("#cf222e", "#f85149"),
     "paid": ("#9a6700", "#d29922"),
 }
-# The length of the answers at which the picture of bounds begins and ends.
-SHORTEST, LONGEST = 10, 400
 # What the picture of gains shows of benchmarks/results/reading.json: by the begin of a rule's name
 # what it is called, and its colour.
 SERIES = {
@@ -144,7 +141,7 @@ def step() -> Picture:
     picture.text(MARGIN, 62, "The draft proposes", bold=True)
     picture.text(WIDTH - MARGIN, 62, "probability by the target", "quiet", size=14, anchor="end")
     cells(72, [(row["token"], f"{row['p']:.2f}", "edge") for row in rows])
-    picture.text(MARGIN, 146, "The target would say", bold=True)
+    picture.text(MARGIN, 146, "The target's choice there", bold=True)
     cells(156, [(row["first"], f"{row['first_p']:.2f}", "edge") for row in rows])
 
     accepted = {"strict": 0, "mars": len(found["mars"]) - 1}
@@ -163,42 +160,6 @@ def step() -> Picture:
             ],
         )
     picture.text(MARGIN, 414, "A real step of the packaged model.", "quiet", size=14)
-    return picture
-
-
-def bound() -> Picture:
-    """What an answer may lose per token, by its length: short ones may lose most."""
-    bounds = {0.05: "bad", 0.02: "good", 0.005: "paid"}
-    picture = Picture(330, "What an answer may lose per token, by its length and the bound")
-    left, right, top, bottom, most = MARGIN + 40, WIDTH - MARGIN, 96, 270, 0.24
-    picture.text(MARGIN, 28, "nats per token that an answer may lose", bold=True)
-    x = float(MARGIN)
-    for rate, colour in sorted(bounds.items()):
-        picture.box(x, 42, 13, 13, colour)
-        picture.text(x + 19, 54, f"bound {rate:g}", size=14)
-        x += 118
-
-    def place(tokens: float, nats: float) -> tuple[float, float]:
-        return (
-            left + (right - left) * tokens / LONGEST,
-            bottom - (bottom - top) * nats / most,
-        )
-
-    for tick in (0, 0.05, 0.1, 0.15, 0.2):
-        _, y = place(0, tick)
-        picture.line([(left, y), (right, y)], "edge", width=1)
-        picture.text(left - 8, y + 5, f"{tick:g}", "quiet", size=14, anchor="end")
-    unit = 2.0**-LOSS_BITS
-    for rate, colour in bounds.items():
-        points = (
-            place(tokens, unit * most_lost(loss_rate(rate), tokens) / tokens)
-            for tokens in range(SHORTEST, LONGEST + 1)
-        )
-        picture.line([point for point in points if point[1] >= top - 8], colour)
-    for tokens in range(0, LONGEST + 1, 100):
-        anchor = "end" if tokens == LONGEST else "middle"
-        picture.text(place(tokens, 0)[0], 290, str(tokens), "quiet", size=14, anchor=anchor)
-    picture.text(WIDTH / 2, 314, "tokens of the answer", "quiet", size=14, anchor="middle")
     return picture
 
 
@@ -253,7 +214,6 @@ def gains() -> Picture:
 
 PICTURES = {
     "step.svg": step,
-    "bound.svg": bound,
     "tokens_by_nats.svg": gains,
 }
 
