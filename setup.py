@@ -13,8 +13,8 @@ RAY = ["ray[serve]>=2.60", "pyarrow"]
 DEMO = [
     *("accelerate", "filelock", "gguf", "numpy", "pydantic", "scipy", "transformers"),
 ]
-# griffelib reads the docstrings of the API, and the tables of raw results need NumPy.
-DOCS = ["mkdocs-material", "griffelib", "numpy"]
+# griffelib reads the docstrings of the API.
+DOCS = ["mkdocs-material", "griffelib"]
 # Of the examples: of evaluate.sh and load.sh, and of grpo_trl.py, which replaces a name in TRL.
 EVALUATE, TRAIN = ["lm-eval[api]>=0.4.10", "pandas"], ["trl==1.16.*"]
 

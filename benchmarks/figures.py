@@ -2,17 +2,15 @@
 
     make figures        # a test compares
 
-A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. It comes from a sweep,
-benchmarks/results/NAME.jsonl, or from columns, rows and the runs that gave them in NAME.json. There
-a cell is a text, a number, a number with both ends of its interval, or null, and a row of one cell
-is a heading. A column's second entry is the format of its numbers, or null if no table shows it;
-its third, if there is one, says which do: `<!-- figures: NAME gain -->` shows those of `gain`. Of a
-sweep `NAME examples` shows two answers, and `NAME lengths` how fast each K is.
+A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. It comes from columns, rows
+and the runs that gave them in benchmarks/results/NAME.json. There a cell is a text, a number, a
+number with both ends of its interval, or null, and a row of one cell is a heading. A column's
+second entry is the format of its numbers, or null if no table shows it; its third, if there is one,
+says which do: `<!-- figures: NAME gain -->` shows those of `gain`.
 
-Out of other files are `headline`, README's; `answers`, `theta` and `leans`, of `ACROSS`; and
-`effects`, what rows of one question say together: their mean, weighted by one over the squared
-standard error, as if they were independent. These leave out what `COOL` names, at which a bound
-gains little.
+Out of other files are `answers`, `theta` and `leans`, of `ACROSS`; and `effects`, what rows of one
+question say together: their mean, weighted by one over the squared standard error, as if they were
+independent. These leave out what `COOL` names, at which a bound gains little.
 
 index.json beside the files says of each what a cell of it tells, what it depends on, and, where
 that has changed since, the words that stand below each table of it (`stale`); a test compares with
@@ -20,7 +18,6 @@ git. `<!-- figures: index -->` is the list of files, and the site shows all of t
 it (`all_tables`).
 """
 
-import html
 import json
 import os
 import re
@@ -28,11 +25,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-from vllm_mars.experiments import examples
-from vllm_mars.experiments.records import Piece, SweepFile, read_sweep
-from vllm_mars.experiments.rows import heat, rows, tables, turned, without_times
-from vllm_mars.local.prompts import load_prompts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -48,19 +40,11 @@ PLACE = re.compile(
 )
 # What the README and the results leave to the tables of all files.
 COOL = "temperature 0.4"
-# README's table: a column's title, then the file, the rule and the column that it is taken from.
+# The rule of these, and what is shown of it.
 BOUND = "mars_max_loss 0.02"
 GAIN, ENDED = "tokens per step x strict", "where answers ended"
-HEADLINE = [
-    ("best lossless", "reading", "strict", "tokens per step"),
-    ("MARS / best lossless", "reading", BOUND, "tokens per step x strict"),
-    ("where answers ended", "reading", BOUND, "where answers ended"),
-    ("nats lost per token", "reading", BOUND, "nats lost per token"),
-]
-# Of these the interval is what counts.
-WITH_ENDS = "tokens per step x strict", "where answers ended"
-# Tables with a column for each temperature: the format of a gain, and by a row's title the file, its
-# rules, of which a temperature shows the first that it has, and the column.
+# Tables with a column for each temperature: the format of a gain, and by a row's title the file,
+# its rules, of which a temperature shows the first that it has, and the column.
 ACROSS: dict[str, tuple[str, dict[str, tuple[str, tuple[str, ...], str]]]] = {
     "answers": (
         ".3f",
@@ -261,25 +245,6 @@ def effects() -> Iterable[str]:
     return table(["", *bounds, "0.02 would show"], body)
 
 
-def headline(files: dict[str, dict[str, Any]]) -> Iterable[str]:
-    """The lines of README's table: a row for each temperature of the files."""
-    found: dict[str, dict[tuple[str, ...], str]] = {}
-    for name, file in files.items():
-        heading = ""
-        for row in file["rows"]:
-            heading = row[0] if len(row) == 1 else heading
-            for (title, form, *_), cell in zip(file["columns"], row, strict=False):
-                if isinstance(cell, list) and title not in WITH_ENDS:
-                    cell = cell[0]
-                found.setdefault(heading, {})[name, row[0], title] = text(cell, form or "")
-    body = [
-        [heading, *(of[tuple(it)] for _, *it in HEADLINE)]
-        for heading, of in found.items()
-        if heading != COOL
-    ]
-    return table(["tokens per step", *(title for title, *_ in HEADLINE)], body)
-
-
 def index() -> dict[str, dict[str, Any]]:
     """What index.json says of each file: `tells`, `of`, and maybe `stale`."""
     path = RESULTS / "index.json"
@@ -288,47 +253,30 @@ def index() -> dict[str, dict[str, Any]]:
 
 
 def lines(name: str, view: str, directory: Path) -> Iterable[str]:
-    """The lines of a table and of where it comes from; a sweep has one for each temperature.
+    """The lines of a table and of where it comes from.
 
     Args:
         name: of the file of figures.
-        view: which of its columns, "" for all; of a sweep one of `VIEWS`.
+        view: which of its columns, "" for all.
         directory: of the page, for the link.
     """
-    path, names = RESULTS / f"{name}.jsonl", [name]
     if name == "index":
         yield from files()
         return
-    if path.is_file():
-        file = read_sweep(path)
-        runs = [head.run for head in file.heads]
-        if view:
-            yield from (*VIEWS[view](file), "")
-        measured = [] if view else rows(file)
-        if any(row.cell.concurrency > 1 for row in measured):
-            # Asked many at a time to save hours: then tokens and losses are what was measured.
-            measured = [without_times(row) for row in measured]
-        for found in tables(measured, file.heads[-1].baseline):
-            # A table of two rules is read from column to column.
-            shown = turned(found) if len(found.rows) == 2 else found
-            yield from (f"{found.title[0].upper()}{found.title[1:]}:", "")
-            yield from (*table(shown.names, shown.rows), "")
-    elif name in ACROSS:
+    names = [name]
+    if name in ACROSS:
         names = [*dict.fromkeys(of for of, *_ in ACROSS[name][1].values())]
-        yield from (*across(*ACROSS[name]), "")
+        yield from across(*ACROSS[name])
     elif name == "effects":
         names = [*dict.fromkeys(name for at in POOLED.values() for line in at for name, _ in line)]
-        yield from (*effects(), "")
-    elif name == "headline":
-        names = [*dict.fromkeys(name for _, name, *_ in HEADLINE)]
-        yield from (*headline({name: read(name) for name in names}), "")
+        yield from effects()
     else:
         given = read(name)
-        yield from (*table_of(given["columns"], given["rows"], view), "")
-    if not path.is_file():
-        runs = [run for name in names for run in read(name)["runs"]]
-        path = RESULTS / (f"{names[0]}.json" if len(names) == 1 else "README.md")
-    yield f"[Commands and figures]({os.path.relpath(path, directory)}); {sources(runs)}.{notes(names)}"
+        yield from table_of(given["columns"], given["rows"], view)
+    path = RESULTS / (f"{names[0]}.json" if len(names) == 1 else "README.md")
+    told = sources(run for name in names for run in read(name)["runs"])
+    yield ""
+    yield f"[Commands and figures]({os.path.relpath(path, directory)}); {told}.{notes(names)}"
 
 
 def sources(runs: Iterable[dict[str, Any]]) -> str:
@@ -356,7 +304,7 @@ def files() -> Iterable[str]:
     """The lines of the list of files."""
     body = [
         [
-            f"[`{(path := next(RESULTS.glob(f'{name}.json*'))).name}`]({path.name})",
+            f"[`{name}.json`]({name}.json)",
             " ".join([of["tells"], *([f"**{of['stale']}**"] if "stale" in of else [])]),
         ]
         for name, of in index().items()
@@ -365,76 +313,17 @@ def files() -> Iterable[str]:
 
 
 def all_tables() -> str:
-    """A section for each file that holds one table: what the site shows behind the list."""
+    """A section for each file that is a table: what the site shows behind the list."""
     told: list[str] = []
     for name, of in index().items():
-        if not (RESULTS / f"{name}.json").is_file() or "columns" not in json.loads(
-            (RESULTS / f"{name}.json").read_text(encoding="utf-8")
-        ):
+        if "columns" not in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")):
             continue
-        views = dict.fromkeys(
-            view for _, _, *views in read(name)["columns"] for view in " ".join(views).split()
-        )
+        columns = read(name)["columns"]
+        views = dict.fromkeys(view for _, _, *own in columns for view in " ".join(own).split())
         told += [f"## {name}", "", of["tells"], ""]
         for view in views or [""]:
             told += [*lines(name, view, RESULTS), ""]
     return "\n".join(told)
-
-
-def beside(file: SweepFile) -> Iterable[str]:
-    """Two answers that MARS changed, each beside the strict one and the prompt.
-
-    Raises:
-        ValueError: it changed none.
-    """
-    found = examples.changed(file)
-    prompts = {prompt.id: prompt.turns[0] for prompt in load_prompts()}
-    if not found:
-        raise ValueError("its sweep has no answer that MARS changed.")
-    yield f"{examples.told(found)} Relaxed tokens are bold."
-    for which, (strict, lossy) in examples.shown(found).items():
-        yield from ("", f"**{which}.** The prompt:", "")
-        yield from (f"> {_inline(prompts[strict.prompt])}", "")
-        yield f"| strict | MARS, {sum(lossy.lost):.2f} nats lost |"
-        yield "| --- | --- |"
-        yield f"| {_inline(strict.text)} | {''.join(map(_bold, lossy.pieces)).strip()} |"
-
-
-def _bold(piece: Piece) -> str:
-    if piece.lost is None:
-        return _inline(piece.text, ends=True)
-    before, token, after = examples.around(piece)
-    return f"{_inline(before, ends=True)}<b>{_inline(token)}</b>{_inline(after, ends=True)}"
-
-
-def _inline(text: str, *, ends: bool = False) -> str:
-    """Text as it is, within one line of Markdown."""
-    plain = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", html.escape(text, quote=False))
-    return re.sub(r"\s*\n\s*", "<br>", plain if ends else plain.strip())
-
-
-def lengths(file: SweepFile) -> Iterable[str]:
-    """How long an answer takes, by rule, temperature and K, and where turns disagree."""
-    found: dict[tuple[float, str], dict[int, str]] = {}
-    for row in rows(file):
-        rule, _, k = row.cell.name.partition(", K ")
-        if row.time:
-            told = f"{row.time.value:.2f}{' (uneven)' if row.is_uneven else ''}"
-            found.setdefault((row.cell.temperature, rule), {})[int(k)] = told
-    ks = sorted({k for of in found.values() for k in of})
-    yield from table(
-        ["s per answer", *(f"K {k}" for k in ks)],
-        (
-            [
-                f"{rule}, {heat(temperature)}",
-                *(of.get(k, "") for k in ks),
-            ]
-            for (temperature, rule), of in found.items()
-        ),
-    )
-
-
-VIEWS = {"examples": beside, "lengths": lengths}
 
 
 def written(page: str, directory: Path) -> str:

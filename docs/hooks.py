@@ -68,7 +68,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Adds what the site alone has: the tables of all raw results, and the docstrings of the API."""
+    """Adds what the site alone has: the tables of raw results, and the docstrings of the API."""
     sys.path.insert(0, str(ROOT))
     from benchmarks import figures, reference
 

@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks import figures
 
-# By what index.json says that a file depends on: arguments of `git log`. The golden tokens are those
-# of lossy steps, so they change with the rule and with nothing else; the numbers are the defaults.
+# By what index.json says that a file depends on: arguments of `git log`. The golden tokens are
+# those of lossy steps, so they change with the rule and with nothing else; the numbers are the
+# defaults.
 CHANGES = {
     "rule": [
         ["--", "tests/gpu/golden_tokens.json"],
@@ -18,7 +19,7 @@ CHANGES = {
     "head": [["--", "vllm_mars/local/heads/smollm2-135m-eagle3/model.safetensors"]],
     "kernels": [["--", "kernels", "vllm_mars/runner/sampler_v2.py"]],
 }
-FILES = {path.stem: path for path in figures.RESULTS.glob("*.json*") if path.stem != "index"}
+FILES = {path.stem: path for path in figures.RESULTS.glob("*.json") if path.stem != "index"}
 
 
 def git(*arguments):
@@ -86,7 +87,7 @@ def test_what_has_changed_stands_below_each_table(monkeypatch):
 def test_a_figure_before_a_change_is_found(history, tmp_path, monkeypatch):
     """The demo of the rule before 3575cce, which pages once showed as today's."""
     old = {"git_commit": "a192582c8634c4087a86459330e63e3e475a4208"}
-    (path := tmp_path / "demo.jsonl").write_text(json.dumps({"run": old}))
+    (path := tmp_path / "demo.json").write_text(json.dumps({"run": old}))
     monkeypatch.setitem(FILES, "demo", path)
     assert changed("demo", ["rule"]).startswith("rule: ")
     now = {"git_commit": git("rev-parse", "HEAD")}
