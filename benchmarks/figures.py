@@ -8,17 +8,18 @@ number with both ends of its interval, or null, and a row of one cell is a headi
 second entry is the format of its numbers, or null if no table shows it; its third, if there is one,
 says which do: `<!-- figures: NAME gain -->` shows those of `gain`.
 
-Out of other files are `answers`, `theta` and `leans`, of `ACROSS`; and `effects`, what rows of one
-question say together: their mean, weighted by one over the squared standard error, as if they were
-independent. These leave out what `COOL` names, at which a bound gains little.
+Out of other files are `headline`, README's; `answers`, `theta` and `leans`, of `ACROSS`; and
+`effects`, what rows of one question say together: their mean, weighted by one over the squared
+standard error, as if they were independent. These leave out what `COOL` names, at which a bound
+gains little.
 
 index.json beside the files says of each what a cell of it tells, what it depends on, and, where
 that has changed since, the words that stand below each table of it (`stale`); a test compares with
-git. `<!-- figures: index -->` is the list of files, and the site shows all of their tables behind
-it (`all_tables`).
+git. The site shows all of their tables (`all_tables`).
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -40,8 +41,10 @@ PLACE = re.compile(
 )
 # What the README and the results leave to the tables of all files.
 COOL = "temperature 0.4"
-# The rule of these, and what is shown of it.
 BOUND = "mars_max_loss 0.02"
+# README's table: what is free, of these rules, and what the bound adds to it, of that one.
+DEFAULT, TODAY = "standard, fixed drafts", "bound 0.02"
+HEADLINE = "reading", "states"
 GAIN, ENDED = "tokens per step x strict", "where answers ended"
 # Tables with a column for each temperature: the format of a gain, and by a row's title the file,
 # its rules, of which a temperature shows the first that it has, and the column.
@@ -245,6 +248,37 @@ def effects() -> Iterable[str]:
     return table(["", *bounds, "0.02 would show"], body)
 
 
+def headline() -> Iterable[str]:
+    """The lines of README's table: a row for each temperature.
+
+    The best lossless setting over vLLM's default is of other prompts than MARS over that setting,
+    so what both gain together is their product.
+    """
+    whole, same = (list(cells(name)) for name in HEADLINE)
+    plain = {at: row["tokens per step x strict"] for at, rule, row in whole if rule == DEFAULT}
+    body = []
+    for heading, rule, row in same:
+        if rule != TODAY:
+            continue
+        at, gain = heading.split(",")[0], row["x strict"]
+        over = plain.get(at)
+        free = [1.0, 1.0, 1.0] if over == 1 else over and [1 / over[of] for of in (0, 2, 1)]
+        both = free and _product(free, gain)
+        shown = (text(cell, ".2f") for cell in (free if over != 1 else 1.0, gain, both))
+        body.append([at, *shown, text(row["nats per token"][0], ".3f")])
+    titles = ["lossless / vLLM's default", "MARS / lossless", "MARS / vLLM's default"]
+    return table(["requests", *titles, "nats lost per token"], sorted(body))
+
+
+def _product(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """The product of two independent ratios, with its interval: logarithms' errors add up."""
+    product = one[0] * other[0]
+    upper, lower = (
+        math.hypot(math.log(one[at] / one[0]), math.log(other[at] / other[0])) for at in (2, 1)
+    )
+    return [product, product * math.exp(-lower), product * math.exp(upper)]
+
+
 def index() -> dict[str, dict[str, Any]]:
     """What index.json says of each file: `tells`, `of`, and maybe `stale`."""
     path = RESULTS / "index.json"
@@ -260,13 +294,13 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
         view: which of its columns, "" for all.
         directory: of the page, for the link.
     """
-    if name == "index":
-        yield from files()
-        return
     names = [name]
     if name in ACROSS:
         names = [*dict.fromkeys(of for of, *_ in ACROSS[name][1].values())]
         yield from across(*ACROSS[name])
+    elif name == "headline":
+        names = [*HEADLINE]
+        yield from headline()
     elif name == "effects":
         names = [*dict.fromkeys(name for at in POOLED.values() for line in at for name, _ in line)]
         yield from effects()
@@ -298,18 +332,6 @@ def notes(names: Iterable[str]) -> str:
     known = index()
     told = dict.fromkeys(known[name]["stale"] for name in names if known.get(name, {}).get("stale"))
     return "".join(f" **{it}**" for it in told)
-
-
-def files() -> Iterable[str]:
-    """The lines of the list of files."""
-    body = [
-        [
-            f"[`{name}.json`]({name}.json)",
-            " ".join([of["tells"], *([f"**{of['stale']}**"] if "stale" in of else [])]),
-        ]
-        for name, of in index().items()
-    ]
-    yield from table_of([["file", ""], ["what it tells", ""]], body)
 
 
 def all_tables() -> str:

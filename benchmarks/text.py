@@ -136,8 +136,6 @@ def lost_nats(llm: "LLM") -> float:
     """What an engine's answers have lost so far."""
     from prometheus_client import REGISTRY
 
-    # An accelerator's counts leave with the step without tokens behind the last request.
-    llm.llm_engine.step()
     # vLLM's own reader rounds.
     families = [it for it in REGISTRY.collect() if it.name == "vllm:mars_lost_nats"]
     samples = [sample for family in families for sample in family.samples]

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from vllm_mars.config import config_of
 from vllm_mars.local.drafts import NGRAM_CONFIG
 from vllm_mars.local.server import VllmServer
 
@@ -47,6 +49,23 @@ PET_FORMAT = {
     "type": "json_schema",
     "json_schema": {"name": "pet", "schema": PET, "strict": True},
 }
+
+
+def resolved(model, options, arguments=(), **engine_options):
+    """The options as the workers get them, with arguments of the command line among others."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    given = argparse.Namespace(
+        model=str(model),
+        dtype="float32",
+        max_model_len=512,
+        speculative_config={**MARS, **options},
+        **dict(arguments),
+        **engine_options,
+    )
+    return config_of(EngineArgs.from_cli_args(given).create_engine_config())
 
 
 @contextlib.contextmanager

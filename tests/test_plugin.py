@@ -207,15 +207,14 @@ def test_a_second_owner_is_refused():
 
 
 def test_protected_by_default(packaged_model):
-    from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
+    from vllm_mars.runner.protection import protected_token_ids
 
     vllm_config = engine_config(packaged_model, None)
     protected = protected_token_ids(MarsConfig(), vllm_config)
     # <|endoftext|>, <|im_start|>, <|im_end|> (the end of sequence), <repo_name>, ... of SmolLM2.
     assert protected == list(range(17))
-    # Ordinary vocabulary that marks a section, and a special token that is no turn's then.
+    # Ordinary vocabulary that marks a section.
     marked = MarsConfig(strict_spans=((900, 3),), thinking_start=800, thinking_end=801)
     assert protected_token_ids(marked, vllm_config) == [*range(17), 800, 801, 900]
-    assert turn_token_ids(marked, vllm_config.model_config) == {*range(17)} - {3}
     assert protected_token_ids(MarsConfig(protected_token_ids=[]), vllm_config) == []
     assert protected_token_ids(MarsConfig(protected_token_ids=[9, 4, 9]), vllm_config) == [4, 9]

@@ -55,10 +55,11 @@ def first_layer(directory: Path, target: LlamaForCausalLM) -> None:
     target.save_pretrained(directory)
 
 
-def tokenizer(directory: Path, of_bytes: bool = False) -> None:
+def tokenizer(directory: Path, of_bytes: bool = False, ends: str = "") -> None:
     """Writes a tokenizer beside a target: each word is one token, and so is each role of a chat.
 
-    Or each byte, so that a grammar can be followed; the words are then only answered.
+    Or each byte, so that a grammar can be followed; the words are then only answered. What `ends`
+    says stands behind each message.
     """
     words = ["<unk>", "<s>", "</s>", "user", "assistant"]
     words += sorted(ByteLevel.alphabet()) if of_bytes else []
@@ -72,8 +73,9 @@ def tokenizer(directory: Path, of_bytes: bool = False) -> None:
         tokenizer_object=built, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
     fast.chat_template = (
-        "{% for message in messages %}{{ message.role + ' ' + message.content + ' ' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
+        "{% for message in messages %}{{ message.role + ' ' + message.content + ' ' }}"
+        + ends
+        + "{% endfor %}{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
     )
     fast.save_pretrained(directory)
 

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 METHOD = "mars"
 # The key in vLLM's `additional_config` under which the options travel to the workers.
 CONFIG_KEY = METHOD
-# The key there under which whoever makes vLLM's engine arguments without its command line names the
-# server's tool parser.
-TOOL_PARSER_KEY = "mars_tool_call_parser"
+# Arguments of vLLM's command line that its API server alone knows, and the keys there under which
+# whoever makes engine arguments without a command line names them.
+SERVER_ARGUMENTS = {
+    "tool_call_parser": "mars_tool_call_parser",
+    "chat_template": "mars_chat_template",
+}
 OPTION_PREFIX = "mars_"
 # Tokens that end a request which its record holds, a power of 2; with more, a request is strict.
 MOST_ENDS = 32
@@ -99,6 +102,8 @@ class MarsConfig:
         thinking_start: id of the token that begins the thinking section; filled in by the front
             end. There is none without an end.
         thinking_end: id of the token that ends it, likewise.
+        turns: ids of the tokens by which the server's chat template ends a message, likewise; None
+            where they are not known.
 
     Raises:
         ValueError: an option is of the wrong type or out of range, or two rules are named.
@@ -116,6 +121,7 @@ class MarsConfig:
     logprobs: Literal["target", "sampled"] = "target"
     thinking_start: int | None = dataclasses.field(default=None, metadata=_RESOLVED)
     thinking_end: int | None = dataclasses.field(default=None, metadata=_RESOLVED)
+    turns: tuple[int, ...] | None = dataclasses.field(default=None, metadata=_RESOLVED)
 
     def __post_init__(self) -> None:
         self._check_rule()

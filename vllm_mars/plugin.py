@@ -19,6 +19,7 @@ HOOKS = {
     "vllm.entrypoints.scale_out.token_in_token_out.serving": (
         "vllm_mars.engine.hooks:patch_generate"
     ),
+    "vllm.v1.engine.llm_engine": "vllm_mars.engine.hooks:patch_llm_engine",
     "vllm.v1.engine.output_processor": "vllm_mars.engine.hooks:patch_output_processor",
     "vllm.v1.engine.input_processor": "vllm_mars.engine.hooks:patch_input_processor",
     "vllm.v1.core.sched.scheduler": "vllm_mars.engine.hooks:patch_scheduler",

@@ -36,6 +36,9 @@ _KEYS = (*_RULES, _MAX_LOSS, RETURN, _SCOPE)
 # Under this key the front end passes on to the workers what `vllm_mars.engine.overrides` reads. It
 # refuses the key from a client.
 OVERRIDES = "mars_overrides"
+# Under this one the engine core notes that it is not known what the request's prompt has opened.
+UNKNOWN_PROMPT = "mars_unknown_prompt"
+_NOTES = {OVERRIDES, UNKNOWN_PROMPT}
 # Where a request's parameters keep what was read of them.
 _PARSED = "_mars_options"
 # What the log has said of a bad request.
@@ -47,8 +50,9 @@ class RequestOptions(NamedTuple):
 
     Attributes:
         value: of the server's rule; infinity for the price that `max_loss` sets.
-        strict: what of the request makes its value strict, `structured_outputs` or more
-            `stop_token_ids` than a record holds; else empty.
+        strict: what of the request makes its value strict, `structured_outputs`, more
+            `stop_token_ids` than a record holds, or a `prompt` of which it is not known what it has
+            opened; else empty.
         wants_return: whether the client asked what was relaxed.
         max_loss: most that it may lose, in nats per output token; infinity for no bound. Where it
             is 0 the value is strict.
@@ -100,11 +104,11 @@ def check_options(params: "SamplingParams", config: MarsConfig) -> None:
 
     Raises:
         ValueError: an unknown `mars_*` key, a bad value, or one that the server does not allow; a
-            key that is the front end's own; a lossy choice where the environment forbids it.
+            key that is the server's own; a lossy choice where the environment forbids it.
     """
     own = params.extra_args or {}
-    if OVERRIDES in own:
-        raise unknown_option(OVERRIDES, "a request", _KEYS)
+    for key in own.keys() & _NOTES:
+        raise unknown_option(key, "a request", _KEYS)
     _options(params, config)
     if not lock_is_on():
         return
@@ -127,10 +131,12 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
     parsed: _Parsed | None = vars(params).get(_PARSED)
     # A caller may change parameters that have served a request, and use them for the next one.
     if parsed is None or parsed[:-1] != depends_on:
-        chosen = {key: value for key, value in own.items() if key != OVERRIDES}
+        chosen = {key: value for key, value in own.items() if key not in _NOTES}
         overrides = check_overrides(own.get(OVERRIDES, {}), config)
         value, max_loss = _value(chosen, config), _max_loss(chosen, config)
-        strict = "stop_token_ids" if num_stops >= MOST_ENDS else ""
+        strict = "prompt" if UNKNOWN_PROMPT in own else ""
+        if num_stops >= MOST_ENDS:
+            strict = "stop_token_ids"
         if params.structured_outputs is not None:
             strict = "structured_outputs"
         options = RequestOptions(

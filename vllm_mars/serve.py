@@ -25,7 +25,7 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.llm import LLMConfig, build_openai_app
 from ray.serve.llm.deployment import LLMServer
 
-from vllm_mars.config import TOOL_PARSER_KEY, split_speculative_config
+from vllm_mars.config import SERVER_ARGUMENTS, split_speculative_config
 from vllm_mars.local.drafts import NGRAM, RECOMMENDED, speculative_config
 from vllm_mars.local.packaged_model import ensure_model
 from vllm_mars.local.provenance import versions
@@ -163,9 +163,10 @@ def _engine_kwargs(options: Options) -> dict[str, Any]:
     """The arguments of the replicas' engines, checked."""
     found = {**options.engine_kwargs, "speculative_config": options.speculative_config}
     is_mars = split_speculative_config(options.speculative_config)[0] is not None
-    if is_mars and (parser := found.get("tool_call_parser")):
-        # Ray gives it to vLLM's API server alone; the spans of tool calls follow from it.
-        found["additional_config"] = found.get("additional_config", {}) | {TOOL_PARSER_KEY: parser}
+    # Ray gives these to vLLM's API server alone; the spans of tool calls follow from them.
+    told = {key: found[name] for name, key in SERVER_ARGUMENTS.items() if found.get(name)}
+    if is_mars and told:
+        found["additional_config"] = found.get("additional_config", {}) | told
     return found
 
 

@@ -265,11 +265,6 @@ def test_the_site_shows_each_table(folder):
     assert "| rule |" in shown, "each view has a table"
 
 
-def test_the_list_of_files(folder):
-    lines = "<!-- figures: index -->\n<!-- /figures -->\n"
-    assert "| [`new.json`](new.json) | New ones. |" in figures.written(lines, folder)
-
-
 def test_a_lost_commit_is_named_by_what_landed():
     run = TABLE["runs"][0]
     lost = [{**run, "git_commit": f"{it}{'0' * 33}"} for it in ("16ddfa7", "1f32d3e")]

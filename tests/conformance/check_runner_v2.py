@@ -14,8 +14,10 @@ from vllm.v1.worker.gpu.sample import gumbel
 
 from benchmarks.kernel_step import Shape, Step, tokens_of
 from benchmarks.runner_v2 import RunnerV2
+from steps_v2 import Allocated
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.terms import CounterLayout
+from vllm_mars.runner import sampler_v2
 from vllm_mars.runner.counters import Counters
 
 CPU = torch.device("cpu")
@@ -69,6 +71,22 @@ def test_a_second_load_model_installs_nothing_twice():
     twice.step(finished=["1"])
     # All before the model was loaded again, and one since.
     assert counters.device_counts[counters.layout.ended].sum() == BATCH + 1
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_nothing_is_allocated_while_the_model_is_loaded(monkeypatch, is_drawn):
+    """Whose memory vLLM's sleep of level 2 throws away."""
+    install, loading, stepping = sampler_v2.install, Allocated(), Allocated()
+
+    def installed(*args):
+        with loading:
+            install(*args)
+
+    monkeypatch.setattr(sampler_v2, "install", installed)
+    runner = runner_of(is_drawn=is_drawn)
+    with stepping:
+        runner.step()
+    assert stepping.found and not loading.found
 
 
 def test_requests_that_end_are_counted_by_what_they_lost():

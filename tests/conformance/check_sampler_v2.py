@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.sample import gumbel
@@ -21,7 +19,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 import fuzz
 import oracle
 import steps_v2
-from steps_v2 import Request, Step, emitted, lost_by_ended, random_step
+from steps_v2 import Allocated, Request, Step, emitted, lost_by_ended, random_step
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import accept_kernel
 from vllm_mars.kernels.terms import Column, Verdict, loss_rate, most_lost
@@ -78,23 +76,6 @@ SETTINGS = {
     "all logprobs": each(MIXED, logprobs=-1),
     "one logprob": [*each(MIXED[:4]), params(1.0, 5, logprobs=0)],
 }
-
-
-class Allocated(TorchDispatchMode):
-    """What is allocated inside, while the model is loaded; vLLM's sleep of level 2 drops it."""
-
-    def __init__(self):
-        super().__init__()
-        self._found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self._found += [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        return result
-
-    def throw_away(self):
-        for tensor in self._found:
-            tensor.fill_(7)
 
 
 def assert_equal(own, mars):
@@ -360,6 +341,43 @@ def test_what_vllm_no_longer_says_is_missed_aloud(owner):
     slot = int(step.states[0])
     with pytest.raises(RuntimeError, match=f"Request '{slot}' is in slot {slot}, but RequestState"):
         sampler.sampler.add_request(slot, params())
+
+
+@pytest.mark.parametrize("price", [0.0, 0.5])
+@pytest.mark.parametrize("with_draft_logits", [False, True])
+def test_a_seed_repeats_what_is_drawn(price, with_draft_logits):
+    """Whatever the others of the batch draw. Drafts are drawn by seed and position alone."""
+
+    def run(*seeds):
+        sampling = [params(t, seed) for t, seed in zip(SAMPLED, seeds, strict=True)]
+        step = random_step(3, sampling, LENGTHS, with_draft_logits=with_draft_logits)
+        return emitted(step.run(MarsConfig(price=price, strict_opening=0)))
+
+    once = run(1, 2, 3, 4, 5)
+    assert run(1, 2, 3, 4, 5) == once
+    other = run(1, 9, 8, 7, 6)
+    assert other[0] == once[0] and other[1:] != once[1:]
+
+
+@pytest.mark.parametrize("back", [0, 400])
+@pytest.mark.parametrize("before", [[], [5, 8, 80, 8]])
+@pytest.mark.parametrize("answered", [0, 1])
+def test_what_a_prompt_has_opened_stays_open(back, before, answered):
+    """Of a request that comes, and of one that comes back with what it has answered."""
+    config = MarsConfig(theta=0.01, strict_spans=((90, 91),), strict_opening=0, turns=(80,))
+    step = random_step(3, each(GREEDY), LENGTHS, ranks=(0, 1, 1))
+    strict = emitted(step.run(None))
+
+    def tokens(*last):
+        for request in step.requests:
+            prompt = [*before, 90, 7, *[8] * back, *last]
+            request.prompt_len, request.tokens = len(prompt), [*prompt, 9, *[9] * answered]
+        return emitted(step.run(config))
+
+    # Over a special token that ends no message; closed; and in an earlier message.
+    assert tokens(1, 8) == strict
+    assert tokens(91, 8) != strict
+    assert tokens(80, 8) != strict
 
 
 @pytest.mark.parametrize("spans", [(), ((90, 91),)])

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # vLLM's CPU worker puts its stand-ins for pinned memory and streams in place, before the V2 modules
 # take them.
@@ -25,7 +27,7 @@ from vllm_mars.runner.requests_v2 import RequestsV2
 from vllm_mars.runner.verification import Verification
 
 CPU = torch.device("cpu")
-MAX_MODEL_LEN = 64
+MAX_MODEL_LEN = 512
 
 
 @dataclass
@@ -230,3 +232,20 @@ def lost_by_ended(requests: RequestsV2, preempted, finished) -> tuple[int, int]:
     requests.leave(preempted, finished, counters)
     counts, layout = counters.device_counts, counters.layout
     return int(counts[layout.ended].sum()), int(counts[layout.ended_lost].sum())
+
+
+class Allocated(TorchDispatchMode):
+    """The tensors that are made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.found += [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        return result
+
+    def throw_away(self):
+        for tensor in self.found:
+            tensor.fill_(7)

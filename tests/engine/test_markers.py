@@ -1,37 +1,13 @@
 """The markers of a real tokenizer, and the options that need them."""
 
-import argparse
-
 import pytest
 
+from engines import MARS, resolved
 from vllm_mars.config import config_of
 from vllm_mars.engine import markers
-from vllm_mars.local.drafts import NGRAM_CONFIG
 
-NGRAM = {
-    **NGRAM_CONFIG,
-    "num_speculative_tokens": 4,
-    "rejection_sample_method": "mars",
-}
 # Single tokens of the packaged model.
 START, END = "<jupyter_start>", "<jupyter_output>"
-
-
-def resolved(model, options, arguments=(), **engine_options):
-    """The options as the workers get them."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    given = argparse.Namespace(
-        model=str(model),
-        dtype="float32",
-        max_model_len=512,
-        speculative_config={**NGRAM, **options},
-        **dict(arguments),
-        **engine_options,
-    )
-    return config_of(EngineArgs.from_cli_args(given).create_engine_config())
 
 
 def _ids(model, *tokens):
@@ -79,7 +55,7 @@ def test_the_tool_parser_of_an_engine_without_a_command_line(packaged_model, mon
         model=str(packaged_model),
         dtype="float32",
         max_model_len=512,
-        speculative_config={**NGRAM, "mars_theta": 0.9},
+        speculative_config={**MARS, "mars_theta": 0.9},
         additional_config={"mars_tool_call_parser": "hermes"},
     )
     assert config_of(arguments.create_engine_config()).strict_spans == ((6, None),)

@@ -9,7 +9,7 @@ import torch
 
 from counts import COUNTS, LAYOUT
 from vllm_mars import MarsConfig
-from vllm_mars.engine.transport import carry_counts
+from vllm_mars.engine.transport import carry_counts, read_on
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.outputs import (
     FIELD,
@@ -126,7 +126,13 @@ def test_asynchronous_outputs_carry_the_counts():
 class Scheduler:
     """Stands in for vLLM's scheduler."""
 
-    log_stats = True
+    log_stats, left = True, 0
+
+    def schedule(self):
+        pass
+
+    def has_requests(self):
+        return self.left > 0
 
     def update_from_output(self, scheduler_output, model_runner_output):
         return self.make_stats(None)
@@ -145,6 +151,7 @@ def test_the_scheduler_passes_the_counts_on():
         output = runner_output()
         if increase is not None:
             setattr(output, FIELD, increase)
+        scheduler.schedule()
         stats = scheduler.update_from_output(None, output)
         assert not hasattr(output, FIELD)
         return stats and getattr(stats, FIELD)
@@ -157,3 +164,42 @@ def test_the_scheduler_passes_the_counts_on():
     assert step(COUNTS) is None
     scheduler.log_stats = True
     assert step() == [count + 1 for count in COUNTS]
+
+
+def test_an_llm_reads_until_its_engine_is_idle():
+    """Of steps that are scheduled ahead, and of one that tells the workers of an end."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    scheduler, ahead = Scheduler(), []
+    carry_counts(scheduler, MarsConfig())
+
+    def get_output():
+        # As a step with a queue of two batches: nothing comes back as long as that is not full.
+        while len(ahead) < 2 and scheduler.left:
+            scheduler.left -= 1
+            scheduler.schedule()
+            ahead.append(runner_output())
+        outputs = EngineCoreOutputs()
+        outputs.scheduler_stats = scheduler.update_from_output(None, ahead.pop(0))
+        return outputs
+
+    parallel = SimpleNamespace(data_parallel_size=1)
+    client = SimpleNamespace(get_output=get_output)
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+        engine_core=client,
+        has_unfinished_requests=lambda: False,
+    )
+    read_on(engine, MarsConfig())
+    assert not engine.has_unfinished_requests()
+    for scheduler.left in (1, 2, 5):
+        steps = scheduler.left
+        client.get_output()
+        for _ in range(steps - 1):
+            assert engine.has_unfinished_requests()
+            client.get_output()
+        assert not engine.has_unfinished_requests()
+    # Without statistics nothing is promised.
+    scheduler.log_stats, scheduler.left = False, 2
+    client.get_output()
+    assert not engine.has_unfinished_requests()

@@ -222,7 +222,8 @@ def test_a_bound_alone_sets_the_price(engine, models):
         )
 
 
-def test_nothing_is_relaxed_inside_a_span(engine):
+def test_nothing_is_relaxed_inside_a_span(models, engine):
+    tiny_models.tokenizer(models[0], ends="</s> ")
     loose = {"mars_theta": 0.01}
     with engine(**loose) as running:
         free = running.ask()
@@ -231,13 +232,24 @@ def test_nothing_is_relaxed_inside_a_span(engine):
     start = max(set(tokens), key=tokens.count)
     end = next(token for token in tokens if token != start)
     spans = ((start, end), (PROMPTS[3][-1], None))
-    with engine(**loose, mars_strict_spans=[list(span) for span in spans]) as running:
-        outputs = running.ask()
+    # An answer goes on: inside of what was opened long ago, with a special token since, and behind.
+    gone_on = [
+        [7, PROMPTS[3][-1], *PROMPTS[0] * 40, 1, 9],
+        [7, PROMPTS[3][-1], 5, 2, *PROMPTS[0]],
+        [7, start, 5, *PROMPTS[0] * 40, end],
+    ]
+    # In chunks, and then from the prefix cache.
+    prompts = [*PROMPTS, *gone_on] * 2
+    long = {"max_model_len": 512, "max_num_batched_tokens": 64}
+    own = {"mars_strict_spans": [list(span) for span in spans]}
+    with engine({"skip_tokenizer_init": False, **long}, **loose, **own) as running:
+        outputs = [running.ask([prompt])[0] for prompt in prompts]
+        assert running.metrics("vllm:prefix_cache_hits")[()] > 0
         refused = running.metrics("vllm:mars_refused_positions")["span",]
     assert refused > 0
-    walk = Sections(MarsConfig(theta=0.01, strict_spans=spans))
+    walk = Sections(MarsConfig(theta=0.01, strict_spans=spans, turns=(2,)))
     inside = relaxed = 0
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+    for prompt, output in zip(prompts, outputs, strict=True):
         state = walk.begin(prompt)
         for position, token in enumerate(output.token_ids):
             is_relaxed = position in returned(output)["relaxed_positions"]
@@ -247,13 +259,18 @@ def test_nothing_is_relaxed_inside_a_span(engine):
             state = walk.advance(state, [token])
     assert inside > 0
     assert relaxed > 0
-    # A user's text opens nothing.
-    assert returned(outputs[3])["relaxed_positions"] != []
+    # Opened by the last message, and by one before it.
+    assert [returned(out)["relaxed_positions"] != [] for out in outputs[3:6]] == [0, 0, 1]
+    # Without a tokenizer it is not known where a message begins.
+    with engine(long, **loose, **own) as running:
+        unknown = running.ask(prompts[:7])
+    strict = {"theta": 1, "strict": "prompt", **NOTHING}
+    assert [returned(output) == strict for output in unknown] == [0, 0, 0, 1, 1, 1, 0]
 
 
 def test_nothing_is_relaxed_outside_the_scope(models, engine):
     """Neither by a request's own scope nor by the server's."""
-    tiny_models.tokenizer(models[0])
+    tiny_models.tokenizer(models[0], ends="</s> ")
     loose = {"mars_theta": 0.01}
     with engine(**loose) as running:
         strict = running.ask(PROMPTS[:1], extra_args={"mars_theta": 1})
@@ -264,7 +281,7 @@ def test_nothing_is_relaxed_outside_the_scope(models, engine):
     markers = {"reasoning_start_str": f"w{start}", "reasoning_end_str": f"w{end}"}
     # Behind what stands between turns the last prompt begins the thinking for the answer.
     prompts = [*PROMPTS[:3], [31, 2, start]]
-    walk = Sections(MarsConfig(theta=0.01, thinking_start=start, thinking_end=end), {2})
+    walk = Sections(MarsConfig(theta=0.01, thinking_start=start, thinking_end=end, turns=(2,)))
 
     def check(scope, outputs):
         outside = relaxed = 0

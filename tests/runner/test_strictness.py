@@ -1,5 +1,7 @@
 """Strict spans and openings, and what would repeat an answer: by hand and by brute force."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,35 +74,88 @@ def test_outside_the_scope(scope, strict):
 
 
 # fmt: off
-# 5 stands between turns; 1 and 2, 7 and 8 mark spans.
+# 5 ends a message, 6 is another special token; 1 and 2, 7 and 8 mark spans.
 PROMPTS = {
     "typed by a user":             ([9, 1, 9, 7, 9, 5, 9], 0),
     "an earlier answer, cut off":  ([5, 7, 9, 5, 9], 0),
     "opened for this answer":      ([5, 9, 5, 9, 7, 9], 2),
     "a call that was begun":       ([5, 9, 5, 9, 1, 9], 1),
+    "with a separator":            ([5, 9, 5, 9, 1, 9, 6, 9], 1),
+    "the last of several":         ([5, 7, 9, 8, 1, 2, 7], 2),
     "opened and closed":           ([5, 9, 5, 7, 9, 8], 0),
-    "without turns":               ([9, 9, 1, 9], 0),
-    "a first token alone":         ([5, 9, 1, 9], 0),
+    "without turns":               ([9, 9, 1, 9], 1),
+    "with its start alone":        ([7], 2),
+    "behind a first token":        ([5, 1, 9], 1),
     "empty":                       ([], 0),
 }
 # fmt: on
+TURNS = {"turns": (5,)}
 
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_what_a_prompt_opens(name):
     prompt, state = PROMPTS[name]
     for opening in (0, 3):
-        config = MarsConfig(strict_spans=((1, 2), (7, 8)), strict_opening=opening)
-        begun = Sections(config, frozenset({5})).begin(prompt)
+        config = MarsConfig(strict_spans=((1, 2), (7, 8)), strict_opening=opening, **TURNS)
+        begun = Sections(config).begin(prompt)
         assert begun == state + opening * terms.OPENING
 
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_whether_an_answer_begins_thinking(name):
     prompt, state = PROMPTS[name]
-    config = MarsConfig(strict_opening=0, thinking_start=7, thinking_end=8)
-    begun = Sections(config, frozenset({5})).begin(prompt)
-    assert begun == terms.THINKING * (state == 2)
+    config = MarsConfig(strict_opening=0, thinking_start=7, thinking_end=8, **TURNS)
+    assert Sections(config).begin(prompt) == terms.THINKING * (state == 2)
+
+
+@pytest.mark.parametrize("back", [0, 1, 63, 64, 254, 255, 256, 1_000, 10_000])
+@pytest.mark.parametrize("before", [[], [5], [9] * 300, [7, 9, 5, 9], [5, 9, 8, 1, 2]])
+@pytest.mark.parametrize("separators", [False, True])
+def test_what_is_open_stays_open_however_long_ago(back, before, separators):
+    """Behind a message's end or none, over other special tokens, and over spans of another kind."""
+    spans = ((7, 8), (10, 11))
+    section = {"thinking_start": 1, "thinking_end": 2}
+    walk = Sections(MarsConfig(strict_spans=spans, strict_opening=0, **section, **TURNS))
+    text = [6 if separators and place % 50 == 0 else 9 for place in range(back)]
+    assert walk.begin([*before, 10, *text]) == 2
+    assert walk.begin([*before, 10, 7, *text, 8]) == 2
+    assert walk.begin([*before, 1, *text]) == terms.THINKING
+    assert walk.begin([*before, 1, 10, *text]) == 2 + terms.THINKING
+    assert walk.begin([*before, 10, *text, 11]) == 0
+    assert walk.begin([*before, 1, *text, 2]) == 0
+    assert walk.begin([*before, 10, *text, 5]) == 0
+
+
+# fmt: off
+UNKNOWN = {
+    "without a marker":              ([5, 9], True),
+    "opened":                        ([5, 1, 9], False),
+    "opened and closed":             ([1, 9, 2, 9], True),
+    "closed by another's end":       ([1, 9, 4], False),
+    "each closed":                   ([3, 1, 2, 4], True),
+    "opened and closed by one":      ([5, 10, 9, 10], False),
+    "never closed":                  ([11, 9], False),
+    "thinking":                      ([7, 9], False),
+    "thinking that has ended":       ([7, 9, 8], True),
+    "far back":                      ([1, *[9] * 10_000], False),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_whether_it_is_known_what_a_prompt_has_opened(name):
+    prompt, known = UNKNOWN[name]
+    options = {"strict_spans": ((1, 2), (3, 4), (10, 10), (11, None)), "strict_opening": 0}
+    config = MarsConfig(**options, thinking_start=7, thinking_end=8)
+    walk = Sections(config)
+    assert walk.is_known(prompt) == known
+    # By brute force: nothing is open, wherever the last message begins.
+    nothing = all(walk.advance(0, prompt[at:]) == 0 for at in range(min(len(prompt), 20)))
+    assert nothing or not known
+    assert Sections(replace(config, turns=())).is_known(prompt)
+    # An embedding may be anything.
+    assert not Sections(replace(config, turns=())).is_known(None)
+    assert Sections(MarsConfig(strict_opening=3)).is_known(None)
 
 
 def test_nothing_is_strict_without_sections():

@@ -77,13 +77,14 @@ def test_options_of_a_command_line_are_text():
         Options(routing="random")
 
 
-def test_the_engine_learns_of_the_tool_parser():
-    """Ray gives the parser to the API server alone, and its markers are the strict spans."""
+def test_the_engine_learns_of_the_tool_parser_and_the_chat_template():
+    """Ray gives them to the API server alone; the strict spans follow from them."""
     from vllm_mars.serve import Options, _engine_kwargs
 
-    given = {"tool_call_parser": "hermes", "additional_config": {"own": 1}}
+    given = {"tool_call_parser": "hermes", "chat_template": "own", "additional_config": {"own": 1}}
     found = _engine_kwargs(Options(engine_kwargs=given))
-    assert found["additional_config"] == {"own": 1, "mars_tool_call_parser": "hermes"}
+    told = {"mars_tool_call_parser": "hermes", "mars_chat_template": "own"}
+    assert found["additional_config"] == {"own": 1, **told}
     strict = {"method": "ngram", "num_speculative_tokens": 4}
     found = _engine_kwargs(Options(engine_kwargs=given, speculative_config=strict))
     assert found == {**given, "speculative_config": strict}

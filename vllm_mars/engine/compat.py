@@ -28,9 +28,13 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
     "front end": {
         "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "target_model_config",
         "vllm.engine.arg_utils:EngineArgs.from_cli_args": "args",
+        "vllm.renderers.hf:load_chat_template": "chat_template",
+        "vllm.renderers.hf:safe_apply_chat_template": "model_config, tokenizer, conversation",
+        "vllm.tokenizers.registry:tokenizer_args_from_config": "config",
         "vllm.v1.engine.async_llm:AsyncLLM.generate": "prompt, sampling_params",
         "vllm.v1.engine.input_processor:InputProcessor._validate_params": "params",
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "",
+        "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests": "",
         "vllm.v1.metrics.loggers:LoggingStatLogger.log": "",
         "vllm.v1.metrics.loggers:LoggingStatLogger.record": "scheduler_stats, iteration_stats",
         "vllm.v1.metrics.loggers:PrometheusStatLogger.record": "scheduler_stats",
@@ -65,7 +69,9 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
     "engine core": {
         "vllm.v1.core.sched.scheduler:Scheduler.add_request": "request",
         "vllm.v1.core.sched.scheduler:Scheduler.get_grammar_bitmask": "scheduler_output",
+        "vllm.v1.core.sched.scheduler:Scheduler.has_requests": "",
         "vllm.v1.core.sched.scheduler:Scheduler.make_stats": "",
+        "vllm.v1.core.sched.scheduler:Scheduler.schedule": "",
         "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": "draft_token_ids",
         "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids_in_output": (
             "draft_token_ids, scheduler_output"

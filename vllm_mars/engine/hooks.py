@@ -77,9 +77,9 @@ def patch_engine_args(module: ModuleType) -> None:
     def from_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         engine_args = wrapped(*args, **kwargs)
         if engine_args.speculative_config is not None:
-            from vllm_mars.engine.markers import remember_tool_parser
+            from vllm_mars.engine.markers import remember_arguments
 
-            remember_tool_parser(engine_args, kwargs["args"] if "args" in kwargs else args[0])
+            remember_arguments(engine_args, kwargs["args"] if "args" in kwargs else args[0])
         return engine_args
 
     @wrapt.patch_function_wrapper(module, "EngineArgs.create_speculative_config")
@@ -165,6 +165,7 @@ def patch_scheduler(module: ModuleType) -> None:
         "vllm_mars.engine.grammar:keep_forbidden_drafts",
         "vllm_mars.engine.transport:carry_counts",
         "vllm_mars.engine.returned:send_rows",
+        "vllm_mars.engine.prompts:hold_strict",
         needs="engine core",
     )
 
@@ -173,12 +174,20 @@ def patch_scheduler(module: ModuleType) -> None:
 # Until: as for the scheduler.
 @_once
 def patch_stats(module: ModuleType) -> None:
-    """Gives the classes that cross the processes' border one more field each."""
-    from vllm_mars.engine.transport import REQUEST_FIELD, declare_field
+    """Gives the classes that cross the processes' border a field or two more."""
+    from vllm_mars.engine.transport import REQUEST_FIELD, declare_field, declare_fields
 
     # For decoders, which are made later; without MARS the fields are never set and never sent.
-    declare_field(module.SchedulerStats)
+    declare_fields(module.SchedulerStats)
     declare_field(module.RequestSpecDecodeMetrics, REQUEST_FIELD, dict[str, Any] | None)
+
+
+# Why: an `LLM` stops reading before the step without tokens that brings the last counts. Until: it
+# reads on until its engine is idle.
+@_once
+def patch_llm_engine(module: ModuleType) -> None:
+    """Has an `LLM` read all counts."""
+    _after(module, "LLMEngine.__init__", "vllm_mars.engine.transport:read_on")
 
 
 # Why: vLLM sends a request's metrics with its last tokens, after a stop string has ended it.

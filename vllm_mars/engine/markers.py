@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.config import TOOL_PARSER_KEY, MarsConfig, Span, Token, shown
+from vllm_mars.config import SERVER_ARGUMENTS, MarsConfig, Span, Token, shown
+from vllm_mars.engine.prompts import turns_of
 from vllm_mars.runner.strictness import MOST_SPANS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
-
-_TOOL_PARSER = "_mars_tool_call_parser"
 
 
 def resolve_markers(
@@ -25,16 +24,15 @@ def resolve_markers(
     Args:
         config: the user's options.
         engine_args: vLLM's `EngineArgs`; its reasoning parser or configuration gives the markers
-            of the thinking section, the parser of its tool calls, as `remember_tool_parser` or
-            `TOOL_PARSER_KEY` noted it, the default of the spans.
+            of the thinking section, the parser of its tool calls the default of the spans; that and
+            the chat template are those of `SERVER_ARGUMENTS`.
         model_config: gives the tokenizer.
 
     Raises:
         ValueError: a marker is not one token, or a scope needs markers that are not known.
     """
     if config.strict_spans is None:
-        named = engine_args.additional_config.get(TOOL_PARSER_KEY)
-        name = getattr(engine_args, _TOOL_PARSER, named)
+        name = _argument(engine_args, "tool_call_parser")
         spans = _spans_of_tool_parser(name, model_config) if name else ()
     else:
         spans = _span_ids(config.strict_spans, model_config)
@@ -45,21 +43,28 @@ def resolve_markers(
             "token of this model, but this server does not know them; name --reasoning-parser or "
             "--reasoning-config, or leave mars_scope out."
         )
-    return replace(config, strict_spans=spans, thinking_start=start, thinking_end=end)
+    config = replace(config, strict_spans=spans, thinking_start=start, thinking_end=end)
+    template = _argument(engine_args, "chat_template")
+    return replace(config, turns=turns_of(config, template, model_config))
 
 
-def remember_tool_parser(engine_args: Any, arguments: Any) -> None:
-    """Notes on the engine arguments which tool parser the command line names.
+def remember_arguments(engine_args: Any, arguments: Any) -> None:
+    """Notes on the engine arguments which tool parser and chat template the command line names.
 
-    vLLM's engine has no other way to know: the parser is the API server's alone.
+    vLLM's engine has no other way to know: they are the API server's alone.
 
     Args:
         engine_args: vLLM's `EngineArgs`, just made.
         arguments: the namespace that it was made from.
     """
-    name = getattr(arguments, "tool_call_parser", None)
-    if name is not None:
-        setattr(engine_args, _TOOL_PARSER, name)
+    for name, key in SERVER_ARGUMENTS.items():
+        if (value := getattr(arguments, name, None)) is not None:
+            setattr(engine_args, f"_{key}", value)
+
+
+def _argument(engine_args: Any, name: str) -> Any:
+    key = SERVER_ARGUMENTS[name]
+    return getattr(engine_args, f"_{key}", engine_args.additional_config.get(key))
 
 
 def _span_ids(

@@ -24,7 +24,9 @@ logger = init_logger("vllm.vllm_mars.runner.draft_temperature")
 
 
 def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], torch.Tensor]) -> None:
-    """Lets a drafter of the V1 runner draw at a share of the temperature.
+    """Lets a drafter of the V1 runner draw at a share of the temperature, and by requests' seeds.
+
+    vLLM draws all drafts from the numbers of the process, so that no seed would repeat an answer.
 
     Args:
         drafter: of vLLM's V1 runner. If it draws, its `_sample_from_logits`, which all of its
@@ -41,16 +43,26 @@ def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], tor
     draws = isinstance(drafter, SpecDecodeBaseProposer) and bool(
         _said_by(drafter, "_enable_probabilistic_draft_probs")
     )
-    if not _is_scaled(draws, drafter, config):
+    is_scaled = _is_scaled(draws, drafter, config)
+    if not draws:
         return
     sample_from_logits = drafter._sample_from_logits
 
     def sample(logits: torch.Tensor, sampling_metadata: Any) -> Any:
         # None where all requests are greedy.
-        if (temperature := sampling_metadata.temperature) is not None:
+        if (temperature := sampling_metadata.temperature) is None:
+            return sample_from_logits(logits, sampling_metadata)
+        if is_scaled:
             scaled = temperature * draft_shares(len(temperature))
             sampling_metadata = replace(sampling_metadata, temperature=scaled)
-        return sample_from_logits(logits, sampling_metadata)
+        drawn, probs = sample_from_logits(logits, sampling_metadata)
+        # A request may have several rows, one behind the other.
+        own = probs.view(len(temperature), -1, probs.shape[-1])
+        for place, generator in sampling_metadata.generators.items():
+            if temperature[place] > 0:
+                noise = torch.empty_like(own[place]).exponential_(generator=generator)
+                drawn.view(len(own), -1)[place] = (own[place] / noise).argmax(-1)
+        return drawn, probs
 
     drafter._sample_from_logits = sample
 

@@ -1,7 +1,6 @@
-"""Tokens of a model that are no text: those at which verification stays strict, and turns' own."""
+"""Tokens of a model that are no text, at which verification stays strict."""
 
 import re
-from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from vllm_mars.config import MarsConfig
@@ -30,7 +29,7 @@ def protected_token_ids(config: MarsConfig, vllm_config: "VllmConfig") -> list[i
     if config.protected_token_ids is not None:
         return sorted(set(config.protected_token_ids))
     model_config = vllm_config.model_config
-    ids = _special_token_ids(model_config) | _section_markers(config)
+    ids = {*special_tokens(model_config).values()} | section_markers(config)
     reasoning = vllm_config.reasoning_config
     for source in (
         model_config.try_get_generation_config().get("eos_token_id"),
@@ -43,27 +42,24 @@ def protected_token_ids(config: MarsConfig, vllm_config: "VllmConfig") -> list[i
     return sorted(ids)
 
 
-def turn_token_ids(config: MarsConfig, model_config: "ModelConfig") -> Set[int]:
-    """Ids of the tokens that a chat template puts between turns: special, but no section's."""
-    return frozenset(_special_token_ids(model_config) - _section_markers(config))
-
-
-def _special_token_ids(model_config: "ModelConfig") -> set[int]:
+def special_tokens(model_config: "ModelConfig") -> dict[str, int]:
+    """The special tokens of a model's tokenizer and its added markers, by their text."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     tokenizer = cached_tokenizer_from_config(model_config)
     if tokenizer is None:
-        return set()
+        return {}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     markers = {
-        token_id
+        token.content: token_id
         for token_id, token in added.items()
         if token.special or _MARKER.fullmatch(token.content)
     }
-    return markers | set(tokenizer.all_special_ids)
+    return markers | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 
 
-def _section_markers(config: MarsConfig) -> set[int]:
+def section_markers(config: MarsConfig) -> set[int]:
+    """The tokens that begin or end a span or the thinking section."""
     spans = {token for span in config.strict_spans or () for token in span}
     thinking = {config.thinking_start, config.thinking_end}
     return {token for token in spans | thinking if isinstance(token, int)}

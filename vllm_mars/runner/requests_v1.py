@@ -1,7 +1,7 @@
 """The requests in the batch of vLLM's V1 model runner, and what each brings to a step."""
 
 import itertools
-from collections.abc import Callable, Collection, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,6 @@ class RequestsV1(LogitsProcessor):
         max_model_len: most tokens of prompt and output.
         request_ids: gives the ids of the batch's requests by place.
         unfinished: gives the ids of all requests that have not ended.
-        turns: see `Sections`.
         ended: takes what requests that have ended had lost; int64, in units of 2**-LOSS_BITS nats.
         is_drawn: whether drafts are drawn where requests sample.
     """
@@ -74,7 +73,6 @@ class RequestsV1(LogitsProcessor):
         max_model_len: int,
         request_ids: Callable[[], Sequence[str]] = tuple,
         unfinished: Callable[[], Container[str]] = tuple,
-        turns: Set[int] = frozenset(),
         ended: Callable[[torch.Tensor], None] = lambda _: None,
         is_drawn: bool = False,
     ) -> None:
@@ -84,7 +82,7 @@ class RequestsV1(LogitsProcessor):
         self._request_ids = request_ids
         self._unfinished = unfinished
         self._ended = ended
-        self._sections = Sections(config, turns)
+        self._sections = Sections(config)
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
         # By id, those outside the batch among them.
@@ -129,6 +127,8 @@ class RequestsV1(LogitsProcessor):
             if request.slot < 0:
                 if request.output and own in self._known:
                     request.resume(self._known[own])
+                else:
+                    request.state = self._sections.begin(request.prompt)
                 request.slot = free.pop()
                 self._write(request)
             if own is not None:
@@ -145,9 +145,8 @@ class RequestsV1(LogitsProcessor):
         room = self._max_model_len - len(prompt)
         record = record_of(params, self._config, self._is_drawn, room, len(output))
         own = params.temperature != 0, Followers(self._config.repeat_ngram)
-        state = self._sections.begin(prompt)
         options = options_of(params, self._config)
-        return _Request(options, record, prompt, output, *own, state=state)
+        return _Request(options, record, prompt, output, *own)
 
     def _write(self, request: _Request) -> None:
         self._records.table[request.slot] = torch.tensor(request.record)

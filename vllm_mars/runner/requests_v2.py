@@ -1,6 +1,6 @@
 """The requests in the slots of vLLM's Model Runner V2, and what each brings to a step."""
 
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from vllm_mars.kernels.terms import Column, Guard, Markers, Records, Step
 from vllm_mars.requests import options_of
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.records import record_of
-from vllm_mars.runner.strictness import LOOKED_AT, Sections
+from vllm_mars.runner.strictness import Sections
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -30,7 +30,6 @@ class RequestsV2(LogitsProcessor):
         config: the server's options.
         req_states: the runner's `RequestState`. Its `add_request` is wrapped, on this instance
             alone, since it is told the tokens that a request brings.
-        turns: see `Sections`.
         fills: whether drafts are the last token again where the drafter has none.
         is_drawn: whether drafts are drawn where requests sample.
 
@@ -42,7 +41,6 @@ class RequestsV2(LogitsProcessor):
         self,
         config: MarsConfig,
         req_states: Any,
-        turns: Set[int] = frozenset(),
         fills: bool = False,
         is_drawn: bool = False,
     ) -> None:
@@ -50,7 +48,7 @@ class RequestsV2(LogitsProcessor):
         self._is_drawn = is_drawn
         self._req_states = req_states
         self.fills = fills
-        self._sections = Sections(config, turns)
+        self._sections = Sections(config)
         # Whether anything looks at tokens.
         self._may_block = bool(self._sections) or config.repeat_ngram > 0 or fills
         self.naming: set[int] = set()
@@ -74,9 +72,7 @@ class RequestsV2(LogitsProcessor):
             req_id: str, prompt_len: int, all_token_ids: list[int], *args: Any, **kwargs: Any
         ) -> None:
             add_request(req_id, prompt_len, all_token_ids, *args, **kwargs)
-            # A prompt can be long.
-            last = all_token_ids[max(prompt_len - LOOKED_AT, 0) : prompt_len]
-            begun = self._sections.begin(last)
+            begun = self._sections.begin(all_token_ids[:prompt_len])
             state = self._sections.advance(begun, all_token_ids[prompt_len:])
             if req_id in self._slots:
                 self._lost.append(self.records.lost[self._slots[req_id]].clone())

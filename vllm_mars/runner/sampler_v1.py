@@ -25,7 +25,7 @@ from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.cut_prompts import spare_cut_prompts
 from vllm_mars.runner.outputs import attach_counters
-from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
+from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v1 import RequestsV1
 from vllm_mars.runner.verification import (
     Verification,
@@ -307,7 +307,6 @@ def install(runner: Any, config: MarsConfig) -> None:
         runner.max_model_len,
         lambda: runner.input_batch.req_ids,
         lambda: runner.requests,
-        turn_token_ids(config, runner.model_config),
         verification.counters.add_ended,
         spec_config.draft_sample_method == "probabilistic",
     )

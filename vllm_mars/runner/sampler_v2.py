@@ -21,7 +21,7 @@ from vllm_mars.kernels.terms import CounterLayout, Draws, Sampling
 from vllm_mars.runner import draft_temperature
 from vllm_mars.runner.counters import Counters
 from vllm_mars.runner.outputs import attach_counters, send_returned
-from vllm_mars.runner.protection import protected_token_ids, turn_token_ids
+from vllm_mars.runner.protection import protected_token_ids
 from vllm_mars.runner.requests_v2 import RequestsV2
 from vllm_mars.runner.verification import Verification, require_own_sampler
 from vllm_mars.runner.warmup import warm_up
@@ -256,11 +256,10 @@ def install(runner: Any, config: MarsConfig) -> None:
 def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectionSamplerV2]:
     """Wraps what a runner calls in each step, once; gives what makes a sampler out of vLLM's."""
     spec_config = runner.speculative_config
-    turns = turn_token_ids(config, runner.model_config)
     # vLLM's drafts the last token again where nothing matches, to be rejected.
     fills = spec_config.method == "ngram"
     is_drawn = spec_config.draft_sample_method == "probabilistic"
-    requests = RequestsV2(config, runner.req_states, turns, fills, is_drawn)
+    requests = RequestsV2(config, runner.req_states, fills, is_drawn)
     counters = Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device)
     protected = protected_token_ids(config, runner.vllm_config)
     verification = Verification(config, protected, counters)

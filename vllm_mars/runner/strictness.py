@@ -19,7 +19,7 @@ This is the definition, and the form for a CPU; `vllm_mars.kernels.strictness_ke
 accelerator.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -43,8 +43,6 @@ from vllm_mars.kernels.terms import (
 MOST_SPANS = 31
 # So many are walked through in Python sooner than NumPy finds the markers among them.
 _FEW_TOKENS = 64
-# What opens a section for an answer is looked for among so many tokens at its prompt's end.
-LOOKED_AT = 256
 
 
 class Sections:
@@ -52,11 +50,10 @@ class Sections:
 
     Args:
         config: resolved options: `strict_spans` are pairs of ids.
-        turns: tokens that stand between the turns of a conversation.
     """
 
-    def __init__(self, config: MarsConfig, turns: Set[int] = frozenset()) -> None:
-        self._turns = turns
+    def __init__(self, config: MarsConfig) -> None:
+        self._turns = config.turns
         self.opening = config.opening
         self.thinking_start = -1 if config.thinking_start is None else config.thinking_start
         self.thinking_end = -1 if config.thinking_end is None else config.thinking_end
@@ -71,34 +68,53 @@ class Sections:
             [*self.opens, *self.closes, self.thinking_start, self.thinking_end]
         )
 
+    @property
+    def _may_open(self) -> bool:
+        return bool(self.opens) or self.thinking_start >= 0
+
     def __bool__(self) -> bool:
         """Whether any position can be strict."""
         # A request may choose a scope wherever the thinking section is known.
-        return bool(self.opens) or self.opening > 0 or self.thinking_start >= 0
+        return self._may_open or self.opening > 0
 
     def begin(self, prompt: Sequence[int]) -> int:
         """The state before a request's first output token.
 
-        What opens a section for this answer stands behind the prompt's last turn token, where the
-        chat template begins the answer. A marker elsewhere is text of the conversation.
-
-        Args:
-            prompt: its tokens, or its last `LOOKED_AT` alone.
+        What the prompt's last message has opened is open: that stands behind the last token by
+        which the chat template ends a message. Without any the whole prompt is that message.
         """
         state = 0
-        if self.opens or self.thinking_start >= 0:
-            for index in range(len(prompt) - 1, max(len(prompt) - LOOKED_AT, 0), -1):
-                if prompt[index] in self._turns:
-                    state = self.advance(0, prompt[index + 1 :])
-                    break
+        if self._may_open:
+            ends = np.flatnonzero(np.isin(_ids(prompt), self._turns or ()))
+            state = self.advance(0, prompt[int(ends[-1]) + 1 if len(ends) else 0 :])
         begun: int = state % OPENING + OPENING * self.opening
         return begun
+
+    def is_known(self, prompt: Sequence[int] | None) -> bool:
+        """Whether it is known what a prompt has opened.
+
+        Args:
+            prompt: its tokens; None where it has others than these.
+        """
+        if not self._may_open:
+            return True
+        if prompt is None or self._turns is not None:
+            return prompt is not None
+        # The last message may begin anywhere. One that begins behind all markers opens nothing.
+        spans, thinking = 0, False
+        ids = _ids(prompt)
+        for token in ids[np.isin(ids, self._marking)].tolist():
+            spans &= ~self.closes.get(token, 0)
+            if token in self.opens:
+                spans |= 1 << (self.opens[token] - 1)
+            thinking = token == self.thinking_start or (thinking and token != self.thinking_end)
+        return not (spans or thinking)
 
     def advance(self, state: int, tokens: Sequence[int]) -> int:
         """The state after some more tokens."""
         if len(tokens) > _FEW_TOKENS:
             # A prompt can be long, and only markers change the state, and the last few tokens.
-            ids = np.fromiter(tokens, np.int64, len(tokens))
+            ids = _ids(tokens)
             counts = np.isin(ids, self._marking)
             counts[max(len(ids) - self.opening, 0) :] = True
             tokens = ids[counts].tolist()
@@ -157,6 +173,10 @@ class Sections:
         for token in draft:
             yield self._reason(state, scope)
             state = self.advance(state, (token,))
+
+
+def _ids(tokens: Sequence[int]) -> np.ndarray:
+    return np.fromiter(tokens, np.int64, len(tokens))
 
 
 class Followers:
