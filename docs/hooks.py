@@ -51,6 +51,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for page in pages
         for link, source in TARGET.findall(page.read_text(encoding="utf-8"))
     }
+    # The tables of raw results are written later, with links to these.
+    targets.update((ROOT / ALL_TABLES).parent.glob("*.json"))
     targets.update(
         ROOT / name
         for name in map(str, (*config.extra_css, *config.extra_javascript))

@@ -44,10 +44,10 @@ MOST_OPENING = 1 << 20
 # with fixed and with drawn drafts: found on answers of one model, so that requests spend about what
 # their bound says (docs/how-it-works.md).
 FIXED_PRICE, DRAWN_PRICE = 3.2, 4.5
-# A share of a request's temperature. At temperature 1 the default is where most is accepted, and
-# where a price leaves the text as probable as the target's own. vLLM takes no temperature between 0
-# and 0.01, and what is left of that by the least share still counts as sampling.
-_DEFAULT_DRAFT_TEMPERATURE = 0.8
+# Shares of a request's temperature. By the default a price leaves the text about as probable as the
+# target's own; between 0.8 and 0.9 as much is accepted. vLLM takes no temperature between 0 and
+# 0.01, and what is left of that by the least share still counts as sampling.
+_DEFAULT_DRAFT_TEMPERATURE = 0.85
 _DRAFT_TEMPERATURES = (0.01, 2)
 # What the integers of `vllm_mars.kernels.terms` hold, in nats: a price, and a bound per token. No
 # option is larger, of a server or of a request.
@@ -95,8 +95,8 @@ class MarsConfig:
         scope: what of an answer may be relaxed: "all" of it, its "thinking" section alone, or the
             "answer" alone, which is all but that section.
         draft_temperature: what drawn drafts are drawn at, as a share of the request's temperature,
-            in [0.01, 2]; 1 is vLLM's own, None is 0.8. Those of strict requests are drawn at 1. Not
-            lossy, whatever it is.
+            in [0.01, 2]; 1 is vLLM's own, None is 0.85. Those of strict requests are drawn at 1.
+            Not lossy, whatever it is.
         logprobs: "target" leaves the logprobs of answers as they are; "sampled" makes that of each
             token which a request sampled the one under what was served.
         thinking_start: id of the token that begins the thinking section; filled in by the front
