@@ -8,7 +8,7 @@ number with both ends of its interval, or null, and a row of one cell is a headi
 second entry is the format of its numbers, or null if no table shows it; its third, if there is one,
 says which do: `<!-- figures: NAME gain -->` shows those of `gain`.
 
-Out of other files are `headline`, README's; `answers`, `theta` and `leans`, of `ACROSS`; and
+Out of other files are `headline`, README's; `answers` and `theta`, of `ACROSS`; and
 `effects`, what rows of one question say together: their mean, weighted by one over the squared
 standard error, as if they were independent. These leave out what `COOL` names, at which a bound
 gains little.
@@ -67,16 +67,6 @@ ACROSS: dict[str, tuple[str, dict[str, tuple[str, tuple[str, ...], str]]]] = {
                 "theta 0.96, fixed drafts": "mars_theta 0.96, fixed drafts",
                 "theta 0.9, fixed drafts": "mars_theta 0.9, fixed drafts",
             }.items()
-        },
-    ),
-    "leans": (
-        ".3f",
-        {
-            kind: ("tokens", (kind,), "served / target, by a forward pass")
-            for kind in (
-                *("2-grams again", "3-grams again", "4-grams again"),
-                *("sentence ends", "line breaks", "capitals"),
-            )
         },
     ),
 }
