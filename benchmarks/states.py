@@ -44,15 +44,15 @@ UNIT = 2.0**-LOSS_BITS
 SUMS = ("tokens", "steps", "lost", "drift", "reached", "outside", "outside served")
 STRICT = "strict"
 COLUMNS: list[list[str | None]] = [
-    ["rule", ""],
-    ["prompts", "d"],
-    ["tokens per step", ".3f"],
-    ["x strict", ".3f"],
-    ["nats per token", ".4f"],
-    ["of a prompt: median", ".4f"],
-    ["9 in 10 below", ".4f"],
-    ["drift", "+.4f"],
-    ["what the draft cannot propose, served / target", ".4f"],
+    ["rule", "", "gain spread"],
+    ["prompts", "d", "spread"],
+    ["tokens per step", ".3f", "spread"],
+    ["x strict", ".3f", "gain"],
+    ["nats per token", ".4f", "gain"],
+    ["of a prompt: median", ".4f", "spread"],
+    ["9 in 10 below", ".4f", "gain spread"],
+    ["drift", "+.4f", "spread"],
+    ["what the draft cannot propose, served / target", ".4f", "gain"],
 ]
 
 

@@ -16,7 +16,8 @@ from vllm_mars.local.provenance import vllm_device
 NEEDED = sweep_command.NEEDED
 OUTPUT, SHORT_OUTPUT = Path("build/demo.jsonl"), Path("build/demo-short.jsonl")
 MARS = "MARS"
-# Draft tokens a step with which each rule was fastest, by temperature (docs/demo.md).
+# Draft tokens a step with which each rule was fastest, by temperature, when the price followed the
+# bound (benchmarks/results/lengths.jsonl at commit 0adc87d).
 LENGTHS = {0.0: {STRICT: 3, MARS: 4}, 0.7: {STRICT: 4, MARS: 3}}
 # The packaged prompts whose answers people read, which is what MARS is for.
 CATEGORIES = (
