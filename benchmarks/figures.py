@@ -8,10 +8,10 @@ number with both ends of its interval, or null, and a row of one cell is a headi
 second entry is the format of its numbers, or null if no table shows it; its third, if there is one,
 says which do: `<!-- figures: NAME gain -->` shows those of `gain`.
 
-Out of other files are `headline`, README's; `answers` and `theta`, of `ACROSS`; and
+Out of other files are `headline`, README's; `bounds`, `answers` and `theta`, of `ACROSS`; and
 `effects`, what rows of one question say together: their mean, weighted by one over the squared
-standard error, as if they were independent. These leave out what `COOL` names, at which a bound
-gains little.
+standard error, as if they were independent. It leaves out temperature 0.4, at which a bound gains
+little.
 
 index.json beside the files says of each what a cell of it tells, what it depends on, and, where
 that has changed since, the words that stand below each table of it (`stale`); a test compares with
@@ -39,8 +39,6 @@ PLACE = re.compile(
     r"^(<!-- figures: (\S+)(?: (\S+))? -->)\n(?:.*?\n)??(<!-- /figures -->)$",
     re.DOTALL | re.MULTILINE,
 )
-# What the README and the results leave to the tables of all files.
-COOL = "temperature 0.4"
 BOUND = "mars_max_loss 0.02"
 # README's table: what is free, of these rules, and what the bound adds to it, of that one.
 DEFAULT, TODAY = "standard, fixed drafts", "bound 0.02"
@@ -49,6 +47,13 @@ GAIN, ENDED = "tokens per step x strict", "where answers ended"
 # Tables with a column for each temperature: the format of a gain, and by a row's title the file,
 # its rules, of which a temperature shows the first that it has, and the column.
 ACROSS: dict[str, tuple[str, dict[str, tuple[str, tuple[str, ...], str]]]] = {
+    "bounds": (
+        ".3f",
+        {
+            f"bound {of}": ("states", (f"bound {of}",), "x strict")
+            for of in ("0.005", "0.02", "0.05")
+        },
+    ),
     "answers": (
         ".3f",
         {
@@ -70,8 +75,11 @@ ACROSS: dict[str, tuple[str, dict[str, tuple[str, tuple[str, ...], str]]]] = {
         },
     ),
 }
-# The column that says what a table of rules loses, shown behind a gain where all is one setting.
-LOST = "nats lost per token"
+# They show rows of reading.json whose rules have no price, so that a change of the price is none.
+WITHOUT_PRICE = "headline", "theta"
+# The columns that say what a rule loses; and a heading's temperature.
+LOST = "nats lost per token", "nats per token"
+HEAT = re.compile("greedy|temperature")
 # Rows that answer one question, by temperature: files and the headings there. Of one line the first
 # that has the rule counts: of the 91 prompts 61 are among the 348, and a greedy answer has no seed.
 POOLED: dict[str, list[list[tuple[str, str]]]] = {
@@ -179,27 +187,28 @@ def cells(name: str) -> Iterable[tuple[str, str, dict[str, Any]]]:
 
 
 def across(form: str, chosen: dict[str, tuple[str, tuple[str, ...], str]]) -> Iterable[str]:
-    """The lines of a table with a column for each temperature.
+    """The lines of a table with a column for each temperature at which a row has a cell.
 
     What rules of several kinds gain stands beside what they lose, if the file says it.
     """
-    found = {
-        (name, heading.split(", ")[-1], rule): row
-        for name in {name for name, *_ in chosen.values()}
-        for heading, rule, row in cells(name)
-    }
-    headings = sorted({heading for _, heading, _ in found if heading != COOL})
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for name in {name for name, *_ in chosen.values()}:
+        for heading, rule, row in cells(name):
+            at = next((it for it in heading.split(", ") if HEAT.match(it)), "")
+            found.setdefault((name, at, rule), row)
     tells_lost = len({rules for _, rules, _ in chosen.values()}) > 1
 
-    def cell(heading: str, name: str, rules: tuple[str, ...], column: str) -> str:
-        each = (found[name, heading, rule] for rule in rules if (name, heading, rule) in found)
-        row = next(each, {})
-        lost = row.get(LOST) if tells_lost else None
+    def cell(at: str, name: str, rules: tuple[str, ...], column: str) -> str:
+        row = next((found[name, at, rule] for rule in rules if (name, at, rule) in found), {})
+        lost = next((row[it] for it in LOST if it in row), None) if tells_lost else None
         lost = lost[0] if isinstance(lost, list) else lost
         return f"{text(row.get(column), form)}{f' for {lost:.3f}' if lost else ''}"
 
-    body = [[title, *(cell(at, *of) for at in headings)] for title, of in chosen.items()]
-    return table(["", *headings], body)
+    columns = {
+        at: [cell(at, *of) for of in chosen.values()] for at in sorted({at for _, at, _ in found})
+    }
+    columns = {at: of for at, of in columns.items() if any(of)}
+    return table(["", *columns], [list(row) for row in zip(chosen, *columns.values(), strict=True)])
 
 
 def pooled(found: Sequence[Sequence[float]]) -> list[float] | None:
@@ -246,11 +255,14 @@ def headline() -> Iterable[str]:
     """
     whole, same = (list(cells(name)) for name in HEADLINE)
     plain = {at: row["tokens per step x strict"] for at, rule, row in whole if rule == DEFAULT}
-    body = []
+    today: dict[str, dict[str, Any]] = {}
     for heading, rule, row in same:
-        if rule != TODAY:
-            continue
-        at, gain = heading.split(",")[0], row["x strict"]
+        if rule == TODAY:
+            # The first is of probabilistic drafts, K 4.
+            today.setdefault(heading.split(",")[0], row)
+    body = []
+    for at, row in today.items():
+        gain = row["x strict"]
         over = plain.get(at)
         free = [1.0, 1.0, 1.0] if over == 1 else over and [1 / over[of] for of in (0, 2, 1)]
         both = free and _product(free, gain)
@@ -298,9 +310,10 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
         given = read(name)
         yield from table_of(given["columns"], given["rows"], view)
     path = RESULTS / (f"{names[0]}.json" if len(names) == 1 else "README.md")
-    told = sources(run for name in names for run in read(name)["runs"])
+    told = sources(run for of in names for run in read(of)["runs"])
+    said = notes(of for of in names if name not in WITHOUT_PRICE or of != "reading")
     yield ""
-    yield f"[Commands and figures]({os.path.relpath(path, directory)}); {told}.{notes(names)}"
+    yield f"[Commands and figures]({os.path.relpath(path, directory)}); {told}.{said}"
 
 
 def sources(runs: Iterable[dict[str, Any]]) -> str:

@@ -223,8 +223,12 @@ def price_of(name: str, temperature: float, is_drawn: bool) -> float:
 def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
     """The rows of `COLUMNS`."""
     rows: list[list[Any]] = []
-    for line in lines:
-        drafts = "" if not line["temperature"] else f", {line['drafts']} drafts"
+    # As vLLM calls drafts: fixed ones are "greedy".
+    for line in sorted(
+        lines, key=lambda it: (it["k"], it["drafts"] == "greedy", it["temperature"])
+    ):
+        drafts = ", fixed drafts" if line["drafts"] == "greedy" else ", probabilistic drafts"
+        drafts = drafts if line["temperature"] else ""
         if line["draft_temperature"] is not None:
             drafts += f" drawn at {line['draft_temperature']:g} x"
         rows.append([f"{heat(line['temperature'])}{drafts}, K {line['k']}"])

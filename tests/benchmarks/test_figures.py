@@ -197,8 +197,8 @@ def test_a_table_across_temperatures(folder):
     columns += [["tokens per step x strict", ".3f"], ["where answers ended", ".3f"]]
     rows = [
         *(["greedy"], ["strict", 0.0, None, None], ["a 1", [0.0201, 0, 1], [1.2, 1.1, 1.3], 1.1]),
-        *([figures.COOL], ["standard", 0.0, 0.9, 0.8], ["a 1", 0.3, 1.4, 1.0]),
-        *(["temperature 1"], ["standard", 0.0, 0.9, 0.8], ["a 1, fixed", 0.3, 1.4, 1.0]),
+        *(["temperature 0.4"], ["b 1", 0.0, 0.9, 0.8]),
+        *(["temperature 1, K 4"], ["standard", 0.0, 0.9, 0.8], ["a 1, fixed", 0.3, 1.4, 1.0]),
     ]
     (figures.RESULTS / "new.json").write_text(
         json.dumps(TABLE | {"columns": columns, "rows": rows})

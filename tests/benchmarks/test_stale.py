@@ -78,10 +78,11 @@ def test_a_file_says_what_has_changed_since(history, name):
 def test_what_has_changed_stands_below_each_table(monkeypatch):
     known = {"reading": {"tells": "", "of": [], "stale": "Of last year."}}
     monkeypatch.setattr(figures, "index", lambda: known)
-    *_, line = figures.lines("theta", "", figures.RESULTS)
+    *_, line = figures.lines("answers", "", figures.RESULTS)
     assert line.endswith(". **Of last year.**")
-    *_, line = figures.lines("controls", "gain", figures.RESULTS)
-    assert line.endswith(").")
+    for name in ("theta", "controls"):
+        *_, line = figures.lines(name, "gain", figures.RESULTS)
+        assert line.endswith("model 167)." if name == "controls" else "NVIDIA H200).")
 
 
 def test_a_figure_before_a_change_is_found(history, tmp_path, monkeypatch):
