@@ -21,9 +21,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # (install.py).
 install: $(ALL)
 
+# Of an environment whose making was interrupted the list of pip's files, written last, is missing.
+HAS_PIP = $(BIN)/python -c 'import importlib.metadata as it, sys; sys.exit(not it.files("pip"))'
+
 $(DEMO) $(ALL) $(SITE): setup.py install.py
 	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.13 is needed; say PYTHON=/path/to/it" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@$(HAS_PIP) 2>/dev/null || { echo $(PYTHON) -m venv $(VENV); $(PYTHON) -m venv --clear $(VENV); }
 	$(BIN)/python install.py $(VLLM:%=--vllm=%) $(EXTRAS)
 	@rm -f $(filter-out %-$(BUILD),$(wildcard $(VENV)/.demo-* $(VENV)/.all-*))
 	@touch $@

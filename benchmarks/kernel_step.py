@@ -18,11 +18,10 @@ import torch
 from triton.testing import do_bench
 
 ROOT = Path(__file__).parents[1]
-# Of each request of V2: tokens of its prompt, and where its drafts begin. vLLM takes drafts before
-# the first sampled token for placeholders.
-PROMPT_LEN, ANSWERED = 2, 3
-# Output tokens that each request of V1 has, for the guard against repetition, and protected tokens.
-ANSWER, PROTECTED = 512, 17
+# Of each request: tokens of its prompt (V2), output tokens, and how many kinds of these there are
+# (V2), so that the guard against repetition finds some again; and protected tokens (V1).
+PROMPT_LEN, ANSWER, KINDS, PROTECTED = 2, 512, 1_000, 17
+MAX_MODEL_LEN = 2 * ANSWER
 # Newton's method takes so many steps for a row of a price between 0.1 and 1, on average.
 NEWTON_STEPS = 2
 # The wait of the device while the host launches, in cycles: 2 ms at 2 GHz.
@@ -123,7 +122,7 @@ class Step:
 
         _, _, batch, k, vocab = self.shape
         device = self.logits.device
-        states = states or RequestState(batch, 64, 64, k, vocab, device)
+        states = states or RequestState(batch, MAX_MODEL_LEN, MAX_MODEL_LEN, k, vocab, device)
         sampler = Sampler(vllm_config(), batch, vocab, device, states, num_speculative_tokens=k)
         return RejectionSampler(sampler, self.spec_config(method), device)
 
@@ -135,6 +134,7 @@ class Step:
         config.method = "eagle3"
         config.num_speculative_tokens = self.shape.k
         config.rejection_sample_method = method
+        config.draft_sample_method = "probabilistic" if self.shape.is_drawn else "greedy"
         return config
 
     def add_requests(
@@ -154,13 +154,24 @@ class Step:
 
         states = sampler.req_states
         for name in names or map(str, range(self.shape.batch)):
-            states.add_request(name, PROMPT_LEN, [5, 7, 1], 0, 64)
+            states.add_request(name, PROMPT_LEN, [5, 7], 0, MAX_MODEL_LEN)
             # Without a seed of its own a request gets a random one.
-            own = SamplingParams(temperature=self.shape.temperature, seed=int(name))
+            own = SamplingParams(
+                temperature=self.shape.temperature, seed=int(name), max_tokens=MAX_MODEL_LEN
+            )
             chosen = own if params is None else params[int(name)]
             sampler.add_request(states.req_id_to_index[name], chosen)
         states.apply_staged_writes()
         sampler.apply_staged_writes()
+
+    def answer(self, states: Any) -> None:
+        """Gives the requests in all slots of vLLM's `RequestState` their output tokens."""
+        _, _, batch, _, vocab = self.shape
+        tokens = np.random.default_rng(0).integers(0, min(KINDS, vocab), (batch, ANSWER))
+        length = PROMPT_LEN + ANSWER
+        device = self.logits.device
+        states.all_token_ids.gpu[:, PROMPT_LEN:length] = torch.from_numpy(tokens).to(device)
+        states.total_len.gpu.fill_(length)
 
     def batch(self, sampler: Any) -> Any:
         """The `InputBatch` of the step, whose requests are in the slots of vLLM's V2 sampler."""
@@ -173,7 +184,9 @@ class Step:
         slots = torch.as_tensor(places, dtype=torch.int32).to(device)
         offsets = torch.arange(k + 1, device=device, dtype=torch.int32)
         ends = np.arange(batch + 1, dtype=np.int32) * (k + 1)
-        lengths = torch.full((batch,), ANSWERED + k + 1, dtype=torch.int32)
+        # vLLM takes drafts before the first sampled token for placeholders.
+        begun = PROMPT_LEN + ANSWER
+        lengths = torch.full((batch,), begun + k + 1, dtype=torch.int32)
         given = {
             "req_ids": names,
             "num_reqs": batch,
@@ -186,7 +199,7 @@ class Step:
             "seq_lens": lengths.to(device),
             "seq_lens_cpu_upper_bound": lengths,
             "input_ids": self.inputs,
-            "positions": offsets.long().repeat(batch) + ANSWERED,
+            "positions": offsets.long().repeat(batch) + begun,
             "logits_indices": torch.arange(num_rows, device=device),
             "cu_num_logits": torch.as_tensor(ends).to(device),
             "cu_num_logits_np": ends,
@@ -218,6 +231,7 @@ class Step:
             own = sampler, self.spec_config("standard"), device, verification, requests
             verifier = MarsRejectionSamplerV2(*own)
         self.add_requests(sampler, params)
+        self.answer(sampler.req_states)
         batch = self.batch(sampler)
         return functools.partial(
             verifier._verify,

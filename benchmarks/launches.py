@@ -2,22 +2,25 @@
 
 `python -m benchmarks.launches --output build/host.json`
 
-The tensors are on torch's meta device, which takes the accelerator's path. Each operation that is
-no view is one kernel or one copy. Of Triton's launches all but the last is real: it looks at the
-arguments, finds the compiled kernel and compares constants, but calls nothing. A step is that of
+What is counted is on torch's meta device, which takes the accelerator's path. Each operation that
+is no view is one kernel or one copy. A step is that of
 `runner_v2`: vLLM's `RejectionSampler.__call__` and what MARS wraps around it, the speculator's call
 among it. A line of JSON for each case tells what is launched, what of it waits for the device,
 which is an error, and what vLLM's own sampler launches for the same batch (by its method
 `standard`, of probabilistic drafts by `block`, too). With -v come the names.
 
-Then come host times: microseconds of the verification by vLLM's methods and by MARS, all in turn,
-median with the 20th and 80th percentile, and the ratio that counts: what MARS adds to the whole
-step goes with its verification, over that of vLLM's best method without loss. --output writes these
-to a file for `make figures`.
+Then come host times: microseconds of this thread for the verification and for the whole step, by
+vLLM's methods and by MARS, and MARS's over those of vLLM's best method without loss. All run in
+turn; what counts is the 20th percentile, which other work on the machine moves least. Here the
+tensors are a CPU's, and Triton compiles for a GPU and launches by its own launcher (`launcher`), so
+that all is real but the driver's part of a launch, and CUDA's allocator. --output writes these to a
+file for `make figures`.
 
 Two more lines tell how many megabytes of bfloat16 logits a sampled step of 64 requests reads, by
 vLLM's methods and by MARS, kernel by kernel. MARS may read what it reads position by position, and
 what `block` reads beyond `standard`.
+
+Exit status: 0; 1 where something waits for the device; 2 without a C compiler.
 """
 
 import argparse
@@ -39,8 +42,8 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.backends import backends
-from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction
+
+from benchmarks import launcher
 
 META = torch.device("meta")
 K, BATCH, VOCAB = 4, 8, 32_000
@@ -68,7 +71,7 @@ RECOMMENDED: dict[str, Any] = {"max_loss": 0.02}
 _TIMES = [f"{name}, us" for name in ("vLLM, standard", "vLLM, block", "MARS")]
 COLUMNS: list[list[Any]] = [["step", ""], *([name, ".0f"] for name in _TIMES)]
 COLUMNS += [[f"whole step: {name}", None] for name in _TIMES]
-COLUMNS += [["MARS and what it wraps / vLLM", ".2f"]]
+COLUMNS += [["MARS / vLLM", ".2f"], ["whole step: MARS / vLLM", ".2f"]]
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -93,23 +96,12 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.launched.append(name)
         return result
 
-    def compile(self, kernel: Any, key: str, _signature: Any, device: int, *_: Any) -> Any:
-        """In the place of `JITFunction._do_compile`: what then is called notes the launch."""
-        # It finds the globals that `run` compares, too.
-        assert kernel.cache_key
-        name = kernel.fn.__name__
-
-        def run(*args: Any) -> None:
-            if self._is_on:
-                if _devices(args) - {"meta"}:
-                    raise RuntimeError(f"{name} is given tensors on more than one device.")
-                self.launched.append(name)
-
-        compiled = SimpleNamespace(
-            run=run, function=0, packed_metadata=(), launch_metadata=lambda *_: None
-        )
-        kernel.device_caches[device][0][key] = compiled
-        return compiled
+    def note(self, name: str, given: tuple[Any, ...]) -> None:
+        """Notes a launch of Triton's."""
+        if self._is_on:
+            if _devices(given) - {"meta"}:
+                raise RuntimeError(f"{name} is given tensors on more than one device.")
+            self.launched.append(name)
 
     def __enter__(self) -> Any:
         self._is_on = True
@@ -121,39 +113,34 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def without_a_gpu(self) -> Iterator[None]:
-        """vLLM and Triton inside work as on an accelerator, up to what would call its driver."""
+        """vLLM and Triton inside work on the meta device."""
         from vllm.platforms import current_platform
-        from vllm.v1.worker.gpu.buffer_utils import NonUvaBuffer
 
-        from vllm_mars.runner.counters import Counters
-
-        driver = SimpleNamespace(
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        )
         with (
-            mock.patch.object(triton.runtime.driver, "_active", driver),
-            mock.patch.object(JITFunction, "_do_compile", lambda *args, **_: self.compile(*args)),
-            # Where vLLM's V2 puts what the host writes and the device reads, in place.
+            launcher.without_compiling(self.note),
+            # Where vLLM's V2 puts what the host writes and the device reads.
             mock.patch.object(current_platform, "device_type", "meta"),
-            mock.patch.object(NonUvaBuffer, "uva", lambda buffer, n=None: buffer._uva[:n]),
-            # What leaves once a second: there is no host to copy it to.
-            mock.patch.object(Counters, "take_delta", lambda counters, flush=False: None),
-            # A CPU has operations of its own.
-            mock.patch.object(current_platform, "is_cpu", lambda: False),
-            # On the meta device these take 5 and 10 us, all of it in Python, where a GPU's take 1
-            # to 2, as `torch.empty` does.
-            mock.patch.object(torch.Tensor, "new_empty", _new_empty),
-            mock.patch.object(
-                torch, "empty_like", lambda like, **given: _new_empty(like, like.shape, **given)
-            ),
         ):
             yield
 
 
-def _new_empty(like: torch.Tensor, *size: Any, **given: Any) -> torch.Tensor:
-    return torch.empty(*size, **{"dtype": like.dtype, "device": like.device, **given})
+@contextlib.contextmanager
+def as_on_an_accelerator() -> Iterator[None]:
+    """vLLM and MARS inside take the path of an accelerator."""
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu.buffer_utils import NonUvaBuffer
+
+    from vllm_mars.runner.counters import Counters
+
+    with (
+        # What the host writes and the device reads, in place.
+        mock.patch.object(NonUvaBuffer, "uva", lambda buffer, n=None: buffer._uva[:n]),
+        # What leaves once a second: there is no host to copy it to.
+        mock.patch.object(Counters, "take_delta", lambda counters, flush=False: None),
+        # A CPU has operations of its own.
+        mock.patch.object(current_platform, "is_cpu", lambda: False),
+    ):
+        yield
 
 
 def _devices(tree: Any) -> set[str]:
@@ -215,35 +202,32 @@ def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
 
 def time_cases(rounds: int) -> Iterator[list[Any]]:
     """Rows of `COLUMNS`."""
-    from benchmarks.kernel_step import HostClock, Shape, Step, time_in_turn
+    from benchmarks.kernel_step import Shape, Step, ThreadClock, time_in_turn
     from benchmarks.runner_v2 import RunnerV2
     from vllm_mars import MarsConfig
 
     for kind, batch in itertools.product(TIMED, BATCHES):
-        shape = Shape(*kind, batch, K, 128_256)
-        step, methods = Step(shape, META), methods_of(shape.is_drawn)
+        shape = Shape(*kind, batch, K, VOCAB)
+        step, methods = Step(shape, ThreadClock.device), methods_of(shape.is_drawn)
         bys = {**{method: method for method in methods}, "MARS": MarsConfig(**RECOMMENDED)}
         calls: dict[tuple[str, bool], Any] = {}
         for name, by in bys.items():
             calls[name, False] = step.verification(by)
             calls[name, True] = RunnerV2(step, by).step
-        # As vLLM's runner.
-        with torch.inference_mode():
-            runs = time_in_turn(HostClock(), calls, rounds)
-        times = {call: np.array([host for _, host in of]) for call, of in runs.items()}
-        best = times[methods[-1], False]
-        added = times["MARS", True] - times[methods[-1], True]
-        of_both = [
-            _middle(times[name, is_step]) if (name, is_step) in times else None
+        runs: dict[tuple[str, bool], Any] = {}
+        for is_step in (False, True):
+            of_kind = {call: it for call, it in calls.items() if call[1] == is_step}
+            # As vLLM's runner.
+            with torch.inference_mode():
+                runs |= time_in_turn(ThreadClock(), of_kind, rounds, warmup=20)
+        times = {call: round(float(np.percentile(of, 20)), 1) for call, of in runs.items()}
+        of_each = [
+            times.get((name, is_step))
             for is_step in (False, True)
             for name in ("standard", "block", "MARS")
         ]
-        yield [str(shape), *of_both, _middle((best + added) / best)]
-
-
-def _middle(values: np.ndarray) -> list[float]:
-    found: list[float] = np.percentile(values, (50, 20, 80)).round(3).tolist()
-    return found
+        over = [times["MARS", of] / times[methods[-1], of] for of in (False, True)]
+        yield [str(shape), *of_each, *(round(ratio, 3) for ratio in over)]
 
 
 def megabytes(counted: Counted, is_drawn: bool) -> dict[str, Any]:
@@ -271,9 +255,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints the rows; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-v", action="store_true", help="names of what is launched, too")
-    parser.add_argument("--rounds", type=int, default=300, help="calls of each that are timed")
+    parser.add_argument("--rounds", type=int, default=1000, help="calls of each that are timed")
     parser.add_argument("--output", type=Path, help="JSON file of the times")
     args = parser.parse_args(arguments)
+    if not launcher.has_compiler():
+        print(launcher.NO_COMPILER, file=sys.stderr)
+        return 2
     # Before anything imports vLLM: nothing is compiled, and a CPU build takes its Triton kernels.
     os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     backends.setdefault(
@@ -299,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
         "rows": [],
         "runs": [run],
     }
-    with counted.without_a_gpu():
+    with as_on_an_accelerator(), counted.without_a_gpu():
         for row in count_cases(counted):
             names = row.pop("names")
             print(json.dumps(row), *names if args.v else (), flush=True)
@@ -307,6 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
         for is_drawn in (False, True):
             drafts = "probabilistic" if is_drawn else "fixed"
             print(json.dumps({"megabytes": drafts, **megabytes(counted, is_drawn)}), flush=True)
+    with as_on_an_accelerator(), launcher.without_a_driver():
         for timed in time_cases(args.rounds):
             result["rows"].append(timed)
             named = {name: it for (name, _), it in zip(COLUMNS, timed, strict=True) if it}

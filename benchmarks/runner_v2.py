@@ -68,6 +68,7 @@ class RunnerV2:
         self.sampled: Any = None
         self.load_model()
         self._add_requests()
+        step.answer(self.req_states)
 
     def _add_requests(self, names: Sequence[str] | None = None) -> None:
         self._step.add_requests(self.sampler, self._params, names)
@@ -94,6 +95,7 @@ class RunnerV2:
         self.finish_requests(_scheduled(self.req_states.req_id_to_index))
         self.load_model()
         self._add_requests()
+        self._step.answer(self.req_states)
 
     def step(self, finished: Sequence[str] = ()) -> None:
         """A step as the engine asks for it.

@@ -213,7 +213,7 @@ def main() -> int:
     add("--batch", nargs="+", type=int, default=[1, 8, 64])
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     add("--steps", type=int, default=40)
-    add("--rounds", type=int, default=3)
+    add("--rounds", type=int, default=9)
     add("--serve", nargs=2, help=argparse.SUPPRESS)
     add("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

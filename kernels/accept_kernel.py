@@ -22,7 +22,6 @@ materialised: anything of the logits' size.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -60,10 +59,6 @@ from vllm_mars.kernels.terms import (
     Step,
     VerifyOutput,
 )
-
-# Small batches share variants: fewer than 8 positions cost no less.
-_MIN_POSITIONS = 8
-
 
 # Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
 _UNALIGNED = [
@@ -346,6 +341,13 @@ def accept_kernel(
         num_speculative_tokens,
         SAMPLED == "drawn",
     )
+    if SAMPLED == "drawn":
+        if sampling.next_seeds is not None:
+            # What stays of a draft depends on the numbers that it was drawn with, so the next one
+            # gets others: a request's tokens grow with each step.
+            total = (tl.load(total_len_ptr + slot) + accepted + 1).to(tl.int64)
+            seed = tl.load(sampling.seeds + slot) ^ (total << 32)
+            tl.store(sampling.next_seeds + slot, seed)
     tl.store(output.num_emitted + request, accepted + 1)
     tl.store(output.num_relaxed + request, num_relaxed)
     tl.store(output.lost + request, step_lost)
@@ -385,61 +387,52 @@ def accept(
     if account.table is None:
         size = kept_size(batch, 256)
         account = account._replace(table=_kept_table(size, step.num_speculative_tokens + 1, device))
-    shared = rule_arguments(step, rule, guard, draws)
+    reduced = reduce_rows(step, rule, guard, draws)
     kind, clipped, masses = "no" if draws is None else "fixed", None, None
     if draws is not None and draws.sampling.draft_logits is not None:
         from vllm_mars.kernels.clip_kernel import clip_rows
 
-        kind, (clipped, masses) = "drawn", clip_rows(step.logits, draws, shared)
+        kind, (clipped, masses) = "drawn", clip_rows(reduced, draws)
     num_blocks = 1 if masses is None else masses.shape[1]
-    positions = shared["POSITIONS"]
-    accept_kernel[(batch,)](
+    vocab, positions = step.logits.shape[1], reduced.num_positions
+    reduced.variant.launch(
+        accept_kernel,
+        (batch, 1, 1),
         output,
         account,
-        cu_num_logits_ptr=step.cu_num_logits,
-        slots_ptr=step.slots,
-        pos_ptr=None if draws is None else draws.pos,
-        clipped_ptr=clipped,
-        masses_ptr=masses,
-        num_speculative_tokens=step.num_speculative_tokens,
-        num_blocks=num_blocks,
-        BLOCKS=kept_size(num_blocks, 1),
-        RULE=rule.name,
-        SAMPLED=kind,
+        reduced.partials,
+        step.records.table,
+        step.input_ids,
+        step.cu_num_logits,
+        rule.protected,
+        guard,
+        step.slots,
+        step.total_len,
+        step.prompt_len,
+        None if draws is None else draws.sampling,
+        None if draws is None else draws.pos,
+        clipped,
+        masses,
+        step.num_speculative_tokens,
+        num_blocks,
+        vocab,
+        reduced.num_splits,
+        num_lanes(vocab),
+        kept_size(num_blocks, 1),
+        positions,
+        rule.name,
+        kind,
         # Long drafts leave one warp too few registers.
         num_warps=max(1, positions // 8),
-        **shared,
+        enable_fp_fusion=False,
     )
     if draws is not None:
         from vllm_mars.kernels.draw_kernel import draw
 
-        draw(step, draws, clipped, output, account, shared)
+        draw(reduced, draws, clipped, output, account)
     return output
 
 
 @functools.cache
 def _kept_table(batch: int, width: int, device: torch.device) -> torch.Tensor:
     return torch.empty((batch, 2, width), device=device)
-
-
-def rule_arguments(
-    step: Step, rule: Rule, guard: Guard | None, draws: Draws | None
-) -> dict[str, Any]:
-    """Launches `rows_kernel`; what the kernels that apply the rule take, as `accept` has it."""
-    vocab = step.logits.shape[1]
-    partials, num_splits = reduce_rows(step, rule, guard, draws)
-    return {
-        "partials": partials,
-        "records_ptr": step.records.table,
-        "input_ids_ptr": step.input_ids,
-        "protected": rule.protected,
-        "guard": guard,
-        "total_len_ptr": step.total_len,
-        "prompt_len_ptr": step.prompt_len,
-        "sampling": None if draws is None else draws.sampling,
-        "vocab": vocab,
-        "num_splits": num_splits,
-        "SPLITS": num_lanes(vocab),
-        "POSITIONS": kept_size(step.num_speculative_tokens + 1, _MIN_POSITIONS),
-        "enable_fp_fusion": False,
-    }

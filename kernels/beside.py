@@ -1,7 +1,5 @@
 """What a step of Model Runner V2 does beside verifying, each in one launch in the place of many.
 
-    anew_kernel    grid (blocks,)  with what the next drafts are drawn: a request's temperature
-                                   times its share, and a seed that no step has twice
     ended_kernel   grid (ended,)   what requests lost that end, by bucket
     ratios_kernel  grid (B, K + 1) log p of a token that was sampled becomes log m
 
@@ -14,85 +12,10 @@ import triton.language as tl
 
 from vllm_mars.kernels.terms import RECORD_SIZE, Column, CounterLayout, Records
 
-# Requests of a program, and columns of logprobs that are looked at at a time.
+# Columns of logprobs that are looked at at a time.
 _BLOCK = 128
 # Views that start anywhere.
 _UNALIGNED = ["slots_ptr", "cu_num_logits_ptr"]
-
-
-@triton.jit(do_not_specialize=["batch", "share"], do_not_specialize_on_alignment=_UNALIGNED)
-def anew_kernel(
-    # [S], or None
-    drawn_at_ptr,
-    new_seeds_ptr,
-    # Of the temperature, of requests that are not strict
-    share,
-    # [S, SIZE]
-    records_ptr,
-    # [S]
-    temperature_ptr,
-    seeds_ptr,
-    total_len_ptr,
-    # [batch], -1 for none
-    slots_ptr,
-    batch,
-    PRICE: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots_ptr + place, mask=place < batch, other=-1).to(tl.int64)
-    is_there = slot >= 0
-    if drawn_at_ptr is not None:
-        price = tl.load(records_ptr + slot * SIZE + PRICE, mask=is_there, other=0)
-        temperature = tl.load(temperature_ptr + slot, mask=is_there, other=0.0)
-        drawn_at = tl.where(price > 0, temperature * share, temperature)
-        tl.store(drawn_at_ptr + slot, drawn_at, mask=is_there)
-    if new_seeds_ptr is not None:
-        seed = tl.load(seeds_ptr + slot, mask=is_there, other=0)
-        # A request's tokens grow with each step.
-        total = tl.load(total_len_ptr + slot, mask=is_there, other=0).to(tl.int64)
-        tl.store(new_seeds_ptr + slot, seed ^ (total << 32), mask=is_there)
-
-
-def draw_anew(
-    drawn_at: torch.Tensor | None,
-    new_seeds: torch.Tensor | None,
-    share: float,
-    records: Records,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    total_len: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """Writes with what the drafts of some requests are drawn.
-
-    Args:
-        drawn_at: float32 `[S]`, the share of the temperature; written at the slots, unless None.
-        new_seeds: int64 `[S]`, likewise the seed of the step.
-        share: of the temperature, of requests that are not strict.
-        records: of all slots.
-        temperature: float32 `[S]`.
-        seeds: int64 `[S]`.
-        total_len: int32 `[S]`, tokens of prompt and output.
-        slots: int32 or int64 `[batch]`; -1 is skipped.
-    """
-    batch = len(slots)
-    anew_kernel[(-(-batch // _BLOCK),)](
-        drawn_at,
-        new_seeds,
-        share,
-        records.table,
-        temperature,
-        seeds,
-        total_len,
-        slots,
-        batch,
-        PRICE=int(Column.PRICE),
-        SIZE=RECORD_SIZE,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)

@@ -22,7 +22,6 @@ are under way at once. A row without a price is not read by `clip_kernel`.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -32,11 +31,13 @@ from triton.language.extra import libdevice
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.kept_kernel import is_kept, kept_tokens, num_kept
 from vllm_mars.kernels.rows_kernel import (
+    Reduced,
     draft_log_sum_exp,
     draft_strides,
     kept_size,
     kept_sums,
     log_sum_exp,
+    num_lanes,
     reduce_splits,
     unpack_value,
 )
@@ -382,15 +383,12 @@ def _kept_clipped(
     return clipped, torch.empty((num_rows, num_blocks), device=device)
 
 
-def clip_rows(
-    logits: torch.Tensor, draws: Draws, shared: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def clip_rows(reduced: Reduced, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches `clip_kernel`, and `mass_kernel` where a draft can have a second token.
 
     Args:
-        logits: `[num_rows, vocab]` of the step.
+        reduced: the step.
         draws: of the step, with `draft_logits`, as wide as the target's.
-        shared: of `accept.rule_arguments`.
 
     Returns:
         `[num_rows, CLIPPED]` and `[num_rows, blocks]` float32, and maybe rows behind these; of a
@@ -399,41 +397,58 @@ def clip_rows(
         over in the next step.
     """
     assert draws.sampling.drawn_at is not None, "drafts are drawn at a temperature"
-    draft_logits = draws.sampling.draft_logits
-    num_rows, vocab = draws.pos.shape[0], shared["vocab"]
+    assert draws.sampling.draft_logits is not None, "and these are kept"
+    step, launch = reduced.step, reduced.variant.launch
+    most_drafts, vocab = draws.sampling.draft_logits.shape[1:]
+    logits, num_rows = step.logits, draws.pos.shape[0]
     block, warps = clip_settings(vocab)
     num_blocks, mass_block = mass_settings(vocab)
     clipped, masses = _kept_clipped(kept_size(num_rows, 256), num_blocks, logits.device)
-    draft_stride, draft_step_stride = draft_strides(draws)
-    of_rows = {
-        "row_slots_ptr": draws.row_slots,
-        "row_places_ptr": draws.row_places,
-        "draft_stride": draft_stride,
-        "draft_step_stride": draft_step_stride,
-        "num_rows": num_rows,
-    }
-    clip_kernel[(num_rows,)](
+    of_rows = draws.row_slots, draws.row_places, *draft_strides(draws)
+    launch(
+        clip_kernel,
+        (num_rows, 1, 1),
         clipped,
         logits,
         logits.stride(0),
-        num_speculative_tokens=draft_logits.shape[1],
-        TOLERANCE=TOLERANCE,
-        BLOCK=block,
+        reduced.partials,
+        step.records.table,
+        step.input_ids,
+        reduced.rule.protected,
+        reduced.guard,
+        step.total_len,
+        step.prompt_len,
+        draws.sampling,
+        *of_rows,
+        most_drafts,
+        num_rows,
+        vocab,
+        reduced.num_splits,
+        num_lanes(vocab),
+        reduced.num_positions,
+        TOLERANCE,
+        block,
         num_warps=warps,
-        **of_rows,
-        **shared,
+        enable_fp_fusion=False,
     )
-    if draft_logits.shape[1] > 1:
-        names = ("records_ptr", "input_ids_ptr", "protected", "guard", "sampling", "vocab")
-        mass_kernel[(num_rows, num_blocks)](
+    if most_drafts > 1:
+        launch(
+            mass_kernel,
+            (num_rows, num_blocks, 1),
             masses,
             clipped,
             logits,
             logits.stride(0),
-            BLOCK=mass_block,
+            step.records.table,
+            step.input_ids,
+            reduced.rule.protected,
+            reduced.guard,
+            draws.sampling,
+            *of_rows,
+            num_rows,
+            vocab,
+            mass_block,
             num_warps=max(1, mass_block // 1024),
             enable_fp_fusion=False,
-            **of_rows,
-            **{name: shared[name] for name in names},
         )
     return clipped, masses

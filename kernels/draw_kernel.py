@@ -11,7 +11,6 @@ they do in p. A draft token that was never drawn has no q.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -22,8 +21,8 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 from vllm_mars.kernels.clip_kernel import load_clipped, log_probabilities, log_ratio
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.kept_kernel import is_kept
-from vllm_mars.kernels.rows_kernel import draft_strides, kept_size
-from vllm_mars.kernels.terms import Account, Draws, Step, VerifyOutput
+from vllm_mars.kernels.rows_kernel import Reduced, draft_strides, kept_size
+from vllm_mars.kernels.terms import Account, Draws, VerifyOutput
 
 # Logits of a block of the draw; the noise of a token is the same in a block of any size. On an H200
 # few large blocks take half the time of many small ones where 16 requests sample, and no more where
@@ -168,22 +167,21 @@ def resample_kernel(
 
 
 def draw(
-    step: Step,
+    reduced: Reduced,
     draws: Draws,
     clipped: torch.Tensor | None,
     output: VerifyOutput,
     account: Account,
-    shared: dict[str, Any],
 ) -> None:
     """Adds the token behind the accepted drafts of each request that samples."""
-    batch = step.slots.shape[0]
-    is_drawn = draws.sampling.draft_logits is not None
-    num_blocks, block, warps = draw_settings(shared["vocab"], is_drawn)
+    step, batch = reduced.step, reduced.step.slots.shape[0]
+    vocab, is_drawn = step.logits.shape[1], draws.sampling.draft_logits is not None
+    num_blocks, block, warps = draw_settings(vocab, is_drawn)
     size = kept_size(batch, 256)
     tokens, values, ended = _kept_best(size, num_blocks, draws.use_fp64, step.logits.device)
-    names = ("records_ptr", "input_ids_ptr", "vocab", "protected", "guard")
-    draft_stride, draft_step_stride = draft_strides(draws)
-    resample_kernel[(batch, num_blocks)](
+    reduced.variant.launch(
+        resample_kernel,
+        (batch, num_blocks, 1),
         output.output_token_ids,
         account.table,
         tokens,
@@ -191,21 +189,24 @@ def draw(
         ended,
         step.logits,
         step.logits.stride(0),
-        clipped_ptr=clipped,
-        sampling=draws.sampling,
-        draft_stride=draft_stride,
-        draft_step_stride=draft_step_stride,
-        num_sampled_ptr=output.num_emitted,
-        cu_num_logits_ptr=step.cu_num_logits,
-        slots_ptr=step.slots,
-        pos_ptr=draws.pos,
-        num_speculative_tokens=step.num_speculative_tokens,
-        num_blocks=num_blocks,
-        BLOCK=block,
-        BLOCKS=kept_size(num_blocks, 1),
-        USE_FP64=draws.use_fp64,
+        clipped,
+        draws.sampling,
+        *draft_strides(draws),
+        reduced.rule.protected,
+        reduced.guard,
+        step.records.table,
+        output.num_emitted,
+        step.input_ids,
+        step.cu_num_logits,
+        step.slots,
+        draws.pos,
+        step.num_speculative_tokens,
+        vocab,
+        num_blocks,
+        block,
+        kept_size(num_blocks, 1),
+        draws.use_fp64,
         num_warps=warps,
-        **{name: shared[name] for name in names},
     )
 
 

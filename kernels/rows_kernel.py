@@ -26,6 +26,7 @@ equals, the lowest id, and a NaN wins over everything, as in torch.argmax.
 """
 
 import functools
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -35,11 +36,14 @@ from triton.language.extra import libdevice
 
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.kept_kernel import kept_tokens, num_kept
+from vllm_mars.kernels.launch import Variant, variant
 from vllm_mars.kernels.terms import Draws, Guard, Rule, Step
 
 # Indices start where vLLM's views of them start, so their alignment would only multiply the
 # compiled variants; nothing is gained from it.
 _UNALIGNED = ["input_ids_ptr", "row_slots_ptr", "row_places_ptr"]
+# Small batches share variants: fewer than 8 positions cost no less.
+_MIN_POSITIONS = 8
 
 
 @triton.jit
@@ -393,9 +397,33 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int, int]:
     return splits, blocks_per_split, block, 8 if block >= 2048 else 4
 
 
+class Reduced(NamedTuple):
+    """A step whose rows have been read: what the kernels behind `rows_kernel` are given.
+
+    Attributes:
+        step, rule, guard, draws: see `accept_kernel.accept`.
+        variant: by which the step's kernels are launched.
+        partials: the partial results of its rows.
+        num_splits: of each row.
+    """
+
+    step: Step
+    rule: Rule
+    guard: Guard | None
+    draws: Draws | None
+    variant: Variant
+    partials: Partials
+    num_splits: int
+
+    @property
+    def num_positions(self) -> int:
+        """POSITIONS of the kernels that look at a request's rows."""
+        return kept_size(self.step.num_speculative_tokens + 1, _MIN_POSITIONS)
+
+
 def reduce_rows(
     step: Step, rule: Rule, guard: Guard | None = None, draws: Draws | None = None
-) -> tuple[Partials, int]:
+) -> Reduced:
     """Launches `rows_kernel`.
 
     Args:
@@ -404,16 +432,16 @@ def reduce_rows(
         rule: of the engine.
         guard: what the text before each row asks, or None.
         draws: of the step, where requests sample; then the sums are found, too.
-
-    Returns:
-        The partial results, and `num_splits` of each row.
     """
     logits = step.logits
     num_rows, vocab = logits.shape
     num_splits, blocks_per_split, block, warps = launch_settings(vocab, num_rows)
     partials = _kept_partials(kept_size(num_rows * num_splits, 4096), logits.device)
+    own = _variant_of(step, rule, guard, draws)
     if num_rows:
-        rows_kernel[(num_rows, num_splits)](
+        own.launch(
+            rows_kernel,
+            (num_rows, num_splits, 1),
             partials,
             logits,
             logits.stride(0),
@@ -428,13 +456,29 @@ def reduce_rows(
             num_rows,
             vocab,
             blocks_per_split,
-            BLOCK=block,
-            CHUNK=16 // logits.element_size(),
-            WITH_SECOND=rule.name != "price",
-            WITH_SUM=draws is not None,
+            block,
+            16 // logits.element_size(),
+            rule.name != "price",
+            draws is not None,
             num_warps=warps,
         )
-    return partials, num_splits
+    return Reduced(step, rule, guard, draws, own, partials, num_splits)
+
+
+def _variant_of(step: Step, rule: Rule, guard: Guard | None, draws: Draws | None) -> Variant:
+    logits, drafts = step.logits, None
+    given: tuple[Hashable, ...] = ()
+    if draws is not None:
+        drafts = draws.sampling.draft_logits
+        given = draws.pos.dtype, draws.row_slots.dtype, draws.row_places.dtype
+    if drafts is not None:
+        given = *given, drafts.dtype, drafts.data_ptr() % 16 == 0
+        given = *given, draws.sampling.next_seeds is None
+    return variant(
+        *(logits.device, logits.dtype, logits.data_ptr() % 16 == 0),
+        *(step.input_ids.dtype, step.slots.dtype, rule.protected is None, guard is None),
+        *given,
+    )
 
 
 def draft_strides(draws: Draws | None) -> tuple[int, int]:

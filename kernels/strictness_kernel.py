@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.launch import variant
 from vllm_mars.kernels.rows_kernel import kept_size
 from vllm_mars.kernels.terms import (
     GUARD_WINDOW,
@@ -100,7 +101,11 @@ def _list(
     LENGTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Lists what followed at least so many of the tokens before a position; returns its number."""
+    """Lists what followed at least so many of the tokens before a position; returns its number.
+
+    Of lanes with the same token any may come first, but sums go by the list's order, so it is
+    sorted.
+    """
     position, first, ring_ptr, num_answer, draft_ptr = text
     count = tl.zeros([], tl.int32)
     for block in range(first + 1, position, BLOCK):
@@ -120,6 +125,12 @@ def _list(
         tl.debug_barrier()
         index = tl.arange(0, C.MOST_FOLLOWERS)
         token = tl.load(list_ptr + index, mask=index < count, other=0)
+        place = tl.zeros_like(token)
+        for k in range(0, tl.minimum(count, C.MOST_FOLLOWERS)):
+            place += (tl.load(list_ptr + k) < token).to(tl.int32)
+        # All warps have loaded what others store.
+        tl.debug_barrier()
+        tl.store(list_ptr + place, token, mask=index < count)
         tl.store(seen_ptr + token // 32, tl.zeros_like(token), mask=index < count)
         if count > C.MOST_FOLLOWERS:
             for block in range(0, vocab, 32 * BLOCK):
@@ -217,6 +228,8 @@ def strictness_kernel(
     seen_ptr += request * num_words
     # Read once: it lies in the host's memory.
     is_greedy = tl.load(temperature_ptr + slot) == 0.0
+    # What would repeat means nothing to a strict request.
+    is_strict = tl.load(record_ptr + C.PRICE) == 0
     first = tl.maximum(num_answer - WINDOW, 0)
     for j in range(0, num_draft):
         token = tl.load(draft_ptr + j).to(tl.int32)
@@ -227,11 +240,13 @@ def strictness_kernel(
             blocked = tl.where(token == tl.load(draft_ptr + j - 1), C.REPEAT, blocked)
         if LENGTH > 0:
             text = num_answer + j, first, ring_ptr, num_answer, draft_ptr
-            longest = _longest(token, text, BLOCK, LENGTH, WINDOW)
+            if is_strict == 0:
+                longest = _longest(token, text, BLOCK, LENGTH, WINDOW)
             # Of a greedy request nothing is listed where the draft token does not repeat.
-            least = tl.where(is_greedy, tl.where(longest > 0, longest, LENGTH), 1)
-            list_ptr = guard.followers + (start + j).to(tl.int64) * C.MOST_FOLLOWERS
-            count = _list(list_ptr, seen_ptr, vocab, least, text, BLOCK, LENGTH, WINDOW)
+            least = tl.where(is_greedy | is_strict, longest, 1)
+            if least > 0:
+                list_ptr = guard.followers + (start + j).to(tl.int64) * C.MOST_FOLLOWERS
+                count = _list(list_ptr, seen_ptr, vocab, least, text, BLOCK, LENGTH, WINDOW)
             blocked = tl.where(count > C.MOST_FOLLOWERS, C.REPEAT, blocked)
             count = tl.where(count > C.MOST_FOLLOWERS, 0, count)
         if markers_ptr is not None:
@@ -278,7 +293,10 @@ def guard_positions(
     guard = _kept_guard(kept_size(num_rows, 256), device)
     seen = _none_seen(kept_size(batch, 64), -(-vocab // 32), device)
     table, opening = (None, 0) if markers is None else markers
-    strictness_kernel[(batch,)](
+    own = variant(device, step.slots.dtype, step.input_ids.dtype, table is None)
+    own.launch(
+        strictness_kernel,
+        (batch, 1, 1),
         guard,
         seen,
         seen.shape[1],
@@ -296,9 +314,9 @@ def guard_positions(
         table,
         0 if table is None else table.shape[0],
         opening,
-        FILLS=fills,
-        LENGTH=ngram,
-        WINDOW=ring.shape[1],
+        fills,
+        ngram,
+        ring.shape[1],
     )
     return guard
 

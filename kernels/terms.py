@@ -265,7 +265,8 @@ class Guard(NamedTuple):
         followers: int32 `[num_rows, MOST_FOLLOWERS]`, each token once; what lies behind
             `num_followers` of them is not read. Of a request that samples all tokens that followed
             the last one. Of a greedy request, where the draft token repeats, those that complete an
-            n-gram as long as it does: beside one of these it may be relaxed.
+            n-gram as long as it does: beside one of these it may be relaxed. Of a strict request
+            nothing that repeats is looked for. Sorted.
     """
 
     blocked: torch.Tensor
@@ -299,12 +300,15 @@ class Sampling(NamedTuple):
         drawn_at: float32 `[S]`, with `draft_logits`: the temperature that they are drawn at; 0 of a
             greedy request, of which nothing is read there. On the device, where `temperature` lies
             in the host's memory.
+        next_seeds: int64 `[S]`, where drafts are drawn: a step writes there with which seed the
+            next draft is drawn. None where vLLM sees to it.
     """
 
     temperature: torch.Tensor
     seeds: torch.Tensor
     draft_logits: torch.Tensor | None = None
     drawn_at: torch.Tensor | None = None
+    next_seeds: torch.Tensor | None = None
 
 
 class Draws(NamedTuple):

@@ -150,10 +150,10 @@ def tensors_of(guard: Guarded) -> Guard:
 
 
 def listed(guard: Guard, num_rows: int) -> list[tuple]:
-    """The entries that a kernel has found of each row; it lists each token once."""
+    """The entries that a kernel has found of each row; it lists each token once, in order."""
     blocked, repeats, counts, followers = (column[:num_rows].tolist() for column in guard)
     own = [row[:count] for row, count in zip(followers, counts, strict=True)]
-    assert [*map(len, own)] == [len({*row}) for row in own]
+    assert own == [sorted({*row}) for row in own]
     return [*zip(blocked, map(bool, repeats), map(set, own), strict=True)]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import interpreter
 import leftovers
 
 # Before anything imports vLLM or a Hugging Face library. Child servers inherit them.
@@ -30,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT] = []
     if not hasattr(config, "workerinput"):
         leftovers.begin()
+    interpreter.configure(config)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -59,13 +61,17 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with engines come first, as they take longest; a file stays on one worker of xdist.
+    """Files that take longest come first: those with interpreted tests, then those with engines.
 
-    Files that share an engine name a group of their own: `pytest.mark.xdist_group("name")`.
+    A file stays on one worker of xdist. Files that share an engine name a group of their own:
+    `pytest.mark.xdist_group("name")`.
     """
-    with_engines = {item.path for item in items if item.get_closest_marker("engine")}
+    first = {
+        name: {item.path for item in items if item.get_closest_marker(name)}
+        for name in ("interpreted", "engine")
+    }
     # Whole files, or what a module's fixtures hold would be built twice.
-    items.sort(key=lambda item: item.path not in with_engines)
+    items.sort(key=lambda item: [item.path not in paths for paths in first.values()])
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
@@ -127,6 +133,21 @@ def bounded_server(bytes_model, tmp_path_factory):
 
     with open_server(bytes_model, BOUNDED, tmp_path_factory.mktemp("bounded")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def opt_in_server(packaged_model, tmp_path_factory):
+    """The server of the group "opt_in_server": strict unless a request asks (docs/serve.md)."""
+    from engines import OPT_IN, packaged_server
+    from vllm_mars.local.draft_head import PACKAGED_HEAD
+    from vllm_mars.local.drafts import speculative_config
+
+    config = speculative_config(str(PACKAGED_HEAD), 3, **OPT_IN)
+    whole = "--no-enable-prefix-caching"
+    with packaged_server(
+        packaged_model, config, tmp_path_factory.mktemp("opt_in"), whole
+    ) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,7 @@ LOSSY = {
 }
 # Tests' answers are short.
 BOUNDED = {**MARS, "mars_max_loss": 0.02, "mars_strict_opening": 0}
+OPT_IN = {"rejection_sample_method": "mars", "mars_max_loss": 0, "mars_limit": 0.02}
 
 # Of a constrained answer.
 PET = {

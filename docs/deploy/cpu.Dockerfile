@@ -1,7 +1,7 @@
 # Neither run nor built: no Docker daemon was available. Linted, and checked by
-# tests/test_deploy.py. From the repository's root, with the address of PyTorch's index of CPU wheels:
+# tests/test_deploy.py. From the repository's root; an index of your own is --build-arg PIP_EXTRA_INDEX_URL=...:
 #
-#   docker build -f docs/deploy/cpu.Dockerfile -t vllm-mars:cpu --build-arg PIP_EXTRA_INDEX_URL=... .
+#   docker build -f docs/deploy/cpu.Dockerfile -t vllm-mars:cpu .
 
 FROM python:3.12-slim-bookworm
 

@@ -25,6 +25,8 @@ vllm-mars serve "$(vllm-mars model)" --served-model-name model \
         "num_speculative_tokens": 3,
         "rejection_sample_method": "mars", "mars_max_loss": 0, "mars_limit": 0.02}' \
     --enforce-eager --dtype float32 &
+# Without a network LiteLLM would try three times to fetch prices.
+export LITELLM_LOCAL_MODEL_COST_MAP=True
 # In an environment of its own: LiteLLM's proxy wants older packages than vLLM.
 uvx --python "$(command -v python)" --from 'litellm[proxy]==1.108.7' \
     litellm --config examples/gateway/litellm.yaml --host 127.0.0.1 --port "$port" &

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import launches
 from benchmarks.figures import table_of
 from benchmarks.launches import META, Counted
 
@@ -41,6 +42,12 @@ def cases(output):
     return found
 
 
+def test_without_a_compiler_it_says_so_and_ends_with_2(monkeypatch, capsys):
+    monkeypatch.setenv("CC", "no such compiler")
+    assert launches.main([]) == 2
+    assert "needs a C compiler to build Triton's launcher" in capsys.readouterr().err
+
+
 def test_nothing_waits_for_the_device(cases):
     assert {row["syncs"] for row in cases.values()} == {0}
     with Counted(), pytest.raises(NotImplementedError):
@@ -57,15 +64,12 @@ def test_greedy_steps(cases, case):
 
 
 def test_other_steps_launch_no_more_than_vllms(cases):
-    """But the one that gives a probabilistic drafter its temperatures and seeds.
-
-    They are called as vLLM's runner does, by which a grammar that is not there would be seen.
-    """
+    """They are called as vLLM's runner does, by which a grammar that is not there would be seen."""
     for case, row in cases.items():
         if case.endswith(("sampled", "mixed")):
             assert row["launches"] <= row["standard"], case
         if case.endswith("drawn drafts"):
-            assert row["launches"] <= row["block"] + 1, case
+            assert row["launches"] <= row["block"], case
 
 
 def test_requests_that_leave_and_come(cases):
@@ -93,10 +97,10 @@ def test_the_file_of_host_times_makes_a_table(output):
     for row in file["rows"]:
         times = dict(zip([name for name, *_ in file["columns"]], row, strict=True))
         assert ("probabilistic" in times["step"]) == (times["vLLM, block, us"] is not None)
-        # A step is its verification and more.
+        # A step is its verification and more, but so few rounds tell nothing else.
         for name in ("vLLM, standard, us", "MARS, us"):
-            assert 0 < min(times[name]) and times[f"whole step: {name}"][0] > 0
-        # So few rounds tell nothing.
-        assert len(times["MARS and what it wraps / vLLM"]) == 3
+            assert 0 < times[name] and 0 < times[f"whole step: {name}"]
+        best = "vLLM, block, us" if "probabilistic" in times["step"] else "vLLM, standard, us"
+        assert times["MARS / vLLM"] == pytest.approx(times["MARS, us"] / times[best], abs=1e-3)
     assert len([*table_of(file["columns"], file["rows"])]) == 2 + 9
     assert sum("step" in line for line in lines) == 9

@@ -130,6 +130,9 @@ class Step:
             sampler.add_request(int(state), request.sampling)
         states.apply_staged_writes()
         sampler.apply_staged_writes()
+        if config is not None and self.draft_logits is not None:
+            # These drafts were drawn at the temperature itself.
+            requests.drawn_with[0].copy_(sampler.sampling_states.temperature.gpu)
         for state, request in zip(self.states, self.requests, strict=True):
             # What the runner does after each step.
             for position in range(self._prefill_len(request), len(request.tokens)):

@@ -7,7 +7,15 @@ import pytest
 
 from sweep_files import STANDARD, failed, joined, mars, stalled, turn, write_sweep
 from vllm_mars.experiments.records import Piece, read_sweep
-from vllm_mars.experiments.rows import COLUMNS, Interval, rich_table, rows, shown, tables
+from vllm_mars.experiments.rows import (
+    COLUMNS,
+    Interval,
+    rich_table,
+    rows,
+    shown,
+    tables,
+    turned,
+)
 from vllm_mars.experiments.runner import pieces, variety
 
 BLOCKS = range(3)
@@ -152,11 +160,33 @@ def test_tables(tmp_path):
     assert under_load.title == "greedy, 4 requests at a time, 2 answers"
     assert sampled.title == "temperature 1, 1 request at a time, 2 answers"
     assert [row[0] for row in greedy.rows] == ["standard", "price 0.5"]
-    assert greedy.rows[1][1] == "failed: vLLM ended"
+    assert greedy.names[-1] == "failed" and [row[-1] for row in greedy.rows] == ["", "vLLM ended"]
     assert "tokens/s" in under_load.names and "tokens/s" not in greedy.names
     assert "nats lost per token" not in sampled.names, "vLLM's own server does not count it"
     assert set(greedy.names) <= COLUMNS.keys(), "nothing is beside the baseline"
     assert rich_table(greedy).row_count == 2
+
+
+@pytest.mark.parametrize(
+    ("reasons", "shown"),
+    [
+        ([], []),
+        (["one\nlong log"], [["price 0.5", "one"]]),
+        (["one", ""], [["price 0.5", "one"], ["price 0.6", "no reason is given"]]),
+    ],
+)
+def test_tables_of_nothing_and_of_failed_rows_alone(tmp_path, reasons, shown):
+    records = [failed(mars(0.5 + 0.1 * at), reason) for at, reason in enumerate(reasons)]
+    found = tables(rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records))), "price 0.5")
+    assert [[*map(list, table.rows)] for table in found] == ([shown] if shown else [])
+    for table in found:
+        assert table.names == ["rule", "failed"] and rich_table(turned(table)).row_count == 1
+
+
+def test_some_turns_failed(tmp_path):
+    records = [turn(STANDARD), dataclasses.replace(failed(STANDARD, "why"), block=1)]
+    (table,) = tables(rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records))), "standard")
+    assert "2 answers" in table.title and table.rows[0][-1] == "why"
 
 
 def test_a_line_that_was_cut_is_left_out_and_replaced(tmp_path):

@@ -15,8 +15,10 @@ import pytest
 from processes import MARK, marked, wait_until
 from stand_in.answers import Handler, answering
 from vllm_mars.experiments import client
+from vllm_mars.experiments.plan import SweepOptions
 from vllm_mars.experiments.records import read_sweep
 from vllm_mars.experiments.rows import rows
+from vllm_mars.experiments.sweep import check_methods, run_sweep
 
 PROMPTS = [
     {"id": "repeat", "prompt": "w20 w21 w22 w20 w21 w22 w20 w21 w22"},
@@ -123,6 +125,22 @@ def check_figures(file, directory):
     assert len(text["drawn", "repeat"]) == 2
     assert directory not in json.dumps([head.run["command"] for head in file.heads])
     assert directory not in json.dumps([record.config for record in file.records])
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "nearest"),
+    [
+        ({"methods": ("standard", "marss")}, "marss", "mars"),
+        ({"methods": ("autoregresive",)}, "autoregresive", "autoregressive"),
+        ({"cells": ('own={"rejection_sample_method": "blocks"}',)}, "blocks", "block"),
+    ],
+)
+def test_a_method_that_does_not_exist_is_refused_at_once(tmp_path, options, name, nearest):
+    wrong = f"method='{name}' is no rejection_sample_method of vLLM .*; did you mean '{nearest}'"
+    with pytest.raises(ValueError, match=wrong):
+        run_sweep(SweepOptions(**options), tmp_path / "s.jsonl")
+    assert not (tmp_path / "s.jsonl").exists()
+    check_methods(SweepOptions(methods=("autoregressive", "standard", "block", "strict", "mars")))
 
 
 def test_a_turn_that_fails_says_why():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from sweep_files import NGRAM, turn, write_sweep
+from sweep_files import NGRAM, failed, turn, write_sweep
 from vllm_mars import cli
 from vllm_mars.experiments import tune
 from vllm_mars.experiments.plan import Cell
@@ -144,6 +144,9 @@ def test_what_is_told(tmp_path):
     alone = [it for it in file.records if it.block == 0]
     lines, _ = tune.told(served, dataclasses.replace(file, records=[alone[0]]))
     assert lines[-1].startswith("A server has one setting")
+    for left in ([], [failed(it.cell, "why") for it in alone]):
+        _, table = tune.told(served, dataclasses.replace(file, records=left))
+        assert all(row[3:5] == ["", ""] for row in table.rows)
 
 
 @pytest.mark.engine

@@ -13,8 +13,7 @@ from golden_tokens import DEVICE, IS_INTERPRETED
 from vllm_mars.kernels import accept_kernel
 from vllm_mars.kernels.terms import NO_BOUND, Draws, Protected, Records, Rule, Sampling, Step
 
-if not IS_INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
+pytestmark = [pytest.mark.interpreted] if IS_INTERPRETED else []
 
 VOCAB, LENGTH = 64, 2
 KEPT = torch.tensor([0, 5, 33])

@@ -1,7 +1,7 @@
 """Lossy sampled steps: the tokens are those that the interpreter drew from the same seeds.
 
-On a GPU, and in the interpreter (`tests/kernels/test_kernel_interpreted.py`), which must still draw
-what it wrote; on a CPU what is written is replayed.
+On a GPU, or else in the interpreter, which must still draw what it wrote; on a CPU what is written
+is replayed.
 """
 
 import json
@@ -18,6 +18,8 @@ from vllm_mars.kernels.terms import STRUCK
 ALL = max(NUM_STEPS.values())
 MOST = [2, pytest.param(ALL, marks=pytest.mark.nightly)] if IS_INTERPRETED else [ALL]
 
+IN_PROCESS = pytest.mark.interpreted if IS_INTERPRETED else pytest.mark.usefixtures()
+
 
 def written(kind, most=ALL):
     """The first steps of a kind with their tokens."""
@@ -28,16 +30,15 @@ def written(kind, most=ALL):
         yield call, step, tokens
 
 
-@pytest.mark.skipif(
-    not IS_INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"
-)
+@IN_PROCESS
 @pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow)")
 @pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kinds", [[kind] for kind in KINDS] if IS_INTERPRETED else [[*KINDS]])
 @pytest.mark.parametrize("most", MOST)
-def test_tokens_are_those_that_were_written(most):
+def test_tokens_are_those_that_were_written(most, kinds):
     """By rounding at most 1 in 1,000 may differ; those behind it in its step follow from it."""
     count, other = 0, []
-    for kind in KINDS:
+    for kind in kinds:
         for number, (call, step, expected) in enumerate(written(kind, most)):
             found = tokens_of(call, step)
             count += sum(map(len, expected))

@@ -148,6 +148,7 @@ def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
     inputs, ends = ids([answer[-1], *draft]), ids([len(draft) + 1])
     records = terms.Records.new(1, DEVICE)
     records.table[0, terms.Column.SCOPE] = terms.IN_THINKING
+    records.price.fill_(1)
     logits = torch.empty((len(inputs), 30), device=DEVICE)
     step = terms.Step(logits, inputs, ends, records, zero, ids([length]), zero, len(draft))
     found = guard_positions(

@@ -32,6 +32,12 @@ class Launch(NamedTuple):
         """The kernel's."""
         return self.kernel.fn.__name__
 
+    def __getitem__(self, name: str) -> Any:
+        """An argument or an option."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        return self.args[self.kernel.arg_names.index(name)]
+
 
 class Resources(NamedTuple):
     """What a compiled kernel takes.

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer, whose steps of V2 are in `check_sampler_v2.py`; and what it finds."""
+"""A short run of the fuzzer, whose steps of V2 `tests/conformance/test_step_v2.py` has."""
 
 import numpy as np
 import torch

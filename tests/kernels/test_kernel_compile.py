@@ -41,7 +41,7 @@ RECORDS = Records.new(1, ONE.device)
 PROTECTED = Protected.of(torch.zeros(VOCAB, dtype=torch.bool), ONE.device)
 GUARD = tensors_of(Guarded.of([(0, False, ())] * 3))
 SAMPLING = Sampling(torch.ones(1), ONE.long())
-DRAWN = Sampling(*SAMPLING[:2], torch.empty(1, 2, VOCAB).half(), torch.ones(1))
+DRAWN = Sampling(*SAMPLING[:2], torch.empty(1, 2, VOCAB).half(), torch.ones(1), ONE.long())
 
 
 def rows(dtype=torch.bfloat16, stride=VOCAB):
@@ -108,12 +108,6 @@ VARIANTS = {
     "resample_kernel": call(verify, "price", SAMPLING),
     "resample_kernel, drawn": call(verify, "price", DRAWN),
     "strictness_kernel": call(look),
-    "anew_kernel": call(
-        *(beside.draw_anew, torch.ones(1), ONE.long(), RECORDS, torch.ones(1), ONE.long(), ONE, ONE)
-    ),
-    "anew_kernel, seeds alone": call(
-        *(beside.draw_anew, None, ONE.long(), RECORDS, torch.ones(1), ONE.long(), ONE, ONE)
-    ),
     "ended_kernel": call(count_ended),
     "ratios_kernel": call(add_log_ratios),
 }
@@ -129,7 +123,8 @@ PASSES = {
 # Bytes that a variant may spill. Smaller blocks of the draw would spill none; on an H200 these take
 # half the time of small ones where 16 requests sample.
 SPILLS = {("resample_kernel", target): 8 for target in TARGETS} | {
-    ("strictness_kernel", "sm_80"): 8
+    ("accept_kernel, sampled price", "sm_90"): 8,
+    ("strictness_kernel", "sm_100"): 8,
 }
 
 
@@ -161,8 +156,8 @@ def test_compiled_code(variant, target):
         assert found.fused == 0, "what is compared must be rounded"
     passes = [PASSES[begin] for begin in PASSES if variant.startswith(begin)]
     if passes and "odd stride" not in variant:
-        block = launch.kwargs["BLOCK"] * (4 if "float32" in variant else 2)
-        threads = launch.kwargs["num_warps"] * TARGETS[target].warp_size
+        block = launch["BLOCK"] * (4 if "float32" in variant else 2)
+        threads = launch["num_warps"] * TARGETS[target].warp_size
         least = passes[-1] * (block // threads // 16)
         assert found.wide_loads >= least, "a row must be read in 16-byte loads"
     if name == "rows_kernel" and "odd stride" not in variant:

@@ -63,7 +63,7 @@ class Engine:
         }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(models):
     @contextmanager
     def start(of_engine=None, **options):
@@ -222,13 +222,21 @@ def test_a_bound_alone_sets_the_price(engine, models):
         )
 
 
-def test_nothing_is_relaxed_inside_a_span(models, engine):
+LOOSE = {"mars_theta": 0.01}
+
+
+@pytest.fixture(scope="module")
+def loose_and_strict(engine):
+    """The tokens of the first prompt's answer by a lossy engine, and those that it asks for."""
+    with engine(**LOOSE) as running:
+        answers = [running.ask(PROMPTS[:1], extra_args=own) for own in ({}, {"mars_theta": 1})]
+    return [list(answer.token_ids) for (answer,) in answers]
+
+
+def test_nothing_is_relaxed_inside_a_span(models, engine, loose_and_strict):
     tiny_models.tokenizer(models[0], ends="</s> ")
-    loose = {"mars_theta": 0.01}
-    with engine(**loose) as running:
-        free = running.ask()
     # A token that occurs opens the span, the next one of that answer closes it.
-    tokens = list(free[0].token_ids)
+    tokens, _ = loose_and_strict
     start = max(set(tokens), key=tokens.count)
     end = next(token for token in tokens if token != start)
     spans = ((start, end), (PROMPTS[3][-1], None))
@@ -242,7 +250,7 @@ def test_nothing_is_relaxed_inside_a_span(models, engine):
     prompts = [*PROMPTS, *gone_on] * 2
     long = {"max_model_len": 512, "max_num_batched_tokens": 64}
     own = {"mars_strict_spans": [list(span) for span in spans]}
-    with engine({"skip_tokenizer_init": False, **long}, **loose, **own) as running:
+    with engine({"skip_tokenizer_init": False, **long}, **LOOSE, **own) as running:
         outputs = [running.ask([prompt])[0] for prompt in prompts]
         assert running.metrics("vllm:prefix_cache_hits")[()] > 0
         refused = running.metrics("vllm:mars_refused_positions")["span",]
@@ -262,20 +270,17 @@ def test_nothing_is_relaxed_inside_a_span(models, engine):
     # Opened by the last message, and by one before it.
     assert [returned(out)["relaxed_positions"] != [] for out in outputs[3:6]] == [0, 0, 1]
     # Without a tokenizer it is not known where a message begins.
-    with engine(long, **loose, **own) as running:
+    with engine(long, **LOOSE, **own) as running:
         unknown = running.ask(prompts[:7])
     strict = {"theta": 1, "strict": "prompt", **NOTHING}
     assert [returned(output) == strict for output in unknown] == [0, 0, 0, 1, 1, 1, 0]
 
 
-def test_nothing_is_relaxed_outside_the_scope(models, engine):
+def test_nothing_is_relaxed_outside_the_scope(models, engine, loose_and_strict):
     """Neither by a request's own scope nor by the server's."""
     tiny_models.tokenizer(models[0], ends="</s> ")
-    loose = {"mars_theta": 0.01}
-    with engine(**loose) as running:
-        strict = running.ask(PROMPTS[:1], extra_args={"mars_theta": 1})
     # A token that occurs begins the thinking, another one of that answer ends it.
-    tokens = list(strict[0].token_ids)
+    _, tokens = loose_and_strict
     start = max(set(tokens), key=tokens.count)
     end = next(token for token in tokens if token != start)
     markers = {"reasoning_start_str": f"w{start}", "reasoning_end_str": f"w{end}"}
@@ -298,13 +303,13 @@ def test_nothing_is_relaxed_outside_the_scope(models, engine):
         return [list(output.token_ids) for output in outputs]
 
     reads = {"skip_tokenizer_init": False, "reasoning_config": markers}
-    with engine(reads, **loose) as running:
+    with engine(reads, **LOOSE) as running:
         own = {
             scope: check(scope, running.ask(prompts, extra_args={"mars_scope": scope}))
             for scope in ("thinking", "answer")
         }
         assert running.metrics("vllm:mars_refused_positions")["scope",] > 0
-    with engine(reads, **loose, mars_scope="answer") as running:
+    with engine(reads, **LOOSE, mars_scope="answer") as running:
         assert check("answer", running.ask(prompts)) == own["answer"]
 
 

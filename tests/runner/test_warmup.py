@@ -1,16 +1,10 @@
 """What is compiled before the first request is all that serving reaches."""
 
-import contextlib
-from types import SimpleNamespace
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction
 
+from benchmarks.launcher import without_compiling
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import accept_kernel
 from vllm_mars.kernels.strictness_kernel import guard_positions, new_ring
@@ -24,26 +18,6 @@ CPU = torch.device("cpu")
 # The longest draft; 16 lanes hold it and the bonus token, but 8 its beginning.
 K = 11
 SLOTS = 6
-
-
-@contextlib.contextmanager
-def compilations():
-    """Yields a set that gets each variant that a launch asks Triton for; nothing is compiled."""
-    found = set()
-    driver = SimpleNamespace(
-        get_current_device=lambda: "a test's",
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-    )
-
-    def compile_nothing(kernel, key, *_args):
-        found.add((kernel.fn.__name__, key))
-
-    with (
-        mock.patch.object(triton.runtime.driver, "_active", driver),
-        mock.patch.object(JITFunction, "_do_compile", compile_nothing),
-    ):
-        yield found
 
 
 class Engine:
@@ -122,14 +96,16 @@ class Engine:
 def test_nothing_compiles_while_serving(options, is_drawn, vocab):
     engine = Engine(MarsConfig(**options), vocab, is_drawn)
     logits = torch.zeros((2, vocab), dtype=torch.bfloat16)
-    with compilations() as warm:
+    launched = []
+    with without_compiling(lambda name, _: launched.append(name)) as compiled:
         warm_up(engine.verification, logits, K, engine.draft_logits if is_drawn else None)
+        warm = len(compiled)
+        launched.clear()
+        for _ in range(60):
+            engine.step()
     # Raw and processed rows have kernels of their own; rows that start anywhere have more.
     # What reads rows has a variant for each alignment of theirs, since only then loads are wide.
     most = {32_000: 9, 50_257: 15} if not is_drawn else {32_000: 13, 50_257: 23}
-    assert len(warm) <= most[vocab]
-    with compilations() as found:
-        for _ in range(60):
-            engine.step()
-    assert found
-    assert {name for name, _ in found - warm} == set()
+    assert warm <= most[vocab]
+    assert launched and not {*launched} - {name for name, _ in compiled}
+    assert compiled[warm:] == []

@@ -104,6 +104,12 @@ class Record:
         return Key(self.name, self.temperature, self.concurrency, self.repeat, self.block)
 
     @property
+    def problem(self) -> str:
+        """Why it failed, in a line; "" where it did not."""
+        first, *_ = [*self.reason.splitlines(), "no reason is given"]
+        return "" if self.measured else first
+
+    @property
     def cell(self) -> Cell:
         """What it belongs to."""
         return Cell(self.name, self.config, self.temperature, self.concurrency)

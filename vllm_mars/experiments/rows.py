@@ -40,7 +40,7 @@ class Row:
     """One cell; None is what was not measured, or has no meaning there.
 
     Attributes:
-        problem: why turns of it failed; "" where none did.
+        problem: why turns of it failed, in a line; "" where none did.
         answers: how many.
         ttft: seconds until the first token, the median over prompts.
         paces: tokens per second of an answer, in each turn.
@@ -112,7 +112,7 @@ def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
     cell = records[0].cell
     own = [record.measured for record in records if record.measured]
     if not own:
-        return Row(cell, records[0].reason)
+        return Row(cell, records[0].problem)
     prompts, blocks = _by_prompt(records, most), _by_block(records)
     their_prompts, their_blocks = _by_prompt(base, most), _by_block(base)
     alone = cell.concurrency == 1
@@ -152,7 +152,7 @@ def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
         figures["drift"] = estimate(ratio_of_means, blocks, ["drift", "tokens"])
     return Row(
         cell,
-        next((it.reason for it in records if not it.measured), ""),
+        next((it.problem for it in records if not it.measured), ""),
         sum(len(it.answers) for it in own),
         tuple(
             float(1 / _middle(np.array([of.seconds / of.tokens for of in it.answers])))
@@ -328,6 +328,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "same answers": lambda row: shown(row.same, ".2f", ends=False),
     "repeated 4-grams": lambda row: shown(row.repeated, ".3f", ends=False),
     "distinct tokens": lambda row: shown(row.distinct, ".3f", ends=False),
+    "failed": lambda row: row.problem,
 }
 TIMES = ("time", "speed", "ttft", "tpot", "token_speed", "tokens_per_second")
 # Followed by the baseline's name.
@@ -361,7 +362,7 @@ def heat(temperature: float) -> str:
 
 
 def tables(found: Sequence[Row], baseline: str) -> list[Text]:
-    """A table for each temperature and load; a row without figures says why."""
+    """A table for each temperature and load; its last column says why turns failed, if any did."""
     texts = []
     for group in points(found):
         _, _, temperature, load = group[0].cell
@@ -369,12 +370,7 @@ def tables(found: Sequence[Row], baseline: str) -> list[Text]:
         answers = max(row.answers for row in group)
         title = f"{heat(temperature)}, {load} request{'s' if load > 1 else ''} at a time"
         title += f", {answers} answers"
-        body = []
-        for row in group:
-            texts_of = [COLUMNS[name](row) for name in names]
-            if not row.answers:
-                texts_of[1] = "failed: " + row.problem.splitlines()[0]
-            body.append(texts_of)
+        body = [[COLUMNS[name](row) for name in names] for row in group]
         named = [
             f"{name} x {baseline}"
             if name in RATIOS

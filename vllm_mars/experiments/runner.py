@@ -8,9 +8,10 @@ import functools
 import json
 import math
 import os
+import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Generator, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ WAKE_TOKENS = 4
 REQUEST_TIMEOUT = 120.0
 # Of a server with the packaged model, each of those that start side by side on two idle cores.
 START_SECONDS = 33
+MINUTE = 60.0
 # Of the first choice's probability.
 UNLIKELY = 0.2
 # What the last step counts arrives a little behind its tokens.
@@ -86,7 +88,25 @@ class LocalRunner:
 
         # Those that turns are left for.
         due = [config for config in configs if any(it.server == config for it in turns)]
-        began = time.monotonic()
+        expected = START_SECONDS * len(due)
+        began, measuring, measured = time.monotonic(), 0.0, 0
+
+        def doing() -> str:
+            so_far = time.monotonic() - (measuring or began)
+            if not measuring:
+                text = f"servers have been starting for {so_far:.0f} s"
+                if not self._is_usual():
+                    return text
+                if so_far > expected:
+                    return f"{text}; other work holds them up"
+                return f"{text}; {expected - so_far:.0f} s left on idle cores"
+            text = f"turn {measured + 1} of {len(turns)}, measuring for {so_far:.0f} s"
+            if not measured:
+                return text
+            left = timedelta(seconds=round(so_far / measured * (len(turns) - measured)))
+            return f"{text}; about {left} left"
+
+        stack.enter_context(_each_minute(self._say, doing))
 
         def wait(config: str) -> None:
             number = f"server {due.index(config) + 1} of {len(due)}"
@@ -97,7 +117,7 @@ class LocalRunner:
                 self._say(f"{number} failed")
                 problems[config] = str(error)
 
-        seconds = f": about {START_SECONDS * len(due)} s on two idle cores"
+        seconds = f": about {expected} s on two idle cores"
         self._say(f"waiting for {len(due)} servers to start{seconds if self._is_usual() else ''}")
         for config in due:
             server = servers[config] = self._server(config, configs.index(config), len(configs))
@@ -109,8 +129,8 @@ class LocalRunner:
         for config in servers if self._on_cpu else ():
             wait(config)
         self._say(f"measuring {len(turns)} turns of {self._sweep.options.block} prompts or fewer")
-        last = None
-        for turn in turns:
+        last, measuring = None, time.monotonic()
+        for measured, turn in enumerate(turns):  # noqa: B007 - `doing` tells it
             problem = problems.get(turn.server) or self._refused(turn)
             if problem:
                 yield self._record(turn, None, problem)
@@ -253,6 +273,24 @@ class LocalRunner:
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@contextlib.contextmanager
+def _each_minute(say: Callable[[str], None], doing: Callable[[], str]) -> Iterator[None]:
+    """Says each minute what is being done."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(MINUTE):
+            say(doing())
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def record(

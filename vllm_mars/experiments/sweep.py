@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import json
 import time
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.experiments.plan import Sweep, SweepOptions, Turn, load_sweep
+from vllm_mars.config import METHOD
+from vllm_mars.experiments.plan import METHODS, STANDARD, Sweep, SweepOptions, Turn, load_sweep
 from vllm_mars.experiments.ray_turns import RayRunner
 from vllm_mars.experiments.records import Head, Record, SweepFile, append, read_sweep
 from vllm_mars.experiments.runner import LocalRunner
@@ -45,6 +48,7 @@ def run_sweep(
     from rich.console import Console
 
     say = partial(Console(stderr=True).print, soft_wrap=True, markup=False, highlight=False)
+    check_methods(options)
     sweep = load_sweep(options)
     settings = _settings(sweep)
     with _locked(output), contextlib.ExitStack() as stack:
@@ -93,6 +97,27 @@ def run_sweep(
     return read_sweep(output)
 
 
+def check_methods(options: SweepOptions) -> None:
+    """Raises ValueError, with the nearest name, if a rule is none of the installed vLLM's."""
+    asked = {(cell.config or {}).get("rejection_sample_method") for cell in options.all_cells()}
+    ours = {STANDARD, METHOD}
+    if not (unknown := {str(it) for it in asked if it} - ours):
+        return
+    try:
+        # Takes some ten seconds.
+        from vllm.config import SpeculativeConfig
+    except ImportError:
+        return
+    theirs = typing.get_args(typing.get_type_hints(SpeculativeConfig)["rejection_sample_method"])
+    for name in sorted(unknown - {*theirs}):
+        words = [*dict.fromkeys([*METHODS, *theirs])]
+        nearest, *_ = difflib.get_close_matches(name, words, 1, 0)
+        raise ValueError(
+            f"method={name!r} is no rejection_sample_method of vLLM {versions()['vllm']}; did you "
+            f"mean {nearest!r}? There are {', '.join(words)}."
+        )
+
+
 def _settings(sweep: Sweep) -> dict[str, Any]:
     """What a file's turns have in common."""
     options = sweep.options
@@ -132,7 +157,7 @@ def _check_rules(file: SweepFile, due: Sequence[Turn], output: Path) -> None:
 def _outcome(record: Record) -> str:
     name = f"{record.name}, T {record.temperature:g}, {record.concurrency} at once"
     if record.measured is None:
-        return f"{name}: failed: {record.reason.splitlines()[0]}"
+        return f"{name}: failed: {record.problem}"
     measured = record.measured
     speed = sum(answer.tokens for answer in measured.answers) / measured.seconds
     steps = f", {1 + measured.accepted / measured.drafts:.2f} per step" if measured.drafts else ""

@@ -322,7 +322,11 @@ def run(
     minutes: float = 20.0,
     **given: Any,
 ) -> int:
-    """Runs the command and returns 0."""
+    """Runs the command.
+
+    Returns:
+        0, or 1 where a turn of the comparison failed.
+    """
     from rich.console import Console
 
     from vllm_mars.experiments.rows import rich_table
@@ -342,4 +346,7 @@ def run(
     ]
     content = {"chosen": chosen, "told": lines, "file": output.name, **describe_run(None)}
     output.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-    return 0
+    failed = [record for record in file.records if record.measured is None]
+    for record in failed:
+        print(f"{record.name}: failed: {record.problem}", file=sys.stderr)
+    return int(bool(failed))

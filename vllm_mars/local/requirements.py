@@ -4,7 +4,8 @@ import importlib.util
 from collections.abc import Iterable
 
 INSTALL_VLLM = (
-    "run pip install '.[cuda]' in the checkout of vllm-mars, or '.[cpu]' where there is no GPU."
+    "run pip install '.[cuda]' in the checkout of vllm-mars, or where there is no GPU "
+    "`make install`, which makes an environment in .venv."
 )
 
 

@@ -6,7 +6,6 @@ again (V2), sees the very distribution that was drawn from, in whatever dtype th
 greedy request's temperature, 0, stays what it is.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,9 +66,7 @@ def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], tor
     drafter._sample_from_logits = sample
 
 
-def scale_v2(
-    runner: Any, config: MarsConfig, requests: "RequestsV2"
-) -> Callable[[], torch.Tensor] | None:
+def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> bool:
     """Lets the speculator of a V2 runner draw at a share of the temperature.
 
     vLLM draws by seed and position. Verified by blocks, a draft stays or not by the numbers of all
@@ -79,13 +76,12 @@ def scale_v2(
     Args:
         runner: vLLM's V2 `GPUModelRunner`. If its speculator draws, `propose`, which copies
             temperatures and seeds to where its CUDA graphs read them, is wrapped, on this instance
-            alone.
+            alone: it is given those that the requests keep.
         config: the options.
         requests: of the runner.
 
     Returns:
-        It gives what drafts were drawn at last, float32 by slot, which verification has to divide
-        their logits by as well; None for the request's own temperature.
+        Whether seeds are to change with each step.
 
     Raises:
         RuntimeError: the option is given, but this speculator draws nothing; or it does not say.
@@ -94,45 +90,27 @@ def scale_v2(
 
     speculator = runner.speculator
     draws = _said_by(speculator, "draft_logits") is not None
-    is_scaled = _is_scaled(draws, speculator, config)
-    seeds_repeat = not hasattr(gumbel, "spec_step_seed")
-    if not draws or not (is_scaled or seeds_repeat):
-        return None
-
-    from vllm_mars.kernels.beside import draw_anew
-
-    # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
-    # sleep mode throws away. A step may write to both: the speculator has copied what the last one
-    # wrote, on the same stream.
-    @functools.cache
-    def drawn_at() -> torch.Tensor:
-        return torch.zeros_like(runner.sampler.sampling_states.temperature.gpu)
-
-    @functools.cache
-    def new_seeds() -> torch.Tensor:
-        return torch.zeros_like(runner.sampler.sampling_states.seeds.gpu)
-
+    seeds_change = draws and not hasattr(gumbel, "spec_step_seed")
+    if not _is_scaled(draws, speculator, config) and not seeds_change:
+        return False
     propose = speculator.propose
     names = list(inspect.signature(propose).parameters)
+    places = {names.index("temperature"): "temperature"}
+    if seeds_change:
+        places[names.index("seeds")] = "seeds"
 
     def propose_anew(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        # With each model vLLM makes another sampler.
-        batch, sampling = given["input_batch"], runner.sampler.sampling_states
-        # Without a request that samples, no launch is added.
-        if sampling.temperature.np[batch.idx_mapping_np].any():
-            own = drawn_at() if is_scaled else None, new_seeds() if seeds_repeat else None
-            # Of vLLM's, another buffer each time that a request comes.
-            temperature, seeds = given["temperature"], given["seeds"]
-            total_len = runner.req_states.total_len.gpu
-            state = config.draft_share, requests.records, temperature, seeds, total_len
-            draw_anew(*own, *state, batch.idx_mapping)
-            given["temperature"] = temperature if own[0] is None else own[0]
-            given["seeds"] = seeds if own[1] is None else own[1]
-        return propose(**given)
+        given = list(args)
+        # By place in a step, by name in vLLM's dummy run.
+        for (place, name), own in zip(places.items(), requests.drawn_with, strict=False):
+            if place < len(given):
+                given[place] = own
+            else:
+                kwargs[name] = own
+        return propose(*given, **kwargs)
 
     speculator.propose = propose_anew
-    return drawn_at if is_scaled else None
+    return seeds_change
 
 
 def _said_by(drafter: Any, name: str) -> Any:

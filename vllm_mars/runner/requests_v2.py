@@ -100,6 +100,23 @@ class RequestsV2(LogitsProcessor):
         return Records(self._staged.gpu)
 
     @cached_property
+    def _drawn_at(self) -> StagedWriteTensor:
+        return self._by_slot(torch.float32)
+
+    @cached_property
+    def _next_seeds(self) -> StagedWriteTensor:
+        return self._by_slot(torch.int64)
+
+    def _by_slot(self, dtype: torch.dtype) -> StagedWriteTensor:
+        return StagedWriteTensor(self._req_states.max_num_reqs, dtype, self._req_states.device)
+
+    @property
+    def drawn_with(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Temperature and seed that the next drafts are drawn with, float32 and int64, by slot."""
+        assert self._is_drawn, "draft_sample_method is not 'probabilistic', but drafts are drawn"
+        return self._drawn_at.gpu, self._next_seeds.gpu
+
+    @cached_property
     def _ended(self) -> UvaBufferPool:
         return UvaBufferPool(self._req_states.max_num_reqs, torch.int32)
 
@@ -139,11 +156,24 @@ class RequestsV2(LogitsProcessor):
         record[Column.STATE], record[Column.BEGUN] = state, begun
         record[Column.SCANNED], record[Column.HELD] = length, prompt_len
         self._staged.stage_write(req_idx, 0, record)
+        if self._is_drawn:
+            # A strict request has nothing of drafts that are drawn at a share of its temperature.
+            share = self._config.draft_share if record[Column.PRICE] else 1.0
+            drawn_at = np.float32(sampling_params.temperature) * np.float32(share)
+            self._drawn_at.stage_write_elem(req_idx, float(drawn_at))
+            # As vLLM does it, so that all tensor-parallel ranks take the same one. Behind its
+            # prefill a request has one token more.
+            seed = sampling_params.seed
+            seed = int(np.random.randint(2**62)) if seed is None else seed
+            self._next_seeds.stage_write_elem(req_idx, seed ^ (length + 1 << 32))
         return False
 
     def apply_staged_writes(self) -> None:
         """Hands what is new to the device."""
         self._staged.apply_write()
+        if self._is_drawn:
+            self._drawn_at.apply_write()
+            self._next_seeds.apply_write()
         if self._restored:
             slots = async_tensor_h2d([*self._restored], self._req_states.device, torch.int64)
             kept = torch.stack([*self._restored.values()])

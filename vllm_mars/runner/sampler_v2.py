@@ -51,8 +51,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: device of the logits.
         verification: of the engine, by the Triton kernels.
         requests: the requests in the runner's slots.
-        drawn_at: gives the temperature that drafts were drawn at last, float32 `[max_num_reqs]`;
-            None where it is the request's own.
+        seeds_change: whether the seeds of drafts are to change with each step.
         send_returned: called behind each verification, with what requests want to know enqueued.
     """
 
@@ -63,11 +62,11 @@ class MarsRejectionSamplerV2(RejectionSampler):
         device: torch.device,
         verification: Verification,
         requests: RequestsV2,
-        drawn_at: Callable[[], torch.Tensor] | None = None,
+        seeds_change: bool = True,
         send_returned: Callable[[], object] = bool,
     ) -> None:
         super().__init__(sampler, spec_config, device)
-        self.drawn_at = drawn_at
+        self._seeds_change = seeds_change
         self.verification = verification
         self.requests = requests
         self._send_returned = send_returned
@@ -159,12 +158,14 @@ class MarsRejectionSamplerV2(RejectionSampler):
         self._slots, self._table = (expanded_idx_mapping, idx_mapping), None
         draws = None
         if states.temperature.np[idx_mapping_np].any():
-            drawn_at = None
+            drawn_at = next_seeds = None
             if draft_logits is not None:
-                # The target's logits have been divided by theirs; this is for the draft's.
-                drawn_at = temperature if self.drawn_at is None else self.drawn_at()
+                drawn_at, next_seeds = self.requests.drawn_with
+            if not self._seeds_change:
+                next_seeds = None
+            sampling = Sampling(temperature, states.seeds.gpu, draft_logits, drawn_at, next_seeds)
             draws = Draws(
-                Sampling(temperature, states.seeds.gpu, draft_logits, drawn_at),
+                sampling,
                 pos,
                 expanded_idx_mapping,
                 expanded_local_pos,
@@ -263,7 +264,7 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
     counters = Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device)
     protected = protected_token_ids(config, runner.vllm_config)
     verification = Verification(config, protected, counters)
-    drawn_at = draft_temperature.scale_v2(runner, config, requests)
+    seeds_change = draft_temperature.scale_v2(runner, config, requests)
     finish_requests = runner.finish_requests
 
     def leave_and_finish(scheduler_output: Any) -> None:
@@ -273,7 +274,7 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
 
     def renewed(sampler: Sampler) -> MarsRejectionSamplerV2:
         sampler.logits_processors.append(requests)
-        own = sampler, spec_config, runner.device, verification, requests, drawn_at
+        own = sampler, spec_config, runner.device, verification, requests, seeds_change
         return MarsRejectionSamplerV2(*own, functools.partial(send_returned, runner, verification))
 
     runner.finish_requests = leave_and_finish

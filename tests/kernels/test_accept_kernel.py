@@ -1,7 +1,4 @@
-"""The kernels of `accept_kernel`, run by the interpreter, against the CPU's form of the rule.
-
-Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
-"""
+"""The kernels of `accept_kernel`, run by the interpreter, against the CPU's form of the rule."""
 
 import math
 
@@ -24,9 +21,11 @@ from vllm_mars.kernels.terms import (
     Step,
 )
 
+pytestmark = pytest.mark.interpreted
+
 
 def test_the_kernels_are_interpreted():
-    """Here, and in the other files of checks, which run in this process."""
+    """Here, and so in the other files of tests that are marked."""
     for module in (accept_kernel, clip_kernel, strictness_kernel, rows_kernel):
         kernels = [value for name, value in vars(module).items() if name.endswith("_kernel")]
         assert kernels and all(isinstance(kernel, InterpretedFunction) for kernel in kernels)
@@ -104,7 +103,7 @@ def test_large_vocabulary():
     ids = torch.tensor([0, 3, vocab - 1, -1], dtype=torch.int32)
     step = Step(logits, ids, one + 4, records, one, one, one, 3)
     rule = Rule("theta", Protected.of(mask, CPU))
-    partials, splits = rows_kernel.reduce_rows(step, rule, None, draws)
+    *_, partials, splits = rows_kernel.reduce_rows(step, rule, None, draws)
     mask[-1] = True
     assert partials.logit[:4].tolist() == [logits[0, 3], logits[1, -1], -math.inf, -math.inf]
     largest, kept, kept_moments = partials.kept[:12].view(4, 3).double().T

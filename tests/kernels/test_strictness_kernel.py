@@ -1,7 +1,4 @@
-"""The kernel of what looks at tokens, run by the interpreter, against its definitions.
-
-Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
-"""
+"""The kernel of what looks at tokens, run by the interpreter, against its definitions."""
 
 import itertools
 
@@ -16,6 +13,8 @@ from vllm_mars.kernels.rows_kernel import kept_size
 from vllm_mars.kernels.strictness_kernel import guard_positions
 from vllm_mars.kernels.terms import MOST_FOLLOWERS, RECORD_SIZE, Column, Records, Step, Verdict
 from vllm_mars.runner.strictness import Followers, Sections, guarded
+
+pytestmark = pytest.mark.interpreted
 
 CPU = torch.device("cpu")
 SLOTS, BATCH, CAPACITY = 6, 4, 2_000
@@ -65,6 +64,8 @@ class Batch:
         record[Column.SCANNED] = len(known)
         record[Column.HELD] = len(self.prompts[slot])
         record[Column.SCOPE] = int(self.rng.integers(0, 3))
+        # A strict request among them, for which nothing that repeats is looked for.
+        record[Column.PRICE] = int(slot != 5)
 
     def step(self) -> None:
         rng = self.rng
@@ -107,7 +108,7 @@ class Batch:
             is_filled = [token == last for token, last in pairs]
             reasons = [a or Verdict.REPEAT * b for a, b in zip(reasons, is_filled, strict=True)]
         repeated = [[] for _ in draft]
-        if self.ngram:
+        if self.ngram and self.records.table[slot, Column.PRICE]:
             repeated = Followers(self.ngram, self.window).before(answer, draft)
         rows = guarded(reasons, draft, repeated, bool(self.temperature[slot]))
         return [(*row[:2], {*row[2]}) for row in rows]

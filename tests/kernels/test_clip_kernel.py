@@ -1,7 +1,4 @@
-"""The kernel of the rule for drawn drafts, run by the interpreter, against its torch form.
-
-Run by `tests/kernels/test_kernel_interpreted.py`, with TRITON_INTERPRET=1 set before triton loads.
-"""
+"""The kernel of the rule for drawn drafts, run by the interpreter, against its torch form."""
 
 import math
 
@@ -11,13 +8,16 @@ import torch
 import clip_cases
 from clip_cases import KEPT
 from vllm_mars.kernels import clip_kernel
-from vllm_mars.kernels.accept_kernel import rule_arguments
 from vllm_mars.kernels.clip import TOLERANCE
 from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.rows_kernel import reduce_rows
 from vllm_mars.kernels.terms import NO_BOUND, Draws, Protected, Records, Rule, Sampling, Step
 
 # p = q = 0 behind the vocabulary and where a token is masked: the ratio is replaced.
-pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow)")
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow)"),
+]
 # Multiples of what a price is counted in.
 PRICES = (torch.tensor([0.0, 0.05, 0.5, 1.0, 2.0, 1000.0]) * 2**16).round() / 2**16
 SLOTS = torch.tensor([3, 5, 0, 4, 2, 1])
@@ -68,7 +68,7 @@ def clip(target, drafts, prices, temperature):
     places = torch.arange(2).repeat(6).int()
     draws = Draws(sampling, ids.long(), SLOTS.repeat_interleave(2), places)
     rule = Rule("price", protected=Protected.of(mask, mask.device))
-    found, _ = clip_kernel.clip_rows(rows, draws, rule_arguments(step, rule, None, draws))
+    found, _ = clip_kernel.clip_rows(reduce_rows(step, rule, None, draws), draws)
     return found[:12:2].clone()
 
 

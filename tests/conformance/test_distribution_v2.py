@@ -1,12 +1,11 @@
 """What Model Runner V2 emits for sampled requests, and what it says of it: all of it.
 
-Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter. It takes 50 ms for a
-request, hence small cases; `check_sampler_v2.py` compares token by token.
+Triton's interpreter takes 50 ms for a request, hence small cases; `test_step_v2.py` compares token
+by token.
 """
 
 import numpy as np
 import pytest
-import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 from vllm.v1.worker.gpu.structured_outputs import grammar_invalid_drafts
@@ -15,6 +14,8 @@ from enumerated import FEATURES, Batch, case_of
 from scheduled import CASES, MARS, Engine, logits_of, write_model
 from steps_v2 import Request, Step, emitted
 from vllm_mars.kernels import accept_kernel, clip_kernel, draw_kernel
+
+pytestmark = pytest.mark.interpreted
 
 # What drafts are drawn at.
 SHARE = 0.5
@@ -58,7 +59,8 @@ def check(monkeypatch, batch, logits, acceptable=None):
     sampler = step.sampler(case.config, protected=case.protected)
     # To compile for a first step is counted, too.
     sampler._is_warm = True
-    sampler.drawn_at = lambda: torch.full((len(requests) + 2,), SHARE)
+    if case.is_drawn:
+        sampler.requests.drawn_with[0].fill_(SHARE)
     lost = sampler.requests.records.lost
     lost[step.states] = case.lost
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})

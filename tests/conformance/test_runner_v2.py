@@ -1,7 +1,4 @@
-"""What is wrapped around a step of Model Runner V2, on vLLM's real samplers and their state.
-
-Run by `test_sampler_v2.py`, in a process whose Triton is the interpreter.
-"""
+"""What is wrapped around a step of Model Runner V2, on vLLM's real samplers and their state."""
 
 import pytest
 import torch
@@ -19,6 +16,8 @@ from vllm_mars import MarsConfig
 from vllm_mars.kernels.terms import CounterLayout
 from vllm_mars.runner import sampler_v2
 from vllm_mars.runner.counters import Counters
+
+pytestmark = pytest.mark.interpreted
 
 CPU = torch.device("cpu")
 BATCH, K = 5, 2
@@ -63,9 +62,9 @@ def test_a_second_load_model_installs_nothing_twice():
     # with seeds that one change has met.
     slots, sampling = twice._batch.idx_mapping, twice.sampler.sampling_states
     temperature, seeds = (given[slots] for given in twice.speculator.given)
-    assert temperature.tolist() == sampler.drawn_at()[slots].tolist() == [0.5] * BATCH
+    assert temperature.tolist() == [0.5] * BATCH
     if not hasattr(gumbel, "spec_step_seed"):
-        total = twice.req_states.total_len.gpu[slots].long()
+        total = twice.req_states.total_len.gpu[slots].long() + twice.sampled.num_sampled
         assert torch.equal(seeds, sampling.seeds.gpu[slots] ^ (total << 32))
     counters = sampler.verification.counters
     twice.step(finished=["1"])

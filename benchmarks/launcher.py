@@ -1,0 +1,146 @@
+"""Triton without a GPU: with nothing compiled, or with its own launcher over a driver's stand-in.
+
+Of the first, what is launched is noted, for `launches` and for tests. By the second, which times
+launches, Triton compiles kernels for a GPU that is not there, binds their arguments and hands them
+to its launcher, written in C, as on that GPU: missing is what the driver takes for a launch.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+
+TARGET = GPUTarget("cuda", 90, 32)
+NO_COMPILER = (
+    "benchmarks.launches needs a C compiler to build Triton's launcher, and gcc was not found; "
+    "install it, or name another one in the environment variable CC."
+)
+# Addresses are those of the host's memory; a device has room for any kernel.
+_LIBCUDA = """
+#include <stdint.h>
+#define DOES_NOTHING(name) int name(void) { return 0; }
+DOES_NOTHING(cuCtxSetCurrent) DOES_NOTHING(cuCtxSetLimit) DOES_NOTHING(cuDriverGetVersion)
+DOES_NOTHING(cuFuncSetAttribute) DOES_NOTHING(cuFuncSetCacheConfig) DOES_NOTHING(cuInit)
+DOES_NOTHING(cuLaunchKernelEx) DOES_NOTHING(cuModuleUnload) DOES_NOTHING(cuPointerGetAttributes)
+DOES_NOTHING(cuOccupancyMaxActiveClusters) DOES_NOTHING(cuStreamIsCapturing)
+DOES_NOTHING(cuTensorMapEncodeTiled) DOES_NOTHING(cuTensorMapEncodeIm2col)
+static int something;
+int cuGetErrorString(int error, const char **text) { *text = "a driver without a GPU"; return 0; }
+int cuDeviceGet(int *device, int number) { *device = number; return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+int cuDeviceGetAttribute(int *value, int name, int device) { *value = 1 << 16; return 0; }
+int cuFuncGetAttribute(int *value, int name, void *kernel) { *value = name ? 0 : 1024; return 0; }
+int cuCtxGetCurrent(void **context) { *context = &something; return 0; }
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+int cuCtxGetLimit(uint64_t *value, int limit) { *value = 0; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &something; return 0; }
+int cuModuleLoadData(void **module, const void *image) { *module = &something; return 0; }
+int cuModuleGetFunction(void **kernel, void *module, const char *name) {
+  *kernel = &something;
+  return 0;
+}
+int cuPointerGetAttribute(uint64_t *value, int name, uint64_t address) {
+  *value = address;
+  return 0;
+}
+"""
+
+
+class Uncompiled:
+    """Stands in for what Triton compiles a kernel to."""
+
+    function, packed_metadata = 0, ()
+
+    def __init__(self, launched: Callable[[tuple[Any, ...]], object]) -> None:
+        self._launched = launched
+
+    def run(self, *given: Any) -> None:
+        """What Triton calls to launch a kernel, with its grid, the stream, and so on, in front."""
+        self._launched(given)
+
+    def launch_metadata(self, *_: Any) -> None:
+        """What hooks of profilers would be told."""
+
+
+@contextlib.contextmanager
+def without_compiling(
+    launched: Callable[[str, tuple[Any, ...]], object],
+) -> Iterator[list[tuple[str, str]]]:
+    """Triton looks at arguments inside, but compiles nothing and launches nothing.
+
+    Each launch of a kernel that was looked up asks Triton, too, which must find the same one.
+
+    Args:
+        launched: told the name of a kernel and its arguments, with more in front.
+
+    Yields:
+        Name and key of each kernel that Triton would have compiled.
+    """
+    from vllm_mars.kernels import launch
+
+    # What is compiled is kept by it, and in `launch`.
+    place, found = object(), []
+
+    def compile_nothing(kernel: Any, key: str, *_: Any, **__: Any) -> Any:
+        name = kernel.fn.__name__
+        found.append((name, key))
+        made = Uncompiled(lambda given: launched(name, given))
+        kernel.device_caches[place][0][key] = made
+        return made
+
+    driver = SimpleNamespace(
+        get_current_device=lambda: place,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: TARGET,
+    )
+    launch.variant.cache_clear()
+    try:
+        with (
+            mock.patch.object(triton.runtime.driver, "_active", driver),
+            mock.patch.object(JITFunction, "_do_compile", compile_nothing),
+            mock.patch.object(launch, "CHECKS", True),
+        ):
+            yield found
+    finally:
+        launch.variant.cache_clear()
+
+
+def has_compiler() -> bool:
+    """Whether the launcher can be built here."""
+    return shutil.which(os.environ.get("CC", "gcc")) is not None
+
+
+@contextlib.contextmanager
+def without_a_driver() -> Iterator[None]:
+    """Triton launches inside, on CPU tensors, what it compiles for `TARGET`; once in a process."""
+    from triton.backends.nvidia import driver as nvidia
+
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "libcuda.so.1")
+        command = [os.environ.get("CC", "gcc"), "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+        subprocess.run(
+            [*command, "-x", "c", "-o", library, "-"], input=_LIBCUDA, text=True, check=True
+        )
+        # What opens it by its name finds it.
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        with mock.patch.dict(os.environ, TRITON_LIBCUDA_PATH=folder):
+            driver = SimpleNamespace(
+                get_current_device=lambda: 0,
+                get_current_stream=lambda device: 0,
+                get_current_target=lambda: TARGET,
+                launcher_cls=nvidia.CudaLauncher,
+            )
+            with mock.patch.object(triton.runtime.driver, "_active", driver):
+                driver.utils = nvidia.CudaUtils()
+                yield

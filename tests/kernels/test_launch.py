@@ -1,0 +1,145 @@
+"""Launches that are looked up are of the kernels that Triton would take."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from benchmarks import launcher
+from vllm_mars.kernels import accept_kernel, launch
+from vllm_mars.kernels.strictness_kernel import guard_positions, new_ring
+from vllm_mars.kernels.terms import (
+    Account,
+    CounterLayout,
+    Draws,
+    Markers,
+    Protected,
+    Records,
+    Rule,
+    Sampling,
+    Step,
+)
+
+CPU = torch.device("cpu")
+SLOTS = 5
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Steps:
+    """Random steps of one engine after the other.
+
+    Args:
+        seed: of all that is random.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.records = Records.new(SLOTS, CPU)
+
+    def one_of(self, *choices):
+        return choices[self.rng.integers(len(choices))]
+
+    def ids(self, *shape: int) -> torch.Tensor:
+        """Integers of 32 or 64 bits."""
+        return self.view(*shape, dtype=self.one_of(torch.int32, torch.int64))
+
+    def view(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """Zeros that begin anywhere in memory, as vLLM's slices do."""
+        start, size = int(self.rng.integers(0, 9)), int(np.prod(shape))
+        return torch.zeros(size + start, dtype=dtype)[start:].view(shape)
+
+    def begin(self) -> None:
+        """Another engine."""
+        self.vocab = self.one_of(1_000, 4_096, 32_000, 32_001, 50_256)
+        self.k = self.one_of(1, 2, 5, 8, 11)
+        protected = None
+        if self.rng.random() < 0.8:
+            mask = torch.zeros(self.vocab, dtype=torch.bool)
+            mask[: self.one_of(0, 40)] = True
+            protected = Protected.of(mask, CPU)
+        self.rule = Rule(self.one_of("theta", "price"), protected)
+        self.markers = self.one_of(None, Markers(torch.zeros(9, dtype=torch.int64), opening=8))
+        self.ngram, self.fills = self.one_of(0, 4), self.one_of(False, True)
+        self.use_fp64 = self.one_of(False, True)
+        self.drafts = None
+        if self.rule.name == "price" and self.rng.random() < 0.7:
+            wide = self.vocab + self.one_of(0, 0, 3, 16)
+            dtype = self.one_of(*DTYPES)
+            self.drafts = torch.zeros((SLOTS, self.k, wide), dtype=dtype)[..., : self.vocab]
+
+    def rows(self, size: int) -> torch.Tensor:
+        """Logits of any dtype, stride and beginning."""
+        wide, first = self.vocab + self.one_of(0, 0, 1, 8, 16), self.one_of(0, 0, 1, 2, 3)
+        rows = torch.zeros((first + size, wide), dtype=self.one_of(*DTYPES))
+        return rows[first:, : self.vocab]
+
+    def step(self) -> None:
+        """Launches a step."""
+        batch = int(self.rng.integers(1, SLOTS + 1))
+        size = batch + int(self.rng.integers(0, batch * self.k + 1))
+        by_slot = self.view(SLOTS), self.view(SLOTS)
+        own = self.records, self.ids(batch), *by_slot, self.k
+        step = Step(self.rows(size), self.ids(size), self.view(batch), *own)
+        guard, draws = None, None
+        if self.markers is not None or self.ngram or self.fills:
+            text = self.view(SLOTS, 64), step, torch.ones(SLOTS), self.markers
+            guard = guard_positions(new_ring(SLOTS, CPU), *text, self.ngram, self.fills)
+        if self.rng.random() < 0.7:
+            sampling = Sampling(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))
+            if self.drafts is not None:
+                seeds = self.one_of(None, torch.zeros(SLOTS, dtype=torch.int64))
+                sampling = Sampling(*sampling[:2], self.drafts, torch.ones(SLOTS), seeds)
+            by_row = self.ids(size), self.ids(size), self.ids(size)
+            draws = Draws(sampling, *by_row, self.use_fp64)
+        table = self.one_of(None, torch.zeros(batch, 2, self.k + 1))
+        account = Account(torch.zeros(CounterLayout(self.k).size, dtype=torch.int64), table)
+        accept_kernel.accept(step, self.rule, guard, account, draws)
+
+
+def test_random_steps_launch_what_triton_would_take():
+    steps, launched = Steps(0), []
+    with launcher.without_compiling(lambda name, _: launched.append(name)) as compiled:
+        for number in range(4_000):
+            if number % 40 == 0:
+                steps.begin()
+            steps.step()
+    assert len(launched) > 12_000
+    assert len({*launched}) == 6
+    # What is looked up is far more than what is found the first time.
+    assert len(compiled) < len(launched) / 3
+
+
+@triton.jit
+def added_kernel(out_ptr, value, number, size: tl.constexpr):
+    place = tl.arange(0, size)
+    tl.store(out_ptr + place, value + number)
+
+
+def test_another_kernel_than_tritons_is_an_error():
+    """Of numbers the caller need say nothing, of tensors all that differs."""
+    one = launch.variant(CPU, torch.float32)
+    out, ids = torch.zeros(32), torch.zeros(32, dtype=torch.int32)
+    with launcher.without_compiling(lambda *_: None) as compiled:
+        for number, block in itertools.product((1, 2, 16, 2**40), (16, 32)):
+            one.launch(added_kernel, (1, 1, 1), out, 0.5, number, block)
+        assert len(compiled) == 8
+        one.launch(added_kernel, (1, 1, 1), out, 0.5, 16, 16)
+        for other in (ids, out[1:]):
+            with pytest.raises(AssertionError, match="added_kernel was compiled for other argum"):
+                one.launch(added_kernel, (1, 1, 1), other, 0.5, 16, 16)
+
+
+@pytest.mark.skipif(not launcher.has_compiler(), reason="needs a C compiler")
+def test_tritons_launcher_and_the_hooks_of_profilers_are_told(monkeypatch):
+    told = []
+    hooks = triton.knobs.runtime
+    one, out = launch.variant("a profile"), torch.zeros(16)
+    with launcher.without_a_driver():
+        one.launch(added_kernel, (1, 1, 1), out, 0.5, 1, 16, num_warps=1)
+        monkeypatch.setattr(hooks.launch_enter_hook, "calls", [lambda of: told.append(of.get())])
+        monkeypatch.setattr(hooks.launch_exit_hook, "calls", [lambda of: told.append(of.get())])
+        one.launch(added_kernel, (1, 1, 1), out, 0.5, 1, 16, num_warps=1)
+    assert [of["name"] for of in told] == ["added_kernel"] * 2
