@@ -19,7 +19,6 @@ git. The site shows all of their tables (`all_tables`).
 """
 
 import json
-import math
 import os
 import re
 import sys
@@ -40,9 +39,7 @@ PLACE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 BOUND = "mars_max_loss 0.02"
-# README's table: what is free, of these rules, and what the bound adds to it, of that one.
-DEFAULT, TODAY = "standard, fixed drafts", "bound 0.02"
-HEADLINE = "reading", "states"
+TODAY, DEFAULT = "bound 0.02", "x vLLM's default"
 GAIN, ENDED = "tokens per step x strict", "where answers ended"
 # Tables with a column for each temperature: the format of a gain, and by a row's title the file,
 # its rules, of which a temperature shows the first that it has, and the column.
@@ -75,8 +72,6 @@ ACROSS: dict[str, tuple[str, dict[str, tuple[str, tuple[str, ...], str]]]] = {
         },
     ),
 }
-# They show rows of reading.json whose rules have no price, so that a change of the price is none.
-WITHOUT_PRICE = "headline", "theta"
 # The columns that say what a rule loses; and a heading's temperature.
 LOST = "nats lost per token", "nats per token"
 HEAT = re.compile("greedy|temperature")
@@ -248,37 +243,18 @@ def effects() -> Iterable[str]:
 
 
 def headline() -> Iterable[str]:
-    """The lines of README's table: a row for each temperature.
-
-    The best lossless setting over vLLM's default is of other prompts than MARS over that setting,
-    so what both gain together is their product.
-    """
-    whole, same = (list(cells(name)) for name in HEADLINE)
-    plain = {at: row["tokens per step x strict"] for at, rule, row in whole if rule == DEFAULT}
-    today: dict[str, dict[str, Any]] = {}
-    for heading, rule, row in same:
-        if rule == TODAY:
-            # The first is of probabilistic drafts, K 4.
-            today.setdefault(heading.split(",")[0], row)
+    """The lines of README's table: a row for each temperature."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for heading, rule, row in cells("states"):
+        # The first is of four probabilistic drafts.
+        found.setdefault((heading.split(", ")[0], rule), row)
     body = []
-    for at, row in today.items():
-        gain = row["x strict"]
-        over = plain.get(at)
-        free = [1.0, 1.0, 1.0] if over == 1 else over and [1 / over[of] for of in (0, 2, 1)]
-        both = free and _product(free, gain)
-        shown = (text(cell, ".2f") for cell in (free if over != 1 else 1.0, gain, both))
-        body.append([at, *shown, text(row["nats per token"][0], ".3f")])
+    for at in dict.fromkeys(at for at, _ in found):
+        strict, own = found[at, "strict"], found[at, TODAY]
+        shown = strict[DEFAULT], own["x strict"], own[DEFAULT]
+        body.append([at, *(text(it, ".2f") for it in shown), text(own["nats per token"][0], ".3f")])
     titles = ["lossless / vLLM's default", "MARS / lossless", "MARS / vLLM's default"]
-    return table(["requests", *titles, "nats lost per token"], sorted(body))
-
-
-def _product(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """The product of two independent ratios, with its interval: logarithms' errors add up."""
-    product = one[0] * other[0]
-    upper, lower = (
-        math.hypot(math.log(one[at] / one[0]), math.log(other[at] / other[0])) for at in (2, 1)
-    )
-    return [product, product * math.exp(-lower), product * math.exp(upper)]
+    return table(["requests", *titles, "nats lost per token"], body)
 
 
 def index() -> dict[str, dict[str, Any]]:
@@ -301,7 +277,7 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
         names = [*dict.fromkeys(of for of, *_ in ACROSS[name][1].values())]
         yield from across(*ACROSS[name])
     elif name == "headline":
-        names = [*HEADLINE]
+        names = ["states"]
         yield from headline()
     elif name == "effects":
         names = [*dict.fromkeys(name for at in POOLED.values() for line in at for name, _ in line)]
@@ -311,7 +287,8 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
         yield from table_of(given["columns"], given["rows"], view)
     path = RESULTS / (f"{names[0]}.json" if len(names) == 1 else "README.md")
     told = sources(run for of in names for run in read(of)["runs"])
-    said = notes(of for of in names if name not in WITHOUT_PRICE or of != "reading")
+    # Of reading.json it shows rules without a price, which a change of the price does not touch.
+    said = "" if name == "theta" else notes(names)
     yield ""
     yield f"[Commands and figures]({os.path.relpath(path, directory)}); {told}.{said}"
 
