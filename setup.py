@@ -13,7 +13,8 @@ RAY = ["ray[serve]>=2.60", "pyarrow"]
 DEMO = [
     *("accelerate", "filelock", "gguf", "numpy", "pydantic", "scipy", "transformers"),
 ]
-DOCS = ["mkdocs-material"]
+# griffelib reads the docstrings of the API.
+DOCS = ["mkdocs-material", "griffelib"]
 # Of the examples: of evaluate.sh and load.sh, and of grpo_trl.py, which replaces a name in TRL.
 EVALUATE, TRAIN = ["lm-eval[api]>=0.4.10", "pandas"], ["trl==1.16.*"]
 
@@ -51,8 +52,6 @@ setup(
             *TRAIN,
             "build",
             "cloudcoil-models-prometheus-operator",
-            # Reads the docstrings of the page of the API.
-            "griffelib",
             "hypothesis",
             "kubernetes-validate",
             "pyyaml",

@@ -2,21 +2,22 @@
 
     make figures        # a test compares
 
-A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. It comes from a sweep,
-benchmarks/results/NAME.jsonl, or from columns, rows and the runs that gave them in NAME.json. There
-a cell is a text, a number, a number with both ends of its interval, or null, and a row of one cell
-is a heading. A column's second entry is the format of its numbers, or null if no table shows it;
-its third, if there is one, says which do: `<!-- figures: NAME gain -->` shows those of `gain`. Of a
-sweep `NAME examples` shows two answers, and `NAME lengths` how fast each K is.
+A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. It comes from columns, rows
+and the runs that gave them in benchmarks/results/NAME.json. There a cell is a text, a number, a
+number with both ends of its interval, or null, and a row of one cell is a heading. A column's
+second entry is the format of its numbers, or null if no table shows it; its third, if there is one,
+says which do: `<!-- figures: NAME gain -->` shows those of `gain`.
 
-Out of other files are `headline`, README's; `bounds`, `beside` and `leans`, of `ACROSS`; and
+Out of other files are `headline`, README's; `bounds`, `answers` and `theta`, of `ACROSS`; and
 `effects`, what rows of one question say together: their mean, weighted by one over the squared
-standard error, as if they were independent. These leave out what `COOL` names, and `effects` the
-lowest bound; `effects all` does not.
-`<!-- figures: api NAME -->` is what the docstring of NAME says.
+standard error, as if they were independent. It leaves out temperature 0.4, at which a bound gains
+little.
+
+index.json beside the files says of each what a cell of it tells, what it depends on, and, where
+that has changed since, the words that stand below each table of it (`stale`); a test compares with
+git. The site shows all of their tables (`all_tables`).
 """
 
-import html
 import json
 import os
 import re
@@ -25,89 +26,67 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import reference
-from vllm_mars.experiments import examples
-from vllm_mars.experiments.records import Piece, SweepFile, read_sweep
-from vllm_mars.experiments.rows import heat, rows, tables, turned, without_times
-from vllm_mars.local.prompts import load_prompts
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 SCHEMA = "vllm-mars/figures/1"
+# These commits stand in raw files and were lost with their history. What they measured is the code
+# of the first commit that landed after them, or an earlier state of it.
+LOST_COMMITS = {"072008d", "16ddfa7", "8fb2266", "b6f5b74", "c2d0069", "f4fddf3", "fe99184"}
+LANDED = "3575cce"
 MARK = re.compile(r"^<!-- /?figures", re.MULTILINE)
 PLACE = re.compile(
     r"^(<!-- figures: (\S+)(?: (\S+))? -->)\n(?:.*?\n)??(<!-- /figures -->)$",
     re.DOTALL | re.MULTILINE,
 )
-# What the README and the results leave to the README of the raw files.
-COOL = "temperature 0.4"
-# README's table: a column's title, then the file, the rule and the column that it is taken from.
 BOUND = "mars_max_loss 0.02"
-HEADLINE = [
-    ("best lossless", "reading", "strict", "tokens per step"),
-    ("MARS / best lossless", "reading", BOUND, "tokens per step x strict"),
-    ("where answers ended", "reading", BOUND, "where answers ended"),
-    ("nats lost per token", "reading", BOUND, "nats lost per token"),
-]
-# Of these the interval is what counts.
-WITH_ENDS = "tokens per step x strict", "where answers ended"
-# Tables with a column for each temperature: the file, the format of a gain, and by a row's title
-# which of the file's rows it shows, of several names the one under the temperature.
-ACROSS: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
+TODAY, DEFAULT = "bound 0.02", "x vLLM's default"
+GAIN, ENDED = "tokens per step x strict", "where answers ended"
+# Tables with a column for each temperature: the format of a gain, and by a row's title the file,
+# its rules, of which a temperature shows the first that it has, and the column.
+ACROSS: dict[str, tuple[str, dict[str, tuple[str, tuple[str, ...], str]]]] = {
     "bounds": (
-        "reading",
+        ".3f",
+        {
+            f"bound {of}": ("states", (f"bound {of}",), "x strict")
+            for of in ("0.005", "0.02", "0.05")
+        },
+    ),
+    "answers": (
+        ".3f",
+        {
+            "91 prompts: chat, rewriting, summaries": ("reading", (BOUND,), GAIN),
+            "of these, answers that ended under both rules": ("reading", (BOUND,), ENDED),
+            "348 prompts with short answers": ("ends", (BOUND,), GAIN),
+            "119 prompts with one right answer": ("exact", (BOUND,), GAIN),
+        },
+    ),
+    "theta": (
         ".2f",
         {
-            "`standard`, fixed drafts: vLLM as it comes": ("standard, fixed drafts",),
-            "best lossless setting": ("strict",),
-            "MARS, a bound of 0.005": ("mars_max_loss 0.005",),
-            "**MARS, a bound of 0.02**": (BOUND,),
-            "the same, where answers ended": (BOUND,),
-            "MARS, a bound of 0.05": ("mars_max_loss 0.05",),
-            "theta 0.9, fixed drafts": ("mars_theta 0.9, fixed drafts",),
-        },
-    ),
-    "beside": (
-        "rivals",
-        ".3f",
-        {
-            "`fly`, its defaults, fixed drafts": (
-                *("`fly`, its defaults, fixed drafts", "`fly`, its defaults"),
-            ),
-            "theta 0.96, fixed drafts": ("theta 0.96", "theta 0.96, fixed drafts"),
-            "ASD": ("ASD (budget 8, local ratio 0.25, 2 mismatches)",),
-            "AdaptiveSpec": ("AdaptiveSpec's first mismatch, p / p1 ≥ 0.61",),
-        },
-    ),
-    "leans": (
-        "tokens",
-        ".3f",
-        {
-            kind: (kind,)
-            for kind in (
-                *("2-grams again", "3-grams again", "4-grams again"),
-                *("sentence ends", "line breaks", "capitals"),
-            )
+            title: ("reading", (rule,), GAIN)
+            for title, rule in {
+                "vLLM's default: `standard`, fixed drafts": "standard, fixed drafts",
+                "theta 0.96, fixed drafts": "mars_theta 0.96, fixed drafts",
+                "theta 0.9, fixed drafts": "mars_theta 0.9, fixed drafts",
+            }.items()
         },
     ),
 }
-# Where these tables find what a rule gains, loses, and what one price gains at that loss.
-GAIN = "tokens per step x strict", "K 4: tokens per step", "served / target, by a forward pass"
-ENDED = "where answers ended"
-LOST = "nats lost per token", "K 4: nats per token"
-PRICE = ("K 4: a price at this loss",)
+# The columns that say what a rule loses; and a heading's temperature.
+LOST = "nats lost per token", "nats per token"
+HEAT = re.compile("greedy|temperature")
 # Rows that answer one question, by temperature: files and the headings there. Of one line the first
-# that has the rule counts, since greedily the same prompts get the same answers.
+# that has the rule counts: of the 91 prompts 61 are among the 348, and a greedy answer has no seed.
 POOLED: dict[str, list[list[tuple[str, str]]]] = {
     "greedy": [[("ends", "greedy"), ("reading", "greedy")], [("reading8", "greedy")]],
     **{
         heat: [[(name, heat)] for name in ("ends", "reading", "reading8")]
-        for heat in ("temperature 0.4", "temperature 0.7", "temperature 1")
+        for heat in ("temperature 0.7", "temperature 1")
     },
 }
 # What is pooled: the column, its format, and which rows of it stand in the table. A difference of
 # repeated 4-grams does not mean the same at all temperatures.
-ALL = "all temperatures"
+ALL = "all three"
 EFFECTS = {
     "ended, points": ("ended less strict's, points", "+.1f", (*POOLED, ALL)),
     "length, x strict": ("length x strict", ".3f", (ALL,)),
@@ -202,30 +181,29 @@ def cells(name: str) -> Iterable[tuple[str, str, dict[str, Any]]]:
             yield heading, row[0], dict(zip(titles, row, strict=True))
 
 
-def across(name: str, form: str, chosen: dict[str, tuple[str, ...]]) -> Iterable[str]:
-    """The lines of a table with a column for each temperature: what a rule gains, for what loss."""
-    found = {(heading.split(", ")[-1], rule): row for heading, rule, row in cells(name)}
-    headings = list(dict.fromkeys(heading for heading, _ in found if heading != COOL))
+def across(form: str, chosen: dict[str, tuple[str, tuple[str, ...], str]]) -> Iterable[str]:
+    """The lines of a table with a column for each temperature at which a row has a cell.
 
-    def cell(heading: str, title: str, rules: tuple[str, ...]) -> str:
-        row = next((found[heading, rule] for rule in rules if (heading, rule) in found), {})
-        gain, price = (
-            next((row[title] for title in titles if title in row), None) for titles in (GAIN, PRICE)
-        )
-        lost = next((row[title] for title in LOST if title in row), 0)
-        if title.endswith(ENDED):
-            return text(row.get(ENDED), form)
-        if not row or gain is None:
-            return "1" if row else ""
+    What rules of several kinds gain stands beside what they lose, if the file says it.
+    """
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for name in {name for name, *_ in chosen.values()}:
+        for heading, rule, row in cells(name):
+            at = next((it for it in heading.split(", ") if HEAT.match(it)), "")
+            found.setdefault((name, at, rule), row)
+    tells_lost = len({rules for _, rules, _ in chosen.values()}) > 1
+
+    def cell(at: str, name: str, rules: tuple[str, ...], column: str) -> str:
+        row = next((found[name, at, rule] for rule in rules if (name, at, rule) in found), {})
+        lost = next((row[it] for it in LOST if it in row), None) if tells_lost else None
         lost = lost[0] if isinstance(lost, list) else lost
-        told = text(gain, form)
-        told += f" for {lost:.3f}" if lost else "" if lost == 0 else " for an unknown loss"
-        return f"{told}; a price {price[0]:{form}}" if price else told
+        return f"{text(row.get(column), form)}{f' for {lost:.3f}' if lost else ''}"
 
-    body = [
-        [title, *(cell(at, title, rules) for at in headings)] for title, rules in chosen.items()
-    ]
-    return table(["", *headings], body)
+    columns = {
+        at: [cell(at, *of) for of in chosen.values()] for at in sorted({at for _, at, _ in found})
+    }
+    columns = {at: of for at, of in columns.items() if any(of)}
+    return table(["", *columns], [list(row) for row in zip(chosen, *columns.values(), strict=True)])
 
 
 def pooled(found: Sequence[Sequence[float]]) -> list[float] | None:
@@ -238,11 +216,11 @@ def pooled(found: Sequence[Sequence[float]]) -> list[float] | None:
     return [mean, mean - half, mean + half]
 
 
-def effects(view: str = "") -> Iterable[str]:
+def effects() -> Iterable[str]:
     """The lines of the table of what bounds do to text, and what it could have seen."""
     names = dict.fromkeys(name for of in POOLED.values() for line in of for name, _ in line)
     known = {(name, heading, rule): row for name in names for heading, rule, row in cells(name)}
-    bounds = ["0.005", "0.02", "0.05"][not view :]
+    bounds = "0.02", "0.05"
 
     def values(column: str, at: str, rule: str) -> list[list[float]]:
         """The cells of a column that are pooled, at one temperature or at all."""
@@ -255,7 +233,7 @@ def effects(view: str = "") -> Iterable[str]:
     body: list[list[str]] = []
     for title, (column, form, shown) in EFFECTS.items():
         body += [[f"**{title}**", *[""] * (len(bounds) + 1)]] if len(shown) > 1 else []
-        for at in (at for at in shown if view or at != COOL):
+        for at in shown:
             found = {of: pooled(values(column, at, f"mars_max_loss {of}")) for of in bounds}
             seen = found["0.02"]
             power = f"{(seen[2] - seen[0]) / 1.96 * FOUND:{form.lstrip('+')}}" if seen else ""
@@ -264,127 +242,90 @@ def effects(view: str = "") -> Iterable[str]:
     return table(["", *bounds, "0.02 would show"], body)
 
 
-def headline(files: dict[str, dict[str, Any]]) -> Iterable[str]:
-    """The lines of README's table: a row for each temperature of the files."""
-    found: dict[str, dict[tuple[str, ...], str]] = {}
-    for name, file in files.items():
-        heading = ""
-        for row in file["rows"]:
-            heading = row[0] if len(row) == 1 else heading
-            for (title, form, *_), cell in zip(file["columns"], row, strict=False):
-                if isinstance(cell, list) and title not in WITH_ENDS:
-                    cell = cell[0]
-                found.setdefault(heading, {})[name, row[0], title] = text(cell, form or "")
-    body = [
-        [heading, *(of[tuple(it)] for _, *it in HEADLINE)]
-        for heading, of in found.items()
-        if heading != COOL
-    ]
-    return table(["tokens per step", *(title for title, *_ in HEADLINE)], body)
+def headline() -> Iterable[str]:
+    """The lines of README's table: a row for each temperature."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for heading, rule, row in cells("states"):
+        # The first is of four probabilistic drafts.
+        found.setdefault((heading.split(", ")[0], rule), row)
+    body = []
+    for at in dict.fromkeys(at for at, _ in found):
+        strict, own = found[at, "strict"], found[at, TODAY]
+        shown = strict[DEFAULT], own["x strict"], own[DEFAULT]
+        body.append([at, *(text(it, ".2f") for it in shown), text(own["nats per token"][0], ".3f")])
+    titles = ["lossless / vLLM's default", "MARS / lossless", "MARS / vLLM's default"]
+    return table(["requests", *titles, "nats lost per token"], body)
+
+
+def index() -> dict[str, dict[str, Any]]:
+    """What index.json says of each file: `tells`, `of`, and maybe `stale`."""
+    path = RESULTS / "index.json"
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def lines(name: str, view: str, directory: Path) -> Iterable[str]:
-    """The lines of a table and of where it comes from; a sweep has one for each temperature.
+    """The lines of a table and of where it comes from.
 
     Args:
         name: of the file of figures.
-        view: which of its columns, "" for all; of a sweep one of `VIEWS`; of "api" a name.
+        view: which of its columns, "" for all.
         directory: of the page, for the link.
     """
-    path = RESULTS / f"{name}.jsonl"
-    if name == "api":
-        yield from reference.lines(view)
-        return
-    if path.is_file():
-        file = read_sweep(path)
-        runs = [head.run for head in file.heads]
-        if view:
-            yield from (*VIEWS[view](file), "")
-        measured = [] if view else rows(file)
-        if any(row.cell.concurrency > 1 for row in measured):
-            # Asked many at a time to save hours: then tokens and losses are what was measured.
-            measured = [without_times(row) for row in measured]
-        for found in tables(measured, file.heads[-1].baseline):
-            # A table of two rules is read from column to column.
-            shown = turned(found) if len(found.rows) == 2 else found
-            yield from (f"{found.title[0].upper()}{found.title[1:]}:", "")
-            yield from (*table(shown.names, shown.rows), "")
-    elif name in ACROSS:
-        path, runs = RESULTS / f"{ACROSS[name][0]}.json", read(ACROSS[name][0])["runs"]
-        yield from (*across(*ACROSS[name]), "")
-    elif name == "effects":
-        of = dict.fromkeys(name for at in POOLED.values() for line in at for name, _ in line)
-        path, runs = RESULTS / "README.md", [run for name in of for run in read(name)["runs"]]
-        yield from (*effects(view), "")
+    names = [name]
+    if name in ACROSS:
+        names = [*dict.fromkeys(of for of, *_ in ACROSS[name][1].values())]
+        yield from across(*ACROSS[name])
     elif name == "headline":
-        files = {name: read(name) for _, name, *_ in HEADLINE}
-        path, runs = RESULTS / "README.md", [run for file in files.values() for run in file["runs"]]
-        yield from (*headline(files), "")
+        names = ["states"]
+        yield from headline()
+    elif name == "effects":
+        names = [*dict.fromkeys(name for at in POOLED.values() for line in at for name, _ in line)]
+        yield from effects()
     else:
-        path, given = RESULTS / f"{name}.json", read(name)
-        runs = given["runs"]
-        yield from (*table_of(given["columns"], given["rows"], view), "")
+        given = read(name)
+        yield from table_of(given["columns"], given["rows"], view)
+    path = RESULTS / (f"{names[0]}.json" if len(names) == 1 else "README.md")
+    told = sources(run for of in names for run in read(of)["runs"])
+    # Of reading.json it shows rules without a price, which a change of the price does not touch.
+    said = "" if name == "theta" else notes(names)
+    yield ""
+    yield f"[Commands and figures]({os.path.relpath(path, directory)}); {told}.{said}"
+
+
+def sources(runs: Iterable[dict[str, Any]]) -> str:
+    """The commits and machines of runs."""
     commits: dict[str, dict[str, None]] = {}
     for run in runs:
-        commits.setdefault(machine(run), {})[run["git_commit"][:7]] = None
+        commits.setdefault(machine(run), {})[landed(run["git_commit"])[:7]] = None
     told = ", ".join(f"{', '.join(of)} ({where})" for where, of in commits.items())
-    yield f"[Commands and figures]({os.path.relpath(path, directory)}); commit {told}."
+    return f"commit {told}"
 
 
-def beside(file: SweepFile) -> Iterable[str]:
-    """Two answers that MARS changed, each beside the strict one and the prompt.
-
-    Raises:
-        ValueError: it changed none.
-    """
-    found = examples.changed(file)
-    prompts = {prompt.id: prompt.turns[0] for prompt in load_prompts()}
-    if not found:
-        raise ValueError("its sweep has no answer that MARS changed.")
-    yield f"{examples.told(found)} Relaxed tokens are bold."
-    for which, (strict, lossy) in examples.shown(found).items():
-        yield from ("", f"**{which}.** The prompt:", "")
-        yield from (f"> {_inline(prompts[strict.prompt])}", "")
-        yield f"| strict | MARS, {sum(lossy.lost):.2f} nats lost |"
-        yield "| --- | --- |"
-        yield f"| {_inline(strict.text)} | {''.join(map(_bold, lossy.pieces)).strip()} |"
+def landed(commit: str) -> str:
+    """The commit, or the first in the history that has the code which was measured."""
+    return LANDED if commit[:7] in LOST_COMMITS else commit.removesuffix("-dirty")
 
 
-def _bold(piece: Piece) -> str:
-    if piece.lost is None:
-        return _inline(piece.text, ends=True)
-    before, token, after = examples.around(piece)
-    return f"{_inline(before, ends=True)}<b>{_inline(token)}</b>{_inline(after, ends=True)}"
+def notes(names: Iterable[str]) -> str:
+    """What a reader of files' tables has to know: that they are of something before today's."""
+    known = index()
+    told = dict.fromkeys(known[name]["stale"] for name in names if known.get(name, {}).get("stale"))
+    return "".join(f" **{it}**" for it in told)
 
 
-def _inline(text: str, *, ends: bool = False) -> str:
-    """Text as it is, within one line of Markdown."""
-    plain = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", html.escape(text, quote=False))
-    return re.sub(r"\s*\n\s*", "<br>", plain if ends else plain.strip())
-
-
-def lengths(file: SweepFile) -> Iterable[str]:
-    """How long an answer takes, by rule, temperature and K, and where turns disagree."""
-    found: dict[tuple[float, str], dict[int, str]] = {}
-    for row in rows(file):
-        rule, _, k = row.cell.name.partition(", K ")
-        if row.time:
-            told = f"{row.time.value:.2f}{' (uneven)' if row.is_uneven else ''}"
-            found.setdefault((row.cell.temperature, rule), {})[int(k)] = told
-    ks = sorted({k for of in found.values() for k in of})
-    yield from table(
-        ["s per answer", *(f"K {k}" for k in ks)],
-        (
-            [
-                f"{rule}, {heat(temperature)}",
-                *(of.get(k, "") for k in ks),
-            ]
-            for (temperature, rule), of in found.items()
-        ),
-    )
-
-
-VIEWS = {"examples": beside, "lengths": lengths}
+def all_tables() -> str:
+    """A section for each file that is a table: what the site shows behind the list."""
+    told: list[str] = []
+    for name, of in index().items():
+        if "columns" not in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")):
+            continue
+        columns = read(name)["columns"]
+        views = dict.fromkeys(view for _, _, *own in columns for view in " ".join(own).split())
+        told += [f"## {name}", "", of["tells"], ""]
+        for view in views or [""]:
+            told += [*lines(name, view, RESULTS), ""]
+    return "\n".join(told)
 
 
 def written(page: str, directory: Path) -> str:

@@ -1,6 +1,6 @@
 """Draws the pictures of the pages, as SVG.
 
-A step, the bound by an answer's length, and tokens per step by what they cost.
+A step, and what bounds gain by what they cost.
 
     make figures        # a test compares
 
@@ -15,7 +15,6 @@ from html import escape
 from pathlib import Path
 
 from benchmarks import figures
-from vllm_mars.kernels.terms import LOSS_BITS, loss_rate, most_lost
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -33,17 +32,13 @@ COLOURS = {
     "bad": ("#cf222e", "#f85149"),
     "paid": ("#9a6700", "#d29922"),
 }
-# The length of the answers at which the picture of bounds begins and ends.
-SHORTEST, LONGEST = 10, 400
-# What the picture of gains shows of benchmarks/results/reading.json: by the begin of a rule's name
-# what it is called, and its colour.
-SERIES = {
-    "standard, fixed drafts": ("vLLM as it comes: fixed drafts, no loss", "quiet"),
-    "strict": ("best lossless: probabilistic drafts, by blocks", "text"),
-    "mars_max_loss": ("MARS, probabilistic drafts, by its bound", "good"),
-    "mars_theta": ("theta as it is here, fixed drafts", "paid"),
+# The lines of the picture of gains, by where benchmarks/results/states.json has them: name, colour.
+LINES = {
+    "temperature 1": ("temperature 1", "good"),
+    "temperature 0.7": ("temperature 0.7", "paid"),
+    "temperature 0.4": ("temperature 0.4", "quiet"),
+    "greedy": ("greedy", "text"),
 }
-HEATS = "temperature 0.7", "temperature 1"
 
 
 class Picture:
@@ -144,7 +139,7 @@ def step() -> Picture:
     picture.text(MARGIN, 62, "The draft proposes", bold=True)
     picture.text(WIDTH - MARGIN, 62, "probability by the target", "quiet", size=14, anchor="end")
     cells(72, [(row["token"], f"{row['p']:.2f}", "edge") for row in rows])
-    picture.text(MARGIN, 146, "The target would say", bold=True)
+    picture.text(MARGIN, 146, "The target's choice there", bold=True)
     cells(156, [(row["first"], f"{row['first_p']:.2f}", "edge") for row in rows])
 
     accepted = {"strict": 0, "mars": len(found["mars"]) - 1}
@@ -162,99 +157,53 @@ def step() -> Picture:
                 for at, token in enumerate(tokens)
             ],
         )
+    rejected = " ".join(row["token"] for row in rows)
+    picture.text(2 * MARGIN + width, 272, f"rejected: {rejected}", "bad", size=14)
     picture.text(MARGIN, 414, "A real step of the packaged model.", "quiet", size=14)
     return picture
 
 
-def bound() -> Picture:
-    """What an answer may lose per token, by its length: short ones may lose most."""
-    bounds = {0.05: "bad", 0.02: "good", 0.005: "paid"}
-    picture = Picture(330, "What an answer may lose per token, by its length and the bound")
-    left, right, top, bottom, most = MARGIN + 40, WIDTH - MARGIN, 96, 270, 0.24
-    picture.text(MARGIN, 28, "nats per token that an answer may lose", bold=True)
-    x = float(MARGIN)
-    for rate, colour in sorted(bounds.items()):
-        picture.box(x, 42, 13, 13, colour)
-        picture.text(x + 19, 54, f"bound {rate:g}", size=14)
-        x += 118
-
-    def place(tokens: float, nats: float) -> tuple[float, float]:
-        return (
-            left + (right - left) * tokens / LONGEST,
-            bottom - (bottom - top) * nats / most,
-        )
-
-    for tick in (0, 0.05, 0.1, 0.15, 0.2):
-        _, y = place(0, tick)
-        picture.line([(left, y), (right, y)], "edge", width=1)
-        picture.text(left - 8, y + 5, f"{tick:g}", "quiet", size=14, anchor="end")
-    unit = 2.0**-LOSS_BITS
-    for rate, colour in bounds.items():
-        points = (
-            place(tokens, unit * most_lost(loss_rate(rate), tokens) / tokens)
-            for tokens in range(SHORTEST, LONGEST + 1)
-        )
-        picture.line([point for point in points if point[1] >= top - 8], colour)
-    for tokens in range(0, LONGEST + 1, 100):
-        anchor = "end" if tokens == LONGEST else "middle"
-        picture.text(place(tokens, 0)[0], 290, str(tokens), "quiet", size=14, anchor=anchor)
-    picture.text(WIDTH / 2, 314, "tokens of the answer", "quiet", size=14, anchor="middle")
-    return picture
-
-
 def gains() -> Picture:
-    """Tokens per step by the nats that they cost, of each rule of `SERIES`."""
-    found = list(figures.cells("reading"))
-    picture = Picture(706, "Tokens per step by nats lost per token, of each rule")
-    for at, (label, colour) in enumerate(SERIES.values()):
-        picture.dot(MARGIN + 6, 23 + 22 * at, colour)
-        picture.text(MARGIN + 19, 28 + 22 * at, label, size=14)
-    left, right, widest = MARGIN + 30, WIDTH - MARGIN - 30, 0.45
-    for top, heat in zip((150, 436), HEATS, strict=True):
-        bottom = top + 208
-        rows = [(rule, row) for heading, rule, row in found if heading == heat]
-        steps = [end for _, row in rows for end in row["tokens per step"]]
-        low, high = 0.2 * int(min(steps) / 0.2), 0.2 * (int(max(steps) / 0.2) + 1)
+    """What bounds gain over the best lossless setting, by the nats that they cost."""
+    picture = Picture(402, "What bounds of 0.005, 0.02 and 0.05 gain, by nats lost per token")
+    left, right, top, bottom, widest, most = MARGIN + 42, WIDTH - MARGIN, 118, 340, 0.06, 25
+    picture.text(MARGIN, 28, "more tokens per step than lossless", bold=True)
+    picture.text(MARGIN, 95, "each line: bounds of 0.005, 0.02 and 0.05", "quiet", size=14)
+    for at, (name, colour) in enumerate(LINES.values()):
+        x, y = MARGIN + 6.0 + 150 * (at % 2), 46.0 + 22 * (at // 2)
+        picture.dot(x, y, colour)
+        picture.text(x + 13, y + 5, name, size=14)
 
-        def place(
-            nats: float, tokens: float, y: float = bottom, low: float = low, high: float = high
-        ) -> tuple[float, float]:
-            share = (tokens - low) / (high - low)
-            return left + (right - left) * nats / widest, y - 208 * share
+    def place(nats: float, gain: float) -> tuple[float, float]:
+        share = 100 * (gain - 1) / most
+        return left + (right - left) * nats / widest, bottom - (bottom - top) * share
 
-        picture.text(MARGIN, top - 22, f"tokens per step, {heat}", bold=True)
-        for tick in range(round(5 * low), round(5 * high) + 1):
-            _, y = place(0, tick / 5)
-            picture.line([(left, y), (right, y)], "edge", width=1)
-            picture.text(left - 8, y + 5, f"{tick / 5:.1f}", "quiet", size=14, anchor="end")
-        for begin, (_, colour) in SERIES.items():
-            points = []
-            for rule, row in rows:
-                if not rule.startswith(begin):
-                    continue
-                lost, (value, *ends) = row["nats lost per token"], row["tokens per step"]
-                points.append((lost, value, rule.split(",")[0].split()[-1]))
-                picture.line([place(lost, end) for end in ends], colour, width=1.5)
-                picture.dot(*place(lost, value), colour)
-            points.sort()
-            picture.line([place(lost, value) for lost, value, _ in points], colour)
-            # The first below its point, the others beside theirs or clear of the one before.
-            base = float(bottom)
-            for at, (lost, value, name) in enumerate(points if len(points) > 1 else []):
-                x, y = place(lost, value)
-                base = min(y + 5, base - 15) if at else y + 18
-                picture.text(x + 9, base, name, colour, size=14)
-        for nats in (0, 0.1, 0.2, 0.3, 0.4):
-            x, _ = place(nats, low)
-            picture.text(x, bottom + 20, f"{nats:g}", "quiet", size=14, anchor="middle")
-    picture.text(WIDTH / 2, 690, "nats lost per token", "quiet", size=14, anchor="middle")
+    for percent in range(0, most + 1, 5):
+        _, y = place(0, 1 + percent / 100)
+        picture.line([(left, y), (right, y)], "edge", width=1)
+        picture.text(left - 8, y + 5, f"{percent} %", "quiet", size=14, anchor="end")
+    for tick in (0.0, 0.02, 0.04, 0.06):
+        anchor = "end" if tick == widest else "middle"
+        x, _ = place(tick, 1)
+        picture.text(x, bottom + 22, f"{tick:g}", "quiet", size=14, anchor=anchor)
+    for begin, (_, colour) in LINES.items():
+        rows = [
+            (row["nats per token"][0], row["x strict"])
+            for heading, rule, row in figures.cells("states")
+            if heading.startswith(f"{begin},") and rule.startswith("bound")
+            if heading.endswith("K 4") and "fixed" not in heading
+        ]
+        picture.line([place(0, 1), *(place(nats, gain[0]) for nats, gain in rows)], colour)
+        for nats, (gain, *ends) in rows:
+            picture.line([place(nats, end) for end in ends], colour, width=1.5)
+            picture.dot(*place(nats, gain), colour)
+    picture.text(WIDTH / 2, 386, "nats lost per token", "quiet", size=14, anchor="middle")
     return picture
 
 
 PICTURES = {
     "step.svg": step,
-    "bound.svg": bound,
-    "tokens_by_nats.svg": gains,
+    "gain.svg": gains,
 }
 
 

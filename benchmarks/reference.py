@@ -1,4 +1,4 @@
-"""What the page of the API says of each name: out of its docstring and signature, by griffe."""
+"""What the site says of each name of the API: out of its docstring and signature, by griffe."""
 
 import re
 from collections.abc import Iterable
@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+PLACE = re.compile(r"^<!-- api: (\S+) -->$", re.MULTILINE)
 # griffe's kinds of sections, by what a table calls their entries.
 TABLES = {"parameters": "argument", "attributes": "field"}
 FIELD = re.compile(r"^Field\(default=([^,)]+).*$")
 LISTS = {"returns": "Returns", "raises": "Raises"}
+
+
+def shown(page: str) -> str:
+    """A page with what stands for each `<!-- api: NAME -->`."""
+    return PLACE.sub(lambda at: "\n".join(lines(at[1])), page)
 
 
 def lines(path: str) -> Iterable[str]:
@@ -25,9 +31,9 @@ def lines(path: str) -> Iterable[str]:
     try:
         found: Any = griffe.load(path, search_paths=[ROOT], allow_inspection=False)
     except (ImportError, KeyError) as error:
-        raise ValueError(f"figures=api has no {path}: {error}.") from error
+        raise ValueError(f"api: there is no {path}: {error}.") from error
     if found.docstring is None:
-        raise ValueError(f"figures=api: {path} has no docstring.")
+        raise ValueError(f"api: {path} has no docstring.")
     defaults = _defaults(found)
     for section in found.docstring.parse("google"):
         kind = section.kind.value

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import kinds
-from benchmarks.figures import COOL, SCHEMA, table_of
+from benchmarks.figures import SCHEMA, table_of
 from vllm_mars.experiments.rows import (
     Interval,
     Samples,
@@ -174,7 +174,7 @@ def report_by_kind(calls: Calls, rule: str) -> tuple[list[list[str | None]], lis
     columns += [["prompts", "d"] if equal else ["prompts, by column", ""]]
     for *_, k, temperature in found:
         title = heat(temperature)
-        columns.append([f"K {k}, {title}", ".2f", *(["all"] if title == COOL else [])])
+        columns.append([f"K {k}, {title}", ".2f"])
     return columns, [
         [kind, counts[0] if equal else ", ".join(map(str, counts)), *cells]
         for kind, (counts, *cells) in kinds.items()

@@ -1,21 +1,25 @@
 """The files of the site: the repository's own, at the paths that they have there, and KaTeX.
 
-So one link serves the site and a checkout alike, from a page to the README or to a raw result.
-Nothing of the site comes from another server when it is read.
+So one link serves the site and a checkout alike, from a page to the README or to a raw result. Two
+pages have more on the site: the tables of all raw results, and the docstrings of the API. Nothing
+of the site comes from another server when it is read.
 """
 
 import os
 import re
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "docs/*.md", "docs/*/README.md", "benchmarks/*/README.md")
+ALL_TABLES = "benchmarks/results/README.md"
+PAGES = ("*.md", "docs/*.md", "benchmarks/*/README.md")
 TARGET = re.compile(r"\]\(([^)#\s]+)|srcset=\"([^\"]+)\"")
 # As a table of figures has it.
 INTERVAL = re.compile(r"\([-+]?[\d.]+(?:–| to )[-+]?[\d.]+\)(?=[^<]*</td>)")
@@ -47,6 +51,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for page in pages
         for link, source in TARGET.findall(page.read_text(encoding="utf-8"))
     }
+    # The tables of raw results are written later, with links to these.
+    targets.update((ROOT / ALL_TABLES).parent.glob("*.json"))
     targets.update(
         ROOT / name
         for name in map(str, (*config.extra_css, *config.extra_javascript))
@@ -61,6 +67,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     ours = [file(path, ROOT) for path in (*pages, *linked)]
     ours += [file(path, KATEX_FOLDER) for path in _katex()]
     return Files([*(file for file in files if file.src_dir != config.docs_dir), *ours])
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Adds what the site alone has: the tables of raw results, and the docstrings of the API."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import figures, reference
+
+    if page.file.src_uri == ALL_TABLES:
+        markdown = f"{markdown}\n\n{figures.all_tables()}"
+    return reference.shown(markdown)
 
 
 def on_page_content(html: str, **_: object) -> str:

@@ -158,12 +158,14 @@ def test_an_alert_names_the_one_server_of_ten(tmp_path, prefix, label):
 
 
 def test_each_alert_says_how_bad_it_is_and_where_to_read_on():
-    titles = re.findall(r"^### (\w+)$", (DEPLOY / "README.md").read_text(), re.M)
+    page = (DOCS / "operating.md").read_text()
+    section = re.search(r"^## When an alert fires$.*?^## ", page, re.M | re.S)[0]
+    titles = re.findall(r"^### (\w+)$", section, re.M)
     (group,) = read("alerts.yml")["groups"]
     assert [rule["alert"] for rule in group["rules"]] == titles
     for rule in group["rules"]:
         page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert page == "https://docs.example.com/docs/deploy/README.html"
+        assert page == "https://docs.example.com/docs/operating.html"
         assert anchor == rule["alert"].lower()
         assert rule["labels"]["severity"] in ("critical", "warning")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pictures
+from vllm_mars.config import DRAWN_PRICE, FIXED_PRICE, price_of_bound
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,14 +27,17 @@ def test_the_site_builds(tmp_path):
     raw = "benchmarks/results/kernel.json"
     assert f'href="../{raw}"' in (tmp_path / "docs/kernel.html").read_text()
     assert (tmp_path / raw).read_bytes() == (ROOT / raw).read_bytes()
+    # Two pages have more than a checkout.
+    assert '<h2 id="kernel">' in (tmp_path / "benchmarks/results/index.html").read_text()
+    assert "max_draft_len" in (tmp_path / "docs/api.html").read_text()
     # Formulas are typeset by what the site has itself.
     rule = (tmp_path / "docs/rule.html").read_text()
     assert '<div class="arithmatex">' in rule and '"../katex/katex.min.js"' in rule
     assert (tmp_path / "katex/fonts/KaTeX_Math-Italic.woff2").is_file()
     assert not re.search(r'(?:src|href)="(?:https?:)?//[^"]*\.(?:js|css|woff2?)"', rule)
-    index = (tmp_path / "index.html").read_text()
-    assert '<div class="admonition warning">' in index
-    assert re.search(r'>[\d.]+ <span class="interval">\([\d.–]+\)</span></td>', index)
+    assert '<div class="admonition warning">' in (tmp_path / "index.html").read_text()
+    results = (tmp_path / "docs/results.html").read_text()
+    assert re.search(r'>[\d.]+ <span class="interval">\([\d.–]+\)</span></td>', results)
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
@@ -53,6 +57,16 @@ def test_the_call_on_the_page_of_the_api():
         [sys.executable, "-c", absent + code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert run.stdout == printed, run.stderr
+
+
+def test_the_prices_of_a_bound():
+    """As the page of how it works gives them."""
+    page = (ROOT / "docs/how-it-works.md").read_text()
+    assert f"here {price_of_bound(0.02, 0, False):.3f} nats" in page
+    assert f"| greedy | {FIXED_PRICE:g} √b | {price_of_bound(0.02, 0, False):.2f} |" in page
+    for factor, is_drawn in ((FIXED_PRICE, False), (DRAWN_PRICE, True)):
+        prices = (f"{price_of_bound(0.02, it, is_drawn):.2f} at T {it:g}" for it in (1, 0.7, 0.4))
+        assert f"{factor:g} √(b / T) | {', '.join(prices)} |" in page
 
 
 def scripts():

@@ -42,7 +42,7 @@ _DEFAULT_OPENING = 8
 MOST_OPENING = 1 << 20
 # The price in nats that a bound of 1 nat per token sets for greedy requests and, at temperature 1,
 # with fixed and with drawn drafts: found on answers of one model, so that requests spend about what
-# their bound says (docs/rule.md).
+# their bound says (docs/how-it-works.md).
 FIXED_PRICE, DRAWN_PRICE = 3.2, 4.5
 # Shares of a request's temperature. By the default a price leaves the text about as probable as the
 # target's own; between 0.8 and 0.9 as much is accepted. vLLM takes no temperature between 0 and

@@ -7,7 +7,7 @@ MARS by default, and refuses at once what would otherwise fail or wait inside a 
     serve run vllm_mars.serve:app
     serve run vllm_mars.serve:app model=MODEL min_replicas=2 max_replicas=8
 
-Options that are not words or numbers are JSON. docs/scale.md has the file for `serve deploy`.
+Options that are not words or numbers are JSON. docs/operating.md has the file for `serve deploy`.
 """
 
 import contextlib

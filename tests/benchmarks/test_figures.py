@@ -4,15 +4,11 @@ import gzip
 import json
 import math
 import re
-import shutil
 import statistics
-from pathlib import Path
 
 import pytest
 
-from benchmarks import figures
-from sweep_files import PIECES, STANDARD, turn, write_sweep
-from vllm_mars.experiments.records import read_sweep
+from benchmarks import figures, reference
 
 TABLE = {
     "schema": figures.SCHEMA,
@@ -25,13 +21,8 @@ TABLE = {
         }
     ],
 }
-NAMES = [
-    name
-    for page in figures.pages()
-    for name in re.findall(r"^<!-- figures: (\S+)", page.read_text(), re.M)
-    # Out of others, and out of docstrings.
-    if name not in {"headline", "effects", "api", *figures.ACROSS}
-]
+# All but a picture's.
+NAMES = [*figures.index().keys() - {"step"}]
 
 
 @pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.stem)
@@ -42,18 +33,13 @@ def test_the_page_shows_what_the_files_say(page):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_of_figures_says_where_it_comes_from(name):
-    path = figures.RESULTS / f"{name}.jsonl"
-    if path.is_file():
-        runs = [head.run for head in read_sweep(path).heads]
-    else:
-        found = figures.read(name)
-        runs = found["runs"]
-        assert found["rows"] and all(run["raw"] for run in runs)
-        if any(run["raw"] != "this file" for run in runs) and not all(
-            (figures.RESULTS / run["raw"]).is_file() for run in runs
-        ):
-            assert re.fullmatch(r"[0-9a-f]{40}", found["raw_files_at"])
-    assert runs
+    found = figures.read(name)
+    runs = found["runs"]
+    assert runs and found["rows"] and all(run["raw"] for run in runs)
+    if any(run["raw"] != "this file" for run in runs) and not all(
+        (figures.RESULTS / run["raw"]).is_file() for run in runs
+    ):
+        assert re.fullmatch(r"[0-9a-f]{40}", found["raw_files_at"])
     for run in runs:
         assert run["command"]
         assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", run["git_commit"])
@@ -179,11 +165,9 @@ def test_rows_of_one_question_are_pooled():
     assert figures.pooled([one]) == pytest.approx(one) and figures.pooled([]) is None
 
 
-@pytest.fixture
-def pooled_files(monkeypatch):
-    """Two files of a rule at two temperatures; greedily the first counts where it has the rule."""
+def test_what_bounds_do_to_text(monkeypatch):
+    """Greedily the first of two files counts; power: 2.8 standard errors, of 1, of 2, of both."""
     title = "ended less strict's, points"
-    effects = {"ended": (title, "+.1f", ["greedy", "warm", figures.ALL])}
     files = {
         "a": [("greedy", figures.BOUND, {title: [3.0, 1.04, 4.96]})],
         "b": [
@@ -193,25 +177,18 @@ def pooled_files(monkeypatch):
         ],
     }
     pooled = {"greedy": [[("a", "greedy"), ("b", "greedy")]], "warm": [[("b", "warm")]]}
-    monkeypatch.setattr(figures, "EFFECTS", effects)
+    monkeypatch.setattr(
+        figures, "EFFECTS", {"ended": (title, "+.1f", ("greedy", "warm", figures.ALL))}
+    )
     monkeypatch.setattr(figures, "POOLED", pooled)
     monkeypatch.setattr(figures, "cells", files.__getitem__)
-
-
-def test_what_bounds_do_to_text(pooled_files):
-    """Power: 2.8 standard errors, here of 1, of 2, and of both."""
-    assert list(figures.effects("all"))[2:] == [
-        "| **ended** |  |  |  |  |",
-        "| greedy |  | +3.0 (+1.0 to +5.0) | -1.0 (-2.0 to +0.0) | 2.8 |",
-        "| warm |  | -2.0 (-5.9 to +1.9) |  | 5.6 |",
-        "| all temperatures |  | +2.0 (+0.2 to +3.8) | -1.0 (-2.0 to +0.0) | 2.5 |",
-    ]
-    figures.EFFECTS["ended"][2][1:1] = [figures.COOL]
-    shown = list(figures.effects())
-    assert shown[0] == "|  | 0.02 | 0.05 | 0.02 would show |"
-    assert shown[3:5] == [
+    assert list(figures.effects()) == [
+        "|  | 0.02 | 0.05 | 0.02 would show |",
+        "| --- | ---: | ---: | ---: |",
+        "| **ended** |  |  |  |",
         "| greedy | +3.0 (+1.0 to +5.0) | -1.0 (-2.0 to +0.0) | 2.8 |",
         "| warm | -2.0 (-5.9 to +1.9) |  | 5.6 |",
+        "| all three | +2.0 (+0.2 to +3.8) | -1.0 (-2.0 to +0.0) | 2.5 |",
     ]
 
 
@@ -220,29 +197,32 @@ def test_a_table_across_temperatures(folder):
     columns += [["tokens per step x strict", ".3f"], ["where answers ended", ".3f"]]
     rows = [
         *(["greedy"], ["strict", 0.0, None, None], ["a 1", [0.0201, 0, 1], [1.2, 1.1, 1.3], 1.1]),
-        *([figures.COOL], ["standard", 0.0, 0.9, 0.8], ["a 1", 0.3, 1.4, 1.0]),
-        *(["temperature 1"], ["standard", 0.0, 0.9, 0.8], ["a 1, fixed", 0.3, 1.4, 1.0]),
+        *(["temperature 0.4"], ["b 1", 0.0, 0.9, 0.8]),
+        *(["temperature 1, K 4"], ["standard", 0.0, 0.9, 0.8], ["a 1, fixed", 0.3, 1.4, 1.0]),
     ]
     (figures.RESULTS / "new.json").write_text(
         json.dumps(TABLE | {"columns": columns, "rows": rows})
     )
-    chosen = {
-        **{"strict": ("strict",), "plain": ("standard",), "a": ("a 1", "a 1, fixed")},
-        "the same, where answers ended": ("a 1", "a 1, fixed"),
-    }
-    assert list(figures.across("new", ".2f", chosen)) == [
-        *("|  | greedy | temperature 1 |", "| --- | ---: | ---: |", "| strict | 1 |  |"),
-        *("| plain |  | 0.90 |", "| a | 1.20 (1.10–1.30) for 0.020 | 1.40 for 0.300 |"),
-        "| the same, where answers ended | 1.10 | 1.00 |",
+    ours = "new", ("a 1", "a 1, fixed")
+    assert list(
+        figures.across(
+            ".2f",
+            {"plain": ("new", ("standard",), figures.GAIN), "a": (*ours, figures.GAIN)},
+        )
+    ) == [
+        *("|  | greedy | temperature 1 |", "| --- | ---: | ---: |", "| plain |  | 0.90 |"),
+        "| a | 1.20 (1.10–1.30) for 0.020 | 1.40 for 0.300 |",
     ]
+    # One rule alone loses the same in each row.
+    assert list(
+        figures.across(".2f", {"a": (*ours, figures.GAIN), "ended": (*ours, figures.ENDED)})
+    )[2:] == ["| a | 1.20 (1.10–1.30) | 1.40 |", "| ended | 1.10 | 1.00 |"]
 
 
 @pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.stem)
 def test_no_table_is_wider_than_a_page(page):
     rules = re.findall(r"^\|(?: ?:?-+:? ?\|)+$", page.read_text(), re.M)
-    # Its own page is due.
-    most = 7 if page.stem == "kernel" else 6
-    assert all(rule.count("|") - 1 <= most for rule in rules)
+    assert all(rule.count("|") - 1 <= 6 for rule in rules)
 
 
 @pytest.fixture
@@ -252,8 +232,8 @@ def folder(tmp_path, monkeypatch):
     for name in ("benchmarks/results", "docs"):
         (tmp_path / name).mkdir(parents=True)
     results = tmp_path / "benchmarks/results"
-    shutil.copy(Path(figures.__file__).with_name("results") / "demo.jsonl", results)
     (results / "new.json").write_text(json.dumps(TABLE))
+    (results / "index.json").write_text(json.dumps({"new": {"tells": "New ones.", "of": []}}))
     (tmp_path / "README.md").write_text("no table\n")
     return tmp_path
 
@@ -270,10 +250,6 @@ def test_a_table_is_written_between_its_marks(folder, capsys, before):
         "[Commands and figures](../benchmarks/results/new.json); "
         "commit aaaaaaa (AMD EPYC model 1).\n<!-- /figures -->\n\ny\n"
     )
-    (folder / "docs/sweep.md").write_text("<!-- figures: demo -->\n<!-- /figures -->\n")
-    assert figures.main() == 0
-    assert "| tokens per step" in (folder / "docs/sweep.md").read_text()
-    capsys.readouterr()
     assert figures.main() == 0 and not capsys.readouterr().out
 
 
@@ -283,47 +259,16 @@ def test_a_view_of_a_table(folder):
     assert shown.splitlines()[1:5] == ["| rule |", "| --- |", "| **greedy** |", "| price 0.3 |"]
 
 
-def test_answers_of_a_sweep(folder):
-    """Whatever they hold stays text, in its cell."""
-    strict, own = (STANDARD._replace(name=name) for name in ("standard", "MARS"))
-    records = [turn(strict, nll=21), turn(own, lost=0.8, nll=42, pieces=PIECES)]
-    path = write_sweep(folder / "benchmarks/results/beside.jsonl", records)
-    path.write_text(
-        path.read_text().replace('"p0"', '"list-office"').replace('"p1"', '"story-bridge"')
-    )
-    page = "<!-- figures: beside examples -->\n<!-- /figures -->\n"
-    shown = figures.written(page, folder / "docs").splitlines()
-    assert shown[1].startswith("MARS changed 2 greedy answers.")
-    assert shown[3] == "**The one that changed least.** The prompt:"
-    assert shown[5].startswith("> ")
-    assert shown[7:10] == [
-        *("| strict | MARS, 0.75 nats lost |", "| --- | --- |"),
-        r"| text | The <b>red</b> fox &lt;b&gt;<br><b>\|</b> end |",
-    ]
-    assert "[Commands and figures](../benchmarks/results/beside.jsonl); commit 0123456" in shown[-2]
-    write_sweep(folder / "benchmarks/results/none.jsonl", [turn(strict), turn(own)])
-    with pytest.raises(ValueError, match="no answer that MARS changed"):
-        figures.written(page.replace("beside", "none"), folder / "docs")
+def test_the_site_shows_each_table(folder):
+    shown = figures.all_tables().splitlines()
+    assert shown[:5] == ["## new", "", "New ones.", "", "| rule | speed |"]
+    assert "| rule |" in shown, "each view has a table"
 
 
-def test_how_fast_each_k_is(folder):
-    records = [
-        turn(STANDARD._replace(name=f"{rule}, K {k}", temperature=temperature), token_seconds=took)
-        for rule, temperature, k, took in (
-            *(("strict", 0.0, 2, 0.02), ("strict", 0.0, 3, 0.03)),
-            *(("MARS", 1.0, 2, 0.02), ("MARS", 1.0, 3, 0.01)),
-        )
-    ]
-    # Another turn of the last, while the machine did other work.
-    records.append(turn(records[-1].cell, 1, token_seconds=0.04))
-    write_sweep(folder / "benchmarks/results/ks.jsonl", records, "strict, K 2")
-    page = "<!-- figures: ks lengths -->\n<!-- /figures -->\n"
-    # 0.1 s to the first token, 20 more at 1.05 of that time on average.
-    assert figures.written(page, folder / "docs").splitlines()[1:5] == [
-        *("| s per answer | K 2 | K 3 |", "| --- | ---: | ---: |"),
-        "| strict, greedy | 0.52 | 0.73 |",
-        "| MARS, temperature 1 | 0.52 | 0.69 (uneven) |",
-    ]
+def test_a_lost_commit_is_named_by_what_landed():
+    run = TABLE["runs"][0]
+    lost = [{**run, "git_commit": f"{it}{'0' * 33}"} for it in ("16ddfa7", "1f32d3e")]
+    assert figures.sources(lost) == "commit 3575cce, 1f32d3e (AMD EPYC model 1)"
 
 
 @pytest.mark.parametrize(
@@ -358,18 +303,40 @@ def test_a_file_that_does_not_fit(folder, change, message):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("vllm_mars.verify.nothing", "has no vllm_mars.verify.nothing"),
-        ("nothing", "has no nothing"),
+        ("vllm_mars.verify.nothing", "there is no vllm_mars.verify.nothing"),
+        ("nothing", "there is no nothing"),
         ("vllm_mars.config.METHOD", "vllm_mars.config.METHOD has no docstring"),
     ],
 )
 def test_what_the_page_of_the_api_cannot_show_has_a_reason(name, reason):
-    page = f"<!-- figures: api {name} -->\n<!-- /figures -->"
-    with pytest.raises(ValueError, match=f"figures=api:? {reason}"):
-        figures.written(page, figures.ROOT)
+    with pytest.raises(ValueError, match=f"api: {reason}"):
+        reference.shown(f"<!-- api: {name} -->")
 
 
 def test_the_page_of_the_api_has_each_argument_and_default():
-    shown = "\n".join(figures.lines("api", "vllm_mars.serve.Options", figures.ROOT))
+    shown = reference.shown("Before.\n\n<!-- api: vllm_mars.serve.Options -->\n")
+    assert shown.startswith("Before.\n\nWhat `serve run")
     assert "| `min_replicas` | `1` | fewest replicas;" in shown
     assert "| `routing` | `'prefix'` |" in shown and "| `runtime_env` |  |" in shown
+
+
+# What was set, not measured: bounds, temperatures, a price, a version, and what intervals are of.
+SET = {"0.005", "0.02", "0.05", "0.3", "0.4", "0.7", "0.9", "0.32", "95 %", "80 %"}
+
+
+def test_a_figure_in_the_prose_of_the_results_stands_in_a_table():
+    """In one of the page, or of the files that it links to: as it is, or as a ratio in percent."""
+    page = (figures.ROOT / "docs/results.md").read_text()
+    linked = set(re.findall(r"results/README\.md#([\w-]+)", page))
+    tables = [*re.findall(r"<!-- figures.*?<!-- /figures -->", page, re.S)]
+    tables += ["\n".join(figures.lines(name, "", figures.ROOT)) for name in linked]
+    known = set(SET)
+    for cell in re.findall(r"\d+\.\d+", "".join(tables)):
+        percent = abs(100 * (float(cell) - 1))
+        known |= {
+            cell,
+            *(f"{percent:{form}}{sign}" for form in (".0f", ".1f") for sign in ("", " %")),
+        }
+    prose = re.sub(r"<!-- figures.*?<!-- /figures -->|\]\([^)]*\)", "", page, flags=re.S)
+    told = re.findall(r"\d+\.\d+(?: %)?|\d+ %", prose)
+    assert told and not [it for it in told if it not in known]

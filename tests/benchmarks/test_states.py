@@ -88,9 +88,16 @@ def test_the_table():
     point = {"k": 4, "drafts": "probabilistic", "temperature": 1.0, "draft_temperature": None}
     (title, strict, own) = states.report([{**point, "sums": sums}])
     assert title == ["temperature 1, probabilistic drafts, K 4"]
-    assert strict[:4] == ["strict", 3, 2.0, 1.0] and strict[-1] == 1.0
+    assert strict[:5] == ["strict", 3, 2.0, 1.0, None] and strict[-1] == 1.0
     assert own[2][0] == 2.3 and own[3][0] == 1.15 and own[-1] == 0.95
-    assert own[4][0] == pytest.approx(1.32 / 69, abs=1e-5)
+    assert own[5][0] == pytest.approx(1.32 / 69, abs=1e-5)
+    # vLLM's default is strict with fixed drafts, which is told last.
+    fixed = {it: {"strict": [16.0, 10.0, 0.0, 0.0, 16.0, 0.0, 0.0]} for it in sums}
+    lines = [{**point, "drafts": "greedy", "sums": fixed}, {**point, "sums": sums}]
+    rows = states.report(lines)
+    assert [row[0] for row in rows[:3]] == [title[0], "strict", "bound 0.02"]
+    assert rows[1][4] == 1.25 and rows[2][4][0] == pytest.approx(2.3 / 1.6, abs=1e-5)
+    assert rows[3] == ["temperature 1, fixed drafts, K 4"] and rows[4][4] == 1.0
 
 
 def test_a_rule_is_a_price():

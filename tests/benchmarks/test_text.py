@@ -120,7 +120,7 @@ def test_kinds_of_which_columns_have_other_prompts():
     cool = [{**call(rule, [5]), "temperature": 0.4} for rule in ("strict", "mars_price 0.3")]
     lines = [call("strict", [5, 9, 7]), call("mars_price 0.3", [9, 13, 7]), *cool]
     columns, rows = text_report.report_by_kind(lines, "mars_price 0.3")
-    assert columns[1:3] == [["prompts, by column", ""], ["K 4, temperature 0.4", ".2f", "all"]]
+    assert columns[1:3] == [["prompts, by column", ""], ["K 4, temperature 0.4", ".2f"]]
     assert [row[1] for row in rows] == ["1, 2", "0, 1"]
 
 

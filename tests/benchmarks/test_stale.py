@@ -1,0 +1,96 @@
+"""No figure goes stale unseen: each file's commit against the last change of what it depends on."""
+
+import json
+import re
+import subprocess
+
+import pytest
+
+from benchmarks import figures
+
+# By what index.json says that a file depends on: arguments of `git log`. The golden tokens are
+# those of lossy steps, so they change with the rule and with nothing else; the numbers are the
+# defaults.
+CHANGES = {
+    "rule": [
+        ["--", "tests/gpu/golden_tokens.json"],
+        ["-GFIXED_PRICE, DRAWN_PRICE =|_DEFAULT_DRAFT_TEMPERATURE =", "--", "vllm_mars/config.py"],
+    ],
+    "head": [["--", "vllm_mars/local/heads/smollm2-135m-eagle3/model.safetensors"]],
+    "kernels": [["--", "kernels", "vllm_mars/runner/sampler_v2.py"]],
+}
+FILES = {path.stem: path for path in figures.RESULTS.glob("*.json") if path.stem != "index"}
+
+
+def git(*arguments):
+    run = subprocess.run(
+        ["git", *arguments], cwd=figures.ROOT, capture_output=True, text=True, timeout=60
+    )
+    return run.stdout.strip() if run.returncode == 0 else None
+
+
+@pytest.fixture(scope="module")
+def history():
+    if git("rev-parse", "--is-inside-work-tree") != "true":
+        pytest.skip("a source distribution has no history")
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        pytest.skip("a shallow clone lacks the commits of the files")
+
+
+def commits(name):
+    """Of the runs of a file."""
+    text = FILES[name].read_text()
+    found = set(re.findall(r'"git_commit": ?"([0-9a-f]{40})', text))
+    assert found, f"{name} names no commit"
+    return {figures.landed(it) for it in found}
+
+
+def changed(name, depends_on):
+    """The first commit found that changed what a file depends on after it was measured."""
+    for commit in commits(name):
+        assert git("merge-base", "--is-ancestor", commit, "HEAD") is not None, (
+            f"{name}: {commit} is not in the history; measure again, or name the commit that landed"
+        )
+        for which in depends_on:
+            for arguments in CHANGES[which]:
+                if after := git("log", "-1", "--format=%h %s", f"{commit}..HEAD", *arguments):
+                    return f"{which}: {after}"
+    return None
+
+
+def test_the_index_names_each_file():
+    assert figures.index().keys() == FILES.keys()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_says_what_has_changed_since(history, name):
+    known = figures.index()[name]
+    after = changed(name, known["of"])
+    if "stale" in known:
+        assert after, f"index.json: nothing that {name} depends on has changed; strike its `stale`"
+    else:
+        assert after is None, (
+            f"{name} was measured before {after!r}: measure again, or say in index.json (`stale`) "
+            "what has changed"
+        )
+
+
+def test_what_has_changed_stands_below_each_table(monkeypatch):
+    known = {"reading": {"tells": "", "of": [], "stale": "Of last year."}}
+    monkeypatch.setattr(figures, "index", lambda: known)
+    *_, line = figures.lines("answers", "", figures.RESULTS)
+    assert line.endswith(". **Of last year.**")
+    for name in ("theta", "controls"):
+        *_, line = figures.lines(name, "gain", figures.RESULTS)
+        assert line.endswith("model 167)." if name == "controls" else "NVIDIA H200).")
+
+
+def test_a_figure_before_a_change_is_found(history, tmp_path, monkeypatch):
+    """The demo of the rule before 3575cce, which pages once showed as today's."""
+    old = {"git_commit": "a192582c8634c4087a86459330e63e3e475a4208"}
+    (path := tmp_path / "demo.json").write_text(json.dumps({"run": old}))
+    monkeypatch.setitem(FILES, "demo", path)
+    assert changed("demo", ["rule"]).startswith("rule: ")
+    now = {"git_commit": git("rev-parse", "HEAD")}
+    path.write_text(json.dumps({"run": now}))
+    assert changed("demo", [*CHANGES]) is None
