@@ -396,9 +396,9 @@ def test_nothing_is_left_of_what_sleep_throws_away(monkeypatch, spans):
     assert expected != emitted(step.run(None))
     loaded = Allocated()
 
-    def load(*args):
+    def load(*args, **options):
         with loaded:
-            return RequestsV2(*args)
+            return RequestsV2(*args, **options)
 
     monkeypatch.setattr(steps_v2, "RequestsV2", load)
     sampler = step.sampler(config)
