@@ -77,7 +77,7 @@ def dashboard_queries():
 
 def page_queries():
     """The queries on the page about metrics."""
-    blocks = re.findall(r"```promql\n(.*?)\n```", (DOCS / "metrics.md").read_text(), re.S)
+    blocks = re.findall(r"```promql\n(.*?)\n```", (DOCS / "operating.md").read_text(), re.S)
     # A line that is indented goes on with the one before it.
     return [query for block in blocks for query in re.split(r"\n(?! )", block)]
 

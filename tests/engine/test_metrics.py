@@ -215,7 +215,7 @@ def test_the_dashboard_and_the_page_ask_for_what_is_exported():
     metrics.MarsProm(CounterLayout(3), {0: ["m", "0"]}, BOUND)
     ours = {name for name, *_ in exported()}
     asked = set().union(*map(names_in, dashboard_queries()))
-    told = names_in((DOCS / "metrics.md").read_text())
+    told = names_in((DOCS / "operating.md").read_text())
     assert asked | told <= ours | OF_VLLM | {metrics.OVERRIDE, metrics.REQUEST_LOST}
     assert {name.removesuffix("_total") for name in asked} >= NAMES
     assert {name.removesuffix("_total") for name in told} >= NAMES
