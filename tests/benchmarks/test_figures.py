@@ -22,7 +22,7 @@ TABLE = {
     ],
 }
 # All but a picture's.
-NAMES = [*figures.index().keys() - {"step"}]
+NAMES = [name for name in figures.index() if name != "step"]
 
 
 @pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.stem)
