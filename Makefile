@@ -77,7 +77,7 @@ soak: install
 
 # All that waits for a GPU, in about ten minutes: make gpu ARGS="--model MODEL --draft DRAFT". Parts
 # that fail do not hold up the others, and a sweep goes on where it was.
-PACKAGED := --draft vllm_mars/local/heads/smollm2-135m-eagle3 --server-arg=--dtype=bfloat16
+PACKAGED := --draft vllm_mars/models/heads/smollm2-135m-eagle3 --server-arg=--dtype=bfloat16
 gpu: install
 	status=0; \
 	$(BIN)/python -m pytest tests/gpu --junitxml build/gpu/tests.xml || status=1; \

@@ -26,12 +26,12 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
-    # An importable top-level `kernels` would clash with a well-known package.
-    packages=[*find_packages(include=["vllm_mars*"]), "vllm_mars.kernels"],
-    package_dir={"vllm_mars": "vllm_mars", "vllm_mars.kernels": "kernels"},
+    # `kernels/` is linked into the package: a top-level `kernels` would clash with a known package.
+    packages=find_packages(include=["vllm_mars*"]),
     package_data={
         "vllm_mars": ["py.typed"],
-        "vllm_mars.local": ["prompts.jsonl", "heads/*/*"],
+        "vllm_mars.lab": ["prompts.jsonl"],
+        "vllm_mars.models": ["heads/*/*"],
     },
     # All but wrapt are for `doctor`; vLLM needs the first two as well.
     install_requires=["openai", "prometheus-client", "rich", "wrapt>=1.16"],
@@ -65,7 +65,7 @@ setup(
         ],
     },
     entry_points={
-        "vllm.general_plugins": ["mars = vllm_mars.plugin:register"],
-        "console_scripts": ["vllm-mars = vllm_mars.cli:main"],
+        "vllm.general_plugins": ["mars = vllm_mars.hooks.plugin:register"],
+        "console_scripts": ["vllm-mars = vllm_mars.cli.__main__:main"],
     },
 )

@@ -186,8 +186,8 @@ def measure(args: argparse.Namespace) -> int:
 
     from benchmarks import figures
     from benchmarks.kernel_step import GpuClock, HostClock, Shape, ThreadClock, mend_vllm_on_cpu
-    from vllm_mars.local.provenance import describe_run
-    from vllm_mars.local.result_file import write_json
+    from vllm_mars.lab.result_file import write_json
+    from vllm_mars.servers.provenance import describe_run
 
     clock: HostClock
     if args.v1:

@@ -216,10 +216,10 @@ class Step:
             params: see `add_requests`.
         """
         from vllm_mars import MarsRejectionSamplerV2
-        from vllm_mars.kernels.terms import CounterLayout
-        from vllm_mars.runner.counters import Counters
-        from vllm_mars.runner.requests_v2 import RequestsV2
-        from vllm_mars.runner.verification import Verification
+        from vllm_mars.kernels.account.naive import CounterLayout
+        from vllm_mars.report.counters import Counters
+        from vllm_mars.worker.requests_v2 import RequestsV2
+        from vllm_mars.worker.verification import Verification
 
         k, device = self.shape.k, self.logits.device
         verifier = self.sampler(by if isinstance(by, str) else "standard")
@@ -323,10 +323,10 @@ class StepV1:
         from vllm.v1.sample.sampler import Sampler
 
         from vllm_mars import MarsConfig, MarsRejectionSampler
-        from vllm_mars.kernels.terms import CounterLayout
-        from vllm_mars.runner.counters import Counters
-        from vllm_mars.runner.requests_v1 import RequestsV1
-        from vllm_mars.runner.verification import Verification
+        from vllm_mars.kernels.account.naive import CounterLayout
+        from vllm_mars.report.counters import Counters
+        from vllm_mars.worker.requests_v1 import RequestsV1
+        from vllm_mars.worker.verification import Verification
 
         temperature, _, batch, k, _ = self.shape
         device = torch.device("cpu")

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.runner.strictness import Followers
+from vllm_mars.kernels.strictness.naive import Followers
 
 if TYPE_CHECKING:
     import torch

@@ -130,7 +130,7 @@ def as_on_an_accelerator() -> Iterator[None]:
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu.buffer_utils import NonUvaBuffer
 
-    from vllm_mars.runner.counters import Counters
+    from vllm_mars.report.counters import Counters
 
     with (
         # What the host writes and the device reads, in place.
@@ -272,8 +272,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     from benchmarks import figures
     from benchmarks.kernel_step import vllm_config
-    from vllm_mars.local.provenance import describe_run
-    from vllm_mars.local.result_file import write_json
+    from vllm_mars.lab.result_file import write_json
+    from vllm_mars.servers.provenance import describe_run
 
     vllm_config()
     waits, counted = 0, Counted()

@@ -19,7 +19,7 @@ def shown(page: str) -> str:
 
 
 def lines(path: str) -> Iterable[str]:
-    """The lines that stand for one name, such as `vllm_mars.verify.verify_greedy`.
+    """The lines that stand for one name, such as `vllm_mars.functions.verify.verify_greedy`.
 
     Sources are read, nothing is imported.
 

@@ -76,7 +76,7 @@ class RunnerV2:
 
     def load_model(self) -> None:
         """Makes the samplers anew, whose slots must be free."""
-        from vllm_mars.runner.sampler_v2 import install
+        from vllm_mars.worker.sampler_v2 import install
 
         step = self._step
         self.rejection_sampler = step.sampler(

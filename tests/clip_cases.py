@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_mars.kernels.clip import clip_row
+from vllm_mars.kernels.clip.naive import clip_row
 
 INF = torch.inf
 

@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "RAY_num_workers_soft_limit": "1",
 }
 OBJECT_STORE_BYTES = 200 * 2**20
-# Of Ray's LLM module, which `vllm_mars.serve` refuses to do without.
+# Of Ray's LLM module, which `vllm_mars.ray_serve` refuses to do without.
 _NEEDED = Path(importlib.util.find_spec("vllm").origin, "../entrypoints/launchers/cli_args.py")
 needs_ray_serve = pytest.mark.skipif(
     not Path(os.path.normpath(_NEEDED)).exists(), reason="Ray 2.60 cannot serve this vLLM"

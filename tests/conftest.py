@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def packaged_model() -> Path:
     """Directory of SmolLM2-135M-Instruct, made on first use."""
-    from vllm_mars.local.packaged_model import ensure_model
+    from vllm_mars.models.packaged_model import ensure_model
 
     return ensure_model()
 
@@ -139,8 +139,8 @@ def bounded_server(bytes_model, tmp_path_factory):
 def opt_in_server(packaged_model, tmp_path_factory):
     """The server of the group "opt_in_server": strict unless a request asks (docs/serve.md)."""
     from engines import OPT_IN, packaged_server
-    from vllm_mars.local.draft_head import PACKAGED_HEAD
-    from vllm_mars.local.drafts import speculative_config
+    from vllm_mars.models.draft_head import PACKAGED_HEAD
+    from vllm_mars.models.drafts import speculative_config
 
     config = speculative_config(str(PACKAGED_HEAD), 3, **OPT_IN)
     whole = "--no-enable-prefix-caching"

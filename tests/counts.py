@@ -8,8 +8,8 @@ from pathlib import Path
 import prometheus_client
 import pytest
 
-from vllm_mars.engine import metrics
-from vllm_mars.runner.counters import REASONS, CounterLayout
+from vllm_mars.report import metrics
+from vllm_mars.report.counters import REASONS, CounterLayout
 
 LAYOUT = CounterLayout(3)
 DOCS = Path(__file__).parents[1] / "docs"

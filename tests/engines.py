@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from vllm_mars.config import config_of
-from vllm_mars.local.drafts import NGRAM_CONFIG
-from vllm_mars.local.server import VllmServer
+from vllm_mars.models.drafts import NGRAM_CONFIG
+from vllm_mars.options.config import config_of
+from vllm_mars.servers.server import VllmServer
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -20,8 +20,8 @@ import torch
 import oracle
 from calls import LONGEST, Call
 from vllm_mars import MarsConfig
-from vllm_mars.config import OPTION
-from vllm_mars.local.drafts import LOOSEST_LIMIT
+from vllm_mars.models.drafts import LOOSEST_LIMIT
+from vllm_mars.options.config import OPTION
 
 sys.path.insert(0, str(Path(__file__).parent / "conformance"))
 VALUES = {"theta": [1.0, 0.9375, 0.5, 0.0625], "price": [0.0, 0.25, 4.0]}

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import conftest  # noqa: F401 - sets the environment in which engines are tested
 from engines import engine_in_process
-from vllm_mars.local.draft_head import PACKAGED_HEAD
-from vllm_mars.local.drafts import speculative_config
-from vllm_mars.local.packaged_model import ensure_model
-from vllm_mars.local.prompts import load_prompts
-from vllm_mars.local.provenance import describe_run
+from vllm_mars.lab.prompts import load_prompts
+from vllm_mars.models.draft_head import PACKAGED_HEAD
+from vllm_mars.models.drafts import speculative_config
+from vllm_mars.models.packaged_model import ensure_model
+from vllm_mars.servers.provenance import describe_run
 
 GOLDEN = Path(__file__).with_suffix(".json")
 K = 4

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 
 from kept import MARK
-from vllm_mars import requests
-from vllm_mars.local.server import VllmServer
+from vllm_mars.options import requests
+from vllm_mars.servers.server import VllmServer
 
 # Of whatever route the schema has, what is no request to the model; a new one is asked.
 NOT_ASKED = ("weight", "elastic", "token")

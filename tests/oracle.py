@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mars.kernels.terms import Verdict
+from vllm_mars.kernels.verdicts import Verdict
 
 
 @dataclass

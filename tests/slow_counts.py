@@ -5,8 +5,8 @@ On a CPU they wait for nothing. So only what is sent when the engine goes idle a
 
 import functools
 
-from vllm_mars.runner import sampler_v1
-from vllm_mars.runner.counters import Counters
+from vllm_mars.report.counters import Counters
+from vllm_mars.worker import sampler_v1
 
 sampler_v1.Counters = functools.partial(Counters, interval=3600.0)
 

@@ -29,7 +29,7 @@ import psutil
 
 from engines import BOUNDED, open_server
 from hostile import Client, HarmError
-from vllm_mars.local.server import VllmServer
+from vllm_mars.servers.server import VllmServer
 
 SPECULATION = {
     **BOUNDED,
@@ -156,8 +156,8 @@ def main() -> int:
     if args.output:
         # Before the hour, not behind it.
         args.output.parent.mkdir(parents=True, exist_ok=True)
-    from vllm_mars.local.packaged_model import ensure_model
-    from vllm_mars.local.provenance import describe_run
+    from vllm_mars.models.packaged_model import ensure_model
+    from vllm_mars.servers.provenance import describe_run
 
     options = ("--shutdown-timeout", str(DRAIN_SECONDS))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from vllm_mars.experiments.plan import Cell
-from vllm_mars.experiments.records import Answer, Head, Measured, Piece, Record, append
+from vllm_mars.lab.plan import Cell
+from vllm_mars.lab.records import Answer, Head, Measured, Piece, Record, append
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 STANDARD = Cell("standard", NGRAM, 0.0, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"vllm_mars": "vllm_mars", "kernels": "vllm_mars.kernels", "benchmarks": "benchmarks"}
-LABORATORY = {"benchmarks", "demo", "experiments"}
+LABORATORY = {"benchmarks", "lab"}
 
 
 def modules():

@@ -15,9 +15,9 @@ import yaml
 from packaging.requirements import Requirement
 
 from counts import DOCS, of_prometheus
-from vllm_mars.config import split_speculative_config
-from vllm_mars.engine import overrides
-from vllm_mars.requests import check_overrides
+from vllm_mars.options import overrides
+from vllm_mars.options.config import split_speculative_config
+from vllm_mars.options.requests import check_overrides
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = DOCS / "deploy"

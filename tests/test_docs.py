@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pictures
-from vllm_mars.config import DRAWN_PRICE, FIXED_PRICE, price_of_bound
+from vllm_mars.options.config import DRAWN_PRICE, FIXED_PRICE, price_of_bound
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import openai
 import pytest
 
-from vllm_mars.local.prompts import load_prompts
-from vllm_mars.local.server import free_port
+from vllm_mars.lab.prompts import load_prompts
+from vllm_mars.servers.server import free_port
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

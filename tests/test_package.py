@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from vllm_mars import __version__
-from vllm_mars.experiments.records import read_sweep
-from vllm_mars.experiments.rows import rows
+from vllm_mars.lab.records import read_sweep
+from vllm_mars.lab.rows import rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"vllm_mars": "vllm_mars", "kernels": "vllm_mars/kernels"}
@@ -57,7 +57,8 @@ def archives(tmp_path_factory):
     copy = directory / "checkout"
     # With what must stay outside; a build leaves files in its directory.
     for name in (*SOURCES, "tests"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, copy / name, ignore=ignore, symlinks=True)
     for name in BUILD_FILES:
         shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", directory, copy]
@@ -73,7 +74,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(archives):
             assert wheel.read(name) == (ROOT / path).read_bytes(), name
         others = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert others == set(expected.values())
-    head = "vllm_mars/local/heads/smollm2-135m-eagle3"
+    head = "vllm_mars/models/heads/smollm2-135m-eagle3"
     assert {f"{head}/config.json", f"{head}/model.safetensors"} <= others
 
 
@@ -84,7 +85,7 @@ def test_the_sdist_holds_what_builds_the_wheel_and_nothing_else(archives):
         }
     generated = {"PKG-INFO", "setup.cfg"}
     assert {name for name in names - generated if ".egg-info/" not in name} == {
-        *files_of_the_packages(),
+        *files_of_the_packages().values(),
         *BUILD_FILES,
     }
 

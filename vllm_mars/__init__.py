@@ -7,11 +7,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_mars.config import MarsConfig
-    from vllm_mars.runner.sampler_v1 import MarsRejectionSampler
-    from vllm_mars.runner.sampler_v2 import MarsRejectionSamplerV2
-    from vllm_mars.trees import verify_tree
-    from vllm_mars.verify import verify_greedy
+    from vllm_mars.functions.trees import verify_tree
+    from vllm_mars.functions.verify import verify_greedy
+    from vllm_mars.options.config import MarsConfig
+    from vllm_mars.worker.sampler_v1 import MarsRejectionSampler
+    from vllm_mars.worker.sampler_v2 import MarsRejectionSamplerV2
 
 __version__ = "0.1.0"
 
@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "MarsConfig": "vllm_mars.config",
-    "MarsRejectionSampler": "vllm_mars.runner.sampler_v1",
-    "MarsRejectionSamplerV2": "vllm_mars.runner.sampler_v2",
-    "verify_greedy": "vllm_mars.verify",
-    "verify_tree": "vllm_mars.trees",
+    "MarsConfig": "vllm_mars.options.config",
+    "MarsRejectionSampler": "vllm_mars.worker.sampler_v1",
+    "MarsRejectionSamplerV2": "vllm_mars.worker.sampler_v2",
+    "verify_greedy": "vllm_mars.functions.verify",
+    "verify_tree": "vllm_mars.functions.trees",
 }
 
 

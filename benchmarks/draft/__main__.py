@@ -22,9 +22,9 @@ from benchmarks.draft.recipe import CPU_RECIPE, Recipe
 from benchmarks.draft.start import start_linear
 from benchmarks.draft.target import HAS_GPU, Target, vllm_answers
 from benchmarks.draft.train import choose_draft_tokens, make_batches, train
-from vllm_mars.local.packaged_model import cache_root, ensure_model
-from vllm_mars.local.provenance import git_commit, versions
-from vllm_mars.local.result_file import write_json
+from vllm_mars.lab.result_file import write_json
+from vllm_mars.models.packaged_model import cache_root, ensure_model
+from vllm_mars.servers.provenance import git_commit, versions
 
 
 def make(model: Path, work: Path, recipe: Recipe) -> None:

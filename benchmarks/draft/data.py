@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.draft import prompts
 from benchmarks.draft.recipe import Recipe
-from vllm_mars.local.prompts import load_prompts
-from vllm_mars.local.result_file import write_json
+from vllm_mars.lab.prompts import load_prompts
+from vllm_mars.lab.result_file import write_json
 
 # A prompt and its answer, with its end.
 Conversation = tuple[list[int], list[int]]

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.draft.head import Eagle3Head
-from vllm_mars.local.draft_head import PACKAGED_HEAD, TARGET_KEY, WEIGHTS_KEY, checksum
-from vllm_mars.local.result_file import write_json
+from vllm_mars.lab.result_file import write_json
+from vllm_mars.models.draft_head import PACKAGED_HEAD, TARGET_KEY, WEIGHTS_KEY, checksum
 
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from benchmarks.draft.data import Answer
-from vllm_mars.local.vllm_args import CPU_ENGINE_ARGS
+from vllm_mars.servers.vllm_args import CPU_ENGINE_ARGS
 
 HAS_GPU = torch.cuda.is_available()
 

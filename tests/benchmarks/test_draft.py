@@ -22,8 +22,8 @@ from benchmarks.draft.recipe import Recipe
 from benchmarks.draft.target import Target, vllm_answers
 from benchmarks.draft.train import batch_losses, choose_draft_tokens, make_batches, train
 from engines import engine_in_process, greedy_tokens
-from vllm_mars.local.draft_head import PACKAGED_HEAD, check_head
-from vllm_mars.local.prompts import Prompt
+from vllm_mars.lab.prompts import Prompt
+from vllm_mars.models.draft_head import PACKAGED_HEAD, check_head
 
 TINY = Recipe(parts=2, part_size=6, max_answer_tokens=12, draft_vocab_size=256, batch_tokens=60)
 END = 2

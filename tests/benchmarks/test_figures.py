@@ -303,9 +303,9 @@ def test_a_file_that_does_not_fit(folder, change, message):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("vllm_mars.verify.nothing", "there is no vllm_mars.verify.nothing"),
+        ("vllm_mars.functions.verify.nothing", "there is no vllm_mars.functions.verify.nothing"),
         ("nothing", "there is no nothing"),
-        ("vllm_mars.config.METHOD", "vllm_mars.config.METHOD has no docstring"),
+        ("vllm_mars.options.config.METHOD", "vllm_mars.options.config.METHOD has no docstring"),
     ],
 )
 def test_what_the_page_of_the_api_cannot_show_has_a_reason(name, reason):
@@ -314,7 +314,7 @@ def test_what_the_page_of_the_api_cannot_show_has_a_reason(name, reason):
 
 
 def test_the_page_of_the_api_has_each_argument_and_default():
-    shown = reference.shown("Before.\n\n<!-- api: vllm_mars.serve.Options -->\n")
+    shown = reference.shown("Before.\n\n<!-- api: vllm_mars.ray_serve.Options -->\n")
     assert shown.startswith("Before.\n\nWhat `serve run")
     assert "| `min_replicas` | `1` | fewest replicas;" in shown
     assert "| `routing` | `'prefix'` |" in shown and "| `runtime_env` |  |" in shown

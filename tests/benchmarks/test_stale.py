@@ -14,10 +14,14 @@ from benchmarks import figures
 CHANGES = {
     "rule": [
         ["--", "tests/gpu/golden_tokens.json"],
-        ["-GFIXED_PRICE, DRAWN_PRICE =|_DEFAULT_DRAFT_TEMPERATURE =", "--", "vllm_mars/config.py"],
+        [
+            "-GFIXED_PRICE, DRAWN_PRICE =|_DEFAULT_DRAFT_TEMPERATURE =",
+            "--",
+            "vllm_mars/options/config.py",
+        ],
     ],
-    "head": [["--", "vllm_mars/local/heads/smollm2-135m-eagle3/model.safetensors"]],
-    "kernels": [["--", "kernels", "vllm_mars/runner/sampler_v2.py"]],
+    "head": [["--", "vllm_mars/models/heads/smollm2-135m-eagle3/model.safetensors"]],
+    "kernels": [["--", "kernels", "vllm_mars/worker/sampler_v2.py"]],
 }
 FILES = {path.stem: path for path in figures.RESULTS.glob("*.json") if path.stem != "index"}
 

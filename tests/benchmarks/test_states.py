@@ -8,8 +8,8 @@ import torch
 
 from benchmarks import states
 from calls import LONGEST, Call, on_cpu, sampled_step
-from vllm_mars.config import DRAWN_PRICE, FIXED_PRICE
-from vllm_mars.kernels import accept
+from vllm_mars.kernels.accept import naive as accept
+from vllm_mars.options.config import DRAWN_PRICE, FIXED_PRICE
 
 RULES = {"strict": 0.0, "price 0.5": 0.5, "price 2": 2.0}
 

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import figures, kinds, text, text_report
 from engines import NGRAM, engine_in_process
-from vllm_mars.config import split_speculative_config
-from vllm_mars.kernels.terms import Column
-from vllm_mars.runner.records import record_of
+from vllm_mars.kernels.record import Column
+from vllm_mars.options.config import split_speculative_config
+from vllm_mars.worker.records import record_of
 
 POINT = {"model": "tiny", "draft": "ngram", "max_tokens": 9, "k": 4, "temperature": 1.0}
 

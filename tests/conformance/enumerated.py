@@ -27,8 +27,8 @@ from vllm import SamplingParams
 
 import oracle
 from vllm_mars import MarsConfig
-from vllm_mars.config import price_of_bound
-from vllm_mars.kernels.terms import NO_LIMIT, loss_rate, most_lost, price_units
+from vllm_mars.kernels.ledger.naive import NO_LIMIT, loss_rate, most_lost, price_units
+from vllm_mars.options.config import price_of_bound
 
 # How far from their values probabilities are probed, and how exact expectations are.
 EPSILON = 1e-5

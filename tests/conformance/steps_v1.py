@@ -7,9 +7,9 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars import MarsRejectionSampler
-from vllm_mars.runner.counters import CounterLayout, Counters
-from vllm_mars.runner.requests_v1 import RequestsV1
-from vllm_mars.runner.verification import Verification
+from vllm_mars.report.counters import CounterLayout, Counters
+from vllm_mars.worker.requests_v1 import RequestsV1
+from vllm_mars.worker.verification import Verification
 
 CPU = torch.device("cpu")
 VOCAB = 97

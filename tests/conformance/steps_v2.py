@@ -22,9 +22,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_mars import MarsConfig, MarsRejectionSamplerV2
-from vllm_mars.runner.counters import CounterLayout, Counters
-from vllm_mars.runner.requests_v2 import RequestsV2
-from vllm_mars.runner.verification import Verification
+from vllm_mars.report.counters import CounterLayout, Counters
+from vllm_mars.worker.requests_v2 import RequestsV2
+from vllm_mars.worker.verification import Verification
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 512

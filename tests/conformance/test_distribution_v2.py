@@ -13,7 +13,9 @@ from vllm.v1.worker.gpu.structured_outputs import grammar_invalid_drafts
 from enumerated import FEATURES, Batch, case_of
 from scheduled import CASES, MARS, Engine, logits_of, write_model
 from steps_v2 import Request, Step, emitted
-from vllm_mars.kernels import accept_kernel, clip_kernel, draw_kernel
+from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels.clip import fused as clip_kernel
+from vllm_mars.kernels.draw import fused as draw_kernel
 
 pytestmark = pytest.mark.interpreted
 

@@ -13,8 +13,8 @@ import steps_v1
 from engines import counters, engine_in_process
 from enumerated import Batch
 from scheduled import CASES, MARS, Engine, logits_of, write_model
-from vllm_mars.kernels import accept
-from vllm_mars.runner import sampler_v1
+from vllm_mars.kernels.accept import naive as accept
+from vllm_mars.worker import sampler_v1
 
 FIXED = {"draft_sample_method": "greedy"}
 

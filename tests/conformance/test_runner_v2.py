@@ -13,9 +13,9 @@ from benchmarks.kernel_step import Shape, Step, tokens_of
 from benchmarks.runner_v2 import RunnerV2
 from steps_v2 import Allocated
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.terms import CounterLayout
-from vllm_mars.runner import sampler_v2
-from vllm_mars.runner.counters import Counters
+from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.report.counters import Counters
+from vllm_mars.worker import sampler_v2
 
 pytestmark = pytest.mark.interpreted
 

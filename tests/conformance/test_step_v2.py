@@ -18,10 +18,12 @@ import oracle
 import steps_v2
 from steps_v2 import Allocated, Request, Step, emitted, lost_by_ended, random_step
 from vllm_mars import MarsConfig
-from vllm_mars.kernels import accept_kernel
-from vllm_mars.kernels.terms import Column, Verdict, loss_rate, most_lost
-from vllm_mars.runner.draft_temperature import scale_v2
-from vllm_mars.runner.requests_v2 import RequestsV2
+from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels.ledger.naive import loss_rate, most_lost
+from vllm_mars.kernels.record import Column
+from vllm_mars.kernels.verdicts import Verdict
+from vllm_mars.worker.draft_temperature import scale_v2
+from vllm_mars.worker.requests_v2 import RequestsV2
 
 pytestmark = pytest.mark.interpreted
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from calls import CPU, Call, sampled_step, to
-from vllm_mars.kernels import accept_kernel
+from vllm_mars.kernels.accept import fused as accept_kernel
 
 GOLDEN = Path(__file__).with_suffix(".json")
 # Without a GPU tests run in the interpreter.

@@ -10,8 +10,11 @@ import torch
 import clip_cases
 import oracle
 from golden_tokens import DEVICE, IS_INTERPRETED
-from vllm_mars.kernels import accept_kernel
-from vllm_mars.kernels.terms import NO_BOUND, Draws, Protected, Records, Rule, Sampling, Step
+from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels.kept.naive import Protected
+from vllm_mars.kernels.ledger.naive import NO_BOUND
+from vllm_mars.kernels.record import Records
+from vllm_mars.kernels.step import Draws, Rule, Sampling, Step
 
 pytestmark = [pytest.mark.interpreted] if IS_INTERPRETED else []
 

@@ -11,8 +11,8 @@ import torch
 
 from calls import Replay
 from golden_tokens import GOLDEN, IS_INTERPRETED, KINDS, NUM_STEPS, SMALL, steps, tokens_of
-from vllm_mars.kernels import accept
-from vllm_mars.kernels.terms import STRUCK
+from vllm_mars.kernels.accept import naive as accept
+from vllm_mars.kernels.step import STRUCK
 
 # The interpreter takes 0.2 s for a step of the small vocabulary, and 3 s for one of the large.
 ALL = max(NUM_STEPS.values())

@@ -9,10 +9,13 @@ import torch
 from benchmarks.kernel_step import Shape, Step, tokens_of
 from calls import LONGEST, Call, close, listed, sampled_step, to, written_down
 from vllm_mars import MarsConfig, verify_greedy
-from vllm_mars.kernels import accept_kernel, clip_kernel, terms
-from vllm_mars.kernels.clip import TOLERANCE
-from vllm_mars.kernels.strictness_kernel import guard_positions, new_ring
-from vllm_mars.runner.strictness import Followers, Sections, guarded
+from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels.clip import fused as clip_kernel
+from vllm_mars.kernels.clip.naive import TOLERANCE
+from vllm_mars.kernels.record import Column, Records
+from vllm_mars.kernels.step import Step as StepInputs
+from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
+from vllm_mars.kernels.strictness.naive import IN_THINKING, Followers, Sections, guarded
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -146,11 +149,11 @@ def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
     zero = ids([0])
     # The token before the draft, and its bonus row.
     inputs, ends = ids([answer[-1], *draft]), ids([len(draft) + 1])
-    records = terms.Records.new(1, DEVICE)
-    records.table[0, terms.Column.SCOPE] = terms.IN_THINKING
+    records = Records.new(1, DEVICE)
+    records.table[0, Column.SCOPE] = IN_THINKING
     records.price.fill_(1)
     logits = torch.empty((len(inputs), 30), device=DEVICE)
-    step = terms.Step(logits, inputs, ends, records, zero, ids([length]), zero, len(draft))
+    step = StepInputs(logits, inputs, ends, records, zero, ids([length]), zero, len(draft))
     found = guard_positions(
         new_ring(1, DEVICE),
         ids([answer]),
@@ -160,8 +163,8 @@ def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
         3,
     )
     state = sections.advance(0, answer)
-    reasons = sections.blocked(state, draft, terms.IN_THINKING)
+    reasons = sections.blocked(state, draft, IN_THINKING)
     repeated = Followers(3).before(answer, draft)
     expected = [*guarded(reasons, draft, repeated, temperature > 0), (0, False, ())]
     assert listed(found, len(inputs)) == [(*row[:2], {*row[2]}) for row in expected]
-    assert records.table[0, terms.Column.STATE] == state
+    assert records.table[0, Column.STATE] == state

@@ -7,19 +7,16 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from calls import CPU, LONGEST, Call, close, draws_of, on_cpu, same, sampled_step, written_down
-from vllm_mars.config import MOST_ENDS
-from vllm_mars.kernels import accept_kernel, clip_kernel, rows_kernel, strictness_kernel
-from vllm_mars.kernels.clip import TOLERANCE
-from vllm_mars.kernels.terms import (
-    NO_BOUND,
-    CounterLayout,
-    Draws,
-    Protected,
-    Records,
-    Rule,
-    Sampling,
-    Step,
-)
+from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.kernels.clip import fused as clip_kernel
+from vllm_mars.kernels.clip.naive import TOLERANCE
+from vllm_mars.kernels.kept.naive import Protected
+from vllm_mars.kernels.ledger.naive import NO_BOUND
+from vllm_mars.kernels.record import MOST_ENDS, Records
+from vllm_mars.kernels.rows import fused as rows_kernel
+from vllm_mars.kernels.step import Draws, Rule, Sampling, Step
+from vllm_mars.kernels.strictness import fused as strictness_kernel
 
 pytestmark = pytest.mark.interpreted
 

@@ -9,7 +9,7 @@ from scipy import optimize
 
 import clip_cases
 from clip_cases import clip_rows
-from vllm_mars.kernels import clip
+from vllm_mars.kernels.clip import naive as clip
 
 # Where nothing is said of it, nothing is kept.
 NONE = torch.tensor([], dtype=torch.int64)

@@ -7,11 +7,14 @@ import torch
 
 import clip_cases
 from clip_cases import KEPT
-from vllm_mars.kernels import clip_kernel
-from vllm_mars.kernels.clip import TOLERANCE
+from vllm_mars.kernels.clip import fused as clip_kernel
+from vllm_mars.kernels.clip.naive import TOLERANCE
 from vllm_mars.kernels.constants import C
-from vllm_mars.kernels.rows_kernel import reduce_rows
-from vllm_mars.kernels.terms import NO_BOUND, Draws, Protected, Records, Rule, Sampling, Step
+from vllm_mars.kernels.kept.naive import Protected
+from vllm_mars.kernels.ledger.naive import NO_BOUND
+from vllm_mars.kernels.record import Records
+from vllm_mars.kernels.rows.fused import reduce_rows
+from vllm_mars.kernels.step import Draws, Rule, Sampling, Step
 
 # p = q = 0 behind the vocabulary and where a token is masked: the ratio is replaced.
 pytestmark = [

@@ -13,19 +13,15 @@ import vllm.v1.worker.gpu.sample.gumbel
 
 from calls import tensors_of
 from compiled import TARGETS, compile_for, launches
-from vllm_mars.kernels import accept_kernel, beside, strictness_kernel
-from vllm_mars.kernels.rows_kernel import reduce_rows
-from vllm_mars.kernels.rule import Guarded
-from vllm_mars.kernels.terms import (
-    CounterLayout,
-    Draws,
-    Markers,
-    Protected,
-    Records,
-    Rule,
-    Sampling,
-    Step,
-)
+from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels.account import fused as beside
+from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.kernels.kept.naive import Protected
+from vllm_mars.kernels.record import Records
+from vllm_mars.kernels.rows.fused import reduce_rows
+from vllm_mars.kernels.step import Draws, Rule, Sampling, Step
+from vllm_mars.kernels.strictness import fused as strictness_kernel
+from vllm_mars.kernels.strictness.naive import Guarded, Markers
 
 # The others are compiled at night.
 BY_DAY = "sm_90"
@@ -135,7 +131,7 @@ def vllms_functions():
     with mock.patch.dict(sys.modules, modules):
         # All else that it imports stays.
         del sys.modules[vllm.v1.worker.gpu.sample.gumbel.__name__]
-        sys.modules.pop("vllm_mars.kernels.draw_kernel", None)
+        sys.modules.pop("vllm_mars.kernels.draw.fused", None)
         yield
 
 

@@ -9,19 +9,14 @@ import triton
 import triton.language as tl
 
 from benchmarks import launcher
-from vllm_mars.kernels import accept_kernel, launch
-from vllm_mars.kernels.strictness_kernel import guard_positions, new_ring
-from vllm_mars.kernels.terms import (
-    Account,
-    CounterLayout,
-    Draws,
-    Markers,
-    Protected,
-    Records,
-    Rule,
-    Sampling,
-    Step,
-)
+from vllm_mars.kernels import launch
+from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels.account.naive import Account, CounterLayout
+from vllm_mars.kernels.kept.naive import Protected
+from vllm_mars.kernels.record import Records
+from vllm_mars.kernels.step import Draws, Rule, Sampling, Step
+from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
+from vllm_mars.kernels.strictness.naive import Markers
 
 CPU = torch.device("cpu")
 SLOTS = 5

@@ -12,24 +12,17 @@ from hypothesis import strategies as st
 
 import oracle
 from vllm_mars import verify_greedy
-from vllm_mars.config import STRICT_VALUE
-from vllm_mars.kernels import accept
-from vllm_mars.kernels.rows import read_probabilities, read_rows
-from vllm_mars.kernels.rule import Guarded, Position, num_gainful, sampled
-from vllm_mars.kernels.terms import (
-    NO_BOUND,
-    REFUSALS,
-    Account,
-    CounterLayout,
-    Protected,
-    Records,
-    Rule,
-    Step,
-    Verdict,
-    loss_rate,
-    loss_units,
-    price_units,
-)
+from vllm_mars.kernels.accept import naive as accept
+from vllm_mars.kernels.account.naive import Account, CounterLayout
+from vllm_mars.kernels.kept.naive import Protected
+from vllm_mars.kernels.ledger.naive import NO_BOUND, loss_rate, loss_units, price_units
+from vllm_mars.kernels.record import Records
+from vllm_mars.kernels.rows.naive import read_probabilities, read_rows
+from vllm_mars.kernels.rules.naive import Position, num_gainful, sampled
+from vllm_mars.kernels.step import Rule, Step
+from vllm_mars.kernels.strictness.naive import Guarded
+from vllm_mars.kernels.verdicts import REFUSALS, Verdict
+from vllm_mars.options.config import STRICT_VALUE
 
 NAN, INF = math.nan, math.inf
 BONUS = 3

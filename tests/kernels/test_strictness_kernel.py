@@ -8,11 +8,13 @@ import torch
 
 from calls import listed
 from vllm_mars import MarsConfig
-from vllm_mars.kernels import strictness_kernel
-from vllm_mars.kernels.rows_kernel import kept_size
-from vllm_mars.kernels.strictness_kernel import guard_positions
-from vllm_mars.kernels.terms import MOST_FOLLOWERS, RECORD_SIZE, Column, Records, Step, Verdict
-from vllm_mars.runner.strictness import Followers, Sections, guarded
+from vllm_mars.kernels.record import RECORD_SIZE, Column, Records
+from vllm_mars.kernels.rows.fused import kept_size
+from vllm_mars.kernels.step import Step
+from vllm_mars.kernels.strictness import fused as strictness_kernel
+from vllm_mars.kernels.strictness.fused import guard_positions
+from vllm_mars.kernels.strictness.naive import MOST_FOLLOWERS, Followers, Sections, guarded
+from vllm_mars.kernels.verdicts import Verdict
 
 pytestmark = pytest.mark.interpreted
 

@@ -42,4 +42,4 @@ if os.environ.get("VLLM_MARS_TEST_MEASURE") == "stand-in":
 
         module.LocalRunner = StandIn
 
-    wrapt.register_post_import_hook(_stand_in, "vllm_mars.experiments.ray_turns")
+    wrapt.register_post_import_hook(_stand_in, "vllm_mars.lab.ray_turns")

@@ -3,7 +3,7 @@
 import os
 import time
 
-from vllm_mars.experiments.records import Record
+from vllm_mars.lab.records import Record
 
 SECONDS = 1.0
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from engines import PET, PET_FORMAT
-from vllm_mars.local.scrape import fetch
+from vllm_mars.servers.scrape import fetch
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 

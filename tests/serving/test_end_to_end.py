@@ -79,7 +79,7 @@ def by_request(packaged_model, strict):
 def test_theta_1_is_vllm(strict, by_request):
     theta_1 = by_request[1.0]
     assert strict.sampler == "vllm.v1.sample.rejection_sampler.RejectionSampler"
-    assert theta_1.sampler == "vllm_mars.runner.sampler_v1.MarsRejectionSampler"
+    assert theta_1.sampler == "vllm_mars.worker.sampler_v1.MarsRejectionSampler"
     assert theta_1.tokens == strict.tokens
     assert (theta_1.drafts, theta_1.accepted) == (strict.drafts, strict.accepted)
 

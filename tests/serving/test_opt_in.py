@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from promise import ROUNDING, log_probs
-from vllm_mars.cli import main
-from vllm_mars.engine import metrics
-from vllm_mars.local.prompts import load_prompts
+from vllm_mars.cli.__main__ import main
+from vllm_mars.lab.prompts import load_prompts
+from vllm_mars.report import metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("opt_in_server")]
 

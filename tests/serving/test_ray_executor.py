@@ -11,8 +11,8 @@ from clusters import cluster
 from processes import MARK, marked, wait_until
 from test_tensor_parallel import PROMPTS, generate
 from vllm_mars import __version__
-from vllm_mars.local.scrape import fetch
-from vllm_mars.local.server import VllmServer
+from vllm_mars.servers.scrape import fetch
+from vllm_mars.servers.server import VllmServer
 
 pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
@@ -95,7 +95,7 @@ def test_two_ranks_on_ray_serve_what_one_generates(models, tmp_path):
     expected, _, _ = generate(models / "target", speculation(models), ranks=1)
     assert served == expected
     assert sorted(rank for rank, _, _ in ranks) == [0, 1]
-    assert {module for _, module, _ in ranks} == {"vllm_mars.runner.sampler_v1"}
+    assert {module for _, module, _ in ranks} == {"vllm_mars.worker.sampler_v1"}
     last = PROMPTS[-1] + served[-1]
     for rank, _, tokens in ranks:
         # The last token of all is never fed back.

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from engines import PET_FORMAT
-from vllm_mars.engine.metrics import OVERRIDE, RELAXED
-from vllm_mars.engine.overrides import PERIOD
+from vllm_mars.options.overrides import PERIOD
+from vllm_mars.report.metrics import OVERRIDE, RELAXED
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 

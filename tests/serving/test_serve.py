@@ -21,7 +21,7 @@ import pytest
 
 from clusters import cluster, needs_ray_serve
 from processes import MARK, marked, wait_until
-from vllm_mars.local.scrape import totals
+from vllm_mars.servers.scrape import totals
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 pytestmark = needs_ray_serve
@@ -61,7 +61,7 @@ def ray_cluster():
 
 
 def test_options_of_a_command_line_are_text():
-    from vllm_mars.serve import SPECULATION, Options, _autoscaling_config
+    from vllm_mars.ray_serve import SPECULATION, Options, _autoscaling_config
 
     options = Options.model_validate(
         {"min_replicas": "2", "engine_kwargs": '{"tensor_parallel_size": 4}', "routing": "load"}
@@ -79,7 +79,7 @@ def test_options_of_a_command_line_are_text():
 
 def test_the_engine_learns_of_the_tool_parser_and_the_chat_template():
     """Ray gives them to the API server alone; the strict spans follow from them."""
-    from vllm_mars.serve import Options, _engine_kwargs
+    from vllm_mars.ray_serve import Options, _engine_kwargs
 
     given = {"tool_call_parser": "hermes", "chat_template": "own", "additional_config": {"own": 1}}
     found = _engine_kwargs(Options(engine_kwargs=given))
@@ -123,7 +123,7 @@ DELAY = '{"downscale_delay": 60}'
     ],
 )
 def test_what_is_refused_before_anything_starts(ray_cluster, tiny_model, options, error, message):
-    from vllm_mars.serve import Options, app
+    from vllm_mars.ray_serve import Options, app
 
     begin = time.monotonic()
     with pytest.raises(error, match=message):
@@ -132,7 +132,7 @@ def test_what_is_refused_before_anything_starts(ray_cluster, tiny_model, options
 
 
 def test_a_node_with_another_version_is_refused_by_name(ray_cluster, tiny_model, monkeypatch):
-    from vllm_mars.serve import Options, app
+    from vllm_mars.ray_serve import Options, app
 
     node = ray_cluster.add_node(num_cpus=0, env_vars={"VLLM_MARS_TEST_NODE": "version 0.0.1"})
     try:
@@ -149,7 +149,7 @@ def address():
     """Of what is about to run."""
     from ray import serve
 
-    from vllm_mars.local.server import free_port
+    from vllm_mars.servers.server import free_port
 
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
@@ -171,8 +171,8 @@ def run(model, theta=0.5, **options):
     """Runs the application, in the place of one that runs already."""
     from ray import serve
 
-    from vllm_mars.local.drafts import NGRAM, speculative_config
-    from vllm_mars.serve import Options, app
+    from vllm_mars.models.drafts import NGRAM, speculative_config
+    from vllm_mars.ray_serve import Options, app
 
     chosen = Options(
         model=str(model),
@@ -330,7 +330,7 @@ def test_one_replica_answers(ray_cluster, tiny_model):
 def test_the_command_serves_until_ctrl_c(ray_cluster, tiny_model, tmp_path):
     """`serve run`, whose arguments are text."""
     given = [f"model={tiny_model}", "model_id=tiny", f"engine_kwargs={json.dumps(ENGINE)}"]
-    command = [Path(sys.executable).with_name("serve"), "run", "vllm_mars.serve:app", *given]
+    command = [Path(sys.executable).with_name("serve"), "run", "vllm_mars.ray_serve:app", *given]
     log = tmp_path / "run.log"
     with address() as url, log.open("wb") as out:
         process = subprocess.Popen(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vllm_mars.local.server import VllmServer
+from vllm_mars.servers.server import VllmServer
 
 VLLM_SERVE = Path(__file__).with_name("vllm_serve.py")
 
@@ -12,5 +12,5 @@ class StandInServer(VllmServer):
 
     def command(self) -> list[str]:
         python, flag, module, *arguments = super().command()
-        assert (flag, module) == ("-m", "vllm_mars.vllm_cli")
+        assert (flag, module) == ("-m", "vllm_mars.cli.serve")
         return [python, str(VLLM_SERVE), *arguments]

@@ -1,0 +1,1 @@
+"""Which draft tokens of a request stay."""

@@ -1,0 +1,422 @@
+"""Verification in Triton: two launches for a step of greedy requests, three where requests sample.
+
+The rule is that of `rule`, which `rules.fused` follows function by function (arXiv 2601.15498 for
+theta). Symbols: V vocabulary, B requests, R rows, S splits of a row.
+
+    rows_kernel      grid (R, S)       z1 with its id, z2, and sums of exponentials of each split
+    accept_kernel    grid (B,)         joins the splits of one request's rows, applies the rule,
+                                       draws whether each draft token stays, emits and counts
+    resample_kernel  grid (B, blocks)  draws the token behind the accepted drafts of a request
+                                       that samples, from one row
+
+Where drafts are drawn, the two of `clip_kernel` read the rows between the first two. The random
+numbers are those of vLLM's own sampler: what is strict is token for token what that emits, of drawn
+drafts by its method `block`.
+
+To count is to take the loss off the request's record, to add to the counts, and to write its row of
+the table: see `Account`. What a request allows lies in its record, by slot, and is read there.
+
+Bytes moved: the rows once, but the bonus row of a request that samples; of such a request one row
+again; the logits of the draft token and of kept tokens; the partial results, the outputs. Not
+materialised: anything of the logits' size.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_mars.kernels.account.naive import Account, CounterLayout
+from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.ledger.fused import allowance, has_ended, load_float, nearest_units, units_of
+from vllm_mars.kernels.rows.fused import kept_size, kept_sums, log_sum_exp, num_lanes, reduce_rows
+from vllm_mars.kernels.rules.fused import (
+    forbids,
+    greedy,
+    is_small,
+    log_ratio_of_fixed,
+    num_gainful,
+    read_rows,
+    sampled_by_price,
+    sampled_by_theta,
+)
+from vllm_mars.kernels.step import Draws, Rule, Step, VerifyOutput
+from vllm_mars.kernels.strictness.naive import Guard
+
+# Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
+_UNALIGNED = [
+    *("input_ids_ptr", "cu_num_logits_ptr", "slots_ptr", "pos_ptr"),
+    *("total_len_ptr", "prompt_len_ptr", "clipped_ptr", "masses_ptr"),
+]
+_UNSPECIALIZED = ["num_speculative_tokens", "num_blocks", "vocab", "num_splits"]
+
+
+@triton.jit
+def step_seed(seed, place):
+    """The seed of a place of a draft that is verified by blocks, as vLLM 0.33 has it.
+
+    How many tokens stay depends on the numbers of all places, so those behind them, which the next
+    step meets again at earlier places, must get others there.
+    """
+    return seed ^ (place.to(tl.int64) << 32)
+
+
+@triton.jit
+def _drawn(seeds_ptr, pos_ptr, slot, row, mask, place, BY_BLOCKS: tl.constexpr):
+    """What vLLM draws for each position."""
+    pos = tl.load(pos_ptr + row, mask=mask, other=0)
+    seed = tl.load(seeds_ptr + slot)
+    if BY_BLOCKS:
+        seed = step_seed(seed, place)
+    return tl.maximum(tl.rand(seed, pos), C.LEAST_DRAWN)
+
+
+@triton.jit
+def _by_blocks(clipped_ptr, masses_ptr, num_blocks, row, offset, length, u, BLOCKS: tl.constexpr):
+    """How many tokens of a drawn draft stay; what the rule adds to the chance that each does."""
+    is_there = offset < length
+    of_row = clipped_ptr + C.CLIPPED * row
+    of_q = tl.load(of_row + C.OF_Q, mask=is_there, other=-C.INF)
+    of_p = tl.load(of_row + C.OF_P, mask=is_there, other=0.0)
+    is_behind = is_there & (offset > 0)
+    before = tl.load(of_row + C.BEFORE, mask=is_behind, other=0.0)
+    reach = tl.exp(tl.minimum(before + of_q, 0.0))
+    before = tl.load(of_row + C.STRICT_BEFORE, mask=is_behind, other=0.0)
+    strict = tl.exp(tl.minimum(before + of_q - of_p, 0.0))
+    goes_on = offset + 1 < length
+    blocks = tl.arange(0, BLOCKS)[None, :]
+    parts = tl.load(
+        masses_ptr + (row[:, None] + 1) * num_blocks + blocks,
+        mask=goes_on[:, None] & (blocks < num_blocks),
+        other=0.0,
+    )
+    residual = tl.maximum(tl.sum(parts, axis=1), 0.0)
+    whole = residual + (1.0 - reach)
+    stays = tl.where(whole > 0.0, residual / tl.where(whole > 0.0, whole, 1.0), 1.0)
+    stays = tl.where(goes_on, stays, reach)
+    accepted = tl.max(tl.where(is_there & (u <= stays), offset + 1, 0), axis=0)
+    return accepted, tl.where(is_there, reach - strict, 0.0)
+
+
+@triton.jit
+def _write_down(
+    account,
+    lost_ptr,
+    request,
+    offset,
+    draft,
+    verdict,
+    loss,
+    gained,
+    drift,
+    ratio,
+    accepted,
+    is_counted,
+    is_greedy,
+    is_relaxable,
+    num_speculative_tokens,
+    BY_BLOCKS: tl.constexpr,
+):
+    """Counts a request's step, takes its loss off; returns relaxed tokens and loss."""
+    is_visited = is_counted & (offset <= accepted)
+    is_accepted = is_counted & (offset < accepted)
+    is_relaxed = is_accepted & (verdict == C.RELAXED)
+    spends = is_relaxed | (is_visited & (is_greedy == 0))
+    step_lost = tl.sum(tl.where(spends, loss, 0), axis=0)
+    gains = spends
+    if BY_BLOCKS:
+        # Of the positions, too, that were not reached.
+        gains = gains | (is_counted & (is_greedy == 0))
+    step_gained = tl.sum(tl.where(gains, gained, 0), axis=0)
+    lost = tl.load(lost_ptr)
+    # All warps have loaded what one of them stores.
+    tl.debug_barrier()
+    tl.store(lost_ptr, lost + step_lost)
+
+    one = tl.full(offset.shape, 1, tl.int64)
+    is_verified = is_visited & (draft >= 0)
+    counts_ptr = account.counts
+    tl.atomic_add(counts_ptr + offset, one, mask=is_verified, sem="relaxed")
+    counts_ptr += num_speculative_tokens
+    tl.atomic_add(counts_ptr + offset, one, mask=is_verified & is_accepted, sem="relaxed")
+    counts_ptr += num_speculative_tokens
+    tl.atomic_add(counts_ptr + offset, one, mask=is_verified & is_relaxed, sem="relaxed")
+    counts_ptr += num_speculative_tokens
+    tl.atomic_add(counts_ptr, step_lost, sem="relaxed")
+    tl.atomic_add(counts_ptr + 1, step_gained, sem="relaxed")
+    drift = tl.where(spends, drift, 0)
+    tl.atomic_add(counts_ptr + 2, tl.sum(tl.maximum(drift, 0), axis=0), sem="relaxed")
+    tl.atomic_add(counts_ptr + 3, tl.sum(tl.maximum(-drift, 0), axis=0), sem="relaxed")
+    relaxable = tl.sum(tl.where(is_relaxable, is_verified.to(tl.int64), 0), axis=0)
+    tl.atomic_add(counts_ptr + 4, relaxable, sem="relaxed")
+    is_refused = is_verified & (verdict >= C.PROTECTED)
+    refusal = tl.maximum(verdict - C.PROTECTED, 0)
+    tl.atomic_add(counts_ptr + 5 + refusal, one, mask=is_refused, sem="relaxed")
+
+    of_greedy = tl.where(is_relaxed, loss.to(tl.float32) * C.UNIT, float("nan"))
+    of_sampled = tl.where(offset <= accepted, ratio, float("nan"))
+    width = num_speculative_tokens + 1
+    where = account.table + request.to(tl.int64) * 2 * width + offset
+    tl.store(where, tl.where(is_greedy, of_greedy, of_sampled), mask=offset < width)
+    told = tl.where(is_greedy, 0.0, drift.to(tl.float32) * C.UNIT)
+    tl.store(where + width, told, mask=offset < width)
+    return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
+def accept_kernel(
+    # `VerifyOutput`, `Account` and `Partials`: tensors that begin where memory does
+    output,
+    account,
+    partials,
+    # [S, RECORD_SIZE]
+    records_ptr,
+    # [num_rows]: a row's draft token is the next entry
+    input_ids_ptr,
+    # [batch], inclusive prefix sum of the rows; a request's last row is its bonus row
+    cu_num_logits_ptr,
+    # `Protected` or None
+    protected,
+    # `Guard` or None
+    guard,
+    # [batch]
+    slots_ptr,
+    # By slot
+    total_len_ptr,
+    prompt_len_ptr,
+    # Where requests sample: `Sampling`, and [num_rows]
+    sampling,
+    pos_ptr,
+    # Of drawn drafts: [num_rows, CLIPPED] and [num_rows, num_blocks] of `clip_rows`
+    clipped_ptr,
+    masses_ptr,
+    num_speculative_tokens,
+    num_blocks,
+    vocab,
+    num_splits,
+    SPLITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    # "theta" or "price"
+    RULE: tl.constexpr,
+    # "no", "fixed" or "drawn" drafts
+    SAMPLED: tl.constexpr,
+):
+    request = tl.program_id(0)
+    end = tl.load(cu_num_logits_ptr + request)
+    start = tl.load(cu_num_logits_ptr + request - 1, mask=request > 0, other=0)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    offset = tl.arange(0, POSITIONS)
+    row = start + offset
+    is_row = row < end
+    is_draft = row < end - 1
+    length = end - start - 1
+    is_greedy = tl.full([], True, tl.int1)
+    if SAMPLED != "no":
+        is_greedy = tl.load(sampling.temperature + slot) == 0.0
+
+    record_ptr = records_ptr + slot * C.RECORD_SIZE
+    produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
+    rows = read_rows(
+        partials,
+        input_ids_ptr,
+        protected,
+        guard,
+        record_ptr,
+        row,
+        is_row,
+        is_draft,
+        is_greedy,
+        vocab,
+        num_splits,
+        SPLITS,
+        RULE != "price",
+    )
+    draft = rows.draft
+    most, price, room = allowance(record_ptr, produced, offset)
+    is_over = has_ended(record_ptr, tl.load(input_ids_ptr + start), produced)
+    gainful = num_gainful(rows.is_end, offset, length, room)
+    # The last position of the answer; none where it had ended before.
+    last_counted = tl.where(is_over != 0, -1, gainful)
+    threshold = load_float(record_ptr, C.THRESHOLD)
+    small = is_small(rows, threshold)
+    verdict, loss = greedy(rows, small, most, price, gainful, offset, length, RULE)
+    accepts = (verdict == C.FIRST) | (verdict == C.RELAXED)
+    gained = tl.where(verdict == C.RELAXED, 1 << 16, 0).to(tl.int64)
+    # Greedily the drift is the loss.
+    drift = loss
+    ratio_accepted = tl.zeros([POSITIONS], tl.float32)
+    ratio_rejected = tl.zeros([POSITIONS], tl.float32)
+    accepted_by_blocks = 0
+    if SAMPLED != "no":
+        if is_greedy == 0:
+            own = sampling.seeds, pos_ptr, slot, row, is_draft, offset
+            u = _drawn(*own, SAMPLED == "drawn")
+            is_read = draft >= 0
+            if SAMPLED == "drawn":
+                # A token that was never drawn ends the draft.
+                drawn = tl.min(tl.where(is_draft & (draft == -1), offset, length), axis=0)
+                of_draft = clipped_ptr, masses_ptr, num_blocks, row, offset, drawn, u
+                accepted_by_blocks, gain = _by_blocks(*of_draft, BLOCKS)
+                gained = nearest_units(gain)
+                of_row, is_drawn = clipped_ptr + C.CLIPPED * row, offset < drawn
+                ratio_accepted = tl.load(of_row + C.OF_P, mask=is_drawn, other=0.0)
+                reason = forbids(rows, False)
+                verdict = tl.where(is_read & (offset < gainful) & (price > 0), reason, 0)
+                loss = units_of(tl.load(of_row + C.LOSS_OF_ROW, mask=is_drawn, other=0.0))
+                drift = nearest_units(tl.load(of_row + C.DRIFT, mask=is_drawn, other=0.0))
+            else:
+                lse, entropy = log_sum_exp(partials, row, is_draft, rows.first, num_splits, SPLITS)
+                log_p = rows.logit - lse
+                # A NaN is above nothing.
+                is_number = is_read & (log_p > -C.INF)
+                log_p = tl.where(is_number, tl.minimum(log_p, 0.0), 0.0)
+                forbidden = forbids(rows, RULE != "price")
+                if RULE == "price":
+                    mass, surprise = kept_sums(partials, row, is_number, lse)
+                    rest, entropy = tl.maximum(1.0 - mass, 0.0), entropy - surprise
+                    decided = sampled_by_price(
+                        *(log_p, rest, entropy, is_number, forbidden),
+                        *(most, price, gainful, offset, length),
+                    )
+                else:
+                    decided = sampled_by_theta(
+                        log_p, entropy, small & is_number, forbidden, most, offset, length
+                    )
+                verdict, loss, gained = decided.verdict, decided.loss, decided.gained
+                drift = nearest_units(decided.drift)
+                ratio_accepted = log_ratio_of_fixed(decided, True)
+                ratio_rejected = log_ratio_of_fixed(decided, False)
+                accepts = is_number & (log_p + ratio_accepted > tl.log(u))
+                accepts = accepts | (verdict == C.RELAXED)
+
+    stops = is_draft & (accepts == 0)
+    accepted = tl.min(tl.where(stops, offset, length), axis=0)
+    if SAMPLED == "drawn":
+        accepted = tl.where(is_greedy, accepted, accepted_by_blocks)
+    token = tl.where(offset < accepted, draft, -1)
+    # Never accepted, the bonus row emits its argmax like a row whose draft is rejected. Where a
+    # request samples `resample_kernel` puts what it draws there, unless rounding leaves nothing to
+    # draw from: then the rejected token stays.
+    stays_there = (is_greedy == 0) & (draft >= 0)
+    behind = tl.where(stays_there, draft, rows.argmax.to(tl.int64))
+    token = tl.where(is_row & (offset == accepted), behind, token)
+    of_request = output.output_token_ids + request.to(tl.int64) * (num_speculative_tokens + 1)
+    tl.store(of_request + offset, token, mask=offset <= num_speculative_tokens)
+    is_relaxable = tl.load(record_ptr + C.PRICE) != 0 if RULE == "price" else threshold < 1.0
+    # Behind the draft the target's own bonus token follows.
+    ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
+    num_relaxed, step_lost = _write_down(
+        account,
+        record_ptr + C.LOST,
+        request,
+        offset,
+        draft,
+        verdict,
+        loss,
+        gained,
+        drift,
+        tl.where(is_draft, ratio, 0.0),
+        accepted,
+        is_draft & (offset <= last_counted),
+        is_greedy,
+        is_relaxable,
+        num_speculative_tokens,
+        SAMPLED == "drawn",
+    )
+    if SAMPLED == "drawn":
+        if sampling.next_seeds is not None:
+            # What stays of a draft depends on the numbers that it was drawn with, so the next one
+            # gets others: a request's tokens grow with each step.
+            total = (tl.load(total_len_ptr + slot) + accepted + 1).to(tl.int64)
+            seed = tl.load(sampling.seeds + slot) ^ (total << 32)
+            tl.store(sampling.next_seeds + slot, seed)
+    tl.store(output.num_emitted + request, accepted + 1)
+    tl.store(output.num_relaxed + request, num_relaxed)
+    tl.store(output.lost + request, step_lost)
+
+
+def accept(
+    step: Step,
+    rule: Rule,
+    guard: Guard | None = None,
+    account: Account | None = None,
+    draws: Draws | None = None,
+) -> VerifyOutput:
+    """Verifies a step; what its requests lose is added to their records.
+
+    Args:
+        step: its logits are processed, where requests sample.
+        rule: of the engine.
+        guard: what the text before each row asks; or None, where it asks nothing.
+        account: where the step is counted; without a table one is made.
+        draws: of the step, where requests sample.
+
+    Returns:
+        As in `accept.naive.accept`, but that the tokens are int64, as Model Runner V2 wants them.
+    """
+    batch, device = step.slots.shape[0], step.logits.device
+    output = VerifyOutput(
+        torch.empty((batch, step.num_speculative_tokens + 1), dtype=torch.int64, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.int64, device=device),
+    )
+    if not batch:
+        return output
+    if account is None:
+        size = CounterLayout(step.num_speculative_tokens).size
+        account = Account(torch.zeros(size, dtype=torch.int64, device=device), None)
+    if account.table is None:
+        size = kept_size(batch, 256)
+        account = account._replace(table=_kept_table(size, step.num_speculative_tokens + 1, device))
+    reduced = reduce_rows(step, rule, guard, draws)
+    kind, clipped, masses = "no" if draws is None else "fixed", None, None
+    if draws is not None and draws.sampling.draft_logits is not None:
+        from vllm_mars.kernels.clip.fused import clip_rows
+
+        kind, (clipped, masses) = "drawn", clip_rows(reduced, draws)
+    num_blocks = 1 if masses is None else masses.shape[1]
+    vocab, positions = step.logits.shape[1], reduced.num_positions
+    reduced.variant.launch(
+        accept_kernel,
+        (batch, 1, 1),
+        output,
+        account,
+        reduced.partials,
+        step.records.table,
+        step.input_ids,
+        step.cu_num_logits,
+        rule.protected,
+        guard,
+        step.slots,
+        step.total_len,
+        step.prompt_len,
+        None if draws is None else draws.sampling,
+        None if draws is None else draws.pos,
+        clipped,
+        masses,
+        step.num_speculative_tokens,
+        num_blocks,
+        vocab,
+        reduced.num_splits,
+        num_lanes(vocab),
+        kept_size(num_blocks, 1),
+        positions,
+        rule.name,
+        kind,
+        # Long drafts leave one warp too few registers.
+        num_warps=max(1, positions // 8),
+        enable_fp_fusion=False,
+    )
+    if draws is not None:
+        from vllm_mars.kernels.draw.fused import draw
+
+        draw(reduced, draws, clipped, output, account)
+    return output
+
+
+@functools.cache
+def _kept_table(batch: int, width: int, device: torch.device) -> torch.Tensor:
+    return torch.empty((batch, 2, width), device=device)

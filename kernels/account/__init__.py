@@ -1,0 +1,1 @@
+"""Where a step writes down what it did."""

@@ -1,0 +1,157 @@
+"""What a step of Model Runner V2 does beside verifying, each in one launch in the place of many.
+
+    ended_kernel   grid (ended,)   what requests lost that end, by bucket
+    ratios_kernel  grid (B, K + 1) log p of a token that was sampled becomes log m
+
+Each reads and writes a few numbers for each request; all of their time is that of the launch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.kernels.record import RECORD_SIZE, Column, Records
+
+# Columns of logprobs that are looked at at a time.
+_BLOCK = 128
+# Views that start anywhere.
+_UNALIGNED = ["slots_ptr", "cu_num_logits_ptr"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+def ended_kernel(
+    # [COUNTERS]: see `CounterLayout`
+    counts_ptr,
+    # [S, SIZE]
+    records_ptr,
+    # [num_ended]
+    slots_ptr,
+    # [NUM_BOUNDS]
+    bounds_ptr,
+    ENDED: tl.constexpr,
+    ENDED_LOST: tl.constexpr,
+    LOST: tl.constexpr,
+    SIZE: tl.constexpr,
+    NUM_BOUNDS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+):
+    slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
+    lost = tl.load(records_ptr + slot * SIZE + LOST)
+    place = tl.arange(0, BOUNDS)
+    is_bound = place < NUM_BOUNDS
+    bounds = tl.load(bounds_ptr + place, mask=is_bound, other=0)
+    bucket = tl.sum((is_bound & (lost > bounds)).to(tl.int32), axis=0)
+    tl.atomic_add(counts_ptr + ENDED + bucket, 1)
+    tl.atomic_add(counts_ptr + ENDED_LOST + bucket, lost)
+
+
+def count_ended(
+    counts: torch.Tensor,
+    layout: CounterLayout,
+    bounds: torch.Tensor,
+    records: Records,
+    slots: torch.Tensor,
+) -> None:
+    """Counts requests that end, by what they lost.
+
+    Args:
+        counts: int64 `[layout.size]`, added into.
+        layout: which entry is what.
+        bounds: int64, the most that a request of each bucket but the last lost, in units of
+            2**-LOSS_BITS nats.
+        records: of all slots.
+        slots: int32 `[num_ended]`, where the requests are.
+    """
+    ended_kernel[(len(slots),)](
+        counts,
+        records.table,
+        slots,
+        bounds,
+        ENDED=layout.ended.start,
+        ENDED_LOST=layout.ended_lost.start,
+        LOST=int(Column.LOST),
+        SIZE=RECORD_SIZE,
+        NUM_BOUNDS=len(bounds),
+        BOUNDS=triton.next_power_of_2(len(bounds)),
+        num_warps=1,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["columns", "logprobs_stride", "ids_stride"],
+    do_not_specialize_on_alignment=_UNALIGNED,
+)
+def ratios_kernel(
+    # [num_rows, columns] each
+    logprobs_ptr,
+    logprobs_stride,
+    ids_ptr,
+    ids_stride,
+    columns,
+    # [batch, 2, WIDTH]: see `Account`
+    table_ptr,
+    # [S]
+    temperature_ptr,
+    # [batch]
+    slots_ptr,
+    # [batch + 1], exclusive prefix sum
+    cu_num_logits_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    place = tl.program_id(1)
+    row = tl.load(cu_num_logits_ptr + request) + place
+    if row >= tl.load(cu_num_logits_ptr + request + 1):
+        return
+    ratio = tl.load(table_ptr + request * 2 * WIDTH + place)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    # Of a greedy request the table holds losses; behind the last token stands NaN.
+    if (ratio != ratio) | (tl.load(temperature_ptr + slot) == 0.0):
+        return
+    logprobs_ptr += row.to(tl.int64) * logprobs_stride
+    ids_ptr += row.to(tl.int64) * ids_stride
+    sampled = tl.load(ids_ptr)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        is_there = column < columns
+        is_sampled = tl.load(ids_ptr + column, mask=is_there, other=-1) == sampled
+        # Any column may hold the sampled token again.
+        value = tl.load(logprobs_ptr + column, mask=is_there, other=0.0)
+        tl.store(logprobs_ptr + column, value + ratio, mask=is_there & is_sampled)
+
+
+def add_log_ratios(
+    logprobs: torch.Tensor,
+    token_ids: torch.Tensor,
+    table: torch.Tensor,
+    temperature: torch.Tensor,
+    slots: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+) -> None:
+    """Makes the log p of sampled tokens log m, as `verification.of_sampled` says it.
+
+    Args:
+        logprobs: float32 `[num_rows, columns]`, added into.
+        token_ids: `[num_rows, columns]`, first the sampled token.
+        table: float32 `[batch, 2, K + 1]`: see `Account`.
+        temperature: float32 `[S]`; 0 is greedy.
+        slots: int32 or int64 `[batch]`.
+        cu_num_logits: int32 `[batch + 1]`, exclusive prefix sum of the requests' rows.
+    """
+    batch, _, width = table.shape
+    ratios_kernel[(batch, width)](
+        logprobs,
+        logprobs.stride(0),
+        token_ids,
+        token_ids.stride(0),
+        token_ids.shape[1],
+        table,
+        temperature,
+        slots,
+        cu_num_logits,
+        WIDTH=width,
+        BLOCK=_BLOCK,
+        num_warps=1,
+    )

@@ -1,0 +1,1 @@
+"""The draw behind a request's accepted drafts."""

@@ -1,0 +1,1 @@
+"""What a request may lose, in units in which every backend agrees."""

@@ -1,0 +1,47 @@
+"""What a request may lose, in Triton: see `ledger.naive`."""
+
+import triton
+import triton.language as tl
+
+from vllm_mars.kernels.constants import C
+
+
+@triton.jit
+def units_of(nats):
+    """Nats in units, rounded up; 0 of what is no number."""
+    return tl.ceil(tl.minimum(tl.where(nats == nats, nats * C.PER_NAT, 0.0), C.MOST_LOSS)).to(
+        tl.int64
+    )
+
+
+@triton.jit
+def nearest_units(nats):
+    """Nats of either sign in units, rounded to the nearest; 0 of what is no number."""
+    units = tl.minimum(tl.maximum(nats * C.PER_NAT, -C.MOST_LOSS), C.MOST_LOSS)
+    return tl.floor(tl.where(nats == nats, units, 0.0) + 0.5).to(tl.int64)
+
+
+@triton.jit
+def load_float(record_ptr, column):
+    """A float32 of a record."""
+    return tl.load(record_ptr + column).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def allowance(record_ptr, produced, offset):
+    """What the request may lose up to each offset, its price, in units, and its room."""
+    rate = tl.load(record_ptr + C.RATE)
+    tokens = produced.to(tl.int64) + offset + 1
+    most = ((rate * (tokens + C.BURST_TOKENS)) >> C.RATE_SHIFT) - tl.load(record_ptr + C.LOST)
+    most = tl.where(rate == C.NO_BOUND, C.NO_LIMIT, most)
+    room = tl.maximum(tl.load(record_ptr + C.MOST_TOKENS) - produced - 1, 0)
+    return most, tl.load(record_ptr + C.PRICE), room
+
+
+@triton.jit
+def has_ended(record_ptr, last, produced):
+    """1 where the request had ended before this step, else 0."""
+    ends = tl.load(record_ptr + C.FIRST_END + tl.arange(0, C.ENDS))
+    is_end = tl.max((ends == last).to(tl.int32), axis=0)
+    is_end = tl.where((produced > 0) & (last >= 0), is_end, 0)
+    return tl.where(produced >= tl.load(record_ptr + C.MOST_TOKENS), 1, is_end)

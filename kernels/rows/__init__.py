@@ -1,0 +1,1 @@
+"""What the rules need to know of each row of logits."""

@@ -1,0 +1,206 @@
+"""What the rule needs to know of each row, by NumPy: the form of `rows_kernel` for a CPU.
+
+NumPy's vectorised argmax takes a third of the time of torch's, and its small operations a quarter,
+which counts for a single request. z2 is never computed. With t the threshold and "larger" the
+number of logits above a pivot, a draft token x is one of the two largest within a small margin if
+
+    x is not the argmax:  z[x] > t  and  larger(z[x]) <= 1      (z[x] is z2, or ties with z1)
+    x is the argmax:      larger(t) >= 2                        (z1 and z2 are above t)
+
+so a step reads the rows of greedy requests once, for the argmax, and once more the candidate rows
+alone. float32 logits are read in place; others are converted first.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_mars.kernels.ledger.naive import LOSS_BITS, MOST_LOSS
+from vllm_mars.kernels.step import STRUCK, Rule, Step
+from vllm_mars.kernels.strictness.naive import Guarded
+from vllm_mars.kernels.verdicts import Verdict
+
+
+class Rows(NamedTuple):
+    """What the rule reads of the logits at each draft position of a step; each a list.
+
+    Attributes:
+        draft: the draft token, -1 for padding, STRUCK for one that was drawn and struck out.
+        argmax: the target's first choice, of equal logits the lowest id; of a row that holds a NaN
+            the first NaN.
+        loss: z1 - z[x] in units of 2**-LOSS_BITS nats, rounded up, at most MOST_LOSS; 0 at padding
+            and where that is no number.
+        is_small: whether x is one of the two largest and the margin between these is small;
+            nowhere with a price.
+        is_finite: whether z[x] is above -inf and z1 a finite number.
+        is_end: whether x ends the request.
+        is_kept: whether x ends the request or is protected.
+        keeps_first: whether the first choice does or is.
+        repeats: whether x followed the last token; of a greedy request, with no token listed there
+            as its first choice.
+        blocked: the reason for which the position must stay strict, or NONE.
+        log_p: log p(x), -inf for padding; NaN where it is no number. This and what follows is read
+            of requests that sample, with drafts that are not drawn.
+        rest: R.
+        entropy: H(p) in nats; read where log_p is a number above -inf.
+        rest_entropy: of the tokens outside S.
+    """
+
+    draft: Sequence[int]
+    argmax: Sequence[int]
+    loss: Sequence[int]
+    is_small: Sequence[bool]
+    is_finite: Sequence[bool]
+    is_end: Sequence[bool]
+    is_kept: Sequence[bool]
+    keeps_first: Sequence[bool]
+    repeats: Sequence[bool]
+    blocked: Sequence[int]
+    log_p: Sequence[float] = ()
+    rest: Sequence[float] = ()
+    entropy: Sequence[float] = ()
+    rest_entropy: Sequence[float] = ()
+
+    def forbids(self, i: int, *, looks_at_first: bool) -> Verdict:
+        """Why a position is strict, or NONE."""
+        if self.blocked[i]:
+            return Verdict(self.blocked[i])
+        if self.is_kept[i] or (looks_at_first and self.keeps_first[i]):
+            return Verdict.PROTECTED
+        return Verdict.REPEAT if self.repeats[i] else Verdict.NONE
+
+
+def read_rows(
+    step: Step,
+    rule: Rule,
+    guard: Guarded | None = None,
+    temperature: Sequence[float] | None = None,
+    *,
+    with_bonus: bool = False,
+) -> Rows:
+    """What the rule reads, of all rows of a step; a bonus row has no draft token.
+
+    Of requests that sample by a price the logits are not looked at.
+
+    Args:
+        step: with float32 logits.
+        rule: of the engine.
+        guard: what the text before each row asks; or None, where it asks nothing.
+        temperature: of each request, see `Chance`; None if all are greedy.
+        with_bonus: whether to look for the first choice of the bonus rows, too.
+    """
+    z, vocab = step.logits.numpy(), step.logits.shape[1]
+    counts = np.diff(step.cu_num_logits.numpy(), prepend=0)
+    of_rows = np.repeat(step.slots.numpy(), counts)
+    ends = step.records.ends.numpy()[of_rows]
+    thresholds = step.records.threshold.numpy()[of_rows]
+    # A step may have no rows.
+    ids = np.append(step.input_ids.numpy()[1:], -1)[: len(z)]
+    is_bonus = np.zeros(len(ids), dtype=bool)
+    is_bonus[np.cumsum(counts) - 1] = True
+    ids[is_bonus] = -1
+    in_vocab = (ids >= 0) & (ids < vocab)
+    safe = np.where(in_vocab, ids, 0)
+    is_read = ~is_bonus | with_bonus
+    scales = np.zeros(len(ids), dtype=np.float32)
+    if temperature is not None:
+        scales = np.repeat(np.asarray(temperature, dtype=np.float32), counts)
+        if rule.name == "price":
+            is_read &= scales == 0
+    divisors = np.where(scales == 0, np.float32(1), scales)
+    read = np.flatnonzero(is_read)
+    # Row by row: indexing with the list would copy the rows, which costs more.
+    of_read = [z[i] if divisors[i] == 1 else z[i] / divisors[i] for i in read]
+    argmax = np.zeros(len(ids), dtype=np.int64)
+    argmax[read] = [row.argmax() for row in of_read]
+    first, logit = np.zeros((2, len(ids)), dtype=np.float32)
+    is_small = np.zeros(len(ids), dtype=bool)
+    with np.errstate(invalid="ignore"):
+        first[read] = z[read, argmax[read]] / divisors[read]
+        logit[read] = z[read, safe[read]] / divisors[read]
+        loss = first - logit
+        if rule.name != "price":
+            t, is_argmax = thresholds * first, safe == argmax
+            is_small = is_read & in_vocab & (logit > t) & ((thresholds == 1) | (first > 0))
+            is_small &= ~is_argmax | (scales != 0)
+            for i, row in zip(read, of_read, strict=True):
+                if is_small[i]:
+                    larger = np.count_nonzero(row > (t if is_argmax[i] else logit)[i])
+                    is_small[i] = larger >= 2 if is_argmax[i] else larger <= 1
+        units = np.ceil(np.minimum(loss * np.float32(2**LOSS_BITS), np.float32(MOST_LOSS)))
+        units = np.where(in_vocab & (loss == loss), units, 0)
+    is_end = in_vocab & _is_among(safe, ends)
+    is_kept, keeps_first = is_end, _is_among(argmax, ends)
+    if rule.protected is not None:
+        mask = rule.protected.mask.numpy()
+        is_kept, keeps_first = is_kept | (in_vocab & mask[safe]), keeps_first | mask[argmax]
+    guard = guard or Guarded.of([(0, False, ())] * len(ids))
+    repeats = [
+        found and (scale != 0 or first not in listed)
+        for found, scale, first, listed in zip(
+            guard.repeats, scales, argmax.tolist(), guard.followers, strict=True
+        )
+    ]
+    return Rows(
+        np.where(in_vocab, ids, np.where(ids == STRUCK, STRUCK, -1)).tolist(),
+        argmax.tolist(),
+        units.astype(np.int64).tolist(),
+        is_small.tolist(),
+        (in_vocab & (logit > -np.inf) & (first < np.inf)).tolist(),
+        is_end.tolist(),
+        is_kept.tolist(),
+        (in_vocab & keeps_first).tolist(),
+        repeats,
+        guard.blocked,
+    )
+
+
+def _is_among(token: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Whether each position's token is one of those that end its request; bool `[num_draft]`."""
+    found: np.ndarray = (ends == token[:, None]).any(axis=1)
+    return found
+
+
+def read_probabilities(
+    rows: Rows, row: int, z: torch.Tensor, p: torch.Tensor, kept: Sequence[torch.Tensor]
+) -> Rows:
+    """What the rule reads where a request samples, with drafts that are not drawn, from row on.
+
+    Args:
+        rows: of the step.
+        row: the request's first one.
+        z: float32 `[n, vocab]`, its logits.
+        p: their softmax.
+        kept: of each row int64 `[m]`, the tokens of S, each once.
+    """
+    at = np.arange(len(z))
+    draft = np.asarray(rows.draft[row : row + len(z)], dtype=np.int64)
+    argmax = z.numpy().argmax(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        # That of the first choice never underflows.
+        log_first = np.log(p.numpy()[at, argmax])
+        first = z.numpy()[at, argmax]
+        log_p = np.minimum(z.numpy()[at, np.maximum(draft, 0)] - first + log_first, 0.0)
+        entropy = [_entropy(*of) for of in zip(p.numpy(), z.numpy(), first, log_first, strict=True)]
+    log_p[draft < 0] = -math.inf
+    of_kept = [p_row[own].double() for p_row, own in zip(p, kept, strict=True)]
+    rest = [max(1 - float(own.sum()), 0.0) for own in of_kept]
+    parts = [float(torch.special.entr(own).sum()) for own in of_kept]
+    rest_entropy = [whole - part for whole, part in zip(entropy, parts, strict=True)]
+    before = [0.0] * row
+    return rows._replace(
+        log_p=before + log_p.tolist(),
+        rest=before + rest,
+        entropy=before + entropy,
+        rest_entropy=before + rest_entropy,
+    )
+
+
+def _entropy(p: np.ndarray, logits: np.ndarray, first: float, log_first: float) -> float:
+    """The entropy in nats of p, the softmax of a row of which `first` is the largest logit."""
+    found = float(p.dot(first - logits) - log_first)
+    # Where something is forbidden that was 0 times infinity. Logarithms take four times as long.
+    return found if found == found else float(torch.special.entr(torch.from_numpy(p)).sum())

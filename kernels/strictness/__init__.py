@@ -1,0 +1,1 @@
+"""Where in an answer verification is strict, and what it may repeat."""

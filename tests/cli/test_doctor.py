@@ -1,0 +1,299 @@
+"""`vllm-mars doctor`: what it finds in this environment, and at servers that stand in for vLLM."""
+
+import importlib.metadata
+import importlib.util
+import json
+from contextlib import contextmanager
+
+import pytest
+
+from stand_in.answers import Handler, answering
+from vllm_mars.cli import doctor
+from vllm_mars.cli.__main__ import main
+from vllm_mars.cli.doctor import findings_at, findings_here
+
+# How the counters of a server rise with each answer.
+GAINS = {"verified": 30, "relaxable": 20, "gained": 2.5, "lost": 0.24, "refused": {"protected": 1}}
+COUNTERS = {
+    "verified": 'vllm:mars_verified_positions_total{position="0"}',
+    "relaxable": "vllm:mars_relaxable_positions_total",
+    "gained": "vllm:mars_gained_acceptance_total",
+    "lost": "vllm:mars_lost_nats_total",
+}
+TOKENS = 48
+
+
+@contextmanager
+def server(rise, told, metrics=None, refuses=None, draft_sample_method="probabilistic", info=()):
+    """A server that counts so much for each answer and tells this of its verification.
+
+    `told` may be a function of what a request asks for, `refuses` of a request's body, which says
+    why it is refused.
+
+    Yields its address and the bodies of the requests that it was asked.
+    """
+    asked = []
+    drafts = {"draft_sample_method": draft_sample_method, "log_ratios": [0.0]}
+
+    def exported():
+        lines = [f"vllm:generation_tokens_total {7 + TOKENS * len(asked)}", *info]
+        for name, metric in COUNTERS.items():
+            # Not from 0: others have asked before.
+            lines.append(f"{metric} {5 + rise.get(name, 0) * len(asked)}")
+        for reason, count in rise.get("refused", {}).items():
+            value = count * len(asked)
+            lines.append(f'vllm:mars_refused_positions_total{{reason="{reason}"}} {value}')
+        return "\n".join(lines) + "\n"
+
+    class Server(Handler):
+        def answer_json(self, found, status=200):
+            self.answer(status, json.dumps(found), "application/json")
+
+        def do_GET(self):  # noqa: N802
+            if self.path == "/v1/models":
+                model = {"id": "m", "object": "model", "created": 0, "owned_by": "x"}
+                self.answer_json({"object": "list", "data": [model]})
+            else:
+                self.answer(200, metrics or exported())
+
+        def do_POST(self):  # noqa: N802
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if refuses and (why := refuses(body)):
+                self.answer_json({"error": {"message": why}}, 400)
+                return
+            asked.append(body)
+            choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
+            usage = {"prompt_tokens": 1, "completion_tokens": TOKENS, "total_tokens": TOKENS + 1}
+            answer = {
+                **{"id": "1", "object": "text_completion", "created": 0, "model": "m"},
+                **{"choices": [choice], "usage": usage},
+            }
+            if told is not None:
+                sampled = {} if "temperature" in body else drafts
+                found = told(body["vllm_xargs"]) if callable(told) else told
+                answer["metrics"] = {"mars": [found | sampled]}
+            self.answer_json(answer)
+
+    with answering(Server) as address:
+        yield address, asked
+
+
+def told(**rule):
+    return {**rule, "num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
+
+
+@pytest.mark.parametrize("rule", [{"theta": 0.9}, {"max_loss": 0.02}])
+def test_a_server_that_gains(capsys, rule):
+    with server(GAINS, told(**rule)) as (address, asked):
+        assert main(["doctor", address]) == 0
+    # The first answer is enough; the other asks whether requests sample.
+    assert len(asked) == 2
+    assert asked[0]["vllm_xargs"] == {"mars_return": True}
+    lines = " ".join(capsys.readouterr().out.split())
+    ((name, value),) = rule.items()
+    assert f"ok in force: {name} {value}, lossy" in lines
+    allowed = " of the 0.02 allowed" if "max_loss" in rule else ""
+    spent = f"and lost 0.0050 nats per token{allowed}"
+    assert f"ok gained 2.5 draft tokens at 20 verified positions within 48 tokens, {spent}" in lines
+    assert lines.endswith("all is well")
+
+
+def test_counts_that_come_later_are_waited_for(monkeypatch):
+    """As those of a GPU, while other clients' tokens are counted at once."""
+    read, seen = doctor.totals, []
+
+    def late(url, timeout):
+        seen.append(url)
+        with monkeypatch.context() as patch:
+            for name in ("verified", "relaxable", "gained"):
+                patch.setitem(GAINS, name, 0 if len(seen) < 4 else 2)
+            return read(url, timeout)
+
+    monkeypatch.setattr(doctor, "totals", late)
+    with server(GAINS, told(theta=0.9)) as (address, asked):
+        *_, verdict, _ = findings_at(address)
+    assert len(asked) == 2 and verdict.state == "ok"
+    assert "gained 2.0 draft tokens" in verdict.text
+
+
+def test_a_server_that_is_strict(capsys):
+    for rule in ({"theta": 1.0}, {"price": 0.0}):
+        with server({"verified": 20}, told(**rule)) as (address, asked):
+            assert main(["doctor", address]) == 0
+        assert len(asked) == 1
+        assert "which is strict by choice" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_overridden", [False, True])
+@pytest.mark.parametrize(
+    ("option", "limit", "strict", "asked"),
+    [("mars_max_loss", 0.02, {"price": 0.0}, 0.02), ("mars_theta", 0, {"theta": 1.0}, 0.01)],
+)
+def test_a_server_that_is_strict_unless_a_request_asks(
+    capsys, option, limit, strict, asked, is_overridden
+):
+    info = (
+        f'vllm:mars_info{{limit="{limit}",lossy="false",rule="{option}",value="x",version="1"}} 1'
+    )
+
+    def in_force(own):
+        lossy = {option.removeprefix("mars_"): own.get(option)}
+        return told(**(lossy if option in own and not is_overridden else strict))
+
+    with server(GAINS, in_force, info=[info]) as (address, bodies):
+        assert main(["doctor", address]) == 0
+    lines = " ".join(capsys.readouterr().out.split())
+    assert "which is strict by choice" in lines
+    assert bodies[1]["vllm_xargs"] == {"mars_return": True, option: asked}
+    assert (f"ok a request may ask for {option} {asked}, lossy" in lines) != is_overridden
+    # What others gained meanwhile is not told then.
+    assert ("gained 5.0 draft tokens" in lines) != is_overridden
+
+
+@pytest.mark.parametrize(
+    ("rise", "message"),
+    [
+        ({}, "no draft was verified: the draft method proposes nothing"),
+        (
+            {"verified": 9, "relaxable": 2},
+            "within 192 tokens nothing was gained at 8 verified positions; refusals: none: the",
+        ),
+        (
+            {"verified": 9, "relaxable": 2, "refused": {"protected": 1, "loss": 0}},
+            "nothing was gained at 8 verified positions; refusals: protected 4.",
+        ),
+    ],
+)
+def test_a_server_that_gains_nothing(monkeypatch, rise, message):
+    every = doctor.load_prompts()
+    monkeypatch.setattr(doctor, "load_prompts", lambda: every[:4])
+    with server(rise, told(price=0.5)) as (address, asked):
+        *others, verdict, _ = findings_at(address)
+    assert len(asked) == 5
+    assert [finding.state for finding in others] == ["ok", "ok"]
+    assert verdict.state == "fault"
+    assert message in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("method", "state", "text"),
+    [
+        ("greedy", "note", '"draft_sample_method": "probabilistic"'),
+        ("probabilistic", "ok", "sample here, and drafts are probabilistic"),
+    ],
+)
+def test_how_drafts_are_drawn(method, state, text):
+    with server(GAINS, told(price=0.3), draft_sample_method=method) as (address, asked):
+        *_, verdict, drafts = findings_at(address)
+    assert verdict.state == "ok" and "temperature" not in asked[-1]
+    assert drafts.state == state and text in drafts.text
+
+
+def test_defaults_of_the_model_that_vllm_refuses():
+    """A min_p in its generation_config.json counts where requests sample."""
+    why = "The min_p and logit_bias sampling parameters are not yet supported with speculative"
+    with server(GAINS, told(price=0.3), refuses=lambda body: "temperature" not in body and why) as (
+        address,
+        _,
+    ):
+        *_, verdict, last = findings_at(address)
+    assert verdict.state == "ok" and last.state == "fault"
+    assert "a request that gives no temperature was refused: " in last.text and why in last.text
+    assert last.text.endswith(
+        """start the server with --override-generation-config '{"min_p": 0}'."""
+    )
+
+
+def test_what_is_no_server_of_mars(capsys):
+    for metrics, problem in (
+        ("<html>hello</html>", "/metrics answers, but not with Prometheus metrics"),
+        (
+            "vllm:generation_tokens_total 7\n",
+            "/metrics has no vllm:mars_* metrics; start",
+        ),
+    ):
+        with server(GAINS, None, metrics) as (address, _):
+            (last,) = findings_at(address)
+        assert last.state == "fault" and problem in last.text
+    with server(GAINS, None) as (address, _):
+        (*_, last) = findings_at(address)
+    assert last.state == "fault" and "the answer lacks mars_return's report" in last.text
+    with server(GAINS, None, refuses=lambda _: "refused") as (address, _):
+        (*_, last) = findings_at(address)
+    assert last.state == "fault" and "a request failed: " in last.text
+    for url in ("http://127.0.0.1:1", "https://localhost:80o0/v1/"):
+        assert main(["doctor", url]) == 1
+        assert "/metrics does not answer: " in " ".join(capsys.readouterr().out.split())
+    assert main(["doctor", "ftp://x"]) == 1
+    assert "is not an HTTP address" in capsys.readouterr().err
+
+
+def test_this_environment(capsys):
+    assert main(["doctor"]) == 0
+    found = " ".join(capsys.readouterr().out.split())
+    assert "ok vllm_mars " in found
+    assert "vLLM finds the plugin (vllm_mars.hooks.plugin:register)" in found
+    assert "has the interfaces that are needed" in found
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "lacks", "state", "message"),
+    [
+        (True, False, "note", "enable_adaptive_verification needs Model Runner V2: vLLM has none "),
+        (False, False, "ok", "enable_adaptive_verification can serve MARS, if drafts are those of"),
+        (False, True, "note", ".reallocate_drafts is missing ("),
+    ],
+)
+def test_whether_drafts_can_be_cut(monkeypatch, on_cpu, lacks, state, message):
+    import vllm
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
+    if lacks:
+        monkeypatch.delattr(AdaptiveVerificationManager, "reallocate_drafts")
+    fits, found = doctor._interfaces(vllm.__version__)
+    assert fits.state == "ok"
+    assert found.state == state and message in found.text
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "state", "message"),
+    [
+        ("VLLM_PLUGINS", "lora,other", "fault", "VLLM_PLUGINS='lora,other' leaves the plugin out"),
+        ("VLLM_PLUGINS", "other,mars", "ok", "vLLM finds the plugin"),
+        ("VLLM_MARS_LOCK", "strict", "note", "servers here refuse to be lossy"),
+        ("VLLM_MARS_LOCK", "yes", "fault", "VLLM_MARS_LOCK='yes' is not 'strict'"),
+        ("VLLM_MARS_LOCK", "tested", "ok", "VLLM_MARS_LOCK does not say strict: servers here may"),
+    ],
+)
+def test_variables(monkeypatch, variable, value, state, message):
+    monkeypatch.setenv(variable, value)
+    (found,) = [finding for finding in findings_here() if message in finding.text]
+    assert found.state == state
+
+
+def test_what_is_missing_here(monkeypatch, capsys):
+    def too_old(version):
+        raise RuntimeError("vLLM 0.1 is not supported")
+
+    def differs(part):
+        if part in ("V2", "engine core"):
+            raise RuntimeError(f"vLLM has other interfaces than vllm-mars needs ({part})")
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    monkeypatch.setattr(doctor, "check_interfaces", differs)
+    found = list(findings_here())
+    assert [finding.text for finding in found if finding.state == "fault"] == [
+        "vLLM does not find the plugin: no package here has the entry point 'mars' in "
+        "vllm.general_plugins; install vllm-mars with pip into this environment.",
+        "vLLM has other interfaces than vllm-mars needs (engine core)",
+    ]
+    monkeypatch.setattr(doctor, "check_interfaces", lambda part: None)
+    monkeypatch.setattr(doctor, "RELEASES", ("0.1",))
+    assert "tests have not run on vLLM" in list(findings_here())[-1].text
+    monkeypatch.setattr(doctor, "check_version", too_old)
+    assert list(findings_here())[-1] == ("fault", "vLLM 0.1 is not supported")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["doctor"]) == 1
+    assert "vLLM is not installed here; run pip install '.[cuda]' in" in capsys.readouterr().out

@@ -1,0 +1,220 @@
+"""The plugin in real processes: options, errors before a model is loaded, nothing when unasked."""
+
+import json
+import logging
+import pickle
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+from vllm_mars import MarsConfig
+from vllm_mars.hooks.plugin import HOOKS
+from vllm_mars.models.draft_head import PACKAGED_HEAD
+from vllm_mars.models.drafts import NGRAM_CONFIG
+from vllm_mars.options.config import config_of
+
+NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
+MARS = {**NGRAM, "rejection_sample_method": "mars"}
+
+
+def engine_config(model, speculative_config, **options):
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model=str(model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        speculative_config=speculative_config,
+        **options,
+    )
+    return arguments.create_engine_config()
+
+
+def test_import_is_light():
+    code = (
+        "import sys; from vllm_mars.hooks.plugin import register; register(); register(); "
+        "print([m for m in sys.modules if m.startswith('vllm_mars.')]); "
+        "import vllm_mars; vllm_mars.MarsConfig(); "
+        "print([m for m in ('vllm', 'triton', 'torch') if m in sys.modules])"
+    )
+    probe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert probe.stdout == "['vllm_mars.hooks.plugin']\n[]\n", probe.stderr
+
+
+def test_every_hook_is_there():
+    """A hook is text, which no type checker follows."""
+    for hook in HOOKS.values():
+        assert callable(pkgutil.resolve_name(hook))
+
+
+def test_options_reach_the_workers_config(packaged_model):
+    # Dashes count as underscores, as in vLLM.
+    own = {"rejection-sample-method": "mars", "mars-theta": 0.8, "mars_protected_token_ids": [5, 2]}
+    given = {**NGRAM, **own}
+    before = json.dumps(given)
+    config = engine_config(packaged_model, given, additional_config={"other": 1})
+    assert config.additional_config["other"] == 1
+    expected = MarsConfig(theta=0.8, protected_token_ids=(5, 2), strict_spans=())
+    assert config.additional_config["mars"].config == expected
+    assert config.speculative_config.rejection_sample_method == "standard"
+    assert json.dumps(given) == before
+
+
+HEAD = {"method": "eagle3", "model": str(PACKAGED_HEAD), "num_speculative_tokens": 3}
+IS_MARS = {"rejection_sample_method": "mars"}
+PROBABILISTIC = "Drafts are probabilistic where requests sample ("
+COULD_BE = 'Drafts are fixed ("draft_sample_method": "probabilistic", the default, gains more'
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "said"),
+    [
+        (HEAD | IS_MARS, "probabilistic", PROBABILISTIC),
+        (HEAD | IS_MARS | {"mars_price": 0}, "probabilistic", PROBABILISTIC),
+        (HEAD | IS_MARS | {"draft_sample_method": "greedy"}, "greedy", COULD_BE),
+        # With theta the loss of probabilistic drafts is not known.
+        (HEAD | IS_MARS | {"mars_theta": 0.9}, "greedy", "Drafts are fixed."),
+        (HEAD | IS_MARS | {"use_local_argmax_reduction": True}, "greedy", "Drafts are fixed."),
+        (MARS, "greedy", "Drafts are fixed."),
+        (HEAD, "greedy", None),
+        (HEAD | {"draft_sample_method": "probabilistic"}, "probabilistic", None),
+    ],
+)
+def test_how_drafts_are_drawn(packaged_model, given, method, said, caplog, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="vllm")
+    options = {"model": str(packaged_model), "dtype": "float32", "max_model_len": 512}
+    arguments = EngineArgs(**options, speculative_config=dict(given))
+    for _ in range(2):
+        config = arguments.create_engine_config()
+        assert config.speculative_config.draft_sample_method == method
+    told = [it for it in caplog.messages if it.startswith("Drafts are")]
+    assert told[0].startswith(said) if said else not told
+
+
+def test_xpress_does_not_draw(packaged_model, tmp_path):
+    """vLLM would verify its first choices as tokens that were drawn."""
+    from vllm.config import SpeculativeConfig
+
+    if not hasattr(SpeculativeConfig, "is_xpress"):
+        pytest.skip("this vLLM has no XPress")
+    shape = json.loads((packaged_model / "config.json").read_text())
+    kind = {"architectures": ["Qwen3XPressModel"], "model_type": "qwen3"}
+    own = {"mask_token_id": 4, "target_layer_ids": [0]}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, **kind, "dflash_config": own}))
+    drafts = {"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": 3}
+    with pytest.raises(ValueError, match="'probabilistic' .* XPress drafts first choices"):
+        engine_config(packaged_model, {**drafts, **IS_MARS, **DRAWN})
+
+
+def test_nothing_is_added_when_not_asked_for(packaged_model):
+    config = engine_config(packaged_model, NGRAM)
+    assert config.additional_config == {}
+    assert engine_config(packaged_model, None).speculative_config is None
+
+
+def test_a_compiled_model_serves_every_price(packaged_model):
+    """The config's hash is the key of vLLM's compile cache."""
+    from vllm.config.utils import replace
+
+    found = {}
+    for price in (0.2, 0.3):
+        config = engine_config(packaged_model, {**MARS, "mars_price": price})
+        # As the engine core and the workers get it, and as vLLM derives the drafter's.
+        for arrived in (pickle.loads(pickle.dumps(config)), replace(config)):
+            assert config_of(arrived).price == price
+            found.setdefault(price, set()).add(arrived.compute_hash())
+    assert found[0.2] == found[0.3] and len(found[0.2]) == 1
+
+
+DRAWN = {"draft_sample_method": "probabilistic"}
+WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"mars_theta": 1.7}, {}, r"mars_theta=1.7 is outside \(0, 1\]"),
+        (
+            {"mars_protected_token_ids": [49152]},
+            {},
+            r"49152\] is outside .* vocabulary \[0, 49152\)",
+        ),
+        ({"method": "extract_hidden_states"}, {}, "cannot serve method='extract_hidden_states'"),
+        ({}, WATERMARK, "cannot serve a watermark_config"),
+        ({"mars_draft_temperature": 0.5}, {}, "mars_draft_temperature=0.5 .* are fixed"),
+        (DRAWN, {}, "draft_sample_method='probabilistic' .* 'ngram' drafts .*; drop the key"),
+        (
+            HEAD | DRAWN | {"mars_theta": 0.9},
+            {},
+            "mars_theta=0.9 and draft_sample_method='probabilistic' do not go together",
+        ),
+    ],
+)
+def test_bad_options_fail_before_a_model_is_loaded(packaged_model, changes, options, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        engine_config(packaged_model, {**MARS, **changes}, **options)
+    # Nothing half-patched stays behind: the next engine is configured as usual.
+    assert engine_config(packaged_model, NGRAM).additional_config == {}
+
+
+def test_flags_beside_the_json_count(packaged_model):
+    """vLLM puts them into the speculative config, from which the checks and defaults follow."""
+    flags = {"spec_method": "eagle3", "spec_model": str(PACKAGED_HEAD), "spec_tokens": 3}
+    config = engine_config(packaged_model, dict(IS_MARS), **flags)
+    assert config.additional_config["mars"].config == MarsConfig(strict_spans=())
+    assert config.speculative_config.method == "eagle3"
+    assert config.speculative_config.draft_sample_method == "probabilistic"
+    for method, further, message in (
+        ("extract_hidden_states", {}, "cannot serve method='extract_hidden_states'"),
+        ("ngram", DRAWN, "draft_sample_method='probabilistic' .* 'ngram' drafts"),
+        ("ngram", {"mars_draft_temperature": 0.5}, "mars_draft_temperature=0.5 .* are fixed"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            engine_config(packaged_model, IS_MARS | further, spec_method=method, spec_tokens=3)
+
+
+def test_a_front_end_that_checks_nothing_is_refused(packaged_model, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    message = "cannot serve VLLM_USE_RUST_FRONTEND=1: .*own options.*; unset the variable"
+    with pytest.raises(NotImplementedError, match=message):
+        engine_config(packaged_model, MARS)
+    engine_config(packaged_model, NGRAM)
+
+
+def test_lock(packaged_model, monkeypatch):
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    engine_config(packaged_model, {**MARS, "mars_theta": 1.0})
+    with pytest.raises(RuntimeError, match="VLLM_MARS_LOCK=strict forbids .*, but mars_theta=0.9"):
+        engine_config(packaged_model, {**MARS, "mars_theta": 0.9})
+
+
+def test_a_second_owner_is_refused():
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    from vllm_mars.worker.verification import require_own_sampler
+
+    class Other(RejectionSampler):
+        pass
+
+    with pytest.raises(RuntimeError, match="already test_plugin.*Other, not vLLM's own"):
+        require_own_sampler(Other.__new__(Other), RejectionSampler)
+
+
+def test_protected_by_default(packaged_model):
+    from vllm_mars.options.protection import protected_token_ids
+
+    vllm_config = engine_config(packaged_model, None)
+    protected = protected_token_ids(MarsConfig(), vllm_config)
+    # <|endoftext|>, <|im_start|>, <|im_end|> (the end of sequence), <repo_name>, ... of SmolLM2.
+    assert protected == list(range(17))
+    # Ordinary vocabulary that marks a section.
+    marked = MarsConfig(strict_spans=((900, 3),), thinking_start=800, thinking_end=801)
+    assert protected_token_ids(marked, vllm_config) == [*range(17), 800, 801, 900]
+    assert protected_token_ids(MarsConfig(protected_token_ids=[]), vllm_config) == []
+    assert protected_token_ids(MarsConfig(protected_token_ids=[9, 4, 9]), vllm_config) == [4, 9]

@@ -1,0 +1,348 @@
+"""The demo: its preset, what it prints, and on real servers that it ends all that it started."""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+import tiny_models
+from interpreter import TESTS
+from processes import MARK, marked, wait_until
+from sweep_files import PIECES, STANDARD, mars, turn, write_sweep
+from vllm_mars.lab.demo import CATEGORIES, LENGTHS, MARS, sweep_options
+from vllm_mars.lab.demo_report import conclusion, print_report
+from vllm_mars.lab.examples import around, changed
+from vllm_mars.lab.plan import STRICT, load_sweep
+from vllm_mars.lab.records import Piece, read_sweep
+from vllm_mars.lab.rows import Interval, rows
+from vllm_mars.models.draft_head import PACKAGED_HEAD
+from vllm_mars.models.drafts import RECOMMENDED
+
+PROMPTS = [
+    {"id": "list", "prompt": "w10 w20 w30 w10 w20 w30 w10 w20"},
+    {"id": "two", "prompt": "w40 w50 w60 w40 w50"},
+    {"id": "three", "prompt": "w70 w80 w70 w80 w70"},
+]
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_preset(on_cpu):
+    options = sweep_options(on_cpu=on_cpu)
+    found = {(cell.name, cell.temperature): cell for cell in options.all_cells()}
+    assert list(found) == [(STRICT, 0.0), (MARS, 0.0), (STRICT, 0.7), (MARS, 0.7)]
+    for (name, temperature), cell in found.items():
+        assert cell.config["model"] == str(PACKAGED_HEAD)
+        assert cell.is_lossy == (name == MARS)
+        assert cell.config["num_speculative_tokens"] == LENGTHS[temperature][name]
+    assert "rejection_sample_method" not in found[STRICT, 0.0].config
+    # The best that loses nothing. On a CPU vLLM's own server samples wrong tokens.
+    strict = found[STRICT, 0.7].config
+    assert strict["draft_sample_method"] == "probabilistic"
+    assert strict["rejection_sample_method"] == ("mars" if on_cpu else "block")
+    assert strict.get("mars_price") == (0 if on_cpu else None)
+    # MARS needs one server for both.
+    ((servers, _),) = load_sweep(options).groups(0)
+    assert len(servers) == 3
+    other = sweep_options(on_cpu=on_cpu, model="other", num_speculative_tokens=5).all_cells()
+    assert {cell.config["method"] for cell in other} == {"ngram"}
+    assert {cell.config["num_speculative_tokens"] for cell in other} == {5}
+    assert not any("draft_sample_method" in cell.config for cell in other)
+    assert {cell.config.get("rejection_sample_method") for cell in other} == {None, "mars"}
+
+
+def test_its_prompts_are_those_of_text_that_people_read(tmp_path):
+    whole, short = (load_sweep(sweep_options(on_cpu=True, short=it)).prompts for it in (0, 1))
+    assert len(whole) == 12 and {prompt.category for prompt in whole} == set(CATEGORIES)
+    assert whole[: len(short)] == short and 0 < len(short) < len(whole)
+    (own := tmp_path / "p.jsonl").write_text('{"prompt": "x", "category": "mine"}\n')
+    assert len(load_sweep(sweep_options(on_cpu=True, prompts=str(own))).prompts) == 1
+
+
+def printed(path, records, width=150):
+    console = Console(file=io.StringIO(), width=width)
+    print_report(read_sweep(write_sweep(path, records, STRICT)), {"p0": "Say [it]"}, console)
+    return console.file.getvalue()
+
+
+def test_what_is_printed(tmp_path):
+    strict = STANDARD._replace(name=STRICT)
+    records = []
+    for temperature in (0.0, 0.7):
+        for block in range(3):
+            records.append(turn(strict._replace(temperature=temperature), block, nll=20))
+            cell = mars(0.3, temperature)._replace(name=MARS)
+            given = {} if temperature else {"pieces": PIECES}
+            seconds = 0.02 if temperature else 0.01
+            records.append(turn(cell, block, token_seconds=seconds, lost=0.84, nll=40, **given))
+    text = printed(tmp_path / "s.jsonl", records)
+    assert text.index("greedy, 1 request") < text.index("temperature 0.7, 1 request")
+    assert text.count("Draft tokens a step: strict 4, MARS 4.") == 2
+    greedy, sampled = (line for line in text.splitlines() if "as many tokens per step" in line)
+    assert greedy.startswith("Greedy, MARS takes 1.00 times as many tokens per step as strict, wit")
+    assert "with 0.0200 nats lost per token and answers of 21.0 tokens beside 21.0. Its" in greedy
+    assert "Its answers came 1.71 (" in greedy and ") times as fast: MARS is faster." in greedy
+    assert greedy.endswith(" A step of MARS takes 0.50 times as long.")
+    assert sampled.startswith("At temperature 0.7, MARS takes 1.00 times as many tokens per step ")
+    assert sampled.endswith("Its answers came 1.00 times as fast: no difference is shown.")
+    assert "ms per further token" in text
+    assert "\x1b[" not in text, "no colour codes without a terminal"
+
+
+def answered(cell, *answers):
+    """A turn of a text, its NLL and its pieces for each prompt."""
+    record = turn(cell, lost=0.8)
+    first, *_ = record.measured.answers
+    own = tuple(
+        dataclasses.replace(first, prompt=f"p{at}", text=text, nll=nll, pieces=pieces)
+        for at, (text, nll, pieces) in enumerate(answers)
+    )
+    return dataclasses.replace(record, measured=dataclasses.replace(record.measured, answers=own))
+
+
+def test_two_answers_are_shown_beside_the_strict_ones(tmp_path):
+    """p2 shares most words with the strict answer, p0 became least probable, p3 did not change."""
+    strict, own = STANDARD._replace(name=STRICT), mars(0.3)._replace(name=MARS)
+    text = "".join(piece.text for piece in PIECES)
+    near = (Piece("The fox"), Piece(" is", 0.1), Piece(" red"))
+    records = [
+        answered(strict, *(("The fox was red", 21, ()),) * 4),
+        answered(
+            own,
+            *((text, 63, PIECES), (text, 42, PIECES)),
+            *(("The fox is red", 42, near), ("The fox was red", 0, ())),
+        ),
+    ]
+    found = changed(read_sweep(write_sweep(tmp_path / "read.jsonl", records, STRICT)))
+    assert [(it.lossy.prompt, it.hotter) for it in found] == [("p0", 2), ("p1", 1), ("p2", 1)]
+    out = printed(tmp_path / "s.jsonl", records)
+    assert "MARS changed 3 greedy answers." in out
+    least = out.index("The one that changed least: p2")
+    assert least < out.index("The one that became least probable: p0") < out.index("Say [it]")
+    (beside,) = (line for line in out.splitlines() if "The [red] fox <b>" in line)
+    assert "The fox was red" in beside, "in two columns"
+    assert "[|] end" in out and "strict, NLL 1.00 per token" in out
+    assert "MARS, NLL 3.00 per token, relaxed 2 for 0.75 nats" in out
+    narrow = printed(tmp_path / "n.jsonl", records, width=80)
+    (line,) = (line for line in narrow.splitlines() if "The [red] fox <b>" in line)
+    assert "was" not in line, "below each other"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [(" red", (" ", "red", "")), ("a b", ("", "a b", "")), (" ", ("", "␣", "")),
+     (" \n", ("", "↵", " \n"))],
+)  # fmt: skip
+def test_a_relaxed_token_can_be_seen(text, shown):
+    assert around(Piece(text, 0.1)) == shown
+
+
+def test_without_relaxed_tokens_there_is_no_example(tmp_path):
+    records = [turn(STANDARD._replace(name=STRICT)), turn(mars(0)._replace(name=MARS))]
+    assert "MARS changed no greedy answer." in printed(tmp_path / "s.jsonl", records)
+
+
+def test_turns_that_disagree_tell_tokens_per_step_alone(tmp_path):
+    """The machine did other work during one turn of MARS."""
+    strict, own = STANDARD._replace(name=STRICT), mars(0.3)._replace(name=MARS)
+    records = [turn(strict), turn(strict, repeat=1), turn(own, accepted=20, lost=0.42)]
+    records.append(turn(own, repeat=1, token_seconds=0.04, accepted=20, lost=0.42))
+    text = printed(tmp_path / "s.jsonl", records)
+    assert "Greedy, MARS takes 1.50 times as many tokens per step as strict, with 0.0100" in text
+    assert "no speed is told: turns of one rule differ by more than a third (MARS 22 to 40 " in text
+    assert "as fast" not in text and "ms per further token" not in text
+
+
+def test_the_sentence_goes_where_the_figures_point(tmp_path):
+    records = [turn(STANDARD), turn(mars(0.3), lost=0.42)]
+    base, row = rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records)))
+    for speed, text in (
+        (Interval(1.2, 1.1, 1.3), "came 1.20 (1.10 to 1.30) times as fast: price 0.3 is faster."),
+        (Interval(1.1, 0.9, 1.3), "1.10 (0.90 to 1.30) times as fast: no difference is shown."),
+        (Interval(0.8, 0.7, 0.9), "0.80 (0.70 to 0.90) times as fast: price 0.3 is slower."),
+        (None, "the speed was not measured"),
+    ):
+        assert text in conclusion(dataclasses.replace(row, speed=speed), base)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    """A tiny target, beside it a draft that it often agrees with."""
+    draft = tiny_model.with_name("eagle-head")
+    target = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
+    tiny_models.eagle(draft, target)
+    return tiny_model
+
+
+def check(file):
+    """What a demo shows, whatever its times: of each rule, and of what MARS reports."""
+    found = {(row.cell.name, row.cell.temperature): row for row in rows(file)}
+    greedy, strict = found[MARS, 0.0], found[STRICT, 0.0]
+    assert greedy.steps.value >= strict.steps.value > 1
+    assert greedy.lost.value > strict.lost.value == 0
+    assert found[STRICT, 0.7].lost.value == 0
+    own = [record for record in file.records if record.key[:2] == (MARS, 0.0)]
+    for record in own:
+        for answer in record.measured.answers:
+            assert sum(answer.lost) <= RECOMMENDED["mars_max_loss"] * (answer.tokens + 100)
+        reported = sum(sum(answer.lost) for answer in record.measured.answers)
+        assert reported == pytest.approx(record.measured.lost_nats, rel=1e-3)
+    assert changed(file)
+
+
+def start_demo(
+    tmp_path, model, mark, *arguments, program=("-m", "vllm_mars.cli.__main__"), **variables
+):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return subprocess.Popen(
+        [
+            *(sys.executable, *program, "demo", "--short", "--model", str(model)),
+            *("--draft", str(model.with_name("eagle-head")), "--prompts", str(prompts)),
+            *("--output", str(tmp_path / "out" / "demo.jsonl"), *arguments),
+            # As much as the tiny model takes.
+            "--server-arg=--max-model-len=512",
+        ],
+        env={**os.environ, MARK: mark, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that starts the tests in the background makes them ignore it, children too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+# A demo whose servers are stand-ins that never get ready.
+STARTING = """
+import sys
+from stand_in import StandInServer
+from vllm_mars.cli import main
+from vllm_mars.experiments import runner
+runner.VllmServer, runner.MINUTE = StandInServer, 0.2
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_demo_that_is_ended_ends_its_servers(tmp_path, model):
+    mark = uuid.uuid4().hex
+    process = start_demo(
+        *(tmp_path, model, mark, "--server-arg=--load-seconds=300"),
+        program=["-c", STARTING],
+        PYTHONPATH=str(TESTS),
+    )
+    # Of each server the guard, it, its engine core and its worker.
+    wait_until(lambda: len(marked(mark)) > 12, 100, "servers")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    assert "interrupted" in err and marked(mark) == []
+    # What is said each minute; how long another model starts is not known.
+    assert "servers have been starting for" in err
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_demo_that_is_ended_goes_on(tmp_path, model, turns):
+    """While its servers start, or after a turn."""
+    mark, output = uuid.uuid4().hex, tmp_path / "out" / "demo.jsonl"
+    process = start_demo(tmp_path, model, mark)
+
+    def is_as_far():
+        lines = output.read_bytes().count(b"\n") if output.exists() else 0
+        return lines > turns and len(marked(mark)) > 2
+
+    wait_until(is_as_far, 300, "servers or a turn")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert marked(mark) == []
+
+    process = start_demo(tmp_path, model, mark)
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    assert marked(mark) == []
+    file = read_sweep(output)
+    assert len(file.records) == 4 and len(file.heads) == 2
+    for record in file.records:
+        assert len(record.measured.answers) == 3
+    assert "temperature 0.7, 1 request at a time, 3 answers" in out
+    assert "This short form shows that it works, not how fast" in out
+    lines = [line for line in err.splitlines() if "other work" not in line]
+    starting = int(lines[0].split()[-3])
+    assert lines[0].startswith("4 turns, ") and lines[0].endswith(" servers start")
+    assert lines[1] == f"waiting for {starting} servers to start"
+    assert f"server {starting} of {starting} answers, " in err
+    assert f"measuring {4 - turns} turns of 8 prompts or fewer" in err
+    assert "] block 1 of 1, MARS, T 0.7, " in err and " s a turn, 0:00:00 left" in err
+
+    process = start_demo(tmp_path, model, mark)
+    again, err = process.communicate(timeout=60)
+    assert again == out and "all 4 turns are in" in err
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+def test_a_server_that_dies_is_reported(tmp_path, model):
+    mark = uuid.uuid4().hex
+    process = start_demo(tmp_path, model, mark, "--server-arg=--no-such-option")
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert "vLLM ended while starting" in err and "--no-such-option" in err
+    assert "Traceback" not in err.split("--- the end of")[0]
+    assert marked(mark) == []
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_model):
+    output = tmp_path / "demo.jsonl"
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "vllm_mars.cli.__main__",
+            "demo",
+            "--short",
+            "--output",
+            str(output),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert process.returncode == 0, process.stderr
+    check(read_sweep(output))
+    # A tiny model's words have no spaces.
+    example, *_ = changed(read_sweep(output))
+    assert "".join(piece.text for piece in example.lossy.pieces) == example.lossy.text
+    assert "The one that changed least: " in process.stdout
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_a_demo_on_model_runner_v2(tmp_path, tiny_model):
+    """Its kernels are interpreted, so the times say nothing."""
+    draft = tmp_path / "draft"
+    target = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
+    tiny_models.first_layer(draft, target)
+    mark, output = uuid.uuid4().hex, tmp_path / "out" / "demo.jsonl"
+    interpreted = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS / "interpreted")}
+    process = start_demo(tmp_path, tiny_model, mark, "--draft", str(draft), **interpreted)
+    out, err = process.communicate(timeout=1400)
+    assert process.returncode == 0, err
+    assert marked(mark) == []
+    logs = [path.read_text() for path in output.parent.rglob("*.log")]
+    assert sum("model runner V2; the output is LOSSY" in log for log in logs) == 2
+    assert not any("Model Runner V2 requires Triton" in log for log in logs)
+    check(read_sweep(output))
+    assert "The one that changed least: " in out

@@ -1,0 +1,232 @@
+"""What is made of a sweep's file: its lines, figures known by hand, intervals, tables."""
+
+import dataclasses
+import math
+
+import pytest
+
+from sweep_files import STANDARD, failed, joined, mars, stalled, turn, write_sweep
+from vllm_mars.lab.measure import pieces, variety
+from vllm_mars.lab.records import Piece, read_sweep
+from vllm_mars.lab.rows import COLUMNS, Interval, rich_table, rows, shown, tables, turned
+
+BLOCKS = range(3)
+
+
+def rows_of(path, records):
+    return {row.cell.name: row for row in rows(read_sweep(write_sweep(path, records)))}
+
+
+@pytest.fixture
+def found(tmp_path):
+    """Strict verification, and a price that takes half the time per token."""
+    records = [turn(STANDARD, block) for block in BLOCKS]
+    records += [
+        turn(mars(0.3), block, token_seconds=0.01, lost=0.42 * (block + 1), accepted=30)
+        for block in BLOCKS
+    ]
+    return rows_of(tmp_path / "s.jsonl", records)
+
+
+def test_figures(found):
+    strict, price = found["standard"], found["price 0.3"]
+    assert strict.answers == price.answers == 6
+    assert strict.ttft.value == pytest.approx(0.1)
+    # 0.02 s x (1, 1.1, 1.2, 1.3, 1.4, 1.5).
+    assert strict.tpot.value == pytest.approx(0.025)
+    assert price.tpot.value == pytest.approx(0.0125)
+    assert (strict.steps.value, price.steps.value) == (2.0, 4.0)
+    assert strict.speed is None and strict.gain is None
+    assert strict.lost == (0, 0, 0)
+    # 0.42, 0.84 and 1.26 nats of 42 tokens each.
+    assert price.lost.value == pytest.approx(0.02)
+    assert 0.01 <= price.lost.low < 0.02 < price.lost.high < 0.031
+    assert price.length.value == 21
+    assert (price.repeated.value, price.distinct.value) == (pytest.approx(0.1), pytest.approx(0.8))
+
+
+def test_ratios_are_paired(found):
+    """Prompts differ by half, their ratio not at all."""
+    price = found["price 0.3"]
+    for ratio, value in ((price.token_speed, 2), (price.gain, 2), (price.step_ratio, 0.5)):
+        assert ratio == pytest.approx((value, value, value))
+    assert found["standard"].tpot.high - found["standard"].tpot.low > 0.002
+    # 0.6 s beside 0.35 s on average.
+    assert price.speed.value == pytest.approx(12 / 7)
+
+
+def test_only_prompts_that_both_answered_are_compared(tmp_path):
+    records = [turn(STANDARD, block) for block in BLOCKS]
+    records += [turn(mars(0.3), block, token_seconds=0.04) for block in (0, 1)]
+    price = rows_of(tmp_path / "s.jsonl", records)["price 0.3"]
+    assert price.token_speed.value == pytest.approx(0.5)
+    alone = rows_of(tmp_path / "t.jsonl", [turn(STANDARD, 0), turn(mars(0.3), 1)])["price 0.3"]
+    assert alone.speed is None and alone.tpot is not None
+
+
+def test_one_block_has_no_interval(tmp_path):
+    price = rows_of(tmp_path / "s.jsonl", [turn(STANDARD), turn(mars(0.3))])["price 0.3"]
+    assert price.gain == (1.0, -math.inf, math.inf)
+    assert shown(price.gain, ".2f") == "1.00"
+
+
+def test_one_stall_of_the_machine_does_not_decide(tmp_path):
+    """One of 16 answers takes 44 s more; the others are alike."""
+    records = [
+        joined([turn(cell, block) for block in blocks])
+        for cell in (STANDARD, mars(0.3))
+        for blocks in ((0, 3, 4, 7), (1, 2, 5, 6))
+    ]
+    records[-1] = stalled(records[-1], 44.0)
+    row = rows_of(tmp_path / "s.jsonl", records)["price 0.3"]
+    assert row.speed.value == pytest.approx(1, abs=0.1) and row.speed.low > 0.8
+    assert row.time.high < 1.5
+    assert not row.is_uneven
+
+
+@pytest.mark.parametrize(("times", "is_uneven"), [(1.2, False), (1.4, True)])
+def test_turns_that_disagree_by_more_than_a_third(tmp_path, times, is_uneven):
+    records = [
+        turn(STANDARD, repeat=repeat, token_seconds=0.1 * of)
+        for repeat, of in enumerate((1, times))
+    ]
+    row = rows_of(tmp_path / "s.jsonl", records)["standard"]
+    assert row.is_uneven is is_uneven
+    assert row.paces[0] / row.paces[1] == pytest.approx(times, abs=0.02)
+
+
+def test_repeats_are_averaged_by_prompt(tmp_path):
+    records = [
+        turn(STANDARD, block, repeat, token_seconds=seconds)
+        for block in BLOCKS
+        for repeat, seconds in enumerate((0.01, 0.03))
+    ]
+    strict = rows_of(tmp_path / "s.jsonl", records)["standard"]
+    assert strict.tpot.value == pytest.approx(0.025)
+    assert strict.answers == 12
+
+
+def test_how_likely_the_text_is(tmp_path):
+    """By what the target's prefill says of each answer, and by the server's drift."""
+    records = [turn(STANDARD, block, nll=42.0) for block in BLOCKS]
+    records += [
+        turn(mars(0.3), block, lost=0.5, nll=63.0, unlikely=2, drift=0.84) for block in BLOCKS
+    ]
+    strict, price = rows_of(tmp_path / "s.jsonl", records).values()
+    assert (strict.nll.value, price.nll.value) == (2.0, 3.0)
+    assert strict.hotter is None and price.hotter == (1, 1, 1)
+    assert price.unlikely.value == pytest.approx(2 / 21)
+    assert price.drift.value == pytest.approx(0.02)
+    # Of at most 21 tokens.
+    assert strict.ended.value == 0
+
+
+def test_same_answers(tmp_path):
+    other = turn(mars(0.3), 1)
+    answer = dataclasses.replace(other.measured.answers[0], text="another")
+    answers = (answer, other.measured.answers[1])
+    other = dataclasses.replace(
+        other, measured=dataclasses.replace(other.measured, answers=answers)
+    )
+    strict, price = rows_of(
+        tmp_path / "s.jsonl", [turn(STANDARD), turn(STANDARD, 1), turn(mars(0.3)), other]
+    ).values()
+    assert strict.same is None
+    assert price.same.value == 0.75
+
+
+def test_shown():
+    assert shown(Interval(1.0, 0.5, 1.5), ".1f") == "1.0 (0.5 to 1.5)"
+    assert shown(Interval(1.0, 0.5, 1.5), ".1f", ends=False) == "1.0"
+    assert shown(Interval(0.01, 0.01, 0.01), ".0f", 1000) == "10"
+    assert shown(None, ".1f") == ""
+
+
+def test_tables(tmp_path):
+    loaded = dataclasses.replace(turn(STANDARD), concurrency=4)
+    no_counter = turn(mars(0.3, temperature=1.0))
+    bad = failed(mars(0.5), "vLLM ended\nlong log")
+    path = write_sweep(tmp_path / "s.jsonl", [bad, turn(STANDARD), no_counter, loaded])
+    greedy, under_load, sampled = tables(rows(read_sweep(path)), "standard")
+    assert greedy.title == "greedy, 1 request at a time, 2 answers"
+    assert under_load.title == "greedy, 4 requests at a time, 2 answers"
+    assert sampled.title == "temperature 1, 1 request at a time, 2 answers"
+    assert [row[0] for row in greedy.rows] == ["standard", "price 0.5"]
+    assert greedy.names[-1] == "failed" and [row[-1] for row in greedy.rows] == ["", "vLLM ended"]
+    assert "tokens/s" in under_load.names and "tokens/s" not in greedy.names
+    assert "nats lost per token" not in sampled.names, "vLLM's own server does not count it"
+    assert set(greedy.names) <= COLUMNS.keys(), "nothing is beside the baseline"
+    assert rich_table(greedy).row_count == 2
+
+
+@pytest.mark.parametrize(
+    ("reasons", "shown"),
+    [
+        ([], []),
+        (["one\nlong log"], [["price 0.5", "one"]]),
+        (["one", ""], [["price 0.5", "one"], ["price 0.6", "no reason is given"]]),
+    ],
+)
+def test_tables_of_nothing_and_of_failed_rows_alone(tmp_path, reasons, shown):
+    records = [failed(mars(0.5 + 0.1 * at), reason) for at, reason in enumerate(reasons)]
+    found = tables(rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records))), "price 0.5")
+    assert [[*map(list, table.rows)] for table in found] == ([shown] if shown else [])
+    for table in found:
+        assert table.names == ["rule", "failed"] and rich_table(turned(table)).row_count == 1
+
+
+def test_some_turns_failed(tmp_path):
+    records = [turn(STANDARD), dataclasses.replace(failed(STANDARD, "why"), block=1)]
+    (table,) = tables(rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records))), "standard")
+    assert "2 answers" in table.title and table.rows[0][-1] == "why"
+
+
+def test_a_line_that_was_cut_is_left_out_and_replaced(tmp_path):
+    path = write_sweep(tmp_path / "s.jsonl", [turn(STANDARD)])
+    whole = path.read_text()
+    with path.open("a") as file:
+        file.write('{"kind": "turn", "na')
+    assert len(read_sweep(path).records) == 1
+    write_sweep(path, [turn(STANDARD, lost=1.0), turn(STANDARD, 1)])
+    assert path.read_text().startswith(whole)
+    first, second = read_sweep(path).records
+    assert first.measured.lost_nats == 1.0, "the later line of a turn counts"
+    assert second.block == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("", "says nothing of its sweep"),
+        ("{}\n", r"s\.jsonl, line 1, is not of `vllm-mars sweep` of this release: "),
+        ("[1\n", "line 1, is not of"),
+    ],
+)
+def test_bad_files(tmp_path, content, message):
+    path = tmp_path / "s.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_sweep(path)
+
+
+def test_variety():
+    assert variety([]) == (0.0, 1.0)
+    assert variety([1, 2, 3]) == (0.0, 1.0)
+    # 1 2 1 2, 2 1 2 1, 1 2 1 2.
+    assert variety([1, 2, 1, 2, 1, 2]) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+
+
+def test_relaxed_tokens_of_an_answer():
+    content = [{"token": text} for text in ("a", " b", " c", " d", "<end>")]
+    told = {"relaxed_positions": [2], "loss_nats": [0.7]}
+    answer = {
+        "choices": [{"logprobs": {"content": content}, "finish_reason": "stop"}],
+        "metrics": {"mars": [told]},
+    }
+    assert pieces(answer) == (Piece("a b"), Piece(" c", 0.7), Piece(" d"))
+    # A server without MARS tells nothing.
+    assert pieces(answer | {"metrics": None}) == (Piece("a b c d"),)
+    answer["choices"][0]["finish_reason"] = "length"
+    assert pieces(answer)[-1] == Piece(" d<end>")

@@ -1,0 +1,191 @@
+"""The options: defaults, the rules, and a clear error for everything else."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_mars import MarsConfig
+from vllm_mars.hooks.ranks import TravellingOptions
+from vllm_mars.options.config import config_of, lossy_reason, split_speculative_config
+from vllm_mars.options.lock import check_lock
+
+MARS = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "mars"}
+
+
+def test_default_is_the_recommended_bound():
+    config, rest = split_speculative_config(MARS)
+    assert config == MarsConfig(max_loss=0.02)
+    assert (config.rule, config.value, config.limit_value) == ("price", math.inf, math.inf)
+    assert rest == {**MARS, "rejection_sample_method": "standard"}
+    assert "rejection_sample_method" in MARS, "the user's dict stays as it is"
+
+
+@pytest.mark.parametrize(("rule", "value"), [("theta", 0.8), ("price", 1)])
+def test_the_option_that_is_given_names_the_rule(rule, value):
+    config, _ = split_speculative_config({**MARS, f"mars_{rule}": value})
+    assert (config.rule, config.value) == (rule, value)
+    assert config.lossy
+    assert isinstance(config.value, float)
+
+
+def test_a_bound_alone_sets_the_price():
+    config, _ = split_speculative_config({**MARS, "mars_max_loss": 0.02})
+    assert (config.rule, config.value, config.limit_value) == ("price", math.inf, math.inf)
+    assert config.sets_price and config.lossy and config.clients_may_relax
+    assert lossy_reason(config, "mars") == "mars_max_loss=0.02"
+    assert not MarsConfig(max_loss=0.0).lossy
+    opt_in = MarsConfig(max_loss=0, limit=0.02)
+    assert opt_in.sets_price and opt_in.clients_may_relax and not opt_in.lossy
+    assert lossy_reason(opt_in, "mars") is None
+    assert not MarsConfig(price=0.3, max_loss=0.02).sets_price
+
+
+@pytest.mark.parametrize("method", [None, "standard", "block", "synthetic"])
+def test_other_methods_are_left_alone(method):
+    given = {"method": "ngram"} | ({"rejection_sample_method": method} if method else {})
+    assert split_speculative_config(given) == (None, given)
+
+
+def test_options_travel_as_json():
+    for config in (MarsConfig(theta=0.7, protected_token_ids=(1, 2)), MarsConfig(max_loss=0.1)):
+        assert MarsConfig(**json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mars_theta": 1.7}, r"mars_theta=1.7 is outside \(0, 1\]; 1 switches the relaxation off"),
+        ({"mars_theta": 0}, r"mars_theta=0 is outside \(0, 1\]"),
+        ({"mars_theta": math.nan}, "mars_theta=nan is outside"),
+        ({"mars_theta": math.inf}, "mars_theta=inf is outside"),
+        ({"mars_theta": "0.9"}, "mars_theta='0.9' is a str, but must be a number"),
+        ({"mars_theta": True}, "mars_theta=True is a bool"),
+        ({"mars_theta": [0.9]}, "is a list, but must be a number"),
+        ({"mars_price": -1}, r"mars_price=-1 is outside \[0, 8192\]; 0 switches the relaxation"),
+        ({"mars_price": math.inf}, "mars_price=inf is outside"),
+        (
+            {"mars_price": 10**400},
+            r"mars_price=10+\.\.\. \(401 characters\) is outside \[0, 8192\]",
+        ),
+        ({"mars_price": 1e39}, r"mars_price=1e\+39 is outside \[0, 8192\]"),
+        ({"mars_max_loss": 1025}, r"mars_max_loss=1025 is outside \[0, 1024\]"),
+        (
+            {"mars_theta": 0.9, "mars_price": 0.3},
+            "mars_theta=0.9 and mars_price=0.3 name 2 rules; give one of mars_theta, ",
+        ),
+        (
+            {"rejection_sample_method": None, "mars_price": 1},
+            "is given, but rejection_sample_method is",
+        ),
+        (
+            {"mars_theta": 1, "mars_limit": 1.5},
+            r"mars_limit=1.5 is outside \[0, 1\]; 0 sets no limit",
+        ),
+        ({"mars_limit": "x"}, "mars_limit='x' is a str, but must be a number"),
+        ({"mars_price": 1, "mars_limit": -1}, r"mars_limit=-1 is outside \[0, 8192\]"),
+        (
+            {"mars_theta": 0.9, "mars_limit": 0.95},
+            r"mars_limit=0.95 is stricter than this server's own mars_theta=0.9, but requests may "
+            r"ask for all that is as strict as their server; leave it out, or have the server "
+            r"itself stricter \(mars_theta\)",
+        ),
+        ({"mars_price": 1, "mars_limit": 0}, "mars_limit=0 is stricter than .* own mars_price=1,"),
+        ({"mars_limit": 0.01}, "mars_limit=0.01 is stricter than .* own mars_max_loss=0.02, "),
+        (
+            {"mars_max_loss": 0, "mars_limit": 1025},
+            r"mars_limit=1025 is outside \[0, 1024\]; it is the largest mars_max_loss that a req",
+        ),
+        ({"mars_logprobs": "raw"}, "mars_logprobs='raw' is not one of target, sampled; 'sampled'"),
+        ({"mars_scope": "think"}, "mars_scope='think' is not one of all, thinking, answer; 'think"),
+        ({"mars_scope": ["all"]}, r"mars_scope=\['all'\] is not one of all, thinking, answer"),
+        ({"mars_tetha": 0.9}, "mars_tetha is not an option .* did you mean mars_theta"),
+        ({"mars_thinking_end": 1}, "mars_thinking_end is not an option"),
+        (
+            {"mars_repeat_guard": 0},
+            "mars_repeat_guard is not an option of margin",
+        ),
+        ({"mars_max_relaxed_share": 0.1}, "mars_max_relaxed_share is not .* mars_max_loss?"),
+        ({"mars_draft_temperature": 0}, r"=0 is outside \[0.01, 2\]; 1 draws drafts"),
+        ({"mars_draft_temperature": 2.1}, r"mars_draft_temperature=2.1 is outside \[0.01, 2\]"),
+        ({"mars_draft_temperature": "1"}, "mars_draft_temperature='1' is a str, but must be"),
+        (
+            {"mars_strict_opening": 4.0},
+            "mars_strict_opening=4.0 is a float, but must be",
+        ),
+        ({"mars_protected_token_ids": 7}, "mars_protected_token_ids=7 is not a list of token ids"),
+        ({"mars_protected_token_ids": [1, -1]}, "is not a list of token ids"),
+        ({"mars_protected_token_ids": [True]}, "is not a list of token ids"),
+    ],
+)
+def test_bad_option_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        split_speculative_config({**MARS, **options})
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "lossy"),
+    [
+        (MarsConfig(theta=1.0), "standard", False),
+        (MarsConfig(theta=0.99), "standard", True),
+        (MarsConfig(price=0), "standard", False),
+        (MarsConfig(price=0.1), "standard", True),
+        (None, "standard", False),
+        (None, "block", False),
+        (None, "fly", True),
+    ],
+)
+def test_lock(monkeypatch, config, method, lossy):
+    reason = lossy_reason(config, method)
+    monkeypatch.delenv("VLLM_MARS_LOCK", raising=False)
+    check_lock(reason)
+    monkeypatch.setenv("VLLM_MARS_LOCK", "tested")
+    check_lock(reason)
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict,tested")
+    if lossy:
+        message = "VLLM_MARS_LOCK=strict forbids lossy verification, .*; set mars_max_loss to 0, "
+        with pytest.raises(RuntimeError, match=message):
+            check_lock(reason)
+    else:
+        check_lock(reason)
+
+
+@pytest.mark.parametrize("lock", ["yes", "strict,yes", "strict, tested"])
+def test_a_lock_that_is_none_is_refused(monkeypatch, lock):
+    monkeypatch.setenv("VLLM_MARS_LOCK", lock)
+    message = f"VLLM_MARS_LOCK='{lock}' is not 'strict' .* or 'strict,tested'; unset it to lock"
+    with pytest.raises(ValueError, match=message):
+        check_lock(None)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"theta": 1.0}, False),
+        ({"theta": 1.0, "limit": 0.5}, True),
+        ({"price": 0}, False),
+        ({"price": 0, "limit": 0.5}, True),
+        ({"price": 0, "limit": 0.5, "max_loss": 0}, False),
+        ({"max_loss": 0}, False),
+        ({"max_loss": 0, "limit": 0.02}, True),
+    ],
+)
+def test_whether_clients_may_relax(options, expected):
+    assert MarsConfig(**options).clients_may_relax is expected
+
+
+@pytest.mark.parametrize(("options", "ngram"), [({}, 4), ({"theta": 0.9}, 0), ({"price": 0.5}, 4)])
+def test_the_guard_is_on_with_a_price(options, ngram):
+    assert MarsConfig(**options).repeat_ngram == ngram
+
+
+def test_the_lock_is_looked_at_whenever_options_are_read(monkeypatch):
+    config = MarsConfig(theta=0.7)
+    carrying = SimpleNamespace(additional_config={"mars": TravellingOptions(config)})
+    assert config_of(SimpleNamespace(additional_config={})) is None
+    assert config_of(carrying) is config
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    with pytest.raises(RuntimeError, match="forbids lossy verification, but mars_theta=0.7"):
+        config_of(carrying)

@@ -1,0 +1,239 @@
+"""Where a prompt's last message begins, by chat templates of the form of several model families.
+
+Tokenizers and templates are small ones, with the families' own special tokens.
+"""
+
+import itertools
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import mistral_common
+import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
+from engines import resolved
+from vllm_mars.kernels.strictness.naive import THINKING, Sections
+
+
+class Family(NamedTuple):
+    """What is particular about a model family.
+
+    Attributes:
+        template: of its chats, in Jinja.
+        ends: the tokens by which it ends a message.
+        call: the markers of a tool call, and what such a call holds, special tokens among it.
+        others: tokens that `call` and `template` do not show.
+    """
+
+    template: str
+    ends: tuple[str, ...]
+    call: tuple[str, str, str]
+    others: tuple[str, ...] = ()
+
+
+EACH = "{% for m in messages %}"
+NO_LIST = "{% if m.content is not string %}{{ raise_exception('a text') }}{% endif %}"
+ROLE = "{{ 'model' if m.role == 'assistant' else m.role }}"
+FAMILIES = {
+    "Qwen": Family(
+        EACH + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+        ("<|im_end|>",),
+        ("<tool_call>", '{"name": "f", <|fim_middle|>', "</tool_call>"),
+        ("<|endoftext|>",),
+    ),
+    "Llama 3": Family(
+        "<|begin_of_text|>" + EACH + "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        ("<|eot_id|>",),
+        ("<|python_tag|>", "f(<|reserved_special_token_7|>", "<|eom_id|>"),
+    ),
+    "Mistral": Family(
+        "<s>{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must take turns') }}{% endif %}"
+        "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
+        ("[/INST]", "</s>"),
+        ("[TOOL_CALLS]", "f[CALL_ID]1[ARGS]{", "[/TOOL_CALLS]"),
+    ),
+    "DeepSeek": Family(
+        "<｜begin▁of▁sentence｜>{% for m in messages %}{% if m.role == 'user' %}<｜User｜>"
+        "{{ m.content }}{% else %}<｜Assistant｜></think>{{ m.content.split('</think>')[-1] }}"
+        "<｜end▁of▁sentence｜>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<｜Assistant｜><think>{% endif %}",
+        ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "<｜tool▁calls▁end｜>"),
+    ),
+    "Gemma": Family(
+        "<bos>" + EACH + "<start_of_turn>" + ROLE + "\n{{ m.content | trim }}<end_of_turn>\n"
+        "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        ("<end_of_turn>",),
+        ("<|tool_call>", 'call:f{<|"|>a<|"|>', "<tool_call|>"),
+    ),
+    "GLM": Family(
+        "[gMASK]<sop>{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}"
+        "{% else %}<|assistant|>\n<think></think>\n{{ m.content.strip() }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        ("<|assistant|>", "<|user|>"),
+        ("<tool_call>", "f\n<arg_key>a</arg_key>\n<arg_value>", "</tool_call>"),
+        ("<|observation|>",),
+    ),
+    "Kimi": Family(
+        EACH + "<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}",
+        ("<|im_end|>",),
+        (
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>f:0<|tool_call_argument_begin|>{",
+            "<|tool_calls_section_end|>",
+        ),
+        ("<|im_user|>", "<|im_assistant|>"),
+    ),
+}
+CHAT = [
+    {"role": "user", "content": "Call f"},
+    {"role": "assistant", "content": "Why?"},
+    {"role": "user", "content": "So"},
+]
+
+
+@pytest.fixture
+def model(tmp_path_factory):
+    """A directory whose path comes once: vLLM keeps tokenizers by theirs."""
+    return tmp_path_factory.mktemp("model") / str(next(NUMBERS))
+
+
+NUMBERS = itertools.count()
+
+
+def write(directory, template, *texts):
+    """A model's configuration and its tokenizer of bytes, to which the texts' markers are added."""
+    LlamaConfig(vocab_size=512, architectures=["LlamaForCausalLM"]).save_pretrained(directory)
+    vocab = {byte: number for number, byte in enumerate(sorted(ByteLevel.alphabet()))}
+    built = Tokenizer(BPE(vocab, []))
+    built.pre_tokenizer, built.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=built)
+    found = "".join((template or "", *texts))
+    markers = re.findall(r"<[^<>{}%\s]+>|\[/?[A-Za-z_]{4,}\]", found)
+    fast.add_tokens(list(dict.fromkeys(["<think>", "</think>", *markers])), special_tokens=True)
+    fast.chat_template = template
+    fast.save_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def options_for(directory, span, arguments=(), **options):
+    return resolved(directory, {"mars_strict_spans": [list(span)]}, arguments, **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_message_ends_as_the_template_ends_it(name, model):
+    """Whatever stands in a call, and however long it is, what was opened and not closed is open."""
+    template, ends, (start, call, end), others = FAMILIES[name]
+    tokenizer = write(model, template, *ends, start, call, end, *others)
+    thinking = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    config = options_for(model, (start, end), reasoning_config=thinking)
+    assert set(config.turns) == {*tokenizer.convert_tokens_to_ids(list(ends))}
+    walk = Sections(config)
+
+    def begun(chat, answer=""):
+        form = {"tokenize": False, "add_generation_prompt": True}
+        text = tokenizer.apply_chat_template(chat, **form) + answer
+        return walk.begin(tokenizer(text, add_special_tokens=False).input_ids) % (2 * THINKING)
+
+    fresh = begun(CHAT)
+    assert fresh == THINKING * ("<think>" in template.rpartition("add_generation_prompt")[2])
+    for gap, closed in itertools.product((0, 10, 300, 3_000), ("", f"{start} a {end}")):
+        text = "</think>" + closed + start + call + "x" * gap
+        assert begun(CHAT, text) == 1
+        assert begun(CHAT, text + end) == 0
+        assert begun(CHAT, "<think>" + "x" * gap) == THINKING
+    # What a user types opens nothing, nor does an earlier answer that was cut off.
+    typed = [*CHAT[:2], {"role": "user", "content": start + call}]
+    cut = [CHAT[0], {"role": "assistant", "content": start + call}, CHAT[2]]
+    assert begun(typed) == begun(cut) == fresh
+
+
+QWEN = FAMILIES["Qwen"]
+# What a template may be particular about: (template, the ends of its messages).
+PARTICULAR = {
+    "texts in parts alone": (
+        QWEN.template.replace("m.content", "m.content[0].text"),
+        ["<|im_end|>"],
+    ),
+    "no answer before": (
+        "{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}" + QWEN.template,
+        ["<|im_end|>"],
+    ),
+    "separated by text": ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", []),
+    "none": (None, []),
+    "a bad one": ("{{ raise_exception('no chats here') }}", None),
+    "one that hides texts": ("{% for m in messages %}<|im_end|>{% endfor %}", None),
+}
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """The warnings."""
+    from vllm.logger import init_logger
+
+    found = []
+    logger = init_logger("vllm.vllm_mars.engine.prompts")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: found.append(text % values))
+    return found
+
+
+@pytest.mark.parametrize("name", PARTICULAR)
+def test_a_template_may_be_particular(name, model, said):
+    template, ends = PARTICULAR[name]
+    tokenizer = write(model, template, "<|im_end|><|im_start|>", *QWEN.call)
+    config = options_for(model, ("<tool_call>", "</tool_call>"))
+    if ends is None:
+        assert config.turns is None
+        assert "by which tokens the chat template ends a message" in said[0]
+        assert ("no chats here" in said[0]) == (name == "a bad one")
+    else:
+        assert list(config.turns) == tokenizer.convert_tokens_to_ids(ends)
+        assert said == []
+
+
+def test_the_servers_own_template_counts(tmp_path, model):
+    path = tmp_path / "own.jinja"
+    path.write_text(QWEN.template.replace("<|im_end|>", "<|endoftext|>"))
+    tokenizer = write(model, QWEN.template, "<|endoftext|>", *QWEN.call)
+    own = tokenizer.convert_tokens_to_ids(["<|endoftext|>"])
+    span = "<tool_call>", "</tool_call>"
+    config = options_for(model, span, {"chat_template": str(path)})
+    assert list(config.turns) == own
+    # As of an engine without a command line.
+    told = {"additional_config": {"mars_chat_template": path.read_text()}}
+    config = options_for(model, span, **told)
+    assert list(config.turns) == own
+
+
+def test_nothing_is_rendered_where_nothing_depends_on_it(model, said):
+    write(model, "{{ raise_exception('no chats here') }}")
+    assert resolved(model, {}).turns is None
+    assert said == []
+
+
+def test_without_a_tokenizer_it_is_not_known(model, said):
+    write(model, QWEN.template)
+    config = options_for(model, (5, 6), skip_tokenizer_init=True)
+    assert config.turns is None and "(there is no tokenizer)" in said[0]
+
+
+def test_the_tokenizers_of_mistral_render_by_themselves(model, said):
+    from vllm.tokenizers.mistral import MistralTokenizer
+
+    LlamaConfig(vocab_size=131_072, architectures=["LlamaForCausalLM"]).save_pretrained(model)
+    data = Path(mistral_common.__file__).parent / "data"
+    (model / "tekken.json").symlink_to(data / "tekken_240911.json")
+    config = options_for(model, ("[TOOL_CALLS]", None), tokenizer_mode="mistral")
+    vocab = MistralTokenizer.from_pretrained(str(model)).get_vocab()
+    assert {*config.turns} == {vocab["[/INST]"], vocab["</s>"]}
+    assert said == []

@@ -1,0 +1,400 @@
+"""A request's own options: what is read, and what is refused."""
+
+import dataclasses
+import logging
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_mars import MarsConfig
+from vllm_mars.hooks.arguments import check_request
+from vllm_mars.hooks.ranks import TravellingOptions
+from vllm_mars.kernels.ledger.naive import (
+    MOST_LOSS,
+    MOST_PRICE_UNITS,
+    NO_BOUND,
+    NO_LIMIT,
+    loss_rate,
+    loss_units,
+    price_units,
+)
+from vllm_mars.kernels.record import MOST_ENDS, RECORD_SIZE, Column, Records, float_bits
+from vllm_mars.kernels.strictness.naive import IN_ANSWER, IN_THINKING
+from vllm_mars.models.drafts import CHOSEN_BY_REQUESTS
+from vllm_mars.options import config as config_module
+from vllm_mars.options import requests
+from vllm_mars.options.config import (
+    DRAWN_PRICE,
+    FIXED_PRICE,
+    OPTION,
+    STRICT_VALUE,
+    split_speculative_config,
+)
+from vllm_mars.options.requests import OVERRIDES, RequestOptions, in_force, options_of
+from vllm_mars.worker.records import record_of
+
+THETA = MarsConfig(theta=0.9, limit=0.8)
+PRICE = MarsConfig(price=0.25, limit=0.5)
+# The price follows what is left of the bound.
+BOUND = MarsConfig(max_loss=0.5)
+# Strict unless a request asks.
+OPT_IN = MarsConfig(max_loss=0, limit=0.5)
+# That knows the markers of its thinking section.
+THINKS = MarsConfig(max_loss=0.5, thinking_start=7, thinking_end=8)
+STRICT_ANSWER = MarsConfig(max_loss=0.5, thinking_start=7, thinking_end=8, scope="thinking")
+ANOTHER = "names another rule than this server's; choose"
+
+
+def params(**extra_args):
+    return SamplingParams(temperature=0, extra_args=extra_args or None)
+
+
+def served_with(config):
+    """As much of vLLM's config as carries the options."""
+    return SimpleNamespace(additional_config={"mars": TravellingOptions(config)})
+
+
+@pytest.mark.parametrize(
+    ("config", "extra_args", "expected"),
+    [
+        (THETA, {}, 0.9),
+        (THETA, {"mars_theta": 1}, 1.0),
+        (THETA, {"mars_theta": 0.8}, 0.8),
+        # Without a limit a request may be stricter than the server.
+        (MarsConfig(theta=0.9), {"mars_theta": 0.95}, 0.95),
+        (MarsConfig(theta=0.9), {"mars_theta": 0.9}, 0.9),
+        (MarsConfig(price=0.25), {"mars_price": 0.25}, 0.25),
+        (THETA, {"other": "x"}, 0.9),
+        (PRICE, {}, 0.25),
+        (PRICE, {"mars_price": 0}, 0.0),
+        (PRICE, {"mars_price": 0.5}, 0.5),
+        (BOUND, {}, math.inf),
+        (BOUND, {"mars_max_loss": 0.1}, math.inf),
+        (BOUND, {"mars_price": 3}, 3.0),
+        (OPT_IN, {}, 0.0),
+        (OPT_IN, {"mars_max_loss": 0.1}, math.inf),
+        (OPT_IN, {"mars_max_loss": 0.1, "mars_price": 3}, 3.0),
+        (OPT_IN, {"mars_price": 3}, 0.0),
+    ],
+)
+def test_values(config, extra_args, expected):
+    value = options_of(params(**extra_args), config).value
+    assert value == expected and isinstance(value, float)
+
+
+@pytest.mark.parametrize(
+    ("config", "extra_args", "message"),
+    [
+        (THETA, {"mars_theta": 0}, r"mars_theta=0 is outside \(0, 1\]; 1 switches the relaxation"),
+        (THETA, {"mars_theta": 2**63}, r"mars_theta=9223372036854775808 is outside \(0, 1\]"),
+        (THETA, {"mars_theta": None}, "mars_theta=None is a NoneType, but must be a number"),
+        (THETA, {"mars_theta": 0.7}, r"below this server's limit of 0.8; choose .* \[0.8, 1\]"),
+        (THETA, {"mars_tehta": 0.9}, "mars_tehta is not an option of a request; .* mars_theta?"),
+        (THETA, {"mars_return": "yes"}, "mars_return='yes' is not true or false"),
+        (
+            OPT_IN,
+            {"mars_price": 0.3},
+            "mars_price=0.3 is given, but .* server's, is strict; name a",
+        ),
+        (BOUND, {"mars_price": 0.3, "mars_max_loss": 0}, "which is this request's, is strict"),
+        (THETA, {"mars_price": 1}, f"mars_price=1 {ANOTHER} mars_theta or leave"),
+        (PRICE, {"mars_theta": 0.9}, f"mars_theta=0.9 {ANOTHER} mars_price or leave it out"),
+        (PRICE, {"mars_price": 0.75}, r"mars_price=0.75 is above this server's limit of 0.5"),
+        (
+            MarsConfig(theta=0.9),
+            {"mars_theta": 0.89},
+            r"mars_theta=0.89 is below this server's own 0.9, but a request may only be stricter "
+            r"than its server; choose a value in \[0.9, 1\], or have the server started with "
+            "mars_limit",
+        ),
+        (MarsConfig(price=0.5), {"mars_price": 0.6}, "0.6 is above this server's own 0.5, "),
+        (MarsConfig(theta=1.0), {"mars_theta": 0.99}, r"this server's own 1.0, .* in \[1.0, 1\]"),
+        (BOUND, {"mars_price": "x" * 65536}, r"mars_price='x{79}\.\.\. \(65538 characters\) is a"),
+        (
+            BOUND,
+            {"mars_" + "x" * 65536: 1},
+            r"mars_x{75}\.\.\. \(65541 characters\) is not an option",
+        ),
+        (BOUND, {"mars_max_loss": 0.75}, r"mars_max_loss=0.75 is above this server's bound of 0.5"),
+        (THETA, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, 1024\]; leave it out"),
+        (THINKS, {"mars_scope": "some"}, "mars_scope='some' is not one of all, thinking, answer"),
+        (THINKS, {"mars_scope": 1}, "mars_scope=1 is not one of all, thinking, answer"),
+        (
+            STRICT_ANSWER,
+            {"mars_scope": "answer"},
+            "mars_scope='answer' relaxes what this server's own 'thinking' does not, but a request "
+            "may only be stricter than its server; leave it out",
+        ),
+        (STRICT_ANSWER, {"mars_scope": "all"}, "mars_scope='all' relaxes what this server's own"),
+        (
+            BOUND,
+            {"mars_scope": "thinking"},
+            "mars_scope='thinking' needs the markers of the thinking section, but this server does "
+            "not know them; leave it out, or .* with --reasoning-parser",
+        ),
+        (THETA, {"mars_strict_opening": 1}, "mars_strict_opening is not an option of a request"),
+        (
+            OPT_IN,
+            {"mars_max_loss": 0.75},
+            "above this server's limit of 0.5; choose a value in ",
+        ),
+        (
+            MarsConfig(max_loss=0),
+            {"mars_max_loss": 0.1},
+            "above this server's bound of 0.0; ",
+        ),
+    ],
+)
+def test_refused(config, extra_args, message):
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match=message) as raised:
+        check_request(params(**extra_args), served_with(config))
+    assert raised.value.parameter == "vllm_xargs"
+
+
+def test_a_server_whose_requests_choose_allows_everything():
+    for rule, option in OPTION.items():
+        config, _ = split_speculative_config(CHOSEN_BY_REQUESTS[rule])
+        assert config.clients_may_relax and not config.lossy
+        for value in (1e-6, 1.0) if rule == "theta" else (0.0, 1000.0):
+            assert options_of(params(**{option: value}), config).value == value
+
+
+def test_a_bound_is_the_servers_or_a_smaller_one():
+    assert options_of(params(), THETA).max_loss == math.inf
+    assert options_of(params(mars_max_loss=7), THETA).max_loss == 7
+    assert options_of(params(), BOUND).max_loss == 0.5
+    assert options_of(params(mars_max_loss=0.5), BOUND).max_loss == 0.5
+
+
+@pytest.mark.parametrize(
+    ("temperature", "is_drawn", "expected"),
+    [
+        (0, True, FIXED_PRICE),
+        (1, False, FIXED_PRICE),
+        (1, True, DRAWN_PRICE),
+        (0.25, True, 2 * DRAWN_PRICE),
+    ],
+)
+def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_drawn, expected):
+    """Four times the bound, or a quarter of the temperature, is twice the price."""
+
+    def price(**own):
+        request = params(**own)
+        request.temperature = temperature
+        server = MarsConfig(max_loss=0.04)
+        return record_of(request, server, is_drawn, 99)[Column.PRICE] / 2**16
+
+    assert price() == pytest.approx(expected * 0.2, abs=2**-15)
+    assert price(mars_max_loss=0.01) == pytest.approx(price() / 2, abs=2**-15)
+    assert price(mars_price=0.125) == 0.125
+    assert price(mars_max_loss=0) == 0
+
+
+def test_a_request_that_asks_gets_what_a_server_with_its_bound_gives():
+    own, server = params(mars_max_loss=0.02), MarsConfig(max_loss=0.02)
+    assert options_of(own, OPT_IN) == options_of(params(), server)
+    assert record_of(own, OPT_IN, False, 99) == record_of(params(), server, False, 99)
+    assert in_force(options_of(own, OPT_IN), OPT_IN) == {"max_loss": 0.02}
+    strict = options_of(params(), OPT_IN)
+    assert strict == options_of(params(mars_max_loss=0), server)
+    assert in_force(strict, OPT_IN) == {"price": 0.0}
+
+
+@pytest.mark.parametrize("config", [THETA, PRICE, BOUND])
+def test_a_bound_of_0_is_strict(config):
+    """Of a request as of a server."""
+    assert config.lossy
+    strict = RequestOptions(STRICT_VALUE[config.rule], max_loss=0)
+    assert options_of(params(mars_max_loss=0), config) == strict
+    limit = None if config.sets_price else config.limit
+    server = dataclasses.replace(config, max_loss=0, limit=limit)
+    assert not server.lossy and not server.clients_may_relax
+    assert options_of(params(), server) == strict
+    record = record_of(params(), server, False, 99)
+    assert record[: Column.MOST_TOKENS] == [0, 0, 0]
+    assert record[Column.THRESHOLD] == float_bits(1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "is_relaxable"),
+    [
+        (BOUND, {}, True),
+        (BOUND, {"mars_max_loss": 0}, False),
+        # As a file holds it to.
+        (BOUND, {OVERRIDES: {"mars_max_loss": 0}}, False),
+        (OPT_IN, {}, False),
+        (OPT_IN, {"mars_max_loss": 0.02}, True),
+        (PRICE, {"mars_price": 0}, False),
+        (PRICE, {}, True),
+        (THETA, {"mars_theta": 1}, False),
+        (THETA, {}, True),
+    ],
+)
+def test_whose_positions_count_as_relaxable(config, own, is_relaxable):
+    constrained = params(**own)
+    constrained.structured_outputs = StructuredOutputsParams(regex="a+")
+    table = torch.tensor([record_of(it, config, False, 99) for it in (params(**own), constrained)])
+    assert Records(table).relaxes(config.rule).tolist() == [is_relaxable, False]
+
+
+VALUES = st.recursive(
+    st.sampled_from([0, 0.02, 1, 5e-324, 8192, 8193, 1e39, 1e308, 10**400, "x" * 65536])
+    | st.sampled_from([True, False, "0.1", None, "strict", "reasoning", "sampled"])
+    | st.floats()
+    | st.integers(),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=2),
+    max_leaves=4,
+)
+NAMES = [f"mars_{field.name}" for field in dataclasses.fields(MarsConfig)]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3),
+    st.dictionaries(
+        st.sampled_from([*OPTION.values(), "mars_max_loss", OVERRIDES])
+        | st.sampled_from(["mars_" + "x" * 65536, "mars_return"]),
+        VALUES,
+        max_size=2,
+    ),
+    st.integers(0, 2**20),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_record_holds_whatever_a_request_asks_for(server, own, produced, is_greedy, is_drawn):
+    from vllm.exceptions import VLLMValidationError
+
+    mars = {"rejection_sample_method": "mars"}
+    try:
+        config, _ = split_speculative_config(mars | server)
+        request = params(**own)
+    except (ValueError, VLLMValidationError) as error:
+        assert len(str(error)) < 1000
+        return
+    try:
+        check_request(request, served_with(config))
+    except VLLMValidationError as error:
+        # Behind a front end that checks nothing it goes on nevertheless.
+        assert len(str(error)) < 1000
+    request.temperature = float(not is_greedy)
+    record = record_of(request, config, is_drawn, 2**20, produced)
+    price, rate, lost = record[: Column.MOST_TOKENS]
+    assert 0 <= record[Column.THRESHOLD] <= float_bits(1.0)
+    assert 0 <= price <= MOST_PRICE_UNITS and 0 <= rate <= NO_BOUND
+    assert 0 <= lost <= NO_LIMIT
+    # What the record cannot hold raises.
+    torch.tensor(record, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("config", [THETA, BOUND])
+@pytest.mark.parametrize("bad", [9, "x", {"mars_price": "x"}])
+def test_what_no_front_end_has_checked_is_strict(config, bad, caplog, monkeypatch):
+    monkeypatch.setattr(requests, "_SAID", [])
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for key in (OVERRIDES, "mars_max_loss" if config is BOUND else "mars_theta"):
+        request = params(mars_return=True, **{key: bad})
+        assert options_of(request, config) == RequestOptions(STRICT_VALUE[config.rule])
+    text = r"A bad request came past the front end: .*\. All such requests are verified strictly; "
+    assert re.search(text + "vLLM's own front end in Python refuses them with", caplog.text)
+    assert len({id(record) for record in caplog.records}) == 1
+
+
+def test_no_option_is_more_than_the_kernels_hold():
+    assert price_units(config_module.MOST_PRICE) == MOST_PRICE_UNITS
+    assert loss_rate(config_module.MOST_MAX_LOSS) == NO_BOUND - 1
+    assert MOST_ENDS == RECORD_SIZE - Column.ENDS
+    for units, most in (
+        (price_units, MOST_PRICE_UNITS),
+        (loss_units, MOST_LOSS),
+        (loss_rate, NO_BOUND - 1),
+    ):
+        for value in (1e39, 1e308, 10**400):
+            assert units(value) == most
+        assert [units(value) for value in (-1, -math.inf, math.nan)] == [0, 0, 0]
+    assert price_units(math.inf) == MOST_PRICE_UNITS and loss_rate(math.inf) == NO_BOUND
+
+
+def test_the_lock_holds_for_requests(monkeypatch):
+    from vllm.exceptions import VLLMValidationError
+
+    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
+    strict = MarsConfig(theta=1.0)
+    assert options_of(params(mars_theta=1), strict).value == 1
+    loose = MarsConfig(theta=1.0, limit=0.5), MarsConfig(price=0.0, limit=2.0), OPT_IN
+    choices = {"mars_theta": 0.9}, {"mars_price": 1}, {"mars_max_loss": 0.1}
+    for config, chosen in zip(loose, choices, strict=True):
+        ((key, value),) = chosen.items()
+        message = f"{key}={value} is lossy, but this server is locked"
+        with pytest.raises(VLLMValidationError, match=message):
+            check_request(params(**chosen), served_with(config))
+        # In an engine whose front end is not locked.
+        assert options_of(params(**chosen), config).value == STRICT_VALUE[config.rule]
+    check_request(params(mars_theta=1), served_with(strict))
+    for own in ({}, {"mars_max_loss": 0}):
+        check_request(params(**own), served_with(OPT_IN))
+
+
+def test_structured_output():
+    config = MarsConfig(theta=0.85)
+    constrained = SamplingParams(
+        structured_outputs=StructuredOutputsParams(regex="a+"), extra_args={"mars_theta": 0.85}
+    )
+    options = options_of(constrained, config)
+    assert options.value == 1
+    assert in_force(options, config) == {"theta": 1.0, "strict": "structured_outputs"}
+
+
+def test_a_request_with_more_ends_than_a_record_holds_is_strict():
+    for number, strict in ((MOST_ENDS - 1, False), (MOST_ENDS, True)):
+        request = SamplingParams(stop_token_ids=[*range(number)])
+        told = {"price": 0.0, "strict": "stop_token_ids"} if strict else {"price": 0.25}
+        assert in_force(options_of(request, PRICE), PRICE) == told
+
+
+def test_options_are_parsed_once_until_they_change():
+    request = params(mars_theta=0.85)
+    options = options_of(request, THETA)
+    assert options_of(request, THETA) is options
+    request.extra_args["mars_theta"] = 0.95
+    assert options_of(request, THETA).value == 0.95
+    request.structured_outputs = StructuredOutputsParams(regex="a+")
+    assert options_of(request, THETA).strict == "structured_outputs"
+    assert options_of(request, MarsConfig(theta=0.97)).value == 1
+
+
+def test_scopes():
+    for config, own, expected in (
+        (BOUND, {}, "all"),
+        (BOUND, {"mars_scope": "all"}, "all"),
+        (THINKS, {"mars_scope": "answer"}, "answer"),
+        (STRICT_ANSWER, {}, "thinking"),
+        (STRICT_ANSWER, {"mars_scope": "thinking"}, "thinking"),
+    ):
+        options = options_of(params(**own), config)
+        assert options.scope == expected
+        told = {} if expected == "all" else {"scope": expected}
+        assert in_force(options, config) == {"max_loss": 0.5, **told}
+        number = {"all": 0, "thinking": IN_THINKING, "answer": IN_ANSWER}[expected]
+        assert record_of(params(**own), config, False, 99)[Column.SCOPE] == number
+
+
+def test_what_is_in_force():
+    assert in_force(options_of(params(), THETA), THETA) == {"theta": 0.9}
+    assert in_force(options_of(params(), PRICE), PRICE) == {"price": 0.25}
+    assert in_force(options_of(params(), BOUND), BOUND) == {"max_loss": 0.5}
+    assert in_force(options_of(params(mars_max_loss=0.1), BOUND), BOUND) == {"max_loss": 0.1}
+    assert in_force(options_of(params(mars_price=1), BOUND), BOUND) == {"price": 1.0}
+
+
+def test_return_is_asked_for():
+    for value in (True, 1, False, 0):
+        assert options_of(params(mars_return=value), BOUND).wants_return == bool(value)

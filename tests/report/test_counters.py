@@ -1,0 +1,114 @@
+"""That no count is lost or taken twice."""
+
+import numpy as np
+import pytest
+import torch
+
+import steps_v1
+from vllm_mars.options.config import MarsConfig
+from vllm_mars.report.counters import INTERVAL, CounterLayout, Counters
+
+CPU = torch.device("cpu")
+UNIT = 2.0**-16
+
+
+def test_a_step_without_drafts_counts_nothing():
+    sampler = steps_v1.mars_sampler(MarsConfig(theta=0.5))
+    metadata = steps_v1.metadata_of([[], []])
+    sampler(metadata, None, torch.randn(2, 9), steps_v1.sampling([0.0, 0.0]))
+    assert sampler.verification.counters.take_delta() is None
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_taken_on_a_cpu_at_once_but_no_more_than_once_an_interval():
+    clock = Clock()
+    counters = Counters(CounterLayout(1), CPU, interval=1.0, clock=clock)
+    taken = []
+    for clock.now, flush in ((0.0, False), (0.9, False), (0.9, True), (1.5, False), (2.0, False)):
+        counters.device_counts[-1] += 1
+        delta = counters.take_delta(flush)
+        taken.append(delta and delta[-1])
+    assert taken == [1, None, 2, None, 2]
+
+
+def test_requests_that_ended_are_counted_by_what_they_lost():
+    counters = Counters(CounterLayout(1), CPU)
+    counters.add_ended(torch.tensor([0, 4096, 4097, 40 << 16, 4097]))
+    counts = counters.device_counts.tolist()
+    assert counts[counters.layout.ended] == [2, 2, *[0] * 8, 1]
+    assert counts[counters.layout.ended_lost] == [4096, 8194, *[0] * 8, 40 << 16]
+    assert sum(counts[: counters.layout.ended.start]) == 0
+
+
+class Accelerator:
+    """Stands in for an accelerator's event and the host's memory: copies are done when it is told.
+
+    Or when they are waited for.
+    """
+
+    def __init__(self, size):
+        self.counts = torch.zeros(size, dtype=torch.int64)
+        self.under_way = None
+        self.copies = self.waits = 0
+
+    def copy_(self, counts, non_blocking):
+        assert non_blocking
+        self.under_way = counts.clone()
+        self.copies += 1
+
+    def record(self):
+        pass
+
+    def query(self):
+        return self.under_way is None
+
+    def synchronize(self):
+        self.waits += 1
+        self.run()
+
+    def run(self):
+        if self.under_way is not None:
+            self.counts, self.under_way = self.under_way, None
+
+    def numpy(self):
+        return self.counts.numpy()
+
+
+@pytest.fixture
+def accelerated(monkeypatch):
+    """Counters whose copies wait in an `Accelerator`, that, and their clock."""
+    clock = Clock()
+    counters = Counters(CounterLayout(1), CPU, INTERVAL, clock)
+    device = Accelerator(counters.layout.size)
+    monkeypatch.setattr(torch, "Event", lambda _: device)
+    counters._on_host = False
+    counters._host_counts = device
+    return counters, device, clock
+
+
+def test_no_count_is_lost_or_doubled(accelerated):
+    generator = np.random.default_rng(7)
+    counters, device, clock = accelerated
+    taken = np.zeros(counters.layout.size, dtype=np.int64)
+    for _ in range(3000):
+        clock.now += generator.exponential(0.4)
+        counts = generator.integers(0, 3, counters.layout.size)
+        counters.device_counts.add_(torch.from_numpy(counts))
+        if generator.random() < 0.3:
+            device.run()
+        flush = generator.random() < 0.05
+        increase = counters.take_delta(flush)
+        if increase is not None:
+            assert min(increase) >= 0
+            taken += increase
+        # Behind a copy that is under way, too.
+        assert not flush or taken.tolist() == counters.device_counts.tolist()
+    taken += counters.take_delta(flush=True) or 0
+    assert taken.tolist() == counters.device_counts.tolist()

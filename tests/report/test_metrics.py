@@ -1,0 +1,235 @@
+"""Counts in vLLM's loggers: /metrics, the log line, the dashboard."""
+
+import json
+import re
+import subprocess
+import sys
+
+import prometheus_client
+import pytest
+
+from counts import (
+    COUNTS,
+    DOCS,
+    LAYOUT,
+    check_exported,
+    counts_of,
+    dashboard_queries,
+    exported,
+    in_promql,
+    of_prometheus,
+    page_queries,
+)
+from vllm_mars import __version__
+from vllm_mars.models.drafts import NGRAM_CONFIG
+from vllm_mars.options.config import MarsConfig
+from vllm_mars.report import metrics
+from vllm_mars.report.counters import BUCKETS, REASONS, CounterLayout
+from vllm_mars.report.outputs import FIELD
+
+pytestmark = pytest.mark.usefixtures("clean_registry")
+
+NAMES = {metrics.RELAXED, metrics.VERIFIED, metrics.REFUSED, metrics.LOST, metrics.GAINED}
+NAMES |= {metrics.ALLOWED, metrics.INFO, f"{metrics.REQUEST_LOST}_bucket"}
+BOUND = MarsConfig(max_loss=0.02)
+
+
+def test_all_series_are_there_before_anything_is_counted():
+    metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, BOUND)
+    samples = exported()
+    assert samples.pop((metrics.ALLOWED, "0")) == 0.02
+    # By the names of the labels: engine, limit, lossy, rule, value, version.
+    assert (
+        samples.pop((metrics.INFO, "0", "0.02", "true", "mars_max_loss", "0.02", __version__)) == 1
+    )
+    assert len(samples) == 2 * 3 + 1 + len(REASONS) + 4 + len(BUCKETS) + 3
+    assert not any(samples.values())
+
+
+def test_a_server_that_is_lossy_for_who_asks():
+    metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, MarsConfig(max_loss=0, limit=0.02))
+    samples = exported()
+    assert samples[metrics.INFO, "0", "0.02", "false", "mars_max_loss", "0", __version__] == 1
+    # What an answer there may lose.
+    assert samples[metrics.ALLOWED, "0"] == 0.02
+
+
+OBSERVE = """
+import json, sys
+from vllm_mars.runner.counters import CounterLayout
+from vllm_mars.config import MarsConfig
+from vllm_mars.engine.metrics import MarsProm
+counts = json.loads(sys.argv[1])
+prom = MarsProm(CounterLayout(3), {0: ["m", "0"], 1: ["m", "1"]}, MarsConfig(max_loss=0.02))
+prom.observe(counts, 0)
+prom.observe(counts, 1)
+prom.observe(None, 1)
+prom.observe(counts, 1)
+"""
+
+
+def test_api_servers_in_several_processes_add_up(tmp_path, monkeypatch):
+    """prometheus_client's multiprocess mode, which vLLM takes with several API servers."""
+    from prometheus_client import multiprocess
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", OBSERVE, json.dumps(COUNTS)], check=True, timeout=120)
+    registry = prometheus_client.CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    samples = exported(registry)
+    check_exported(samples, "0", 2)
+    check_exported(samples, "1", 4)
+    assert samples[metrics.ALLOWED, "0"] == samples[metrics.ALLOWED, "1"] == 0.02
+
+
+class Log:
+    def __init__(self):
+        self.lines, self.warnings = [], []
+
+    def info(self, message, *args):
+        self.lines.append(message % args)
+
+    def warning(self, message, *args):
+        self.warnings.append(message % args)
+
+
+def test_log_line():
+    log, logging = Log(), metrics.MarsLogging(LAYOUT)
+    logging.log(log)
+    logging.observe(COUNTS, 20)
+    logging.observe(None, 10)
+    logging.observe(COUNTS, 30)
+    logging.log(log, "Engine 000: ")
+    logging.log(log)
+    assert log.lines == [
+        "Engine 000: MARS metrics: Gained: 4.5 draft tokens (20.5% of accepted), "
+        "Lost: 0.0500 nats per token, Drift: +0.0083 nats per token, Relaxed outright: 6 tokens"
+    ]
+
+
+def test_a_server_that_gains_nothing_warns_once():
+    verified = {"verified": [300, 150, 49]}
+    many = counts_of(**verified, relaxable=[499], refused=[4, 0, 0, 2])
+    log, logging = Log(), metrics.MarsLogging(LAYOUT)
+    for counts in (counts_of(**verified), counts_of(**verified), many, many):
+        logging.observe(counts, 600)
+        logging.log(log)
+    assert log.warnings == [], "strict requests are no evidence"
+    logging.observe(counts_of(verified=[2], relaxable=[2]), 1)
+    logging.log(log, "Engine 000: ")
+    assert log.warnings == [
+        "Engine 000: MARS has gained nothing at 1000 verified positions of requests that are not "
+        "strict since the server's start, so it has had no effect. Refusals: protected 8, "
+        "repeat 4. `vllm-mars doctor URL` shows what a server does."
+    ]
+    for _ in range(3):
+        logging.observe(many, 600)
+        logging.log(log)
+    assert len(log.warnings) == 1
+
+
+def test_other_layouts_are_noticed():
+    with pytest.raises(RuntimeError, match="install the same version of vllm-mars on every"):
+        metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}, BOUND).observe(COUNTS)
+
+
+NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 3}
+MARS = {**NGRAM, "rejection_sample_method": "mars"}
+
+
+@pytest.fixture
+def manager(packaged_model):
+    """Builds vLLM's stat loggers for a speculative config."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    load_general_plugins()
+
+    def build(speculative_config, **options):
+        config = EngineArgs(
+            model=str(packaged_model),
+            dtype="float32",
+            max_model_len=512,
+            speculative_config=speculative_config,
+        ).create_engine_config()
+        return StatLoggerManager(config, **options)
+
+    return build
+
+
+@pytest.mark.parametrize("aggregate", [False, True])
+def test_vllms_stat_loggers_export_and_log(manager, monkeypatch, aggregate):
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    loggers = manager(MARS, engine_idxs=[0, 1], aggregate_engine_logging=aggregate)
+    stats = SchedulerStats()
+    setattr(stats, FIELD, COUNTS)
+    for engine in (0, 1, 1):
+        loggers.record(stats, None, engine_idx=engine)
+    loggers.record(None, None, engine_idx=0)
+    samples = exported()
+    check_exported(samples, "0", 1)
+    check_exported(samples, "1", 2)
+
+    log = Log()
+    monkeypatch.setattr(metrics, "_logger", lambda: log)
+    loggers.log()
+    prefixes = [line.split("MARS metrics: ")[0] for line in log.lines]
+    assert prefixes == (
+        ["2 Engines Aggregated: "] if aggregate else ["Engine 000: ", "Engine 001: "]
+    )
+    assert f"Relaxed outright: {9 if aggregate else 6} tokens" in log.lines[-1]
+
+
+def test_a_server_without_mars_has_no_other_metrics(manager, monkeypatch):
+    from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+
+    loggers = manager(NGRAM)
+    assert exported() == {}
+    for logger in loggers.stat_loggers:
+        assert not {"record", "log"} & vars(logger).keys()
+    manager(MARS)
+    assert exported()
+    assert LoggingStatLogger.record.__module__ == PrometheusStatLogger.record.__module__
+
+
+# What vLLM exports and the dashboard takes as well.
+OF_VLLM = {
+    "vllm:generation_tokens_total",
+    "vllm:request_generation_tokens_count",
+    "vllm:request_generation_tokens_sum",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "vllm:spec_decode_num_drafts_total",
+}
+
+
+def names_in(expression):
+    """By vLLM's own names, of which Ray Serve has others."""
+    return {f"vllm:{name}" for name in re.findall(r"vllm[:.]([a-z0-9]\w+)", expression)}
+
+
+def test_the_dashboard_and_the_page_ask_for_what_is_exported():
+    metrics.MarsProm(CounterLayout(3), {0: ["m", "0"]}, BOUND)
+    ours = {name for name, *_ in exported()}
+    asked = set().union(*map(names_in, dashboard_queries()))
+    told = names_in((DOCS / "operating.md").read_text())
+    assert asked | told <= ours | OF_VLLM | {metrics.OVERRIDE, metrics.REQUEST_LOST}
+    assert {name.removesuffix("_total") for name in asked} >= NAMES
+    assert {name.removesuffix("_total") for name in told} >= NAMES
+
+
+def test_promtool_parses_the_queries(tmp_path):
+    """Of the dashboard and of the page, as the recording rules that they could be."""
+    queries = [*dashboard_queries(), *page_queries()]
+    rules = [{"record": f"q{i}", "expr": in_promql(query)} for i, query in enumerate(queries)]
+    file = tmp_path / "rules.yml"
+    # JSON is YAML, too.
+    file.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
+    check = subprocess.run(
+        [of_prometheus("promtool"), "check", "rules", file], capture_output=True, text=True
+    )
+    assert check.returncode == 0, check.stdout + check.stderr
+    assert f"{len(queries)} rules found" in check.stdout

@@ -1,0 +1,199 @@
+"""The server child: it answers, its failures are shown, and it never outlives its owner."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from processes import MARK, marked, wait_until
+from stand_in import StandInServer
+from vllm_mars.servers import server_guard
+from vllm_mars.servers.scrape import (
+    ACCEPTED_TOKENS,
+    DRAFT_TOKENS,
+    DRAFTS,
+    GENERATED_TOKENS,
+    openai_client,
+)
+from vllm_mars.servers.server import VllmServer
+
+ARGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
+REAL_AT_NIGHT = pytest.mark.parametrize(
+    "server_class", [StandInServer, pytest.param(VllmServer, marks=pytest.mark.nightly)]
+)
+
+
+@pytest.fixture
+def mark():
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def temporary(monkeypatch):
+    """The temporary directory of servers; a short path, for the sockets in it."""
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    with tempfile.TemporaryDirectory(prefix="tmp-") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+def left_in(directory):
+    """All but what torch keeps for the next process."""
+    return [path for path in directory.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def sockets(directory):
+    return [path for path in directory.rglob("*") if path.is_socket()]
+
+
+@pytest.mark.engine
+def test_serves_counts_and_ends(packaged_model, tmp_path, mark, temporary):
+    args = [*ARGS, "--speculative-config", NGRAM]
+    env = {MARK: mark}
+    server = VllmServer(packaged_model, args, log_path=tmp_path / "logs" / "server.log", env=env)
+    with server:
+        before = server.metrics()
+        answer = openai_client(server.base_url, 60).chat.completions.create(
+            model=str(packaged_model),
+            messages=[{"role": "user", "content": "Repeat: red green blue, red green blue."}],
+            **{"max_tokens": 24, "temperature": 0, "logprobs": True, "top_logprobs": 2},
+        )
+        metrics = server.metrics()
+        assert len(marked(mark)) >= 3
+        assert sockets(temporary)
+        with pytest.raises(RuntimeError, match=r"running already .*call close"):
+            server.start()
+    assert marked(mark) == []
+    assert left_in(temporary) == []
+    tokens = answer.choices[0].logprobs.content
+    assert answer.usage.completion_tokens in (len(tokens), len(tokens) + 1)
+    for token in tokens:
+        best = max(top.logprob for top in token.top_logprobs)
+        assert token.logprob == best, "strict verification never relaxes"
+    drafts, drafted, accepted = (
+        metrics[name] - before.get(name, 0) for name in (DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS)
+    )
+    assert 0 < drafted <= 2 * drafts and 0 <= accepted <= drafted
+    assert metrics[GENERATED_TOKENS] == answer.usage.completion_tokens
+    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}' in metrics
+    with pytest.raises(RuntimeError, match=r"not running; call start"):
+        server.metrics()
+
+
+@REAL_AT_NIGHT
+def test_a_failed_start_shows_the_end_of_the_log(tmp_path, mark, server_class):
+    server = server_class(tmp_path / "none", ARGS, log_path=tmp_path / "s.log", env={MARK: mark})
+    with pytest.raises(RuntimeError, match=r"ended while starting with exit status 1") as error:
+        server.__enter__()
+    assert str(tmp_path / "s.log") in str(error.value)
+    assert str(tmp_path / "none") in str(error.value).split("the end of", 1)[1]
+    assert marked(mark) == []
+
+
+@REAL_AT_NIGHT
+def test_a_server_that_takes_too_long_is_ended(packaged_model, tmp_path, mark, server_class):
+    args = [*ARGS, "--load-seconds=60"] if server_class is StandInServer else ARGS
+    server = server_class(
+        packaged_model, args, log_path=tmp_path / "s.log", env={MARK: mark}, startup_timeout=2.0
+    )
+    with pytest.raises(RuntimeError, match=r"within startup_timeout=2 s"), server:
+        pass
+    assert marked(mark) == []
+
+
+def test_a_crash_shows_the_end_of_the_log(packaged_model, tmp_path, mark, temporary):
+    with StandInServer(packaged_model, log_path=tmp_path / "s.log", env={MARK: mark}) as server:
+        assert sockets(temporary)
+        api_server = int(Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text())
+        os.kill(api_server, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"ended unexpectedly with exit status 137") as error:
+            while True:
+                server.check_alive()
+                time.sleep(0.05)
+    assert "startup complete" in str(error.value).split("the end of", 1)[1]
+    assert marked(mark) == []
+    assert left_in(temporary) == []
+
+
+@REAL_AT_NIGHT
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_its_owner(
+    packaged_model, tmp_path, mark, temporary, server_class, number
+):
+    """The owner goes while the engine starts: killed, or by a signal it does not handle."""
+    owner = textwrap.dedent(f"""
+        import time
+        from pathlib import Path
+        from {server_class.__module__} import {server_class.__name__} as Server
+        with Server({str(packaged_model)!r}, {ARGS!r}, log_path=Path("s.log"), wait=False):
+            print("started", flush=True)
+            time.sleep(300)
+    """)
+    process = subprocess.Popen(
+        [sys.executable, "-c", owner],
+        cwd=tmp_path,
+        env={**os.environ, MARK: mark, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        # A shell that starts the tests in the background makes them ignore SIGINT, children too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout.readline() == "started\n"
+    if number == signal.SIGKILL:
+        # Deep enough that the API server has children of its own.
+        wait_until(lambda: len(marked(mark)) >= 5, 120, "the engine core")
+    process.send_signal(number)
+    process.wait(60)
+    wait_until(lambda: marked(mark) == [], 30, "the end of all processes")
+    assert left_in(temporary) == []
+
+
+def guarded(code, mark):
+    """Starts a Python program under the guard, with a grace time of one second."""
+    from vllm_mars.servers import server
+
+    guard = server.Path(server.__file__).with_name("server_guard.py")
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(guard), "1", sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, MARK: mark},
+        start_new_session=True,
+        text=True,
+    )
+
+
+def test_the_guard_kills_what_ignores_sigterm(mark, temporary):
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)\n"
+    process = guarded(code + "time.sleep(300)", mark)
+    assert process.stdout.readline() == "1\n"
+    assert list(temporary.iterdir())
+    process.stdin.close()
+    process.wait(20)
+    assert process.stdout.read() == "Not ended 1 s after SIGTERM: killed.\n"
+    assert marked(mark) == []
+    assert left_in(temporary) == []
+
+
+def test_the_guard_ends_orphans_and_returns_the_status(mark):
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '300']); sys.exit(7)"
+    process = guarded(code, mark)
+    assert process.wait(20) == 7
+    assert marked(mark) == []
+
+
+def test_a_user_without_a_name_has_a_cache(monkeypatch):
+    def unknown():
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(server_guard.getpass, "getuser", unknown)
+    assert server_guard.user_name() == f"uid_{os.getuid()}"

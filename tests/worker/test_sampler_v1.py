@@ -1,0 +1,294 @@
+"""The V1 sampler beside vLLM's own: the same tokens at theta = 1, the rule below it."""
+
+import itertools
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+
+from steps_v1 import (
+    CPU,
+    LENGTHS,
+    VOCAB,
+    drafts_of,
+    emitted,
+    mars_sampler,
+    metadata_of,
+    sampling,
+    step,
+)
+from vllm_mars import MarsConfig
+from vllm_mars.kernels.accept import naive as accept
+
+pytestmark = pytest.mark.usefixtures("mended_kernels")
+
+GREEDY = [0.0] * 4
+SAMPLED = [0.7, 1.0, 1.3, 0.2]
+MIXED = [0.0, 1.0, 0.8, 0.0]
+SEEDS = [1, 2, None, 4]
+
+SETTINGS = {
+    "greedy": (GREEDY, {}),
+    "sampled": (SAMPLED, {}),
+    "mixed": (MIXED, {}),
+    "top-k and top-p": (
+        SAMPLED,
+        {"top_k": torch.tensor([2, 5, 97, 1]), "top_p": torch.tensor([0.9, 0.5, 1.0, 0.7])},
+    ),
+    "mixed with top-p": (MIXED, {"top_p": torch.tensor([1.0, 0.5, 0.9, 1.0])}),
+    "logprobs": (GREEDY, {"max_num_logprobs": 3}),
+    "sampled logprobs": (MIXED, {"max_num_logprobs": 2}),
+    "bad words": (GREEDY, {"bad_words_token_ids": {0: [[5], [7, 8]], 2: [[11]]}}),
+    "allowed tokens": (
+        MIXED,
+        {"allowed_token_ids_mask": (torch.arange(4 * VOCAB) % 3 == 0).reshape(4, VOCAB)},
+    ),
+    "penalties": (
+        MIXED,
+        {
+            "no_penalties": False,
+            "prompt_token_ids": torch.arange(8).reshape(4, 2),
+            "output": [[1, 2], [3], [4, 4, 4], [9]],
+            "frequency_penalties": [0.5, 0.0, 1.0, 0.2],
+            "presence_penalties": [0.1, 0.3, 0.0, 0.0],
+            "repetition_penalties": [1.2, 1.0, 1.5, 1.1],
+        },
+    ),
+}
+
+
+def probabilities(are_there):
+    """What the drafts of a step are drawn from, or None."""
+    return (torch.randn(sum(LENGTHS), VOCAB) * 2).softmax(-1) if are_there else None
+
+
+@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(price=0)])
+def test_theta_1_is_vllm(config, setting, logprobs_mode):
+    """With fixed drafts; probabilistic ones vLLM's V1 cannot verify by blocks."""
+    temperatures, changes = SETTINGS[setting]
+    samplers = (
+        RejectionSampler(Sampler(logprobs_mode), None, CPU),
+        mars_sampler(config, logprobs_mode=logprobs_mode),
+    )
+    for seed in range(8):
+        outputs, states = [], []
+        for sampler in samplers:
+            metadata, logits = step(seed)
+            meta = sampling(temperatures, seeds=SEEDS, drafts=drafts_of(metadata), **changes)
+            torch.manual_seed(seed)
+            outputs.append(sampler(metadata, None, logits, meta))
+            # As many random numbers are taken of those that requests share, and of each one's own.
+            own_states = (generator.get_state() for generator in meta.generators.values())
+            states.append(torch.stack([torch.get_rng_state(), *own_states]))
+        assert torch.equal(*states)
+        own, mars = outputs
+        assert torch.equal(own.sampled_token_ids, mars.sampled_token_ids)
+        assert own.sampled_token_ids.dtype == mars.sampled_token_ids.dtype
+        if own.logprobs_tensors is None:
+            assert mars.logprobs_tensors is None
+            continue
+        for field in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
+            assert torch.equal(
+                getattr(own.logprobs_tensors, field), getattr(mars.logprobs_tensors, field)
+            ), field
+
+
+def test_a_request_draws_what_it_would_alone():
+    """Whether a strict request is beside it, which draws for the whole vocabulary, or none."""
+    metadata, logits = step(1, [3, 3])
+    found = []
+    for price in (0.0, 1.0):
+        sampler = mars_sampler(MarsConfig(price=1.0, strict_opening=0))
+        sampler.requests._records.price[:] = torch.tensor([1 << 16])
+        slots = torch.tensor([0, 1])
+        sampler.requests._slots[:2] = slots
+        sampler.requests._records.price[1] = int(price * 2**16)
+        meta = sampling([1.0, 1.0], seeds=[1, 2], drafts=drafts_of(metadata))
+        found.append(emitted(sampler(metadata, None, logits.clone(), meta))[0])
+    assert found[0] == found[1]
+
+
+def test_a_greedy_step_draws_no_random_number():
+    """Requests without a seed share them."""
+    metadata, logits = step(3)
+    before = torch.get_rng_state()
+    meta = sampling(GREEDY, drafts=drafts_of(metadata))
+    mars_sampler(MarsConfig(theta=1.0))(metadata, None, logits, meta)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_first_choice_counts_as_relaxed_only_where_a_draw_was_spared():
+    metadata = metadata_of([[1], [1]])
+    logits = torch.tensor([[1.9, 2.0, 0.5, 0.0]]).repeat(4, 1)
+    for temperatures, relaxed in (([0.0, 0.0], 0), ([0.0, 1.0], 1)):
+        sampler = mars_sampler(MarsConfig(theta=0.5))
+        sampler(metadata, None, logits.clone(), sampling(temperatures, drafts=[[1], [1]]))
+        counters = sampler.verification.counters
+        counts, layout = counters.take_delta(), counters.layout
+        assert counts[layout.accepted][0] == 2
+        assert counts[layout.relaxed][0] == relaxed
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "is_relaxable"),
+    [
+        ({"max_loss": 0.02}, {}, True),
+        ({"max_loss": 0.02}, {"mars_max_loss": 0}, False),
+        # As a file holds it to.
+        ({"max_loss": 0.02}, {"mars_overrides": {"mars_max_loss": 0}}, False),
+        ({"max_loss": 0, "limit": 0.02}, {}, False),
+        ({"max_loss": 0, "limit": 0.02}, {"mars_max_loss": 0.02}, True),
+        ({"price": 0}, {}, False),
+        ({"theta": 0.9}, {"mars_theta": 1}, False),
+        ({"theta": 0.9}, {}, True),
+    ],
+)
+def test_positions_of_strict_requests_are_not_relaxable(config, own, is_relaxable):
+    """Nor are those of a request with a grammar, which is strict."""
+    metadata, logits = step(1, [3, 3])
+    sampler = mars_sampler(MarsConfig(**config))
+    grammar = StructuredOutputsParams(regex="a+")
+    asked = SamplingParams(extra_args=own or None), SamplingParams(structured_outputs=grammar)
+    added = [(place, params, [3, 1], [4]) for place, params in enumerate(asked)]
+    sampler.requests.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
+    sampler(metadata, None, logits, sampling([0.0, 0.0], drafts=drafts_of(metadata)))
+    counters = sampler.verification.counters
+    counts, layout = counters.take_delta(), counters.layout
+    (relaxable,) = counts[layout.relaxable]
+    assert 0 < relaxable < sum(counts[layout.verified]) if is_relaxable else relaxable == 0
+
+
+@pytest.mark.parametrize("draft_probs", [False, True])
+@pytest.mark.parametrize("price", [0.0, 0.5])
+def test_only_a_price_is_refused(price, draft_probs):
+    metadata, logits = step(1)
+    sampler = mars_sampler(MarsConfig(price=price, strict_opening=0), range(VOCAB))
+    meta = sampling(MIXED, drafts=drafts_of(metadata))
+    sampler(metadata, probabilities(draft_probs), logits, meta)
+    counters = sampler.verification.counters
+    counts, layout = counters.take_delta(), counters.layout
+    assert sum(counts[layout.verified]) > 0
+    assert any(counts[layout.refused]) == (price > 0)
+
+
+def test_logprobs_of_a_relaxed_token_are_its_own():
+    logits = torch.tensor([[1.9, 2.0, 0.5, 0.0], [0.0, 3.0, 0.0, 0.0]])
+    metadata = metadata_of([[0]])
+    for mode, temperature in itertools.product(("raw_logprobs", "processed_logprobs"), (0.0, 0.5)):
+        meta = sampling([temperature], drafts=[[0]], max_num_logprobs=2)
+        sampler = mars_sampler(MarsConfig(theta=0.9), logprobs_mode=mode)
+        output = sampler(metadata, None, logits.clone(), meta)
+        assert output.sampled_token_ids[0, 0] == 0
+        scale = temperature if mode == "processed_logprobs" and temperature else 1.0
+        expected = (logits[0] / scale).log_softmax(-1)
+        assert output.logprobs_tensors.logprob_token_ids[0].tolist() == [0, 1, 0]
+        torch.testing.assert_close(
+            output.logprobs_tensors.logprobs[0], expected[torch.tensor([0, 1, 0])]
+        )
+        assert output.logprobs_tensors.selected_token_ranks[0] == 2
+
+
+@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("temperatures", [GREEDY, SAMPLED, MIXED])
+@pytest.mark.parametrize("lengths", [LENGTHS, [0] * 4])
+def test_each_request_gets_the_logprobs_that_it_asks_for(lengths, temperatures, logprobs_mode):
+    """Top ones or those of named tokens, at which vLLM's own fails; log m wherever a token is."""
+    named = {0: [5, 7], 2: [1, 2, 3, 4]}
+    is_served = logprobs_mode == "processed_logprobs"
+    config = MarsConfig(price=2.0, strict_opening=0, logprobs="sampled" if is_served else "target")
+    for most, names in itertools.product((None, 0, 3), (None, named)):
+        metadata, logits = step(1, lengths)
+        meta = sampling(temperatures, seeds=SEEDS, drafts=drafts_of(metadata))
+        meta.max_num_logprobs, meta.logprob_token_ids = most, names
+        sampler = mars_sampler(config, logprobs_mode=logprobs_mode)
+        output = sampler(metadata, None, logits.clone(), meta)
+        if most is names is None:
+            assert output.logprobs_tensors is None
+            continue
+        if is_served:
+            logits /= torch.tensor([t or 1.0 for t in temperatures]).repeat_interleave(
+                torch.tensor(lengths) + 1
+            )[:, None]
+        found, ratios = output.logprobs_tensors, []
+        for place, tokens in enumerate(emitted(output)):
+            begin, width = sum(lengths[:place]) + place, output.sampled_token_ids.shape[1]
+            for offset, token in enumerate(tokens):
+                row, expected = place * width + offset, logits[begin + offset].log_softmax(-1)
+                asked = (names or {}).get(place, expected.topk(most or 0).indices.tolist())
+                ids = found.logprob_token_ids[row, : 1 + len(asked)]
+                assert ids.tolist() == [token, *asked]
+                excess = found.logprobs[row, : 1 + len(asked)] - expected[ids]
+                ratios.append(excess[0])
+                torch.testing.assert_close(excess, (ids == token) * excess[0], atol=1e-5, rtol=0)
+        has_paid = is_served and any(temperatures) and any(lengths)
+        assert (max(map(abs, ratios)) > 0.1) == has_paid
+
+
+MASKS = (
+    {"bad_words_token_ids": {0: [[0]]}},
+    {"allowed_token_ids_mask": torch.tensor([[True, False, False, False]])},
+)
+# Greedy requests carry neither.
+CUTS = ({"top_k": torch.tensor([1])}, {"top_p": torch.tensor([0.3])})
+
+
+@pytest.mark.parametrize(
+    ("temperature", "changes"),
+    [*((0.0, mask) for mask in MASKS), *((1.0, change) for change in MASKS + CUTS)],
+)
+def test_a_forbidden_draft_is_never_accepted(temperature, changes):
+    logits = torch.tensor([[1.99, 2.0, 1.0, 0.9], [0.0, 3.0, 0.0, 0.0]])
+    metadata = metadata_of([[0]])
+    sampler = mars_sampler(MarsConfig(theta=0.01))
+    for seed in range(50):
+        torch.manual_seed(seed)
+        meta = sampling([temperature], drafts=[[0]], **changes)
+        output = sampler(metadata, None, logits.clone(), meta)
+        assert output.sampled_token_ids[0, 0] != 0
+
+
+@pytest.mark.parametrize("draft_probs", [None, torch.tensor([[0.0, 1.0, 0.0]])])
+def test_where_rounding_leaves_nothing_to_draw_from_the_draft_stays(monkeypatch, draft_probs):
+    """Its logit is the only one; a draw says no all the same."""
+    logits = torch.tensor([[-torch.inf, 9.0, -torch.inf], [0.0, 9.0, 0.0]])
+    metadata = metadata_of([[1]])
+    monkeypatch.setattr(accept.Chance, "accepts", lambda *_: False)
+    for price in (0.0, 1.0):
+        sampler = mars_sampler(MarsConfig(price=price, strict_opening=0))
+        output = sampler(metadata, draft_probs, logits.clone(), sampling([1.0], drafts=[[1]]))
+        assert output.sampled_token_ids.tolist() == [[1, -1]]
+
+
+def test_one_random_number_draws_a_token_by_its_weight():
+    weights = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0])
+    chance = accept.Chance(torch.ones(1), None, None, {0: torch.Generator().manual_seed(0)})
+    drawn = torch.tensor([chance.draws(0, weights) for _ in range(4_000)])
+    assert set(drawn.tolist()) == {1, 3}
+    # Of a standard deviation of 0.007.
+    assert abs((drawn == 3).float().mean() - 0.75) < 0.03
+
+
+def test_padding_is_rejected_in_sampling():
+    logits = torch.tensor([[0.0, 9.0, 0.0], [0.0, 9.0, 0.0]])
+    metadata = metadata_of([[0]])
+    metadata.draft_token_ids = torch.tensor([-1], dtype=torch.int32)
+    output = mars_sampler(MarsConfig())(metadata, None, logits, sampling([1.0], drafts=[[-1]]))
+    assert output.sampled_token_ids[0, 1] == -1
+    assert 0 <= output.sampled_token_ids[0, 0] < 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("max_num_logprobs", [None, 2])
+def test_a_step_without_any_draft(temperature, max_num_logprobs):
+    logits = torch.tensor([[0.0, 9.0, 0.0], [20.0, 9.0, 0.0]])
+    metadata = metadata_of([[], []])
+    top_k = torch.tensor([1, 2]) if temperature else None
+    meta = sampling([temperature] * 2, top_k=top_k, max_num_logprobs=max_num_logprobs)
+    output = mars_sampler(MarsConfig())(metadata, None, logits, meta)
+    assert output.sampled_token_ids.tolist() == [[1], [0]]
+    assert (output.logprobs_tensors is None) == (max_num_logprobs is None)

@@ -1,0 +1,112 @@
+"""What is compiled before the first request is all that serving reaches."""
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.launcher import without_compiling
+from vllm_mars import MarsConfig
+from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels.record import Records
+from vllm_mars.kernels.step import Draws, Sampling, Step
+from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
+from vllm_mars.kernels.strictness.naive import Sections
+from vllm_mars.report.counters import CounterLayout, Counters
+from vllm_mars.worker.verification import Verification
+from vllm_mars.worker.warmup import warm_up
+
+CPU = torch.device("cpu")
+# The longest draft; 16 lanes hold it and the bonus token, but 8 its beginning.
+K = 11
+SLOTS = 6
+
+
+class Engine:
+    """An engine without vLLM: what its sampler hands to the kernels, as random as serving is.
+
+    Args:
+        config: its options.
+        vocab: width of the logits; of an odd one no row but the first starts at 16 bytes.
+        is_drawn: whether drafts are drawn.
+    """
+
+    def __init__(self, config: MarsConfig, vocab: int, is_drawn: bool) -> None:
+        self.vocab, self.is_drawn, self.config = vocab, is_drawn, config
+        # As a head leaves them.
+        self.draft_logits = torch.zeros((SLOTS, K, vocab), dtype=torch.bfloat16)
+        self.rng = np.random.default_rng(vocab)
+        counters = Counters(CounterLayout(K), CPU)
+        self.verification = Verification(config, [2], counters)
+        self.records = Records.new(SLOTS, CPU)
+        self.sections = Sections(config)
+        self.ring = new_ring(SLOTS, CPU)
+        self.markers = self.sections.markers(CPU)
+
+    def view(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """Zeros that begin anywhere in memory, as vLLM's slices do."""
+        start, size = int(self.rng.integers(0, 9)), int(np.prod(shape))
+        return torch.zeros(size + start, dtype=dtype)[start:].view(shape)
+
+    def lengths(self) -> list[int]:
+        longest = int(self.rng.choice([0, 1, 3, 7, 8, K]))
+        return self.rng.integers(0, longest + 1, self.rng.integers(1, SLOTS)).tolist()
+
+    def guard(self, step: Step, tokens: torch.Tensor):
+        if not (self.sections or self.config.repeat_ngram):
+            return None
+        own = torch.ones(SLOTS), self.markers, self.config.repeat_ngram
+        return guard_positions(self.ring, tokens, step, *own)
+
+    def returns(self) -> dict[int, str]:
+        return {0: "a request"} if self.rng.random() < 0.5 else {}
+
+    def step(self) -> None:
+        lengths, dtype = self.lengths(), torch.bfloat16
+        batch, size = len(lengths), sum(lengths) + len(lengths)
+        # A part of a batch over 1 GB begins in the middle of it.
+        start = int(self.rng.integers(0, 3))
+        rows = torch.zeros((start + size, self.vocab), dtype=dtype)[start:]
+        by_slot = self.view(SLOTS), self.view(SLOTS)
+        slots = self.view(batch, dtype=torch.int64)
+        if self.rng.random() < 0.5:
+            # Something changes the logits.
+            rows = rows.float()
+        given = rows, self.view(size), self.view(batch), self.records, slots, *by_slot
+        step, draws = Step(*given, num_speculative_tokens=K), None
+        guard = self.guard(step, self.view(SLOTS, 64))
+        if self.rng.random() < 0.5:
+            sampling = Sampling(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))
+            if self.is_drawn:
+                drawn_at = torch.ones(SLOTS)
+                sampling = sampling._replace(draft_logits=self.draft_logits, drawn_at=drawn_at)
+            by_row = self.view(size, dtype=torch.int64), self.view(size, dtype=torch.int64)
+            draws = Draws(sampling, *by_row, self.view(size))
+        account = self.verification.account(batch, CPU, self.returns())
+        accept_kernel.accept(step, self.verification.rule(rows), guard, account, draws)
+
+
+@pytest.mark.parametrize("vocab", [32_000, 50_257])
+@pytest.mark.parametrize(
+    ("options", "is_drawn"),
+    [
+        ({"theta": 0.9}, False),
+        ({"max_loss": 0.02}, False),
+        ({"max_loss": 0.02, "strict_spans": ((5, 6),)}, True),
+    ],
+)
+def test_nothing_compiles_while_serving(options, is_drawn, vocab):
+    engine = Engine(MarsConfig(**options), vocab, is_drawn)
+    logits = torch.zeros((2, vocab), dtype=torch.bfloat16)
+    launched = []
+    with without_compiling(lambda name, _: launched.append(name)) as compiled:
+        warm_up(engine.verification, logits, K, engine.draft_logits if is_drawn else None)
+        warm = len(compiled)
+        launched.clear()
+        for _ in range(60):
+            engine.step()
+    # Raw and processed rows have kernels of their own; rows that start anywhere have more.
+    # What reads rows has a variant for each alignment of theirs, since only then loads are wide.
+    most = {32_000: 9, 50_257: 15} if not is_drawn else {32_000: 13, 50_257: 23}
+    assert warm <= most[vocab]
+    assert launched and not {*launched} - {name for name, _ in compiled}
+    assert compiled[warm:] == []

@@ -1,0 +1,391 @@
+"""`vllm-mars doctor`: whether an install fits together, and whether a server really relaxes.
+
+A patch of an inference engine fails most often in silence: it is installed, and nothing comes of
+it. So the doctor does not only look for the parts, it asks a server and looks at what it gains.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from vllm_mars.hooks.compat import ADAPTIVE, RELEASES, check_interfaces, check_version
+from vllm_mars.lab.prompts import load_prompts
+from vllm_mars.options.config import OPTION, RULES, STRICT_VALUE
+from vllm_mars.options.lock import check_lock, lock_is_on
+from vllm_mars.requirements import INSTALL_VLLM
+from vllm_mars.servers.provenance import versions
+from vllm_mars.servers.scrape import (
+    GAINED,
+    GENERATED_TOKENS,
+    LOST_NATS,
+    REFUSED,
+    RELAXABLE,
+    VERIFIED,
+    openai_client,
+    totals,
+)
+
+NEEDED = ()
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "mars"
+PROBE_TOKENS = 48
+REQUEST_TIMEOUT = 120.0
+METRICS_TIMEOUT = 5.0
+
+State = Literal["ok", "note", "fault"]
+_STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fault": "bold red"}
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        state: "ok", "note" for what is worth knowing, "fault" for what is wrong or not shown.
+        text: in words, with the way out of a fault.
+    """
+
+    state: State
+    text: str
+
+
+_fault = partial(Finding, "fault")
+_FIXED = (
+    "requests that give no temperature sample here, and drafts are fixed, as of ngram and with "
+    'theta: a head or draft model gains more with "draft_sample_method": "probabilistic", at the '
+    "same loss."
+)
+_DRAWN = "requests that give no temperature sample here, and drafts are probabilistic"
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to `vllm-mars`."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check the install, or whether a running server really relaxes",
+        description="Without URL: whether vLLM, this package and its plugin fit together here. "
+        "With URL: whether the server there verifies by the margin, by which rule, and, with a few "
+        "short requests, whether it relaxes tokens. Exit status 0 if all is well, 1 if something "
+        "is wrong or could not be shown.",
+    )
+    parser.add_argument("url", nargs="?", metavar="URL",
+        help="a server, such as http://localhost:8000; its API key is taken from "
+        "OPENAI_API_KEY")  # fmt: skip
+
+
+def run(url: str | None = None) -> int:
+    """Prints what is found here, or at a server; returns 0, or 1 where there is a fault."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    faults = 0
+    for state, text in findings_here() if url is None else findings_at(url):
+        line = Table.grid(padding=(0, 2))
+        # As text, not as markup, for which the extra in `pip install '.[cuda]'` would be a style.
+        line.add_row(f"[{_STYLES[state]}]{state:5}[/]", Text(text))
+        console.print(line)
+        faults += state == "fault"
+    console.print(f"{faults} fault{'s' * (faults != 1)}" if faults else "all is well")
+    return int(faults > 0)
+
+
+def findings_here() -> Iterator[Finding]:
+    """Looks at this environment; imports vLLM, which takes some seconds."""
+    found = versions()
+    listed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    yield Finding("ok", listed)
+    if importlib.util.find_spec("vllm") is None:
+        yield _fault(f"vLLM is not installed here; {INSTALL_VLLM}")
+        return
+    yield _plugin()
+    yield _lock()
+    try:
+        import vllm
+
+        check_version(vllm.__version__)
+    except (ImportError, RuntimeError) as error:
+        yield _fault(str(error))
+        return
+    yield from _interfaces(vllm.__version__)
+
+
+def _interfaces(version: str) -> Iterator[Finding]:
+    """Whether the installed vLLM is one that this package is written for, part by part."""
+    from vllm.platforms import current_platform
+
+    fits = True
+    runner = "V1" if current_platform.is_cpu() else "V2"
+    for part in ("front end", "API server", "engine core", runner):
+        try:
+            check_interfaces(part)
+        except RuntimeError as error:
+            yield _fault(str(error))
+            fits = False
+    if not fits:
+        return
+    yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
+    yield _adaptive(runner)
+    if not version.startswith(tuple(f"{release}." for release in RELEASES)):
+        yield Finding(
+            "note",
+            f"this project's tests have not run on vLLM {version}, only on "
+            f"{' and '.join(RELEASES)}; run them with `make test`.",
+        )
+
+
+def _adaptive(runner: str) -> Finding:
+    """Whether drafts can be cut beside MARS."""
+    try:
+        check_interfaces(ADAPTIVE)
+    except RuntimeError as error:
+        return Finding("note", str(error))
+    if runner == "V1":
+        return Finding(
+            "note", "enable_adaptive_verification needs Model Runner V2: vLLM has none on a CPU."
+        )
+    return Finding(
+        "ok",
+        "enable_adaptive_verification can serve MARS, if drafts are those of a head or a model",
+    )
+
+
+def _plugin() -> Finding:
+    """Whether vLLM will load the plugin in each of its processes on this machine."""
+    entries = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN)
+    if not entries:
+        return _fault(
+            f"vLLM does not find the plugin: no package here has the entry point {PLUGIN!r} in "
+            f"{PLUGIN_GROUP}; install vllm-mars with pip into this environment.",
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return _fault(
+            f"VLLM_PLUGINS={allowed!r} leaves the plugin out; add {PLUGIN!r} or unset it.",
+        )
+    return Finding("ok", f"vLLM finds the plugin ({next(iter(entries)).value})")
+
+
+def _lock() -> Finding:
+    try:
+        check_lock(None)
+    except ValueError as error:
+        return _fault(str(error))
+    if lock_is_on():
+        return Finding("note", "VLLM_MARS_LOCK=strict: servers here refuse to be lossy.")
+    return Finding("ok", "VLLM_MARS_LOCK does not say strict: servers here may be lossy")
+
+
+def findings_at(url: str) -> Iterator[Finding]:
+    """Looks at a running server, and asks it until its rule gains something.
+
+    Raises:
+        ValueError: it is no HTTP address.
+    """
+    address = _metrics_url(url)
+    try:
+        probe = _Probe(address)
+        yield Finding("ok", f"{address} has the metrics of margin-aware verification")
+        yield from probe.findings()
+    except RuntimeError as error:
+        yield _fault(str(error))
+
+
+class _Probe:
+    """Requests to a server, and how its metrics rise with them."""
+
+    def __init__(self, metrics_url: str) -> None:
+        self._metrics_url = metrics_url
+        self._before = _read(metrics_url)
+        # What its requests ask for.
+        self._own: dict[str, float] = {}
+        api_key = os.environ.get("OPENAI_API_KEY", "none")
+        base_url = metrics_url.removesuffix("/metrics")
+        self._client = openai_client(base_url, REQUEST_TIMEOUT, api_key)
+
+    def findings(self) -> Iterator[Finding]:
+        """Asks prompt after prompt until the rule has gained something.
+
+        Raises:
+            RuntimeError: the server does not answer as it should.
+        """
+        tokens, told = 0, None
+        for number, prompt in enumerate(load_prompts()):
+            told, more = self._ask(prompt.turns[0])
+            tokens += more
+            if number == 0:
+                if told is None:
+                    raise RuntimeError(
+                        "the answer lacks mars_return's report, though it was asked for: the "
+                        "server that answers is not the one whose metrics were read."
+                    )
+                yield _rule(told)
+                if _is_strict(told):
+                    self._own = self._loosest()
+                    if not self._own:
+                        return
+                    told, more = self._ask(prompt.turns[0])
+                    tokens += more
+                    # An overrides file may hold it to strict verification.
+                    if told is None or _is_strict(told):
+                        return
+                    (asked,) = (f"{option} {value:g}" for option, value in self._own.items())
+                    yield Finding("ok", f"a request may ask for {asked}, lossy")
+            if _total(self._rise(tokens), GAINED):
+                break
+        yield _verdict(self._rise(tokens), tokens, told or {})
+        # Without a temperature vLLM takes the model's own, which is seldom 0.
+        told, _ = self._ask(prompt.turns[0], max_tokens=1, temperature=None)
+        how = (told or {}).get("draft_sample_method")
+        if how is not None:
+            yield Finding("note", _FIXED) if how == "greedy" else Finding("ok", _DRAWN)
+
+    def _loosest(self) -> dict[str, float]:
+        """What a request may ask a strict server for; nothing where that is strict, too."""
+        info = next((key for key in self._before if key.startswith("vllm:mars_info{")), "")
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', info))
+        if "limit" not in labels:
+            return {}
+        option, limit = labels["rule"], float(labels["limit"])
+        if option == OPTION["theta"]:
+            # 0 is no theta, but stands for all of them.
+            return {option: max(limit, 0.01)} if limit < 1 else {}
+        return {option: limit} if limit else {}
+
+    def _ask(
+        self, prompt: str, max_tokens: int = PROBE_TOKENS, temperature: float | None = 0.0
+    ) -> tuple[dict[str, Any] | None, int]:
+        """One answer: what it tells of its verification, and its tokens."""
+        import openai
+
+        sampling = {} if temperature is None else {"temperature": temperature}
+        try:
+            model = self._client.models.list().data[0].id
+            answer = self._client.completions.create(
+                model=model,
+                prompt=prompt,
+                max_tokens=max_tokens,
+                extra_body={
+                    "ignore_eos": True,
+                    "vllm_xargs": {"mars_return": True, **self._own},
+                    **sampling,
+                },
+            )
+        except openai.OpenAIError as error:
+            if temperature is None and isinstance(error, openai.BadRequestError):
+                why = str(error).rstrip(".")
+                raise RuntimeError(
+                    f"a request that gives no temperature was refused: {why}; it has the "
+                    "defaults of the model's generation_config.json, and vLLM takes no min_p "
+                    "beside speculation: start the server with --override-generation-config "
+                    "'{\"min_p\": 0}'."
+                ) from error
+            raise RuntimeError(
+                f"a request failed: {error}; give the address of a server for text, and its API "
+                "key in OPENAI_API_KEY."
+            ) from error
+        metrics = (answer.model_extra or {}).get("metrics") or {}
+        tokens = answer.usage.completion_tokens if answer.usage else 0
+        return next(iter(metrics.get("mars") or ()), None), tokens
+
+    def _rise(self, tokens: int) -> dict[str, float]:
+        """What was counted since the first request, once the metrics know of these tokens.
+
+        The counts of verification come later: a GPU hands them over about once a second.
+        """
+        deadline = time.monotonic() + METRICS_TIMEOUT
+        while True:
+            now = _read(self._metrics_url)
+            rise = {key: value - self._before.get(key, 0.0) for key, value in now.items()}
+            known = _total(rise, GENERATED_TOKENS) >= tokens and _total(rise, VERIFIED) > 0
+            if known or time.monotonic() > deadline:
+                return rise
+            time.sleep(0.1)
+
+
+def _metrics_url(url: str) -> str:
+    """The address of a server's metrics; `url` may lack the scheme, or end in `/v1`."""
+    full = url if "://" in url else f"http://{url}"
+    parts = urllib.parse.urlsplit(full)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(
+            f"URL {url!r} is not an HTTP address; give the server's, such as http://localhost:8000."
+        )
+    return full.rstrip("/").removesuffix("/metrics").removesuffix("/v1") + "/metrics"
+
+
+def _read(url: str) -> dict[str, float]:
+    """A server's metrics.
+
+    Raises:
+        RuntimeError: nothing answers there, or not with the metrics of margin-aware verification.
+    """
+    try:
+        found = totals(url, METRICS_TIMEOUT)
+    except OSError as error:
+        raise RuntimeError(
+            f"{url} does not answer: {error}; give the address of a running vLLM server."
+        ) from error
+    except ValueError as error:
+        raise RuntimeError(
+            f"{url} answers, but not with Prometheus metrics ({error}); give the address of a "
+            "running vLLM server."
+        ) from error
+    if not any(key.startswith("vllm:mars_") for key in found):
+        raise RuntimeError(
+            f"{url} has no vllm:mars_* metrics; start the server with rejection_sample_method "
+            "'mars' and without --disable-log-stats."
+        )
+    return found
+
+
+def _total(values: Mapping[str, float], name: str) -> float:
+    """The sum over all labels."""
+    return sum(value for key, value in values.items() if key.partition("{")[0] == name)
+
+
+def _is_strict(told: dict[str, Any]) -> bool:
+    return any(told.get(rule) == STRICT_VALUE[rule] for rule in RULES)
+
+
+def _rule(told: dict[str, Any]) -> Finding:
+    """The rule in force for a request that chooses nothing."""
+    (rule,) = (f"{name} {told[name]:g}" for name in (*RULES, "max_loss") if name in told)
+    if _is_strict(told):
+        return Finding(
+            "note",
+            f"in force: {rule}, which is strict by choice: nothing is relaxed "
+            "for a request that chooses nothing; mars_max_loss, such as 0.02, is lossy.",
+        )
+    return Finding("ok", f"in force: {rule}, lossy")
+
+
+def _verdict(rise: Mapping[str, float], tokens: int, told: Mapping[str, Any]) -> Finding:
+    """Whether the rule gained anything, and if not, how far verification came."""
+    gained, verified = _total(rise, GAINED), _total(rise, RELAXABLE)
+    if gained:
+        asked = f" of the {told['max_loss']:g} allowed" if "max_loss" in told else ""
+        return Finding(
+            "ok",
+            f"gained {gained:.1f} draft tokens at {verified:.0f} verified positions within "
+            f"{tokens} tokens, and lost {_total(rise, LOST_NATS) / tokens:.4f} nats per "
+            f"token{asked}",
+        )
+    if not verified:
+        problem = (
+            "no draft was verified: the draft method proposes nothing for these prompts, so "
+            "neither speculation nor MARS has any effect."
+        )
+    else:
+        refused = {key.split('"')[1]: rise[key] for key in rise if key.startswith(REFUSED)}
+        reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
+        problem = (
+            f"nothing was gained at {verified:.0f} verified positions; refusals: "
+            f"{reasons or 'none: the rule is almost strict for this model'}."
+        )
+    return _fault(f"within {tokens} tokens {problem}")

@@ -1,1 +1,0 @@
-"""`vllm-mars demo`: a preset of a sweep, and what is printed of it."""

@@ -1,1 +1,0 @@
-"""Inside vLLM's front end and engine core: options, what is carried between processes, metrics."""

@@ -1,0 +1,229 @@
+"""The options in vLLM's front end: taken out of the user's configuration, checked per request."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm_mars.hooks.compat import check_interfaces, check_version
+from vllm_mars.hooks.ranks import TravellingOptions
+from vllm_mars.options.config import (
+    CONFIG_KEY,
+    OPTION,
+    MarsConfig,
+    config_of,
+    lossy_reason,
+    shown,
+    split_speculative_config,
+)
+from vllm_mars.options.lock import check_lock
+from vllm_mars.options.markers import resolve_markers
+from vllm_mars.options.requests import check_options
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+
+# vLLM's methods whose drafts are drawn by default: token by token, each from a distribution that
+# knows those before it. What `parallel_drafting` draws at once does not, and so a draft fits
+# together less well than that of the first choices; DSpark draws in turn behind it, and of `dflash`
+# the models that choose among candidates.
+_DRAWABLE = ("eagle", "eagle3", "mtp", "draft_model", "dspark")
+_CANDIDATES = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftModel"}
+# Options beside which they cannot be: vLLM refuses the first, and does not sample by the second.
+_NOT_DRAWN = ("use_heterogeneous_vocab", "use_local_argmax_reduction")
+_PROBABILISTIC = "probabilistic"
+
+
+def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
+    """Moves this project's options from the speculative config to `additional_config`.
+
+    Args:
+        engine_args: vLLM's `EngineArgs`. Its `speculative_config` and `additional_config` are
+            replaced, not changed in place, and only if all checks pass.
+        model_config: the target model's configuration.
+
+    Raises:
+        ValueError: a bad option, or token ids outside the vocabulary.
+        NotImplementedError: MARS together with a feature that it cannot serve.
+        RuntimeError: an unsupported vLLM, or the environment forbids lossy verification.
+    """
+    config, speculative_config = split_speculative_config(engine_args.speculative_config)
+    method = speculative_config.get("rejection_sample_method", "standard")
+    check_lock(lossy_reason(config, method))
+    if config is None:
+        return
+    import vllm
+
+    check_version(vllm.__version__)
+    check_interfaces("front end")
+    _check_served(engine_args, speculative_config)
+    mode = getattr(engine_args, "logprobs_mode", None)
+    if config.logprobs == "sampled" and mode != "processed_logprobs":
+        raise ValueError(
+            f"mars_logprobs='sampled' needs the logprobs of what requests sample from, but "
+            f"logprobs_mode is {mode!r}; add --logprobs-mode processed_logprobs."
+        )
+    vocab = model_config.get_vocab_size()
+    outside = [token for token in config.protected_token_ids or () if token >= vocab]
+    if outside:
+        raise ValueError(
+            f"mars_protected_token_ids={shown(outside)} is outside the model's vocabulary [0, "
+            f"{vocab}); leave these ids out."
+        )
+    config = resolve_markers(config, engine_args, model_config)
+    engine_args.speculative_config = speculative_config
+    engine_args.additional_config = {
+        **engine_args.additional_config,
+        CONFIG_KEY: TravellingOptions(config),
+    }
+
+
+def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> None:
+    """Has drafts drawn where they can be and the user has not said how, and logs how they are.
+
+    Such drafts verification accepts more of, at the same loss, where requests sample. Which method
+    drafts only vLLM's own configuration knows: it may follow from the draft model, or come from
+    `--spec-method`.
+
+    Args:
+        engine_args: vLLM's `EngineArgs`, after `take_options`.
+        speculative_config: what vLLM has made of them.
+
+    Raises:
+        ValueError: a temperature for drafts that are not drawn, or drafts that cannot be, or not
+            with this rule.
+        NotImplementedError: a method that drafts nothing.
+    """
+    config = config_of(engine_args)
+    if config is None:
+        return
+    from vllm.logger import init_logger
+
+    _check_drafts(config, speculative_config)
+    named = engine_args.speculative_config
+    is_drawable = _is_drawable(speculative_config)
+    if is_drawable and config.rule == "price" and "draft_sample_method" not in named:
+        # Also in what a second configuration of this engine would be made of.
+        named["draft_sample_method"] = speculative_config.draft_sample_method = _PROBABILISTIC
+    is_drawn = speculative_config.draft_sample_method == _PROBABILISTIC
+    if not is_drawn and config.draft_temperature is not None:
+        raise ValueError(
+            f"mars_draft_temperature={config.draft_temperature} is given, but drafts are fixed; "
+            "draft with a head or a draft model and mars_max_loss or mars_price, without "
+            '"draft_sample_method": "greedy", or drop the option.'
+        )
+    # vLLM verifies them against logits that nobody has written.
+    if is_drawn and getattr(speculative_config, "is_xpress", bool)():
+        raise ValueError(
+            "draft_sample_method='probabilistic' is given, but XPress drafts first choices; drop "
+            "the option."
+        )
+    how = "fixed"
+    if is_drawn:
+        how = 'probabilistic where requests sample ("draft_sample_method": "greedy" fixes them)'
+    elif is_drawable and config.rule == "price":
+        how = (
+            'fixed ("draft_sample_method": "probabilistic", the default, gains more where requests '
+            "sample, at the same loss)"
+        )
+    init_logger("vllm.vllm_mars.engine.options").info("Drafts are %s.", how)
+
+
+def _is_drawable(speculative_config: "SpeculativeConfig") -> bool:
+    """Whether drafts can be drawn, each token by those before it."""
+    if any(getattr(speculative_config, option) for option in _NOT_DRAWN):
+        return False
+    if speculative_config.method == "dflash":
+        return bool(_CANDIDATES.intersection(speculative_config.draft_model_config.architectures))
+    # DSpark's drafts are parallel, too.
+    in_turn = speculative_config.method == "dspark" or not speculative_config.parallel_drafting
+    return in_turn and speculative_config.method in _DRAWABLE
+
+
+def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
+    """Refuses a request whose own options are bad or not allowed.
+
+    Args:
+        params: the request's parameters; those of a pooling request hold no options.
+        vllm_config: the server's configuration.
+
+    Raises:
+        VLLMValidationError: vLLM's error that the server answers with HTTP 400.
+    """
+    config = config_of(vllm_config) if getattr(params, "extra_args", None) else None
+    if config is None:
+        return
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        check_options(params, config)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+
+def _check_drafts(config: MarsConfig, speculative_config: "SpeculativeConfig") -> None:
+    method = speculative_config.method
+    if speculative_config.uses_extract_hidden_states():
+        _refuse(
+            f"method={method!r}",
+            "it drafts nothing that could be verified",
+            "drop rejection_sample_method",
+        )
+    if speculative_config.draft_sample_method != _PROBABILISTIC:
+        return
+    if not (speculative_config.use_eagle() or speculative_config.uses_draft_model()):
+        raise ValueError(
+            f"draft_sample_method={_PROBABILISTIC!r} is given, but method {method!r} drafts "
+            "without a distribution to draw from; drop the key, or draft with a head or a draft "
+            "model."
+        )
+    if config.rule != "price":
+        raise ValueError(
+            f"{OPTION[config.rule]}={config.value:g} and draft_sample_method='probabilistic' do "
+            "not go together: what this rule loses on such drafts is not counted; give "
+            "mars_price or mars_max_loss instead, or drop draft_sample_method."
+        )
+
+
+def _refuse(what: str, reason: str, way_out: str) -> None:
+    raise NotImplementedError(
+        f"rejection_sample_method='mars' cannot serve {what}: {reason}; {way_out}."
+    )
+
+
+def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
+    from vllm.platforms import current_platform
+
+    # A node with `--headless` cannot know what front end it gets.
+    if (given := os.environ.get("VLLM_USE_RUST_FRONTEND", "0")) != "0":
+        _refuse(
+            f"VLLM_USE_RUST_FRONTEND={given}",
+            "that front end does not check requests' own options, nor follow overrides",
+            "unset the variable",
+        )
+    if getattr(engine_args, "enable_batch_sharded_sampling", False):
+        _refuse(
+            "enable_batch_sharded_sampling",
+            "each rank verifies requests of its own, but only the first one counts what is relaxed",
+            "switch it off",
+        )
+    if getattr(engine_args, "watermark_config", None) is not None:
+        _refuse(
+            "a watermark_config",
+            "relaxed tokens carry no watermark",
+            "drop the watermark or set another rejection_sample_method",
+        )
+    if not isinstance(engine_args.additional_config, dict):
+        _refuse(
+            "an additional_config that is not a dict",
+            "the options travel in it",
+            "pass a dict",
+        )
+    if not (
+        current_platform.is_cpu() or current_platform.is_cuda_alike() or current_platform.is_xpu()
+    ):
+        _refuse(
+            f"the platform {current_platform.device_name}",
+            "its model runner is not vLLM's own",
+            "serve on CPU, CUDA, ROCm or XPU",
+        )

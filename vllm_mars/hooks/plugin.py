@@ -1,0 +1,37 @@
+"""The plugin's table: which module of vLLM gets which hook.
+
+vLLM calls `register` in every process (API server, engine core, workers) before the worker class is
+imported. The hooks are text, so nothing of this package is imported until vLLM imports the module
+concerned; a process pays for nothing that it does not use.
+"""
+
+import wrapt
+
+HOOKS = {
+    "vllm.engine.arg_utils": "vllm_mars.hooks.patches:patch_engine_args",
+    "vllm.v1.engine.async_llm": "vllm_mars.hooks.patches:patch_async_llm",
+    "vllm.entrypoints.openai.chat_completion.serving": "vllm_mars.hooks.patches:patch_chat",
+    "vllm.entrypoints.openai.chat_completion.batch_serving": (
+        "vllm_mars.hooks.patches:patch_chat_batch"
+    ),
+    "vllm.entrypoints.openai.completion.serving": "vllm_mars.hooks.patches:patch_completions",
+    "vllm.entrypoints.openai.responses.serving": "vllm_mars.hooks.patches:patch_responses",
+    "vllm.entrypoints.scale_out.token_in_token_out.serving": (
+        "vllm_mars.hooks.patches:patch_generate"
+    ),
+    "vllm.v1.engine.llm_engine": "vllm_mars.hooks.patches:patch_llm_engine",
+    "vllm.v1.engine.output_processor": "vllm_mars.hooks.patches:patch_output_processor",
+    "vllm.v1.engine.input_processor": "vllm_mars.hooks.patches:patch_input_processor",
+    "vllm.v1.core.sched.scheduler": "vllm_mars.hooks.patches:patch_scheduler",
+    "vllm.v1.metrics.loggers": "vllm_mars.hooks.patches:patch_stat_loggers",
+    "vllm.v1.metrics.stats": "vllm_mars.hooks.patches:patch_stats",
+    "vllm.v1.executor.abstract": "vllm_mars.hooks.patches:patch_executor",
+    "vllm.v1.worker.gpu_model_runner": "vllm_mars.hooks.patches:patch_runner_v1",
+    "vllm.v1.worker.gpu.model_runner": "vllm_mars.hooks.patches:patch_runner_v2",
+}
+
+
+def register() -> None:
+    """Entry point in the group `vllm.general_plugins`; idempotent, silent, and cheap."""
+    for module, hook in HOOKS.items():
+        wrapt.register_post_import_hook(hook, module)

@@ -1,0 +1,357 @@
+"""Measures a sweep's turns on this machine, or as a task of a Ray cluster does.
+
+The servers of a group run at the same time and take turns.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from vllm_mars.lab.client import ask
+from vllm_mars.lab.plan import Group, Sweep, Turn
+from vllm_mars.lab.records import Answer, Measured, Piece, Record
+from vllm_mars.options.config import METHOD
+from vllm_mars.servers.provenance import hardware, vllm_device, without_directories
+from vllm_mars.servers.scrape import (
+    ACCEPTED_TOKENS,
+    DRAFTS,
+    DRIFT_DOWN,
+    DRIFT_UP,
+    GENERATED_TOKENS,
+    LOST_NATS,
+    fetch,
+)
+from vllm_mars.servers.server import VllmServer
+from vllm_mars.servers.vllm_args import CPU_ENV, SETTLE_SECONDS, server_args
+
+WAKE_TOKENS = 4
+REQUEST_TIMEOUT = 120.0
+# Of a server with the packaged model, each of those that start side by side on two idle cores.
+START_SECONDS = 33
+MINUTE = 60.0
+# Of the first choice's probability.
+UNLIKELY = 0.2
+# What the last step counts arrives a little behind its tokens.
+POLL_SECONDS = 0.1
+COUNTED_SECONDS = 60.0
+CPU_SAMPLES = (
+    "vLLM's CPU kernels give wrong tokens to sampled requests under speculation, and only a server "
+    "that asks for MARS does without them; take --method strict, which verifies as vLLM does."
+)
+
+
+class LocalRunner:
+    """Measures on this machine, one group after the other.
+
+    Attributes:
+        side_by_side: servers that a group may hold; 0 sets no limit.
+    """
+
+    def __init__(
+        self, sweep: Sweep, log_dir: Path, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Asks vLLM for its device, but starts no server; `say` is told what is waited for.
+
+        Raises:
+            RuntimeError: vLLM cannot be imported.
+        """
+        device, self.gpu = vllm_device()
+        self._on_cpu = device == "cpu"
+        self._sweep = sweep
+        self._log_dir = log_dir
+        self._say = say
+        self.side_by_side = sweep.options.side_by_side or (0 if self._on_cpu else 1)
+
+    def run(self, groups: Sequence[Group]) -> Generator[Record]:
+        """Measures the groups' turns and yields each as soon as it is measured.
+
+        A turn that fails is yielded as failed and the others go on. No process outlives the
+        iterator, whichever way it ends: close it where it may be left early.
+        """
+        for servers, turns in groups:
+            with contextlib.ExitStack() as stack:
+                yield from self._measure_group(servers, turns, stack)
+
+    def _measure_group(
+        self, configs: Sequence[str], turns: Sequence[Turn], stack: contextlib.ExitStack
+    ) -> Generator[Record]:
+        servers: dict[str, VllmServer] = {}
+        problems: dict[str, str] = {}
+
+        # Those that turns are left for.
+        due = [config for config in configs if any(it.server == config for it in turns)]
+        expected = START_SECONDS * len(due)
+        began, measuring, measured = time.monotonic(), 0.0, 0
+
+        def doing() -> str:
+            so_far = time.monotonic() - (measuring or began)
+            if not measuring:
+                text = f"servers have been starting for {so_far:.0f} s"
+                if not self._is_usual():
+                    return text
+                if so_far > expected:
+                    return f"{text}; other work holds them up"
+                return f"{text}; {expected - so_far:.0f} s left on idle cores"
+            text = f"turn {measured + 1} of {len(turns)}, measuring for {so_far:.0f} s"
+            if not measured:
+                return text
+            left = timedelta(seconds=round(so_far / measured * (len(turns) - measured)))
+            return f"{text}; about {left} left"
+
+        stack.enter_context(_each_minute(self._say, doing))
+
+        def wait(config: str) -> None:
+            number = f"server {due.index(config) + 1} of {len(due)}"
+            try:
+                servers[config].wait_until_ready()
+                self._say(f"{number} answers, {time.monotonic() - began:.0f} s after the start")
+            except RuntimeError as error:
+                self._say(f"{number} failed")
+                problems[config] = str(error)
+
+        seconds = f": about {expected} s on two idle cores"
+        self._say(f"waiting for {len(due)} servers to start{seconds if self._is_usual() else ''}")
+        for config in due:
+            server = servers[config] = self._server(config, configs.index(config), len(configs))
+            stack.callback(server.close)
+            server.start()
+            if not self._on_cpu:
+                # vLLM measures the GPU's free memory while it starts.
+                wait(config)
+        for config in servers if self._on_cpu else ():
+            wait(config)
+        self._say(f"measuring {len(turns)} turns of {self._sweep.options.block} prompts or fewer")
+        last, measuring = None, time.monotonic()
+        for measured, turn in enumerate(turns):  # noqa: B007 - `doing` tells it
+            problem = problems.get(turn.server) or self._refused(turn)
+            if problem:
+                yield self._record(turn, None, problem)
+                continue
+            if last not in (None, turn.server):
+                time.sleep(SETTLE_SECONDS)
+            last = turn.server
+            server = servers[turn.server]
+            try:
+                yield self._record(turn, self._measure(server, turn))
+            except RuntimeError as error:
+                reason = str(error)
+                try:
+                    server.check_alive("while it was measured")
+                except RuntimeError as ended:
+                    problems[turn.server] = reason = f"{error}\n{ended}"
+                yield self._record(turn, None, reason)
+
+    def _is_usual(self) -> bool:
+        """Whether it is known how long a server starts."""
+        return self._on_cpu and self._sweep.options.model is None
+
+    def _record(self, turn: Turn, measured: Measured | None, reason: str = "") -> Record:
+        return record(turn, measured, reason, hardware(self.gpu))
+
+    def _refused(self, turn: Turn) -> str:
+        """Why this turn would not measure what its cell says; "" where it does."""
+        config = turn.cell.config
+        is_mars = config is not None and config.get("rejection_sample_method") == METHOD
+        samples = turn.cell.temperature > 0 and config is not None
+        return CPU_SAMPLES if self._on_cpu and samples and not is_mars else ""
+
+    def _server(self, config: str, number: int, count: int) -> VllmServer:
+        """One of so many servers of the target that run side by side."""
+        options = self._sweep.options
+        args = [*server_args(self._on_cpu, count), "--seed", str(options.seed)]
+        speculative = json.loads(config)
+        if speculative is not None:
+            args += ["--speculative-config", config]
+        env = dict(CPU_ENV) if self._on_cpu else {}
+        draft = (speculative or {}).get("model")
+        if draft and not Path(draft).is_dir():
+            # A local model alone would keep the server from asking the hub for the draft model.
+            env["HF_HUB_OFFLINE"] = "0"
+        return VllmServer(
+            self._sweep.model,
+            [*args, *options.server_args],
+            log_path=self._log_dir / f"server-{number}.log",
+            # None that the user has set.
+            env={name: value for name, value in env.items() if name not in os.environ},
+            startup_timeout=options.startup_timeout,
+        )
+
+    def _measure(self, server: VllmServer, turn: Turn) -> Measured:
+        sweep, options = self._sweep, self._sweep.options
+        prompts = list(sweep.block(turn.block))
+        # As many as are asked at once, at least.
+        prompts *= math.ceil(turn.cell.concurrency / len(prompts))
+        server.check_alive()
+        # A server that slept answers its first request late.
+        wake = {"model": sweep.model, "prompt": "Hi", "max_tokens": WAKE_TOKENS, "temperature": 0}
+        self._asked(server, "completions", wake)
+        before = settled(server)
+        body: dict[str, Any] = {"temperature": turn.cell.temperature, **turn.body}
+        if options.ignore_eos:
+            body["ignore_eos"] = True
+        first = sweep.seed(turn)
+        seconds, outputs = ask(
+            server.base_url,
+            sweep.model,
+            [(it.turns[0], body | {"seed": first + n}) for n, it in enumerate(prompts)],
+            max_tokens=options.max_tokens,
+            concurrency=turn.cell.concurrency,
+            timeout=options.turn_timeout,
+        )
+        counted = before.get(GENERATED_TOKENS, 0) + sum(it.output_tokens for it in outputs)
+        rise = {k: v - before.get(k, 0) for k, v in settled(server, counted).items()}
+        up, down = rise.get(DRIFT_UP), rise.get(DRIFT_DOWN)
+        return Measured(
+            seconds=seconds,
+            drafts=int(rise.get(DRAFTS, 0)),
+            accepted=int(rise.get(ACCEPTED_TOKENS, 0)),
+            lost_nats=rise.get(LOST_NATS),
+            answers=tuple(
+                Answer(
+                    *(prompt.id, it.generated_text, it.output_tokens, it.ttft, it.latency),
+                    *variety(ids := self._tokens(it.generated_text)),
+                    *self._scores(server, prompt.turns[0], ids),  # type: ignore[arg-type]
+                    pieces=self._pieces(server, turn, prompt.turns[0]),
+                )
+                for prompt, it in zip(prompts, outputs, strict=True)
+            ),
+            drift_nats=None if up is None or down is None else up - down,
+        )
+
+    def _scores(
+        self, server: VllmServer, prompt: str, answer: Sequence[int]
+    ) -> tuple[int, float, int]:
+        """An answer's tokens, their NLL, and the unlikely ones, by the target's own prefill."""
+        chat = [{"role": "user", "content": prompt}]
+        asked = self._tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        body = {"model": self._sweep.model, "prompt": [*asked, *answer], "prompt_logprobs": 1}
+        told = self._asked(server, "completions", {**body, "max_tokens": 1, "temperature": 0})
+        nll, unlikely = 0.0, 0
+        scores = told["choices"][0]["prompt_logprobs"][len(asked) :]
+        for token, score in zip(answer, scores, strict=True):
+            own, best = (score[str(token)]["logprob"], max(it["logprob"] for it in score.values()))
+            nll -= own
+            unlikely += own < best + math.log(UNLIKELY)
+        return len(answer), nll, unlikely
+
+    def _pieces(self, server: VllmServer, turn: Turn, prompt: str) -> tuple[Piece, ...]:
+        """An answer with its relaxed tokens, where examples are asked for."""
+        options, cell = self._sweep.options, turn.cell
+        if not (options.examples and cell.is_lossy and cell.temperature == 0):
+            return ()
+        body = {
+            "model": self._sweep.model,
+            "messages": [{"role": "user", "content": prompt}],
+            **{"max_tokens": options.max_tokens, "temperature": 0, "logprobs": True},
+            "vllm_xargs": {**turn.body.get("vllm_xargs", {}), "mars_return": True},
+        }
+        return pieces(self._asked(server, "chat/completions", body))
+
+    def _asked(self, server: VllmServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        url = f"{server.base_url}/v1/{path}"
+        try:
+            answer: dict[str, Any] = json.loads(fetch(url, REQUEST_TIMEOUT, body))
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"{url} does not answer: {error}") from error
+        return answer
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._sweep.model)
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@contextlib.contextmanager
+def _each_minute(say: Callable[[str], None], doing: Callable[[], str]) -> Iterator[None]:
+    """Says each minute what is being done."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(MINUTE):
+            say(doing())
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def record(
+    turn: Turn, measured: Measured | None, reason: str, where: dict[str, Any] | None = None
+) -> Record:
+    """A turn as the file holds it, without directories of this machine."""
+    (config,) = without_directories([json.dumps(turn.cell.config)])
+    return Record(
+        *turn.cell._replace(config=json.loads(config)),
+        repeat=turn.repeat,
+        block=turn.block,
+        measured=measured,
+        reason=reason,
+        node=os.uname().nodename if where else "",
+        hardware=where or {},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def settled(server: VllmServer, generated: float = 0) -> dict[str, float]:
+    """The server's metrics once they count so many tokens and have stopped to rise.
+
+    Raises:
+        RuntimeError: they do not within a minute.
+    """
+    until = time.monotonic() + COUNTED_SECONDS
+    before: dict[str, float] = {}
+    while time.monotonic() < until:
+        # vLLM's own, not those of the process and of HTTP.
+        now = {k: v for k, v in server.metrics().items() if k.startswith("vllm:")}
+        if now == before and now.get(GENERATED_TOKENS, 0) >= generated:
+            return now
+        before = now
+        time.sleep(POLL_SECONDS)
+    raise RuntimeError(
+        f"{server.base_url}/metrics still change, or count {before.get(GENERATED_TOKENS, 0):g} "
+        f"generated tokens, not {generated:g}, {COUNTED_SECONDS:g} s after the last answer; does "
+        "another client use this server?"
+    )
+
+
+def variety(ids: Sequence[int]) -> tuple[float, float]:
+    """The shares of a text's 4-grams that stood in it before, and of its tokens that did not."""
+    grams = list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
+    repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
+    return repeated, len(set(ids)) / len(ids) if ids else 1.0
+
+
+def pieces(answer: dict[str, Any]) -> tuple[Piece, ...]:
+    """Of a chat completion with logprobs and `mars_return`."""
+    choice = answer["choices"][0]
+    (told,) = (answer.get("metrics") or {}).get("mars") or [{}]
+    lost = dict(zip(told.get("relaxed_positions", ()), told.get("loss_nats", ()), strict=True))
+    tokens = (choice["logprobs"] or {}).get("content") or []
+    if choice["finish_reason"] == "stop":
+        # The end itself is no text.
+        tokens = tokens[:-1]
+    found: list[Piece] = []
+    for place, token in enumerate(tokens):
+        if place not in lost and found and found[-1].lost is None:
+            found[-1] = Piece(found[-1].text + token["token"])
+        else:
+            found.append(Piece(token["token"], lost.get(place)))
+    return tuple(found)

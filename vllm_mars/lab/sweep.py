@@ -1,0 +1,184 @@
+"""Runs a sweep: what its file lacks is measured, here or on a Ray cluster."""
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import json
+import time
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm_mars.lab.measure import LocalRunner
+from vllm_mars.lab.plan import METHODS, STANDARD, Sweep, SweepOptions, Turn, load_sweep
+from vllm_mars.lab.ray_turns import RayRunner
+from vllm_mars.lab.records import Head, Record, SweepFile, append, read_sweep
+from vllm_mars.lab.result_file import require_writable
+from vllm_mars.models.draft_head import check_head
+from vllm_mars.models.packaged_model import ensure_model
+from vllm_mars.options.config import METHOD
+from vllm_mars.servers.provenance import describe_run, versions, without_directories
+
+
+def run_sweep(
+    options: SweepOptions,
+    output: Path,
+    *,
+    ray: str | None = None,
+    retry_failed: bool = False,
+    anew: bool = False,
+    only: Callable[[Turn], bool] = lambda _: True,
+) -> SweepFile:
+    """Measures what a file lacks and returns what it holds then; says on standard error how far.
+
+    No process outlives the call, whichever way it ends. With `retry_failed` failed turns are
+    measured again, and with `anew` all: then what the file held moves to `output` with ".old" at
+    its end. `only` says which turns are due.
+
+    Raises:
+        ValueError: prompts or drafts cannot be read, a head is damaged or made for another target,
+            or the file is of another sweep.
+        RuntimeError: the model cannot be made, the file is in use or cannot be written, vLLM cannot
+            be imported, or the cluster cannot be used.
+    """
+    from rich.console import Console
+
+    say = partial(Console(stderr=True).print, soft_wrap=True, markup=False, highlight=False)
+    check_methods(options)
+    sweep = load_sweep(options)
+    settings = _settings(sweep)
+    with _locked(output), contextlib.ExitStack() as stack:
+        if anew and output.exists():
+            output.replace(f"{output}.old")
+        before = read_sweep(output) if output.exists() else SweepFile((), ())
+        _check_same(before, settings, output)
+        done = {it.key for it in before.records if not (retry_failed and it.measured is None)}
+        due = [turn for _, turns in sweep.groups(0) for turn in turns if only(turn)]
+        _check_rules(before, due, output)
+        total, left = len(due), sum(turn.key not in done for turn in due)
+        if not left:
+            say(f"all {total} turns are in {output}; --anew measures them again")
+            return before
+        sweep = dataclasses.replace(sweep, model=options.model or str(ensure_model()))
+        if (model := Path(sweep.model)).is_dir():
+            for draft in filter(Path.is_dir, map(Path, options.drafts)):
+                check_head(draft, model)
+        runner: LocalRunner | RayRunner
+        if ray is None:
+            runner = LocalRunner(sweep, output.with_name(f"{output.stem}-logs"), say)
+        else:
+            runner = stack.enter_context(contextlib.closing(RayRunner(sweep, ray)))
+        groups = [
+            (servers, [turn for turn in turns if turn.key not in done and only(turn)])
+            for servers, turns in sweep.groups(runner.side_by_side)
+        ]
+        starts = sum(len({turn.server for turn in turns}) for _, turns in groups)
+        say(f"{total} turns, {total - left} of them in {output}; {starts} servers start")
+        append(output, Head(settings, options.base, describe_run(runner.gpu)))
+        measured = runner.run([group for group in groups if group[1]])
+        started, first = time.monotonic(), True
+        for number, record in enumerate(stack.enter_context(contextlib.closing(measured)), 1):
+            append(output, record)
+            rest = ""
+            if first:
+                # Before the first turn servers start, which would count for each of the others.
+                started, first = time.monotonic(), False
+            else:
+                each = (time.monotonic() - started) / (number - 1)
+                to_go = timedelta(seconds=round(each * (left - number)))
+                rest = f"; {each:.0f} s a turn, {to_go} left"
+            block = f"block {record.block + 1} of {-(-len(sweep.prompts) // options.block)}"
+            say(f"[{total - left + number}/{total}] {block}, {_outcome(record)}{rest}")
+    say(f"wrote {output}")
+    return read_sweep(output)
+
+
+def check_methods(options: SweepOptions) -> None:
+    """Raises ValueError, with the nearest name, if a rule is none of the installed vLLM's."""
+    asked = {(cell.config or {}).get("rejection_sample_method") for cell in options.all_cells()}
+    ours = {STANDARD, METHOD}
+    if not (unknown := {str(it) for it in asked if it} - ours):
+        return
+    try:
+        # Takes some ten seconds.
+        from vllm.config import SpeculativeConfig
+    except ImportError:
+        return
+    theirs = typing.get_args(typing.get_type_hints(SpeculativeConfig)["rejection_sample_method"])
+    for name in sorted(unknown - {*theirs}):
+        words = [*dict.fromkeys([*METHODS, *theirs])]
+        nearest, *_ = difflib.get_close_matches(name, words, 1, 0)
+        raise ValueError(
+            f"method={name!r} is no rejection_sample_method of vLLM {versions()['vllm']}; did you "
+            f"mean {nearest!r}? There are {', '.join(words)}."
+        )
+
+
+def _settings(sweep: Sweep) -> dict[str, Any]:
+    """What a file's turns have in common."""
+    options = sweep.options
+    asked = json.dumps([[it.id, it.turns[0]] for it in sweep.prompts]).encode()
+    return {
+        "model": Path(options.model).name if options.model else None,
+        "prompts": len(sweep.prompts),
+        "prompts_sha256": hashlib.sha256(asked).hexdigest()[:16],
+        **{name: getattr(options, name) for name in ("max_tokens", "ignore_eos", "block", "seed")},
+        "server_args": without_directories(options.server_args),
+        "vllm": versions()["vllm"],
+    }
+
+
+def _check_same(file: SweepFile, settings: dict[str, Any], output: Path) -> None:
+    for head in file.heads:
+        for name, new in settings.items():
+            if (old := head.settings.get(name)) != new:
+                raise ValueError(
+                    f"output={output} was measured with {name}={old}, but this sweep has {new}; "
+                    "name another file, repeat the options of the first, or give --anew."
+                )
+
+
+def _check_rules(file: SweepFile, due: Sequence[Turn], output: Path) -> None:
+    """Refuses a rule that the file has under the same name with another config."""
+    known = {it.key: it.config for it in file.records}
+    for turn in due:
+        (config,) = without_directories([json.dumps(turn.cell.config)])
+        if turn.key in known and known[turn.key] != json.loads(config):
+            raise ValueError(
+                f"output={output} has {turn.cell.name!r} with {known[turn.key]}, but this sweep "
+                f"has {config}; name another file, repeat the options of the first, or give --anew."
+            )
+
+
+def _outcome(record: Record) -> str:
+    name = f"{record.name}, T {record.temperature:g}, {record.concurrency} at once"
+    if record.measured is None:
+        return f"{name}: failed: {record.problem}"
+    measured = record.measured
+    speed = sum(answer.tokens for answer in measured.answers) / measured.seconds
+    steps = f", {1 + measured.accepted / measured.drafts:.2f} per step" if measured.drafts else ""
+    return f"{name}: {speed:.1f} tokens/s{steps}"
+
+
+@contextlib.contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Keeps a second sweep away from the file."""
+    import filelock
+
+    require_writable(output)
+    lock = filelock.FileLock(f"{output}.lock", timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise RuntimeError(
+            f"output={output} is in use by another sweep; wait for it or name another file."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)

@@ -1,0 +1,87 @@
+"""The arguments of `vllm-mars sweep`."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+NEEDED = ("filelock", "pydantic", "rich", "scipy", "transformers")
+# A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
+FILE_WIDTH = 200
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to `vllm-mars`."""
+    parser = commands.add_parser(
+        "sweep",
+        help="measure rules, drafts, temperatures and load on real vLLM servers",
+        description="Serves a model with each rule, lets the servers answer the same prompts in "
+        "turn, times them with `vllm bench serve` and writes one JSON line for each turn. Called "
+        "again it goes on where it was interrupted. Without options: the packaged model, ngram "
+        "drafts, strict verification beside the recommended setting; see docs/measuring.md.",
+    )
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FILE", default=Path("build/sweep.jsonl"),
+        help="default build/sweep.jsonl; logs go beside it")  # fmt: skip
+    add("--model", metavar="MODEL", help="default: the packaged model")
+    add("--draft", dest="drafts", nargs="+", metavar="DRAFT",
+        help="ngram, suffix, mtp, or the directory or name of a draft model or head; default "
+        "ngram")  # fmt: skip
+    add("--num-speculative-tokens", nargs="+", type=int, metavar="K",
+        help="draft tokens per step; default 4")  # fmt: skip
+    add("--method", dest="methods", nargs="+", metavar="METHOD",
+        help="autoregressive, standard (vLLM's default), strict (MARS at price 0), mars (the "
+        "recommended setting), or any other rejection_sample_method of vLLM; default standard, and "
+        "mars where no other rule is given")  # fmt: skip
+    for option in ("theta", "price"):
+        add(f"--{option}", dest=f"{option}s", nargs="+", type=float, metavar="VALUE",
+            help=f"a rule for each mars_{option}")  # fmt: skip
+    add("--cell", dest="cells", action="append", metavar="NAME=JSON",
+        help="a rule of any keys of vLLM's speculative config, such as 'bounded={\"mars_price\": "
+        "0.3, \"mars_max_loss\": 0.02}', and \"draft\" and \"temperature\"")  # fmt: skip
+    add("--baseline", metavar="NAME", help="the rule that ratios are over; default the first")
+    add("--temperature", dest="temperatures", nargs="+", type=float, metavar="T", help="default 0")
+    add("--concurrency", dest="concurrencies", nargs="+", type=int, metavar="N",
+        help="requests at a time; default 1")  # fmt: skip
+    add("--prompts", nargs="+", metavar="FILE", help="JSON lines with 'prompt'")
+    add("--num-prompts", type=int, metavar="N", help="from the categories in turn; default all")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default 1024")
+    add("--ignore-eos", action="store_true", default=None, help="each answer has that length")
+    add("--block", type=int, metavar="N", help="prompts of one turn; default 8")
+    add("--repeats", type=int, metavar="N", help="passes over all prompts; default 1")
+    add("--seed", type=int, help="default 0")
+    add("--side-by-side", type=int, metavar="N",
+        help="servers at a time; default 0: all on a CPU, one on a GPU")  # fmt: skip
+    add("--startup-timeout", type=float, metavar="SECONDS", help="per server; default 600")
+    add("--turn-timeout", type=float, metavar="SECONDS", help="per turn; default 3600")
+    add("--retry-failed", action="store_true", help="measure failed turns again")
+    add("--ray", metavar="ADDRESS", help="measure on this Ray cluster; 'auto' finds a local one")
+    add("--gpus", type=int, metavar="N", help="of one server on Ray; default 1")
+    add_shared(add)
+
+
+def add_shared(add: Any) -> None:
+    """Adds what each command has that runs a sweep."""
+    add("--anew", action="store_true", help="measure all again; what was there moves to FILE.old")
+    add("--server-arg", dest="server_args", action="append", metavar="ARG",
+        help="one more argument of every server, such as --server-arg=--max-model-len=4096; "
+        "repeatable")  # fmt: skip
+
+
+def run(output: Path, anew: bool, retry_failed: bool, ray: str | None = None, **given: Any) -> int:
+    """Runs the command.
+
+    Returns:
+        0, or 1 where a turn failed.
+    """
+    from rich.console import Console
+
+    from vllm_mars.lab.plan import SweepOptions
+    from vllm_mars.lab.rows import rich_table, rows, tables
+    from vllm_mars.lab.sweep import run_sweep
+
+    options = SweepOptions(**given)
+    file = run_sweep(options, output, ray=ray, retry_failed=retry_failed, anew=anew)
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    for table in tables(rows(file), options.base):
+        console.print(rich_table(table))
+    return int(any(record.measured is None for record in file.records))

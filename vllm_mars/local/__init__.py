@@ -1,1 +1,0 @@
-"""What runs on this machine: servers, models, drafts, prompts, where a result came from."""

@@ -1,0 +1,1 @@
+"""Models and drafts on this machine."""

@@ -1,0 +1,54 @@
+"""EAGLE-3 heads: the packaged model's, and refusing a wrong or broken one before a server.
+
+vLLM would load a head of another target of the same sizes without a word, and draft nonsense. The
+heads of `benchmarks.draft` therefore carry what they were made for, in config.json:
+
+    "vllm_mars_target": {"sha256": ..., "vocab_size": ..., "hidden_size": ...}
+    "vllm_mars_weights_sha256": ...
+"""
+
+import json
+from pathlib import Path
+
+from vllm_mars.models.packaged_model import MANIFEST, damage, sha256
+
+TARGET_KEY = "vllm_mars_target"
+WEIGHTS_KEY = "vllm_mars_weights_sha256"
+WEIGHTS = "model.safetensors"
+PACKAGED_HEAD = Path(__file__).with_name("heads") / "smollm2-135m-eagle3"
+WAY_OUT = "take another, train one in a checkout (benchmarks/draft/README.md), or draft with ngram"
+
+
+def check_head(directory: Path, model: Path) -> None:
+    """Checks that a head of this project is whole and made for a model; others are not looked at.
+
+    Raises:
+        ValueError: its weights are missing, cut or changed, or it is for another target.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    if TARGET_KEY not in config:
+        return
+    if (found := checksum(directory)) != (wanted := config.get(WEIGHTS_KEY)):
+        raise ValueError(
+            f"draft={directory} is damaged: its {WEIGHTS} has sha256 {found}, and config.json says "
+            f"{wanted}; copy it again, or {WAY_OUT}."
+        )
+    if (found := checksum(model)) != (wanted := config[TARGET_KEY].get("sha256")):
+        raise ValueError(
+            f"draft={directory} was made for a target whose {WEIGHTS} has sha256 {wanted}, and "
+            f"that of {model} has {found}; {WAY_OUT}."
+        )
+
+
+def checksum(directory: Path) -> str:
+    """Returns the sha256 of weights, of the packaged model from its manifest.
+
+    Raises:
+        ValueError: there is no model.safetensors.
+    """
+    if not (directory / WEIGHTS).is_file():
+        raise ValueError(f"{directory} has no {WEIGHTS}; give a directory that has, or {WAY_OUT}.")
+    if (directory / MANIFEST).is_file() and damage(directory) is None:
+        files = json.loads((directory / MANIFEST).read_text())["files"]
+        return str(files[WEIGHTS]["sha256"])
+    return sha256(directory / WEIGHTS)

@@ -1,0 +1,202 @@
+"""The markers of strict spans and of the thinking section, as token ids; in the front end.
+
+A user may write a marker as text, or leave it to the server's tool parser or reasoning parser. The
+workers, which walk the answers (`vllm_mars.kernels.strictness.naive`), know ids alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm_mars.kernels.strictness.naive import MOST_SPANS
+from vllm_mars.options.config import SERVER_ARGUMENTS, MarsConfig, Span, Token, shown
+from vllm_mars.options.prompts import turns_of
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+def resolve_markers(
+    config: MarsConfig, engine_args: Any, model_config: "ModelConfig"
+) -> MarsConfig:
+    """Replaces the markers' text by ids, and fills in the defaults; in the front end.
+
+    Args:
+        config: the user's options.
+        engine_args: vLLM's `EngineArgs`; its reasoning parser or configuration gives the markers
+            of the thinking section, the parser of its tool calls the default of the spans; that and
+            the chat template are those of `SERVER_ARGUMENTS`.
+        model_config: gives the tokenizer.
+
+    Raises:
+        ValueError: a marker is not one token, or a scope needs markers that are not known.
+    """
+    if config.strict_spans is None:
+        name = _argument(engine_args, "tool_call_parser")
+        spans = _spans_of_tool_parser(name, model_config) if name else ()
+    else:
+        spans = _span_ids(config.strict_spans, model_config)
+    start, end = _thinking(config, engine_args, model_config)
+    if config.scope != "all" and start is None:
+        raise ValueError(
+            f"mars_scope={config.scope!r} needs the markers of the thinking section, each one "
+            "token of this model, but this server does not know them; name --reasoning-parser or "
+            "--reasoning-config, or leave mars_scope out."
+        )
+    config = replace(config, strict_spans=spans, thinking_start=start, thinking_end=end)
+    template = _argument(engine_args, "chat_template")
+    return replace(config, turns=turns_of(config, template, model_config))
+
+
+def remember_arguments(engine_args: Any, arguments: Any) -> None:
+    """Notes on the engine arguments which tool parser and chat template the command line names.
+
+    vLLM's engine has no other way to know: they are the API server's alone.
+
+    Args:
+        engine_args: vLLM's `EngineArgs`, just made.
+        arguments: the namespace that it was made from.
+    """
+    for name, key in SERVER_ARGUMENTS.items():
+        if (value := getattr(arguments, name, None)) is not None:
+            setattr(engine_args, f"_{key}", value)
+
+
+def _argument(engine_args: Any, name: str) -> Any:
+    key = SERVER_ARGUMENTS[name]
+    return getattr(engine_args, f"_{key}", engine_args.additional_config.get(key))
+
+
+def _span_ids(
+    spans: tuple[Span, ...], model_config: "ModelConfig"
+) -> tuple[tuple[int, int | None], ...]:
+    vocab = model_config.get_vocab_size()
+    texts = [token for span in spans for token in span if isinstance(token, str)]
+    tokens = _tokenizer(model_config).get_vocab() if texts else {}
+
+    def id_of(token: Token) -> int:
+        if isinstance(token, str):
+            if token not in tokens:
+                raise ValueError(
+                    f"mars_strict_spans: {shown(token)} is not one token of this model; give a "
+                    "single token (its text or id) that marks the span."
+                )
+        number = tokens[token] if isinstance(token, str) else token
+        if number >= vocab:
+            raise ValueError(
+                f"mars_strict_spans: {shown(number)} is outside the model's vocabulary [0, "
+                f"{vocab}); give the id of the token that marks the span."
+            )
+        return number
+
+    ids = [(id_of(start), None if end is None else id_of(end)) for start, end in spans]
+    starts = [start for start, _ in ids]
+    twice = sorted({start for start in starts if starts.count(start) > 1})
+    if twice:
+        raise ValueError(f"mars_strict_spans: token {twice[0]} starts two spans; name it once.")
+    if len(ids) > MOST_SPANS:
+        raise ValueError(
+            f"mars_strict_spans has {len(ids)} spans, but the limit is {MOST_SPANS}; drop those "
+            "that cannot occur."
+        )
+    return tuple(ids)
+
+
+def _spans_of_tool_parser(
+    name: str, model_config: "ModelConfig"
+) -> tuple[tuple[int, int | None], ...]:
+    """The markers of a tool parser that are single tokens."""
+    from vllm.logger import init_logger
+    from vllm.tool_parsers import ToolParserManager
+
+    logger = init_logger("vllm.vllm_mars.engine.markers")
+    tokenizer = _tokenizer(model_config)
+    try:
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+    except (KeyError, RuntimeError, ValueError) as error:
+        # vLLM's own check of the parser is the one that counts.
+        logger.warning("No strict spans: the tool parser %s cannot be created (%s).", name, error)
+        return ()
+    vocab = tokenizer.get_vocab()
+    spans: dict[int, int | None] = {}
+    found = list(_tool_markers(parser))
+    for start, end in found:
+        # Some parsers name one marker twice, and its end once.
+        if start in vocab and spans.get(vocab[start]) is None:
+            spans[vocab[start]] = None if end is None else vocab.get(end)
+    if not spans:
+        why = "are not single tokens of this model" if found else "are not known"
+        logger.warning(
+            "No strict spans: the markers of the tool parser %s %s; mars_strict_spans can name "
+            "others.",
+            name,
+            why,
+        )
+    return tuple(spans.items())[:MOST_SPANS]
+
+
+def _tool_markers(parser: Any) -> Iterator[tuple[str, str | None]]:
+    """What encloses a parser's tool calls: each start's text with its end's, None without one.
+
+    Newer parsers hold an engine that is configured with its terminals; the others have attributes
+    `tool*_start_token` and `tool*_end_token`.
+    """
+    engine = getattr(parser, "_parser_engine", None)
+    terminals = getattr(getattr(engine, "parser_engine_config", None), "terminals", {})
+    starts, ends = (_spellings(terminals.get(name)) for name in ("TOOL_START", "TOOL_END"))
+    for start in starts:
+        yield start, next(iter(ends), None)
+    for name in dir(parser):
+        if name.startswith("tool") and name.endswith("start_token"):
+            named = getattr(parser, name, None)
+            end = getattr(parser, name.removesuffix("start_token") + "end_token", None)
+            if isinstance(named, str):
+                yield named, end if isinstance(end, str) else None
+
+
+def _spellings(terminal: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (terminal,) if isinstance(terminal, str) else terminal or ()
+
+
+def _thinking(
+    config: MarsConfig, engine_args: Any, model_config: "ModelConfig"
+) -> tuple[int | None, int | None]:
+    """The tokens that begin and end the thinking section, where the server knows them."""
+    from vllm.config.reasoning import ReasoningConfig
+    from vllm.logger import init_logger
+
+    given = engine_args.reasoning_config or {}
+    reasoning = ReasoningConfig(**given) if isinstance(given, dict) else replace(given)
+    reasoning.reasoning_parser = (
+        engine_args.reasoning_parser
+        or reasoning.reasoning_parser
+        or getattr(engine_args.structured_outputs_config, "reasoning_parser", "")
+    )
+    if not reasoning.reasoning_parser and not reasoning.reasoning_start_str:
+        return None, None
+    reasoning.initialize_token_ids(model_config)
+    start = reasoning.reasoning_start_token_ids or []
+    # The parser's own end, not the one that a thinking budget forces.
+    end = reasoning.natural_reasoning_end_token_ids or []
+    if len(end) == 1:
+        is_section = len(start) == 1 and start != end
+        return int(start[0]) if is_section else None, int(end[0])
+    if config.opening:
+        init_logger("vllm.vllm_mars.engine.markers").warning(
+            "Only the answer's own begin is a strict opening: the end of the thinking section is "
+            "%d tokens of this model, not one.",
+            len(end),
+        )
+    return None, None
+
+
+def _tokenizer(model_config: "ModelConfig") -> Any:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    if tokenizer is None:
+        raise ValueError(
+            "mars_strict_spans needs a tokenizer for text (--skip-tokenizer-init is set); name "
+            "the tokens by their ids."
+        )
+    return tokenizer

@@ -1,0 +1,125 @@
+"""`VLLM_MARS_OVERRIDES`: a file that makes a running server stricter; in the front end.
+
+It holds a JSON object such as `{"mars_price": 0}` or `{"mars_max_loss": 0.01}`, or `{}` for none.
+When a request arrives, at most once a second, the front end looks whether the file has changed.
+What it says goes to the workers with the request, in vLLM's own copy of its parameters: those that
+a caller uses again stay as they are.
+"""
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm_mars.options.config import MarsConfig
+from vllm_mars.options.requests import OVERRIDES, check_overrides
+
+VARIABLE = "VLLM_MARS_OVERRIDES"
+# Seconds between two looks at the file.
+PERIOD = 1.0
+
+
+class Overrides:
+    """What a file says, as it was last read without an error.
+
+    Args:
+        path: of the file; it may be a link.
+        config: the server's options.
+
+    Raises:
+        ValueError: it cannot be read, or says what a request may not ask for.
+    """
+
+    def __init__(self, path: str, config: MarsConfig) -> None:
+        self._path = path
+        self._config = config
+        self._observers: list[Callable[[dict[str, float]], None]] = []
+        self._look_again = time.monotonic() + PERIOD
+        self._stamp = _stamp(path)
+        self._options = self._read()
+
+    def in_force(self) -> dict[str, float]:
+        """The options that a request which arrives now is held to."""
+        now = time.monotonic()
+        if now >= self._look_again:
+            self._look_again = now + PERIOD
+            self._look()
+        return self._options
+
+    def observe(self, observer: Callable[[dict[str, float]], None]) -> None:
+        """Calls a function with what is in force: now, and whenever that changes."""
+        observer(self._options)
+        self._observers.append(observer)
+
+    def _look(self) -> None:
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        # Noted first, so that a file which cannot be read is logged once.
+        self._stamp = stamp
+        try:
+            self._options = self._read()
+        except ValueError as error:
+            in_force = json.dumps(self._options)
+            _logger().error("%s Until then this stays in force: %s", error, in_force)
+            return
+        for observer in self._observers:
+            observer(self._options)
+
+    def _read(self) -> dict[str, float]:
+        try:
+            with open(self._path, encoding="utf-8-sig") as file:
+                options = check_overrides(json.load(file), self._config)
+        except (OSError, ValueError, RecursionError) as error:
+            reason = str(error).rstrip(".")
+            raise ValueError(
+                f"{VARIABLE}={self._path} cannot be used: {reason}. Write JSON there, such as "
+                '{"mars_max_loss": 0}, or {} for no override.'
+            ) from error
+        _logger().info("%s: in force for new requests: %s", VARIABLE, json.dumps(options))
+        return options
+
+
+@functools.cache
+def _overrides(path: str, config: MarsConfig) -> Overrides:
+    return Overrides(path, config)
+
+
+def overrides_of(config: MarsConfig) -> Overrides | None:
+    """The overrides of a server in this process, or None where the environment names no file."""
+    path = os.environ.get(VARIABLE)
+    return _overrides(path, config) if path else None
+
+
+def read_at_start(input_processor: Any, config: MarsConfig) -> None:
+    """Refuses to start beside a file that cannot be read: it may have made the server strict."""
+    overrides_of(config)
+
+
+def override(request: Any, config: MarsConfig) -> None:
+    """Holds a request to what is in force.
+
+    Args:
+        request: vLLM's `EngineCoreRequest`, just made.
+        config: the server's options.
+    """
+    overrides, params = overrides_of(config), request.sampling_params
+    if overrides is not None and params is not None and (options := overrides.in_force()):
+        params.extra_args = {**(params.extra_args or {}), OVERRIDES: options}
+
+
+def _stamp(path: str) -> tuple[int, ...] | None:
+    """What changes with a file, its permissions, or a link to it; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
+
+
+def _logger() -> Any:
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.vllm_mars.engine.overrides")

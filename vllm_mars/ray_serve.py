@@ -1,0 +1,229 @@
+"""A Ray Serve application with margin-aware verification: `serve run vllm_mars.ray_serve:app`.
+
+Ray's own parts do the work (`ray.serve.llm`): replicas and their autoscaling, routing, streaming,
+health checks and metrics. This module fills in their configuration, the packaged model and
+MARS by default, and refuses at once what would otherwise fail or wait inside a replica.
+
+    serve run vllm_mars.ray_serve:app
+    serve run vllm_mars.ray_serve:app model=MODEL min_replicas=2 max_replicas=8
+
+Options that are not words or numbers are JSON. docs/operating.md has the file for `serve deploy`.
+"""
+
+import contextlib
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import click
+import ray
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig
+from ray.serve.llm import LLMConfig, build_openai_app
+from ray.serve.llm.deployment import LLMServer
+
+from vllm_mars.models.drafts import NGRAM, RECOMMENDED, speculative_config
+from vllm_mars.models.packaged_model import ensure_model
+from vllm_mars.options.config import SERVER_ARGUMENTS, split_speculative_config
+from vllm_mars.servers.provenance import versions
+from vllm_mars.servers.ray_nodes import check_nodes
+from vllm_mars.servers.vllm_args import CPU_ENGINE_ARGS
+
+# Ray's replicas import it, long after the application has been accepted.
+_NEEDED = "vllm.entrypoints.launchers.cli_args"
+if importlib.util.find_spec(_NEEDED) is None:
+    raise RuntimeError(
+        f"Ray {ray.__version__} cannot serve vLLM {versions()['vllm']}, which has no {_NEEDED}. "
+        "Ray 2.60 goes with vLLM 0.32, not with 0.33; install vLLM 0.32 on every node, or run "
+        "`vllm serve` for each replica behind a load balancer."
+    )
+
+PACKAGED_MODEL = "SmolLM2-135M-Instruct"
+SPECULATION = speculative_config(NGRAM, 4, **RECOMMENDED)
+PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
+# Of one replica that is not a rank: Ray's actor, which holds the HTTP side of the engine.
+REPLICA_CPUS = 1
+# How often Ray asks a replica for its health, and how long it may take to answer.
+HEALTH_PERIOD_SECONDS = 5.0
+HEALTH_TIMEOUT_SECONDS = 30.0
+
+
+def _parsed(value: Any) -> Any:
+    """The command line gives every value as text."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+Json = Annotated[dict[str, Any], BeforeValidator(_parsed)]
+
+
+class Options(BaseModel):
+    """What `serve run vllm_mars.ray_serve:app NAME=VALUE ...` or `args:` of a YAML file can set.
+
+    Attributes:
+        model: directory or name of the model; the packaged model if left out.
+        model_id: what clients call it; the model's last path component if left out.
+        speculative_config: vLLM's, with the `mars_*` keys.
+        engine_kwargs: further arguments of vLLM's `AsyncEngineArgs`, such as
+            `tensor_parallel_size`.
+        min_replicas: fewest replicas; with 0 the first request waits for one.
+        max_replicas: most replicas; as many as `min_replicas`, or 1, if left out.
+        target_ongoing_requests: requests per replica at which Ray adds another one.
+        autoscaling: further keys of Ray's `AutoscalingConfig`, such as `downscale_delay_s`.
+        max_ongoing_requests: requests per replica beyond which Ray's router holds them back.
+        graceful_shutdown_timeout_s: seconds that a replica has to finish its answers when it is
+            replaced or no longer needed; what is left then breaks off.
+        routing: "prefix" sends requests that begin alike to the same replica while the load is
+            even, for its prefix cache; "load" takes the less loaded of two replicas.
+        accelerator_type: Ray's name of the GPU, such as "H100"; any if left out.
+        runtime_env: Ray's, for the replicas and their workers.
+        wait_for_nodes: whether to start although the cluster lacks GPUs or CPUs now, for a cluster
+            that adds nodes by itself.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str | None = None
+    model_id: str | None = None
+    speculative_config: Json = Field(default_factory=lambda: dict(SPECULATION))
+    engine_kwargs: Json = Field(default_factory=dict)
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: int | None = Field(default=None, ge=1)
+    target_ongoing_requests: float = Field(default=32, gt=0)
+    autoscaling: Json = Field(default_factory=dict)
+    max_ongoing_requests: int = Field(default=256, ge=1)
+    graceful_shutdown_timeout_s: float = Field(default=600, ge=0)
+    routing: Literal["prefix", "load"] = "prefix"
+    accelerator_type: str | None = None
+    runtime_env: Json = Field(default_factory=dict)
+    wait_for_nodes: bool = False
+
+
+class PackagedModelServer(LLMServer):
+    """Ray's server of one replica, after it has made the packaged model on its node."""
+
+    async def __init__(self, llm_config: LLMConfig, **kwargs: Any) -> None:  # type: ignore[misc]
+        """Makes the model if this node has not, then starts the engine."""
+        source = getattr(llm_config.model_loading_config, "model_source", None)
+        if (made := str(ensure_model())) != source:
+            raise RuntimeError(
+                f"the packaged model is at {made} on this node, but at {source} where the "
+                "application was built; set XDG_CACHE_HOME alike on all nodes."
+            )
+        await super().__init__(llm_config, **kwargs)
+
+
+def app(options: Options) -> Application:
+    """Builds the application, for the cluster that it will be on.
+
+    Raises:
+        ValueError: a bad option.
+        RuntimeError: a node has another version of Ray, vLLM or this package, or the cluster lacks
+            the GPUs or CPUs for `min_replicas`, or for one replica.
+    """
+    from vllm.platforms import current_platform
+
+    engine_kwargs = _engine_kwargs(options)
+    autoscaling = _autoscaling_config(options)
+    on_cpu = bool(current_platform.is_cpu())
+    with _connected():
+        check_nodes(node for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
+        if not options.wait_for_nodes:
+            _check_resources(options, on_cpu)
+    model = options.model or str(ensure_model())
+    name = model.rstrip("/").rsplit("/", 1)[-1] if options.model else PACKAGED_MODEL
+    deployment: dict[str, Any] = {
+        "max_ongoing_requests": options.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": options.graceful_shutdown_timeout_s,
+        "health_check_period_s": HEALTH_PERIOD_SECONDS,
+        "health_check_timeout_s": HEALTH_TIMEOUT_SECONDS,
+        "autoscaling_config": autoscaling,
+    }
+    if options.routing == "prefix":
+        deployment["request_router_config"] = {"request_router_class": PREFIX_ROUTER}
+    config = LLMConfig(
+        model_loading_config={"model_id": options.model_id or name, "model_source": model},
+        engine_kwargs={**(CPU_ENGINE_ARGS if on_cpu else {}), **engine_kwargs},
+        accelerator_config={"kind": "cpu"} if on_cpu else None,  # type: ignore[arg-type]
+        accelerator_type=options.accelerator_type,
+        runtime_env=options.runtime_env or None,
+        deployment_config=deployment,
+        server_cls=None if options.model else PackagedModelServer,
+        # vLLM's metrics, this project's among them, on Ray's metrics port of each node.
+        log_engine_metrics=True,
+    )
+    # Streams pass through the ingress, which a changed application replaces, too.
+    ingress = {"graceful_shutdown_timeout_s": options.graceful_shutdown_timeout_s}
+    return build_openai_app({"llm_configs": [config], "ingress_deployment_config": ingress})
+
+
+def _engine_kwargs(options: Options) -> dict[str, Any]:
+    """The arguments of the replicas' engines, checked."""
+    found = {**options.engine_kwargs, "speculative_config": options.speculative_config}
+    is_mars = split_speculative_config(options.speculative_config)[0] is not None
+    # Ray gives these to vLLM's API server alone; the spans of tool calls follow from them.
+    told = {key: found[name] for name, key in SERVER_ARGUMENTS.items() if found.get(name)}
+    if is_mars and told:
+        found["additional_config"] = found.get("additional_config", {}) | told
+    return found
+
+
+def _autoscaling_config(options: Options) -> dict[str, Any]:
+    """Ray's, checked: Ray itself drops a key that it does not know."""
+    least, most = options.min_replicas, options.max_replicas
+    if most is not None and most < least:
+        raise ValueError(
+            f"max_replicas={most} is below min_replicas={least}; raise it or leave it out."
+        )
+    own = {
+        "min_replicas": least,
+        "max_replicas": most or max(least, 1),
+        "target_ongoing_requests": options.target_ongoing_requests,
+    }
+    further = AutoscalingConfig.model_fields.keys() - own.keys()
+    if unknown := sorted(options.autoscaling.keys() - further):
+        raise ValueError(
+            f"autoscaling has {unknown[0]!r}; it may have {', '.join(sorted(further))}. "
+            f"{', '.join(own)} are options of their own."
+        )
+    config = {**options.autoscaling, **own}
+    AutoscalingConfig(**config)  # raises where a value is bad
+    return config
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """Connects to the cluster that the application will be on, unless this process is connected.
+
+    `serve run` builds the application first and connects after that, with options of its own.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    command = click.get_current_context(silent=True)
+    address = command.params.get("address") if command else None
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_resources(options: Options, on_cpu: bool) -> None:
+    """Ray would wait for missing GPUs without an end."""
+    kwargs = options.engine_kwargs
+    ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(
+        kwargs.get("pipeline_parallel_size", 1)
+    )
+    device, per_replica = ("CPU", ranks + REPLICA_CPUS) if on_cpu else ("GPU", ranks)
+    replicas = max(options.min_replicas, 1)
+    needed = replicas * per_replica
+    present = ray.cluster_resources().get(device, 0)  # type: ignore[no-untyped-call]
+    if present < needed:
+        raise RuntimeError(
+            f"{replicas} replicas of {ranks} ranks need {needed} {device}s, but this Ray cluster "
+            f"has {present:g}; lower min_replicas or the parallel sizes, add nodes, or set "
+            "wait_for_nodes=true on a cluster that adds them by itself."
+        )

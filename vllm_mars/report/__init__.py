@@ -1,0 +1,1 @@
+"""Counts and reports, from a worker to Prometheus and to an answer."""

@@ -1,0 +1,1 @@
+"""Servers on this machine, and where a result came from."""

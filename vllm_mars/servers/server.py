@@ -1,0 +1,224 @@
+"""A `vllm serve` child process that always ends with its owner."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from vllm_mars.servers.scrape import fetch, totals
+
+LOG_TAIL_LINES = 40
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 15.0
+METRICS_SECONDS = 30.0
+# Set only where the user has not: a small KV cache on CPU, and no reports to the outside.
+ENV_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+
+_taken_ports: set[int] = set()
+
+
+def free_port() -> int:
+    """Returns a free loopback port that this process has not handed out before."""
+    while True:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        # The server binds the port seconds later; until then the kernel may offer it again.
+        if port not in _taken_ports:
+            _taken_ports.add(port)
+            return port
+
+
+def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """Returns the last lines of a log, after a line that names the file."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        return f"--- {path} cannot be read: {error} ---"
+    return "\n".join([f"--- the end of {path} ---", *text.splitlines()[-lines:]])
+
+
+def end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Asks a child to end, kills it where it has not after so many seconds, and waits for it."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def server_env(model: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a server: defaults, this process's variables, and `env` over them.
+
+    By default the Hugging Face hub is not asked for a model that is a directory.
+    """
+    offline = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
+    return {**ENV_DEFAULTS, **offline, **os.environ, **(env or {})}
+
+
+class VllmServer:
+    """Starts `vllm serve MODEL` on a free loopback port; as a context manager, ends it on exit.
+
+    The server runs in a session of its own under a small guard process (`server_guard`), which
+    ends the whole tree, engine processes included, when this process closes it or is gone for any
+    reason, SIGKILL included.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        args: Sequence[str] = (),
+        *,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        startup_timeout: float = 600.0,
+        wait: bool = True,
+    ) -> None:
+        """Describes the server; nothing is started yet.
+
+        Args:
+            model: a directory or a model name, as `vllm serve` takes it.
+            args: further arguments of `vllm serve`, without `--host` and `--port`.
+            log_path: file that takes the server's output; its directory is made, the file replaced.
+            env: variables that override the inherited environment.
+            startup_timeout: seconds until the server must answer.
+            wait: whether entering the context waits until the server answers.
+        """
+        self.model = str(model)
+        self.args = list(args)
+        self.log_path = log_path
+        self.startup_timeout = startup_timeout
+        self.port = 0
+        self._env = server_env(self.model, env)
+        self._wait = wait
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._deadline = 0.0
+
+    @property
+    def base_url(self) -> str:
+        """Address of the server, without `/v1`."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard, which is also the server's process group and session."""
+        if self._guard is None:
+            raise RuntimeError("the server is not running; call start() first.")
+        return self._guard.pid
+
+    def command(self) -> list[str]:
+        """Returns the command line of the server."""
+        return [
+            *(sys.executable, "-m", "vllm_mars.cli.serve", "serve", self.model),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *self.args,
+        ]
+
+    def start(self) -> None:
+        """Starts the process and returns at once."""
+        if self._guard is not None:
+            raise RuntimeError(f"the server is running already (pid {self.pid}); call close().")
+        self.port = free_port()
+        self._deadline = time.monotonic() + self.startup_timeout
+        guard = Path(__file__).with_name("server_guard.py")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(guard), str(GRACE_SECONDS), *self.command()],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Waits until the server answers `/health`.
+
+        Raises:
+            RuntimeError: it ended or did not answer within `startup_timeout` seconds after its
+                start; the message holds the end of its log, and no process of it is left.
+        """
+        while not self.is_ready():
+            time.sleep(POLL_SECONDS)
+
+    def is_ready(self) -> bool:
+        """Asks once whether the server answers `/health`; raises as `wait_until_ready` does."""
+        self.check_alive("while starting")
+        with contextlib.suppress(OSError):
+            fetch(f"{self.base_url}/health", 5.0)
+            return True
+        if time.monotonic() > self._deadline:
+            self.close()
+            raise RuntimeError(
+                f"vLLM did not answer within startup_timeout={self.startup_timeout:g} s; "
+                f"give it more time or see the log.\n{self.log_tail()}"
+            )
+        return False
+
+    def check_alive(self, when: str = "unexpectedly") -> None:
+        """Raises RuntimeError, with the end of the log, if the server's process has ended."""
+        if self._guard is None:
+            raise RuntimeError("the server is not running; call start() first.")
+        code = self._guard.poll()
+        if code is not None:
+            self.close()
+            raise RuntimeError(
+                f"vLLM ended {when} with exit status {code}; see the log.\n{self.log_tail()}"
+            )
+
+    def log_tail(self) -> str:
+        """Returns the last lines of the server's log, after a line that names the file."""
+        return tail(self.log_path)
+
+    def metrics(self) -> dict[str, float]:
+        """Reads `/metrics`, as `scrape.totals` gives them.
+
+        Raises:
+            RuntimeError: the server is not running or does not answer.
+        """
+        self.check_alive()
+        url = f"{self.base_url}/metrics"
+        try:
+            return totals(url, METRICS_SECONDS)
+        except OSError as error:
+            raise RuntimeError(f"{url} does not answer: {error}\n{self.log_tail()}") from error
+
+    def close(self) -> None:
+        """Ends the server and waits until its processes are gone; harmless when repeated."""
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        try:
+            # The guard sees the end of its input even if this process is interrupted below.
+            if guard.stdin is not None:
+                guard.stdin.close()
+            guard.wait(GRACE_SECONDS + 5.0)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # None: it did not end in time. Negative: killed, perhaps before the group ended.
+            if guard.poll() is None or guard.returncode < 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(guard.pid, signal.SIGKILL)
+                guard.wait()
+
+    def __enter__(self) -> Self:
+        self.start()
+        if self._wait:
+            try:
+                self.wait_until_ready()
+            except BaseException:
+                self.close()
+                raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,78 @@
+"""Compiles the Triton kernels before the first request, in every variant that serving reaches.
+
+Triton compiles a kernel for the dtypes, the constants and, of the logits, the alignment of its
+arguments, in about a second each. The samplers call this on their first call, which is vLLM's dummy
+run at start; what varies from step to step afterwards is no part of a variant, or is met here. What
+`account.fused` launches beside a step is met by the requests that vLLM warms its own kernels with:
+they sample, and end.
+"""
+
+import torch
+
+from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels.record import Records
+from vllm_mars.kernels.step import Draws, Sampling, Step
+from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
+from vllm_mars.kernels.strictness.naive import Sections
+from vllm_mars.worker.verification import Verification
+
+
+def warm_up(
+    verification: Verification,
+    logits: torch.Tensor,
+    num_speculative_tokens: int,
+    draft_logits: torch.Tensor | None,
+    use_fp64: bool = False,
+    fills: bool = False,
+) -> None:
+    """Compiles what the sampler reaches.
+
+    Args:
+        verification: of the engine.
+        logits: `[num_rows, vocab]` of a step; only its dtype, width and stride count.
+        num_speculative_tokens: K.
+        draft_logits: `[max_num_reqs, K, vocab]` where drafts are drawn, else None.
+        use_fp64: whether the noise of a draw is float64.
+        fills: as `RequestsV2` has it.
+    """
+    device, config = logits.device, verification.config
+    inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
+    # V2's slots are int64.
+    own = Records.new(1, device), zero.long(), zero, zero, num_speculative_tokens
+    float_one, by_row = torch.ones(1, device=device), inputs.long()
+    sampling = Sampling(float_one, zero.long())
+    if draft_logits is not None:
+        sampling = sampling._replace(draft_logits=draft_logits, drawn_at=float_one)
+    processed = torch.zeros((2, logits.shape[1]), device=device)
+    markers, ngram = Sections(config).markers(device), config.repeat_ngram
+    for rows in (*_row_layouts(logits), processed):
+        step, rule, guard = Step(rows, inputs, end, *own), verification.rule(rows), None
+        if markers is not None or ngram or fills:
+            text = new_ring(1, device), zero[None], step, float_one, markers, ngram, fills
+            guard = guard_positions(*text)
+        for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
+            accept_kernel.accept(step, rule, guard, verification.account(1, device, {}), draws)
+
+
+def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:
+    """Two rows of zeros in each layout that the model's logits may have.
+
+    Most models cut their padded output to the vocabulary, so the stride of a real step can be
+    divisible by 16 where that of the dummy run is not; and a part of a large batch may begin where
+    no 16 bytes do.
+    """
+    vocab, itemsize = logits.shape[1], logits.element_size()
+    strides = {vocab, logits.stride(0)}
+    if vocab % 16:
+        strides.add((vocab // 16 + 1) * 16)
+    layouts = []
+    for stride in sorted(stride for stride in strides if stride >= vocab):
+        rows = torch.zeros((3, stride), dtype=logits.dtype, device=logits.device)[:, :vocab]
+        layouts.append(rows[:2])
+        if stride * itemsize % 16:
+            layouts.append(rows[1:])
+    return layouts
+
+
+def _ids(value: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=device)
