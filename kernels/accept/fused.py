@@ -9,9 +9,9 @@ theta). Symbols: V vocabulary, B requests, R rows, S splits of a row.
     resample_kernel  grid (B, blocks)  draws the token behind the accepted drafts of a request
                                        that samples, from one row
 
-Where drafts are drawn, the two of `clip_kernel` read the rows between the first two. The random
-numbers are those of vLLM's own sampler: what is strict is token for token what that emits, of drawn
-drafts by its method `block`.
+Where drafts are drawn, `clip_kernel` and `mass_kernel` read the rows between the first two. The
+random numbers are those of vLLM's own sampler: what is strict is token for token what that emits,
+of drawn drafts by its method `block`.
 
 To count is to take the loss off the request's record, to add to the counts, and to write its row of
 the table: see `Account`. What a request allows lies in its record, by slot, and is read there.
@@ -28,14 +28,15 @@ import triton
 import triton.language as tl
 
 from vllm_mars.kernels.account.naive import Account, CounterLayout
+from vllm_mars.kernels.blocks.fused import by_blocks, sum_residuals
 from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.law.fused import clip_rows, log_ratio_of_fixed
 from vllm_mars.kernels.ledger.fused import allowance, has_ended, load_float, nearest_units, units_of
 from vllm_mars.kernels.rows.fused import kept_size, kept_sums, log_sum_exp, num_lanes, reduce_rows
 from vllm_mars.kernels.rules.fused import (
     forbids,
     greedy,
     is_small,
-    log_ratio_of_fixed,
     num_gainful,
     read_rows,
     sampled_by_price,
@@ -70,33 +71,6 @@ def _drawn(seeds_ptr, pos_ptr, slot, row, mask, place, BY_BLOCKS: tl.constexpr):
     if BY_BLOCKS:
         seed = step_seed(seed, place)
     return tl.maximum(tl.rand(seed, pos), C.LEAST_DRAWN)
-
-
-@triton.jit
-def _by_blocks(clipped_ptr, masses_ptr, num_blocks, row, offset, length, u, BLOCKS: tl.constexpr):
-    """How many tokens of a drawn draft stay; what the rule adds to the chance that each does."""
-    is_there = offset < length
-    of_row = clipped_ptr + C.CLIPPED * row
-    of_q = tl.load(of_row + C.OF_Q, mask=is_there, other=-C.INF)
-    of_p = tl.load(of_row + C.OF_P, mask=is_there, other=0.0)
-    is_behind = is_there & (offset > 0)
-    before = tl.load(of_row + C.BEFORE, mask=is_behind, other=0.0)
-    reach = tl.exp(tl.minimum(before + of_q, 0.0))
-    before = tl.load(of_row + C.STRICT_BEFORE, mask=is_behind, other=0.0)
-    strict = tl.exp(tl.minimum(before + of_q - of_p, 0.0))
-    goes_on = offset + 1 < length
-    blocks = tl.arange(0, BLOCKS)[None, :]
-    parts = tl.load(
-        masses_ptr + (row[:, None] + 1) * num_blocks + blocks,
-        mask=goes_on[:, None] & (blocks < num_blocks),
-        other=0.0,
-    )
-    residual = tl.maximum(tl.sum(parts, axis=1), 0.0)
-    whole = residual + (1.0 - reach)
-    stays = tl.where(whole > 0.0, residual / tl.where(whole > 0.0, whole, 1.0), 1.0)
-    stays = tl.where(goes_on, stays, reach)
-    accepted = tl.max(tl.where(is_there & (u <= stays), offset + 1, 0), axis=0)
-    return accepted, tl.where(is_there, reach - strict, 0.0)
 
 
 @triton.jit
@@ -188,7 +162,7 @@ def accept_kernel(
     # Where requests sample: `Sampling`, and [num_rows]
     sampling,
     pos_ptr,
-    # Of drawn drafts: [num_rows, CLIPPED] and [num_rows, num_blocks] of `clip_rows`
+    # Of drawn drafts: [num_rows, CLIPPED] and [num_rows, num_blocks] of `sum_residuals`
     clipped_ptr,
     masses_ptr,
     num_speculative_tokens,
@@ -258,7 +232,7 @@ def accept_kernel(
                 # A token that was never drawn ends the draft.
                 drawn = tl.min(tl.where(is_draft & (draft == -1), offset, length), axis=0)
                 of_draft = clipped_ptr, masses_ptr, num_blocks, row, offset, drawn, u
-                accepted_by_blocks, gain = _by_blocks(*of_draft, BLOCKS)
+                accepted_by_blocks, gain = by_blocks(*of_draft, BLOCKS)
                 gained = nearest_units(gain)
                 of_row, is_drawn = clipped_ptr + C.CLIPPED * row, offset < drawn
                 ratio_accepted = tl.load(of_row + C.OF_P, mask=is_drawn, other=0.0)
@@ -374,9 +348,8 @@ def accept(
     reduced = reduce_rows(step, rule, guard, draws)
     kind, clipped, masses = "no" if draws is None else "fixed", None, None
     if draws is not None and draws.sampling.draft_logits is not None:
-        from vllm_mars.kernels.clip.fused import clip_rows
-
-        kind, (clipped, masses) = "drawn", clip_rows(reduced, draws)
+        kind, clipped = "drawn", clip_rows(reduced, draws)
+        masses = sum_residuals(reduced, draws, clipped)
     num_blocks = 1 if masses is None else masses.shape[1]
     vocab, positions = step.logits.shape[1], reduced.num_positions
     reduced.variant.launch(

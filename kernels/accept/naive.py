@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from vllm_mars.kernels.account.naive import Account, CounterLayout
-from vllm_mars.kernels.clip.naive import clip_row
+from vllm_mars.kernels.blocks.naive import num_staying, reach
+from vllm_mars.kernels.law.naive import Position, clip_row, drawn_prices, log_ratio
 from vllm_mars.kernels.ledger.naive import LOSS_BITS, Allowance, nearest_units, units_of
 from vllm_mars.kernels.record import Column
 from vllm_mars.kernels.rows.naive import Rows, read_probabilities, read_rows
 from vllm_mars.kernels.rules import RuleName
 from vllm_mars.kernels.rules import naive as definition
-from vllm_mars.kernels.rules.naive import Position
 from vllm_mars.kernels.step import Rule, Step, VerifyOutput
 from vllm_mars.kernels.strictness.naive import Guarded
 from vllm_mars.kernels.verdicts import Verdict
@@ -266,7 +266,7 @@ def _fixed(rows: Rows, allowed: Allowance, name: RuleName, own: SampledDraft) ->
     log_ratios: list[float] = []
     for offset, position in enumerate(positions):
         i = begin + offset
-        draft, ratio = rows.draft[i], definition.log_ratio(position, is_draft=True)
+        draft, ratio = rows.draft[i], log_ratio(position, is_draft=True)
         if is_strict:
             own.read(slice(offset, offset + 1))
         # What is strict compares vLLM's own number.
@@ -282,12 +282,12 @@ def _fixed(rows: Rows, allowed: Allowance, name: RuleName, own: SampledDraft) ->
         if position.bias:
             # Not kept tokens times Z, which may be too large for a number.
             of_kept = weights[own.kept[offset]]
-            weights *= math.exp(definition.log_ratio(position, is_draft=False))
+            weights *= math.exp(log_ratio(position, is_draft=False))
             weights[own.kept[offset]] = of_kept
         # Only rounding leaves nothing to draw from.
         token = own.draws(weights) if weights.any() or draft < 0 else draft
         is_kept = token in own.kept[offset]
-        log_ratios.append(definition.log_ratio(position, token == draft, is_kept))
+        log_ratios.append(log_ratio(position, token == draft, is_kept))
         return Emitted(offset, token, positions[: offset + 1], log_ratios)
     return Emitted(end - begin, None, positions, [*log_ratios, 0.0])
 
@@ -295,7 +295,7 @@ def _fixed(rows: Rows, allowed: Allowance, name: RuleName, own: SampledDraft) ->
 def _drawn(rows: Rows, allowed: Allowance, _: RuleName, own: SampledDraft) -> Emitted:
     begin, end, q = own.begin, own.end, own.q
     assert q is not None
-    prices = definition.drawn_prices(rows, begin, end, allowed, own.most_drafts)
+    prices = drawn_prices(rows, begin, end, allowed, own.most_drafts)
     gainful = definition.num_gainful(rows, begin, end, allowed)
     drafts = rows.draft[begin:end]
     # A token that was never drawn ends the draft.
@@ -304,23 +304,23 @@ def _drawn(rows: Rows, allowed: Allowance, _: RuleName, own: SampledDraft) -> Em
     own.read(slice(length + 1))
     z, p, buffers = own.z, own.p, own.buffers
     served, reaches, gained = [], [], []
-    reach = strict = 1.0
+    own_reach = strict = 1.0
     for i in range(length):
         out = buffers[3 + i]
         of_row = clip_row(z[i], p[i], q[i], prices[i], own.kept[i], out, buffers[:3])
         at_draft = (p[i], of_row.m, q[i])
         of_p, of_m, of_q = (float(it[drafts[i]]) if drafts[i] >= 0 else 0.0 for it in at_draft)
-        reach, strict = definition.reach(reach, of_m, of_q), definition.reach(strict, of_p, of_q)
+        own_reach, strict = reach(own_reach, of_m, of_q), reach(strict, of_p, of_q)
         served.append(of_row)
-        reaches.append(reach)
-        gained.append(nearest_units(reach - strict))
+        reaches.append(own_reach)
+        gained.append(nearest_units(own_reach - strict))
 
     def residual(i: int) -> torch.Tensor:
         """What is drawn from behind i drafts."""
         m = torch.mul(served[i].m, reaches[i - 1] if i else 1.0, out=buffers[0])
         return m.sub_(q[i]).clamp_(min=0)
 
-    accepted = definition.num_staying(
+    accepted = num_staying(
         reaches,
         lambda i: float(residual(i).sum()),
         lambda i, chance: own.accepts(i - 1, chance),

@@ -12,6 +12,14 @@ import triton.language as tl
 
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.kept.fused import is_end
+from vllm_mars.kernels.law.fused import (
+    Decided,
+    cap,
+    log_partition,
+    log_share_of,
+    tilted,
+    tilted_drift,
+)
 from vllm_mars.kernels.ledger.fused import units_of
 from vllm_mars.kernels.rows.fused import reduce_splits, unpack_id, unpack_value
 
@@ -32,17 +40,6 @@ class Rows(NamedTuple):
     keeps_first: tl.tensor
     repeats: tl.tensor
     blocked: tl.tensor
-
-
-class Decided(NamedTuple):
-    """As `naive.Position`: vectors on the device; loss and gain in units, the drift in nats."""
-
-    verdict: tl.tensor
-    bias: tl.tensor
-    log_z: tl.tensor
-    loss: tl.tensor
-    gained: tl.tensor
-    drift: tl.tensor
 
 
 @triton.jit
@@ -172,20 +169,6 @@ def greedy(rows, small, most, price, gainful, offset, length, RULE: tl.constexpr
 
 
 @triton.jit
-def _log_partition(log_share, bias):
-    """log(1 - p + p exp(bias)) of a token that has the share p in (0, 1] of what is not kept."""
-    # log(0) is -inf, which then adds nothing.
-    log_others = tl.log(tl.maximum(1.0 - tl.exp(log_share), 0.0))
-    # Where p is small 1 - p loses its digits: -p is log(1 - p) there.
-    log_others = tl.where(log_share < -9.0, -tl.exp(log_share), log_others)
-    tilted = log_share + bias
-    most = tl.maximum(log_others, tilted)
-    log_z = most + tl.log(tl.exp(log_others - most) + tl.exp(tilted - most))
-    # Exactly 0 without a bias, which a sum of rounded logarithms is not.
-    return tl.where(bias > 0.0, log_z, 0.0)
-
-
-@triton.jit
 def sampled_by_price(
     log_p, rest, entropy, is_number, forbidden, most, price, gainful, offset, length
 ):
@@ -193,7 +176,7 @@ def sampled_by_price(
 
     `entropy` is that of the tokens that are not kept, and `rest` what p has there.
     """
-    log_share = tl.where(rest > 0.0, tl.minimum(log_p - tl.log(tl.maximum(rest, 1e-30)), 0.0), 0.0)
+    log_share = log_share_of(log_p, rest)
     wanted = tl.zeros_like(log_p)
     value = tl.zeros([], tl.float32)
     for i in range(0, length):
@@ -202,7 +185,7 @@ def sampled_by_price(
         value = tl.where(
             _at(offset, j, forbidden) != 0,
             tl.exp(_at(offset, j, log_p)) * own_bias,
-            _at(offset, j, rest) * _log_partition(_at(offset, j, log_share), own_bias),
+            _at(offset, j, rest) * log_partition(_at(offset, j, log_share), own_bias),
         )
         value = tl.where(_at(offset, j, is_number.to(tl.int32)) != 0, value, 0.0)
         value = tl.where(j < gainful, value, 0.0)
@@ -217,22 +200,16 @@ def sampled_by_price(
     lost = tl.zeros([], tl.int64)
     for j in range(0, length):
         left = tl.maximum(_at(offset, j, most) - lost, 0)
-        cap = tl.sqrt(8.0 * left.to(tl.float32) * C.UNIT) * C.CAUTION
-        own_bias = tl.minimum(_at(offset, j, wanted), cap)
+        own_bias = tl.minimum(_at(offset, j, wanted), cap(left))
         own_log_share, own_rest = _at(offset, j, log_share), _at(offset, j, rest)
-        own_log_z = _log_partition(own_log_share, own_bias)
-        a = tl.exp(tl.minimum(own_log_share + own_bias - own_log_z, 0.0))
-        k = own_rest * tl.maximum(a * own_bias - own_log_z, 0.0)
-        # No more than what is left, by Hoeffding's lemma; a float may say a unit more.
-        own_loss = tl.minimum(units_of(k), left)
-        own_gain = own_rest * tl.maximum(a - tl.exp(own_log_share), 0.0) * C.PER_NAT + 0.5
+        own_log_z, own_loss, own_gain = tilted(own_log_share, own_rest, own_bias, left)
         is_tilted = (offset == j) & (wanted > 0.0)
         bias = tl.where(is_tilted, own_bias, bias)
         log_z = tl.where(is_tilted, own_log_z, log_z)
         loss = tl.where(is_tilted, own_loss, loss)
-        gained = tl.where(is_tilted, own_gain.to(tl.int64), gained)
+        gained = tl.where(is_tilted, own_gain, gained)
         lost += tl.sum(tl.where(is_tilted, own_loss, 0), axis=0)
-    drift = tl.where(bias > 0.0, (1.0 - tl.exp(-log_z)) * (-log_p * rest - entropy), 0.0)
+    drift = tl.where(bias > 0.0, tilted_drift(log_z, log_p, rest, entropy), 0.0)
     return Decided(verdict, bias, log_z, loss, gained, drift)
 
 
@@ -258,24 +235,3 @@ def sampled_by_theta(log_p, entropy, small, forbidden, most, offset, length):
         tl.where(is_relaxed, gained, 0),
         tl.where(is_relaxed, -log_p - entropy, 0.0),
     )
-
-
-@triton.jit
-def drawn_price(most, price, useful):
-    """The price in nats at the positions of a drawn draft that may pay.
-
-    What may be lost is shared by the positions at which something can be gained.
-    """
-    each = tl.maximum(most, 0) // tl.maximum(useful, 1)
-    cap = tl.sqrt(8.0 * each.to(tl.float32) * C.UNIT) * C.CAUTION
-    return tl.minimum(price.to(tl.float32) * C.UNIT, cap)
-
-
-@triton.jit
-def log_ratio_of_fixed(decided, IS_DRAFT: tl.constexpr):
-    """log m - log p of a token, not kept, at each position of a fixed draft."""
-    ratio = -decided.log_z
-    if IS_DRAFT:
-        # Where the draft token is accepted outright, log Z is its log p.
-        ratio += tl.where(decided.verdict == C.RELAXED, 0.0, decided.bias)
-    return ratio

@@ -21,36 +21,16 @@ Greedy requests (temperature 0)
                      others   V_i = 0
 
 Requests that sample: one distribution m for each position, which depends on its row and on the
-tokens before it. A kept token has the target's own probability, m(s) = p(s). Let R be the rest of
-p, 1 - p(S).
+tokens before it; `law` says what follows from it. Greedily the drift is the loss.
 
     theta        what the margin accepts, the first choice included, is accepted outright: RELAXED,
                  strict where x or the first choice is kept. Its loss is -log p(x). The draft is not
                  drawn.
-    price        Of a draft that is not drawn, b_i = price + V_(i+1) is added to the logit of x:
-                     Z = 1 - p(x) / R + p(x) / R exp(b_i),  V_i = R log Z
-                     m(x) = p(x) exp(b_i) / Z,  m(y) = p(y) / Z of other y outside S
-                 At a strict position, as where x is kept, b_i = 0 and V_i = p(x) (price + V_(i+1)).
-                 The loss is KL(m || p) = m(x) b - R log Z, at most R b**2 / 8; so b is at most
-                 sqrt(8 * what the request may still lose).
-                 Of drafts that are drawn see `clip`.
-
-Drafts that are drawn are verified by blocks, losslessly towards the product of the m_i; of a strict
-request that is the target. With x_1 .. x_n the draft, q_i what x_i was drawn from, p_0 = 1:
-
-    p_i = min(p_(i-1) m_i(x_i) / q_i(x_i), 1)          `reach`: the chance that i drafts stay
-    S_i = sum over y of max(p_i m_(i+1)(y) - q_(i+1)(y), 0)
-    h_i = S_i / (S_i + 1 - p_i), but h_n = p_n         `stays`
-
-Of random numbers u_1 .. u_n the largest i with u_i <= h_i stays, or nothing. Behind it comes a draw
-from max(p_i m_(i+1) - q_(i+1), 0), behind a whole draft the target's bonus token. A token that was
-drawn and then struck out, by a grammar, has m = 0; one that was never drawn (-1) ends the draft.
-What the rule gains is the sum of p_i less the same sum with p in the place of m.
-
-The drift of a position is E_m[-log p] - H(p), by how much less probable than the target's own the
-token becomes that is served there, on average: (1 - 1 / Z) (R (-log p(x)) - H) with H the sum of
--p log p outside S, and of a token that is accepted outright -log p(x) - H(p). Greedily it is the
-loss.
+    price        m is that of `law`. Of a draft that is not drawn it is found at a price of
+                     b_i = price + V_(i+1), but at most the `cap` of what may still be lost
+                     V_i = R log Z
+                     V_i = p(x) b_i at a strict position, as where x is kept; there m = p
+                 Of drafts that are drawn see `drawn_prices`.
 
 Greedy is the limit of the price rule as the temperature goes to 0.
 
@@ -63,9 +43,8 @@ Source: arXiv 2601.15498 for theta, 2403.10444 for blocks; the prices are this p
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
+from vllm_mars.kernels.law.naive import Position, cap, log_partition, tilted
 from vllm_mars.kernels.ledger.naive import (
     _UNIT,
     Allowance,
@@ -75,27 +54,6 @@ from vllm_mars.kernels.ledger.naive import (
 from vllm_mars.kernels.rows.naive import Rows
 from vllm_mars.kernels.rules import RuleName
 from vllm_mars.kernels.verdicts import Verdict
-
-
-class Position(NamedTuple):
-    """What was decided at one draft position of a request that samples.
-
-    Attributes:
-        verdict: RELAXED where the draft token is accepted outright, NONE where the draw decides,
-            else why the rule was not applied.
-        bias: b, what is added to the draft token's logit; infinity where it is accepted outright.
-        log_z: log Z with this b; where the draft token is accepted outright its log p.
-        loss: in units of 2**-LOSS_BITS nats.
-        gained: what the rule adds to the probability of acceptance, in those units.
-        drift: in those units, rounded to the nearest.
-    """
-
-    verdict: Verdict
-    bias: float = 0.0
-    log_z: float = 0.0
-    loss: int = 0
-    gained: int = 0
-    drift: int = 0
 
 
 def num_gainful(rows: Rows, begin: int, end: int, allowed: Allowance) -> int:
@@ -167,10 +125,8 @@ def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance
         position = Position(Verdict.NONE)
         if name == "price":
             if biases[offset] > 0:
-                # Rounded down by more than a float can be off.
-                most = math.sqrt(8 * max(left, 0) * _UNIT) * (1 - 2**-20)
                 own = log_p, rows.rest[i], rows.rest_entropy[i]
-                position = _tilted(*own, min(biases[offset], most), left)
+                position = tilted(*own, min(biases[offset], cap(left)), left)
             elif reason and log_p > -math.inf and allowed.price and offset < gainful:
                 position = Position(reason)
         elif rows.is_small[i] and log_p > -math.inf:
@@ -187,93 +143,3 @@ def sampled(rows: Rows, begin: int, end: int, name: RuleName, allowed: Allowance
         lost += position.loss
         positions.append(position)
     return positions
-
-
-def log_ratio(position: Position, is_draft: bool, is_kept: bool = False) -> float:
-    """log m - log p of a token at a position of a draft that is not drawn.
-
-    Of one that is drawn see `clip`.
-    """
-    if is_kept:
-        return 0.0
-    # Where the draft token is accepted outright, log Z is its log p.
-    bias = position.bias if is_draft and position.verdict != Verdict.RELAXED else 0.0
-    return bias - position.log_z
-
-
-def log_partition(log_p: float, rest: float, bias: float) -> float:
-    """log Z of a token of log-probability `log_p` in (-inf, 0], of which p(S) leaves `rest`."""
-    log_share = _log_share(log_p, rest)
-    # Exactly 0 without a bias, which a sum of rounded logarithms is not.
-    if log_share >= 0 or not bias:
-        return bias
-    others, tilted = math.log1p(-math.exp(log_share)), log_share + bias
-    most = max(others, tilted)
-    return most + math.log1p(math.exp(min(others, tilted) - most))
-
-
-def _log_share(log_p: float, rest: float) -> float:
-    """The logarithm of a token's share of what is not kept."""
-    return min(log_p - math.log(rest), 0.0) if rest > 0 else 0.0
-
-
-def _tilted(log_p: float, rest: float, entropy: float, bias: float, left: int) -> Position:
-    log_z, log_share = log_partition(log_p, rest, bias), _log_share(log_p, rest)
-    share = math.exp(min(log_share + bias - log_z, 0.0))
-    # By Hoeffding's lemma it is no more than what is left; a float may say a unit more.
-    loss = min(units_of(rest * max(share * bias - log_z, 0.0)), max(left, 0))
-    gained = max(round(rest * (share - math.exp(log_share)) / _UNIT), 0)
-    drift = nearest_units(-math.expm1(-log_z) * (-log_p * rest - entropy))
-    return Position(Verdict.NONE, bias, log_z, loss, gained, drift)
-
-
-def drawn_prices(
-    rows: Rows, begin: int, end: int, allowed: Allowance, num_speculative_tokens: int
-) -> list[float]:
-    """The price in nats at each position of a drawn draft of a request that samples.
-
-    What the request may still lose is shared by the positions at which something can be gained, so
-    that their losses, each at most price**2 / 8, fit whichever of them are reached. Those of the
-    longest draft: where this one ends can depend on its tokens, on which no price may.
-    """
-    room = allowed.room
-    each = max(allowed.at(0), 0) // max(min(num_speculative_tokens, room), 1)
-    price = min(allowed.price * _UNIT, math.sqrt(8 * each * _UNIT) * (1 - 2**-20))
-    return [price if i < begin + room and not rows.blocked[i] else 0.0 for i in range(begin, end)]
-
-
-def reach(before: float, m: float, q: float) -> float:
-    """p_i of a drawn draft, from p_(i-1) and the two probabilities of its token.
-
-    A token that the draft does not hold, and what is no number, is not accepted.
-    """
-    return min(before * m / q, 1.0) if m > 0 and q > 0 else 0.0
-
-
-def stays(reach: float, residual: float) -> float:
-    """h_i of a drawn draft that goes on, from p_i and S_i."""
-    # Where both are 0 all that is left is rounding.
-    whole = residual + 1 - reach
-    return residual / whole if whole > 0 else 1.0
-
-
-def num_staying(
-    reaches: Sequence[float],
-    residual: Callable[[int], float],
-    accepts: Callable[[int, float], bool],
-) -> int:
-    """How many tokens of a drawn draft stay.
-
-    Args:
-        reaches: p_1 .. p_n.
-        residual: gives S_i.
-        accepts: whether u_i is at most a chance.
-    """
-    for i in range(len(reaches), 0, -1):
-        reached = reaches[i - 1]
-        # h is at most p, and S takes a row to find.
-        if not accepts(i, reached):
-            continue
-        if accepts(i, stays(reached, residual(i)) if i < len(reaches) else reached):
-            return i
-    return 0

@@ -10,8 +10,8 @@ from benchmarks.kernel_step import Shape, Step, tokens_of
 from calls import LONGEST, Call, close, listed, sampled_step, to, written_down
 from vllm_mars import MarsConfig, verify_greedy
 from vllm_mars.kernels.accept import fused as accept_kernel
-from vllm_mars.kernels.clip import fused as clip_kernel
-from vllm_mars.kernels.clip.naive import TOLERANCE
+from vllm_mars.kernels.law import fused as clip_kernel
+from vllm_mars.kernels.law.naive import TOLERANCE
 from vllm_mars.kernels.record import Column, Records
 from vllm_mars.kernels.step import Step as StepInputs
 from vllm_mars.kernels.strictness.fused import guard_positions, new_ring

@@ -9,9 +9,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from calls import CPU, LONGEST, Call, close, draws_of, on_cpu, same, sampled_step, written_down
 from vllm_mars.kernels.accept import fused as accept_kernel
 from vllm_mars.kernels.account.naive import CounterLayout
-from vllm_mars.kernels.clip import fused as clip_kernel
-from vllm_mars.kernels.clip.naive import TOLERANCE
 from vllm_mars.kernels.kept.naive import Protected
+from vllm_mars.kernels.law import fused as clip_kernel
+from vllm_mars.kernels.law.naive import TOLERANCE
 from vllm_mars.kernels.ledger.naive import NO_BOUND
 from vllm_mars.kernels.record import MOST_ENDS, Records
 from vllm_mars.kernels.rows import fused as rows_kernel

@@ -144,8 +144,6 @@ def test_compiled_code(variant, target):
     name = variant.split(",")[0]
     (launch,) = (one for one in launches(VARIANTS[variant]) if one.name == name)
     found = compile_for(launch, target)
-    # Each is compared at each launch, which takes the host half a microsecond.
-    assert len(launch.kernel.used_global_vals) <= 8
     assert found.spills <= SPILLS.get((variant, target), 0)
     # Where a request samples, exponentials and logarithms are made of such.
     if name == "accept_kernel" and "sampled" not in variant:
