@@ -56,9 +56,9 @@ def test_a_server_that_is_lossy_for_who_asks():
 
 OBSERVE = """
 import json, sys
-from vllm_mars.runner.counters import CounterLayout
-from vllm_mars.config import MarsConfig
-from vllm_mars.engine.metrics import MarsProm
+from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.options.config import MarsConfig
+from vllm_mars.report.metrics import MarsProm
 counts = json.loads(sys.argv[1])
 prom = MarsProm(CounterLayout(3), {0: ["m", "0"], 1: ["m", "1"]}, MarsConfig(max_loss=0.02))
 prom.observe(counts, 0)
