@@ -31,7 +31,7 @@ from vllm_mars.kernels.blocks.naive import reach as reached
 from vllm_mars.kernels.law import naive as law
 from vllm_mars.kernels.ledger.naive import LOSS_BITS, NO_BOUND, price_units
 from vllm_mars.kernels.rows.naive import read_probabilities
-from vllm_mars.kernels.rules import naive as rule
+from vllm_mars.kernels.rules import PRICE
 from vllm_mars.kernels.verdicts import Verdict
 from vllm_mars.lab.prompts import PACKAGED, load_prompts
 from vllm_mars.lab.result_file import append_line, require_writable, write_json
@@ -120,13 +120,13 @@ class Judge:
             return
         sums = self.sums.setdefault(name, {it: np.zeros(len(SUMS)) for it in self.prices})
         for it, price in self.prices.items():
-            sums[it] += judged(allowed._replace(price=price_units(price), rate=NO_BOUND))
+            sums[it] += judged(allowed._replace(value=price_units(price), rate=NO_BOUND))
 
 
 def of_greedy(rows: Any, begin: int, end: int, allowed: Any) -> np.ndarray:
     """`SUMS` of a greedy step."""
     accepted, lost = 0, 0.0
-    for verdict in rule.greedy(rows, begin, end, "price", allowed):
+    for verdict in PRICE.plain.greedy(rows, begin, end, allowed):
         if verdict not in (Verdict.FIRST, Verdict.RELAXED):
             break
         lost += rows.loss[begin + accepted] * UNIT * (verdict == Verdict.RELAXED)
@@ -137,7 +137,7 @@ def of_greedy(rows: Any, begin: int, end: int, allowed: Any) -> np.ndarray:
 def of_fixed(rows: Any, own: Any, allowed: Any) -> np.ndarray:
     """The same of a step that samples with a fixed draft."""
     found, reach = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0
-    for i, position in enumerate(rule.sampled(rows, own.begin, own.end, "price", allowed)):
+    for i, position in enumerate(PRICE.plain.sampled(rows, own.begin, own.end, allowed)):
         found += reach * np.array([0, 0, position.loss * UNIT, position.drift * UNIT, 1, 0, 0])
         log_m = rows.log_p[own.begin + i] + law.log_ratio(position, is_draft=True)
         reach *= math.exp(min(log_m, 0.0))

@@ -33,11 +33,10 @@ class Constants(NamedTuple):
     OUTSIDE: int = Verdict.SCOPE.value
 
     # Columns of a record, and its size.
-    PRICE: int = Column.PRICE.value
+    VALUE: int = Column.VALUE.value
     RATE: int = Column.RATE.value
     LOST: int = Column.LOST.value
     MOST_TOKENS: int = Column.MOST_TOKENS.value
-    THRESHOLD: int = Column.THRESHOLD.value
     STATE: int = Column.STATE.value
     BEGUN: int = Column.BEGUN.value
     SCANNED: int = Column.SCANNED.value

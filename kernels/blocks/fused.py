@@ -162,7 +162,7 @@ def sum_residuals(reduced: Reduced, draws: Draws, clipped: torch.Tensor) -> torc
             step.logits.stride(0),
             step.records.table,
             step.input_ids,
-            reduced.rule.protected,
+            reduced.terms.protected,
             reduced.guard,
             draws.sampling,
             draws.row_slots,

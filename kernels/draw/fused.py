@@ -193,7 +193,7 @@ def draw(
         clipped,
         draws.sampling,
         *draft_strides(draws),
-        reduced.rule.protected,
+        reduced.terms.protected,
         reduced.guard,
         step.records.table,
         output.num_emitted,

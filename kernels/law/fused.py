@@ -33,14 +33,16 @@ from vllm_mars.kernels.kept.fused import is_kept, kept_tokens, num_kept
 from vllm_mars.kernels.ledger.fused import allowance, units_of
 from vllm_mars.kernels.rows.fused import (
     Reduced,
-    draft_log_sum_exp,
     draft_strides,
     kept_size,
+    num_lanes,
+    unpack_value,
+)
+from vllm_mars.kernels.rows.joined import (
+    draft_log_sum_exp,
     kept_sums,
     log_sum_exp,
-    num_lanes,
     reduce_splits,
-    unpack_value,
 )
 from vllm_mars.kernels.step import Draws
 
@@ -400,7 +402,7 @@ def clip_rows(reduced: Reduced, draws: Draws) -> torch.Tensor:
         reduced.partials,
         step.records.table,
         step.input_ids,
-        reduced.rule.protected,
+        reduced.terms.protected,
         reduced.guard,
         step.total_len,
         step.prompt_len,

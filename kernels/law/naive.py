@@ -118,7 +118,7 @@ def drawn_prices(
     """
     room = allowed.room
     each = max(allowed.at(0), 0) // max(min(num_speculative_tokens, room), 1)
-    price = min(allowed.price * _UNIT, cap(each))
+    price = min(allowed.value * _UNIT, cap(each))
     return [price if i < begin + room and not rows.blocked[i] else 0.0 for i in range(begin, end)]
 
 

@@ -14,7 +14,8 @@ from vllm_mars.kernels.law.naive import TOLERANCE
 from vllm_mars.kernels.ledger.naive import NO_BOUND
 from vllm_mars.kernels.record import Records
 from vllm_mars.kernels.rows.fused import reduce_rows
-from vllm_mars.kernels.step import Draws, Rule, Sampling, Step
+from vllm_mars.kernels.rules import PRICE
+from vllm_mars.kernels.step import Draws, Sampling, Step, Terms
 
 # p = q = 0 behind the vocabulary and where a token is masked: the ratio is replaced.
 pytestmark = [
@@ -58,7 +59,7 @@ def clip(target, drafts, prices, temperature):
     rows = target.new_full((12, target.stride(0)), math.nan)[:, :vocab]
     rows[::2], ids = target, torch.zeros(12, dtype=torch.int32)
     records = Records.new(6, ids.device)
-    records.price[SLOTS] = (prices * 2**16).long()
+    records.value[SLOTS] = (prices * 2**16).long()
     records.rate.fill_(NO_BOUND)
     records.most_tokens.fill_(9)
     # Some kept tokens end a request, some are protected, and some both.
@@ -70,8 +71,8 @@ def clip(target, drafts, prices, temperature):
     sampling = Sampling(temperature, zeros.long(), drafts, DRAWN_AT * temperature)
     places = torch.arange(2).repeat(6).int()
     draws = Draws(sampling, ids.long(), SLOTS.repeat_interleave(2), places)
-    rule = Rule("price", protected=Protected.of(mask, mask.device))
-    found = clip_kernel.clip_rows(reduce_rows(step, rule, None, draws), draws)
+    terms = Terms(PRICE, Protected.of(mask, mask.device))
+    found = clip_kernel.clip_rows(reduce_rows(step, terms, None, draws), draws)
     return found[:12:2].clone()
 
 
