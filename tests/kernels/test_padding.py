@@ -52,7 +52,7 @@ def verify(step: Step, size: int):
         draws = Draws(sampling, pos, row_slots, places)
     counts = verifier.verification.counters.device_counts
     account = Account(counts, torch.full((size, 2, K + 1), 0.25))
-    output = accept_kernel.accept(given, verifier.verification.rule(logits), guard, account, draws)
+    output = accept_kernel.accept(given, verifier.verification.terms(logits), guard, account, draws)
     table = account.table.nan_to_num(7.0)
     assert (table[REQUESTS:] == 0.25).all()
     kept = [verifier.requests.records.table, counts]
