@@ -42,9 +42,9 @@ class CounterLayout:
         lost: nats, in units of 2**-LOSS_BITS: greedily z1 - z[x] of relaxed tokens, sampled
             KL(m || p) at each position looked at.
         gained: by how much the rule raised the expected number of accepted draft tokens, in those
-            units: see `rule`; of greedy requests the relaxed tokens. Of a probabilistic draft it
-            can fall: m is below p where the draft is.
-        drift_up: the drift of the positions at which it is above 0, in those units: see `rule`;
+            units: see `law` and `blocks`; of greedy requests the relaxed tokens. Of a probabilistic
+            draft it can fall: m is below p where the draft is.
+        drift_up: the drift of the positions at which it is above 0, in those units: see `law`;
             greedily what is lost.
         drift_down: the rest, without its sign.
         relaxable: positions looked at, of requests that are not strict.

@@ -14,7 +14,7 @@ import prometheus_client
 
 from vllm_mars import __version__
 from vllm_mars.kernels.account.naive import BUCKETS, CounterLayout
-from vllm_mars.options.config import OPTION, MarsConfig
+from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.overrides import Overrides, overrides_of
 from vllm_mars.report.counters import REASONS, UNIT
 from vllm_mars.report.outputs import FIELD
@@ -114,7 +114,7 @@ class MarsProm:
         )
         self._request_lost = {e: histogram.labels(*whose) for e, whose in engines.items()}
         info = _gauge(gauge_class, INFO, "version", "rule", "value", "lossy", "limit")
-        option: str = OPTION[config.rule]
+        option: str = config.rule.option
         value: float | None = config.value
         limit = config.limit_value
         if config.sets_price:
@@ -260,7 +260,7 @@ def _add_override(stat_logger: Any, config: MarsConfig, overrides: Overrides) ->
     gauge = _gauge(stat_logger._gauge_cls, OVERRIDE, "option")
 
     def show(options: Mapping[str, float]) -> None:
-        for option in (OPTION[config.rule], "mars_max_loss"):
+        for option in (config.rule.option, "mars_max_loss"):
             for whose in stat_logger.per_engine_labelvalues.values():
                 gauge.labels(*whose, option).set(options.get(option, math.nan))
 

@@ -197,8 +197,8 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 sampling = Sampling(*sampling[:2], *own)
             use_fp64 = self.sampler.use_fp64_gumbel
             draws = Draws(sampling, rows.pos, rows.row_slots, rows.row_places, use_fp64)
-        rule = self.verification.rule(logits)
-        return accept_kernel.accept(step, rule, guard, account, draws)
+        terms = self.verification.terms(logits)
+        return accept_kernel.accept(step, terms, guard, account, draws)
 
     def _get_logprobs_tensors(
         self,
