@@ -41,8 +41,8 @@ class Shape(NamedTuple):
         """Rows of logits that each kernel of vLLM and of MARS reads where all requests sample.
 
         None are written. Of a request's rows its bonus row is read where all drafts stay, in the
-        place of another. The float32 copy that vLLM makes of the rows where a temperature is not 1,
-        for itself and for MARS, is not in it.
+        place of another. The float32 copy that vLLM makes of the rows where a temperature is not 1
+        is not in it.
         """
         rows = 1 + self.is_drawn
         of_drafts, of_requests = self.batch * self.k, self.batch

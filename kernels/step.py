@@ -58,8 +58,7 @@ class Sampling(NamedTuple):
     """How the requests of all slots sample.
 
     Attributes:
-        temperature: float32 `[S]`; a request of temperature 0 is greedy. The logits have been
-            divided by it.
+        temperature: float32 `[S]`; a request of temperature 0 is greedy.
         seeds: int64 `[S]`, of the random numbers.
         draft_logits: `[S, steps, vocab]`, contiguous, before temperature, where drafts are drawn.
         drawn_at: float32 `[S]`, with `draft_logits`: the temperature that they are drawn at; 0 of a
@@ -85,6 +84,8 @@ class Draws(NamedTuple):
         row_slots: int32 or int64 `[num_rows]`, the slot of each row.
         row_places: int32 `[num_rows]`, its place within its request.
         use_fp64: whether the noise of a draw is float64.
+        divides: whether the logits are divided by the temperature here, as vLLM's kernel does it;
+            else they have been.
     """
 
     sampling: Sampling
@@ -92,6 +93,7 @@ class Draws(NamedTuple):
     row_slots: torch.Tensor
     row_places: torch.Tensor
     use_fp64: bool = False
+    divides: bool = False
 
 
 class VerifyOutput(NamedTuple):

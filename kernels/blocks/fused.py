@@ -18,7 +18,7 @@ from triton.language.extra import libdevice
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.kept.fused import kept_tokens, num_kept
 from vllm_mars.kernels.law.fused import load_clipped, log_probabilities, log_ratio
-from vllm_mars.kernels.rows.fused import Reduced, draft_strides, kept_size
+from vllm_mars.kernels.rows.fused import Reduced, divisor_of, draft_strides, kept_size
 from vllm_mars.kernels.step import Draws
 
 # Logits that a program reads.
@@ -53,6 +53,7 @@ def mass_kernel(
     num_rows,
     vocab,
     BLOCK: tl.constexpr,
+    DIVIDES: tl.constexpr,
 ):
     own_row = tl.program_id(0)
     block = tl.program_id(1)
@@ -78,7 +79,8 @@ def mass_kernel(
         reach = tl.minimum(reach + of_q, 0.0)
         strict = tl.minimum(strict + of_q - tl.load(clipped_ptr + C.CLIPPED * row + C.OF_P), 0.0)
     clipped_ptr += C.CLIPPED * own_row
-    own_lse, own = load_clipped(clipped_ptr, drawn_at)
+    divisor = divisor_of(sampling, slot, DIVIDES)
+    own_lse, own = load_clipped(clipped_ptr, drawn_at, divisor, DIVIDES)
     target_ptr = logits_ptr + own_row.to(tl.int64) * logits_stride
     draft_ptr = sampling.draft_logits + slot * draft_stride
     draft_ptr += place.to(tl.int64) * draft_step_stride
@@ -174,6 +176,7 @@ def sum_residuals(reduced: Reduced, draws: Draws, clipped: torch.Tensor) -> torc
             num_rows,
             vocab,
             block,
+            draws.divides,
             num_warps=max(1, block // 1024),
             enable_fp_fusion=False,
         )

@@ -22,7 +22,7 @@ from vllm_mars.kernels.account.naive import Account
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.kept.fused import is_kept
 from vllm_mars.kernels.law.fused import load_clipped, log_probabilities, log_ratio
-from vllm_mars.kernels.rows.fused import Reduced, draft_strides, kept_size
+from vllm_mars.kernels.rows.fused import Reduced, divided, draft_strides, kept_size
 from vllm_mars.kernels.step import Draws, VerifyOutput
 
 # Logits of a block of the draw; the noise of a token is the same in a block of any size. On an H200
@@ -39,9 +39,11 @@ _UNSPECIALIZED = ["num_blocks", "num_speculative_tokens"]
 
 
 @triton.jit
-def _served(target_ptr, clipped_ptr, draft_ptr, drawn_at, kept, token, mask):
+def _served(
+    target_ptr, clipped_ptr, draft_ptr, drawn_at, divisor, kept, token, mask, DIVIDES: tl.constexpr
+):
     """Of tokens log2 p, log2 m - log2 p and log2 q - log2 p."""
-    row, own = load_clipped(clipped_ptr, drawn_at)
+    row, own = load_clipped(clipped_ptr, drawn_at, divisor, DIVIDES)
     log_p, of_q = log_probabilities(target_ptr, draft_ptr, row, token, mask)
     ratio = log_ratio(of_q, own)
     # Without a price m is p.
@@ -82,6 +84,7 @@ def resample_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     USE_FP64: tl.constexpr,
+    DIVIDES: tl.constexpr,
 ):
     request = tl.program_id(0)
     block = tl.program_id(1)
@@ -107,14 +110,15 @@ def resample_kernel(
     token = block * BLOCK + tl.arange(0, BLOCK)
     mask = token < vocab
     logits_ptr += row * logits_stride
-    logits = tl.load(logits_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + token, mask=mask, other=float("-inf"))
+    logits = divided(logits, temperature, DIVIDES)
     if sampling.draft_logits is not None:
         clipped_ptr += C.CLIPPED * row
         draft_ptr = sampling.draft_logits + slot * draft_stride + place * draft_step_stride
         drawn_at = tl.load(sampling.drawn_at + slot)
-        own = logits_ptr, clipped_ptr, draft_ptr, drawn_at, kept
+        own = logits_ptr, clipped_ptr, draft_ptr, drawn_at, temperature, kept
         if rejected != -1:
-            log_p, ratio, of_q = _served(*own, token, mask)
+            log_p, ratio, of_q = _served(*own, token, mask, DIVIDES)
             reach = tl.load(clipped_ptr + C.BEFORE, mask=place > 0, other=0.0)
             of_draft = libdevice.exp2(of_q - ratio - reach * C.LOG2_E)
             residual = (log_p + ratio) / C.LOG2_E + reach + libdevice.log1p(-of_draft)
@@ -164,7 +168,7 @@ def resample_kernel(
         tl.store(output_token_ids_ptr, drawn)
         if sampling.draft_logits is not None:
             if rejected != -1:
-                _, ratio, _ = _served(*own, drawn, drawn >= 0)
+                _, ratio, _ = _served(*own, drawn, drawn >= 0, DIVIDES)
                 tl.store(table_ptr, ratio / C.LOG2_E)
         elif is_kept(drawn, *kept):
             tl.store(table_ptr, 0.0)
@@ -210,6 +214,7 @@ def draw(
         block,
         kept_size(num_blocks, 1),
         draws.use_fp64,
+        draws.divides,
         num_warps=warps,
     )
 

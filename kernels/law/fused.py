@@ -33,6 +33,8 @@ from vllm_mars.kernels.kept.fused import is_kept, kept_tokens, num_kept
 from vllm_mars.kernels.ledger.fused import allowance, units_of
 from vllm_mars.kernels.rows.fused import (
     Reduced,
+    divided,
+    divisor_of,
     draft_strides,
     kept_size,
     num_lanes,
@@ -134,23 +136,26 @@ def drawn_price(most, price, useful):
 def log_probabilities(target_ptr, draft_ptr, row, token, mask):
     """log2 p, and log2 q - log2 p, of tokens; of others a p of 0.
 
-    `row` is the target's log-sum-exp, what the draft's logits are multiplied by, and the draft's
-    log-sum-exp, base 2.
+    `row` is the target's log-sum-exp, what the draft's logits are multiplied by, the draft's
+    log-sum-exp, base 2, and what `divided` takes beside the target's logits.
     """
-    target_lse, scale, draft_lse = row
-    target = tl.load(target_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
+    target_lse, scale, draft_lse, divisor, DIVIDES = row
+    target = tl.load(target_ptr + token, mask=mask, other=float("-inf"))
+    target = divided(target, divisor, DIVIDES)
     draft = tl.load(draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
     log_p = tl.maximum(target * C.LOG2_E - target_lse, C.LEAST_LOG2)
     return log_p, draft * scale - draft_lse - log_p
 
 
 @triton.jit
-def load_clipped(clipped_ptr, drawn_at):
+def load_clipped(clipped_ptr, drawn_at, divisor, DIVIDES: tl.constexpr):
     """Of a row that `clip_kernel` has read, what `log_probabilities` and `log_ratio` take."""
     row = (
         tl.load(clipped_ptr + C.TARGET_LSE),
         C.LOG2_E / drawn_at,
         tl.load(clipped_ptr + C.DRAFT_LSE),
+        divisor,
+        DIVIDES,
     )
     log_w = tl.load(clipped_ptr + C.LOG_W)
     own = (
@@ -217,6 +222,7 @@ def clip_kernel(
     POSITIONS: tl.constexpr,
     TOLERANCE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DIVIDES: tl.constexpr,
 ):
     own_row = tl.program_id(0)
     slot = tl.load(row_slots_ptr + own_row).to(tl.int64)
@@ -261,7 +267,8 @@ def clip_kernel(
     target_lse *= C.LOG2_E
     scale = C.LOG2_E / drawn_at
     draft_lse = draft_log_sum_exp(partials, own_row, num_splits, SPLITS)
-    own_lse = (target_lse, scale, draft_lse)
+    divisor = divisor_of(sampling, slot, DIVIDES)
+    own_lse = (target_lse, scale, draft_lse, divisor, DIVIDES)
     is_finite = (tl.abs(target_lse) < C.INF) & (tl.abs(draft_lse) < C.INF)
     may_pay = may_pay & is_finite & (unkept > C.LEAST_REST)
     price = tl.where(may_pay, tl.minimum(price, C.MOST_CLIP_PRICE), 0.0)
@@ -421,6 +428,7 @@ def clip_rows(reduced: Reduced, draws: Draws) -> torch.Tensor:
         reduced.num_positions,
         TOLERANCE,
         block,
+        draws.divides,
         num_warps=warps,
         enable_fp_fusion=False,
     )

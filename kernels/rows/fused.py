@@ -108,24 +108,47 @@ def _max_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _find(row_ptr, chunk, value, vocab, CHUNK: tl.constexpr):
+def divided(logits, divisor, DIVIDES: tl.constexpr):
+    """float32 of the target's logits, divided as vLLM does it."""
+    logits = logits.to(tl.float32)
+    if DIVIDES:
+        logits = logits / divisor
+    return logits
+
+
+@triton.jit
+def divisor_of(sampling, slot, DIVIDES: tl.constexpr):
+    """What a request's logits are divided by: its temperature, or 1."""
+    divisor = 1.0
+    if DIVIDES:
+        temperature = tl.load(sampling.temperature + slot)
+        divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    return divisor
+
+
+@triton.jit
+def _find(row_ptr, chunk, value, vocab, divisor, CHUNK: tl.constexpr, DIVIDES: tl.constexpr):
     """The lowest id of a chunk whose logit is the value, or a NaN as it is."""
     token_id = chunk * CHUNK + tl.arange(0, CHUNK)
-    logit = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf")).to(tl.float32)
+    logit = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
+    logit = divided(logit, divisor, DIVIDES)
     value = value + tl.zeros([CHUNK], tl.float32)
     found = (logit == value) | ((logit != logit) & (value != value))
     return tl.min(tl.where(found, token_id, 0x7FFFFFFF), axis=0)
 
 
 @triton.jit
-def _sum_kept(out_ptr, row_ptr, record_ptr, protected, guard, row, vocab):
+def _sum_kept(
+    out_ptr, row_ptr, record_ptr, protected, guard, row, vocab, divisor, DIVIDES: tl.constexpr
+):
     """Writes the sums over the kept tokens of a row, relative to the largest of their logits."""
     largest = tl.full([], C.LEAST, tl.float32)
     total = tl.zeros([], tl.float32)
     moment = tl.zeros([], tl.float32)
     for first in range(0, num_kept(protected, guard, row), C.KEPT_CHUNK):
         token = kept_tokens(first, record_ptr, protected, guard, row, vocab)
-        value = tl.load(row_ptr + token, mask=token >= 0, other=float("-inf")).to(tl.float32)
+        value = tl.load(row_ptr + token, mask=token >= 0, other=float("-inf"))
+        value = divided(value, divisor, DIVIDES)
         now = tl.maximum(largest, tl.max(value, axis=0))
         shift = tl.maximum(largest - now, C.NOTHING)
         moment = (moment + total * shift) * tl.exp(shift)
@@ -187,13 +210,15 @@ def rows_kernel(
     CHUNK: tl.constexpr,
     WITH_SECOND: tl.constexpr,
     WITH_SUM: tl.constexpr,
+    DIVIDES: tl.constexpr,
 ):
     row = tl.program_id(0)
     split = tl.program_id(1)
     slot = tl.zeros([], tl.int64)
+    divisor = 1.0
     if sampling is not None:
         # A request's bonus row is its last. Of one that samples only a draw looks at it. The
-        # temperatures lie in the host's memory, so that no other row reads them.
+        # temperatures can lie in the host's memory, so that others read them only to divide.
         place_behind = tl.load(row_places_ptr + row + 1, mask=row + 1 < num_rows, other=0)
         slot = tl.load(row_slots_ptr + row).to(tl.int64)
         # What fills up a batch of a fixed size.
@@ -202,6 +227,7 @@ def rows_kernel(
         if place_behind == 0:
             if tl.load(sampling.temperature + slot) != 0.0:
                 return
+        divisor = divisor_of(sampling, slot, DIVIDES)
     # int64 before the multiply: a row can start past 2**31 elements.
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
 
@@ -220,10 +246,11 @@ def rows_kernel(
         token_id = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         # -inf is neutral to a maximum.
         value = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
+        value = divided(value, divisor, DIVIDES)
         if WITH_SECOND:
-            first, runner_up = _top2_of_chunks(value.to(tl.float32), CHUNKS, CHUNK)
+            first, runner_up = _top2_of_chunks(value, CHUNKS, CHUNK)
         else:
-            first = _max_of_chunks(value.to(tl.float32), CHUNKS, CHUNK)
+            first = _max_of_chunks(value, CHUNKS, CHUNK)
         # Strictly larger: of equal logits the lowest id stays. The first NaN wins for good.
         better = (first > best) | ((first != first) & (best == best))
         if WITH_SECOND:
@@ -236,7 +263,7 @@ def rows_kernel(
             decay = libdevice.exp2(shift * C.LOG2_E)
             moments = (moments + sums * shift) * decay
             sums = sums * decay
-            below = tl.maximum(value.to(tl.float32) - now[:, None], C.NOTHING)
+            below = tl.maximum(value - now[:, None], C.NOTHING)
             weight = libdevice.exp2(below * C.LOG2_E)
             sums += tl.sum(weight, axis=1)
             moments += tl.sum(weight * below, axis=1)
@@ -248,7 +275,7 @@ def rows_kernel(
     loses = packed != winner
     first = unpack_value(winner)
     # The winning chunk once more, from the cache, for the id within it.
-    first_id = _find(row_ptr, unpack_id(winner), first, vocab, CHUNK)
+    first_id = _find(row_ptr, unpack_id(winner), first, vocab, divisor, CHUNK, DIVIDES)
     out = row.to(tl.int64) * tl.num_programs(1) + split
     tl.store(partials.best + out, _pack(first, first_id))
     if WITH_SECOND:
@@ -274,11 +301,11 @@ def rows_kernel(
         draft = tl.load(input_ids_ptr + row + 1, mask=row + 1 < num_rows, other=-1)
         in_vocab = (draft >= 0) & (draft < vocab)
         logit = tl.load(row_ptr + draft, mask=in_vocab, other=float("-inf"))
-        tl.store(partials.logit + row, logit.to(tl.float32))
+        tl.store(partials.logit + row, divided(logit, divisor, DIVIDES))
         if sampling is not None:
             record_ptr = records_ptr + slot * C.RECORD_SIZE
             own = record_ptr, protected, guard, row, vocab
-            _sum_kept(partials.kept + 3 * row, row_ptr, *own)
+            _sum_kept(partials.kept + 3 * row, row_ptr, *own, divisor, DIVIDES)
 
 
 class Partials(NamedTuple):
@@ -410,6 +437,7 @@ def reduce_rows(
             16 // logits.element_size(),
             Need.SECOND in rule.needs,
             Need.SUMS in rule.needs or draws is not None,
+            draws is not None and draws.divides,
             num_warps=warps,
         )
     return Reduced(step, terms, guard, draws, own, partials, num_splits)

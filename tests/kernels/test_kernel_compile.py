@@ -53,8 +53,10 @@ def read(name, logits):
     reduce_rows(step(logits), Terms(RULES[name], PROTECTED))
 
 
-def verify(name, sampling=None, most=5):
-    draws = None if sampling is None else Draws(sampling, ROWS.long(), ROWS.long(), ROWS)
+def verify(name, sampling=None, most=5, divides=False):
+    draws = None
+    if sampling is not None:
+        draws = Draws(sampling, ROWS.long(), ROWS.long(), ROWS, divides=divides)
     accept_kernel.accept(step(most=most), Terms(RULES[name], PROTECTED), GUARD, draws=draws)
 
 
@@ -88,6 +90,7 @@ VARIANTS = {
     },
     "rows_kernel, z1 alone": call(read, "price", rows()),
     "rows_kernel, sums": call(verify, "price", SAMPLING),
+    "rows_kernel, sums, divided": call(verify, "price", SAMPLING, divides=True),
     "rows_kernel, odd stride": call(read, "theta", rows(stride=ODD_STRIDE)),
     "accept_kernel, theta": call(verify, "theta"),
     "accept_kernel, price": call(verify, "price"),
@@ -101,9 +104,13 @@ VARIANTS = {
     "accept_kernel, sampled, drawn, 16 drafts": call(verify, "price", DRAWN, most=16),
     "clip_kernel": call(verify, "price", DRAWN),
     "clip_kernel, 16 drafts": call(verify, "price", DRAWN, most=16),
+    "clip_kernel, divided": call(verify, "price", DRAWN, divides=True),
     "mass_kernel": call(verify, "price", DRAWN),
+    "mass_kernel, divided": call(verify, "price", DRAWN, divides=True),
     "resample_kernel": call(verify, "price", SAMPLING),
+    "resample_kernel, divided": call(verify, "price", SAMPLING, divides=True),
     "resample_kernel, drawn": call(verify, "price", DRAWN),
+    "resample_kernel, drawn, divided": call(verify, "price", DRAWN, divides=True),
     "strictness_kernel": call(look),
     "ended_kernel": call(count_ended),
     "ratios_kernel": call(add_log_ratios),
@@ -119,7 +126,11 @@ PASSES = {
 
 # Bytes that a variant may spill. Smaller blocks of the draw would spill none; on an H200 these take
 # half the time of small ones where 16 requests sample.
-SPILLS = {("resample_kernel", target): 8 for target in TARGETS} | {
+SPILLS = {
+    (name, target): 8
+    for name in ("resample_kernel", "resample_kernel, divided")
+    for target in TARGETS
+} | {
     ("accept_kernel, sampled price", "sm_90"): 8,
     ("strictness_kernel", "sm_100"): 8,
 }

@@ -89,7 +89,7 @@ class Steps:
                 seeds = self.one_of(None, torch.zeros(SLOTS, dtype=torch.int64))
                 sampling = Sampling(*sampling[:2], self.drafts, torch.ones(SLOTS), seeds)
             by_row = self.ids(size), self.ids(size), self.ids(size)
-            draws = Draws(sampling, *by_row, self.use_fp64)
+            draws = Draws(sampling, *by_row, self.use_fp64, self.one_of(False, True))
         table = self.one_of(None, torch.zeros(batch, 2, self.k + 1))
         account = Account(torch.zeros(CounterLayout(self.k).size, dtype=torch.int64), table)
         accept_kernel.accept(step, self.terms, guard, account, draws)
@@ -105,7 +105,7 @@ def test_random_steps_launch_what_triton_would_take():
     assert len(launched) > 12_000
     assert len({*launched}) == 6
     # What is looked up is far more than what is found the first time.
-    assert len(compiled) < len(launched) / 3
+    assert len(compiled) < len(launched) / 2
 
 
 @triton.jit

@@ -80,7 +80,8 @@ class Engine:
                 drawn_at = torch.ones(SLOTS)
                 sampling = sampling._replace(draft_logits=self.draft_logits, drawn_at=drawn_at)
             by_row = self.view(size, dtype=torch.int64), self.view(size, dtype=torch.int64)
-            draws = Draws(sampling, *by_row, self.view(size))
+            divides = rows.dtype == dtype and self.rng.random() < 0.5
+            draws = Draws(sampling, *by_row, self.view(size), divides=divides)
         account = self.verification.account(batch, CPU, self.returns())
         accept_kernel.accept(step, self.verification.terms(rows), guard, account, draws)
 
@@ -106,7 +107,8 @@ def test_nothing_compiles_while_serving(options, is_drawn, vocab):
             engine.step()
     # Raw and processed rows have kernels of their own; rows that start anywhere have more.
     # What reads rows has a variant for each alignment of theirs, since only then loads are wide.
-    most = {32_000: 9, 50_257: 15} if not is_drawn else {32_000: 13, 50_257: 23}
+    # So has what divides them by the temperature.
+    most = {32_000: 11, 50_257: 21} if not is_drawn else {32_000: 17, 50_257: 35}
     assert warm <= most[vocab]
     assert launched and not {*launched} - {name for name, _ in compiled}
     assert compiled[warm:] == []

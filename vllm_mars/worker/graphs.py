@@ -3,8 +3,8 @@
 vLLM replays its target as a graph, which leaves the hidden states in a buffer that never moves. A
 graph of ours goes on there: `compute_logits`, and all kernels of the verification. There is one for
 each size that vLLM captures decodes of, where all requests have K drafts, for greedy steps and for
-those that sample. Slots of -1 fill a batch up. All else is verified as without graphs: prompts,
-shorter drafts, a grammar, requests that ask for more than tokens or whose logits something changes.
+those that sample. Slots of -1 fill a batch up. All else runs as without graphs: prompts, shorter
+drafts, a grammar, and requests that ask for more than tokens, or for more than a temperature.
 """
 
 from typing import Any
@@ -22,15 +22,14 @@ class VerificationGraphs:
     """The graphs of one runner.
 
     Args:
-        runner: vLLM's V2 `GPUModelRunner`. Its `capture_model` and `sample` are wrapped, on this
-            instance alone; its samplers are looked up at each use, since vLLM makes new ones.
+        runner: vLLM's V2 `GPUModelRunner`, whose samplers are looked up at each use, since vLLM
+            makes new ones. `capture_model` and `sample` are wrapped, on this instance alone.
     """
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._width = runner.speculative_config.num_speculative_tokens + 1
-        # By whether requests sample.
-        self._managers: dict[bool, CudaGraphManager] = {}
+        self._managers: dict[bool, CudaGraphManager] = {}  # By whether requests sample.
         capture_model, sample = runner.capture_model, runner.sample
 
         def capture_and_drop(*, profile_only: bool = False) -> Any:
@@ -41,8 +40,7 @@ class VerificationGraphs:
             return size
 
         def sample_by_graph(hidden_states: torch.Tensor, batch: Any, grammar: Any) -> Any:
-            found = self._find(hidden_states, batch, grammar)
-            if found is None:
+            if (found := self._find(hidden_states, batch, grammar)) is None:
                 return sample(hidden_states, batch, grammar)
             output = self._replay(*found, batch)
             return output, output.num_sampled, output.num_rejected
@@ -65,7 +63,7 @@ class VerificationGraphs:
         model_state.capture_inner_cudagraphs = capture_and_verification
 
     def _capture(self) -> None:
-        runner, sampler, width = self._runner, self._runner.sampler, self._width
+        runner, verifier, width = self._runner, self._runner.rejection_sampler, self._width
         self._managers.clear()
         # None where vLLM captures no whole target.
         self._hidden = runner.cudagraph_manager.hidden_states
@@ -74,7 +72,7 @@ class VerificationGraphs:
             or runner.decode_query_len != width
             or runner.speculative_config.uses_dynamic_speculative_decoding()
             or any((runner.lora_config, runner.batch_sharder, runner.adaptive_verification))
-            or any((sampler.compute_nans, sampler.return_sampling_mask))
+            or (runner.sampler.compute_nans or not verifier.divides)
         ):
             return
         most, ids = runner.max_num_reqs, {"dtype": torch.int32, "device": runner.device}
@@ -83,10 +81,10 @@ class VerificationGraphs:
         self._places = torch.arange(width, **ids).repeat(most)
         self._ends = torch.arange(1, most + 1, **ids) * width
         self._out = torch.zeros(most * (2 * width + 2), **ids)
-        total_len, *others = runner.rejection_sampler.requests.by_slot(sampler.sampling_states)
+        total_len, *others = verifier.requests.by_slot(runner.sampler.sampling_states)
         self._by_slot, self._num_added = BySlot(total_len, *(it.clone() for it in others)), -1
+        given = runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, width
         for samples in (False, True):
-            given = runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, width
             manager = self._managers[samples] = CudaGraphManager(*given)
             # At slots of -1 neither a capture nor vLLM's call in front of it changes anything.
             manager.capture(lambda desc, warmup, of=samples: lambda mode: self._run(desc, of))
@@ -101,8 +99,9 @@ class VerificationGraphs:
             *(buffers.positions[:num_rows], self._row_slots[:num_rows], self._places[:num_rows]),
         )
         account = Account(verifier.verification.counters.device_counts, None)
-        given = logits, runner.speculator.draft_logits, rows, self._by_slot, samples
-        output = verifier.verify(*given, account)
+        # To divide by 1 changes nothing.
+        own = runner.speculator.draft_logits, rows, self._by_slot, True if samples else None
+        output = verifier.verify(logits, *own, account)
         found = output.output_token_ids, output.num_emitted, self._width - output.num_emitted
         for part, value in zip(self._parts(self._out, batch), found, strict=True):
             part.copy_(value)
@@ -110,13 +109,13 @@ class VerificationGraphs:
     def _parts(self, out: torch.Tensor, batch: int) -> tuple[torch.Tensor, ...]:
         """Tokens int64 `[batch, K + 1]`, how many count, and rejected drafts, int32 `[batch]`."""
         end = 2 * batch * self._width
-        tokens = out[:end].view(torch.int64).view(batch, self._width)
+        tokens = out[:end].view(torch.int64).view(batch, -1)
         return tokens, out[end : end + batch], out[end + batch : end + 2 * batch]
 
     def _find(self, hidden: torch.Tensor, batch: Any, grammar: Any) -> tuple[Any, Any] | None:
         """Where the graph of a step is."""
-        num_reqs, width, slots = batch.num_reqs, self._width, batch.idx_mapping_np
-        sampler, requests = self._runner.sampler, self._runner.rejection_sampler.requests
+        runner, width = self._runner, self._width
+        num_reqs, slots = batch.num_reqs, batch.idx_mapping_np
         is_plain = (
             self._managers
             and grammar is None
@@ -124,10 +123,11 @@ class VerificationGraphs:
             and batch.num_draft_tokens == num_reqs * (width - 1)
             and batch.num_tokens == num_reqs * width
             and hidden.data_ptr() == self._hidden.data_ptr()
-            and not (requests.asks[slots] | sampler.needs_logits_processing[slots]).any()
+            and not runner.rejection_sampler.requests.asks[slots].any()
         )
         if is_plain:
-            manager = self._managers[bool(sampler.sampling_states.temperature.np[slots].any())]
+            samples = runner.sampler.sampling_states.temperature.np[slots].any()
+            manager = self._managers[bool(samples)]
             desc = manager.dispatch(num_reqs, num_reqs * width, width, 0)
             if desc.cg_mode == CUDAGraphMode.FULL:
                 return manager, desc
@@ -144,6 +144,6 @@ class VerificationGraphs:
         self._slots[:num_reqs].copy_(batch.idx_mapping)
         self._slots[num_reqs : desc.num_reqs].fill_(-1)
         manager.run_fullgraph(desc)
-        found = self._parts(self._out.clone(), desc.num_reqs)
-        tokens, num_sampled, num_rejected = (each[:num_reqs] for each in found)
-        return SamplerOutput(tokens, None, None, num_sampled, num_rejected)
+        parts = self._parts(self._out.clone(), desc.num_reqs)
+        tokens, *counts = (part[:num_reqs] for part in parts)
+        return SamplerOutput(tokens, None, None, *counts)

@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
@@ -25,7 +29,7 @@ from vllm_mars.report.counters import Counters
 from vllm_mars.report.outputs import attach_counters, send_returned
 from vllm_mars.worker import draft_temperature
 from vllm_mars.worker.graphs import VerificationGraphs
-from vllm_mars.worker.requests_v2 import BatchRows, BySlot, RequestsV2
+from vllm_mars.worker.requests_v2 import Asks, BatchRows, BySlot, RequestsV2
 from vllm_mars.worker.verification import Verification, require_own_sampler
 from vllm_mars.worker.warmup import warm_up
 
@@ -39,6 +43,10 @@ logger = init_logger("vllm.vllm_mars.worker.sampler_v2")
 
 # The attributes of a runner with what makes its sampler, and with its graphs, if it has any.
 _SAMPLER, _GRAPHS = "_vllm_mars_sampler", "_vllm_mars_graphs"
+
+
+# Whose changes of the logits a request's own parameters tell.
+_PROCESSORS = {LogitBiasState, PenaltiesState, BadWordsState, RequestsV2}
 
 
 class MarsRejectionSamplerV2(RejectionSampler):
@@ -56,6 +64,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
         requests: the requests in the runner's slots.
         seeds_change: whether the seeds of drafts are to change with each step.
         send_returned: called behind each verification, with what requests want to know enqueued.
+
+    Attributes:
+        divides: whether the kernels divide the logits by the temperature, where that is all that
+            the requests of a batch ask of them.
     """
 
     def __init__(
@@ -72,6 +84,13 @@ class MarsRejectionSamplerV2(RejectionSampler):
         self._seeds_change = seeds_change
         self.verification = verification
         self.requests = requests
+        # Of other processors nobody knows what they change, and the processed logits can be wanted.
+        self.divides = (
+            type(sampler) is Sampler
+            and {*map(type, sampler.logits_processors)} <= _PROCESSORS
+            and sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES
+            and not sampler.return_sampling_mask
+        )
         self._send_returned = send_returned
         self._is_warm = False
         # Most tokens that a request of the step names for their logprobs.
@@ -137,18 +156,24 @@ class MarsRejectionSamplerV2(RejectionSampler):
             own = self.verification, shared, self.num_speculative_steps, draft_logits
             warm_up(*own, self.sampler.use_fp64_gumbel, self.requests.fills)
             self._is_warm = True
-        # Without a request that needs it, this is the logits themselves, as they are.
-        processed = self.sampler.apply_sampling_params(
-            logits,
-            expanded_idx_mapping,
-            idx_mapping,
-            idx_mapping_np,
-            pos,
-            draft_sampled,
-            expanded_local_pos,
-            seq_lens_upper_bound_np,
-        )
         states = self.sampler.sampling_states
+        temperature = states.temperature.np[idx_mapping_np]
+        if self.divides and not (self.requests.asks[idx_mapping_np] & Asks.LOGITS).any():
+            # vLLM would make a float32 copy of them.
+            processed, divides = logits, bool(((temperature != 0) & (temperature != 1)).any())
+        else:
+            # Without a request that needs it, this is the logits themselves, as they are.
+            divides = False
+            processed = self.sampler.apply_sampling_params(
+                logits,
+                expanded_idx_mapping,
+                idx_mapping,
+                idx_mapping_np,
+                pos,
+                draft_sampled,
+                expanded_local_pos,
+                seq_lens_upper_bound_np,
+            )
         rows = BatchRows(
             verify_draft_sampled,
             cu_num_logits[1:],
@@ -157,11 +182,12 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_idx_mapping,
             expanded_local_pos,
         )
-        samples = bool(states.temperature.np[idx_mapping_np].any())
+        samples = bool(temperature.any())
         returns = self.requests.returns(idx_mapping_np)
         account = self.verification.account(len(idx_mapping_np), logits.device, returns)
         by_slot = self.requests.by_slot(states)
-        output = self.verify(processed, draft_logits, rows, by_slot, samples, account)
+        batch = rows, by_slot, divides if samples else None
+        output = self.verify(processed, draft_logits, *batch, account)
         self._slots = expanded_idx_mapping, idx_mapping
         is_told = samples and self.verification.config.logprobs == "sampled"
         self._table = account.table if is_told else None
@@ -173,30 +199,30 @@ class MarsRejectionSamplerV2(RejectionSampler):
         draft_logits: torch.Tensor | None,
         rows: BatchRows,
         by_slot: BySlot,
-        samples: bool,
+        divides: bool | None,
         account: Account,
     ) -> VerifyOutput:
         """Launches the kernels of a verification.
 
         Args:
-            logits: `[num_rows, vocab]`, processed.
+            logits: `[num_rows, vocab]`, processed but for what `divides` says.
             draft_logits: `[max_num_reqs, num_speculative_steps, vocab]` or None.
             rows: of the batch.
             by_slot: of all requests.
-            samples: whether a request of the batch does.
+            divides: see `Draws`; None where no request samples.
             account: where it is written down.
         """
         logits = _shared(logits, draft_logits)
         step, guard = self.requests.step(logits, rows, by_slot, self.num_speculative_steps)
         draws = None
-        if samples:
+        if divides is not None:
             sampling = Sampling(by_slot.temperature, by_slot.seeds)
             if draft_logits is not None:
                 drawn_at, next_seeds = self.requests.drawn_with
                 own = draft_logits, drawn_at, next_seeds if self._seeds_change else None
                 sampling = Sampling(*sampling[:2], *own)
-            use_fp64 = self.sampler.use_fp64_gumbel
-            draws = Draws(sampling, rows.pos, rows.row_slots, rows.row_places, use_fp64)
+            of_rows = rows.pos, rows.row_slots, rows.row_places
+            draws = Draws(sampling, *of_rows, self.sampler.use_fp64_gumbel, divides)
         terms = self.verification.terms(logits)
         return accept_kernel.accept(step, terms, guard, account, draws)
 

@@ -50,8 +50,12 @@ def warm_up(
         if markers is not None or ngram or fills:
             text = new_ring(1, device), zero[None], step, float_one, markers, ngram, fills
             guard = guard_positions(*text)
-        for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
-            accept_kernel.accept(step, terms, guard, verification.account(1, device, {}), draws)
+        draws = Draws(sampling, by_row, by_row, inputs, use_fp64)
+        # What vLLM has processed has been divided.
+        divided = () if rows is processed else (draws._replace(divides=True),)
+        for of_step in (None, draws, *divided):
+            account = verification.account(1, device, {})
+            accept_kernel.accept(step, terms, guard, account, of_step)
 
 
 def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:
