@@ -115,7 +115,6 @@ def measure(args: argparse.Namespace) -> int:
 
     from benchmarks import figures
     from benchmarks.kernel_step import GpuClock, HostClock, Shape
-    from vllm_mars.lab.result_file import write_json
     from vllm_mars.servers.provenance import describe_run
 
     clock = HostClock() if args.dry_run else GpuClock()
@@ -126,7 +125,7 @@ def measure(args: argparse.Namespace) -> int:
     rounds = 2 if args.dry_run else args.rounds
     run = {**head, "raw": "this file", "dry_run": args.dry_run, "rounds": rounds}
     run["gb_per_s"] = round(clock.bandwidth())
-    result: dict[str, Any] = {"schema": figures.SCHEMA, "columns": COLUMNS, "rows": []}
+    result: dict[str, Any] = {"columns": COLUMNS, "rows": []}
     result |= {"runs": [run], "not_run": []}
     print(clock.name, *figures.table_of(COLUMNS, []), sep="\n", flush=True)
     begin, status = time.perf_counter(), 0
@@ -145,9 +144,9 @@ def measure(args: argparse.Namespace) -> int:
         *_, line = figures.table_of(COLUMNS, [measured])
         print(line, flush=True)
         if args.output:
-            write_json(args.output, result)
+            figures.write(args.output, result)
     if args.output:
-        write_json(args.output, result)
+        figures.write(args.output, result)
     return status
 
 

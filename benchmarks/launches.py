@@ -272,7 +272,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     from benchmarks import figures
     from benchmarks.kernel_step import vllm_config
-    from vllm_mars.lab.result_file import write_json
     from vllm_mars.servers.provenance import describe_run
 
     vllm_config()
@@ -280,12 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     head = describe_run(None)
     head["versions"]["triton"] = triton.__version__
     run = {**head, "raw": "this file", "rounds": args.rounds}
-    result: dict[str, Any] = {
-        "schema": figures.SCHEMA,
-        "columns": COLUMNS,
-        "rows": [],
-        "runs": [run],
-    }
+    result: dict[str, Any] = {"columns": COLUMNS, "rows": [], "runs": [run]}
     with as_on_an_accelerator(), counted.without_a_gpu():
         for row in count_cases(counted):
             names = row.pop("names")
@@ -300,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
             named = {name: it for (name, _), it in zip(COLUMNS, timed, strict=True) if it}
             print(json.dumps(named), flush=True)
     if args.output:
-        write_json(args.output, result)
+        figures.write(args.output, result)
     return min(waits, 1)
 
 
