@@ -41,7 +41,7 @@ def test_import_is_light():
         "print([m for m in ('vllm', 'triton', 'torch') if m in sys.modules])"
     )
     probe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert probe.stdout == "['vllm_mars.hooks.plugin']\n[]\n", probe.stderr
+    assert probe.stdout == "['vllm_mars.hooks', 'vllm_mars.hooks.plugin']\n[]\n", probe.stderr
 
 
 def test_every_hook_is_there():
