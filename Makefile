@@ -15,7 +15,7 @@ SITE := $(VENV)/.docs
 # Each engine imports vLLM anew: without bytecode on disk that takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo docs figures draft test nightly fuzz soak gpu lint format clean
+.PHONY: install demo docs figures test nightly fuzz soak gpu lint format clean
 
 # The demo needs less than the tests, and the site no vLLM, so each has a stamp; all install with uv
 # (install.py).
@@ -46,10 +46,6 @@ docs: $(SITE)
 figures: install
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.pictures
-
-# Makes an EAGLE-3 head for the packaged model (benchmarks/draft/README.md).
-draft: install
-	$(BIN)/python -m benchmarks.draft $(ARGS)
 
 # Tests that share an engine run on one worker, files without one side by side: two at a time, but
 # where engines would share a GPU one by one. Two engines on two cores must not spin while they wait:

@@ -1,7 +1,6 @@
 """Time of the verification of one step, by vLLM and by MARS.
 
 `python -m benchmarks.kernel --output build/kernel.json` on a GPU
-`OMP_NUM_THREADS=1 python -m benchmarks.kernel --v1 --output build/step_v1.json` on a CPU
 
 All variants verify the same logits and drafts in one process, in turn, as Model Runner V2 calls
 them, each call with a cold L2 cache: microseconds on the device, and those that the host needs to
@@ -12,16 +11,10 @@ its method `block` where drafts are probabilistic and requests sample (not of vL
 shapes on a CPU, in Triton's interpreter, for which it wants `PYTHONPATH=tests/interpreted
 TRITON_INTERPRET=1`.
 
-With `--v1` it is a step of the V1 model runner on one thread of a CPU, in milliseconds of the
-thread, beside vLLM's own sampler with the CPU kernels of `tests/vllm_on_cpu.py`, and with
-`--before COMMIT` beside this package as it was at that commit. Its tests are elsewhere: nothing is
-compared here.
-
 Exit status: 0; 1 where tokens were wrong; 2 without a GPU.
 """
 
 import argparse
-import functools
 import itertools
 import os
 import sys
@@ -32,10 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchmarks.kernel_step import HostClock, Shape
 
-NO_GPU = (
-    "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes in Triton's interpreter, --v1 "
-    "times Model Runner V1."
-)
+NO_GPU = "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes in Triton's interpreter."
 # Temperature and whether drafts are drawn; 0.7 makes vLLM copy the rows into float32.
 KINDS = ((0.0, False), (1.0, False), (1.0, True), (0.7, False), (0.7, True))
 # (temperature, drawn, batch, K, vocabulary)
@@ -63,66 +53,6 @@ COLUMNS = [
     *((f"{name}, us of the host", None) for name in (*VARIANTS, "empty kernel")),
     *((f"{name}, tokens per request", None) for name in VARIANTS),
 ]
-
-
-# Of V1, whose requests may lose so many nats per token.
-V1_MAX_LOSS = 0.02
-V1_GRID = [
-    (*kind, batch, k, 49_152)
-    for kind, batch, k in itertools.product(
-        ((1.0, True), (1.0, False), (0.0, False)), (1, 16), (3, 4)
-    )
-]
-
-
-def v1_columns(before: str | None) -> list[tuple[str, str | None]]:
-    """Of a file of figures of V1: medians with the 20th and the 80th percentile.
-
-    Ratios are those of each round, in which all variants run in turn.
-    """
-    names = ["vLLM", "MARS", *([f"MARS at {before}"] if before else [])]
-    beside = [f"MARS / {name}" for name in names if name != "MARS"]
-    return [
-        ("step", ""),
-        *((f"{name}, ms", ".2f") for name in names),
-        *((name, ".2f") for name in beside),
-        *((f"{name}, tokens per request", None) for name in names),
-    ]
-
-
-def measure_v1_cell(
-    clock: "HostClock", shape: "Shape", rounds: int, before: str | None
-) -> list[Any]:
-    """All variants of one shape: a row for `v1_columns`."""
-    import numpy as np
-
-    from benchmarks.kernel_step import StepV1, package_at, time_in_turn
-
-    step = StepV1(shape)
-    calls = {"vLLM": step.verification(None), "MARS": step.verification(V1_MAX_LOSS)}
-    if before:
-        with package_at(before):
-            calls[f"MARS at {before}"] = step.verification(V1_MAX_LOSS)
-    # What is drawn differs from call to call, and so does what a step has to look at.
-    outputs: dict[str, list[Any]] = {name: [] for name in calls}
-    kept = {name: (lambda name=name: outputs[name].append(calls[name]())) for name in calls}
-    timed = time_in_turn(clock, kept, rounds)
-    runs = {name: [elapsed / 1e3 for elapsed, _ in of] for name, of in timed.items()}
-    tokens = {
-        name: [float((it.sampled_token_ids >= 0).sum()) / shape.batch for it in of]
-        for name, of in outputs.items()
-    }
-
-    def shown(values: Any) -> list[float]:
-        return [round(float(it), 4) for it in np.percentile(values, (50, 20, 80))]
-
-    others = [name for name in calls if name != "MARS"]
-    return [
-        f"{shape}, K {shape.k}",
-        *(shown(runs[name]) for name in calls),
-        *(shown(np.divide(runs["MARS"], runs[name])) for name in others),
-        *(round(float(np.mean(of)), 3) for of in tokens.values()),
-    ]
 
 
 def measure_cell(clock: "HostClock", shape: "Shape", rounds: int) -> list[Any]:
@@ -181,34 +111,24 @@ class MismatchError(Exception):
 
 def measure(args: argparse.Namespace) -> int:
     """Runs the cells in turn; returns the exit status."""
-    import torch
     import triton
 
     from benchmarks import figures
-    from benchmarks.kernel_step import GpuClock, HostClock, Shape, ThreadClock, mend_vllm_on_cpu
+    from benchmarks.kernel_step import GpuClock, HostClock, Shape
     from vllm_mars.lab.result_file import write_json
     from vllm_mars.servers.provenance import describe_run
 
-    clock: HostClock
-    if args.v1:
-        clock, grid, columns = ThreadClock(), V1_GRID, v1_columns(args.before)
-        of_cell: Any = functools.partial(measure_v1_cell, before=args.before)
-        mend_vllm_on_cpu()
-    else:
-        clock = HostClock() if args.dry_run else GpuClock()
-        grid, columns, of_cell = DRY if args.dry_run else GRID, COLUMNS, measure_cell
+    clock = HostClock() if args.dry_run else GpuClock()
+    grid = DRY if args.dry_run else GRID
     cells = [it for it in grid if args.only in named(Shape(*it))]
     head = describe_run(None if clock.name == "cpu" else clock.name)
     head["versions"]["triton"] = triton.__version__
     rounds = 2 if args.dry_run else args.rounds
     run = {**head, "raw": "this file", "dry_run": args.dry_run, "rounds": rounds}
-    if args.v1:
-        run |= {"threads": torch.get_num_threads(), "before": args.before}
-    else:
-        run["gb_per_s"] = round(clock.bandwidth())
-    result: dict[str, Any] = {"schema": figures.SCHEMA, "columns": columns, "rows": []}
+    run["gb_per_s"] = round(clock.bandwidth())
+    result: dict[str, Any] = {"schema": figures.SCHEMA, "columns": COLUMNS, "rows": []}
     result |= {"runs": [run], "not_run": []}
-    print(clock.name, *figures.table_of(columns, []), sep="\n", flush=True)
+    print(clock.name, *figures.table_of(COLUMNS, []), sep="\n", flush=True)
     begin, status = time.perf_counter(), 0
     for number, cell in enumerate(cells):
         if time.perf_counter() - begin > args.seconds:
@@ -216,13 +136,13 @@ def measure(args: argparse.Namespace) -> int:
             print(f"{len(cells) - number} cells were not run: the time is up.")
             break
         try:
-            measured = of_cell(clock, Shape(*cell), rounds)
+            measured = measure_cell(clock, Shape(*cell), rounds)
         except MismatchError as error:
             result["error"], status = str(error), 1
             print(error, file=sys.stderr)
             break
         result["rows"].append(measured)
-        *_, line = figures.table_of(columns, [measured])
+        *_, line = figures.table_of(COLUMNS, [measured])
         print(line, flush=True)
         if args.output:
             write_json(args.output, result)
@@ -239,8 +159,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=50, help="counted runs of each variant")
     parser.add_argument("--seconds", type=float, default=360, help="no cell is begun after these")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
-    parser.add_argument("--v1", action="store_true", help="Model Runner V1, on a CPU")
-    parser.add_argument("--before", metavar="COMMIT", help="with --v1: beside it the package there")
     args = parser.parse_args(arguments)
     if args.dry_run:
         # Triton reads it when it is imported, which nothing has done so far.
@@ -249,9 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
         import vllm.v1.worker.cpu.shm  # noqa: F401
     import torch
 
-    if args.v1:
-        torch.set_num_threads(1)
-    elif not args.dry_run and not torch.cuda.is_available():
+    if not args.dry_run and not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"

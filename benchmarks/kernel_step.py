@@ -1,26 +1,18 @@
-"""The verification of one step of each model runner, and clocks, for `kernel` and `launches`."""
+"""The verification of one step of Model Runner V2, and clocks, for `kernel` and `launches`."""
 
 import dataclasses
 import functools
-import subprocess
-import sys
-import tarfile
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from io import BytesIO
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from triton.testing import do_bench
 
-ROOT = Path(__file__).parents[1]
-# Of each request: tokens of its prompt (V2), output tokens, and how many kinds of these there are
-# (V2), so that the guard against repetition finds some again; and protected tokens (V1).
-PROMPT_LEN, ANSWER, KINDS, PROTECTED = 2, 512, 1_000, 17
+# Of each request: tokens of its prompt, output tokens, and how many kinds of these there are, so
+# that the guard against repetition finds some again.
+PROMPT_LEN, ANSWER, KINDS = 2, 512, 1_000
 MAX_MODEL_LEN = 2 * ANSWER
 # Newton's method takes so many steps for a row of a price between 0.1 and 1, on average.
 NEWTON_STEPS = 2
@@ -248,149 +240,6 @@ class Step:
             batch.seq_lens_cpu_upper_bound.numpy(),
             self.inputs[:],
         )
-
-
-class StepV1:
-    """The inputs of one step of the V1 model runner on a CPU, random and the same at each call.
-
-    A row's probabilities fall with their rank as words do. The draft's row is near the target's;
-    drawn drafts are drawn from it at 0.8 of the temperature, others are its first choice.
-
-    Attributes:
-        logits: `[batch * (k + 1), vocab]` float32; nobody writes to them.
-        draft_probs: `[batch * k, vocab]` float32, or None where drafts are fixed.
-    """
-
-    def __init__(self, shape: Shape) -> None:
-        from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-        torch.manual_seed(0)
-        temperature, is_drawn, batch, k, vocab = shape
-        self.shape, self.draft_probs = shape, None
-        falling = -1.5 * torch.arange(1, vocab + 1).log()
-        self.logits = torch.stack([falling[torch.randperm(vocab)] for _ in range(batch * (k + 1))])
-        self.logits += torch.randn_like(self.logits) / 2
-        of_drafts = self.logits.view(batch, k + 1, vocab)[:, :-1].reshape(-1, vocab)
-        draft_logits = of_drafts + torch.randn_like(of_drafts) / 2
-        drafts = draft_logits.argmax(1)
-        if is_drawn:
-            self.draft_probs = (draft_logits / (0.8 * temperature)).softmax(1)
-            drafts = self.draft_probs.multinomial(1).flatten()
-        self._metadata = SpecDecodeMetadata.make_dummy([[0] * k] * batch, torch.device("cpu"))
-        self._metadata.draft_token_ids = drafts.int()
-        places = torch.arange(batch * (k + 1)).int()
-        is_bonus = places % (k + 1) == k
-        self._metadata.logits_indices = places
-        self._metadata.bonus_logits_indices = places[is_bonus]
-        self._metadata.target_logits_indices = places[~is_bonus]
-        self._answers = torch.randint(vocab, (batch, ANSWER)).tolist()
-
-    def sampling(self) -> Any:
-        """vLLM's metadata of the requests, which want nothing but their temperature."""
-        from vllm.v1.sample.logits_processor import LogitsProcessors
-        from vllm.v1.sample.metadata import SamplingMetadata
-
-        temperature, _, batch, k, _ = self.shape
-        neutral = torch.zeros(batch)
-        return SamplingMetadata(
-            temperature=torch.full((batch,), temperature) if temperature else None,
-            all_greedy=not temperature,
-            all_random=bool(temperature),
-            top_p=None,
-            top_k=None,
-            generators={},
-            max_num_logprobs=None,
-            no_penalties=True,
-            prompt_token_ids=None,
-            frequency_penalties=neutral,
-            presence_penalties=neutral,
-            repetition_penalties=neutral + 1,
-            output_token_ids=self._answers,
-            allowed_token_ids_mask=None,
-            bad_words_token_ids={},
-            logitsprocs=LogitsProcessors(),
-            spec_token_ids=self._metadata.draft_token_ids.view(batch, k).tolist(),
-        )
-
-    def verification(self, max_loss: float | None) -> Call:
-        """What the V1 runner calls on the rows: by MARS with this bound, or by vLLM for None.
-
-        What was lost is forgotten before each call, so that all calls have the same allowance.
-        """
-        from vllm import SamplingParams
-        from vllm.v1.sample.logits_processor.interface import BatchUpdate
-        from vllm.v1.sample.rejection_sampler import RejectionSampler
-        from vllm.v1.sample.sampler import Sampler
-
-        from vllm_mars import MarsConfig, MarsRejectionSampler
-        from vllm_mars.kernels.account.naive import CounterLayout
-        from vllm_mars.report.counters import Counters
-        from vllm_mars.worker.requests_v1 import RequestsV1
-        from vllm_mars.worker.verification import Verification
-
-        temperature, _, batch, k, _ = self.shape
-        device = torch.device("cpu")
-        spec_config: Any = None
-        own = self._metadata, self.draft_probs, self.logits, self.sampling()
-        if max_loss is None:
-            return functools.partial(RejectionSampler(Sampler(), spec_config, device), *own)
-        config = MarsConfig(max_loss=max_loss)
-        verification = Verification(
-            config, list(range(PROTECTED)), Counters(CounterLayout(k), device)
-        )
-        requests = RequestsV1(config, batch, 2 * ANSWER)
-        params = SamplingParams(temperature=temperature, max_tokens=2 * ANSWER)
-        # A request that has just come has no output.
-        answers: list[list[int]] = [[] for _ in self._answers]
-        added = [(place, params, [1], answer) for place, answer in enumerate(answers)]
-        requests.update_state(BatchUpdate(batch, removed=[], added=added, moved=[]))
-        for answer, tokens in zip(answers, self._answers, strict=True):
-            answer.extend(tokens)
-        mars = MarsRejectionSampler(Sampler(), spec_config, device, verification, requests)
-
-        def verify() -> Any:
-            requests._records.lost.zero_()
-            return mars(*own)
-
-        return verify
-
-
-def mend_vllm_on_cpu() -> None:
-    """Puts kernels that sample rightly in the place of two of vLLM's for a CPU."""
-    from vllm.platforms import current_platform
-
-    from tests.vllm_on_cpu import mend
-
-    current_platform.import_kernels()
-    current_platform.register_triton_kernel_overrides()
-    mend()
-
-
-@contextmanager
-def package_at(commit: str) -> Iterator[None]:
-    """What is imported of this package meanwhile is that of another commit.
-
-    What it imports later, within functions, is this one's.
-    """
-    command = ["git", "archive", commit, "vllm_mars", "kernels"]
-    archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=BytesIO(archive)) as files:
-            files.extractall(folder, filter="data")
-        Path(folder, "kernels").rename(Path(folder, "vllm_mars/kernels"))
-        own = _take_out()
-        sys.path.insert(0, folder)
-        try:
-            yield
-        finally:
-            sys.path.remove(folder)
-            _take_out()
-            sys.modules.update(own)
-
-
-def _take_out() -> dict[str, Any]:
-    names = [name for name in sys.modules if name.split(".")[0] == "vllm_mars"]
-    return {name: sys.modules.pop(name) for name in names}
 
 
 @functools.cache

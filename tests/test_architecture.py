@@ -3,6 +3,8 @@
 import ast
 import graphlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -75,3 +77,23 @@ def test_no_part_imports_a_higher_one():
         assert others <= set(order[order.index(name) + 1 :]), name
     product = allowed.keys() - LABORATORY - {"cli"}
     assert not any(LABORATORY & allowed[name] for name in product)
+
+
+# What is handed to vLLM, is made of its classes or calls its kernels.
+NEEDS_VLLM = ("vllm_mars.worker.", "vllm_mars.report.", "vllm_mars.ray_serve", "kernels.draw.fused")
+IMPORT_ALL = """
+import importlib, sys
+sys.modules["vllm"] = None
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+"""
+
+
+def test_the_rest_imports_without_vllm():
+    """So options, definitions and the laboratory can be read and used without an engine."""
+    names = [
+        name
+        for name, _ in modules()
+        if name.startswith("vllm_mars") and not any(own in name for own in NEEDS_VLLM)
+    ]
+    subprocess.run([sys.executable, "-c", IMPORT_ALL, *names], check=True)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import kernel
 from benchmarks.kernel import MismatchError
-from benchmarks.kernel_step import HostClock, Shape, Step, ThreadClock
+from benchmarks.kernel_step import HostClock, Shape, Step
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,18 +42,3 @@ def test_other_tokens_than_vllms_are_an_error(monkeypatch):
         MismatchError, match="temperature 1, .*: 1 of 2 .* vLLM, standard, .* first is request 1"
     ):
         kernel.measure_cell(HostClock(), Shape(1.0, False, 2, 1, 8), 1)
-
-
-@pytest.mark.usefixtures("mended_kernels")
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_a_step_of_v1_runs_beside_vllms_and_beside_an_earlier_commit(is_drawn):
-    before = {name: it for name, it in sys.modules.items() if name.startswith("vllm_mars")}
-    shape = Shape(1.0, is_drawn, 2, 3, 100)
-    with torch.inference_mode():
-        row = kernel.measure_v1_cell(ThreadClock(), shape, 2, "HEAD")
-    assert before.items() <= sys.modules.items()
-    found = dict(zip([name for name, _ in kernel.v1_columns("HEAD")], row, strict=True))
-    times = [value[0] for name, value in found.items() if name.endswith(", ms")]
-    assert len(times) == 3 and min(times) > 0
-    assert found["MARS / vLLM"][0] > 0
-    assert all(value >= 1 for name, value in found.items() if name.endswith("per request"))

@@ -17,12 +17,14 @@ CHANGES = {
         [
             "-GFIXED_PRICE, DRAWN_PRICE =|_DEFAULT_DRAFT_TEMPERATURE =",
             "--",
-            "vllm_mars/options/config.py",
+            "vllm_mars/*config.py",
         ],
     ],
-    "head": [["--", "vllm_mars/models/heads/smollm2-135m-eagle3/model.safetensors"]],
-    "kernels": [["--", "kernels", "vllm_mars/worker/sampler_v2.py"]],
+    "head": [["--", "vllm_mars/*/smollm2-135m-eagle3/model.safetensors"]],
+    "kernels": [["--", "kernels", "vllm_mars/*/sampler_v2.py"]],
 }
+# Commits that gave files other places and names, and changed nothing of what they do.
+MOVES = ("1e79f4e", "31c5bcd")
 FILES = {path.stem: path for path in figures.RESULTS.glob("*.json") if path.stem != "index"}
 
 
@@ -57,8 +59,10 @@ def changed(name, depends_on):
         )
         for which in depends_on:
             for arguments in CHANGES[which]:
-                if after := git("log", "-1", "--format=%h %s", f"{commit}..HEAD", *arguments):
-                    return f"{which}: {after}"
+                found = git("log", "--format=%h %s", f"{commit}..HEAD", *arguments) or ""
+                after = [line for line in found.splitlines() if not line.startswith(MOVES)]
+                if after:
+                    return f"{which}: {after[0]}"
     return None
 
 

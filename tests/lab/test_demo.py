@@ -197,9 +197,7 @@ def check(file):
     assert changed(file)
 
 
-def start_demo(
-    tmp_path, model, mark, *arguments, program=("-m", "vllm_mars.cli.__main__"), **variables
-):
+def start_demo(tmp_path, model, mark, *arguments, program=("-m", "vllm_mars.cli"), **variables):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     return subprocess.Popen(
@@ -223,9 +221,9 @@ def start_demo(
 STARTING = """
 import sys
 from stand_in import StandInServer
-from vllm_mars.cli import main
-from vllm_mars.experiments import runner
-runner.VllmServer, runner.MINUTE = StandInServer, 0.2
+from vllm_mars.cli.__main__ import main
+from vllm_mars.lab import measure
+measure.VllmServer, measure.MINUTE = StandInServer, 0.2
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -309,7 +307,7 @@ def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_m
         [
             sys.executable,
             "-m",
-            "vllm_mars.cli.__main__",
+            "vllm_mars.cli",
             "demo",
             "--short",
             "--output",

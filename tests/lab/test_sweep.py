@@ -61,7 +61,7 @@ def test_a_sweep_that_is_ended_continues(directory):
 
     def start():
         return subprocess.Popen(
-            [sys.executable, "-m", "vllm_mars.cli.__main__", *arguments],
+            [sys.executable, "-m", "vllm_mars.cli", *arguments],
             env={**os.environ, MARK: mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -24,7 +24,7 @@ def gguf(tmp_path_factory) -> Path:
 
 def start(cache, *arguments, **env):
     return subprocess.Popen(
-        [sys.executable, "-m", "vllm_mars.cli.__main__", "model", *map(str, arguments)],
+        [sys.executable, "-m", "vllm_mars.cli", "model", *map(str, arguments)],
         env={**os.environ, "VLLM_MARS_CACHE": str(cache), **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -67,7 +67,7 @@ def said(monkeypatch):
     from vllm.logger import init_logger
 
     found = []
-    logger = init_logger("vllm.vllm_mars.engine.markers")
+    logger = init_logger("vllm.vllm_mars.options.markers")
     monkeypatch.setattr(logger, "warning", lambda text, *values: found.append(text % values))
     return found
 

@@ -182,7 +182,7 @@ def said(monkeypatch):
     from vllm.logger import init_logger
 
     found = []
-    logger = init_logger("vllm.vllm_mars.engine.prompts")
+    logger = init_logger("vllm.vllm_mars.options.prompts")
     monkeypatch.setattr(logger, "warning", lambda text, *values: found.append(text % values))
     return found
 

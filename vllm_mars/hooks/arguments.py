@@ -126,7 +126,7 @@ def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> 
             'fixed ("draft_sample_method": "probabilistic", the default, gains more where requests '
             "sample, at the same loss)"
         )
-    init_logger("vllm.vllm_mars.engine.options").info("Drafts are %s.", how)
+    init_logger("vllm.vllm_mars.hooks.arguments").info("Drafts are %s.", how)
 
 
 def _is_drawable(speculative_config: "SpeculativeConfig") -> bool:

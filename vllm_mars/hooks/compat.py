@@ -155,7 +155,7 @@ def check_version(version: str) -> None:
             )
         from vllm.logger import init_logger
 
-        init_logger("vllm.vllm_mars.engine.compat").warning_once(
+        init_logger("vllm.vllm_mars.hooks.compat").warning_once(
             "vLLM %s is newer than the releases that vllm-mars knows (%s); its interfaces are "
             "checked at start, its behaviour is untested.",
             version,

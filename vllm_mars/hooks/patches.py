@@ -33,7 +33,7 @@ def _once(hook: Hook) -> Hook:
             # A server that does not ask for MARS goes on; one that does is refused by a check.
             from vllm.logger import init_logger
 
-            init_logger("vllm.vllm_mars.engine.hooks").warning(
+            init_logger("vllm.vllm_mars.hooks.patches").warning(
                 "vllm-mars cannot hook into %s (%s), so this vLLM can serve only without "
                 "rejection_sample_method 'mars'.",
                 module.__name__,

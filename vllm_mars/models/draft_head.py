@@ -1,7 +1,7 @@
 """EAGLE-3 heads: the packaged model's, and refusing a wrong or broken one before a server.
 
 vLLM would load a head of another target of the same sizes without a word, and draft nonsense. The
-heads of `benchmarks.draft` therefore carry what they were made for, in config.json:
+packaged head therefore carries what it was made for, in config.json:
 
     "vllm_mars_target": {"sha256": ..., "vocab_size": ..., "hidden_size": ...}
     "vllm_mars_weights_sha256": ...
@@ -16,7 +16,7 @@ TARGET_KEY = "vllm_mars_target"
 WEIGHTS_KEY = "vllm_mars_weights_sha256"
 WEIGHTS = "model.safetensors"
 PACKAGED_HEAD = Path(__file__).with_name("heads") / "smollm2-135m-eagle3"
-WAY_OUT = "take another, train one in a checkout (benchmarks/draft/README.md), or draft with ngram"
+WAY_OUT = "take another, or draft with ngram"
 
 
 def check_head(directory: Path, model: Path) -> None:

@@ -109,7 +109,7 @@ def _spans_of_tool_parser(
     from vllm.logger import init_logger
     from vllm.tool_parsers import ToolParserManager
 
-    logger = init_logger("vllm.vllm_mars.engine.markers")
+    logger = init_logger("vllm.vllm_mars.options.markers")
     tokenizer = _tokenizer(model_config)
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
@@ -182,7 +182,7 @@ def _thinking(
         is_section = len(start) == 1 and start != end
         return int(start[0]) if is_section else None, int(end[0])
     if config.opening:
-        init_logger("vllm.vllm_mars.engine.markers").warning(
+        init_logger("vllm.vllm_mars.options.markers").warning(
             "Only the answer's own begin is a strict opening: the end of the thinking section is "
             "%d tokens of this model, not one.",
             len(end),

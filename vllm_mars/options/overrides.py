@@ -122,4 +122,4 @@ def _stamp(path: str) -> tuple[int, ...] | None:
 def _logger() -> Any:
     from vllm.logger import init_logger
 
-    return init_logger("vllm.vllm_mars.engine.overrides")
+    return init_logger("vllm.vllm_mars.options.overrides")

@@ -51,7 +51,7 @@ def turns_of(
         why = rendered
     from vllm.logger import init_logger
 
-    init_logger("vllm.vllm_mars.engine.prompts").warning(
+    init_logger("vllm.vllm_mars.options.prompts").warning(
         "It is not known by which tokens the chat template ends a message (%s). A request whose "
         "prompt may have opened a span or the thinking section is verified strictly.",
         why,

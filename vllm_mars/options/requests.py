@@ -91,7 +91,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
             from vllm.logger import init_logger
 
             _SAID.append(error)
-            init_logger("vllm.vllm_mars.requests").warning(
+            init_logger("vllm.vllm_mars.options.requests").warning(
                 "A bad request came past the front end: %s All such requests are verified "
                 "strictly; vLLM's own front end in Python refuses them with HTTP 400.",
                 error,

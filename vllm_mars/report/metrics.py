@@ -285,4 +285,4 @@ def _check_length(counts: list[int], layout: CounterLayout) -> None:
 def _logger() -> Any:
     from vllm.logger import init_logger
 
-    return init_logger("vllm.vllm_mars.engine.metrics")
+    return init_logger("vllm.vllm_mars.report.metrics")

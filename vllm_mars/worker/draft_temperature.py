@@ -19,7 +19,7 @@ from vllm_mars.options.config import MarsConfig
 if TYPE_CHECKING:
     from vllm_mars.worker.requests_v2 import RequestsV2
 
-logger = init_logger("vllm.vllm_mars.runner.draft_temperature")
+logger = init_logger("vllm.vllm_mars.worker.draft_temperature")
 
 
 def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], torch.Tensor]) -> None:

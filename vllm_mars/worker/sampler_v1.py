@@ -32,7 +32,7 @@ from vllm_mars.worker.verification import Verification, log_ratios, of_sampled, 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
-logger = init_logger("vllm.vllm_mars.runner.sampler_v1")
+logger = init_logger("vllm.vllm_mars.worker.sampler_v1")
 
 
 class MarsRejectionSampler(RejectionSampler):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-logger = init_logger("vllm.vllm_mars.runner.sampler_v2")
+logger = init_logger("vllm.vllm_mars.worker.sampler_v2")
 
 # The attribute of a runner with what makes its sampler.
 _SAMPLER = "_vllm_mars_sampler"

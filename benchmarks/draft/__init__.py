@@ -1,1 +1,0 @@
-"""Makes an EAGLE-3 draft head for a target by distillation: data, training, export."""
