@@ -25,10 +25,11 @@ import numpy as np
 from benchmarks.text import SERVERS, open_engine, prompts_of
 from benchmarks.text_report import cell, read_all, show
 from vllm_mars.kernels.accept import naive as accept
-from vllm_mars.kernels.clip import naive as clip
+from vllm_mars.kernels.blocks.naive import reach as reached
+from vllm_mars.kernels.law import naive as law
 from vllm_mars.kernels.ledger.naive import LOSS_BITS, NO_BOUND, price_units
 from vllm_mars.kernels.rows.naive import read_probabilities
-from vllm_mars.kernels.rules import naive as rule
+from vllm_mars.kernels.rules import PRICE
 from vllm_mars.kernels.verdicts import Verdict
 from vllm_mars.lab.prompts import PACKAGED
 from vllm_mars.lab.records import append_line, require_writable
@@ -115,13 +116,13 @@ class Judge:
             return
         sums = self.sums.setdefault(name, {it: np.zeros(len(SUMS)) for it in self.prices})
         for it, price in self.prices.items():
-            sums[it] += judged(allowed._replace(price=price_units(price), rate=NO_BOUND))
+            sums[it] += judged(allowed._replace(value=price_units(price), rate=NO_BOUND))
 
 
 def of_greedy(rows: Any, begin: int, end: int, allowed: Any) -> np.ndarray:
     """`SUMS` of a greedy step."""
     accepted, lost = 0, 0.0
-    for verdict in rule.greedy(rows, begin, end, "price", allowed):
+    for verdict in PRICE.plain.greedy(rows, begin, end, allowed):
         if verdict not in (Verdict.FIRST, Verdict.RELAXED):
             break
         lost += rows.loss[begin + accepted] * UNIT * (verdict == Verdict.RELAXED)
@@ -132,9 +133,9 @@ def of_greedy(rows: Any, begin: int, end: int, allowed: Any) -> np.ndarray:
 def of_fixed(rows: Any, own: Any, allowed: Any) -> np.ndarray:
     """The same of a step that samples with a fixed draft."""
     found, reach = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0
-    for i, position in enumerate(rule.sampled(rows, own.begin, own.end, "price", allowed)):
+    for i, position in enumerate(PRICE.plain.sampled(rows, own.begin, own.end, allowed)):
         found += reach * np.array([0, 0, position.loss * UNIT, position.drift * UNIT, 1, 0, 0])
-        log_m = rows.log_p[own.begin + i] + rule.log_ratio(position, is_draft=True)
+        log_m = rows.log_p[own.begin + i] + law.log_ratio(position, is_draft=True)
         reach *= math.exp(min(log_m, 0.0))
         found[0] += reach
     return found
@@ -143,16 +144,16 @@ def of_fixed(rows: Any, own: Any, allowed: Any) -> np.ndarray:
 def of_drawn(rows: Any, own: Any, allowed: Any) -> np.ndarray:
     """The same with a drawn draft."""
     found, reach = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0
-    prices = rule.drawn_prices(rows, own.begin, own.end, allowed, own.most_drafts)
+    prices = law.drawn_prices(rows, own.begin, own.end, allowed, own.most_drafts)
     for i, (x, price) in enumerate(zip(rows.draft[own.begin : own.end], prices, strict=True)):
         if x < 0:
             break
         row = own.z[i], own.p[i], own.q[i], price, own.kept[i]
-        served = clip.clip_row(*row, own.buffers[3 + i], own.buffers[:3])
+        served = law.clip_row(*row, own.buffers[3 + i], own.buffers[:3])
         outside = own.q[i] == 0
         shares = float(own.p[i][outside].sum()), float(served.m[outside].sum())
         found += reach * np.array([0, 0, served.loss, served.drift, 1, *shares])
-        reach = rule.reach(reach, float(served.m[x]), float(own.q[i, x]))
+        reach = reached(reach, float(served.m[x]), float(own.q[i, x]))
         found[0] += reach
     return found
 

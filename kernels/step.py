@@ -7,22 +7,21 @@ import torch
 from vllm_mars.kernels.kept.naive import Protected
 from vllm_mars.kernels.ledger.naive import LOSS_BITS
 from vllm_mars.kernels.record import Records
-from vllm_mars.kernels.rules import RuleName
+from vllm_mars.kernels.rules import Rule
 
 # In the place of a draft token that was drawn and that a grammar has struck out since.
 STRUCK = -2
 
 
-class Rule(NamedTuple):
-    """What holds for all requests of a step.
+class Terms(NamedTuple):
+    """What holds for all requests of an engine.
 
     Attributes:
-        name: "theta" accepts a runner-up where z2 > threshold * z1 and z1 > 0, "price" weighs a
-            prefix of the draft against its loss.
+        rule: by which their drafts are verified.
         protected: the tokens that keep their probability, or None.
     """
 
-    name: RuleName
+    rule: Rule
     protected: Protected | None = None
 
 
@@ -38,7 +37,7 @@ class Step(NamedTuple):
             request's first row is the last token before the step, or -1.
         cu_num_logits: `[batch]` int32, inclusive prefix sum of the requests' rows.
         records: of all slots.
-        slots: int32 or int64 `[batch]`, the slot of each request.
+        slots: int32 or int64 `[batch]`, the slot of each request; the kernels pass over one of -1.
         total_len: int32 `[S]`, tokens of prompt and output before this step, by slot.
         prompt_len: int32 `[S]`.
         num_speculative_tokens: K, the longest draft of a request, or more, which sets the width of

@@ -180,6 +180,9 @@ def strictness_kernel(
     BLOCK: tl.constexpr = C.ANSWER_BLOCK if C.ANSWER_BLOCK < WINDOW else WINDOW
     request = tl.program_id(0)
     slot = tl.load(slots_ptr + request).to(tl.int64)
+    # What fills up a batch of a fixed size.
+    if slot < 0:
+        return
     end = tl.load(cu_num_logits_ptr + request)
     start = tl.load(cu_num_logits_ptr + request - 1, mask=request > 0, other=0)
     draft_ptr = input_ids_ptr + start + 1
@@ -224,7 +227,7 @@ def strictness_kernel(
     # Read once: it lies in the host's memory.
     is_greedy = tl.load(temperature_ptr + slot) == 0.0
     # What would repeat means nothing to a strict request.
-    is_strict = tl.load(record_ptr + C.PRICE) == 0
+    is_strict = tl.load(record_ptr + C.VALUE) == 0
     first = tl.maximum(num_answer - WINDOW, 0)
     for j in range(0, num_draft):
         token = tl.load(draft_ptr + j).to(tl.int32)

@@ -19,8 +19,8 @@ import torch
 import oracle
 from calls import LONGEST, Call
 from vllm_mars import MarsConfig
-from vllm_mars.models.drafts import LOOSEST_LIMIT
-from vllm_mars.options.config import OPTION
+from vllm_mars.kernels.rules import RULES
+from vllm_mars.models.drafts import CHOSEN_BY_REQUESTS
 
 VALUES = {"theta": [1.0, 0.9375, 0.5, 0.0625], "price": [0.0, 0.25, 4.0]}
 
@@ -51,13 +51,13 @@ class Greedy:
     @property
     def config(self) -> MarsConfig:
         opening = {"strict_opening": 0} if self.rule == "price" else {}
-        limit = LOOSEST_LIMIT[self.rule]
+        limit = CHOSEN_BY_REQUESTS[self.rule]["mars_limit"]
         return MarsConfig(**{self.rule: self.shared}, limit=limit, **opening)
 
     def asked(self) -> list[dict[str, Any]]:
         """What each request asks for."""
         each = zip(self.values, self.is_own, strict=True)
-        return [{OPTION[self.rule]: value} if own else {} for value, own in each]
+        return [{RULES[self.rule].option: value} if own else {} for value, own in each]
 
     def difference(self, emitted: list[list[int]]) -> str | None:
         """What there is to say where the greedy requests' tokens are not those of the oracle."""

@@ -15,8 +15,8 @@ from enumerated import FEATURES, Batch, case_of
 from scheduled import CASES, MARS, Engine, logits_of, write_model
 from steps_v2 import emitted
 from vllm_mars.kernels.accept import fused as accept_kernel
-from vllm_mars.kernels.clip import fused as clip_kernel
 from vllm_mars.kernels.draw import fused as draw_kernel
+from vllm_mars.kernels.law import fused as clip_kernel
 
 pytestmark = pytest.mark.interpreted
 

@@ -10,8 +10,8 @@ from benchmarks.kernel_step import Shape, is_repeated, step_of, tokens_of
 from calls import LONGEST, Call, close, listed, sampled_step, to, written_down
 from vllm_mars import MarsConfig, verify_greedy
 from vllm_mars.kernels.accept import fused as accept_kernel
-from vllm_mars.kernels.clip import fused as clip_kernel
-from vllm_mars.kernels.clip.naive import TOLERANCE
+from vllm_mars.kernels.law import fused as clip_kernel
+from vllm_mars.kernels.law.naive import TOLERANCE
 from vllm_mars.kernels.record import Column, Records
 from vllm_mars.kernels.step import Step as StepInputs
 from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
@@ -83,13 +83,13 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
     for number in range(10):
         call = Call(number, rule, True, 49_152, dtype)
         q, given, guard, draws = sampled_step(call, name == "drawn")
-        drawn, own_rule, guard = (to(DEVICE, value) for value in (draws, call.rule, guard))
+        drawn, terms, guard = (to(DEVICE, value) for value in (draws, call.terms, guard))
         # The first one compiles.
         for mode in ("default", "error"):
             found, step = to(DEVICE, call.account()), to(DEVICE, given)
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                output = accept_kernel.accept(step, own_rule, guard, found, drawn)
+                output = accept_kernel.accept(step, terms, guard, found, drawn)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(step.logits.cpu().nan_to_num(), given.logits.nan_to_num())
@@ -151,7 +151,7 @@ def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
     inputs, ends = ids([answer[-1], *draft]), ids([len(draft) + 1])
     records = Records.new(1, DEVICE)
     records.table[0, Column.SCOPE] = IN_THINKING
-    records.price.fill_(1)
+    records.value.fill_(1)
     logits = torch.empty((len(inputs), 30), device=DEVICE)
     step = StepInputs(logits, inputs, ends, records, zero, ids([length]), zero, len(draft))
     found = guard_positions(

@@ -8,6 +8,7 @@ import pytest
 
 from vllm_mars import MarsConfig
 from vllm_mars.hooks.ranks import TravellingOptions
+from vllm_mars.kernels.rules import PRICE
 from vllm_mars.options.config import config_of, lossy_reason, split_speculative_config
 from vllm_mars.options.lock import check_lock
 
@@ -17,7 +18,7 @@ MARS = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method
 def test_default_is_the_recommended_bound():
     config, rest = split_speculative_config(MARS)
     assert config == MarsConfig(max_loss=0.02)
-    assert (config.rule, config.value, config.limit_value) == ("price", math.inf, math.inf)
+    assert (config.rule, config.value, config.limit_value) == (PRICE, math.inf, math.inf)
     assert rest == {**MARS, "rejection_sample_method": "standard"}
     assert "rejection_sample_method" in MARS, "the user's dict stays as it is"
 
@@ -25,14 +26,14 @@ def test_default_is_the_recommended_bound():
 @pytest.mark.parametrize(("rule", "value"), [("theta", 0.8), ("price", 1)])
 def test_the_option_that_is_given_names_the_rule(rule, value):
     config, _ = split_speculative_config({**MARS, f"mars_{rule}": value})
-    assert (config.rule, config.value) == (rule, value)
+    assert (config.rule.name, config.value) == (rule, value)
     assert config.lossy
     assert isinstance(config.value, float)
 
 
 def test_a_bound_alone_sets_the_price():
     config, _ = split_speculative_config({**MARS, "mars_max_loss": 0.02})
-    assert (config.rule, config.value, config.limit_value) == ("price", math.inf, math.inf)
+    assert (config.rule, config.value, config.limit_value) == (PRICE, math.inf, math.inf)
     assert config.sets_price and config.lossy and config.clients_may_relax
     assert lossy_reason(config, "mars") == "mars_max_loss=0.02"
     assert not MarsConfig(max_loss=0.0).lossy

@@ -25,7 +25,9 @@ from vllm_mars.kernels.ledger.naive import (
     loss_units,
     price_units,
 )
-from vllm_mars.kernels.record import MOST_ENDS, RECORD_SIZE, Column, Records, float_bits
+from vllm_mars.kernels.record import MOST_ENDS, RECORD_SIZE, Column, Records, held
+from vllm_mars.kernels.rules import PRICE as PRICE_RULE
+from vllm_mars.kernels.rules import RULES
 from vllm_mars.kernels.strictness.naive import IN_ANSWER, IN_THINKING
 from vllm_mars.models.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.options import config as config_module
@@ -33,8 +35,6 @@ from vllm_mars.options import requests
 from vllm_mars.options.config import (
     DRAWN_PRICE,
     FIXED_PRICE,
-    OPTION,
-    STRICT_VALUE,
     split_speculative_config,
 )
 from vllm_mars.options.requests import OVERRIDES, RequestOptions, in_force, options_of
@@ -161,11 +161,11 @@ def test_refused(config, extra_args, message):
 
 
 def test_a_server_whose_requests_choose_allows_everything():
-    for rule, option in OPTION.items():
-        config, _ = split_speculative_config(CHOSEN_BY_REQUESTS[rule])
+    for name, rule in RULES.items():
+        config, _ = split_speculative_config(CHOSEN_BY_REQUESTS[name])
         assert config.clients_may_relax and not config.lossy
-        for value in (1e-6, 1.0) if rule == "theta" else (0.0, 1000.0):
-            assert options_of(params(**{option: value}), config).value == value
+        for value in (rule.strict, 1e-6, rule.most):
+            assert options_of(params(**{rule.option: value}), config).value == value
 
 
 def test_a_bound_is_the_servers_or_a_smaller_one():
@@ -191,7 +191,7 @@ def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_drawn, expe
         request = params(**own)
         request.temperature = temperature
         server = MarsConfig(max_loss=0.04)
-        return record_of(request, server, is_drawn, 99)[Column.PRICE] / 2**16
+        return record_of(request, server, is_drawn, 99)[Column.VALUE] / 2**16
 
     assert price() == pytest.approx(expected * 0.2, abs=2**-15)
     assert price(mars_max_loss=0.01) == pytest.approx(price() / 2, abs=2**-15)
@@ -213,7 +213,7 @@ def test_a_request_that_asks_gets_what_a_server_with_its_bound_gives():
 def test_a_bound_of_0_is_strict(config):
     """Of a request as of a server."""
     assert config.lossy
-    strict = RequestOptions(STRICT_VALUE[config.rule], max_loss=0)
+    strict = RequestOptions(config.rule.strict, max_loss=0)
     assert options_of(params(mars_max_loss=0), config) == strict
     limit = None if config.sets_price else config.limit
     server = dataclasses.replace(config, max_loss=0, limit=limit)
@@ -221,7 +221,6 @@ def test_a_bound_of_0_is_strict(config):
     assert options_of(params(), server) == strict
     record = record_of(params(), server, False, 99)
     assert record[: Column.MOST_TOKENS] == [0, 0, 0]
-    assert record[Column.THRESHOLD] == float_bits(1.0)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +242,7 @@ def test_whose_positions_count_as_relaxable(config, own, is_relaxable):
     constrained = params(**own)
     constrained.structured_outputs = StructuredOutputsParams(regex="a+")
     table = torch.tensor([record_of(it, config, False, 99) for it in (params(**own), constrained)])
-    assert Records(table).relaxes(config.rule).tolist() == [is_relaxable, False]
+    assert Records(table).relaxes.tolist() == [is_relaxable, False]
 
 
 VALUES = st.recursive(
@@ -261,7 +260,7 @@ NAMES = [f"mars_{field.name}" for field in dataclasses.fields(MarsConfig)]
 @given(
     st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3),
     st.dictionaries(
-        st.sampled_from([*OPTION.values(), "mars_max_loss", OVERRIDES])
+        st.sampled_from([*(rule.option for rule in RULES.values()), "mars_max_loss", OVERRIDES])
         | st.sampled_from(["mars_" + "x" * 65536, "mars_return"]),
         VALUES,
         max_size=2,
@@ -287,9 +286,9 @@ def test_a_record_holds_whatever_a_request_asks_for(server, own, produced, is_gr
         assert len(str(error)) < 1000
     request.temperature = float(not is_greedy)
     record = record_of(request, config, is_drawn, 2**20, produced)
-    price, rate, lost = record[: Column.MOST_TOKENS]
-    assert 0 <= record[Column.THRESHOLD] <= float_bits(1.0)
-    assert 0 <= price <= MOST_PRICE_UNITS and 0 <= rate <= NO_BOUND
+    value, rate, lost = record[: Column.MOST_TOKENS]
+    loosest = 0 if config.rule.strict else config.rule.most
+    assert 0 <= value <= held(config.rule, loosest) and 0 <= rate <= NO_BOUND
     assert 0 <= lost <= NO_LIMIT
     # What the record cannot hold raises.
     torch.tensor(record, dtype=torch.int64)
@@ -302,14 +301,14 @@ def test_what_no_front_end_has_checked_is_strict(config, bad, caplog, monkeypatc
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     for key in (OVERRIDES, "mars_max_loss" if config is BOUND else "mars_theta"):
         request = params(mars_return=True, **{key: bad})
-        assert options_of(request, config) == RequestOptions(STRICT_VALUE[config.rule])
+        assert options_of(request, config) == RequestOptions(config.rule.strict)
     text = r"A bad request came past the front end: .*\. All such requests are verified strictly; "
     assert re.search(text + "vLLM's own front end in Python refuses them with", caplog.text)
     assert len({id(record) for record in caplog.records}) == 1
 
 
 def test_no_option_is_more_than_the_kernels_hold():
-    assert price_units(config_module.MOST_PRICE) == MOST_PRICE_UNITS
+    assert price_units(PRICE_RULE.most) == MOST_PRICE_UNITS
     assert loss_rate(config_module.MOST_MAX_LOSS) == NO_BOUND - 1
     assert MOST_ENDS == RECORD_SIZE - Column.ENDS
     for units, most in (
@@ -337,7 +336,7 @@ def test_the_lock_holds_for_requests(monkeypatch):
         with pytest.raises(VLLMValidationError, match=message):
             check_request(params(**chosen), served_with(config))
         # In an engine whose front end is not locked.
-        assert options_of(params(**chosen), config).value == STRICT_VALUE[config.rule]
+        assert options_of(params(**chosen), config).value == config.rule.strict
     check_request(params(mars_theta=1), served_with(strict))
     for own in ({}, {"mars_max_loss": 0}):
         check_request(params(**own), served_with(OPT_IN))

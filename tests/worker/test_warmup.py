@@ -82,7 +82,7 @@ class Engine:
             by_row = self.view(size, dtype=torch.int64), self.view(size, dtype=torch.int64)
             draws = Draws(sampling, *by_row, self.view(size))
         account = self.verification.account(batch, CPU, self.returns())
-        accept_kernel.accept(step, self.verification.rule(rows), guard, account, draws)
+        accept_kernel.accept(step, self.verification.terms(rows), guard, account, draws)
 
 
 @pytest.mark.parametrize("vocab", [32_000, 50_257])

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from vllm_mars.hooks.compat import ADAPTIVE, RELEASES, check_interfaces, check_version
+from vllm_mars.kernels.rules import RULES
 from vllm_mars.lab.prompts import load_prompts
-from vllm_mars.options.config import OPTION, RULES, STRICT_VALUE
 from vllm_mars.options.lock import check_lock, lock_is_on
 from vllm_mars.requirements import INSTALL_VLLM
 from vllm_mars.servers.provenance import versions
@@ -252,7 +252,7 @@ class _Probe:
         if "limit" not in labels:
             return {}
         option, limit = labels["rule"], float(labels["limit"])
-        if option == OPTION["theta"]:
+        if any(rule.option == option and rule.strict for rule in RULES.values()):
             # 0 is no theta, but stands for all of them.
             return {option: max(limit, 0.01)} if limit < 1 else {}
         return {option: limit} if limit else {}
@@ -350,7 +350,7 @@ def _total(values: Mapping[str, float], name: str) -> float:
 
 
 def _is_strict(told: dict[str, Any]) -> bool:
-    return any(told.get(rule) == STRICT_VALUE[rule] for rule in RULES)
+    return any(told.get(name) == rule.strict for name, rule in RULES.items())
 
 
 def _rule(told: dict[str, Any]) -> Finding:

@@ -159,7 +159,7 @@ class RequestsV2(LogitsProcessor):
         self._staged.stage_write(req_idx, 0, record)
         if self._is_drawn:
             # A strict request has nothing of drafts that are drawn at a share of its temperature.
-            share = self._config.draft_share if record[Column.PRICE] else 1.0
+            share = self._config.draft_share if record[Column.VALUE] else 1.0
             drawn_at = np.float32(sampling_params.temperature) * np.float32(share)
             self._drawn_at.stage_write_elem(req_idx, float(drawn_at))
             # As vLLM does it, so that all tensor-parallel ranks take the same one. Behind its

@@ -185,7 +185,7 @@ class MarsRejectionSampler(RejectionSampler):
         drafts = [own.tolist() for own in metadata.draft_token_ids.split(lengths)]
         step, guard = self.requests.step(logits, drafts, verification.num_speculative_tokens)
         account = verification.account(batch, logits.device, self.requests.returns(batch))
-        output = accept.accept(step, verification.rule(logits), guard, account, chance, bonus)
+        output = accept.accept(step, verification.terms(logits), guard, account, chance, bonus)
         tokens = output.output_token_ids[:, : metadata.max_spec_len + 1].contiguous()
         return tokens, account.table
 
@@ -207,7 +207,7 @@ class MarsRejectionSampler(RejectionSampler):
         device = metadata.draft_token_ids.device
         uniform = generate_uniform_probs(sum(lengths), lengths, generators, device)
         noise: dict[int, torch.Tensor] = {}
-        is_strict = self.requests.is_strict(len(lengths), self.verification.config.rule)
+        is_strict = self.requests.is_strict(len(lengths))
         if draft_probs is None and (is_strict & (temperature != 0)).any():
             dtype = torch.float64 if self.use_fp64_gumbel else torch.float32
             shared = torch.empty((len(lengths), vocab), dtype=dtype, device=device).exponential_()

@@ -174,7 +174,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             )
         returns = self.requests.returns(idx_mapping_np)
         account = verification.account(len(idx_mapping_np), logits.device, returns)
-        output = accept_kernel.accept(step, verification.rule(step.logits), guard, account, draws)
+        output = accept_kernel.accept(step, verification.terms(step.logits), guard, account, draws)
         if draws is not None and verification.config.logprobs == "sampled":
             self._table = account.table
         return processed, output.output_token_ids, output.num_emitted

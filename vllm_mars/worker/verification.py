@@ -7,12 +7,9 @@ import torch
 
 from vllm_mars.kernels.account.naive import Account
 from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.step import Rule
+from vllm_mars.kernels.step import Terms
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.report.counters import Counters
-
-# Of the value that the log names, by rule.
-_UNITS = {"theta": "", "price": " nats per token"}
 
 
 class Returned(NamedTuple):
@@ -55,8 +52,8 @@ class Verification:
         self.returned: list[Returned] = []
         self._protected: Protected | None = None
 
-    def rule(self, logits: torch.Tensor) -> Rule:
-        """The rule on logits of this width.
+    def terms(self, logits: torch.Tensor) -> Terms:
+        """The terms on logits of this width.
 
         The mask of the protected tokens is built on the first call, because only the logits tell
         how wide the model's output is.
@@ -66,7 +63,7 @@ class Verification:
             mask = torch.zeros(vocab, dtype=torch.bool)
             mask[[token for token in self.protected_token_ids if token < vocab]] = True
             self._protected = Protected.of(mask, logits.device)
-        return Rule(self.config.rule, self._protected)
+        return Terms(self.config.rule, self._protected)
 
     def account(self, batch: int, device: torch.device, returns: dict[int, str]) -> Account:
         """Where a step of so many requests is written down, with a table if any `returns`."""
@@ -94,7 +91,8 @@ class Verification:
     def describe(self) -> str:
         """The rule and the bound, as options."""
         config = self.config
-        rule = f"mars_{config.rule}={config.value:g}{_UNITS[config.rule]}"
+        unit = " nats per token" if config.rule.in_nats else ""
+        rule = f"{config.rule.option}={config.value:g}{unit}"
         if config.sets_price:
             rule = "the bound sets the price"
         bound = "no mars_max_loss"

@@ -46,12 +46,12 @@ def warm_up(
     processed = torch.zeros((2, logits.shape[1]), device=device)
     markers, ngram = Sections(config).markers(device), config.repeat_ngram
     for rows in (*_row_layouts(logits), processed):
-        step, rule, guard = Step(rows, inputs, end, *own), verification.rule(rows), None
+        step, terms, guard = Step(rows, inputs, end, *own), verification.terms(rows), None
         if markers is not None or ngram or fills:
             text = new_ring(1, device), zero[None], step, float_one, markers, ngram, fills
             guard = guard_positions(*text)
         for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
-            accept_kernel.accept(step, rule, guard, verification.account(1, device, {}), draws)
+            accept_kernel.accept(step, terms, guard, verification.account(1, device, {}), draws)
 
 
 def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:
