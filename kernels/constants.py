@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from vllm_mars.kernels import record, step
+from vllm_mars.kernels.account import naive as account
 from vllm_mars.kernels.law import naive as law
 from vllm_mars.kernels.ledger import naive as ledger
 from vllm_mars.kernels.record import MOST_ENDS, Column
@@ -31,6 +32,10 @@ class Constants(NamedTuple):
     REPEAT: int = Verdict.REPEAT.value
     OPENED: int = Verdict.OPENING.value
     OUTSIDE: int = Verdict.SCOPE.value
+
+    # Counters, by name, and how many have an entry for each position.
+    COUNTER: Any = account.PLACES
+    BY_POSITION: int = len(account.BY_POSITION)
 
     # Columns of a record, and its size.
     VALUE: int = Column.VALUE.value

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_mars.kernels.account.fused import write_down
 from vllm_mars.kernels.account.naive import Account, CounterLayout
 from vllm_mars.kernels.blocks.fused import by_blocks, sum_residuals
 from vllm_mars.kernels.constants import C
@@ -63,71 +64,6 @@ def _drawn(seeds_ptr, pos_ptr, slot, row, mask, place, BY_BLOCKS: tl.constexpr):
     if BY_BLOCKS:
         seed = step_seed(seed, place)
     return tl.maximum(tl.rand(seed, pos), C.LEAST_DRAWN)
-
-
-@triton.jit
-def _write_down(
-    account,
-    lost_ptr,
-    request,
-    offset,
-    draft,
-    verdict,
-    loss,
-    gained,
-    drift,
-    ratio,
-    accepted,
-    is_counted,
-    is_greedy,
-    is_relaxable,
-    num_speculative_tokens,
-    BY_BLOCKS: tl.constexpr,
-):
-    """Counts a request's step, takes its loss off; returns relaxed tokens and loss."""
-    is_visited = is_counted & (offset <= accepted)
-    is_accepted = is_counted & (offset < accepted)
-    is_relaxed = is_accepted & (verdict == C.RELAXED)
-    spends = is_relaxed | (is_visited & (is_greedy == 0))
-    step_lost = tl.sum(tl.where(spends, loss, 0), axis=0)
-    gains = spends
-    if BY_BLOCKS:
-        # Of the positions, too, that were not reached.
-        gains = gains | (is_counted & (is_greedy == 0))
-    step_gained = tl.sum(tl.where(gains, gained, 0), axis=0)
-    lost = tl.load(lost_ptr)
-    # All warps have loaded what one of them stores.
-    tl.debug_barrier()
-    tl.store(lost_ptr, lost + step_lost)
-
-    one = tl.full(offset.shape, 1, tl.int64)
-    is_verified = is_visited & (draft >= 0)
-    counts_ptr = account.counts
-    tl.atomic_add(counts_ptr + offset, one, mask=is_verified, sem="relaxed")
-    counts_ptr += num_speculative_tokens
-    tl.atomic_add(counts_ptr + offset, one, mask=is_verified & is_accepted, sem="relaxed")
-    counts_ptr += num_speculative_tokens
-    tl.atomic_add(counts_ptr + offset, one, mask=is_verified & is_relaxed, sem="relaxed")
-    counts_ptr += num_speculative_tokens
-    tl.atomic_add(counts_ptr, step_lost, sem="relaxed")
-    tl.atomic_add(counts_ptr + 1, step_gained, sem="relaxed")
-    drift = tl.where(spends, drift, 0)
-    tl.atomic_add(counts_ptr + 2, tl.sum(tl.maximum(drift, 0), axis=0), sem="relaxed")
-    tl.atomic_add(counts_ptr + 3, tl.sum(tl.maximum(-drift, 0), axis=0), sem="relaxed")
-    relaxable = tl.sum(tl.where(is_relaxable, is_verified.to(tl.int64), 0), axis=0)
-    tl.atomic_add(counts_ptr + 4, relaxable, sem="relaxed")
-    is_refused = is_verified & (verdict >= C.PROTECTED)
-    refusal = tl.maximum(verdict - C.PROTECTED, 0)
-    tl.atomic_add(counts_ptr + 5 + refusal, one, mask=is_refused, sem="relaxed")
-
-    of_greedy = tl.where(is_relaxed, loss.to(tl.float32) * C.UNIT, float("nan"))
-    of_sampled = tl.where(offset <= accepted, ratio, float("nan"))
-    width = num_speculative_tokens + 1
-    where = account.table + request.to(tl.int64) * 2 * width + offset
-    tl.store(where, tl.where(is_greedy, of_greedy, of_sampled), mask=offset < width)
-    told = tl.where(is_greedy, 0.0, drift.to(tl.float32) * C.UNIT)
-    tl.store(where + width, told, mask=offset < width)
-    return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
@@ -262,7 +198,7 @@ def accept_kernel(
     tl.store(of_request + offset, token, mask=offset <= num_speculative_tokens)
     # Behind the draft the target's own bonus token follows.
     ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
-    num_relaxed, step_lost = _write_down(
+    num_relaxed, step_lost = write_down(
         account,
         record_ptr + C.LOST,
         request,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_mars.kernels.account.naive import Account, CounterLayout
+from vllm_mars.kernels.account.naive import Account, CounterLayout, write_down
 from vllm_mars.kernels.blocks.naive import num_staying, reach
 from vllm_mars.kernels.law.naive import Position, clip_row, drawn_prices, log_ratio
 from vllm_mars.kernels.ledger.naive import LOSS_BITS, Allowance, nearest_units, units_of
@@ -138,7 +138,7 @@ def accept(
         counted = emitted._replace(positions=emitted.positions[:most], gained=emitted.gained[:most])
         drafted, slot = rows.draft[begin:end], slots[place]
         is_relaxable = bool(relaxes[slot])
-        num_relaxed, lost = _write_down(
+        num_relaxed, lost = write_down(
             counted, drafted, is_greedy, is_relaxable, place, account, layout
         )
         if lost:
@@ -355,51 +355,3 @@ def _drawn(rows: Rows, allowed: Allowance, _: Rule, own: SampledDraft) -> Emitte
     if accepted == length:
         log_ratios.append(0.0)
     return Emitted(accepted, token, positions, log_ratios, gained)
-
-
-def _write_down(
-    emitted: Emitted,
-    draft: Sequence[int],
-    is_greedy: bool,
-    is_relaxable: bool,
-    place: int,
-    account: Account | None,
-    layout: CounterLayout,
-) -> tuple[int, int]:
-    """Counts a request's step; returns relaxed tokens and loss."""
-    num_relaxed = lost = drift_up = drift_down = 0
-    gained = sum(emitted.gained)
-    table = None if account is None or account.table is None else account.table[place]
-    if table is not None:
-        table[0] = math.nan
-        table[1] = 0
-        table[0, : len(emitted.log_ratios)] = torch.tensor(emitted.log_ratios)
-    for offset, position in enumerate(emitted.positions):
-        is_relaxed = offset < emitted.accepted and position.verdict == Verdict.RELAXED
-        num_relaxed += is_relaxed
-        if is_relaxed or not is_greedy:
-            lost += position.loss
-            gained += position.gained
-            drift_up += max(position.drift, 0)
-            drift_down += max(-position.drift, 0)
-        if table is not None and is_relaxed and is_greedy:
-            table[0, offset] = position.loss * 2.0**-LOSS_BITS
-        if table is not None and not is_greedy:
-            table[1, offset] = position.drift * 2.0**-LOSS_BITS
-    if account is not None:
-        counts = account.counts.numpy()
-        for offset, position in enumerate(emitted.positions):
-            if draft[offset] < 0:
-                continue
-            is_accepted, verdict = offset < emitted.accepted, position.verdict
-            counts[layout.verified][offset] += 1
-            counts[layout.relaxable] += is_relaxable
-            counts[layout.accepted][offset] += is_accepted
-            counts[layout.relaxed][offset] += is_accepted and verdict == Verdict.RELAXED
-            if verdict >= Verdict.PROTECTED:
-                counts[layout.refused][verdict - Verdict.PROTECTED] += 1
-        counts[layout.lost] += lost
-        counts[layout.gained] += gained
-        counts[layout.drift_up] += drift_up
-        counts[layout.drift_down] += drift_down
-    return num_relaxed, lost

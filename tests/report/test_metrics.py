@@ -11,7 +11,13 @@ import pytest
 from counts import (
     COUNTS,
     DOCS,
+    GAINED,
     LAYOUT,
+    LOST,
+    REFUSED,
+    RELAXED,
+    REQUEST_LOST,
+    VERIFIED,
     check_exported,
     counts_of,
     dashboard_queries,
@@ -21,16 +27,16 @@ from counts import (
     page_queries,
 )
 from vllm_mars import __version__
+from vllm_mars.kernels.account.naive import BUCKETS, REASONS, CounterLayout
 from vllm_mars.models.drafts import NGRAM_CONFIG
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.report import metrics
-from vllm_mars.report.counters import BUCKETS, REASONS, CounterLayout
 from vllm_mars.report.outputs import FIELD
 
 pytestmark = pytest.mark.usefixtures("clean_registry")
 
-NAMES = {metrics.RELAXED, metrics.VERIFIED, metrics.REFUSED, metrics.LOST, metrics.GAINED}
-NAMES |= {metrics.ALLOWED, metrics.INFO, f"{metrics.REQUEST_LOST}_bucket"}
+NAMES = {RELAXED, VERIFIED, REFUSED, LOST, GAINED}
+NAMES |= {metrics.ALLOWED, metrics.INFO, f"{REQUEST_LOST}_bucket"}
 BOUND = MarsConfig(max_loss=0.02)
 
 
@@ -216,7 +222,7 @@ def test_the_dashboard_and_the_page_ask_for_what_is_exported():
     ours = {name for name, *_ in exported()}
     asked = set().union(*map(names_in, dashboard_queries()))
     told = names_in((DOCS / "operating.md").read_text())
-    assert asked | told <= ours | OF_VLLM | {metrics.OVERRIDE, metrics.REQUEST_LOST}
+    assert asked | told <= ours | OF_VLLM | {metrics.OVERRIDE, REQUEST_LOST}
     assert {name.removesuffix("_total") for name in asked} >= NAMES
     assert {name.removesuffix("_total") for name in told} >= NAMES
 

@@ -9,9 +9,10 @@ import httpx
 import openai
 import pytest
 
+from counts import RELAXED
 from engines import PET_FORMAT
 from vllm_mars.options.overrides import PERIOD
-from vllm_mars.report.metrics import OVERRIDE, RELAXED
+from vllm_mars.report.metrics import OVERRIDE
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 

@@ -12,16 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_mars.kernels.account.naive import BUCKETS, CounterLayout
-from vllm_mars.kernels.ledger.naive import LOSS_BITS
-from vllm_mars.kernels.verdicts import REFUSALS
+from vllm_mars.kernels.account.naive import BUCKETS, UNIT, CounterLayout
 
-# One unit of lost nats and gained acceptance.
-UNIT = 2.0**-LOSS_BITS
 # Seconds between two copies from an accelerator.
 INTERVAL = 1.0
-# The label values of the reasons for which the rule was not applied, in the order of the entries.
-REASONS = tuple(verdict.name.lower() for verdict in REFUSALS)
 
 
 class Counters:

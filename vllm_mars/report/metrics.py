@@ -5,52 +5,28 @@ logger uses, so that several API servers add up and every engine has its own ser
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import prometheus_client
 
 from vllm_mars import __version__
-from vllm_mars.kernels.account.naive import BUCKETS, CounterLayout
+from vllm_mars.kernels.account.naive import BUCKETS, COUNTERS, REASONS, UNIT, CounterLayout
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.overrides import Overrides, overrides_of
-from vllm_mars.report.counters import REASONS, UNIT
 from vllm_mars.report.outputs import FIELD
 from vllm_mars.report.transport import add_counts
 
-RELAXED = "vllm:mars_relaxed_tokens"
-VERIFIED = "vllm:mars_verified_positions"
-RELAXABLE = "vllm:mars_relaxable_positions"
-REFUSED = "vllm:mars_refused_positions"
-LOST = "vllm:mars_lost_nats"
-GAINED = "vllm:mars_gained_acceptance"
-DRIFT_UP = "vllm:mars_drift_up_nats"
-DRIFT_DOWN = "vllm:mars_drift_down_nats"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 OVERRIDE = "vllm:mars_override"
 INFO = "vllm:mars_info"
-REQUEST_LOST = "vllm:mars_request_lost_nats"
 
+# Of the gauges; `COUNTERS` has the counters.
 _HELP = {
-    RELAXED: "Draft tokens that the rule accepted outright, by position.",
-    VERIFIED: "Draft positions looked at: up to and including the first rejected one, by position.",
-    RELAXABLE: "Verified positions of requests that are not strict: at which something could be "
-    "gained.",
-    REFUSED: "Verified positions at which the rule was not applied, by what forbade it.",
-    LOST: "What answers lost, in nats: log-probability below the target's first choices where "
-    "requests are greedy, KL(served || target) where they sample.",
-    GAINED: "What the rule added to the probability of acceptance at verified positions: draft "
-    "tokens gained, as expected before any draw.",
-    DRIFT_UP: "By how much less probable than the target's own answers became, in nats, as "
-    "expected before any draw: where requests sample E[-log p] of what was served, less the "
-    "target's entropy, at the positions where that is above 0; what is lost where they are greedy.",
-    DRIFT_DOWN: "By how much more probable, at the positions where it is below 0.",
     ALLOWED: "What an answer may lose per token, in nats: mars_max_loss of this server, or the "
     "larger one that requests may ask for.",
     OVERRIDE: "What VLLM_MARS_OVERRIDES holds new requests to, by option; NaN where it names none.",
-    REQUEST_LOST: "What requests had lost when they ended, in nats.",
     INFO: "1, with the version of vllm-mars, the option that names this server's rule, its value, "
     "whether that is lossy, and the loosest value that a request may ask for.",
 }
@@ -81,34 +57,24 @@ class MarsProm:
         histogram_class: Any = prometheus_client.Histogram,
     ) -> None:
         self._layout = layout
-        self._counters: list[tuple[slice, float, dict[int, list[Any]]]] = []
-
-        def add(
-            name: str, entries: slice, labels: Mapping[str, Iterable[object]], unit: float = 1
-        ) -> None:
-            """A counter with a child for each entry, by the values of its labels."""
+        positions = range(layout.num_speculative_tokens)
+        labels = {"position": [(str(it),) for it in positions], "reason": [(it,) for it in REASONS]}
+        # By name and engine, a child for each entry.
+        self._children: dict[str, dict[int, list[Any]]] = {}
+        for name, (metric, text, by, _) in COUNTERS.items():
+            if not metric or by == "bucket":
+                continue
             counter = counter_class(
-                name=name, documentation=_HELP[name], labelnames=[*_LABELS, *labels]
+                name=metric, documentation=text, labelnames=[*_LABELS, *([by] if by else [])]
             )
-            values = [tuple(map(str, value)) for value in itertools.product(*labels.values())]
-            children = {
-                engine: [counter.labels(*whose, *value) for value in values]
+            self._children[name] = {
+                engine: [counter.labels(*whose, *value) for value in labels.get(by, [()])]
                 for engine, whose in engines.items()
             }
-            self._counters.append((entries, unit, children))
-
-        by_position = {"position": range(layout.num_speculative_tokens)}
-        add(RELAXED, layout.relaxed, by_position)
-        add(VERIFIED, layout.verified, by_position)
-        add(RELAXABLE, layout.relaxable, {})
-        add(REFUSED, layout.refused, {"reason": REASONS})
-        add(LOST, layout.lost, {}, UNIT)
-        add(GAINED, layout.gained, {}, UNIT)
-        add(DRIFT_UP, layout.drift_up, {}, UNIT)
-        add(DRIFT_DOWN, layout.drift_down, {}, UNIT)
+        lost = COUNTERS["ended_lost"]
         histogram = histogram_class(
-            name=REQUEST_LOST,
-            documentation=_HELP[REQUEST_LOST],
+            name=lost.metric,
+            documentation=lost.text,
             labelnames=list(_LABELS),
             buckets=list(BUCKETS),
         )
@@ -132,10 +98,11 @@ class MarsProm:
         if counts is None:
             return
         _check_length(counts, self._layout)
-        for entries, unit, children in self._counters:
-            for child, count in zip(children[engine], counts[entries], strict=True):
+        for name, children in self._children.items():
+            entries = counts[getattr(self._layout, name)]
+            for child, count in zip(children[engine], entries, strict=True):
                 if count:
-                    child.inc(count * unit)
+                    child.inc(count * COUNTERS[name].unit)
         # The mean of a bucket's requests is in the bucket, and the sum of all stays exact.
         ended, lost = counts[self._layout.ended], counts[self._layout.ended_lost]
         for number, nats in zip(ended, lost, strict=True):
