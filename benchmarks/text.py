@@ -34,7 +34,7 @@ from benchmarks.text_report import POINT, STRICT, read, tell
 from vllm_mars.lab.prompts import PACKAGED, load_prompts
 from vllm_mars.lab.records import append_line, require_writable
 from vllm_mars.models.draft_head import PACKAGED_HEAD, WEIGHTS
-from vllm_mars.models.drafts import CHOSEN_BY_REQUESTS, speculative_config
+from vllm_mars.models.drafts import speculative_config
 from vllm_mars.models.packaged_model import ensure_model
 from vllm_mars.options.config import METHOD, MOST_MAX_LOSS
 from vllm_mars.servers.provenance import describe_run, vllm_device
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 # By what rules need. Under such a bound a request is as on a server with its own bound, or with its
-# own price and no bound. The last two are vLLM's own, without MARS.
+# own price and no bound; so is one by theta, from this one on. The last two are vLLM's own.
 SERVERS: dict[str, dict[str, Any]] = {
     METHOD: {"rejection_sample_method": METHOD, "mars_max_loss": MOST_MAX_LOSS},
-    "theta": CHOSEN_BY_REQUESTS["theta"],
+    "theta": {"rejection_sample_method": METHOD, "mars_theta": 0.01},
     "standard": {"rejection_sample_method": "standard"},
     "block": {"rejection_sample_method": "block"},
 }

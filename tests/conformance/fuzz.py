@@ -20,7 +20,6 @@ import oracle
 from calls import LONGEST, Call
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.rules import RULES
-from vllm_mars.models.drafts import CHOSEN_BY_REQUESTS
 
 VALUES = {"theta": [1.0, 0.9375, 0.5, 0.0625], "price": [0.0, 0.25, 4.0]}
 
@@ -40,7 +39,9 @@ class Greedy:
         self.logits, self.lengths = call.logits.clone(), call.lengths
         self.drafts = [own.tolist() for own in call.ids.split(call.lengths)]
         batch, vocab = len(self.drafts), self.logits.shape[1]
-        self.shared, *self.values = rng.choice(VALUES[self.rule], 1 + batch).tolist()
+        self.values = rng.choice(VALUES[self.rule], batch).tolist()
+        # A request may be stricter than its server.
+        self.shared = RULES[self.rule].loosest([*self.values, *rng.choice(VALUES[self.rule], 1)])
         self.is_own = rng.random(batch) < rng.choice([0.0, 0.7])
         self.protected = frozenset(rng.integers(0, vocab, rng.integers(0, 3)).tolist())
         self.allowed = torch.from_numpy(rng.random((batch, vocab)) < rng.choice([0.7, 1.0]))
@@ -50,9 +51,7 @@ class Greedy:
 
     @property
     def config(self) -> MarsConfig:
-        opening = {"strict_opening": 0} if self.rule == "price" else {}
-        limit = CHOSEN_BY_REQUESTS[self.rule]["mars_limit"]
-        return MarsConfig(**{self.rule: self.shared}, limit=limit, **opening)
+        return MarsConfig(**{self.rule: self.shared}, strict_opening=0)
 
     def asked(self) -> list[dict[str, Any]]:
         """What each request asks for."""

@@ -82,7 +82,7 @@ class MarsProm:
         info = _gauge(gauge_class, INFO, "version", "rule", "value", "lossy", "limit")
         option: str = config.rule.option
         value: float | None = config.value
-        limit = config.limit_value
+        limit = config.value
         if config.sets_price:
             option, value, limit = "mars_max_loss", config.max_loss, config.most_max_loss
         told = __version__, option, f"{value:g}", str(config.lossy).lower(), f"{limit:g}"
