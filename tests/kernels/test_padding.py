@@ -44,8 +44,8 @@ def verify(step: Step, size: int):
     by_slot = verifier.requests.by_slot(verifier.sampler.sampling_states)
     counts = verifier.verification.counters.device_counts
     account = Account(counts, torch.full((size, 2, K + 1), 0.25))
-    given = logits, step.draft_logits, rows, by_slot, step.shape.temperature > 0, account
-    output = verifier.verify(*given)
+    samples = step.requests[0].sampling.temperature > 0
+    output = verifier.verify(logits, step.draft_logits, rows, by_slot, samples, account)
     table = account.table.nan_to_num(7.0)
     assert (table[REQUESTS:] == 0.25).all()
     kept = [verifier.requests.records.table, counts]
