@@ -208,10 +208,10 @@ class Step:
             params: see `add_requests`.
         """
         from vllm_mars import MarsRejectionSamplerV2
-        from vllm_mars.kernels.account.naive import CounterLayout
         from vllm_mars.report.counters import Counters
+        from vllm_mars.report.worker import StepReports
+        from vllm_mars.worker.engine_rule import EngineRule
         from vllm_mars.worker.requests_v2 import RequestsV2
-        from vllm_mars.worker.verification import Verification
 
         k, device = self.shape.k, self.logits.device
         verifier = self.sampler(by if isinstance(by, str) else "standard")
@@ -219,8 +219,8 @@ class Step:
         if not isinstance(by, str):
             requests = RequestsV2(by, sampler.req_states, is_drawn=self.shape.is_drawn)
             sampler.logits_processors.append(requests)
-            verification = Verification(by, [2], Counters(CounterLayout(k), device))
-            own = sampler, self.spec_config("standard"), device, verification, requests
+            mars = EngineRule(by, [2]), StepReports(Counters(k, device)), requests
+            own = sampler, self.spec_config("standard"), device, *mars
             verifier = MarsRejectionSamplerV2(*own)
         self.add_requests(sampler, params)
         self.answer(sampler.req_states)

@@ -22,9 +22,10 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_mars import MarsConfig, MarsRejectionSamplerV2
-from vllm_mars.report.counters import CounterLayout, Counters
+from vllm_mars.report.counters import Counters
+from vllm_mars.report.worker import StepReports
+from vllm_mars.worker.engine_rule import EngineRule
 from vllm_mars.worker.requests_v2 import RequestsV2
-from vllm_mars.worker.verification import Verification
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 512
@@ -147,9 +148,9 @@ class Step:
         )
         if config is None:
             return RejectionSampler(sampler, spec_config, CPU)
-        counters = Counters(CounterLayout(spec_config.num_speculative_tokens), CPU)
-        verification = Verification(config, list(protected), counters)
-        return MarsRejectionSamplerV2(sampler, spec_config, CPU, verification, requests)
+        rule, counters = EngineRule(config, list(protected)), Counters(self.steps, CPU)
+        reports = StepReports(counters, config.logprobs == "sampled")
+        return MarsRejectionSamplerV2(sampler, spec_config, CPU, rule, reports, requests)
 
     @staticmethod
     def _prefill_len(request):
@@ -231,7 +232,7 @@ def emitted(output) -> list[list[int]]:
 
 def lost_by_ended(requests: RequestsV2, preempted, finished) -> tuple[int, int]:
     """Of requests that leave: how many end, and what these lost."""
-    counters = Counters(CounterLayout(1), CPU)
+    counters = Counters(1, CPU)
     requests.leave(preempted, finished, counters)
     counts, layout = counters.device_counts, counters.layout
     return int(counts[layout.ended].sum()), int(counts[layout.ended_lost].sum())

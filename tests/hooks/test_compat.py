@@ -135,7 +135,7 @@ def warnings(monkeypatch):
     monkeypatch.setattr(
         vllm.logger,
         "init_logger",
-        lambda name: Logger() if name.endswith("engine.compat") else init_logger(name),
+        lambda name: Logger() if name.endswith("hooks.compat") else init_logger(name),
     )
     return given
 

@@ -31,7 +31,7 @@ from vllm_mars.kernels.account.naive import BUCKETS, REASONS, CounterLayout
 from vllm_mars.models.drafts import NGRAM_CONFIG
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.report import metrics
-from vllm_mars.report.outputs import FIELD
+from vllm_mars.report.carrier import EngineReport, put
 
 pytestmark = pytest.mark.usefixtures("clean_registry")
 
@@ -171,7 +171,7 @@ def test_vllms_stat_loggers_export_and_log(manager, monkeypatch, aggregate):
 
     loggers = manager(MARS, engine_idxs=[0, 1], aggregate_engine_logging=aggregate)
     stats = SchedulerStats()
-    setattr(stats, FIELD, COUNTS)
+    put(stats, EngineReport(COUNTS, has_more=False))
     for engine in (0, 1, 1):
         loggers.record(stats, None, engine_idx=engine)
     loggers.record(None, None, engine_idx=0)

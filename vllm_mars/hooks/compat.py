@@ -48,8 +48,6 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
             "openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": (
                 "request, result_generator"
             ),
-            "openai.chat_completion.batch_serving:OpenAIServingChatBatch."
-            "chat_completion_full_generator_batch": "request, generators",
             "openai.completion.serving:OpenAIServingCompletion."
             "request_output_to_completion_response": "final_res_batch, request",
             "openai.completion.serving:OpenAIServingCompletion.completion_stream_generator": (
@@ -57,12 +55,6 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
             ),
             "openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools": (
                 "..., sampling_params"
-            ),
-            "scale_out.token_in_token_out.serving:ServingTokens.serve_tokens_full_generator": (
-                "request, result_generator"
-            ),
-            "scale_out.token_in_token_out.serving:ServingTokens.serve_tokens_stream_generator": (
-                "request, result_generator"
             ),
         }.items()
     },

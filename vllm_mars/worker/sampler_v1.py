@@ -19,15 +19,16 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.kernels.accept import naive as accept
 from vllm_mars.kernels.accept.naive import Chance
-from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.kernels.account.naive import log_ratios, of_sampled
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
-from vllm_mars.report.outputs import attach_counters
+from vllm_mars.report.worker import StepReports
 from vllm_mars.worker import draft_temperature
 from vllm_mars.worker.cut_prompts import spare_cut_prompts
+from vllm_mars.worker.engine_rule import EngineRule
 from vllm_mars.worker.requests_v1 import RequestsV1
-from vllm_mars.worker.verification import Verification, log_ratios, of_sampled, require_own_sampler
+from vllm_mars.worker.start import log_start, require_own_sampler
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -46,7 +47,8 @@ class MarsRejectionSampler(RejectionSampler):
         sampler: vLLM's sampler, for bonus tokens.
         spec_config: vLLM's speculative config.
         device: device of the logits.
-        verification: of the engine.
+        rule: of the engine.
+        reports: where its steps are written down.
         requests: the requests of the runner's batch.
     """
 
@@ -55,11 +57,13 @@ class MarsRejectionSampler(RejectionSampler):
         sampler: Sampler,
         spec_config: "SpeculativeConfig",
         device: torch.device,
-        verification: Verification,
+        rule: EngineRule,
+        reports: StepReports,
         requests: RequestsV1,
     ) -> None:
         super().__init__(sampler, spec_config, device)
-        self.verification = verification
+        self.rule = rule
+        self.reports = reports
         self.requests = requests
 
     def forward(
@@ -118,7 +122,7 @@ class MarsRejectionSampler(RejectionSampler):
         logprobs = None
         if wants_logprobs:
             ratios = None
-            if chance is not None and self.verification.config.logprobs == "sampled":
+            if chance is not None and self.rule.config.logprobs == "sampled":
                 ratios = log_ratios(table, chance.temperature)
             if not self.is_processed_logprobs_mode:
                 rows = raw.to(torch.float32, copy=True)
@@ -180,12 +184,12 @@ class MarsRejectionSampler(RejectionSampler):
         bonus: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """The tokens of a step, and what is written down of them: see `Account`."""
-        verification, lengths = self.verification, metadata.num_draft_tokens
+        reports, lengths = self.reports, metadata.num_draft_tokens
         batch = len(lengths)
         drafts = [own.tolist() for own in metadata.draft_token_ids.split(lengths)]
-        step, guard = self.requests.step(logits, drafts, verification.num_speculative_tokens)
-        account = verification.account(batch, logits.device, self.requests.returns(batch))
-        output = accept.accept(step, verification.rule(logits), guard, account, chance, bonus)
+        step, guard = self.requests.step(logits, drafts, reports.num_speculative_tokens)
+        account = reports.account(batch, logits.device, self.requests.returns(batch))
+        output = accept.accept(step, self.rule.on(logits), guard, account, chance, bonus)
         tokens = output.output_token_ids[:, : metadata.max_spec_len + 1].contiguous()
         return tokens, account.table
 
@@ -207,7 +211,7 @@ class MarsRejectionSampler(RejectionSampler):
         device = metadata.draft_token_ids.device
         uniform = generate_uniform_probs(sum(lengths), lengths, generators, device)
         noise: dict[int, torch.Tensor] = {}
-        is_strict = self.requests.is_strict(len(lengths), self.verification.config.rule)
+        is_strict = self.requests.is_strict(len(lengths), self.rule.config.rule)
         if draft_probs is None and (is_strict & (temperature != 0)).any():
             dtype = torch.float64 if self.use_fp64_gumbel else torch.float32
             shared = torch.empty((len(lengths), vocab), dtype=dtype, device=device).exponential_()
@@ -291,24 +295,22 @@ def install(runner: Any, config: MarsConfig) -> None:
         )
     spare_cut_prompts(runner)
     spec_config = runner.speculative_config
-    verification = Verification(
-        config,
-        protected_token_ids(config, runner.vllm_config),
-        Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
-    )
+    counters = Counters(spec_config.num_speculative_tokens, runner.device)
+    rule = EngineRule(config, protected_token_ids(config, runner.vllm_config))
+    reports = StepReports(counters, config.logprobs == "sampled")
     requests = RequestsV1(
         config,
         runner.max_num_reqs,
         runner.max_model_len,
         lambda: runner.input_batch.req_ids,
         lambda: runner.requests,
-        verification.counters.add_ended,
+        counters.add_ended,
         spec_config.draft_sample_method == "probabilistic",
     )
     draft_temperature.scale_v1(runner.drafter, config, requests.draft_shares)
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
     runner.rejection_sampler = MarsRejectionSampler(
-        own.sampler, spec_config, runner.device, verification, requests
+        own.sampler, spec_config, runner.device, rule, reports, requests
     )
-    attach_counters(runner, verification)
-    verification.log_start(logger, "V1")
+    reports.leave_with_outputs(runner)
+    log_start(rule, logger, "V1")

@@ -1,6 +1,5 @@
 """Margin-aware rejection sampler for vLLM's Model Runner V2."""
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +15,15 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from vllm_mars.kernels.accept import fused as accept_kernel
 from vllm_mars.kernels.account.fused import add_log_ratios
-from vllm_mars.kernels.account.naive import CounterLayout
 from vllm_mars.kernels.step import Draws, Sampling
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
-from vllm_mars.report.outputs import attach_counters, send_returned
+from vllm_mars.report.worker import StepReports
 from vllm_mars.worker import draft_temperature
+from vllm_mars.worker.engine_rule import EngineRule
 from vllm_mars.worker.requests_v2 import RequestsV2
-from vllm_mars.worker.verification import Verification, require_own_sampler
+from vllm_mars.worker.start import log_start, require_own_sampler
 from vllm_mars.worker.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -50,10 +49,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
         sampler: vLLM's V2 sampler.
         spec_config: vLLM's speculative config.
         device: device of the logits.
-        verification: of the engine, by the Triton kernels.
+        rule: of the engine, by the Triton kernels.
+        reports: where its steps are written down.
         requests: the requests in the runner's slots.
         seeds_change: whether the seeds of drafts are to change with each step.
-        send_returned: called behind each verification, with what requests want to know enqueued.
     """
 
     def __init__(
@@ -61,16 +60,16 @@ class MarsRejectionSamplerV2(RejectionSampler):
         sampler: Sampler,
         spec_config: "SpeculativeConfig",
         device: torch.device,
-        verification: Verification,
+        rule: EngineRule,
+        reports: StepReports,
         requests: RequestsV2,
         seeds_change: bool = True,
-        send_returned: Callable[[], object] = bool,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self._seeds_change = seeds_change
-        self.verification = verification
+        self.rule = rule
+        self.reports = reports
         self.requests = requests
-        self._send_returned = send_returned
         self._is_warm = False
         # Most tokens that a request of the step names for their logprobs.
         self._num_named = 0
@@ -92,7 +91,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             named = self.sampler.logprob_token_ids_state
             self._num_named = named.max_num_token_ids(input_batch.idx_mapping_np)
         output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-        self._send_returned()
+        self.reports.copy_to_host()
         return output
 
     def _verify(
@@ -132,7 +131,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         """
         if not self._is_warm:
             shared = _shared(logits, draft_logits)
-            own = self.verification, shared, self.num_speculative_steps, draft_logits
+            own = self.rule, self.reports, shared, draft_logits
             warm_up(*own, self.sampler.use_fp64_gumbel, self.requests.fills)
             self._is_warm = True
         # Without a request that needs it, this is the logits themselves, as they are.
@@ -146,7 +145,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        verification, states = self.verification, self.sampler.sampling_states
+        states = self.sampler.sampling_states
         temperature = states.temperature.gpu
         step, guard = self.requests.step(
             _shared(processed, draft_logits),
@@ -173,9 +172,9 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 self.sampler.use_fp64_gumbel,
             )
         returns = self.requests.returns(idx_mapping_np)
-        account = verification.account(len(idx_mapping_np), logits.device, returns)
-        output = accept_kernel.accept(step, verification.rule(step.logits), guard, account, draws)
-        if draws is not None and verification.config.logprobs == "sampled":
+        account = self.reports.account(len(idx_mapping_np), logits.device, returns)
+        output = accept_kernel.accept(step, self.rule.on(step.logits), guard, account, draws)
+        if draws is not None and self.rule.config.logprobs == "sampled":
             self._table = account.table
         return processed, output.output_token_ids, output.num_emitted
 
@@ -262,9 +261,9 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
     fills = spec_config.method == "ngram"
     is_drawn = spec_config.draft_sample_method == "probabilistic"
     requests = RequestsV2(config, runner.req_states, fills, is_drawn)
-    counters = Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device)
-    protected = protected_token_ids(config, runner.vllm_config)
-    verification = Verification(config, protected, counters)
+    counters = Counters(spec_config.num_speculative_tokens, runner.device)
+    rule = EngineRule(config, protected_token_ids(config, runner.vllm_config))
+    reports = StepReports(counters, config.logprobs == "sampled")
     seeds_change = draft_temperature.scale_v2(runner, config, requests)
     finish_requests = runner.finish_requests
 
@@ -275,12 +274,12 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
 
     def renewed(sampler: Sampler) -> MarsRejectionSamplerV2:
         sampler.logits_processors.append(requests)
-        own = sampler, spec_config, runner.device, verification, requests, seeds_change
-        return MarsRejectionSamplerV2(*own, functools.partial(send_returned, runner, verification))
+        own = rule, reports, requests, seeds_change
+        return MarsRejectionSamplerV2(sampler, spec_config, runner.device, *own)
 
     runner.finish_requests = leave_and_finish
-    attach_counters(runner, verification)
-    verification.log_start(logger, "V2")
+    reports.leave_with_outputs(runner)
+    log_start(rule, logger, "V2")
     if (draft_logits := getattr(runner.speculator, "draft_logits", None)) is not None:
         logger.info(
             "vLLM keeps the logits of probabilistic drafts: %.1f MiB of this device (%s: "
