@@ -38,7 +38,7 @@ from vllm_mars.options.config import (
     split_speculative_config,
 )
 from vllm_mars.options.requests import OVERRIDES, RequestOptions, in_force, options_of
-from vllm_mars.worker.records import record_of
+from vllm_mars.worker import records
 
 THETA = MarsConfig(theta=0.9, limit=0.8)
 PRICE = MarsConfig(price=0.25, limit=0.5)
@@ -54,6 +54,10 @@ ANOTHER = "names another rule than this server's; choose"
 
 def params(**extra_args):
     return SamplingParams(temperature=0, extra_args=extra_args or None)
+
+
+def record_of(request, config, *own):
+    return records.record_of(options_of(request, config), request, config, *own)
 
 
 def served_with(config):
