@@ -102,9 +102,9 @@ class Step:
         """
         if self.draft_logits is None or not self.shape.temperature:
             return "standard"
-        from vllm.v1.worker.gpu.sample import gumbel
+        from vllm_mars.releases import draws_anew
 
-        return "block" if hasattr(gumbel, "spec_step_seed") else None
+        return "block" if draws_anew() else None
 
     def sampler(self, method: str, states: Any = None) -> Any:
         """vLLM's V2 rejection sampler, of one of its methods, for the slots of a `RequestState`."""

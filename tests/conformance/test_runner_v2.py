@@ -7,12 +7,12 @@ import torch
 # take them.
 import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
-from vllm.v1.worker.gpu.sample import gumbel
 
 from benchmarks.kernel_step import Shape, Step, tokens_of
 from benchmarks.runner_v2 import RunnerV2
 from steps_v2 import Allocated
 from vllm_mars import MarsConfig
+from vllm_mars.releases import draws_anew
 from vllm_mars.report.counters import Counters
 from vllm_mars.worker import sampler_v2
 
@@ -62,7 +62,7 @@ def test_a_second_load_model_installs_nothing_twice():
     slots, sampling = twice._batch.idx_mapping, twice.sampler.sampling_states
     temperature, seeds = (given[slots] for given in twice.speculator.given)
     assert temperature.tolist() == [0.5] * BATCH
-    if not hasattr(gumbel, "spec_step_seed"):
+    if not draws_anew():
         total = twice.req_states.total_len.gpu[slots].long() + twice.sampled.num_sampled
         assert torch.equal(seeds, sampling.seeds.gpu[slots] ^ (total << 32))
     counters = sampler.reports.counters

@@ -10,7 +10,6 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 import fuzz
@@ -22,6 +21,7 @@ from vllm_mars.kernels.accept import fused as accept_kernel
 from vllm_mars.kernels.ledger.naive import loss_rate, most_lost
 from vllm_mars.kernels.record import Column
 from vllm_mars.kernels.verdicts import Verdict
+from vllm_mars.releases import draws_anew
 from vllm_mars.worker.draft_temperature import scale_v2
 from vllm_mars.worker.requests_v2 import RequestsV2
 
@@ -34,7 +34,7 @@ STRICT = [MarsConfig(theta=1.0), MarsConfig(price=0.0)]
 def the_seeds_of_vllm(monkeypatch):
     """vLLM 0.32 draws by position alone what its `block` compares with: its next step meets the
     same numbers again, and its output is off by that. With its seeds a step is the same."""
-    if not hasattr(gumbel, "spec_step_seed"):
+    if not draws_anew():
         monkeypatch.setattr(accept_kernel, "step_seed", lambda seed, place: seed)
 
 
@@ -306,7 +306,7 @@ def test_drafts_are_drawn_at_a_share_of_what_their_slots_request_has_now():
         assert seen[-1][0][slot] == temperature / 2
 
 
-@pytest.mark.skipif(hasattr(gumbel, "spec_step_seed"), reason="vLLM sees to it itself")
+@pytest.mark.skipif(draws_anew(), reason="vLLM sees to it itself")
 @pytest.mark.parametrize("draft_temperature", [None, 1.0])
 def test_a_draft_is_drawn_with_other_numbers_in_each_step(draft_temperature):
     """Verified by blocks, what stays depends on the numbers of all positions.

@@ -225,7 +225,7 @@ class MarsRejectionSampler(RejectionSampler):
 def constrain(
     logits: torch.Tensor, num_draft_tokens: list[int], sampling_metadata: SamplingMetadata
 ) -> torch.Tensor:
-    """vLLM's `apply_sampling_constraints`, whose CPU kernel gives each row uninitialised memory.
+    """vLLM's `apply_sampling_constraints`, without the fault of its CPU kernel: see `releases`.
 
     Args:
         logits: float32 `[num_draft, vocab]`, written.
@@ -242,7 +242,7 @@ def constrain(
         None if values is None else values.repeat_interleave(lengths)
         for values in (sampling_metadata.top_k, sampling_metadata.top_p)
     )
-    # With top-k alone this ends in an error where no request has a draft (seen in 0.32.0).
+    # With top-k alone this ends in an error where no request has a draft.
     return apply_top_k_top_p(logits, *own) if len(logits) else logits
 
 
