@@ -14,7 +14,6 @@ It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.accept.naive
 
 import argparse
 import math
-import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,24 +22,22 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.figures import SCHEMA, table_of
-from benchmarks.text import ENV, SERVERS, token_ids
-from benchmarks.text_report import cell, read
+from benchmarks.text import SERVERS, open_engine, prompts_of
+from benchmarks.text_report import cell, read_all, show
 from vllm_mars.kernels.accept import naive as accept
-from vllm_mars.kernels.clip import naive as clip
+from vllm_mars.kernels.blocks.naive import reach as reached
+from vllm_mars.kernels.law import naive as law
 from vllm_mars.kernels.ledger.naive import LOSS_BITS, NO_BOUND, price_units
 from vllm_mars.kernels.rows.naive import read_probabilities
-from vllm_mars.kernels.rules import naive as rule
+from vllm_mars.kernels.rules import PRICE
 from vllm_mars.kernels.verdicts import Verdict
-from vllm_mars.lab.prompts import PACKAGED, load_prompts
-from vllm_mars.lab.result_file import append_line, require_writable, write_json
+from vllm_mars.lab.prompts import PACKAGED
+from vllm_mars.lab.records import append_line, require_writable
 from vllm_mars.lab.rows import compared, estimate, heat, ratio_of_means
 from vllm_mars.models.draft_head import PACKAGED_HEAD
-from vllm_mars.models.drafts import speculative_config
 from vllm_mars.models.packaged_model import ensure_model
 from vllm_mars.options.config import METHOD, price_of_bound
 from vllm_mars.servers.provenance import describe_run, vllm_device
-from vllm_mars.servers.vllm_args import CPU_ENGINE_ARGS, CPU_ENV, MAX_MODEL_LEN
 
 UNIT = 2.0**-LOSS_BITS
 # What is summed of each prompt: tokens and steps, nats lost, the drift, positions that were reached
@@ -119,13 +116,13 @@ class Judge:
             return
         sums = self.sums.setdefault(name, {it: np.zeros(len(SUMS)) for it in self.prices})
         for it, price in self.prices.items():
-            sums[it] += judged(allowed._replace(price=price_units(price), rate=NO_BOUND))
+            sums[it] += judged(allowed._replace(value=price_units(price), rate=NO_BOUND))
 
 
 def of_greedy(rows: Any, begin: int, end: int, allowed: Any) -> np.ndarray:
     """`SUMS` of a greedy step."""
     accepted, lost = 0, 0.0
-    for verdict in rule.greedy(rows, begin, end, "price", allowed):
+    for verdict in PRICE.plain.greedy(rows, begin, end, allowed):
         if verdict not in (Verdict.FIRST, Verdict.RELAXED):
             break
         lost += rows.loss[begin + accepted] * UNIT * (verdict == Verdict.RELAXED)
@@ -136,9 +133,9 @@ def of_greedy(rows: Any, begin: int, end: int, allowed: Any) -> np.ndarray:
 def of_fixed(rows: Any, own: Any, allowed: Any) -> np.ndarray:
     """The same of a step that samples with a fixed draft."""
     found, reach = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0
-    for i, position in enumerate(rule.sampled(rows, own.begin, own.end, "price", allowed)):
+    for i, position in enumerate(PRICE.plain.sampled(rows, own.begin, own.end, allowed)):
         found += reach * np.array([0, 0, position.loss * UNIT, position.drift * UNIT, 1, 0, 0])
-        log_m = rows.log_p[own.begin + i] + rule.log_ratio(position, is_draft=True)
+        log_m = rows.log_p[own.begin + i] + law.log_ratio(position, is_draft=True)
         reach *= math.exp(min(log_m, 0.0))
         found[0] += reach
     return found
@@ -147,29 +144,26 @@ def of_fixed(rows: Any, own: Any, allowed: Any) -> np.ndarray:
 def of_drawn(rows: Any, own: Any, allowed: Any) -> np.ndarray:
     """The same with a drawn draft."""
     found, reach = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0
-    prices = rule.drawn_prices(rows, own.begin, own.end, allowed, own.most_drafts)
+    prices = law.drawn_prices(rows, own.begin, own.end, allowed, own.most_drafts)
     for i, (x, price) in enumerate(zip(rows.draft[own.begin : own.end], prices, strict=True)):
         if x < 0:
             break
         row = own.z[i], own.p[i], own.q[i], price, own.kept[i]
-        served = clip.clip_row(*row, own.buffers[3 + i], own.buffers[:3])
+        served = law.clip_row(*row, own.buffers[3 + i], own.buffers[:3])
         outside = own.q[i] == 0
         shares = float(own.p[i][outside].sum()), float(served.m[outside].sum())
         found += reach * np.array([0, 0, served.loss, served.drift, 1, *shares])
-        reach = rule.reach(reach, float(served.m[x]), float(own.q[i, x]))
+        reach = reached(reach, float(served.m[x]), float(own.q[i, x]))
         found[0] += reach
     return found
 
 
 def measure(args: argparse.Namespace) -> None:
     """Answers the prompts at each temperature; a line of the output for each."""
-    for name, value in (CPU_ENV | ENV).items():
-        os.environ.setdefault(name, value)
     device, gpu = vllm_device()
     if device != "cpu":
         raise NotImplementedError(f"the rule's plain form serves a CPU, not {gpu}.")
     from transformers import AutoTokenizer
-    from vllm import LLM, SamplingParams
 
     path = str(ensure_model())
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -177,22 +171,13 @@ def measure(args: argparse.Namespace) -> None:
     server = {**SERVERS[METHOD], "draft_sample_method": drafts}
     if args.draft_temperature is not None:
         server["mars_draft_temperature"] = args.draft_temperature
-    llm = LLM(
-        path,
-        speculative_config=speculative_config(
-            str(PACKAGED_HEAD), args.num_speculative_tokens, **server
-        ),
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=args.batch,
-        disable_log_stats=False,
-        **CPU_ENGINE_ARGS,
-    )
+    llm = open_engine(path, str(PACKAGED_HEAD), args.num_speculative_tokens, args.batch, server)
+    from vllm import SamplingParams
+
     (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
-    prompts = {
-        f"{file.stem}/{it.category}/{it.id}": token_ids(tokenizer, it.turns[0])
-        for file in args.prompts
-        for it in load_prompts(file)
-    }
+    prompts: dict[str, list[int]] = {}
+    for file in args.prompts:
+        prompts |= prompts_of(file, tokenizer)
     names = {tuple(ids): name for name, ids in prompts.items()}
 
     def prompt_of(place: int) -> str | None:
@@ -302,15 +287,8 @@ def main(arguments: list[str] | None = None) -> None:
         require_writable(args.output)
         measure(args)
         return
-    lines = read(args.output)
-    rows = report([line for line in lines if "run" not in line])
-    print("\n".join(table_of(COLUMNS, rows)))
-    if args.figures:
-        runs = [
-            {**line["run"], "raw": f"text/{args.output.name}"} for line in lines if "run" in line
-        ]
-        content = {"schema": SCHEMA, "columns": COLUMNS, "rows": rows, "runs": runs}
-        write_json(args.figures, content)
+    lines, runs = read_all([args.output])
+    show(COLUMNS, report(lines), runs, args.figures)
 
 
 if __name__ == "__main__":

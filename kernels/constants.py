@@ -1,9 +1,9 @@
 """What the Triton kernels know at compile time, as one constant.
 
-Triton compares each global constant that a kernel uses at each launch, a microsecond apiece on the
-host; as fields of one tuple they cost that once for each module whose functions a kernel calls, and
-are part of what a compiled kernel is cached by. (Attributes of a module are not: an upgrade would
-run old kernels.)
+As fields of one tuple they are part of what a compiled kernel is cached by. (Attributes of a module
+are not: an upgrade would run old kernels.) Triton compares each global constant that a kernel uses
+whenever it looks for what it has compiled, a microsecond apiece on the host; of one tuple it does
+that once for each module whose functions a kernel calls.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from vllm_mars.kernels import record, step
 from vllm_mars.kernels.account import naive as account
-from vllm_mars.kernels.clip import naive as clip
+from vllm_mars.kernels.law import naive as law
 from vllm_mars.kernels.ledger import naive as ledger
 from vllm_mars.kernels.record import MOST_ENDS, Column
 from vllm_mars.kernels.strictness import naive as strictness
@@ -38,11 +38,10 @@ class Constants(NamedTuple):
     BY_POSITION: int = len(account.BY_POSITION)
 
     # Columns of a record, and its size.
-    PRICE: int = Column.PRICE.value
+    VALUE: int = Column.VALUE.value
     RATE: int = Column.RATE.value
     LOST: int = Column.LOST.value
     MOST_TOKENS: int = Column.MOST_TOKENS.value
-    THRESHOLD: int = Column.THRESHOLD.value
     STATE: int = Column.STATE.value
     BEGUN: int = Column.BEGUN.value
     SCANNED: int = Column.SCANNED.value
@@ -98,12 +97,12 @@ class Constants(NamedTuple):
     BEFORE: int = 9
     STRICT_BEFORE: int = 10
 
-    # As `clip` has it.
-    START: float = clip.START
-    STEPS: int = clip.STEPS
-    MOST_CLIP_PRICE: float = clip.MOST_CLIP_PRICE
-    LEAST_REST: float = clip.LEAST_REST
-    EIGHTH: float = clip.EIGHTH
+    # As `law` has it.
+    START: float = law.START
+    STEPS: int = law.STEPS
+    MOST_CLIP_PRICE: float = law.MOST_CLIP_PRICE
+    LEAST_REST: float = law.LEAST_REST
+    EIGHTH: float = law.EIGHTH
 
     # Numbers. exp(x) is 2**(x * LOG2_E): libdevice's 2**x takes one instruction, where `tl.exp`
     # takes five for results that no float32 holds in full.

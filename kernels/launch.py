@@ -6,7 +6,8 @@ of one engine nearly all answers are always the same: what a kernel gets lies wh
 begins, has one dtype, or is declared as not to be asked about. The rest is
 
 - of the numbers, all that Triton asks about, read off the kernel's signature: looked at here;
-- of the tensors, the few things that can differ between two steps: a `variant` names them.
+- of the tensors and of functions, the few things that can differ between two steps: a `variant`
+  names them.
 
 What is switched on in Triton later, such as its instrumentation, does not reach kernels that were
 launched before; hooks of profilers do. Triton's interpreter compiles nothing: it is called as ever.
@@ -78,7 +79,9 @@ def _numbers_of(kernel: Any, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]
     places = [
         param.num
         for param, value in zip(kernel.params, args, strict=True)
-        if param.is_constexpr or isinstance(value, int) and not param.do_not_specialize
+        if (param.is_constexpr or isinstance(value, int) and not param.do_not_specialize)
+        # It takes as long to hash as all else.
+        and not isinstance(value, triton.JITFunction)
     ]
     return itemgetter(*places) if places else lambda args: None
 
@@ -88,7 +91,8 @@ def variant(*of: Hashable) -> Variant:
     """The one of steps whose tensors have this in common.
 
     Args:
-        of: of the tensors that a step's kernels get, the device, and what can differ between two
-            steps: dtypes, whether they begin at 16 bytes, and whether they are there.
+        of: the rule, whose functions a step's kernels get; of their tensors the device, and what
+            can differ between two steps: dtypes, whether they begin at 16 bytes, and whether they
+            are there.
     """
     return Variant()

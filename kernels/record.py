@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_mars.kernels.rules import RuleName
+from vllm_mars.kernels.ledger.naive import LOSS_BITS, MOST_PRICE_UNITS, price_units
+from vllm_mars.kernels.rules import Rule
 
 # Tokens that end a request which its record holds, a power of 2; with more, a request is strict.
 MOST_ENDS = 32
@@ -15,11 +16,10 @@ MOST_ENDS = 32
 class Column(enum.IntEnum):
     """Where the record of a request, int64 `[RECORD_SIZE]`, holds what.
 
-    PRICE: in units of 2**-LOSS_BITS nats per token gained; 0 is strict.
+    VALUE: of the rule, see `held`; 0 is strict.
     RATE: what an output token adds to the allowance: see `loss_rate`.
     LOST: what the request has lost, in units of 2**-LOSS_BITS nats. A step adds to it.
     MOST_TOKENS: output tokens at which the request ends.
-    THRESHOLD: theta, as the bits of a float32; not read with a price.
     STATE: of `vllm_mars.kernels.strictness.naive`, after the first SCANNED tokens.
     BEGUN: that after the prompt.
     SCANNED: tokens of prompt and output that the state has taken in.
@@ -28,25 +28,37 @@ class Column(enum.IntEnum):
     ENDS: the first of MOST_ENDS tokens that end the request, each once; behind them -1.
     """
 
-    PRICE = 0
+    VALUE = 0
     RATE = 1
     LOST = 2
     MOST_TOKENS = 3
-    THRESHOLD = 4
-    STATE = 5
-    BEGUN = 6
-    SCANNED = 7
-    HELD = 8
-    SCOPE = 9
+    STATE = 4
+    BEGUN = 5
+    SCANNED = 6
+    HELD = 7
+    SCOPE = 8
     ENDS = 16
 
 
 RECORD_SIZE = Column.ENDS + MOST_ENDS
 
 
-def float_bits(value: float) -> int:
-    """A float32 as a record holds it."""
+def _bits(value: float) -> int:
     return int(np.float32(value).view(np.uint32))
+
+
+def held(rule: Rule, value: float) -> int:
+    """A rule's value as a record holds it: 0 is strict, and the larger the looser.
+
+    Nats are in units of 2**-LOSS_BITS, rounded down; of others it is how many float32 lie between
+    the value and the strict one.
+    """
+    return price_units(value) if rule.in_nats else abs(_bits(rule.strict) - _bits(value))
+
+
+def float_of(rule: Rule, found: int) -> np.float32:
+    """The float32 that a record holds so."""
+    return np.uint32(abs(_bits(rule.strict) - found)).view(np.float32)
 
 
 class Records(NamedTuple):
@@ -66,9 +78,17 @@ class Records(NamedTuple):
         return records
 
     @property
-    def price(self) -> torch.Tensor:
+    def value(self) -> torch.Tensor:
         """int64 `[S]`."""
-        return self.table[:, Column.PRICE]
+        return self.table[:, Column.VALUE]
+
+    def write_values(self, rule: Rule, values: torch.Tensor) -> None:
+        """Writes the rule's value of each slot, as `held` has it; float32 `[S]`."""
+        if rule.in_nats:
+            units = (values * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE_UNITS)
+            self.value.copy_(units)
+        else:
+            self.value.copy_((_bits(rule.strict) - values.view(torch.int32).long()).abs())
 
     @property
     def rate(self) -> torch.Tensor:
@@ -86,13 +106,9 @@ class Records(NamedTuple):
         return self.table[:, Column.MOST_TOKENS]
 
     @property
-    def threshold(self) -> torch.Tensor:
-        """float32 `[S]`."""
-        return self.table.view(torch.float32)[:, 2 * Column.THRESHOLD]
-
-    def relaxes(self, name: RuleName) -> torch.Tensor:
+    def relaxes(self) -> torch.Tensor:
         """bool `[S]`, whether a request is not strict, whatever is left of its bound."""
-        return self.threshold < 1 if name == "theta" else self.price != 0
+        return self.value != 0
 
     @property
     def ends(self) -> torch.Tensor:

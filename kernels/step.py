@@ -7,22 +7,21 @@ import torch
 from vllm_mars.kernels.kept.naive import Protected
 from vllm_mars.kernels.ledger.naive import LOSS_BITS
 from vllm_mars.kernels.record import Records
-from vllm_mars.kernels.rules import RuleName
+from vllm_mars.kernels.rules import Rule
 
 # In the place of a draft token that was drawn and that a grammar has struck out since.
 STRUCK = -2
 
 
-class Rule(NamedTuple):
-    """What holds for all requests of a step.
+class Terms(NamedTuple):
+    """What holds for all requests of an engine.
 
     Attributes:
-        name: "theta" accepts a runner-up where z2 > threshold * z1 and z1 > 0, "price" weighs a
-            prefix of the draft against its loss.
+        rule: by which their drafts are verified.
         protected: the tokens that keep their probability, or None.
     """
 
-    name: RuleName
+    rule: Rule
     protected: Protected | None = None
 
 

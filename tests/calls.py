@@ -10,13 +10,15 @@ from vllm_mars.kernels.accept import naive as accept
 from vllm_mars.kernels.account.naive import Account, CounterLayout
 from vllm_mars.kernels.kept.naive import Protected
 from vllm_mars.kernels.ledger.naive import loss_rate
-from vllm_mars.kernels.record import Records
-from vllm_mars.kernels.step import STRUCK, Draws, Rule, Sampling, Step
+from vllm_mars.kernels.record import Records, held
+from vllm_mars.kernels.rules import PRICE, RULES, THETA
+from vllm_mars.kernels.step import STRUCK, Draws, Sampling, Step, Terms
 from vllm_mars.kernels.strictness.naive import MOST_FOLLOWERS, Guard, Guarded
 from vllm_mars.kernels.verdicts import Verdict
 
 CPU = torch.device("cpu")
 LONGEST = 6
+THETAS = [1.0, 0.9, 0.5, 0.05]
 REASONS = [0, 0, 0, Verdict.SPAN, Verdict.OPENING, Verdict.REPEAT]
 
 
@@ -25,7 +27,7 @@ class Call:
 
     Args:
         number: of the call, which seeds it.
-        name: of the rule.
+        name: of the rule, in `RULES`.
         sampled: whether requests may sample: then logits are finite numbers or -inf.
         vocab: of the logits; a small one by default.
         dtype: of the logits where requests may sample.
@@ -73,12 +75,14 @@ class Call:
         self.ends = torch.tensor(self.lengths).cumsum(0).int()
         slots = self.batch + 2
         self.slots = torch.from_numpy(rng.permutation(slots)[: self.batch]).int()
-        thresholds = [1.0, 0.9, 0.5, 0.05] if name == "theta" else [0.0, 0.3, 2.0]
         rates = [loss_rate(value) for value in (0.0, 0.005, 0.02, 0.3, math.inf)]
         self.records = Records.new(slots, CPU)
+        # Golden tokens are those of steps that draw a value of each rule.
+        thetas, prices = rng.choice(THETAS, slots), rng.choice([0, 20_000, 50_000, 1 << 17], slots)
+        self.records.value.copy_(torch.tensor([held(THETA, it) for it in thetas]))
+        if name == PRICE.name:
+            self.records.value.copy_(torch.from_numpy(prices))
         for column, values in (
-            (self.records.threshold, thresholds),
-            (self.records.price, [0, 20_000, 50_000, 1 << 17]),
             (self.records.rate, rates),
             (self.records.lost, [0, 1_000, 1 << 17]),
             (self.records.most_tokens, [20, 45, 48, 99]),
@@ -93,7 +97,7 @@ class Call:
         protected = None
         if rng.random() < 0.6:
             protected = Protected.of(torch.from_numpy(rng.random(vocab) < 0.1), CPU)
-        self.rule = Rule(name, protected)
+        self.terms = Terms(RULES[name], protected)
         self.has_table = rng.random() < 0.6
         self.temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], self.batch)).float()
         self.guard = self._guard(name, vocab) if rng.random() < 0.5 else None
@@ -103,7 +107,7 @@ class Call:
         found = Guarded.of([(0, False, ())] * len(self.logits))
         for row, token in zip(self.rows.tolist(), self.ids.tolist(), strict=True):
             found.blocked[row] = int(self.rng.choice(REASONS))
-            if name == "price" and self.rng.random() < 0.6:
+            if name == PRICE.name and self.rng.random() < 0.6:
                 count = self.rng.integers(0, min(vocab, MOST_FOLLOWERS) + 1)
                 own = self.rng.permutation(vocab)[:count].tolist()
                 found.followers[row], found.repeats[row] = own, token in own
@@ -211,7 +215,7 @@ def on_cpu(call: Call, account: Account, chance: accept.Chance | None = None) ->
     """What a CPU emits of the call, and the records behind it."""
     bonus = None if chance is None else torch.zeros(call.batch)
     step, _ = call.step()
-    return accept.accept(step, call.rule, call.guard, account, chance, bonus), step.records
+    return accept.accept(step, call.terms, call.guard, account, chance, bonus), step.records
 
 
 def written_down(call: Call, q: torch.Tensor | None, tokens: torch.Tensor) -> tuple:

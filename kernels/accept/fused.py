@@ -1,17 +1,16 @@
 """Verification in Triton: two launches for a step of greedy requests, three where requests sample.
 
-The rule is that of `rule`, which `rules.fused` follows function by function (arXiv 2601.15498 for
-theta). Symbols: V vocabulary, B requests, R rows, S splits of a row.
+Symbols: V vocabulary, B requests, R rows, S splits of a row.
 
-    rows_kernel      grid (R, S)       z1 with its id, z2, and sums of exponentials of each split
+    rows_kernel      grid (R, S)       z1 with its id, and what else of each split the rule needs
     accept_kernel    grid (B,)         joins the splits of one request's rows, applies the rule,
                                        draws whether each draft token stays, emits and counts
     resample_kernel  grid (B, blocks)  draws the token behind the accepted drafts of a request
                                        that samples, from one row
 
-Where drafts are drawn, the two of `clip_kernel` read the rows between the first two. The random
-numbers are those of vLLM's own sampler: what is strict is token for token what that emits, of drawn
-drafts by its method `block`.
+Where drafts are drawn, `clip_kernel` and `mass_kernel` read the rows between the first two. The
+random numbers are those of vLLM's own sampler: what is strict is token for token what that emits,
+of drawn drafts by its method `block`.
 
 To count is to take the loss off the request's record, to add to the counts, and to write its row of
 the table: see `Account`. What a request allows lies in its record, by slot, and is read there.
@@ -29,20 +28,14 @@ import triton.language as tl
 
 from vllm_mars.kernels.account.fused import write_down
 from vllm_mars.kernels.account.naive import Account, CounterLayout
+from vllm_mars.kernels.blocks.fused import by_blocks, sum_residuals
 from vllm_mars.kernels.constants import C
-from vllm_mars.kernels.ledger.fused import allowance, has_ended, load_float, nearest_units, units_of
-from vllm_mars.kernels.rows.fused import kept_size, kept_sums, log_sum_exp, num_lanes, reduce_rows
-from vllm_mars.kernels.rules.fused import (
-    forbids,
-    greedy,
-    is_small,
-    log_ratio_of_fixed,
-    num_gainful,
-    read_rows,
-    sampled_by_price,
-    sampled_by_theta,
-)
-from vllm_mars.kernels.step import Draws, Rule, Step, VerifyOutput
+from vllm_mars.kernels.law.fused import clip_rows, log_ratio_of_fixed
+from vllm_mars.kernels.ledger.fused import allowance, has_ended, nearest_units, units_of
+from vllm_mars.kernels.rows.fused import kept_size, num_lanes, reduce_rows
+from vllm_mars.kernels.rows.joined import forbids, num_gainful, read_odds, read_rows
+from vllm_mars.kernels.rules import Need
+from vllm_mars.kernels.step import Draws, Step, Terms, VerifyOutput
 from vllm_mars.kernels.strictness.naive import Guard
 
 # Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
@@ -73,33 +66,6 @@ def _drawn(seeds_ptr, pos_ptr, slot, row, mask, place, BY_BLOCKS: tl.constexpr):
     return tl.maximum(tl.rand(seed, pos), C.LEAST_DRAWN)
 
 
-@triton.jit
-def _by_blocks(clipped_ptr, masses_ptr, num_blocks, row, offset, length, u, BLOCKS: tl.constexpr):
-    """How many tokens of a drawn draft stay; what the rule adds to the chance that each does."""
-    is_there = offset < length
-    of_row = clipped_ptr + C.CLIPPED * row
-    of_q = tl.load(of_row + C.OF_Q, mask=is_there, other=-C.INF)
-    of_p = tl.load(of_row + C.OF_P, mask=is_there, other=0.0)
-    is_behind = is_there & (offset > 0)
-    before = tl.load(of_row + C.BEFORE, mask=is_behind, other=0.0)
-    reach = tl.exp(tl.minimum(before + of_q, 0.0))
-    before = tl.load(of_row + C.STRICT_BEFORE, mask=is_behind, other=0.0)
-    strict = tl.exp(tl.minimum(before + of_q - of_p, 0.0))
-    goes_on = offset + 1 < length
-    blocks = tl.arange(0, BLOCKS)[None, :]
-    parts = tl.load(
-        masses_ptr + (row[:, None] + 1) * num_blocks + blocks,
-        mask=goes_on[:, None] & (blocks < num_blocks),
-        other=0.0,
-    )
-    residual = tl.maximum(tl.sum(parts, axis=1), 0.0)
-    whole = residual + (1.0 - reach)
-    stays = tl.where(whole > 0.0, residual / tl.where(whole > 0.0, whole, 1.0), 1.0)
-    stays = tl.where(goes_on, stays, reach)
-    accepted = tl.max(tl.where(is_there & (u <= stays), offset + 1, 0), axis=0)
-    return accepted, tl.where(is_there, reach - strict, 0.0)
-
-
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
 def accept_kernel(
     # `VerifyOutput`, `Account` and `Partials`: tensors that begin where memory does
@@ -124,7 +90,7 @@ def accept_kernel(
     # Where requests sample: `Sampling`, and [num_rows]
     sampling,
     pos_ptr,
-    # Of drawn drafts: [num_rows, CLIPPED] and [num_rows, num_blocks] of `clip_rows`
+    # Of drawn drafts: [num_rows, CLIPPED] and [num_rows, num_blocks] of `sum_residuals`
     clipped_ptr,
     masses_ptr,
     num_speculative_tokens,
@@ -134,8 +100,11 @@ def accept_kernel(
     SPLITS: tl.constexpr,
     BLOCKS: tl.constexpr,
     POSITIONS: tl.constexpr,
-    # "theta" or "price"
-    RULE: tl.constexpr,
+    # Of the rule: see `rules.fused`
+    GREEDY: tl.constexpr,
+    FIXED: tl.constexpr,
+    WITH_SECOND: tl.constexpr,
+    WITH_SUM: tl.constexpr,
     # "no", "fixed" or "drawn" drafts
     SAMPLED: tl.constexpr,
 ):
@@ -170,17 +139,17 @@ def accept_kernel(
         vocab,
         num_splits,
         SPLITS,
-        RULE != "price",
+        WITH_SECOND,
+        WITH_SUM,
     )
     draft = rows.draft
-    most, price, room = allowance(record_ptr, produced, offset)
+    most, value, room = allowance(record_ptr, produced, offset)
     is_over = has_ended(record_ptr, tl.load(input_ids_ptr + start), produced)
     gainful = num_gainful(rows.is_end, offset, length, room)
     # The last position of the answer; none where it had ended before.
     last_counted = tl.where(is_over != 0, -1, gainful)
-    threshold = load_float(record_ptr, C.THRESHOLD)
-    small = is_small(rows, threshold)
-    verdict, loss = greedy(rows, small, most, price, gainful, offset, length, RULE)
+    verdict = GREEDY(rows, partials, row, value, most, gainful, offset, length)
+    loss = rows.loss
     accepts = (verdict == C.FIRST) | (verdict == C.RELAXED)
     gained = tl.where(verdict == C.RELAXED, 1 << 16, 0).to(tl.int64)
     # Greedily the drift is the loss.
@@ -192,42 +161,26 @@ def accept_kernel(
         if is_greedy == 0:
             own = sampling.seeds, pos_ptr, slot, row, is_draft, offset
             u = _drawn(*own, SAMPLED == "drawn")
-            is_read = draft >= 0
             if SAMPLED == "drawn":
                 # A token that was never drawn ends the draft.
                 drawn = tl.min(tl.where(is_draft & (draft == -1), offset, length), axis=0)
                 of_draft = clipped_ptr, masses_ptr, num_blocks, row, offset, drawn, u
-                accepted_by_blocks, gain = _by_blocks(*of_draft, BLOCKS)
+                accepted_by_blocks, gain = by_blocks(*of_draft, BLOCKS)
                 gained = nearest_units(gain)
                 of_row, is_drawn = clipped_ptr + C.CLIPPED * row, offset < drawn
                 ratio_accepted = tl.load(of_row + C.OF_P, mask=is_drawn, other=0.0)
                 reason = forbids(rows, False)
-                verdict = tl.where(is_read & (offset < gainful) & (price > 0), reason, 0)
+                verdict = tl.where((draft >= 0) & (offset < gainful) & (value > 0), reason, 0)
                 loss = units_of(tl.load(of_row + C.LOSS_OF_ROW, mask=is_drawn, other=0.0))
                 drift = nearest_units(tl.load(of_row + C.DRIFT, mask=is_drawn, other=0.0))
             else:
-                lse, entropy = log_sum_exp(partials, row, is_draft, rows.first, num_splits, SPLITS)
-                log_p = rows.logit - lse
-                # A NaN is above nothing.
-                is_number = is_read & (log_p > -C.INF)
-                log_p = tl.where(is_number, tl.minimum(log_p, 0.0), 0.0)
-                forbidden = forbids(rows, RULE != "price")
-                if RULE == "price":
-                    mass, surprise = kept_sums(partials, row, is_number, lse)
-                    rest, entropy = tl.maximum(1.0 - mass, 0.0), entropy - surprise
-                    decided = sampled_by_price(
-                        *(log_p, rest, entropy, is_number, forbidden),
-                        *(most, price, gainful, offset, length),
-                    )
-                else:
-                    decided = sampled_by_theta(
-                        log_p, entropy, small & is_number, forbidden, most, offset, length
-                    )
+                odds = read_odds(rows, partials, row, is_draft, num_splits, SPLITS)
+                decided = FIXED(rows, odds, partials, row, value, most, gainful, offset, length)
                 verdict, loss, gained = decided.verdict, decided.loss, decided.gained
                 drift = nearest_units(decided.drift)
                 ratio_accepted = log_ratio_of_fixed(decided, True)
                 ratio_rejected = log_ratio_of_fixed(decided, False)
-                accepts = is_number & (log_p + ratio_accepted > tl.log(u))
+                accepts = odds.is_number & (odds.log_p + ratio_accepted > tl.log(u))
                 accepts = accepts | (verdict == C.RELAXED)
 
     stops = is_draft & (accepts == 0)
@@ -243,7 +196,6 @@ def accept_kernel(
     token = tl.where(is_row & (offset == accepted), behind, token)
     of_request = output.output_token_ids + request.to(tl.int64) * (num_speculative_tokens + 1)
     tl.store(of_request + offset, token, mask=offset <= num_speculative_tokens)
-    is_relaxable = tl.load(record_ptr + C.PRICE) != 0 if RULE == "price" else threshold < 1.0
     # Behind the draft the target's own bonus token follows.
     ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
     num_relaxed, step_lost = write_down(
@@ -260,7 +212,7 @@ def accept_kernel(
         accepted,
         is_draft & (offset <= last_counted),
         is_greedy,
-        is_relaxable,
+        value != 0,
         num_speculative_tokens,
         SAMPLED == "drawn",
     )
@@ -278,7 +230,7 @@ def accept_kernel(
 
 def accept(
     step: Step,
-    rule: Rule,
+    terms: Terms,
     guard: Guard | None = None,
     account: Account | None = None,
     draws: Draws | None = None,
@@ -287,7 +239,7 @@ def accept(
 
     Args:
         step: its logits are processed, where requests sample.
-        rule: of the engine.
+        terms: of the engine.
         guard: what the text before each row asks; or None, where it asks nothing.
         account: where the step is counted; without a table one is made.
         draws: of the step, where requests sample.
@@ -295,7 +247,7 @@ def accept(
     Returns:
         As in `accept.naive.accept`, but that the tokens are int64, as Model Runner V2 wants them.
     """
-    batch, device = step.slots.shape[0], step.logits.device
+    batch, device, rule = step.slots.shape[0], step.logits.device, terms.rule
     output = VerifyOutput(
         torch.empty((batch, step.num_speculative_tokens + 1), dtype=torch.int64, device=device),
         torch.empty(batch, dtype=torch.int32, device=device),
@@ -310,12 +262,11 @@ def accept(
     if account.table is None:
         size = kept_size(batch, 256)
         account = account._replace(table=_kept_table(size, step.num_speculative_tokens + 1, device))
-    reduced = reduce_rows(step, rule, guard, draws)
+    reduced = reduce_rows(step, terms, guard, draws)
     kind, clipped, masses = "no" if draws is None else "fixed", None, None
     if draws is not None and draws.sampling.draft_logits is not None:
-        from vllm_mars.kernels.clip.fused import clip_rows
-
-        kind, (clipped, masses) = "drawn", clip_rows(reduced, draws)
+        kind, clipped = "drawn", clip_rows(reduced, draws)
+        masses = sum_residuals(reduced, draws, clipped)
     num_blocks = 1 if masses is None else masses.shape[1]
     vocab, positions = step.logits.shape[1], reduced.num_positions
     reduced.variant.launch(
@@ -327,7 +278,7 @@ def accept(
         step.records.table,
         step.input_ids,
         step.cu_num_logits,
-        rule.protected,
+        terms.protected,
         guard,
         step.slots,
         step.total_len,
@@ -343,7 +294,10 @@ def accept(
         num_lanes(vocab),
         kept_size(num_blocks, 1),
         positions,
-        rule.name,
+        rule.jitted.greedy,
+        rule.jitted.sampled,
+        Need.SECOND in rule.needs,
+        Need.SUMS in rule.needs,
         kind,
         # Long drafts leave one warp too few registers.
         num_warps=max(1, positions // 8),

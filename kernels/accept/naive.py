@@ -1,8 +1,8 @@
-"""Verification on a CPU: the rows by NumPy (`rows`), then `rule` as it is written.
+"""Verification on a CPU: the rows by NumPy (`rows`), then the rule as it is written.
 
 Where a request samples its rows are divided by the temperature and their softmax is found, one
 request at a time: those of a drawn draft up to the first token that was never drawn, all of one
-that is not drawn, for what the rule looks ahead to, and without a price those that are reached.
+that is not drawn, for what the rule looks ahead to, and of a strict request what is reached.
 """
 
 import math
@@ -13,14 +13,13 @@ import numpy as np
 import torch
 
 from vllm_mars.kernels.account.naive import Account, CounterLayout, write_down
-from vllm_mars.kernels.clip.naive import clip_row
+from vllm_mars.kernels.blocks.naive import num_staying, reach
+from vllm_mars.kernels.law.naive import Position, clip_row, drawn_prices, log_ratio
 from vllm_mars.kernels.ledger.naive import LOSS_BITS, Allowance, nearest_units, units_of
 from vllm_mars.kernels.record import Column
-from vllm_mars.kernels.rows.naive import Rows, read_probabilities, read_rows
-from vllm_mars.kernels.rules import RuleName
-from vllm_mars.kernels.rules import naive as definition
-from vllm_mars.kernels.rules.naive import Position
-from vllm_mars.kernels.step import Rule, Step, VerifyOutput
+from vllm_mars.kernels.rows.naive import Rows, num_gainful, read_probabilities, read_rows
+from vllm_mars.kernels.rules import Rule
+from vllm_mars.kernels.step import Step, Terms, VerifyOutput
 from vllm_mars.kernels.strictness.naive import Guarded
 from vllm_mars.kernels.verdicts import Verdict
 
@@ -88,7 +87,7 @@ class Emitted(NamedTuple):
 
 def accept(
     step: Step,
-    rule: Rule,
+    terms: Terms,
     guard: Guarded | None = None,
     account: Account | None = None,
     chance: Chance | None = None,
@@ -98,7 +97,7 @@ def accept(
 
     Args:
         step: its logits are processed but for the temperature.
-        rule: of the engine.
+        terms: of the engine.
         guard: what the text before each row asks; or None, where it asks nothing.
         account: where the step is counted.
         chance: what decides where requests sample; None if all are greedy.
@@ -109,9 +108,9 @@ def accept(
     slots, width = step.slots.tolist(), step.num_speculative_tokens
     begins, batch = [0, *step.cu_num_logits.tolist()], len(slots)
     temperature = [0.0] * batch if chance is None else chance.temperature.tolist()
-    rows = read_rows(step, rule, guard, temperature, with_bonus=bonus is None)
+    rows = read_rows(step, terms, guard, temperature, with_bonus=bonus is None)
     records = step.records
-    relaxes = records.relaxes(rule.name)
+    relaxes = records.relaxes
     behind = None if bonus is None else bonus.reshape(-1).tolist()
     tokens = np.full((batch, width + 1), -1, dtype=np.int32)
     summary = np.zeros((3, batch), dtype=np.int64)
@@ -120,11 +119,11 @@ def accept(
         begin, end = begins[place], begins[place + 1] - 1
         is_greedy = chance is None or not temperature[place]
         if chance is None or is_greedy:
-            emitted = _greedy(rows, begin, end, allowed, rule.name)
+            emitted = _greedy(rows, begin, end, allowed, terms.rule)
         else:
             followers = () if guard is None else guard.followers[begin:end]
-            own = SampledDraft(step, rule, chance, place, begin, end, followers)
-            emitted = (_drawn if is_drawn else _fixed)(rows, allowed, rule.name, own)
+            own = SampledDraft(step, terms, chance, place, begin, end, followers)
+            emitted = (_drawn if is_drawn else _fixed)(rows, allowed, terms.rule, own)
         accepted = emitted.accepted
         tokens[place, :accepted] = rows.draft[begin : begin + accepted]
         if emitted.token is not None:
@@ -134,7 +133,7 @@ def accept(
         else:
             tokens[place, accepted] = behind[place]
         # What lies behind the answer's end is no part of it.
-        most = definition.num_gainful(rows, begin, end, allowed) + 1
+        most = num_gainful(rows, begin, end, allowed) + 1
         most = 0 if allowed.has_ended else most
         counted = emitted._replace(positions=emitted.positions[:most], gained=emitted.gained[:most])
         drafted, slot = rows.draft[begin:end], slots[place]
@@ -152,20 +151,20 @@ def accept(
 def allowances(step: Step) -> Iterator[Allowance]:
     """What each request of a step may pay and lose."""
     slots = step.slots.long()
-    columns = [Column.PRICE, Column.RATE, Column.LOST, Column.MOST_TOKENS]
+    columns = [Column.VALUE, Column.RATE, Column.LOST, Column.MOST_TOKENS]
     own = step.records.table[slots][:, columns].tolist()
     produced = (step.total_len[slots] - step.prompt_len[slots]).tolist()
     inputs = step.input_ids.tolist()
     last = [inputs[first] for first in [0, *step.cu_num_logits.tolist()[:-1]]] if own else []
     ends = step.records.ends[slots].tolist()
-    for place, (price, rate, lost, most_tokens) in enumerate(own):
-        found = Allowance.of(price, rate, lost, produced[place], most_tokens)
+    for place, (value, rate, lost, most_tokens) in enumerate(own):
+        found = Allowance.of(value, rate, lost, produced[place], most_tokens)
         is_end = produced[place] > 0 and last[place] >= 0 and last[place] in ends[place]
         yield found._replace(has_ended=found.has_ended or is_end)
 
 
-def _greedy(rows: Rows, begin: int, end: int, allowed: Allowance, name: RuleName) -> Emitted:
-    verdicts = definition.greedy(rows, begin, end, name, allowed)
+def _greedy(rows: Rows, begin: int, end: int, allowed: Allowance, rule: Rule) -> Emitted:
+    verdicts = rule.plain.greedy(rows, begin, end, allowed)
     positions = []
     for offset, verdict in enumerate(verdicts):
         loss = rows.loss[begin + offset]
@@ -194,7 +193,7 @@ class SampledDraft:
 
     Args:
         step: with float32 logits.
-        rule: of the engine.
+        terms: of the engine.
         chance: what decides.
         place: of the request in the batch.
         begin, end: its first row, and its bonus row.
@@ -212,7 +211,7 @@ class SampledDraft:
     def __init__(
         self,
         step: Step,
-        rule: Rule,
+        terms: Terms,
         chance: Chance,
         place: int,
         begin: int,
@@ -234,7 +233,7 @@ class SampledDraft:
         self.buffers, self.p, z = buffers.tensor_split([3 + length, 3 + 2 * length])
         self.z = self._logits if self._temperature == 1 else z
         ends = step.records.ends[int(step.slots[place])].tolist()
-        own = {*ends} if rule.protected is None else {*ends, *rule.protected.ids.tolist()}
+        own = {*ends} if terms.protected is None else {*ends, *terms.protected.ids.tolist()}
         kept = (own.union(more) for more in followers or [()] * length)
         self.kept = [
             torch.tensor(sorted(it for it in of_row if 0 <= it < vocab), dtype=torch.int64)
@@ -256,17 +255,18 @@ class SampledDraft:
         return self._chance.draws(self._place, weights)
 
 
-def _fixed(rows: Rows, allowed: Allowance, name: RuleName, own: SampledDraft) -> Emitted:
+def _fixed(rows: Rows, allowed: Allowance, rule: Rule, own: SampledDraft) -> Emitted:
     begin, end, p = own.begin, own.end, own.p
-    is_strict = name == "price" and not allowed.price
+    is_strict = not allowed.value
+    positions = [Position(Verdict.NONE)] * (end - begin)
     if not is_strict:
         own.read(slice(None))
         rows = read_probabilities(rows, begin, own.z, p, own.kept)
-    positions = definition.sampled(rows, begin, end, name, allowed)
+        positions = rule.plain.sampled(rows, begin, end, allowed)
     log_ratios: list[float] = []
     for offset, position in enumerate(positions):
         i = begin + offset
-        draft, ratio = rows.draft[i], definition.log_ratio(position, is_draft=True)
+        draft, ratio = rows.draft[i], log_ratio(position, is_draft=True)
         if is_strict:
             own.read(slice(offset, offset + 1))
         # What is strict compares vLLM's own number.
@@ -282,21 +282,21 @@ def _fixed(rows: Rows, allowed: Allowance, name: RuleName, own: SampledDraft) ->
         if position.bias:
             # Not kept tokens times Z, which may be too large for a number.
             of_kept = weights[own.kept[offset]]
-            weights *= math.exp(definition.log_ratio(position, is_draft=False))
+            weights *= math.exp(log_ratio(position, is_draft=False))
             weights[own.kept[offset]] = of_kept
         # Only rounding leaves nothing to draw from.
         token = own.draws(weights) if weights.any() or draft < 0 else draft
         is_kept = token in own.kept[offset]
-        log_ratios.append(definition.log_ratio(position, token == draft, is_kept))
+        log_ratios.append(log_ratio(position, token == draft, is_kept))
         return Emitted(offset, token, positions[: offset + 1], log_ratios)
     return Emitted(end - begin, None, positions, [*log_ratios, 0.0])
 
 
-def _drawn(rows: Rows, allowed: Allowance, _: RuleName, own: SampledDraft) -> Emitted:
+def _drawn(rows: Rows, allowed: Allowance, _: Rule, own: SampledDraft) -> Emitted:
     begin, end, q = own.begin, own.end, own.q
     assert q is not None
-    prices = definition.drawn_prices(rows, begin, end, allowed, own.most_drafts)
-    gainful = definition.num_gainful(rows, begin, end, allowed)
+    prices = drawn_prices(rows, begin, end, allowed, own.most_drafts)
+    gainful = num_gainful(rows, begin, end, allowed)
     drafts = rows.draft[begin:end]
     # A token that was never drawn ends the draft.
     length = next((i for i, draft in enumerate(drafts) if draft == -1), end - begin)
@@ -304,23 +304,23 @@ def _drawn(rows: Rows, allowed: Allowance, _: RuleName, own: SampledDraft) -> Em
     own.read(slice(length + 1))
     z, p, buffers = own.z, own.p, own.buffers
     served, reaches, gained = [], [], []
-    reach = strict = 1.0
+    own_reach = strict = 1.0
     for i in range(length):
         out = buffers[3 + i]
         of_row = clip_row(z[i], p[i], q[i], prices[i], own.kept[i], out, buffers[:3])
         at_draft = (p[i], of_row.m, q[i])
         of_p, of_m, of_q = (float(it[drafts[i]]) if drafts[i] >= 0 else 0.0 for it in at_draft)
-        reach, strict = definition.reach(reach, of_m, of_q), definition.reach(strict, of_p, of_q)
+        own_reach, strict = reach(own_reach, of_m, of_q), reach(strict, of_p, of_q)
         served.append(of_row)
-        reaches.append(reach)
-        gained.append(nearest_units(reach - strict))
+        reaches.append(own_reach)
+        gained.append(nearest_units(own_reach - strict))
 
     def residual(i: int) -> torch.Tensor:
         """What is drawn from behind i drafts."""
         m = torch.mul(served[i].m, reaches[i - 1] if i else 1.0, out=buffers[0])
         return m.sub_(q[i]).clamp_(min=0)
 
-    accepted = definition.num_staying(
+    accepted = num_staying(
         reaches,
         lambda i: float(residual(i).sum()),
         lambda i, chance: own.accepts(i - 1, chance),
@@ -339,7 +339,7 @@ def _drawn(rows: Rows, allowed: Allowance, _: RuleName, own: SampledDraft) -> Em
     log_ratios: list[float] = []
     for i in range(min(accepted + 1, end - begin)):
         verdict = Verdict.NONE
-        if drafts[i] >= 0 and allowed.price > 0 and i < gainful:
+        if drafts[i] >= 0 and allowed.value > 0 and i < gainful:
             verdict = rows.forbids(begin + i, looks_at_first=False)
         if i == length:
             positions.append(Position(verdict))

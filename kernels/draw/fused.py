@@ -5,7 +5,7 @@
                                          largest of all behind the request's drafts
 
 The row is that of the first rejected draft token, or the bonus row. With x rejected, q its draft
-distribution and p_i what the draft has reached before it (`rule`), what is drawn from is
+distribution and p_i what the draft has reached before it (`blocks`), what is drawn from is
 max(p_i m - q, 0); of a fixed draft that is m without x, in which kept tokens weigh Z times what
 they do in p. A draft token that was never drawn has no q.
 """
@@ -19,9 +19,9 @@ from triton.language.extra import libdevice
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
 from vllm_mars.kernels.account.naive import Account
-from vllm_mars.kernels.clip.fused import load_clipped, log_probabilities, log_ratio
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.kept.fused import is_kept
+from vllm_mars.kernels.law.fused import load_clipped, log_probabilities, log_ratio
 from vllm_mars.kernels.rows.fused import Reduced, draft_strides, kept_size
 from vllm_mars.kernels.step import Draws, VerifyOutput
 
@@ -196,7 +196,7 @@ def draw(
         clipped,
         draws.sampling,
         *draft_strides(draws),
-        reduced.rule.protected,
+        reduced.terms.protected,
         reduced.guard,
         step.records.table,
         output.num_emitted,

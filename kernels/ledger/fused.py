@@ -22,20 +22,33 @@ def nearest_units(nats):
 
 
 @triton.jit
-def load_float(record_ptr, column):
-    """A float32 of a record."""
-    return tl.load(record_ptr + column).to(tl.int32).to(tl.float32, bitcast=True)
+def at(offset, j, values):
+    """The value at one offset."""
+    return tl.sum(tl.where(offset == j, values, tl.zeros_like(values)), axis=0)
+
+
+@triton.jit
+def fitting(wants, loss, most, offset, length):
+    """Which of the positions that want to, in turn, can lose what they would; units."""
+    lost = tl.zeros([], tl.int64)
+    for j in range(0, length):
+        here = (offset == j) & wants
+        weight = tl.sum(tl.where(here, loss, 0), axis=0)
+        fits = lost + weight <= at(offset, j, most)
+        wants = wants & ((here == 0) | fits)
+        lost += tl.where(fits, weight, 0)
+    return wants
 
 
 @triton.jit
 def allowance(record_ptr, produced, offset):
-    """What the request may lose up to each offset, its price, in units, and its room."""
+    """What the request may lose up to each offset, in units, its rule's value, and its room."""
     rate = tl.load(record_ptr + C.RATE)
     tokens = produced.to(tl.int64) + offset + 1
     most = ((rate * (tokens + C.BURST_TOKENS)) >> C.RATE_SHIFT) - tl.load(record_ptr + C.LOST)
     most = tl.where(rate == C.NO_BOUND, C.NO_LIMIT, most)
     room = tl.maximum(tl.load(record_ptr + C.MOST_TOKENS) - produced - 1, 0)
-    return most, tl.load(record_ptr + C.PRICE), room
+    return most, tl.load(record_ptr + C.VALUE), room
 
 
 @triton.jit

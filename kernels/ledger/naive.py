@@ -25,7 +25,7 @@ class Allowance(NamedTuple):
     """What one request may pay and lose in this step; integers.
 
     Attributes:
-        price: per token gained, in units of 2**-LOSS_BITS nats.
+        value: of the rule, as the record holds it; 0 is strict.
         rate: what an output token adds, in units of 2**-RATE_BITS nats.
         produced: output tokens before this step.
         lost: what the request has lost, in units of 2**-LOSS_BITS nats.
@@ -33,7 +33,7 @@ class Allowance(NamedTuple):
         has_ended: whether the request had ended before this step, of which nothing is counted then.
     """
 
-    price: int
+    value: int
     rate: int
     produced: int
     lost: int
@@ -41,10 +41,10 @@ class Allowance(NamedTuple):
     has_ended: bool = False
 
     @classmethod
-    def of(cls, price: int, rate: int, lost: int, produced: int, most_tokens: int) -> "Allowance":
+    def of(cls, value: int, rate: int, lost: int, produced: int, most_tokens: int) -> "Allowance":
         """That of a request's record; whether the last token has ended it is not looked at."""
         room = max(most_tokens - produced - 1, 0)
-        return cls(price, rate, produced, lost, room, produced >= most_tokens)
+        return cls(value, rate, produced, lost, room, produced >= most_tokens)
 
     def at(self, offset: int) -> int:
         """What the step's tokens up to this offset may lose."""

@@ -4,9 +4,10 @@ Symbols: V vocabulary, R rows that are read, S splits of a row.
 
     rows_kernel    grid (R, S)   streams V / S logits, keeps the two largest values of each lane and
                                  the chunk of 16 bytes that the largest came from, reduces them,
-                                 looks up the id, and writes one partial result; by a price there is
-                                 no second largest
-    reduce_splits  a device function with which the next kernel joins a row's partial results
+                                 looks up the id, and writes one partial result; a rule that does
+                                 not need it has no second largest
+
+`joined` has the device functions with which the next kernels join a row's partial results.
 
 Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2); logit [R]
 float32 (of the draft token); where a request samples also sums [R, S, 2] float32 (sums of
@@ -37,7 +38,8 @@ from triton.language.extra import libdevice
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.kept.fused import kept_tokens, num_kept
 from vllm_mars.kernels.launch import Variant, variant
-from vllm_mars.kernels.step import Draws, Rule, Step
+from vllm_mars.kernels.rules import Need
+from vllm_mars.kernels.step import Draws, Step, Terms
 from vllm_mars.kernels.strictness.naive import Guard
 
 # Indices start where vLLM's views of them start, so their alignment would only multiply the
@@ -189,7 +191,7 @@ def rows_kernel(
     row = tl.program_id(0)
     split = tl.program_id(1)
     slot = tl.zeros([], tl.int64)
-    if WITH_SUM:
+    if sampling is not None:
         # A request's bonus row is its last. Of one that samples only a draw looks at it. The
         # temperatures lie in the host's memory, so that no other row reads them.
         place_behind = tl.load(row_places_ptr + row + 1, mask=row + 1 < num_rows, other=0)
@@ -257,7 +259,7 @@ def rows_kernel(
         tl.store(partials.sums + 2 * out, tl.sum(sums * tl.exp(shift), axis=0))
         moment = tl.sum((moments + sums * shift) * tl.exp(shift), axis=0)
         tl.store(partials.sums + 2 * out + 1, moment)
-    if WITH_SUM:
+    if sampling is not None:
         if sampling.draft_logits is not None:
             drawn_at = tl.load(sampling.drawn_at + slot)
             if (drawn_at != 0.0) & (place_behind != 0):
@@ -273,66 +275,10 @@ def rows_kernel(
         in_vocab = (draft >= 0) & (draft < vocab)
         logit = tl.load(row_ptr + draft, mask=in_vocab, other=float("-inf"))
         tl.store(partials.logit + row, logit.to(tl.float32))
-        if WITH_SUM:
+        if sampling is not None:
             record_ptr = records_ptr + slot * C.RECORD_SIZE
             own = record_ptr, protected, guard, row, vocab
             _sum_kept(partials.kept + 3 * row, row_ptr, *own)
-
-
-@triton.jit
-def reduce_splits(partials, row, mask, num_splits, SPLITS: tl.constexpr, WITH_SECOND: tl.constexpr):
-    """z1's packed pair, and z2, or z1 where that was not read, of each given row."""
-    splits = tl.arange(0, SPLITS)
-    index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
-    valid = mask[:, None] & (splits < num_splits)[None, :]
-    packed = tl.load(partials.best + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
-    winner = tl.max(packed, axis=1)
-    second = unpack_value(winner)
-    if WITH_SECOND:
-        loses = packed != winner[:, None]
-        seconds = tl.load(partials.second + index, mask=valid, other=float("-inf"))
-        firsts = tl.where(valid, unpack_value(packed), float("-inf"))
-        second = tl.max(tl.where(loses, firsts, seconds), axis=1)
-    return winner, second
-
-
-@triton.jit
-def log_sum_exp(partials, row, mask, first, num_splits, SPLITS: tl.constexpr):
-    """The log-sum-exp and the entropy of each given row, of which `first` is the largest logit."""
-    splits = tl.arange(0, SPLITS)
-    index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
-    valid = mask[:, None] & (splits < num_splits)[None, :]
-    packed = tl.load(partials.best + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
-    sums = tl.load(partials.sums + 2 * index, mask=valid, other=0.0)
-    moments = tl.load(partials.sums + 2 * index + 1, mask=valid, other=0.0)
-    largest = tl.where(valid, tl.maximum(unpack_value(packed), C.LEAST), C.LEAST)
-    shift = tl.maximum(largest - first[:, None], C.NOTHING)
-    total = tl.sum(sums * tl.exp(shift), axis=1)
-    moment = tl.sum((moments + sums * shift) * tl.exp(shift), axis=1)
-    return first + tl.log(total), tl.log(total) - moment / total
-
-
-@triton.jit
-def draft_log_sum_exp(partials, row, num_splits, SPLITS: tl.constexpr):
-    """Of a row's draft, at the temperature that it was drawn at, base 2; NaN as there is one."""
-    splits = tl.arange(0, SPLITS)
-    part_ptr = partials.draft + 2 * (row.to(tl.int64) * num_splits + splits)
-    largest = tl.load(part_ptr, mask=splits < num_splits, other=C.LEAST)
-    total = tl.load(part_ptr + 1, mask=splits < num_splits, other=0.0)
-    of_all = tl.max(largest, axis=0)
-    return of_all + tl.log2(tl.sum(total * libdevice.exp2(largest - of_all), axis=0))
-
-
-@triton.jit
-def kept_sums(partials, row, is_number, lse):
-    """The sums of p and of -p log p over the kept tokens of each row; 0 where it is no number."""
-    kept_ptr = partials.kept + 3 * row
-    log_p = tl.load(kept_ptr, mask=is_number, other=C.LEAST) - lse
-    total = tl.load(kept_ptr + 1, mask=is_number, other=0.0)
-    moment = tl.load(kept_ptr + 2, mask=is_number, other=0.0)
-    p = tl.where(is_number, tl.exp(log_p), 0.0)
-    surprise = tl.where(p > 0.0, -p * (moment + total * log_p), 0.0)
-    return p * total, surprise
 
 
 class Partials(NamedTuple):
@@ -405,14 +351,14 @@ class Reduced(NamedTuple):
     """A step whose rows have been read: what the kernels behind `rows_kernel` are given.
 
     Attributes:
-        step, rule, guard, draws: see `accept.fused.accept`.
+        step, terms, guard, draws: see `accept.fused.accept`.
         variant: by which the step's kernels are launched.
         partials: the partial results of its rows.
         num_splits: of each row.
     """
 
     step: Step
-    rule: Rule
+    terms: Terms
     guard: Guard | None
     draws: Draws | None
     variant: Variant
@@ -426,22 +372,22 @@ class Reduced(NamedTuple):
 
 
 def reduce_rows(
-    step: Step, rule: Rule, guard: Guard | None = None, draws: Draws | None = None
+    step: Step, terms: Terms, guard: Guard | None = None, draws: Draws | None = None
 ) -> Reduced:
     """Launches `rows_kernel`.
 
     Args:
         step: what is read of it are the logits and the draft tokens, and where requests sample the
             tokens that end them.
-        rule: of the engine.
+        terms: of the engine.
         guard: what the text before each row asks, or None.
         draws: of the step, where requests sample; then the sums are found, too.
     """
-    logits = step.logits
+    logits, rule = step.logits, terms.rule
     num_rows, vocab = logits.shape
     num_splits, blocks_per_split, block, warps = launch_settings(vocab, num_rows)
     partials = _kept_partials(kept_size(num_rows * num_splits, 4096), logits.device)
-    own = _variant_of(step, rule, guard, draws)
+    own = _variant_of(step, terms, guard, draws)
     if num_rows:
         own.launch(
             rows_kernel,
@@ -451,7 +397,7 @@ def reduce_rows(
             logits.stride(0),
             step.input_ids,
             None if draws is None else step.records.table,
-            None if draws is None else rule.protected,
+            None if draws is None else terms.protected,
             None if draws is None else guard,
             None if draws is None else draws.row_slots,
             None if draws is None else draws.row_places,
@@ -462,14 +408,14 @@ def reduce_rows(
             blocks_per_split,
             block,
             16 // logits.element_size(),
-            rule.name != "price",
-            draws is not None,
+            Need.SECOND in rule.needs,
+            Need.SUMS in rule.needs or draws is not None,
             num_warps=warps,
         )
-    return Reduced(step, rule, guard, draws, own, partials, num_splits)
+    return Reduced(step, terms, guard, draws, own, partials, num_splits)
 
 
-def _variant_of(step: Step, rule: Rule, guard: Guard | None, draws: Draws | None) -> Variant:
+def _variant_of(step: Step, terms: Terms, guard: Guard | None, draws: Draws | None) -> Variant:
     logits = step.logits
     given: tuple[Hashable, ...] = ()
     if draws is not None:
@@ -479,8 +425,8 @@ def _variant_of(step: Step, rule: Rule, guard: Guard | None, draws: Draws | None
             given = *given, drafts.dtype, drafts.data_ptr() % 16 == 0
             given = *given, draws.sampling.next_seeds is None
     return variant(
-        *(logits.device, logits.dtype, logits.data_ptr() % 16 == 0),
-        *(step.input_ids.dtype, step.slots.dtype, rule.protected is None, guard is None),
+        *(terms.rule.name, logits.device, logits.dtype, logits.data_ptr() % 16 == 0),
+        *(step.input_ids.dtype, step.slots.dtype, terms.protected is None, guard is None),
         *given,
     )
 

@@ -1,25 +1,19 @@
 """What the rule needs to know of each row, by NumPy: the form of `rows_kernel` for a CPU.
 
 NumPy's vectorised argmax takes a third of the time of torch's, and its small operations a quarter,
-which counts for a single request. z2 is never computed. With t the threshold and "larger" the
-number of logits above a pivot, a draft token x is one of the two largest within a small margin if
-
-    x is not the argmax:  z[x] > t  and  larger(z[x]) <= 1      (z[x] is z2, or ties with z1)
-    x is the argmax:      larger(t) >= 2                        (z1 and z2 are above t)
-
-so a step reads the rows of greedy requests once, for the argmax, and once more the candidate rows
-alone. float32 logits are read in place; others are converted first.
+which counts for a single request. A step reads the rows of greedy requests once, for the argmax; a
+rule may look at some of them again. float32 logits are read in place; others are converted first.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_mars.kernels.ledger.naive import LOSS_BITS, MOST_LOSS
-from vllm_mars.kernels.step import STRUCK, Rule, Step
+from vllm_mars.kernels.ledger.naive import LOSS_BITS, MOST_LOSS, Allowance
+from vllm_mars.kernels.step import STRUCK, Step, Terms
 from vllm_mars.kernels.strictness.naive import Guarded
 from vllm_mars.kernels.verdicts import Verdict
 
@@ -33,8 +27,6 @@ class Rows(NamedTuple):
             the first NaN.
         loss: z1 - z[x] in units of 2**-LOSS_BITS nats, rounded up, at most MOST_LOSS; 0 at padding
             and where that is no number.
-        is_small: whether x is one of the two largest and the margin between these is small;
-            nowhere with a price.
         is_finite: whether z[x] is above -inf and z1 a finite number.
         is_end: whether x ends the request.
         is_kept: whether x ends the request or is protected.
@@ -42,6 +34,7 @@ class Rows(NamedTuple):
         repeats: whether x followed the last token; of a greedy request, with no token listed there
             as its first choice.
         blocked: the reason for which the position must stay strict, or NONE.
+        logits: of each row that is read float32 `[vocab]`, divided by the temperature.
         log_p: log p(x), -inf for padding; NaN where it is no number. This and what follows is read
             of requests that sample, with drafts that are not drawn.
         rest: R.
@@ -52,13 +45,13 @@ class Rows(NamedTuple):
     draft: Sequence[int]
     argmax: Sequence[int]
     loss: Sequence[int]
-    is_small: Sequence[bool]
     is_finite: Sequence[bool]
     is_end: Sequence[bool]
     is_kept: Sequence[bool]
     keeps_first: Sequence[bool]
     repeats: Sequence[bool]
     blocked: Sequence[int]
+    logits: Mapping[int, np.ndarray]
     log_p: Sequence[float] = ()
     rest: Sequence[float] = ()
     entropy: Sequence[float] = ()
@@ -73,9 +66,15 @@ class Rows(NamedTuple):
         return Verdict.REPEAT if self.repeats[i] else Verdict.NONE
 
 
+def num_gainful(rows: Rows, begin: int, end: int, allowed: Allowance) -> int:
+    """How many positions of a given draft can be followed by a further token of the answer."""
+    most = min(end - begin, allowed.room)
+    return next((offset for offset in range(most) if rows.is_end[begin + offset]), most)
+
+
 def read_rows(
     step: Step,
-    rule: Rule,
+    terms: Terms,
     guard: Guarded | None = None,
     temperature: Sequence[float] | None = None,
     *,
@@ -83,11 +82,11 @@ def read_rows(
 ) -> Rows:
     """What the rule reads, of all rows of a step; a bonus row has no draft token.
 
-    Of requests that sample by a price the logits are not looked at.
+    Of requests that sample the logits are looked at by rules that accept outright alone.
 
     Args:
         step: with float32 logits.
-        rule: of the engine.
+        terms: of the engine.
         guard: what the text before each row asks; or None, where it asks nothing.
         temperature: of each request, see `Chance`; None if all are greedy.
         with_bonus: whether to look for the first choice of the bonus rows, too.
@@ -96,7 +95,6 @@ def read_rows(
     counts = np.diff(step.cu_num_logits.numpy(), prepend=0)
     of_rows = np.repeat(step.slots.numpy(), counts)
     ends = step.records.ends.numpy()[of_rows]
-    thresholds = step.records.threshold.numpy()[of_rows]
     # A step may have no rows.
     ids = np.append(step.input_ids.numpy()[1:], -1)[: len(z)]
     is_bonus = np.zeros(len(ids), dtype=bool)
@@ -108,7 +106,7 @@ def read_rows(
     scales = np.zeros(len(ids), dtype=np.float32)
     if temperature is not None:
         scales = np.repeat(np.asarray(temperature, dtype=np.float32), counts)
-        if rule.name == "price":
+        if not terms.rule.outright:
             is_read &= scales == 0
     divisors = np.where(scales == 0, np.float32(1), scales)
     read = np.flatnonzero(is_read)
@@ -117,25 +115,16 @@ def read_rows(
     argmax = np.zeros(len(ids), dtype=np.int64)
     argmax[read] = [row.argmax() for row in of_read]
     first, logit = np.zeros((2, len(ids)), dtype=np.float32)
-    is_small = np.zeros(len(ids), dtype=bool)
     with np.errstate(invalid="ignore"):
         first[read] = z[read, argmax[read]] / divisors[read]
         logit[read] = z[read, safe[read]] / divisors[read]
         loss = first - logit
-        if rule.name != "price":
-            t, is_argmax = thresholds * first, safe == argmax
-            is_small = is_read & in_vocab & (logit > t) & ((thresholds == 1) | (first > 0))
-            is_small &= ~is_argmax | (scales != 0)
-            for i, row in zip(read, of_read, strict=True):
-                if is_small[i]:
-                    larger = np.count_nonzero(row > (t if is_argmax[i] else logit)[i])
-                    is_small[i] = larger >= 2 if is_argmax[i] else larger <= 1
         units = np.ceil(np.minimum(loss * np.float32(2**LOSS_BITS), np.float32(MOST_LOSS)))
         units = np.where(in_vocab & (loss == loss), units, 0)
     is_end = in_vocab & _is_among(safe, ends)
     is_kept, keeps_first = is_end, _is_among(argmax, ends)
-    if rule.protected is not None:
-        mask = rule.protected.mask.numpy()
+    if terms.protected is not None:
+        mask = terms.protected.mask.numpy()
         is_kept, keeps_first = is_kept | (in_vocab & mask[safe]), keeps_first | mask[argmax]
     guard = guard or Guarded.of([(0, False, ())] * len(ids))
     repeats = [
@@ -148,13 +137,13 @@ def read_rows(
         np.where(in_vocab, ids, np.where(ids == STRUCK, STRUCK, -1)).tolist(),
         argmax.tolist(),
         units.astype(np.int64).tolist(),
-        is_small.tolist(),
         (in_vocab & (logit > -np.inf) & (first < np.inf)).tolist(),
         is_end.tolist(),
         is_kept.tolist(),
         (in_vocab & keeps_first).tolist(),
         repeats,
         guard.blocked,
+        dict(zip(read.tolist(), of_read, strict=True)),
     )
 
 

@@ -227,7 +227,7 @@ def strictness_kernel(
     # Read once: it lies in the host's memory.
     is_greedy = tl.load(temperature_ptr + slot) == 0.0
     # What would repeat means nothing to a strict request.
-    is_strict = tl.load(record_ptr + C.PRICE) == 0
+    is_strict = tl.load(record_ptr + C.VALUE) == 0
     first = tl.maximum(num_answer - WINDOW, 0)
     for j in range(0, num_draft):
         token = tl.load(draft_ptr + j).to(tl.int32)

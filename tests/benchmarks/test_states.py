@@ -33,7 +33,7 @@ def judged(judge, name):
 def a_call(number, price, sampled=False):
     """A step in which all requests have the price, and no bound."""
     call = Call(number, "price", sampled)
-    call.records.price.fill_(round(price * 2**16))
+    call.records.value.fill_(round(price * 2**16))
     call.records.rate.fill_(states.NO_BOUND)
     call.records.most_tokens.fill_(99)
     return call
@@ -66,7 +66,7 @@ def test_a_step_that_samples(judge, rule, is_drawn):
         chance = accept.Chance(call.temperature, rng.random(sum(call.lengths)), q)
         records = step.records._replace(table=step.records.table.clone())
         own = step._replace(records=records)
-        output = accept.accept(own, call.rule, call.guard, None, chance, torch.zeros(call.batch))
+        output = accept.accept(own, call.terms, call.guard, None, chance, torch.zeros(call.batch))
         counts.append(output.num_emitted.tolist())
         lost.append((output.lost / 2**16).tolist())
     for place, of in judged(judge, rule).items():

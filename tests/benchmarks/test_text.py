@@ -264,4 +264,4 @@ def test_a_request_is_as_on_a_server_with_its_bound():
 
     assert record(loose, mars_max_loss=0.02) == record(bounded)
     strict = record(loose, **text.asked("strict"))
-    assert strict[Column.PRICE] == strict[Column.RATE] == 0
+    assert strict[Column.VALUE] == strict[Column.RATE] == 0

@@ -8,7 +8,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 import steps_v1
 from enumerated import FEATURES, Batch, case_of
 from vllm_mars.kernels.accept import naive as accept
-from vllm_mars.kernels.clip import naive as clip
+from vllm_mars.kernels.law import naive as clip
 from vllm_mars.worker import sampler_v1
 
 NIGHTLY = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 9)]

@@ -14,7 +14,8 @@ from vllm_mars.kernels.accept import fused as accept_kernel
 from vllm_mars.kernels.kept.naive import Protected
 from vllm_mars.kernels.ledger.naive import NO_BOUND
 from vllm_mars.kernels.record import Records
-from vllm_mars.kernels.step import Draws, Rule, Sampling, Step
+from vllm_mars.kernels.rules import RULES
+from vllm_mars.kernels.step import Draws, Sampling, Step, Terms
 
 pytestmark = [pytest.mark.interpreted] if IS_INTERPRETED else []
 
@@ -54,7 +55,7 @@ def drawn(num, is_drawn):
         m = torch.tensor(oracle.served(target[0].tolist(), int(fixed[0]), bias, kept))
     mask = torch.zeros(VOCAB, dtype=torch.bool)
     mask[KEPT] = True
-    rule, rng = Rule("price", Protected.of(mask, DEVICE)), np.random.default_rng(1)
+    terms, rng = Terms(RULES["price"], Protected.of(mask, DEVICE)), np.random.default_rng(1)
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     for begin in range(0, num, BATCH):
         size = min(BATCH, num - begin)
@@ -65,7 +66,7 @@ def drawn(num, is_drawn):
             columns = [rng.choice(VOCAB, size, p=of / of.sum()) for of in q.double().numpy()]
             ids[:, 1:] = torch.from_numpy(np.stack(columns, 1))
         records = Records.new(size, DEVICE)
-        records.price.fill_(int(PRICE * 2**16))
+        records.value.fill_(int(PRICE * 2**16))
         records.rate.fill_(NO_BOUND)
         records.most_tokens.fill_(99)
         step = Step(
@@ -88,7 +89,7 @@ def drawn(num, is_drawn):
         places = torch.arange(LENGTH + 1, device=DEVICE, dtype=torch.int32).repeat(size)
         row_slots = slots.repeat_interleave(LENGTH + 1)
         draws = Draws(sampling, places.long() + 5, row_slots, places)
-        tokens = accept_kernel.accept(step, rule, None, None, draws).output_token_ids[:, 0]
+        tokens = accept_kernel.accept(step, terms, None, None, draws).output_token_ids[:, 0]
         counts += torch.bincount(tokens.cpu(), minlength=VOCAB)
     return counts, m, target[0].softmax(-1)
 

@@ -73,7 +73,7 @@ def test_a_cpu_may_emit_what_was_written(kind):
         tokens = torch.tensor([[*own, *[-1] * (width - len(own))] for own in expected])
         chance = Possible(call, tokens, q)
         bonus = torch.tensor(chance.behind)
-        found = accept.accept(step, call.rule, call.guard, None, chance, bonus)
+        found = accept.accept(step, call.terms, call.guard, None, chance, bonus)
         assert torch.equal(found.output_token_ids.long(), tokens)
 
 
@@ -82,7 +82,7 @@ def test_the_steps_hold_what_they_are_to_check(kind):
     seen = dict.fromkeys(("kept", "strict", "struck", "mixed K", "mixed temperatures"), 0)
     for call, _, tokens in written(kind):
         samples = call.temperature > 0
-        protected = call.rule.protected
+        protected = call.terms.protected
         for slot, own in zip(call.slots.tolist(), tokens, strict=True):
             ends = {*call.records.ends[slot].tolist()}
             seen["kept"] += any(

@@ -9,13 +9,14 @@ from triton.runtime.interpreter import InterpretedFunction
 from calls import CPU, LONGEST, Call, close, draws_of, on_cpu, same, sampled_step, written_down
 from vllm_mars.kernels.accept import fused as accept_kernel
 from vllm_mars.kernels.account.naive import CounterLayout
-from vllm_mars.kernels.clip import fused as clip_kernel
-from vllm_mars.kernels.clip.naive import TOLERANCE
 from vllm_mars.kernels.kept.naive import Protected
+from vllm_mars.kernels.law import fused as clip_kernel
+from vllm_mars.kernels.law.naive import TOLERANCE
 from vllm_mars.kernels.ledger.naive import NO_BOUND
-from vllm_mars.kernels.record import MOST_ENDS, Records
+from vllm_mars.kernels.record import MOST_ENDS, Records, held
 from vllm_mars.kernels.rows import fused as rows_kernel
-from vllm_mars.kernels.step import Draws, Rule, Sampling, Step
+from vllm_mars.kernels.rules import THETA
+from vllm_mars.kernels.step import Draws, Sampling, Step, Terms
 from vllm_mars.kernels.strictness import fused as strictness_kernel
 
 pytestmark = pytest.mark.interpreted
@@ -35,7 +36,7 @@ def test_greedy_steps_equal_those_of_a_cpu(name, count):
         call = Call(number, name)
         expected, mine = on_cpu(call, wanted := call.account())
         found, (step, guard) = call.account(), call.step()
-        output = accept_kernel.accept(step, call.rule, guard, found)
+        output = accept_kernel.accept(step, call.terms, guard, found)
         assert torch.equal(output.output_token_ids, expected.output_token_ids.long()), number
         assert torch.equal(output.num_emitted, expected.num_emitted)
         assert torch.equal(output.num_relaxed, expected.num_relaxed)
@@ -43,7 +44,7 @@ def test_greedy_steps_equal_those_of_a_cpu(name, count):
         same(found, wanted)
         assert torch.equal(step.records.lost, mine.lost)
         # Without an account nothing is counted.
-        plain = accept_kernel.accept(call.step()[0], call.rule, guard)
+        plain = accept_kernel.accept(call.step()[0], call.terms, guard)
         assert torch.equal(plain.output_token_ids, output.output_token_ids)
 
 
@@ -57,7 +58,7 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
         call = Call(number, "theta" if name == "theta" else "price", sampled=True)
         q, step, guard, draws = sampled_step(call, name == "drawn")
         before, found = step.logits.clone(), call.account()
-        output = accept_kernel.accept(step, call.rule, guard, found, draws)
+        output = accept_kernel.accept(step, call.terms, guard, found, draws)
         assert torch.equal(step.logits.nan_to_num(), before.nan_to_num())
         accepted += int(output.num_accepted.sum())
         wanted, lost = written_down(call, q, output.output_token_ids)
@@ -70,15 +71,14 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
 def test_a_strict_request_loses_nothing(name):
     call = Call(5, name, sampled=True)
     strict = Records(call.records.table.clone())
-    strict.threshold.fill_(1)
-    for column in (strict.price, strict.lost):
+    for column in (strict.value, strict.lost):
         column.zero_()
     strict.rate.fill_(NO_BOUND)
     step = call.step()[0]._replace(records=strict)
     table = torch.empty(len(call.slots), 2, LONGEST + 1)
     account = call.account()._replace(table=table)
     call.temperature.fill_(1.0)
-    accept_kernel.accept(step, call.rule, None, account, draws_of(call))
+    accept_kernel.accept(step, call.terms, None, account, draws_of(call))
     layout = CounterLayout(LONGEST)
     assert account.counts[layout.verified].any() and not account.counts[layout.relaxable]
     assert not strict.lost.any()
@@ -100,8 +100,8 @@ def test_large_vocabulary():
     mask[: MOST_ENDS + 1] = True
     ids = torch.tensor([0, 3, vocab - 1, -1], dtype=torch.int32)
     step = Step(logits, ids, one + 4, records, one, one, one, 3)
-    rule = Rule("theta", Protected.of(mask, CPU))
-    *_, partials, splits = rows_kernel.reduce_rows(step, rule, None, draws)
+    terms = Terms(THETA, Protected.of(mask, CPU))
+    *_, partials, splits = rows_kernel.reduce_rows(step, terms, None, draws)
     mask[-1] = True
     assert partials.logit[:4].tolist() == [logits[0, 3], logits[1, -1], -math.inf, -math.inf]
     largest, kept, kept_moments = partials.kept[:12].view(4, 3).double().T
@@ -131,10 +131,10 @@ def test_rows_past_2_to_the_31_elements():
     logits[:, 99] = 9.0
     logits[1, 40] = 9.5
     records = Records.new(1, CPU)
-    records.threshold.fill_(0.9)
+    records.value.fill_(held(THETA, 0.9))
     records.rate.fill_(NO_BOUND)
     records.most_tokens.fill_(99)
     ids, slot = torch.tensor([7, 99], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     step = Step(logits, ids, slot + 2, records, slot, slot, slot, 1)
-    output = accept_kernel.accept(step, Rule("theta"))
+    output = accept_kernel.accept(step, Terms(THETA))
     assert output.output_token_ids.tolist() == [[99, 40]]

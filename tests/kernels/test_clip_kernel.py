@@ -7,14 +7,15 @@ import torch
 
 import clip_cases
 from clip_cases import KEPT
-from vllm_mars.kernels.clip import fused as clip_kernel
-from vllm_mars.kernels.clip.naive import TOLERANCE
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.kept.naive import Protected
+from vllm_mars.kernels.law import fused as clip_kernel
+from vllm_mars.kernels.law.naive import TOLERANCE
 from vllm_mars.kernels.ledger.naive import NO_BOUND
 from vllm_mars.kernels.record import Records
 from vllm_mars.kernels.rows.fused import reduce_rows
-from vllm_mars.kernels.step import Draws, Rule, Sampling, Step
+from vllm_mars.kernels.rules import PRICE
+from vllm_mars.kernels.step import Draws, Sampling, Step, Terms
 
 # p = q = 0 behind the vocabulary and where a token is masked: the ratio is replaced.
 pytestmark = [
@@ -58,7 +59,7 @@ def clip(target, drafts, prices, temperature):
     rows = target.new_full((12, target.stride(0)), math.nan)[:, :vocab]
     rows[::2], ids = target, torch.zeros(12, dtype=torch.int32)
     records = Records.new(6, ids.device)
-    records.price[SLOTS] = (prices * 2**16).long()
+    records.value[SLOTS] = (prices * 2**16).long()
     records.rate.fill_(NO_BOUND)
     records.most_tokens.fill_(9)
     # Some kept tokens end a request, some are protected, and some both.
@@ -70,8 +71,8 @@ def clip(target, drafts, prices, temperature):
     sampling = Sampling(temperature, zeros.long(), drafts, DRAWN_AT * temperature)
     places = torch.arange(2).repeat(6).int()
     draws = Draws(sampling, ids.long(), SLOTS.repeat_interleave(2), places)
-    rule = Rule("price", protected=Protected.of(mask, mask.device))
-    found, _ = clip_kernel.clip_rows(reduce_rows(step, rule, None, draws), draws)
+    terms = Terms(PRICE, Protected.of(mask, mask.device))
+    found = clip_kernel.clip_rows(reduce_rows(step, terms, None, draws), draws)
     return found[:12:2].clone()
 
 
@@ -117,7 +118,7 @@ def test_rows_of_one_token_and_of_no_numbers(exact):
 
 def test_nothing_is_found_of_rows_that_are_not_asked_for(monkeypatch):
     target, draft = clip_cases.rows(6, 50)
-    poison = torch.full((256, C.value.CLIPPED), -7.0), torch.full((256, 1), -7.0)
+    poison = torch.full((256, C.value.CLIPPED), -7.0)
     monkeypatch.setattr(clip_kernel, "_kept_clipped", lambda *_: poison)
     temperature = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0])
     found = clip(target, draft.expand(6, 2, 6, 50)[:, :, 0], PRICES, temperature)

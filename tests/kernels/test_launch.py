@@ -14,7 +14,8 @@ from vllm_mars.kernels.accept import fused as accept_kernel
 from vllm_mars.kernels.account.naive import Account, CounterLayout
 from vllm_mars.kernels.kept.naive import Protected
 from vllm_mars.kernels.record import Records
-from vllm_mars.kernels.step import Draws, Rule, Sampling, Step
+from vllm_mars.kernels.rules import RULES
+from vllm_mars.kernels.step import Draws, Sampling, Step, Terms
 from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
 from vllm_mars.kernels.strictness.naive import Markers
 
@@ -55,12 +56,12 @@ class Steps:
             mask = torch.zeros(self.vocab, dtype=torch.bool)
             mask[: self.one_of(0, 40)] = True
             protected = Protected.of(mask, CPU)
-        self.rule = Rule(self.one_of("theta", "price"), protected)
+        self.terms = Terms(self.one_of(*RULES.values()), protected)
         self.markers = self.one_of(None, Markers(torch.zeros(9, dtype=torch.int64), opening=8))
         self.ngram, self.fills = self.one_of(0, 4), self.one_of(False, True)
         self.use_fp64 = self.one_of(False, True)
         self.drafts = None
-        if self.rule.name == "price" and self.rng.random() < 0.7:
+        if not self.terms.rule.outright and self.rng.random() < 0.7:
             wide = self.vocab + self.one_of(0, 0, 3, 16)
             dtype = self.one_of(*DTYPES)
             self.drafts = torch.zeros((SLOTS, self.k, wide), dtype=dtype)[..., : self.vocab]
@@ -91,7 +92,7 @@ class Steps:
             draws = Draws(sampling, *by_row, self.use_fp64)
         table = self.one_of(None, torch.zeros(batch, 2, self.k + 1))
         account = Account(torch.zeros(CounterLayout(self.k).size, dtype=torch.int64), table)
-        accept_kernel.accept(step, self.rule, guard, account, draws)
+        accept_kernel.accept(step, self.terms, guard, account, draws)
 
 
 def test_random_steps_launch_what_triton_would_take():

@@ -1,5 +1,6 @@
 """The rule: hand-computed cases, properties, and every CPU form of it against the oracle."""
 
+import functools
 import itertools
 import math
 from fractions import Fraction
@@ -15,14 +16,14 @@ from vllm_mars import verify_greedy
 from vllm_mars.kernels.accept import naive as accept
 from vllm_mars.kernels.account.naive import Account, CounterLayout
 from vllm_mars.kernels.kept.naive import Protected
+from vllm_mars.kernels.law.naive import Position
 from vllm_mars.kernels.ledger.naive import NO_BOUND, loss_rate, loss_units, price_units
-from vllm_mars.kernels.record import Records
-from vllm_mars.kernels.rows.naive import read_probabilities, read_rows
-from vllm_mars.kernels.rules.naive import Position, num_gainful, sampled
-from vllm_mars.kernels.step import Rule, Step
+from vllm_mars.kernels.record import Records, held
+from vllm_mars.kernels.rows.naive import num_gainful, read_probabilities, read_rows
+from vllm_mars.kernels.rules import PRICE, RULES
+from vllm_mars.kernels.step import Step, Terms
 from vllm_mars.kernels.strictness.naive import Guarded
 from vllm_mars.kernels.verdicts import REFUSALS, Verdict
-from vllm_mars.options.config import STRICT_VALUE
 
 NAN, INF = math.nan, math.inf
 BONUS = 3
@@ -103,10 +104,10 @@ BLOCKED = st.sampled_from([0, 0, Verdict.SPAN, Verdict.REPEAT])
 NATS = st.tuples(
     st.sampled_from([0.0, 0.25, 1.0, 1.5]), st.sampled_from([0.0, 0.01, 0.3]), st.integers(0, 40)
 )
-PRICE = st.one_of(st.sampled_from([0.0, 0.25, 1.0, 4.0]), st.floats(0, 8, width=32))
+PRICES = st.one_of(st.sampled_from([0.0, 0.25, 1.0, 4.0]), st.floats(0, 8, width=32))
 VALUES = {
     "theta": st.one_of(st.sampled_from([1.0, 0.9, 0.5, 0.01]), st.floats(0.0625, 1, width=16)),
-    "price": PRICE,
+    "price": PRICES,
 }
 LONGEST = 5
 COUNTED = CounterLayout(LONGEST)
@@ -184,14 +185,12 @@ def step(batch):
     mask = torch.zeros(batch["vocab"], dtype=torch.bool)
     mask[list(batch["protected"])] = True
     logits = torch.tensor(batch["rows"], dtype=batch["dtype"]).reshape(-1, batch["vocab"])
-    values, count = batch["values"], len(batch["values"])
-    prices = [price_units(value) for value in values]
+    count, rule = len(batch["values"]), RULES[batch["rule"]]
     lost, rates, produced = zip(*(batch["nats"] or [(0.0, INF, 0)] * count), strict=True)
     # Slots in another order than the requests.
     slots = torch.arange(count - 1, -1, -1, dtype=torch.int32)
     records = Records.new(count, slots.device)
-    records.threshold[slots] = torch.tensor(values)
-    records.price[slots] = torch.tensor(prices if batch["rule"] == "price" else [0] * count)
+    records.value[slots] = torch.tensor([held(rule, value) for value in batch["values"]])
     records.rate[slots] = torch.tensor([loss_rate(rate) for rate in rates])
     records.lost[slots] = torch.tensor([loss_units(nats) for nats in lost])
     most = [n + 1 + room for n, room in zip(produced, batch["rooms"], strict=True)]
@@ -205,7 +204,7 @@ def step(batch):
     ]
     protected = Protected.of(mask, mask.device)
     given = step_of(logits, drafts, records, slots, produced, LONGEST)
-    return given, logits, Rule(batch["rule"], protected)
+    return given, logits, Terms(rule, protected)
 
 
 def requests_of(batch, logits):
@@ -290,20 +289,20 @@ class All(accept.Chance):
         return 0
 
 
-def decided(own_step, rule, guard):
+def decided(own_step, terms, guard):
     """What is decided of each request of a step in which all sample, and what it may lose."""
     temperature = [1.0] * len(own_step.slots)
-    rows = read_rows(own_step, rule, guard, temperature)
+    rows = read_rows(own_step, terms, guard, temperature)
     chance = All(torch.tensor(temperature), np.zeros(0))
     begins = [0, *own_step.cu_num_logits.tolist()]
     for place, allowed in enumerate(accept.allowances(own_step)):
         begin, end = begins[place], begins[place + 1] - 1
         followers = guard.followers[begin:end] if guard else ()
-        own = accept.SampledDraft(own_step, rule, chance, place, begin, end, followers)
+        own = accept.SampledDraft(own_step, terms, chance, place, begin, end, followers)
         own.read(slice(None))
         read = read_probabilities(rows, own.begin, own.z, own.p, own.kept)
         gainful = num_gainful(read, own.begin, own.end, allowed)
-        yield sampled(read, own.begin, own.end, rule.name, allowed), gainful
+        yield terms.rule.plain.sampled(read, own.begin, own.end, allowed), gainful
 
 
 @settings(max_examples=400, deadline=None)
@@ -401,11 +400,11 @@ def test_sampled_by_hand(name):
     rows, drafts, biases, accepted = SAMPLED[name]
     logits = torch.tensor(rows) if rows else torch.zeros(0, 2)
     records = Records.new(1, logits.device)
-    records.price.fill_(price_units(LN2))
+    records.value.fill_(held(PRICE, LN2))
     records.rate.fill_(NO_BOUND)
     records.most_tokens.fill_(99)
     own = step_of(logits, [drafts], records, torch.zeros(1, dtype=torch.int32), [0], len(rows))
-    ((positions, _),) = decided(own, Rule("price"), None)
+    ((positions, _),) = decided(own, Terms(PRICE), None)
     assert [position.bias for position in positions] == pytest.approx(biases, abs=1e-4)
     p = [float(row.softmax(0)[max(x, 0)]) for row, x in zip(logits, drafts, strict=True)]
     m = [x * math.exp(of.bias - of.log_z) for x, of in zip(p, positions, strict=True)]
@@ -448,12 +447,14 @@ def run(batch, rule, value):
 @given(batches(), st.data())
 def test_acceptance_grows_from_strict_to_loose(batch, data):
     rule = batch["rule"]
-    tight, loose = sorted((data.draw(VALUES[rule]) for _ in range(2)), reverse=rule == "theta")
+    tight, loose = sorted(
+        (data.draw(VALUES[rule]) for _ in range(2)), key=functools.partial(held, RULES[rule])
+    )
     strict = run(batch, "theta", 1.0)
     assert not strict.num_relaxed.any()
     accepted = [run(batch, rule, value).num_accepted for value in (tight, loose)]
     assert (strict.num_accepted <= accepted[0]).all() and (accepted[0] <= accepted[1]).all()
-    same = run(batch, rule, STRICT_VALUE[rule])
+    same = run(batch, rule, RULES[rule].strict)
     assert torch.equal(same.output_token_ids, strict.output_token_ids)
 
 

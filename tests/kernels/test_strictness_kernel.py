@@ -67,7 +67,7 @@ class Batch:
         record[Column.HELD] = len(self.prompts[slot])
         record[Column.SCOPE] = int(self.rng.integers(0, 3))
         # A strict request among them, for which nothing that repeats is looked for.
-        record[Column.PRICE] = int(slot != 5)
+        record[Column.VALUE] = int(slot != 5)
 
     def step(self) -> None:
         rng = self.rng
@@ -110,7 +110,7 @@ class Batch:
             is_filled = [token == last for token, last in pairs]
             reasons = [a or Verdict.REPEAT * b for a, b in zip(reasons, is_filled, strict=True)]
         repeated = [[] for _ in draft]
-        if self.ngram and self.records.table[slot, Column.PRICE]:
+        if self.ngram and self.records.table[slot, Column.VALUE]:
             repeated = Followers(self.ngram, self.window).before(answer, draft)
         rows = guarded(reasons, draft, repeated, bool(self.temperature[slot]))
         return [(*row[:2], {*row[2]}) for row in rows]

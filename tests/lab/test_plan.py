@@ -18,10 +18,13 @@ def configs(**options):
 
 def test_what_rules_are_called_and_what_vllm_is_told():
     assert configs() == {"standard": K4, "mars": K4 | RECOMMENDED}
-    assert configs(prices=(0.3,)) == {"standard": K4, "price 0.3": MARS | {"mars_price": 0.3}}
+    assert configs(values={"price": (0.3,)}) == {
+        "standard": K4,
+        "price 0.3": MARS | {"mars_price": 0.3},
+    }
     found = configs(
         methods=("autoregressive", "strict", "block"),
-        **{"thetas": (0.9,), "prices": (1.0,)},
+        values={"theta": (0.9,), "price": (1.0,)},
         cells=(
             'bounded={"mars_price": 0.3, "mars_max_loss": 0.02}',
             'drawn = {"draft_sample_method": "probabilistic"}',
@@ -73,7 +76,7 @@ def test_a_cell_may_have_a_temperature_of_its_own():
 
 def test_what_is_lossy():
     options = SweepOptions(
-        methods=("autoregressive", "standard", "strict", "block", "fly"), prices=(0.5,)
+        methods=("autoregressive", "standard", "strict", "block", "fly"), values={"price": (0.5,)}
     )
     lossy = {cell.name for cell in options.all_cells() if cell.is_lossy}
     assert lossy == {"fly", "price 0.5"}
@@ -81,23 +84,22 @@ def test_what_is_lossy():
 
 def test_rules_that_differ_in_a_value_alone_share_a_server():
     options = SweepOptions(
-        prices=(0.3, 0.5),
-        thetas=(0.9,),
+        values={"price": (0.3, 0.5), "theta": (0.9,)},
         cells=(
             'bounded={"mars_price": 0.3, "mars_max_loss": 0.02}',
-            'own={"mars_price": 0.4, "mars_limit": 1}',
+            'own={"mars_price": 0.4, "mars_max_loss": 0, "mars_limit": 1}',
         ),
     )
     ((servers, turns),) = load_sweep(options).groups(0)
     found = {turn.cell.name: (json.loads(turn.server), turn.body) for turn in turns}
-    shared = MARS | {"mars_price": 0.0, "mars_limit": 8192}
+    shared = MARS | {"mars_price": 0.5}
     assert found == {
         "standard": (K4, {}),
         "price 0.3": (shared, {"vllm_xargs": {"mars_price": 0.3}}),
         "price 0.5": (shared, {"vllm_xargs": {"mars_price": 0.5}}),
         "theta 0.9": (MARS | {"mars_theta": 0.9}, {}),
         "bounded": (MARS | {"mars_price": 0.3, "mars_max_loss": 0.02}, {}),
-        "own": (MARS | {"mars_price": 0.4, "mars_limit": 1}, {}),
+        "own": (MARS | {"mars_price": 0.4, "mars_max_loss": 0, "mars_limit": 1}, {}),
     }
     assert len(servers) == 5
 
@@ -160,7 +162,7 @@ def write_prompts(path, count, categories="aaaaa"):
         ({"temperatures": (float("nan"),)}, "temperature=nan is below 0"),
         ({"concurrencies": (0,)}, "concurrency=0 is below 1"),
         ({"num_speculative_tokens": (0,)}, "num_speculative_tokens=0 is below 1"),
-        ({"thetas": (1.7,)}, r"mars_theta=1\.7 is outside"),
+        ({"values": {"theta": (1.7,)}}, r"mars_theta=1\.7 is outside"),
         ({"cells": ('x={"mars_prize": 1}',)}, "mars_prize"),
         ({"cells": ('x={"mars_price": 1, "mars_theta": 1}',)}, "mars_price"),
         ({"cells": ("x",)}, "cell='x' is not NAME=JSON; write such as"),
@@ -177,6 +179,6 @@ def test_bad_values_fail_before_anything_starts(options, message):
 def test_the_lock_refuses_lossy_rules(monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     SweepOptions(methods=("autoregressive", "standard", "strict"))
-    for options in ({"prices": (0.3,)}, {"methods": ("standard", "fly")}):
+    for options in ({"values": {"price": (0.3,)}}, {"methods": ("standard", "fly")}):
         with pytest.raises(RuntimeError, match="VLLM_MARS_LOCK=strict forbids"):
             SweepOptions(**options)

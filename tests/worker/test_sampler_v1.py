@@ -104,10 +104,10 @@ def test_a_request_draws_what_it_would_alone():
     found = []
     for price in (0.0, 1.0):
         sampler = mars_sampler(MarsConfig(price=1.0, strict_opening=0))
-        sampler.requests._records.price[:] = torch.tensor([1 << 16])
+        sampler.requests._records.value[:] = torch.tensor([1 << 16])
         slots = torch.tensor([0, 1])
         sampler.requests._slots[:2] = slots
-        sampler.requests._records.price[1] = int(price * 2**16)
+        sampler.requests._records.value[1] = int(price * 2**16)
         meta = sampling([1.0, 1.0], seeds=[1, 2], drafts=drafts_of(metadata))
         found.append(emitted(sampler(metadata, None, logits.clone(), meta))[0])
     assert found[0] == found[1]

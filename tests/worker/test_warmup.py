@@ -13,7 +13,7 @@ from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
 from vllm_mars.kernels.strictness.naive import Sections
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
-from vllm_mars.worker.engine_rule import EngineRule
+from vllm_mars.worker.terms import EngineTerms
 from vllm_mars.worker.warmup import warm_up
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class Engine:
         # As a head leaves them.
         self.draft_logits = torch.zeros((SLOTS, K, vocab), dtype=torch.bfloat16)
         self.rng = np.random.default_rng(vocab)
-        self.rule, self.reports = EngineRule(config, [2]), StepReports(Counters(K, CPU))
+        self.terms, self.reports = EngineTerms(config, [2]), StepReports(Counters(K, CPU))
         self.records = Records.new(SLOTS, CPU)
         self.sections = Sections(config)
         self.ring = new_ring(SLOTS, CPU)
@@ -82,7 +82,7 @@ class Engine:
             by_row = self.view(size, dtype=torch.int64), self.view(size, dtype=torch.int64)
             draws = Draws(sampling, *by_row, self.view(size))
         account = self.reports.account(batch, CPU, self.returns())
-        accept_kernel.accept(step, self.rule.on(rows), guard, account, draws)
+        accept_kernel.accept(step, self.terms.on(rows), guard, account, draws)
 
 
 @pytest.mark.parametrize("vocab", [32_000, 50_257])
@@ -100,7 +100,7 @@ def test_nothing_compiles_while_serving(options, is_drawn, vocab):
     launched = []
     with without_compiling(lambda name, _: launched.append(name)) as compiled:
         drafts = engine.draft_logits if is_drawn else None
-        warm_up(engine.rule, engine.reports, logits, drafts)
+        warm_up(engine.terms, engine.reports, logits, drafts)
         warm = len(compiled)
         launched.clear()
         for _ in range(60):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_mars.functions.verify import ID_DTYPES, check_tensor
+from vllm_mars.kernels.rules import PRICE, THETA, Rule
 from vllm_mars.options.config import check_value
 
 # Nodes of a request's tree that are looked at. Units in a nat, and the most nats of each.
@@ -77,14 +78,14 @@ def verify_tree(
     """
     if prefer not in ("draft", "target", "longest"):
         raise ValueError(f"prefer={prefer!r} is not one of 'draft', 'target', 'longest'.")
-    rule, value = ("price", price) if theta is None else ("theta", theta)
+    rule, value = (PRICE, price) if theta is None else (THETA, theta)
     if value is None or (theta is not None and price is not None):
         raise ValueError("theta and price: exactly one names the rule; give that one alone.")
     ends = cu_num_draft_tokens
     nodes, batch, vocab = (len(parents),), (len(ends),), (logits.shape[-1],)
     protected = logits.new_zeros(vocab, dtype=torch.bool) if protected is None else protected
     if not isinstance(value, Tensor):
-        check_value(rule, value, rule)
+        check_value(rule, value, rule.name)
         value = logits.new_full(batch, value, dtype=torch.float32)
     for name, tensor, dtypes, shape in (
         ("logits", logits[:0], (torch.float32, torch.bfloat16, torch.float16), (0, *vocab)),
@@ -93,7 +94,7 @@ def verify_tree(
         ("cu_num_draft_tokens", ends, (torch.int32,), batch),
         ("root_rows", root_rows, ID_DTYPES, batch),
         ("node_rows", node_rows, ID_DTYPES, nodes),
-        (rule, value, (torch.float32,), batch),
+        (rule.name, value, (torch.float32,), batch),
         ("protected", protected, (torch.bool,), vocab),
     ):
         check_tensor(name, tensor, dtypes, logits.device, shape)
@@ -110,7 +111,7 @@ def verify_tree(
         for node, parent in enumerate(above):
             if parent in paths and losses[node] != NEVER:
                 paths[node] = [*paths[parent], node]
-        nats = float(value[request]) if rule == "price" else None
+        nats = float(value[request]) if rule is PRICE else None
         path = min(paths.values(), key=lambda it: _key(it, losses, prefer, nats))
         paid = [losses[node] for node in path if losses[node] != STRICT]
         padding, last = [-1] * (width - len(path)), rows[path[-1] if path else -1]
@@ -123,13 +124,13 @@ def verify_tree(
     return TreeOutput(*tables, count[0].int(), count[1].int(), count[2])
 
 
-def _losses(z: Tensor, drafts: Tensor, rule: str, value: Tensor, protected: Tensor) -> list[int]:
+def _losses(z: Tensor, drafts: Tensor, rule: Rule, value: Tensor, protected: Tensor) -> list[int]:
     """What each node loses in units of 2**-16 nats if it is relaxed; else STRICT or NEVER."""
     # topk says nothing of the order of equal values, so it gives values and no ids.
     argmax, second = z.argmax(-1), z.topk(min(2, z.shape[1])).values[:, -1]
     x = drafts.long().clamp(0, z.shape[1] - 1)
     first, logit = (z.gather(1, it[:, None])[:, 0] for it in (argmax, x))
-    if rule == "price":
+    if rule is PRICE:
         is_relaxed = (logit > -torch.inf) & (first < torch.inf)
     else:
         is_relaxed = (logit >= second) & (second > value * first) & ((value == 1) | (first > 0))

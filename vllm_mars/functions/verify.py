@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.ledger.naive import LOSS_BITS, MOST_PRICE_UNITS, NO_BOUND
+from vllm_mars.kernels.ledger.naive import NO_BOUND
 from vllm_mars.kernels.record import Records
-from vllm_mars.kernels.rules import RuleName
-from vllm_mars.kernels.step import Rule, Step, VerifyOutput
+from vllm_mars.kernels.rules import RULES, Rule
+from vllm_mars.kernels.step import Step, Terms, VerifyOutput
 from vllm_mars.options.config import check_value
 
 _LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -126,11 +126,11 @@ def verify_greedy(
     device, ids, ends = logits.device, draft_token_ids, cu_num_draft_tokens
     _check_rows(logits, ids, ends)
     batch = ends.shape[0]
-    name, value = _only_one(theta, price)
+    rule, value = _only_one(theta=theta, price=price)
     if isinstance(value, torch.Tensor):
-        check_tensor(name, value, (torch.float32,), device, (batch,))
+        check_tensor(rule.name, value, (torch.float32,), device, (batch,))
     else:
-        check_value(name, value, name)
+        check_value(rule, value, rule.name)
         value = torch.full((batch,), value, device=device)
     if protected is not None:
         check_tensor("protected", protected, (torch.bool,), device, (logits.shape[1],))
@@ -138,14 +138,13 @@ def verify_greedy(
         lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
         max_draft_len = max(lengths, default=0)
     records = Records.new(batch, device)
-    records.threshold.copy_(value)
-    records.price.copy_((value * 2**LOSS_BITS).floor().clamp(max=MOST_PRICE_UNITS))
+    records.write_values(rule, value)
     records.rate.fill_(NO_BOUND)
     records.most_tokens.fill_(2**31 - 1)
     slots = torch.arange(batch, dtype=torch.int32, device=device)
     # Greedy requests look at the mask alone.
     kept = None if protected is None else Protected(protected, slots[:0], 0)
-    rule = Rule(name, kept)
+    terms = Terms(rule, kept)
     # A request's rows follow those of the requests before it, each with one behind its draft.
     places = torch.arange(ids.shape[0], dtype=torch.int32, device=device)
     rows = places + torch.searchsorted(ends, places, right=True)
@@ -157,18 +156,16 @@ def verify_greedy(
     if device.type == "cpu":
         from vllm_mars.kernels.accept import naive as accept
 
-        return accept.accept(step, rule)
+        return accept.accept(step, terms)
     from vllm_mars.kernels.accept import fused as accept_kernel
 
-    output = accept_kernel.accept(step, rule)
+    output = accept_kernel.accept(step, terms)
     return output._replace(output_token_ids=output.output_token_ids.int())
 
 
-def _only_one(theta: Any, price: Any) -> tuple[RuleName, Any]:
-    given: dict[RuleName, Any] = {"theta": theta, "price": price}
-    named = [(name, value) for name, value in given.items() if value is not None]
+def _only_one(**given: Any) -> tuple[Rule, Any]:
+    named = [(RULES[name], value) for name, value in given.items() if value is not None]
     if len(named) != 1:
-        what = " and ".join(f"{name}={value}" for name, value in named) or "none of them"
-        raise ValueError(f"Exactly one of theta and price names the rule; {what} is given.")
-    name, value = named[0]
-    return name, value
+        what = " and ".join(f"{rule.name}={value}" for rule, value in named) or "none of them"
+        raise ValueError(f"Exactly one of {' and '.join(given)} names the rule; {what} is given.")
+    return named[0]

@@ -7,7 +7,6 @@ from vllm_mars.hooks.compat import check_interfaces
 from vllm_mars.hooks.ranks import TravellingOptions
 from vllm_mars.options.config import (
     CONFIG_KEY,
-    OPTION,
     MarsConfig,
     config_of,
     lossy_reason,
@@ -95,7 +94,7 @@ def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> 
     _check_drafts(config, speculative_config)
     named = engine_args.speculative_config
     is_drawable = can_draw(speculative_config)
-    if is_drawable and config.rule == "price" and "draft_sample_method" not in named:
+    if is_drawable and not config.rule.outright and "draft_sample_method" not in named:
         # Also in what a second configuration of this engine would be made of.
         named["draft_sample_method"] = speculative_config.draft_sample_method = _PROBABILISTIC
     is_drawn = speculative_config.draft_sample_method == _PROBABILISTIC
@@ -114,7 +113,7 @@ def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> 
     how = "fixed"
     if is_drawn:
         how = 'probabilistic where requests sample ("draft_sample_method": "greedy" fixes them)'
-    elif is_drawable and config.rule == "price":
+    elif is_drawable and not config.rule.outright:
         how = (
             'fixed ("draft_sample_method": "probabilistic", the default, gains more where requests '
             "sample, at the same loss)"
@@ -159,9 +158,9 @@ def _check_drafts(config: MarsConfig, speculative_config: "SpeculativeConfig") -
             "without a distribution to draw from; drop the key, or draft with a head or a draft "
             "model."
         )
-    if config.rule != "price":
+    if config.rule.outright:
         raise ValueError(
-            f"{OPTION[config.rule]}={config.value:g} and draft_sample_method='probabilistic' do "
+            f"{config.rule.option}={config.value:g} and draft_sample_method='probabilistic' do "
             "not go together: what this rule loses on such drafts is not counted; give "
             "mars_price or mars_max_loss instead, or drop draft_sample_method."
         )

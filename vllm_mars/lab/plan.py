@@ -4,25 +4,25 @@ A rule is vLLM's speculative config under a name; a cell is a rule at one temper
 prompts are asked in blocks. In one turn a server answers one block; then the next server has its
 turn with the same block, so that a machine that slows down slows all of them.
 
-Rules that differ in the value of theta or price alone share a server, and each request brings
-the value; a value that stands alone is the server's own.
+Rules that differ in the value of theta or price alone share a server, which has the loosest of
+these, and each request brings its own.
 """
 
+import dataclasses
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_mars.kernels.rules import PRICE, RULES, Rule
 from vllm_mars.lab.prompts import PACKAGED, Prompt, load_prompts
-from vllm_mars.models.drafts import CHOSEN_BY_REQUESTS, NGRAM, RECOMMENDED, draft_config
+from vllm_mars.models.drafts import NGRAM, RECOMMENDED, draft_config
 from vllm_mars.options.config import (
     METHOD,
-    OPTION,
     OPTION_PREFIX,
-    STRICT_VALUE,
     lossy_reason,
     split_speculative_config,
 )
@@ -33,7 +33,7 @@ AUTOREGRESSIVE, STANDARD, STRICT = "autoregressive", "standard", "strict"
 METHODS: dict[str, dict[str, Any] | None] = {
     AUTOREGRESSIVE: None,
     STANDARD: {},
-    STRICT: {OPTION["price"]: STRICT_VALUE["price"]},
+    STRICT: {PRICE.option: PRICE.strict},
     METHOD: RECOMMENDED,
 }
 NUM_SPECULATIVE_TOKENS = 4
@@ -111,7 +111,7 @@ class SweepOptions:
         model: None takes the packaged model.
         methods: words of `METHODS`, or vLLM's rejection sample methods; None for "standard", and
             "mars" where there is no other rule.
-        thetas, prices: a rule each.
+        values: of each rule, by its name; a rule of the sweep each.
         cells: "NAME=JSON": a rule with any keys of vLLM's speculative config and any `mars_*`
             options, and with "draft" and "temperature" where these are not the sweep's; null is
             decoding without drafts.
@@ -132,8 +132,7 @@ class SweepOptions:
 
     model: str | None = None
     methods: tuple[str, ...] | None = None
-    thetas: tuple[float, ...] = ()
-    prices: tuple[float, ...] = ()
+    values: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     cells: tuple[str, ...] = ()
     drafts: tuple[str, ...] = (NGRAM,)
     num_speculative_tokens: tuple[int, ...] = (NUM_SPECULATIVE_TOKENS,)
@@ -180,13 +179,12 @@ class SweepOptions:
         return self.baseline or self.all_cells()[0].name
 
     def _rules(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        values = {"theta": self.thetas, "price": self.prices}
-        chosen = any(values.values()) or bool(self.cells)
+        chosen = any(self.values.values()) or bool(self.cells)
         words = (STANDARD,) if chosen else (STANDARD, METHOD)
         for word in words if self.methods is None else self.methods:
             yield word, METHODS.get(word, {"rejection_sample_method": word})
-        for rule, found in values.items():
-            yield from ((f"{rule} {value:g}", {OPTION[rule]: value}) for value in found)
+        for rule, found in self.values.items():
+            yield from ((f"{rule} {value:g}", {RULES[rule].option: value}) for value in found)
         yield from map(_parse_cell, self.cells)
 
     def all_cells(self) -> list[Cell]:
@@ -300,24 +298,26 @@ def _places(cells: Sequence[Cell]) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     for cell, (name, rule, value) in zip(cells, families, strict=True):
         if rule and len(values[name]) > 1:
-            server = json.dumps({**json.loads(name), **CHOSEN_BY_REQUESTS[rule]}, sort_keys=True)
-            found.append((server, {"vllm_xargs": {OPTION[rule]: value}}))
+            shared = {**json.loads(name), rule.option: rule.loosest(values[name])}
+            server = json.dumps(shared, sort_keys=True)
+            found.append((server, {"vllm_xargs": {rule.option: value}}))
         else:
             found.append((json.dumps(cell.config, sort_keys=True), {}))
     return found
 
 
-def family(config: dict[str, Any] | None) -> tuple[str, str, float]:
+def family(config: dict[str, Any] | None) -> tuple[str, Rule | None, float]:
     """A config without its rule's value, as JSON, the rule, and the value that a request can bring.
 
-    Without a rule, or where a request cannot choose, the rule is "".
+    Without a rule, or where a request cannot choose, there is none.
     """
-    rules = [rule for rule, option in OPTION.items() if option in (config or {})]
+    rules = [rule for rule in RULES.values() if rule.option in (config or {})]
     if config is None or len(rules) != 1 or "mars_limit" in config:
-        return json.dumps(config, sort_keys=True), "", 0.0
+        return json.dumps(config, sort_keys=True), None, 0.0
     (rule,) = rules
     # Strict by theta and strict by price are different servers.
-    return json.dumps({**config, OPTION[rule]: None}, sort_keys=True), rule, config[OPTION[rule]]
+    name = json.dumps({**config, rule.option: None}, sort_keys=True)
+    return name, rule, config[rule.option]
 
 
 def _parse_cell(text: str) -> tuple[str, dict[str, Any] | None]:

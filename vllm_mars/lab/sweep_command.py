@@ -1,8 +1,14 @@
 """The arguments of `vllm-mars sweep`."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_mars.lab.rows import Text
+
+from vllm_mars.kernels.rules import RULES
 
 NEEDED = ("filelock", "pydantic", "rich", "scipy", "transformers")
 # A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
@@ -32,9 +38,9 @@ def add_parser(commands: Any) -> None:
         help="autoregressive, standard (vLLM's default), strict (MARS at price 0), mars (the "
         "recommended setting), or any other rejection_sample_method of vLLM; default standard, and "
         "mars where no other rule is given")  # fmt: skip
-    for option in ("theta", "price"):
-        add(f"--{option}", dest=f"{option}s", nargs="+", type=float, metavar="VALUE",
-            help=f"a rule for each mars_{option}")  # fmt: skip
+    for name, rule in RULES.items():
+        add(f"--{name}", nargs="+", type=float, metavar="VALUE",
+            help=f"a rule for each {rule.option}")  # fmt: skip
     add("--cell", dest="cells", action="append", metavar="NAME=JSON",
         help="a rule of any keys of vLLM's speculative config, such as 'bounded={\"mars_price\": "
         "0.3, \"mars_max_loss\": 0.02}', and \"draft\" and \"temperature\"")  # fmt: skip
@@ -67,21 +73,29 @@ def add_shared(add: Any) -> None:
         "repeatable")  # fmt: skip
 
 
+def show(tables: "Iterable[Text]") -> None:
+    """Prints tables."""
+    from rich.console import Console
+
+    from vllm_mars.lab.rows import rich_table
+
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    for table in tables:
+        console.print(rich_table(table))
+
+
 def run(output: Path, anew: bool, retry_failed: bool, ray: str | None = None, **given: Any) -> int:
     """Runs the command.
 
     Returns:
         0, or 1 where a turn failed.
     """
-    from rich.console import Console
-
     from vllm_mars.lab.plan import SweepOptions
-    from vllm_mars.lab.rows import rich_table, rows, tables
+    from vllm_mars.lab.rows import rows, tables
     from vllm_mars.lab.sweep import run_sweep
 
-    options = SweepOptions(**given)
+    values = {name: given.pop(name) for name in RULES if name in given}
+    options = SweepOptions(values=values, **given)
     file = run_sweep(options, output, ray=ray, retry_failed=retry_failed, anew=anew)
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
-    for table in tables(rows(file), options.base):
-        console.print(rich_table(table))
+    show(tables(rows(file), options.base))
     return int(any(record.measured is None for record in file.records))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.options.config import METHOD, MOST_PRICE, OPTION, STRICT_VALUE
+from vllm_mars.options.config import METHOD
 
 NGRAM = "ngram"
 # vLLM's, without the number of tokens.
@@ -16,17 +16,6 @@ WITHOUT_FILES: dict[str, dict[str, Any]] = {
     # It would find the answer to a prompt that was asked before, as each rule and pass asks it.
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     "mtp": {"method": "mtp"},
-}
-# As a limit of what requests may choose: anything, by rule.
-LOOSEST_LIMIT = {"theta": 0.0, "price": MOST_PRICE}
-# What a server gets whose requests choose any value, by rule: who chooses nothing is strict.
-CHOSEN_BY_REQUESTS = {
-    rule: {
-        "rejection_sample_method": METHOD,
-        option: STRICT_VALUE[rule],
-        "mars_limit": LOOSEST_LIMIT[rule],
-    }
-    for rule, option in OPTION.items()
 }
 
 # The setting of servers that this project starts where nobody names another, by measurement

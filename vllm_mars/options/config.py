@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm_mars.kernels.rules import RuleName
+from vllm_mars.kernels.rules import PRICE, RULES, Rule
 from vllm_mars.options.lock import check_lock
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ OPTION_PREFIX = "mars_"
 # Methods of vLLM itself that do not keep the target's distribution.
 LOSSY_VLLM_METHODS = ("synthetic", "fly")
 
-RULES: tuple[RuleName, ...] = ("theta", "price")
-STRICT_VALUE: dict[str, float] = {"theta": 1.0, "price": 0.0}
-# Those options as a user writes them.
-OPTION: dict[str, str] = {rule: OPTION_PREFIX + rule for rule in RULES}
 # In nats per token, where neither a rule nor a bound is named.
 DEFAULT_MAX_LOSS = 0.02
 # Tokens of an n-gram that the guard against repetition looks for.
@@ -46,9 +42,7 @@ FIXED_PRICE, DRAWN_PRICE = 3.2, 4.5
 # 0.01, and what is left of that by the least share still counts as sampling.
 _DEFAULT_DRAFT_TEMPERATURE = 0.85
 _DRAFT_TEMPERATURES = (0.01, 2)
-# What the integers of `vllm_mars.kernels.step` hold, in nats: a price, and a bound per token. No
-# option is larger, of a server or of a request.
-MOST_PRICE = 8192
+# What the integers of a record hold, in nats per token.
 MOST_MAX_LOSS = 1024
 # What of an answer may be relaxed; `vllm_mars.worker.records` numbers them in this order.
 Scope = Literal["all", "thinking", "answer"]
@@ -64,8 +58,14 @@ Token = int | str
 Span = tuple[Token, Token | None]
 
 
+# A field for each rule.
+_Values: Any = dataclasses.make_dataclass(
+    "_Values", [(name, float | None, None) for name in RULES], frozen=True
+)
+
+
 @dataclass(frozen=True)
-class MarsConfig:
+class MarsConfig(_Values):
     """Validated options of margin-aware verification.
 
     One of `theta` and `price` names the rule. Without either, `max_loss` sets the price.
@@ -77,9 +77,8 @@ class MarsConfig:
             promise about ends, markers and repetitions then, which a price does.
         price: the prefix of the draft is accepted, tokens of any rank among it, that is worth most:
             each token gained may cost so many nats. In [0, 8192]; 0 is strict.
-        limit: the loosest value of the rule that a request may ask for or, where `max_loss` sets
-            the price, the largest `max_loss`; None for the server's own value. A request may
-            always be stricter.
+        limit: the largest `max_loss` that a request may ask for; None for the server's own. A
+            request may always be stricter.
         protected_token_ids: tokens that are served as often as the target would, but by theta
             where a request samples; None means the end-of-sequence and special tokens of the
             model, () none.
@@ -106,8 +105,6 @@ class MarsConfig:
         ValueError: an option is of the wrong type or out of range, or two rules are named.
     """
 
-    theta: float | None = None
-    price: float | None = None
     limit: float | None = None
     protected_token_ids: tuple[int, ...] | None = None
     strict_spans: tuple[Span, ...] | None = None
@@ -147,71 +144,69 @@ class MarsConfig:
             )
 
     def _check_rule(self) -> None:
-        given = [rule for rule in RULES if getattr(self, rule) is not None]
+        given = self._given()
         if len(given) > 1:
-            named = " and ".join(f"{OPTION[rule]}={shown(getattr(self, rule))}" for rule in given)
-            raise ValueError(
-                f"{named} name {len(given)} rules; give one of {', '.join(OPTION.values())}."
-            )
+            named = " and ".join(f"{rule.option}={shown(value)}" for rule, value in given)
+            options = ", ".join(rule.option for rule in RULES.values())
+            raise ValueError(f"{named} name {len(given)} rules; give one of {options}.")
         if not given and self.max_loss is None:
             object.__setattr__(self, "max_loss", DEFAULT_MAX_LOSS)
-        if not self.sets_price:
-            check_value(self.rule, getattr(self, self.rule))
+        for rule, value in given:
+            check_value(rule, value)
 
     def _check_limit(self) -> None:
         if self.limit is None:
             return
-        option, own, most = OPTION[self.rule], self.value, MOST_PRICE
-        if self.sets_price:
-            option, own, most = "mars_max_loss", float(self.max_loss or 0), MOST_MAX_LOSS
-        meaning = f"it is the largest {option} that a request may ask for"
-        if self.rule == "theta":
-            most, meaning = 1, "0 sets no limit, 0.8 lets requests ask for any theta from 0.8 on"
-        _require_within("mars_limit", self.limit, most, meaning)
-        if self.limit > own if self.rule == "theta" else self.limit < own:
+        meaning = "it is the largest mars_max_loss that a request may ask for"
+        _require_within("mars_limit", self.limit, MOST_MAX_LOSS, meaning)
+        if self.max_loss is None:
             raise ValueError(
-                f"mars_limit={self.limit} is stricter than this server's own {option}={own:g}, "
-                "but requests may ask for all that is as strict as their server; leave it out, or "
-                f"have the server itself stricter ({option})."
+                f"mars_limit={self.limit} is given, but without a mars_max_loss of this server "
+                "requests may ask for any; name a mars_max_loss, too, or leave it out."
+            )
+        if self.limit < self.max_loss:
+            raise ValueError(
+                f"mars_limit={self.limit} is stricter than this server's own "
+                f"mars_max_loss={self.max_loss:g}, but requests may ask for all that is as strict "
+                "as their server; leave it out, or have the server itself stricter (mars_max_loss)."
             )
 
+    def _given(self) -> list[tuple[Rule, float]]:
+        """The rules that are named, and their values."""
+        values = ((rule, getattr(self, rule.name)) for rule in RULES.values())
+        return [(rule, value) for rule, value in values if value is not None]
+
     @property
-    def rule(self) -> RuleName:
+    def rule(self) -> Rule:
         """The rule of this server."""
-        return next((rule for rule in RULES if getattr(self, rule) is not None), "price")
+        return next((rule for rule, _ in self._given()), PRICE)
 
     @property
     def sets_price(self) -> bool:
         """Whether the bound sets the price of a request that names none."""
-        return all(getattr(self, rule) is None for rule in RULES)
+        return not self._given()
 
     @property
     def value(self) -> float:
         """The rule's value for a request that chooses nothing; infinity for `sets_price`."""
-        return math.inf if self.sets_price else float(getattr(self, self.rule))
-
-    @property
-    def limit_value(self) -> float:
-        """The loosest value of the rule that a request may ask for."""
-        return self.value if self.limit is None or self.sets_price else float(self.limit)
+        return next((float(value) for _, value in self._given()), math.inf)
 
     @property
     def most_max_loss(self) -> float:
         """The largest bound that a request may ask for, and the most that any answer may lose."""
-        if self.sets_price and self.limit is not None:
-            return float(self.limit)
-        return math.inf if self.max_loss is None else float(self.max_loss)
+        given = self.max_loss if self.limit is None else self.limit
+        return math.inf if given is None else float(given)
 
     @property
     def repeat_ngram(self) -> int:
         """Tokens of an n-gram that the guard against repetition looks for; 0 for no guard."""
-        return _NGRAM if self.rule == "price" else 0
+        return 0 if self.rule.outright else _NGRAM
 
     @property
     def opening(self) -> int:
         """Tokens that are verified strictly first."""
         if self.strict_opening is None:
-            return 0 if self.rule == "theta" and self.max_loss is None else _DEFAULT_OPENING
+            return 0 if self.rule.outright and self.max_loss is None else _DEFAULT_OPENING
         return self.strict_opening
 
     @property
@@ -223,12 +218,12 @@ class MarsConfig:
     @property
     def lossy(self) -> bool:
         """Whether the output can differ from vLLM's own for a request that chooses nothing."""
-        return self.value != STRICT_VALUE[self.rule] and self.max_loss != 0
+        return self.value != self.rule.strict and self.max_loss != 0
 
     @property
     def clients_may_relax(self) -> bool:
         """Whether a request can choose lossy verification for itself."""
-        return self.most_max_loss != 0 and self.limit_value != STRICT_VALUE[self.rule]
+        return self.most_max_loss != 0 and self.value != self.rule.strict
 
     def to_json(self) -> dict[str, Any]:
         """The options as plain JSON, of which `MarsConfig(**options)` makes them again."""
@@ -314,19 +309,16 @@ def unknown_option(key: str, whose: str, names: Sequence[str]) -> ValueError:
     )
 
 
-def check_value(rule: str, value: object, name: str | None = None) -> None:
-    """Raises ValueError unless the value is one that the rule can compare with.
+def check_value(rule: Rule, value: object, name: str | None = None) -> None:
+    """Raises ValueError unless the value is one of the rule's.
 
     Args:
-        rule: "theta" or "price".
+        rule: whose value it is.
         value: to check.
         name: how the error names it; the option by default.
     """
-    name = name or OPTION[rule]
-    if rule == "theta":
-        _require_within(name, value, 1, "1 switches the relaxation off", above_0=True)
-    else:
-        _require_within(name, value, MOST_PRICE, "0 switches the relaxation off")
+    meaning = f"{rule.strict:g} switches the relaxation off"
+    _require_within(name or rule.option, value, rule.most, meaning, above_0=rule.strict != 0)
 
 
 def check_max_loss(nats: object) -> None:
@@ -356,7 +348,7 @@ def lossy_reason(config: MarsConfig | None, method: str) -> str | None:
         return None
     if config.sets_price:
         return f"mars_max_loss={config.max_loss}"
-    return f"{OPTION[config.rule]}={config.value:g}"
+    return f"{config.rule.option}={config.value:g}"
 
 
 def shown(value: object) -> str:

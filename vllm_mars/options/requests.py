@@ -10,10 +10,9 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mars.kernels.record import MOST_ENDS
+from vllm_mars.kernels.rules import RULES, Rule
 from vllm_mars.options.config import (
-    OPTION,
     OPTION_PREFIX,
-    STRICT_VALUE,
     MarsConfig,
     Scope,
     check_max_loss,
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 # The rule that each option names.
-_RULES = {option: rule for rule, option in OPTION.items()}
+_RULES = {rule.option: rule for rule in RULES.values()}
 _MAX_LOSS = "mars_max_loss"
 RETURN = "mars_return"
 _SCOPE = "mars_scope"
@@ -96,7 +95,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
                 "strictly; vLLM's own front end in Python refuses them with HTTP 400.",
                 error,
             )
-        return RequestOptions(STRICT_VALUE[config.rule])
+        return RequestOptions(config.rule.strict)
 
 
 def check_options(params: "SamplingParams", config: MarsConfig) -> None:
@@ -112,8 +111,8 @@ def check_options(params: "SamplingParams", config: MarsConfig) -> None:
     _options(params, config)
     if not lock_is_on():
         return
-    strict = {OPTION[config.rule]: STRICT_VALUE[config.rule]}
-    if config.sets_price:
+    strict = {config.rule.option: config.rule.strict}
+    if config.sets_price or config.max_loss == 0:
         strict[_MAX_LOSS] = 0.0
     for key, value in strict.items():
         if own.get(key, value) != value:
@@ -140,7 +139,7 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         if params.structured_outputs is not None:
             strict = "structured_outputs"
         options = RequestOptions(
-            _stricter(value, overrides.get(OPTION[config.rule], value), config),
+            _stricter(value, overrides.get(config.rule.option, value), config.rule),
             strict,
             _wants_return(own),
             min(max_loss, overrides.get(_MAX_LOSS, max_loss)),
@@ -148,7 +147,7 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         )
         # The lock may be that of an engine alone, whose front end let a lossy choice through.
         if strict or options.max_loss == 0 or lock_is_on():
-            options = options._replace(value=STRICT_VALUE[config.rule])
+            options = options._replace(value=config.rule.strict)
         parsed = _Parsed(*depends_on, options)
         setattr(params, _PARSED, parsed)
     return parsed.options
@@ -174,7 +173,7 @@ def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:
         ValueError: it is no object, or has an unknown key, a bad value, or one that is looser than
             all that the server allows.
     """
-    option = OPTION[config.rule]
+    option = config.rule.option
     if not isinstance(given, dict):
         raise ValueError(f"{shown(given)} is not an object with {option} or {_MAX_LOSS}.")
     for key in given:
@@ -182,8 +181,7 @@ def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:
             raise unknown_option(key, "the overrides", (option, _MAX_LOSS))
     if option in given:
         check_value(config.rule, given[option])
-        value, allowed = given[option], (config.value, config.limit_value)
-        if all(_stricter(value, most, config) != value for most in allowed):
+        if config.rule.is_looser(value := given[option], config.value):
             raise ValueError(
                 f"{option}={value} is looser than this server's own {config.value:g}, but an "
                 "override only makes requests stricter; leave it out."
@@ -198,8 +196,8 @@ def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float | s
     Where a bound sets the price, that is named instead.
     """
     if options.strict:
-        return {config.rule: STRICT_VALUE[config.rule], "strict": options.strict}
-    found: dict[str, float | str] = {config.rule: options.value}
+        return {config.rule.name: config.rule.strict, "strict": options.strict}
+    found: dict[str, float | str] = {config.rule.name: options.value}
     if options.value == math.inf:
         found = {"max_loss": options.max_loss}
     return found if options.scope == "all" else found | {"scope": options.scope}
@@ -219,42 +217,37 @@ def _value(own: dict[str, Any], config: MarsConfig) -> float:
         if rule != config.rule:
             raise ValueError(
                 f"{key}={own[key]} names another rule than this server's; choose "
-                f"{OPTION[config.rule]} or leave it out."
+                f"{config.rule.option} or leave it out."
             )
-    if OPTION[config.rule] not in own:
+    if config.rule.option not in own:
         return config.value
-    value = float(own[OPTION[config.rule]])
-    _check_limit(value, config)
-    if value != STRICT_VALUE[config.rule] and own.get(_MAX_LOSS, config.max_loss) == 0:
+    value = float(own[config.rule.option])
+    _check_stricter(value, config)
+    if value != config.rule.strict and own.get(_MAX_LOSS, config.max_loss) == 0:
         raise ValueError(
-            f"{OPTION[config.rule]}={value} is given, but a mars_max_loss of 0, which is this "
+            f"{config.rule.option}={value} is given, but a mars_max_loss of 0, which is this "
             f"{'request' if _MAX_LOSS in own else 'server'}'s, is strict; name a mars_max_loss as "
             "well, as far as the server allows one, or leave both out."
         )
     return value
 
 
-def _stricter(one: float, other: float, config: MarsConfig) -> float:
-    """The stricter one of two values of the server's rule."""
-    return max(one, other) if config.rule == "theta" else min(one, other)
+def _stricter(one: float, other: float, rule: Rule) -> float:
+    """The stricter one of two values of a rule."""
+    return other if rule.is_looser(one, other) else one
 
 
-def _check_limit(value: float, config: MarsConfig) -> None:
-    """Refuses what is looser than the server allows; that is its own value by default."""
-    limit = config.limit_value
-    if config.rule == "theta":
-        is_looser, where, allowed = value < limit, "below", f"[{limit}, 1]"
-    else:
-        is_looser, where, allowed = value > limit, "above", f"[0, {limit}]"
-    if not is_looser:
+def _check_stricter(value: float, config: MarsConfig) -> None:
+    """Refuses what is looser than the server's own value."""
+    if not config.rule.is_looser(value, own := config.value):
         return
-    given = f"{OPTION[config.rule]}={value} is {where} this server's"
-    if limit == config.value:
-        raise ValueError(
-            f"{given} own {limit}, but a request may only be stricter than its server; choose a "
-            f"value in {allowed}, or have the server started with mars_limit."
-        )
-    raise ValueError(f"{given} limit of {limit}; choose a value in {allowed}.")
+    where, allowed = "below", f"[{own}, {config.rule.most}]"
+    if value > own:
+        where, allowed = "above", f"[0, {own}]"
+    raise ValueError(
+        f"{config.rule.option}={value} is {where} this server's own {own}, but a request may only "
+        f"be stricter than its server; choose a value in {allowed} or leave it out."
+    )
 
 
 def _max_loss(own: dict[str, Any], config: MarsConfig) -> float:

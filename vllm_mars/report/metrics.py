@@ -13,7 +13,7 @@ import prometheus_client
 
 from vllm_mars import __version__
 from vllm_mars.kernels.account.naive import BUCKETS, COUNTERS, REASONS, UNIT, CounterLayout
-from vllm_mars.options.config import OPTION, MarsConfig
+from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.overrides import Overrides, overrides_of
 from vllm_mars.report.carrier import EngineReport, add_counts, found_on
 
@@ -79,9 +79,9 @@ class MarsProm:
         )
         self._request_lost = {e: histogram.labels(*whose) for e, whose in engines.items()}
         info = _gauge(gauge_class, INFO, "version", "rule", "value", "lossy", "limit")
-        option: str = OPTION[config.rule]
+        option: str = config.rule.option
         value: float | None = config.value
-        limit = config.limit_value
+        limit = config.value
         if config.sets_price:
             option, value, limit = "mars_max_loss", config.max_loss, config.most_max_loss
         told = __version__, option, f"{value:g}", str(config.lossy).lower(), f"{limit:g}"
@@ -226,7 +226,7 @@ def _add_override(stat_logger: Any, config: MarsConfig, overrides: Overrides) ->
     gauge = _gauge(stat_logger._gauge_cls, OVERRIDE, "option")
 
     def show(options: Mapping[str, float]) -> None:
-        for option in (OPTION[config.rule], "mars_max_loss"):
+        for option in (config.rule.option, "mars_max_loss"):
             for whose in stat_logger.per_engine_labelvalues.values():
                 gauge.labels(*whose, option).set(options.get(option, math.nan))
 

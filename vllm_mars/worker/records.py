@@ -1,10 +1,10 @@
-"""The record of a request that enters the batch: see `vllm_mars.kernels.step.Column`."""
+"""The record of a request that enters the batch: see `vllm_mars.kernels.record.Column`."""
 
 import math
 from typing import TYPE_CHECKING
 
-from vllm_mars.kernels.ledger.naive import loss_rate, most_lost, price_units
-from vllm_mars.kernels.record import MOST_ENDS, RECORD_SIZE, Column, float_bits
+from vllm_mars.kernels.ledger.naive import loss_rate, most_lost
+from vllm_mars.kernels.record import MOST_ENDS, RECORD_SIZE, Column, held
 from vllm_mars.options.config import SCOPES, MarsConfig, price_of_bound
 from vllm_mars.options.requests import RequestOptions, ends_of
 
@@ -34,12 +34,10 @@ def record_of(
     rate = loss_rate(options.max_loss)
     record = [0] * RECORD_SIZE
     record[Column.RATE] = rate
-    if config.rule == "price":
-        price = options.value
-        if price == math.inf:
-            price = price_of_bound(options.max_loss, params.temperature, is_drawn)
-        record[Column.PRICE] = price_units(price)
-    record[Column.THRESHOLD] = float_bits(1.0 if config.rule == "price" else options.value)
+    value = options.value
+    if value == math.inf:
+        value = price_of_bound(options.max_loss, params.temperature, is_drawn)
+    record[Column.VALUE] = held(config.rule, value)
     if num_output_tokens and options.max_loss < math.inf:
         record[Column.LOST] = most_lost(rate, num_output_tokens)
     record[Column.MOST_TOKENS] = max(min(most_tokens, params.max_tokens or most_tokens), 0)

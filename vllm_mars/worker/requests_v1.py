@@ -10,7 +10,6 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
 from vllm_mars.kernels.record import Column, Records
-from vllm_mars.kernels.rules import RuleName
 from vllm_mars.kernels.step import Step
 from vllm_mars.kernels.strictness.naive import Followers, Guarded, Sections, guarded
 from vllm_mars.options.config import MarsConfig
@@ -205,11 +204,11 @@ class RequestsV1(LogitsProcessor):
 
         That of a strict request is 1; float32 `[batch]`.
         """
-        return torch.where(self.is_strict(batch, "price"), 1.0, self._config.draft_share)
+        return torch.where(self.is_strict(batch), 1.0, self._config.draft_share)
 
-    def is_strict(self, batch: int, rule: RuleName) -> torch.Tensor:
+    def is_strict(self, batch: int) -> torch.Tensor:
         """Which of the first `batch` requests relax nothing anywhere; bool `[batch]`."""
-        strict: torch.Tensor = ~self._records.relaxes(rule)[self._slots[:batch]]
+        strict: torch.Tensor = ~self._records.relaxes[self._slots[:batch]]
         return strict
 
     def returns(self, batch: int) -> dict[int, str]:

@@ -26,9 +26,9 @@ from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
 from vllm_mars.worker import draft_temperature
 from vllm_mars.worker.cut_prompts import spare_cut_prompts
-from vllm_mars.worker.engine_rule import EngineRule
 from vllm_mars.worker.requests_v1 import RequestsV1
 from vllm_mars.worker.start import log_start, require_own_sampler
+from vllm_mars.worker.terms import EngineTerms
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -47,7 +47,7 @@ class MarsRejectionSampler(RejectionSampler):
         sampler: vLLM's sampler, for bonus tokens.
         spec_config: vLLM's speculative config.
         device: device of the logits.
-        rule: of the engine.
+        terms: of the engine.
         reports: where its steps are written down.
         requests: the requests of the runner's batch.
     """
@@ -57,12 +57,12 @@ class MarsRejectionSampler(RejectionSampler):
         sampler: Sampler,
         spec_config: "SpeculativeConfig",
         device: torch.device,
-        rule: EngineRule,
+        terms: EngineTerms,
         reports: StepReports,
         requests: RequestsV1,
     ) -> None:
         super().__init__(sampler, spec_config, device)
-        self.rule = rule
+        self.terms = terms
         self.reports = reports
         self.requests = requests
 
@@ -122,7 +122,7 @@ class MarsRejectionSampler(RejectionSampler):
         logprobs = None
         if wants_logprobs:
             ratios = None
-            if chance is not None and self.rule.config.logprobs == "sampled":
+            if chance is not None and self.terms.config.logprobs == "sampled":
                 ratios = log_ratios(table, chance.temperature)
             if not self.is_processed_logprobs_mode:
                 rows = raw.to(torch.float32, copy=True)
@@ -189,7 +189,7 @@ class MarsRejectionSampler(RejectionSampler):
         drafts = [own.tolist() for own in metadata.draft_token_ids.split(lengths)]
         step, guard = self.requests.step(logits, drafts, reports.num_speculative_tokens)
         account = reports.account(batch, logits.device, self.requests.returns(batch))
-        output = accept.accept(step, self.rule.on(logits), guard, account, chance, bonus)
+        output = accept.accept(step, self.terms.on(logits), guard, account, chance, bonus)
         tokens = output.output_token_ids[:, : metadata.max_spec_len + 1].contiguous()
         return tokens, account.table
 
@@ -211,7 +211,7 @@ class MarsRejectionSampler(RejectionSampler):
         device = metadata.draft_token_ids.device
         uniform = generate_uniform_probs(sum(lengths), lengths, generators, device)
         noise: dict[int, torch.Tensor] = {}
-        is_strict = self.requests.is_strict(len(lengths), self.rule.config.rule)
+        is_strict = self.requests.is_strict(len(lengths))
         if draft_probs is None and (is_strict & (temperature != 0)).any():
             dtype = torch.float64 if self.use_fp64_gumbel else torch.float32
             shared = torch.empty((len(lengths), vocab), dtype=dtype, device=device).exponential_()
@@ -296,7 +296,7 @@ def install(runner: Any, config: MarsConfig) -> None:
     spare_cut_prompts(runner)
     spec_config = runner.speculative_config
     counters = Counters(spec_config.num_speculative_tokens, runner.device)
-    rule = EngineRule(config, protected_token_ids(config, runner.vllm_config))
+    terms = EngineTerms(config, protected_token_ids(config, runner.vllm_config))
     reports = StepReports(counters, config.logprobs == "sampled")
     requests = RequestsV1(
         config,
@@ -310,7 +310,7 @@ def install(runner: Any, config: MarsConfig) -> None:
     draft_temperature.scale_v1(runner.drafter, config, requests.draft_shares)
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
     runner.rejection_sampler = MarsRejectionSampler(
-        own.sampler, spec_config, runner.device, rule, reports, requests
+        own.sampler, spec_config, runner.device, terms, reports, requests
     )
     reports.leave_with_outputs(runner)
-    log_start(rule, logger, "V1")
+    log_start(terms, logger, "V1")

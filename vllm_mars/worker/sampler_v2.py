@@ -15,15 +15,18 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from vllm_mars.kernels.accept import fused as accept_kernel
 from vllm_mars.kernels.account.fused import add_log_ratios
-from vllm_mars.kernels.step import Draws, Sampling
+from vllm_mars.kernels.account.naive import Account
+from vllm_mars.kernels.step import Draws, Sampling, VerifyOutput
 from vllm_mars.options.config import MarsConfig
+from vllm_mars.options.cuda_graph import graph_is_on
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
 from vllm_mars.worker import draft_temperature
-from vllm_mars.worker.engine_rule import EngineRule
-from vllm_mars.worker.requests_v2 import RequestsV2
+from vllm_mars.worker.graphs import VerificationGraphs
+from vllm_mars.worker.requests_v2 import BatchRows, BySlot, RequestsV2
 from vllm_mars.worker.start import log_start, require_own_sampler
+from vllm_mars.worker.terms import EngineTerms
 from vllm_mars.worker.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.vllm_mars.worker.sampler_v2")
 
-# The attribute of a runner with what makes its sampler.
-_SAMPLER = "_vllm_mars_sampler"
+# The attributes of a runner with what makes its sampler, and with its graphs, if it has any.
+_SAMPLER, _GRAPHS = "_vllm_mars_sampler", "_vllm_mars_graphs"
 
 
 class MarsRejectionSamplerV2(RejectionSampler):
@@ -49,7 +52,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         sampler: vLLM's V2 sampler.
         spec_config: vLLM's speculative config.
         device: device of the logits.
-        rule: of the engine, by the Triton kernels.
+        terms: of the engine, by the Triton kernels.
         reports: where its steps are written down.
         requests: the requests in the runner's slots.
         seeds_change: whether the seeds of drafts are to change with each step.
@@ -60,14 +63,14 @@ class MarsRejectionSamplerV2(RejectionSampler):
         sampler: Sampler,
         spec_config: "SpeculativeConfig",
         device: torch.device,
-        rule: EngineRule,
+        terms: EngineTerms,
         reports: StepReports,
         requests: RequestsV2,
         seeds_change: bool = True,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self._seeds_change = seeds_change
-        self.rule = rule
+        self.terms = terms
         self.reports = reports
         self.requests = requests
         self._is_warm = False
@@ -131,7 +134,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         """
         if not self._is_warm:
             shared = _shared(logits, draft_logits)
-            own = self.rule, self.reports, shared, draft_logits
+            own = self.terms, self.reports, shared, draft_logits
             warm_up(*own, self.sampler.use_fp64_gumbel, self.requests.fills)
             self._is_warm = True
         # Without a request that needs it, this is the logits themselves, as they are.
@@ -146,37 +149,55 @@ class MarsRejectionSamplerV2(RejectionSampler):
             seq_lens_upper_bound_np,
         )
         states = self.sampler.sampling_states
-        temperature = states.temperature.gpu
-        step, guard = self.requests.step(
-            _shared(processed, draft_logits),
+        rows = BatchRows(
             verify_draft_sampled,
             cu_num_logits[1:],
             idx_mapping,
-            temperature,
-            self.num_speculative_steps,
+            pos,
+            expanded_idx_mapping,
+            expanded_local_pos,
         )
-        self._slots, self._table = (expanded_idx_mapping, idx_mapping), None
-        draws = None
-        if states.temperature.np[idx_mapping_np].any():
-            drawn_at = next_seeds = None
-            if draft_logits is not None:
-                drawn_at, next_seeds = self.requests.drawn_with
-            if not self._seeds_change:
-                next_seeds = None
-            sampling = Sampling(temperature, states.seeds.gpu, draft_logits, drawn_at, next_seeds)
-            draws = Draws(
-                sampling,
-                pos,
-                expanded_idx_mapping,
-                expanded_local_pos,
-                self.sampler.use_fp64_gumbel,
-            )
+        samples = bool(states.temperature.np[idx_mapping_np].any())
         returns = self.requests.returns(idx_mapping_np)
         account = self.reports.account(len(idx_mapping_np), logits.device, returns)
-        output = accept_kernel.accept(step, self.rule.on(step.logits), guard, account, draws)
-        if draws is not None and self.rule.config.logprobs == "sampled":
-            self._table = account.table
+        by_slot = self.requests.by_slot(states)
+        output = self.verify(processed, draft_logits, rows, by_slot, samples, account)
+        self._slots = expanded_idx_mapping, idx_mapping
+        is_told = samples and self.terms.config.logprobs == "sampled"
+        self._table = account.table if is_told else None
         return processed, output.output_token_ids, output.num_emitted
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        rows: BatchRows,
+        by_slot: BySlot,
+        samples: bool,
+        account: Account,
+    ) -> VerifyOutput:
+        """Launches the kernels of a verification.
+
+        Args:
+            logits: `[num_rows, vocab]`, processed.
+            draft_logits: `[max_num_reqs, num_speculative_steps, vocab]` or None.
+            rows: of the batch.
+            by_slot: of all requests.
+            samples: whether a request of the batch does.
+            account: where it is written down.
+        """
+        logits = _shared(logits, draft_logits)
+        step, guard = self.requests.step(logits, rows, by_slot, self.num_speculative_steps)
+        draws = None
+        if samples:
+            sampling = Sampling(by_slot.temperature, by_slot.seeds)
+            if draft_logits is not None:
+                drawn_at, next_seeds = self.requests.drawn_with
+                own = draft_logits, drawn_at, next_seeds if self._seeds_change else None
+                sampling = Sampling(*sampling[:2], *own)
+            use_fp64 = self.sampler.use_fp64_gumbel
+            draws = Draws(sampling, rows.pos, rows.row_slots, rows.row_places, use_fp64)
+        return accept_kernel.accept(step, self.terms.on(logits), guard, account, draws)
 
     def _get_logprobs_tensors(
         self,
@@ -251,7 +272,11 @@ def install(runner: Any, config: MarsConfig) -> None:
     require_own_sampler(own, RejectionSampler)
     if not hasattr(runner, _SAMPLER):
         setattr(runner, _SAMPLER, _attach(runner, config))
+        if graph_is_on():
+            setattr(runner, _GRAPHS, VerificationGraphs(runner))
     runner.rejection_sampler = getattr(runner, _SAMPLER)(own.sampler)
+    if hasattr(runner, _GRAPHS):
+        getattr(runner, _GRAPHS).follow(runner.model_state)
 
 
 def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectionSamplerV2]:
@@ -262,7 +287,7 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
     is_drawn = spec_config.draft_sample_method == "probabilistic"
     requests = RequestsV2(config, runner.req_states, fills, is_drawn)
     counters = Counters(spec_config.num_speculative_tokens, runner.device)
-    rule = EngineRule(config, protected_token_ids(config, runner.vllm_config))
+    terms = EngineTerms(config, protected_token_ids(config, runner.vllm_config))
     reports = StepReports(counters, config.logprobs == "sampled")
     seeds_change = draft_temperature.scale_v2(runner, config, requests)
     finish_requests = runner.finish_requests
@@ -274,12 +299,12 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
 
     def renewed(sampler: Sampler) -> MarsRejectionSamplerV2:
         sampler.logits_processors.append(requests)
-        own = rule, reports, requests, seeds_change
+        own = terms, reports, requests, seeds_change
         return MarsRejectionSamplerV2(sampler, spec_config, runner.device, *own)
 
     runner.finish_requests = leave_and_finish
     reports.leave_with_outputs(runner)
-    log_start(rule, logger, "V2")
+    log_start(terms, logger, "V2")
     if (draft_logits := getattr(runner.speculator, "draft_logits", None)) is not None:
         logger.info(
             "vLLM keeps the logits of probabilistic drafts: %.1f MiB of this device (%s: "

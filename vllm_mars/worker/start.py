@@ -3,10 +3,7 @@
 from logging import Logger
 
 from vllm_mars.options.config import MarsConfig
-from vllm_mars.worker.engine_rule import EngineRule
-
-# Of the value that the log names, by rule.
-_UNITS = {"theta": "", "price": " nats per token"}
+from vllm_mars.worker.terms import EngineTerms
 
 
 def require_own_sampler(sampler: object, own: type) -> None:
@@ -27,7 +24,7 @@ def require_own_sampler(sampler: object, own: type) -> None:
         )
 
 
-def log_start(rule: EngineRule, logger: Logger, runner: str) -> None:
+def log_start(terms: EngineTerms, logger: Logger, runner: str) -> None:
     """Logs once, on the first tensor-parallel rank, what verification an engine does."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -35,16 +32,17 @@ def log_start(rule: EngineRule, logger: Logger, runner: str) -> None:
         return
     logger.info(
         "Margin-aware verification (MARS) is on: %s, %d protected tokens, model runner %s; %s",
-        _described(rule.config),
-        len(rule.protected_token_ids),
+        _described(terms.config),
+        len(terms.protected_token_ids),
         runner,
-        _loss(rule.config),
+        _loss(terms.config),
     )
 
 
 def _described(config: MarsConfig) -> str:
     """The rule and the bound, as options."""
-    rule = f"mars_{config.rule}={config.value:g}{_UNITS[config.rule]}"
+    unit = " nats per token" if config.rule.in_nats else ""
+    rule = f"{config.rule.option}={config.value:g}{unit}"
     if config.sets_price:
         rule = "the bound sets the price"
     bound = "no mars_max_loss"

@@ -15,11 +15,11 @@ from vllm_mars.kernels.step import Draws, Sampling, Step
 from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
 from vllm_mars.kernels.strictness.naive import Sections
 from vllm_mars.report.worker import StepReports
-from vllm_mars.worker.engine_rule import EngineRule
+from vllm_mars.worker.terms import EngineTerms
 
 
 def warm_up(
-    rule: EngineRule,
+    terms: EngineTerms,
     reports: StepReports,
     logits: torch.Tensor,
     draft_logits: torch.Tensor | None,
@@ -29,14 +29,14 @@ def warm_up(
     """Compiles what the sampler reaches.
 
     Args:
-        rule: of the engine.
+        terms: of the engine.
         reports: where its steps are written down.
         logits: `[num_rows, vocab]` of a step; only its dtype, width and stride count.
         draft_logits: `[max_num_reqs, K, vocab]` where drafts are drawn, else None.
         use_fp64: whether the noise of a draw is float64.
         fills: as `RequestsV2` has it.
     """
-    device, config = logits.device, rule.config
+    device, config = logits.device, terms.config
     inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
     # V2's slots are int64.
     own = Records.new(1, device), zero.long(), zero, zero, reports.num_speculative_tokens
@@ -53,7 +53,7 @@ def warm_up(
             guard = guard_positions(*text)
         for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
             account = reports.account(1, device, {})
-            accept_kernel.accept(step, rule.on(rows), guard, account, draws)
+            accept_kernel.accept(step, terms.on(rows), guard, account, draws)
 
 
 def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:

@@ -1,13 +1,12 @@
-"""The rows of drawn drafts in Triton; `clip` has the rule and the meaning of each step.
+"""The law of what is sampled, in Triton; `law.naive` has its formulas.
 
-    clip_kernel   grid (rows)           finds what a row may pay, and streams target and draft once
-                                        for each step of Newton's method
-    mass_kernel   grid (rows, blocks)   behind it: what a draft has reached before the row, p_i, and
-                                        a block's part of S_i (`rule`); not of a request's first row
+    tilted        a device function: what is served where a draft is not drawn
+    clip_kernel   grid (rows)   finds what a row of a drawn draft may pay, and streams target and
+                                draft once for each step of Newton's method
 
-What they find are CLIPPED numbers of a row (`constants`); from the first five of them come log p,
-log q and log m of its tokens, by `load_clipped`, `log_probabilities` and `log_ratio`, for the draw
-as well.
+What the kernel finds are CLIPPED numbers of a row (`constants`); from the first five of them come
+log p, log q and log m of its tokens, by `load_clipped`, `log_probabilities` and `log_ratio`, for
+`blocks` and the draw as well.
 
 Any w, divided by F(w), serves a distribution that keeps the bound and has an exact log-ratio, so w
 is found as roughly as pays: what F(w) is off by here costs less than 1 % of what a price gains.
@@ -16,12 +15,13 @@ All tokens of a row are summed, and then the few that are kept are taken off, so
 in 16-byte loads. What the draft cannot propose, a logit of -inf, is summed apart on the way.
 Probabilities are logarithms to the base 2, which take one instruction each.
 
-Nothing of the logits' size is written. Bytes read: vocab * (itemsizes of both) for each step and
-for S_i. Only the rows of a small batch stay in the L2 cache from pass to pass: all rows of a step
-are under way at once. A row without a price is not read by `clip_kernel`.
+Nothing of the logits' size is written. Bytes read: vocab * (itemsizes of both) for each step. Only
+the rows of a small batch stay in the L2 cache from pass to pass: all rows of a step are under way
+at once. A row without a price is not read.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,31 +30,104 @@ from triton.language.extra import libdevice
 
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.kept.fused import is_kept, kept_tokens, num_kept
-from vllm_mars.kernels.ledger.fused import allowance
+from vllm_mars.kernels.ledger.fused import allowance, units_of
 from vllm_mars.kernels.rows.fused import (
     Reduced,
-    draft_log_sum_exp,
     draft_strides,
     kept_size,
-    kept_sums,
-    log_sum_exp,
     num_lanes,
-    reduce_splits,
     unpack_value,
 )
-from vllm_mars.kernels.rules.fused import drawn_price
+from vllm_mars.kernels.rows.joined import (
+    draft_log_sum_exp,
+    kept_sums,
+    log_sum_exp,
+    reduce_splits,
+)
 from vllm_mars.kernels.step import Draws
 
 # What F(w) may be off by before the division by it.
 TOLERANCE = 1e-2
 # Of `clip_kernel`: three programs of 80 registers fit a multiprocessor.
 WARPS = 8
-# Logits that a program of `mass_kernel` reads.
-_MASS_BLOCK = 8192
 _UNALIGNED = [
     *("input_ids_ptr", "total_len_ptr", "prompt_len_ptr", "row_slots_ptr", "row_places_ptr"),
 ]
 _UNSPECIALIZED = ["num_speculative_tokens", "num_splits", "num_rows"]
+
+
+class Decided(NamedTuple):
+    """As `naive.Position`: vectors on the device; loss and gain in units, the drift in nats."""
+
+    verdict: tl.tensor
+    bias: tl.tensor
+    log_z: tl.tensor
+    loss: tl.tensor
+    gained: tl.tensor
+    drift: tl.tensor
+
+
+@triton.jit
+def cap(units):
+    """The largest b that loses no more than so many units, by Hoeffding's lemma, in nats."""
+    return tl.sqrt(8.0 * units.to(tl.float32) * C.UNIT) * C.CAUTION
+
+
+@triton.jit
+def log_share_of(log_p, rest):
+    """The logarithm of a token's share of what is not kept."""
+    return tl.where(rest > 0.0, tl.minimum(log_p - tl.log(tl.maximum(rest, 1e-30)), 0.0), 0.0)
+
+
+@triton.jit
+def log_partition(log_share, bias):
+    """log(1 - p + p exp(bias)) of a token that has the share p in (0, 1] of what is not kept."""
+    # log(0) is -inf, which then adds nothing.
+    log_others = tl.log(tl.maximum(1.0 - tl.exp(log_share), 0.0))
+    # Where p is small 1 - p loses its digits: -p is log(1 - p) there.
+    log_others = tl.where(log_share < -9.0, -tl.exp(log_share), log_others)
+    tilted = log_share + bias
+    most = tl.maximum(log_others, tilted)
+    log_z = most + tl.log(tl.exp(log_others - most) + tl.exp(tilted - most))
+    # Exactly 0 without a bias, which a sum of rounded logarithms is not.
+    return tl.where(bias > 0.0, log_z, 0.0)
+
+
+@triton.jit
+def tilted(log_share, rest, bias, left):
+    """What is served where q is a point: log Z, and loss and gain in units."""
+    log_z = log_partition(log_share, bias)
+    share = tl.exp(tl.minimum(log_share + bias - log_z, 0.0))
+    # No more than what is left, by Hoeffding's lemma; a float may say a unit more.
+    loss = tl.minimum(units_of(rest * tl.maximum(share * bias - log_z, 0.0)), left)
+    gained = rest * tl.maximum(share - tl.exp(log_share), 0.0) * C.PER_NAT + 0.5
+    return log_z, loss, gained.to(tl.int64)
+
+
+@triton.jit
+def tilted_drift(log_z, log_p, rest, entropy):
+    """Its drift in nats."""
+    return (1.0 - tl.exp(-log_z)) * (-log_p * rest - entropy)
+
+
+@triton.jit
+def log_ratio_of_fixed(decided, IS_DRAFT: tl.constexpr):
+    """log m - log p of a token, not kept, at each position of a fixed draft."""
+    ratio = -decided.log_z
+    if IS_DRAFT:
+        # Where the draft token is accepted outright, log Z is its log p.
+        ratio += tl.where(decided.verdict == C.RELAXED, 0.0, decided.bias)
+    return ratio
+
+
+@triton.jit
+def drawn_price(most, price, useful):
+    """The price in nats at the positions of a drawn draft that may pay.
+
+    What may be lost is shared by the positions at which something can be gained.
+    """
+    each = tl.maximum(most, 0) // tl.maximum(useful, 1)
+    return tl.minimum(price.to(tl.float32) * C.UNIT, cap(each))
 
 
 @triton.jit
@@ -90,7 +163,7 @@ def load_clipped(clipped_ptr, drawn_at):
 
 @triton.jit
 def log_ratio(ratio, own):
-    """log2 m - log2 p of tokens, not kept otherwise, by log2 q - log2 p: see `clip`.
+    """log2 m - log2 p of tokens, not kept otherwise, by log2 q - log2 p.
 
     `own` is log w, that and the price, and log F(w), base 2.
     """
@@ -292,79 +365,6 @@ def clip_kernel(
     tl.store(clipped_ptr + C.OF_Q, of_draft)
 
 
-@triton.jit
-def _residuals(log_p, ratio, own, reach):
-    """max(p_i m - q, 0) of tokens, by log2 p_i."""
-    log_m = log_p + log_ratio(ratio, own)
-    return tl.maximum(libdevice.exp2(reach + log_m) - libdevice.exp2(log_p + ratio), 0.0)
-
-
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_UNALIGNED)
-def mass_kernel(
-    # [num_rows, blocks]
-    masses_ptr,
-    # As in `clip_kernel`
-    clipped_ptr,
-    logits_ptr,
-    logits_stride,
-    records_ptr,
-    input_ids_ptr,
-    protected,
-    guard,
-    sampling,
-    row_slots_ptr,
-    row_places_ptr,
-    draft_stride,
-    draft_step_stride,
-    num_rows,
-    vocab,
-    BLOCK: tl.constexpr,
-):
-    own_row = tl.program_id(0)
-    block = tl.program_id(1)
-    place = tl.load(row_places_ptr + own_row)
-    place_behind = tl.load(row_places_ptr + own_row + 1, mask=own_row + 1 < num_rows, other=0)
-    # Not of a first row, nor of the bonus row.
-    if (place == 0) | (place_behind == 0):
-        return
-    slot = tl.load(row_slots_ptr + own_row).to(tl.int64)
-    # What fills up a batch of a fixed size.
-    if slot < 0:
-        return
-    drawn_at = tl.load(sampling.drawn_at + slot)
-    if drawn_at == 0.0:
-        return
-    draft = tl.load(input_ids_ptr + own_row + 1)
-    if (draft == -1) | (draft >= vocab):
-        return
-    reach = tl.zeros([], tl.float32)
-    strict = tl.zeros([], tl.float32)
-    for row in range(own_row - place, own_row):
-        of_q = tl.load(clipped_ptr + C.CLIPPED * row + C.OF_Q)
-        reach = tl.minimum(reach + of_q, 0.0)
-        strict = tl.minimum(strict + of_q - tl.load(clipped_ptr + C.CLIPPED * row + C.OF_P), 0.0)
-    clipped_ptr += C.CLIPPED * own_row
-    own_lse, own = load_clipped(clipped_ptr, drawn_at)
-    target_ptr = logits_ptr + own_row.to(tl.int64) * logits_stride
-    draft_ptr = sampling.draft_logits + slot * draft_stride
-    draft_ptr += place.to(tl.int64) * draft_step_stride
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    log_p, ratio = log_probabilities(target_ptr, draft_ptr, own_lse, token, token < vocab)
-    mass = tl.sum(_residuals(log_p, ratio, own, reach * C.LOG2_E), axis=0)
-    if block == 0:
-        tl.store(clipped_ptr + C.BEFORE, reach)
-        tl.store(clipped_ptr + C.STRICT_BEFORE, strict)
-        if tl.load(clipped_ptr + C.PRICE_OF_ROW) > 0:
-            record_ptr = records_ptr + slot * C.RECORD_SIZE
-            for first in range(0, num_kept(protected, guard, own_row), C.KEPT_CHUNK):
-                kept = kept_tokens(first, record_ptr, protected, guard, own_row, vocab)
-                of_kept = log_probabilities(target_ptr, draft_ptr, own_lse, kept, kept >= 0)
-                as_p = _residuals(*of_kept, (0.0, 0.0, 0.0), reach * C.LOG2_E)
-                as_m = _residuals(*of_kept, own, reach * C.LOG2_E)
-                mass += tl.sum(as_p - as_m, axis=0)
-    tl.store(masses_ptr + own_row * tl.num_programs(1) + block, mass)
-
-
 @functools.cache
 def clip_settings(vocab: int) -> tuple[int, int]:
     """Settings of `clip_kernel`: (block size, warps), 8 logits of a row to a thread."""
@@ -373,43 +373,30 @@ def clip_settings(vocab: int) -> tuple[int, int]:
 
 
 @functools.cache
-def mass_settings(vocab: int) -> tuple[int, int]:
-    """Settings of `mass_kernel`: (blocks of a row, block size)."""
-    block = min(_MASS_BLOCK, triton.next_power_of_2(vocab))
-    return triton.cdiv(vocab, block), block
+def _kept_clipped(num_rows: int, device: torch.device) -> torch.Tensor:
+    return torch.empty((num_rows, C.value.CLIPPED), device=device)
 
 
-@functools.cache
-def _kept_clipped(
-    num_rows: int, num_blocks: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    clipped = torch.empty((num_rows, C.value.CLIPPED), device=device)
-    return clipped, torch.empty((num_rows, num_blocks), device=device)
-
-
-def clip_rows(reduced: Reduced, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches `clip_kernel`, and `mass_kernel` where a draft can have a second token.
+def clip_rows(reduced: Reduced, draws: Draws) -> torch.Tensor:
+    """Launches `clip_kernel`.
 
     Args:
         reduced: the step.
         draws: of the step, with `draft_logits`, as wide as the target's.
 
     Returns:
-        `[num_rows, CLIPPED]` and `[num_rows, blocks]` float32, and maybe rows behind these; of a
-        row without a draft token, and of greedy requests, nothing is found, and the last two
-        numbers and the blocks, whose sum is S_i, not of a request's first row. They are written
-        over in the next step.
+        `[num_rows, CLIPPED]` float32, and maybe rows behind these; the last two numbers are those
+        of `mass_kernel`. Of a row without a draft token, and of greedy requests, nothing is found.
+        They are written over in the next step.
     """
     assert draws.sampling.drawn_at is not None, "drafts are drawn at a temperature"
     assert draws.sampling.draft_logits is not None, "and these are kept"
-    step, launch = reduced.step, reduced.variant.launch
+    step = reduced.step
     most_drafts, vocab = draws.sampling.draft_logits.shape[1:]
     logits, num_rows = step.logits, draws.pos.shape[0]
     block, warps = clip_settings(vocab)
-    num_blocks, mass_block = mass_settings(vocab)
-    clipped, masses = _kept_clipped(kept_size(num_rows, 256), num_blocks, logits.device)
-    of_rows = draws.row_slots, draws.row_places, *draft_strides(draws)
-    launch(
+    clipped = _kept_clipped(kept_size(num_rows, 256), logits.device)
+    reduced.variant.launch(
         clip_kernel,
         (num_rows, 1, 1),
         clipped,
@@ -418,12 +405,14 @@ def clip_rows(reduced: Reduced, draws: Draws) -> tuple[torch.Tensor, torch.Tenso
         reduced.partials,
         step.records.table,
         step.input_ids,
-        reduced.rule.protected,
+        reduced.terms.protected,
         reduced.guard,
         step.total_len,
         step.prompt_len,
         draws.sampling,
-        *of_rows,
+        draws.row_slots,
+        draws.row_places,
+        *draft_strides(draws),
         most_drafts,
         num_rows,
         vocab,
@@ -435,24 +424,4 @@ def clip_rows(reduced: Reduced, draws: Draws) -> tuple[torch.Tensor, torch.Tenso
         num_warps=warps,
         enable_fp_fusion=False,
     )
-    if most_drafts > 1:
-        launch(
-            mass_kernel,
-            (num_rows, num_blocks, 1),
-            masses,
-            clipped,
-            logits,
-            logits.stride(0),
-            step.records.table,
-            step.input_ids,
-            reduced.rule.protected,
-            reduced.guard,
-            draws.sampling,
-            *of_rows,
-            num_rows,
-            vocab,
-            mass_block,
-            num_warps=max(1, mass_block // 1024),
-            enable_fp_fusion=False,
-        )
-    return clipped, masses
+    return clipped

@@ -1,4 +1,4 @@
-"""The rule for drawn drafts: optimal, and accounted."""
+"""What is served where requests sample: optimal, accounted, and one law for all drafts."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from scipy import optimize
 
 import clip_cases
 from clip_cases import clip_rows
-from vllm_mars.kernels.clip import naive as clip
+from vllm_mars.kernels.law import naive as law
 
 # Where nothing is said of it, nothing is kept.
 NONE = torch.tensor([], dtype=torch.int64)
@@ -57,7 +57,7 @@ def test_nothing_does_better(seed, price, kept):
     reached = objective(m, p, q, price)
     assert reached >= objective(p, p, q, price) - 1e-6
     # min(m, q) has a corner at q, so what m is divided by at last counts price times.
-    allowed = 1e-6 + 2 * price * clip.TOLERANCE
+    allowed = 1e-6 + 2 * price * law.TOLERANCE
     assert reached == pytest.approx(best(p, q, price, kept), abs=allowed)
 
 
@@ -95,3 +95,38 @@ def test_rows_of_one_token_and_of_no_numbers():
     assert torch.allclose(clipped.m[4], target[4].softmax(-1))
     assert clipped.losses[:4].tolist() == [0] * 4
     assert clipped.losses[4] < 1e-6
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([2, 3, 8, 50]),
+    st.floats(0.1, 8),
+    st.floats(1e-2, 8),
+    st.sampled_from([NONE, clip_cases.KEPT]),
+    st.randoms(use_true_random=False),
+)
+def test_a_draft_that_is_not_drawn_is_a_point(seed, vocab, spread, bias, kept, random):
+    """The closed form beside the iteration, for which a draft proposes all that is not kept."""
+    (row,), _ = clip_cases.rows(1, vocab, seed, spread)
+    p, is_free = row.softmax(-1), torch.ones(vocab, dtype=torch.bool)
+    is_free[kept[kept < vocab]] = False
+    rest = float(p[is_free].double().sum())
+    # Beside a draft token that has nearly all of that, what is roughly 1 says nothing of w.
+    drafts = (is_free & (p > 1e-12) & (p < 0.98 * rest)).nonzero()[:, 0].tolist()
+    if not drafts or rest < 10 * law.LEAST_REST:
+        return
+    draft = random.choice(drafts)
+    q = torch.full_like(p, 1e-30)
+    q[draft] = 1
+    iterated = clip_rows(row[None], q[None], torch.tensor([bias]), kept)
+    entropy = float(torch.special.entr(p[is_free].double()).sum())
+    found = law.tilted(float(p[draft].double().log()), rest, entropy, bias, 1 << 40)
+    ratios = [law.log_ratio(found, token == draft, not is_free[token]) for token in range(vocab)]
+    m, unit = p * torch.tensor(ratios).exp(), 2**-16
+    torch.testing.assert_close(m, iterated.m[0], rtol=1e-3, atol=1e-6)
+    for of_point, of_row in ((found.loss, iterated.losses), (found.drift, iterated.drift)):
+        assert of_point * unit == pytest.approx(float(of_row[0]), rel=1e-3, abs=1e-4)
+    assert found.gained * unit == pytest.approx(float(m[draft] - p[draft]), abs=2 * unit)
+    # By Hoeffding's lemma.
+    assert found.loss * unit <= rest * bias**2 / 8 + unit

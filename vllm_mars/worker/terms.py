@@ -1,14 +1,14 @@
-"""The rule as one engine applies it, for the samplers of both model runners."""
+"""The terms of one engine, for the samplers of both model runners."""
 
 import torch
 
 from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.step import Rule
+from vllm_mars.kernels.step import Terms
 from vllm_mars.options.config import MarsConfig
 
 
-class EngineRule:
-    """The rule of one engine, with the tokens that keep their probability.
+class EngineTerms:
+    """The rule of one engine, and the tokens that keep their probability.
 
     Args:
         config: the options.
@@ -20,8 +20,8 @@ class EngineRule:
         self.protected_token_ids = protected_token_ids
         self._protected: Protected | None = None
 
-    def on(self, logits: torch.Tensor) -> Rule:
-        """The rule on logits of this width.
+    def on(self, logits: torch.Tensor) -> Terms:
+        """The terms on logits of this width.
 
         The mask of the protected tokens is built on the first call, because only the logits tell
         how wide the model's output is.
@@ -31,4 +31,4 @@ class EngineRule:
             mask = torch.zeros(vocab, dtype=torch.bool)
             mask[[token for token in self.protected_token_ids if token < vocab]] = True
             self._protected = Protected.of(mask, logits.device)
-        return Rule(self.config.rule, self._protected)
+        return Terms(self.config.rule, self._protected)

@@ -1,10 +1,10 @@
-"""Rows to clip: what the tests of both forms of `clip` share."""
+"""Rows to clip: what the tests of both forms of `clip_row` share."""
 
 from typing import NamedTuple
 
 import torch
 
-from vllm_mars.kernels.clip.naive import clip_row
+from vllm_mars.kernels.law.naive import clip_row
 
 INF = torch.inf
 

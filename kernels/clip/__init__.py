@@ -1,1 +1,0 @@
-"""Drawn drafts with a price: what is served in the place of the target."""

@@ -1,0 +1,1 @@
+"""The law of what is sampled: the distribution that is served in the place of the target."""

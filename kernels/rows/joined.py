@@ -1,0 +1,196 @@
+"""What is read of rows behind `rows_kernel`: device functions that join its partial results."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.kept.fused import is_end
+from vllm_mars.kernels.ledger.fused import units_of
+from vllm_mars.kernels.rows.fused import unpack_id, unpack_value
+
+
+class Rows(NamedTuple):
+    """As `rows.naive.Rows`: vectors on the device, with the largest logits and the draft token's.
+
+    `second` is the second largest, or `first` where the rule does not need it; `lse` and `entropy`
+    are there where the rule needs sums, whether its request samples or not.
+    """
+
+    draft: tl.tensor
+    argmax: tl.tensor
+    first: tl.tensor
+    second: tl.tensor
+    logit: tl.tensor
+    loss: tl.tensor
+    lse: tl.tensor
+    entropy: tl.tensor
+    is_end: tl.tensor
+    is_kept: tl.tensor
+    keeps_first: tl.tensor
+    repeats: tl.tensor
+    blocked: tl.tensor
+
+
+class Odds(NamedTuple):
+    """What is read of the rows of a request that samples, whose draft is not drawn.
+
+    Attributes:
+        is_number: whether log p of the draft token is a number above -inf.
+        log_p: that, at most 0; 0 where it is none.
+        lse, entropy: of the row.
+    """
+
+    is_number: tl.tensor
+    log_p: tl.tensor
+    lse: tl.tensor
+    entropy: tl.tensor
+
+
+@triton.jit
+def reduce_splits(partials, row, mask, num_splits, SPLITS: tl.constexpr, WITH_SECOND: tl.constexpr):
+    """z1's packed pair, and z2, or z1 where that was not read, of each given row."""
+    splits = tl.arange(0, SPLITS)
+    index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
+    valid = mask[:, None] & (splits < num_splits)[None, :]
+    packed = tl.load(partials.best + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
+    winner = tl.max(packed, axis=1)
+    second = unpack_value(winner)
+    if WITH_SECOND:
+        loses = packed != winner[:, None]
+        seconds = tl.load(partials.second + index, mask=valid, other=float("-inf"))
+        firsts = tl.where(valid, unpack_value(packed), float("-inf"))
+        second = tl.max(tl.where(loses, firsts, seconds), axis=1)
+    return winner, second
+
+
+@triton.jit
+def log_sum_exp(partials, row, mask, first, num_splits, SPLITS: tl.constexpr):
+    """The log-sum-exp and the entropy of each given row, of which `first` is the largest logit."""
+    splits = tl.arange(0, SPLITS)
+    index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
+    valid = mask[:, None] & (splits < num_splits)[None, :]
+    packed = tl.load(partials.best + index, mask=valid, other=-0x7FFFFFFFFFFFFFFF)
+    sums = tl.load(partials.sums + 2 * index, mask=valid, other=0.0)
+    moments = tl.load(partials.sums + 2 * index + 1, mask=valid, other=0.0)
+    largest = tl.where(valid, tl.maximum(unpack_value(packed), C.LEAST), C.LEAST)
+    shift = tl.maximum(largest - first[:, None], C.NOTHING)
+    total = tl.sum(sums * tl.exp(shift), axis=1)
+    moment = tl.sum((moments + sums * shift) * tl.exp(shift), axis=1)
+    return first + tl.log(total), tl.log(total) - moment / total
+
+
+@triton.jit
+def draft_log_sum_exp(partials, row, num_splits, SPLITS: tl.constexpr):
+    """Of a row's draft, at the temperature that it was drawn at, base 2; NaN as there is one."""
+    splits = tl.arange(0, SPLITS)
+    part_ptr = partials.draft + 2 * (row.to(tl.int64) * num_splits + splits)
+    largest = tl.load(part_ptr, mask=splits < num_splits, other=C.LEAST)
+    total = tl.load(part_ptr + 1, mask=splits < num_splits, other=0.0)
+    of_all = tl.max(largest, axis=0)
+    return of_all + tl.log2(tl.sum(total * libdevice.exp2(largest - of_all), axis=0))
+
+
+@triton.jit
+def kept_sums(partials, row, is_number, lse):
+    """The sums of p and of -p log p over the kept tokens of each row; 0 where it is no number."""
+    kept_ptr = partials.kept + 3 * row
+    log_p = tl.load(kept_ptr, mask=is_number, other=C.LEAST) - lse
+    total = tl.load(kept_ptr + 1, mask=is_number, other=0.0)
+    moment = tl.load(kept_ptr + 2, mask=is_number, other=0.0)
+    p = tl.where(is_number, tl.exp(log_p), 0.0)
+    surprise = tl.where(p > 0.0, -p * (moment + total * log_p), 0.0)
+    return p * total, surprise
+
+
+@triton.jit
+def read_rows(
+    partials,
+    input_ids_ptr,
+    protected,
+    guard,
+    record_ptr,
+    row,
+    is_row,
+    is_draft,
+    is_greedy,
+    vocab,
+    num_splits,
+    SPLITS: tl.constexpr,
+    WITH_SECOND: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+):
+    """What a rule reads of the rows."""
+    packed, second = reduce_splits(partials, row, is_row, num_splits, SPLITS, WITH_SECOND)
+    first = unpack_value(packed)
+    argmax = unpack_id(packed)
+    # A row's draft token is the next one's input.
+    draft = tl.load(input_ids_ptr + row + 1, mask=is_draft, other=-1).to(tl.int64)
+    in_vocab = is_draft & (draft >= 0) & (draft < vocab)
+    draft = tl.where(in_vocab, draft, tl.where(draft == C.STRUCK, C.STRUCK, -1))
+    logit = tl.load(partials.logit + row, mask=in_vocab, other=float("-inf"))
+
+    # Of infinities and a NaN no number comes out, which compares with nothing.
+    loss = units_of(tl.where(draft >= 0, first - logit, 0.0))
+    lse, entropy = first, first
+    if WITH_SUM:
+        lse, entropy = log_sum_exp(partials, row, is_draft, first, num_splits, SPLITS)
+
+    ends = is_end(draft, record_ptr) & in_vocab
+    keeps_draft = ends
+    keeps_first = is_end(argmax, record_ptr) & in_vocab
+    if protected is not None:
+        keeps_draft = keeps_draft | (tl.load(protected.mask + draft, mask=in_vocab, other=0) != 0)
+        of_first = tl.load(protected.mask + argmax, mask=in_vocab, other=0) != 0
+        keeps_first = keeps_first | of_first
+    repeats = draft < draft
+    blocked = tl.zeros_like(argmax)
+    if guard is not None:
+        blocked = tl.load(guard.blocked + row, mask=is_draft, other=0).to(tl.int32)
+        repeats = tl.load(guard.repeats + row, mask=in_vocab, other=0) != 0
+        if is_greedy:
+            looks = repeats & (draft != argmax)
+            repeats = repeats & (_is_listed(argmax, guard, row, looks) == 0)
+    logits = first, second, logit, loss, lse, entropy
+    return Rows(draft, argmax, *logits, ends, keeps_draft, keeps_first, repeats, blocked)
+
+
+@triton.jit
+def _is_listed(token, guard, row, looks):
+    """Whether the guard lists each row's token there, of rows that are looked at."""
+    count = tl.load(guard.num_followers + row, mask=looks, other=0)
+    list_ptr = guard.followers + row.to(tl.int64) * C.MOST_FOLLOWERS
+    found = token < token
+    for first in range(0, tl.max(count, axis=0), C.LISTED):
+        number = first + tl.arange(0, C.LISTED)[None, :]
+        is_there = number < count[:, None]
+        follower = tl.load(list_ptr[:, None] + number, mask=is_there, other=-1)
+        is_same = (follower == token[:, None]).to(tl.int32)
+        found = found | (tl.max(is_same, axis=1) != 0)
+    return found
+
+
+@triton.jit
+def read_odds(rows, partials, row, is_draft, num_splits, SPLITS: tl.constexpr):
+    """What is read where a request samples, in addition, with a draft that is not drawn."""
+    lse, entropy = log_sum_exp(partials, row, is_draft, rows.first, num_splits, SPLITS)
+    log_p = rows.logit - lse
+    # A NaN is above nothing.
+    is_number = (rows.draft >= 0) & (log_p > -C.INF)
+    return Odds(is_number, tl.where(is_number, tl.minimum(log_p, 0.0), 0.0), lse, entropy)
+
+
+@triton.jit
+def num_gainful(is_end, offset, length, room):
+    """How many positions of a given draft can be followed by a further token of the answer."""
+    return tl.minimum(tl.min(tl.where(is_end, offset, length), axis=0), room)
+
+
+@triton.jit
+def forbids(rows, with_first):
+    """Why each position is strict, or 0."""
+    is_strict = rows.is_kept | (rows.keeps_first & with_first)
+    reason = tl.where(is_strict, C.PROTECTED, tl.where(rows.repeats, C.REPEAT, 0))
+    return tl.where(rows.blocked != 0, rows.blocked, reason)

@@ -1,0 +1,87 @@
+"""The prefix that is worth most is accepted: `naive.price` in Triton."""
+
+import triton
+import triton.language as tl
+
+from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.law.fused import (
+    Decided,
+    cap,
+    log_partition,
+    log_share_of,
+    tilted,
+    tilted_drift,
+)
+from vllm_mars.kernels.ledger.fused import at, fitting
+from vllm_mars.kernels.rows.joined import forbids, kept_sums
+
+
+@triton.jit
+def greedy(rows, partials, row, value, most, gainful, offset, length):
+    """Verdicts of a greedy request."""
+    price = value
+    forbidden = forbids(rows, True)
+    is_read = rows.draft >= 0
+    is_first = is_read & (rows.draft == rows.argmax)
+    may_pay = is_read & (rows.logit > -C.INF) & (rows.first < C.INF) & (price > 0)
+    may_pay = may_pay & (offset < gainful) & (is_first == 0)
+    wants = may_pay & (forbidden == 0)
+    fits = fitting(wants, rows.loss, most, offset, length)
+    verdict = tl.where(wants, tl.where(fits, C.PAYABLE, C.LOSS), 0)
+    verdict = tl.where(may_pay & (rows.loss < price) & (forbidden != 0), forbidden, verdict)
+    verdict = tl.where(is_first, C.FIRST, verdict)
+    ahead = tl.zeros([], tl.int64)
+    for i in range(0, length):
+        j = length - 1 - i
+        now = at(offset, j, verdict)
+        worth = price + ahead - tl.where(now == C.PAYABLE, at(offset, j, rows.loss), 0)
+        is_reached = ((now == C.FIRST) & (j < gainful)) | ((now == C.PAYABLE) & (worth > 0))
+        ahead = tl.where(is_reached, worth, 0)
+        relaxed = tl.where(worth > 0, C.RELAXED, 0)
+        verdict = tl.where((offset == j) & (verdict == C.PAYABLE), relaxed, verdict)
+    return verdict
+
+
+@triton.jit
+def sampled(rows, odds, partials, row, value, most, gainful, offset, length):
+    """What is decided where a request samples."""
+    price, log_p, is_number = value, odds.log_p, odds.is_number
+    forbidden = forbids(rows, False)
+    # What p has, and its entropy, of the tokens that are not kept.
+    mass, surprise = kept_sums(partials, row, is_number, odds.lse)
+    rest, entropy = tl.maximum(1.0 - mass, 0.0), odds.entropy - surprise
+    log_share = log_share_of(log_p, rest)
+    wanted = tl.zeros_like(log_p)
+    worth = tl.zeros([], tl.float32)
+    for i in range(0, length):
+        j = length - 1 - i
+        own_bias = price.to(tl.float32) * C.UNIT + worth
+        worth = tl.where(
+            at(offset, j, forbidden) != 0,
+            tl.exp(at(offset, j, log_p)) * own_bias,
+            at(offset, j, rest) * log_partition(at(offset, j, log_share), own_bias),
+        )
+        worth = tl.where(at(offset, j, is_number.to(tl.int32)) != 0, worth, 0.0)
+        worth = tl.where(j < gainful, worth, 0.0)
+        wanted = tl.where(offset == j, own_bias, wanted)
+    may_gain = is_number & (offset < gainful)
+    wanted = tl.where(may_gain & (forbidden == 0), wanted, 0.0)
+    verdict = tl.where(may_gain & (price > 0), forbidden, 0)
+    bias = tl.zeros_like(log_p)
+    log_z = tl.zeros_like(log_p)
+    loss = tl.zeros_like(most)
+    gained = tl.zeros_like(most)
+    lost = tl.zeros([], tl.int64)
+    for j in range(0, length):
+        left = tl.maximum(at(offset, j, most) - lost, 0)
+        own_bias = tl.minimum(at(offset, j, wanted), cap(left))
+        own = at(offset, j, log_share), at(offset, j, rest), own_bias, left
+        own_log_z, own_loss, own_gain = tilted(*own)
+        is_tilted = (offset == j) & (wanted > 0.0)
+        bias = tl.where(is_tilted, own_bias, bias)
+        log_z = tl.where(is_tilted, own_log_z, log_z)
+        loss = tl.where(is_tilted, own_loss, loss)
+        gained = tl.where(is_tilted, own_gain, gained)
+        lost += tl.sum(tl.where(is_tilted, own_loss, 0), axis=0)
+    drift = tl.where(bias > 0.0, tilted_drift(log_z, log_p, rest, entropy), 0.0)
+    return Decided(verdict, bias, log_z, loss, gained, drift)

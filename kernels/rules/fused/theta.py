@@ -1,0 +1,27 @@
+"""The paper's rule: `naive.theta` in Triton."""
+
+import triton
+import triton.language as tl
+
+from vllm_mars.kernels.rules.fused import outright
+
+
+@triton.jit
+def _accepts(rows, value):
+    # The record holds by how much its bits are below those of 1.
+    theta = (0x3F800000 - value).to(tl.int32).to(tl.float32, bitcast=True)
+    theta += tl.zeros_like(rows.first)
+    small = (rows.second > theta * rows.first) & ((theta == 1.0) | (rows.first > 0.0))
+    return small & (rows.draft >= 0) & (rows.logit >= rows.second)
+
+
+@triton.jit
+def greedy(rows, partials, row, value, most, gainful, offset, length):
+    """Verdicts of a greedy request."""
+    return outright.greedy(rows, _accepts(rows, value), most, offset, length)
+
+
+@triton.jit
+def sampled(rows, odds, partials, row, value, most, gainful, offset, length):
+    """What is decided where a request samples."""
+    return outright.sampled(rows, odds, _accepts(rows, value), most, offset, length)
