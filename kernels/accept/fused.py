@@ -150,8 +150,8 @@ def accept_kernel(
     last_counted = tl.where(is_over != 0, -1, gainful)
     verdict = GREEDY(rows, partials, row, value, most, gainful, offset, length)
     loss = rows.loss
-    accepts = (verdict == C.FIRST) | (verdict == C.RELAXED)
-    gained = tl.where(verdict == C.RELAXED, 1 << 16, 0).to(tl.int64)
+    accepts = (verdict == C.VERDICT.FIRST) | (verdict == C.VERDICT.RELAXED)
+    gained = tl.where(verdict == C.VERDICT.RELAXED, 1 << 16, 0).to(tl.int64)
     # Greedily the drift is the loss.
     drift = loss
     ratio_accepted = tl.zeros([POSITIONS], tl.float32)
@@ -181,7 +181,7 @@ def accept_kernel(
                 ratio_accepted = log_ratio_of_fixed(decided, True)
                 ratio_rejected = log_ratio_of_fixed(decided, False)
                 accepts = odds.is_number & (odds.log_p + ratio_accepted > tl.log(u))
-                accepts = accepts | (verdict == C.RELAXED)
+                accepts = accepts | (verdict == C.VERDICT.RELAXED)
 
     stops = is_draft & (accepts == 0)
     accepted = tl.min(tl.where(stops, offset, length), axis=0)

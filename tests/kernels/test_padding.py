@@ -42,7 +42,7 @@ def verify(step: Step, size: int):
     places = torch.arange(K + 1, dtype=torch.int32).repeat(size)
     rows = BatchRows(inputs, ends, slots, pos, row_slots, places)
     by_slot = verifier.requests.by_slot(verifier.sampler.sampling_states)
-    counts = verifier.verification.counters.device_counts
+    counts = verifier.reports.counters.device_counts
     account = Account(counts, torch.full((size, 2, K + 1), 0.25))
     samples = step.requests[0].sampling.temperature > 0
     output = verifier.verify(logits, step.draft_logits, rows, by_slot, samples, account)

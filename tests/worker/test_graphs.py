@@ -206,7 +206,7 @@ class Runner(RunnerV2):
             states.all_token_ids.gpu[slot, total : total + len(row)] = torch.tensor(row)
             states.total_len.gpu[slot] += len(row)
         sampler = self.rejection_sampler
-        counted = sampler.verification.counters.device_counts
+        counted = sampler.reports.counters.device_counts
         drawn = [each.tolist() for each in sampler.requests.drawn_with] if self.is_drawn else []
         kept = sampler.requests.records.table.tolist(), counted.tolist(), drawn
         return emitted, tokens, self.sampled.num_rejected.tolist(), kept
