@@ -1,42 +1,27 @@
-"""Verification in Triton: two launches for a step of greedy requests, three where requests sample.
+"""Which draft tokens of a request stay, in Triton.
 
-Symbols: V vocabulary, B requests, R rows, S splits of a row.
-
-    rows_kernel      grid (R, S)       z1 with its id, and what else of each split the rule needs
-    accept_kernel    grid (B,)         joins the splits of one request's rows, applies the rule,
-                                       draws whether each draft token stays, emits and counts
-    resample_kernel  grid (B, blocks)  draws the token behind the accepted drafts of a request
-                                       that samples, from one row
-
-Where drafts are drawn, `clip_kernel` and `mass_kernel` read the rows between the first two. The
-random numbers are those of vLLM's own sampler: what is strict is token for token what that emits,
-of drawn drafts by its method `block`.
+`accept_kernel`, a program for each request, joins the splits of its rows, applies the rule, draws
+whether each draft token stays, emits and counts. The random numbers are those of vLLM's own
+sampler: what is strict is token for token what that emits, of drawn drafts by its method `block`.
 
 To count is to take the loss off the request's record, to add to the counts, and to write its row of
 the table: see `Account`. What a request allows lies in its record, by slot, and is read there.
-
-Bytes moved: the rows once, but the bonus row of a request that samples; of such a request one row
-again; the logits of the draft token and of kept tokens; the partial results, the outputs. Not
-materialised: anything of the logits' size.
 """
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_mars.kernels.account.fused import write_down
-from vllm_mars.kernels.account.naive import Account, CounterLayout
-from vllm_mars.kernels.blocks.fused import by_blocks, sum_residuals
+from vllm_mars.kernels.account.naive import Account
+from vllm_mars.kernels.blocks.fused import by_blocks
 from vllm_mars.kernels.constants import C
-from vllm_mars.kernels.law.fused import clip_rows, log_ratio_of_fixed
+from vllm_mars.kernels.law.fused import log_ratio_of_fixed
 from vllm_mars.kernels.ledger.fused import allowance, has_ended, nearest_units, units_of
-from vllm_mars.kernels.rows.fused import kept_size, num_lanes, reduce_rows
+from vllm_mars.kernels.rows.fused import Reduced, kept_size, num_lanes
 from vllm_mars.kernels.rows.joined import forbids, num_gainful, read_odds, read_rows
 from vllm_mars.kernels.rules import Need
-from vllm_mars.kernels.step import Draws, Step, Terms, VerifyOutput
-from vllm_mars.kernels.strictness.naive import Guard
+from vllm_mars.kernels.step import VerifyOutput
 
 # Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
 _UNALIGNED = [
@@ -151,7 +136,7 @@ def accept_kernel(
     verdict = GREEDY(rows, partials, row, value, most, gainful, offset, length)
     loss = rows.loss
     accepts = (verdict == C.FIRST) | (verdict == C.RELAXED)
-    gained = tl.where(verdict == C.RELAXED, 1 << 16, 0).to(tl.int64)
+    gained = tl.where(verdict == C.RELAXED, C.PER_NAT, 0.0).to(tl.int64)
     # Greedily the drift is the loss.
     drift = loss
     ratio_accepted = tl.zeros([POSITIONS], tl.float32)
@@ -229,57 +214,35 @@ def accept_kernel(
 
 
 def accept(
-    step: Step,
-    terms: Terms,
-    guard: Guard | None = None,
-    account: Account | None = None,
-    draws: Draws | None = None,
-) -> VerifyOutput:
-    """Verifies a step; what its requests lose is added to their records.
+    reduced: Reduced,
+    output: VerifyOutput,
+    account: Account,
+    clipped: torch.Tensor | None = None,
+    masses: torch.Tensor | None = None,
+) -> None:
+    """Launches `accept_kernel`.
 
     Args:
-        step: its logits are processed, where requests sample.
-        terms: of the engine.
-        guard: what the text before each row asks; or None, where it asks nothing.
-        account: where the step is counted; without a table one is made.
-        draws: of the step, where requests sample.
-
-    Returns:
-        As in `accept.naive.accept`, but that the tokens are int64, as Model Runner V2 wants them.
+        reduced: the step.
+        output: written; behind the drafts of a request that samples, a draw is still to come.
+        account: where the step is written down, with a table.
+        clipped, masses: of drawn drafts, see `clip_rows` and `sum_residuals`.
     """
-    batch, device, rule = step.slots.shape[0], step.logits.device, terms.rule
-    output = VerifyOutput(
-        torch.empty((batch, step.num_speculative_tokens + 1), dtype=torch.int64, device=device),
-        torch.empty(batch, dtype=torch.int32, device=device),
-        torch.empty(batch, dtype=torch.int32, device=device),
-        torch.empty(batch, dtype=torch.int64, device=device),
-    )
-    if not batch:
-        return output
-    if account is None:
-        size = CounterLayout(step.num_speculative_tokens).size
-        account = Account(torch.zeros(size, dtype=torch.int64, device=device), None)
-    if account.table is None:
-        size = kept_size(batch, 256)
-        account = account._replace(table=_kept_table(size, step.num_speculative_tokens + 1, device))
-    reduced = reduce_rows(step, terms, guard, draws)
-    kind, clipped, masses = "no" if draws is None else "fixed", None, None
-    if draws is not None and draws.sampling.draft_logits is not None:
-        kind, clipped = "drawn", clip_rows(reduced, draws)
-        masses = sum_residuals(reduced, draws, clipped)
+    step, draws, rule = reduced.step, reduced.draws, reduced.terms.rule
+    kind = "no" if draws is None else "fixed" if clipped is None else "drawn"
     num_blocks = 1 if masses is None else masses.shape[1]
     vocab, positions = step.logits.shape[1], reduced.num_positions
     reduced.variant.launch(
         accept_kernel,
-        (batch, 1, 1),
+        (step.slots.shape[0], 1, 1),
         output,
         account,
         reduced.partials,
         step.records.table,
         step.input_ids,
         step.cu_num_logits,
-        terms.protected,
-        guard,
+        reduced.terms.protected,
+        reduced.guard,
         step.slots,
         step.total_len,
         step.prompt_len,
@@ -303,13 +266,3 @@ def accept(
         num_warps=max(1, positions // 8),
         enable_fp_fusion=False,
     )
-    if draws is not None:
-        from vllm_mars.kernels.draw.fused import draw
-
-        draw(reduced, draws, clipped, output, account)
-    return output
-
-
-@functools.cache
-def _kept_table(batch: int, width: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((batch, 2, width), device=device)

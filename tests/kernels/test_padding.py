@@ -9,7 +9,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 
 from benchmarks.kernel_step import Shape, Step
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels import fused
 from vllm_mars.kernels.account.naive import Account
 from vllm_mars.kernels.step import Draws, Sampling
 
@@ -52,7 +52,7 @@ def verify(step: Step, size: int):
         draws = Draws(sampling, pos, row_slots, places)
     counts = verifier.verification.counters.device_counts
     account = Account(counts, torch.full((size, 2, K + 1), 0.25))
-    output = accept_kernel.accept(given, verifier.verification.terms(logits), guard, account, draws)
+    output = fused.verify(given, verifier.verification.terms(logits), guard, account, draws)
     table = account.table.nan_to_num(7.0)
     assert (table[REQUESTS:] == 0.25).all()
     kept = [verifier.requests.records.table, counts]

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     _flatten_sampled_kernel,
 )
 
-from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels import fused
 from vllm_mars.kernels.account.fused import add_log_ratios
 from vllm_mars.kernels.account.naive import CounterLayout
 from vllm_mars.kernels.step import Draws, Sampling
@@ -174,7 +174,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             )
         returns = self.requests.returns(idx_mapping_np)
         account = verification.account(len(idx_mapping_np), logits.device, returns)
-        output = accept_kernel.accept(step, verification.terms(step.logits), guard, account, draws)
+        output = fused.verify(step, verification.terms(step.logits), guard, account, draws)
         if draws is not None and verification.config.logprobs == "sampled":
             self._table = account.table
         return processed, output.output_token_ids, output.num_emitted
