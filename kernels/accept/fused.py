@@ -89,7 +89,6 @@ def accept_kernel(
     GREEDY: tl.constexpr,
     FIXED: tl.constexpr,
     WITH_SECOND: tl.constexpr,
-    WITH_SUM: tl.constexpr,
     # "no", "fixed" or "drawn" drafts
     SAMPLED: tl.constexpr,
 ):
@@ -125,7 +124,6 @@ def accept_kernel(
         num_splits,
         SPLITS,
         WITH_SECOND,
-        WITH_SUM,
     )
     draft = rows.draft
     most, value, room = allowance(record_ptr, produced, offset)
@@ -133,7 +131,8 @@ def accept_kernel(
     gainful = num_gainful(rows.is_end, offset, length, room)
     # The last position of the answer; none where it had ended before.
     last_counted = tl.where(is_over != 0, -1, gainful)
-    verdict = GREEDY(rows, partials, row, value, most, gainful, offset, length)
+    splits = partials, row, num_splits
+    verdict = GREEDY(rows, splits, value, most, gainful, offset, length, SPLITS)
     loss = rows.loss
     accepts = (verdict == C.FIRST) | (verdict == C.RELAXED)
     gained = tl.where(verdict == C.RELAXED, C.PER_NAT, 0.0).to(tl.int64)
@@ -160,7 +159,7 @@ def accept_kernel(
                 drift = nearest_units(tl.load(of_row + C.DRIFT, mask=is_drawn, other=0.0))
             else:
                 odds = read_odds(rows, partials, row, is_draft, num_splits, SPLITS)
-                decided = FIXED(rows, odds, partials, row, value, most, gainful, offset, length)
+                decided = FIXED(rows, odds, splits, value, most, gainful, offset, length, SPLITS)
                 verdict, loss, gained = decided.verdict, decided.loss, decided.gained
                 drift = nearest_units(decided.drift)
                 ratio_accepted = log_ratio_of_fixed(decided, True)
@@ -260,7 +259,6 @@ def accept(
         rule.jitted.greedy,
         rule.jitted.sampled,
         Need.SECOND in rule.needs,
-        Need.SUMS in rule.needs,
         kind,
         # Long drafts leave one warp too few registers.
         num_warps=max(1, positions // 8),
