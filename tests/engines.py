@@ -79,6 +79,8 @@ def engine_in_process(model: Path, speculative_config: dict | None, **options) -
         "skip_tokenizer_init": True,
         "max_model_len": 128,
         "max_num_seqs": 4,
+        "dtype": "float32",
+        "enforce_eager": True,
         **options,
     }
     # vLLM leaves variables behind, for the children that it would start.
@@ -86,8 +88,6 @@ def engine_in_process(model: Path, speculative_config: dict | None, **options) -
         try:
             llm = LLM(
                 str(model),
-                dtype="float32",
-                enforce_eager=True,
                 disable_log_stats=False,
                 speculative_config=speculative_config,
                 **given,

@@ -9,7 +9,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample import gumbel
 
-from benchmarks.kernel_step import Shape, Step, tokens_of
+from benchmarks.kernel_step import Shape, step_of, tokens_of
 from benchmarks.runner_v2 import RunnerV2
 from steps_v2 import Allocated
 from vllm_mars import MarsConfig
@@ -25,7 +25,7 @@ BATCH, K = 5, 2
 
 def runner_of(temperature=1.0, is_drawn=True, params=None):
     config = MarsConfig(max_loss=0.02, draft_temperature=0.5 if is_drawn else None)
-    return RunnerV2(Step(Shape(temperature, is_drawn, BATCH, K, 97), CPU), config, params)
+    return RunnerV2(step_of(Shape(temperature, is_drawn, BATCH, K, 97), CPU, params), config)
 
 
 def propose(runner):
@@ -117,7 +117,7 @@ def test_who_wants_to_know_is_told_and_forgotten():
 @pytest.mark.parametrize("is_drawn", [False, True])
 def test_a_step_of_the_runner_verifies_as_the_benchmark_of_the_kernels(is_drawn):
     """The stand-in for the runner and `Step.verification` hand in the same step."""
-    step = Step(Shape(1.0, is_drawn, BATCH, K, 97), CPU)
+    step = step_of(Shape(1.0, is_drawn, BATCH, K, 97), CPU)
     runner = RunnerV2(step, "block" if is_drawn else "standard")
     runner.step()
     tokens = runner.sampled.sampled_token_ids

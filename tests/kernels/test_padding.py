@@ -9,9 +9,8 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 
 from benchmarks.kernel_step import Shape, Step
 from vllm_mars import MarsConfig
-from vllm_mars.kernels import fused
 from vllm_mars.kernels.account.naive import Account
-from vllm_mars.kernels.step import Draws, Sampling
+from vllm_mars.worker.requests_v2 import BatchRows
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -40,19 +39,12 @@ def verify(step: Step, size: int):
     ends = torch.arange(1, size + 1, dtype=torch.int32) * (K + 1)
     row_slots = slots.repeat_interleave(K + 1)
     places = torch.arange(K + 1, dtype=torch.int32).repeat(size)
-    states = verifier.sampler.sampling_states
-    temperature, seeds, draws = states.temperature.gpu, states.seeds.gpu, None
-    given, guard = verifier.requests.step(logits, inputs, ends, slots, temperature, K)
-    if temperature.any():
-        sampling = Sampling(temperature, seeds)
-        if step.draft_logits is not None:
-            sampling = Sampling(
-                temperature, seeds, step.draft_logits, *verifier.requests.drawn_with
-            )
-        draws = Draws(sampling, pos, row_slots, places)
+    rows = BatchRows(inputs, ends, slots, pos, row_slots, places)
+    by_slot = verifier.requests.by_slot(verifier.sampler.sampling_states)
     counts = verifier.verification.counters.device_counts
     account = Account(counts, torch.full((size, 2, K + 1), 0.25))
-    output = fused.verify(given, verifier.verification.terms(logits), guard, account, draws)
+    given = logits, step.draft_logits, rows, by_slot, step.shape.temperature > 0, account
+    output = verifier.verify(*given)
     table = account.table.nan_to_num(7.0)
     assert (table[REQUESTS:] == 0.25).all()
     kept = [verifier.requests.records.table, counts]

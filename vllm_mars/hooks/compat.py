@@ -13,14 +13,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_mars.hooks.plugin import HOOKS
+from vllm_mars.options.cuda_graph import GRAPH_VARIABLE, graph_is_on
 from vllm_mars.options.lock import LOCK_VARIABLE, lock_is_on
 
 # The oldest and the newest; the tests run on both.
 RELEASES = ("0.32", "0.33")
 _KNOWN = " and ".join(RELEASES)
 
-# The part of a server that cuts drafts on the device.
-ADAPTIVE = "adaptive verification"
+# The parts of a server that cut drafts on the device, and that capture the verification.
+ADAPTIVE, GRAPH = "adaptive verification", "CUDA graph"
+# How to do without a part that not every server has.
+_DROP = {ADAPTIVE: "enable_adaptive_verification", GRAPH: f"{GRAPH_VARIABLE}=1"}
 
 # By the part of a server in whose process they are: methods that are wrapped or read, and the first
 # parameters behind self, which are taken by their place; behind "..." those taken by name.
@@ -112,6 +115,22 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
             ),
         }.items()
     },
+    GRAPH: {
+        f"vllm.v1.worker.gpu.{method}": parameters
+        for method, parameters in {
+            "cudagraph_utils:CudaGraphManager.__init__": (
+                "vllm_config, device, cudagraph_mode, decode_query_len"
+            ),
+            "cudagraph_utils:CudaGraphManager.capture": "create_forward_fn",
+            "cudagraph_utils:CudaGraphManager.dispatch": (
+                "num_reqs, num_tokens, uniform_token_count, num_active_loras"
+            ),
+            "cudagraph_utils:CudaGraphManager.run_fullgraph": "desc",
+            "model_runner:GPUModelRunner.capture_model": "..., profile_only",
+            "model_runner:GPUModelRunner.sample": "hidden_states, input_batch, grammar_output",
+            "model_states.interface:ModelState.capture_inner_cudagraphs": "",
+        }.items()
+    },
 }
 # Classes of ours, and the methods that vLLM calls instead of its own.
 _OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -179,19 +198,19 @@ def check_interfaces(part: str) -> None:
         if all(module for _, module in found):
             others = ", ".join(sorted({module for _, module in found}))
             way_out = f"Leave out the plugin that replaces vLLM's own there ({others})"
-        drop = (
-            "enable_adaptive_verification" if part == ADAPTIVE else "rejection_sample_method 'mars'"
-        )
+        drop = _DROP.get(part, "rejection_sample_method 'mars'")
         raise RuntimeError(
             f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs ({part}): "
             f"{'; '.join(text for text, _ in found)}. {way_out}, or drop {drop}."
         )
 
 
-def check_adaptive(runner: Any, _: object) -> None:
-    """`check_interfaces` of what cuts drafts, if the server of a V2 runner cuts them."""
+def check_options(runner: Any, _: object) -> None:
+    """`check_interfaces` of the parts that the server of a V2 runner asks for."""
     if runner.vllm_config.speculative_config.enable_adaptive_verification:
         check_interfaces(ADAPTIVE)
+    if graph_is_on():
+        check_interfaces(GRAPH)
 
 
 def _differences(part: str) -> Iterator[tuple[str, str]]:

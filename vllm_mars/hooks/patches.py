@@ -282,6 +282,6 @@ def patch_runner_v1(module: ModuleType) -> None:
 def patch_runner_v2(module: ModuleType) -> None:
     """Replaces the rejection sampler of the V2 runner."""
     # The check comes before the model is loaded, which can take minutes.
-    check = "vllm_mars.hooks.compat:check_adaptive"
+    check = "vllm_mars.hooks.compat:check_options"
     _after(module, "GPUModelRunner.__init__", check, needs="V2")
     _after(module, "GPUModelRunner.load_model", "vllm_mars.worker.sampler_v2:install")

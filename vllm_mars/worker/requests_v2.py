@@ -1,8 +1,9 @@
 """The requests in the slots of vLLM's Model Runner V2, and what each brings to a step."""
 
+import enum
 from collections.abc import Collection
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,68 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
+# What a request may choose while nothing but its temperature changes its logits; a grammar masks
+# them before the sampler.
+_CHANGES_NO_LOGITS = frozenset(
+    (
+        *("n", "temperature", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"),
+        *("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
+        *("logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens"),
+        *("spaces_between_special_tokens", "include_stop_str_in_output", "output_kind"),
+        *("stream_interval", "skip_clone", "output_text_buffer_length", "_eos_token_id"),
+        *("_all_stop_token_ids", "structured_outputs", "extra_args", "skip_reading_prefix_cache"),
+        *("repetition_detection", "routed_experts_prompt_start"),
+    )
+)
+
+
+class Asks(enum.IntFlag):
+    """What a request asks for beside its tokens.
+
+    LOGITS: that something beside the temperature changes its logits.
+    MORE: logprobs, or a report of each token.
+    """
+
+    LOGITS = enum.auto()
+    MORE = enum.auto()
+
+
+def _asks(params: "SamplingParams", wants_return: bool) -> Asks:
+    """A choice that is not known here may change the logits."""
+    found = Asks(0)
+    default = type(params)()
+    for name in params.__struct_fields__:
+        if name not in _CHANGES_NO_LOGITS and getattr(params, name) != getattr(default, name):
+            found |= Asks.LOGITS
+    if params.logprobs is not None or params.logprob_token_ids or wants_return:
+        found |= Asks.MORE
+    return found
+
+
+class BatchRows(NamedTuple):
+    """The rows of a batch, as `Step` and `Draws` have them."""
+
+    input_ids: torch.Tensor
+    cu_num_logits: torch.Tensor
+    slots: torch.Tensor
+    pos: torch.Tensor
+    row_slots: torch.Tensor
+    row_places: torch.Tensor
+
+
+class BySlot(NamedTuple):
+    """What vLLM keeps of the requests in all slots, as `Step` and `Sampling` have it.
+
+    All but the first lie somewhere else in each step: the host writes them while the device reads
+    those of the step before.
+    """
+
+    total_len: torch.Tensor
+    prompt_len: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+
+
 class RequestsV2(LogitsProcessor):
     """Keeps what each slot's request chose, as a logits processor that changes no logit.
 
@@ -36,6 +99,8 @@ class RequestsV2(LogitsProcessor):
 
     Attributes:
         naming: slots whose request names tokens for their logprobs.
+        asks: uint8 `[max_num_reqs]`, the `Asks` of each slot's request.
+        num_added: how many requests have come.
     """
 
     def __init__(
@@ -53,6 +118,8 @@ class RequestsV2(LogitsProcessor):
         # Whether anything looks at tokens.
         self._may_block = bool(self._sections) or config.repeat_ngram > 0 or fills
         self.naming: set[int] = set()
+        self.asks = np.zeros(req_states.max_num_reqs, dtype=np.uint8)
+        self.num_added = 0
         # Slots whose request wants to know what was done.
         self._returning: set[int] = set()
         # What a slot's new request brings: the section's states behind all its tokens and behind
@@ -152,6 +219,8 @@ class RequestsV2(LogitsProcessor):
         room = self._req_states.max_model_len - prompt_len
         own = self._config, self._is_drawn, room, length - prompt_len
         record = record_of(sampling_params, *own)
+        self.num_added += 1
+        self.asks[req_idx] = _asks(sampling_params, options.wants_return)
         _put(self._returning, req_idx, options.wants_return)
         _put(self.naming, req_idx, bool(sampling_params.logprob_token_ids))
         record[Column.STATE], record[Column.BEGUN] = state, begun
@@ -214,32 +283,31 @@ class RequestsV2(LogitsProcessor):
         """Returns the logits as they are."""
         return logits
 
+    def by_slot(self, sampling: Any) -> BySlot:
+        """What vLLM keeps in this step; `sampling` is its `SamplingStates`."""
+        states = self._req_states
+        own = states.total_len.gpu, states.prompt_len.gpu
+        return BySlot(*own, sampling.temperature.gpu, sampling.seeds.gpu)
+
     def step(
-        self,
-        logits: torch.Tensor,
-        input_ids: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        temperature: torch.Tensor,
-        num_speculative_tokens: int,
+        self, logits: torch.Tensor, rows: BatchRows, by_slot: BySlot, num_speculative_tokens: int
     ) -> tuple[Step, Guard | None]:
         """A step, and what the text before each of its rows asks.
 
         Args:
-            logits, input_ids, cu_num_logits, num_speculative_tokens: see `Step`.
-            idx_mapping: `[num_reqs]` slot of each request.
-            temperature: float32 `[max_num_reqs]`.
+            logits, num_speculative_tokens: see `Step`.
+            rows: of the batch.
+            by_slot: of all requests.
 
         Returns:
             The step, and what `guard_positions` finds; None where nothing looks at tokens.
         """
-        states = self._req_states
-        total_len, prompt_len = states.total_len.gpu, states.prompt_len.gpu
-        own = self.records, idx_mapping, total_len, prompt_len
-        step = Step(logits, input_ids, cu_num_logits, *own, num_speculative_tokens)
+        own = self.records, rows.slots, by_slot.total_len, by_slot.prompt_len
+        step = Step(logits, rows.input_ids, rows.cu_num_logits, *own, num_speculative_tokens)
         if not self._may_block:
             return step, None
-        given = self._ring, states.all_token_ids.gpu, step, temperature, self._markers
+        tokens = self._req_states.all_token_ids.gpu
+        given = self._ring, tokens, step, by_slot.temperature, self._markers
         return step, guard_positions(*given, self._config.repeat_ngram, self.fills)
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:

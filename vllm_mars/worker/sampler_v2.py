@@ -16,14 +16,16 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from vllm_mars.kernels import fused
 from vllm_mars.kernels.account.fused import add_log_ratios
-from vllm_mars.kernels.account.naive import CounterLayout
-from vllm_mars.kernels.step import Draws, Sampling
+from vllm_mars.kernels.account.naive import Account, CounterLayout
+from vllm_mars.kernels.step import Draws, Sampling, VerifyOutput
 from vllm_mars.options.config import MarsConfig
+from vllm_mars.options.cuda_graph import graph_is_on
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.outputs import attach_counters, send_returned
 from vllm_mars.worker import draft_temperature
-from vllm_mars.worker.requests_v2 import RequestsV2
+from vllm_mars.worker.graphs import VerificationGraphs
+from vllm_mars.worker.requests_v2 import BatchRows, BySlot, RequestsV2
 from vllm_mars.worker.verification import Verification, require_own_sampler
 from vllm_mars.worker.warmup import warm_up
 
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.vllm_mars.worker.sampler_v2")
 
-# The attribute of a runner with what makes its sampler.
-_SAMPLER = "_vllm_mars_sampler"
+# The attributes of a runner with what makes its sampler, and with its graphs, if it has any.
+_SAMPLER, _GRAPHS = "_vllm_mars_sampler", "_vllm_mars_graphs"
 
 
 class MarsRejectionSamplerV2(RejectionSampler):
@@ -146,38 +148,57 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        verification, states = self.verification, self.sampler.sampling_states
-        temperature = states.temperature.gpu
-        step, guard = self.requests.step(
-            _shared(processed, draft_logits),
+        states = self.sampler.sampling_states
+        rows = BatchRows(
             verify_draft_sampled,
             cu_num_logits[1:],
             idx_mapping,
-            temperature,
-            self.num_speculative_steps,
+            pos,
+            expanded_idx_mapping,
+            expanded_local_pos,
         )
-        self._slots, self._table = (expanded_idx_mapping, idx_mapping), None
+        samples = bool(states.temperature.np[idx_mapping_np].any())
+        returns = self.requests.returns(idx_mapping_np)
+        account = self.verification.account(len(idx_mapping_np), logits.device, returns)
+        by_slot = self.requests.by_slot(states)
+        output = self.verify(processed, draft_logits, rows, by_slot, samples, account)
+        self._slots = expanded_idx_mapping, idx_mapping
+        is_told = samples and self.verification.config.logprobs == "sampled"
+        self._table = account.table if is_told else None
+        return processed, output.output_token_ids, output.num_emitted
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        rows: BatchRows,
+        by_slot: BySlot,
+        samples: bool,
+        account: Account,
+    ) -> VerifyOutput:
+        """Launches the kernels of a verification.
+
+        Args:
+            logits: `[num_rows, vocab]`, processed.
+            draft_logits: `[max_num_reqs, num_speculative_steps, vocab]` or None.
+            rows: of the batch.
+            by_slot: of all requests.
+            samples: whether a request of the batch does.
+            account: where it is written down.
+        """
+        logits = _shared(logits, draft_logits)
+        step, guard = self.requests.step(logits, rows, by_slot, self.num_speculative_steps)
         draws = None
-        if states.temperature.np[idx_mapping_np].any():
-            drawn_at = next_seeds = None
+        if samples:
+            sampling = Sampling(by_slot.temperature, by_slot.seeds)
             if draft_logits is not None:
                 drawn_at, next_seeds = self.requests.drawn_with
-            if not self._seeds_change:
-                next_seeds = None
-            sampling = Sampling(temperature, states.seeds.gpu, draft_logits, drawn_at, next_seeds)
-            draws = Draws(
-                sampling,
-                pos,
-                expanded_idx_mapping,
-                expanded_local_pos,
-                self.sampler.use_fp64_gumbel,
-            )
-        returns = self.requests.returns(idx_mapping_np)
-        account = verification.account(len(idx_mapping_np), logits.device, returns)
-        output = fused.verify(step, verification.terms(step.logits), guard, account, draws)
-        if draws is not None and verification.config.logprobs == "sampled":
-            self._table = account.table
-        return processed, output.output_token_ids, output.num_emitted
+                own = draft_logits, drawn_at, next_seeds if self._seeds_change else None
+                sampling = Sampling(*sampling[:2], *own)
+            use_fp64 = self.sampler.use_fp64_gumbel
+            draws = Draws(sampling, rows.pos, rows.row_slots, rows.row_places, use_fp64)
+        terms = self.verification.terms(logits)
+        return fused.verify(step, terms, guard, account, draws)
 
     def _get_logprobs_tensors(
         self,
@@ -252,7 +273,11 @@ def install(runner: Any, config: MarsConfig) -> None:
     require_own_sampler(own, RejectionSampler)
     if not hasattr(runner, _SAMPLER):
         setattr(runner, _SAMPLER, _attach(runner, config))
+        if graph_is_on():
+            setattr(runner, _GRAPHS, VerificationGraphs(runner))
     runner.rejection_sampler = getattr(runner, _SAMPLER)(own.sampler)
+    if hasattr(runner, _GRAPHS):
+        getattr(runner, _GRAPHS).follow(runner.model_state)
 
 
 def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectionSamplerV2]:
