@@ -9,7 +9,7 @@ draft: how many tokens they would accept, on average over their random numbers, 
 lose. Each position counts by the chance that the rule comes to it. A rule is a price that no bound
 caps: `price 0.5`, or `bound 0.02` for the price that this bound sets.
 
-It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.accept.naive`).
+It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.naive`).
 """
 
 import argparse
@@ -88,20 +88,20 @@ class Judge:
             for self._place, allowed in enumerate(allowances(step)):
                 yield allowed
 
-        def on_greedy(rows: Any, begin: int, end: int, allowed: Any, name: Any) -> Any:
+        def on_greedy(rows: Any, begin: int, end: int, allowed: Any, which: Any) -> Any:
             self._add(allowed, lambda it: of_greedy(rows, begin, end, it))
-            return greedy(rows, begin, end, allowed, name)
+            return greedy(rows, begin, end, allowed, which)
 
-        def on_fixed(rows: Any, allowed: Any, name: Any, own: Any) -> Any:
+        def on_fixed(rows: Any, allowed: Any, which: Any, own: Any) -> Any:
             own.read(slice(None))
             read = read_probabilities(rows, own.begin, own.z, own.p, own.kept)
             self._add(allowed, lambda it: of_fixed(read, own, it))
-            return fixed(rows, allowed, name, own)
+            return fixed(rows, allowed, which, own)
 
-        def on_drawn(rows: Any, allowed: Any, name: Any, own: Any) -> Any:
+        def on_drawn(rows: Any, allowed: Any, own: Any) -> Any:
             own.read(slice(None))
             self._add(allowed, lambda it: of_drawn(rows, own, it))
-            return drawn(rows, allowed, name, own)
+            return drawn(rows, allowed, own)
 
         setattr(accept, "allowances", noted)
         for name, wrapped in (("greedy", on_greedy), ("fixed", on_fixed), ("drawn", on_drawn)):

@@ -9,7 +9,7 @@ import torch
 from benchmarks.kernel_step import Shape, is_repeated, step_of, tokens_of
 from calls import LONGEST, Call, close, listed, sampled_step, to, written_down
 from vllm_mars import MarsConfig, verify_greedy
-from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels import fused
 from vllm_mars.kernels.law import fused as clip_kernel
 from vllm_mars.kernels.law.naive import TOLERANCE
 from vllm_mars.kernels.record import Column, Records
@@ -89,7 +89,7 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
             found, step = to(DEVICE, call.account()), to(DEVICE, given)
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                output = accept_kernel.accept(step, terms, guard, found, drawn)
+                output = fused.verify(step, terms, guard, found, drawn)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(step.logits.cpu().nan_to_num(), given.logits.nan_to_num())

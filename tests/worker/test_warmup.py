@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.launcher import without_compiling
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels import fused
 from vllm_mars.kernels.record import Records
 from vllm_mars.kernels.step import Draws, Sampling, Step
 from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
@@ -82,7 +82,7 @@ class Engine:
             by_row = self.view(size, dtype=torch.int64), self.view(size, dtype=torch.int64)
             draws = Draws(sampling, *by_row, self.view(size))
         account = self.reports.account(batch, CPU, self.returns())
-        accept_kernel.accept(step, self.terms.on(rows), guard, account, draws)
+        fused.verify(step, self.terms.on(rows), guard, account, draws)
 
 
 @pytest.mark.parametrize("vocab", [32_000, 50_257])

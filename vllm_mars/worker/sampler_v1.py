@@ -17,7 +17,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler, generate_uniform_
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_mars.kernels.accept import naive as accept
+from vllm_mars.kernels import naive
 from vllm_mars.kernels.accept.naive import Chance
 from vllm_mars.kernels.account.naive import log_ratios, of_sampled
 from vllm_mars.options.config import MarsConfig
@@ -189,7 +189,7 @@ class MarsRejectionSampler(RejectionSampler):
         drafts = [own.tolist() for own in metadata.draft_token_ids.split(lengths)]
         step, guard = self.requests.step(logits, drafts, reports.num_speculative_tokens)
         account = reports.account(batch, logits.device, self.requests.returns(batch))
-        output = accept.accept(step, self.terms.on(logits), guard, account, chance, bonus)
+        output = naive.verify(step, self.terms.on(logits), guard, account, chance, bonus)
         tokens = output.output_token_ids[:, : metadata.max_spec_len + 1].contiguous()
         return tokens, account.table
 

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     _flatten_sampled_kernel,
 )
 
-from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels import fused
 from vllm_mars.kernels.account.fused import add_log_ratios
 from vllm_mars.kernels.account.naive import Account
 from vllm_mars.kernels.step import Draws, Sampling, VerifyOutput
@@ -197,7 +197,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 sampling = Sampling(*sampling[:2], *own)
             use_fp64 = self.sampler.use_fp64_gumbel
             draws = Draws(sampling, rows.pos, rows.row_slots, rows.row_places, use_fp64)
-        return accept_kernel.accept(step, self.terms.on(logits), guard, account, draws)
+        return fused.verify(step, self.terms.on(logits), guard, account, draws)
 
     def _get_logprobs_tensors(
         self,

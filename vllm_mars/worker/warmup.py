@@ -9,7 +9,7 @@ they sample, and end.
 
 import torch
 
-from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels import fused
 from vllm_mars.kernels.record import Records
 from vllm_mars.kernels.step import Draws, Sampling, Step
 from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
@@ -53,7 +53,7 @@ def warm_up(
             guard = guard_positions(*text)
         for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
             account = reports.account(1, device, {})
-            accept_kernel.accept(step, terms.on(rows), guard, account, draws)
+            fused.verify(step, terms.on(rows), guard, account, draws)
 
 
 def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:

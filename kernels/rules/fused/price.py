@@ -17,7 +17,7 @@ from vllm_mars.kernels.rows.joined import forbids, kept_sums
 
 
 @triton.jit
-def greedy(rows, partials, row, value, most, gainful, offset, length):
+def greedy(rows, splits, value, most, gainful, offset, length, SPLITS: tl.constexpr):
     """Verdicts of a greedy request."""
     price = value
     forbidden = forbids(rows, True)
@@ -44,11 +44,12 @@ def greedy(rows, partials, row, value, most, gainful, offset, length):
 
 
 @triton.jit
-def sampled(rows, odds, partials, row, value, most, gainful, offset, length):
+def sampled(rows, odds, splits, value, most, gainful, offset, length, SPLITS: tl.constexpr):
     """What is decided where a request samples."""
     price, log_p, is_number = value, odds.log_p, odds.is_number
     forbidden = forbids(rows, False)
     # What p has, and its entropy, of the tokens that are not kept.
+    partials, row, _ = splits
     mass, surprise = kept_sums(partials, row, is_number, odds.lse)
     rest, entropy = tl.maximum(1.0 - mass, 0.0), odds.entropy - surprise
     log_share = log_share_of(log_p, rest)
