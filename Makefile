@@ -60,12 +60,11 @@ test: install
 nightly: install
 	$(PYTEST) --junitxml build/$@$(VLLM:%=-%).xml $(ARGS)
 
-# Random steps of each sampler against the oracle, such as every night: make fuzz MINUTES=60 SEED=$$RANDOM
+# Random steps of the V2 sampler against the oracle, such as every night: make fuzz MINUTES=60 SEED=$$RANDOM
 MINUTES ?= 10
 SEED ?= 0
 fuzz: install
-	$(BIN)/python tests/fuzz.py v1 --minutes $(MINUTES) --seed $(SEED)
-	TRITON_INTERPRET=1 PYTHONPATH=tests/interpreted $(BIN)/python tests/fuzz.py v2 --minutes $(MINUTES) --seed $(SEED)
+	TRITON_INTERPRET=1 PYTHONPATH=.:tests:tests/interpreted $(BIN)/python tests/conformance/fuzz.py --minutes $(MINUTES) --seed $(SEED)
 
 # A hostile client on a real server, watched for leaks, such as every night: make soak MINUTES=60
 soak: install

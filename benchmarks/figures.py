@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/ and benchmarks/.
+"""Writes the tables of README.md and docs/.
 
     make figures        # a test compares
 
@@ -33,6 +33,8 @@ SCHEMA = "vllm-mars/figures/1"
 # of the first commit that landed after them, or an earlier state of it.
 LOST_COMMITS = {"072008d", "16ddfa7", "8fb2266", "b6f5b74", "c2d0069", "f4fddf3", "fe99184"}
 LANDED = "3575cce"
+# A list without a text, object or list in it. A text holds no line's end, so it starts outside one.
+FLAT_LIST = re.compile(r'\[\n([^][{}"]*)\]')
 MARK = re.compile(r"^<!-- /?figures", re.MULTILINE)
 PLACE = re.compile(
     r"^(<!-- figures: (\S+)(?: (\S+))? -->)\n(?:.*?\n)??(<!-- /figures -->)$",
@@ -102,7 +104,6 @@ def pages() -> list[Path]:
     return [
         ROOT / "README.md",
         *sorted((ROOT / "docs").glob("*.md")),
-        *sorted((ROOT / "benchmarks").glob("*/README.md")),
     ]
 
 
@@ -122,6 +123,14 @@ def read(name: str) -> dict[str, Any]:
         if len(row) not in (1, len(found["columns"])):
             raise ValueError(f"{path.name}: {row} does not fit {len(found['columns'])} columns.")
     return found
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file of figures, indented, a list of numbers in one line."""
+    found = json.dumps({"schema": SCHEMA, **content}, indent=2, ensure_ascii=False)
+    found = FLAT_LIST.sub(lambda at: f"[{' '.join(at[1].split())}]", found)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(found + "\n", encoding="utf-8")
 
 
 def text(cell: Any, form: str) -> str:

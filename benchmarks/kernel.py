@@ -7,7 +7,7 @@ them, each call with a cold L2 cache: microseconds on the device, and those that
 launch it. Requests have answered 512 tokens, and those of lossy variants have no strict opening, so
 that the rule is applied. No variant is timed before MARS at price 0 gives vLLM's tokens: those of
 its method `block` where drafts are probabilistic and requests sample (not of vLLM 0.32, see
-`kernel_step.Step.strict_method`), else of `standard`. `--dry-run` goes the same way with tiny
+`kernel_step.is_repeated`), else of `standard`. `--dry-run` goes the same way with tiny
 shapes on a CPU, in Triton's interpreter, for which it wants `PYTHONPATH=tests/interpreted
 TRITON_INTERPRET=1`.
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.kernel_step import HostClock, Shape
+    from benchmarks.kernel_step import GpuClock, Shape, ThreadClock
 
 NO_GPU = "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes in Triton's interpreter."
 # Temperature and whether drafts are drawn; 0.7 makes vLLM copy the rows into float32.
@@ -55,7 +55,7 @@ COLUMNS = [
 ]
 
 
-def measure_cell(clock: "HostClock", shape: "Shape", rounds: int) -> list[Any]:
+def measure_cell(clock: "ThreadClock | GpuClock", shape: "Shape", rounds: int) -> list[Any]:
     """All variants of one shape: a row for `COLUMNS`.
 
     Raises:
@@ -64,10 +64,10 @@ def measure_cell(clock: "HostClock", shape: "Shape", rounds: int) -> list[Any]:
     import numpy as np
     import torch
 
-    from benchmarks.kernel_step import Step, time_in_turn, tokens_of
+    from benchmarks.kernel_step import is_repeated, step_of, time_in_turn, tokens_of
     from vllm_mars import MarsConfig
 
-    step = Step(shape, clock.device)
+    step = step_of(shape, clock.device)
     # A server refuses theta beside drawn drafts; without them `block` is not what MARS is held to.
     left_out = "MARS, theta 0.9" if shape.is_drawn else "vLLM, block"
     variants = {
@@ -79,7 +79,7 @@ def measure_cell(clock: "HostClock", shape: "Shape", rounds: int) -> list[Any]:
     tokens = {name: tokens_of(call) for name, call in calls.items()}
     own, strict = f"vLLM, {step.strict_method}", tokens["MARS, price 0"]
     wrong = []
-    if step.strict_method:
+    if is_repeated(step):
         if own not in tokens:
             tokens[own] = tokens_of(step.verification(step.strict_method))
         wrong = (tokens[own] != strict).any(1).nonzero().flatten().tolist()
@@ -114,19 +114,17 @@ def measure(args: argparse.Namespace) -> int:
     import triton
 
     from benchmarks import figures
-    from benchmarks.kernel_step import GpuClock, HostClock, Shape
-    from vllm_mars.lab.result_file import write_json
+    from benchmarks.kernel_step import GpuClock, Shape, ThreadClock
     from vllm_mars.servers.provenance import describe_run
 
-    clock = HostClock() if args.dry_run else GpuClock()
+    clock = ThreadClock() if args.dry_run else GpuClock()
     grid = DRY if args.dry_run else GRID
     cells = [it for it in grid if args.only in named(Shape(*it))]
     head = describe_run(None if clock.name == "cpu" else clock.name)
     head["versions"]["triton"] = triton.__version__
     rounds = 2 if args.dry_run else args.rounds
     run = {**head, "raw": "this file", "dry_run": args.dry_run, "rounds": rounds}
-    run["gb_per_s"] = round(clock.bandwidth())
-    result: dict[str, Any] = {"schema": figures.SCHEMA, "columns": COLUMNS, "rows": []}
+    result: dict[str, Any] = {"columns": COLUMNS, "rows": []}
     result |= {"runs": [run], "not_run": []}
     print(clock.name, *figures.table_of(COLUMNS, []), sep="\n", flush=True)
     begin, status = time.perf_counter(), 0
@@ -145,9 +143,9 @@ def measure(args: argparse.Namespace) -> int:
         *_, line = figures.table_of(COLUMNS, [measured])
         print(line, flush=True)
         if args.output:
-            write_json(args.output, result)
+            figures.write(args.output, result)
     if args.output:
-        write_json(args.output, result)
+        figures.write(args.output, result)
     return status
 
 

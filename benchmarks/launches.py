@@ -16,10 +16,6 @@ tensors are a CPU's, and Triton compiles for a GPU and launches by its own launc
 that all is real but the driver's part of a launch, and CUDA's allocator. --output writes these to a
 file for `make figures`.
 
-Two more lines tell how many megabytes of bfloat16 logits a sampled step of 64 requests reads, by
-vLLM's methods and by MARS, kernel by kernel. MARS may read what it reads position by position, and
-what `block` reads beyond `standard`.
-
 Exit status: 0; 1 where something waits for the device; 2 without a C compiler.
 """
 
@@ -176,14 +172,14 @@ def methods_of(is_drawn: bool) -> tuple[str, ...]:
 
 def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
     """What a step launches, a row for each case and kind of batch; then where requests leave."""
-    from benchmarks.kernel_step import Shape, Step
+    from benchmarks.kernel_step import Shape, step_of
     from benchmarks.runner_v2 import RunnerV2
     from vllm_mars import MarsConfig
 
-    def row(name: str, bys: dict[str, Any], step: Step, params: Any, *given: Any) -> dict[str, Any]:
+    def row(name: str, bys: dict[str, Any], step: Any, *given: Any) -> dict[str, Any]:
         found = {}
         for of, by in bys.items():
-            runner = RunnerV2(step, by, params)
+            runner = RunnerV2(step, by)
             found[of] = count(counted, functools.partial(runner.step, *given))
         launched, waited = found["launches"]
         counts = {of: len(it) for of, (it, _) in found.items()}
@@ -191,24 +187,24 @@ def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
 
     for case, kind in itertools.product(CASES, TEMPERATURES):
         is_drawn = kind == "drawn drafts"
-        step = Step(Shape(0.7, is_drawn, BATCH, K, VOCAB), META)
+        step = step_of(Shape(0.7, is_drawn, BATCH, K, VOCAB), META, _parameters(case, kind))
         methods = {method: method for method in methods_of(is_drawn)}
         bys = {"launches": MarsConfig(**CASES[case]), **methods}
-        yield row(f"{case}, {kind}", bys, step, _parameters(case, kind))
-    step = Step(Shape(0.7, False, BATCH, K, VOCAB), META)
+        yield row(f"{case}, {kind}", bys, step)
+    step = step_of(Shape(0.7, False, BATCH, K, VOCAB), META)
     bys = {"launches": MarsConfig(**RECOMMENDED), "standard": "standard"}
-    yield row("two requests end and two come", bys, step, None, ("0", "1"))
+    yield row("two requests end and two come", bys, step, ("0", "1"))
 
 
 def time_cases(rounds: int) -> Iterator[list[Any]]:
     """Rows of `COLUMNS`."""
-    from benchmarks.kernel_step import Shape, Step, ThreadClock, time_in_turn
+    from benchmarks.kernel_step import Shape, ThreadClock, step_of, time_in_turn
     from benchmarks.runner_v2 import RunnerV2
     from vllm_mars import MarsConfig
 
     for kind, batch in itertools.product(TIMED, BATCHES):
         shape = Shape(*kind, batch, K, VOCAB)
-        step, methods = Step(shape, ThreadClock.device), methods_of(shape.is_drawn)
+        step, methods = step_of(shape, ThreadClock.device), methods_of(shape.is_drawn)
         bys = {**{method: method for method in methods}, "MARS": MarsConfig(**RECOMMENDED)}
         calls: dict[tuple[str, bool], Any] = {}
         for name, by in bys.items():
@@ -228,27 +224,6 @@ def time_cases(rounds: int) -> Iterator[list[Any]]:
         ]
         over = [times["MARS", of] / times[methods[-1], of] for of in (False, True)]
         yield [str(shape), *of_each, *(round(ratio, 3) for ratio in over)]
-
-
-def megabytes(counted: Counted, is_drawn: bool) -> dict[str, Any]:
-    """What a step reads of the logits, by who verifies and by kernel, and what MARS may read."""
-    from benchmarks.kernel_step import Shape, Step
-    from vllm_mars import MarsConfig
-
-    shape = Shape(1.0, is_drawn, 64, K, 128_256)
-    step, row = Step(shape, META), 2 * shape.vocab / 1e6
-    found: dict[str, Any] = {}
-    for name, by in {
-        **{"vLLM, standard": "standard", "vLLM, block": "block"},
-        "MARS": MarsConfig(**RECOMMENDED),
-    }.items():
-        launched, _ = count(counted, step.verification(by))
-        read = {of: rows * row for of, rows in shape.rows_read().items() if of in launched}
-        found[name] = {"all": round(sum(read.values()), 1)}
-        found[name] |= {of: round(each, 1) for of, each in read.items()}
-    beyond = found["vLLM, block"]["all"] - found["vLLM, standard"]["all"]
-    by_position = found["MARS"]["all"] - found["MARS"].get("mass_kernel", 0.0)
-    return {**found, "MARS at most": round(by_position + beyond, 1)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -271,8 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
         ),
     )
     from benchmarks import figures
-    from benchmarks.kernel_step import vllm_config
-    from vllm_mars.lab.result_file import write_json
+    from benchmarks.step_v2 import vllm_config
     from vllm_mars.servers.provenance import describe_run
 
     vllm_config()
@@ -280,27 +254,19 @@ def main(arguments: list[str] | None = None) -> int:
     head = describe_run(None)
     head["versions"]["triton"] = triton.__version__
     run = {**head, "raw": "this file", "rounds": args.rounds}
-    result: dict[str, Any] = {
-        "schema": figures.SCHEMA,
-        "columns": COLUMNS,
-        "rows": [],
-        "runs": [run],
-    }
+    result: dict[str, Any] = {"columns": COLUMNS, "rows": [], "runs": [run]}
     with as_on_an_accelerator(), counted.without_a_gpu():
         for row in count_cases(counted):
             names = row.pop("names")
             print(json.dumps(row), *names if args.v else (), flush=True)
             waits += row["syncs"]
-        for is_drawn in (False, True):
-            drafts = "probabilistic" if is_drawn else "fixed"
-            print(json.dumps({"megabytes": drafts, **megabytes(counted, is_drawn)}), flush=True)
     with as_on_an_accelerator(), launcher.without_a_driver():
         for timed in time_cases(args.rounds):
             result["rows"].append(timed)
             named = {name: it for (name, _), it in zip(COLUMNS, timed, strict=True) if it}
             print(json.dumps(named), flush=True)
     if args.output:
-        write_json(args.output, result)
+        figures.write(args.output, result)
     return min(waits, 1)
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from benchmarks.kernel_step import Step, vllm_config
+from benchmarks.step_v2 import Step, vllm_config
 
 
 class Speculator:
@@ -51,14 +51,13 @@ class RunnerV2:
     Args:
         step: its inputs; all requests are in the batch.
         by: a `MarsConfig`, or one of vLLM's rejection sample methods.
-        params: a `SamplingParams` for each request; default: the temperature of the step.
 
     Attributes:
         sampled: what the sampler gave last.
     """
 
-    def __init__(self, step: Step, by: Any, params: Sequence[Any] | None = None) -> None:
-        self._step, self._by, self._params = step, by, params
+    def __init__(self, step: Step, by: Any) -> None:
+        self._step, self._by = step, by
         self.device = step.logits.device
         self.vllm_config = vllm_config()
         self.model_config = SimpleNamespace(skip_tokenizer_init=True)
@@ -67,19 +66,20 @@ class RunnerV2:
         self.req_states: Any = None
         self.sampled: Any = None
         self.load_model()
-        self._add_requests()
-        step.answer(self.req_states)
+        self._begin()
 
-    def _add_requests(self, names: Sequence[str] | None = None) -> None:
-        self._step.add_requests(self.sampler, self._params, names)
-        self._batch = self._step.batch(self.sampler)
+    def _begin(self) -> None:
+        """All requests come, and answer."""
+        self._step.enter(self.sampler)
+        self._step.answer(self.sampler)
+        self._batch = self._step.batch()
 
     def load_model(self) -> None:
         """Makes the samplers anew, whose slots must be free."""
         from vllm_mars.worker.sampler_v2 import install
 
         step = self._step
-        self.rejection_sampler = step.sampler(
+        self.rejection_sampler = step.vllm_sampler(
             self.speculative_config.rejection_sample_method, self.req_states
         )
         self.sampler = self.rejection_sampler.sampler
@@ -94,8 +94,7 @@ class RunnerV2:
         """As after a sleep: all requests end, the model is loaded again, and as many come."""
         self.finish_requests(_scheduled(self.req_states.req_id_to_index))
         self.load_model()
-        self._add_requests()
-        self._step.answer(self.req_states)
+        self._begin()
 
     def step(self, finished: Sequence[str] = ()) -> None:
         """A step as the engine asks for it.
@@ -110,13 +109,13 @@ class RunnerV2:
         """What comes before the model."""
         self.finish_requests(scheduler_output)
         if scheduler_output.finished_req_ids:
-            self._add_requests([*scheduler_output.finished_req_ids])
+            self._step.enter(self.sampler, scheduler_output.finished_req_ids)
         # In each step, as vLLM does.
         self.sampler.apply_staged_writes()
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        """Frees the slots of requests, so that as many that come get the same ones."""
-        for name in sorted(scheduler_output.finished_req_ids, reverse=True):
+        """Frees the slots of requests."""
+        for name in scheduler_output.finished_req_ids:
             self.req_states.remove_request(name)
 
     def sample_tokens(self, grammar_output: Any) -> Any:

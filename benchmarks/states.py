@@ -9,12 +9,11 @@ draft: how many tokens they would accept, on average over their random numbers, 
 lose. Each position counts by the chance that the rule comes to it. A rule is a price that no bound
 caps: `price 0.5`, or `bound 0.02` for the price that this bound sets.
 
-It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.accept.naive`).
+It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.naive`).
 """
 
 import argparse
 import math
-import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.figures import SCHEMA, table_of
-from benchmarks.text import ENV, SERVERS, token_ids
-from benchmarks.text_report import cell, read
+from benchmarks.text import SERVERS, open_engine, prompts_of
+from benchmarks.text_report import cell, read_all, show
 from vllm_mars.kernels.accept import naive as accept
 from vllm_mars.kernels.blocks.naive import reach as reached
 from vllm_mars.kernels.law import naive as law
@@ -33,15 +31,13 @@ from vllm_mars.kernels.ledger.naive import LOSS_BITS, NO_BOUND, price_units
 from vllm_mars.kernels.rows.naive import read_probabilities
 from vllm_mars.kernels.rules import PRICE
 from vllm_mars.kernels.verdicts import Verdict
-from vllm_mars.lab.prompts import PACKAGED, load_prompts
-from vllm_mars.lab.result_file import append_line, require_writable, write_json
+from vllm_mars.lab.prompts import PACKAGED
+from vllm_mars.lab.records import append_line, require_writable
 from vllm_mars.lab.rows import compared, estimate, heat, ratio_of_means
 from vllm_mars.models.draft_head import PACKAGED_HEAD
-from vllm_mars.models.drafts import speculative_config
 from vllm_mars.models.packaged_model import ensure_model
 from vllm_mars.options.config import METHOD, price_of_bound
 from vllm_mars.servers.provenance import describe_run, vllm_device
-from vllm_mars.servers.vllm_args import CPU_ENGINE_ARGS, CPU_ENV, MAX_MODEL_LEN
 
 UNIT = 2.0**-LOSS_BITS
 # What is summed of each prompt: tokens and steps, nats lost, the drift, positions that were reached
@@ -92,20 +88,20 @@ class Judge:
             for self._place, allowed in enumerate(allowances(step)):
                 yield allowed
 
-        def on_greedy(rows: Any, begin: int, end: int, allowed: Any, name: Any) -> Any:
+        def on_greedy(rows: Any, begin: int, end: int, allowed: Any, which: Any) -> Any:
             self._add(allowed, lambda it: of_greedy(rows, begin, end, it))
-            return greedy(rows, begin, end, allowed, name)
+            return greedy(rows, begin, end, allowed, which)
 
-        def on_fixed(rows: Any, allowed: Any, name: Any, own: Any) -> Any:
+        def on_fixed(rows: Any, allowed: Any, which: Any, own: Any) -> Any:
             own.read(slice(None))
             read = read_probabilities(rows, own.begin, own.z, own.p, own.kept)
             self._add(allowed, lambda it: of_fixed(read, own, it))
-            return fixed(rows, allowed, name, own)
+            return fixed(rows, allowed, which, own)
 
-        def on_drawn(rows: Any, allowed: Any, name: Any, own: Any) -> Any:
+        def on_drawn(rows: Any, allowed: Any, own: Any) -> Any:
             own.read(slice(None))
             self._add(allowed, lambda it: of_drawn(rows, own, it))
-            return drawn(rows, allowed, name, own)
+            return drawn(rows, allowed, own)
 
         setattr(accept, "allowances", noted)
         for name, wrapped in (("greedy", on_greedy), ("fixed", on_fixed), ("drawn", on_drawn)):
@@ -164,13 +160,10 @@ def of_drawn(rows: Any, own: Any, allowed: Any) -> np.ndarray:
 
 def measure(args: argparse.Namespace) -> None:
     """Answers the prompts at each temperature; a line of the output for each."""
-    for name, value in (CPU_ENV | ENV).items():
-        os.environ.setdefault(name, value)
     device, gpu = vllm_device()
     if device != "cpu":
         raise NotImplementedError(f"the rule's plain form serves a CPU, not {gpu}.")
     from transformers import AutoTokenizer
-    from vllm import LLM, SamplingParams
 
     path = str(ensure_model())
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -178,22 +171,13 @@ def measure(args: argparse.Namespace) -> None:
     server = {**SERVERS[METHOD], "draft_sample_method": drafts}
     if args.draft_temperature is not None:
         server["mars_draft_temperature"] = args.draft_temperature
-    llm = LLM(
-        path,
-        speculative_config=speculative_config(
-            str(PACKAGED_HEAD), args.num_speculative_tokens, **server
-        ),
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=args.batch,
-        disable_log_stats=False,
-        **CPU_ENGINE_ARGS,
-    )
+    llm = open_engine(path, str(PACKAGED_HEAD), args.num_speculative_tokens, args.batch, server)
+    from vllm import SamplingParams
+
     (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
-    prompts = {
-        f"{file.stem}/{it.category}/{it.id}": token_ids(tokenizer, it.turns[0])
-        for file in args.prompts
-        for it in load_prompts(file)
-    }
+    prompts: dict[str, list[int]] = {}
+    for file in args.prompts:
+        prompts |= prompts_of(file, tokenizer)
     names = {tuple(ids): name for name, ids in prompts.items()}
 
     def prompt_of(place: int) -> str | None:
@@ -303,15 +287,8 @@ def main(arguments: list[str] | None = None) -> None:
         require_writable(args.output)
         measure(args)
         return
-    lines = read(args.output)
-    rows = report([line for line in lines if "run" not in line])
-    print("\n".join(table_of(COLUMNS, rows)))
-    if args.figures:
-        runs = [
-            {**line["run"], "raw": f"text/{args.output.name}"} for line in lines if "run" in line
-        ]
-        content = {"schema": SCHEMA, "columns": COLUMNS, "rows": rows, "runs": runs}
-        write_json(args.figures, content)
+    lines, runs = read_all([args.output])
+    show(COLUMNS, report(lines), runs, args.figures)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import SCHEMA
-from vllm_mars.lab.result_file import require_writable, write_json
+from benchmarks import figures
+from vllm_mars.lab.records import require_writable
 from vllm_mars.models.draft_head import PACKAGED_HEAD
 from vllm_mars.models.drafts import RECOMMENDED, speculative_config
 from vllm_mars.models.packaged_model import ensure_model
@@ -200,7 +200,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             tokens = mars and statistics.median(tokens for _, tokens in mars)
             rows.append([f"{model}, {batch}, {heat:g}", *times, tokens])
     raw = [[*name, *of] for name, of in found.items()]
-    return {"schema": SCHEMA, "columns": columns, "rows": rows, "raw": raw}
+    return {"columns": columns, "rows": rows, "raw": raw}
 
 
 def main() -> int:
@@ -223,7 +223,7 @@ def main() -> int:
     require_writable(args.output)
     found = measure(args)
     run = {**describe_run(vllm_device()[1]), "raw": "this file"}
-    write_json(args.output, {**found, "runs": [run]})
+    figures.write(args.output, {**found, "runs": [run]})
     return 0
 
 

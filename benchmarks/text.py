@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import kinds
 from benchmarks.text_report import POINT, STRICT, read, tell
 from vllm_mars.lab.prompts import PACKAGED, load_prompts
-from vllm_mars.lab.result_file import append_line, require_writable
+from vllm_mars.lab.records import append_line, require_writable
 from vllm_mars.models.draft_head import PACKAGED_HEAD, WEIGHTS
-from vllm_mars.models.drafts import CHOSEN_BY_REQUESTS, speculative_config
+from vllm_mars.models.drafts import speculative_config
 from vllm_mars.models.packaged_model import ensure_model
 from vllm_mars.options.config import METHOD, MOST_MAX_LOSS
 from vllm_mars.servers.provenance import describe_run, vllm_device
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 # By what rules need. Under such a bound a request is as on a server with its own bound, or with its
-# own price and no bound. The last two are vLLM's own, without MARS.
+# own price and no bound; so is one by theta, from this one on. The last two are vLLM's own.
 SERVERS: dict[str, dict[str, Any]] = {
     METHOD: {"rejection_sample_method": METHOD, "mars_max_loss": MOST_MAX_LOSS},
-    "theta": CHOSEN_BY_REQUESTS["theta"],
+    "theta": {"rejection_sample_method": METHOD, "mars_theta": 0.01},
     "standard": {"rejection_sample_method": "standard"},
     "block": {"rejection_sample_method": "block"},
 }
@@ -164,6 +164,33 @@ def proposed_tokens(draft: Path) -> set[int] | None:
     return None
 
 
+def prompts_of(file: Path, tokenizer: Any) -> dict[str, list[int]]:
+    """The tokens of each prompt of a file, by a name that no other file's has."""
+    return {
+        f"{file.stem}/{it.category}/{it.id}": token_ids(tokenizer, it.turns[0])
+        for it in load_prompts(file)
+    }
+
+
+def open_engine(
+    path: str, draft: str, k: int, batch: int, server: dict[str, Any], **engine_args: Any
+) -> "LLM":
+    """An engine in this process, so that its counts can be read."""
+    on_cpu = vllm_device()[0] == "cpu"
+    for name, value in ({**CPU_ENV, **ENV} if on_cpu else ENV).items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM
+
+    return LLM(
+        path,
+        speculative_config=speculative_config(draft, k, **server),
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=batch,
+        disable_log_stats=False,
+        **(CPU_ENGINE_ARGS if on_cpu else GPU_ENGINE_ARGS) | engine_args,
+    )
+
+
 def key(call: dict[str, Any]) -> str:
     """What a call asks."""
     return json.dumps([call[name] for name in (*POINT, "name", "seeds", "prompts")])
@@ -173,37 +200,26 @@ def measure(args: argparse.Namespace) -> None:
     """Asks what the output does not have yet, until the time is over."""
     device, gpu = vllm_device()
     on_cpu = device == "cpu"
-    for name, value in ({**CPU_ENV, **ENV} if on_cpu else ENV).items():
-        os.environ.setdefault(name, value)
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from vllm import LLM, SamplingParams
 
     begin, path = time.monotonic(), args.model or str(ensure_model())
     tokenizer = AutoTokenizer.from_pretrained(path)
     named: dict[str, list[int]] = {}
     blocks = []
     for file in args.prompts:
-        given = {
-            f"{file.stem}/{it.category}/{it.id}": token_ids(tokenizer, it.turns[0])
-            for it in load_prompts(file)
-        }
+        given = prompts_of(file, tokenizer)
         fitting = [it for it, ids in given.items() if len(ids) + args.max_tokens <= MAX_MODEL_LEN]
         names = fitting[: args.num_prompts]
         blocks += [names[at : at + args.block] for at in range(0, len(names), args.block)]
         named |= given
     drafts = "greedy" if args.fixed_drafts else "probabilistic"
     server = {**SERVERS[args.server], "draft_sample_method": drafts}
-    own_args = CPU_ENGINE_ARGS if on_cpu else GPU_ENGINE_ARGS
-    llm = LLM(
-        path,
-        speculative_config=speculative_config(args.draft, args.num_speculative_tokens, **server),
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=args.batch,
-        disable_log_stats=False,
-        per_request_spec_decode_metrics="summary",
-        **own_args | args.engine_args,
-    )
+    own_args = {"per_request_spec_decode_metrics": "summary", **args.engine_args}
+    k = args.num_speculative_tokens
+    llm = open_engine(path, args.draft, k, args.batch, server, **own_args)
+    import torch
+    from vllm import SamplingParams
+
     dtype = torch.float32 if on_cpu else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
     proposed = proposed_tokens(Path(args.draft))
@@ -244,7 +260,7 @@ def measure(args: argparse.Namespace) -> None:
         return {**call, "lost": short(lost), "answers": columns}
 
     done = {key(line) for line in read(args.output) if "run" not in line}
-    point = (Path(path).name, Path(args.draft).name, args.max_tokens, args.num_speculative_tokens)
+    point = (Path(path).name, Path(args.draft).name, args.max_tokens, k)
     append_line(args.output, {"run": describe_run(gpu)})
     for at, names in enumerate(blocks, start=1):
         if time.monotonic() - begin > 60 * args.minutes:

@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import kinds
-from benchmarks.figures import SCHEMA, table_of
-from vllm_mars.lab.result_file import write_json
+from benchmarks import figures, kinds
 from vllm_mars.lab.rows import Interval, Samples, compared, estimate, heat, means_of, ratio_of_means
 
 Calls = Sequence[dict[str, Any]]
@@ -201,13 +199,26 @@ def report_of_tokens(calls: Calls, rule: str) -> list[list[Any]]:
     return rows
 
 
-def tell(args: argparse.Namespace) -> None:
-    """Prints the table of outputs, and writes its file."""
+def read_all(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The calls of outputs, and the runs that gave them."""
     calls, runs = [], []
-    for path in args.report:
+    for path in paths:
         lines = read(path)
         runs += [{**it["run"], "raw": f"text/{path.name}"} for it in lines if "run" in it]
         calls += [it for it in lines if "run" not in it]
+    return calls, runs
+
+
+def show(columns: Any, rows: Any, runs: Any, path: Path | None) -> None:
+    """Prints a table, and writes its file."""
+    print("\n".join(figures.table_of(columns, rows)))
+    if path:
+        figures.write(path, {"columns": columns, "rows": rows, "runs": runs})
+
+
+def tell(args: argparse.Namespace) -> None:
+    """Prints the table of outputs, and writes its file."""
+    calls, runs = read_all(args.report)
     if args.of:
         calls = [it for it in calls if it["prompts"][0].split("/")[0] == args.of]
     columns, rows = COLUMNS, report(calls)
@@ -215,6 +226,4 @@ def tell(args: argparse.Namespace) -> None:
         columns, rows = report_by_kind(calls, args.by_kind)
     elif args.of_tokens:
         columns, rows = OF_TOKENS, report_of_tokens(calls, args.of_tokens)
-    print("\n".join(table_of(columns, rows)))
-    if args.figures:
-        write_json(args.figures, {"schema": SCHEMA, "columns": columns, "rows": rows, "runs": runs})
+    show(columns, rows, runs, args.figures)

@@ -6,31 +6,31 @@ whenever it looks for what it has compiled, a microsecond apiece on the host; of
 that once for each module whose functions a kernel calls.
 """
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import triton.language as tl
 
 from vllm_mars.kernels import record, step
+from vllm_mars.kernels.account import naive as account
 from vllm_mars.kernels.law import naive as law
 from vllm_mars.kernels.ledger import naive as ledger
 from vllm_mars.kernels.record import MOST_ENDS, Column
 from vllm_mars.kernels.strictness import naive as strictness
 from vllm_mars.kernels.verdicts import Verdict
 
+_VERDICTS = SimpleNamespace(**{verdict.name: verdict.value for verdict in Verdict})
+
 
 class Constants(NamedTuple):
     """Fields without a comment are those of the same name where they are defined."""
 
-    # Verdicts.
-    PAYABLE: int = Verdict.PAYABLE.value
-    RELAXED: int = Verdict.RELAXED.value
-    FIRST: int = Verdict.FIRST.value
-    PROTECTED: int = Verdict.PROTECTED.value
-    SPAN: int = Verdict.SPAN.value
-    LOSS: int = Verdict.LOSS.value
-    REPEAT: int = Verdict.REPEAT.value
-    OPENED: int = Verdict.OPENING.value
-    OUTSIDE: int = Verdict.SCOPE.value
+    # Verdicts, by name.
+    VERDICT: Any = _VERDICTS
+
+    # Counters, by name, and how many have an entry for each position.
+    COUNTER: Any = account.PLACES
+    BY_POSITION: int = len(account.BY_POSITION)
 
     # Columns of a record, and its size.
     VALUE: int = Column.VALUE.value

@@ -1,41 +1,27 @@
-"""Verification in Triton: two launches for a step of greedy requests, three where requests sample.
+"""Which draft tokens of a request stay, in Triton.
 
-Symbols: V vocabulary, B requests, R rows, S splits of a row.
-
-    rows_kernel      grid (R, S)       z1 with its id, and what else of each split the rule needs
-    accept_kernel    grid (B,)         joins the splits of one request's rows, applies the rule,
-                                       draws whether each draft token stays, emits and counts
-    resample_kernel  grid (B, blocks)  draws the token behind the accepted drafts of a request
-                                       that samples, from one row
-
-Where drafts are drawn, `clip_kernel` and `mass_kernel` read the rows between the first two. The
-random numbers are those of vLLM's own sampler: what is strict is token for token what that emits,
-of drawn drafts by its method `block`.
+`accept_kernel`, a program for each request, joins the splits of its rows, applies the rule, draws
+whether each draft token stays, emits and counts. The random numbers are those of vLLM's own
+sampler: what is strict is token for token what that emits, of drawn drafts by its method `block`.
 
 To count is to take the loss off the request's record, to add to the counts, and to write its row of
 the table: see `Account`. What a request allows lies in its record, by slot, and is read there.
-
-Bytes moved: the rows once, but the bonus row of a request that samples; of such a request one row
-again; the logits of the draft token and of kept tokens; the partial results, the outputs. Not
-materialised: anything of the logits' size.
 """
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_mars.kernels.account.naive import Account, CounterLayout
-from vllm_mars.kernels.blocks.fused import by_blocks, sum_residuals
+from vllm_mars.kernels.account.fused import write_down
+from vllm_mars.kernels.account.naive import Account
+from vllm_mars.kernels.blocks.fused import by_blocks
 from vllm_mars.kernels.constants import C
-from vllm_mars.kernels.law.fused import clip_rows, log_ratio_of_fixed
+from vllm_mars.kernels.law.fused import log_ratio_of_fixed
 from vllm_mars.kernels.ledger.fused import allowance, has_ended, nearest_units, units_of
-from vllm_mars.kernels.rows.fused import kept_size, num_lanes, reduce_rows
+from vllm_mars.kernels.rows.fused import Reduced, kept_size, num_lanes
 from vllm_mars.kernels.rows.joined import forbids, num_gainful, read_odds, read_rows
 from vllm_mars.kernels.rules import Need
-from vllm_mars.kernels.step import Draws, Step, Terms, VerifyOutput
-from vllm_mars.kernels.strictness.naive import Guard
+from vllm_mars.kernels.step import VerifyOutput
 
 # Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
 _UNALIGNED = [
@@ -63,71 +49,6 @@ def _drawn(seeds_ptr, pos_ptr, slot, row, mask, place, BY_BLOCKS: tl.constexpr):
     if BY_BLOCKS:
         seed = step_seed(seed, place)
     return tl.maximum(tl.rand(seed, pos), C.LEAST_DRAWN)
-
-
-@triton.jit
-def _write_down(
-    account,
-    lost_ptr,
-    request,
-    offset,
-    draft,
-    verdict,
-    loss,
-    gained,
-    drift,
-    ratio,
-    accepted,
-    is_counted,
-    is_greedy,
-    is_relaxable,
-    num_speculative_tokens,
-    BY_BLOCKS: tl.constexpr,
-):
-    """Counts a request's step, takes its loss off; returns relaxed tokens and loss."""
-    is_visited = is_counted & (offset <= accepted)
-    is_accepted = is_counted & (offset < accepted)
-    is_relaxed = is_accepted & (verdict == C.RELAXED)
-    spends = is_relaxed | (is_visited & (is_greedy == 0))
-    step_lost = tl.sum(tl.where(spends, loss, 0), axis=0)
-    gains = spends
-    if BY_BLOCKS:
-        # Of the positions, too, that were not reached.
-        gains = gains | (is_counted & (is_greedy == 0))
-    step_gained = tl.sum(tl.where(gains, gained, 0), axis=0)
-    lost = tl.load(lost_ptr)
-    # All warps have loaded what one of them stores.
-    tl.debug_barrier()
-    tl.store(lost_ptr, lost + step_lost)
-
-    one = tl.full(offset.shape, 1, tl.int64)
-    is_verified = is_visited & (draft >= 0)
-    counts_ptr = account.counts
-    tl.atomic_add(counts_ptr + offset, one, mask=is_verified, sem="relaxed")
-    counts_ptr += num_speculative_tokens
-    tl.atomic_add(counts_ptr + offset, one, mask=is_verified & is_accepted, sem="relaxed")
-    counts_ptr += num_speculative_tokens
-    tl.atomic_add(counts_ptr + offset, one, mask=is_verified & is_relaxed, sem="relaxed")
-    counts_ptr += num_speculative_tokens
-    tl.atomic_add(counts_ptr, step_lost, sem="relaxed")
-    tl.atomic_add(counts_ptr + 1, step_gained, sem="relaxed")
-    drift = tl.where(spends, drift, 0)
-    tl.atomic_add(counts_ptr + 2, tl.sum(tl.maximum(drift, 0), axis=0), sem="relaxed")
-    tl.atomic_add(counts_ptr + 3, tl.sum(tl.maximum(-drift, 0), axis=0), sem="relaxed")
-    relaxable = tl.sum(tl.where(is_relaxable, is_verified.to(tl.int64), 0), axis=0)
-    tl.atomic_add(counts_ptr + 4, relaxable, sem="relaxed")
-    is_refused = is_verified & (verdict >= C.PROTECTED)
-    refusal = tl.maximum(verdict - C.PROTECTED, 0)
-    tl.atomic_add(counts_ptr + 5 + refusal, one, mask=is_refused, sem="relaxed")
-
-    of_greedy = tl.where(is_relaxed, loss.to(tl.float32) * C.UNIT, float("nan"))
-    of_sampled = tl.where(offset <= accepted, ratio, float("nan"))
-    width = num_speculative_tokens + 1
-    where = account.table + request.to(tl.int64) * 2 * width + offset
-    tl.store(where, tl.where(is_greedy, of_greedy, of_sampled), mask=offset < width)
-    told = tl.where(is_greedy, 0.0, drift.to(tl.float32) * C.UNIT)
-    tl.store(where + width, told, mask=offset < width)
-    return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
@@ -168,7 +89,6 @@ def accept_kernel(
     GREEDY: tl.constexpr,
     FIXED: tl.constexpr,
     WITH_SECOND: tl.constexpr,
-    WITH_SUM: tl.constexpr,
     # "no", "fixed" or "drawn" drafts
     SAMPLED: tl.constexpr,
 ):
@@ -204,7 +124,6 @@ def accept_kernel(
         num_splits,
         SPLITS,
         WITH_SECOND,
-        WITH_SUM,
     )
     draft = rows.draft
     most, value, room = allowance(record_ptr, produced, offset)
@@ -212,10 +131,11 @@ def accept_kernel(
     gainful = num_gainful(rows.is_end, offset, length, room)
     # The last position of the answer; none where it had ended before.
     last_counted = tl.where(is_over != 0, -1, gainful)
-    verdict = GREEDY(rows, partials, row, value, most, gainful, offset, length)
+    splits = partials, row, num_splits
+    verdict = GREEDY(rows, splits, value, most, gainful, offset, length, SPLITS)
     loss = rows.loss
-    accepts = (verdict == C.FIRST) | (verdict == C.RELAXED)
-    gained = tl.where(verdict == C.RELAXED, 1 << 16, 0).to(tl.int64)
+    accepts = (verdict == C.VERDICT.FIRST) | (verdict == C.VERDICT.RELAXED)
+    gained = tl.where(verdict == C.VERDICT.RELAXED, C.PER_NAT, 0.0).to(tl.int64)
     # Greedily the drift is the loss.
     drift = loss
     ratio_accepted = tl.zeros([POSITIONS], tl.float32)
@@ -239,13 +159,13 @@ def accept_kernel(
                 drift = nearest_units(tl.load(of_row + C.DRIFT, mask=is_drawn, other=0.0))
             else:
                 odds = read_odds(rows, partials, row, is_draft, num_splits, SPLITS)
-                decided = FIXED(rows, odds, partials, row, value, most, gainful, offset, length)
+                decided = FIXED(rows, odds, splits, value, most, gainful, offset, length, SPLITS)
                 verdict, loss, gained = decided.verdict, decided.loss, decided.gained
                 drift = nearest_units(decided.drift)
                 ratio_accepted = log_ratio_of_fixed(decided, True)
                 ratio_rejected = log_ratio_of_fixed(decided, False)
                 accepts = odds.is_number & (odds.log_p + ratio_accepted > tl.log(u))
-                accepts = accepts | (verdict == C.RELAXED)
+                accepts = accepts | (verdict == C.VERDICT.RELAXED)
 
     stops = is_draft & (accepts == 0)
     accepted = tl.min(tl.where(stops, offset, length), axis=0)
@@ -262,7 +182,7 @@ def accept_kernel(
     tl.store(of_request + offset, token, mask=offset <= num_speculative_tokens)
     # Behind the draft the target's own bonus token follows.
     ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
-    num_relaxed, step_lost = _write_down(
+    num_relaxed, step_lost = write_down(
         account,
         record_ptr + C.LOST,
         request,
@@ -293,57 +213,35 @@ def accept_kernel(
 
 
 def accept(
-    step: Step,
-    terms: Terms,
-    guard: Guard | None = None,
-    account: Account | None = None,
-    draws: Draws | None = None,
-) -> VerifyOutput:
-    """Verifies a step; what its requests lose is added to their records.
+    reduced: Reduced,
+    output: VerifyOutput,
+    account: Account,
+    clipped: torch.Tensor | None = None,
+    masses: torch.Tensor | None = None,
+) -> None:
+    """Launches `accept_kernel`.
 
     Args:
-        step: its logits are processed, where requests sample.
-        terms: of the engine.
-        guard: what the text before each row asks; or None, where it asks nothing.
-        account: where the step is counted; without a table one is made.
-        draws: of the step, where requests sample.
-
-    Returns:
-        As in `accept.naive.accept`, but that the tokens are int64, as Model Runner V2 wants them.
+        reduced: the step.
+        output: written; behind the drafts of a request that samples, a draw is still to come.
+        account: where the step is written down, with a table.
+        clipped, masses: of drawn drafts, see `clip_rows` and `sum_residuals`.
     """
-    batch, device, rule = step.slots.shape[0], step.logits.device, terms.rule
-    output = VerifyOutput(
-        torch.empty((batch, step.num_speculative_tokens + 1), dtype=torch.int64, device=device),
-        torch.empty(batch, dtype=torch.int32, device=device),
-        torch.empty(batch, dtype=torch.int32, device=device),
-        torch.empty(batch, dtype=torch.int64, device=device),
-    )
-    if not batch:
-        return output
-    if account is None:
-        size = CounterLayout(step.num_speculative_tokens).size
-        account = Account(torch.zeros(size, dtype=torch.int64, device=device), None)
-    if account.table is None:
-        size = kept_size(batch, 256)
-        account = account._replace(table=_kept_table(size, step.num_speculative_tokens + 1, device))
-    reduced = reduce_rows(step, terms, guard, draws)
-    kind, clipped, masses = "no" if draws is None else "fixed", None, None
-    if draws is not None and draws.sampling.draft_logits is not None:
-        kind, clipped = "drawn", clip_rows(reduced, draws)
-        masses = sum_residuals(reduced, draws, clipped)
+    step, draws, rule = reduced.step, reduced.draws, reduced.terms.rule
+    kind = "no" if draws is None else "fixed" if clipped is None else "drawn"
     num_blocks = 1 if masses is None else masses.shape[1]
     vocab, positions = step.logits.shape[1], reduced.num_positions
     reduced.variant.launch(
         accept_kernel,
-        (batch, 1, 1),
+        (step.slots.shape[0], 1, 1),
         output,
         account,
         reduced.partials,
         step.records.table,
         step.input_ids,
         step.cu_num_logits,
-        terms.protected,
-        guard,
+        reduced.terms.protected,
+        reduced.guard,
         step.slots,
         step.total_len,
         step.prompt_len,
@@ -361,19 +259,8 @@ def accept(
         rule.jitted.greedy,
         rule.jitted.sampled,
         Need.SECOND in rule.needs,
-        Need.SUMS in rule.needs,
         kind,
         # Long drafts leave one warp too few registers.
         num_warps=max(1, positions // 8),
         enable_fp_fusion=False,
     )
-    if draws is not None:
-        from vllm_mars.kernels.draw.fused import draw
-
-        draw(reduced, draws, clipped, output, account)
-    return output
-
-
-@functools.cache
-def _kept_table(batch: int, width: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((batch, 2, width), device=device)

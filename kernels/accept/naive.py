@@ -1,4 +1,4 @@
-"""Verification on a CPU: the rows by NumPy (`rows`), then the rule as it is written.
+"""Which draft tokens of a request stay, on a CPU.
 
 Where a request samples its rows are divided by the temperature and their softmax is found, one
 request at a time: those of a drawn draft up to the first token that was never drawn, all of one
@@ -12,14 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_mars.kernels.account.naive import Account, CounterLayout
 from vllm_mars.kernels.blocks.naive import num_staying, reach
 from vllm_mars.kernels.law.naive import Position, clip_row, drawn_prices, log_ratio
 from vllm_mars.kernels.ledger.naive import LOSS_BITS, Allowance, nearest_units, units_of
 from vllm_mars.kernels.record import Column
-from vllm_mars.kernels.rows.naive import Rows, num_gainful, read_probabilities, read_rows
+from vllm_mars.kernels.rows.naive import Rows, num_gainful, read_probabilities
 from vllm_mars.kernels.rules import Rule
-from vllm_mars.kernels.step import Step, Terms, VerifyOutput
+from vllm_mars.kernels.step import Step, Terms
 from vllm_mars.kernels.strictness.naive import Guarded
 from vllm_mars.kernels.verdicts import Verdict
 
@@ -85,69 +84,6 @@ class Emitted(NamedTuple):
     gained: Sequence[int] = ()
 
 
-def accept(
-    step: Step,
-    terms: Terms,
-    guard: Guarded | None = None,
-    account: Account | None = None,
-    chance: Chance | None = None,
-    bonus: torch.Tensor | None = None,
-) -> VerifyOutput:
-    """Verifies a step; what its requests lose is added to their records.
-
-    Args:
-        step: its logits are processed but for the temperature.
-        terms: of the engine.
-        guard: what the text before each row asks; or None, where it asks nothing.
-        account: where the step is counted.
-        chance: what decides where requests sample; None if all are greedy.
-        bonus: what follows the draft of each request if all of it is accepted, `[batch]` or
-            `[batch, 1]`; None, where all are greedy, for the first choice of the row behind it.
-    """
-    step = step._replace(logits=step.logits.detach().float())
-    slots, width = step.slots.tolist(), step.num_speculative_tokens
-    begins, batch = [0, *step.cu_num_logits.tolist()], len(slots)
-    temperature = [0.0] * batch if chance is None else chance.temperature.tolist()
-    rows = read_rows(step, terms, guard, temperature, with_bonus=bonus is None)
-    records = step.records
-    relaxes = records.relaxes
-    behind = None if bonus is None else bonus.reshape(-1).tolist()
-    tokens = np.full((batch, width + 1), -1, dtype=np.int32)
-    summary = np.zeros((3, batch), dtype=np.int64)
-    layout, is_drawn = CounterLayout(width), chance is not None and chance.draft_probs is not None
-    for place, allowed in enumerate(allowances(step)):
-        begin, end = begins[place], begins[place + 1] - 1
-        is_greedy = chance is None or not temperature[place]
-        if chance is None or is_greedy:
-            emitted = _greedy(rows, begin, end, allowed, terms.rule)
-        else:
-            followers = () if guard is None else guard.followers[begin:end]
-            own = SampledDraft(step, terms, chance, place, begin, end, followers)
-            emitted = (_drawn if is_drawn else _fixed)(rows, allowed, terms.rule, own)
-        accepted = emitted.accepted
-        tokens[place, :accepted] = rows.draft[begin : begin + accepted]
-        if emitted.token is not None:
-            tokens[place, accepted] = emitted.token
-        elif behind is None:
-            tokens[place, accepted] = rows.argmax[end]
-        else:
-            tokens[place, accepted] = behind[place]
-        # What lies behind the answer's end is no part of it.
-        most = num_gainful(rows, begin, end, allowed) + 1
-        most = 0 if allowed.has_ended else most
-        counted = emitted._replace(positions=emitted.positions[:most], gained=emitted.gained[:most])
-        drafted, slot = rows.draft[begin:end], slots[place]
-        is_relaxable = bool(relaxes[slot])
-        num_relaxed, lost = _write_down(
-            counted, drafted, is_greedy, is_relaxable, place, account, layout
-        )
-        if lost:
-            records.lost[slot] += lost
-        summary[:, place] = accepted + 1, num_relaxed, lost
-    emitted_, relaxed_, lost_ = torch.from_numpy(summary)
-    return VerifyOutput(torch.from_numpy(tokens), emitted_.int(), relaxed_.int(), lost_)
-
-
 def allowances(step: Step) -> Iterator[Allowance]:
     """What each request of a step may pay and lose."""
     slots = step.slots.long()
@@ -161,6 +97,27 @@ def allowances(step: Step) -> Iterator[Allowance]:
         found = Allowance.of(value, rate, lost, produced[place], most_tokens)
         is_end = produced[place] > 0 and last[place] >= 0 and last[place] in ends[place]
         yield found._replace(has_ended=found.has_ended or is_end)
+
+
+def accept(
+    rows: Rows,
+    allowed: Allowance,
+    step: Step,
+    terms: Terms,
+    place: int,
+    chance: Chance | None,
+    guard: Guarded | None,
+) -> Emitted:
+    """What a step emits for the request at a place of the batch."""
+    ends = step.cu_num_logits
+    begin, end = int(ends[place - 1]) if place else 0, int(ends[place]) - 1
+    if chance is None or not chance.temperature[place]:
+        return _greedy(rows, begin, end, allowed, terms.rule)
+    followers = () if guard is None else guard.followers[begin:end]
+    own = SampledDraft(step, terms, chance, place, begin, end, followers)
+    if chance.draft_probs is None:
+        return _fixed(rows, allowed, terms.rule, own)
+    return _drawn(rows, allowed, own)
 
 
 def _greedy(rows: Rows, begin: int, end: int, allowed: Allowance, rule: Rule) -> Emitted:
@@ -292,7 +249,7 @@ def _fixed(rows: Rows, allowed: Allowance, rule: Rule, own: SampledDraft) -> Emi
     return Emitted(end - begin, None, positions, [*log_ratios, 0.0])
 
 
-def _drawn(rows: Rows, allowed: Allowance, _: Rule, own: SampledDraft) -> Emitted:
+def _drawn(rows: Rows, allowed: Allowance, own: SampledDraft) -> Emitted:
     begin, end, q = own.begin, own.end, own.q
     assert q is not None
     prices = drawn_prices(rows, begin, end, allowed, own.most_drafts)
@@ -355,51 +312,3 @@ def _drawn(rows: Rows, allowed: Allowance, _: Rule, own: SampledDraft) -> Emitte
     if accepted == length:
         log_ratios.append(0.0)
     return Emitted(accepted, token, positions, log_ratios, gained)
-
-
-def _write_down(
-    emitted: Emitted,
-    draft: Sequence[int],
-    is_greedy: bool,
-    is_relaxable: bool,
-    place: int,
-    account: Account | None,
-    layout: CounterLayout,
-) -> tuple[int, int]:
-    """Counts a request's step; returns relaxed tokens and loss."""
-    num_relaxed = lost = drift_up = drift_down = 0
-    gained = sum(emitted.gained)
-    table = None if account is None or account.table is None else account.table[place]
-    if table is not None:
-        table[0] = math.nan
-        table[1] = 0
-        table[0, : len(emitted.log_ratios)] = torch.tensor(emitted.log_ratios)
-    for offset, position in enumerate(emitted.positions):
-        is_relaxed = offset < emitted.accepted and position.verdict == Verdict.RELAXED
-        num_relaxed += is_relaxed
-        if is_relaxed or not is_greedy:
-            lost += position.loss
-            gained += position.gained
-            drift_up += max(position.drift, 0)
-            drift_down += max(-position.drift, 0)
-        if table is not None and is_relaxed and is_greedy:
-            table[0, offset] = position.loss * 2.0**-LOSS_BITS
-        if table is not None and not is_greedy:
-            table[1, offset] = position.drift * 2.0**-LOSS_BITS
-    if account is not None:
-        counts = account.counts.numpy()
-        for offset, position in enumerate(emitted.positions):
-            if draft[offset] < 0:
-                continue
-            is_accepted, verdict = offset < emitted.accepted, position.verdict
-            counts[layout.verified][offset] += 1
-            counts[layout.relaxable] += is_relaxable
-            counts[layout.accepted][offset] += is_accepted
-            counts[layout.relaxed][offset] += is_accepted and verdict == Verdict.RELAXED
-            if verdict >= Verdict.PROTECTED:
-                counts[layout.refused][verdict - Verdict.PROTECTED] += 1
-        counts[layout.lost] += lost
-        counts[layout.gained] += gained
-        counts[layout.drift_up] += drift_up
-        counts[layout.drift_down] += drift_down
-    return num_relaxed, lost

@@ -1,9 +1,10 @@
-"""What a step of Model Runner V2 does beside verifying, each in one launch in the place of many.
+"""What verification writes down of a step, and what it does beside verifying.
 
     ended_kernel   grid (ended,)   what requests lost that end, by bucket
     ratios_kernel  grid (B, K + 1) log p of a token that was sampled becomes log m
 
 Each reads and writes a few numbers for each request; all of their time is that of the launch.
+`accept_kernel` itself counts by `write_down`.
 """
 
 import torch
@@ -11,12 +12,83 @@ import triton
 import triton.language as tl
 
 from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.record import RECORD_SIZE, Column, Records
 
 # Columns of logprobs that are looked at at a time.
 _BLOCK = 128
 # Views that start anywhere.
 _UNALIGNED = ["slots_ptr", "cu_num_logits_ptr"]
+
+
+@triton.jit
+def write_down(
+    account,
+    lost_ptr,
+    request,
+    offset,
+    draft,
+    verdict,
+    loss,
+    gained,
+    drift,
+    ratio,
+    accepted,
+    is_counted,
+    is_greedy,
+    is_relaxable,
+    num_speculative_tokens,
+    BY_BLOCKS: tl.constexpr,
+):
+    """Counts a request's step, takes its loss off; returns relaxed tokens and loss."""
+    is_visited = is_counted & (offset <= accepted)
+    is_accepted = is_counted & (offset < accepted)
+    is_relaxed = is_accepted & (verdict == C.VERDICT.RELAXED)
+    spends = is_relaxed | (is_visited & (is_greedy == 0))
+    step_lost = tl.sum(tl.where(spends, loss, 0), axis=0)
+    gains = spends
+    if BY_BLOCKS:
+        # Of the positions, too, that were not reached.
+        gains = gains | (is_counted & (is_greedy == 0))
+    step_gained = tl.sum(tl.where(gains, gained, 0), axis=0)
+    lost = tl.load(lost_ptr)
+    # All warps have loaded what one of them stores.
+    tl.debug_barrier()
+    tl.store(lost_ptr, lost + step_lost)
+
+    one = tl.full(offset.shape, 1, tl.int64)
+    is_verified = is_visited & (draft >= 0)
+    # By position, then all others: see `PLACES`.
+    each_ptr = account.counts + offset
+    k = num_speculative_tokens
+    tl.atomic_add(each_ptr + C.COUNTER.verified * k, one, mask=is_verified, sem="relaxed")
+    tl.atomic_add(
+        each_ptr + C.COUNTER.accepted * k, one, mask=is_verified & is_accepted, sem="relaxed"
+    )
+    tl.atomic_add(
+        each_ptr + C.COUNTER.relaxed * k, one, mask=is_verified & is_relaxed, sem="relaxed"
+    )
+    counts_ptr = account.counts + C.BY_POSITION * k
+    tl.atomic_add(counts_ptr + C.COUNTER.lost, step_lost, sem="relaxed")
+    tl.atomic_add(counts_ptr + C.COUNTER.gained, step_gained, sem="relaxed")
+    drift = tl.where(spends, drift, 0)
+    up, down = tl.sum(tl.maximum(drift, 0), axis=0), tl.sum(tl.maximum(-drift, 0), axis=0)
+    tl.atomic_add(counts_ptr + C.COUNTER.drift_up, up, sem="relaxed")
+    tl.atomic_add(counts_ptr + C.COUNTER.drift_down, down, sem="relaxed")
+    relaxable = tl.sum(tl.where(is_relaxable, is_verified.to(tl.int64), 0), axis=0)
+    tl.atomic_add(counts_ptr + C.COUNTER.relaxable, relaxable, sem="relaxed")
+    is_refused = is_verified & (verdict >= C.VERDICT.PROTECTED)
+    refusal = C.COUNTER.refused + tl.maximum(verdict - C.VERDICT.PROTECTED, 0)
+    tl.atomic_add(counts_ptr + refusal, one, mask=is_refused, sem="relaxed")
+
+    of_greedy = tl.where(is_relaxed, loss.to(tl.float32) * C.UNIT, float("nan"))
+    of_sampled = tl.where(offset <= accepted, ratio, float("nan"))
+    width = num_speculative_tokens + 1
+    where = account.table + request.to(tl.int64) * 2 * width + offset
+    tl.store(where, tl.where(is_greedy, of_greedy, of_sampled), mask=offset < width)
+    told = tl.where(is_greedy, 0.0, drift.to(tl.float32) * C.UNIT)
+    tl.store(where + width, told, mask=offset < width)
+    return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
@@ -130,7 +202,7 @@ def add_log_ratios(
     slots: torch.Tensor,
     cu_num_logits: torch.Tensor,
 ) -> None:
-    """Makes the log p of sampled tokens log m, as `verification.of_sampled` says it.
+    """Makes the log p of sampled tokens log m, as `naive.of_sampled` says it.
 
     Args:
         logprobs: float32 `[num_rows, columns]`, added into.

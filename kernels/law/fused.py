@@ -118,7 +118,7 @@ def log_ratio_of_fixed(decided, IS_DRAFT: tl.constexpr):
     ratio = -decided.log_z
     if IS_DRAFT:
         # Where the draft token is accepted outright, log Z is its log p.
-        ratio += tl.where(decided.verdict == C.RELAXED, 0.0, decided.bias)
+        ratio += tl.where(decided.verdict == C.VERDICT.RELAXED, 0.0, decided.bias)
     return ratio
 
 

@@ -378,7 +378,7 @@ class Reduced(NamedTuple):
     """A step whose rows have been read: what the kernels behind `rows_kernel` are given.
 
     Attributes:
-        step, terms, guard, draws: see `accept.fused.accept`.
+        step, terms, guard, draws: see `kernels.fused.verify`.
         variant: by which the step's kernels are launched.
         partials: the partial results of its rows.
         num_splits: of each row.

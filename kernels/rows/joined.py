@@ -15,8 +15,7 @@ from vllm_mars.kernels.rows.fused import unpack_id, unpack_value
 class Rows(NamedTuple):
     """As `rows.naive.Rows`: vectors on the device, with the largest logits and the draft token's.
 
-    `second` is the second largest, or `first` where the rule does not need it; `lse` and `entropy`
-    are there where the rule needs sums, whether its request samples or not.
+    `second` is the second largest, or `first` where the rule does not need it.
     """
 
     draft: tl.tensor
@@ -25,8 +24,6 @@ class Rows(NamedTuple):
     second: tl.tensor
     logit: tl.tensor
     loss: tl.tensor
-    lse: tl.tensor
-    entropy: tl.tensor
     is_end: tl.tensor
     is_kept: tl.tensor
     keeps_first: tl.tensor
@@ -120,7 +117,6 @@ def read_rows(
     num_splits,
     SPLITS: tl.constexpr,
     WITH_SECOND: tl.constexpr,
-    WITH_SUM: tl.constexpr,
 ):
     """What a rule reads of the rows."""
     packed, second = reduce_splits(partials, row, is_row, num_splits, SPLITS, WITH_SECOND)
@@ -134,9 +130,6 @@ def read_rows(
 
     # Of infinities and a NaN no number comes out, which compares with nothing.
     loss = units_of(tl.where(draft >= 0, first - logit, 0.0))
-    lse, entropy = first, first
-    if WITH_SUM:
-        lse, entropy = log_sum_exp(partials, row, is_draft, first, num_splits, SPLITS)
 
     ends = is_end(draft, record_ptr) & in_vocab
     keeps_draft = ends
@@ -153,7 +146,7 @@ def read_rows(
         if is_greedy:
             looks = repeats & (draft != argmax)
             repeats = repeats & (_is_listed(argmax, guard, row, looks) == 0)
-    logits = first, second, logit, loss, lse, entropy
+    logits = first, second, logit, loss
     return Rows(draft, argmax, *logits, ends, keeps_draft, keeps_first, repeats, blocked)
 
 
@@ -192,5 +185,5 @@ def num_gainful(is_end, offset, length, room):
 def forbids(rows, with_first):
     """Why each position is strict, or 0."""
     is_strict = rows.is_kept | (rows.keeps_first & with_first)
-    reason = tl.where(is_strict, C.PROTECTED, tl.where(rows.repeats, C.REPEAT, 0))
+    reason = tl.where(is_strict, C.VERDICT.PROTECTED, tl.where(rows.repeats, C.VERDICT.REPEAT, 0))
     return tl.where(rows.blocked != 0, rows.blocked, reason)

@@ -9,6 +9,7 @@ imported before it is needed.
 import enum
 import functools
 import importlib
+from collections.abc import Collection
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -83,9 +84,13 @@ class Rule(NamedTuple):
         """The same in Triton: see `rules.fused`."""
         return _module(f"fused.{self.name}")
 
+    def loosest(self, values: Collection[float]) -> float:
+        """The value among these at which it relaxes most."""
+        return min(values) if self.strict else max(values)
+
     def is_looser(self, value: float, other: float) -> bool:
         """Whether it relaxes more at a value than at another."""
-        return value < other if self.strict else value > other
+        return self.loosest((value, other)) != other
 
 
 @functools.cache

@@ -235,7 +235,7 @@ def strictness_kernel(
         longest = tl.zeros([], tl.int32)
         count = tl.zeros([], tl.int32)
         if FILLS:
-            blocked = tl.where(token == tl.load(draft_ptr + j - 1), C.REPEAT, blocked)
+            blocked = tl.where(token == tl.load(draft_ptr + j - 1), C.VERDICT.REPEAT, blocked)
         if LENGTH > 0:
             text = num_answer + j, first, ring_ptr, num_answer, draft_ptr
             if is_strict == 0:
@@ -245,13 +245,13 @@ def strictness_kernel(
             if least > 0:
                 list_ptr = guard.followers + (start + j).to(tl.int64) * C.MOST_FOLLOWERS
                 count = _list(list_ptr, seen_ptr, vocab, least, text, BLOCK, LENGTH, WINDOW)
-            blocked = tl.where(count > C.MOST_FOLLOWERS, C.REPEAT, blocked)
+            blocked = tl.where(count > C.MOST_FOLLOWERS, C.VERDICT.REPEAT, blocked)
             count = tl.where(count > C.MOST_FOLLOWERS, 0, count)
         if markers_ptr is not None:
             outside = tl.where((state & C.THINKING) != 0, C.IN_ANSWER, C.IN_THINKING)
-            reason = tl.where(scope == outside, C.OUTSIDE, 0)
-            reason = tl.where(state >= C.OPENING, C.OPENED, reason)
-            reason = tl.where(state % C.THINKING != 0, C.SPAN, reason)
+            reason = tl.where(scope == outside, C.VERDICT.SCOPE, 0)
+            reason = tl.where(state >= C.OPENING, C.VERDICT.OPENING, reason)
+            reason = tl.where(state % C.THINKING != 0, C.VERDICT.SPAN, reason)
             blocked = tl.where(reason != 0, reason, blocked)
             state = _advance(state, token, markers_ptr, num_markers, opening)
         tl.store(guard.blocked + start + j, blocked.to(tl.int8))

@@ -320,6 +320,14 @@ def test_the_page_of_the_api_has_each_argument_and_default():
     assert "| `routing` | `'prefix'` |" in shown and "| `runtime_env` |  |" in shown
 
 
+def test_a_list_of_numbers_is_a_line(tmp_path):
+    rows = [["[\n1,\n2\n]", 1.5, [-2, 3e-7, None]], ["]", [], [["ü", 1]]]]
+    figures.write(tmp_path / "new/a.json", {"rows": rows})
+    text = (tmp_path / "new/a.json").read_text()
+    assert json.loads(text) == {"schema": figures.SCHEMA, "rows": rows}
+    assert "      [-2, 3e-07, null]" in text.splitlines()
+
+
 # What was set, not measured: bounds, temperatures, a price, a version, and what intervals are of.
 SET = {"0.005", "0.02", "0.05", "0.3", "0.4", "0.7", "0.9", "0.32", "95 %", "80 %"}
 

@@ -10,7 +10,8 @@ import torch
 
 from benchmarks import kernel
 from benchmarks.kernel import MismatchError
-from benchmarks.kernel_step import HostClock, Shape, Step
+from benchmarks.kernel_step import Shape, ThreadClock
+from benchmarks.step_v2 import Step
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,4 +42,4 @@ def test_other_tokens_than_vllms_are_an_error(monkeypatch):
     with pytest.raises(
         MismatchError, match="temperature 1, .*: 1 of 2 .* vLLM, standard, .* first is request 1"
     ):
-        kernel.measure_cell(HostClock(), Shape(1.0, False, 2, 1, 8), 1)
+        kernel.measure_cell(ThreadClock(), Shape(1.0, False, 2, 1, 8), 1)

@@ -85,12 +85,6 @@ def test_mixed_steps_cost_at_most_a_greedy_and_a_sampled_one(cases):
             assert row["launches"] <= sum(one["launches"] for one in alone)
 
 
-@pytest.mark.parametrize("drafts", ["fixed", "probabilistic"])
-def test_blocks_read_no_more_than_vllms_do(output, drafts):
-    (row,) = (row for row in output[0] if row.get("megabytes") == drafts)
-    assert row["MARS"]["all"] <= row["MARS at most"]
-
-
 def test_the_file_of_host_times_makes_a_table(output):
     lines, file = output
     assert len(file["rows"]) == 9

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import states
 from calls import LONGEST, Call, on_cpu, sampled_step
+from vllm_mars.kernels import naive
 from vllm_mars.kernels.accept import naive as accept
 from vllm_mars.options.config import DRAWN_PRICE, FIXED_PRICE
 
@@ -66,7 +67,7 @@ def test_a_step_that_samples(judge, rule, is_drawn):
         chance = accept.Chance(call.temperature, rng.random(sum(call.lengths)), q)
         records = step.records._replace(table=step.records.table.clone())
         own = step._replace(records=records)
-        output = accept.accept(own, call.terms, call.guard, None, chance, torch.zeros(call.batch))
+        output = naive.verify(own, call.terms, call.guard, None, chance, torch.zeros(call.batch))
         counts.append(output.num_emitted.tolist())
         lost.append((output.lost / 2**16).tolist())
     for place, of in judged(judge, rule).items():

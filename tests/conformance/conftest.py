@@ -8,8 +8,9 @@ rule says: through real engines with tiny random models and at the samplers them
 model runners. Nothing is downloaded but for one test with the packaged model.
 
     test_engine_v1.py, test_engine_v2.py    engines: one workload for vLLM's sampler and for MARS
-    test_step_v2.py, test_runner_v2.py      one verification step of V2 (that of V1 is in
-                                            tests/worker/test_sampler_v1.py), and what surrounds it
+    test_step_v2.py, test_slots_v2.py,      one verification step of V2 (that of V1 is in
+    test_runner_v2.py                       tests/worker/test_sampler_v1.py), what is kept from step
+                                            to step, and what surrounds one
     test_distribution.py,                   all that a step of V1, and of V2, can emit, against the
     test_distribution_v2.py                 rule (enumerated.py)
     test_grammar.py                         the same of drafts that a grammar forbids a part of, as

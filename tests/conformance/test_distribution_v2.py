@@ -10,9 +10,10 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 from vllm.v1.worker.gpu.structured_outputs import grammar_invalid_drafts
 
+from benchmarks.step_v2 import Request, Step
 from enumerated import FEATURES, Batch, case_of
 from scheduled import CASES, MARS, Engine, logits_of, write_model
-from steps_v2 import Request, Step, emitted
+from steps_v2 import emitted
 from vllm_mars.kernels.accept import fused as accept_kernel
 from vllm_mars.kernels.draw import fused as draw_kernel
 from vllm_mars.kernels.law import fused as clip_kernel
@@ -64,13 +65,13 @@ def check(monkeypatch, batch, logits, acceptable=None):
     if case.is_drawn:
         sampler.requests.drawn_with[0].fill_(SHARE)
     lost = sampler.requests.records.lost
-    lost[step.states] = case.lost
+    lost[step.slots] = case.lost
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
     given, invalid = step.batch(), None
     if acceptable is not None:
         invalid = grammar_invalid_drafts(given, given.req_ids, acceptable)
     output = sampler(step.logits.clone(), given, step.draft_logits, invalid)
-    batch.check(sampler.verification, emitted(output), lost[step.states] - case.lost)
+    batch.check(sampler.reports, emitted(output), lost[step.slots] - case.lost)
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from calls import CPU, Call, sampled_step, to
-from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels import fused
 
 GOLDEN = Path(__file__).with_suffix(".json")
 # Without a GPU tests run in the interpreter.
@@ -54,7 +54,7 @@ def steps(kind: str, most: int = max(NUM_STEPS.values())) -> Iterator[tuple[Call
 def tokens_of(call: Call, step: tuple) -> list[list[int]]:
     """What the kernels emit of a step for each of its requests."""
     given, guard, draws, terms = (to(DEVICE, value) for value in (*step[1:], call.terms))
-    output = accept_kernel.accept(given, terms, guard, None, draws)
+    output = fused.verify(given, terms, guard, None, draws)
     counts = output.num_emitted.tolist()
     rows = output.output_token_ids.tolist()
     return [row[:count] for row, count in zip(rows, counts, strict=True)]

@@ -10,7 +10,7 @@ import torch
 import clip_cases
 import oracle
 from golden_tokens import DEVICE, IS_INTERPRETED
-from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels import fused
 from vllm_mars.kernels.kept.naive import Protected
 from vllm_mars.kernels.ledger.naive import NO_BOUND
 from vllm_mars.kernels.record import Records
@@ -89,7 +89,7 @@ def drawn(num, is_drawn):
         places = torch.arange(LENGTH + 1, device=DEVICE, dtype=torch.int32).repeat(size)
         row_slots = slots.repeat_interleave(LENGTH + 1)
         draws = Draws(sampling, places.long() + 5, row_slots, places)
-        tokens = accept_kernel.accept(step, terms, None, None, draws).output_token_ids[:, 0]
+        tokens = fused.verify(step, terms, None, None, draws).output_token_ids[:, 0]
         counts += torch.bincount(tokens.cpu(), minlength=VOCAB)
     return counts, m, target[0].softmax(-1)
 

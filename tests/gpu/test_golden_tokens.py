@@ -11,7 +11,7 @@ import torch
 
 from calls import Replay
 from golden_tokens import GOLDEN, IS_INTERPRETED, KINDS, NUM_STEPS, SMALL, steps, tokens_of
-from vllm_mars.kernels.accept import naive as accept
+from vllm_mars.kernels import naive
 from vllm_mars.kernels.step import STRUCK
 
 # The interpreter takes 0.2 s for a step of the small vocabulary, and 3 s for one of the large.
@@ -73,7 +73,7 @@ def test_a_cpu_may_emit_what_was_written(kind):
         tokens = torch.tensor([[*own, *[-1] * (width - len(own))] for own in expected])
         chance = Possible(call, tokens, q)
         bonus = torch.tensor(chance.behind)
-        found = accept.accept(step, call.terms, call.guard, None, chance, bonus)
+        found = naive.verify(step, call.terms, call.guard, None, chance, bonus)
         assert torch.equal(found.output_token_ids.long(), tokens)
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.kernel_step import Shape, Step, tokens_of
+from benchmarks.kernel_step import Shape, is_repeated, step_of, tokens_of
 from calls import LONGEST, Call, close, listed, sampled_step, to, written_down
 from vllm_mars import MarsConfig, verify_greedy
-from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels import fused
 from vllm_mars.kernels.law import fused as clip_kernel
 from vllm_mars.kernels.law.naive import TOLERANCE
 from vllm_mars.kernels.record import Column, Records
@@ -89,7 +89,7 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
             found, step = to(DEVICE, call.account()), to(DEVICE, given)
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                output = accept_kernel.accept(step, terms, guard, found, drawn)
+                output = fused.verify(step, terms, guard, found, drawn)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(step.logits.cpu().nan_to_num(), given.logits.nan_to_num())
@@ -105,9 +105,9 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_a_whole_step_of_v2_is_vllms_at_price_0_and_waits_for_nothing(temperature, is_drawn):
     """Probabilistic drafts as its `block` has them, all else as its `standard`."""
-    step = Step(Shape(temperature, is_drawn, 5, 4, 49_152), DEVICE)
+    step = step_of(Shape(temperature, is_drawn, 5, 4, 49_152), DEVICE)
     strict = tokens_of(step.verification(MarsConfig(price=0.0)))
-    if step.strict_method:
+    if is_repeated(step):
         assert torch.equal(strict, tokens_of(step.verification(step.strict_method)))
     verify = step.verification(MarsConfig(max_loss=0.02))
     verify()

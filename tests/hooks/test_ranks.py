@@ -156,11 +156,11 @@ def test_a_rank_that_differs_is_named(answers, fault):
 
 def test_a_lock_on_a_rank_alone_is_refused_where_requests_may_relax(monkeypatch):
     """There a request that this process allows would end the engine."""
-    config = MarsConfig(theta=1.0, limit=0.9)
+    config = MarsConfig(max_loss=0, limit=0.02)
     answer = (0, "a", __version__, OURS, config.to_json(), True)
     with pytest.raises(RuntimeError, match="rank 0 on the node a has VLLM_MARS_LOCK=strict, but"):
         ranks.require_same_everywhere(Executor(answer), config)
-    closed = MarsConfig(theta=1.0)
+    closed = MarsConfig(max_loss=0)
     ranks.require_same_everywhere(Executor((*answer[:4], closed.to_json(), True)), closed)
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     ranks.require_same_everywhere(Executor(answer), config)

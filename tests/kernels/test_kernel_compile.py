@@ -13,7 +13,7 @@ import vllm.v1.worker.gpu.sample.gumbel
 
 from calls import tensors_of
 from compiled import TARGETS, compile_for, launches
-from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels import fused
 from vllm_mars.kernels.account import fused as beside
 from vllm_mars.kernels.account.naive import CounterLayout
 from vllm_mars.kernels.kept.naive import Protected
@@ -57,7 +57,7 @@ def verify(name, sampling=None, most=5, divides=False):
     draws = None
     if sampling is not None:
         draws = Draws(sampling, ROWS.long(), ROWS.long(), ROWS, divides=divides)
-    accept_kernel.accept(step(most=most), Terms(RULES[name], PROTECTED), GUARD, draws=draws)
+    fused.verify(step(most=most), Terms(RULES[name], PROTECTED), GUARD, draws=draws)
 
 
 def look():

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 from benchmarks import launcher
-from vllm_mars.kernels import launch
-from vllm_mars.kernels.accept import fused as accept_kernel
+from vllm_mars.kernels import fused, launch
 from vllm_mars.kernels.account.naive import Account, CounterLayout
 from vllm_mars.kernels.kept.naive import Protected
 from vllm_mars.kernels.record import Records
@@ -92,7 +91,7 @@ class Steps:
             draws = Draws(sampling, *by_row, self.use_fp64, self.one_of(False, True))
         table = self.one_of(None, torch.zeros(batch, 2, self.k + 1))
         account = Account(torch.zeros(CounterLayout(self.k).size, dtype=torch.int64), table)
-        accept_kernel.accept(step, self.terms, guard, account, draws)
+        fused.verify(step, self.terms, guard, account, draws)
 
 
 def test_random_steps_launch_what_triton_would_take():

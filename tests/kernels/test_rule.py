@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import oracle
 from vllm_mars import verify_greedy
+from vllm_mars.kernels import naive
 from vllm_mars.kernels.accept import naive as accept
 from vllm_mars.kernels.account.naive import Account, CounterLayout
 from vllm_mars.kernels.kept.naive import Protected
@@ -243,7 +244,7 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
     account = an_account(batch)
     before = own_step.records.lost.clone()
     bonus, guard = torch.tensor(batch["bonus"]), guard_of(batch)
-    output = accept.accept(own_step, rule, guard, account, bonus=bonus)
+    output = naive.verify(own_step, rule, guard, account, bonus=bonus)
     counts = np.zeros(COUNTED.size, dtype=np.int64)
     for i, rows, what in requests_of(batch, logits):
         expected = oracle.verify(rows, bonus=batch["bonus"][i], **what)
@@ -368,7 +369,7 @@ def test_requests_that_sample_are_served_what_the_formulas_say(batch):
             spent += found.loss
         wanted.append(lost)
     # Behind the answer's last token, and the first that is rejected, nothing counts.
-    accept.accept(
+    naive.verify(
         *(own_step, rule, guard),
         chance=All(torch.ones(len(wanted)), np.zeros(0)),
         bonus=torch.zeros(len(wanted)),

@@ -18,8 +18,7 @@ from interpreter import TESTS
 from processes import MARK, marked, wait_until
 from sweep_files import PIECES, STANDARD, mars, turn, write_sweep
 from vllm_mars.lab.demo import CATEGORIES, LENGTHS, MARS, sweep_options
-from vllm_mars.lab.demo_report import conclusion, print_report
-from vllm_mars.lab.examples import around, changed
+from vllm_mars.lab.demo_report import around, changed, conclusion, print_report
 from vllm_mars.lab.plan import STRICT, load_sweep
 from vllm_mars.lab.records import Piece, read_sweep
 from vllm_mars.lab.rows import Interval, rows

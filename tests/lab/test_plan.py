@@ -87,19 +87,19 @@ def test_rules_that_differ_in_a_value_alone_share_a_server():
         values={"price": (0.3, 0.5), "theta": (0.9,)},
         cells=(
             'bounded={"mars_price": 0.3, "mars_max_loss": 0.02}',
-            'own={"mars_price": 0.4, "mars_limit": 1}',
+            'own={"mars_price": 0.4, "mars_max_loss": 0, "mars_limit": 1}',
         ),
     )
     ((servers, turns),) = load_sweep(options).groups(0)
     found = {turn.cell.name: (json.loads(turn.server), turn.body) for turn in turns}
-    shared = MARS | {"mars_price": 0.0, "mars_limit": 8192}
+    shared = MARS | {"mars_price": 0.5}
     assert found == {
         "standard": (K4, {}),
         "price 0.3": (shared, {"vllm_xargs": {"mars_price": 0.3}}),
         "price 0.5": (shared, {"vllm_xargs": {"mars_price": 0.5}}),
         "theta 0.9": (MARS | {"mars_theta": 0.9}, {}),
         "bounded": (MARS | {"mars_price": 0.3, "mars_max_loss": 0.02}, {}),
-        "own": (MARS | {"mars_price": 0.4, "mars_limit": 1}, {}),
+        "own": (MARS | {"mars_price": 0.4, "mars_max_loss": 0, "mars_limit": 1}, {}),
     }
     assert len(servers) == 5
 

@@ -100,7 +100,6 @@ def test_what_cannot_be_read_is_logged_once(tmp_path, clock, caplog, monkeypatch
             '{"mars_theta": 0.8}',
             "mars_theta=0.8 is looser than this server's own 0.9",
         ),
-        (MarsConfig(theta=0.9, limit=0.5), '{"mars_theta": 0.4}', "mars_theta=0.4 is looser than"),
         (
             THETA,
             '{"mars_price": 0}',
@@ -127,8 +126,6 @@ def test_a_server_does_not_start_beside_a_broken_file(tmp_path, monkeypatch, con
         (MarsConfig(price=0.3), {"mars_price": 0}, {"mars_price": 0.2}, 0, math.inf),
         (MarsConfig(price=0.3), {"mars_price": 0.2}, {"mars_price": 0.1}, 0.1, math.inf),
         # Between what a server does by itself and what it lets requests do.
-        (MarsConfig(price=0, limit=0.3), {"mars_price": 0.2}, {"mars_price": 0.3}, 0.2, math.inf),
-        (MarsConfig(price=0, limit=0.3), {"mars_price": 0.2}, {}, 0, math.inf),
         (OPT_IN, {"mars_max_loss": 0.01}, {"mars_max_loss": 0.02}, math.inf, 0.01),
         (OPT_IN, {"mars_max_loss": 0.01}, {}, 0, 0),
         (OPT_IN, {"mars_max_loss": 0}, {"mars_max_loss": 0.02}, 0, 0),

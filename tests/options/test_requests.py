@@ -29,7 +29,6 @@ from vllm_mars.kernels.record import MOST_ENDS, RECORD_SIZE, Column, Records, he
 from vllm_mars.kernels.rules import PRICE as PRICE_RULE
 from vllm_mars.kernels.rules import RULES
 from vllm_mars.kernels.strictness.naive import IN_ANSWER, IN_THINKING
-from vllm_mars.models.drafts import CHOSEN_BY_REQUESTS
 from vllm_mars.options import config as config_module
 from vllm_mars.options import requests
 from vllm_mars.options.config import (
@@ -37,11 +36,17 @@ from vllm_mars.options.config import (
     FIXED_PRICE,
     split_speculative_config,
 )
-from vllm_mars.options.requests import OVERRIDES, RequestOptions, in_force, options_of
-from vllm_mars.worker.records import record_of
+from vllm_mars.options.requests import (
+    OVERRIDES,
+    RequestOptions,
+    check_options,
+    in_force,
+    options_of,
+)
+from vllm_mars.worker import records
 
-THETA = MarsConfig(theta=0.9, limit=0.8)
-PRICE = MarsConfig(price=0.25, limit=0.5)
+THETA = MarsConfig(theta=0.8)
+PRICE = MarsConfig(price=0.5)
 # The price follows what is left of the bound.
 BOUND = MarsConfig(max_loss=0.5)
 # Strict unless a request asks.
@@ -56,6 +61,10 @@ def params(**extra_args):
     return SamplingParams(temperature=0, extra_args=extra_args or None)
 
 
+def record_of(request, config, *own):
+    return records.record_of(options_of(request, config), request, config, *own)
+
+
 def served_with(config):
     """As much of vLLM's config as carries the options."""
     return SimpleNamespace(additional_config={"mars": TravellingOptions(config)})
@@ -64,16 +73,14 @@ def served_with(config):
 @pytest.mark.parametrize(
     ("config", "extra_args", "expected"),
     [
-        (THETA, {}, 0.9),
+        (THETA, {}, 0.8),
         (THETA, {"mars_theta": 1}, 1.0),
         (THETA, {"mars_theta": 0.8}, 0.8),
-        # Without a limit a request may be stricter than the server.
-        (MarsConfig(theta=0.9), {"mars_theta": 0.95}, 0.95),
-        (MarsConfig(theta=0.9), {"mars_theta": 0.9}, 0.9),
-        (MarsConfig(price=0.25), {"mars_price": 0.25}, 0.25),
-        (THETA, {"other": "x"}, 0.9),
-        (PRICE, {}, 0.25),
+        (THETA, {"mars_theta": 0.95}, 0.95),
+        (THETA, {"other": "x"}, 0.8),
+        (PRICE, {}, 0.5),
         (PRICE, {"mars_price": 0}, 0.0),
+        (PRICE, {"mars_price": 0.25}, 0.25),
         (PRICE, {"mars_price": 0.5}, 0.5),
         (BOUND, {}, math.inf),
         (BOUND, {"mars_max_loss": 0.1}, math.inf),
@@ -95,7 +102,6 @@ def test_values(config, extra_args, expected):
         (THETA, {"mars_theta": 0}, r"mars_theta=0 is outside \(0, 1\]; 1 switches the relaxation"),
         (THETA, {"mars_theta": 2**63}, r"mars_theta=9223372036854775808 is outside \(0, 1\]"),
         (THETA, {"mars_theta": None}, "mars_theta=None is a NoneType, but must be a number"),
-        (THETA, {"mars_theta": 0.7}, r"below this server's limit of 0.8; choose .* \[0.8, 1\]"),
         (THETA, {"mars_tehta": 0.9}, "mars_tehta is not an option of a request; .* mars_theta?"),
         (THETA, {"mars_return": "yes"}, "mars_return='yes' is not true or false"),
         (
@@ -106,13 +112,11 @@ def test_values(config, extra_args, expected):
         (BOUND, {"mars_price": 0.3, "mars_max_loss": 0}, "which is this request's, is strict"),
         (THETA, {"mars_price": 1}, f"mars_price=1 {ANOTHER} mars_theta or leave"),
         (PRICE, {"mars_theta": 0.9}, f"mars_theta=0.9 {ANOTHER} mars_price or leave it out"),
-        (PRICE, {"mars_price": 0.75}, r"mars_price=0.75 is above this server's limit of 0.5"),
         (
             MarsConfig(theta=0.9),
             {"mars_theta": 0.89},
             r"mars_theta=0.89 is below this server's own 0.9, but a request may only be stricter "
-            r"than its server; choose a value in \[0.9, 1\], or have the server started with "
-            "mars_limit",
+            r"than its server; choose a value in \[0.9, 1\] or leave it out",
         ),
         (MarsConfig(price=0.5), {"mars_price": 0.6}, "0.6 is above this server's own 0.5, "),
         (MarsConfig(theta=1.0), {"mars_theta": 0.99}, r"this server's own 1.0, .* in \[1.0, 1\]"),
@@ -160,12 +164,16 @@ def test_refused(config, extra_args, message):
     assert raised.value.parameter == "vllm_xargs"
 
 
-def test_a_server_whose_requests_choose_allows_everything():
-    for name, rule in RULES.items():
-        config, _ = split_speculative_config(CHOSEN_BY_REQUESTS[name])
-        assert config.clients_may_relax and not config.lossy
-        for value in (rule.strict, 1e-6, rule.most):
-            assert options_of(params(**{rule.option: value}), config).value == value
+@pytest.mark.parametrize("rule", RULES.values())
+def test_a_limit_is_of_the_bound_whatever_the_rule(rule):
+    value = 0.5
+    config = MarsConfig(**{rule.name: value}, max_loss=0, limit=0.02)
+    assert config.clients_may_relax and not config.lossy
+    assert options_of(params(), config).value == rule.strict
+    asked = options_of(params(mars_max_loss=0.02), config)
+    assert (asked.value, asked.max_loss) == (value, 0.02)
+    with pytest.raises(ValueError, match=r"above this server's limit of 0.02"):
+        check_options(params(mars_max_loss=0.03), config)
 
 
 def test_a_bound_is_the_servers_or_a_smaller_one():
@@ -215,8 +223,7 @@ def test_a_bound_of_0_is_strict(config):
     assert config.lossy
     strict = RequestOptions(config.rule.strict, max_loss=0)
     assert options_of(params(mars_max_loss=0), config) == strict
-    limit = None if config.sets_price else config.limit
-    server = dataclasses.replace(config, max_loss=0, limit=limit)
+    server = dataclasses.replace(config, max_loss=0)
     assert not server.lossy and not server.clients_may_relax
     assert options_of(params(), server) == strict
     record = record_of(params(), server, False, 99)
@@ -328,11 +335,9 @@ def test_the_lock_holds_for_requests(monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     strict = MarsConfig(theta=1.0)
     assert options_of(params(mars_theta=1), strict).value == 1
-    loose = MarsConfig(theta=1.0, limit=0.5), MarsConfig(price=0.0, limit=2.0), OPT_IN
-    choices = {"mars_theta": 0.9}, {"mars_price": 1}, {"mars_max_loss": 0.1}
-    for config, chosen in zip(loose, choices, strict=True):
-        ((key, value),) = chosen.items()
-        message = f"{key}={value} is lossy, but this server is locked"
+    chosen = {"mars_max_loss": 0.1}
+    for config in (MarsConfig(theta=0.9, max_loss=0, limit=0.5), OPT_IN):
+        message = "mars_max_loss=0.1 is lossy, but this server is locked"
         with pytest.raises(VLLMValidationError, match=message):
             check_request(params(**chosen), served_with(config))
         # In an engine whose front end is not locked.
@@ -355,7 +360,7 @@ def test_structured_output():
 def test_a_request_with_more_ends_than_a_record_holds_is_strict():
     for number, strict in ((MOST_ENDS - 1, False), (MOST_ENDS, True)):
         request = SamplingParams(stop_token_ids=[*range(number)])
-        told = {"price": 0.0, "strict": "stop_token_ids"} if strict else {"price": 0.25}
+        told = {"price": 0.0, "strict": "stop_token_ids"} if strict else {"price": 0.5}
         assert in_force(options_of(request, PRICE), PRICE) == told
 
 
@@ -387,8 +392,8 @@ def test_scopes():
 
 
 def test_what_is_in_force():
-    assert in_force(options_of(params(), THETA), THETA) == {"theta": 0.9}
-    assert in_force(options_of(params(), PRICE), PRICE) == {"price": 0.25}
+    assert in_force(options_of(params(), THETA), THETA) == {"theta": 0.8}
+    assert in_force(options_of(params(), PRICE), PRICE) == {"price": 0.5}
     assert in_force(options_of(params(), BOUND), BOUND) == {"max_loss": 0.5}
     assert in_force(options_of(params(mars_max_loss=0.1), BOUND), BOUND) == {"max_loss": 0.1}
     assert in_force(options_of(params(mars_price=1), BOUND), BOUND) == {"price": 1.0}

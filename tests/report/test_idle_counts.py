@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
+import counts
 import tiny_models
 from engines import engine_in_process, greedy_tokens
 from processes import wait_until
-from vllm_mars.report import metrics
 from vllm_mars.servers.server import VllmServer
 
 pytestmark = pytest.mark.engine
@@ -30,7 +30,7 @@ def model(tmp_path_factory):
     return directory, {**drafts, "rejection_sample_method": "mars"}
 
 
-VERIFIED, ENDED = f"{metrics.VERIFIED}_total", f"{metrics.REQUEST_LOST}_count"
+VERIFIED, ENDED = f"{counts.VERIFIED}_total", f"{counts.REQUEST_LOST}_count"
 
 
 def counted():

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from counts import GAINED, LOST, RELAXABLE, RELAXED, REQUEST_LOST, VERIFIED
 from processes import wait_until
 from vllm_mars.cli.__main__ import main
-from vllm_mars.report import metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
@@ -51,8 +51,8 @@ def ask_all(server, theta=None, max_tokens=20):
     return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
-VERIFIED_FIRST = f'{metrics.VERIFIED}_total{{position="0"}}'
-ENDED = f"{metrics.REQUEST_LOST}_count"
+VERIFIED_FIRST = f'{VERIFIED}_total{{position="0"}}'
+ENDED = f"{REQUEST_LOST}_count"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 
 
@@ -62,20 +62,20 @@ def check_increase(rise, is_strict=False):
     def of_positions(name):
         return [rise[f'{name}_total{{position="{position}"}}'] for position in range(4)]
 
-    verified, relaxed = of_positions(metrics.VERIFIED), of_positions(metrics.RELAXED)
+    verified, relaxed = of_positions(VERIFIED), of_positions(RELAXED)
     accepted = of_positions("vllm:spec_decode_num_accepted_tokens_per_pos")
     assert verified[0] == rise[DRAFTS] > 0
-    assert rise[f"{metrics.RELAXABLE}_total"] == (0 if is_strict else sum(verified))
+    assert rise[f"{RELAXABLE}_total"] == (0 if is_strict else sum(verified))
     # Every accepted draft token but a request's last has the next position verified.
     assert all(after <= before for before, after in zip(accepted, verified[1:], strict=False))
     assert all(a <= v for a, v in zip(accepted, verified, strict=True))
     assert all(r <= a for r, a in zip(relaxed, accepted, strict=True))
     # All of these requests are greedy.
-    assert rise[f"{metrics.GAINED}_total"] == sum(relaxed)
-    assert (rise[f"{metrics.LOST}_total"] > 0) == any(relaxed)
+    assert rise[f"{GAINED}_total"] == sum(relaxed)
+    assert (rise[f"{LOST}_total"] > 0) == any(relaxed)
     assert rise[ENDED] == len(PROMPTS)
-    lost = rise[f"{metrics.REQUEST_LOST}_sum"]
-    assert lost == pytest.approx(rise[f"{metrics.LOST}_total"])
+    lost = rise[f"{REQUEST_LOST}_sum"]
+    assert lost == pytest.approx(rise[f"{LOST}_total"])
     return sum(relaxed)
 
 
@@ -87,13 +87,13 @@ def test_a_real_server_counts_exports_and_logs(lossy_server):
 
     def total():
         names = lossy_server.metrics().items()
-        return sum(value for name, value in names if name.startswith(f"{metrics.RELAXED}_total"))
+        return sum(value for name, value in names if name.startswith(f"{RELAXED}_total"))
 
     assert check_increase(ask_all(lossy_server)) > 0
     # Most of what is drafted and accepted here lies behind the answers' end.
     rise = ask_all(lossy_server, max_tokens=3)
-    verified = sum(rise[f'{metrics.VERIFIED}_total{{position="{i}"}}'] for i in range(4))
-    assert rise[f"{metrics.RELAXABLE}_total"] == verified > 0
+    verified = sum(rise[f'{VERIFIED}_total{{position="{i}"}}'] for i in range(4))
+    assert rise[f"{RELAXABLE}_total"] == verified > 0
     assert check_increase(ask_all(lossy_server, theta=1), is_strict=True) == 0
     # A line each second.
     wait_until(lambda: logged() == total(), 10, "the log tells what /metrics tells")

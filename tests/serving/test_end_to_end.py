@@ -57,7 +57,7 @@ def drafted_and_accepted(llm):
     return [found[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens")]
 
 
-CHOICE = {**MARS, "mars_theta": 0.95, "mars_limit": 0.3}
+CHOICE = {**MARS, "mars_theta": 0.3}
 IN_PROCESS = {**PACKAGED, "skip_tokenizer_init": False}
 
 

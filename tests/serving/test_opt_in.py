@@ -6,6 +6,7 @@ import openai
 import pytest
 from transformers import AutoModelForCausalLM
 
+from counts import GAINED, LOST, RELAXABLE, RELAXED, VERIFIED
 from promise import ROUNDING, log_probs
 from vllm_mars.cli.__main__ import main
 from vllm_mars.lab.prompts import load_prompts
@@ -65,9 +66,9 @@ def test_strict_for_all_but_who_asks(packaged_model, opt_in_server, capsys):
         keys = [key for key in found if key.startswith(f"{name}_total")]
         return sum(found[key] - before.get(key, 0) for key in keys)
 
-    assert total(metrics.LOST) == pytest.approx(lost, rel=1e-6)
-    assert total(metrics.GAINED) == total(metrics.RELAXED) == relaxed
-    assert 0 < total(metrics.RELAXABLE) < total(metrics.VERIFIED) / 2
+    assert total(LOST) == pytest.approx(lost, rel=1e-6)
+    assert total(GAINED) == total(RELAXED) == relaxed
+    assert 0 < total(RELAXABLE) < total(VERIFIED) / 2
     (info,) = (key for key in found if key.startswith(metrics.INFO))
     assert 'limit="0.02",lossy="false",rule="mars_max_loss",value="0"' in info
     assert found[metrics.ALLOWED] == 0.02

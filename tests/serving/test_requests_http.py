@@ -9,9 +9,10 @@ import httpx
 import openai
 import pytest
 
+from counts import RELAXED
 from engines import PET_FORMAT
 from vllm_mars.options.overrides import PERIOD
-from vllm_mars.report.metrics import OVERRIDE, RELAXED
+from vllm_mars.report.metrics import OVERRIDE
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
@@ -135,13 +136,13 @@ def test_a_running_server_is_made_stricter(lossy_server, client):
             assert thetas(broken) == [1, 1, 1]
             assert gauges() == {"mars_max_loss": 0}
     finally:
-        assert thetas("{}") == [0.5, 0.3, 0.95]
+        assert thetas("{}") == [0.3, 0.3, 0.95]
     assert gauges() == {}
     assert ask_all_endpoints(client, 0.3) != strict[0]
     errors = [line for line in lossy_server.log_path.open() if "Until then this stays" in line]
     assert len(errors) == 4
     assert (
-        "JSON" in errors[0] and "mars_theta=0.2 is looser than this server's own 0.5" in errors[1]
+        "JSON" in errors[0] and "mars_theta=0.2 is looser than this server's own 0.3" in errors[1]
     )
     assert "did you mean mars_theta" in errors[2] and "No such file" in errors[3]
 
@@ -153,7 +154,7 @@ def refusals():
         ({"mars_theta": math.nan}, "mars_theta=nan is outside (0, 1]"),
         ({"mars_theta": 10**30}, "extra_args integers must be between"),
         ({"mars_theta": 2**63}, "mars_theta=9223372036854775808 is outside (0, 1]"),
-        ({"mars_theta": 0.2}, "below this server's limit of 0.3; choose a value in [0.3, 1]"),
+        ({"mars_theta": 0.2}, "below this server's own 0.3, but a request may only be stricter"),
         ({"mars_return": "no"}, "mars_return='no' is not true or false"),
         # The front end's own key.
         ({"mars_overrides": 0}, "mars_overrides is not an option of a request"),
@@ -190,7 +191,7 @@ def test_bad_values_are_that_clients_error_alone(lossy_server, client, stream):
 
 
 def test_a_refusal_reaches_the_official_client(client):
-    with pytest.raises(openai.BadRequestError, match=r"limit of 0.3") as refused:
+    with pytest.raises(openai.BadRequestError, match=r"own 0.3") as refused:
         ask(client, SUBJECTS[0], 0.1)
     assert refused.value.param == "vllm_xargs"
 
@@ -198,7 +199,7 @@ def test_a_refusal_reaches_the_official_client(client):
 @pytest.mark.parametrize("mode", [("stream",), ("background",), ("background", "stream")])
 def test_a_response_is_refused_before_it_begins(client, mode):
     further = dict.fromkeys(mode, True)
-    with pytest.raises(openai.BadRequestError, match=r"limit of 0.3") as refused:
+    with pytest.raises(openai.BadRequestError, match=r"own 0.3") as refused:
         client.responses.create(model="model", input="Hi", **further, **body(0.1))
     assert refused.value.param == "vllm_xargs"
 

@@ -11,7 +11,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from benchmarks.kernel_step import Shape, Step, tokens_of
+from benchmarks.kernel_step import Shape, is_repeated, step_of, tokens_of
 from vllm_mars import MarsConfig
 
 pytestmark = [
@@ -24,8 +24,8 @@ TEMPERATURES = (0.7, 0.0, 1.3, 1.0)
 STRICT, LOSSY = MarsConfig(price=0), MarsConfig(max_loss=0.5, strict_opening=0)
 
 
-def step_of(is_drawn, dtype=torch.bfloat16):
-    step = Step(Shape(0.7, is_drawn, BATCH, K, VOCAB), torch.device("cpu"))
+def made(is_drawn, own, dtype=torch.bfloat16):
+    step = step_of(Shape(0.7, is_drawn, BATCH, K, VOCAB), torch.device("cpu"), own)
     step.logits = step.logits.to(dtype)
     # What a grammar leaves.
     step.logits[3, 9:] = -torch.inf
@@ -55,26 +55,26 @@ def processed(monkeypatch):
 
 @pytest.mark.parametrize("is_drawn", [False, True])
 def test_strict_requests_get_vllms_tokens(processed, is_drawn):
-    step = step_of(is_drawn)
-    if (method := step.strict_method) is None:
+    step = made(is_drawn, params())
+    if not is_repeated(step):
         pytest.skip("vLLM 0.32 verifies drawn drafts with other numbers")
-    expected = tokens_of(step.verification(method, params()))
+    expected = tokens_of(step.verification(step.strict_method))
     assert len(processed) == 1
-    assert torch.equal(tokens_of(step.verification(STRICT, params())), expected)
+    assert torch.equal(tokens_of(step.verification(STRICT)), expected)
     assert len(processed) == 1
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
 def test_lossy_requests_get_those_of_divided_logits(processed, is_drawn):
     """Bit for bit of float32, whose sums are made in one order."""
-    step, found = step_of(is_drawn, torch.float32), []
+    step, found = made(is_drawn, params(), torch.float32), []
     for divides in (True, False):
-        verify = step.verification(LOSSY, params())
+        verify = step.verification(LOSSY)
         verifier = verify.func.__self__
         assert verifier.divides
         verifier.divides = divides
         tokens = tokens_of(verify)
-        kept = verifier.requests.records.table, verifier.verification.counters.device_counts
+        kept = verifier.requests.records.table, verifier.reports.counters.device_counts
         found.append((tokens, *kept))
         assert len(processed) == (not divides)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -82,9 +82,9 @@ def test_lossy_requests_get_those_of_divided_logits(processed, is_drawn):
 
 
 def test_of_16_bits_they_get_those_but_for_rounding(processed):
-    step, lost = step_of(True), []
+    step, lost = made(True, params()), []
     for divides in (True, False):
-        verify = step.verification(LOSSY, params())
+        verify = step.verification(LOSSY)
         verifier = verify.func.__self__
         verifier.divides = divides
         lost.append((tokens_of(verify), verifier.requests.records.lost.float()))
@@ -106,9 +106,9 @@ ASKED = {
 def test_what_else_changes_the_logits_is_vllms(processed, asked):
     others = params()
     others[2] = params(**ASKED[asked])[2]
-    step = step_of(False)
-    expected = tokens_of(step.verification("standard", others))
-    assert torch.equal(tokens_of(step.verification(STRICT, others)), expected)
+    step = made(False, others)
+    expected = tokens_of(step.verification("standard"))
+    assert torch.equal(tokens_of(step.verification(STRICT)), expected)
     assert len(processed) == 2
 
 
@@ -118,12 +118,14 @@ def test_a_processor_of_somebody_else_is_asked(processed):
     class Other:
         """A logits processor."""
 
-    verifier = step_of(False).verification(STRICT).func.__self__
+    step = made(False, params())
+    verifier = step.verification(STRICT).func.__self__
     sampler = verifier.sampler
-    own = step_of(False).spec_config("standard"), torch.device("cpu"), verifier.verification
-    assert MarsRejectionSamplerV2(sampler, *own, verifier.requests).divides
+    own = sampler, step.spec_config("standard"), torch.device("cpu"), verifier.terms
+    own = *own, verifier.reports, verifier.requests
+    assert MarsRejectionSamplerV2(*own).divides
     sampler.logits_processors.append(Other())
-    assert not MarsRejectionSamplerV2(sampler, *own, verifier.requests).divides
+    assert not MarsRejectionSamplerV2(*own).divides
     del sampler.logits_processors[-1]
     sampler.logprobs_mode = "processed_logprobs"
-    assert not MarsRejectionSamplerV2(sampler, *own, verifier.requests).divides
+    assert not MarsRejectionSamplerV2(*own).divides

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from counts import GAINED, LOST
 from engines import counters, engine_in_process
 from vllm_mars.models.draft_head import PACKAGED_HEAD
 from vllm_mars.models.drafts import speculative_config
-from vllm_mars.report import metrics
 
 pytestmark = pytest.mark.engine
 
@@ -59,7 +59,7 @@ def test_new_weights_keep_rule_reports_and_drafts(packaged_model, moved_model):
             assert ratios.abs().max() > 0.05
         after = counters(llm)
         spent = {name: after[name] - before.get(name, 0) for name in after}
-        assert spent[metrics.LOST] > 0 and spent[metrics.GAINED] > 0
+        assert spent[LOST] > 0 and spent[GAINED] > 0
         assert spent["vllm:spec_decode_num_accepted_tokens"] > 0
 
     with engine_in_process(

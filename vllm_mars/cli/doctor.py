@@ -7,20 +7,21 @@ it. So the doctor does not only look for the parts, it asks a server and looks a
 import importlib.metadata
 import importlib.util
 import os
-import re
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from vllm_mars.hooks.compat import ADAPTIVE, RELEASES, check_interfaces, check_version
+from vllm_mars.hooks.compat import ADAPTIVE, check_interfaces
 from vllm_mars.kernels.rules import RULES
 from vllm_mars.lab.prompts import load_prompts
 from vllm_mars.options.lock import check_lock, lock_is_on
+from vllm_mars.releases import RELEASES, check_version
 from vllm_mars.requirements import INSTALL_VLLM
 from vllm_mars.servers.provenance import versions
 from vllm_mars.servers.scrape import (
+    ALLOWED,
     GAINED,
     GENERATED_TOKENS,
     LOST_NATS,
@@ -247,15 +248,9 @@ class _Probe:
 
     def _loosest(self) -> dict[str, float]:
         """What a request may ask a strict server for; nothing where that is strict, too."""
-        info = next((key for key in self._before if key.startswith("vllm:mars_info{")), "")
-        labels = dict(re.findall(r'(\w+)="([^"]*)"', info))
-        if "limit" not in labels:
-            return {}
-        option, limit = labels["rule"], float(labels["limit"])
-        if any(rule.option == option and rule.strict for rule in RULES.values()):
-            # 0 is no theta, but stands for all of them.
-            return {option: max(limit, 0.01)} if limit < 1 else {}
-        return {option: limit} if limit else {}
+        named = ((key.partition("{")[0], value) for key, value in self._before.items())
+        allowed = max((value for name, value in named if name == ALLOWED), default=0.0)
+        return {"mars_max_loss": allowed} if allowed else {}
 
     def _ask(
         self, prompt: str, max_tokens: int = PROBE_TOKENS, temperature: float | None = 0.0

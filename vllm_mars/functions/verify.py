@@ -154,12 +154,12 @@ def verify_greedy(
     inputs[rows + 1] = ids
     step = Step(logits, inputs, ends + slots + 1, records, slots, none, none, max_draft_len)
     if device.type == "cpu":
-        from vllm_mars.kernels.accept import naive as accept
+        from vllm_mars.kernels import naive
 
-        return accept.accept(step, terms)
-    from vllm_mars.kernels.accept import fused as accept_kernel
+        return naive.verify(step, terms)
+    from vllm_mars.kernels import fused
 
-    output = accept_kernel.accept(step, terms)
+    output = fused.verify(step, terms)
     return output._replace(output_token_ids=output.output_token_ids.int())
 
 

@@ -1,15 +1,22 @@
-"""What the demo prints: a table each for greedy and sampled requests, two answers, a sentence."""
+"""What the demo prints: a table each for greedy and sampled requests, two answers, a sentence.
 
+Of the greedy answers that MARS changed, two are shown, which nobody chooses by hand: the one that
+shares most words with the strict answer, and the one whose whole text became least probable to the
+target, by its NLL per token less that of the strict answer. The one that became most probable would
+often be one that repeats itself.
+"""
+
+import difflib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_mars.lab import examples
 from vllm_mars.lab.plan import STRICT
-from vllm_mars.lab.records import Answer, SweepFile
+from vllm_mars.lab.records import Answer, Piece, SweepFile
 from vllm_mars.lab.rows import Row, points, rich_table, rows, shown, tables, turned, without_times
 
 RELAXED_STYLE = "bold black on yellow"
@@ -17,6 +24,61 @@ RELAXED_STYLE = "bold black on yellow"
 SIDE_BY_SIDE_WIDTH = 100
 # Steps that take so much longer are a cost of their own, not one of the tokens.
 STEP_TOLERANCE = 0.02
+
+
+class Example(NamedTuple):
+    """Two answers to one prompt."""
+
+    strict: Answer
+    lossy: Answer
+
+    @property
+    def hotter(self) -> float:
+        """NLL per token of the lossy answer less that of the strict one."""
+        return self.lossy.nll_per_token - self.strict.nll_per_token
+
+    @property
+    def alike(self) -> float:
+        """The share of words that stand in both answers in the same order."""
+        strict, lossy = self.strict.text.split(), self.lossy.text.split()
+        return difflib.SequenceMatcher(None, strict, lossy, autojunk=False).ratio()
+
+
+def changed(file: SweepFile) -> list[Example]:
+    """The answers that relaxed tokens changed, beside those of the baseline, in any order."""
+    strict: dict[str, Answer] = {}
+    lossy: dict[str, Answer] = {}
+    for record in file.records:
+        if record.temperature == 0 and record.measured:
+            own = strict if record.name == file.heads[-1].baseline else lossy
+            own |= {answer.prompt: answer for answer in record.measured.answers}
+    found = [Example(strict[prompt], lossy[prompt]) for prompt in lossy if prompt in strict]
+    return [it for it in found if it.lossy.lost and it.lossy.text != it.strict.text]
+
+
+def chosen(found: Sequence[Example]) -> dict[str, Example]:
+    """Two of the changed answers, by what they are; there must be one at least."""
+    return {
+        "The one that changed least": max(found, key=lambda it: it.alike),
+        "The one that became least probable": max(found, key=lambda it: it.hotter),
+    }
+
+
+def told(found: Sequence[Example]) -> str:
+    """What the two answers of `chosen` are."""
+    return (
+        f"MARS changed {len(found)} greedy answers. These are the one that shares most words with "
+        "the strict answer, and the one whose whole text became least probable to the target."
+    )
+
+
+def around(piece: Piece) -> tuple[str, str, str]:
+    """A relaxed token between the white space around it; a sign for one that is nothing else."""
+    token = piece.text.strip()
+    if not token:
+        return ("", "↵", piece.text) if "\n" in piece.text else ("", "␣", "")
+    before, _, after = piece.text.partition(token)
+    return before, token, after
 
 
 def print_report(file: SweepFile, prompts: Mapping[str, str], console: Console) -> None:
@@ -32,7 +94,7 @@ def print_report(file: SweepFile, prompts: Mapping[str, str], console: Console) 
         (table,) = tables(group, STRICT)
         console.print(rich_table(turned(table)))
         console.print(f"Draft tokens a step: {_lengths(group)}.")
-    _print_examples(examples.changed(file), prompts, console)
+    _print_examples(changed(file), prompts, console)
     for base, *others in found:
         for row in others:
             console.print(conclusion(row, base), soft_wrap=True)
@@ -77,15 +139,13 @@ def _lengths(group: Sequence[Row]) -> str:
     )
 
 
-def _print_examples(
-    found: Sequence[examples.Example], prompts: Mapping[str, str], console: Console
-) -> None:
+def _print_examples(found: Sequence[Example], prompts: Mapping[str, str], console: Console) -> None:
     """Two of the answers that MARS changed, each beside the strict one."""
     if not found:
         console.print("MARS changed no greedy answer.")
         return
-    console.print(f"{examples.told(found)} Relaxed tokens are marked.", soft_wrap=True)
-    for which, (strict, lossy) in examples.shown(found).items():
+    console.print(f"{told(found)} Relaxed tokens are marked.", soft_wrap=True)
+    for which, (strict, lossy) in chosen(found).items():
         name = strict.prompt
         console.print(Panel(Text(prompts.get(name, name)), title=Text(f"{which}: {name}")))
         titles = (
@@ -112,7 +172,7 @@ def _marked(answer: Answer, console: Console) -> Text:
         if piece.lost is None:
             marked.append(piece.text)
             continue
-        before, token, after = examples.around(piece)
+        before, token, after = around(piece)
         marked.append(before)
         if in_colour:
             marked.append(token, RELAXED_STYLE)

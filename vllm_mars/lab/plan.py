@@ -4,8 +4,8 @@ A rule is vLLM's speculative config under a name; a cell is a rule at one temper
 prompts are asked in blocks. In one turn a server answers one block; then the next server has its
 turn with the same block, so that a machine that slows down slows all of them.
 
-Rules that differ in the value of theta or price alone share a server, and each request brings
-the value; a value that stands alone is the server's own.
+Rules that differ in the value of theta or price alone share a server, which has the loosest of
+these, and each request brings its own.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_mars.kernels.rules import PRICE, RULES
+from vllm_mars.kernels.rules import PRICE, RULES, Rule
 from vllm_mars.lab.prompts import PACKAGED, Prompt, load_prompts
-from vllm_mars.models.drafts import CHOSEN_BY_REQUESTS, NGRAM, RECOMMENDED, draft_config
+from vllm_mars.models.drafts import NGRAM, RECOMMENDED, draft_config
 from vllm_mars.options.config import (
     METHOD,
     OPTION_PREFIX,
@@ -298,25 +298,26 @@ def _places(cells: Sequence[Cell]) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     for cell, (name, rule, value) in zip(cells, families, strict=True):
         if rule and len(values[name]) > 1:
-            server = json.dumps({**json.loads(name), **CHOSEN_BY_REQUESTS[rule]}, sort_keys=True)
-            found.append((server, {"vllm_xargs": {RULES[rule].option: value}}))
+            shared = {**json.loads(name), rule.option: rule.loosest(values[name])}
+            server = json.dumps(shared, sort_keys=True)
+            found.append((server, {"vllm_xargs": {rule.option: value}}))
         else:
             found.append((json.dumps(cell.config, sort_keys=True), {}))
     return found
 
 
-def family(config: dict[str, Any] | None) -> tuple[str, str, float]:
+def family(config: dict[str, Any] | None) -> tuple[str, Rule | None, float]:
     """A config without its rule's value, as JSON, the rule, and the value that a request can bring.
 
-    Without a rule, or where a request cannot choose, the rule is "".
+    Without a rule, or where a request cannot choose, there is none.
     """
     rules = [rule for rule in RULES.values() if rule.option in (config or {})]
     if config is None or len(rules) != 1 or "mars_limit" in config:
-        return json.dumps(config, sort_keys=True), "", 0.0
+        return json.dumps(config, sort_keys=True), None, 0.0
     (rule,) = rules
     # Strict by theta and strict by price are different servers.
     name = json.dumps({**config, rule.option: None}, sort_keys=True)
-    return name, rule.name, config[rule.option]
+    return name, rule, config[rule.option]
 
 
 def _parse_cell(text: str) -> tuple[str, dict[str, Any] | None]:

@@ -4,13 +4,14 @@ Each call that measures something adds a head, and each turn one line, complete 
 turn that was measured again stands twice; the later line counts.
 """
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from vllm_mars.lab.plan import Cell, Key
-from vllm_mars.lab.result_file import append_line
 
 
 @dataclass(frozen=True)
@@ -176,3 +177,29 @@ def read_sweep(path: Path) -> SweepFile:
 def append(path: Path, record: Head | Record) -> None:
     """Adds a line, as `append_line` does."""
     append_line(path, asdict(record))
+
+
+def append_line(path: Path, content: dict[str, Any]) -> None:
+    """Adds a line of JSON, complete or not at all; a broken last line is removed first."""
+    line = json.dumps(content, ensure_ascii=False) + "\n"
+    with path.open("ab+") as file:
+        file.seek(0)
+        complete = file.read().rpartition(b"\n")
+        file.truncate(len(complete[0]) + len(complete[1]))
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def require_writable(output: Path) -> None:
+    """Makes the directory of a result file, before anything expensive runs.
+
+    Raises:
+        RuntimeError: the file could not be written.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeError(f"output={output} cannot be written: {error}; name another.") from error
+    if output.is_dir() or not os.access(output.parent, os.W_OK):
+        raise RuntimeError(f"output={output} cannot be written; name a file in another directory.")

@@ -16,8 +16,14 @@ from typing import Any
 from vllm_mars.lab.measure import LocalRunner
 from vllm_mars.lab.plan import METHODS, STANDARD, Sweep, SweepOptions, Turn, load_sweep
 from vllm_mars.lab.ray_turns import RayRunner
-from vllm_mars.lab.records import Head, Record, SweepFile, append, read_sweep
-from vllm_mars.lab.result_file import require_writable
+from vllm_mars.lab.records import (
+    Head,
+    Record,
+    SweepFile,
+    append,
+    read_sweep,
+    require_writable,
+)
 from vllm_mars.models.draft_head import check_head
 from vllm_mars.models.packaged_model import ensure_model
 from vllm_mars.options.config import METHOD

@@ -1,8 +1,12 @@
 """The arguments of `vllm-mars sweep`."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_mars.lab.rows import Text
 
 from vllm_mars.kernels.rules import RULES
 
@@ -69,22 +73,29 @@ def add_shared(add: Any) -> None:
         "repeatable")  # fmt: skip
 
 
+def show(tables: "Iterable[Text]") -> None:
+    """Prints tables."""
+    from rich.console import Console
+
+    from vllm_mars.lab.rows import rich_table
+
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    for table in tables:
+        console.print(rich_table(table))
+
+
 def run(output: Path, anew: bool, retry_failed: bool, ray: str | None = None, **given: Any) -> int:
     """Runs the command.
 
     Returns:
         0, or 1 where a turn failed.
     """
-    from rich.console import Console
-
     from vllm_mars.lab.plan import SweepOptions
-    from vllm_mars.lab.rows import rich_table, rows, tables
+    from vllm_mars.lab.rows import rows, tables
     from vllm_mars.lab.sweep import run_sweep
 
     values = {name: given.pop(name) for name in RULES if name in given}
     options = SweepOptions(values=values, **given)
     file = run_sweep(options, output, ray=ray, retry_failed=retry_failed, anew=anew)
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
-    for table in tables(rows(file), options.base):
-        console.print(rich_table(table))
+    show(tables(rows(file), options.base))
     return int(any(record.measured is None for record in file.records))

@@ -327,18 +327,13 @@ def run(
     Returns:
         0, or 1 where a turn of the comparison failed.
     """
-    from rich.console import Console
-
-    from vllm_mars.lab.rows import rich_table
-
     draft = draft or (str(PACKAGED_HEAD) if given.get("model") is None else NGRAM)
     sweep = SweepOptions(**DEFAULTS | given)
     on_cpu = vllm_device()[0] == "cpu"
     families = families_of(draft, max_loss, samples=any(sweep.temperatures), on_cpu=on_cpu)
     served, file = tune(sweep, families, num_speculative_tokens, output, minutes=minutes, anew=anew)
     lines, table = told(served, file)
-    console = Console(width=None if sys.stdout.isatty() else sweep_command.FILE_WIDTH)
-    console.print(rich_table(table))
+    sweep_command.show([table])
     print(*lines, sep="\n")
     chosen = [
         {"rule": name, "temperature": temperature, "family": family, "speculative_config": config}

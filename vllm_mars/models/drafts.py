@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.kernels.rules import RULES
 from vllm_mars.options.config import METHOD
 
 NGRAM = "ngram"
@@ -17,15 +16,6 @@ WITHOUT_FILES: dict[str, dict[str, Any]] = {
     # It would find the answer to a prompt that was asked before, as each rule and pass asks it.
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     "mtp": {"method": "mtp"},
-}
-# What a server gets whose requests choose any value, by rule: who chooses nothing is strict.
-CHOSEN_BY_REQUESTS = {
-    name: {
-        "rejection_sample_method": METHOD,
-        rule.option: rule.strict,
-        "mars_limit": 0.0 if rule.strict else rule.most,
-    }
-    for name, rule in RULES.items()
 }
 
 # The setting of servers that this project starts where nobody names another, by measurement

@@ -77,9 +77,8 @@ class MarsConfig(_Values):
             promise about ends, markers and repetitions then, which a price does.
         price: the prefix of the draft is accepted, tokens of any rank among it, that is worth most:
             each token gained may cost so many nats. In [0, 8192]; 0 is strict.
-        limit: the loosest value of the rule that a request may ask for or, where `max_loss` sets
-            the price, the largest `max_loss`; None for the server's own value. A request may
-            always be stricter.
+        limit: the largest `max_loss` that a request may ask for; None for the server's own. A
+            request may always be stricter.
         protected_token_ids: tokens that are served as often as the target would, but by theta
             where a request samples; None means the end-of-sequence and special tokens of the
             model, () none.
@@ -158,18 +157,18 @@ class MarsConfig(_Values):
     def _check_limit(self) -> None:
         if self.limit is None:
             return
-        option, own, most = self.rule.option, self.value, self.rule.most
-        if self.sets_price:
-            option, own, most = "mars_max_loss", float(self.max_loss or 0), MOST_MAX_LOSS
-        meaning = f"it is the largest {option} that a request may ask for"
-        if self.rule.strict:
-            meaning = "0 sets no limit, 0.8 lets requests ask for any theta from 0.8 on"
-        _require_within("mars_limit", self.limit, most, meaning)
-        if self.rule.is_looser(own, self.limit) if not self.sets_price else self.limit < own:
+        meaning = "it is the largest mars_max_loss that a request may ask for"
+        _require_within("mars_limit", self.limit, MOST_MAX_LOSS, meaning)
+        if self.max_loss is None:
             raise ValueError(
-                f"mars_limit={self.limit} is stricter than this server's own {option}={own:g}, "
-                "but requests may ask for all that is as strict as their server; leave it out, or "
-                f"have the server itself stricter ({option})."
+                f"mars_limit={self.limit} is given, but without a mars_max_loss of this server "
+                "requests may ask for any; name a mars_max_loss, too, or leave it out."
+            )
+        if self.limit < self.max_loss:
+            raise ValueError(
+                f"mars_limit={self.limit} is stricter than this server's own "
+                f"mars_max_loss={self.max_loss:g}, but requests may ask for all that is as strict "
+                "as their server; leave it out, or have the server itself stricter (mars_max_loss)."
             )
 
     def _given(self) -> list[tuple[Rule, float]]:
@@ -193,16 +192,10 @@ class MarsConfig(_Values):
         return next((float(value) for _, value in self._given()), math.inf)
 
     @property
-    def limit_value(self) -> float:
-        """The loosest value of the rule that a request may ask for."""
-        return self.value if self.limit is None or self.sets_price else float(self.limit)
-
-    @property
     def most_max_loss(self) -> float:
         """The largest bound that a request may ask for, and the most that any answer may lose."""
-        if self.sets_price and self.limit is not None:
-            return float(self.limit)
-        return math.inf if self.max_loss is None else float(self.max_loss)
+        given = self.max_loss if self.limit is None else self.limit
+        return math.inf if given is None else float(given)
 
     @property
     def repeat_ngram(self) -> int:
@@ -230,7 +223,7 @@ class MarsConfig(_Values):
     @property
     def clients_may_relax(self) -> bool:
         """Whether a request can choose lossy verification for itself."""
-        return self.most_max_loss != 0 and self.limit_value != self.rule.strict
+        return self.most_max_loss != 0 and self.value != self.rule.strict
 
     def to_json(self) -> dict[str, Any]:
         """The options as plain JSON, of which `MarsConfig(**options)` makes them again."""

@@ -112,7 +112,7 @@ def check_options(params: "SamplingParams", config: MarsConfig) -> None:
     if not lock_is_on():
         return
     strict = {config.rule.option: config.rule.strict}
-    if config.sets_price:
+    if config.sets_price or config.max_loss == 0:
         strict[_MAX_LOSS] = 0.0
     for key, value in strict.items():
         if own.get(key, value) != value:
@@ -181,8 +181,7 @@ def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:
             raise unknown_option(key, "the overrides", (option, _MAX_LOSS))
     if option in given:
         check_value(config.rule, given[option])
-        value, allowed = given[option], (config.value, config.limit_value)
-        if all(config.rule.is_looser(value, most) for most in allowed):
+        if config.rule.is_looser(value := given[option], config.value):
             raise ValueError(
                 f"{option}={value} is looser than this server's own {config.value:g}, but an "
                 "override only makes requests stricter; leave it out."
@@ -223,7 +222,7 @@ def _value(own: dict[str, Any], config: MarsConfig) -> float:
     if config.rule.option not in own:
         return config.value
     value = float(own[config.rule.option])
-    _check_limit(value, config)
+    _check_stricter(value, config)
     if value != config.rule.strict and own.get(_MAX_LOSS, config.max_loss) == 0:
         raise ValueError(
             f"{config.rule.option}={value} is given, but a mars_max_loss of 0, which is this "
@@ -238,21 +237,17 @@ def _stricter(one: float, other: float, rule: Rule) -> float:
     return other if rule.is_looser(one, other) else one
 
 
-def _check_limit(value: float, config: MarsConfig) -> None:
-    """Refuses what is looser than the server allows; that is its own value by default."""
-    limit = config.limit_value
-    if not config.rule.is_looser(value, limit):
+def _check_stricter(value: float, config: MarsConfig) -> None:
+    """Refuses what is looser than the server's own value."""
+    if not config.rule.is_looser(value, own := config.value):
         return
-    where, allowed = "above", f"[0, {limit}]"
-    if value < limit:
-        where, allowed = "below", f"[{limit}, {config.rule.most}]"
-    given = f"{config.rule.option}={value} is {where} this server's"
-    if limit == config.value:
-        raise ValueError(
-            f"{given} own {limit}, but a request may only be stricter than its server; choose a "
-            f"value in {allowed}, or have the server started with mars_limit."
-        )
-    raise ValueError(f"{given} limit of {limit}; choose a value in {allowed}.")
+    where, allowed = "below", f"[{own}, {config.rule.most}]"
+    if value > own:
+        where, allowed = "above", f"[0, {own}]"
+    raise ValueError(
+        f"{config.rule.option}={value} is {where} this server's own {own}, but a request may only "
+        f"be stricter than its server; choose a value in {allowed} or leave it out."
+    )
 
 
 def _max_loss(own: dict[str, Any], config: MarsConfig) -> float:

@@ -1,56 +1,31 @@
-"""The counts in the front end: Prometheus metrics beside vLLM's own, and a line in its log.
+"""In the server: the counts as Prometheus metrics beside vLLM's own, and a line in its log.
 
 The metrics are made per engine and with the labels of vLLM's, in the classes that vLLM's stat
 logger uses, so that several API servers add up and every engine has its own series.
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import prometheus_client
 
 from vllm_mars import __version__
-from vllm_mars.kernels.account.naive import BUCKETS, CounterLayout
+from vllm_mars.kernels.account.naive import BUCKETS, COUNTERS, REASONS, UNIT, CounterLayout
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.overrides import Overrides, overrides_of
-from vllm_mars.report.counters import REASONS, UNIT
-from vllm_mars.report.outputs import FIELD
-from vllm_mars.report.transport import add_counts
+from vllm_mars.report.carrier import EngineReport, add_counts, found_on
 
-RELAXED = "vllm:mars_relaxed_tokens"
-VERIFIED = "vllm:mars_verified_positions"
-RELAXABLE = "vllm:mars_relaxable_positions"
-REFUSED = "vllm:mars_refused_positions"
-LOST = "vllm:mars_lost_nats"
-GAINED = "vllm:mars_gained_acceptance"
-DRIFT_UP = "vllm:mars_drift_up_nats"
-DRIFT_DOWN = "vllm:mars_drift_down_nats"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 OVERRIDE = "vllm:mars_override"
 INFO = "vllm:mars_info"
-REQUEST_LOST = "vllm:mars_request_lost_nats"
 
+# Of the gauges; `COUNTERS` has the counters.
 _HELP = {
-    RELAXED: "Draft tokens that the rule accepted outright, by position.",
-    VERIFIED: "Draft positions looked at: up to and including the first rejected one, by position.",
-    RELAXABLE: "Verified positions of requests that are not strict: at which something could be "
-    "gained.",
-    REFUSED: "Verified positions at which the rule was not applied, by what forbade it.",
-    LOST: "What answers lost, in nats: log-probability below the target's first choices where "
-    "requests are greedy, KL(served || target) where they sample.",
-    GAINED: "What the rule added to the probability of acceptance at verified positions: draft "
-    "tokens gained, as expected before any draw.",
-    DRIFT_UP: "By how much less probable than the target's own answers became, in nats, as "
-    "expected before any draw: where requests sample E[-log p] of what was served, less the "
-    "target's entropy, at the positions where that is above 0; what is lost where they are greedy.",
-    DRIFT_DOWN: "By how much more probable, at the positions where it is below 0.",
     ALLOWED: "What an answer may lose per token, in nats: mars_max_loss of this server, or the "
     "larger one that requests may ask for.",
     OVERRIDE: "What VLLM_MARS_OVERRIDES holds new requests to, by option; NaN where it names none.",
-    REQUEST_LOST: "What requests had lost when they ended, in nats.",
     INFO: "1, with the version of vllm-mars, the option that names this server's rule, its value, "
     "whether that is lossy, and the loosest value that a request may ask for.",
 }
@@ -81,34 +56,24 @@ class MarsProm:
         histogram_class: Any = prometheus_client.Histogram,
     ) -> None:
         self._layout = layout
-        self._counters: list[tuple[slice, float, dict[int, list[Any]]]] = []
-
-        def add(
-            name: str, entries: slice, labels: Mapping[str, Iterable[object]], unit: float = 1
-        ) -> None:
-            """A counter with a child for each entry, by the values of its labels."""
+        positions = range(layout.num_speculative_tokens)
+        labels = {"position": [(str(it),) for it in positions], "reason": [(it,) for it in REASONS]}
+        # By name and engine, a child for each entry.
+        self._children: dict[str, dict[int, list[Any]]] = {}
+        for name, (metric, text, by, _) in COUNTERS.items():
+            if not metric or by == "bucket":
+                continue
             counter = counter_class(
-                name=name, documentation=_HELP[name], labelnames=[*_LABELS, *labels]
+                name=metric, documentation=text, labelnames=[*_LABELS, *([by] if by else [])]
             )
-            values = [tuple(map(str, value)) for value in itertools.product(*labels.values())]
-            children = {
-                engine: [counter.labels(*whose, *value) for value in values]
+            self._children[name] = {
+                engine: [counter.labels(*whose, *value) for value in labels.get(by, [()])]
                 for engine, whose in engines.items()
             }
-            self._counters.append((entries, unit, children))
-
-        by_position = {"position": range(layout.num_speculative_tokens)}
-        add(RELAXED, layout.relaxed, by_position)
-        add(VERIFIED, layout.verified, by_position)
-        add(RELAXABLE, layout.relaxable, {})
-        add(REFUSED, layout.refused, {"reason": REASONS})
-        add(LOST, layout.lost, {}, UNIT)
-        add(GAINED, layout.gained, {}, UNIT)
-        add(DRIFT_UP, layout.drift_up, {}, UNIT)
-        add(DRIFT_DOWN, layout.drift_down, {}, UNIT)
+        lost = COUNTERS["ended_lost"]
         histogram = histogram_class(
-            name=REQUEST_LOST,
-            documentation=_HELP[REQUEST_LOST],
+            name=lost.metric,
+            documentation=lost.text,
             labelnames=list(_LABELS),
             buckets=list(BUCKETS),
         )
@@ -116,7 +81,7 @@ class MarsProm:
         info = _gauge(gauge_class, INFO, "version", "rule", "value", "lossy", "limit")
         option: str = config.rule.option
         value: float | None = config.value
-        limit = config.limit_value
+        limit = config.value
         if config.sets_price:
             option, value, limit = "mars_max_loss", config.max_loss, config.most_max_loss
         told = __version__, option, f"{value:g}", str(config.lossy).lower(), f"{limit:g}"
@@ -132,10 +97,11 @@ class MarsProm:
         if counts is None:
             return
         _check_length(counts, self._layout)
-        for entries, unit, children in self._counters:
-            for child, count in zip(children[engine], counts[entries], strict=True):
+        for name, children in self._children.items():
+            entries = counts[getattr(self._layout, name)]
+            for child, count in zip(children[engine], entries, strict=True):
                 if count:
-                    child.inc(count * unit)
+                    child.inc(count * COUNTERS[name].unit)
         # The mean of a bucket's requests is in the bucket, and the sum of all stays exact.
         ended, lost = counts[self._layout.ended], counts[self._layout.ended_lost]
         for number, nats in zip(ended, lost, strict=True):
@@ -300,9 +266,9 @@ def _observe_records(
     def record_and_observe(*args: Any, **kwargs: Any) -> None:
         record(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
-        counts = getattr(given.get("scheduler_stats"), FIELD, None)
+        report: EngineReport | None = found_on(given.get("scheduler_stats"))
         generated = getattr(given.get("iteration_stats"), "num_generation_tokens", 0)
-        observe(counts, generated, given.get("engine_idx", 0))
+        observe(report and report.counts, generated, given.get("engine_idx", 0))
 
     stat_logger.record = record_and_observe
 
@@ -319,3 +285,29 @@ def _logger() -> Any:
     from vllm.logger import init_logger
 
     return init_logger("vllm.vllm_mars.report.metrics")
+
+
+def read_on(engine: Any, _: MarsConfig) -> None:
+    """Makes an `LLM` read what its engine sends until that is idle, so that its metrics are whole.
+
+    Args:
+        engine: vLLM's `LLMEngine`. Its `has_unfinished_requests`, by which an `LLM` reads on, is
+            wrapped, on this instance alone, and so is its client's `get_output`. Not where ranks of
+            data parallelism agree on that.
+    """
+    if engine.vllm_config.parallel_config.data_parallel_size > 1:
+        return
+    client, has_unfinished_requests = engine.engine_core, engine.has_unfinished_requests
+    get_output = client.get_output
+    has_more = False
+
+    def get_and_note() -> Any:
+        nonlocal has_more
+        outputs = get_output()
+        if outputs.scheduler_stats is not None:
+            report: EngineReport | None = found_on(outputs.scheduler_stats)
+            has_more = report is not None and report.has_more
+        return outputs
+
+    client.get_output = get_and_note
+    engine.has_unfinished_requests = lambda: has_unfinished_requests() or has_more

@@ -22,6 +22,7 @@ RELAXABLE = "vllm:mars_relaxable_positions_total"
 REFUSED = "vllm:mars_refused_positions_total"
 DRIFT_UP = "vllm:mars_drift_up_nats_total"
 DRIFT_DOWN = "vllm:mars_drift_down_nats_total"
+ALLOWED = "vllm:mars_max_loss_nats_per_token"
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # For child processes that ask a server on this machine.

@@ -15,7 +15,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_mars.kernels.account.naive import Account
-from vllm_mars.worker.requests_v2 import BatchRows, BySlot
+from vllm_mars.worker.requests_v2 import Asks, BatchRows, BySlot
+
+_MORE = int(Asks.LOGITS | Asks.MORE)
 
 
 class VerificationGraphs:
@@ -98,7 +100,7 @@ class VerificationGraphs:
             *(buffers.input_ids[:num_rows], self._ends[:batch], self._slots[:batch]),
             *(buffers.positions[:num_rows], self._row_slots[:num_rows], self._places[:num_rows]),
         )
-        account = Account(verifier.verification.counters.device_counts, None)
+        account = Account(verifier.reports.counters.device_counts, None)
         # To divide by 1 changes nothing.
         own = runner.speculator.draft_logits, rows, self._by_slot, True if samples else None
         output = verifier.verify(logits, *own, account)
@@ -115,7 +117,7 @@ class VerificationGraphs:
     def _find(self, hidden: torch.Tensor, batch: Any, grammar: Any) -> tuple[Any, Any] | None:
         """Where the graph of a step is."""
         runner, width = self._runner, self._width
-        num_reqs, slots = batch.num_reqs, batch.idx_mapping_np
+        num_reqs, asks = batch.num_reqs, runner.rejection_sampler.requests.asks
         is_plain = (
             self._managers
             and grammar is None
@@ -123,14 +125,12 @@ class VerificationGraphs:
             and batch.num_draft_tokens == num_reqs * (width - 1)
             and batch.num_tokens == num_reqs * width
             and hidden.data_ptr() == self._hidden.data_ptr()
-            and not runner.rejection_sampler.requests.asks[slots].any()
+            and not (asked := asks(batch.idx_mapping_np)) & _MORE
         )
         if is_plain:
-            samples = runner.sampler.sampling_states.temperature.np[slots].any()
-            manager = self._managers[bool(samples)]
+            manager = self._managers[bool(asked)]
             desc = manager.dispatch(num_reqs, num_reqs * width, width, 0)
-            if desc.cg_mode == CUDAGraphMode.FULL:
-                return manager, desc
+            return (manager, desc) if desc.cg_mode == CUDAGraphMode.FULL else None
         return None
 
     def _replay(self, manager: CudaGraphManager, desc: Any, batch: Any) -> SamplerOutput:

@@ -45,10 +45,14 @@ class Asks(enum.IntFlag):
 
     LOGITS: that something beside the temperature changes its logits.
     MORE: logprobs, or a report of each token.
+    SAMPLES: a temperature.
+    DIVIDES: one that is not 1.
     """
 
     LOGITS = enum.auto()
     MORE = enum.auto()
+    SAMPLES = enum.auto()
+    DIVIDES = enum.auto()
 
 
 def _asks(params: "SamplingParams", wants_return: bool) -> Asks:
@@ -60,6 +64,8 @@ def _asks(params: "SamplingParams", wants_return: bool) -> Asks:
             found |= Asks.LOGITS
     if params.logprobs is not None or params.logprob_token_ids or wants_return:
         found |= Asks.MORE
+    if params.temperature:
+        found |= Asks.SAMPLES if params.temperature == 1 else Asks.SAMPLES | Asks.DIVIDES
     return found
 
 
@@ -99,7 +105,6 @@ class RequestsV2(LogitsProcessor):
 
     Attributes:
         naming: slots whose request names tokens for their logprobs.
-        asks: uint8 `[max_num_reqs]`, the `Asks` of each slot's request.
         num_added: how many requests have come.
     """
 
@@ -118,7 +123,8 @@ class RequestsV2(LogitsProcessor):
         # Whether anything looks at tokens.
         self._may_block = bool(self._sections) or config.repeat_ngram > 0 or fills
         self.naming: set[int] = set()
-        self.asks = np.zeros(req_states.max_num_reqs, dtype=np.uint8)
+        # The `Asks` of each slot's request.
+        self._asks = np.zeros(req_states.max_num_reqs, dtype=np.uint8)
         self.num_added = 0
         # Slots whose request wants to know what was done.
         self._returning: set[int] = set()
@@ -218,9 +224,9 @@ class RequestsV2(LogitsProcessor):
         state, begun, length, prompt_len = brought
         room = self._req_states.max_model_len - prompt_len
         own = self._config, self._is_drawn, room, length - prompt_len
-        record = record_of(sampling_params, *own)
+        record = record_of(options, sampling_params, *own)
         self.num_added += 1
-        self.asks[req_idx] = _asks(sampling_params, options.wants_return)
+        self._asks[req_idx] = _asks(sampling_params, options.wants_return)
         _put(self._returning, req_idx, options.wants_return)
         _put(self.naming, req_idx, bool(sampling_params.logprob_token_ids))
         record[Column.STATE], record[Column.BEGUN] = state, begun
@@ -282,6 +288,10 @@ class RequestsV2(LogitsProcessor):
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Returns the logits as they are."""
         return logits
+
+    def asks(self, idx_mapping_np: np.ndarray) -> int:
+        """The `Asks` of all requests of a batch together."""
+        return int(np.bitwise_or.reduce(self._asks[idx_mapping_np]))
 
     def by_slot(self, sampling: Any) -> BySlot:
         """What vLLM keeps in this step; `sampling` is its `SamplingStates`."""

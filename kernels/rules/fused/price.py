@@ -17,7 +17,7 @@ from vllm_mars.kernels.rows.joined import forbids, kept_sums
 
 
 @triton.jit
-def greedy(rows, partials, row, value, most, gainful, offset, length):
+def greedy(rows, splits, value, most, gainful, offset, length, SPLITS: tl.constexpr):
     """Verdicts of a greedy request."""
     price = value
     forbidden = forbids(rows, True)
@@ -27,27 +27,29 @@ def greedy(rows, partials, row, value, most, gainful, offset, length):
     may_pay = may_pay & (offset < gainful) & (is_first == 0)
     wants = may_pay & (forbidden == 0)
     fits = fitting(wants, rows.loss, most, offset, length)
-    verdict = tl.where(wants, tl.where(fits, C.PAYABLE, C.LOSS), 0)
+    verdict = tl.where(wants, tl.where(fits, C.VERDICT.PAYABLE, C.VERDICT.LOSS), 0)
     verdict = tl.where(may_pay & (rows.loss < price) & (forbidden != 0), forbidden, verdict)
-    verdict = tl.where(is_first, C.FIRST, verdict)
+    verdict = tl.where(is_first, C.VERDICT.FIRST, verdict)
     ahead = tl.zeros([], tl.int64)
     for i in range(0, length):
         j = length - 1 - i
         now = at(offset, j, verdict)
-        worth = price + ahead - tl.where(now == C.PAYABLE, at(offset, j, rows.loss), 0)
-        is_reached = ((now == C.FIRST) & (j < gainful)) | ((now == C.PAYABLE) & (worth > 0))
+        worth = price + ahead - tl.where(now == C.VERDICT.PAYABLE, at(offset, j, rows.loss), 0)
+        is_paid = (now == C.VERDICT.PAYABLE) & (worth > 0)
+        is_reached = ((now == C.VERDICT.FIRST) & (j < gainful)) | is_paid
         ahead = tl.where(is_reached, worth, 0)
-        relaxed = tl.where(worth > 0, C.RELAXED, 0)
-        verdict = tl.where((offset == j) & (verdict == C.PAYABLE), relaxed, verdict)
+        relaxed = tl.where(worth > 0, C.VERDICT.RELAXED, 0)
+        verdict = tl.where((offset == j) & (verdict == C.VERDICT.PAYABLE), relaxed, verdict)
     return verdict
 
 
 @triton.jit
-def sampled(rows, odds, partials, row, value, most, gainful, offset, length):
+def sampled(rows, odds, splits, value, most, gainful, offset, length, SPLITS: tl.constexpr):
     """What is decided where a request samples."""
     price, log_p, is_number = value, odds.log_p, odds.is_number
     forbidden = forbids(rows, False)
     # What p has, and its entropy, of the tokens that are not kept.
+    partials, row, _ = splits
     mass, surprise = kept_sums(partials, row, is_number, odds.lse)
     rest, entropy = tl.maximum(1.0 - mass, 0.0), odds.entropy - surprise
     log_share = log_share_of(log_p, rest)

@@ -16,12 +16,12 @@ def _accepts(rows, value):
 
 
 @triton.jit
-def greedy(rows, partials, row, value, most, gainful, offset, length):
+def greedy(rows, splits, value, most, gainful, offset, length, SPLITS: tl.constexpr):
     """Verdicts of a greedy request."""
     return outright.greedy(rows, _accepts(rows, value), most, offset, length)
 
 
 @triton.jit
-def sampled(rows, odds, partials, row, value, most, gainful, offset, length):
+def sampled(rows, odds, splits, value, most, gainful, offset, length, SPLITS: tl.constexpr):
     """What is decided where a request samples."""
     return outright.sampled(rows, odds, _accepts(rows, value), most, offset, length)
