@@ -14,7 +14,7 @@
 # guidellm 0.8 takes the key as well. In an environment of its own, since it wants other packages than vLLM:
 #   uvx guidellm run --backend '{"kind": "openai_http", "target": "URL", "request_format": "/v1/chat/completions",
 #           "extras": {"body": {"temperature": 0, "vllm_xargs": {"mars_max_loss": 0.02}}}}' \
-#       --data '{"kind": "json_file", "path": "vllm_mars/local/prompts.jsonl"}' \
+#       --data '{"kind": "json_file", "path": "vllm_mars/lab/prompts.jsonl"}' \
 #       --profile kind=concurrent,streams=4 --constraint kind=max_requests,count=32
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -29,7 +29,7 @@ default() {
 default --backend openai-chat
 default --endpoint /v1/chat/completions
 default --dataset-name custom
-default --dataset-path "$root/vllm_mars/local/prompts.jsonl"
+default --dataset-path "$root/vllm_mars/lab/prompts.jsonl"
 default --num-prompts 32
 default --max-concurrency 4
 default --num-warmups 2
