@@ -1,4 +1,4 @@
 """Verification kernels and their form for a CPU, installed as `vllm_mars.kernels`.
 
-The public wrappers are in `vllm_mars.functions.verify`; nothing here checks its input.
+The public functions are in `vllm_mars.functions`; nothing here checks its input.
 """

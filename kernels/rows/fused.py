@@ -15,8 +15,8 @@ exp(z - z1) and of (z - z1) exp(z - z1), of which the log-sum-exp and the entrop
 and kept [R, 3] float32 (the largest logit of the kept tokens, and these sums relative to it), and
 where drafts are drawn draft [R, S, 2] float32 (largest scaled logit of the draft, and the sum of
 powers of 2 relative to it). So nothing behind this kernel but what reads drawn drafts and what
-draws looks at the logits. The bonus row of a request that
-samples is not read: only a draw looks at it.
+draws looks at the logits. The bonus row of a request that samples is not read: only a draw looks
+at it.
 
 Bytes moved: R * V * itemsize once, plus 20 * R * S twice. Not materialised: gathered rows, float32
 copies, softmax, masks of the logits' size.

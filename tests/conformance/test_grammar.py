@@ -58,7 +58,7 @@ def test_the_law_is_the_targets_own(monkeypatch, model, case):
 
 @pytest.mark.usefixtures("mended_kernels")
 def test_vllms_own_is_biased(model):
-    """Once this fails, `engine.grammar` can go. With p (.5, .5, 0) and q (.4, .1, .5)."""
+    """Once this fails, `hooks.grammar` can go. With p (.5, .5, 0) and q (.4, .1, .5)."""
     number, q = 1 << 16, torch.tensor([0.4, 0.1, 0.5])
     generator = torch.Generator().manual_seed(0)
     drawn = q.multinomial(number, replacement=True, generator=generator)

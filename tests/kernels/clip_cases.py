@@ -31,7 +31,7 @@ KEPT = torch.tensor([0, 5, 33])
 
 
 class Rows(NamedTuple):
-    """`clip.Clipped` of several rows."""
+    """`law.naive.Clipped` of several rows."""
 
     m: torch.Tensor
     losses: torch.Tensor

@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
         help="ngram, suffix, mtp, or the directory or name of a draft model or head")  # fmt: skip
     add("--num-speculative-tokens", type=int, metavar="K",
         help="default: that with which each rule was fastest with the packaged head")  # fmt: skip
-    add("--prompts", metavar="FILE", help="JSON lines with 'prompt'; default 16 packaged ones")
+    add("--prompts", metavar="FILE", help="JSON lines with 'prompt'; default 12 packaged ones")
     add("--short", action="store_true", help="8 prompts, 24 tokens: that it works, not how fast")
     add("--output", type=Path, metavar="FILE", help=f"default {OUTPUT}; logs go beside it")
     sweep_command.add_shared(add)

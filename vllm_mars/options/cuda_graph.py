@@ -1,4 +1,4 @@
-"""Whether the head and the verification of a step run in a CUDA graph on Model Runner V2."""
+"""Whether the output layer and the verification run in a CUDA graph on Model Runner V2."""
 
 import os
 

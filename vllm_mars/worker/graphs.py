@@ -1,4 +1,4 @@
-"""The head and the verification of a step of Model Runner V2 as one CUDA graph.
+"""The output layer and the verification of a step of Model Runner V2 as one CUDA graph.
 
 vLLM replays its target as a graph, which leaves the hidden states in a buffer that never moves. A
 graph of ours goes on there: `compute_logits`, and all kernels of the verification. There is one for

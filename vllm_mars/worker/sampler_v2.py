@@ -147,7 +147,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             expanded_local_pos: `[num_logits]` position of each row within its request.
             seq_lens_upper_bound_np: `[num_reqs]` on the host.
             verify_draft_sampled: `draft_sampled`, but -1 for drafts that the grammar of their
-                request has not looked at: see `engine.grammar`.
+                request has not looked at: see `hooks.grammar`.
 
         Returns:
             The processed logits, the sampled tokens `[num_reqs, num_speculative_steps + 1]` and
