@@ -43,7 +43,7 @@ def write_down(
     """Counts a request's step, takes its loss off; returns relaxed tokens and loss."""
     is_visited = is_counted & (offset <= accepted)
     is_accepted = is_counted & (offset < accepted)
-    is_relaxed = is_accepted & (verdict == C.RELAXED)
+    is_relaxed = is_accepted & (verdict == C.VERDICT.RELAXED)
     spends = is_relaxed | (is_visited & (is_greedy == 0))
     step_lost = tl.sum(tl.where(spends, loss, 0), axis=0)
     gains = spends
@@ -77,8 +77,8 @@ def write_down(
     tl.atomic_add(counts_ptr + C.COUNTER.drift_down, down, sem="relaxed")
     relaxable = tl.sum(tl.where(is_relaxable, is_verified.to(tl.int64), 0), axis=0)
     tl.atomic_add(counts_ptr + C.COUNTER.relaxable, relaxable, sem="relaxed")
-    is_refused = is_verified & (verdict >= C.PROTECTED)
-    refusal = C.COUNTER.refused + tl.maximum(verdict - C.PROTECTED, 0)
+    is_refused = is_verified & (verdict >= C.VERDICT.PROTECTED)
+    refusal = C.COUNTER.refused + tl.maximum(verdict - C.VERDICT.PROTECTED, 0)
     tl.atomic_add(counts_ptr + refusal, one, mask=is_refused, sem="relaxed")
 
     of_greedy = tl.where(is_relaxed, loss.to(tl.float32) * C.UNIT, float("nan"))

@@ -185,5 +185,5 @@ def num_gainful(is_end, offset, length, room):
 def forbids(rows, with_first):
     """Why each position is strict, or 0."""
     is_strict = rows.is_kept | (rows.keeps_first & with_first)
-    reason = tl.where(is_strict, C.PROTECTED, tl.where(rows.repeats, C.REPEAT, 0))
+    reason = tl.where(is_strict, C.VERDICT.PROTECTED, tl.where(rows.repeats, C.VERDICT.REPEAT, 0))
     return tl.where(rows.blocked != 0, rows.blocked, reason)

@@ -194,11 +194,11 @@ def strictness_kernel(
     # Token i of prompt and output.
     base_ptr = tokens_ptr + slot * tokens_stride
     record_ptr = records_ptr + slot * C.RECORD_SIZE
-    state = tl.load(record_ptr + C.STATE).to(tl.int32)
-    scanned = tl.load(record_ptr + C.SCANNED).to(tl.int32)
-    held = tl.load(record_ptr + C.HELD).to(tl.int32)
+    state = tl.load(record_ptr + C.COLUMN.STATE).to(tl.int32)
+    scanned = tl.load(record_ptr + C.COLUMN.SCANNED).to(tl.int32)
+    held = tl.load(record_ptr + C.COLUMN.HELD).to(tl.int32)
     # Where tokens were taken back, all of the answer are taken in again.
-    state = tl.where(scanned > total, tl.load(record_ptr + C.BEGUN).to(tl.int32), state)
+    state = tl.where(scanned > total, tl.load(record_ptr + C.COLUMN.BEGUN).to(tl.int32), state)
     scanned = tl.where(scanned > total, prompt_len, scanned)
     held = tl.where(held > total, prompt_len, held)
     # All warps have loaded what one of them stores below.
@@ -218,16 +218,16 @@ def strictness_kernel(
             for i in range(tl.maximum(block, scanned), tl.minimum(block + BLOCK, total)):
                 token = tl.load(ring_ptr + (i - prompt_len) % WINDOW)
                 state = _advance(state, token, markers_ptr, num_markers, opening)
-    tl.store(record_ptr + C.STATE, state.to(tl.int64))
-    tl.store(record_ptr + C.SCANNED, total.to(tl.int64))
-    tl.store(record_ptr + C.HELD, total.to(tl.int64))
+    tl.store(record_ptr + C.COLUMN.STATE, state.to(tl.int64))
+    tl.store(record_ptr + C.COLUMN.SCANNED, total.to(tl.int64))
+    tl.store(record_ptr + C.COLUMN.HELD, total.to(tl.int64))
 
-    scope = tl.load(record_ptr + C.SCOPE)
+    scope = tl.load(record_ptr + C.COLUMN.SCOPE)
     seen_ptr += request * num_words
     # Read once: it lies in the host's memory.
     is_greedy = tl.load(temperature_ptr + slot) == 0.0
     # What would repeat means nothing to a strict request.
-    is_strict = tl.load(record_ptr + C.VALUE) == 0
+    is_strict = tl.load(record_ptr + C.COLUMN.VALUE) == 0
     first = tl.maximum(num_answer - WINDOW, 0)
     for j in range(0, num_draft):
         token = tl.load(draft_ptr + j).to(tl.int32)
@@ -235,7 +235,7 @@ def strictness_kernel(
         longest = tl.zeros([], tl.int32)
         count = tl.zeros([], tl.int32)
         if FILLS:
-            blocked = tl.where(token == tl.load(draft_ptr + j - 1), C.REPEAT, blocked)
+            blocked = tl.where(token == tl.load(draft_ptr + j - 1), C.VERDICT.REPEAT, blocked)
         if LENGTH > 0:
             text = num_answer + j, first, ring_ptr, num_answer, draft_ptr
             if is_strict == 0:
@@ -245,13 +245,13 @@ def strictness_kernel(
             if least > 0:
                 list_ptr = guard.followers + (start + j).to(tl.int64) * C.MOST_FOLLOWERS
                 count = _list(list_ptr, seen_ptr, vocab, least, text, BLOCK, LENGTH, WINDOW)
-            blocked = tl.where(count > C.MOST_FOLLOWERS, C.REPEAT, blocked)
+            blocked = tl.where(count > C.MOST_FOLLOWERS, C.VERDICT.REPEAT, blocked)
             count = tl.where(count > C.MOST_FOLLOWERS, 0, count)
         if markers_ptr is not None:
             outside = tl.where((state & C.THINKING) != 0, C.IN_ANSWER, C.IN_THINKING)
-            reason = tl.where(scope == outside, C.OUTSIDE, 0)
-            reason = tl.where(state >= C.OPENING, C.OPENED, reason)
-            reason = tl.where(state % C.THINKING != 0, C.SPAN, reason)
+            reason = tl.where(scope == outside, C.VERDICT.SCOPE, 0)
+            reason = tl.where(state >= C.OPENING, C.VERDICT.OPENING, reason)
+            reason = tl.where(state % C.THINKING != 0, C.VERDICT.SPAN, reason)
             blocked = tl.where(reason != 0, reason, blocked)
             state = _advance(state, token, markers_ptr, num_markers, opening)
         tl.store(guard.blocked + start + j, blocked.to(tl.int8))

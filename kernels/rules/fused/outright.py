@@ -15,7 +15,7 @@ def _judged(rows, is_accepted, loss, most, offset, length):
     forbidden = forbids(rows, True)
     wants = is_accepted & (forbidden == 0)
     fits = fitting(wants, loss, most, offset, length)
-    verdict = tl.where(wants, tl.where(fits, C.RELAXED, C.LOSS), forbidden)
+    verdict = tl.where(wants, tl.where(fits, C.VERDICT.RELAXED, C.VERDICT.LOSS), forbidden)
     return tl.where(is_accepted, verdict, 0)
 
 
@@ -25,7 +25,7 @@ def greedy(rows, is_accepted, most, offset, length):
     is_first = (rows.draft >= 0) & (rows.draft == rows.argmax)
     is_other = is_accepted & (is_first == 0)
     verdict = _judged(rows, is_other, rows.loss, most, offset, length)
-    return tl.where(is_first, C.FIRST, verdict)
+    return tl.where(is_first, C.VERDICT.FIRST, verdict)
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def sampled(rows, odds, is_accepted, most, offset, length):
     """What is decided where a request samples; of what is accepted the bias is infinite."""
     cost = units_of(-odds.log_p)
     verdict = _judged(rows, is_accepted & odds.is_number, cost, most, offset, length)
-    is_relaxed = verdict == C.RELAXED
+    is_relaxed = verdict == C.VERDICT.RELAXED
     gained = ((1.0 - tl.exp(odds.log_p)) * C.PER_NAT + 0.5).to(tl.int64)
     return Decided(
         verdict,

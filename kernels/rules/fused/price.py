@@ -27,18 +27,19 @@ def greedy(rows, splits, value, most, gainful, offset, length, SPLITS: tl.conste
     may_pay = may_pay & (offset < gainful) & (is_first == 0)
     wants = may_pay & (forbidden == 0)
     fits = fitting(wants, rows.loss, most, offset, length)
-    verdict = tl.where(wants, tl.where(fits, C.PAYABLE, C.LOSS), 0)
+    verdict = tl.where(wants, tl.where(fits, C.VERDICT.PAYABLE, C.VERDICT.LOSS), 0)
     verdict = tl.where(may_pay & (rows.loss < price) & (forbidden != 0), forbidden, verdict)
-    verdict = tl.where(is_first, C.FIRST, verdict)
+    verdict = tl.where(is_first, C.VERDICT.FIRST, verdict)
     ahead = tl.zeros([], tl.int64)
     for i in range(0, length):
         j = length - 1 - i
         now = at(offset, j, verdict)
-        worth = price + ahead - tl.where(now == C.PAYABLE, at(offset, j, rows.loss), 0)
-        is_reached = ((now == C.FIRST) & (j < gainful)) | ((now == C.PAYABLE) & (worth > 0))
+        pays = now == C.VERDICT.PAYABLE
+        worth = price + ahead - tl.where(pays, at(offset, j, rows.loss), 0)
+        is_reached = ((now == C.VERDICT.FIRST) & (j < gainful)) | (pays & (worth > 0))
         ahead = tl.where(is_reached, worth, 0)
-        relaxed = tl.where(worth > 0, C.RELAXED, 0)
-        verdict = tl.where((offset == j) & (verdict == C.PAYABLE), relaxed, verdict)
+        relaxed = tl.where(worth > 0, C.VERDICT.RELAXED, 0)
+        verdict = tl.where((offset == j) & (verdict == C.VERDICT.PAYABLE), relaxed, verdict)
     return verdict
 
 
